@@ -29,7 +29,7 @@ COMPUTED = {
     Path("jrl/published/location.py"),
     Path("jrl/tasks/data/files.py"),
     Path("jrl/tasks/references.py"),
-    Path("jrl/tasks/workers/reward.py"),
+    Path("jrl/tasks/workers/user_code.py"),
 }
 """Files that may import what a variable names: the extras and the code that a user asked for."""
 FORBIDDEN = {"experiments", "benchmarks", "tests", "notebooks"}
@@ -172,8 +172,8 @@ def test_arrows_point_one_way(room):
             "from jrl.trainer.setup.setup import Setup",
             "jrl.trainer.setup.setup.Setup",
         ),
-        ("jrl/text/prompts.py", "from jrl import rollout", "jrl.rollout"),
         ("jrl/faults/watch.py", "from jrl.trainer import loop", "jrl.trainer.loop"),
+        ("jrl/text/prompt_format.py", "from jrl import rollout", "jrl.rollout"),
         ("jrl/rollout/sampler.py", "from ..trainer import loop", "jrl.trainer.loop"),
         ("jrl/trainer/loop.py", "from jrl.train import main", "jrl.train.main"),
         ("jrl/trainer/loop.py", "from jrl import export", "jrl.export"),

@@ -9,7 +9,7 @@ from jrl.published.location import checkpoint_folder, is_checkpoint
 from jrl.tasks.data.conversations import template_arguments
 from jrl.tasks.data.files import KINDS
 from jrl.tasks.data.split import parse_heldout
-from jrl.tasks.rewards.settings import RewardSettings
+from jrl.tasks.rewards import RewardSettings
 
 ROUTER_SETTINGS = (
     "load_balance_coef",

@@ -54,8 +54,8 @@ def _compiled_group_sums(mesh: FoldedMesh) -> Callable[[jax.Array], jax.Array]:
     axes = [axis for axis in mesh.axes if mesh.size((axis,)) > 1]
     groups = [group for n in range(len(axes)) for group in combinations(axes, n + 1)]
 
-    def sum_over_groups(number: jax.Array) -> jax.Array:
-        return sum((vary(all_sum(number, group), mesh.axes) for group in groups), number)
+    def sum_over_groups(x: jax.Array) -> jax.Array:
+        return sum((vary(all_sum(x, group), mesh.axes) for group in groups), x)
 
     local = jax.shard_map(
         sum_over_groups,
@@ -204,9 +204,9 @@ class RaiseInAllProcesses:
         if isinstance(error, OSError) and error.filename is not None:
             raise ValueError(f"{error.filename}: {error.strerror}") from error
         if error is None:
-            for number, message in enumerate(messages):
+            for process, message in enumerate(messages):
                 if message is not None:
-                    raise ValueError(f"process {number}: {message}")
+                    raise ValueError(f"process {process}: {message}")
 
 
 def _encode(value: Any) -> np.ndarray:

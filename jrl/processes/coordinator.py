@@ -41,24 +41,24 @@ class Processes:
 
     def check(self) -> None:
         """Raises ValueError for settings that cannot be."""
-        number, index = self.num_processes, self.process_id
+        count, index = self.num_processes, self.process_id
         if self.coordinator is None:
-            if number is not None or index is not None:
+            if count is not None or index is not None:
                 raise ValueError(
-                    f"num_processes={number}, process_id={index} need --coordinator HOST:PORT, the "
+                    f"num_processes={count}, process_id={index} need --coordinator HOST:PORT, the "
                     "same in all processes."
                 )
             return
         if self.coordinator != AUTO:
             _parse_address(self.coordinator)
-            if number is None or index is None:
+            if count is None or index is None:
                 raise ValueError(
                     f"coordinator={self.coordinator!r} needs --num-processes and --process-id."
                 )
-        if number is not None and number < 1:
-            raise ValueError(f"num_processes={number} must be at least 1.")
-        if index is not None and (index < 0 or (number is not None and index >= number)):
-            last = "" if number is None else number - 1
+        if count is not None and count < 1:
+            raise ValueError(f"num_processes={count} must be at least 1.")
+        if index is not None and (index < 0 or (count is not None and index >= count)):
+            last = "" if count is None else count - 1
             raise ValueError(f"process_id={index} must lie in 0..{last}.")
         if self.coordinator_timeout < 1:
             raise ValueError(
@@ -245,9 +245,9 @@ def _initialize(processes: Processes) -> None:
 
 
 def _abort_start(processes: Processes) -> None:
-    number = processes.num_processes or "some"
+    count = processes.num_processes or "some"
     print(
-        f"error: coordinator={processes.coordinator!r}: not all of {number} processes connected "
+        f"error: coordinator={processes.coordinator!r}: not all of {count} processes connected "
         f"within {processes.coordinator_timeout} s: start them, or raise --coordinator-timeout.",
         file=sys.stderr,
         flush=True,

@@ -50,25 +50,25 @@ class Stop:
         threading.Thread(
             target=self._watch, args=(local_socket,), name="jrl signals", daemon=True
         ).start()
-        for number in _NAMES:
+        for signum in _NAMES:
             # One that is ignored, as Ctrl-C is in a shell's background job, stays so.
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                self._previous_handlers[number] = signal.signal(number, self._receive)
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                self._previous_handlers[signum] = signal.signal(signum, self._receive)
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._sockets is None:
             return
-        for number, handler in self._previous_handlers.items():
-            signal.signal(number, handler)
+        for signum, handler in self._previous_handlers.items():
+            signal.signal(signum, handler)
         signal.set_wakeup_fd(self._wakeup)
         _, wakeup_socket = self._sockets
         wakeup_socket.close()  # the thread reads the end, and closes its side
         self._sockets = None
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        is_repeated = number == signal.SIGINT and number in self._received
-        self._received.append(number)
+    def _receive(self, signum: int, frame: FrameType | None) -> None:
+        is_repeated = signum == signal.SIGINT and signum in self._received
+        self._received.append(signum)
         if is_repeated:
             raise KeyboardInterrupt
 
@@ -77,12 +77,12 @@ class Stop:
         interrupts = 0
         with local_socket:
             while content := local_socket.recv(64):
-                for number in content:
-                    interrupts += number == signal.SIGINT
+                for signum in content:
+                    interrupts += signum == signal.SIGINT
                     if interrupts > 1:
                         self._exit_at_deadline(local_socket)
-                    elif number in _NAMES:
-                        name, repetition = _NAMES[signal.Signals(number)], "again " * interrupts
+                    elif signum in _NAMES:
+                        name, repetition = _NAMES[signal.Signals(signum)], "again " * interrupts
                         _print_line(f"{name}: {self.doing}; Ctrl-C {repetition}stops immediately")
 
     def _exit_at_deadline(self, local_socket: socket.socket) -> None:

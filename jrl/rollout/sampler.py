@@ -15,15 +15,15 @@ from jrl.rollout.decoding.requests import Request, Trajectory
 from jrl.rollout.sampling import Sampling
 from jrl.rollout.timing import timed
 from jrl.tasks import Example, Task, Verdict
-from jrl.tasks.parts import environments_of
-from jrl.tasks.rewards.completion import CompletionText
-from jrl.text.prompt_format import PromptFormat
-from jrl.text.prompts import (
-    conversation,
+from jrl.tasks.mixture import environments_of
+from jrl.tasks.task import CompletionText
+from jrl.text.prompt_format import (
+    PromptFormat,
     encode_prompt,
     opened_reasoning,
     special_text_of,
     text_of,
+    text_of_row,
 )
 
 
@@ -88,7 +88,7 @@ class Completion:
         # be visible.
         if format.template is not None:
             ids = [*map(int, self.trajectory.request.tokens), *map(int, self.trajectory.response)]
-            record["conversation"] = conversation(format.tokenizer, ids)
+            record["conversation"] = text_of_row(format.tokenizer, ids)
         return record
 
 

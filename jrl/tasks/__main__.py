@@ -8,7 +8,7 @@ from typing import Literal
 import tyro
 
 from jrl.command_line import exit_status
-from jrl.tasks.checking.check import check, format_report
+from jrl.tasks.check import check, format_report
 from jrl.tasks.sandbox.sandbox import allow_unsafe
 
 

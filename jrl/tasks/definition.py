@@ -1,4 +1,4 @@
-"""Definition of a task: its prompts, and the reward of a completion.
+"""Definition of a task, its prompts and the reward of a completion, and the endless task of one.
 
 A record is a mapping with "prompt", a text (or "messages", the turns of a conversation, in its
 place), "answer" where there is a reference answer to imitate, and whatever else the reward reads.
@@ -7,11 +7,14 @@ user's own are written in the same way.
 """
 
 from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
 from random import Random
 from typing import Any, Protocol, runtime_checkable
 
 from jrl.tasks.answers import extract
-from jrl.tasks.task import UNPARSABLE, Example, Verdict
+from jrl.tasks.data.records import example_of
+from jrl.tasks.data.split import HELDOUT_SHARE, generator, is_heldout
+from jrl.tasks.task import UNPARSABLE, Example, Verdict, check_index, check_pairs
 
 Record = Mapping[str, Any]
 """A prompt, its reference answer if any, and the other fields that its reward reads."""
@@ -52,7 +55,7 @@ class Listed(Protocol):
 
     It may also have `heldout`, records to evaluate on that are kept apart from `prompts`;
     `weights`, by the names of a reward's parts (1 by default); and `full_marks`, the weighted sum
-    from which on a completion counts as correct (`jrl.tasks.rewards.rewarded`).
+    from which on a completion counts as correct (`jrl.tasks.rewards`).
     """
 
     @property
@@ -72,12 +75,74 @@ class Listed(Protocol):
         ...
 
 
-def score_of(definition: Endless, example: Example, completion: str) -> Verdict:
-    """Verdict of a trusted definition: computed in this process, without a time limit."""
-    fields = {"answer": example.answer, **example.record}
-    answer = extract(completion, bare=True)
-    if answer is None:
-        return UNPARSABLE
-    verdict = definition.reward(example.prompt, answer.text, **fields)
-    assert isinstance(verdict, Verdict), f"{verdict!r} is not a Verdict"
-    return verdict
+@dataclass(frozen=True)
+class ProceduralTask:
+    """An endless task: a definition generates records, and its reward scores completions in this
+    process.
+
+    Attributes:
+      name: by which the task is requested.
+      seed: picks the training stream and the held-out one; which prompts are held out is the same
+        for all seeds.
+      definition: generates prompts and rewards completions.
+      heldout_size: held-out prompts; None is an endless supply, though small spaces repeat
+        themselves.
+      heldout_share: of the prompts, in (0, 1).
+    """
+
+    name: str
+    seed: int
+    definition: Endless
+    heldout_size: int | None = None
+    heldout_share: float = HELDOUT_SHARE
+
+    @property
+    def max_prompt_length(self) -> int:
+        return self.definition.max_prompt_length
+
+    @property
+    def max_response_length(self) -> int:
+        return self.definition.max_response_length
+
+    @property
+    def characters(self) -> str:
+        return self.definition.characters
+
+    def train(self, index: int) -> Example:
+        """The index-th training example, a function of seed and index alone."""
+        return self._example("train", index)
+
+    def heldout(self, index: int) -> Example:
+        """The index-th held-out example, a function of seed and index alone."""
+        check_index(index, self.heldout_size)
+        return self._example("heldout", index)
+
+    def verify(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Verdict]:
+        """Scores one completion per example."""
+        check_pairs(examples, completions)
+        return [self._score(*pair) for pair in zip(examples, completions, strict=True)]
+
+    def close(self) -> None:
+        """Does nothing: there is no worker process."""
+
+    def _score(self, example: Example, completion: str) -> Verdict:
+        """The verdict of the definition, which is trusted: without a time limit."""
+        answer = extract(completion, bare=True)
+        if answer is None:
+            return UNPARSABLE
+        fields = {"answer": example.answer, **example.record}
+        verdict = self.definition.reward(example.prompt, answer.text, **fields)
+        assert isinstance(verdict, Verdict), f"{verdict!r} is not a Verdict"
+        return verdict
+
+    def _example(self, part: str, index: int) -> Example:
+        check_index(index)
+        random = generator(self.name, self.seed, part, index)
+        while True:
+            record = self.definition.prompts(random)
+            if isinstance(record, Example):
+                example = record
+            else:
+                example = example_of(record, f"task={self.name}")
+            if is_heldout(example.identity, self.heldout_share) == (part == "heldout"):
+                return example

@@ -14,18 +14,16 @@ marks, and those that do not give the same prompts twice, are rejected.
 
 import difflib
 import json
-import sys
 import time
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
+from jrl.tasks.data.prompt_list import FiniteTask, PromptList
 from jrl.tasks.data.split import HeldOut
-from jrl.tasks.finite import FiniteTask
 from jrl.tasks.task import Example
-from jrl.tasks.workers import worker as worker_program
 from jrl.tasks.workers.pool import Pool
-from jrl.tasks.workers.process import Message, Worker, WorkerEnded
+from jrl.tasks.workers.process import Message, WorkerEnded, program_worker
 
 # Prompts are fetched in chunks, so that a slow generator is told from one that hangs.
 CHUNK = 64
@@ -66,11 +64,9 @@ def gym(
     if heldout is not None:
         heldout.check_no_file(f"gym:{name}", "makes")
     spec = "".join([f"gym:{name}", *(f",{key}={value}" for key, value in (options or {}).items())])
-    options_json = json.dumps(dict(options or {}))
-    command = [sys.executable, "-P", worker_program.__file__]
-    command += ["gym", name, str(seed), str(size), options_json]
+    arguments = [name, str(seed), str(size), json.dumps(dict(options or {}))]
     pool = Pool(
-        lambda: Worker(command, seconds=seconds),
+        lambda: program_worker("gym", *arguments, seconds=seconds),
         workers,
         # Making the prompt again, in a worker that has not made it, is no part of the scoring.
         prepare=lambda question: {"prepare": question["index"]},
@@ -96,7 +92,7 @@ def gym(
                 "one to train on and one held out: choose another generator"
             )
         examples = [rows[index] for index in indices.values()]
-        return FiniteTask(spec, examples, seed, pool, question, heldout)
+        return FiniteTask(PromptList(spec, examples, seed, heldout), pool, question)
     except BaseException:
         pool.close()
         raise

@@ -3,52 +3,43 @@
 import difflib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from jrl.tasks.answers.verdict import FINAL
-from jrl.tasks.builtin.addition import Addition
-from jrl.tasks.builtin.calculator import Calculator
-from jrl.tasks.builtin.countdown import Countdown
-from jrl.tasks.builtin.guess import Guess
-from jrl.tasks.builtin.progression import Progression
-from jrl.tasks.builtin.scratchpad import MIN_DIGITS, Scratchpad, scratchpad_of
-from jrl.tasks.builtin.sort import Sort
-from jrl.tasks.custom import custom_prompts
+from jrl.tasks.builtin import BUILT_IN, CONVERSATIONS, MIN_DIGITS, scratchpad_of
 from jrl.tasks.data.fields import Fields
-from jrl.tasks.data.files import KINDS
-from jrl.tasks.data.jsonl import jsonl, prompts_of
+from jrl.tasks.data.files import KINDS, jsonl, prompts_of
+from jrl.tasks.data.prompt_list import PromptList, drop_repeated
+from jrl.tasks.data.records import check_sendable, example_of
 from jrl.tasks.data.split import HeldOut, parse_heldout
-from jrl.tasks.environments.definition import is_conversing
-from jrl.tasks.environments.host import LocalHost, Scoring, WorkerHost
-from jrl.tasks.environments.task import Conversational, EnvironmentPrompts
+from jrl.tasks.definition import ProceduralTask
+from jrl.tasks.environments.definition import (
+    Conversational,
+    EnvironmentPrompts,
+    is_conversing,
+    open_example,
+    tools_of,
+)
+from jrl.tasks.environments.host import Host, LocalHost, Scoring, WorkerHost
 from jrl.tasks.gym import gym
 from jrl.tasks.mixture import Mixture, Weighted
-from jrl.tasks.procedural import ProceduralTask
 from jrl.tasks.references import CodeReference, is_code_reference, parse_reference, read_sources
-from jrl.tasks.rewards.custom import CustomReward
-from jrl.tasks.rewards.rewarded import Named, Rewarded, Weighing
-from jrl.tasks.rewards.settings import TASK_REWARD, RewardSettings, parse_weights
+from jrl.tasks.rewards import (
+    TASK_REWARD,
+    CustomReward,
+    Rewarded,
+    RewardSettings,
+    Weighing,
+    parse_weights,
+)
 from jrl.tasks.sandbox.sandbox import allow_unsafe
-from jrl.tasks.task import Prompts, Task
+from jrl.tasks.task import Example, Prompts, Task
 
-_DEFINITIONS = {
-    "sort": Sort,
-    "addition": Addition,
-    "scratchpad": Scratchpad,
-    "countdown": Countdown,
-    "progression": Progression,
-}
-BUILT_IN: dict[str, Callable[[int], ProceduralTask]] = {
-    name: partial(ProceduralTask, name, definition=kind()) for name, kind in _DEFINITIONS.items()
-}
-"""Tasks without conversations, each made of the seed that picks its stream of prompts."""
-CONVERSATIONS: dict[str, Callable[[], Any]] = {"guess": Guess, "calculator": Calculator}
-"""Definitions of tasks whose environments answer the policy."""
 OUTSIDE = (*KINDS, "gym")
 MIXED = re.compile(r"\s\+\s")
 WEIGHT = re.compile(r"(\d+(?:\.\d+)?)\s+(\S.*)", re.DOTALL)
@@ -187,10 +178,10 @@ class _Loader:
         prompts: Prompts
         if kind in KINDS and rest and TASK_REWARD not in self.settings.rewards:
             prompts = prompts_of(kind, rest, self.seed, self.fields, self.heldout)
-            return self._add_rewards(prompts, [], Weighing({}))
+            return self._add_rewards(prompts)
         task = self._load_library(spec)
         verifier = task if TASK_REWARD in self.settings.rewards else None
-        return self._add_rewards(task, [], Weighing({}), verifier)
+        return self._add_rewards(task, verifier=verifier)
 
     def _load_custom(self, spec: str) -> Task:
         code = parse_reference(spec, self.code_path)
@@ -198,14 +189,15 @@ class _Loader:
         if is_conversing(definition):
             return self._load_conversing(spec, code, definition)
         prompts = custom_prompts(code, definition, self.seed, self.heldout)
+        if self.settings.rewards and TASK_REWARD not in self.settings.rewards:
+            return self._add_rewards(prompts)
         weighing = Weighing(
             getattr(definition, "weights", {}), getattr(definition, "full_marks", None)
         )
-        if self.settings.rewards and TASK_REWARD not in self.settings.rewards:
-            return self._add_rewards(prompts, [], Weighing({}))
-        seconds = self.settings.seconds
-        reward = CustomReward(code, makes=True, seconds=seconds, workers=self.workers)
-        return self._add_rewards(prompts, [Named(TASK_REWARD, reward)], weighing)
+        return self._add_rewards(prompts, [self._reward(code, makes=True)], weighing)
+
+    def _reward(self, code: CodeReference, *, makes: bool) -> CustomReward:
+        return CustomReward(code, makes=makes, seconds=self.settings.seconds, workers=self.workers)
 
     def _load_conversing(self, spec: str, code: CodeReference, definition: Any) -> Task:
         self._check_environment_rewards(spec)
@@ -232,8 +224,8 @@ class _Loader:
     def _add_rewards(
         self,
         prompts: Prompts,
-        rewards: list[Named],
-        weighing: Weighing,
+        rewards: Sequence[CustomReward] = (),
+        weighing: Weighing = Weighing({}),  # noqa: B008, of no mutable value
         verifier: Task | None = None,
     ) -> Rewarded:
         """With the rewards that the settings name, which stop where one cannot be had."""
@@ -243,18 +235,13 @@ class _Loader:
         with ExitStack() as stack:
             if isinstance(prompts, Task):
                 stack.callback(prompts.close)
-            for each in rewards:
-                stack.callback(each.reward.close)
-            for text in settings.rewards:
-                if text == TASK_REWARD:
-                    continue
-                code = parse_reference(text, self.code_path)
-                reward = CustomReward(
-                    code, makes=False, seconds=settings.seconds, workers=self.workers
-                )
+            texts = [text for text in settings.rewards if text != TASK_REWARD]
+            codes = (parse_reference(text, self.code_path) for text in texts)
+            all_rewards = []
+            for reward in chain(rewards, (self._reward(code, makes=False) for code in codes)):
                 stack.callback(reward.close)
-                rewards.append(Named(code.name, reward))
-            rewarded = Rewarded(prompts, rewards, weighing, verifier)
+                all_rewards.append(reward)
+            rewarded = Rewarded(prompts, all_rewards, weighing, verifier)
             stack.pop_all()
         return rewarded
 
@@ -311,3 +298,75 @@ def _parse_options(spec: str, text: str) -> tuple[str, dict[str, Any]]:
         except ValueError:
             options[option] = value
     return name, options
+
+
+SIZES = ("max_prompt_length", "max_response_length", "characters")
+"""Attributes that bound all prompts and answers that a task can generate."""
+
+
+def custom_prompts(
+    reference: CodeReference, definition: Any, seed: int, heldout: HeldOut, host: Host | None = None
+) -> Prompts:
+    """The prompts of what a reference makes (`jrl.tasks.definition`).
+
+    Args:
+      definition: made by the reference.
+      seed: picks the stream of prompts, or the order of the training examples.
+      host: of its environments, of a task that has some in place of a reward.
+
+    Raises:
+      ValueError: where it is no task, or a record of it is none.
+    """
+    name = reference.text
+    judged = host is not None or callable(getattr(definition, "reward", None))
+    if not hasattr(definition, "prompts") or not judged:
+        raise ValueError(
+            f"task={name} makes a {type(definition).__name__} without prompts or reward: give it "
+            "prompts, a list of records, and reward(prompt, completion, **record) or "
+            "environment(**record)"
+        )
+    if callable(definition.prompts):
+        missing = [size for size in SIZES if not hasattr(definition, size)]
+        if missing:
+            raise ValueError(
+                f"task={name} generates its prompts and does not define {', '.join(missing)}: set "
+                "them to the lengths of the longest prompt and answer, and to all characters of "
+                "both"
+            )
+        heldout.check_no_file(name, "draws")
+        endless = definition if host is None else EnvironmentPrompts(name, definition, host)
+        task = ProceduralTask(name, seed, endless, heldout.count, heldout.generated_share)
+        check_sendable(task.train(0), f"task={name}")
+        return task
+    heldout_records = getattr(definition, "heldout", None)
+    tools = tools_of(definition)
+    examples, repeated = _examples(definition.prompts, f"task={name}: prompts", host, tools)
+    if heldout_records is None:
+        task = PromptList(name, examples, seed, heldout)
+        task.num_repeated = repeated
+        return task
+    if heldout != HeldOut() and not heldout.everything:
+        raise ValueError(
+            f"task={name} has its own held-out prompts, and --held-out selects others: leave it out"
+        )
+    others, again = _examples(heldout_records, f"task={name}: heldout", host, tools)
+    task = PromptList(name, examples, seed, heldout_examples=others)
+    task.num_repeated = repeated + again
+    return task
+
+
+def _examples(
+    records: Any, location: str, host: Host | None, tools: tuple[str, ...]
+) -> tuple[list[Example], int]:
+    """The examples of records, no two with the same prompt, and how many were left out."""
+    examples = []
+    for index, record in enumerate(records):
+        where = f"{location}[{index}]"
+        record = {"prompt": record} if isinstance(record, str) else record
+        if host is None:
+            example = example_of(record, where)
+        else:
+            example = open_example(record, where, host, tools)
+        check_sendable(example, where)
+        examples.append(example)
+    return drop_repeated(examples)

@@ -1,10 +1,57 @@
-"""Mixture of tasks, interleaved by their weights."""
+"""Mixture of tasks, interleaved by their weights, and the parts that a task is made of."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from jrl.tasks.parts import lists_of
+from jrl.tasks.data.prompt_list import PromptList
+from jrl.tasks.environments.host import Host
 from jrl.tasks.task import Example, Task, Verdict, check_index, check_pairs
+
+
+def prompt_sources(task: Any) -> list[Any]:
+    """The sources of a task's prompts, in their order: lists, or tasks that generate theirs."""
+    if (sources := getattr(task, "sources", None)) is None:
+        return [task]
+    return [leaf for source in sources for leaf in prompt_sources(source)]
+
+
+def lists_of(task: Any) -> list[PromptList]:
+    """Those of the sources that are lists."""
+    return [leaf for leaf in prompt_sources(task) if isinstance(leaf, PromptList)]
+
+
+def task_names(task: Any) -> tuple[str, ...]:
+    """The tasks of a mixture; empty of any other."""
+    return getattr(task, "task_names", ())
+
+
+def part_names(task: Any) -> tuple[str, ...]:
+    """All parts of rewards that a verdict of a task can have; empty of a verifier's."""
+    return getattr(task, "part_names", ())
+
+
+def environments_of(task: Any, example: Example) -> Host | None:
+    """Host of the environment of an example; None if a completion is a single turn."""
+    if names := task_names(task):
+        return environments_of(task.sources[names.index(example.task)], example)
+    return getattr(task, "environments", None)
+
+
+def has_environments(task: Any) -> bool:
+    """True if any of a task's completions are conversations."""
+    if hasattr(task, "environments"):
+        return True
+    return any(has_environments(source) for source in getattr(task, "sources", ()))
+
+
+def leave_out(task: Any, fits: Callable[[Example], bool]) -> int:
+    """Leaves out the prompts of lists that do not fit; returns how many they were.
+
+    Raises:
+      ValueError: where a list would have none left on one side.
+    """
+    return sum(prompt_list.leave_out(fits) for prompt_list in lists_of(task))
 
 
 @dataclass(frozen=True)
@@ -41,10 +88,10 @@ class WeightedRoundRobin:
         ]
         for task in available:
             self._credits[task] += self._weights[task]
-        chosen = max(available, key=lambda task: self._credits[task])
-        self._credits[chosen] -= sum(self._weights[task] for task in available)
-        self._num_assigned[chosen] += 1
-        return chosen, self._num_assigned[chosen] - 1
+        next_task = max(available, key=lambda task: self._credits[task])
+        self._credits[next_task] -= sum(self._weights[task] for task in available)
+        self._num_assigned[next_task] += 1
+        return next_task, self._num_assigned[next_task] - 1
 
 
 class Mixture:

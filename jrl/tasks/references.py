@@ -17,9 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from jrl.tasks.workers import worker as worker_program
-from jrl.tasks.workers.process import Worker
-from jrl.tasks.workers.reward import build_from, load_source
+from jrl.tasks.workers.process import Worker, program_worker
+from jrl.tasks.workers.user_code import build_from, load_source
 
 STARTUP_SECONDS = 300.0
 """Seconds in which a worker must load the code, with the libraries that it imports."""
@@ -61,8 +60,9 @@ class CodeReference:
         copy.write_bytes(self.source or b"")
         about = {"file": self.file, "module": self.module, "name": self.name, "makes": makes}
         described = json.dumps({**about, "copy": str(copy), "path": sys.path})
-        command = [sys.executable, "-P", worker_program.__file__, kind, described]
-        return lambda: Worker(command, seconds=seconds, startup_seconds=STARTUP_SECONDS)
+        return lambda: program_worker(
+            kind, described, seconds=seconds, startup_seconds=STARTUP_SECONDS
+        )
 
     def make(self) -> Any:
         """The task that it makes, in this process.

@@ -37,6 +37,7 @@ class Example:
         message; a policy without a chat template is not told.
       opening: the messages with all their fields, for chat templates; empty is `messages`.
       template_arguments: names that its chat template is given, such as enable_thinking.
+      location: where it is from, for messages.
     """
 
     prompt: str
@@ -50,6 +51,7 @@ class Example:
     instruction: str = field(default="", compare=False, repr=False)
     opening: tuple[Mapping[str, Any], ...] = field(default=(), compare=False, repr=False)
     template_arguments: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    location: str = field(default="", compare=False, repr=False)
 
     @property
     def identity(self) -> str:
@@ -99,8 +101,6 @@ class Verdict:
 CORRECT = Verdict(1.0, "correct")
 WRONG = Verdict(0.0, "wrong")
 UNPARSABLE = Verdict(0.0, "unparsable")
-TIMEOUT = Verdict(0.0, "timeout")
-ERROR = Verdict(0.0, "error")
 
 
 @runtime_checkable
@@ -173,3 +173,60 @@ def check_index(index: int, size: int | None = None) -> None:
     if index < 0 or (size is not None and index >= size):
         bound = "0 or more" if size is None else f"in [0, {size})"
         raise ValueError(f"index={index} is out of range: it must be {bound}")
+
+
+class PromptSourceTask:
+    """A task whose prompts are those of another task or of a list; it defines the scoring alone."""
+
+    def __init__(self, prompts: Prompts):
+        self._prompts = prompts
+        self.sources: tuple[Prompts, ...] = (prompts,)
+        """Sources of the prompts."""
+
+    @property
+    def name(self) -> str:
+        return self._prompts.name
+
+    @property
+    def max_prompt_length(self) -> int:
+        return self._prompts.max_prompt_length
+
+    @property
+    def max_response_length(self) -> int:
+        return self._prompts.max_response_length
+
+    @property
+    def characters(self) -> str:
+        return self._prompts.characters
+
+    @property
+    def heldout_size(self) -> int | None:
+        return self._prompts.heldout_size
+
+    def train(self, index: int) -> Example:
+        """The index-th training example."""
+        return self._prompts.train(index)
+
+    def heldout(self, index: int) -> Example:
+        """The index-th held-out example."""
+        return self._prompts.heldout(index)
+
+
+class CompletionText(str):
+    """Text of a completion, in which special tokens cannot be told apart.
+
+    Attributes:
+      special: the same with special tokens written out, without the end.
+    """
+
+    special: str
+
+    def __new__(cls, text: str, special: str):
+        instance = super().__new__(cls, text)
+        instance.special = special
+        return instance
+
+
+def special_of(text: str) -> str:
+    """The text with special tokens written out, of one that has none itself."""
+    return text.special if isinstance(text, CompletionText) else text

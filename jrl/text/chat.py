@@ -1,7 +1,7 @@
 """Chat template of a checkpoint: a conversation as the text that the network was trained on.
 
 Templates are Jinja programs that come with the checkpoint. They run in Jinja's sandbox, in a
-process with limits of time and memory (`jrl.text.templates`). They get the names that published
+process with limits of time and memory (`jrl.text.renderer`). They get the names that published
 templates rely on, and see nothing but the conversation.
 """
 
@@ -14,16 +14,16 @@ from functools import cached_property
 from importlib.util import find_spec
 from typing import Any
 
-from jrl.tasks.data.arguments import Arguments
 from jrl.tasks.data.conversations import Conversation, Turn, content_of, role_content_pairs
-from jrl.text.located.escape import (
+from jrl.tasks.tools.calls import Arguments
+from jrl.text.located import (
     EscapedConversation,
     escape_special_tokens,
     escape_text,
+    special_pattern,
     unused_character,
 )
-from jrl.text.located.tokens import special_pattern
-from jrl.text.templates.renderer import Renderer, TemplateLimit, TemplateSyntax
+from jrl.text.renderer import Renderer, TemplateLimit, TemplateSyntax
 from jrl.text.tokenizer import Tokenizer
 
 SPAN_BEGIN, SPAN_END = "\ufdd0", "\ufdd1"
@@ -33,6 +33,10 @@ SPAN_BEGIN, SPAN_END = "\ufdd0", "\ufdd1"
 def today() -> str:
     """The day on which a template is taken up, for `Usage.chat_date`, which a run keeps."""
     return date.today().isoformat()
+
+
+class TemplateRejection(ValueError):
+    """A template that refuses a conversation, or fails."""
 
 
 class ChatTemplate:
@@ -85,9 +89,7 @@ class ChatTemplate:
             conversation = Conversation.from_pairs([*first, ("user", "?"), ("assistant", PROBE)])
             try:
                 _, separator, suffix = self.write(conversation).partition(PROBE)
-            except TemplateLimit:
-                raise
-            except ValueError:
+            except TemplateRejection:
                 continue
             return suffix if separator else None
         return None
@@ -97,9 +99,7 @@ class ChatTemplate:
         try:
             texts = self.write_all([(conversation, False), (conversation, True)])
             before, opened = map(text_or_raise, texts)
-        except TemplateLimit:
-            raise
-        except ValueError:
+        except TemplateRejection:
             return ""
         return opened[len(before) :] if opened.startswith(before) else ""
 
@@ -116,14 +116,14 @@ class ChatTemplate:
 
         Raises:
           TemplateLimit: when the template takes too much time or memory, or writes too much.
-          ValueError: when it refuses the conversation, or fails.
+          TemplateRejection: when it refuses the conversation, or fails.
         """
         (text,) = self.write_all([(conversation, opened)], tagged=tagged)
         return text_or_raise(text)
 
     def write_all(
         self, requests: Sequence[tuple[Conversation, bool]], *, tagged: bool = False
-    ) -> list[str | ValueError]:
+    ) -> list[str | TemplateRejection]:
         """The texts of several conversations, which takes little longer than that of one; in place
         of those that the template refuses, the error.
 
@@ -272,9 +272,7 @@ class ChatTemplate:
         for messages, in_content in _with_probes(escaped.conversation.turns, index, probe):
             try:
                 rendered = self.render(replace(escaped.conversation, turns=messages))
-            except TemplateLimit:
-                raise
-            except ValueError as error:
+            except TemplateRejection as error:
                 rejection = error if rejection is None else rejection
                 continue
             count = rendered.count(probe)
@@ -350,20 +348,16 @@ def _start_renderer(source: str, day: str, markers: tuple[str, str] | None = Non
         ) from error
 
 
-def text_or_raise(text: str | ValueError) -> str:
-    """One of the texts of `ChatTemplate.write_all`.
-
-    Raises:
-      ValueError: where it is the error in place of one.
-    """
-    if isinstance(text, ValueError):
+def text_or_raise(text: str | TemplateRejection) -> str:
+    """One of the texts of `ChatTemplate.write_all`, which raises where it is the error."""
+    if isinstance(text, TemplateRejection):
         raise text
     return text
 
 
-def _rejection_error(error: ValueError, variables: Mapping[str, Any]) -> ValueError:
+def _rejection_error(error: ValueError, variables: Mapping[str, Any]) -> TemplateRejection:
     """An error of a template with the messages that it is about."""
-    rejection = ValueError(
+    rejection = TemplateRejection(
         f"the chat template rejects the messages {_format_messages(variables)}: {error}. Change "
         "them, or give another template with --chat-template FILE."
     )
@@ -378,3 +372,43 @@ def _format_messages(variables: Mapping[str, Any]) -> str:
 def _shorten(messages: Sequence[tuple[Any, Any]]) -> str:
     text = json.dumps(messages, ensure_ascii=False)
     return text if len(text) <= 90 else text[:87] + "..."
+
+
+def with_turn_end(tokenizer: Tokenizer, path: str | None = None) -> Tokenizer:
+    """The tokenizer, knowing what its chat template ends a turn with; as it is where it has no
+    template, or one that ends turns with no token or cannot be used.
+
+    Args:
+      path: the file of the template, where it is one that will be used.
+
+    Raises:
+      TemplateLimit: where it will be used, and takes too much time or memory.
+    """
+    usage = tokenizer.usage
+    if usage.chat_template is None or find_spec("jinja2") is None:
+        return tokenizer
+    try:
+        end_id = _find_turn_end(ChatTemplate(tokenizer, path), tokenizer)
+    except ValueError as error:  # said where it is used, which it need not be
+        if isinstance(error, TemplateLimit) and path is not None:
+            raise  # now, as to find it out once more takes as long
+        return tokenizer
+    return (
+        tokenizer
+        if end_id == usage.turn_end
+        else tokenizer.with_usage(replace(usage, turn_end=end_id))
+    )
+
+
+def _find_turn_end(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
+    turn_suffix = template.turn_suffix
+    if turn_suffix is None:
+        return None
+    tokens = tokenizer.spelled_tokens
+    match = re.search(special_pattern(tokens), turn_suffix)
+    # Some templates go on to the next turn whether they are asked to or not.
+    if match is None or match[0] in template.generation_prompt(
+        Conversation.from_pairs([("user", "?")])
+    ):
+        return None
+    return tokens[match[0]]

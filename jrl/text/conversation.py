@@ -13,9 +13,15 @@ import numpy as np
 from jrl.tasks import Example
 from jrl.tasks.data.conversations import Conversation, Turn
 from jrl.tasks.tools.calls import format_message_calls
-from jrl.tasks.tools.formats.detection import PLAIN
-from jrl.text.prompt_format import PromptFormat, example_tools
-from jrl.text.prompts import encode_prompt, opened_reasoning, special_text_of, text_of
+from jrl.tasks.tools.detection import PLAIN
+from jrl.text.prompt_format import (
+    PromptFormat,
+    encode_prompt,
+    example_tools,
+    opened_reasoning,
+    special_text_of,
+    text_of,
+)
 from jrl.text.tool_calls import attach_calls, parse_calls
 
 Messages = Sequence[tuple[str, str]]

@@ -27,8 +27,7 @@ from jrl.tasks import Example
 from jrl.tasks.data.chats import Chat
 from jrl.tasks.data.conversations import Conversation, content_of
 from jrl.text.chat import SPAN_BEGIN, SPAN_END, ChatTemplate, text_or_raise
-from jrl.text.located.escape import escape_special_tokens
-from jrl.text.located.tokens import TokenSpans
+from jrl.text.located import TokenSpans, escape_special_tokens
 from jrl.text.prompt_format import NO_TOOLS, PromptFormat
 from jrl.text.tokenizer import Tokenizer
 

@@ -1,28 +1,45 @@
-"""Format of prompts: the tokens of an example's prompt, as it is or by a chat template."""
+"""Prompts as tokens, as they are or by a chat template, and sampled tokens as text."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from jrl.config.run import RunConfig
+import numpy as np
+
 from jrl.tasks import Example
+from jrl.tasks.answers.extraction import REASONING_TOKENS, UNREADABLE, opens_reasoning
 from jrl.tasks.data.conversations import Conversation
+from jrl.tasks.tools.call_format import ToolFormat
 from jrl.tasks.tools.calls import Call, ToolParameters, parameters_by_tool
-from jrl.tasks.tools.formats.detection import FORMATS
-from jrl.tasks.tools.formats.format import ToolFormat
-from jrl.text.chat import ChatTemplate, today
-from jrl.text.templates.renderer import TemplateLimit
+from jrl.tasks.tools.detection import FORMATS
+from jrl.text.chat import ChatTemplate, TemplateRejection, today, with_turn_end
 from jrl.text.tokenizer import Tokenizer
 from jrl.text.tool_calls import attach_calls, shows_tools, tool_format_of
-from jrl.text.turn_end import with_turn_end
 
 CHECKPOINT_TEMPLATE, NO_TEMPLATE = "checkpoint", "none"
-"""Values of `RunConfig.chat_template` other than a file."""
+"""Values of `PromptSettings.chat_template` other than a file."""
 TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json", "chat_template.json")
+TAIL = 16
+"""Tokens at the end of a prompt among which a template opens reasoning."""
 NO_TOOLS = "has tools, and the model no chat template to write them with: give --chat-template FILE"
+
+
+class PromptSettings(Protocol):
+    """Settings of a run that its prompts are written by, as `jrl.config.run.RunConfig` has them."""
+
+    @property
+    def chat_template(self) -> str: ...
+    @property
+    def system_prompt(self) -> str | None: ...
+    @property
+    def template_arguments(self) -> Mapping[str, Any]: ...
+    @property
+    def checkpoint(self) -> str | None: ...
+    @property
+    def tokenizer(self) -> str | None: ...
 
 
 @dataclass(frozen=True)
@@ -144,9 +161,7 @@ class PromptFormat:
             return probe in self.template.render(
                 Conversation.from_pairs((("system", probe), ("user", "a question")))
             )
-        except TemplateLimit:
-            raise
-        except ValueError:
+        except TemplateRejection:
             return False
 
     def encode(self, example: Example) -> list[int]:
@@ -188,7 +203,7 @@ def _tool_names(example: Example) -> str:
     return ", ".join(example_tools(example))
 
 
-def prompt_format(run: RunConfig, tokenizer: Tokenizer) -> PromptFormat:
+def prompt_format(run: PromptSettings, tokenizer: Tokenizer) -> PromptFormat:
     """The format of a run.
 
     Args:
@@ -207,13 +222,13 @@ def prompt_format(run: RunConfig, tokenizer: Tokenizer) -> PromptFormat:
         )
     if run.template_arguments and template is None:
         raise ValueError(
-            f"chat_template_kwargs={run.chat_template_kwargs} are for a chat template, and there "
-            "is none: give --chat-template FILE, or leave them out."
+            f"chat_template_kwargs={json.dumps(run.template_arguments)} are for a chat template, "
+            "and there is none: give --chat-template FILE, or leave them out."
         )
     return PromptFormat(tokenizer, template, run.system_prompt, run.template_arguments)
 
 
-def with_template(run: RunConfig, tokenizer: Tokenizer) -> Tokenizer:
+def with_template(run: PromptSettings, tokenizer: Tokenizer) -> Tokenizer:
     """The tokenizer of a new run, with the template of the file that the run names, if it does."""
     if run.chat_template == NO_TEMPLATE:
         return with_turn_end(tokenizer)
@@ -233,7 +248,7 @@ def with_template(run: RunConfig, tokenizer: Tokenizer) -> Tokenizer:
     )
 
 
-def template_file(run: RunConfig) -> str | None:
+def template_file(run: PromptSettings) -> str | None:
     """The file that the chat template of a run is from; None where that is not known."""
     if run.chat_template not in (CHECKPOINT_TEMPLATE, NO_TEMPLATE):
         return run.chat_template
@@ -247,3 +262,76 @@ def template_file(run: RunConfig) -> str | None:
         ):
             return str(path)
     return folder
+
+
+def encode_prompt(format: PromptFormat, example: Example, prompt_length: int) -> list[int]:
+    """The ids of a prompt.
+
+    Raises:
+      ValueError: for a prompt longer than the prompt length, and as for `PromptFormat.encode`.
+    """
+    ids = format.encode(example)
+    if len(ids) > prompt_length:
+        raise ValueError(
+            f"the prompt {example.prompt[:60]!r} has {len(ids)} tokens and "
+            f"prompt_length={prompt_length}: raise --prompt-length."
+        )
+    return ids
+
+
+def text_of(tokenizer: Tokenizer, ids: np.ndarray) -> str:
+    """Text of sampled ids. What ended it, in last place, is left out; other special tokens show.
+
+    Those that open or end reasoning are written out: a verifier has to know where it ends.
+    """
+    spelled = {i: name for name, i in tokenizer.special_tokens.items() if name in REASONING_TOKENS}
+    segments: list[str] = []
+    run: list[int] = []
+    for token in _without_end(tokenizer, ids):
+        if token in tokenizer.special_ids:
+            segments += [tokenizer.decode(run), spelled.get(token, UNREADABLE)]
+            run = []
+        else:
+            run.append(token)
+    return "".join([*segments, tokenizer.decode(run)])
+
+
+def opened_reasoning(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
+    """The mark with which a prompt leaves reasoning open, as some templates end theirs: what a
+    policy writes then begins inside it. Empty where there is none."""
+    return opens_reasoning(tokenizer.decode_special(list(prompt)[-TAIL:], UNREADABLE))
+
+
+def special_text_of(tokenizer: Tokenizer, ids: np.ndarray) -> str:
+    """`text_of` with all special tokens written out."""
+    return tokenizer.decode_special(_without_end(tokenizer, ids), UNREADABLE)
+
+
+def _without_end(tokenizer: Tokenizer, ids: np.ndarray) -> list[int]:
+    sampled = list(map(int, ids))
+    return sampled[:-1] if sampled and sampled[-1] in tokenizer.stop_ids else sampled
+
+
+def text_of_row(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    """Text that the network read and wrote in one row, special tokens written out."""
+    return tokenizer.decode_special(list(tokens), UNREADABLE)
+
+
+def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """The text of each token, special tokens written out; together they are the whole text.
+
+    A token that ends within a character has none: the one that completes it has the character.
+    """
+    texts: list[str] = []
+    # A token is read with the one before it: a space that a tokenizer drops in front of a text
+    # belongs to the token wherever else that stands.
+    begin = end_of_last = 0
+    for end in range(1, len(ids) + 1):
+        before = tokenizer.decode_special(ids[begin:end_of_last])
+        now = tokenizer.decode_special(ids[begin:end])
+        if now.endswith("\ufffd") and end < len(ids):
+            texts.append("")
+            continue
+        texts.append(now[len(before) :])
+        begin, end_of_last = end_of_last, end
+    return texts

@@ -9,7 +9,7 @@ import base64
 import io
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -19,8 +19,7 @@ import numpy as np
 import sentencepiece
 
 from jrl.runs import records
-from jrl.text.located.message import piece_spans
-from jrl.text.located.tokens import TokenSpans, special_pattern
+from jrl.text.located import TokenSpans, special_pattern
 
 # The ids of a character model; a user's file brings its own.
 PAD_ID, BOS_ID, EOS_ID, UNK_ID = 0, 1, 2, 3
@@ -43,7 +42,7 @@ class Usage:
       chat_template: Jinja source that makes one text of a conversation; None has none.
       chat_date: the day that the template takes for today, as "2024-07-26".
       turn_end: the id with which the template ends the assistant's turn, which ends a completion as
-        well (`jrl.text.turn_end`); None where it is not known, or no token.
+        well (`jrl.text.chat`); None where it is not known, or no token.
       template_begins: whether what the template writes begins with the beginning of sequence too,
         where the template does not write one.
     """
@@ -232,13 +231,7 @@ class Tokenizer:
         Raises:
           ValueError: as for `encode`.
         """
-        ids: list[int] = []
-        for segment in re.split(f"({special_pattern(self.special_tokens)})", text):
-            if segment in self.special_tokens:
-                ids.append(self.special_tokens[segment])
-            elif segment:
-                ids += self.encode(segment)
-        return ids
+        return self.encode_special_spans(text).ids
 
     def encode_special_spans(self, text: str, escape: str | None = None) -> TokenSpans:
         """As `encode_special`, with the spans of the tokens in the text.
@@ -397,3 +390,57 @@ def _unusable_character(character: str) -> ValueError:
         f"characters has {character!r} (U+{ord(character):04X}), which SentencePiece uses itself "
         "or cannot keep: replace it in the data"
     )
+
+
+PIECES, ID, BEGIN, END = 2, 2, 4, 5
+"""Numbers of the fields: of the text, and of a piece."""
+VARINT, BYTES, FLOAT = 0, 2, 5
+"""Kinds of values on the wire."""
+
+
+def piece_spans(message: bytes, text: str) -> list[tuple[int, int, int]]:
+    """Id, first character and the one behind the last of each piece of a text.
+
+    Args:
+      message: that SentencePiece serialises of the text (`sentencepiece.proto`: a text has pieces,
+        a piece its id and the bytes of its start and end). The library's own objects for it have
+        changed their names between versions; the message has not.
+    """
+    sizes = [len(character.encode()) for character in text]
+    # The character in which each byte lies, and the number of them behind the last.
+    characters = [*np.repeat(np.arange(len(text)), sizes).tolist(), len(text)]
+    spans = []
+    for field, value in _message_fields(message):
+        if field == PIECES and isinstance(value, bytes):
+            piece = {name: x for name, x in _message_fields(value) if isinstance(x, int)}
+            begin, end = piece.get(BEGIN, 0), piece.get(END, 0)
+            spans.append((piece.get(ID, 0), characters[begin], characters[end]))
+    return spans
+
+
+def _message_fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Number and value of each field of a message."""
+    offset = 0
+    while offset < len(message):
+        key, offset = _varint(message, offset)
+        field, kind = key >> 3, key & 7
+        if kind == VARINT:
+            value, offset = _varint(message, offset)
+        elif kind == BYTES:
+            size, offset = _varint(message, offset)
+            value, offset = message[offset : offset + size], offset + size
+        else:
+            assert kind == FLOAT, f"kind {kind} is not a field type of a SentencePieceText"
+            value, offset = message[offset : offset + 4], offset + 4
+        yield field, value
+
+
+def _varint(message: bytes, offset: int) -> tuple[int, int]:
+    """A number, and the place behind it."""
+    value = shift = 0
+    while True:
+        byte = message[offset]
+        value |= (byte & 0x7F) << shift
+        offset, shift = offset + 1, shift + 7
+        if byte < 0x80:
+            return value, offset

@@ -1,17 +1,16 @@
 """Tool calls in a conversation: the format of a chat template, and messages with their calls.
 
-The formats and their parsers are in `jrl.tasks.tools.formats`.
+The formats and their parsers are in `jrl.tasks.tools.detection`.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jrl.tasks.data.arguments import Arguments
 from jrl.tasks.data.conversations import Conversation, Turn
-from jrl.tasks.tools.calls import Call, ToolParameters
-from jrl.tasks.tools.formats.detection import FORMATS, detect_formats
-from jrl.tasks.tools.formats.format import ToolFormat
+from jrl.tasks.tools.call_format import ToolFormat
+from jrl.tasks.tools.calls import Arguments, Call, ToolParameters
+from jrl.tasks.tools.detection import FORMATS, detect_formats
 from jrl.tasks.tools.tool import Tool
 from jrl.text.chat import ChatTemplate
 from jrl.text.tokenizer import Tokenizer

@@ -14,7 +14,7 @@ from jrl.rollout.batching import take_rows
 from jrl.rollout.collection.collect import shown_rows
 from jrl.rollout.decoding.ranks import ranks
 from jrl.rollout.sampler import Completion
-from jrl.text.token_texts import token_texts
+from jrl.text.prompt_format import token_texts
 from jrl.text.tokenizer import Tokenizer
 from jrl.trainer.scoring import logprobs_and_entropy_of_few
 from jrl.trainer.setup.networks import Networks

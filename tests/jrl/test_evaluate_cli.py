@@ -11,7 +11,7 @@ from jrl.runs import manifest
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 from jrl.tasks import Verdict
-from jrl.tasks.procedural import ProceduralTask
+from jrl.tasks.definition import ProceduralTask
 from jrl.trainer import loop
 from jrl.trainer.evaluation import evaluate as evaluating
 

@@ -25,11 +25,10 @@ from jrl import export
 from jrl import train as train_module
 from jrl.runs.checkpoints import Checkpoints
 from jrl.tasks.data.conversations import Conversation
-from jrl.text.chat import ChatTemplate
+from jrl.text.chat import ChatTemplate, with_turn_end
 from jrl.text.json_tokenizer import checkpoint_tokenizer
 from jrl.text.load import load_tokenizer
 from jrl.text.published import checkpoint_files, copy_checkpoint_files
-from jrl.text.turn_end import with_turn_end
 from jrl.train import main as train
 from jrl.trainer import loop
 from moe import huggingface, model

@@ -19,7 +19,7 @@ from jrl.rollout.batching import over_rows
 from jrl.rollout.collection.collect import collect
 from jrl.runs.folder import RunFolder
 from jrl.runs.records import read, read_metrics
-from jrl.tasks.procedural import ProceduralTask
+from jrl.tasks.definition import ProceduralTask
 from jrl.tasks.task import CORRECT, UNPARSABLE, WRONG, Verdict
 from jrl.text.tokenizer import Tokenizer
 from jrl.trainer.loop import Outcome, train

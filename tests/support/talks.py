@@ -8,9 +8,9 @@ from threading import Timer
 from small_runs import small_run, small_setup
 
 from jrl.rollout.collection.collect import collect
+from jrl.tasks.definition import ProceduralTask
+from jrl.tasks.environments.definition import Conversational, EnvironmentPrompts
 from jrl.tasks.environments.host import LocalHost, Scoring
-from jrl.tasks.environments.task import Conversational, EnvironmentPrompts
-from jrl.tasks.procedural import ProceduralTask
 from jrl.text.tokenizer import Tokenizer
 from jrl.trainer.setup.setup import Setup
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from jrl.text.chat import with_turn_end
 from jrl.text.json_tokenizer import checkpoint_tokenizer
 from jrl.text.tokenizer import Tokenizer
-from jrl.text.turn_end import with_turn_end
 
 BAR, GAP = "\uff5c", "\u2581"
 EOS = f"<{BAR}end{GAP}of{GAP}sentence{BAR}>"

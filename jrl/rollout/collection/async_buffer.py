@@ -15,7 +15,7 @@ from jrl.rollout.decoding.admission_arrays import no_choices
 from jrl.rollout.decoding.requests import Finish, Request, Sampled, Trajectory
 from jrl.rollout.sampler import Completion, Sampler
 from jrl.tasks import REASONS, Example, Verdict
-from jrl.text.prompts import text_of
+from jrl.text.prompt_format import text_of
 from moe.config import ModelConfig
 
 Leaf = TypeVar("Leaf")

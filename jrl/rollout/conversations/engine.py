@@ -19,7 +19,7 @@ from jrl.rollout.decoding.usage import Usage
 from jrl.rollout.sampling import Sampling
 from jrl.tasks import Example, Task
 from jrl.tasks.environments.host import Host, Reply
-from jrl.tasks.parts import environments_of
+from jrl.tasks.mixture import environments_of
 from jrl.text.conversation import answer_ids, environment_messages, message_of
 from jrl.text.prompt_format import PromptFormat
 from moe.weights import Transformer

@@ -1,4 +1,4 @@
-"""Parser of arithmetic expressions as people and LaTeX write them, with exact values.
+"""Arithmetic expressions as people and LaTeX write them: parsed with exact values, and compared.
 
     sum     := product (("+" | "-") product)*
     product := power (("*" | "/" | nothing) power)*
@@ -11,10 +11,10 @@ Evaluation takes a bounded time: the bits of a value are bounded before it is co
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import ROUND_HALF_EVEN, Context, Decimal
 from fractions import Fraction
 
-from .markup import parse_vulgar_fraction
-from .tokens import Token, canonical_number
+from .notation import Token, canonical_number, parse_vulgar_fraction
 
 MAX_BITS = 40_000
 MAX_NUMBER_DIGITS = 1_000
@@ -120,9 +120,7 @@ class _Reader:
         return expression
 
     def product(self, depth: int) -> Expression:
-        negative = False
-        while self._next_is("+", "-"):
-            negative ^= self._take().text == "-"
+        negative = self._take_signs()
         expression = self.power(depth)
         while self.ahead is not None:
             if self._next_is("*"):
@@ -137,10 +135,15 @@ class _Reader:
                 break
         return _negate(expression) if negative else expression
 
-    def _signed_power(self, depth: int) -> Expression:
+    def _take_signs(self) -> bool:
+        """True if the signs that come next make a number negative."""
         negative = False
         while self._next_is("+", "-"):
             negative ^= self._take().text == "-"
+        return negative
+
+    def _signed_power(self, depth: int) -> Expression:
+        negative = self._take_signs()
         expression = self.power(depth)
         return _negate(expression) if negative else expression
 
@@ -357,3 +360,57 @@ def _integer_root(value: int, degree: int) -> int | None:
         if better >= root:
             return root if root**degree == value else None
         root = better
+
+
+SIGNIFICANT = 6
+"""Digits that a decimal must show to stand for a number that it is rounded from."""
+EXACT_DIGITS = 15
+"""Digits that binary floating point holds: beyond them two results of one sum may differ."""
+
+
+def same_number(reference: Expression, answer: Expression) -> bool:
+    """True if two numbers are equal exactly, or if one is the rounding of the other.
+
+    A decimal may be a rounding where it shows `SIGNIFICANT` digits. Where one shows `EXACT_DIGITS`
+    digits, a difference of floating-point rounding is allowed. A percentage may be written with its
+    sign or without.
+    """
+    assert reference.value is not None and answer.value is not None
+    if reference.percent != answer.percent:
+        hundredfold = reference if reference.percent else answer
+        assert hundredfold.value is not None
+        as_percent = Expression(hundredfold.value * 100, True, hundredfold.written)
+        pair = (as_percent, answer) if reference.percent else (reference, as_percent)
+        return _close(*pair) or _close(reference, answer)
+    return _close(reference, answer)
+
+
+def _close(reference: Expression, answer: Expression) -> bool:
+    assert reference.value is not None and answer.value is not None
+    if reference.value == answer.value:
+        return True
+    decimals = [(each, significant_digits(each)) for each in (reference, answer) if each.is_decimal]
+    if not decimals or reference.value * answer.value <= 0:
+        return False
+    coarse, digits = min(decimals, key=lambda each: each[1])
+    other = answer if coarse is reference else reference
+    assert coarse.value is not None and other.value is not None
+    if digits >= SIGNIFICANT and round_to_digits(other.value, digits) == coarse.value:
+        return True
+    max_digits = max(digits for _, digits in decimals)
+    difference = abs(reference.value - answer.value)
+    return max_digits >= EXACT_DIGITS and difference * 10 ** (EXACT_DIGITS - 1) <= abs(
+        reference.value
+    )
+
+
+def significant_digits(decimal: Expression) -> int:
+    """Number of digits that a decimal shows, without leading zeros."""
+    mantissa = decimal.written.lstrip("-").partition("e")[0]
+    return len(mantissa.replace(".", "").lstrip("0"))
+
+
+def round_to_digits(value: Fraction, digits: int) -> Fraction:
+    """The nearest number with so many significant digits."""
+    context = Context(prec=digits, rounding=ROUND_HALF_EVEN, Emax=10**6, Emin=-(10**6))
+    return Fraction(context.divide(Decimal(value.numerator), Decimal(value.denominator)))

@@ -10,20 +10,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from .equality import same_number
-from .expression import Expression, NoExpression, SideBySide, TooLarge, read_expression
-from .markup import DASH, plain_notation
+from .expression import Expression, NoExpression, SideBySide, TooLarge, read_expression, same_number
+from .notation import DASH, Token, canonical_number, plain_notation, tokens_of
 from .phrases import (
     VERBS,
     Span,
     chosen_phrase,
     joiner,
     phrases_of,
+    unit_of,
     without_delimiters,
     words_to_signs,
 )
-from .tokens import Token, canonical_number, tokens_of
-from .units import unit_of
 
 MAX_LENGTH = 1_000
 """Characters of running text that are looked at: its last ones."""
@@ -107,9 +105,9 @@ def same_statement(reference: Statement, answer: Statement) -> bool:
 
 
 def _read(
-    tokens: Sequence[Token], phrases: Sequence[Span], chosen: int, exclaims: bool
+    tokens: Sequence[Token], phrases: Sequence[Span], chosen_index: int, exclaims: bool
 ) -> Statement:
-    begin, end = phrases[chosen]
+    begin, end = phrases[chosen_index]
     if end - begin > 1 and tokens[end - 1].text == "+":
         return Statement(RELATION)  # 42 and more
     begin, end = _trim(tokens, begin, end, exclaims)
@@ -137,7 +135,7 @@ def _read(
         assert other.expression is not None
         if first.expression.value is None or first.expression.value != other.expression.value:
             return Statement(MULTIPLE)
-    others = [phrase for index, phrase in enumerate(phrases) if index != chosen]
+    others = [phrase for index, phrase in enumerate(phrases) if index != chosen_index]
     if _has_alternative(tokens, begin, end, others, first.expression):
         return Statement(MULTIPLE)
     return Statement(
@@ -153,12 +151,12 @@ def _read(
 
 def _after_function(tokens: Sequence[Token], begin: int, end: int) -> int:
     """Start of the value in f(2) = 42 or \\log 8 = 3: the equals sign; else `begin`."""
-    equal = [at for at in range(begin, end) if tokens[at].text == "="]
+    equal = [index for index in range(begin, end) if tokens[index].text == "="]
     if not equal:
         return begin
     if begin and tokens[begin].text == "(" and tokens[begin - 1].end == tokens[begin].begin:
         return equal[0] if tokens[begin - 1].kind == "word" else begin
-    unknown = [at for at in range(begin, end) if _is_unknown(tokens[at])]
+    unknown = [index for index in range(begin, end) if _is_unknown(tokens[index])]
     return equal[-1] if unknown and unknown[-1] < equal[-1] else begin
 
 
@@ -251,12 +249,12 @@ def _split_numbers(tokens: Sequence[Token], begin: int, end: int) -> list[Span]:
     if _is_bracketed(tokens[begin:end]):
         return _split_numbers(tokens, begin + 1, end - 1)
     spans, start = [], begin
-    for at in range(begin, end):
-        token = tokens[at]
+    for index in range(begin, end):
+        token = tokens[index]
         if joiner(token) or token.text == ":":
-            if at > start:
-                spans.append((start, at))
-            start = at + 1
+            if index > start:
+                spans.append((start, index))
+            start = index + 1
     if end > start:
         spans.append((start, end))
     return spans
@@ -266,7 +264,7 @@ def _is_bracketed(tokens: Sequence[Token]) -> bool:
     """True if the last token closes the first bracket."""
     if len(tokens) < 3 or tokens[0].text not in "([{" or tokens[-1].text not in ")]}":
         return False
-    return all(_depth(tokens[:at]) > 0 for at in range(1, len(tokens)))
+    return all(_depth(tokens[:index]) > 0 for index in range(1, len(tokens)))
 
 
 def _read_chain(tokens: Sequence[Token], *, check: bool) -> Statement | None:

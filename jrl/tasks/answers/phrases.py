@@ -1,10 +1,53 @@
-"""Phrases of a text that state numbers, and the selection of the stated one."""
+"""Phrases of a text that state numbers, their units, and the selection of the stated one."""
 
 from collections.abc import Sequence
 
-from .markup import DASH
-from .tokens import Token
-from .units import unit_of
+from .notation import DASH, Token
+
+_SPELLINGS = """
+m: metre metres meter meters
+cm: centimetre centimetres centimeter centimeters
+mm: millimetre millimetres millimeter millimeters
+km: kilometre kilometres kilometer kilometers
+inch: in inches
+foot: ft feet
+mile: miles mi
+yard: yards yd
+g: gram grams
+kg: kilogram kilograms kilo kilos
+mg: milligram milligrams
+pound: lb lbs
+ounce: oz ounces
+l: L litre litres liter liters
+ml: mL millilitre millilitres milliliter milliliters
+s: sec secs second seconds
+min: mins minute minutes
+h: hr hrs hour hours
+day: days
+week: weeks
+month: months
+year: years yr yrs
+degree: degrees
+radian: radians rad
+dollar: dollars USD
+cent: cents ¢
+euro: euros EUR €
+pounds: £ GBP
+yen: ¥ JPY
+rupee: rupees ₹ INR
+"""
+_NAMES = {
+    spelling: name
+    for line in _SPELLINGS.strip().splitlines()
+    for name, _, rest in [line.partition(":")]
+    for spelling in (name, *rest.split())
+}
+
+
+def unit_of(word: str) -> str:
+    """The name of a unit, "" of a word that is none of those that are known."""
+    return _NAMES.get(word) or _NAMES.get(word.lower(), "")
+
 
 VERBS = {"is", "are", "be", "was", "were", "equals", "equal", "=", ":", "gives", "makes", "s"}
 """Words and signs after which an answer is said."""
@@ -22,17 +65,17 @@ def without_delimiters(tokens: Sequence[Token]) -> list[Token]:
 def words_to_signs(tokens: list[Token]) -> list[Token]:
     """Operations that are written as words between two numbers, as their signs."""
     converted: list[Token] = []
-    at = 0
-    while at < len(tokens):
-        token, word = tokens[at], tokens[at].text.lower()
+    index = 0
+    while index < len(tokens):
+        token, word = tokens[index], tokens[index].text.lower()
         step = 2 if word in _FOLLOWED_BY else 1
-        follows = tokens[at + step] if at + step < len(tokens) else None
+        follows = tokens[index + step] if index + step < len(tokens) else None
         before = converted[-1] if converted else None
         is_number = before is not None and (before.kind == "number" or before.text == ")")
         if token.kind == "word" and is_number and word in _OPERATIONS:
             by = _FOLLOWED_BY.get(word)
             is_complete = by is None or (
-                tokens[at + 1 : at + 2] and tokens[at + 1].text.lower() == by
+                tokens[index + 1 : index + 2] and tokens[index + 1].text.lower() == by
             )
             if (
                 is_complete
@@ -40,7 +83,7 @@ def words_to_signs(tokens: list[Token]) -> list[Token]:
                 and (follows.kind == "number" or follows.text == "(")
             ):
                 converted.append(Token("math", _OPERATIONS[word], token.begin, token.end))
-                at += step
+                index += step
                 continue
         if word in ("minus", "negative") and follows is not None and follows.kind == "number":
             converted.append(Token("math", "-", token.begin, token.end))
@@ -51,18 +94,18 @@ def words_to_signs(tokens: list[Token]) -> list[Token]:
             converted.append(Token("number", _POWERS[word], token.begin, token.end))
         elif is_number and token.kind == "word" and unit_of(word):
             converted.append(token)
-            at += _exponent_length(tokens, at + 1)  # m^2 is a unit as well
+            index += _exponent_length(tokens, index + 1)  # m^2 is a unit as well
         elif word == "percent" and is_number:
             converted.append(Token("math", "%", token.begin, token.end))
         else:
             converted.append(token)
-        at += 1
+        index += 1
     return converted
 
 
-def _exponent_length(tokens: Sequence[Token], at: int) -> int:
-    """Number of tokens of the exponent that starts at `at`; 0 if none does."""
-    texts = [token.text for token in tokens[at : at + 4]]
+def _exponent_length(tokens: Sequence[Token], index: int) -> int:
+    """Number of tokens of the exponent that starts at the index; 0 if none does."""
+    texts = [token.text for token in tokens[index : index + 4]]
     if texts[:1] != ["^"]:
         return 0
     return 4 if texts[1:2] == ["{"] and texts[3:] == ["}"] else 2
@@ -78,38 +121,38 @@ def phrases_of(tokens: Sequence[Token]) -> list[Span]:
     """Runs of tokens that state something together: numbers, signs, and what joins them."""
     spans: list[Span] = []
     begin: int | None = None
-    for at in range(len(tokens) + 1):
-        token = tokens[at] if at < len(tokens) else None
-        if begin is not None and token is not None and _is_aside(tokens, at):
-            spans.append((begin, at))
-            begin = at
+    for index in range(len(tokens) + 1):
+        token = tokens[index] if index < len(tokens) else None
+        if begin is not None and token is not None and _is_aside(tokens, index):
+            spans.append((begin, index))
+            begin = index
             continue
-        joins = token is not None and begin is not None and _joins(tokens, at)
+        joins = token is not None and begin is not None and _joins(tokens, index)
         if token is not None and (token.kind in _MATH or joins):
-            begin = at if begin is None else begin
+            begin = index if begin is None else begin
         elif begin is not None:
-            spans.append((begin, at))
+            spans.append((begin, index))
             begin = None
     values = ("number", "vulgar", "constant")
     return [span for span in spans if any(t.kind in values for t in tokens[span[0] : span[1]])]
 
 
-def _is_aside(tokens: Sequence[Token], at: int) -> bool:
+def _is_aside(tokens: Sequence[Token], index: int) -> bool:
     """True if a bracket opens a remark on the number before it: 42 (17 + 25)."""
-    before = tokens[at - 1] if at else None
+    before = tokens[index - 1] if index else None
     return (
-        tokens[at].text == "("
+        tokens[index].text == "("
         and before is not None
-        and before.end < tokens[at].begin
+        and before.end < tokens[index].begin
         and (before.kind in ("number", "word") or before.text in (")", "%"))
     )
 
 
-def _joins(tokens: Sequence[Token], at: int) -> bool:
+def _joins(tokens: Sequence[Token], index: int) -> bool:
     """True if a comma or a word joins two parts of one statement."""
-    if tokens[at].kind != "comma" and tokens[at].text.lower() not in _JOINING:
+    if tokens[index].kind != "comma" and tokens[index].text.lower() not in _JOINING:
         return False
-    after = at + 1
+    after = index + 1
     while after < len(tokens) and joiner(tokens[after]):
         after += 1
     return after < len(tokens) and tokens[after].kind in _MATH and tokens[after].text not in ")}]:"
@@ -126,14 +169,16 @@ def joiner(token: Token) -> str:
 def chosen_phrase(tokens: Sequence[Token], phrases: Sequence[Span]) -> int:
     """The phrase that counts: the first after the last "answer is", else the last."""
     anchors = [
-        at for at, token in enumerate(tokens) if token.kind == "word"
+        index for index, token in enumerate(tokens) if token.kind == "word"
         and token.text.lower() in ("answer", "answers")
     ]  # fmt: skip
     for anchor in reversed(anchors):
         end = anchor + 1
         while end < len(tokens) and tokens[end].kind != "stop":
             end += 1
-        verb = next((at for at in range(anchor + 1, end) if tokens[at].text.lower() in VERBS), None)
+        verb = next(
+            (index for index in range(anchor + 1, end) if tokens[index].text.lower() in VERBS), None
+        )
         after = anchor if verb is None else verb
         within = [n for n, (begin, _) in enumerate(phrases) if after <= begin < end]
         if within:

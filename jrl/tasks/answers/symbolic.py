@@ -16,10 +16,16 @@ import sympy
 from math_verify import parse, verify
 from sympy.core.function import AppliedUndef, Function
 
-from .equality import SIGNIFICANT, round_to_digits, significant_digits
-from .expression import Expression, NoExpression, TooLarge, read_expression
-from .markup import plain_notation
-from .tokens import tokens_of
+from .expression import (
+    SIGNIFICANT,
+    Expression,
+    NoExpression,
+    TooLarge,
+    read_expression,
+    round_to_digits,
+    significant_digits,
+)
+from .notation import plain_notation, tokens_of
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 MAX_LENGTH = 1_000

@@ -26,8 +26,7 @@ from jrl.tasks.data.files import KINDS, kind_of, read_records
 from jrl.tasks.data.prompt_list import PromptList
 from jrl.tasks.data.records import format_dialogue, read_record, to_json_value
 from jrl.tasks.data.split import HeldOut
-from jrl.tasks.rewards.completion import special_of
-from jrl.tasks.task import CORRECT, WRONG, Example, Verdict, check_pairs
+from jrl.tasks.task import CORRECT, WRONG, Example, Verdict, check_pairs, special_of
 
 
 @dataclass(frozen=True)
@@ -40,13 +39,11 @@ class Chat(Example):
     Attributes:
       conversation: all of it, empty of a text.
       text: trained on as it is; None where there is a conversation.
-      location: where it is from, for messages.
       index: counts the conversations of a task.
     """
 
     conversation: Conversation = field(default=Conversation(()), compare=False, repr=False)
     text: str | None = field(default=None, compare=False, repr=False)
-    location: str = field(default="", compare=False)
     index: int = field(default=-1, compare=False)
 
     @property
@@ -169,7 +166,16 @@ def chat_of(
     fields = Fields() if fields is None else fields
     parsed = read_record(record, location, fields)
     if parsed.text is not None:
-        return _text_chat(record, parsed.text, location, index)
+        # Where it is held out, others like it are as well.
+        return Chat(
+            prompt="",
+            answer=parsed.text,
+            hidden=parsed.text,
+            text=parsed.text,
+            record=record,
+            location=location,
+            index=index,
+        )
     messages = parsed.conversation.turns
     answered = parsed.is_text or get_field(record, fields.answer) is not None
     if messages[-1]["role"] != "assistant" and answered:
@@ -177,7 +183,7 @@ def chat_of(
         answer = require_answer(record, fields.answer, location)
         messages = (*messages, {"role": "assistant", "content": answer})
     assistant_positions = [
-        at for at, message in enumerate(messages) if message["role"] == "assistant"
+        position for position, message in enumerate(messages) if message["role"] == "assistant"
     ]
     if not assistant_positions:
         raise ValueError(
@@ -195,19 +201,6 @@ def chat_of(
         opening=messages[:first],
         template_arguments=parsed.conversation.arguments,
         conversation=replace(parsed.conversation, turns=messages),
-        location=location,
-        index=index,
-    )
-
-
-def _text_chat(record: Any, text: str, location: str, index: int) -> Chat:
-    """A text of which everything is learned; where it is held out, others like it are as well."""
-    return Chat(
-        prompt="",
-        answer=text,
-        record=record,
-        hidden=text,
-        text=text,
         location=location,
         index=index,
     )

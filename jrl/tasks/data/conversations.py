@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jrl.tasks.data.arguments import Arguments
 from jrl.tasks.data.fields import Row, check_text, from_json, short
+from jrl.tasks.tools.calls import Arguments
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 OTHER_ROLES = ("function", "ipython", "observation")
@@ -180,7 +180,11 @@ def _parse_message(turn: Any, table: bool, location: str) -> Turn:
         )
     calls = from_json(message.pop("tool_calls", None), "tool_calls", location, "a list of calls")
     if calls:
-        message["tool_calls"] = _parse_calls(calls, location)
+        if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+            raise ValueError(
+                f'{location}: field "tool_calls" is {short(calls)}: write a list of calls'
+            )
+        message["tool_calls"] = [_parse_call(call, location) for call in calls]
     return {**message, "content": _parse_content(message, location)}
 
 
@@ -202,9 +206,9 @@ def _convert_sharegpt(turn: dict[str, Any], location: str) -> dict[str, Any]:
 
 def _parse_content(turn: Mapping[str, Any], location: str) -> str | None:
     """The text of a message, None where something else stands in its place."""
-    value = turn.get("content")
-    elsewhere = turn["role"] == "assistant" and any(map(turn.get, CONTENT_SUBSTITUTES))
-    if value is None and elsewhere:
+    value, of_policy = turn.get("content"), turn["role"] == "assistant"
+    replaced = of_policy and any(map(turn.get, CONTENT_SUBSTITUTES))
+    if value is None and replaced:
         return None
     if "content" not in turn:
         names = ", ".join(map(repr, (name for name in turn if turn[name] is not None)))
@@ -216,16 +220,9 @@ def _parse_content(turn: Mapping[str, Any], location: str) -> str | None:
         )
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = getattr(value, "written", str(value))
-    # A system prompt may be empty, and the output of a tool.
-    return check_text(
-        value, "content", location, empty=turn["role"] != "user" and not _is_plain_reply(turn)
-    )
-
-
-def _is_plain_reply(turn: Mapping[str, Any]) -> bool:
-    """True if a message is the assistant's and has its content alone, without calls or
-    reasoning."""
-    return turn["role"] == "assistant" and not any(map(turn.get, CONTENT_SUBSTITUTES))
+    # A system prompt may be empty, the output of a tool, and a call or reasoning without a word.
+    empty = replaced if of_policy else turn["role"] != "user"
+    return check_text(value, "content", location, empty=empty)
 
 
 def _parse_content_item(part: Any, location: str) -> str:
@@ -238,12 +235,6 @@ def _parse_content_item(part: Any, location: str) -> str:
             " images and sounds are not read"
         )
     return part["text"]
-
-
-def _parse_calls(calls: Any, location: str) -> list[Any]:
-    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-        raise ValueError(f'{location}: field "tool_calls" is {short(calls)}: write a list of calls')
-    return [_parse_call(call, location) for call in calls]
 
 
 def _parse_call(call: Mapping[str, Any], location: str) -> dict[str, Any]:

@@ -1,15 +1,24 @@
-"""Records from files: JSON lines, Parquet, and folders that Hugging Face's `datasets` saved.
+"""Tasks from files: JSON lines, Parquet, and folders that Hugging Face's `datasets` saved.
 
-Each record comes with its location, for error messages: lines and rows are counted from 1.
+Each record comes with its location, for error messages: lines and rows are counted from 1. The
+fields of a line or a row are described in `jrl.tasks.data.records`. Numbers are compared exactly
+and formulas by math-verify (`jrl.tasks.answers.verdict`).
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from jrl.tasks.data.fields import Number, Row
+from jrl.tasks.answers.verdict import FINAL
+from jrl.tasks.data.fields import Fields, Number, Row, short
+from jrl.tasks.data.prompt_list import FiniteTask, PromptList, drop_repeated
+from jrl.tasks.data.records import check_sendable, example_of
+from jrl.tasks.data.split import HeldOut
+from jrl.tasks.task import Example
+from jrl.tasks.workers.pool import Pool
+from jrl.tasks.workers.process import parse_failure, program_worker
 
 KINDS = ("jsonl", "parquet", "dataset")
 """Kinds of files: JSON lines, a Parquet file or a folder of them, a folder of `save_to_disk`."""
@@ -104,3 +113,123 @@ def _check_installed(library: str, task: str) -> None:
         raise ValueError(
             f'task={task} needs {library}, which is not installed: run pip install -e ".[data]"'
         )
+
+
+# How many answers of a file are tried out when it is loaded; one that cannot be read and lies
+# further down gives verdicts with the reason "error".
+MAX_CHECKED_ANSWERS = 1000
+# So many at a time: the first that is wrong stops the rest.
+CHECK_BATCH_SIZE = 64
+
+
+def jsonl(
+    path: str | Path,
+    seed: int,
+    *,
+    fields: Fields | None = None,
+    seconds: float = 5.0,
+    workers: int | None = None,
+    kind: str = "jsonl",
+    heldout: HeldOut | None = None,
+    answers: str = FINAL,
+) -> FiniteTask:
+    """Reads a file of prompts and answers.
+
+    Args:
+      path: where the file is.
+      seed: picks the order of the training examples.
+      fields: names of the fields; None is `Fields()`.
+      seconds: how long the comparison of one completion with its answer may take.
+      workers: processes that compare; None is one per processor core, up to 8.
+      kind: of the file, one of `jrl.tasks.data.files.KINDS`.
+      heldout: which prompts are held out; None is one in ten.
+      answers: what answers have to be, one of `jrl.tasks.answers.verdict.RULES`.
+
+    Raises:
+      ValueError: the file, a line of it or one of its first answers cannot be read, a prompt has
+        two answers, there are fewer than two examples, or math-verify is not installed.
+    """
+    if find_spec("math_verify") is None:
+        raise ValueError(
+            f"task={kind}:{path} needs math-verify, which is not installed: "
+            'run pip install -e ".[math]"'
+        )
+    prompts = prompts_of(kind, path, seed, fields, heldout, answered=True)
+    pool = Pool(lambda: program_worker("math", answers, seconds=seconds), workers)
+    try:
+        for first in range(0, min(len(prompts.examples), MAX_CHECKED_ANSWERS), CHECK_BATCH_SIZE):
+            _try_answers(pool, prompts.examples[first : first + CHECK_BATCH_SIZE])
+    except BaseException:
+        pool.close()
+        raise
+    return FiniteTask(
+        prompts,
+        pool,
+        lambda example, completion: {"gold": example.answer, "completion": completion},
+    )
+
+
+def prompts_of(
+    kind: str,
+    path: str | Path,
+    seed: int,
+    fields: Fields | None = None,
+    heldout: HeldOut | None = None,
+    *,
+    answered: bool = False,
+) -> PromptList:
+    """The prompts of a file, with answers or without for rewards to judge.
+
+    Args:
+      kind, path, seed, fields, heldout: as of `jsonl`.
+      answered: whether all must have an answer, and no reward is sent their fields.
+
+    Raises:
+      ValueError: as for `jsonl`, but for answers that cannot be compared.
+    """
+    fields = Fields() if fields is None else fields
+    others, repeated_others = None, 0
+    if heldout is not None and heldout.path is not None:
+        others, repeated_others = _read_unique(
+            kind_of(heldout.path), heldout.path, fields, answered
+        )
+    examples, repeated = _read_unique(kind, path, fields, answered)
+    everything = heldout is not None and heldout.everything
+    if not examples or (len(examples) < 2 and others is None and not everything):
+        needed = "at least 1 is" if everything else "at least 2 are"
+        both = "" if everything else ", one to train on and one held out"
+        raise ValueError(
+            f"{path}: has {len(examples)} examples; {needed} needed{both}: write one "
+            '{"prompt": ..., "answer": ...} per line'
+        )
+    prompts = PromptList(f"{kind}:{path}", examples, seed, heldout, others)
+    prompts.num_repeated = repeated + repeated_others
+    return prompts
+
+
+def _read_unique(
+    kind: str, path: str | Path, fields: Fields, answered: bool
+) -> tuple[list[Example], int]:
+    """The examples of a file, as of `jrl.tasks.data.prompt_list.drop_repeated`."""
+    examples, repeated = drop_repeated(
+        example_of(record, location, fields, answered=answered)
+        for location, record in read_records(kind, path)
+    )
+    if not answered:
+        for example in examples:
+            check_sendable(example, example.location)
+    return examples, repeated
+
+
+def _try_answers(pool: Pool, examples: Sequence[Example]) -> None:
+    """Raises ValueError unless each answer, as its own completion, is correct."""
+    questions = [{"gold": each.answer, "completion": each.answer} for each in examples]
+    for example, reply in zip(examples, pool.ask_all(questions), strict=True):
+        answer = parse_failure(reply)
+        if answer.get("reason") != "correct":
+            why = answer.get("message", "it does not even equal itself")
+            raise ValueError(
+                f"{example.location}: answer {short(example.answer)} cannot be checked ({why}): "
+                "write a number, a word, a formula, or a text that ends in \\boxed{...}, or give a "
+                "custom --reward"
+            )

@@ -1,18 +1,25 @@
-"""List of prompts: its held-out split, and the order of the training prompts."""
+"""List of prompts: its held-out split, its order in training, and verdicts by workers."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jrl.tasks.data.fields import short
 from jrl.tasks.data.split import HeldOut, generator, is_heldout, position
-from jrl.tasks.task import Example, check_index
+from jrl.tasks.task import (
+    UNPARSABLE,
+    Example,
+    PromptSourceTask,
+    Verdict,
+    check_index,
+    check_pairs,
+)
+from jrl.tasks.workers.pool import Pool
+from jrl.tasks.workers.process import Message, parse_failure
 
 Fits = Callable[[Any], bool]
-LocatedExample = tuple[str, Example]
-"""Location of an example, and the example."""
 
 
-def drop_repeated(located: Iterable[LocatedExample]) -> tuple[list[LocatedExample], int]:
+def drop_repeated(examples: Iterable[Example]) -> tuple[list[Example], int]:
     """Examples of which no two have the same prompt, and how many were left out for that.
 
     The first of those with one prompt is kept.
@@ -20,20 +27,19 @@ def drop_repeated(located: Iterable[LocatedExample]) -> tuple[list[LocatedExampl
     Raises:
       ValueError: naming two that have one prompt and different answers.
     """
-    unique: dict[str, LocatedExample] = {}
+    unique: dict[str, Example] = {}
     repeated = 0
-    for location, example in located:
-        first, before = unique.setdefault(example.identity, (location, example))
+    for example in examples:
+        before = unique.setdefault(example.identity, example)
         if before is example:
             continue
         repeated += 1
         if before.answer.strip() != example.answer.strip():
-            file, _, line = first.rpartition(":")
-            where = (
-                f"line {line}" if line.isdecimal() and location.startswith(f"{file}:") else first
-            )
+            file, _, line = before.location.rpartition(":")
+            is_line = line.isdecimal() and example.location.startswith(f"{file}:")
+            first = f"line {line}" if is_line else before.location
             raise ValueError(
-                f"{location}: the prompt of {where} again, with another answer "
+                f"{example.location}: the prompt of {first} again, with another answer "
                 f"({short(example.answer)} here, {short(before.answer)} there): keep one of the two"
             )
     return list(unique.values()), repeated
@@ -82,12 +88,16 @@ class PromptList:
         self._order: tuple[int, list[int]] = (-1, [])
         self.name: str = name
         if heldout_examples is None:
-            chosen = _select_heldout(name, examples, heldout)
-            self._heldout = [example for example in examples if example.identity in chosen]
+            heldout_identities = _select_heldout(name, examples, heldout)
+            self._heldout = [
+                example for example in examples if example.identity in heldout_identities
+            ]
         else:
-            chosen = {example.identity for example in heldout_examples}
+            heldout_identities = {example.identity for example in heldout_examples}
             self._heldout = list(heldout_examples)
-        self._train = [example for example in examples if example.identity not in chosen]
+        self._train = [
+            example for example in examples if example.identity not in heldout_identities
+        ]
         self.num_shared: int = 0 if heldout_examples is None else len(examples) - len(self._train)
         if (self._trains and not self._train) or not self._heldout:
             raise ValueError(
@@ -181,3 +191,40 @@ def _select_heldout(name: str, examples: Sequence[Example], heldout: HeldOut) ->
         num_heldout = sum(is_heldout(example.identity, heldout.share) for example in ranked)
         num_heldout = min(max(num_heldout, 1), len(ranked) - 1)
     return {example.identity for example in ranked[:num_heldout]}
+
+
+class FiniteTask(PromptSourceTask):
+    """A list of prompts, with a pool of workers that judge completions."""
+
+    def __init__(
+        self, prompts: PromptList, pool: Pool, question: Callable[[Example, str], Message]
+    ):
+        """Puts them together.
+
+        Args:
+          pool: answers ``{"score": ..., "reason": ...}``, or ``{"error": ...}``.
+          question: what to ask it about an example and a completion.
+        """
+        super().__init__(prompts)
+        self._pool = pool
+        self._question = question
+
+    def verify(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Verdict]:
+        """Scores one completion per example; equal pairs are asked about once."""
+        check_pairs(examples, completions)
+        pairs = list(zip(examples, completions, strict=True))
+        distinct_pairs = [pair for pair in dict.fromkeys(pairs) if pair[1].strip()]
+        answers = self._pool.ask_all([self._question(*pair) for pair in distinct_pairs])
+        verdicts = {
+            pair: _verdict(answer) for pair, answer in zip(distinct_pairs, answers, strict=True)
+        }
+        return [verdicts.get(pair, UNPARSABLE) for pair in pairs]
+
+    def close(self) -> None:
+        """Ends the worker processes."""
+        self._pool.close()
+
+
+def _verdict(answer: Message | Exception) -> Verdict:
+    reply = parse_failure(answer)
+    return Verdict(reply.get("score", 0.0), reply.get("failure") or reply["reason"])

@@ -155,6 +155,7 @@ def example_of(
         tools=tuple(json.dumps(tool, default=to_json_value) for tool in conversation.tools or ()),
         opening=() if parsed.is_text else messages,
         template_arguments=conversation.arguments,
+        location=location,
     )
 
 
@@ -188,6 +189,15 @@ def to_json_value(value: Any) -> Any:
     if hasattr(value, "tolist"):  # of numpy
         return value.tolist()
     raise TypeError(f"a {type(value).__name__} cannot be written as JSON")
+
+
+def as_json(value: Any) -> Any:
+    """The value as another process receives it, which is sent JSON.
+
+    Raises:
+      TypeError: where JSON cannot hold it.
+    """
+    return json.loads(json.dumps(value, default=to_json_value))
 
 
 def format_dialogue(messages: Iterable[Turn]) -> str:

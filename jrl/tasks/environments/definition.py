@@ -1,4 +1,4 @@
-"""Definition of a multi-turn task: prompts, and an environment for each of them.
+"""Multi-turn tasks: their prompts, and an environment for each of them.
 
 A record is as in `jrl.tasks.definition`; its prompt may be left to the environment's `reset`. A
 reference conversation to imitate is its field "turns": messages after the opening, the policy's
@@ -6,10 +6,16 @@ first and last, as "assistant". Every other field but the prompt is passed to `e
 name.
 """
 
+import json
 from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import replace
+from random import Random
 from typing import Any, Protocol, runtime_checkable
 
+from jrl.tasks.data.records import example_of, to_json_value
 from jrl.tasks.definition import Record
+from jrl.tasks.environments.host import Host
+from jrl.tasks.task import Example, Prompts, PromptSourceTask, Verdict
 
 Messages = Sequence[Mapping[str, str] | str] | Mapping[str, str] | str | None
 """Messages with "role" ("user", "tool" or "system") and "content"; a text alone is the user's."""
@@ -77,3 +83,119 @@ def is_conversing(task: Any) -> bool:
 def fields_of(record: Record) -> dict[str, Any]:
     """Fields of a record that its environment is created from."""
     return {name: x for name, x in record.items() if name not in ("prompt", "messages", "turns")}
+
+
+class EnvironmentPrompts:
+    """A definition whose prompts hold what its environments begin with.
+
+    Args:
+      name: of the task.
+      definition: with generated prompts, and sizes.
+      host: of its environments.
+    """
+
+    def __init__(self, name: str, definition: Any, host: Host):
+        self._name, self._definition, self._host = name, definition, host
+        self._tools = tools_of(definition)
+        self._distinct = bool(getattr(definition, "distinct_prompts", False))
+        self.max_prompt_length: int = definition.max_prompt_length
+        self.max_response_length: int = definition.max_response_length
+        self.characters: str = definition.characters
+
+    def prompts(self, random: Random) -> Example:
+        """Draws a record, and opens it."""
+        record = self._definition.prompts(random)
+        example = open_example(record, f"task={self._name}", self._host, self._tools)
+        return replace(example, hidden="") if self._distinct else example
+
+    def reward(self, prompt: str, completion: str, **record: Any) -> float:
+        """There is none: environments reward.
+
+        Raises:
+          ValueError: always.
+        """
+        raise ValueError("a conversation is rewarded by its environment, turn by turn")
+
+
+class Conversational(PromptSourceTask):
+    """A task whose completions are conversations."""
+
+    def __init__(self, prompts: Prompts, host: Host):
+        """Puts the two together.
+
+        Args:
+          prompts: whose records are opened.
+          host: of their environments; closed with the task.
+        """
+        super().__init__(prompts)
+        self.environments = host
+
+    def verify(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Verdict]:
+        """Reference completions alone: what a policy writes is scored while it is written.
+
+        Raises:
+          ValueError: where there is anything to score.
+        """
+        if examples:
+            raise ValueError(f"task={self.name} scores conversations only by its environment")
+        return []
+
+    def close(self) -> None:
+        """Ends the worker processes; more than once does no harm."""
+        self.environments.close()
+
+
+def open_example(
+    record: Record | str, location: str, host: Host, tools: Sequence[str] = ()
+) -> Example:
+    """The example of a record, with all messages before the policy's first turn as its prompt.
+
+    Args:
+      location: where the record is from, for messages.
+
+    Raises:
+      ValueError: where there are none, or a field cannot be what it is for.
+    """
+    record = {"prompt": record} if isinstance(record, str) else dict(record)
+    reference_messages = _parse_reference_messages(
+        record.pop("turns", ()), f'{location}: field "turns"'
+    )
+    fields = fields_of(record)
+    messages = [dict(message) for message in record.pop("messages", ())]
+    if "prompt" in record:
+        messages = [{"role": "user", "content": record["prompt"]}]
+    messages += [{"role": role, "content": text} for role, text in host.opening_messages(fields)]
+    if not messages:
+        raise ValueError(
+            f"{location}: {str(fields)[:60]} has no first message: give it a prompt, or let "
+            "reset() return messages"
+        )
+    opening: dict[str, Any] = {"messages": messages}
+    if len(messages) == 1 and messages[0]["role"] == "user":
+        opening = {"prompt": messages[0]["content"]}
+    if reference_messages:
+        opening["answer"] = "\n".join(text for _, text in reference_messages)
+    example = example_of(opening, location)
+    return replace(
+        example,
+        record=fields,
+        turns=reference_messages,
+        hidden=json.dumps(fields, sort_keys=True, default=to_json_value),
+        tools=tuple(tools),
+    )
+
+
+def _parse_reference_messages(value: Any, location: str) -> tuple[tuple[str, str], ...]:
+    """Role and content of the messages of a reference conversation."""
+    pairs = tuple((str(turn["role"]), str(turn["content"])) for turn in value)
+    if pairs and (pairs[0][0] != "assistant" or pairs[-1][0] != "assistant"):
+        raise ValueError(
+            f"{location} must begin and end with a message of the assistant, which is trained on"
+        )
+    return pairs
+
+
+def tools_of(definition: Any) -> tuple[str, ...]:
+    """Schemas of what a policy may call, as JSON texts; of a task's tools, or of their schemas."""
+    schemas = (getattr(tool, "schema", tool) for tool in getattr(definition, "tools", ()))
+    return tuple(json.dumps(schema, sort_keys=False) for schema in schemas)

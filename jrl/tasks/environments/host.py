@@ -1,6 +1,5 @@
 """Hosts of environments: this process, or worker processes with a time limit."""
 
-import json
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -8,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jrl.report.warnings import FewWarnings
-from jrl.tasks.data.records import to_json_value
+from jrl.tasks.data.records import as_json
 from jrl.tasks.references import CodeReference
 from jrl.tasks.task import Example, Verdict
-from jrl.tasks.workers.environment import Conversations, environment_factory
 from jrl.tasks.workers.pool import default_workers
-from jrl.tasks.workers.process import Message, Worker, WorkerEnded
+from jrl.tasks.workers.process import Message, Worker, WorkerEnded, parse_failure
+from jrl.tasks.workers.user_code import Conversations, environment_factory
 
 PolicyMessages = Sequence[Message | str]
 """Messages of the policy."""
@@ -148,11 +147,11 @@ class WorkerHost:
         self._warnings = FewWarnings()
 
     def opening_messages(self, fields: Message) -> list[list[str]]:
-        sent = json.loads(json.dumps(fields, default=to_json_value))
+        question = {"open": True, "fields": as_json(fields)}
         worker = min(self._workers, key=lambda worker: worker.busy)
         answer: Message
         try:
-            answer = worker.submit(lambda: worker.ask({"open": True, "fields": sent})).result()
+            answer = worker.submit(lambda: worker.ask(question)).result()
         except Exception as error:
             answer = {"error": str(error)}
         if "error" in answer:
@@ -168,8 +167,8 @@ class WorkerHost:
                 self._workers, key=lambda worker: len(worker.members)
             )
             worker.members.add(conversation_id)
-        fields = json.loads(json.dumps(dict(example.record), default=to_json_value))
-        question = {"conversation": conversation_id, "fields": fields, "said": list(messages)}
+        question = {"conversation": conversation_id, "fields": as_json(dict(example.record))}
+        question["said"] = list(messages)
         return worker.submit(lambda: self._ask(worker, conversation_id, question))
 
     def end(self, conversation_id: int) -> None:
@@ -198,10 +197,8 @@ class WorkerHost:
             answer = worker.ask(question, seconds=self._seconds * calls)
             worker.started.add(conversation_id)
         except Exception as error:
-            kind = "timeout" if isinstance(error, TimeoutError) else "error"
-            answer = {"failure": kind, "message": str(error)}
-        if "error" in answer:
-            answer = {"failure": "error", "message": answer["error"]}
+            answer = error
+        answer = parse_failure(answer)
         if "failure" in answer:
             self._warn(answer)
         if "failure" in answer or answer["done"]:

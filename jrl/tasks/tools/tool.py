@@ -8,7 +8,7 @@ from typing import Any
 
 from jrl.tasks.answers import extract
 from jrl.tasks.tools.calls import Call, parse_message_calls
-from jrl.tasks.tools.formats.detection import detect_calls
+from jrl.tasks.tools.detection import detect_calls
 from jrl.tasks.tools.schema import (
     check_arguments,
     description_of,

@@ -10,13 +10,16 @@ import os
 import queue
 import signal
 import subprocess
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 Message = dict[str, Any]
+PROGRAM = Path(__file__).with_name("worker.py")
 
 # The same order of sets in every worker, and no pool of threads (its stacks count as memory).
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -28,6 +31,29 @@ taken to be stuck: it watches the limits itself."""
 
 class WorkerEnded(RuntimeError):
     """The worker process ended before it answered; the next question starts another."""
+
+
+def program_worker(
+    kind: str, *arguments: str, seconds: float, startup_seconds: float = 60.0
+) -> "Worker":
+    """A worker of the program beside this file (`jrl.tasks.workers.worker`).
+
+    Args:
+      kind: what it answers.
+      arguments: of the kind.
+      seconds, startup_seconds: as of `Worker`.
+    """
+    command = [sys.executable, "-P", str(PROGRAM), kind, *arguments]
+    return Worker(command, seconds=seconds, startup_seconds=startup_seconds)
+
+
+def parse_failure(answer: Message | Exception) -> Message:
+    """The answer; in place of an error ``{"failure": ..., "message": ...}``, which is "timeout" or
+    "error"."""
+    if isinstance(answer, Exception):
+        kind = "timeout" if isinstance(answer, TimeoutError) else "error"
+        return {"failure": kind, "message": str(answer)}
+    return {"failure": "error", "message": answer["error"]} if "error" in answer else answer
 
 
 class Worker:

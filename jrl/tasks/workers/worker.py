@@ -1,14 +1,16 @@
-"""Worker program that checks answers with third-party code, in a process of its own.
+"""Worker program that runs code which may hang, fail or do harm, in a process of its own.
 
 It is started by its path, and not as a part of `jrl`, so that it never loads jax: one process for
 math-verify (``worker.py math``), one for a generator of reasoning-gym (``worker.py gym NAME SEED
 SIZE OPTIONS``), or one for a reward or environments of the user's own (``worker.py reward
-DESCRIPTION``, ``worker.py environment DESCRIPTION``, see `jrl.tasks.workers.reward` and
-`jrl.tasks.workers.environment`). It reads one JSON object per line and answers each with another;
-an exception becomes ``{"error": ...}``. A reward that is `async` gets multiple
-questions in one line, and answers each in a line of its own.
+DESCRIPTION``, ``worker.py environment DESCRIPTION``, see `jrl.tasks.workers.user_code`), or for
+chat templates (``worker.py template PROGRAM CALLS SECONDS``, see `jrl.text.template_program`). It
+reads one JSON object per line and answers each with another; an exception becomes
+``{"error": ...}``. A reward that is `async` gets multiple questions in one line, and answers each
+in a line of its own.
 
-Both libraries pass texts to `eval`, completions of the policy among them. Here parsers replace it.
+math-verify and reasoning-gym pass texts to `eval`, completions of the policy among them. Here
+parsers replace it.
 
 Extraction and comparison of answers are in `jrl.tasks.answers`, which this program loads by its
 path.
@@ -235,18 +237,24 @@ def gym_checker(
     return answer
 
 
-def reward_checker(described: str) -> Callable[[Message], Message]:
-    """`jrl.tasks.workers.reward.reward_checker`, whose file is in the same folder."""
-    return _load_sibling("reward").reward_checker(described)
+def template_checker(program: str, *arguments: str) -> Callable[[Message], Message]:
+    """Renders chat templates.
+
+    Args:
+      program: path of `jrl.text.template_program`.
+      arguments: of its `Templates`.
+    """
+    module = _load_file(Path(program))
+    _limit_memory(module.MAX_MEMORY)
+    return module.Templates(*arguments)
 
 
-def environment_checker(described: str) -> Callable[[Message], Message]:
-    """`jrl.tasks.workers.environment.environment_checker`, likewise."""
-    return _load_sibling("environment").environment_checker(described, _load_sibling("reward"))
+def _user_code() -> ModuleType:
+    return _load_file(Path(__file__).with_name("user_code.py"))
 
 
-def _load_sibling(name: str) -> ModuleType:
-    spec = spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+def _load_file(path: Path) -> ModuleType:
+    spec = spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -256,8 +264,9 @@ def _load_sibling(name: str) -> ModuleType:
 CHECKERS: dict[str, Callable[..., Callable[[Message], Message]]] = {
     "math": math_checker,
     "gym": gym_checker,
-    "reward": reward_checker,
-    "environment": environment_checker,
+    "template": template_checker,
+    "reward": lambda described: _user_code().reward_checker(described),
+    "environment": lambda described: _user_code().environment_checker(described),
 }
 
 
@@ -272,7 +281,7 @@ def main() -> None:
     kind, *arguments = sys.argv[1:]
     if kind not in ("reward", "environment"):  # whose libraries may map as much memory as they like
         logging.disable(logging.CRITICAL)
-        _limit_memory()
+        _limit_memory(MEMORY_BYTES)
 
     def send(message: Message) -> None:
         channel.write(json.dumps(message) + "\n")
@@ -319,12 +328,13 @@ def _alarm(seconds: int) -> None:
         signal.alarm(seconds)
 
 
-def _limit_memory() -> None:
+def _limit_memory(num_bytes: int) -> None:
+    """Bounds the address space of this process, where the system knows how."""
     if sys.platform == "linux":
         import resource
 
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
+        limit = num_bytes if hard == resource.RLIM_INFINITY else min(num_bytes, hard)
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 

@@ -6,8 +6,7 @@ from jrl.recipes.base.collection import Windows
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.decoding.disaggregated.expert_balancer import first_placement
 from jrl.tasks import Task
-from jrl.tasks.mixture import Mixture
-from jrl.tasks.parts import has_environments
+from jrl.tasks.mixture import Mixture, has_environments
 from jrl.text.prompt_format import PromptFormat
 from jrl.text.tokenizer import Tokenizer
 from moe.config import ModelConfig

@@ -4,7 +4,8 @@ from typing import Any
 
 from jrl.config.run import RunConfig
 from jrl.tasks import Example, Task
-from jrl.tasks.parts import as_prompt_list, leave_out, lists_of, prompt_sources
+from jrl.tasks.data.prompt_list import PromptList
+from jrl.tasks.mixture import leave_out, lists_of, prompt_sources
 from jrl.text.conversation import reference_conversation
 from jrl.text.prompt_format import PromptFormat
 from jrl.text.tokenizer import Tokenizer
@@ -25,8 +26,8 @@ def longest_prompt(task: Task, format: PromptFormat) -> int:
 
 
 def _longest_prompt(task: Any, format: PromptFormat) -> int:
-    if (prompt_list := as_prompt_list(task)) is not None:
-        return max(len(format.encode(example)) for example in prompt_list.examples)
+    if isinstance(task, PromptList):
+        return max(len(format.encode(example)) for example in task.examples)
     encode, tools = format.tokenizer.encode, task.train(0).tools
     around = max(
         len(format.encode(Example(c, "", tools=tools))) - len(encode(c)) for c in task.characters
@@ -41,11 +42,9 @@ def longest_answer(task: Task, tokenizer: Tokenizer) -> int:
 
 
 def _longest_answer(task: Any, tokenizer: Tokenizer) -> int:
-    if (prompt_list := as_prompt_list(task)) is not None:
+    if isinstance(task, PromptList):
         plain = PromptFormat(tokenizer)
-        return max(
-            len(reference_conversation(plain, example)[0]) for example in prompt_list.examples
-        )
+        return max(len(reference_conversation(plain, example)[0]) for example in task.examples)
     return _bound(task.max_response_length, task, tokenizer) + 1
 
 

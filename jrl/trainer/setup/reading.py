@@ -8,9 +8,8 @@ from rich.console import Console
 from rich.text import Text
 
 from jrl.tasks.data.chats import Chats
-from jrl.tasks.parts import has_environments
-from jrl.text.prompt_format import example_tools
-from jrl.text.prompts import conversation
+from jrl.tasks.mixture import has_environments
+from jrl.text.prompt_format import example_tools, text_of_row
 from jrl.trainer.setup.setup import Setup
 from jrl.trainer.supervised.step import training_chats
 
@@ -66,5 +65,5 @@ def tools_called(setup: Setup) -> str | None:
 
 def _print(setup: Setup, console: Console, title: str, ids: Iterable[SupportsInt]) -> None:
     console.print(title, style="bold")
-    text = conversation(setup.tokenizer, [int(token) for token in ids])
+    text = text_of_row(setup.tokenizer, [int(token) for token in ids])
     console.print(Text(text), highlight=False, soft_wrap=True)

@@ -30,7 +30,7 @@ from jrl.tasks import Task, load_task
 from jrl.tasks.data.chats import Chats, load_chats
 from jrl.tasks.data.fields import Fields
 from jrl.tasks.data.split import parse_heldout
-from jrl.tasks.parts import has_environments, part_names
+from jrl.tasks.mixture import has_environments, part_names
 from jrl.text.load import load_tokenizer
 from jrl.text.loss_mask import ChatFormat
 from jrl.text.prompt_format import (

@@ -16,7 +16,7 @@ from jrl.report import suspicion
 from jrl.report.page import page_data
 from jrl.runs.folder import RunFolder
 from jrl.runs.records import read
-from jrl.tasks.procedural import ProceduralTask
+from jrl.tasks.definition import ProceduralTask
 from jrl.tasks.task import CORRECT, Verdict
 
 

@@ -5,8 +5,7 @@ from collections import Counter
 import pytest
 
 from jrl.tasks import Task, load_task
-from jrl.tasks.mixture import WeightedRoundRobin
-from jrl.tasks.parts import task_names
+from jrl.tasks.mixture import WeightedRoundRobin, task_names
 
 
 def test_turns_follow_the_weights():

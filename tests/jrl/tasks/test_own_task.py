@@ -7,10 +7,8 @@ import pytest
 from jrl.tasks import Task, load_task
 from jrl.tasks.load import custom_files
 from jrl.tasks.references import copy_name, parse_reference
-from jrl.tasks.rewards.completion import CompletionText
-from jrl.tasks.rewards.custom import CustomReward
-from jrl.tasks.rewards.settings import RewardSettings
-from jrl.tasks.task import Example
+from jrl.tasks.rewards import CustomReward, RewardSettings
+from jrl.tasks.task import CompletionText, Example
 
 SOURCE = '''
 import time
@@ -135,7 +133,7 @@ def test_workers_keep_to_the_file_that_they_began_with(file):
     settings = RewardSettings(("sums.py:length",))
     task = load_task("sort", 0, workers=1, rewards=settings)
     file.write_text(SOURCE.replace("len(completion) / 4", "0"))
-    for worker in task._rewards[0].reward._pool._workers:  # type: ignore
+    for worker in task._rewards[0]._pool._workers:  # type: ignore
         worker._kill()
     assert task.verify([task.train(0)], ["1234"])[0].score == 1.0
     task.close()

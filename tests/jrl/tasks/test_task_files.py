@@ -5,12 +5,11 @@ import json
 import pytest
 
 from jrl.config import flags
-from jrl.tasks.data.files import kind_of
-from jrl.tasks.data.jsonl import prompts_of
+from jrl.tasks.data.files import kind_of, prompts_of
 from jrl.tasks.data.split import HeldOut, parse_heldout
 from jrl.tasks.load import listed_names, load_task
-from jrl.tasks.parts import leave_out
-from jrl.tasks.rewards.settings import RewardSettings
+from jrl.tasks.mixture import leave_out
+from jrl.tasks.rewards import RewardSettings
 
 ROWS = [{"prompt": f"{n}+{n}=", "answer": 2 * n, "level": [n, {"of": "x"}]} for n in range(40)]
 

@@ -8,9 +8,10 @@ from chat_checkpoint import END, START, TEMPLATE, TURN, VOCAB_SIZE, chat_tokeniz
 from tokenizers import Tokenizer as Pipeline
 from tokenizers import processors
 
+from jrl.tasks.answers.extraction import UNREADABLE
 from jrl.text.json_tokenizer import JsonTokenizer, checkpoint_tokenizer, tokenizer_of
 from jrl.text.load import load_tokenizer
-from jrl.text.prompts import UNREADABLE, text_of
+from jrl.text.prompt_format import text_of
 from jrl.text.tokenizer import Tokenizer, Usage
 
 

@@ -11,8 +11,7 @@ from jrl.tasks.data.chats import chat_of
 from jrl.tasks.data.conversations import Conversation
 from jrl.text.chat import ChatTemplate
 from jrl.text.json_tokenizer import checkpoint_tokenizer
-from jrl.text.located.escape import escape_text
-from jrl.text.located.tokens import special_pattern
+from jrl.text.located import escape_text, special_pattern
 from jrl.text.loss_mask import ChatFormat, encode_chat
 from jrl.text.tokenizer import Tokenizer, Usage
 

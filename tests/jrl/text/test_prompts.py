@@ -8,9 +8,10 @@ from small_runs import small_setup
 
 from jrl.tasks import Example
 from jrl.tasks.answers import extract
+from jrl.tasks.answers.extraction import UNREADABLE
 from jrl.text.conversation import reference_rows
 from jrl.text.json_tokenizer import checkpoint_tokenizer
-from jrl.text.prompts import UNREADABLE, encode_prompt, opened_reasoning, text_of
+from jrl.text.prompt_format import encode_prompt, opened_reasoning, text_of
 
 
 def test_prompts_are_padded_on_the_left():

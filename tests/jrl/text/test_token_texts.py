@@ -1,4 +1,4 @@
-from jrl.text.token_texts import token_texts
+from jrl.text.prompt_format import token_texts
 from jrl.text.tokenizer import Tokenizer
 
 

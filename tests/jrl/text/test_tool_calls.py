@@ -11,7 +11,7 @@ from tool_templates import SPECIAL, STOPS, TEMPLATES, tool_tokenizer
 from jrl.tasks import Example
 from jrl.tasks.data.conversations import Conversation
 from jrl.tasks.tools.calls import Call
-from jrl.tasks.tools.formats.detection import FORMATS
+from jrl.tasks.tools.detection import FORMATS
 from jrl.tasks.tools.tool import Tool
 from jrl.text.chat import ChatTemplate
 from jrl.text.conversation import (

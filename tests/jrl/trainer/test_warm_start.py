@@ -16,7 +16,7 @@ from small_runs import (
 )
 
 from jrl.rollout.sampler import Sampler
-from jrl.tasks.finite import FiniteTask
+from jrl.tasks.data.prompt_list import FiniteTask, PromptList
 from jrl.tasks.task import Example
 from jrl.tasks.workers.pool import Pool
 from jrl.tasks.workers.process import Worker
@@ -111,7 +111,7 @@ def listed_task():
     words = ["".join(digits) for digits in itertools.product("012", repeat=3)][:20]
     examples = [Example(f"{word}=", max(word) + "=") for word in words]
     nobody = Pool(lambda: Worker(["false"]), 1)
-    return FiniteTask("listed", examples, 0, nobody, lambda example, completion: {})
+    return FiniteTask(PromptList("listed", examples, 0), nobody, lambda example, completion: {})
 
 
 @pytest.mark.parametrize("task", [None, listed_task()], ids=["endless", "a list"])

@@ -14,7 +14,7 @@ from jrl.rollout.decoding.requests import Request, Sampled, Trajectory
 from jrl.rollout.decoding.usage import Usage
 from jrl.rollout.sampler import Sampler
 from jrl.tasks import Verdict
-from jrl.tasks.procedural import ProceduralTask
+from jrl.tasks.definition import ProceduralTask
 
 STEPS, ROUNDS = 6, 3
 

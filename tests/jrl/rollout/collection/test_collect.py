@@ -26,7 +26,7 @@ from jrl.rollout.decoding.requests import OutputBuffer, Request, Trajectory
 from jrl.rollout.decoding.usage import Usage
 from jrl.rollout.sampler import Completion, Sampler, lengths_of, scores_of
 from jrl.tasks import REASONS, Example, Verdict
-from jrl.tasks.procedural import ProceduralTask
+from jrl.tasks.definition import ProceduralTask
 from jrl.tasks.task import CORRECT
 from jrl.text.chat import ChatTemplate
 from jrl.text.prompt_format import PromptFormat

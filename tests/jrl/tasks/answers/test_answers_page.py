@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 
 from jrl.tasks import __main__ as command
-from jrl.tasks.checking.table import load_cases
+from jrl.tasks.check import load_cases
 from jrl.tasks.workers import pool
 
 PAGE = (Path(__file__).parents[4] / "docs" / "answers.md").read_text(encoding="utf-8")

@@ -15,11 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jrl.tasks.answers.expression import NoExpression, TooLarge, read_expression
-from jrl.tasks.answers.markup import plain_notation
+from jrl.tasks.answers.notation import plain_notation, tokens_of
 from jrl.tasks.answers.numbers import NUMBER, read_statement
-from jrl.tasks.answers.tokens import tokens_of
 from jrl.tasks.answers.verdict import EVALUATED, RULES, Judge
-from jrl.tasks.checking.table import VERDICTS, load_cases
+from jrl.tasks.check import VERDICTS, load_cases
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +59,7 @@ def test_the_table_is_large_and_without_repetition():
 
 
 def test_a_reason_stands_beside_a_case():
-    text = files("jrl.tasks.checking").joinpath("cases.toml").read_text(encoding="utf-8")
+    text = files("jrl.tasks").joinpath("cases.toml").read_text(encoding="utf-8")
     for group in tomllib.loads(text)["cases"]:
         given = {c for verdict in (*VERDICTS, "unevaluated") for c in group.get(verdict, ())}
         assert set(group.get("because", {})) <= given

@@ -10,8 +10,7 @@ from chat_records import RECORDS
 from jrl.tasks.data.chats import chat_of, load_chats
 from jrl.tasks.data.conversations import template_arguments
 from jrl.tasks.data.fields import Fields, Row
-from jrl.tasks.data.files import read_records
-from jrl.tasks.data.jsonl import prompts_of
+from jrl.tasks.data.files import prompts_of, read_records
 from jrl.tasks.data.records import example_of
 
 USER = {"role": "user", "content": "a"}

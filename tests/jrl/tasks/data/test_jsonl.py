@@ -12,8 +12,9 @@ from annotations import unchecked
 
 from jrl.tasks import load_task
 from jrl.tasks.data.fields import Fields
-from jrl.tasks.data.jsonl import _read_unique, jsonl
-from jrl.tasks.finite import FiniteTask
+from jrl.tasks.data.files import _read_unique, jsonl
+from jrl.tasks.data.prompt_list import FiniteTask, PromptList
+from jrl.tasks.mixture import lists_of
 from jrl.tasks.task import Example
 from jrl.tasks.workers import pool
 from jrl.tasks.workers import worker as worker_program
@@ -136,7 +137,7 @@ def test_a_worker_that_fails_is_an_error():
     program = "print('{}', flush=True); input()"
     examples = [Example(f"p{n}", str(n)) for n in range(3)]
     workers = Pool(lambda: Worker([sys.executable, "-c", program]), 2)
-    task = FiniteTask("failing", examples, 0, workers, lambda example, completion: {})
+    task = FiniteTask(PromptList("failing", examples, 0), workers, lambda example, text: {})
     assert [verdict.reason for verdict in task.verify(examples, ["1", "", "3"])] == [
         "error",
         "unparsable",
@@ -236,7 +237,8 @@ def test_two_rows_make_two_sides(tmp_path):
 
 def one(path, fields=None):
     """The only example of a file."""
-    ((_, example),), _ = _read_unique("jsonl", path, Fields() if fields is None else fields)
+    fields = Fields() if fields is None else fields
+    (example,), _ = _read_unique("jsonl", path, fields, answered=True)
     return example
 
 
@@ -272,7 +274,7 @@ def test_numbers_are_checked_as_answers(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "half of 5", "answer": 2.5}\n{"prompt": "b", "answer": 1e1}\n')
     task = jsonl(path, 0)
-    verdicts = task.verify(task.examples, ["It is \\boxed{5/2}", "\\boxed{10}"])
+    verdicts = task.verify(lists_of(task)[0].examples, ["It is \\boxed{5/2}", "\\boxed{10}"])
     assert [verdict.reason for verdict in verdicts] == ["correct", "correct"]
     task.close()
 
@@ -369,7 +371,7 @@ def test_files_that_are_refused(tmp_path):
 )
 def test_a_missing_library_is_named(monkeypatch, spec, extra):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr("jrl.tasks.data.jsonl.find_spec", lambda name: None)
+    monkeypatch.setattr("jrl.tasks.data.files.find_spec", lambda name: None)
     monkeypatch.setattr("jrl.tasks.gym.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=rf'is not installed: run pip install -e "{extra}"'):
         load_task(spec, 0)

@@ -8,7 +8,7 @@ import pytest
 from jrl.tasks import load_task
 from jrl.tasks.environments import host as hosts
 from jrl.tasks.environments.host import LocalHost, Scoring
-from jrl.tasks.rewards.settings import RewardSettings
+from jrl.tasks.rewards import RewardSettings
 from jrl.tasks.task import Example
 
 SOURCE = '''

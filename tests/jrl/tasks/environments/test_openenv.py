@@ -8,7 +8,7 @@ import pytest
 
 from jrl.tasks.environments.definition import Environment
 from jrl.tasks.environments.openenv import OpenEnvironment
-from jrl.tasks.workers.environment import Conversations
+from jrl.tasks.workers.user_code import Conversations
 
 
 @dataclass

@@ -3,8 +3,8 @@
 import pytest
 
 from jrl.tasks import load_task
-from jrl.tasks.parts import environments_of, has_environments
-from jrl.tasks.rewards.settings import RewardSettings
+from jrl.tasks.mixture import environments_of, has_environments
+from jrl.tasks.rewards import RewardSettings
 
 SOURCE = '''
 import asyncio, json, time

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from jrl.tasks.tools.calls import Call
-from jrl.tasks.tools.formats.detection import FORMATS, PLAIN, detect_calls
+from jrl.tasks.tools.detection import FORMATS, PLAIN, detect_calls
 from jrl.tasks.tools.tool import Tool
 
 

@@ -12,7 +12,7 @@ from jrl.tasks.answers import extract
 from jrl.tasks.tools.calculator import CALCULATOR
 from jrl.tasks.tools.calls import Call, format_message_calls
 from jrl.tasks.tools.tool import TRUNCATED_MESSAGE, Tool, ToolEnvironment
-from jrl.tasks.workers.environment import Conversations
+from jrl.tasks.workers.user_code import Conversations
 
 
 def book(

@@ -5,8 +5,8 @@ import re
 import pytest
 from places import ROOT
 
-from jrl.tasks.environments.task import tools_of
-from jrl.tasks.tools.formats.detection import FORMATS
+from jrl.tasks.environments.definition import tools_of
+from jrl.tasks.tools.detection import FORMATS
 
 PAGE = (ROOT / "docs" / "conversations.md").read_text(encoding="utf-8")
 TOOLS = PAGE[

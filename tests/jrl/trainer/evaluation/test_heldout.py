@@ -10,7 +10,7 @@ from jrl.report.metrics import without_timings
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.sampler import Sampler
 from jrl.tasks import Example, Task
-from jrl.tasks.procedural import ProceduralTask
+from jrl.tasks.definition import ProceduralTask
 from jrl.trainer.evaluation.heldout import heldout_examples, heldout_metrics, pad_with_repeats
 from jrl.trainer.step import train_step
 

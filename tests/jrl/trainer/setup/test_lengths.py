@@ -8,7 +8,7 @@ from small_runs import PROMPT_LENGTH, largest, small_model
 
 from jrl.config.run import RunConfig
 from jrl.tasks import Example
-from jrl.tasks.finite import FiniteTask
+from jrl.tasks.data.prompt_list import FiniteTask, PromptList
 from jrl.tasks.load import BUILT_IN
 from jrl.tasks.workers.pool import Pool
 from jrl.text.prompt_format import PromptFormat, prompt_format
@@ -34,7 +34,7 @@ class Unasked(Pool):
 
 def asked(examples):
     """A list that nobody answers: its worker is never started."""
-    return FiniteTask("questions", examples, 0, Unasked(), lambda example, text: {})
+    return FiniteTask(PromptList("questions", examples, 0), Unasked(), lambda example, text: {})
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,10 @@ from jrl.recipes import Sft
 from jrl.tasks.data.chats import Chats, chat_of
 from jrl.tasks.data.fields import Fields
 from jrl.tasks.data.split import HeldOut
-from jrl.tasks.rewards.completion import CompletionText
+from jrl.tasks.task import CompletionText
 from jrl.text.chat import ChatTemplate
 from jrl.text.loss_mask import ChatFormat
-from jrl.text.prompts import special_text_of, text_of
+from jrl.text.prompt_format import special_text_of, text_of
 from jrl.text.tokenizer import Tokenizer
 from jrl.trainer.supervised.rows import EXTRA_TOKENS, chat_rows, sampled_lengths
 from moe.tokens.zigzag import ZigzagLayout

@@ -1,1 +1,0 @@
-"""Checks of verifiers and rewards: answers that a policy could game them with."""

@@ -1,0 +1,310 @@
+"""Rewards of completions: a user's own functions, called in workers, and their weighted sum."""
+
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jrl.report.warnings import FewWarnings
+from jrl.tasks.data.records import as_json
+from jrl.tasks.references import CodeReference
+from jrl.tasks.task import (
+    FAILURES,
+    REASONS,
+    Example,
+    Prompts,
+    PromptSourceTask,
+    Task,
+    Verdict,
+    check_pairs,
+    special_of,
+)
+from jrl.tasks.workers.pool import Pool
+from jrl.tasks.workers.process import Message, parse_failure
+from jrl.tasks.workers.user_code import SPECIAL
+
+TASK_REWARD = "task"
+"""Stands for the task's own verifier or reward among others, and is its name among the parts."""
+SUSPICION = "suspicion"
+
+
+@dataclass(frozen=True)
+class RewardSettings:
+    """Settings of the rewards of completions.
+
+    Attributes:
+      rewards: references to functions, and `TASK_REWARD`; empty is the task's own alone.
+      weights: ``NAME=NUMBER`` each; the weight of others is 1.
+      seconds: time limit of one call.
+      failed: the score of a completion whose reward failed.
+    """
+
+    rewards: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
+    seconds: float = 5.0
+    failed: float = 0.0
+
+    def __post_init__(self):
+        if not 0 < self.seconds < math.inf:
+            raise ValueError(f"reward_seconds={self.seconds} must be above 0.")
+        if not math.isfinite(self.failed):
+            raise ValueError(f"failed_reward={self.failed} must be a finite number.")
+        twice = {name for name in self.rewards if self.rewards.count(name) > 1}
+        if twice:
+            raise ValueError(f"reward={', '.join(sorted(twice))} is given twice: once is enough.")
+        parse_weights(self.weights)
+
+
+def parse_weights(texts: Sequence[str]) -> dict[str, float]:
+    """Weights by name, of ``NAME=NUMBER`` each.
+
+    Raises:
+      ValueError: for what is written otherwise, and a name that comes twice.
+    """
+    weights: dict[str, float] = {}
+    for text in texts:
+        name, equals, number = text.partition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = math.nan
+        if not name or not equals or not math.isfinite(weight):
+            raise ValueError(
+                f"reward_weights={text!r} is not a weight: write NAME=NUMBER, as in format=0.2."
+            )
+        if name in weights:
+            raise ValueError(f"reward_weights has {name!r} twice: give each name one weight.")
+        weights[name] = weight
+    return weights
+
+
+class CustomReward:
+    """A function ``reward(prompt, completion, **record)``, or the reward of a task.
+
+    Its file is read once: what is changed in it later makes no difference to workers that start
+    again. Close it when it is no longer needed.
+
+    Attributes:
+      text: of the reference.
+      name: that its value has where it gives a single number.
+    """
+
+    def __init__(
+        self, reference: CodeReference, *, makes: bool, seconds: float, workers: int | None = None
+    ):
+        """Describes the workers; the first question starts one.
+
+        Args:
+          makes: whether the reference makes a task, whose reward it is.
+          seconds: how long one answer may take.
+          workers: processes that answer; None is one per processor core, up to 8.
+        """
+        self.text, self.name = reference.text, TASK_REWARD if makes else reference.name
+        self._folder = tempfile.TemporaryDirectory(prefix="jrl-reward-")
+        make = reference.worker_maker("reward", self._folder.name, makes=makes, seconds=seconds)
+        self._pool = Pool(make, workers, batched=True)
+
+    def ask(self, pairs: Sequence[tuple[Example, str]]) -> list[Message]:
+        """Calls the reward for each completion: ``{"value": ...}`` or ``{"parts": ...}``, or
+        ``{"failure": ..., "message": ...}`` with one of `FAILURES`."""
+        questions = [_question(*pair) for pair in pairs]
+        return [parse_failure(answer) for answer in self._pool.ask_all(questions)]
+
+    def close(self) -> None:
+        """Ends the worker processes; more than once does no harm."""
+        self._pool.close()
+        self._folder.cleanup()
+
+
+def _question(example: Example, completion: str) -> Message:
+    reserved = ("prompt", "completion", SPECIAL)
+    fields = {name: value for name, value in example.record.items() if name not in reserved}
+    if example.answer:
+        fields.setdefault("answer", example.answer)
+    # The worker sees what JSON holds of it, whatever a file's reader made of the fields.
+    question: Message = {"prompt": example.prompt, "completion": completion}
+    question["fields"] = as_json(fields)
+    if (special := special_of(completion)) != completion:
+        question["special"] = special
+    return question
+
+
+@dataclass(frozen=True)
+class Weighing:
+    """Weights by which the parts of rewards become a score.
+
+    Attributes:
+      weights: by name; the weight of others is 1.
+      full_marks: the sum from which on a completion is correct; None is the sum where all parts of
+        positive weight are 1.
+      failed: the score where a reward failed.
+    """
+
+    weights: Mapping[str, float]
+    full_marks: float | None = None
+    failed: float = 0.0
+
+
+class Rewarded(PromptSourceTask):
+    """Prompts, and rewards that are asked about every completion of them.
+
+    The score is ``sum(weight * part)`` over the parts that are there. A completion is correct where
+    the task's own verifier says so, if it is among the rewards; else where a part is named
+    "correct", if that is 1 or more; else from `Weighing.full_marks` on. Where one of the rewards
+    fails, the verdict is that failure.
+    """
+
+    def __init__(
+        self,
+        prompts: Prompts,
+        rewards: Sequence[CustomReward],
+        weighing: Weighing,
+        verifier: Task | None = None,
+    ):
+        """Asks each reward once, about the first training prompt, which shows what its parts are.
+
+        Args:
+          prompts: of the task.
+          rewards: all that are asked.
+          verifier: the prompts' own task, where its verdict is a part as well.
+
+        Raises:
+          ValueError: where a reward fails on a reference answer, parts of two rewards have one
+            name, or a weight has the name of none.
+        """
+        super().__init__(prompts)
+        self._rewards = list(rewards)
+        self._weighing, self._verifier = weighing, verifier
+        self._warnings = FewWarnings()
+        names = [TASK_REWARD] if verifier is not None else []
+        for each in self._rewards:
+            names += self._probe(each)
+        if SUSPICION in names:
+            raise ValueError(
+                f"a reward has a component named {SUSPICION}, which is the name of another metric "
+                "(reward/suspicion): give it another name."
+            )
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(
+                f"two rewards have a component named {', '.join(twice)}: names of components must "
+                "be unique."
+            )
+        unknown = sorted(set(weighing.weights) - set(names))
+        if unknown:
+            raise ValueError(
+                f"reward_weights names {', '.join(unknown)}, which is not a component of the "
+                f"rewards: they have {', '.join(names)}."
+            )
+        self.part_names: tuple[str, ...] = tuple(names)
+        """Of all parts that a verdict can have, in their order."""
+        self._weights = {name: weighing.weights.get(name, 1.0) for name in names}
+        self._full_marks = weighing.full_marks
+        if self._full_marks is None:
+            self._full_marks = sum(max(weight, 0.0) for weight in self._weights.values())
+
+    def verify(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Verdict]:
+        """Scores one completion per example; equal pairs are asked about once."""
+        check_pairs(examples, completions)
+        pairs = list(zip(examples, completions, strict=True))
+        # Examples that are drawn may share their prompt and differ in what else is known of them,
+        # and texts that are alike in their special tokens.
+        keys = [(id(example), text, special_of(text)) for example, text in pairs]
+        pair_of_key = dict(zip(keys, pairs, strict=True))
+        verifier_verdicts: list[Verdict | None] = [None] * len(pair_of_key)
+        if self._verifier is not None:
+            distinct_examples, texts = (
+                zip(*pair_of_key.values(), strict=True) if pair_of_key else ((), ())
+            )
+            verifier_verdicts = list(self._verifier.verify(distinct_examples, texts))
+        answers = [each.ask(list(pair_of_key.values())) for each in self._rewards]
+        rows = list(zip(*answers, strict=True)) if answers else [()] * len(pair_of_key)
+        scored = [self._verdict(*row) for row in zip(verifier_verdicts, rows, strict=True)]
+        verdicts = dict(zip(pair_of_key, scored, strict=True))
+        return [verdicts[key] for key in keys]
+
+    def close(self) -> None:
+        """Ends the worker processes; more than once does no harm."""
+        for each in self._rewards:
+            each.close()
+        if isinstance(self._prompts, Task):
+            self._prompts.close()
+
+    def _verdict(self, verifier_verdict: Verdict | None, answers: Sequence[Message]) -> Verdict:
+        if verifier_verdict is not None and verifier_verdict.reason in FAILURES:
+            return Verdict(self._weighing.failed, verifier_verdict.reason, ())
+        components: dict[str, float] = (
+            {} if verifier_verdict is None else {TASK_REWARD: verifier_verdict.score}
+        )
+        reasons = [] if verifier_verdict is None else [verifier_verdict.reason]
+        for each, answer in zip(self._rewards, answers, strict=True):
+            answer = self._check_reply(each, answer)
+            if "failure" in answer:
+                self._warn(each, answer)
+                return Verdict(self._weighing.failed, answer["failure"], ())
+            components |= _components_of(each, answer)
+            if each.name == TASK_REWARD and "reason" in answer:
+                reasons.append(answer["reason"])
+        # In the order of the weights, as full marks are summed.
+        components = {name: components[name] for name in self._weights if name in components}
+        score = sum(self._weights[name] * value for name, value in components.items())
+        if not math.isfinite(score):
+            return Verdict(self._weighing.failed, "not_finite", ())
+        return Verdict(score, self._reason(score, components, reasons), tuple(components.items()))
+
+    def _reason(self, score: float, components: Mapping[str, float], reasons: Sequence[str]) -> str:
+        if reasons:
+            return reasons[0]
+        assert self._full_marks is not None
+        if "correct" in self._weights:
+            correct = components.get("correct", 0.0) >= 1
+        else:
+            correct = score >= self._full_marks
+        if correct:
+            return "correct"
+        return "partial" if score > 0 else "wrong"
+
+    def _check_reply(self, each: CustomReward, answer: Message) -> Message:
+        """The answer, or that it has a part that nobody knows of."""
+        if answer.get("reason", REASONS[0]) not in REASONS:
+            message = f"reason={answer['reason']!r} is not one of {', '.join(REASONS)}"
+            return {"failure": "invalid", "message": message}
+        unknown = [name for name in answer.get("parts", ()) if name not in self._weights]
+        if "value" in answer and each.name not in self._weights:
+            unknown = ["a single number"]
+        if not unknown:
+            return answer
+        names = ", ".join(self._weights)
+        message = (
+            f"its components are {names}, and it returned {', '.join(unknown)}: return all "
+            "components for the first prompt's reference answer, or list them in the task's "
+            "weights"
+        )
+        return {"failure": "invalid", "message": message}
+
+    def _probe(self, each: CustomReward) -> list[str]:
+        """The names of the parts of a reward, by asking it."""
+        # There always is one, where there may be nothing to train on.
+        example = self._prompts.heldout(0)
+        (answer,) = each.ask([(example, example.answer)])
+        if "failure" not in answer:
+            return list(_components_of(each, answer))
+        if example.answer:
+            raise ValueError(
+                f"{each.text} fails on the reference answer of the first prompt: "
+                f"{answer['message']}"
+            )
+        self._warn(each, answer)
+        return list(self._weighing.weights) or [each.name]
+
+    def _warn(self, each: CustomReward, answer: Message) -> None:
+        message = f"{answer['failure']}: {answer['message']}"
+        self._warnings.warn(
+            message,
+            f"{each.text} failed ({message}); the completion scores "
+            f"{self._weighing.failed:g} and counts under verifier/{answer['failure']}",
+        )
+
+
+def _components_of(each: CustomReward, answer: Message) -> dict[str, float]:
+    return answer["parts"] if "parts" in answer else {each.name: answer["value"]}

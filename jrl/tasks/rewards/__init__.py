@@ -1,1 +1,0 @@
-"""Custom reward functions: called in worker processes, weighted, their failures counted."""

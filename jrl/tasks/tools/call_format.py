@@ -1,0 +1,177 @@
+"""Base classes of tool-call formats, and the JSON in the text of a call."""
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jrl.tasks.answers.extraction import REASONING
+from jrl.tasks.tools.calls import Call, ToolParameters, unreadable_call
+
+ParsedCalls = tuple[list[Call], int]
+"""Calls, and the position behind them."""
+
+_REASONING = {
+    opened.lower(): closed.lower()
+    for opened, closed in REASONING
+    # Harmony's channels are messages of their own: `jrl.tasks.tools.json_calls`.
+    if not opened.startswith("<|channel|>")
+}
+_REASONING_TAGS = re.compile(
+    "|".join(re.escape(mark) for pair in _REASONING.items() for mark in pair), re.IGNORECASE
+)
+
+
+class ToolFormat(ABC):
+    """Format in which a kind of checkpoint writes tool calls.
+
+    Attributes:
+      name: for people.
+      template_markers: texts of which the chat template of such a checkpoint has one.
+    """
+
+    name: str
+    template_markers: tuple[str, ...]
+
+    def matches_template(self, template: str) -> bool:
+        """True if the source of a chat template may be of this format."""
+        return any(mark in template for mark in self.template_markers)
+
+    @abstractmethod
+    def calls(self, text: str, tools: ToolParameters) -> list[Call]:
+        """The calls in what a policy wrote, in their order; empty where there is none.
+
+        A call that is started and cannot be read has an error. Text within reasoning is none, and
+        neither is a mention of how calls are written.
+
+        Args:
+          text: with special tokens written out.
+          tools: the tools that may be called.
+        """
+
+    @abstractmethod
+    def render(self, calls: Sequence[Call]) -> str:
+        """The text that a policy writes to make these calls."""
+
+    def call_id(self, name: str, index: int) -> str:
+        """Id of a call in a chat template, if the policy gave it no usable one.
+
+        Args:
+          index: of the call in its conversation.
+        """
+        # Nine letters and digits, which is what some templates demand.
+        return f"call{index:05d}"
+
+    def usable_id(self, identity: str) -> bool:
+        """True if a chat template accepts an id that a policy wrote."""
+        return re.fullmatch(r"[A-Za-z0-9]{9}", identity) is not None
+
+
+class MarkedFormat(ToolFormat):
+    """Format whose calls begin with a mark.
+
+    Reasoning in a call, a mark in a text that is passed on for instance, is a part of the call. An
+    end of reasoning that nothing opened ends what a prompt began: calls before it are none.
+    """
+
+    _opening: re.Pattern[str]
+
+    @abstractmethod
+    def _read(self, text: str, opened: re.Match[str], tools: ToolParameters) -> ParsedCalls:
+        """The calls that begin at a match of `_opening`."""
+
+    def calls(self, text: str, tools: ToolParameters) -> list[Call]:
+        collected: list[Call] = []
+        position = 0
+        tag, call = _REASONING_TAGS.search(text), self._opening.search(text)
+        while tag is not None or call is not None:
+            if tag is not None and (call is None or tag.start() <= call.start()):
+                closed = _REASONING.get(tag[0].lower())
+                if closed is None:
+                    collected, position = [], tag.end()
+                else:
+                    end = re.compile(re.escape(closed), re.IGNORECASE).search(text, tag.end())
+                    if end is None:
+                        break
+                    position = end.end()
+            elif call is not None:
+                calls, position = self._read(text, call, tools)
+                collected += calls
+            if tag is not None and tag.start() < position:
+                tag = _REASONING_TAGS.search(text, position)
+            if call is not None and call.start() < position:
+                call = self._opening.search(text, position)
+        return collected
+
+
+def skip_unreadable(text: str, opened: re.Match[str], close: str, reason: str) -> ParsedCalls:
+    """Result for an opening behind which no call can be read: a call with an error, or none, where
+    the opening is only mentioned.
+
+    Args:
+      close: the end of a call.
+    """
+    begin, behind = opened.span()
+    if text.startswith("`", behind) and begin and text[begin - 1] == "`":
+        return [], behind
+    end = text.find(close, behind)
+    inline = text[text.rfind("\n", 0, begin) + 1 : begin].strip()
+    if end < 0 and inline and not text.startswith(("{", "["), skip_blanks(text, behind)):
+        return [], behind
+    return [unreadable_call(reason)], len(text) if end < 0 else end + len(close)
+
+
+def skip_blanks(text: str, position: int) -> int:
+    """The position of the first character from here on that is no blank."""
+    while position < len(text) and text[position].isspace():
+        position += 1
+    return position
+
+
+_DECODER = json.JSONDecoder()
+
+
+def read_value(text: str, position: int) -> tuple[Any, int]:
+    """The JSON value that begins here, and the position behind it.
+
+    Raises:
+      ValueError: where there is none, in one line.
+    """
+    try:
+        return _DECODER.raw_decode(text, position)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"it is no JSON ({error.msg}, character {error.pos - position + 1})"
+        ) from None
+    except RecursionError:
+        raise ValueError("its JSON is nested too deeply") from None
+    except ValueError:  # of a number with thousands of digits
+        raise ValueError("it is no JSON that can be read") from None
+
+
+def parse_call(value: Any) -> Call:
+    """The call in a JSON value: an object with a name, and arguments that are an object or the JSON
+    text of one."""
+    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+        return unreadable_call("it is no JSON object with a name and arguments")
+    name, identity = value["name"], value.get("id")
+    arguments = value.get("arguments", value.get("parameters", {}))
+    return make_call(name, arguments, identity if isinstance(identity, str) else "")
+
+
+def make_call(name: str, arguments: Any, identity: str = "") -> Call:
+    """The call with these arguments, an object or the JSON text of one."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return unreadable_call("its arguments are no JSON object", name)
+    if not isinstance(arguments, Mapping):
+        return unreadable_call("its arguments are no JSON object", name)
+    return Call(name, dict(arguments), identity)
+
+
+def to_json(value: Any) -> str:
+    """The JSON text of a value, as chat templates write it."""
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,79 @@
+"""Supported tool-call formats, and detection of the format of a text or a chat template."""
+
+import re
+from collections.abc import Sequence
+
+from jrl.tasks.tools.call_format import ToolFormat, make_call, to_json
+from jrl.tasks.tools.calls import Call, ToolParameters
+from jrl.tasks.tools.json_calls import (
+    MESSAGE,
+    DeepSeek,
+    DeepSeekNamed,
+    Harmony,
+    Kimi,
+    Llama,
+    Mistral,
+    MistralNamed,
+)
+from jrl.tasks.tools.python_calls import FunctionGemma, Gemma4, Olmo, PythonList, ToolCode
+from jrl.tasks.tools.tagged_calls import Glm, Hermes, QwenCoder
+
+
+class Plain(ToolFormat):
+    """The text is the one argument of a tool that needs one, and an object of them in JSON for
+    another."""
+
+    name = "plain"
+    template_markers = ()
+    _call = re.compile(r"@([A-Za-z_]\w*)[ \t]+(.*)", re.DOTALL)
+
+    def calls(self, text: str, tools: ToolParameters) -> list[Call]:
+        match = self._call.fullmatch(text.strip())
+        if match is None:
+            return []
+        name, text = match[1], match[2]
+        tool = tools.get(name, {})
+        names = list(tool.get("required") or tool.get("properties") or ())
+        if name not in tools:
+            return [Call(name)]
+        if len(names) != 1:
+            return [make_call(name, text)]
+        call = make_call(name, text)
+        return [call if names[0] in call.arguments else Call(name, {names[0]: text})]
+
+    def render(self, calls: Sequence[Call]) -> str:
+        """Of the first of them: a turn has one."""
+        call = calls[0]
+        values = list(call.arguments.values())
+        only = values[0] if len(values) == 1 and isinstance(values[0], str) else None
+        return f"@{call.name} {to_json(dict(call.arguments)) if only is None else only}"
+
+
+PLAIN, HARMONY, HERMES = Plain(), Harmony(), Hermes()
+FORMATS: tuple[ToolFormat, ...] = (
+    HARMONY,
+    *(Kimi(), DeepSeekNamed(), DeepSeek(), Glm(), QwenCoder(), MistralNamed(), Mistral()),
+    *(Olmo(), FunctionGemma(), Gemma4(), HERMES, Llama(), PythonList(), ToolCode()),
+)
+"""Of checkpoints; what is marked more narrowly comes first."""
+
+
+def detect_formats(template: str) -> list[ToolFormat]:
+    """The formats whose marks are in the source of a chat template, the likeliest first."""
+    return [each for each in FORMATS if each.matches_template(template)]
+
+
+def detect_calls(text: str, tools: ToolParameters) -> list[Call]:
+    """The calls in a turn of which nothing says in what format they are: of a format that reads all
+    that it finds, else of the one that reads most of it, Hermes' before others."""
+    if MESSAGE in text:
+        return HARMONY.calls(text, tools)
+    formats = (HERMES, *(each for each in FORMATS if each is not HERMES), PLAIN)
+    attempts = [calls for each in formats if (calls := each.calls(text, tools))]
+    return max(attempts, key=_readability, default=[])
+
+
+def _readability(calls: list[Call]) -> tuple[bool, int]:
+    """True if all calls can be read, and the number of those that can."""
+    num_readable = sum(not call.error for call in calls)
+    return num_readable == len(calls), num_readable

@@ -1,0 +1,148 @@
+"""Calls between ``<tool_call>`` tags: JSON, GLM's keys and values, Qwen3-Coder's parameters."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from jrl.tasks.tools.call_format import (
+    MarkedFormat,
+    ParsedCalls,
+    parse_call,
+    read_value,
+    skip_blanks,
+    skip_unreadable,
+    to_json,
+)
+from jrl.tasks.tools.calls import Call, ToolParameters
+from jrl.tasks.tools.schema import parse_argument
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+class Hermes(MarkedFormat):
+    """Of Hermes, Qwen 2.5 and 3, SmolLM3 and many others::
+
+    <tool_call>
+    {"name": "add", "arguments": {"a": 1, "b": 2}}
+    </tool_call>
+    """
+
+    name = "hermes"
+    template_markers = (OPEN,)
+    _opening = re.compile(re.escape(OPEN))
+
+    def render(self, calls: Sequence[Call]) -> str:
+        bodies = ({"name": call.name, "arguments": dict(call.arguments)} for call in calls)
+        return "\n".join(f"{OPEN}\n{to_json(body)}\n{CLOSE}" for body in bodies)
+
+    def _read(self, text: str, opened: re.Match[str], tools: ToolParameters) -> ParsedCalls:
+        position = skip_blanks(text, opened.end())
+        if not text.startswith("{", position):
+            return skip_unreadable(
+                text, opened, CLOSE, "it is no JSON object with a name and arguments"
+            )
+        try:
+            value, end = read_value(text, position)
+        except ValueError as error:
+            return skip_unreadable(text, opened, CLOSE, str(error))
+        end = skip_blanks(text, end)
+        if text.startswith(CLOSE, end):
+            return [parse_call(value)], end + len(CLOSE)
+        if end == len(text) or text.startswith(OPEN, end):
+            # The end of the turn closes it as well, and the next call.
+            return [parse_call(value)], end
+        return skip_unreadable(text, opened, CLOSE, "something stands behind its JSON object")
+
+
+class Glm(MarkedFormat):
+    """Of GLM-4.5 and later ones; a text stands without quotes::
+
+    <tool_call>add
+    <arg_key>a</arg_key>
+    <arg_value>1</arg_value>
+    </tool_call>
+    """
+
+    name = "glm"
+    template_markers = ("<arg_key>",)
+    _opening = re.compile(re.escape(OPEN))
+    _name = re.compile(r"\s*([\w.-]+)\s*(?=<arg_key>|</tool_call>|$)")
+    _pair = re.compile(
+        r"\s*<arg_key>\s*(.*?)\s*</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL
+    )
+    _written_pair = "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"
+
+    def _read(self, text: str, opened: re.Match[str], tools: ToolParameters) -> ParsedCalls:
+        if (name := self._name.match(text, opened.end())) is None:
+            return skip_unreadable(text, opened, CLOSE, "no name of a tool stands in it")
+        arguments, position = _read_arguments(self._pair, text, name, tools)
+        position = skip_blanks(text, position)
+        # Of one that is not closed nobody knows whether that is all of it.
+        if text.startswith(CLOSE, position):
+            return [Call(name[1], arguments)], position + len(CLOSE)
+        return skip_unreadable(text, opened, CLOSE, "it is not made of arg_key and arg_value")
+
+    def render(self, calls: Sequence[Call]) -> str:
+        return "\n".join(
+            f"{OPEN}{call.name}\n{_format_arguments(self._written_pair, call)}{CLOSE}"
+            for call in calls
+        )
+
+
+class QwenCoder(MarkedFormat):
+    """Of Qwen3-Coder and Qwen3.5; a text stands without quotes::
+
+    <tool_call>
+    <function=add>
+    <parameter=a>
+    1
+    </parameter>
+    </function>
+    </tool_call>
+    """
+
+    name = "qwen-coder"
+    template_markers = ("<function=",)
+    _opening = re.compile(r"(?:<tool_call>\s*)?<function=|<tool_call>")
+    _name = re.compile(r"([\w.-]+)>")
+    _pair = re.compile(r"\s*<parameter=([^>\n]+)>(?:\r?\n)?(.*?)(?:\r?\n)?</parameter>", re.DOTALL)
+    _written_pair = "<parameter={}>\n{}\n</parameter>\n"
+    _close = re.compile(r"\s*</function>(?:\s*</tool_call>)?")
+
+    def _read(self, text: str, opened: re.Match[str], tools: ToolParameters) -> ParsedCalls:
+        name = self._name.match(text, opened.end()) if opened[0] != OPEN else None
+        if name is None:
+            return skip_unreadable(text, opened, CLOSE, "no function=NAME stands in it")
+        arguments, position = _read_arguments(self._pair, text, name, tools)
+        if closed := self._close.match(text, position):
+            return [Call(name[1], arguments)], closed.end()
+        return skip_unreadable(text, opened, CLOSE, "it is not made of parameters")
+
+    def render(self, calls: Sequence[Call]) -> str:
+        return "\n".join(
+            f"{OPEN}\n<function={call.name}>\n{_format_arguments(self._written_pair, call)}"
+            f"</function>\n{CLOSE}"
+            for call in calls
+        )
+
+
+def _format_arguments(pair: str, call: Call) -> str:
+    """The arguments of a call, each as a pair of its name and its value."""
+    values = call.arguments.items()
+    return "".join(pair.format(n, v if isinstance(v, str) else to_json(v)) for n, v in values)
+
+
+def _read_arguments(
+    pair: re.Pattern[str], text: str, name: re.Match[str], tools: ToolParameters
+) -> tuple[dict[str, Any], int]:
+    """The arguments that follow the name of a tool, and the position behind them.
+
+    Args:
+      pair: an argument's name and its text.
+    """
+    position, arguments = name.end(), dict[str, Any]()
+    properties = tools.get(name[1], {}).get("properties") or {}
+    while match := pair.match(text, position):
+        arguments[match[1]] = parse_argument(match[2], properties.get(match[1]))
+        position = match.end()
+    return arguments, position

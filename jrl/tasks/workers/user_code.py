@@ -1,0 +1,364 @@
+"""Code of a user's own in a worker process: its rewards and its environments.
+
+The worker program loads this file by its path; it therefore imports nothing of `jrl`.
+"""
+
+import asyncio
+import importlib
+import inspect
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from numbers import Real
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+Message = dict[str, Any]
+
+SPECIAL = "completion_with_special_tokens"
+"""The argument by which a reward asks for the completion with special tokens written out."""
+
+
+def load_source(source: bytes, file: str, name: str) -> ModuleType:
+    """The source as a module of this name, as if it lay in the file."""
+    module = ModuleType(name)
+    module.__file__ = file
+    # Dataclasses, and whatever is sent between processes, look their module up by its name.
+    sys.modules[name] = module
+    try:
+        exec(compile(source, file, "exec"), vars(module))
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def load_user_module(about: Message, name: str) -> ModuleType:
+    """The user's module in this process, which from here on finds modules as the trainer does.
+
+    Args:
+      about: its `file` and the `copy` that it is read from, or the `module`; the `path` that
+        modules are looked for along.
+      name: of a module that is read from a copy.
+    """
+    sys.path[:] = about["path"]
+    # The accelerator is the trainer's.
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    if about["module"] is None:
+        return load_source(Path(about["copy"]).read_bytes(), about["file"], name)
+    return importlib.import_module(about["module"])
+
+
+def build_from(module: ModuleType, name: str) -> Any:
+    """Returns a module's task of that name; else calls the object and returns its result."""
+    target = getattr(module, name)
+    judges = hasattr(target, "reward") or hasattr(target, "environment")
+    if not isinstance(target, type) and hasattr(target, "prompts") and judges:
+        return target
+    return target()
+
+
+class RewardChecker:
+    """Answers ``{"prompt": ..., "completion": ..., "fields": {...}}`` by a reward; "special" is the
+    completion with special tokens, where that is another text.
+
+    Attributes:
+      accepts_batches: whether several questions may be asked at a time: where the reward is
+        `async`.
+    """
+
+    def __init__(self, reward: Callable[..., Any]):
+        self._reward, self._accepted = reward, _accepted_fields(reward)
+        self._wants_special = SPECIAL in (_parameters(reward) or ())
+        called = getattr(reward, "__call__", None)  # noqa: B004, of an object it may be async
+        self.accepts_batches = any(map(inspect.iscoroutinefunction, (reward, called)))
+        # One loop for all calls: what an async reward keeps open belongs to it.
+        self._loop = asyncio.new_event_loop()
+
+    def __call__(self, question: Message) -> Message:
+        value = self._call(question)
+        if inspect.isawaitable(value):
+            value = self._loop.run_until_complete(_await_value(value))
+        return parse_reward(value)
+
+    def each(
+        self, questions: Sequence[Message], seconds: float, send: Callable[[Message], None]
+    ) -> None:
+        """Answers questions concurrently, and sends ``{"number": ..., "answer": ...}`` when
+        one is answered.
+
+        Args:
+          seconds: time limit of one, from its start.
+        """
+
+        async def answer_one(index: int, question: Message) -> None:
+            limit = asyncio.timeout(seconds)
+            try:
+                async with limit:
+                    value = await self._call(question)
+                answer = parse_reward(value)
+            except Exception as error:
+                if limit.expired():
+                    message = f"no answer within {seconds} seconds"
+                    answer = {"failure": "timeout", "message": message}
+                else:
+                    answer = {"error": f"{type(error).__name__}: {error}"[:500]}
+            send({"number": index, "answer": answer})
+
+        async def answer_all() -> None:
+            await asyncio.gather(*(answer_one(*each) for each in enumerate(questions)))
+
+        self._loop.run_until_complete(answer_all())
+
+    def _call(self, question: Message) -> Any:
+        fields = _select_fields(question["fields"], self._accepted)
+        if self._wants_special:
+            fields = {**fields, SPECIAL: question.get("special", question["completion"])}
+        return self._reward(question["prompt"], question["completion"], **fields)
+
+
+def reward_checker(described: str) -> RewardChecker:
+    """A reward of a user's own.
+
+    Args:
+      described: as JSON, what `load_user_module` takes; the `name` in that module, and whether it
+        `makes` a task or is the reward.
+    """
+    about = json.loads(described)
+    module = load_user_module(about, "jrl_own_reward")
+    name = about["name"]
+    reward = build_from(module, name).reward if about["makes"] else getattr(module, name)
+    return RewardChecker(reward)
+
+
+def parse_reward(value: Any) -> Message:
+    """Result of a reward as JSON: ``{"value": ...}``, ``{"parts": {...}}``, or the failure."""
+    if hasattr(value, "score") and hasattr(value, "reason"):
+        return {"value": float(value.score), "reason": str(value.reason)}
+    try:
+        if isinstance(value, Mapping):
+            components = {name: _number(component) for name, component in value.items()}
+            if not components or not all(isinstance(name, str) and name for name in components):
+                raise TypeError(f"{dict(value)!r} has no names")
+            numbers, reply = list(components.values()), {"parts": components}
+        else:
+            reply = {"value": _number(value)}
+            numbers = [reply["value"]]
+    except (TypeError, OverflowError) as error:
+        message = f"a number, or a dict of numbers by name, was expected: {error}"
+        return {"failure": "invalid", "message": message[:500]}
+    if not all(map(math.isfinite, numbers)):
+        return {"failure": "not_finite", "message": f"it gave {value!r}"[:500]}
+    return reply
+
+
+def _number(value: Any) -> float:
+    if hasattr(value, "item"):  # of numpy, JAX, PyTorch
+        try:
+            value = value.item()
+        except (ValueError, RuntimeError) as error:
+            raise TypeError(f"{value!r} is not a single number") from error
+    if not isinstance(value, Real):
+        raise TypeError(f"{value!r} is a {type(value).__name__}")
+    return float(value)
+
+
+def _accepted_fields(function: Callable[..., Any]) -> set[str] | None:
+    """The fields that a function takes; None where it takes all, or cannot be inspected."""
+    parameters = _parameters(function)
+    if parameters is None or any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return None
+    return set(parameters)
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
+    """The parameters of a function; None of some that are written in C."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
+
+
+def _select_fields(fields: Message, accepted: set[str] | None) -> Message:
+    return {name: x for name, x in fields.items() if accepted is None or name in accepted}
+
+
+async def _await_value(value: Any) -> Any:
+    return await value
+
+
+ROLES = ("user", "tool", "system")
+"""Roles of an environment's messages."""
+MAX_OPEN_CONVERSATIONS = 4096
+"""Conversations whose environments a process keeps; the oldest is dropped, and played again where
+it goes on after all."""
+
+
+_SURROGATES = re.compile("[\ud800-\udfff]")
+
+
+class Conversations:
+    """Environments of active conversations.
+
+    The output of an environment must depend on its record and on the messages so far alone. One
+    that is missing, for instance because its process was ended for another's time-out, is created
+    again, and the conversation replayed. Each is closed once, where it has a `close`: when its
+    conversation is over, when it raises, in `end`, or in `close`.
+
+    Args:
+      make: the environment of a record's fields.
+      await_: waits for what an ``async`` method gave.
+    """
+
+    def __init__(self, make: Callable[[Message], Any], await_: Callable[[Any], Any]):
+        self._make, self._await = make, await_
+        self._open: dict[int, tuple[Any, int]] = {}
+
+    def __call__(self, question: Message) -> Message:
+        """Answers ``{"open": true, "fields": ...}``, ``{"conversation": number, "fields": ...,
+        "said": [...]}``, ``{"end": number}`` and ``{"close": true}``."""
+        if "close" in question:
+            self.close()
+            return {}
+        if "end" in question:
+            self.end(question["end"])
+            return {}
+        if "open" in question:
+            return {"messages": self.opening_messages(question["fields"])}
+        return self.answer(question["conversation"], question["fields"], question["said"])
+
+    def opening_messages(self, fields: Message) -> list[list[str]]:
+        """Role and content of the messages that an environment begins with."""
+        environment = self._make(fields)
+        try:
+            return messages_of(self._await_result(environment.reset()))
+        finally:
+            self._close(environment)
+
+    def answer(
+        self, conversation_id: int, fields: Message, messages: Sequence[Message | str]
+    ) -> Message:
+        """Returns the environment's reply to the last message of the policy.
+
+        Args:
+          conversation_id: id of the conversation.
+          fields: of its record.
+          messages: all messages of the policy so far; a text is one with that content.
+
+        Returns:
+          ``{"messages": ..., "reward": ..., "done": ...}`` or ``{"failure": ..., "message": ...}``.
+        """
+        environment, num_seen = self._open.pop(conversation_id, (None, 0))
+        begins = environment is None
+        if begins:
+            environment = self._make(fields)
+        reply: Message = {}
+        try:
+            if begins:
+                self._await_result(environment.reset())
+            for each in messages[num_seen:]:
+                message = {"role": "assistant", "content": each} if isinstance(each, str) else each
+                result = self._await_result(environment.step(message))
+                reply = parse_step(result)
+                if "failure" in reply or reply["done"]:
+                    break
+        except BaseException:  # an interrupt as well: nobody else knows of it
+            self._close(environment)
+            raise
+        if "failure" in reply or reply.get("done"):
+            self._close(environment)
+            return reply
+        self._open[conversation_id] = environment, len(messages)
+        while len(self._open) > MAX_OPEN_CONVERSATIONS:
+            self.end(next(iter(self._open)))
+        return reply
+
+    def end(self, conversation_id: int) -> None:
+        """Forgets a conversation that ends early."""
+        environment, _ = self._open.pop(conversation_id, (None, 0))
+        self._close(environment)
+
+    def close(self) -> None:
+        """Forgets all of them; where one raises, the others are closed before that is said."""
+        with ExitStack() as stack:
+            for conversation_id in list(self._open):
+                stack.callback(self.end, conversation_id)
+
+    def _close(self, environment: Any) -> None:
+        close = getattr(environment, "close", None)
+        if callable(close):
+            self._await_result(close())
+
+    def _await_result(self, value: Any) -> Any:
+        return self._await(value) if inspect.isawaitable(value) else value
+
+
+def messages_of(value: Any) -> list[list[str]]:
+    """Role and content of messages: a list of ``{"role": ..., "content": ...}``; a text alone is
+    the user's; None is none.
+
+    Raises:
+      TypeError: for anything else.
+    """
+    if value is None:
+        return []
+    if isinstance(value, str | Mapping):
+        value = [value]
+    if not isinstance(value, Sequence):
+        raise TypeError(f"messages are a {type(value).__name__}: give a list of them")
+    pairs = []
+    for message in value:
+        message = {"role": "user", "content": message} if isinstance(message, str) else message
+        if not isinstance(message, Mapping):
+            raise TypeError(f"a message is {message!r}: give role and content"[:300])
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES or not isinstance(content, str):
+            raise TypeError(
+                f"a message has role={role!r} and content={content!r}: the role is one of "
+                f"{', '.join(ROLES)}, the content a text"[:300]
+            )
+        # Half of a character, which JSON may have and no tokenizer takes.
+        pairs.append([role, _SURROGATES.sub("\ufffd", content)])
+    return pairs
+
+
+def parse_step(value: Any) -> Message:
+    """Result of a step as JSON: messages, reward and done, or the failure."""
+    try:
+        messages, reward, done = value
+        messages, reward = messages_of(messages), _number(reward)
+    except (TypeError, ValueError, OverflowError) as error:
+        message = f"messages, reward, done were expected of a step: {error}"
+        return {"failure": "invalid", "message": message[:500]}
+    if not math.isfinite(reward):
+        return {"failure": "not_finite", "message": f"the reward of a step is {reward}"}
+    done = bool(done)
+    if not done and not messages:
+        message = "a step that is not done returned no message for the policy to answer"
+        return {"failure": "invalid", "message": message}
+    return {"messages": messages, "reward": reward, "done": done}
+
+
+def environment_checker(described: str) -> Conversations:
+    """For the environments of a user's own task.
+
+    Args:
+      described: as of `reward_checker`, of what makes a task.
+    """
+    about = json.loads(described)
+    module = load_user_module(about, "jrl_own_task")
+    make = environment_factory(build_from(module, about["name"]))
+    # One loop for all calls: what an async environment keeps open belongs to it.
+    loop = asyncio.new_event_loop()
+    return Conversations(make, lambda value: loop.run_until_complete(_await_value(value)))
+
+
+def environment_factory(task: Any) -> Callable[[Message], Any]:
+    """Makes the environments of a task, each of the fields that its ``environment`` names."""
+    make, accepted = task.environment, _accepted_fields(task.environment)
+    return lambda fields: make(**_select_fields(fields, accepted))

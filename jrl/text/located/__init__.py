@@ -1,1 +1,0 @@
-"""Tokens with their offsets in a text; special tokens that a text spells as data."""

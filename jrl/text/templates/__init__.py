@@ -1,1 +1,0 @@
-"""Chat templates, which are untrusted programs, rendered in a process with limits."""
