@@ -15,6 +15,7 @@ EXPERIMENTS = ROOT / "experiments"
 FORMULA = re.compile(
     r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL
 )  # what pymdownx.arithmatex makes of TeX
+PLOT = re.compile(r'<img alt="[^"]*" src="([^"]+\.png)" ?/?>')
 FLAG = re.compile(r"<code>(--[\w-]{2,26}(?: [\w.]{1,8})?)</code>")
 
 
@@ -40,9 +41,10 @@ def on_page_markdown(markdown: str, **_) -> str:
 
 
 def on_page_content(html: str, **_) -> str:
-    """Formulas; flags, which stay in one piece; and of a docstring's references, each of which ends
-    with its address, the next begins on its own line."""
+    """Formulas; plots, which lead to their files; flags, which stay in one piece; and of a
+    docstring's references, each of which ends with its address, the next begins on its own line."""
     html = FORMULA.sub(mathml, html)
+    html = PLOT.sub(r'<a class="plot" href="\1">\g<0></a>', html)
     html = FLAG.sub(r'<code class="flag">\1</code>', html)
     return re.sub(
         r'<details class="references".*?</details>',

@@ -5,6 +5,7 @@
 
 import ast
 import functools
+import importlib.util
 import json
 import re
 import typing
@@ -15,6 +16,8 @@ import pytest
 
 import jrl
 from jrl.report.metrics import describe
+from sharding.folding import Layout, fold_abstract
+from sharding.folding.groups import axis_ranks
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -215,3 +218,56 @@ def well_formed(address):
     return parts.scheme in ("http", "https") and re.fullmatch(
         r"(127\.0\.0\.1|[\w-]+(\.[\w-]+)+)(:\d+)?", host
     )
+
+
+IMAGES = ROOT / "docs" / "images"
+# Pages of one idea each, which a diagram shows before the first section.
+ILLUSTRATED = [
+    *("answers", "checkpoints", "conversations", "disaggregated", "evaluation", "faults"),
+    *("layouts", "objectives/index", "rewards", "serving", "several_machines", "sft", "training"),
+]
+
+
+@functools.cache
+def diagrams():
+    """Names and content of the diagrams, as their script draws them."""
+    spec = importlib.util.spec_from_file_location("draw", IMAGES / "draw.py")
+    assert spec is not None and spec.loader is not None
+    draw = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(draw)
+    return {name: picture().svg().encode() for name, picture in draw.PICTURES.items()}
+
+
+def test_diagrams_are_those_of_their_script():
+    """If this fails, run `python docs/images/draw.py`."""
+    assert {path.name: path.read_bytes() for path in IMAGES.glob("*.svg")} == diagrams()
+
+
+def test_diagrams_load_nothing_and_hold_no_date():
+    for name, content in diagrams().items():
+        text = content.decode().replace("http://www.w3.org/2000/svg", "")
+        assert not re.search(r"https?:|href|url\(|@import|<script|<image|20\d\d-", text), name
+
+
+def test_every_diagram_is_on_a_page():
+    shown = {Path(link).name for page in DOCS for link in links(page) if link.endswith(".svg")}
+    assert shown == set(diagrams())
+
+
+def test_every_image_has_a_text_in_its_place():
+    for page in DOCS:
+        for text in re.findall(r"!\[([^\]]*)\]\(", prose(page)):
+            assert len(text) > 20, (page, text)
+
+
+@pytest.mark.parametrize("name", ILLUSTRATED)
+def test_concept_pages_begin_with_a_diagram(name):
+    head = (ROOT / "docs" / f"{name}.md").read_text().split("\n## ")[0]
+    assert re.search(r"(?m)^!\[.+\]\((\.\./)?images/\w+\.svg\)$", head)
+
+
+def test_diagram_of_a_layout_has_the_ranks_of_the_library():
+    mesh, drawn = fold_abstract(Layout.parse("tp2 dp4 / ep4")), diagrams()["layout.svg"].decode()
+    for axis in ("tp", "dp", "ep", "edp"):
+        ranks = [int(rank) for rank in re.findall(rf">{axis}(\d)<", drawn)]
+        assert ranks == list(axis_ranks(mesh, axis)), axis
