@@ -182,7 +182,6 @@ class Reinforcement:
         return train_step(
             self._sampler,
             self._networks,
-            setup.recipe,
             state,
             setup.randomness,
             shuffle_rewards=run.shuffle_rewards,

@@ -16,8 +16,8 @@ from jrl.rollout.decoding.ranks import ranks
 from jrl.rollout.sampler import Completion
 from jrl.text.token_texts import token_texts
 from jrl.text.tokenizer import Tokenizer
+from jrl.trainer.learner.networks import Networks
 from jrl.trainer.scoring import logprobs_and_entropy_of_few
-from jrl.trainer.setup.networks import Networks
 from moe.weights import Transformer
 
 DIGITS = 4

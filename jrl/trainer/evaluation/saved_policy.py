@@ -15,10 +15,10 @@ from jrl.rollout.resharding import reshard
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 from jrl.runs.provenance import check_files
-from jrl.trainer.adapters import base
+from jrl.trainer.compiled import abstract_array
 from jrl.trainer.learner.masters import float32_shardings, weights_of
-from jrl.trainer.learner.records import abstract_array
-from jrl.trainer.setup.networks import Networks
+from jrl.trainer.learner.networks import Networks
+from jrl.trainer.state import restore_base
 from moe import placement
 from moe import weights as moe_weights
 from moe.adapters import trees
@@ -134,7 +134,7 @@ def _load(
                 _warn(checkpoints, damaged, step)
                 model, frozen = models["policy/weights"], None
                 if model.lora is not None:
-                    frozen = base.restore(checkpoints, model, mesh)
+                    frozen = restore_base(checkpoints, model, mesh)
                 pairs = zip(restored, models.values(), strict=True)
                 return [
                     _shard_weights(weights, model, mesh, float32, frozen)

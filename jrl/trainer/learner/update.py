@@ -23,13 +23,13 @@ from jaxtyping import Array
 
 from jrl.recipes.base.batch import Batch, Totals
 from jrl.recipes.base.optimizer import Optimizer
+from jrl.trainer.compiled import MeshJit
 from jrl.trainer.learner import masters
 from jrl.trainer.learner.accumulation import (
     accumulate_gradients,
     accumulate_with_overlapped_reduction,
 )
 from jrl.trainer.learner.learner import Learner, split, state_shardings, transformation
-from jrl.trainer.learner.mesh_jit import MeshJit
 from moe import model, placement, stages
 from moe.adapters.trees import combine_trees
 from moe.config import ModelConfig

@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.decoding.disaggregated.expert_balancer import first_placement
-from jrl.rollout.scoring import num_micro_batches
 from jrl.trainer.learner.masters import keeps_masters
+from jrl.trainer.scoring import num_micro_batches
 from jrl.trainer.setup.geometry import Geometry
 from jrl.trainer.setup.setup import Setup
 from moe.adapters import trees

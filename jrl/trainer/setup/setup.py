@@ -16,6 +16,7 @@ from jrl.processes.agreement import is_multiprocess
 from jrl.recipes.base.collection import Windows
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.recipes.base.recipe import Recipe
+from jrl.rollout.collection.async_buffer import AsyncBufferSpec
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.conversations.engine import ConversationEngine
 from jrl.rollout.decoding.disaggregated.engine import DisaggregatedEngine
@@ -23,7 +24,6 @@ from jrl.rollout.decoding.engine import SlotEngine
 from jrl.rollout.decoding.protocol import RolloutEngine
 from jrl.rollout.resharding import rollout_mesh, separate_rollout_mesh
 from jrl.rollout.sampler import Sampler
-from jrl.rollout.scoring import PromptLayout
 from jrl.rollout.split import split_mesh
 from jrl.tasks import Task, load_task
 from jrl.tasks.data.chats import Chats, load_chats
@@ -40,7 +40,9 @@ from jrl.text.prompt_format import (
     with_template,
 )
 from jrl.text.tokenizer import Tokenizer
+from jrl.trainer.learner.networks import Network, Networks, PoolSpec
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective, SupervisedObjective
+from jrl.trainer.scoring import PromptLayout
 from jrl.trainer.setup.checks import check_fits, check_may_be_stale, check_may_converse, check_tools
 from jrl.trainer.setup.geometry import Geometry
 from jrl.trainer.setup.lengths import check_answers, fit_prompts, response_length
@@ -51,7 +53,6 @@ from jrl.trainer.setup.network import (
     network_of,
     with_dispatch,
 )
-from jrl.trainer.setup.networks import Network, Networks, PoolSpec
 from jrl.trainer.setup.randomness import Randomness
 from jrl.trainer.supervised.rows import ChatRows, chat_rows, sampled_lengths
 from moe.config import PRESETS, ModelConfig
@@ -222,40 +223,37 @@ class Setup:
         recipe, layout = self.recipe, self.geometry.prompt_layout
         num_micro_batches, bins = self.geometry.num_micro_batches, self.geometry.bins
         response = self.response_length
-        policy_objective = PolicyObjective(
-            self.model, self.mesh, layout, recipe, sampling_of(recipe), response
-        )
         critic = None
         if recipe.uses_critic:
-            critic_objective = CriticObjective(
-                self.model.as_critic(), self.mesh, layout, recipe, response
-            )
+            objective = CriticObjective(self.model.as_critic(), self.mesh, layout, recipe, response)
             optimizer = self._with_run_settings(recipe.critic_optimizer)
-            critic = Network(critic_objective, optimizer, num_micro_batches, bins)
+            critic = Network(objective, optimizer, num_micro_batches, bins)
+        policy_objective = PolicyObjective(
+            self.model, self.mesh, layout, recipe, response, sampling=sampling_of(recipe)
+        )
         optimizer = self._with_run_settings(recipe.optimizer)
-        policy = Network(policy_objective, optimizer, num_micro_batches, bins)
         packs = self.run.packing
         if packs is None:
             # With windows, most tokens of a step only provide context; most conversations are far
             # shorter than the longest.
             packs = isinstance(recipe.collection, Windows) or recipe.supervised
             packs = packs and self.mesh.layout.pp == 1
-        pool = None
+        ahead = pool = None
+        if self.run.max_staleness:
+            ahead = AsyncBufferSpec(
+                recipe,
+                self.run.max_staleness,
+                layout.prompt_length,
+                response,
+                self.model if recipe.router_replay == "R3" else None,
+                part_names(self.task),
+            )
         if self.run.stale_cache:
             # For its sizes only: an engine allocates its pool when rows come.
             engine = self._engine(self.randomness)
             pool = PoolSpec(engine.decoder, engine.slots, engine.columns)
-        staleness = self.run.max_staleness
-        reward_components = part_names(self.task)
-        return Networks(
-            policy,
-            critic,
-            keeps_reference=recipe.uses_reference,
-            packs=packs,
-            max_staleness=staleness,
-            pool_spec=pool,
-            reward_components=reward_components,
-        )
+        policy = Network(policy_objective, optimizer, num_micro_batches, bins)
+        return Networks(policy, critic, packs, ahead, pool)
 
     @property
     def imitator(self) -> Network[SupervisedObjective]:

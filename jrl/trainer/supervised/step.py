@@ -10,7 +10,7 @@ from jrl.processes.agreement import to_devices, to_host
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.batching import replicated
 from jrl.tasks.data.chats import Chat, Chats
-from jrl.trainer.setup.networks import Networks
+from jrl.trainer.learner.networks import Networks
 from jrl.trainer.state import TrainState
 from jrl.trainer.step import NonFinite, update_rows
 from jrl.trainer.summary import count_updates, summarise

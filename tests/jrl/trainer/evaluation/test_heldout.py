@@ -24,7 +24,7 @@ def evaluate(setup, weights, step, examples):
 
 def step_of(setup, state):
     """The texts that a training step samples."""
-    _, done = train_step(setup.sampler(), setup.networks, setup.recipe, state, setup.randomness)
+    _, done = train_step(setup.sampler(), setup.networks, state, setup.randomness)
     return [completion.text for completion in done.collected.completions]
 
 
