@@ -59,7 +59,7 @@ def _main(arguments: list[str]) -> int:
     start_jax(options.run.devices, options.processes)
     check_same(_shared_settings(options))
     if options.run.lora_from is not None and not options.command.resume:
-        from jrl.trainer.adapters.peft import resolve_adapter_settings
+        from jrl.trainer.setup.adapters import resolve_adapter_settings
 
         options = replace(options, run=resolve_adapter_settings(options.run))
     if options.run.layout == AUTO:
@@ -76,7 +76,7 @@ def _with_chosen_layout(options: TrainOptions) -> TrainOptions:
 
     Task, network and lengths are made for it on a layout of one device, and again for the run.
     """
-    from jrl.trainer.setup.automatic import choose_layout
+    from jrl.trainer.setup.planner import choose_layout
 
     run, recipe = options.run, options.recipe
     if is_multiprocess():
@@ -100,7 +100,7 @@ def _with_chosen_layout(options: TrainOptions) -> TrainOptions:
 
 def _start_run(options: TrainOptions) -> int:
     """A new run. Its folder is made when all that can be seen to be wrong has been looked at."""
-    from jrl.trainer.adapters.peft import load_initial_adapters
+    from jrl.trainer.setup.adapters import load_initial_adapters
 
     setup = _build_in_all_processes(options)
     with closing(setup.task):
@@ -119,7 +119,7 @@ def _resume(options: TrainOptions) -> int:
     from jrl.report.page.write import write_page
     from jrl.report.plots import plot_run
     from jrl.runs.checkpoints import Checkpoints
-    from jrl.trainer.adapters.peft import load_initial_adapters
+    from jrl.trainer.setup.adapters import load_initial_adapters
 
     run, config = options.run, to_json(options.run, options.recipe)
     with _open(lambda: RunFolder.resume(options.command.run_dir or "")) as folder:
@@ -325,8 +325,8 @@ def _print_lengths(setup: "Setup") -> None:
     """Prints the size of a fine-tuning dataset, the prompts that were left out and the tokens that
     end a turn, where there are any; and the maximum completion length, where the user set none and
     answers do not tell how long reasoning is."""
+    from jrl.trainer.setup.dry_run import turn_ends
     from jrl.trainer.setup.lengths import describe_left_out, response_origin
-    from jrl.trainer.setup.reading import turn_ends
 
     if not is_main_process():
         return

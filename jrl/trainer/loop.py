@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import jax
 from jaxtyping import Array
@@ -25,8 +26,7 @@ from jrl.rollout.sampler import Sampler
 from jrl.runs import provenance, versions
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
-from jrl.trainer.adapters.peft import write_adapters
-from jrl.trainer.evaluation.heldout import heldout_examples, heldout_metrics
+from jrl.trainer.evaluation.evaluate import heldout_examples, heldout_metrics
 from jrl.trainer.outputs import (
     NUM_SHOWN,
     Outputs,
@@ -36,12 +36,12 @@ from jrl.trainer.outputs import (
     save_nonfinite,
     write_heldout_samples,
 )
+from jrl.trainer.setup.adapters import write_adapters
 from jrl.trainer.setup.setup import Setup
-from jrl.trainer.stage import Stage
 from jrl.trainer.state import TrainState, init_adapters, init_state, init_weights, restore, save
 from jrl.trainer.step import SAMPLES_TIMING, RolloutStepResult, StepResult, train_step
 from jrl.trainer.summary import drift_alarm
-from jrl.trainer.supervised.stage import Supervised
+from jrl.trainer.supervised import Supervised
 from jrl.trainer.token_records import TokenLogConfig
 from jrl.trainer.warm_start import WarmStartStopped, prompts_imitated, shortfall, warm_start
 from moe.disaggregated.split import devices_of
@@ -167,6 +167,27 @@ def train(
     if is_main_process():
         finish(folder, f"{run.task}, {setup.recipe.name}", stopped=step < run.steps)
     return Outcome(step, stopped=step < run.steps)
+
+
+@runtime_checkable
+class Stage(Protocol):
+    """Training stage that `jrl.trainer.loop.train` runs until its last step."""
+
+    def step(self, state: TrainState[Array]) -> tuple[TrainState[Array], StepResult]:
+        """Runs one training step."""
+        ...
+
+    def evaluate(self, state: TrainState[Array]) -> dict[str, float]:
+        """Held-out metrics of the policy."""
+        ...
+
+    def data_metrics(self) -> dict[str, float]:
+        """Metrics of the data, once in a run."""
+        ...
+
+    def write_samples(self, outputs: Outputs, state: TrainState[Array], result: StepResult) -> None:
+        """Writes samples of a step to samples.jsonl."""
+        ...
 
 
 class Reinforcement:

@@ -2,11 +2,12 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.sharding import NamedSharding
 from jaxtyping import Array
@@ -32,6 +33,24 @@ from moe.weights import Transformer
 from sharding.folding import FoldedMesh
 
 Leaf = TypeVar("Leaf")
+Purpose = Literal["weights", "critic", "rollout", "adapters"]
+
+
+@dataclass(frozen=True)
+class Randomness:
+    """RNG keys derived from the seed, so that a run has no RNG state to save."""
+
+    seed: int
+
+    def key(self, purpose: Purpose) -> jax.Array:
+        """RNG key for one purpose; no two purposes share a key. Keys of rollout tokens are derived
+        further from prompt, sample and position."""
+        # By its index in `Purpose`: reordering that would change the keys of existing runs.
+        return jax.random.fold_in(jax.random.key(self.seed), get_args(Purpose).index(purpose))
+
+    def shuffler(self, step: int, epoch: int) -> np.random.Generator:
+        """Random generator for the order of rows."""
+        return np.random.default_rng([self.seed, step, epoch])
 
 
 @struct.dataclass

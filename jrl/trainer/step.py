@@ -23,8 +23,7 @@ from jrl.trainer.learner.networks import Network, Networks
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective, statistics_of
 from jrl.trainer.prepare import mismatch_metrics, prepare, statistics_of_step, temperatures
 from jrl.trainer.scoring import logprobs_of
-from jrl.trainer.setup.randomness import Randomness
-from jrl.trainer.state import TrainState
+from jrl.trainer.state import Randomness, TrainState
 from jrl.trainer.summary import count_updates, describe, summarise
 from jrl.trainer.token_records import TokenLogConfig, TokenRecord, token_records
 

@@ -15,7 +15,7 @@ from jrl.rollout.collection.collect import batch_of_completions, groups_of
 from jrl.rollout.decoding.ranks import ranks
 from jrl.rollout.sampler import Sampler, correct_of, numbered_heldout, scores_of
 from jrl.rollout.sampling import Sampling
-from jrl.trainer.evaluation.heldout import heldout_examples, pad_with_repeats
+from jrl.trainer.evaluation.evaluate import heldout_examples, pad_with_repeats
 from jrl.trainer.learner.networks import Network
 from jrl.trainer.learner.objectives import CriticObjective
 from jrl.trainer.prepare import add_verdicts

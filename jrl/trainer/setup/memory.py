@@ -1,18 +1,21 @@
 """Memory estimate of a run per device, without activations: persistent buffers, and those of an
-update and of sampling that follow from sizes only."""
+update and of sampling that follow from sizes only; and the slots of an evaluation that fit."""
 
 import math
+import os
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.decoding.disaggregated.expert_balancer import first_placement
+from jrl.rollout.decoding.ranks import ranks
 from jrl.trainer.learner.masters import keeps_masters
 from jrl.trainer.scoring import num_micro_batches
-from jrl.trainer.setup.geometry import Geometry
+from jrl.trainer.setup.geometry import MAX_SLOTS, Geometry
 from jrl.trainer.setup.setup import Setup
 from moe.adapters import trees
 from moe.architecture.delta import delta_layers
@@ -33,7 +36,7 @@ from sharding.zero import ShardDim
 LOGITS, STAGE_INPUTS = "logits of a forward pass", "stored inputs of a stage"
 GRADIENTS_SENT = "gradient sent in bfloat16"
 DECODE_PARTIALS = "decode attention partials"
-"""Rows of `memory` that are temporary buffers, for `jrl.trainer.setup.automatic`."""
+"""Rows of `memory` that are temporary buffers, for `jrl.trainer.setup.planner`."""
 
 
 def memory(setup: Setup) -> dict[str, int]:
@@ -317,3 +320,82 @@ def _num_scoring_micro_batches(geometry: Geometry, time: int) -> int:
         return 1
     rows = geometry.recipe.completions // mesh.size(mesh.dp)
     return num_micro_batches(rows, time, geometry.prompt_layout, mesh)
+
+
+CPU_CACHE_BYTES = 2 << 30
+"""Bytes of the KV cache of a process on a CPU, whose memory other programs share."""
+
+
+def evaluation_slots(setup: Setup, rows: int) -> tuple[int, str]:
+    """Number of slots for the completions of an evaluation, and a line that describes it.
+
+    The run's own number, if set; else as many as there are completions, at most `MAX_SLOTS`, whose
+    KV cache fits: into `CPU_CACHE_BYTES`, or into half of the memory that the weights leave on an
+    accelerator. It depends on the kind of machine, not on other processes there.
+
+    Args:
+      rows: total number of completions.
+
+    Raises:
+      ValueError: for a number that does not divide over the devices, or whose cache does not fit.
+    """
+    mesh, requested = setup.rollout_mesh, setup.run.slots
+    unit, total = ranks(mesh) * setup.geometry.rollout_micro_batches, device_memory(mesh)
+    columns = setup.prompt_length + setup.response_length
+
+    def cache_bytes_of(slots: int) -> int:
+        return cache_bytes(setup.model.without_adapters(), mesh, slots, columns)
+
+    if requested is None:
+        budget = _budget(setup, total)
+        # Rounded up: a few slots may stay empty, and each rank has at least one.
+        needed = -(-min(rows, MAX_SLOTS) // unit) * unit
+        fitting = unit * max(1, budget // cache_bytes_of(unit))
+        slots = min(needed, fitting)
+        limited = slots < needed
+    else:
+        slots, limited = setup.geometry.slots(requested), False
+        if total is not None and cache_bytes_of(slots) > total:
+            raise ValueError(
+                f"slots={slots} need a KV cache of {_size(cache_bytes_of(slots))} for rows of "
+                f"{columns:,} tokens, and the device has {_size(total)}: lower --slots or "
+                "--response-length."
+            )
+    fit_text = "as many as fit" if limited else "with"
+    return slots, (
+        f"{rows:,} completions of at most {setup.response_length:,} tokens, {slots:,} at a time "
+        f"(--slots), {fit_text} a KV cache of {_size(cache_bytes_of(slots))}"
+    )
+
+
+def device_memory(mesh: FoldedMesh) -> int | None:
+    """Memory of an accelerator in bytes, or a CPU device's share of the machine's; None if
+    unknown."""
+    devices = _devices(mesh)
+    stats = devices[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def _budget(setup: Setup, total: int | None) -> int:
+    mesh = setup.rollout_mesh
+    devices = _devices(mesh)
+    if total is None or devices[0].platform == "cpu":
+        return CPU_CACHE_BYTES // len(devices)
+    # Twice: as loaded, and unstacked by layers for decoding.
+    free = total - 2 * weight_bytes(setup.model.without_adapters(), mesh)
+    return max(free // 2, 0)
+
+
+def _devices(mesh: FoldedMesh) -> list[Any]:
+    """Devices of the mesh in this process."""
+    devices: Any = mesh.mesh.devices
+    return [device for device in devices.flat if device.process_index == jax.process_index()]
+
+
+def _size(number: int) -> str:
+    return f"{number / 2**30:.2g} GiB" if number >= 2**29 else f"{number / 2**20:.3g} MiB"

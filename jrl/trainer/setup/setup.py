@@ -43,6 +43,7 @@ from jrl.text.tokenizer import Tokenizer
 from jrl.trainer.learner.networks import Network, Networks, PoolSpec
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective, SupervisedObjective
 from jrl.trainer.scoring import PromptLayout
+from jrl.trainer.setup.chat_rows import ChatRows, chat_rows, sampled_lengths
 from jrl.trainer.setup.checks import check_fits, check_may_be_stale, check_may_converse, check_tools
 from jrl.trainer.setup.geometry import Geometry
 from jrl.trainer.setup.lengths import check_answers, fit_prompts, response_length
@@ -53,8 +54,7 @@ from jrl.trainer.setup.network import (
     network_of,
     with_dispatch,
 )
-from jrl.trainer.setup.randomness import Randomness
-from jrl.trainer.supervised.rows import ChatRows, chat_rows, sampled_lengths
+from jrl.trainer.state import Randomness
 from moe.config import PRESETS, ModelConfig
 from moe.disaggregated.split import SplitMesh
 from moe.router.capacity import can_drop

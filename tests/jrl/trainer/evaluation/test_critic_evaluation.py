@@ -13,7 +13,7 @@ from jrl.rollout.collection.collect import groups_of, sampling_of
 from jrl.rollout.decoding.requests import move_to_host
 from jrl.rollout.sampler import numbered_heldout, scores_of
 from jrl.trainer.evaluation.critic import evaluate_critic
-from jrl.trainer.evaluation.heldout import heldout_examples
+from jrl.trainer.evaluation.evaluate import heldout_examples
 from jrl.trainer.prepare import prepare
 from jrl.trainer.state import init_state
 

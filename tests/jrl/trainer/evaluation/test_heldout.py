@@ -11,7 +11,7 @@ from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.sampler import Sampler
 from jrl.tasks import Example, Task
 from jrl.tasks.procedural import ProceduralTask
-from jrl.trainer.evaluation.heldout import heldout_examples, heldout_metrics, pad_with_repeats
+from jrl.trainer.evaluation.evaluate import heldout_examples, heldout_metrics, pad_with_repeats
 from jrl.trainer.step import train_step
 
 

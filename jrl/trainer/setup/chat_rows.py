@@ -131,6 +131,12 @@ def chat_rows(
     )
 
 
+def training_chats(chats: Chats, first: int, number: int) -> list[Chat]:
+    """Training conversations `first` to `first + number`; each epoch has another order."""
+    examples = [chats.train(index) for index in range(first, first + number)]
+    return [chat for chat in examples if isinstance(chat, Chat)]
+
+
 def _turn_text(format: ChatFormat, encoded_chat: Encoded) -> str:
     """First turn under the loss mask, as the text of a completion with special tokens."""
     before, turn = np.split(
