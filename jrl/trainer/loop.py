@@ -104,21 +104,24 @@ def train(
     with ExitStack() as stack:
         stop = stack.enter_context(Stop(setup.task.close))
         guard = stack.enter_context(Guard(_attachment(setup.run, folder, on_fault)))
-        try:
-            state = _initial_state(
-                setup,
-                stage,
-                sampler,
-                folder,
-                checkpoints,
-                weights=weights,
-                adapters=adapters,
-                prompts_seen=prompts_seen,
-                stop=stop,
-                on_step=on_step,
-            )
-        except WarmStartStopped:
-            return Outcome(0, stopped=True, saved=False)
+        state = _restored_state(setup, folder, checkpoints)
+        if state is None:
+            try:
+                state, metrics = _first_state(
+                    setup, sampler, folder, weights, adapters, prompts_seen, stop
+                )
+            except WarmStartStopped:
+                return Outcome(0, stopped=True, saved=False)
+            metrics |= stage.evaluate(state) | stage.data_metrics()
+            with appender(folder.metrics_path) as lines:
+                check_defined(metrics)
+                lines.append(0, metrics)
+            if is_main_process():
+                on_step(0, metrics)
+            with appender(folder.samples_path) as lines:
+                write_heldout_samples(setup, sampler, state, lines)
+            # A run killed in its first steps need not repeat its warm start.
+            save(checkpoints, networks, state, provenance.describe(setup.settings, folder))
         # After the folder was reset to the checkpoint: totals continue from its last line.
         outputs = stack.enter_context(open_outputs(run, setup.recipe, folder, int(state.step)))
         # Processes stop together: one that left alone would block the others in a collective.
@@ -147,8 +150,8 @@ def train(
             outputs.log(step, metrics)
             if is_main_process():
                 on_step(step, metrics)
-            for number, skipped_update in enumerate(result.nonfinite):
-                save_nonfinite(folder, f"{step}-{number}-{skipped_update.network}", skipped_update)
+            for index, skipped_update in enumerate(result.nonfinite):
+                save_nonfinite(folder, f"{step}-{index}-{skipped_update.network}", skipped_update)
             # Before the last checkpoint, like all lines: it records the offsets of all files.
             if step == run.steps:
                 write_heldout_samples(setup, sampler, state, outputs.samples)
@@ -223,27 +226,31 @@ class Reinforcement:
         outputs.write_samples(self._setup.format, int(state.step), result)
 
 
-def _initial_state(
+def _restored_state(
+    setup: Setup, folder: RunFolder, checkpoints: Checkpoints
+) -> TrainState[Array] | None:
+    """State of the latest valid checkpoint, to which the run folder is reset; None without one."""
+    step = provenance.find_resume_step(checkpoints)
+    if step is None:
+        return None
+    state = restore(checkpoints, setup.networks, step)
+    provenance.rewind(setup.settings, folder, step, checkpoints.meta(step))
+    return state
+
+
+def _first_state(
     setup: Setup,
-    stage: Stage,
     sampler: Sampler,
     folder: RunFolder,
-    checkpoints: Checkpoints,
     weights: Transformer[Array] | None,
     adapters: Transformer[Array] | None,
     prompts_seen: int,
     stop: Stop,
-    on_step: OnStep,
-) -> TrainState[Array]:
-    """Initial state of the training loop: that of the latest valid checkpoint, or a fresh one.
+) -> tuple[TrainState[Array], dict[str, float]]:
+    """State of a new run, and metrics of its warm start; the arguments are those of `train`.
 
     A run killed before its first checkpoint starts again, with the same result.
     """
-    step = provenance.find_resume_step(checkpoints)
-    if step is not None:
-        state = restore(checkpoints, setup.networks, step)
-        provenance.rewind(setup.settings, folder, step, checkpoints.meta(step))
-        return state
     # Files are handled by the first process, and an error there must stop all others.
     with RaiseInAllProcesses():
         if is_main_process():
@@ -270,39 +277,28 @@ def _initial_state(
     if setup.model.lora is not None and adapters is None:
         key = setup.randomness.key("adapters")
         adapters = init_adapters(setup.model, setup.mesh, key)
-    state = init_state(setup.networks, weights, critic_key, prompts_seen, adapters)
-    metrics |= stage.evaluate(state) | stage.data_metrics()
-    with appender(folder.metrics_path) as lines:
-        check_defined(metrics)
-        lines.append(0, metrics)
-    if is_main_process():
-        on_step(0, metrics)
-    with appender(folder.samples_path) as lines:
-        write_heldout_samples(setup, sampler, state, lines)
-    # A run killed in its first steps need not repeat its warm start.
-    save(checkpoints, setup.networks, state, provenance.describe(setup.settings, folder))
-    return state
+    return init_state(setup.networks, weights, critic_key, prompts_seen, adapters), metrics
 
 
 def _attachment(run: RunConfig, folder: RunFolder, on_fault: Hook | None) -> Attachment | None:
     """Fault monitoring of this process; None in a run without `faults`."""
     if not run.faults:
         return None
-    number = jax.process_index()
+    process = jax.process_index()
     hooks = [] if on_fault is None else [on_fault]
     if run.on_fault is not None:
         hooks.append(command_hook(run.on_fault))
     return Attachment(
         folder=folder.path,
-        machine=machine_name(socket.gethostname(), number),
-        watches=number == 0,
+        machine=machine_name(socket.gethostname(), process),
+        watches=process == 0,
         detector=StandardDetector(continuity=run.faults_continuity),
         gpus=local_gpus([d.local_hardware_id for d in jax.local_devices()], os.environ)
         if jax.local_devices()[0].platform == "gpu"
         else None,
         hooks=tuple(hooks),
         interval=min(DETECTION_INTERVAL, run.faults_continuity),
-        port=None if run.faults_port is None else run.faults_port + number,
+        port=None if run.faults_port is None else run.faults_port + process,
     )
 
 

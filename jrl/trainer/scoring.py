@@ -371,93 +371,6 @@ def mark_replicated(tree, mesh: FoldedMesh):
     )
 
 
-@retry_on_overflow()
-def values_of(
-    scorer: Scorer, critic: Transformer[Array], tokens: Array, valid: Array
-) -> tuple[Array, Array | None]:
-    """Critic values of all response tokens."""
-
-    def forward(critic, tokens, valid):
-        return scorer.run(critic, (tokens, valid, None), scorer.values)
-
-    return _run_sharded(forward, scorer, critic, tokens, valid)
-
-
-@retry_on_overflow()
-def logprobs_of(
-    scorer: Scorer,
-    policy: Transformer[Array],
-    tokens: Array,
-    valid: Array,
-    choices: Array | None = None,
-) -> tuple[tuple[Array, Array], Array | None]:
-    """Log-probabilities of all response tokens: in the full policy, and in the distribution that
-    tokens are sampled from.
-
-    Args:
-      choices: expert ids to replay; None routes normally.
-    """
-    names = "logprobs", "behaviour_logprobs"
-    return _run_scoring(scorer, policy, names, tokens, valid, choices)
-
-
-@retry_on_overflow()
-def logprobs_and_choices_of(
-    scorer: Scorer, policy: Transformer[Array], tokens: Array, valid: Array
-) -> tuple[tuple[Array, Array], Array | None]:
-    """Log-probabilities of all response tokens in the policy, and the expert ids of its routers for
-    all tokens, ``[batch, time, layer, k]`` as in `Batch.choices`."""
-    names = "logprobs", "choices"
-    return _run_scoring(scorer, policy, names, tokens, valid, record_choices=True)
-
-
-def _logprobs_and_entropy(
-    scorer: Scorer,
-    policy: Transformer[Array],
-    tokens: Array,
-    valid: Array,
-    choices: Array | None = None,
-) -> tuple[tuple[Array, Array], Array | None]:
-    """Log-probabilities of all response tokens, and the policy's entropy before each of them, both
-    in the full policy at the base temperature; `choices` as for `logprobs_of`."""
-    return _run_scoring(scorer, policy, ("logprobs", "entropy"), tokens, valid, choices)
-
-
-logprobs_and_entropy_of = RetryOnOverflow(_logprobs_and_entropy)
-logprobs_and_entropy_of_few = RetryOnOverflow(_logprobs_and_entropy, least_effort=True)
-"""The same pass, for rare calls with a few rows."""
-
-
-@retry_on_overflow()
-def logprobs_and_argmax_of(
-    scorer: Scorer, policy: Transformer[Array], tokens: Array, valid: Array
-) -> tuple[tuple[Array, Array], Array | None]:
-    """Log-probabilities of all response tokens in the policy, and 1 for those that are its argmax,
-    0 for the others."""
-
-    def forward(policy, tokens, valid):
-        return scorer.run(policy, (tokens, valid, None), scorer.logprobs_and_argmax)
-
-    return _run_sharded(forward, scorer, policy, tokens, valid)
-
-
-def _run_scoring(
-    scorer: Scorer,
-    policy: Transformer[Array],
-    names: tuple[str, str],
-    *inputs: Array | None,
-    record_choices: bool = False,
-) -> tuple[tuple[Array, Array], Array | None]:
-    """Two fields of the policy's `Scores`, given tokens, their valid mask and expert ids to
-    replay."""
-
-    def forward(policy, *inputs):
-        scores = scorer.score(policy, *inputs, record_choices=record_choices)
-        return tuple(getattr(scores, name) for name in names), scores.router
-
-    return _run_sharded(forward, scorer, policy, *inputs)
-
-
 def _run_sharded(
     forward: Callable[..., tuple[Any, RouterStatistics[Array] | None]],
     scorer: Scorer,
@@ -482,6 +395,67 @@ def _run_sharded(
         in_specs=(placement.specs(config, mesh), *(rows for _ in inputs)),
         out_specs=(rows, PartitionSpec()),
     )(weights, *inputs)
+
+
+def _scoring_pass(
+    *names: str, record_choices: bool = False
+) -> Callable[..., tuple[tuple[Array, ...], Array | None]]:
+    """Pass of a policy that returns fields of its `Scores`."""
+
+    def run(
+        scorer: Scorer, policy: Transformer[Array], *inputs: Array | None
+    ) -> tuple[tuple[Array, ...], Array | None]:
+        def forward(policy, *inputs):
+            scores = scorer.score(policy, *inputs, record_choices=record_choices)
+            return tuple(getattr(scores, name) for name in names), scores.router
+
+        return _run_sharded(forward, scorer, policy, *inputs)
+
+    return run
+
+
+logprobs_of = RetryOnOverflow(_scoring_pass("logprobs", "behaviour_logprobs"))
+"""Log-probabilities of all response tokens: in the full policy, and in the distribution that tokens
+are sampled from. Takes scorer, policy, tokens, their valid mask and, optionally, expert ids to
+replay."""
+
+logprobs_and_choices_of = RetryOnOverflow(_scoring_pass("logprobs", "choices", record_choices=True))
+"""Log-probabilities of all response tokens in the policy, and the expert ids of its routers for all
+tokens, ``[batch, time, layer, k]`` as in `Batch.choices`. Takes scorer, policy, tokens, valid."""
+
+logprobs_and_entropy_of = RetryOnOverflow(_scoring_pass("logprobs", "entropy"))
+"""Log-probabilities of all response tokens, and the policy's entropy before each of them, both in
+the full policy at the base temperature. Arguments are those of `logprobs_of`."""
+
+logprobs_and_entropy_of_few = RetryOnOverflow(
+    _scoring_pass("logprobs", "entropy"), least_effort=True
+)
+"""The same pass, for rare calls with a few rows."""
+
+
+@retry_on_overflow()
+def logprobs_and_argmax_of(
+    scorer: Scorer, policy: Transformer[Array], tokens: Array, valid: Array
+) -> tuple[tuple[Array, Array], Array | None]:
+    """Log-probabilities of all response tokens in the policy, and 1 for those that are its argmax,
+    0 for the others."""
+
+    def forward(policy, tokens, valid):
+        return scorer.run(policy, (tokens, valid, None), scorer.logprobs_and_argmax)
+
+    return _run_sharded(forward, scorer, policy, tokens, valid)
+
+
+@retry_on_overflow()
+def values_of(
+    scorer: Scorer, critic: Transformer[Array], tokens: Array, valid: Array
+) -> tuple[Array, Array | None]:
+    """Critic values of all response tokens."""
+
+    def forward(critic, tokens, valid):
+        return scorer.run(critic, (tokens, valid, None), scorer.values)
+
+    return _run_sharded(forward, scorer, critic, tokens, valid)
 
 
 def packed_scores(

@@ -61,12 +61,8 @@ def heldout_metrics(
         sampler.decode(requests, prompts, sampling_mode) for sampling_mode in (sampling, GREEDY)
     ]
     sampled, greedy = (decoding.wait() for decoding in decodings)
-    detail = (
-        reward_means(sampled) | task_metrics(sampled, "sampled") | task_metrics(greedy, "greedy")
-    )
-    detail |= conversation_metrics(sampled)
     return {
-        **{f"val/{name}": value for name, value in detail.items()},
+        **{f"val/{name}": value for name, value in _details(sampled, greedy).items()},
         "val/accuracy/sampled": accuracy(sampled),
         "val/accuracy/greedy": accuracy(greedy),
         "val/score/sampled": float(np.mean(scores_of(sampled))),
@@ -143,11 +139,14 @@ def evaluate(
         "response_length/clip_ratio": np.mean([completion.truncated for completion in sampled]),
         **{f"verifier/{reason}": reasons[reason] for reason in REASONS},
     }
-    results |= (
-        reward_means(sampled) | task_metrics(sampled, "sampled") | task_metrics(greedy, "greedy")
-    )
-    results |= conversation_metrics(sampled)
+    results |= _details(sampled, greedy)
     return {name: np.asarray(value).item() for name, value in results.items()}
+
+
+def _details(sampled: list[Completion], greedy: list[Completion]) -> dict[str, float]:
+    """Metrics of the parts of rewards, of the tasks of a mixture, and of conversations."""
+    by_task = task_metrics(sampled, "sampled") | task_metrics(greedy, "greedy")
+    return reward_means(sampled) | by_task | conversation_metrics(sampled)
 
 
 def _powers_up_to(k: int) -> Iterator[int]:

@@ -4,7 +4,6 @@ groups of attention and experts."""
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from jrl.text.load import load_tokenizer
 from jrl.text.prompt_format import PromptFormat, prompt_format
 from jrl.trainer.evaluation.saved_policy import load_model, load_policy_of
 from jrl.trainer.learner.masters import float32_shardings, weights_of
-from jrl.trainer.setup.network import check_supported, network_of
+from jrl.trainer.setup.network import check_supported, checkpoint_config, network_of
 from moe.config import PRESETS, ModelConfig
 from moe.disaggregated.split import Split, SplitMesh, devices_of, fold_split
 from moe.disaggregated.weights import check_splits
@@ -259,16 +258,11 @@ def open_served_model(
 
 
 def _open_checkpoint(directory: Path, layout: str | None, split: SplitSettings) -> ServedModel:
-    if find_spec("safetensors") is None or find_spec("tokenizers") is None:
-        raise ValueError(
-            f"hf:{directory} needs safetensors and tokenizers, which are not both installed: run "
-            'pip install -e ".[hf]"'
-        )
-    from jrl.text.json_tokenizer import checkpoint_tokenizer
-    from moe.huggingface import config_from
+    model = checkpoint_config(directory, f"hf:{directory}")
+    from jrl.text.json_tokenizer import checkpoint_tokenizer  # needs an extra
 
     run = RunConfig(model=f"hf:{directory}")
-    model = network_of(config_from(directory), run)
+    model = network_of(model, run)
     device_split = parse_device_split(split, layout, run)
     mesh = _mesh(model, layout or "dp1", device_split)
     format = prompt_format(run, checkpoint_tokenizer(directory, model.vocab_size))

@@ -11,8 +11,8 @@ from jrl.losses import Mean, aggregate, kl_estimate, mismatch_statistics
 from jrl.recipes.base.batch import Batch, Totals, required
 from jrl.recipes.base.recipe import Metrics, Recipe
 from jrl.trainer.compiled import retry_on_overflow
-from jrl.trainer.learner.update import Max
-from jrl.trainer.scoring import Scorer, logprobs_and_entropy_of
+from jrl.trainer.learner.update import Max, Objective
+from jrl.trainer.scoring import logprobs_and_entropy_of
 from moe.router.statistics import RouterStatistics
 from moe.weights import Transformer
 from sharding.collectives import all_sum
@@ -69,7 +69,7 @@ def policy_loss(
 
 
 @dataclass(frozen=True)
-class PolicyObjective(Scorer):
+class PolicyObjective(Objective):
     """Objective of the policy: the recipe's loss, to which the router's losses are added."""
 
     recipe: Recipe
@@ -125,7 +125,7 @@ def sampling_differences(
 
 
 @dataclass(frozen=True)
-class CriticObjective(Scorer):
+class CriticObjective(Objective):
     """Objective of the critic: the recipe's loss, to which the routers' losses are added."""
 
     recipe: Recipe
@@ -139,12 +139,9 @@ class CriticObjective(Scorer):
         loss, metrics = self.recipe.critic_loss(values, batch, totals, self.response_length)
         return loss, {**metrics, "critic/vf_loss": loss}
 
-    def router_metrics(self, router: RouterStatistics[Array] | None) -> dict[str, Any]:
-        return _router_load(router, self.mesh)
-
 
 @dataclass(frozen=True)
-class SupervisedObjective(Scorer):
+class SupervisedObjective(Objective):
     """Negative log-likelihood of given completions, the mean over their tokens, in the plain
     softmax, whatever the sampling temperature."""
 
@@ -153,9 +150,6 @@ class SupervisedObjective(Scorer):
     ) -> tuple[Array, dict[str, Any]]:
         scores = self.scores(weights, x, batch)
         return aggregate(-scores.logprobs, batch.mask, num_tokens=totals.num_tokens), {}
-
-    def router_metrics(self, router: RouterStatistics[Array] | None) -> dict[str, Any]:
-        return _router_load(router, self.mesh)
 
 
 @retry_on_overflow()
@@ -191,9 +185,3 @@ def _router_metrics(router: RouterStatistics[Array] | None, mesh: FoldedMesh) ->
     if router.agreed is not None and router.replayed is not None:
         metrics["moe/replay_agreement"] = Mean(router.agreed, router.replayed)
     return metrics
-
-
-def _router_load(router: RouterStatistics[Array] | None, mesh: FoldedMesh) -> dict[str, Any]:
-    """Load of each expert, ``[layer, route]``, summed over the tokens of all ``cp`` and ``tp``
-    ranks."""
-    return {} if router is None else {"load": all_sum(router.load, mesh.sequence)}

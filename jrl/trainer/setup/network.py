@@ -3,6 +3,8 @@ supported."""
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from importlib.util import find_spec
+from pathlib import Path
 
 from jrl.config.files import flag
 from jrl.config.run import NETWORK_SETTINGS, RunConfig
@@ -68,6 +70,30 @@ def network_of(model: ModelConfig, run: RunConfig) -> ModelConfig:
             "freezes: give --bias-update-rate 0."
         )
     return replace(model, **requested, dtype=dtype, execution=execution, lora=lora)
+
+
+def checkpoint_config(directory: str | Path, subject: str) -> ModelConfig:
+    """Network config of a public checkpoint.
+
+    Args:
+      subject: what needs it, for a message.
+
+    Raises:
+      ValueError: where the packages that read one are not installed.
+    """
+    check_checkpoint_packages(subject)
+    from moe.huggingface import config_from  # needs an extra
+
+    return config_from(directory)
+
+
+def check_checkpoint_packages(subject: str) -> None:
+    """Rejects what needs the packages of public checkpoints where they are not installed."""
+    if find_spec("safetensors") is None or find_spec("tokenizers") is None:
+        raise ValueError(
+            f"{subject} needs safetensors and tokenizers, which are not both installed: run pip "
+            'install -e ".[hf]"'
+        )
 
 
 def lora_of(model: ModelConfig, run: RunConfig) -> Lora | None:

@@ -4,7 +4,6 @@ and mesh."""
 import difflib
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +50,7 @@ from jrl.trainer.setup.network import (
     check_overlaps,
     check_shardable,
     check_supported,
+    checkpoint_config,
     network_of,
     with_dispatch,
 )
@@ -307,7 +307,7 @@ def build_setup(
             f"run have {len(devices)}: each must use its devices, so choose a layout of all."
         )
     if run.checkpoint is not None and model is None:
-        model = _checkpoint_config(run.checkpoint)
+        model = checkpoint_config(run.checkpoint, f"model=hf:{run.checkpoint}")
     elif run.checkpoint is None and run.model not in PRESETS:
         near = difflib.get_close_matches(run.model, PRESETS) or list(PRESETS)
         raise ValueError(f"model={run.model!r} is not a preset; near: {', '.join(near)}.")
@@ -423,14 +423,3 @@ def _tokenizer(run: RunConfig, task: Task, model: ModelConfig | None) -> Tokeniz
             "--tokenizer or a checkpoint as --model."
         )
     return Tokenizer.train_characters(task.characters)
-
-
-def _checkpoint_config(directory: str) -> ModelConfig:
-    if find_spec("safetensors") is None or find_spec("tokenizers") is None:
-        raise ValueError(
-            f"model=hf:{directory} needs safetensors and tokenizers, which are not both "
-            'installed: run pip install -e ".[hf]"'
-        )
-    from moe.huggingface import config_from  # needs an extra
-
-    return config_from(directory)
