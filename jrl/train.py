@@ -42,7 +42,6 @@ from jrl.text.tokenizer import Tokenizer
 # What builds and runs a network is imported in the functions, once the flags are known to be right.
 if TYPE_CHECKING:
     from jrl.trainer.setup.setup import Setup
-    from moe.adapters.settings import Lora
     from moe.weights import Transformer
 
 RUNS_PATH = Path("runs")
@@ -252,6 +251,7 @@ def _tokenizer(run: RunConfig, folder: RunFolder | None) -> Tokenizer | None:
 def _load_initial_weights(setup: "Setup") -> "Transformer[Array] | None":
     """The policy that --weights asks for, or that of a public checkpoint; None without."""
     from jrl.trainer.evaluation.saved_policy import load_checkpoint, load_policy
+    from jrl.trainer.setup.network import lora_of
 
     if setup.run.weights is None:
         if (directory := setup.run.checkpoint) is None:
@@ -260,7 +260,10 @@ def _load_initial_weights(setup: "Setup") -> "Transformer[Array] | None":
         print(f"starting from the checkpoint in {directory}")
         return weights
     folder = RunFolder.read(setup.run.weights)
-    networks = setup.networks.with_adapters(_lora_of(setup, folder))
+    lora = None  # the adapters of that run
+    if folder.config().get("run", {}).get("lora_rank") is not None:
+        lora = lora_of(setup.model, configuration_of(folder)[0])
+    networks = setup.networks.with_adapters(lora)
     weights, step = load_policy(folder, networks, float32=True)
     print(f"starting from {setup.run.weights} after step {step}")
     return weights
@@ -278,15 +281,6 @@ def _count_prompts_seen(setup: "Setup") -> int:
     source_run = folder.config().get("run", {})
     same_stream = (source_run.get("task"), source_run.get("seed")) == (run.task, run.seed)
     return prompts_seen_by(folder) if same_stream else 0
-
-
-def _lora_of(setup: "Setup", folder: RunFolder) -> "Lora | None":
-    """The adapters of another run, None of one without."""
-    from jrl.trainer.setup.network import lora_of
-
-    if folder.config().get("run", {}).get("lora_rank") is None:
-        return None
-    return lora_of(setup.model, configuration_of(folder)[0])
 
 
 def _open(make: Callable[[], RunFolder]) -> RunFolder:
@@ -342,15 +336,6 @@ def _print_lengths(setup: "Setup") -> None:
         print(f"completions of at most {length:,} tokens: {response_origin(run, length)}")
 
 
-def _print_dispatch(setup: "Setup") -> None:
-    """Prints the dispatch method to experts on other devices, if the user chose none."""
-    from jrl.trainer.setup.network import dispatch_explained
-
-    explanation = dispatch_explained(setup.model, setup.run, setup.mesh)
-    if explanation is not None and is_main_process():
-        print(f"dispatch {explanation}")
-
-
 def _create(options: TrainOptions) -> RunFolder:
     """The requested folder, or the next with a number: one above the highest that exists."""
     config, source = to_json(options.run, options.recipe), source_of(options.recipe)
@@ -378,9 +363,12 @@ def _train(
 ) -> int:
     from jrl.report.compilation import CompilationWatch
     from jrl.trainer.loop import train
+    from jrl.trainer.setup.network import dispatch_explained
 
     resume = f"{PROGRAM} --resume --run-dir {shlex.quote(str(folder.path))}"
-    _print_dispatch(setup)
+    explanation = dispatch_explained(setup.model, setup.run, setup.mesh)
+    if explanation is not None and is_main_process():
+        print(f"dispatch {explanation}")  # of experts on other devices, if the user chose none
     print(f"run folder: {folder.path}", flush=True)
     try:
         with CompilationWatch() if is_main_process() else nullcontext():

@@ -9,7 +9,6 @@ does.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
@@ -71,8 +70,8 @@ def _mesh_of(args: tuple[Any, ...]) -> FoldedMesh:
 
 
 class RetryOnOverflow:
-    """Compiled pass without a gradient that is recomputed with dropless buffers on overflow. A call
-    returns the result without the overflow.
+    """Compiled pass without a gradient that is recomputed with dropless buffers on overflow; also a
+    decorator. A call returns the result without the overflow.
 
     Args:
       function: the pass, ``(scorer, *args) -> (result, overflow)`` of a
@@ -106,13 +105,6 @@ class RetryOnOverflow:
     def lower(self, scorer: Any, *args: Any) -> Any:
         """Lowers the pass with dropless buffers."""
         return self.dropless.lower(scorer.for_any_routing(), *args)
-
-
-def retry_on_overflow(
-    num_static: int = 1,
-) -> Callable[[Callable[..., tuple[Any, Array | None]]], RetryOnOverflow]:
-    """Decorator that makes a `RetryOnOverflow` of a pass."""
-    return partial(RetryOnOverflow, num_static=num_static)
 
 
 def jit_sharded(build: Callable[..., Any], shardings: Any) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ alone, recomputed with dropless buffers after an overflow (`jrl.trainer.compiled
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -24,7 +25,7 @@ from jrl.rollout.batching import replicated, take_rows
 from jrl.rollout.packing import PackedSizes, counts_of, pack_rows, plan
 from jrl.rollout.sampling import Sampling, sampler_logits
 from jrl.rollout.sampling import logprobs_of as logprobs_in
-from jrl.trainer.compiled import RetryOnOverflow, retry_on_overflow, scan_first
+from jrl.trainer.compiled import RetryOnOverflow, scan_first
 from moe import model, placement, stages
 from moe.config import ModelConfig
 from moe.head import is_argmax, logits_of, logprobs_and_entropy, value_of
@@ -47,6 +48,9 @@ from sharding.folding import FoldedMesh
 Choices = Integer[Array, "batch time layer k"]
 Read = Callable[[Transformer[Array], Array, Batch[Array]], Any]
 """(weights, last hidden states, rows) -> arrays with a row for each."""
+Pass = Callable[..., tuple[Any, Array | None]]
+"""(scorer, weights, arrays with a row per sequence) -> its result, and the expert buffers'
+overflow."""
 ScorerT = TypeVar("ScorerT", bound="Scorer")
 
 
@@ -397,21 +401,29 @@ def _run_sharded(
     )(weights, *inputs)
 
 
-def _scoring_pass(
-    *names: str, record_choices: bool = False
-) -> Callable[..., tuple[tuple[Array, ...], Array | None]]:
+def _scoring_pass(*names: str, record_choices: bool = False) -> Pass:
     """Pass of a policy that returns fields of its `Scores`."""
 
-    def run(
-        scorer: Scorer, policy: Transformer[Array], *inputs: Array | None
-    ) -> tuple[tuple[Array, ...], Array | None]:
+    def score_rows(scorer: Scorer, policy: Transformer[Array], *inputs: Array | None) -> Any:
         def forward(policy, *inputs):
             scores = scorer.score(policy, *inputs, record_choices=record_choices)
             return tuple(getattr(scores, name) for name in names), scores.router
 
         return _run_sharded(forward, scorer, policy, *inputs)
 
-    return run
+    return score_rows
+
+
+def _reading_pass(read: Callable[[Scorer, Transformer[Array], Array, Batch[Array]], Any]) -> Pass:
+    """Pass that returns what a method of the scorer reads off the last hidden states."""
+
+    def read_rows(scorer: Scorer, weights: Transformer[Array], tokens: Array, valid: Array) -> Any:
+        def forward(weights, tokens, valid):
+            return scorer.run(weights, (tokens, valid, None), partial(read, scorer))
+
+        return _run_sharded(forward, scorer, weights, tokens, valid)
+
+    return read_rows
 
 
 logprobs_of = RetryOnOverflow(_scoring_pass("logprobs", "behaviour_logprobs"))
@@ -432,30 +444,12 @@ logprobs_and_entropy_of_few = RetryOnOverflow(
 )
 """The same pass, for rare calls with a few rows."""
 
+logprobs_and_argmax_of = RetryOnOverflow(_reading_pass(Scorer.logprobs_and_argmax))
+"""Log-probabilities of all response tokens in the policy, and 1 for those that are its argmax, 0
+for the others. Takes scorer, policy, tokens, valid."""
 
-@retry_on_overflow()
-def logprobs_and_argmax_of(
-    scorer: Scorer, policy: Transformer[Array], tokens: Array, valid: Array
-) -> tuple[tuple[Array, Array], Array | None]:
-    """Log-probabilities of all response tokens in the policy, and 1 for those that are its argmax,
-    0 for the others."""
-
-    def forward(policy, tokens, valid):
-        return scorer.run(policy, (tokens, valid, None), scorer.logprobs_and_argmax)
-
-    return _run_sharded(forward, scorer, policy, tokens, valid)
-
-
-@retry_on_overflow()
-def values_of(
-    scorer: Scorer, critic: Transformer[Array], tokens: Array, valid: Array
-) -> tuple[Array, Array | None]:
-    """Critic values of all response tokens."""
-
-    def forward(critic, tokens, valid):
-        return scorer.run(critic, (tokens, valid, None), scorer.values)
-
-    return _run_sharded(forward, scorer, critic, tokens, valid)
+values_of = RetryOnOverflow(_reading_pass(Scorer.values))
+"""Critic values of all response tokens. Takes scorer, critic, tokens, valid."""
 
 
 def packed_scores(
@@ -484,7 +478,7 @@ def packed_scores(
     return [required(column) for column in columns]
 
 
-@retry_on_overflow(num_static=2)
+@partial(RetryOnOverflow, num_static=2)
 def _score_packed(
     scorer: Scorer,
     num_micro_batches: int,

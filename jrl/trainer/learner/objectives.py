@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float
 from jrl.losses import Mean, aggregate, kl_estimate, mismatch_statistics
 from jrl.recipes.base.batch import Batch, Totals, required
 from jrl.recipes.base.recipe import Metrics, Recipe
-from jrl.trainer.compiled import retry_on_overflow
+from jrl.trainer.compiled import RetryOnOverflow
 from jrl.trainer.learner.update import Max, Objective
 from jrl.trainer.scoring import logprobs_and_entropy_of
 from moe.router.statistics import RouterStatistics
@@ -152,7 +152,7 @@ class SupervisedObjective(Objective):
         return aggregate(-scores.logprobs, batch.mask, num_tokens=totals.num_tokens), {}
 
 
-@retry_on_overflow()
+@RetryOnOverflow
 def statistics_of(
     objective: PolicyObjective, policy: Transformer[Array], batch: Batch[Array]
 ) -> tuple[Any, Array | None]:

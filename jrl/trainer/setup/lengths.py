@@ -21,32 +21,32 @@ def longest_prompt(task: Task, format: PromptFormat) -> int:
     is an upper bound: the tokens around a prompt of one character, plus the maximum tokens of as
     many characters as the longest prompt has.
     """
-    return max(_longest_prompt(leaf, format) for leaf in prompt_sources(task))
 
+    def longest(task: Any) -> int:
+        if (prompt_list := as_prompt_list(task)) is not None:
+            return max(len(format.encode(example)) for example in prompt_list.examples)
+        encode, tools = format.tokenizer.encode, task.train(0).tools
+        around = max(
+            len(format.encode(Example(c, "", tools=tools))) - len(encode(c))
+            for c in task.characters
+        )
+        return around + _bound(task.max_prompt_length, task, format.tokenizer)
 
-def _longest_prompt(task: Any, format: PromptFormat) -> int:
-    if (prompt_list := as_prompt_list(task)) is not None:
-        return max(len(format.encode(example)) for example in prompt_list.examples)
-    encode, tools = format.tokenizer.encode, task.train(0).tools
-    around = max(
-        len(format.encode(Example(c, "", tools=tools))) - len(encode(c)) for c in task.characters
-    )
-    return around + _bound(task.max_prompt_length, task, format.tokenizer)
+    return max(map(longest, prompt_sources(task)))
 
 
 def longest_answer(task: Task, tokenizer: Tokenizer) -> int:
     """Tokens of the longest reference completion and its end: counted, or bounded as for
     prompts."""
-    return max(_longest_answer(leaf, tokenizer) for leaf in prompt_sources(task))
+    plain = PromptFormat(tokenizer)
 
+    def longest(task: Any) -> int:
+        if (prompt_list := as_prompt_list(task)) is not None:
+            answers = (reference_conversation(plain, row)[0] for row in prompt_list.examples)
+            return max(map(len, answers))
+        return _bound(task.max_response_length, task, tokenizer) + 1
 
-def _longest_answer(task: Any, tokenizer: Tokenizer) -> int:
-    if (prompt_list := as_prompt_list(task)) is not None:
-        plain = PromptFormat(tokenizer)
-        return max(
-            len(reference_conversation(plain, example)[0]) for example in prompt_list.examples
-        )
-    return _bound(task.max_response_length, task, tokenizer) + 1
+    return max(map(longest, prompt_sources(task)))
 
 
 def _bound(length: int, task: Any, tokenizer: Tokenizer) -> int:

@@ -12,6 +12,7 @@ import jax
 from jrl.config.files import fixed_settings
 from jrl.config.run import RunConfig
 from jrl.processes.agreement import is_multiprocess
+from jrl.recipes.base.batch import required
 from jrl.recipes.base.collection import Windows
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.recipes.base.recipe import Recipe
@@ -19,6 +20,7 @@ from jrl.rollout.collection.async_buffer import AsyncBufferSpec
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.conversations.engine import ConversationEngine
 from jrl.rollout.decoding.disaggregated.engine import DisaggregatedEngine
+from jrl.rollout.decoding.disaggregated.expert_balancer import first_placement
 from jrl.rollout.decoding.engine import SlotEngine
 from jrl.rollout.decoding.protocol import RolloutEngine
 from jrl.rollout.resharding import rollout_mesh, separate_rollout_mesh
@@ -28,6 +30,7 @@ from jrl.tasks import Task, load_task
 from jrl.tasks.data.chats import Chats, load_chats
 from jrl.tasks.data.fields import Fields
 from jrl.tasks.data.split import parse_heldout
+from jrl.tasks.mixture import Mixture
 from jrl.tasks.parts import has_environments, part_names
 from jrl.text.load import load_tokenizer
 from jrl.text.loss_mask import ChatFormat
@@ -43,7 +46,6 @@ from jrl.trainer.learner.networks import Network, Networks, PoolSpec
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective, SupervisedObjective
 from jrl.trainer.scoring import PromptLayout
 from jrl.trainer.setup.chat_rows import ChatRows, chat_rows, sampled_lengths
-from jrl.trainer.setup.checks import check_fits, check_may_be_stale, check_may_converse, check_tools
 from jrl.trainer.setup.geometry import Geometry
 from jrl.trainer.setup.lengths import check_answers, fit_prompts, response_length
 from jrl.trainer.setup.network import (
@@ -57,6 +59,7 @@ from jrl.trainer.setup.network import (
 from jrl.trainer.state import Randomness
 from moe.config import PRESETS, ModelConfig
 from moe.disaggregated.split import SplitMesh
+from moe.disaggregated.weights import check_splits
 from moe.router.capacity import can_drop
 from sharding.folding import FoldedMesh, Layout, fold
 
@@ -114,9 +117,9 @@ class Setup:
                 f"of {self.run.model} has no experts. Leave out --router-replay."
             )
         if self.run.max_staleness:
-            check_may_be_stale(self.recipe, self.run.max_staleness)
+            _check_may_be_stale(self.recipe, self.run.max_staleness)
         if has_environments(self.task):
-            check_may_converse(self.run, self.recipe)
+            _check_may_converse(self.run, self.recipe)
         else:
             for name in ("max_turns", "turn_length"):
                 if getattr(self.run, name) is not None:
@@ -330,7 +333,7 @@ def build_setup(
             prompt, response = sampled_lengths(task, rows, network, run.response_length)
         else:
             check_answers(run, task)
-            check_tools(task, format)
+            _check_tools(task, format)
             prompt, dropped = fit_prompts(run, task, format)
             response = response_length(run, task, tokenizer, network, prompt)
         setup = Setup(
@@ -354,15 +357,7 @@ def build_setup(
         setup.geometry.check()
         check_overlaps(network, setup.mesh, *setup.geometry.overlap_units(run.packing))
         setup.geometry.slots(run.slots)
-        check_fits(
-            setup.tokenizer,
-            setup.model,
-            setup.run,
-            setup.recipe,
-            mesh=setup.mesh,
-            split=setup.split,
-            response_length=setup.response_length,
-        )
+        _check_fits(setup)
     # Worker processes must not outlive a run that is rejected or interrupted.
     except BaseException:
         task.close()
@@ -423,3 +418,75 @@ def _tokenizer(run: RunConfig, task: Task, model: ModelConfig | None) -> Tokeniz
             "--tokenizer or a checkpoint as --model."
         )
     return Tokenizer.train_characters(task.characters)
+
+
+def _check_may_be_stale(recipe: Recipe, max_staleness: int) -> None:
+    """Rejects recipes that cannot run asynchronously, as a step depends on the step before."""
+    if isinstance(recipe.collection, Windows):
+        raise ValueError(
+            f"max_staleness={max_staleness}: {recipe.name} continues in each step the responses "
+            "that the previous step left unfinished, and trains on them in between: leave out "
+            "--max-staleness."
+        )
+    if recipe.temperature_rule is not None:
+        raise ValueError(
+            f"max_staleness={max_staleness}: in {recipe.name} the sampling temperature follows "
+            "the entropies of the previous step: leave out --max-staleness, or choose another "
+            "recipe."
+        )
+
+
+def _check_may_converse(run: RunConfig, recipe: Recipe) -> None:
+    """Rejects settings under which conversations continue in another step, as environments are not
+    saved in checkpoints."""
+    if isinstance(recipe.collection, Windows):
+        raise ValueError(
+            f"task={run.task} has conversations, which {recipe.name} would continue in another "
+            "step, and their environments are not saved: choose another recipe."
+        )
+    if run.max_staleness:
+        raise ValueError(
+            f"max_staleness={run.max_staleness} saves rows in flight, and task={run.task} has "
+            "environments, which are not saved: leave out --max-staleness."
+        )
+
+
+def _check_tools(task: Task, format: PromptFormat) -> None:
+    """Rejects tools that the prompt format does not show to the policy, or whose calls it cannot
+    parse."""
+    for source in task.sources if isinstance(task, Mixture) else (task,):
+        if has_environments(source):
+            format.check_tools(source.train(0))
+
+
+def _check_fits(setup: Setup) -> None:
+    """Checks that network and tokenizer have the same vocabulary, that the network supports the
+    rollout split and packing, and that windows are shorter than responses."""
+    run, recipe, model, tokenizer = setup.run, setup.recipe, setup.model, setup.tokenizer
+    pp = setup.mesh.layout.pp
+    if tokenizer.vocab_size > model.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} ids and the model only "
+            f"{model.vocab_size}: take the tokenizer of the checkpoint."
+        )
+    if tokenizer.vocab_size < model.vocab_size:
+        raise ValueError(
+            f"the model has {model.vocab_size} ids, which it may all sample, and the "
+            f"tokenizer only {tokenizer.vocab_size}: take the tokenizer of the checkpoint, "
+            "or its tokenizer.json, which may have fewer tokens."
+        )
+    if setup.split is not None:
+        placement = first_placement(model, setup.split, run.rollout_expert_slots)
+        check_splits(model, setup.split, placement)
+    if run.packing and pp > 1:
+        raise ValueError(
+            f"packing=True is not supported with pp={pp} of layout {run.layout!r}, "
+            "which runs a fixed number of micro-batches: leave out --packing, or choose a layout "
+            "without pp."
+        )
+    collection, response_length = recipe.collection, setup.response_length
+    if isinstance(collection, Windows) and required(collection.window) >= response_length:
+        raise ValueError(
+            f"window={collection.window} truncates no response of at most {response_length} "
+            "tokens: choose a smaller --window, or a larger --response-length."
+        )
