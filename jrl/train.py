@@ -350,8 +350,8 @@ def _create(options: TrainOptions) -> RunFolder:
     ]
     name = re.sub(r"[^a-z0-9]+", "-", "-".join(name_words).lower())
     matches = [re.fullmatch(rf"{name}-(\d+)", path.name) for path in RUNS_PATH.glob(f"{name}-*")]
-    number = 1 + max((int(match[1]) for match in matches if match), default=0)
-    return RunFolder.create(RUNS_PATH / f"{name}-{number}", config, source, code)
+    run_id = 1 + max((int(match[1]) for match in matches if match), default=0)
+    return RunFolder.create(RUNS_PATH / f"{name}-{run_id}", config, source, code)
 
 
 def _train(

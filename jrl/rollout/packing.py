@@ -173,13 +173,13 @@ def bin_length(time: int, mesh: FoldedMesh) -> int:
     return int(-(-length // unit) * unit)
 
 
-def round_up_size(number: int) -> int:
+def round_up_size(size: int) -> int:
     """Rounds up to one of 1, 2, 3, 4, 6, 8, 12, 16, ...: at most 1.5 times as much, with two sizes
     to compile for every doubling."""
-    # Finer steps would waste less buffer and compile more sizes: the number differs between
+    # Finer steps would waste less buffer and compile more sizes: the size differs between
     # mini-batches.
-    power = 1 << max(number - 1, 0).bit_length()
-    return 3 * power // 4 if power >= 4 and number <= 3 * power // 4 else power
+    power = 1 << max(size - 1, 0).bit_length()
+    return 3 * power // 4 if power >= 4 and size <= 3 * power // 4 else power
 
 
 def pack_rows(batch: Batch[Array], plan_of_batch: PackingPlan, mesh: FoldedMesh) -> Batch[Array]:

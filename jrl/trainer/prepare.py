@@ -153,13 +153,13 @@ def add_verdicts(
     # end.
     final = jnp.asarray(scores if before_end is None else scores - before_end)
     rewards = objective.recipe.rewards(final, jnp.asarray(lengths), objective.response_length)
-    columns = {
+    verdicts = {
         "rewards": rewards if before_end is None else rewards + before_end,
         "correct": correct,
         "groups": groups_of(completions),
         "lengths": sampled_lengths_of(completions),
     }
-    batch = replace(batch, **to_devices(columns, over_rows(objective.mesh)))
+    batch = replace(batch, **to_devices(verdicts, over_rows(objective.mesh)))
     return batch if batch.finished is None else _clear_unfinished(batch, batch.finished)
 
 

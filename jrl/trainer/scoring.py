@@ -472,10 +472,8 @@ def packed_scores(
     # `old_values` is used as a carrier, to gather them.
     # A row that is in no bin gets the values of an empty slot: zeros.
     slots = plan_of_batch.slots(num_rows)
-    columns = [
-        take_rows(replace(rows, old_values=x), slots, mesh).old_values for x in packed_arrays
-    ]
-    return [required(column) for column in columns]
+    scores = [take_rows(replace(rows, old_values=x), slots, mesh).old_values for x in packed_arrays]
+    return [required(column) for column in scores]
 
 
 @partial(RetryOnOverflow, num_static=2)

@@ -93,7 +93,7 @@ def token_records(
     gathered_rows = np.resize(np.asarray(row_indices, np.int32), num_rows)
     layout = objective.layout._replace(group_size=1)
     objective = replace(objective, layout=layout, packed=None)
-    columns = Batch(
+    needed = Batch(
         tokens=batch.tokens,
         valid=batch.valid,
         mask=batch.mask,
@@ -103,7 +103,7 @@ def token_records(
         advantages=batch.advantages,
         choices=batch.choices,
     )
-    rows = take_rows(columns, gathered_rows, mesh)
+    rows = take_rows(needed, gathered_rows, mesh)
     scored = logprobs_and_entropy_of_few(
         objective, policy, rows.tokens, rows.valid, objective.replayed(rows)
     )

@@ -31,11 +31,11 @@ from jrl.text.prompt_format import PromptFormat
 from sharding.former_names import former_keywords
 
 
-def heldout_examples(task: Task, number: int) -> list[Example]:
-    """First held-out prompts: `number` of them, or all there are if they are fewer."""
+def heldout_examples(task: Task, num_examples: int) -> list[Example]:
+    """First held-out prompts: `num_examples` of them, or all there are if they are fewer."""
     size = task.heldout_size
-    number = number if size is None else min(number, size)
-    return [task.heldout(index) for index in range(number)]
+    num_examples = num_examples if size is None else min(num_examples, size)
+    return [task.heldout(index) for index in range(num_examples)]
 
 
 Row = TypeVar("Row")
@@ -105,12 +105,12 @@ def evaluate(
     """
     examples = numbered_heldout(heldout_examples(sampler.task, num_prompts))
 
-    def complete(phase: str, sampling: Sampling, number: int) -> list[Completion]:
+    def complete(phase: str, sampling: Sampling, num_samples: int) -> list[Completion]:
         def decoded(done: int) -> None:
-            report(phase, done, len(examples) * number)
+            report(phase, done, len(examples) * num_samples)
 
         decoded(0)
-        completions = sampler.sample(examples, sampling, number, report=decoded)
+        completions = sampler.sample(examples, sampling, num_samples, report=decoded)
         on_completions(phase, completions)
         return completions
 

@@ -73,8 +73,8 @@ class DeviceSplit:
         """Mesh over all devices, on which weights are loaded before they are sent to the groups:
         data parallel, with experts over as many devices as divide them."""
         devices = [*devices_of(self.mesh.attention), *devices_of(self.mesh.experts)]
-        number = len(devices)
-        return fold(Layout(dp=number, ep=math.gcd(number, model.num_experts)), devices)
+        num_devices = len(devices)
+        return fold(Layout(dp=num_devices, ep=math.gcd(num_devices, model.num_experts)), devices)
 
 
 def parse_device_split(
@@ -100,17 +100,17 @@ def parse_device_split(
         _reject_split_settings(requested)
         return None
     split, devices = Split.parse(settings.split), jax.devices()
-    number = split.num_devices
-    if len(devices) < number:
+    needed = split.num_devices
+    if len(devices) < needed:
         raise ValueError(
-            f"split={settings.split!r} needs {number} devices and there are {len(devices)}: give "
-            f"--layout dp1 to serve on one mesh, or --devices {number} to have as many fake ones "
+            f"split={settings.split!r} needs {needed} devices and there are {len(devices)}: give "
+            f"--layout dp1 to serve on one mesh, or --devices {needed} to have as many fake ones "
             "on a CPU."
         )
     micro_batches = settings.micro_batches
     if micro_batches is None:
         micro_batches = RunConfig.rollout_micro_batches
-    mesh = fold_split(split, devices[:number])
+    mesh = fold_split(split, devices[:needed])
     return DeviceSplit(mesh, micro_batches, settings.expert_slots, settings.replan)
 
 

@@ -60,14 +60,14 @@ def print_dry_run(setup: Setup, console: Console | None = None) -> None:
     _print(console, f"Parameters: {setup.run.model}", parameters(setup.model, setup.recipe))
     _print(console, "Execution", execution(setup))
     memory_bytes = memory(setup)
-    rows = {name: readable_bytes(number) for name, number in memory_bytes.items()}
+    rows = {name: readable_bytes(num_bytes) for name, num_bytes in memory_bytes.items()}
     rows["in total, without activations"] = readable_bytes(sum(memory_bytes.values()))
     _print(console, "Memory per device", rows)
     if setup.model.mla is None and setup.model.delta is None:
         _print(console, "Policy update, predicted", prediction(setup))
     if setup.run.rollout_devices is not None:
         rollout_rows = {
-            name: readable_bytes(number) for name, number in rollout_memory(setup).items()
+            name: readable_bytes(num_bytes) for name, num_bytes in rollout_memory(setup).items()
         }
         _print(console, "Memory per rollout device", rollout_rows)
     devices = f"{_count(size, 'device', 'devices')} ({jax.devices()[0].device_kind})"
@@ -204,8 +204,8 @@ def parameters(model: ModelConfig, recipe: Recipe) -> dict[str, str]:
 
 
 def _trained_text(config: ModelConfig) -> str:
-    number = num_trained_parameters(config)
-    return f"{number:,} in adapters, {readable_bytes(4 * number)}"
+    trained = num_trained_parameters(config)
+    return f"{trained:,} in adapters, {readable_bytes(4 * trained)}"
 
 
 def prediction(setup: Setup) -> dict[str, str]:
@@ -244,13 +244,13 @@ def prediction(setup: Setup) -> dict[str, str]:
     }
 
 
-def _count(number: int, singular: str, plural: str) -> str:
-    return f"{number:,} {singular if number == 1 else plural}"
+def _count(count: int, singular: str, plural: str) -> str:
+    return f"{count:,} {singular if count == 1 else plural}"
 
 
-def readable_bytes(number: int) -> str:
+def readable_bytes(num_bytes: int) -> str:
     """Formats a number of bytes with three digits and a binary unit."""
-    size, unit = float(number), 0
+    size, unit = float(num_bytes), 0
     while size >= 1000 and unit < 4:
         size, unit = size / 1024, unit + 1
     return f"{size:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"

@@ -67,13 +67,13 @@ class Geometry:
             return self.bins, ()
         rows = self.recipe.micro_batch_size // self.mesh.size(self.mesh.dp)
         group = self.prompt_layout.group_size
-        number = rows // group
+        num_units = rows // group
 
         def tokens(prompts: int) -> int:
             sections = (prompts, self.prompt_length), (prompts * group, self.response_length)
             return sum(map(self._tokens, sections))
 
-        return number, (tokens(-(-number // 2)), tokens(number // 2))
+        return num_units, (tokens(-(-num_units // 2)), tokens(num_units // 2))
 
     def slots(self, requested: int | None) -> int:
         """Number of decoding slots.
@@ -130,10 +130,10 @@ class Geometry:
         recipe, dp = self.recipe, self.mesh.size(self.mesh.dp)
         name = "batch" if recipe.supervised else "mini_batch"
         sizes = {name: recipe.mini_batch_size, "micro_batch": recipe.micro_batch_size}
-        for name, number in sizes.items():
-            if number % dp:
+        for name, size in sizes.items():
+            if size % dp:
                 raise ValueError(
-                    f"{name}={number} does not divide over dp={dp} of {self.layout}: choose a "
+                    f"{name}={size} does not divide over dp={dp} of {self.layout}: choose a "
                     f"multiple of {dp}, or another --layout or --rollout-layout."
                 )
         rows, group = recipe.micro_batch_size // dp, self.prompt_layout.group_size
@@ -143,10 +143,10 @@ class Geometry:
     def _check_tokens(self, name: str, section: tuple[int, int]) -> None:
         """Checks that a section, the rows on a data-parallel rank and their length, divides into
         equal parts, with the padding of context parallelism."""
-        number, ranks = self._tokens(section), self.mesh.size(self.mesh.sequence)
-        if number % ranks:
+        num_tokens, ranks = self._tokens(section), self.mesh.size(self.mesh.sequence)
+        if num_tokens % ranks:
             raise ValueError(
-                f"{name} have {number} tokens per data-parallel rank, which do not divide over "
+                f"{name} have {num_tokens} tokens per data-parallel rank, which do not divide over "
                 f"cp x tp = {ranks}: choose prompts and micro_batch, or "
                 f"prompt_length={self.prompt_length} and response_length="
                 f"{self.response_length}, in multiples of {ranks}."

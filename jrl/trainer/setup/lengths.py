@@ -103,7 +103,7 @@ def describe_left_out(task: Task, dropped: int, prompt_length: int) -> list[str]
         (shared, "training prompts that are held out (--held-out)"),
         (dropped, f"prompts of more than {prompt_length:,} tokens (--prompt-length)"),
     ]
-    return [f"dropped {number:,} {what}" for number, what in counts if number]
+    return [f"dropped {count:,} {what}" for count, what in counts if count]
 
 
 def check_answers(run: RunConfig, task: Task) -> None:

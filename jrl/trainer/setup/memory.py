@@ -134,7 +134,7 @@ def memory(setup: Setup) -> dict[str, int]:
         STAGE_INPUTS: stage_input_bytes(setup.model, setup.geometry) if mesh.layout.pp > 1 else 0,
         GRADIENTS_SENT: max(sent_bytes(network, mesh, run.gradient_wire) for network in networks),
     }
-    return {name: number for name, number in rows.items() if number}
+    return {name: num_bytes for name, num_bytes in rows.items() if num_bytes}
 
 
 def rollout_memory(setup: Setup) -> dict[str, int]:
@@ -142,11 +142,11 @@ def rollout_memory(setup: Setup) -> dict[str, int]:
     devices have more weights."""
     model, mesh = setup.model.without_adapters(), setup.rollout_mesh
     slots = setup.geometry.slots(setup.run.slots)
-    columns = setup.prompt_length + setup.response_length
-    rollout_bytes = {"key/value cache": cache_bytes(model, mesh, slots, columns)}
+    row_length = setup.prompt_length + setup.response_length
+    rollout_bytes = {"key/value cache": cache_bytes(model, mesh, slots, row_length)}
     micro_batches = 1 if setup.split is None else setup.run.rollout_micro_batches
     rows = slots // mesh.size(mesh.dp) // micro_batches
-    partials = kernel_bytes(model, mesh, rows, cache_columns(columns, model, mesh))
+    partials = kernel_bytes(model, mesh, rows, cache_columns(row_length, model, mesh))
     if partials:
         rollout_bytes[DECODE_PARTIALS] = partials
     if setup.split is not None:
@@ -236,17 +236,17 @@ def _local_bytes(
     return jax.tree.map(local_bytes, stored_shapes, spec_tree)
 
 
-def cache_bytes(model: ModelConfig, mesh: FoldedMesh, slots: int, columns: int) -> int:
+def cache_bytes(model: ModelConfig, mesh: FoldedMesh, slots: int, row_length: int) -> int:
     """Bytes of the KV cache on one device, see `moe.cache.buffers.Cache`.
 
     Args:
       mesh: of sampling.
       slots: rows on all devices.
-      columns: tokens of a row.
+      row_length: tokens of a row.
     """
     tp = mesh.size(mesh.tp)
     slots //= mesh.size(mesh.dp)
-    columns = cache_columns(columns, model, mesh)
+    row_length = cache_columns(row_length, model, mesh)
     if caches_latent(model):
         # Replicated over tp: every head needs all of it.
         assert model.mla is not None
@@ -255,7 +255,7 @@ def cache_bytes(model: ModelConfig, mesh: FoldedMesh, slots: int, columns: int) 
         widths = model.num_kv_heads // tp * (model.head_dim + model.v_head_dim)
     itemsize = jax.numpy.dtype(model.dtype).itemsize
     attending = model.num_layers - len(delta_layers(model))
-    return slots * (attending * columns * widths * itemsize + _state_bytes(model, tp, itemsize))
+    return slots * (attending * row_length * widths * itemsize + _state_bytes(model, tp, itemsize))
 
 
 def _state_bytes(model: ModelConfig, tp: int, itemsize: int) -> int:
@@ -341,10 +341,10 @@ def evaluation_slots(setup: Setup, rows: int) -> tuple[int, str]:
     """
     mesh, requested = setup.rollout_mesh, setup.run.slots
     unit, total = ranks(mesh) * setup.geometry.rollout_micro_batches, device_memory(mesh)
-    columns = setup.prompt_length + setup.response_length
+    row_length = setup.prompt_length + setup.response_length
 
     def cache_bytes_of(slots: int) -> int:
-        return cache_bytes(setup.model.without_adapters(), mesh, slots, columns)
+        return cache_bytes(setup.model.without_adapters(), mesh, slots, row_length)
 
     if requested is None:
         budget = _budget(setup, total)
@@ -358,7 +358,7 @@ def evaluation_slots(setup: Setup, rows: int) -> tuple[int, str]:
         if total is not None and cache_bytes_of(slots) > total:
             raise ValueError(
                 f"slots={slots} need a KV cache of {_size(cache_bytes_of(slots))} for rows of "
-                f"{columns:,} tokens, and the device has {_size(total)}: lower --slots or "
+                f"{row_length:,} tokens, and the device has {_size(total)}: lower --slots or "
                 "--response-length."
             )
     fit_text = "as many as fit" if limited else "with"
@@ -397,5 +397,5 @@ def _devices(mesh: FoldedMesh) -> list[Any]:
     return [device for device in devices.flat if device.process_index == jax.process_index()]
 
 
-def _size(number: int) -> str:
-    return f"{number / 2**30:.2g} GiB" if number >= 2**29 else f"{number / 2**20:.3g} MiB"
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2g} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:.3g} MiB"

@@ -183,7 +183,7 @@ def choose_layout(setup: Setup, recipe: Recipe, num_devices: int) -> tuple[Layou
     too_large: dict[Layout, float] = {}
     # The fastest first: layouts that do not fit are skipped until the first that does.
     options.sort(key=lambda option: option.seconds)
-    for number, option in enumerate(options):
+    for rank, option in enumerate(options):
         num_bytes = option.bytes()
         if num_bytes > budget:
             too_large[option.layout] = num_bytes
@@ -191,12 +191,12 @@ def choose_layout(setup: Setup, recipe: Recipe, num_devices: int) -> tuple[Layou
         reason_line = (
             f"layout auto: {option.layout}, by the planner the fastest of {len(options)} layouts"
         )
-        reason_line += f" but {number}, which need too much memory" if too_large else ""
+        reason_line += f" but {rank}, which need too much memory" if too_large else ""
         reason_line += (
             f"; {num_bytes / 1e9:.3g} GB of {budget / 1e9:.3g} on each {hardware.name} device"
         )
-        if number + 1 < len(options):
-            next_option = options[number + 1]
+        if rank + 1 < len(options):
+            next_option = options[rank + 1]
             slowdown = next_option.seconds / option.seconds - 1
             reason_line += f"; next {next_option.layout}, {slowdown:.0%} slower"
         return option.layout, reason_line
