@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import jax
 from jaxtyping import Array
@@ -97,6 +96,7 @@ def train(
       NonFiniteRun: when updates keep being skipped.
     """
     run, sampler, networks = setup.run, setup.sampler(), setup.networks
+    # Two stages with the same methods.
     stage = Supervised(setup, sampler) if setup.recipe.supervised else Reinforcement(setup, sampler)
     checkpoints = Checkpoints(folder.checkpoints_path, run.keep_checkpoints)
     if is_main_process():
@@ -165,32 +165,11 @@ def train(
         # A signal may end the run between two checkpoints.
         if checkpoints.latest_step() != step:
             save(checkpoints, networks, state, provenance.describe(setup.settings, folder))
-        write_adapters(setup, folder.model_path, folder.adapters_path, state)
+        write_adapters(setup, folder, state.policy.weights)
         outputs.warn(guard.alarms())  # since the last step: shown, but no line of metrics is left
     if is_main_process():
         finish(folder, f"{run.task}, {setup.recipe.name}", stopped=step < run.steps)
     return Outcome(step, stopped=step < run.steps)
-
-
-@runtime_checkable
-class Stage(Protocol):
-    """Training stage that `jrl.trainer.loop.train` runs until its last step."""
-
-    def step(self, state: TrainState[Array]) -> tuple[TrainState[Array], StepResult]:
-        """Runs one training step."""
-        ...
-
-    def evaluate(self, state: TrainState[Array]) -> dict[str, float]:
-        """Held-out metrics of the policy."""
-        ...
-
-    def data_metrics(self) -> dict[str, float]:
-        """Metrics of the data, once in a run."""
-        ...
-
-    def write_samples(self, outputs: Outputs, state: TrainState[Array], result: StepResult) -> None:
-        """Writes samples of a step to samples.jsonl."""
-        ...
 
 
 class Reinforcement:
@@ -201,6 +180,7 @@ class Reinforcement:
         self._heldout = heldout_examples(setup.task, setup.run.eval_prompts)
 
     def step(self, state: TrainState[Array]) -> tuple[TrainState[Array], StepResult]:
+        """Runs one training step."""
         setup, run = self._setup, self._setup.run
         to_show = (int(state.step) + 1) % run.samples_every == 0 and run.sample_tokens > 0
         return train_step(
@@ -213,15 +193,18 @@ class Reinforcement:
         )
 
     def evaluate(self, state: TrainState[Array]) -> dict[str, float]:
+        """Held-out metrics of the policy."""
         # Without statistics of a step: an adaptive temperature stays at its base.
         self._sampler.engine.load(state.policy.weights, int(state.step))
         return heldout_metrics(self._sampler, sampling_of(self._setup.recipe), self._heldout)
 
     def data_metrics(self) -> dict[str, float]:
+        """Metrics of the data, once in a run."""
         dropped = self._setup.prompts_dropped
         return {"data/prompts_dropped": float(dropped)} if dropped else {}
 
     def write_samples(self, outputs: Outputs, state: TrainState[Array], result: StepResult) -> None:
+        """Writes samples of a step to samples.jsonl."""
         assert isinstance(result, RolloutStepResult)
         outputs.write_samples(self._setup.format, int(state.step), result)
 

@@ -110,6 +110,10 @@ class Scorer:
         """The same with dropless expert buffers, for any routing."""
         return replace(self, config=self.config.for_any_routing())
 
+    def for_separate_rows(self: ScorerT) -> ScorerT:
+        """The same for rows that share no prompt, not packed."""
+        return replace(self, layout=self.layout._replace(group_size=1), packed=None)
+
     def replayed(self, batch: Batch[Array]) -> Array | None:
         """Expert ids that a pass over `batch` replays; None routes."""
         return None

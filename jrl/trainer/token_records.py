@@ -91,8 +91,7 @@ def token_records(
     # Padded to divide over the devices; rows do not share prompts here.
     num_rows = -(-len(row_indices) // ranks(mesh)) * ranks(mesh)
     gathered_rows = np.resize(np.asarray(row_indices, np.int32), num_rows)
-    layout = objective.layout._replace(group_size=1)
-    objective = replace(objective, layout=layout, packed=None)
+    objective = objective.for_separate_rows()
     needed = Batch(
         tokens=batch.tokens,
         valid=batch.valid,
@@ -111,7 +110,7 @@ def token_records(
     logprobs, entropy, rows = to_host((*scored, replace(rows, choices=None)))
     records = {}
     for index, row in enumerate(row_indices):
-        length, begin = completions[row].length, layout.prompt_length
+        length, begin = completions[row].length, objective.layout.prompt_length
         recorded = slice(begin, begin + min(length, token_log.tokens))
         in_loss = rows.mask[index, recorded]
         was_sampled = required(rows.critic_mask)[index, recorded]

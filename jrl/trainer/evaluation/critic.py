@@ -1,7 +1,6 @@
 """Evaluation of a critic on held-out prompts: completions of the policy with critic values."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from jrl.trainer.evaluation.evaluate import heldout_examples, pad_with_repeats
 from jrl.trainer.learner.networks import Network
 from jrl.trainer.learner.objectives import CriticObjective
 from jrl.trainer.prepare import add_verdicts
-from jrl.trainer.scoring import PromptLayout, values_of
+from jrl.trainer.scoring import values_of
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh
 
@@ -53,9 +52,8 @@ def evaluate_critic(
       k: completions per prompt.
       report: called with "critic", the completions done and all there will be.
     """
-    recipe, objective = network.objective.recipe, network.objective
     # Training shares prompts in groups of its own size, which `k` need not be.
-    objective = replace(objective, layout=PromptLayout(sampler.prompt_length, group_size=1))
+    recipe, objective = network.objective.recipe, network.objective.for_separate_rows()
     examples = numbered_heldout(heldout_examples(sampler.task, num_prompts))
     report("critic", 0, len(examples) * k)
     size = _batch_size(network.mesh, len(examples), k)
