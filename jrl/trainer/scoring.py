@@ -65,6 +65,10 @@ class PromptLayout(NamedTuple):
     prompt_length: int
     group_size: int
 
+    def sections(self, rows: int, response_length: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Number and length of the prompts that run for these rows, and of their responses."""
+        return (rows // self.group_size, self.prompt_length), (rows, response_length)
+
 
 class Scores(NamedTuple):
     """Log-probabilities and entropies of given response tokens, aligned to them; prompts get 0, and
@@ -351,11 +355,7 @@ def num_micro_batches(num_rows: int, time: int, layout: PromptLayout, mesh: Fold
 
     def fits(count: int) -> bool:
         # Whole groups: a split group would run its prompt in each micro-batch.
-        rows_per_batch = num_rows // count
-        sections = (
-            (rows_per_batch // layout.group_size, layout.prompt_length),
-            (rows_per_batch, time - layout.prompt_length),
-        )
+        sections = layout.sections(num_rows // count, time - layout.prompt_length)
         # Equal shards of either section on every rank: one compiled function runs on all.
         divides = (ZigzagLayout((section,), cp).num_tokens % ranks == 0 for section in sections)
         return num_rows % (count * layout.group_size) == 0 and all(divides)

@@ -296,9 +296,8 @@ def choices_bytes(model: ModelConfig, tokens: int) -> int:
 def stage_input_bytes(model: ModelConfig, geometry: Geometry) -> int:
     """Bytes of the layers' inputs that a pipeline stage keeps during an update, for all chunks in
     flight."""
-    mesh, group = geometry.mesh, geometry.prompt_layout.group_size
-    rows = geometry.recipe.micro_batch_size // mesh.size(mesh.dp)
-    sections = (rows // group, geometry.prompt_length), (rows, geometry.response_length)
+    mesh = geometry.mesh
+    sections = geometry.prompt_layout.sections(geometry.rows, geometry.response_length)
     tokens = ZigzagLayout(sections, mesh.size(mesh.cp)).num_tokens // mesh.size(mesh.sequence)
     schedule = Schedule(mesh.layout.pp, geometry.num_micro_batches, mesh.layout.vpp)
     # Slot indices start at 0.
