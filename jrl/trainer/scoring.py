@@ -294,7 +294,8 @@ class Scorer:
         if mesh.layout.pp == 1:
             x, router = model.run(weights, pack(inputs), config, mesh)
             return read(weights, x, _rows(inputs)), router
-        num_batches = num_micro_batches(*inputs[0].shape, self.layout, mesh)
+        num_rows, time = inputs[0].shape
+        num_batches = num_micro_batches(num_rows, time, self.layout, mesh)
         # Consecutive rows: a group that shares its prompt stays in one micro-batch.
         micro_batches = jax.tree.map(lambda x: x.reshape(num_batches, -1, *x.shape[1:]), inputs)
         outs, router = stages.scan_micro_batches(

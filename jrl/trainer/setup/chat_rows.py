@@ -85,7 +85,7 @@ class ChatRows:
             span = slice(self.before - 1, self.before - 1 + len(encoded_chat.ids))
             tokens[row, span] = encoded_chat.ids
             mask[row, span] = encoded_chat.loss_mask
-            valid[row, columns] = True
+            valid[row, span] = True
         return to_devices(Batch(tokens=tokens, valid=valid, mask=mask), over_rows(mesh))
 
 
