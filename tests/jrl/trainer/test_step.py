@@ -42,7 +42,7 @@ def learned_from(monkeypatch):
     updates: list[tuple[str, list[int]]] = []
 
     def record(objective, optimizer, num_micro, learner, batch, statistics, passes=None):
-        network = "actor" if hasattr(objective, "sampling") else "critic"
+        network = "critic" if objective.config.head == "value" else "actor"
         updates.append((network, np.asarray(batch.tokens)[:, 0].tolist()))
         return learner, {"loss": 0.0, "grad_norm": 0.0, "finite": True, "empty": False}
 
