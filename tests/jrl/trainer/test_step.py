@@ -155,7 +155,7 @@ def test_critic_and_policy_have_masks_of_their_own(monkeypatch):
     setup = small_setup(small_recipe("ppo"))
     batch = small_batch(setup, ROWS)
     learn(setup, state_of(setup), batch.replace(critic_mask=~batch.mask))
-    of_policy, of_critic = (np.concatenate(seen[sampling]) for sampling in (True, False))
+    of_policy, of_critic = (np.concatenate(seen[is_policy]) for is_policy in (True, False))
     assert of_policy.any() and not of_policy.all()
     np.testing.assert_array_equal(of_critic, ~of_policy)
 
