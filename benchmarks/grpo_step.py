@@ -71,7 +71,7 @@ def measure(model: str, threads: int, steps: int) -> dict[str, float]:
     tokens = {"gen": 0.0, "update": 0.0}
     for number in range(steps + 2):
         started = time.perf_counter()
-        state, done = train_step(sampler, setup.networks, setup.recipe, state, setup.randomness)
+        state, done = train_step(sampler, setup.networks, state, setup.randomness)
         jax.block_until_ready(state)
         if number < 2:
             continue

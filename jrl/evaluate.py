@@ -87,8 +87,7 @@ def _evaluate(options: EvaluateOptions) -> dict[str, Any]:
     setup = _build_setup(options, folder, run, recipe)
     # What builds and runs a network is imported once the flags are known to be right.
     from jrl.rollout.collection.collect import sampling_of
-    from jrl.trainer.evaluation.completions import Completions
-    from jrl.trainer.evaluation.evaluate import evaluate
+    from jrl.trainer.evaluation.evaluate import Completions, evaluate
 
     watch = CompilationWatch() if is_main_process() else nullcontext()
     path = options.samples if is_main_process() else None
@@ -146,8 +145,8 @@ def _build_setup(
     The caller closes the task.
     """
     from jrl.trainer.evaluation.saved_policy import load_model
+    from jrl.trainer.setup.dry_run import turn_ends
     from jrl.trainer.setup.lengths import describe_left_out, response_origin
-    from jrl.trainer.setup.reading import turn_ends
     from jrl.trainer.setup.setup import build_setup
 
     with RaiseInAllProcesses():
@@ -173,7 +172,7 @@ def _build_setup(
 
 def _with_slots(setup: "Setup", rows: int) -> "Setup":
     """The setup with as many slots as `rows` completions need and the memory allows."""
-    from jrl.trainer.evaluation.slots import evaluation_slots
+    from jrl.trainer.setup.memory import evaluation_slots
 
     slots, line = evaluation_slots(setup, rows)
     _print_line(line)

@@ -191,8 +191,8 @@ def _atomic_folder(target: Path) -> Iterator[Path]:
     of this host that were killed go first."""
     prefix = f"{target.name}.writing-{socket.gethostname()}-"
     for leftover in target.absolute().parent.glob(f"{glob.escape(prefix)}*"):
-        number = leftover.name.removeprefix(prefix)
-        if number.isdecimal() and not _is_alive(int(number)):
+        process = leftover.name.removeprefix(prefix)
+        if process.isdecimal() and not _is_alive(int(process)):
             shutil.rmtree(leftover)
     temporary = target.absolute().parent / f"{prefix}{os.getpid()}"
     temporary.mkdir(parents=True)

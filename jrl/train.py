@@ -42,7 +42,6 @@ from jrl.text.tokenizer import Tokenizer
 # What builds and runs a network is imported in the functions, once the flags are known to be right.
 if TYPE_CHECKING:
     from jrl.trainer.setup.setup import Setup
-    from moe.architecture.lora import Lora
     from moe.weights import Transformer
 
 RUNS_PATH = Path("runs")
@@ -59,7 +58,7 @@ def _main(arguments: list[str]) -> int:
     start_jax(options.run.devices, options.processes)
     check_same(_shared_settings(options))
     if options.run.lora_from is not None and not options.command.resume:
-        from jrl.trainer.adapters.peft import resolve_adapter_settings
+        from jrl.trainer.setup.adapters import resolve_adapter_settings
 
         options = replace(options, run=resolve_adapter_settings(options.run))
     if options.run.layout == AUTO:
@@ -76,7 +75,7 @@ def _with_chosen_layout(options: TrainOptions) -> TrainOptions:
 
     Task, network and lengths are made for it on a layout of one device, and again for the run.
     """
-    from jrl.trainer.setup.automatic import choose_layout
+    from jrl.trainer.setup.planner import choose_layout
 
     run, recipe = options.run, options.recipe
     if is_multiprocess():
@@ -100,7 +99,7 @@ def _with_chosen_layout(options: TrainOptions) -> TrainOptions:
 
 def _start_run(options: TrainOptions) -> int:
     """A new run. Its folder is made when all that can be seen to be wrong has been looked at."""
-    from jrl.trainer.adapters.peft import load_initial_adapters
+    from jrl.trainer.setup.adapters import load_initial_adapters
 
     setup = _build_in_all_processes(options)
     with closing(setup.task):
@@ -119,7 +118,7 @@ def _resume(options: TrainOptions) -> int:
     from jrl.report.page import write_page
     from jrl.report.plots import plot_run
     from jrl.runs.checkpoints import Checkpoints
-    from jrl.trainer.adapters.peft import load_initial_adapters
+    from jrl.trainer.setup.adapters import load_initial_adapters
 
     run, config = options.run, to_json(options.run, options.recipe)
     with _open(lambda: RunFolder.resume(options.command.run_dir or "")) as folder:
@@ -252,6 +251,7 @@ def _tokenizer(run: RunConfig, folder: RunFolder | None) -> Tokenizer | None:
 def _load_initial_weights(setup: "Setup") -> "Transformer[Array] | None":
     """The policy that --weights asks for, or that of a public checkpoint; None without."""
     from jrl.trainer.evaluation.saved_policy import load_checkpoint, load_policy
+    from jrl.trainer.setup.network import lora_of
 
     if setup.run.weights is None:
         if (directory := setup.run.checkpoint) is None:
@@ -260,7 +260,10 @@ def _load_initial_weights(setup: "Setup") -> "Transformer[Array] | None":
         print(f"starting from the checkpoint in {directory}")
         return weights
     folder = RunFolder.read(setup.run.weights)
-    networks = setup.networks.with_adapters(_lora_of(setup, folder))
+    lora = None  # the adapters of that run
+    if folder.config().get("run", {}).get("lora_rank") is not None:
+        lora = lora_of(setup.model, configuration_of(folder)[0])
+    networks = setup.networks.with_adapters(lora)
     weights, step = load_policy(folder, networks, float32=True)
     print(f"starting from {setup.run.weights} after step {step}")
     return weights
@@ -278,15 +281,6 @@ def _count_prompts_seen(setup: "Setup") -> int:
     source_run = folder.config().get("run", {})
     same_stream = (source_run.get("task"), source_run.get("seed")) == (run.task, run.seed)
     return prompts_seen_by(folder) if same_stream else 0
-
-
-def _lora_of(setup: "Setup", folder: RunFolder) -> "Lora | None":
-    """The adapters of another run, None of one without."""
-    from jrl.trainer.setup.network import lora_of
-
-    if folder.config().get("run", {}).get("lora_rank") is None:
-        return None
-    return lora_of(setup.model, configuration_of(folder)[0])
 
 
 def _open(make: Callable[[], RunFolder]) -> RunFolder:
@@ -329,8 +323,8 @@ def _print_lengths(setup: "Setup") -> None:
     """Prints the size of a fine-tuning dataset, the prompts that were left out and the tokens that
     end a turn, where there are any; and the maximum completion length, where the user set none and
     answers do not tell how long reasoning is."""
+    from jrl.trainer.setup.dry_run import turn_ends
     from jrl.trainer.setup.lengths import describe_left_out, response_origin
-    from jrl.trainer.setup.reading import turn_ends
 
     if not is_main_process():
         return
@@ -344,15 +338,6 @@ def _print_lengths(setup: "Setup") -> None:
     answers_are_results = run.checkpoint is not None or run.task.startswith("jsonl:")
     if setup.rows is None and run.response_length is None and answers_are_results:
         print(f"completions of at most {length:,} tokens: {response_origin(run, length)}")
-
-
-def _print_dispatch(setup: "Setup") -> None:
-    """Prints the dispatch method to experts on other devices, if the user chose none."""
-    from jrl.trainer.setup.network import dispatch_explained
-
-    explanation = dispatch_explained(setup.model, setup.run, setup.mesh)
-    if explanation is not None and is_main_process():
-        print(f"dispatch {explanation}")
 
 
 def _create(options: TrainOptions) -> RunFolder:
@@ -369,8 +354,8 @@ def _create(options: TrainOptions) -> RunFolder:
     ]
     name = re.sub(r"[^a-z0-9]+", "-", "-".join(name_words).lower())
     matches = [re.fullmatch(rf"{name}-(\d+)", path.name) for path in RUNS_PATH.glob(f"{name}-*")]
-    number = 1 + max((int(match[1]) for match in matches if match), default=0)
-    return RunFolder.create(RUNS_PATH / f"{name}-{number}", config, source, code)
+    run_id = 1 + max((int(match[1]) for match in matches if match), default=0)
+    return RunFolder.create(RUNS_PATH / f"{name}-{run_id}", config, source, code)
 
 
 def _train(
@@ -382,9 +367,12 @@ def _train(
 ) -> int:
     from jrl.report.compilation import CompilationWatch
     from jrl.trainer.loop import train
+    from jrl.trainer.setup.network import dispatch_explained
 
     resume = f"{PROGRAM} --resume --run-dir {shlex.quote(str(folder.path))}"
-    _print_dispatch(setup)
+    explanation = dispatch_explained(setup.model, setup.run, setup.mesh)
+    if explanation is not None and is_main_process():
+        print(f"dispatch {explanation}")  # of experts on other devices, if the user chose none
     print(f"run folder: {folder.path}", flush=True)
     try:
         with CompilationWatch() if is_main_process() else nullcontext():

@@ -43,7 +43,7 @@ def _step(
         sampler, seconds, done = setup.sampler(), [], None
         for _ in range(2):
             began = time.perf_counter()
-            state, done = train_step(sampler, setup.networks, setup.recipe, state, setup.randomness)
+            state, done = train_step(sampler, setup.networks, state, setup.randomness)
             jax.block_until_ready(state)
             seconds.append(time.perf_counter() - began)
     finally:

@@ -19,11 +19,7 @@ def open_checkpoint(name: str, ignore: Sequence[str] = ()) -> tuple[Path, ModelC
     Raises:
       ValueError: where there is none, an extra is missing, or the network is not supported.
     """
-    if find_spec("safetensors") is None or find_spec("tokenizers") is None:
-        raise ValueError(
-            f"model={name} needs safetensors and tokenizers, which are not both installed: run "
-            'pip install -e ".[hf]"'
-        )
+    check_packages(f"model={name}")
     from moe.huggingface import config_from, idle_options  # needs an extra
 
     folder = prepare_checkpoint(name)
@@ -32,3 +28,16 @@ def open_checkpoint(name: str, ignore: Sequence[str] = ()) -> tuple[Path, ModelC
     if passed_over and is_main_process():
         print(f"passed over in config.json: {', '.join(passed_over)}", flush=True)
     return folder, config
+
+
+def check_packages(subject: str) -> None:
+    """Rejects what needs the packages of published checkpoints where they are not installed.
+
+    Args:
+      subject: what needs them, for the message.
+    """
+    if find_spec("safetensors") is None or find_spec("tokenizers") is None:
+        raise ValueError(
+            f"{subject} needs safetensors and tokenizers, which are not both installed: run pip "
+            'install -e ".[hf]"'
+        )

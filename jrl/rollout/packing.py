@@ -1,28 +1,29 @@
-"""Scoring passes over packed rows, without computation on padding.
+"""Packing plan of a mini-batch: assignment of rows to ranks, micro-batches and bins, load-balanced.
 
-The valid tokens of rows are concatenated into bins of one length (`moe.tokens.packing.
-pack_segments`), so that padding costs next to nothing; rows that take no part in a pass are in no
-bin. The LM head runs only on the states that predict a token under the mask: prompts, and responses
-that only provide context, never reach it. Its outputs are scattered back to ``[batch, time]``, so
-that losses do not depend on packing. The reference implementation is `jrl.rollout.scoring`.
-
-Shapes are static: `jrl.trainer.packed.plan`, which assigns rows to bins, computes the sizes that a
-device needs.
+The valid tokens of rows are concatenated into bins of one length, so that padding costs next to
+nothing; rows that take no part in a pass are in no bin. Rows are assigned on the host, by their
+token counts (`TokenCounts`), which all processes have. Shapes are static; the number of
+micro-batches is dynamic (`jrl.trainer.compiled.scan_first`), so that one compiled function serves
+every mini-batch.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+import numpy as np
+from jaxtyping import Array
 
-from jrl.rollout.sampling import Sampling
-from jrl.rollout.scoring import Choices, Scores, token_scores
-from moe.config import ModelConfig
-from moe.head import value_of
-from moe.tokens.packing import PackedBatch, pack_segments, positions_of, zigzag_of_rows
-from moe.weights import Transformer
-from sharding.collectives import gather_tokens, join_shards, local_shard, vary
+from jrl.processes.agreement import to_devices, to_host
+from jrl.recipes.base.batch import Batch
+from jrl.rollout.batching import over_rows, take_rows
+from jrl.rollout.decoding.scheduler import first_fit
+from moe.tokens.zigzag import ZigzagLayout
 from sharding.folding import FoldedMesh
+
+MAX_ROWS_PER_BIN = 4
+"""Maximum rows of a bin: more slots would be more copies of every per-token array."""
 
 
 class PackedSizes(NamedTuple):
@@ -39,127 +40,214 @@ class PackedSizes(NamedTuple):
     max_scored: int
 
 
-class BinnedRows(NamedTuple):
-    """Rows, and their offsets in the bins.
+class TokenCounts(NamedTuple):
+    """Token counts of each row of a batch, ``[batch]`` on the host.
 
     Attributes:
-      tokens: ``[batch, time]`` ids.
-      valid: ``[batch, time]`` true where a token is not padding.
-      mask: ``[batch, time]`` the tokens that the LM head scores; each is valid, its row is in a
-        bin, and a valid token of its row comes before it.
-      starts: ``[batch]`` position of each row's first valid token in the concatenated bins; -1 for
-        rows in no bin.
+      valid: tokens that are not padding.
+      actor: tokens in the policy's loss mask.
+      critic: tokens in the critic's loss mask.
     """
 
-    tokens: Int[Array, "batch time"]
-    valid: Bool[Array, "batch time"]
-    mask: Bool[Array, "batch time"]
-    starts: Int[Array, "batch"]
+    valid: np.ndarray
+    actor: np.ndarray
+    critic: np.ndarray
+
+    def for_network(
+        self, network: str, rows: np.ndarray, idle: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Numbers of tokens of some rows that a network runs, and of those in its loss mask.
+
+        Args:
+          network: "actor" or "critic".
+          idle: true to run rows without a token in the loss mask too.
+        """
+        # The two may have different loss masks (T-PPO), and are packed by their own.
+        loss_tokens = (self.actor if network == "actor" else self.critic)[rows]
+        # `plan` leaves out rows with 0 tokens.
+        return np.where(idle | (loss_tokens > 0), self.valid[rows], 0), loss_tokens
 
 
-def pack(
-    rows: BinnedRows,
-    sizes: PackedSizes,
-    config: ModelConfig,
+class PackingPlan(NamedTuple):
+    """Packing of a mini-batch: slots for rows, a contiguous range of them for each micro-batch, in
+    the order of the data-parallel ranks.
+
+    Attributes:
+      rows: ``[slot]`` the row in each; arbitrary where the slot is empty.
+      starts: ``[slot]`` offset of the row in the concatenated bins of its micro-batch; -1 in an
+        empty slot.
+      num_micro_batches: on each rank.
+      passes: number of micro-batches with rows, the maximum over ranks.
+      sizes: of each micro-batch.
+    """
+
+    rows: np.ndarray
+    starts: np.ndarray
+    num_micro_batches: int
+    passes: int
+    sizes: PackedSizes
+
+    def slots(self, num_rows: int) -> np.ndarray:
+        """Slot of each row, ``[num_rows]``; an empty slot for rows that are left out."""
+        filled = np.flatnonzero(self.starts >= 0)
+        # There are at least as many slots as rows: if a row is left out, some slot is empty.
+        slots = np.full(num_rows, np.argmin(self.starts))
+        slots[self.rows[filled]] = filled
+        return slots
+
+
+def counts_of(batch: Batch[Array]) -> TokenCounts:
+    """Token counts of a batch for a plan; three numbers per row are copied to the host."""
+    return TokenCounts(*to_host(_counts(batch)))
+
+
+def plan(
+    tokens: np.ndarray,
+    loss_tokens: np.ndarray,
+    time: int,
+    bins: int,
     mesh: FoldedMesh,
-    choices: Choices | None = None,
-) -> PackedBatch:
-    """Packs the rows into bins, the input of the network.
+    max_rows_per_bin: int = MAX_ROWS_PER_BIN,
+) -> PackingPlan:
+    """Assigns rows to ranks, bins and micro-batches. The longest row comes first, to the rank with
+    the fewest tokens and there to the first bin with space (first fit decreasing). Then bins are
+    assigned, those with most loss tokens first, to the micro-batch with the fewest.
+
+    Shapes depend on the number of rows and, rounded up, on the loss tokens of a full micro-batch;
+    not on the number of micro-batches that have rows.
 
     Args:
-      choices: expert ids to replay, see `jrl.rollout.scoring.pack`.
+      tokens: ``[rows]`` number of tokens that are not padding; rows without any are left out.
+      loss_tokens: ``[rows]`` number of those in the loss mask, which the LM head scores.
+      time: maximum tokens of a row.
+      bins: of a micro-batch.
+      max_rows_per_bin: maximum number of rows of a bin.
+
+    References:
+      Johnson et al., "Worst-case performance bounds for simple one-dimensional packing algorithms",
+      1974 (first fit decreasing takes 11/9 of the bins that are needed, at most and nearly).
     """
-    positions = _bin_positions(rows, sizes)
-    # Segment ids count from 1; 0 is padding.
-    segment_ids = jnp.broadcast_to(1 + jnp.arange(positions.shape[0])[:, None], positions.shape)
-
-    def to_bins(x: Int[Array, "batch time *_"]) -> Int[Array, "bin length *_"]:
-        flat = jnp.zeros_like(x, shape=(sizes.bins * sizes.length, *x.shape[2:]))
-        bins = flat.at[positions].set(x, mode="drop")
-        return bins.reshape(sizes.bins, sizes.length, *x.shape[2:])
-
-    replay = None if choices is None else jnp.moveaxis(to_bins(choices), 2, 0)
-    return pack_segments(
-        to_bins(rows.tokens),
-        to_bins(segment_ids),
-        positions.shape[0],
-        mesh,
-        config,
-        replay,
-        positions=to_bins(positions_of(rows.valid)),
-    )
-
-
-def scores_of(
-    weights: Transformer[Array],
-    x: Float[Array, "local d_model"],
-    rows: BinnedRows,
-    sizes: PackedSizes,
-    config: ModelConfig,
-    sampling: Sampling,
-    mesh: FoldedMesh,
-) -> Scores:
-    """Scores of the tokens under the mask, as `jrl.rollout.scoring.scores_of`; all others get 0.
-
-    Communication per device: that of `_gather_predicting_states` and of the head.
-    """
-    x, index = _gather_predicting_states(x, rows, sizes, config, mesh)
-    tokens = rows.tokens.reshape(-1).at[index].get(mode="fill", fill_value=0)
-    tokens = local_shard(vary(tokens, mesh.axes), mesh.sequence)
-    scores = token_scores(weights, x, tokens, config, sampling, mesh)
-    return Scores(*(_scatter_to_rows(values, rows, index, mesh) for values in scores), router=None)
+    # To ranks first, evenly by tokens, as all run as many passes as the fullest of them needs.
+    length, ranks = bin_length(time, mesh), mesh.size(mesh.dp)
+    bins_of_ranks = [
+        _pack_bins(rows, tokens, length, max_rows_per_bin)
+        for rows in _assign_to_ranks(tokens, ranks)
+    ]
+    # A pass has collectives: all ranks must run the same number.
+    passes = max(-(-max(map(len, bins_of_ranks)) // bins), 1)
+    micro_batches_of_ranks = [
+        _assign_to_micro_batches(rank_bins, loss_tokens, passes, bins)
+        for rank_bins in bins_of_ranks
+    ]
+    # In the worst case one row per bin, where all have their full length.
+    num_micro_batches = max(passes, -(-len(tokens) // (ranks * bins)))
+    # A static shape, so it is that of the worst case; `passes` is how many of them run.
+    rows = np.zeros((ranks, num_micro_batches, bins * max_rows_per_bin), np.int64)
+    # Empty by default: `_mask_empty_slots` masks empty slots.
+    starts = np.full(rows.shape, -1, np.int64)
+    # Estimated for full micro-batches, so that few rows do not compile another size.
+    num_bins = max(sum(map(len, bins_of_ranks)), 1)
+    max_loss_tokens = -(-int(loss_tokens[tokens > 0].sum()) * bins // num_bins)
+    for rank, rank_bins in enumerate(micro_batches_of_ranks):
+        for micro_batch, micro_batch_bins in enumerate(rank_bins):
+            micro_batch_rows = [row for bin_rows in micro_batch_bins for row in bin_rows]
+            rows[rank, micro_batch, : len(micro_batch_rows)] = micro_batch_rows
+            starts[rank, micro_batch, : len(micro_batch_rows)] = [
+                bin * length + int(tokens[bin_rows[:n]].sum())
+                for bin, bin_rows in enumerate(micro_batch_bins)
+                for n in range(len(bin_rows))
+            ]
+            # No micro-batch may have more loss tokens than the LM head's buffer.
+            max_loss_tokens = max(max_loss_tokens, int(loss_tokens[micro_batch_rows].sum()))
+    # The buffer is sharded over the ranks of cp and tp, so it divides by them.
+    shards = mesh.size(mesh.sequence)
+    sizes = PackedSizes(bins, length, -(-round_up_size(max_loss_tokens) // shards) * shards)
+    return PackingPlan(rows.reshape(-1), starts.reshape(-1), num_micro_batches, passes, sizes)
 
 
-def values_of(
-    critic: Transformer[Array],
-    x: Float[Array, "local d_model"],
-    rows: BinnedRows,
-    sizes: PackedSizes,
-    config: ModelConfig,
-    mesh: FoldedMesh,
-) -> Float[Array, "batch time"]:
-    """Critic values of the state before each token under the mask; all others get 0."""
-    x, index = _gather_predicting_states(x, rows, sizes, config, mesh)
-    return _scatter_to_rows(value_of(critic, x, config), rows, index, mesh)
+def bin_length(time: int, mesh: FoldedMesh) -> int:
+    """Tokens of a bin: at least the longest row, divisible over ``cp x tp`` ranks."""
+    length = ZigzagLayout(((1, time),), mesh.size(mesh.cp)).padded_length(time)
+    # A multiple of the parts of zig-zag and of the number of ranks.
+    unit = np.lcm(ZigzagLayout((), mesh.size(mesh.cp)).padded_length(1), mesh.size(mesh.sequence))
+    return int(-(-length // unit) * unit)
 
 
-def _bin_positions(rows: BinnedRows, sizes: PackedSizes) -> Int[Array, "batch time"]:
-    """Position of each token in the concatenated bins; past the end for tokens in no bin."""
-    in_bin = rows.valid & (rows.starts >= 0)[:, None]
-    position = rows.starts[:, None] + positions_of(rows.valid)
-    return jnp.where(in_bin, position, sizes.bins * sizes.length)
+def round_up_size(size: int) -> int:
+    """Rounds up to one of 1, 2, 3, 4, 6, 8, 12, 16, ...: at most 1.5 times as much, with two sizes
+    to compile for every doubling."""
+    # Finer steps would waste less buffer and compile more sizes: the size differs between
+    # mini-batches.
+    power = 1 << max(size - 1, 0).bit_length()
+    return 3 * power // 4 if power >= 4 and size <= 3 * power // 4 else power
 
 
-def _gather_predicting_states(
-    x: Float[Array, "local d_model"],
-    rows: BinnedRows,
-    sizes: PackedSizes,
-    config: ModelConfig,
-    mesh: FoldedMesh,
-) -> tuple[Float[Array, "shard d_model"], Int[Array, "scored"]]:
-    """Selects the states of a packed batch that predict the tokens under the mask, this rank's
-    shard; and returns the flat indices of these tokens in all rows, on every rank.
-
-    Unused entries have an arbitrary state, and an index past the end.
-
-    Communication per device over ``cp x tp``: one `gather_tokens` of the states, ``tokens x d_model
-    (n - 1) / n`` elements; backward one `scatter_tokens` as large.
-    """
-    flat_mask = rows.mask.reshape(-1)
-    (index,) = jnp.nonzero(flat_mask, size=sizes.max_scored, fill_value=flat_mask.size)
-    before = _bin_positions(rows, sizes).reshape(-1) - 1
-    source = jnp.maximum(before.at[index].get(mode="fill", fill_value=0), 0)
-    # Bins are sharded over `cp`, in zig-zag order or not: maps a position to the gathered batch.
-    zigzag = zigzag_of_rows((sizes.bins, sizes.length), mesh, config)
-    (order,) = zigzag.restore(jnp.arange(zigzag.num_tokens, dtype=jnp.int32))
-    source = vary(order.reshape(-1)[source], mesh.axes)
-    return gather_tokens(x, mesh.sequence)[local_shard(source, mesh.sequence)], index
+def pack_rows(batch: Batch[Array], plan_of_batch: PackingPlan, mesh: FoldedMesh) -> Batch[Array]:
+    """Moves the rows to their slots; empty slots have no valid token and an empty loss mask."""
+    # A gather on the mesh: only the offsets of rows come from the host.
+    starts = to_devices(plan_of_batch.starts.astype(np.int32), over_rows(mesh))
+    return _mask_empty_slots(take_rows(batch, plan_of_batch.rows, mesh), starts)
 
 
-def _scatter_to_rows(
-    values: Float[Array, "shard"], rows: BinnedRows, index: Int[Array, "scored"], mesh: FoldedMesh
-) -> Float[Array, "batch time"]:
-    """Scatters values of the tokens `index` to their positions in ``[batch, time]``."""
-    gathered = join_shards(values, mesh.sequence)
-    flat = jnp.zeros_like(gathered, shape=rows.tokens.size)
-    return flat.at[index].set(gathered, mode="drop").reshape(rows.tokens.shape)
+@jax.jit
+def clear_idle_rows(rows: Batch[Array]) -> Batch[Array]:
+    """Clears `valid` of rows without a token in the loss mask, so that they affect neither the
+    computation nor the routers' balance."""
+    return replace(rows, valid=rows.valid & jnp.any(rows.mask, axis=1, keepdims=True))
+
+
+def _assign_to_ranks(tokens: np.ndarray, ranks: int) -> list[list[int]]:
+    """Assigns the rows that have tokens to ranks, the longest first."""
+    rows_of_ranks: list[list[int]] = [[] for _ in range(ranks)]
+    loads = np.zeros(ranks, np.int64)
+    # Stable, as every process makes the plan for itself: rows of one length keep their order.
+    for row in np.argsort(-tokens, kind="stable"):
+        if tokens[row]:
+            rank = int(np.argmin(loads))
+            rows_of_ranks[rank].append(int(row))
+            loads[rank] += tokens[row]
+    return rows_of_ranks
+
+
+def _pack_bins(rows: list[int], tokens: np.ndarray, length: int, max_rows: int) -> list[list[int]]:
+    """Packs rows, given in descending length, into bins by first fit."""
+    bins: list[list[int]] = []
+    # The number of rows is limited too: slots of a bin are a static shape.
+    for row, start in zip(rows, first_fit(tokens[rows].tolist(), length, max_rows), strict=True):
+        if start // length == len(bins):
+            bins.append([])
+        bins[start // length].append(row)
+    return bins
+
+
+def _assign_to_micro_batches(
+    bins: list[list[int]], loss_tokens: np.ndarray, passes: int, max_bins: int
+) -> list[list[list[int]]]:
+    """Assigns bins to micro-batches, at most `max_bins` to each, balanced by loss tokens."""
+    micro_batches: list[list[list[int]]] = [[] for _ in range(passes)]
+    loads = np.zeros(passes, np.int64)
+    loss_tokens_of_bins = np.array([loss_tokens[bin_rows].sum() for bin_rows in bins], np.int64)
+    # The LM head's buffer is sized for the fullest micro-batch: balancing keeps it small.
+    for bin in np.argsort(-loss_tokens_of_bins, kind="stable"):
+        open_ = [n for n, micro_batch in enumerate(micro_batches) if len(micro_batch) < max_bins]
+        # One is always open: `passes` was counted for the rank with most bins.
+        micro_batch = min(open_, key=lambda n: loads[n])
+        micro_batches[micro_batch].append(bins[bin])
+        loads[micro_batch] += loss_tokens_of_bins[bin]
+    return micro_batches
+
+
+@jax.jit
+def _counts(batch: Batch[Array]) -> tuple[Array, Array, Array]:
+    # Without a mask of its own the critic uses that of the policy.
+    critic = batch.mask if batch.critic_mask is None else batch.critic_mask
+    masks = batch.valid, batch.mask, critic
+    sums = [jnp.sum(mask, axis=1, dtype=jnp.int32) for mask in masks]
+    return sums[0], sums[1], sums[2]
+
+
+@jax.jit
+def _mask_empty_slots(rows: Batch[Array], starts: Array) -> Batch[Array]:
+    # A gather fills every slot with some row: in an empty slot it would count twice.
+    filled = (starts >= 0)[:, None]
+    return replace(rows, starts=starts, valid=rows.valid & filled, mask=rows.mask & filled)

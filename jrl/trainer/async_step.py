@@ -9,7 +9,6 @@ from typing import NamedTuple
 from jaxtyping import Array
 
 from jrl.processes.agreement import to_devices, to_host
-from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.batching import batch_from_host, replicated
 from jrl.rollout.collection.async_buffer import (
     AsyncBuffer,
@@ -22,7 +21,7 @@ from jrl.rollout.collection.collect import Collected
 from jrl.rollout.decoding.programs.slots import SlotPool
 from jrl.rollout.resharding import are_disjoint
 from jrl.rollout.sampler import Sampler
-from jrl.trainer.setup.networks import Networks
+from jrl.trainer.learner.networks import Networks
 from jrl.trainer.state import TrainState
 
 
@@ -48,16 +47,13 @@ class AsyncStep:
     Args:
       sampler: its engine gets the weights; no request is in flight in it.
       networks: that are about to be updated.
-      recipe: determines the collection of a step.
       state: before the step.
     """
 
-    def __init__(
-        self, sampler: Sampler, networks: Networks, recipe: Recipe, state: TrainState[Array]
-    ):
-        self._sampler, self._networks, self._recipe = sampler, networks, recipe
+    def __init__(self, sampler: Sampler, networks: Networks, state: TrainState[Array]):
+        self._sampler, self._networks = sampler, networks
         self._seconds = {"timing_s/gen": 0.0, "timing_s/reward": 0.0}
-        version, bound = int(state.step), networks.max_staleness
+        version = int(state.step)
         self._before = sampler.engine.usage.copy()
         # Reset to the state of a new engine, which it is after a restart.
         sampler.engine.release()
@@ -73,7 +69,7 @@ class AsyncStep:
         # In the first step nothing was sampled ahead: it samples its own batch first.
         if async_batch is None:
             async_batch = self._draw(int(state.prompts_seen))
-        staleness = check_staleness(async_batch.ready, version, bound)
+        staleness = check_staleness(async_batch.ready, version, spec.batches)
         self._async_batch = async_batch
         self._metrics = {
             "staleness/mean": float(staleness.mean()),
@@ -132,8 +128,8 @@ class AsyncStep:
     def _draw(self, first: int, previous: AsyncRollouts | None = None) -> AsyncRollouts:
         collector = AsyncCollector(
             self._sampler,
-            self._recipe,
-            batches=self._networks.max_staleness,
+            self._networks.recipe,
+            batches=self._spec.batches,
             first=first,
             keep_pool=self._networks.pool_spec is not None,
             seconds=self._seconds,

@@ -25,8 +25,7 @@ from jrl.rollout.sampler import Sampler
 from jrl.runs import provenance
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
-from jrl.trainer.adapters.peft import write_adapters
-from jrl.trainer.evaluation.heldout import heldout_examples, heldout_metrics
+from jrl.trainer.evaluation.evaluate import heldout_examples, heldout_metrics
 from jrl.trainer.outputs import (
     NUM_SHOWN,
     Outputs,
@@ -36,12 +35,12 @@ from jrl.trainer.outputs import (
     save_nonfinite,
     write_heldout_samples,
 )
+from jrl.trainer.setup.adapters import write_adapters
 from jrl.trainer.setup.setup import Setup
-from jrl.trainer.stage import Stage
 from jrl.trainer.state import TrainState, init_adapters, init_state, init_weights, restore, save
 from jrl.trainer.step import SAMPLES_TIMING, RolloutStepResult, StepResult, train_step
 from jrl.trainer.summary import drift_alarm
-from jrl.trainer.supervised.stage import Supervised
+from jrl.trainer.supervised import Supervised
 from jrl.trainer.token_records import TokenLogConfig
 from jrl.trainer.warm_start import WarmStartStopped, prompts_imitated, shortfall, warm_start
 from moe.disaggregated.split import devices_of
@@ -97,6 +96,7 @@ def train(
       NonFiniteRun: when updates keep being skipped.
     """
     run, sampler, networks = setup.run, setup.sampler(), setup.networks
+    # Two stages with the same methods.
     stage = Supervised(setup, sampler) if setup.recipe.supervised else Reinforcement(setup, sampler)
     checkpoints = Checkpoints(folder.checkpoints_path, run.keep_checkpoints)
     if is_main_process():
@@ -104,21 +104,24 @@ def train(
     with ExitStack() as stack:
         stop = stack.enter_context(Stop(setup.task.close))
         guard = stack.enter_context(Guard(_attachment(setup.run, folder, on_fault)))
-        try:
-            state = _initial_state(
-                setup,
-                stage,
-                sampler,
-                folder,
-                checkpoints,
-                weights=weights,
-                adapters=adapters,
-                prompts_seen=prompts_seen,
-                stop=stop,
-                on_step=on_step,
-            )
-        except WarmStartStopped:
-            return Outcome(0, stopped=True, saved=False)
+        state = _restored_state(setup, folder, checkpoints)
+        if state is None:
+            try:
+                state, metrics = _first_state(
+                    setup, sampler, folder, weights, adapters, prompts_seen, stop
+                )
+            except WarmStartStopped:
+                return Outcome(0, stopped=True, saved=False)
+            metrics |= stage.evaluate(state) | stage.data_metrics()
+            with appender(folder.metrics_path) as lines:
+                check_defined(metrics)
+                lines.append(0, metrics)
+            if is_main_process():
+                on_step(0, metrics)
+            with appender(folder.samples_path) as lines:
+                write_heldout_samples(setup, sampler, state, lines)
+            # A run killed in its first steps need not repeat its warm start.
+            save(checkpoints, networks, state, provenance.describe(setup.settings, folder))
         # After the folder was reset to the checkpoint: totals continue from its last line.
         outputs = stack.enter_context(open_outputs(run, setup.recipe, folder, int(state.step)))
         # Processes stop together: one that left alone would block the others in a collective.
@@ -147,8 +150,8 @@ def train(
             outputs.log(step, metrics)
             if is_main_process():
                 on_step(step, metrics)
-            for number, skipped_update in enumerate(result.nonfinite):
-                save_nonfinite(folder, f"{step}-{number}-{skipped_update.network}", skipped_update)
+            for index, skipped_update in enumerate(result.nonfinite):
+                save_nonfinite(folder, f"{step}-{index}-{skipped_update.network}", skipped_update)
             # Before the last checkpoint, like all lines: it records the offsets of all files.
             if step == run.steps:
                 write_heldout_samples(setup, sampler, state, outputs.samples)
@@ -162,7 +165,7 @@ def train(
         # A signal may end the run between two checkpoints.
         if checkpoints.latest_step() != step:
             save(checkpoints, networks, state, provenance.describe(setup.settings, folder))
-        write_adapters(setup, folder.model_path, folder.adapters_path, state)
+        write_adapters(setup, folder, state.policy.weights)
         outputs.warn(guard.alarms())  # since the last step: shown, but no line of metrics is left
     if is_main_process():
         finish(folder, f"{run.task}, {setup.recipe.name}", stopped=step < run.steps)
@@ -177,12 +180,12 @@ class Reinforcement:
         self._heldout = heldout_examples(setup.task, setup.run.eval_prompts)
 
     def step(self, state: TrainState[Array]) -> tuple[TrainState[Array], StepResult]:
+        """Runs one training step."""
         setup, run = self._setup, self._setup.run
         to_show = (int(state.step) + 1) % run.samples_every == 0 and run.sample_tokens > 0
         return train_step(
             self._sampler,
             self._networks,
-            setup.recipe,
             state,
             setup.randomness,
             shuffle_rewards=run.shuffle_rewards,
@@ -190,40 +193,47 @@ class Reinforcement:
         )
 
     def evaluate(self, state: TrainState[Array]) -> dict[str, float]:
+        """Held-out metrics of the policy."""
         # Without statistics of a step: an adaptive temperature stays at its base.
         self._sampler.engine.load(state.policy.weights, int(state.step))
         return heldout_metrics(self._sampler, sampling_of(self._setup.recipe), self._heldout)
 
     def data_metrics(self) -> dict[str, float]:
+        """Metrics of the data, once in a run."""
         dropped = self._setup.prompts_dropped
         return {"data/prompts_dropped": float(dropped)} if dropped else {}
 
     def write_samples(self, outputs: Outputs, state: TrainState[Array], result: StepResult) -> None:
+        """Writes samples of a step to samples.jsonl."""
         assert isinstance(result, RolloutStepResult)
         outputs.write_samples(self._setup.format, int(state.step), result)
 
 
-def _initial_state(
+def _restored_state(
+    setup: Setup, folder: RunFolder, checkpoints: Checkpoints
+) -> TrainState[Array] | None:
+    """State of the latest valid checkpoint, to which the run folder is reset; None without one."""
+    step = provenance.find_resume_step(checkpoints)
+    if step is None:
+        return None
+    state = restore(checkpoints, setup.networks, step)
+    provenance.rewind(setup.settings, folder, step, checkpoints.meta(step))
+    return state
+
+
+def _first_state(
     setup: Setup,
-    stage: Stage,
     sampler: Sampler,
     folder: RunFolder,
-    checkpoints: Checkpoints,
     weights: Transformer[Array] | None,
     adapters: Transformer[Array] | None,
     prompts_seen: int,
     stop: Stop,
-    on_step: OnStep,
-) -> TrainState[Array]:
-    """Initial state of the training loop: that of the latest valid checkpoint, or a fresh one.
+) -> tuple[TrainState[Array], dict[str, float]]:
+    """State of a new run, and metrics of its warm start; the arguments are those of `train`.
 
     A run killed before its first checkpoint starts again, with the same result.
     """
-    step = provenance.find_resume_step(checkpoints)
-    if step is not None:
-        state = restore(checkpoints, setup.networks, step)
-        provenance.rewind(setup.settings, folder, step, checkpoints.meta(step))
-        return state
     # Files are handled by the first process, and an error there must stop all others.
     with RaiseInAllProcesses():
         if is_main_process():
@@ -250,39 +260,28 @@ def _initial_state(
     if setup.model.lora is not None and adapters is None:
         key = setup.randomness.key("adapters")
         adapters = init_adapters(setup.model, setup.mesh, key)
-    state = init_state(setup.networks, weights, critic_key, prompts_seen, adapters)
-    metrics |= stage.evaluate(state) | stage.data_metrics()
-    with appender(folder.metrics_path) as lines:
-        check_defined(metrics)
-        lines.append(0, metrics)
-    if is_main_process():
-        on_step(0, metrics)
-    with appender(folder.samples_path) as lines:
-        write_heldout_samples(setup, sampler, state, lines)
-    # A run killed in its first steps need not repeat its warm start.
-    save(checkpoints, setup.networks, state, provenance.describe(setup.settings, folder))
-    return state
+    return init_state(setup.networks, weights, critic_key, prompts_seen, adapters), metrics
 
 
 def _attachment(run: RunConfig, folder: RunFolder, on_fault: Hook | None) -> Attachment | None:
     """Fault monitoring of this process; None in a run without `faults`."""
     if not run.faults:
         return None
-    number = jax.process_index()
+    process = jax.process_index()
     hooks = [] if on_fault is None else [on_fault]
     if run.on_fault is not None:
         hooks.append(command_hook(run.on_fault))
     return Attachment(
         folder=folder.path,
-        machine=machine_name(socket.gethostname(), number),
-        watches=number == 0,
+        machine=machine_name(socket.gethostname(), process),
+        watches=process == 0,
         detector=StandardDetector(continuity=run.faults_continuity),
         gpus=local_gpus([d.local_hardware_id for d in jax.local_devices()], os.environ)
         if jax.local_devices()[0].platform == "gpu"
         else None,
         hooks=tuple(hooks),
         interval=min(DETECTION_INTERVAL, run.faults_continuity),
-        port=None if run.faults_port is None else run.faults_port + number,
+        port=None if run.faults_port is None else run.faults_port + process,
     )
 
 

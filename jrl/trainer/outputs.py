@@ -27,7 +27,7 @@ from jrl.runs.folder import RunFolder
 from jrl.runs.records import Appender, read_metrics, read_samples
 from jrl.tasks.answers.habits import is_disputed
 from jrl.text.prompt_format import PromptFormat
-from jrl.trainer.evaluation.heldout import heldout_examples
+from jrl.trainer.evaluation.evaluate import heldout_examples
 from jrl.trainer.setup.setup import Setup
 from jrl.trainer.state import TrainState
 from jrl.trainer.step import NonFinite, RolloutStepResult

@@ -1,37 +1,39 @@
-"""Preparation of a step's batch: rewards, values, reference log-probabilities, advantages and
-mismatch corrections."""
+"""Preparation of a step's batch: rewards, values, reference log-probabilities, advantages, mismatch
+corrections, and the entropy statistics of an adaptive sampling temperature."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Array
 
-from jrl.losses import overlong_filter
+from jrl.losses import EntropyStatistics, Mean, overlong_filter
 from jrl.processes.agreement import to_devices, to_host
 from jrl.recipes.base.batch import Batch, Targets, required, responses_of
 from jrl.recipes.base.mismatch import Corrected, Correction
 from jrl.recipes.base.recipe import Recipe
-from jrl.rollout.batching import over_rows
+from jrl.rollout.batching import over_rows, replicated
 from jrl.rollout.collection.collect import groups_of
 from jrl.rollout.sampler import Completion, lengths_of, sampled_lengths_of
+from jrl.rollout.sampling import Sampling
 from jrl.rollout.timing import timed
-from jrl.trainer.learner.objectives import CriticObjective, sampling_differences
-from jrl.trainer.packed.scoring import packed_scores
+from jrl.trainer.learner.networks import Network, Networks
+from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective, sampling_differences
 from jrl.trainer.scoring import (
     logprobs_and_choices_of,
     logprobs_and_entropy_of,
     logprobs_of,
+    packed_scores,
     values_of,
 )
-from jrl.trainer.setup.networks import Network, Networks
 from jrl.trainer.state import TrainState, reference_of
 from moe.config import ModelConfig
 from moe.weights import Transformer
-from sharding.folding import FoldedMesh
 
 
 @partial(jax.jit, static_argnums=0)
@@ -53,12 +55,10 @@ def mismatch_metrics(logprobs: Array, old_logprobs: Array, mask: Array) -> dict[
 
 def prepare(
     networks: Networks,
-    recipe: Recipe,
     state: TrainState[Array],
     completions: Sequence[Completion],
     scores: np.ndarray,
     batch: Batch[Array],
-    response_length: int,
     correct: np.ndarray | None = None,
 ) -> tuple[Batch[Array], dict[str, float]]:
     """Adds to the batch everything that is computed before the first update.
@@ -69,16 +69,15 @@ def prepare(
       completions: the rows of `batch`.
       scores: of their verdicts.
       batch: as `collect` returns it, on the mesh of training.
-      response_length: the limit of a completion, in tokens.
       correct: mask of the scores with full marks; None is those of 1.
 
     Returns:
       The batch, and metrics: the seconds of each phase and, where the trainer scores the
       completions too, the mismatch between sampler and trainer.
     """
-    seconds, rescored = dict[str, float](), None
+    recipe, seconds, rescored = networks.recipe, dict[str, float](), None
     full = np.asarray(scores == 1.0) if correct is None else correct
-    batch = add_verdicts(recipe, completions, scores, full, batch, response_length, networks.mesh)
+    batch = add_verdicts(networks.policy.objective, completions, scores, full, batch)
     # Forward passes with the weights before the first update: none is repeated per epoch.
     if state.critic is not None:
         assert networks.critic is not None
@@ -95,7 +94,7 @@ def prepare(
     # The sampler's own log-probabilities are the old ones by default, which saves a pass.
     if recipe.rescores:
         with timed("timing_s/old_log_prob", seconds):
-            batch, rescored = _rescore(networks, recipe, state, batch)
+            batch, rescored = _rescore(networks, state.policy.weights, batch)
     with timed("timing_s/adv", seconds):
         batch, metrics = _with_targets(recipe, batch, rescored)
         jax.block_until_ready(batch)
@@ -134,36 +133,33 @@ def _compute_logprobs(
 
 
 def add_verdicts(
-    recipe: Recipe,
+    objective: PolicyObjective | CriticObjective,
     completions: Sequence[Completion],
     scores: np.ndarray,
     correct: np.ndarray,
     batch: Batch[Array],
-    response_length: int,
-    mesh: FoldedMesh,
 ) -> Batch[Array]:
     """Adds results of the verifier to the batch: rewards, correct, groups and lengths.
 
     Args:
+      objective: what is trained on them.
       completions: the rows of `batch`.
       scores: of their verdicts.
       correct: mask of the scores with full marks.
-      response_length: the limit of a completion, in tokens.
-      mesh: of training.
     """
     lengths = lengths_of(completions)
     before_end = sum_earlier_turn_rewards(completions, batch)
     # Rewards of turns before the last are not transformed: the recipe's `rewards` applies to the
     # end.
     final = jnp.asarray(scores if before_end is None else scores - before_end)
-    rewards = recipe.rewards(final, jnp.asarray(lengths), response_length)
-    columns = {
+    rewards = objective.recipe.rewards(final, jnp.asarray(lengths), objective.response_length)
+    verdicts = {
         "rewards": rewards if before_end is None else rewards + before_end,
         "correct": correct,
         "groups": groups_of(completions),
         "lengths": sampled_lengths_of(completions),
     }
-    batch = replace(batch, **to_devices(columns, over_rows(mesh)))
+    batch = replace(batch, **to_devices(verdicts, over_rows(objective.mesh)))
     return batch if batch.finished is None else _clear_unfinished(batch, batch.finished)
 
 
@@ -205,11 +201,11 @@ def _check_recorded_choices(batch: Batch[Array], config: ModelConfig) -> None:
 
 
 def _rescore(
-    networks: Networks, recipe: Recipe, state: TrainState[Array], batch: Batch[Array]
+    networks: Networks, policy: Transformer[Array], batch: Batch[Array]
 ) -> tuple[Batch[Array], Array]:
     """Scores the batch with the policy; returns the batch and the policy's log-probabilities. The
     batch gets the policy's expert ids under R2, and its entropy for an adaptive temperature."""
-    objective, policy = networks.policy.objective, state.policy.weights
+    objective, recipe = networks.policy.objective, networks.recipe
     # R2 with an adaptive temperature takes two passes: the second, for the entropy, replays the
     # expert ids of the first, as every update does.
     if recipe.router_replay == "R2":
@@ -281,3 +277,62 @@ def _with_targets(
         importance_weights=correction.importance_weights,
     )
     return batch, metrics
+
+
+def statistics_of_step(
+    networks: Networks,
+    batch: Batch[Array],
+    sampled: Array,
+    before: EntropyStatistics[Array] | None,
+) -> EntropyStatistics[Array] | None:
+    """Recipe's entropy statistics of a step, replicated on every device; those of the step `before`
+    where no token is in the mask.
+
+    Args:
+      batch: as `prepare` gives it.
+      sampled: ``[batch, time]`` the mask before anything was rejected.
+    """
+    if before is None:
+        return None
+    return _statistics(networks.recipe, replicated(networks.mesh))(
+        replace(batch, mask=sampled), before
+    )
+
+
+@cache
+def _statistics(recipe: Recipe, sharding: NamedSharding) -> Callable[..., Any]:
+    def latest(batch: Batch[Array], before: EntropyStatistics[Array]) -> Any:
+        # Without tokens there are no statistics, but the sampler needs some.
+        any_token = jnp.any(batch.mask)
+        return jax.tree.map(
+            lambda new, old: jnp.where(any_token, new, old),
+            recipe.entropy_statistics(batch),
+            before,
+        )
+
+    return jax.jit(latest, out_shardings=sharding)
+
+
+@partial(jax.jit, static_argnums=0)
+def temperatures(
+    sampling: Sampling, batch: Batch[Array], sampled: Array, before: EntropyStatistics[Array]
+) -> dict[str, Array]:
+    """Metrics of the temperatures at which the tokens were sampled, from the trainer's entropies.
+
+    Args:
+      batch: as `prepare` gives it.
+      sampled: ``[batch, time]`` the mask before anything was rejected.
+      before: the statistics of the step before this one.
+    """
+    assert sampling.adaptive is not None
+    entropy, base = required(batch.old_entropy), sampling.temperature
+    # The sampler's rule applied to the trainer's entropies: no temperatures need be recorded.
+    token_temperatures = sampling.adaptive.at(entropy, sampled, before, base)
+    fallback = jnp.asarray(base, token_temperatures.dtype)  # reported where no token is in the mask
+    low = jnp.min(jnp.where(sampled, token_temperatures, jnp.inf))
+    high = jnp.max(jnp.where(sampled, token_temperatures, -jnp.inf))
+    any_token = jnp.any(sampled)
+    spread = {"mean": Mean.of(token_temperatures, sampled).value(), "min": low, "max": high}
+    return {
+        f"sampling/temperature/{n}": jnp.where(any_token, x, fallback) for n, x in spread.items()
+    }

@@ -1,151 +1,395 @@
-"""Scoring passes of policy, reference model and critic over completions, on global arrays.
+"""Scoring: forward passes over given tokens for log-probabilities, entropies and critic values.
 
-Each function below returns its result with the overflow of the expert buffers. As decorated, it
-returns the result alone, recomputed with dropless buffers after an overflow
-(`jrl.trainer.learner.overflow.RetryOnOverflow`).
+`Scorer` runs rows and reads the last hidden states of the network, inside the `jax.shard_map`; the
+losses of the updates are `Scorer`s too (`jrl.trainer.learner.objectives`). Rows run as they are,
+except that rows that share a prompt run it once; or packed into bins, without computation on
+padding (`jrl.rollout.packing`). The functions below are whole passes over global arrays. Each
+returns its result with the overflow of the expert buffers; as decorated, it returns the result
+alone, recomputed with dropless buffers after an overflow (`jrl.trainer.compiled.RetryOnOverflow`).
 """
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Float, Int, Integer
 
-from jrl.recipes.base.batch import Batch
-from jrl.rollout.scoring import mark_replicated, score, score_values, score_with_argmax
-from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective
-from jrl.trainer.learner.overflow import RetryOnOverflow, retry_on_overflow
-from moe import placement
+from jrl.processes.agreement import to_devices
+from jrl.recipes.base.batch import Batch, required
+from jrl.rollout.batching import replicated, take_rows
+from jrl.rollout.packing import PackedSizes, counts_of, pack_rows, plan
+from jrl.rollout.sampling import Sampling, sampler_logits
+from jrl.rollout.sampling import logprobs_of as logprobs_in
+from jrl.trainer.compiled import RetryOnOverflow, scan_first
+from moe import model, placement, stages
+from moe.config import ModelConfig
+from moe.head import is_argmax, logits_of, logprobs_and_entropy, value_of
 from moe.router.overflow import overflow_of
+from moe.router.replay import choices_dtype
 from moe.router.statistics import RouterStatistics
+from moe.tokens import alignment
+from moe.tokens.packing import (
+    PackedBatch,
+    pack_segments,
+    pack_shared_prompts,
+    positions_of,
+    zigzag_of_rows,
+)
+from moe.tokens.zigzag import ZigzagLayout
 from moe.weights import Transformer
+from sharding.collectives import gather_tokens, join_shards, local_shard, vary
+from sharding.folding import FoldedMesh
+
+Choices = Integer[Array, "batch time layer k"]
+Read = Callable[[Transformer[Array], Array, Batch[Array]], Any]
+"""(weights, last hidden states, rows) -> arrays with a row for each."""
+Pass = Callable[..., tuple[Any, Array | None]]
+"""(scorer, weights, arrays with a row per sequence) -> its result, and the expert buffers'
+overflow."""
+ScorerT = TypeVar("ScorerT", bound="Scorer")
 
 
-@retry_on_overflow()
-def values_of(
-    objective: CriticObjective, critic: Transformer[Array], tokens: Array, valid: Array
-) -> tuple[Array, Array | None]:
-    """Critic values of all response tokens."""
+class PromptLayout(NamedTuple):
+    """Layout of prompts and responses in rows of tokens.
 
-    def forward(critic, tokens, valid):
-        return score_values(
-            critic, tokens, valid, objective.layout, objective.config, objective.mesh
+    Attributes:
+      prompt_length: positions of the padded prompt.
+      group_size: number of consecutive rows that share a prompt.
+    """
+
+    prompt_length: int
+    group_size: int
+
+    def sections(self, rows: int, response_length: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Number and length of the prompts that run for these rows, and of their responses."""
+        return (rows // self.group_size, self.prompt_length), (rows, response_length)
+
+
+class Scores(NamedTuple):
+    """Log-probabilities and entropies of given response tokens, aligned to them; prompts get 0, and
+    in packed rows all tokens outside of the mask.
+
+    Attributes:
+      logprobs: ``[batch, time]`` in the full policy at the sampling temperature, nats.
+      behaviour_logprobs: ``[batch, time]`` in the distribution that is sampled from at the base
+        temperature (top-k and top-p applied), nats, without gradient: not that of an adaptive
+        temperature.
+      entropy: ``[batch, time]`` of the policy's distribution over the token, nats.
+      router: this device's router sums, None without experts.
+      choices: ``[batch, time, layer, k]`` expert ids of each token, prompts too, as in
+        `jrl.recipes.base.batch.Batch`; None where they were not requested.
+    """
+
+    logprobs: Array
+    behaviour_logprobs: Array
+    entropy: Array
+    router: RouterStatistics[Array] | None = None
+    choices: Array | None = None
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """Network on a mesh that scores rows of tokens.
+
+    Attributes:
+      config: the network.
+      mesh: the mesh that it runs on.
+      layout: layout of prompts and responses in rows.
+      sampling: distribution of `Scores`; by default the plain softmax, at temperature 1.
+      packed: sizes of a packed micro-batch; None runs rows as they are.
+    """
+
+    config: ModelConfig
+    mesh: FoldedMesh
+    layout: PromptLayout
+    sampling: Sampling = field(default=Sampling(), kw_only=True)
+    packed: PackedSizes | None = field(default=None, kw_only=True)
+
+    def for_any_routing(self: ScorerT) -> ScorerT:
+        """The same with dropless expert buffers, for any routing."""
+        return replace(self, config=self.config.for_any_routing())
+
+    def for_separate_rows(self: ScorerT) -> ScorerT:
+        """The same for rows that share no prompt, not packed."""
+        return replace(self, layout=self.layout._replace(group_size=1), packed=None)
+
+    def replayed(self, batch: Batch[Array]) -> Array | None:
+        """Expert ids that a pass over `batch` replays; None routes."""
+        return None
+
+    def pack(self, batch: Batch[Array]) -> PackedBatch:
+        """Input of the network."""
+        return self.pack_with(batch, self.replayed(batch))
+
+    def pack_with(self, batch: Batch[Array], choices: Choices | None) -> PackedBatch:
+        """Input of the network, with expert ids to replay. Those of a shared prompt are taken from
+        the first of its rows; tokens without a record are routed normally."""
+        layout, config, mesh = self.layout, self.config, self.mesh
+        if self.packed is None:
+            # Layer axis first, for the scan over layers.
+            replay = None if choices is None else jnp.moveaxis(choices, 2, 0)
+            return pack_shared_prompts(
+                batch.tokens,
+                batch.valid,
+                layout.prompt_length,
+                layout.group_size,
+                mesh,
+                config,
+                replay,
+            )
+        bins, length, _ = self.packed
+        positions = _bin_positions(batch, self.packed)
+        # Segment ids count from 1; 0 is padding.
+        segment_ids = jnp.broadcast_to(1 + jnp.arange(positions.shape[0])[:, None], positions.shape)
+
+        def to_bins(x: Int[Array, "batch time *_"]) -> Int[Array, "bin length *_"]:
+            flat = jnp.zeros_like(x, shape=(bins * length, *x.shape[2:]))
+            filled = flat.at[positions].set(x, mode="drop")
+            return filled.reshape(bins, length, *x.shape[2:])
+
+        return pack_segments(
+            to_bins(batch.tokens),
+            to_bins(segment_ids),
+            positions.shape[0],
+            mesh,
+            config,
+            None if choices is None else jnp.moveaxis(to_bins(choices), 2, 0),
+            positions=to_bins(positions_of(batch.valid)),
         )
 
-    return _run_sharded(forward, objective, critic, tokens, valid)
+    def scores(self, weights: Transformer[Array], x: Array, batch: Batch[Array]) -> Scores:
+        """Scores from the last hidden states `x` of packed rows, without `router`."""
+        config, sampling, mesh = self.config, self.sampling, self.mesh
+        x, tokens, to_rows = self._predicting_states(x, batch)
+        # At the base temperature, even where each token has its own: sampler and trainer must agree
+        # on the policy, not on the distribution that a token was sampled from.
+        logprobs, entropy = logprobs_and_entropy(
+            weights, x, tokens, config, mesh, sampling.policy_temperature
+        )
+        # Without top-k, top-p and greedy the two are equal: no second pass over the head.
+        sampled = jax.lax.stop_gradient(logprobs)
+        if sampling.truncates:
+            # They need all logits; without a gradient none of them is kept in memory.
+            logits = logits_of(*jax.lax.stop_gradient((weights, x)), config, mesh)
+            sampled = logprobs_in(sampler_logits(logits, sampling), tokens)
+        return Scores(to_rows(logprobs), to_rows(sampled), to_rows(entropy))
+
+    def values(self, critic: Transformer[Array], x: Array, batch: Batch[Array]) -> Array:
+        """Critic values of the state before each token, from the last hidden states `x` of packed
+        rows."""
+        # Of the state before the token, so that V does not depend on the action of its advantage.
+        x, _, to_rows = self._predicting_states(x, batch)
+        return to_rows(value_of(critic, x, self.config))
+
+    def logprobs_and_argmax(
+        self, weights: Transformer[Array], x: Array, batch: Batch[Array]
+    ) -> tuple[Array, Array]:
+        """Log-probabilities, and 1 for each token that is the argmax of its distribution, 0 for the
+        others, from the last hidden states `x` of packed rows."""
+        x, tokens, to_rows = self._predicting_states(x, batch)
+        # At temperature 1: the argmax is that of the policy, whatever the sampling parameters.
+        logprobs, _ = logprobs_and_entropy(weights, x, tokens, self.config, self.mesh)
+        matches = is_argmax(weights, x, tokens, self.config, self.mesh).astype(jnp.float32)
+        return to_rows(logprobs), to_rows(matches)
+
+    def _predicting_states(
+        self, x: Float[Array, "local d_model"], batch: Batch[Array]
+    ) -> tuple[
+        Float[Array, "shard d_model"],
+        Int[Array, "shard"],
+        Callable[[Float[Array, "shard"]], Float[Array, "batch time"]],
+    ]:
+        """States that predict the tokens to score, and these tokens, this rank's shard of both; and
+        the function that scatters values of them to ``[batch, time]``.
+
+        Of packed rows these are the tokens under the mask: prompts, and responses that only provide
+        context, never reach the LM head. Unused entries have an arbitrary state.
+
+        Communication per device over ``cp x tp`` of packed rows: one `gather_tokens` of the states,
+        ``tokens x d_model (n - 1) / n`` elements; backward one `scatter_tokens` as large.
+        """
+        config, mesh, shape = self.config, self.mesh, batch.tokens.shape
+        prompt_length, group_size = self.layout
+        if self.packed is None:
+            x = alignment.response_states(x, shape, prompt_length, group_size, mesh, config)
+            # State t - 1 predicts token t: both in the order of responses, one shard each.
+            responses = alignment.response_tokens(batch.tokens, prompt_length, mesh, config)
+
+            def expand(values: Float[Array, "shard"]) -> Float[Array, "batch time"]:
+                return alignment.expand_responses(values, shape, prompt_length, mesh, config)
+
+            return x, vary(responses, mesh.axes), expand
+        bins, length, max_scored = self.packed
+        flat_mask = batch.mask.reshape(-1)
+        # Unused entries have an index past the end.
+        (index,) = jnp.nonzero(flat_mask, size=max_scored, fill_value=flat_mask.size)
+        before = _bin_positions(batch, self.packed).reshape(-1) - 1
+        source = jnp.maximum(before.at[index].get(mode="fill", fill_value=0), 0)
+        # Bins are sharded over `cp`, in zig-zag order or not: an index of the gathered batch.
+        zigzag = zigzag_of_rows((bins, length), mesh, config)
+        (order,) = zigzag.restore(jnp.arange(zigzag.num_tokens, dtype=jnp.int32))
+        source = vary(order.reshape(-1)[source], mesh.axes)
+        x = gather_tokens(x, mesh.sequence)[local_shard(source, mesh.sequence)]
+        tokens = batch.tokens.reshape(-1).at[index].get(mode="fill", fill_value=0)
+
+        def scatter(values: Float[Array, "shard"]) -> Float[Array, "batch time"]:
+            gathered = join_shards(values, mesh.sequence)
+            flat = jnp.zeros_like(gathered, shape=flat_mask.size)
+            return flat.at[index].set(gathered, mode="drop").reshape(shape)
+
+        return x, local_shard(vary(tokens, mesh.axes), mesh.sequence), scatter
+
+    def score(
+        self,
+        weights: Transformer[Array],
+        tokens: Int[Array, "batch time"],
+        valid: Bool[Array, "batch time"],
+        choices: Choices | None = None,
+        *,
+        record_choices: bool = False,
+    ) -> Scores:
+        """Scores whole sequences by one forward pass over rows that are not packed.
+
+        Args:
+          choices: expert ids to replay.
+          record_choices: true to return the expert ids of this pass.
+        """
+        inputs = tokens, valid, choices
+        scores, router = self.run(weights, inputs, self.scores, record_choices)
+        # None without experts, and where not requested: it is the largest array of all.
+        if router is None or router.choices is None:
+            return scores._replace(router=router)
+        recorded = self._gather_choices(router.choices, tokens.shape)
+        # Removed from the sums: those are summed over ranks, expert ids must not be.
+        return scores._replace(router=replace(router, choices=None), choices=recorded)
+
+    def run(
+        self,
+        weights: Transformer[Array],
+        inputs: tuple[Array, Array, Array | None],
+        read: Read,
+        record_choices: bool = False,
+    ) -> tuple[Any, RouterStatistics[Array] | None]:
+        """Runs the network on rows that are not packed, on a pipeline `num_micro_batches` of them,
+        and applies `read` to the last hidden states. Returns its result, rows in the order given,
+        and the router's sums.
+
+        Args:
+          inputs: tokens, their valid mask, and expert ids to replay.
+          record_choices: true to add `choices` to the sums, ``[layer, token, k]`` or, of a
+            pipeline's micro-batches, ``[layer, micro_batch, token, k]``.
+        """
+        config, mesh = self.config, self.mesh
+
+        def pack(inputs: tuple[Array, Array, Array | None]) -> PackedBatch:
+            packed = self.pack_with(_rows(inputs), inputs[2])
+            return packed._replace(record_choices=record_choices)
+
+        # Without pipeline stages all rows run in one batch, for the largest GEMMs.
+        if mesh.layout.pp == 1:
+            x, router = model.run(weights, pack(inputs), config, mesh)
+            return read(weights, x, _rows(inputs)), router
+        num_rows, time = inputs[0].shape
+        num_batches = num_micro_batches(num_rows, time, self.layout, mesh)
+        # Consecutive rows: a group that shares its prompt stays in one micro-batch.
+        micro_batches = jax.tree.map(lambda x: x.reshape(num_batches, -1, *x.shape[1:]), inputs)
+        outs, router = stages.scan_micro_batches(
+            weights,
+            micro_batches,
+            pack,
+            lambda weights, x, micro_batch: read(weights, x, _rows(micro_batch)),
+            config,
+            mesh,
+        )
+        # The stages agree; without a pipeline a size-1 axis would still mark the result as varying.
+        outs = vary(outs, mesh.pp)
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outs), router
+
+    def _gather_choices(
+        self, choices: Int[Array, "layer *micro_batch token k"], shape: tuple[int, ...]
+    ) -> Choices:
+        """Gathers the expert ids of this device's tokens, as `run` returns them, into the rows of
+        all tokens."""
+        config, mesh = self.config, self.mesh
+        # [token, micro_batch, layer, k]: shards of tokens are concatenated on the first axis.
+        by_token = choices.reshape(choices.shape[0], -1, *choices.shape[-2:]).transpose(2, 1, 0, 3)
+        # Gathered on every rank: a row has tokens of all shards.
+        by_token = join_shards(by_token, mesh.sequence)
+        num_batches = by_token.shape[1]
+        batch_shape = shape[0] // num_batches, shape[1]
+        rows = [
+            alignment.unpack_shared_prompts(by_token[:, n], batch_shape, *self.layout, mesh, config)
+            for n in range(num_batches)
+        ]
+        # Typed as varying over `pp`, as the other results of a pipeline.
+        return vary(jnp.concatenate(rows).astype(choices_dtype(config.num_experts)), mesh.pp)
 
 
-@retry_on_overflow()
-def logprobs_of(
-    objective: PolicyObjective,
-    policy: Transformer[Array],
-    tokens: Array,
-    valid: Array,
-    choices: Array | None = None,
-) -> tuple[tuple[Array, Array], Array | None]:
-    """Log-probabilities of all response tokens: in the full policy, and in the distribution that
-    tokens are sampled from.
+def _rows(inputs: tuple[Array, Array, Array | None]) -> Batch[Array]:
+    """Rows of a pass that scores all responses, whatever their mask."""
+    tokens, valid, _ = inputs
+    return Batch(tokens=tokens, valid=valid, mask=valid)
+
+
+def _bin_positions(batch: Batch[Array], sizes: PackedSizes) -> Int[Array, "batch time"]:
+    """Position of each token in the concatenated bins; past the end for tokens in no bin."""
+    starts = required(batch.starts)[:, None]
+    position = starts + positions_of(batch.valid)
+    return jnp.where(batch.valid & (starts >= 0), position, sizes.bins * sizes.length)
+
+
+def num_micro_batches(num_rows: int, time: int, layout: PromptLayout, mesh: FoldedMesh) -> int:
+    """Number of micro-batches that scoring splits its rows into on a pipeline: at most four per
+    stage, with a bubble of a fifth of the time, if groups of `PromptLayout.group_size` and tokens
+    divide.
 
     Args:
-      choices: expert ids to replay; None routes normally.
+      num_rows: on this device.
+      time: prompt and response, in tokens.
     """
-    names = "logprobs", "behaviour_logprobs"
-    return _run_scoring(objective, policy, names, tokens, valid, choices)
+    cp, ranks = mesh.size(mesh.cp), mesh.size(mesh.sequence)
+
+    def fits(count: int) -> bool:
+        # Whole groups: a split group would run its prompt in each micro-batch.
+        sections = layout.sections(num_rows // count, time - layout.prompt_length)
+        # Equal shards of either section on every rank: one compiled function runs on all.
+        divides = (ZigzagLayout((section,), cp).num_tokens % ranks == 0 for section in sections)
+        return num_rows % (count * layout.group_size) == 0 and all(divides)
+
+    # The largest valid number: more micro-batches mean a smaller pipeline bubble.
+    return max((n for n in range(1, 4 * mesh.layout.pp + 1) if fits(n)), default=1)
 
 
-@retry_on_overflow()
-def logprobs_and_choices_of(
-    objective: PolicyObjective, policy: Transformer[Array], tokens: Array, valid: Array
-) -> tuple[tuple[Array, Array], Array | None]:
-    """Log-probabilities of all response tokens in the policy, and the expert ids of its routers for
-    all tokens, ``[batch, time, layer, k]`` as in `Batch.choices`."""
-    names = "logprobs", "choices"
-    return _run_scoring(objective, policy, names, tokens, valid, record_choices=True)
-
-
-def _logprobs_and_entropy(
-    objective: PolicyObjective,
-    policy: Transformer[Array],
-    tokens: Array,
-    valid: Array,
-    choices: Array | None = None,
-) -> tuple[tuple[Array, Array], Array | None]:
-    """Log-probabilities of all response tokens, and the policy's entropy before each of them, both
-    in the full policy at the base temperature; `choices` as for `logprobs_of`."""
-    return _run_scoring(objective, policy, ("logprobs", "entropy"), tokens, valid, choices)
-
-
-logprobs_and_entropy_of = RetryOnOverflow(_logprobs_and_entropy)
-logprobs_and_entropy_of_few = RetryOnOverflow(_logprobs_and_entropy, least_effort=True)
-"""The same pass, for rare calls with a few rows."""
-
-
-@retry_on_overflow()
-def logprobs_and_argmax_of(
-    objective: PolicyObjective, policy: Transformer[Array], tokens: Array, valid: Array
-) -> tuple[tuple[Array, Array], Array | None]:
-    """Log-probabilities of all response tokens in the policy, and 1 for those that are its argmax,
-    0 for the others."""
-
-    def forward(policy, tokens, valid):
-        layout, config, mesh = objective.layout, objective.config, objective.mesh
-        *results, router = score_with_argmax(policy, tokens, valid, layout, config, mesh)
-        return tuple(results), router
-
-    return _run_sharded(forward, objective, policy, tokens, valid)
-
-
-@retry_on_overflow()
-def statistics_of(
-    objective: PolicyObjective, policy: Transformer[Array], batch: Batch[Array]
-) -> tuple[Any, Array | None]:
-    """Statistics of a whole mini-batch for the recipe's surrogate, without a gradient."""
-    # Over the whole mini-batch: quantiles of micro-batches do not give its quantile.
-    (logprobs, entropy), overflow = logprobs_and_entropy_of.with_overflow(
-        objective, policy, batch.tokens, batch.valid, objective.replayed(batch)
+def mark_replicated(tree, mesh: FoldedMesh):
+    """Types `tree` as varying over ``dp`` only, by a maximum over the other axes, whose ranks have
+    equal values."""
+    others = tuple(axis for axis in mesh.except_sequence if axis not in mesh.dp)
+    # The maximum of equal values is exact, where a mean would round.
+    return jax.tree.map(
+        lambda x: (
+            jax.lax.pmax(x.astype(jnp.int8), others).astype(bool)
+            if x.dtype == bool
+            else jax.lax.pmax(x, others)
+        ),
+        tree,
     )
-    statistics = objective.recipe.statistics(logprobs, entropy, batch)
-    return jax.lax.stop_gradient(statistics), overflow
-
-
-def _run_scoring(
-    objective: PolicyObjective,
-    policy: Transformer[Array],
-    names: tuple[str, str],
-    *inputs: Array | None,
-    record_choices: bool = False,
-) -> tuple[tuple[Array, Array], Array | None]:
-    """Two fields of the policy's `Scores`, given tokens, their valid mask and expert ids to
-    replay."""
-
-    def forward(policy, tokens, valid, choices=None):
-        scores = score(
-            policy,
-            tokens,
-            valid,
-            objective.layout,
-            objective.config,
-            objective.sampling,
-            objective.mesh,
-            choices,
-            record_choices=record_choices,
-        )
-        return tuple(getattr(scores, name) for name in names), scores.router
-
-    return _run_sharded(forward, objective, policy, *inputs)
 
 
 def _run_sharded(
     forward: Callable[..., tuple[Any, RouterStatistics[Array] | None]],
-    objective: PolicyObjective | CriticObjective,
+    scorer: Scorer,
     weights: Transformer[Array],
     *inputs: Array | None,
 ) -> tuple[Any, Array | None]:
     """Runs `forward` on each device, with the weights and arrays with a row per sequence. It
     returns such arrays and the router's sums; the result is the arrays and the expert buffers'
     overflow."""
-    config, mesh = objective.config, objective.mesh
+    config, mesh = scorer.config, scorer.mesh
     rows = PartitionSpec(mesh.dp)
 
     def local(weights, *inputs):
@@ -160,3 +404,123 @@ def _run_sharded(
         in_specs=(placement.specs(config, mesh), *(rows for _ in inputs)),
         out_specs=(rows, PartitionSpec()),
     )(weights, *inputs)
+
+
+def _scoring_pass(*names: str, record_choices: bool = False) -> Pass:
+    """Pass of a policy that returns fields of its `Scores`."""
+
+    def score_rows(scorer: Scorer, policy: Transformer[Array], *inputs: Array | None) -> Any:
+        def forward(policy, *inputs):
+            scores = scorer.score(policy, *inputs, record_choices=record_choices)
+            return tuple(getattr(scores, name) for name in names), scores.router
+
+        return _run_sharded(forward, scorer, policy, *inputs)
+
+    return score_rows
+
+
+def _reading_pass(read: Callable[[Scorer, Transformer[Array], Array, Batch[Array]], Any]) -> Pass:
+    """Pass that returns what a method of the scorer reads off the last hidden states."""
+
+    def read_rows(scorer: Scorer, weights: Transformer[Array], tokens: Array, valid: Array) -> Any:
+        def forward(weights, tokens, valid):
+            return scorer.run(weights, (tokens, valid, None), partial(read, scorer))
+
+        return _run_sharded(forward, scorer, weights, tokens, valid)
+
+    return read_rows
+
+
+logprobs_of = RetryOnOverflow(_scoring_pass("logprobs", "behaviour_logprobs"))
+"""Log-probabilities of all response tokens: in the full policy, and in the distribution that tokens
+are sampled from. Takes scorer, policy, tokens, their valid mask and, optionally, expert ids to
+replay."""
+
+logprobs_and_choices_of = RetryOnOverflow(_scoring_pass("logprobs", "choices", record_choices=True))
+"""Log-probabilities of all response tokens in the policy, and the expert ids of its routers for all
+tokens, ``[batch, time, layer, k]`` as in `Batch.choices`. Takes scorer, policy, tokens, valid."""
+
+logprobs_and_entropy_of = RetryOnOverflow(_scoring_pass("logprobs", "entropy"))
+"""Log-probabilities of all response tokens, and the policy's entropy before each of them, both in
+the full policy at the base temperature. Arguments are those of `logprobs_of`."""
+
+logprobs_and_entropy_of_few = RetryOnOverflow(
+    _scoring_pass("logprobs", "entropy"), least_effort=True
+)
+"""The same pass, for rare calls with a few rows."""
+
+logprobs_and_argmax_of = RetryOnOverflow(_reading_pass(Scorer.logprobs_and_argmax))
+"""Log-probabilities of all response tokens in the policy, and 1 for those that are its argmax, 0
+for the others. Takes scorer, policy, tokens, valid."""
+
+values_of = RetryOnOverflow(_reading_pass(Scorer.values))
+"""Critic values of all response tokens. Takes scorer, critic, tokens, valid."""
+
+
+def packed_scores(
+    scorer: Scorer, weights: Transformer[Array], batch: Batch[Array], bins: int
+) -> list[Array]:
+    """Critic values, or log-probabilities as of `logprobs_of`, of the tokens in the mask, by passes
+    over packed rows; all others get 0."""
+    mesh = scorer.mesh
+    # Only the arrays that the pass reads: rows move between devices on their way into bins.
+    batch = Batch(batch.tokens, batch.valid, batch.mask, choices=batch.choices)
+    num_rows, time = batch.tokens.shape
+    # This batch has only one mask, for either network; rows without any token in it are left out.
+    tokens, loss_tokens = counts_of(batch).for_network("actor", np.arange(num_rows), idle=False)
+    plan_of_batch = plan(tokens, loss_tokens, time, bins, mesh)
+    rows = pack_rows(batch, plan_of_batch, mesh)
+    # In the static argument, as sizes are shapes; `passes` is an array, without recompilation.
+    scorer = replace(scorer, packed=plan_of_batch.sizes)
+    passes = to_devices(np.int32(plan_of_batch.passes), replicated(mesh))
+    packed_arrays = _score_packed(scorer, plan_of_batch.num_micro_batches, weights, rows, passes)
+    # `old_values` is used as a carrier, to gather them.
+    # A row that is in no bin gets the values of an empty slot: zeros.
+    slots = plan_of_batch.slots(num_rows)
+    scores = [take_rows(replace(rows, old_values=x), slots, mesh).old_values for x in packed_arrays]
+    return [required(column) for column in scores]
+
+
+@partial(RetryOnOverflow, num_static=2)
+def _score_packed(
+    scorer: Scorer,
+    num_micro_batches: int,
+    weights: Transformer[Array],
+    rows: Batch[Array],
+    passes: Array,
+) -> tuple[tuple[Array, ...], Array | None]:
+    """Critic values, or log-probabilities in the full policy and in the distribution sampled
+    from."""
+    config, mesh = scorer.config, scorer.mesh
+
+    # The networks differ only in what is computed from the last states.
+    def outputs(weights: Transformer[Array], x: Array, rows: Batch[Array]) -> tuple[Array, ...]:
+        if config.head == "value":
+            return (scorer.values(weights, x, rows),)
+        scores = scorer.scores(weights, x, rows)
+        return scores.logprobs, scores.behaviour_logprobs
+
+    def local(weights, rows, passes):
+        # No carry: without a gradient there is nothing to sum over micro-batches.
+        def score_micro_batch(_, micro_batch):
+            x, router = model.run(weights, scorer.pack(micro_batch), config, mesh)
+            return (), (
+                mark_replicated(outputs(weights, x, micro_batch), mesh),
+                overflow_of(router, config),
+            )
+
+        # Slots of a micro-batch are contiguous, so that a reshape splits them.
+        micro_batches = jax.tree.map(lambda x: x.reshape(num_micro_batches, -1, *x.shape[1:]), rows)
+        _, (results, overflow) = scan_first(score_micro_batch, (), micro_batches, passes)
+        # Micro-batches that `passes` skipped are zeros, and have no row.
+        scores_of_rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
+        # Summed over passes: an overflow in one recomputes all of them.
+        return scores_of_rows, None if overflow is None else jnp.sum(overflow)
+
+    row_spec = PartitionSpec(mesh.dp)
+    return jax.shard_map(
+        local,
+        mesh=mesh.mesh,
+        in_specs=(placement.specs(config, mesh), row_spec, PartitionSpec()),
+        out_specs=(row_spec, PartitionSpec()),
+    )(weights, rows, passes)

@@ -2,11 +2,12 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.sharding import NamedSharding
 from jaxtyping import Array
@@ -18,13 +19,12 @@ from jrl.rollout.batching import replicated
 from jrl.rollout.collection.async_buffer import AsyncBuffer
 from jrl.rollout.collection.windows import Unfinished, none_unfinished
 from jrl.rollout.decoding.programs.slots import SlotPool, abstract_pool, empty_pool
+from jrl.rollout.resharding import reshard
 from jrl.runs.checkpoints import Checkpoints
-from jrl.trainer.adapters import base
+from jrl.trainer.compiled import abstract_array, jit_sharded
 from jrl.trainer.learner import masters
 from jrl.trainer.learner.learner import Learner, copy_arrays, state_shardings
-from jrl.trainer.learner.records import abstract_array, jit_sharded
-from jrl.trainer.setup.networks import Network, Networks
-from jrl.trainer.temperature import first_statistics
+from jrl.trainer.learner.networks import Network, Networks
 from moe import placement
 from moe import weights as moe_weights
 from moe.adapters import trees
@@ -33,6 +33,24 @@ from moe.weights import Transformer
 from sharding.folding import FoldedMesh
 
 Leaf = TypeVar("Leaf")
+Purpose = Literal["weights", "critic", "rollout", "adapters"]
+
+
+@dataclass(frozen=True)
+class Randomness:
+    """RNG keys derived from the seed, so that a run has no RNG state to save."""
+
+    seed: int
+
+    def key(self, purpose: Purpose) -> jax.Array:
+        """RNG key for one purpose; no two purposes share a key. Keys of rollout tokens are derived
+        further from prompt, sample and position."""
+        # By its index in `Purpose`: reordering that would change the keys of existing runs.
+        return jax.random.fold_in(jax.random.key(self.seed), get_args(Purpose).index(purpose))
+
+    def shuffler(self, step: int, epoch: int) -> np.random.Generator:
+        """Random generator for the order of rows."""
+        return np.random.default_rng([self.seed, step, epoch])
 
 
 @struct.dataclass
@@ -132,7 +150,7 @@ def init_state(
         return jax.device_put(jnp.asarray(value, jnp.int32), replicated(networks.mesh)) + 0
 
     learner, reference = networks.policy.init(policy), None
-    if networks.keeps_reference and config.lora is None:
+    if networks.recipe.uses_reference and config.lora is None:
         # A copy, as the first update donates the policy's buffers.
         reference = copy_arrays(learner.weights)
     return TrainState(
@@ -142,13 +160,23 @@ def init_state(
         critic=critic,
         reference=reference,
         unfinished=_unfinished(networks),
-        entropy_statistics=first_statistics(networks.policy.objective.sampling, networks.mesh),
+        entropy_statistics=_first_statistics(networks),
         # Empty rather than None where steps will fill it: the state keeps its structure.
         ahead=None
         if networks.ahead_spec is None
         else to_devices(networks.ahead_spec.empty(), replicated(networks.mesh)),
         pool=None if networks.pool_spec is None else empty_pool(*networks.pool_spec),
     )
+
+
+def _first_statistics(networks: Networks) -> EntropyStatistics[Array] | None:
+    """Neutral entropy statistics for the first step, which samples at the base temperature; None
+    for a constant temperature."""
+    if networks.policy.objective.sampling.adaptive is None:
+        return None
+    # Distinct buffers, as everywhere in the state.
+    sharding = replicated(networks.mesh)
+    return jax.tree.map(lambda x: jax.device_put(x, sharding) + 0, EntropyStatistics.neutral())
 
 
 def _unfinished(networks: Networks) -> Unfinished[Array] | None:
@@ -197,11 +225,11 @@ def save(
 
     Trained weights are stored in float32: masters where there are any, from which the weights are
     cast again on restoring. The base weights of adapters are shared by all checkpoints and written
-    once (`jrl.trainer.adapters.base`).
+    once.
     """
     if networks.policy.config.lora is not None:
         # First: a checkpoint of adapters without their base weights could not be restored.
-        base.save(checkpoints, networks, state.policy.weights)
+        _save_base(checkpoints, networks, state.policy.weights)
     # Pipeline stages may store layers out of order or with padding, which must not affect a reader
     # with another layout.
     like = _without_cast(networks, abstract(_with_layer_order(networks)))
@@ -224,10 +252,58 @@ def restore(checkpoints: Checkpoints, networks: Networks, step: int) -> TrainSta
         networks, state, like, lambda weights: placement.in_chunks(weights, networks.mesh)
     )
     if networks.policy.config.lora is not None:
-        base_weights = base.restore(checkpoints, networks.policy.config, networks.mesh)
+        base_weights = restore_base(checkpoints, networks.policy.config, networks.mesh)
         return _map_learners(functools.partial(_with_base, base_weights), networks, state)
     # Last: the weights are cast from masters that are sharded as in this run.
     return _map_learners(_with_cast, networks, state)
+
+
+def _save_base(checkpoints: Checkpoints, networks: Networks, weights: Transformer[Array]) -> None:
+    """Writes the base weights of a policy with adapters, unless they are stored already.
+
+    They are written once, next to the checkpoints in ``checkpoints/base``, in the dtypes of
+    computation and with the layers in order: a run resumes without the public checkpoint that it
+    started from.
+    """
+    config, mesh = networks.policy.config.without_adapters(), networks.mesh
+    base_checkpoints = _base_checkpoints(checkpoints)
+    if checkpoints.latest_step() is None:
+        base_checkpoints.drop_after(-1)  # of a run that was killed before its first checkpoint
+    if base_checkpoints.steps():
+        return
+    in_order, plain = trees.without_adapters(weights), placement.without_chunks(config, mesh)
+    # Layers in order, as in every checkpoint: a run on another layout reads them too.
+    if mesh != plain:
+        in_order = reshard(in_order, config, mesh, plain)
+    base_checkpoints.save(0, in_order)
+
+
+def restore_base(
+    checkpoints: Checkpoints, config: ModelConfig, mesh: FoldedMesh
+) -> Transformer[Array]:
+    """Restores the base weights of a policy with adapters, on a mesh, which may be another.
+
+    Args:
+      config: of the policy.
+
+    Raises:
+      ValueError: where they are missing, damaged, or those of another network.
+    """
+    config = config.without_adapters()
+    plain = placement.without_chunks(config, mesh)
+    like = jax.tree.map(
+        abstract_array, moe_weights.cast_shapes(config), placement.shardings(config, plain)
+    )
+    in_order, _ = _base_checkpoints(checkpoints).restore(0, like)
+    if mesh == plain:
+        return in_order
+    # `reshard` returns unsharded weights (no FSDP); training may need them sharded.
+    resharded = reshard(in_order, config, plain, mesh)
+    return jax.device_put(resharded, placement.shardings(config, mesh))
+
+
+def _base_checkpoints(checkpoints: Checkpoints) -> Checkpoints:
+    return Checkpoints(checkpoints.directory / "base")
 
 
 def _without_cast(networks: Networks, state: TrainState[Leaf]) -> TrainState[Leaf]:
@@ -271,7 +347,7 @@ def reference_of(
 
     For a policy with adapters it is the base weights without them: the same arrays.
     """
-    if not networks.keeps_reference:
+    if not networks.recipe.uses_reference:
         return None
     if state.reference is not None:
         return networks, state.reference

@@ -14,25 +14,17 @@ from jrl.recipes.base.batch import Batch, required
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.batching import replicated, take_rows
 from jrl.rollout.collection.collect import Collected, collect
+from jrl.rollout.packing import MAX_ROWS_PER_BIN, clear_idle_rows, counts_of, pack_rows, plan
 from jrl.rollout.sampler import Sampler, correct_of, scores_of
 from jrl.rollout.timing import timed
 from jrl.trainer.async_step import AsyncStep
 from jrl.trainer.learner.learner import Learner
-from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective
-from jrl.trainer.packed.plan import (
-    MAX_ROWS_PER_BIN,
-    clear_idle_rows,
-    counts_of,
-    pack_rows,
-    plan,
-)
-from jrl.trainer.prepare import mismatch_metrics, prepare
-from jrl.trainer.scoring import logprobs_of, statistics_of
-from jrl.trainer.setup.networks import Network, Networks
-from jrl.trainer.setup.randomness import Randomness
-from jrl.trainer.state import TrainState
+from jrl.trainer.learner.networks import Network, Networks
+from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective, statistics_of
+from jrl.trainer.prepare import mismatch_metrics, prepare, statistics_of_step, temperatures
+from jrl.trainer.scoring import logprobs_of
+from jrl.trainer.state import Randomness, TrainState
 from jrl.trainer.summary import count_updates, describe, summarise
-from jrl.trainer.temperature import statistics_of_step, temperatures
 from jrl.trainer.token_records import TokenLogConfig, TokenRecord, token_records
 
 SAMPLES_TIMING = "timing_s/samples"
@@ -78,7 +70,6 @@ class RolloutStepResult(StepResult):
 def train_step(
     sampler: Sampler,
     networks: Networks,
-    recipe: Recipe,
     state: TrainState[Array],
     randomness: Randomness,
     *,
@@ -86,7 +77,7 @@ def train_step(
     token_log: TokenLogConfig | None = None,
 ) -> tuple[TrainState[Array], RolloutStepResult]:
     """Runs one training step: samples, scores and updates. With asynchronous rollouts
-    (`Networks.max_staleness`), the step trains on a batch that was sampled before, and samples for
+    (`Networks.ahead_spec`), the step trains on a batch that was sampled before, and samples for
     later steps.
 
     Args:
@@ -96,18 +87,11 @@ def train_step(
 
     def train_on(collected: Collected) -> tuple[TrainState[Array], RolloutStepResult]:
         return _train_on_collected(
-            networks,
-            recipe,
-            state,
-            collected,
-            response_length=sampler.response_length,
-            randomness=randomness,
-            shuffle_rewards=shuffle_rewards,
-            token_log=token_log,
+            networks, state, collected, randomness, shuffle_rewards, token_log
         )
 
-    if networks.max_staleness:
-        async_step = AsyncStep(sampler, networks, recipe, state)
+    if networks.ahead_spec is not None:
+        async_step = AsyncStep(sampler, networks, state)
         # Meanwhile the sampler uses the weights from the start of this step.
         with async_step.sampling() as wait_for_sampler:
             new_state, result = train_on(async_step.collected())
@@ -120,7 +104,7 @@ def train_step(
     # A task returns the same example for an id: the number of prompts used is all its state.
     collected = collect(
         sampler,
-        recipe,
+        networks.recipe,
         networks.mesh,
         int(state.prompts_seen),
         None if state.unfinished is None else to_host(state.unfinished),
@@ -132,34 +116,22 @@ def train_step(
 
 def _train_on_collected(
     networks: Networks,
-    recipe: Recipe,
     state: TrainState[Array],
     collected: Collected,
-    *,
-    response_length: int,
     randomness: Randomness,
     shuffle_rewards: bool,
     token_log: TokenLogConfig | None,
 ) -> tuple[TrainState[Array], RolloutStepResult]:
     """Runs the rest of a step after its completions were collected."""
-    number, scores = int(state.step), scores_of(collected.completions)
-    correct = correct_of(collected.completions)
+    recipe, completions = networks.recipe, collected.completions
+    scores, correct = scores_of(completions), correct_of(completions)
     if shuffle_rewards:
         # With an epoch number that no shuffle of rows has, so that no RNG key is used twice.
-        order = randomness.shuffler(number, -1 % 2**32).permutation(len(scores))
+        order = randomness.shuffler(int(state.step), -1 % 2**32).permutation(len(scores))
         scores, correct = scores[order], correct[order]
         # Rewards of turns are dropped: they would not match the permuted scores.
         collected = replace(collected, batch=replace(collected.batch, turn_rewards=None))
-    batch, prepare_metrics = prepare(
-        networks,
-        recipe,
-        state,
-        collected.completions,
-        scores,
-        collected.batch,
-        response_length,
-        correct,
-    )
+    batch, prepare_metrics = prepare(networks, state, completions, scores, collected.batch, correct)
     sampled, sampling = collected.batch.mask, networks.policy.objective.sampling
     # Over all sampled tokens: `prepare` may have removed tokens from the mask of `batch`.
     if state.entropy_statistics is not None:
@@ -172,12 +144,10 @@ def _train_on_collected(
         # Scored before the updates, which donate the buffers of these weights.
         policy = state.policy.weights
         with timed(SAMPLES_TIMING, prepare_metrics):
-            tokens = token_records(
-                networks, policy, collected.completions, collected.batch, batch, token_log
-            )
+            tokens = token_records(networks, policy, completions, collected.batch, batch, token_log)
     # With the policy that sampled: before the updates, for the sampler of the next step.
-    statistics = statistics_of_step(recipe, batch, sampled, state.entropy_statistics, networks.mesh)
-    state, history, nonfinite, seconds = train_on_batch(networks, recipe, state, batch, randomness)
+    statistics = statistics_of_step(networks, batch, sampled, state.entropy_statistics)
+    state, history, nonfinite, seconds = train_on_batch(networks, state, batch, randomness)
     state = replace(
         state,
         entropy_statistics=statistics,
@@ -193,7 +163,7 @@ def _train_on_collected(
     metrics = {
         **collected.metrics,
         **describe(
-            collected.completions,
+            completions,
             batch,
             sampled,
             recipe.group_size if recipe.has_complete_groups else None,
@@ -218,11 +188,7 @@ def _train_on_collected(
 
 
 def train_on_batch(
-    networks: Networks,
-    recipe: Recipe,
-    state: TrainState[Array],
-    batch: Batch[Array],
-    randomness: Randomness,
+    networks: Networks, state: TrainState[Array], batch: Batch[Array], randomness: Randomness
 ) -> tuple[TrainState[Array], list[dict[str, dict[str, Any]]], list[NonFinite], dict[str, float]]:
     """Runs all optimizer steps of one training step.
 
@@ -230,6 +196,7 @@ def train_on_batch(
       The state, the metrics of each mini-batch under "actor" and "critic", the updates that were
       skipped because they were not finite, and the seconds spent.
     """
+    recipe = networks.recipe
     # VC-PPO (arXiv:2503.01491): advantages by an untrained critic would mislead the policy, so only
     # the critic is trained first.
     pretraining = int(state.step) < recipe.value_pretraining_steps
@@ -252,11 +219,12 @@ def train_on_batch(
         row_counts = None
         if counts is not None:
             row_counts = counts.for_network(name, row_indices, recipe.has_complete_groups)
-        if name == "actor":
-            learner, metrics = _update_policy(networks, recipe, learner, rows, row_counts)
-        else:
-            assert networks.critic is not None
-            learner, metrics = update_rows(networks.critic, learner, rows, row_counts)
+        network, statistics = networks.critic if name == "critic" else networks.policy, None
+        assert network is not None
+        if name == "actor" and recipe.uses_statistics:
+            # With the current policy: a quantile over the mini-batch changes with every update.
+            statistics = statistics_of(network.objective, learner.weights, rows)
+        learner, metrics = update_rows(network, learner, rows, row_counts, statistics)
         # Scalars; reading them blocks until the update has finished, for the timing.
         history[-1][name] = metrics = to_host(metrics)
         if not metrics["finite"]:
@@ -276,20 +244,6 @@ def train_on_batch(
             if not pretraining:
                 state = replace(state, policy=learn("actor", state.policy, rows, row_indices))
     return state, history, nonfinite, seconds
-
-
-def _update_policy(
-    networks: Networks,
-    recipe: Recipe,
-    learner: Learner[Array],
-    rows: Batch[Array],
-    row_counts: tuple[np.ndarray, np.ndarray] | None,
-) -> tuple[Learner[Array], dict[str, Any]]:
-    policy, statistics = networks.policy, None
-    if recipe.uses_statistics:
-        # With the current policy: a quantile over the mini-batch changes with every update.
-        statistics = statistics_of(policy.objective, learner.weights, rows)
-    return update_rows(policy, learner, rows, row_counts, statistics)
 
 
 def update_rows(

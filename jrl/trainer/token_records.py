@@ -16,8 +16,8 @@ from jrl.rollout.decoding.ranks import ranks
 from jrl.rollout.sampler import Completion
 from jrl.text.prompt_format import token_texts
 from jrl.text.tokenizer import Tokenizer
+from jrl.trainer.learner.networks import Networks
 from jrl.trainer.scoring import logprobs_and_entropy_of_few
-from jrl.trainer.setup.networks import Networks
 from moe.weights import Transformer
 
 DIGITS = 4
@@ -91,9 +91,8 @@ def token_records(
     # Padded to divide over the devices; rows do not share prompts here.
     num_rows = -(-len(row_indices) // ranks(mesh)) * ranks(mesh)
     gathered_rows = np.resize(np.asarray(row_indices, np.int32), num_rows)
-    layout = objective.layout._replace(group_size=1)
-    objective = replace(objective, layout=layout, packed=None)
-    columns = Batch(
+    objective = objective.for_separate_rows()
+    needed = Batch(
         tokens=batch.tokens,
         valid=batch.valid,
         mask=batch.mask,
@@ -103,7 +102,7 @@ def token_records(
         advantages=batch.advantages,
         choices=batch.choices,
     )
-    rows = take_rows(columns, gathered_rows, mesh)
+    rows = take_rows(needed, gathered_rows, mesh)
     scored = logprobs_and_entropy_of_few(
         objective, policy, rows.tokens, rows.valid, objective.replayed(rows)
     )
@@ -111,7 +110,7 @@ def token_records(
     logprobs, entropy, rows = to_host((*scored, replace(rows, choices=None)))
     records = {}
     for index, row in enumerate(row_indices):
-        length, begin = completions[row].length, layout.prompt_length
+        length, begin = completions[row].length, objective.layout.prompt_length
         recorded = slice(begin, begin + min(length, token_log.tokens))
         in_loss = rows.mask[index, recorded]
         was_sampled = required(rows.critic_mask)[index, recorded]

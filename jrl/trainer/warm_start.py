@@ -12,7 +12,7 @@ from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.sampler import Sampler, accuracy, numbered
 from jrl.tasks import Example
 from jrl.text.conversation import reference_rows
-from jrl.trainer.evaluation.heldout import pad_with_repeats
+from jrl.trainer.evaluation.evaluate import pad_with_repeats
 from jrl.trainer.setup.setup import Setup
 from moe.weights import Transformer
 

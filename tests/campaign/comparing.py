@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from jrl.recipes.base.batch import Batch
-from jrl.rollout.scoring import PromptLayout
-from jrl.trainer.setup.networks import Network
+from jrl.trainer.learner.networks import Network
+from jrl.trainer.scoring import PromptLayout
 from jrl.trainer.setup.setup import Setup
 from tests.campaign.drawing import Crossing
 from tests.campaign.observing import Observed, batch_of, decoded, observe

@@ -14,16 +14,11 @@ from jrl.recipes.base.batch import Batch
 from jrl.recipes.base.collection import Windows
 from jrl.rollout.batching import over_rows
 from jrl.rollout.decoding.requests import Request, move_to_host
+from jrl.rollout.packing import clear_idle_rows, counts_of
 from jrl.trainer.learner.learner import Learner
-from jrl.trainer.packed.plan import clear_idle_rows, counts_of
-from jrl.trainer.packed.scoring import packed_scores
-from jrl.trainer.scoring import (
-    logprobs_and_choices_of,
-    logprobs_of,
-    statistics_of,
-    values_of,
-)
-from jrl.trainer.setup.networks import Network, Networks
+from jrl.trainer.learner.networks import Network, Networks
+from jrl.trainer.learner.objectives import statistics_of
+from jrl.trainer.scoring import logprobs_and_choices_of, logprobs_of, packed_scores, values_of
 from jrl.trainer.setup.setup import Setup
 from jrl.trainer.step import update_rows
 from moe import placement

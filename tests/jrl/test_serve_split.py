@@ -17,8 +17,7 @@ from jrl.config.run import RunConfig, SplitSettings
 from jrl.rollout.decoding.disaggregated.stream import DisaggregatedStreamEngine
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.row_sampling import RequestSampling
-from jrl.trainer.evaluation.device_split import parse_device_split
-from jrl.trainer.evaluation.served_model import open_served_model
+from jrl.trainer.evaluation.served_model import open_served_model, parse_device_split
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from jrl.tasks.data.conversations import Conversation
 from jrl.text.chat import ChatTemplate
 from jrl.text.json_tokenizer import checkpoint_tokenizer
 from jrl.train import main
-from jrl.trainer.supervised import stage
+from jrl.trainer.supervised import Supervised
 from moe import huggingface, model
 from moe.placement import specs
 
@@ -151,16 +151,16 @@ def test_a_run_goes_on_in_mid_epoch_to_the_same_end(tmp_path, pictures, monkeypa
     assert evaluate([*asked, f"--json={tmp_path / 'found.json'}"]) == 0
     assert json.loads((tmp_path / "found.json").read_text())["task"] == "addition"
 
-    step = stage.supervised_step
+    step = Supervised.step
 
-    def interrupted(*arguments, state, **options):
+    def interrupted(stage, state):
         if int(state.step) == 3:
             raise KeyboardInterrupt
-        return step(*arguments, state=state, **options)
+        return step(stage, state)
 
     again = ["sft", f"--config={whole / 'run.yaml'}", "--checkpoint-every=2", f"--run-dir={cut}"]
     with monkeypatch.context() as patch:
-        patch.setattr(stage, "supervised_step", interrupted)
+        patch.setattr(Supervised, "step", interrupted)
         assert main(again) == 130
     assert main(["--resume", f"--run-dir={cut}"]) == 0
     assert metrics(cut) == metrics(whole)

@@ -22,7 +22,7 @@ from jrl.runs.folder import RunFolder
 from jrl.train import main
 from jrl.trainer import loop
 from jrl.trainer.evaluation.saved_policy import prompts_seen_by
-from jrl.trainer.setup import networks
+from jrl.trainer.learner import networks
 from sharding.folding import Layout
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")

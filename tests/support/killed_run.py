@@ -23,7 +23,7 @@ from jrl.rollout.decoding.engine import SlotEngine  # noqa: E402
 from jrl.runs.checkpoints import Checkpoints  # noqa: E402
 from jrl.runs.records import Appender  # noqa: E402
 from jrl.trainer import loop  # noqa: E402
-from jrl.trainer.setup import networks  # noqa: E402
+from jrl.trainer.learner import networks  # noqa: E402
 
 MOMENTS = {
     "warm start": (networks, "update"),

@@ -15,7 +15,7 @@ from jrl.rollout.batching import batch_of
 from jrl.rollout.decoding.engine import SlotEngine
 from jrl.rollout.decoding.requests import Request, Trajectory
 from jrl.rollout.sampling import Sampling
-from jrl.rollout.scoring import PromptLayout, Scores, mark_replicated, score
+from jrl.trainer.scoring import PromptLayout, Scorer, Scores, mark_replicated
 from moe.config import ModelConfig
 from moe.placement import specs
 from moe.weights import Transformer, axis_sizes, shapes, table
@@ -134,8 +134,9 @@ def decode(asked: Asked) -> Batch[np.ndarray]:
 
 def scores(decoder: Asked, weights, tokens, valid) -> Scores:
     """What scoring says, inside the `jax.shard_map`."""
-    rows = PromptLayout(PROMPT, COPIES)
-    return score(weights, tokens, valid, rows, decoder.config, decoder.sampling, decoder.mesh)
+    layout = PromptLayout(PROMPT, COPIES)
+    scorer = Scorer(decoder.config, decoder.mesh, layout, sampling=decoder.sampling)
+    return scorer.score(weights, tokens, valid)
 
 
 def scored(decoder: Asked, rollout: Batch[np.ndarray]) -> list[np.ndarray]:

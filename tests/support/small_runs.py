@@ -139,8 +139,7 @@ def one_step(
     setup: Setup, state: TrainState[jax.Array]
 ) -> tuple[TrainState[jax.Array], RolloutStepResult]:
     """A training step, as a run takes it."""
-    fixed = (setup.sampler(), setup.networks, setup.recipe)
-    return train_step(*fixed, state, setup.randomness)
+    return train_step(setup.sampler(), setup.networks, state, setup.randomness)
 
 
 def sampled(setup: Setup, weights: Transformer[jax.Array], first: int = 0) -> Batch[np.ndarray]:

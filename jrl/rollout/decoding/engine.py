@@ -41,6 +41,7 @@ from jrl.rollout.sampling import Sampling
 from moe.cache.buffers import cache_columns
 from moe.cache.kernel import check_kernel
 from moe.config import ModelConfig
+from moe.router.overflow import run_with_fallback
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh
 
@@ -275,14 +276,15 @@ class SlotEngine:
         """Admits rows to the pool, which is donated (`programs.admission.admit`)."""
         weights = self._resharding.sync(self._loaded_weights())
         state, sampling = self._ensure_sampler_state(), self._compiled_sampling
-        pool, overflow = admit(
-            self.decoder, sampling, weights, pool, tokens, lengths, admission, state
+
+        def run(decoder: Decoder, pool: SlotPool[Array]) -> tuple[SlotPool[Array], Array | None]:
+            return admit(decoder, sampling, weights, pool, tokens, lengths, admission, state)
+
+        pool, repeated = run_with_fallback(
+            lambda: run(self.decoder, pool),
+            lambda pool: run(self.decoder.for_any_routing(), pool)[0],
         )
-        # A sum over all devices, so that all processes decide alike; reading it blocks.
-        if overflow is not None and int(overflow):
-            self.usage.repeated += 1
-            decoder = self.decoder.for_any_routing()
-            pool, _ = admit(decoder, sampling, weights, pool, tokens, lengths, admission, state)
+        self.usage.repeated += repeated
         return pool
 
     def _run_decoding(

@@ -405,17 +405,23 @@ class SlotScheduler:
         return max(starts) >= most * width
 
 
-def first_fit(lengths: Sequence[int], width: int) -> list[int]:
-    """Offsets of sequences packed by first fit into bins of `width` tokens, in the concatenated
-    bins."""
-    starts, row_tokens = list[int](), list[int]()
+def first_fit(lengths: Sequence[int], width: int, max_sequences: int | None = None) -> list[int]:
+    """Offsets of sequences packed by first fit into bins of `width` tokens, and of at most
+    `max_sequences`, in the concatenated bins."""
+    starts, row_tokens, row_sequences = list[int](), list[int](), list[int]()
     # In the order given, though longest first would pack tighter: an offset may not depend on later
     # sequences, as `_is_full` adds one at a time.
     for length in lengths:
-        free = (row for row, used in enumerate(row_tokens) if used + length <= width)
+        free = (
+            row
+            for row, used in enumerate(row_tokens)
+            if used + length <= width and row_sequences[row] != max_sequences
+        )
         row = next(free, len(row_tokens))
         if row == len(row_tokens):
             row_tokens.append(0)
+            row_sequences.append(0)
         starts.append(row * width + row_tokens[row])
         row_tokens[row] += length
+        row_sequences[row] += 1
     return starts

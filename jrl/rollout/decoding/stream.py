@@ -23,13 +23,21 @@ from jrl.rollout.decoding.packing import (
 )
 from jrl.rollout.decoding.programs.admission import AdmissionArrays, admit_prefilled
 from jrl.rollout.decoding.programs.packed import copy_to_cache, run_packed
-from jrl.rollout.decoding.programs.slots import SlotPool, TokenRows, TopTokens, with_columns
+from jrl.rollout.decoding.programs.slots import (
+    Decoder,
+    SlotPool,
+    TokenRows,
+    TopTokens,
+    with_columns,
+)
 from jrl.rollout.decoding.programs.tokens import SamplerState
 from jrl.rollout.decoding.requests import Finish, Request
 from jrl.rollout.decoding.scheduler import MIN_PREFILL_WIDTH, AdmissionPlan, fewer_slots, row_widths
 from jrl.rollout.row_sampling import RequestSampling, RowSampling
 from jrl.rollout.sampling import Sampling
 from moe.cache.buffers import KEY_COLUMN, Cache
+from moe.decoding import Prefilled
+from moe.router.overflow import run_with_fallback
 
 LOW_WORD_MASK = 2**32 - 1
 """The low word of a seed."""
@@ -228,10 +236,15 @@ class StreamEngine(SlotEngine):
             (packing, cache_copies, tokens, admission)
         )
         weights = self._resharding.sync(self._loaded_weights())
-        prefill = run_packed(self.decoder, weights, packing)
-        if prefill.overflow is not None and int(prefill.overflow):
-            self.usage.repeated += 1
-            prefill = run_packed(self.decoder.for_any_routing(), weights, packing)
+
+        def run(decoder: Decoder) -> tuple[Prefilled, Array | None]:
+            prefill = run_packed(decoder, weights, packing)
+            return prefill, prefill.overflow
+
+        prefill, repeated = run_with_fallback(
+            lambda: run(self.decoder), lambda _: run(self.decoder.for_any_routing())[0]
+        )
+        self.usage.repeated += repeated
         # The cache is handled separately: `admit_prefilled` would be compiled for each of its
         # lengths.
         cache = copy_to_cache(self.decoder, pool.cache, prefill.cache, cache_copies)

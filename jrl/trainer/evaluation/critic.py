@@ -1,7 +1,6 @@
 """Evaluation of a critic on held-out prompts: completions of the policy with critic values."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +14,11 @@ from jrl.rollout.collection.collect import batch_of_completions, groups_of
 from jrl.rollout.decoding.ranks import ranks
 from jrl.rollout.sampler import Sampler, correct_of, numbered_heldout, scores_of
 from jrl.rollout.sampling import Sampling
-from jrl.rollout.scoring import PromptLayout
-from jrl.trainer.evaluation.heldout import heldout_examples, pad_with_repeats
+from jrl.trainer.evaluation.evaluate import heldout_examples, pad_with_repeats
+from jrl.trainer.learner.networks import Network
 from jrl.trainer.learner.objectives import CriticObjective
 from jrl.trainer.prepare import add_verdicts
 from jrl.trainer.scoring import values_of
-from jrl.trainer.setup.networks import Network
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh
 
@@ -54,9 +52,8 @@ def evaluate_critic(
       k: completions per prompt.
       report: called with "critic", the completions done and all there will be.
     """
-    recipe, objective = network.objective.recipe, network.objective
     # Training shares prompts in groups of its own size, which `k` need not be.
-    objective = replace(objective, layout=PromptLayout(sampler.prompt_length, group_size=1))
+    recipe, objective = network.objective.recipe, network.objective.for_separate_rows()
     examples = numbered_heldout(heldout_examples(sampler.task, num_prompts))
     report("critic", 0, len(examples) * k)
     size = _batch_size(network.mesh, len(examples), k)
@@ -70,15 +67,7 @@ def evaluate_critic(
         rows = pad_with_repeats(completions, size * k)
         all_rows = np.ones(len(rows), bool)
         batch = batch_of_completions(sampler, rows, all_rows, network.mesh)
-        batch = add_verdicts(
-            recipe,
-            rows,
-            scores=scores_of(rows),
-            correct=correct_of(rows),
-            batch=batch,
-            response_length=sampler.response_length,
-            mesh=network.mesh,
-        )
+        batch = add_verdicts(objective, rows, scores_of(rows), correct_of(rows), batch)
         values = values_of(objective, critic, batch.tokens, batch.valid)
         # The critic was trained to predict rewards of the recipe, not scores.
         arrays = to_host((values, _rewards(batch), batch.mask, batch.lengths))

@@ -1,8 +1,12 @@
-"""Evaluation of a policy on held-out prompts: k sampled completions of each, and a greedy one."""
+"""Evaluation of a policy on held-out prompts: during training, and of a saved policy."""
 
+import json
 import math
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import IO, Any, TypeVar
 
 import numpy as np
 
@@ -12,11 +16,62 @@ from jrl.rollout.completion_metrics import (
     reward_means,
     task_metrics,
 )
-from jrl.rollout.sampler import Completion, Sampler, correct_of, lengths_of, numbered_heldout
+from jrl.rollout.sampler import (
+    Completion,
+    Sampler,
+    accuracy,
+    correct_of,
+    lengths_of,
+    numbered_heldout,
+    scores_of,
+)
 from jrl.rollout.sampling import GREEDY, Sampling
-from jrl.tasks import REASONS
-from jrl.trainer.evaluation.heldout import heldout_examples
+from jrl.tasks import REASONS, Example, Task
+from jrl.text.prompt_format import PromptFormat
 from sharding.former_names import former_keywords
+
+
+def heldout_examples(task: Task, num_examples: int) -> list[Example]:
+    """First held-out prompts: `num_examples` of them, or all there are if they are fewer."""
+    size = task.heldout_size
+    num_examples = num_examples if size is None else min(num_examples, size)
+    return [task.heldout(index) for index in range(num_examples)]
+
+
+Row = TypeVar("Row")
+
+
+def pad_with_repeats(examples: Sequence[Row], unit: int) -> list[Row]:
+    """Pads the examples to a multiple of `unit` with repetitions, so that they divide over devices.
+    The caller has to ignore the padding."""
+    return [examples[index % len(examples)] for index in range(-(-len(examples) // unit) * unit)]
+
+
+def heldout_metrics(
+    sampler: Sampler, sampling: Sampling, examples: Sequence[Example]
+) -> dict[str, float]:
+    """Metrics of one sampled and one greedy completion per prompt, of the loaded policy."""
+    begin = time.perf_counter()
+    # RNG keys depend on the prompt ids: every evaluation of a run uses the same keys (common random
+    # numbers), so that two of them are paired.
+    prompts = numbered_heldout(examples)
+    requests = sampler.requests(prompts, 1)
+    # The sampled completions are verified while the greedy ones are decoded.
+    decodings = [
+        sampler.decode(requests, prompts, sampling_mode) for sampling_mode in (sampling, GREEDY)
+    ]
+    sampled, greedy = (decoding.wait() for decoding in decodings)
+    return {
+        **{f"val/{name}": value for name, value in _details(sampled, greedy).items()},
+        "val/accuracy/sampled": accuracy(sampled),
+        "val/accuracy/greedy": accuracy(greedy),
+        "val/score/sampled": float(np.mean(scores_of(sampled))),
+        "val/score/greedy": float(np.mean(scores_of(greedy))),
+        "val/response_length/mean": float(np.mean(lengths_of(sampled))),
+        "val/response_length/clip_ratio": float(np.mean([c.truncated for c in sampled])),
+        "timing_s/testing": time.perf_counter() - begin,
+    }
+
 
 Report = Callable[[str, int, int], None]
 """Callback for the progress of an evaluation: the phase, completions done, and their total."""
@@ -50,12 +105,12 @@ def evaluate(
     """
     examples = numbered_heldout(heldout_examples(sampler.task, num_prompts))
 
-    def complete(phase: str, sampling: Sampling, number: int) -> list[Completion]:
+    def complete(phase: str, sampling: Sampling, num_samples: int) -> list[Completion]:
         def decoded(done: int) -> None:
-            report(phase, done, len(examples) * number)
+            report(phase, done, len(examples) * num_samples)
 
         decoded(0)
-        completions = sampler.sample(examples, sampling, number, report=decoded)
+        completions = sampler.sample(examples, sampling, num_samples, report=decoded)
         on_completions(phase, completions)
         return completions
 
@@ -84,11 +139,14 @@ def evaluate(
         "response_length/clip_ratio": np.mean([completion.truncated for completion in sampled]),
         **{f"verifier/{reason}": reasons[reason] for reason in REASONS},
     }
-    results |= (
-        reward_means(sampled) | task_metrics(sampled, "sampled") | task_metrics(greedy, "greedy")
-    )
-    results |= conversation_metrics(sampled)
+    results |= _details(sampled, greedy)
     return {name: np.asarray(value).item() for name, value in results.items()}
+
+
+def _details(sampled: list[Completion], greedy: list[Completion]) -> dict[str, float]:
+    """Metrics of the parts of rewards, of the tasks of a mixture, and of conversations."""
+    by_task = task_metrics(sampled, "sampled") | task_metrics(greedy, "greedy")
+    return reward_means(sampled) | by_task | conversation_metrics(sampled)
 
 
 def _powers_up_to(k: int) -> Iterator[int]:
@@ -98,3 +156,48 @@ def _powers_up_to(k: int) -> Iterator[int]:
         yield power
         power *= 2
     yield k
+
+
+class Completions:
+    """Writer of the completions of each phase.
+
+    Args:
+      path: of the file, which is overwritten when this is entered; None writes none.
+      format: encoding of the prompts.
+      show: number of prompts of which a completion is kept for display.
+
+    Attributes:
+      shown: the first sampled completion of each of the first prompts, as records of the file.
+    """
+
+    def __init__(self, path: str | None, format: PromptFormat, show: int):
+        self._path, self._format, self._show = path, format, show
+        self._file: IO[str] | None = None
+        self._stack = ExitStack()
+        self.shown: list[dict[str, Any]] = []
+
+    def add(self, phase: str, completions: Sequence[Completion]) -> None:
+        """Takes the completions of a phase, "sampled" or "greedy"."""
+        for completion in completions:
+            request = completion.trajectory.request
+            # Held-out prompts count down from -1.
+            position = {"kind": phase, "number": -1 - request.prompt, "sample": request.sample}
+            shows = phase == "sampled" and request.sample == 0 and len(self.shown) < self._show
+            if self._file is None and not shows:
+                continue
+            record = {**position, **completion.record(self._format)}
+            if shows:
+                self.shown.append(record)
+            if self._file is not None:
+                self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        if self._file is not None:
+            self._file.flush()
+
+    def __enter__(self) -> "Completions":
+        if self._path is not None:
+            self._file = self._stack.enter_context(open(self._path, "w", encoding="utf-8"))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+        self._file = None

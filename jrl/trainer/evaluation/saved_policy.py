@@ -15,10 +15,10 @@ from jrl.rollout.resharding import reshard
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 from jrl.runs.provenance import check_files
-from jrl.trainer.adapters import base
+from jrl.trainer.compiled import abstract_array
 from jrl.trainer.learner.masters import float32_shardings, weights_of
-from jrl.trainer.learner.records import abstract_array
-from jrl.trainer.setup.networks import Networks
+from jrl.trainer.learner.networks import Networks
+from jrl.trainer.state import restore_base
 from moe import placement
 from moe import weights as moe_weights
 from moe.adapters import trees
@@ -134,7 +134,7 @@ def _load(
                 _warn(checkpoints, damaged, step)
                 model, frozen = models["policy/weights"], None
                 if model.lora is not None:
-                    frozen = base.restore(checkpoints, model, mesh)
+                    frozen = restore_base(checkpoints, model, mesh)
                 pairs = zip(restored, models.values(), strict=True)
                 return [
                     _shard_weights(weights, model, mesh, float32, frozen)
@@ -166,28 +166,6 @@ def _abstract_weights(model: ModelConfig, mesh: FoldedMesh) -> Any:
     return trees.select_trained(all_weights, moe_weights.table(model))
 
 
-def _shard_with_base(
-    frozen: Transformer[Array],
-    adapters: Transformer[Array],
-    model: ModelConfig,
-    mesh: FoldedMesh,
-    float32: bool,
-) -> Transformer[Array]:
-    """Places adapters on the mesh of the run, as `_shard_weights`, together with their base
-    weights."""
-    weight_table = moe_weights.table(model)
-    adapters = placement.in_chunks(adapters, mesh)
-    shardings = trees.select_trained(placement.shardings(model, mesh), weight_table)
-    weights = trees.with_base(frozen, jax.device_put(adapters, shardings), weight_table)
-    if not float32:
-        return weights
-    # Widened first, so that `reshard` merges adapters without rounding to the dtype of the base.
-    float32_weights = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), weights)
-    plain = model.without_adapters()
-    replicated = reshard(float32_weights, model, mesh, mesh)
-    return jax.device_put(replicated, float32_shardings(plain, mesh))
-
-
 def _shard_weights(
     weights: Transformer[Array],
     model: ModelConfig,
@@ -195,12 +173,21 @@ def _shard_weights(
     float32: bool,
     frozen: Transformer[Array] | None,
 ) -> Transformer[Array]:
-    """Places the weights on the mesh of the run."""
-    if frozen is not None:
-        return _shard_with_base(frozen, weights, model, mesh, float32)
+    """Places trained weights on the mesh of the run; adapters together with their base weights, or
+    merged into them where `float32`."""
     weights = placement.in_chunks(weights, mesh)
-    weights = jax.device_put(weights, float32_shardings(model, mesh))
-    return weights if float32 else weights_of(weights, model, mesh)
+    if frozen is None:
+        weights = jax.device_put(weights, float32_shardings(model, mesh))
+        return weights if float32 else weights_of(weights, model, mesh)
+    weight_table = moe_weights.table(model)
+    shardings = trees.select_trained(placement.shardings(model, mesh), weight_table)
+    weights = trees.with_base(frozen, jax.device_put(weights, shardings), weight_table)
+    if not float32:
+        return weights
+    # Widened first, so that `reshard` merges adapters without rounding to the dtype of the base.
+    float32_weights = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), weights)
+    replicated = reshard(float32_weights, model, mesh, mesh)
+    return jax.device_put(replicated, float32_shardings(model.without_adapters(), mesh))
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

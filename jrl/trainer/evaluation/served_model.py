@@ -1,5 +1,7 @@
-"""Policy of a run or a public checkpoint for serving, without its task."""
+"""Policy of a run or a public checkpoint for serving, without its task; on one mesh, or on device
+groups of attention and experts."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,6 +15,7 @@ from jrl.config.files import configuration_of
 from jrl.config.run import IMPLEMENTATION_SETTINGS, RunConfig, SplitSettings
 from jrl.published.location import is_checkpoint
 from jrl.published.network import open_checkpoint
+from jrl.rollout.decoding.disaggregated.expert_balancer import first_placement
 from jrl.rollout.decoding.disaggregated.stream import DisaggregatedStreamEngine
 from jrl.rollout.decoding.stream import StreamEngine
 from jrl.rollout.resharding import rollout_layout, rollout_mesh
@@ -20,13 +23,106 @@ from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 from jrl.text.load import load_tokenizer
 from jrl.text.prompt_format import PromptFormat, prompt_format
-from jrl.trainer.evaluation.device_split import DeviceSplit, parse_device_split
 from jrl.trainer.evaluation.saved_policy import load_model, load_policy_of
 from jrl.trainer.learner.masters import float32_shardings, weights_of
 from jrl.trainer.setup.network import check_supported, network_of
 from moe.config import PRESETS, ModelConfig
+from moe.disaggregated.split import Split, SplitMesh, devices_of, fold_split
+from moe.disaggregated.weights import check_splits
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh, Layout, fold
+
+
+@dataclass(frozen=True)
+class DeviceSplit:
+    """Device groups of attention and experts, and the settings of decoding on them.
+
+    Attributes:
+      mesh: of both device groups.
+      micro_batches, expert_slots, replan: as of
+        `jrl.rollout.decoding.disaggregated.engine.DisaggregatedEngine`.
+    """
+
+    mesh: SplitMesh
+    micro_batches: int
+    expert_slots: int | None
+    replan: int | None
+
+    def check(self, model: ModelConfig) -> None:
+        """Rejects a network that the device groups do not support.
+
+        Raises:
+          ValueError: with the reason.
+        """
+        check_splits(model, self.mesh, first_placement(model, self.mesh, self.expert_slots))
+
+    def check_slots(self, slots: int) -> None:
+        """Rejects a number of slots that does not divide over devices and micro-batches.
+
+        Raises:
+          ValueError: for such a number.
+        """
+        layout, micro_batches = self.mesh.attention.layout, self.micro_batches
+        unit = layout.num_devices * micro_batches
+        if slots % unit:
+            raise ValueError(
+                f"slots={slots} does not divide over dp={layout.dp} x tp={layout.tp} devices of "
+                f"attention x micro_batches={micro_batches}: choose --slots in multiples of "
+                f"{unit}, or another --micro-batches."
+            )
+
+    def loading_mesh(self, model: ModelConfig) -> FoldedMesh:
+        """Mesh over all devices, on which weights are loaded before they are sent to the groups:
+        data parallel, with experts over as many devices as divide them."""
+        devices = [*devices_of(self.mesh.attention), *devices_of(self.mesh.experts)]
+        num_devices = len(devices)
+        return fold(Layout(dp=num_devices, ep=math.gcd(num_devices, model.num_experts)), devices)
+
+
+def parse_device_split(
+    requested: SplitSettings, layout: str | None, run: RunConfig
+) -> DeviceSplit | None:
+    """Requested device groups, or those that the run samples on; None for one mesh.
+
+    Args:
+      layout: of one mesh, if one is requested.
+
+    Raises:
+      ValueError: for incompatible settings, and for more devices than there are.
+    """
+    if requested.split is not None and layout is not None:
+        raise ValueError(
+            f"layout={layout!r} is a layout of one mesh, and split={requested.split!r} has two: "
+            "leave out --layout."
+        )
+    settings = requested
+    if requested.split is None and layout is None and run.rollout_split is not None:
+        settings = requested.with_defaults_from(run)
+    if settings.split is None:
+        _reject_split_settings(requested)
+        return None
+    split, devices = Split.parse(settings.split), jax.devices()
+    needed = split.num_devices
+    if len(devices) < needed:
+        raise ValueError(
+            f"split={settings.split!r} needs {needed} devices and there are {len(devices)}: give "
+            f"--layout dp1 to serve on one mesh, or --devices {needed} to have as many fake ones "
+            "on a CPU."
+        )
+    micro_batches = settings.micro_batches
+    if micro_batches is None:
+        micro_batches = RunConfig.rollout_micro_batches
+    mesh = fold_split(split, devices[:needed])
+    return DeviceSplit(mesh, micro_batches, settings.expert_slots, settings.replan)
+
+
+def _reject_split_settings(requested: SplitSettings) -> None:
+    for name in ("micro_batches", "expert_slots", "replan"):
+        if (value := getattr(requested, name)) is not None:
+            raise ValueError(
+                f"{name}={value} needs the devices of attention and of experts: give --split, for "
+                f'example "tp1 dp2 / ep2", or leave out --{name.replace("_", "-")}.'
+            )
 
 
 @dataclass(frozen=True)

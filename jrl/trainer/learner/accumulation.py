@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from jrl.trainer.learner.passes import scan_first
+from jrl.trainer.compiled import scan_first
 from moe.weights import Transformer
 from sharding.collectives import Axes, vary
 from sharding.zero import Reduced

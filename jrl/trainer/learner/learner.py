@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jrl.recipes.base.optimizer import Optimizer
+from jrl.trainer.compiled import jit_sharded
 from jrl.trainer.learner import masters
-from jrl.trainer.learner.records import jit_sharded
 from moe import placement
 from moe.adapters import trees
 from moe.config import ModelConfig
@@ -99,7 +99,7 @@ def copy_arrays(tree: Tree) -> Tree:
 
 @jax.jit
 def _copy_leaves(leaves: list[Array]) -> list[Array]:
-    # A list for the reason of `jrl.trainer.learner.records.jit_sharded`.
+    # A list for the reason of `jrl.trainer.compiled.jit_sharded`.
     return [jnp.copy(leaf) for leaf in leaves]
 
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jrl.trainer.learner.records import jit_sharded
+from jrl.trainer.compiled import jit_sharded
 from moe import placement
 from moe.adapters.trees import select_trained
 from moe.config import ModelConfig

@@ -10,14 +10,10 @@ from jaxtyping import Array, Bool, Float
 from jrl.losses import Mean, aggregate, kl_estimate, mismatch_statistics
 from jrl.recipes.base.batch import Batch, Totals, required
 from jrl.recipes.base.recipe import Metrics, Recipe
-from jrl.rollout import packing
-from jrl.rollout.packing import PackedSizes
-from jrl.rollout.sampling import Sampling
-from jrl.rollout.scoring import PromptLayout, Scores, pack, scores_of, values_of
-from jrl.trainer.learner.update import Max
-from moe.config import ModelConfig
+from jrl.trainer.compiled import RetryOnOverflow
+from jrl.trainer.learner.update import Max, Objective
+from jrl.trainer.scoring import logprobs_and_entropy_of
 from moe.router.statistics import RouterStatistics
-from moe.tokens.packing import PackedBatch
 from moe.weights import Transformer
 from sharding.collectives import all_sum
 from sharding.folding import FoldedMesh
@@ -73,36 +69,15 @@ def policy_loss(
 
 
 @dataclass(frozen=True)
-class PolicyObjective:
-    """Objective of the policy: the recipe's loss, to which the router's losses are added.
+class PolicyObjective(Objective):
+    """Objective of the policy: the recipe's loss, to which the router's losses are added."""
 
-    Attributes:
-      packed: sizes of a packed micro-batch; None runs unpacked rows.
-    """
-
-    config: ModelConfig
-    mesh: FoldedMesh
-    layout: PromptLayout
     recipe: Recipe
-    sampling: Sampling
     response_length: int
-    packed: PackedSizes | None = None
 
     def replayed(self, batch: Batch[Array]) -> Array | None:
         """Expert ids that each pass over `batch` replays; None without router replay."""
         return None if self.recipe.router_replay is None else required(batch.choices)
-
-    def pack(self, batch: Batch[Array]) -> PackedBatch:
-        return _pack(self, batch, self.replayed(batch))
-
-    def scores(self, weights: Transformer[Array], x: Array, batch: Batch[Array]) -> Scores:
-        """Scores of the tokens in the mask, from the last hidden states."""
-        config, sampling, mesh = self.config, self.sampling, self.mesh
-        if self.packed is None:
-            return scores_of(weights, x, batch.tokens, self.layout, config, sampling, mesh)
-        return packing.scores_of(
-            weights, x, _packing_rows(batch), self.packed, config, sampling, mesh
-        )
 
     def loss(
         self, weights: Transformer[Array], x: Array, batch: Batch[Array], totals: Totals[Array]
@@ -150,30 +125,11 @@ def sampling_differences(
 
 
 @dataclass(frozen=True)
-class CriticObjective:
-    """Objective of the critic: the recipe's loss, to which the routers' losses are added.
+class CriticObjective(Objective):
+    """Objective of the critic: the recipe's loss, to which the routers' losses are added."""
 
-    Attributes:
-      packed: as of `PolicyObjective`.
-    """
-
-    config: ModelConfig
-    mesh: FoldedMesh
-    layout: PromptLayout
     recipe: Recipe
     response_length: int
-    packed: PackedSizes | None = None
-
-    def pack(self, batch: Batch[Array]) -> PackedBatch:
-        return _pack(self, batch)
-
-    def values(self, weights: Transformer[Array], x: Array, batch: Batch[Array]) -> Array:
-        """Values of the states before the tokens in the mask, from the last hidden states."""
-        if self.packed is None:
-            return values_of(weights, x, batch.tokens, self.layout, self.config, self.mesh)
-        return packing.values_of(
-            weights, x, _packing_rows(batch), self.packed, self.config, self.mesh
-        )
 
     def loss(
         self, weights: Transformer[Array], x: Array, batch: Batch[Array], totals: Totals[Array]
@@ -183,49 +139,30 @@ class CriticObjective:
         loss, metrics = self.recipe.critic_loss(values, batch, totals, self.response_length)
         return loss, {**metrics, "critic/vf_loss": loss}
 
-    def router_metrics(self, router: RouterStatistics[Array] | None) -> dict[str, Any]:
-        return _router_load(router, self.mesh)
-
 
 @dataclass(frozen=True)
-class SupervisedObjective:
-    """Negative log-likelihood of given completions, the mean over their tokens."""
-
-    config: ModelConfig
-    mesh: FoldedMesh
-    layout: PromptLayout
-
-    def pack(self, batch: Batch[Array]) -> PackedBatch:
-        return pack(batch.tokens, batch.valid, self.layout, self.config, self.mesh)
+class SupervisedObjective(Objective):
+    """Negative log-likelihood of given completions, the mean over their tokens, in the plain
+    softmax, whatever the sampling temperature."""
 
     def loss(
         self, weights: Transformer[Array], x: Array, batch: Batch[Array], totals: Totals[Array]
     ) -> tuple[Array, dict[str, Any]]:
-        # `Sampling()` is temperature 1: SFT trains the plain softmax, whatever the sampling
-        # temperature.
-        scores = scores_of(
-            weights, x, batch.tokens, self.layout, self.config, Sampling(), self.mesh
-        )
+        scores = self.scores(weights, x, batch)
         return aggregate(-scores.logprobs, batch.mask, num_tokens=totals.num_tokens), {}
 
-    def router_metrics(self, router: RouterStatistics[Array] | None) -> dict[str, Any]:
-        return _router_load(router, self.mesh)
 
-
-def _pack(
-    objective: PolicyObjective | CriticObjective,
-    batch: Batch[Array],
-    replayed: Array | None = None,
-) -> PackedBatch:
-    """Input of the network: unpacked rows, or rows packed into their bins."""
-    config, mesh = objective.config, objective.mesh
-    if objective.packed is None:
-        return pack(batch.tokens, batch.valid, objective.layout, config, mesh, replayed)
-    return packing.pack(_packing_rows(batch), objective.packed, config, mesh, replayed)
-
-
-def _packing_rows(batch: Batch[Array]) -> packing.BinnedRows:
-    return packing.BinnedRows(batch.tokens, batch.valid, batch.mask, required(batch.starts))
+@RetryOnOverflow
+def statistics_of(
+    objective: PolicyObjective, policy: Transformer[Array], batch: Batch[Array]
+) -> tuple[Any, Array | None]:
+    """Statistics of a whole mini-batch for the recipe's surrogate, without a gradient."""
+    # Over the whole mini-batch: quantiles of micro-batches do not give its quantile.
+    (logprobs, entropy), overflow = logprobs_and_entropy_of.with_overflow(
+        objective, policy, batch.tokens, batch.valid, objective.replayed(batch)
+    )
+    statistics = objective.recipe.statistics(logprobs, entropy, batch)
+    return jax.lax.stop_gradient(statistics), overflow
 
 
 def _router_metrics(router: RouterStatistics[Array] | None, mesh: FoldedMesh) -> dict[str, Any]:
@@ -248,9 +185,3 @@ def _router_metrics(router: RouterStatistics[Array] | None, mesh: FoldedMesh) ->
     if router.agreed is not None and router.replayed is not None:
         metrics["moe/replay_agreement"] = Mean(router.agreed, router.replayed)
     return metrics
-
-
-def _router_load(router: RouterStatistics[Array] | None, mesh: FoldedMesh) -> dict[str, Any]:
-    """Load of each expert, ``[layer, route]``, summed over the tokens of all ``cp`` and ``tp``
-    ranks."""
-    return {} if router is None else {"load": all_sum(router.load, mesh.sequence)}

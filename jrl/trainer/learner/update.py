@@ -10,9 +10,9 @@ bfloat16 weights, summed over micro-batches and devices in float32. In a network
 these have gradients and are updated; the base weights are frozen.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,24 +23,22 @@ from jaxtyping import Array
 
 from jrl.recipes.base.batch import Batch, Totals
 from jrl.recipes.base.optimizer import Optimizer
+from jrl.trainer.compiled import MeshJit
 from jrl.trainer.learner import masters
 from jrl.trainer.learner.accumulation import (
     accumulate_gradients,
     accumulate_with_overlapped_reduction,
 )
 from jrl.trainer.learner.learner import Learner, split, state_shardings, transformation
-from jrl.trainer.learner.mesh_jit import MeshJit
+from jrl.trainer.scoring import Scorer
 from moe import model, placement, stages
 from moe.adapters.trees import combine_trees
-from moe.config import ModelConfig
 from moe.router.balance import router_loss
 from moe.router.bias import with_updated_bias
 from moe.router.statistics import RouterStatistics
-from moe.tokens.packing import PackedBatch
 from moe.weights import Layer, Transformer
 from sharding import zero
 from sharding.collectives import all_sum, vary
-from sharding.folding import FoldedMesh
 from sharding.zero import Reduction
 
 Leaf = TypeVar("Leaf")
@@ -56,19 +54,9 @@ class Max(Generic[Leaf]):
         return self.maximum
 
 
-@runtime_checkable
-class Objective(Protocol):
+@dataclass(frozen=True)
+class Objective(Scorer):
     """Loss on a micro-batch, run inside the `jax.shard_map`. Hashable: compiled once each."""
-
-    @property
-    def config(self) -> ModelConfig: ...
-
-    @property
-    def mesh(self) -> FoldedMesh: ...
-
-    def pack(self, batch: Batch[Array]) -> PackedBatch:
-        """Packs the tokens of a micro-batch, the input of the network."""
-        ...
 
     def loss(
         self, weights: Transformer[Array], x: Array, batch: Batch[Array], totals: Totals[Array]
@@ -79,14 +67,12 @@ class Objective(Protocol):
         Args:
           totals: of the whole mini-batch.
         """
-        ...
+        raise NotImplementedError
 
     def router_metrics(self, router: RouterStatistics[Array] | None) -> dict[str, Any]:
-        """Metrics of the routers' sums over all layers.
-
-        A model with a selection bias needs the metric `load`, ``[layer, route]`` tokens per expert.
-        """
-        ...
+        """Metrics of the routers' sums over all layers: `load`, ``[layer, route]`` tokens per
+        expert on all ranks of ``cp`` and ``tp``, which updates the selection bias."""
+        return {} if router is None else {"load": all_sum(router.load, self.mesh.sequence)}
 
 
 def count(batch: Batch[Array], statistics: Any = None) -> Totals[Array]:
@@ -245,6 +231,7 @@ def _local_gradients(
     totals: Totals[Array],
     passes: Array | None,
 ) -> tuple[Array, Transformer[Array], dict[str, Any]]:
+    """Loss of a mini-batch, this device's shard of its gradient and its metrics."""
     config, mesh = objective.config, objective.mesh
     all_dims = placement.shard_dims(config, mesh, comm_dtype)
     shard_dims, frozen_dims = split(all_dims, config)

@@ -1,23 +1,28 @@
-"""Dry run: batch arithmetic, parameters, memory, predicted time and layout of a run."""
+"""Dry run: batch arithmetic, parameters, memory, predicted time and layout of a run, and its first
+input as the network reads it."""
 
+from collections.abc import Iterable
 from dataclasses import fields
-from typing import Any
+from typing import Any, SupportsInt
 
 import jax
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from jrl.checks import flag
 from jrl.config.run import NETWORK_SETTINGS
 from jrl.recipes.base.recipe import Recipe
+from jrl.tasks.data.chats import Chats
+from jrl.tasks.mixture import has_environments
+from jrl.text.prompt_format import example_tools, text_of_row
+from jrl.trainer.setup.chat_rows import training_chats
 from jrl.trainer.setup.lengths import describe_left_out, response_origin
 from jrl.trainer.setup.memory import memory, rollout_memory
 from jrl.trainer.setup.network import EXPERT_FIELDS, dispatch_explained
-from jrl.trainer.setup.predicted import memory_of_update, time_of_update, times_with_overlap
-from jrl.trainer.setup.reading import print_first_input
+from jrl.trainer.setup.planner import memory_of_update, time_of_update, times_with_overlap
 from jrl.trainer.setup.setup import Setup
-from jrl.trainer.supervised.arithmetic import chat_arithmetic
 from moe.attention.context_parallel.choice import context_of, received_elements
 from moe.config import ModelConfig
 from moe.execution import Execution
@@ -54,14 +59,14 @@ def print_dry_run(setup: Setup, console: Console | None = None) -> None:
     _print(console, f"Parameters: {setup.run.model}", parameters(setup.model, setup.recipe))
     _print(console, "Execution", execution(setup))
     memory_bytes = memory(setup)
-    rows = {name: readable_bytes(number) for name, number in memory_bytes.items()}
+    rows = {name: readable_bytes(num_bytes) for name, num_bytes in memory_bytes.items()}
     rows["in total, without activations"] = readable_bytes(sum(memory_bytes.values()))
     _print(console, "Memory per device", rows)
     if setup.model.mla is None and setup.model.delta is None:
         _print(console, "Policy update, predicted", prediction(setup))
     if setup.run.rollout_devices is not None:
         rollout_rows = {
-            name: readable_bytes(number) for name, number in rollout_memory(setup).items()
+            name: readable_bytes(num_bytes) for name, num_bytes in rollout_memory(setup).items()
         }
         _print(console, "Memory per rollout device", rollout_rows)
     devices = f"{_count(size, 'device', 'devices')} ({jax.devices()[0].device_kind})"
@@ -198,8 +203,8 @@ def parameters(model: ModelConfig, recipe: Recipe) -> dict[str, str]:
 
 
 def _trained_text(config: ModelConfig) -> str:
-    number = num_trained_parameters(config)
-    return f"{number:,} in adapters, {readable_bytes(4 * number)}"
+    trained = num_trained_parameters(config)
+    return f"{trained:,} in adapters, {readable_bytes(4 * trained)}"
 
 
 def prediction(setup: Setup) -> dict[str, str]:
@@ -238,13 +243,13 @@ def prediction(setup: Setup) -> dict[str, str]:
     }
 
 
-def _count(number: int, singular: str, plural: str) -> str:
-    return f"{number:,} {singular if number == 1 else plural}"
+def _count(count: int, singular: str, plural: str) -> str:
+    return f"{count:,} {singular if count == 1 else plural}"
 
 
-def readable_bytes(number: int) -> str:
+def readable_bytes(num_bytes: int) -> str:
     """Formats a number of bytes with three digits and a binary unit."""
-    size, unit = float(number), 0
+    size, unit = float(num_bytes), 0
     while size >= 1000 and unit < 4:
         size, unit = size / 1024, unit + 1
     return f"{size:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
@@ -258,3 +263,86 @@ def _print(console: Console, title: str, rows: dict[str, Any]) -> None:
     for name, value in rows.items():
         table.add_row(name, value)
     console.print(table)
+
+
+def chat_arithmetic(setup: Setup) -> dict[str, str]:
+    """Lines of the arithmetic from conversations to optimizer steps."""
+    chats, rows, recipe, run = setup.task, setup.rows, setup.recipe, setup.run
+    assert isinstance(chats, Chats) and rows is not None
+    encoded_chats = list(rows.encoded.values())
+    tokens = sum(len(chat.ids) for chat in encoded_chats)
+    loss_tokens = sum(chat.loss_mask.sum() for chat in encoded_chats)
+    num_micro_batches, layout = setup.geometry.num_micro_batches, setup.mesh.layout
+    micro = recipe.micro_batch_size
+    epochs = run.steps * recipe.completions / chats.num_train
+    lines = {
+        "conversations": f"{chats.num_train:,} to train on, {chats.heldout_size:,} held out",
+        "dropped, truncated": f"{rows.dropped:,}, {rows.truncated:,}",
+        "tokens": (
+            f"{tokens:,}, of which {loss_tokens:,} are in the loss ({loss_tokens / tokens:.1%})"
+        ),
+        "tokens of the longest": f"{max(len(chat.ids) for chat in encoded_chats):,}",
+        "steps": f"{run.steps:,} x {recipe.completions:,} conversations = {epochs:.3g} epochs",
+        "micro-batches per step": f"{recipe.completions:,} / {micro:,} = {num_micro_batches:,}",
+        "packed": "yes" if setup.networks.packs else "no",
+        "learning rate": f"{recipe.learning_rate:g}, {recipe.optimizer.schedule}",
+    }
+    if layout.pp > 1:
+        bubble = Schedule(layout.pp, num_micro_batches, layout.vpp).bubble
+        lines["pipeline bubble / busy time"] = f"{bubble:.1%}"
+    return lines
+
+
+def print_first_input(setup: Setup, console: Console) -> None:
+    """Prints the first training conversation with special tokens, and its tokens in the loss mask;
+    or the first prompt, if a chat template formats it."""
+    if setup.rows is not None:
+        assert isinstance(setup.task, Chats)
+        chat = setup.rows.encoded[training_chats(setup.task, 0, 1)[0].index]
+        _print_tokens(setup, console, "The first conversation as the network reads it", chat.ids)
+        _print_tokens(setup, console, "Its tokens in the loss", chat.ids[chat.loss_mask])
+    elif setup.format.template is not None:
+        ids = setup.format.encode(setup.task.train(0))
+        _print_tokens(setup, console, "The first prompt as the network reads it", ids)
+    for line in (turn_ends(setup), tools_called(setup)):
+        if line is not None:
+            console.print(Text(line), highlight=False, soft_wrap=True)
+
+
+def turn_ends(setup: Setup) -> str | None:
+    """Description of the tokens that end a turn of the assistant, and of the chat template's own
+    one; None without a template."""
+    template, tokenizer = setup.format.template, setup.tokenizer
+    if template is None:
+        return None
+    token_texts = {token: text for text, token in tokenizer.special_tokens.items()}
+    names = [token_texts.get(token, str(token)) for token in tokenizer.stop_ids]
+    template_turn_end = tokenizer.usage.turn_end
+    if template_turn_end is not None:
+        template_end = token_texts[template_turn_end]
+        other_ends = [name for name in names if name != template_end]
+        also = f"; {' and '.join(other_ends)} end them too" if other_ends else ""
+        return f"turns end with {template_end}, as the chat template writes them{also}"
+    closing = template.turn_suffix
+    ending = f"{closing!r}, which is not a token," if closing else "no end-of-turn token"
+    return f"the chat template writes {ending} behind a turn: turns end with {' or '.join(names)}"
+
+
+def tools_called(setup: Setup) -> str | None:
+    """Description of the tool-call format of the first prompt; None without tools or a template,
+    and where no environment answers a call."""
+    format = setup.format.tool_format
+    if setup.rows is not None or format is None or not has_environments(setup.task):
+        return None
+    tool_names = example_tools(setup.task.train(0))
+    return (
+        f"tools ({', '.join(tool_names)}) are called in the format {format.name}"
+        if tool_names
+        else None
+    )
+
+
+def _print_tokens(setup: Setup, console: Console, title: str, ids: Iterable[SupportsInt]) -> None:
+    console.print(title, style="bold")
+    text = text_of_row(setup.tokenizer, [int(token) for token in ids])
+    console.print(Text(text), highlight=False, soft_wrap=True)

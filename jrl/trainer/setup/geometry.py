@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from jrl.recipes.base.hyperparameters import MICRO_BATCH, near_divisors
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.decoding.ranks import ranks
-from jrl.rollout.scoring import PromptLayout
+from jrl.trainer.scoring import PromptLayout
 from moe.tokens.zigzag import ZigzagLayout
 from sharding.folding import FoldedMesh
 
@@ -45,18 +45,21 @@ class Geometry:
     def bins(self) -> int:
         """Number of bins of a packed micro-batch on a device: a quarter of its rows, so that the
         last micro-batch, which is seldom full, wastes little."""
-        return max(self.recipe.micro_batch_size // self.mesh.size(self.mesh.dp) // 4, 1)
+        return max(self.rows // 4, 1)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a micro-batch on a device."""
+        return self.recipe.micro_batch_size // self.mesh.size(self.mesh.dp)
 
     @property
     def prompt_layout(self) -> PromptLayout:
         """Layout of prompts and completions; completions share their prompt in a forward pass if
         every device gets whole groups."""
-        group, dp = self.recipe.group_size, self.mesh.size(self.mesh.dp)
+        group = self.recipe.group_size
         # A group that is split over two devices or micro-batches would run its prompt in each.
-        fits_groups = self.recipe.micro_batch_size // dp % group == 0
-        return PromptLayout(
-            self.prompt_length, group if fits_groups and self.recipe.has_complete_groups else 1
-        )
+        shares = self.recipe.has_complete_groups and self.rows % group == 0
+        return PromptLayout(self.prompt_length, group if shares else 1)
 
     def overlap_units(self, packing: bool | None) -> tuple[int, tuple[int, ...]]:
         """Number of independent parts of a micro-batch on a device: packed rows, or prompts with
@@ -65,15 +68,14 @@ class Geometry:
         """
         if packing:
             return self.bins, ()
-        rows = self.recipe.micro_batch_size // self.mesh.size(self.mesh.dp)
-        group = self.prompt_layout.group_size
-        number = rows // group
+        layout = self.prompt_layout
+        num_units = self.rows // layout.group_size
 
         def tokens(prompts: int) -> int:
-            sections = (prompts, self.prompt_length), (prompts * group, self.response_length)
+            sections = layout.sections(prompts * layout.group_size, self.response_length)
             return sum(map(self._tokens, sections))
 
-        return number, (tokens(-(-number // 2)), tokens(number // 2))
+        return num_units, (tokens(-(-num_units // 2)), tokens(num_units // 2))
 
     def slots(self, requested: int | None) -> int:
         """Number of decoding slots.
@@ -130,27 +132,24 @@ class Geometry:
         recipe, dp = self.recipe, self.mesh.size(self.mesh.dp)
         name = "batch" if recipe.supervised else "mini_batch"
         sizes = {name: recipe.mini_batch_size, "micro_batch": recipe.micro_batch_size}
-        for name, number in sizes.items():
-            if number % dp:
+        for name, size in sizes.items():
+            if size % dp:
                 raise ValueError(
-                    f"{name}={number} does not divide over dp={dp} of {self.layout}: choose a "
+                    f"{name}={size} does not divide over dp={dp} of {self.layout}: choose a "
                     f"multiple of {dp}, or another --layout or --rollout-layout."
                 )
-        rows, group = recipe.micro_batch_size // dp, self.prompt_layout.group_size
-        self._check_tokens("the prompts of a micro_batch", (rows // group, self.prompt_length))
-        self._check_tokens("the responses of a micro_batch", (rows, self.response_length))
-
-    def _check_tokens(self, name: str, section: tuple[int, int]) -> None:
-        """Checks that a section, the rows on a data-parallel rank and their length, divides into
-        equal parts, with the padding of context parallelism."""
-        number, ranks = self._tokens(section), self.mesh.size(self.mesh.sequence)
-        if number % ranks:
-            raise ValueError(
-                f"{name} have {number} tokens per data-parallel rank, which do not divide over "
-                f"cp x tp = {ranks}: choose prompts and micro_batch, or "
-                f"prompt_length={self.prompt_length} and response_length="
-                f"{self.response_length}, in multiples of {ranks}."
-            )
+        ranks = self.mesh.size(self.mesh.sequence)
+        sections = self.prompt_layout.sections(self.rows, self.response_length)
+        for name, num_tokens in zip(
+            ("prompts", "responses"), map(self._tokens, sections), strict=True
+        ):
+            if num_tokens % ranks:
+                raise ValueError(
+                    f"the {name} of a micro_batch have {num_tokens} tokens per data-parallel rank, "
+                    f"which do not divide over cp x tp = {ranks}: choose prompts and micro_batch, "
+                    f"or prompt_length={self.prompt_length} and response_length="
+                    f"{self.response_length}, in multiples of {ranks}."
+                )
 
     def _tokens(self, section: tuple[int, int]) -> int:
         """Number of tokens of a section, with the padding of context parallelism."""

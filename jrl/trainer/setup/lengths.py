@@ -22,30 +22,32 @@ def longest_prompt(task: Task, format: PromptFormat) -> int:
     is an upper bound: the tokens around a prompt of one character, plus the maximum tokens of as
     many characters as the longest prompt has.
     """
-    return max(_longest_prompt(leaf, format) for leaf in prompt_sources(task))
 
+    def longest(task: Any) -> int:
+        if isinstance(task, PromptList):
+            return max(len(format.encode(example)) for example in task.examples)
+        encode, tools = format.tokenizer.encode, task.train(0).tools
+        around = max(
+            len(format.encode(Example(c, "", tools=tools))) - len(encode(c))
+            for c in task.characters
+        )
+        return around + _bound(task.max_prompt_length, task, format.tokenizer)
 
-def _longest_prompt(task: Any, format: PromptFormat) -> int:
-    if isinstance(task, PromptList):
-        return max(len(format.encode(example)) for example in task.examples)
-    encode, tools = format.tokenizer.encode, task.train(0).tools
-    around = max(
-        len(format.encode(Example(c, "", tools=tools))) - len(encode(c)) for c in task.characters
-    )
-    return around + _bound(task.max_prompt_length, task, format.tokenizer)
+    return max(map(longest, prompt_sources(task)))
 
 
 def longest_answer(task: Task, tokenizer: Tokenizer) -> int:
     """Tokens of the longest reference completion and its end: counted, or bounded as for
     prompts."""
-    return max(_longest_answer(leaf, tokenizer) for leaf in prompt_sources(task))
+    plain = PromptFormat(tokenizer)
 
+    def longest(task: Any) -> int:
+        if isinstance(task, PromptList):
+            answers = (reference_conversation(plain, row)[0] for row in task.examples)
+            return max(map(len, answers))
+        return _bound(task.max_response_length, task, tokenizer) + 1
 
-def _longest_answer(task: Any, tokenizer: Tokenizer) -> int:
-    if isinstance(task, PromptList):
-        plain = PromptFormat(tokenizer)
-        return max(len(reference_conversation(plain, example)[0]) for example in task.examples)
-    return _bound(task.max_response_length, task, tokenizer) + 1
+    return max(map(longest, prompt_sources(task)))
 
 
 def _bound(length: int, task: Any, tokenizer: Tokenizer) -> int:
@@ -102,7 +104,7 @@ def describe_left_out(task: Task, dropped: int, prompt_length: int) -> list[str]
         (shared, "training prompts that are held out (--held-out)"),
         (dropped, f"prompts of more than {prompt_length:,} tokens (--prompt-length)"),
     ]
-    return [f"dropped {number:,} {what}" for number, what in counts if number]
+    return [f"dropped {count:,} {what}" for count, what in counts if count]
 
 
 def check_answers(run: RunConfig, task: Task) -> None:

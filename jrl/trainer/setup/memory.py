@@ -1,18 +1,21 @@
 """Memory estimate of a run per device, without activations: persistent buffers, and those of an
-update and of sampling that follow from sizes only."""
+update and of sampling that follow from sizes only; and the slots of an evaluation that fit."""
 
 import math
+import os
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.decoding.disaggregated.expert_balancer import first_placement
-from jrl.rollout.scoring import num_micro_batches
+from jrl.rollout.decoding.ranks import ranks
 from jrl.trainer.learner.masters import keeps_masters
-from jrl.trainer.setup.geometry import Geometry
+from jrl.trainer.scoring import num_micro_batches
+from jrl.trainer.setup.geometry import MAX_SLOTS, Geometry
 from jrl.trainer.setup.setup import Setup
 from moe.adapters import trees
 from moe.architecture.delta import delta_layers
@@ -33,7 +36,7 @@ from sharding.zero import ShardDim
 LOGITS, STAGE_INPUTS = "logits of a forward pass", "stored inputs of a stage"
 GRADIENTS_SENT = "gradient sent in bfloat16"
 DECODE_PARTIALS = "decode attention partials"
-"""Rows of `memory` that are temporary buffers, for `jrl.trainer.setup.automatic`."""
+"""Rows of `memory` that are temporary buffers, for `jrl.trainer.setup.planner`."""
 
 
 def memory(setup: Setup) -> dict[str, int]:
@@ -131,7 +134,7 @@ def memory(setup: Setup) -> dict[str, int]:
         STAGE_INPUTS: stage_input_bytes(setup.model, setup.geometry) if mesh.layout.pp > 1 else 0,
         GRADIENTS_SENT: max(sent_bytes(network, mesh, run.gradient_wire) for network in networks),
     }
-    return {name: number for name, number in rows.items() if number}
+    return {name: num_bytes for name, num_bytes in rows.items() if num_bytes}
 
 
 def rollout_memory(setup: Setup) -> dict[str, int]:
@@ -139,11 +142,11 @@ def rollout_memory(setup: Setup) -> dict[str, int]:
     devices have more weights."""
     model, mesh = setup.model.without_adapters(), setup.rollout_mesh
     slots = setup.geometry.slots(setup.run.slots)
-    columns = setup.prompt_length + setup.response_length
-    rollout_bytes = {"key/value cache": cache_bytes(model, mesh, slots, columns)}
+    row_length = setup.prompt_length + setup.response_length
+    rollout_bytes = {"key/value cache": cache_bytes(model, mesh, slots, row_length)}
     micro_batches = 1 if setup.split is None else setup.run.rollout_micro_batches
     rows = slots // mesh.size(mesh.dp) // micro_batches
-    partials = kernel_bytes(model, mesh, rows, cache_columns(columns, model, mesh))
+    partials = kernel_bytes(model, mesh, rows, cache_columns(row_length, model, mesh))
     if partials:
         rollout_bytes[DECODE_PARTIALS] = partials
     if setup.split is not None:
@@ -233,17 +236,17 @@ def _local_bytes(
     return jax.tree.map(local_bytes, stored_shapes, spec_tree)
 
 
-def cache_bytes(model: ModelConfig, mesh: FoldedMesh, slots: int, columns: int) -> int:
+def cache_bytes(model: ModelConfig, mesh: FoldedMesh, slots: int, row_length: int) -> int:
     """Bytes of the KV cache on one device, see `moe.cache.buffers.Cache`.
 
     Args:
       mesh: of sampling.
       slots: rows on all devices.
-      columns: tokens of a row.
+      row_length: tokens of a row.
     """
     tp = mesh.size(mesh.tp)
     slots //= mesh.size(mesh.dp)
-    columns = cache_columns(columns, model, mesh)
+    row_length = cache_columns(row_length, model, mesh)
     if caches_latent(model):
         # Replicated over tp: every head needs all of it.
         assert model.mla is not None
@@ -252,7 +255,7 @@ def cache_bytes(model: ModelConfig, mesh: FoldedMesh, slots: int, columns: int) 
         widths = model.num_kv_heads // tp * (model.head_dim + model.v_head_dim)
     itemsize = jax.numpy.dtype(model.dtype).itemsize
     attending = model.num_layers - len(delta_layers(model))
-    return slots * (attending * columns * widths * itemsize + _state_bytes(model, tp, itemsize))
+    return slots * (attending * row_length * widths * itemsize + _state_bytes(model, tp, itemsize))
 
 
 def _state_bytes(model: ModelConfig, tp: int, itemsize: int) -> int:
@@ -293,9 +296,8 @@ def choices_bytes(model: ModelConfig, tokens: int) -> int:
 def stage_input_bytes(model: ModelConfig, geometry: Geometry) -> int:
     """Bytes of the layers' inputs that a pipeline stage keeps during an update, for all chunks in
     flight."""
-    mesh, group = geometry.mesh, geometry.prompt_layout.group_size
-    rows = geometry.recipe.micro_batch_size // mesh.size(mesh.dp)
-    sections = (rows // group, geometry.prompt_length), (rows, geometry.response_length)
+    mesh = geometry.mesh
+    sections = geometry.prompt_layout.sections(geometry.rows, geometry.response_length)
     tokens = ZigzagLayout(sections, mesh.size(mesh.cp)).num_tokens // mesh.size(mesh.sequence)
     schedule = Schedule(mesh.layout.pp, geometry.num_micro_batches, mesh.layout.vpp)
     # Slot indices start at 0.
@@ -317,3 +319,82 @@ def _num_scoring_micro_batches(geometry: Geometry, time: int) -> int:
         return 1
     rows = geometry.recipe.completions // mesh.size(mesh.dp)
     return num_micro_batches(rows, time, geometry.prompt_layout, mesh)
+
+
+CPU_CACHE_BYTES = 2 << 30
+"""Bytes of the KV cache of a process on a CPU, whose memory other programs share."""
+
+
+def evaluation_slots(setup: Setup, rows: int) -> tuple[int, str]:
+    """Number of slots for the completions of an evaluation, and a line that describes it.
+
+    The run's own number, if set; else as many as there are completions, at most `MAX_SLOTS`, whose
+    KV cache fits: into `CPU_CACHE_BYTES`, or into half of the memory that the weights leave on an
+    accelerator. It depends on the kind of machine, not on other processes there.
+
+    Args:
+      rows: total number of completions.
+
+    Raises:
+      ValueError: for a number that does not divide over the devices, or whose cache does not fit.
+    """
+    mesh, requested = setup.rollout_mesh, setup.run.slots
+    unit, total = ranks(mesh) * setup.geometry.rollout_micro_batches, device_memory(mesh)
+    row_length = setup.prompt_length + setup.response_length
+
+    def cache_bytes_of(slots: int) -> int:
+        return cache_bytes(setup.model.without_adapters(), mesh, slots, row_length)
+
+    if requested is None:
+        budget = _budget(setup, total)
+        # Rounded up: a few slots may stay empty, and each rank has at least one.
+        needed = -(-min(rows, MAX_SLOTS) // unit) * unit
+        fitting = unit * max(1, budget // cache_bytes_of(unit))
+        slots = min(needed, fitting)
+        limited = slots < needed
+    else:
+        slots, limited = setup.geometry.slots(requested), False
+        if total is not None and cache_bytes_of(slots) > total:
+            raise ValueError(
+                f"slots={slots} need a KV cache of {_size(cache_bytes_of(slots))} for rows of "
+                f"{row_length:,} tokens, and the device has {_size(total)}: lower --slots or "
+                "--response-length."
+            )
+    fit_text = "as many as fit" if limited else "with"
+    return slots, (
+        f"{rows:,} completions of at most {setup.response_length:,} tokens, {slots:,} at a time "
+        f"(--slots), {fit_text} a KV cache of {_size(cache_bytes_of(slots))}"
+    )
+
+
+def device_memory(mesh: FoldedMesh) -> int | None:
+    """Memory of an accelerator in bytes, or a CPU device's share of the machine's; None if
+    unknown."""
+    devices = _devices(mesh)
+    stats = devices[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def _budget(setup: Setup, total: int | None) -> int:
+    mesh = setup.rollout_mesh
+    devices = _devices(mesh)
+    if total is None or devices[0].platform == "cpu":
+        return CPU_CACHE_BYTES // len(devices)
+    # Twice: as loaded, and unstacked by layers for decoding.
+    free = total - 2 * weight_bytes(setup.model.without_adapters(), mesh)
+    return max(free // 2, 0)
+
+
+def _devices(mesh: FoldedMesh) -> list[Any]:
+    """Devices of the mesh in this process."""
+    devices: Any = mesh.mesh.devices
+    return [device for device in devices.flat if device.process_index == jax.process_index()]
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2g} GiB" if num_bytes >= 2**29 else f"{num_bytes / 2**20:.3g} MiB"

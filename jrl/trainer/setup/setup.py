@@ -14,23 +14,25 @@ from jrl.config.run import RunConfig
 from jrl.processes.agreement import is_multiprocess
 from jrl.published.location import download_command
 from jrl.published.network import open_checkpoint
+from jrl.recipes.base.batch import required
 from jrl.recipes.base.collection import Windows
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.recipes.base.recipe import Recipe
+from jrl.rollout.collection.async_buffer import AsyncBufferSpec
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.conversations.engine import ConversationEngine
 from jrl.rollout.decoding.disaggregated.engine import DisaggregatedEngine
+from jrl.rollout.decoding.disaggregated.expert_balancer import first_placement
 from jrl.rollout.decoding.engine import SlotEngine
 from jrl.rollout.decoding.protocol import RolloutEngine
 from jrl.rollout.resharding import rollout_mesh, separate_rollout_mesh
 from jrl.rollout.sampler import Sampler
-from jrl.rollout.scoring import PromptLayout
 from jrl.rollout.split import split_mesh
 from jrl.tasks import Task, load_task
 from jrl.tasks.data.chats import Chats, load_chats
 from jrl.tasks.data.fields import Fields
 from jrl.tasks.data.split import parse_heldout
-from jrl.tasks.mixture import has_environments, part_names
+from jrl.tasks.mixture import Mixture, has_environments, part_names
 from jrl.text.load import load_tokenizer
 from jrl.text.loss_mask import ChatFormat
 from jrl.text.prompt_format import (
@@ -41,8 +43,10 @@ from jrl.text.prompt_format import (
     with_template,
 )
 from jrl.text.tokenizer import Tokenizer
+from jrl.trainer.learner.networks import Network, Networks, PoolSpec
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective, SupervisedObjective
-from jrl.trainer.setup.checks import check_fits, check_may_be_stale, check_may_converse, check_tools
+from jrl.trainer.scoring import PromptLayout
+from jrl.trainer.setup.chat_rows import ChatRows, chat_rows, sampled_lengths
 from jrl.trainer.setup.geometry import Geometry
 from jrl.trainer.setup.lengths import check_answers, fit_prompts, response_length
 from jrl.trainer.setup.network import (
@@ -52,11 +56,10 @@ from jrl.trainer.setup.network import (
     network_of,
     with_dispatch,
 )
-from jrl.trainer.setup.networks import Network, Networks, PoolSpec
-from jrl.trainer.setup.randomness import Randomness
-from jrl.trainer.supervised.rows import ChatRows, chat_rows, sampled_lengths
+from jrl.trainer.state import Randomness
 from moe.config import PRESETS, ModelConfig
 from moe.disaggregated.split import SplitMesh
+from moe.disaggregated.weights import check_splits
 from moe.router.capacity import can_drop
 from sharding.folding import FoldedMesh, Layout, fold
 
@@ -114,9 +117,9 @@ class Setup:
                 f"of {self.run.model} has no experts. Leave out --router-replay."
             )
         if self.run.max_staleness:
-            check_may_be_stale(self.recipe, self.run.max_staleness)
+            _check_may_be_stale(self.recipe, self.run.max_staleness)
         if has_environments(self.task):
-            check_may_converse(self.run, self.recipe)
+            _check_may_converse(self.run, self.recipe)
         else:
             for name in ("max_turns", "turn_length"):
                 if getattr(self.run, name) is not None:
@@ -223,40 +226,37 @@ class Setup:
         recipe, layout = self.recipe, self.geometry.prompt_layout
         num_micro_batches, bins = self.geometry.num_micro_batches, self.geometry.bins
         response = self.response_length
-        policy_objective = PolicyObjective(
-            self.model, self.mesh, layout, recipe, sampling_of(recipe), response
-        )
         critic = None
         if recipe.uses_critic:
-            critic_objective = CriticObjective(
-                self.model.as_critic(), self.mesh, layout, recipe, response
-            )
+            objective = CriticObjective(self.model.as_critic(), self.mesh, layout, recipe, response)
             optimizer = self._with_run_settings(recipe.critic_optimizer)
-            critic = Network(critic_objective, optimizer, num_micro_batches, bins)
+            critic = Network(objective, optimizer, num_micro_batches, bins)
+        policy_objective = PolicyObjective(
+            self.model, self.mesh, layout, recipe, response, sampling=sampling_of(recipe)
+        )
         optimizer = self._with_run_settings(recipe.optimizer)
-        policy = Network(policy_objective, optimizer, num_micro_batches, bins)
         packs = self.run.packing
         if packs is None:
             # With windows, most tokens of a step only provide context; most conversations are far
             # shorter than the longest.
             packs = isinstance(recipe.collection, Windows) or recipe.supervised
             packs = packs and self.mesh.layout.pp == 1
-        pool = None
+        ahead = pool = None
+        if self.run.max_staleness:
+            ahead = AsyncBufferSpec(
+                recipe,
+                self.run.max_staleness,
+                layout.prompt_length,
+                response,
+                self.model if recipe.router_replay == "R3" else None,
+                part_names(self.task),
+            )
         if self.run.stale_cache:
             # For its sizes only: an engine allocates its pool when rows come.
             engine = self._engine(self.randomness)
             pool = PoolSpec(engine.decoder, engine.slots, engine.columns)
-        staleness = self.run.max_staleness
-        reward_components = part_names(self.task)
-        return Networks(
-            policy,
-            critic,
-            keeps_reference=recipe.uses_reference,
-            packs=packs,
-            max_staleness=staleness,
-            pool_spec=pool,
-            reward_components=reward_components,
-        )
+        policy = Network(policy_objective, optimizer, num_micro_batches, bins)
+        return Networks(policy, critic, packs, ahead, pool)
 
     @property
     def imitator(self) -> Network[SupervisedObjective]:
@@ -341,7 +341,7 @@ def build_setup(
             prompt, response = sampled_lengths(task, rows, network, run.response_length)
         else:
             check_answers(run, task)
-            check_tools(task, format)
+            _check_tools(task, format)
             prompt, dropped = fit_prompts(run, task, format)
             response = response_length(run, task, tokenizer, network, prompt)
         setup = Setup(
@@ -365,15 +365,7 @@ def build_setup(
         setup.geometry.check()
         check_overlaps(network, setup.mesh, *setup.geometry.overlap_units(run.packing))
         setup.geometry.slots(run.slots)
-        check_fits(
-            setup.tokenizer,
-            setup.model,
-            setup.run,
-            setup.recipe,
-            mesh=setup.mesh,
-            split=setup.split,
-            response_length=setup.response_length,
-        )
+        _check_fits(setup)
     # Worker processes must not outlive a run that is rejected or interrupted.
     except BaseException:
         task.close()
@@ -434,3 +426,75 @@ def _tokenizer(run: RunConfig, task: Task, model: ModelConfig | None) -> Tokeniz
             "--tokenizer or a checkpoint as --model."
         )
     return Tokenizer.train_characters(task.characters)
+
+
+def _check_may_be_stale(recipe: Recipe, max_staleness: int) -> None:
+    """Rejects recipes that cannot run asynchronously, as a step depends on the step before."""
+    if isinstance(recipe.collection, Windows):
+        raise ValueError(
+            f"max_staleness={max_staleness}: {recipe.name} continues in each step the responses "
+            "that the previous step left unfinished, and trains on them in between: leave out "
+            "--max-staleness."
+        )
+    if recipe.temperature_rule is not None:
+        raise ValueError(
+            f"max_staleness={max_staleness}: in {recipe.name} the sampling temperature follows "
+            "the entropies of the previous step: leave out --max-staleness, or choose another "
+            "recipe."
+        )
+
+
+def _check_may_converse(run: RunConfig, recipe: Recipe) -> None:
+    """Rejects settings under which conversations continue in another step, as environments are not
+    saved in checkpoints."""
+    if isinstance(recipe.collection, Windows):
+        raise ValueError(
+            f"task={run.task} has conversations, which {recipe.name} would continue in another "
+            "step, and their environments are not saved: choose another recipe."
+        )
+    if run.max_staleness:
+        raise ValueError(
+            f"max_staleness={run.max_staleness} saves rows in flight, and task={run.task} has "
+            "environments, which are not saved: leave out --max-staleness."
+        )
+
+
+def _check_tools(task: Task, format: PromptFormat) -> None:
+    """Rejects tools that the prompt format does not show to the policy, or whose calls it cannot
+    parse."""
+    for source in task.sources if isinstance(task, Mixture) else (task,):
+        if has_environments(source):
+            format.check_tools(source.train(0))
+
+
+def _check_fits(setup: Setup) -> None:
+    """Checks that network and tokenizer have the same vocabulary, that the network supports the
+    rollout split and packing, and that windows are shorter than responses."""
+    run, recipe, model, tokenizer = setup.run, setup.recipe, setup.model, setup.tokenizer
+    pp = setup.mesh.layout.pp
+    if tokenizer.vocab_size > model.vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} ids and the model only "
+            f"{model.vocab_size}: take the tokenizer of the checkpoint."
+        )
+    if tokenizer.vocab_size < model.vocab_size:
+        raise ValueError(
+            f"the model has {model.vocab_size} ids, which it may all sample, and the "
+            f"tokenizer only {tokenizer.vocab_size}: take the tokenizer of the checkpoint, "
+            "or its tokenizer.json, which may have fewer tokens."
+        )
+    if setup.split is not None:
+        placement = first_placement(model, setup.split, run.rollout_expert_slots)
+        check_splits(model, setup.split, placement)
+    if run.packing and pp > 1:
+        raise ValueError(
+            f"packing=True is not supported with pp={pp} of layout {run.layout!r}, "
+            "which runs a fixed number of micro-batches: leave out --packing, or choose a layout "
+            "without pp."
+        )
+    collection, response_length = recipe.collection, setup.response_length
+    if isinstance(collection, Windows) and required(collection.window) >= response_length:
+        raise ValueError(
+            f"window={collection.window} truncates no response of at most {response_length} "
+            "tokens: choose a smaller --window, or a larger --response-length."
+        )

@@ -9,7 +9,7 @@ from tiers import full_but
 from jrl.config.flags import parse_arguments
 from jrl.config.settings_file import PRESETS
 from jrl.trainer.setup.memory import memory
-from jrl.trainer.setup.predicted import memory_of_update
+from jrl.trainer.setup.planner import memory_of_update
 from jrl.trainer.setup.setup import build_setup
 
 NAMES = sorted(path.stem for path in PRESETS.glob("*.yaml"))

@@ -21,7 +21,7 @@ from jrl.rollout.resharding import are_disjoint
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.records import Appender, read
 from jrl.trainer import loop
-from jrl.trainer.setup import networks
+from jrl.trainer.learner import networks
 
 
 class Kill(BaseException):

@@ -71,15 +71,7 @@ def sampled():
 
 
 def prepared(setup, state, sampled):
-    return prepare(
-        setup.networks,
-        setup.recipe,
-        state,
-        sampled.completions,
-        sampled.scores,
-        sampled.batch,
-        setup.response_length,
-    )
+    return prepare(setup.networks, state, sampled.completions, sampled.scores, sampled.batch)
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ from jrl.report.metrics import without_timings
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.records import read, read_metrics
 from jrl.trainer import loop, outputs
-from jrl.trainer.setup import networks
+from jrl.trainer.learner import networks
 from jrl.trainer.state import abstract
 from moe.execution import Execution
 

@@ -26,7 +26,8 @@ from jrl.recipes import GroupRelative
 from jrl.report.metrics import check_defined, without_timings
 from jrl.rollout.batching import over_rows
 from jrl.trainer import step as stepping
-from jrl.trainer.scoring import logprobs_and_choices_of, logprobs_of, statistics_of
+from jrl.trainer.learner.objectives import statistics_of
+from jrl.trainer.scoring import logprobs_and_choices_of, logprobs_of
 from moe import model
 from moe.execution import Execution
 from moe.placement import specs

@@ -19,8 +19,8 @@ from small_runs import (
 from jrl.recipes import RECIPES
 from jrl.rollout.decoding import engine
 from jrl.trainer import step as stepping
+from jrl.trainer.learner import networks
 from jrl.trainer.scoring import logprobs_of
-from jrl.trainer.setup import networks
 from jrl.trainer.step import mini_batches, sampling_difference, train_on_batch, train_step
 from jrl.trainer.summary import summarise
 
@@ -33,7 +33,7 @@ def state_of(setup, step=0):
 
 
 def learn(setup, state, batch):
-    return train_on_batch(setup.networks, setup.recipe, state, batch, setup.randomness)
+    return train_on_batch(setup.networks, state, batch, setup.randomness)
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def learned_from(monkeypatch):
     updates: list[tuple[str, list[int]]] = []
 
     def record(objective, optimizer, num_micro, learner, batch, statistics, passes=None):
-        network = "actor" if hasattr(objective, "sampling") else "critic"
+        network = "critic" if objective.config.head == "value" else "actor"
         updates.append((network, np.asarray(batch.tokens)[:, 0].tolist()))
         return learner, {"loss": 0.0, "grad_norm": 0.0, "finite": True, "empty": False}
 
@@ -148,14 +148,14 @@ def test_critic_and_policy_have_masks_of_their_own(monkeypatch):
     seen = {}
 
     def record(objective, optimizer, num_micro, learner, batch, statistics, passes=None):
-        seen.setdefault(hasattr(objective, "sampling"), []).append(np.asarray(batch.mask))
+        seen.setdefault(objective.config.head != "value", []).append(np.asarray(batch.mask))
         return learner, {"loss": 0.0, "grad_norm": 0.0, "finite": True, "empty": False}
 
     monkeypatch.setattr(networks, "update", record)
     setup = small_setup(small_recipe("ppo"))
     batch = small_batch(setup, ROWS)
     learn(setup, state_of(setup), batch.replace(critic_mask=~batch.mask))
-    of_policy, of_critic = (np.concatenate(seen[sampling]) for sampling in (True, False))
+    of_policy, of_critic = (np.concatenate(seen[is_policy]) for is_policy in (True, False))
     assert of_policy.any() and not of_policy.all()
     np.testing.assert_array_equal(of_critic, ~of_policy)
 
@@ -215,7 +215,7 @@ def test_a_dapo_step_crosses_for_texts_scores_and_reports_only(fetched, layout, 
     setup = small_setup(recipe, small_run(layout=layout))
     state, sampler = fresh_state(setup, fresh_weights(setup)), setup.sampler()
     fetched.clear()
-    _, done = train_step(sampler, setup.networks, recipe, state, setup.randomness)
+    _, done = train_step(sampler, setup.networks, state, setup.randomness)
     assert done.metrics["dynamic_sampling/prompts_generated"] >= 4
     texts = ["i"] * len(looks)  # sampled tokens, whenever rows have ended
     assert of_tokens(fetched) == sorted([*texts, *REPORTS])
@@ -251,7 +251,7 @@ def test_a_step_of_the_critic_alone_crosses_for_no_log_probabilities(fetched, lo
     setup = small_setup(recipe, small_run(warm_start_steps=0))
     state, sampler = fresh_state(setup, fresh_weights(setup)), setup.sampler()
     fetched.clear()
-    _, done = train_step(sampler, setup.networks, recipe, state, setup.randomness)
+    _, done = train_step(sampler, setup.networks, state, setup.randomness)
     assert 0 <= done.metrics["sampling/sampling_logp_difference/max"] < 1e-5
     texts = ["i"] * len(looks)
     assert of_tokens(fetched) == sorted([*texts, *REPORTS])
@@ -264,7 +264,7 @@ class Handed(Exception):
 def test_shuffled_rewards(monkeypatch):
     """The same scores, dealt out by seed and step."""
 
-    def hand_over(networks, recipe, state, completions, scores, *_):
+    def hand_over(networks, state, completions, scores, *_):
         raise Handed(np.arange(8) / 8, scores)
 
     monkeypatch.setattr(stepping, "prepare", hand_over)
@@ -274,7 +274,7 @@ def test_shuffled_rewards(monkeypatch):
 
     def scores(step, shuffled):
         state = state_of(setup, step)
-        fixed = (sampler, setup.networks, setup.recipe, state, setup.randomness)
+        fixed = (sampler, setup.networks, state, setup.randomness)
         with pytest.raises(Handed) as handed:
             train_step(*fixed, shuffle_rewards=shuffled)
         return handed.value.args

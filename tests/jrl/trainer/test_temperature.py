@@ -20,10 +20,10 @@ from jrl.losses import EntropyStatistics, entropy_statistics
 from jrl.report.metrics import check_defined, without_timings
 from jrl.runs.checkpoints import Checkpoints
 from jrl.trainer import step as stepping
+from jrl.trainer.prepare import statistics_of_step
 from jrl.trainer.scoring import logprobs_and_entropy_of
 from jrl.trainer.state import restore, save
 from jrl.trainer.step import sampling_difference
-from jrl.trainer.temperature import statistics_of_step
 
 QUANTILE = 0.8
 statistics_of = jax.jit(partial(entropy_statistics, quantile=QUANTILE))
@@ -43,11 +43,11 @@ def test_a_step_is_sampled_by_the_entropies_of_the_step_before(tmp_path, monkeyp
     )
     prepare, batches, before = stepping.prepare, [], []
 
-    def recorded(networks, recipe, state, completions, scores, batch, *rest):
+    def recorded(networks, state, completions, scores, batch, *rest):
         rows = batch.tokens, batch.valid
         objective, weights = networks.policy.objective, state.policy.weights
         before.append(jax.device_get((*logprobs_and_entropy_of(objective, weights, *rows), batch)))
-        prepared = prepare(networks, recipe, state, completions, scores, batch, *rest)
+        prepared = prepare(networks, state, completions, scores, batch, *rest)
         batches.append(jax.device_get(prepared[0]))
         return prepared
 
@@ -108,7 +108,7 @@ def test_other_recipes_keep_nothing():
     setup = small_setup(small_recipe("dapo"))
     assert fresh_state(setup, fresh_weights(setup)).entropy_statistics is None
     batch = small_batch(setup)
-    assert statistics_of_step(setup.recipe, batch, batch.mask, None, setup.mesh) is None
+    assert statistics_of_step(setup.networks, batch, batch.mask, None) is None
 
 
 def test_a_step_without_a_token_that_counts_leaves_what_was_kept():
@@ -118,7 +118,7 @@ def test_a_step_without_a_token_that_counts_leaves_what_was_kept():
     before = EntropyStatistics(*(jnp.float32(x) for x in (-1.5, 2.0, 1.0, -3.0)))
 
     def kept(sampled):
-        return statistics_of_step(setup.recipe, batch, sampled, before, setup.mesh)
+        return statistics_of_step(setup.networks, batch, sampled, before)
 
     jax.tree.map(np.testing.assert_array_equal, kept(jnp.zeros_like(batch.mask)), before)
     expected = statistics_of(batch.old_entropy, batch.mask)

@@ -23,7 +23,7 @@ from jrl.tasks.workers.process import Worker
 from jrl.trainer import loop
 from jrl.trainer import step as stepping
 from jrl.trainer import warm_start as warming
-from jrl.trainer.setup import networks
+from jrl.trainer.learner import networks
 from jrl.trainer.warm_start import (
     CHECK_EVERY,
     WarmStartFailed,

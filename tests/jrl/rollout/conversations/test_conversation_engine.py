@@ -99,9 +99,7 @@ def test_rewards_lie_on_the_last_token_of_their_turn(setup, weights, collected):
     state = init_state(setup.networks, weights, setup.randomness.key("critic"))
     completions = collected.completions
     scores = scores_of(completions)
-    batch, _ = prepare(
-        setup.networks, setup.recipe, state, completions, scores, collected.batch, RESPONSE
-    )
+    batch, _ = prepare(setup.networks, state, completions, scores, collected.batch)
     found = to_host(batch)
     assert np.allclose(found.rewards, scores, atol=1e-6)
     assert found.turn_rewards.any()

@@ -13,7 +13,7 @@ from jrl.rollout.collection.collect import groups_of, sampling_of
 from jrl.rollout.decoding.requests import move_to_host
 from jrl.rollout.sampler import numbered_heldout, scores_of
 from jrl.trainer.evaluation.critic import evaluate_critic
-from jrl.trainer.evaluation.heldout import heldout_examples
+from jrl.trainer.evaluation.evaluate import heldout_examples
 from jrl.trainer.prepare import prepare
 from jrl.trainer.state import init_state
 
@@ -40,7 +40,7 @@ def test_turns_of_a_conversation_keep_their_rewards():
         trajectories, everything, setup.mesh, setup.prompt_length, RESPONSE, pad, 0
     )
     scores = scores_of(completions)
-    batch = prepare(setup.networks, recipe, state, completions, scores, batch, RESPONSE)[0]
+    batch = prepare(setup.networks, state, completions, scores, batch)[0]
     trained = to_host(batch)
     assert trained.turn_rewards.any() and (trained.valid & ~trained.mask).any()
     np.testing.assert_array_equal(found.groups, -1 - groups_of(completions))

@@ -11,7 +11,7 @@ from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.sampler import Sampler
 from jrl.tasks import Example, Task
 from jrl.tasks.definition import ProceduralTask
-from jrl.trainer.evaluation.heldout import heldout_examples, heldout_metrics, pad_with_repeats
+from jrl.trainer.evaluation.evaluate import heldout_examples, heldout_metrics, pad_with_repeats
 from jrl.trainer.step import train_step
 
 
@@ -24,7 +24,7 @@ def evaluate(setup, weights, step, examples):
 
 def step_of(setup, state):
     """The texts that a training step samples."""
-    _, done = train_step(setup.sampler(), setup.networks, setup.recipe, state, setup.randomness)
+    _, done = train_step(setup.sampler(), setup.networks, state, setup.randomness)
     return [completion.text for completion in done.collected.completions]
 
 

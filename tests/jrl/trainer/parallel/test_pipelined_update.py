@@ -25,11 +25,9 @@ from three_updates import (
     three_updates,
 )
 
-from jrl.rollout.scoring import PromptLayout, num_micro_batches
 from jrl.runs.checkpoints import Checkpoints
-from jrl.trainer.learner.overflow import with_dropless_buffers
 from jrl.trainer.learner.update import update
-from jrl.trainer.scoring import logprobs_of, values_of
+from jrl.trainer.scoring import PromptLayout, logprobs_of, num_micro_batches, values_of
 from jrl.trainer.state import abstract, restore, save
 from moe import placement
 from moe.execution import Execution
@@ -90,7 +88,7 @@ def scores_on(layout, context=None):
 
     def scored(function, objective, config):
         given = random_weights(setup, config), batch.tokens, batch.valid
-        traced = function.dropless.trace(with_dropless_buffers(objective), *given)
+        traced = function.dropless.trace(objective.for_any_routing(), *given)
         check_permutes(traced.jaxpr.jaxpr)
         return traced.lower().compile(FAST_COMPILE)(*given)
 

@@ -8,10 +8,15 @@ import pytest
 
 from jrl.config.run import RunConfig
 from jrl.recipes import Grpo
-from jrl.trainer.setup import automatic
-from jrl.trainer.setup.automatic import Candidate, choose_layout, make_candidate, with_layout
+from jrl.trainer.setup import planner
 from jrl.trainer.setup.memory import memory
-from jrl.trainer.setup.predicted import memory_of_update
+from jrl.trainer.setup.planner import (
+    Candidate,
+    choose_layout,
+    make_candidate,
+    memory_of_update,
+    with_layout,
+)
 from jrl.trainer.setup.setup import build_setup
 from sharding.costs.hardware import HARDWARE
 from sharding.folding import Layout
@@ -26,7 +31,7 @@ def setup():
 
 def on_hardware(monkeypatch, **sizes):
     changed = replace(LAPTOP, **sizes)
-    monkeypatch.setattr(automatic, "detect_hardware", lambda: changed)
+    monkeypatch.setattr(planner, "detect_hardware", lambda: changed)
     return changed
 
 
@@ -42,7 +47,7 @@ def test_nothing_that_can_be_had_is_faster(setup):
 def test_with_less_memory_it_is_another(setup, monkeypatch):
     roomy, _ = choose_layout(setup, Grpo(), 4)
     needs = make_candidate(setup, Grpo(), roomy, LAPTOP).bytes()
-    hardware = on_hardware(monkeypatch, memory=0.99 * needs / automatic.MEMORY_FRACTION)
+    hardware = on_hardware(monkeypatch, memory=0.99 * needs / planner.MEMORY_FRACTION)
     tight, why = choose_layout(setup, Grpo(), 4)
     assert tight != roomy
     assert make_candidate(setup, Grpo(), tight, hardware).bytes() < needs
@@ -52,7 +57,7 @@ def test_with_less_memory_it_is_another(setup, monkeypatch):
 def test_every_stage_has_as_many_chunks_as_leave_it_no_deeper(setup):
     """Seven layers on two stages are four and three: in two chunks each of two and less."""
     uneven = replace(setup, model=replace(setup.model, num_layers=7))
-    found = {(one.pp, one.vpp) for one in automatic._valid_layouts(uneven, 2, LAPTOP)}
+    found = {(one.pp, one.vpp) for one in planner._valid_layouts(uneven, 2, LAPTOP)}
     assert found == {(1, 1), (2, 1), (2, 2)}
 
 
@@ -133,4 +138,4 @@ def test_an_unknown_accelerator_is_named(monkeypatch):
 
     monkeypatch.setattr(jax, "devices", lambda: [Device()])
     with pytest.raises(ValueError, match='does not support "Somebody\'s Accelerator"'):
-        automatic.detect_hardware()
+        planner.detect_hardware()

@@ -10,7 +10,7 @@ from jrl.recipes import Grpo
 from jrl.trainer.setup import dry_run
 from jrl.trainer.setup.dry_run import prediction
 from jrl.trainer.setup.memory import weight_bytes
-from jrl.trainer.setup.predicted import (
+from jrl.trainer.setup.planner import (
     OVERLAPS,
     batch_of,
     memory_of_update,

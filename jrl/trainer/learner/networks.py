@@ -7,15 +7,16 @@ from jaxtyping import Array
 
 from jrl.recipes.base.batch import Batch
 from jrl.recipes.base.optimizer import Optimizer
+from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.collection.async_buffer import AsyncBufferSpec
 from jrl.rollout.decoding.programs.slots import Decoder
 from jrl.trainer.learner.learner import Learner, init_learner, split
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective, SupervisedObjective
-from jrl.trainer.learner.overflow import with_dropless_buffers
 from jrl.trainer.learner.update import update
 from moe.adapters import trees
 from moe.architecture.lora import Lora
 from moe.config import ModelConfig
+from moe.router.overflow import run_with_fallback
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh
 
@@ -58,38 +59,33 @@ class Network(Generic[ObjectiveT]):
         passes: Array | None = None,
     ) -> tuple[Learner[Array], dict[str, Any]]:
         """Runs one optimizer step, see `jrl.trainer.learner.update.update`; on an overflow of the
-        expert buffers it is recomputed with dropless ones (`jrl.trainer.learner.overflow`)."""
-        learner, metrics = self._update_once(self.objective, learner, batch, statistics, passes)
-        overflow = metrics.get("overflow", 0)
-        # Without a buffer factor nothing is read, and the host does not block on the device.
-        if "overflow" in metrics and int(overflow):
-            # Nothing changed: the returned learner equals the donated one, in its buffers.
-            objective = with_dropless_buffers(self.objective)
-            learner, metrics = self._update_once(objective, learner, batch, statistics, passes)
-            metrics["overflow"] = overflow
-        return learner, metrics
+        expert buffers it is recomputed with dropless ones.
 
-    def _update_once(
-        self,
-        objective: Any,
-        learner: Learner[Array],
-        batch: Batch[Array],
-        statistics: Any,
-        passes: Array | None,
-    ) -> tuple[Learner[Array], dict[str, Any]]:
-        """Calls `jrl.trainer.learner.update.update`. A network with adapters donates only these:
-        its frozen weights may be shared with others."""
-        optimizer, num_micro_batches = self.optimizer, self.num_micro_batches
-        if objective.config.lora is None:
-            return update(
-                objective, optimizer, num_micro_batches, learner, batch, statistics, passes
-            )
-        adapters, frozen = split(learner.weights, objective.config)
-        learner = replace(learner, weights=adapters)
-        learner, metrics = update(
-            objective, optimizer, num_micro_batches, learner, batch, statistics, passes, frozen
-        )
-        return replace(learner, weights=trees.combine_trees(learner.weights, frozen)), metrics
+        A network with adapters donates only these: its frozen weights may be shared with others.
+        """
+
+        def run(
+            objective: ObjectiveT, learner: Learner[Array]
+        ) -> tuple[tuple[Learner[Array], dict[str, Any]], Array | None]:
+            settings = objective, self.optimizer, self.num_micro_batches
+            if objective.config.lora is None:
+                learner, metrics = update(*settings, learner, batch, statistics, passes)
+                return (learner, metrics), metrics.get("overflow")
+            adapters, frozen = split(learner.weights, objective.config)
+            learner = replace(learner, weights=adapters)
+            learner, metrics = update(*settings, learner, batch, statistics, passes, frozen)
+            learner = replace(learner, weights=trees.combine_trees(learner.weights, frozen))
+            return (learner, metrics), metrics.get("overflow")
+
+        def without_overflow(
+            result: tuple[Learner[Array], dict[str, Any]],
+        ) -> tuple[Learner[Array], dict[str, Any]]:
+            # Nothing changed: the returned learner equals the donated one, in its buffers.
+            learner, first_metrics = result
+            (learner, metrics), _ = run(self.objective.for_any_routing(), learner)
+            return learner, metrics | {"overflow": first_metrics["overflow"]}
+
+        return run_with_fallback(lambda: run(self.objective, learner), without_overflow)[0]
 
     def with_mesh(self, mesh: FoldedMesh) -> "Network[ObjectiveT]":
         """Copy on another mesh."""
@@ -117,41 +113,25 @@ class Networks:
     Attributes:
       policy: the policy network.
       critic: the value network, None without one.
-      keeps_reference: true if there is a reference model, the initial policy; for a policy with
-        adapters it needs no copy.
-      packs: true if updates run packed rows (`jrl.trainer.packed.plan`).
-      max_staleness: maximum staleness of training tokens, in versions of the policy.
+      packs: true if updates run packed rows (`jrl.rollout.packing`).
+      ahead_spec: sizes of the buffer of asynchronous rollouts; None without these.
       pool_spec: of an engine whose rows in flight keep their KV cache, None where that is
         recomputed.
-      reward_components: names of the reward components that a verdict can have.
     """
 
     policy: Network[PolicyObjective]
     critic: Network[CriticObjective] | None
-    keeps_reference: bool
     packs: bool = False
-    max_staleness: int = 0
+    ahead_spec: AsyncBufferSpec | None = None
     pool_spec: PoolSpec | None = None
-    reward_components: tuple[str, ...] = ()
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.policy.objective.recipe
 
     @property
     def mesh(self) -> FoldedMesh:
         return self.policy.mesh
-
-    @property
-    def ahead_spec(self) -> AsyncBufferSpec | None:
-        """Sizes of the buffer of asynchronous rollouts; None without these."""
-        if not self.max_staleness:
-            return None
-        policy = self.policy.objective
-        return AsyncBufferSpec(
-            policy.recipe,
-            self.max_staleness,
-            policy.layout.prompt_length,
-            policy.response_length,
-            policy.config if policy.recipe.router_replay == "R3" else None,
-            self.reward_components,
-        )
 
     def with_adapters(self, lora: Lora | None) -> "Networks":
         """Copy whose policy has other adapters, or none."""

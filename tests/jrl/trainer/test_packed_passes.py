@@ -24,9 +24,7 @@ from jrl.losses import ExplainedVariance, Mean
 from jrl.processes.agreement import to_devices
 from jrl.recipes import Tppo
 from jrl.rollout.batching import replicated
-from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective
-from jrl.trainer.learner.update import Max
-from jrl.trainer.packed.plan import (
+from jrl.rollout.packing import (
     bin_length,
     clear_idle_rows,
     counts_of,
@@ -34,9 +32,10 @@ from jrl.trainer.packed.plan import (
     plan,
     round_up_size,
 )
-from jrl.trainer.packed.scoring import packed_scores
+from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective
+from jrl.trainer.learner.update import Max
 from jrl.trainer.prepare import targets_of
-from jrl.trainer.scoring import logprobs_of, values_of
+from jrl.trainer.scoring import logprobs_of, packed_scores, values_of
 from jrl.trainer.state import init_state
 from jrl.trainer.step import mini_batches, train_on_batch
 from moe.execution import Execution
@@ -224,9 +223,7 @@ def trained(packs, batch_of=windows_batch, recipe="tppo", **settings):
             returns=targets.returns,
         )
     before = jax.device_get(state)
-    state, history, nonfinite, _ = train_on_batch(
-        networks, setup.recipe, state, batch, setup.randomness
-    )
+    state, history, nonfinite, _ = train_on_batch(networks, state, batch, setup.randomness)
     assert not nonfinite
     return before, jax.device_get(state), history
 

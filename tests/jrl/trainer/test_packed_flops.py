@@ -12,9 +12,8 @@ from small_runs import small_recipe, small_run, small_setup
 from three_updates import FAST_COMPILE, random_weights
 
 from jrl.recipes import Batch
-from jrl.rollout.packing import PackedSizes
+from jrl.rollout.packing import PackedSizes, clear_idle_rows, counts_of, pack_rows, plan
 from jrl.trainer.learner.update import update
-from jrl.trainer.packed.plan import clear_idle_rows, counts_of, pack_rows, plan
 from jrl.trainer.prepare import targets_of
 from moe.config import ModelConfig
 

@@ -21,11 +21,11 @@ from jrl.config.run import RunConfig
 from jrl.recipes import Grpo
 from jrl.report.metrics import check_defined, without_timings
 from jrl.trainer.learner.update import update
-from jrl.trainer.packed.scoring import packed_scores
 from jrl.trainer.scoring import (
     logprobs_and_choices_of,
     logprobs_and_entropy_of,
     logprobs_of,
+    packed_scores,
     values_of,
 )
 from jrl.trainer.setup.setup import build_setup

@@ -82,10 +82,10 @@ class ChatRows:
         for row, chat in enumerate(chats):
             encoded_chat = self.encoded[chat.index]
             # One token is before the predicted positions: each prediction needs a state before it.
-            columns = slice(self.before - 1, self.before - 1 + len(encoded_chat.ids))
-            tokens[row, columns] = encoded_chat.ids
-            mask[row, columns] = encoded_chat.loss_mask
-            valid[row, columns] = True
+            span = slice(self.before - 1, self.before - 1 + len(encoded_chat.ids))
+            tokens[row, span] = encoded_chat.ids
+            mask[row, span] = encoded_chat.loss_mask
+            valid[row, span] = True
         return to_devices(Batch(tokens=tokens, valid=valid, mask=mask), over_rows(mesh))
 
 
@@ -119,7 +119,7 @@ def chat_rows(
             encoded[chat.index] = encoded_chat
     dropped = chats.leave_out(lambda chat: chat.index in encoded)
     chats.answer_with(
-        {number: _turn_text(format, encoded_chat) for number, encoded_chat in encoded.items()}
+        {chat_id: _turn_text(format, encoded_chat) for chat_id, encoded_chat in encoded.items()}
     )
     longest = max(len(encoded_chat.ids) for encoded_chat in encoded.values())
     return ChatRows(
@@ -129,6 +129,12 @@ def chat_rows(
         dropped,
         truncated,
     )
+
+
+def training_chats(chats: Chats, first: int, count: int) -> list[Chat]:
+    """Training conversations `first` to `first + count`; each epoch has another order."""
+    examples = [chats.train(index) for index in range(first, first + count)]
+    return [chat for chat in examples if isinstance(chat, Chat)]
 
 
 def _turn_text(format: ChatFormat, encoded_chat: Encoded) -> str:
@@ -172,11 +178,11 @@ def sampled_lengths(
     return prompt_length, requested
 
 
-def _round_up_positions(columns: int, mesh: FoldedMesh) -> int:
+def _round_up_positions(num_positions: int, mesh: FoldedMesh) -> int:
     """Rounds up a number of positions so that those of any number of rows divide over
     ``cp x tp``."""
     cp, ranks = mesh.size(mesh.cp), mesh.size(mesh.sequence)
-    columns = max(columns, 1)
-    while ZigzagLayout(((1, columns),), cp).num_tokens % ranks:
-        columns += 1
-    return columns
+    num_positions = max(num_positions, 1)
+    while ZigzagLayout(((1, num_positions),), cp).num_tokens % ranks:
+        num_positions += 1
+    return num_positions

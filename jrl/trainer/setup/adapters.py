@@ -1,7 +1,6 @@
 """Import and export of a run's adapters in PEFT's format."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 from jaxtyping import Array
@@ -9,8 +8,8 @@ from jaxtyping import Array
 from jrl.checks import flag
 from jrl.config.run import RunConfig
 from jrl.processes.agreement import RaiseInAllProcesses, is_main_process, to_host
+from jrl.runs.folder import RunFolder
 from jrl.trainer.setup.setup import Setup
-from jrl.trainer.state import TrainState
 from moe import placement
 from moe.adapters.trees import select_trained
 from moe.weights import Transformer, axis_sizes, table
@@ -63,28 +62,23 @@ def load_initial_adapters(setup: Setup) -> Transformer[Array] | None:
     return adapters
 
 
-def write_adapters(setup: Setup, model: Path, directory: Path, state: TrainState[Array]) -> None:
+def write_adapters(setup: Setup, folder: RunFolder, policy: Transformer[Array]) -> None:
     """Writes the adapters of the policy in PEFT's format; writes nothing for a run without, nor for
-    one that did not start from a public checkpoint.
-
-    Args:
-      model: the config.json of the checkpoint that the run started from.
-      directory: output folder.
-    """
+    one that did not start from a public checkpoint."""
     if setup.model.lora is None or setup.run.checkpoint is None:
         return
     from moe.huggingface import architecture_of, save_adapters  # needs an extra
 
-    adapters = select_trained(state.policy.weights, table(setup.model))
+    adapters = select_trained(policy, table(setup.model))
     depth = axis_sizes(setup.model)["layer"]
     # Copied to the host outside of the block below, in which no collective may be called.
     in_order = placement.in_layer_order(to_host(adapters), setup.mesh, depth)
     with RaiseInAllProcesses():
         if is_main_process():
             save_adapters(
-                directory,
+                folder.adapters_path,
                 setup.model,
                 jax.device_get(in_order),
-                architecture=architecture_of(model),
+                architecture=architecture_of(folder.model_path),
                 base=setup.run.checkpoint,
             )

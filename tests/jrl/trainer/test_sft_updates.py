@@ -17,10 +17,10 @@ from jrl.processes.agreement import to_host
 from jrl.recipes import Sft
 from jrl.trainer.learner.objectives import policy_loss
 from jrl.trainer.learner.update import count
+from jrl.trainer.setup.chat_rows import training_chats
 from jrl.trainer.setup.setup import build_setup
 from jrl.trainer.step import update_rows
-from jrl.trainer.supervised.heldout import heldout_loss
-from jrl.trainer.supervised.step import MAX_ROWS_PER_BIN, training_chats
+from jrl.trainer.supervised import MAX_ROWS_PER_BIN, heldout_loss
 from moe import model
 from moe.placement import specs
 

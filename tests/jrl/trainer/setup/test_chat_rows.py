@@ -18,7 +18,7 @@ from jrl.text.chat import ChatTemplate
 from jrl.text.loss_mask import ChatFormat
 from jrl.text.prompt_format import special_text_of, text_of
 from jrl.text.tokenizer import Tokenizer
-from jrl.trainer.supervised.rows import EXTRA_TOKENS, chat_rows, sampled_lengths
+from jrl.trainer.setup.chat_rows import EXTRA_TOKENS, chat_rows, sampled_lengths
 from moe.tokens.zigzag import ZigzagLayout
 
 PAIRS = [("a", "b"), ("aa", "b"), ("aaa", "bb"), ("aaaaaa", "b"), ("ab", "bbb")]

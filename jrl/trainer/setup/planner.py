@@ -1,21 +1,130 @@
-"""Automatic layout (``--layout auto``): the fastest valid layout of a run as predicted by the
-planner."""
+"""The planner on a run: predicted memory and time of its updates, and the automatic layout
+(``--layout auto``), the fastest valid one as predicted."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import jax
 
+from jrl.config.run import RunConfig
 from jrl.recipes.base.recipe import Recipe
+from jrl.trainer.learner.masters import keeps_masters
+from jrl.trainer.setup.geometry import Geometry
 from jrl.trainer.setup.memory import DECODE_PARTIALS, GRADIENTS_SENT, LOGITS, STAGE_INPUTS, memory
 from jrl.trainer.setup.network import check_overlaps, with_dispatch
-from jrl.trainer.setup.predicted import memory_of_update, time_of_update
 from jrl.trainer.setup.setup import Setup
+from moe.attention.context_parallel.choice import context_of
+from moe.attention.core import MAX_PLAIN_SCORES_ACCELERATOR, MAX_PLAIN_SCORES_CPU
+from moe.config import ModelConfig
 from moe.counts import sizes_of
 from moe.placement import specs
+from moe.router.capacity import can_drop
 from sharding.costs.hardware import HARDWARE, Hardware, find_hardware
-from sharding.folding import Layout, fold
+from sharding.folding import FoldedMesh, Layout, fold
+from sharding.planner.calibration import library_system
+from sharding.planner.cost import Cost, cost
+from sharding.planner.memory import Memory
+from sharding.planner.memory import memory as planned_memory
+from sharding.planner.method import Batch, Method
+from sharding.planner.models import ModelSizes
 from sharding.planner.search import MEMORY_FRACTION, broken_rule, chunks_of_a_stage, layouts
+
+
+def memory_of_update(model: ModelConfig, geometry: Geometry, run: RunConfig) -> Memory:
+    """Predicted bytes on one device during an update of the policy (`sharding.planner.memory`).
+
+    Sequences count with their full length; where completions share a prompt it is less.
+    """
+    return planned_memory(*_planner_args(model, geometry, run), model.execution.vocab_chunk)
+
+
+def time_of_update(
+    model: ModelConfig, geometry: Geometry, run: RunConfig, hardware: Hardware
+) -> Cost:
+    """Predicted seconds of one optimizer step on a mini-batch, with GEMMs as fast as those of
+    Megatron-Core and the overlap that the run requests (`sharding.planner.communication`)."""
+    return cost(*_planner_args(model, geometry, run), hardware, library_system(hardware))
+
+
+def _planner_args(
+    model: ModelConfig, geometry: Geometry, run: RunConfig
+) -> tuple[ModelSizes, Layout, Batch, Method]:
+    """Arguments of the planner for an update."""
+    batch = batch_of(geometry)
+    return sizes_of(model), geometry.mesh.layout, batch, method_of(model, geometry.mesh, batch, run)
+
+
+OVERLAPS = ("two_batch_overlap", "overlap_grad_reduce")
+"""Settings that only overlap communication with computation."""
+
+
+def times_with_overlap(
+    model: ModelConfig, geometry: Geometry, run: RunConfig, hardware: Hardware
+) -> dict[str, Cost]:
+    """Predicted time of an update with each of `OVERLAPS` that the run does not use but could."""
+    costs = {}
+    for name in OVERLAPS:
+        execution = replace(model.execution, **{name: True})
+        overlapped = replace(model, execution=execution)
+        if execution == model.execution or can_drop(overlapped):
+            continue
+        # The same check as for a run that requests it.
+        try:
+            check_overlaps(overlapped, geometry.mesh, *geometry.overlap_units(run.packing))
+        except ValueError:
+            continue
+        costs[name] = time_of_update(overlapped, geometry, run, hardware)
+    return costs
+
+
+def batch_of(geometry: Geometry) -> Batch:
+    """Planner's batch sizes: mini-batch, row length and micro-batch per device."""
+    mini = geometry.recipe.mini_batch_size
+    # The maximum length of a row, as the lengths of responses are unknown.
+    time = geometry.prompt_length + geometry.response_length
+    return Batch(mini, time, mini // geometry.num_micro_batches // geometry.mesh.layout.dp)
+
+
+def method_of(config: ModelConfig, mesh: FoldedMesh, batch: Batch, run: RunConfig) -> Method:
+    """Planner's execution settings: those of the network, and the run's dtypes of gradients and
+    moments."""
+    execution = config.execution
+    return Method(
+        # None where no token is dispatched.
+        dispatch=execution.dispatch or "all_gather",
+        context=context_of(config, mesh),
+        remat=execution.remat,
+        fsdp=execution.fsdp,
+        itemsize=2 if config.dtype == "bfloat16" else 4,
+        storage="bfloat16" if keeps_masters(config) else "float32",
+        even=execution.buffer_factor is not None,
+        activation_wire=execution.activation_wire,
+        expert_chunks=execution.expert_chunks,
+        two_batch_overlap=execution.two_batch_overlap,
+        overlap_grad_reduce=execution.overlap_grad_reduce,
+        gradient_wire=run.gradient_wire,
+        mu_dtype=run.mu_dtype,
+        attention=attention_of(config, mesh, batch),
+        duplicates_experts=mesh.platform == "cpu",
+    )
+
+
+def attention_of(config: ModelConfig, mesh: FoldedMesh, batch: Batch) -> str | None:
+    """Attention implementation that stores scores in memory, for `Method.attention`: the one that
+    `moe.attention.core` would choose for a micro-batch; None for a kernel."""
+    implementation = config.execution.attention
+    # Fused kernels store no scores: None.
+    if implementation is not None:
+        return {"plain": "plain", "xla": "plain", "blocked": "blocked"}.get(implementation)
+    # GPUs use cuDNN; devices of an unknown platform are assumed to be GPUs.
+    if mesh.platform in ("gpu", None) and config.dtype == "bfloat16":
+        return None
+    layout = mesh.layout
+    # Between layers tokens are sharded over tp; in attention a rank has all tokens and some heads.
+    queries = batch.local_tokens(layout) * layout.tp
+    scores = config.num_heads // layout.tp * queries * batch.time
+    max_scores = MAX_PLAIN_SCORES_CPU if mesh.platform == "cpu" else MAX_PLAIN_SCORES_ACCELERATOR
+    return "blocked" if scores > max_scores else "plain"
 
 
 @dataclass(frozen=True)
@@ -74,7 +183,7 @@ def choose_layout(setup: Setup, recipe: Recipe, num_devices: int) -> tuple[Layou
     too_large: dict[Layout, float] = {}
     # The fastest first: layouts that do not fit are skipped until the first that does.
     options.sort(key=lambda option: option.seconds)
-    for number, option in enumerate(options):
+    for rank, option in enumerate(options):
         num_bytes = option.bytes()
         if num_bytes > budget:
             too_large[option.layout] = num_bytes
@@ -82,12 +191,12 @@ def choose_layout(setup: Setup, recipe: Recipe, num_devices: int) -> tuple[Layou
         reason_line = (
             f"layout auto: {option.layout}, by the planner the fastest of {len(options)} layouts"
         )
-        reason_line += f" but {number}, which need too much memory" if too_large else ""
+        reason_line += f" but {rank}, which need too much memory" if too_large else ""
         reason_line += (
             f"; {num_bytes / 1e9:.3g} GB of {budget / 1e9:.3g} on each {hardware.name} device"
         )
-        if number + 1 < len(options):
-            next_option = options[number + 1]
+        if rank + 1 < len(options):
+            next_option = options[rank + 1]
             slowdown = next_option.seconds / option.seconds - 1
             reason_line += f"; next {next_option.layout}, {slowdown:.0%} slower"
         return option.layout, reason_line

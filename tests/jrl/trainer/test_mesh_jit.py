@@ -7,11 +7,9 @@ import jax.numpy as jnp
 import pytest
 from programs import mesh_of
 
-from jrl.trainer.learner.mesh_jit import MeshJit
-from jrl.trainer.learner.overflow import RetryOnOverflow
+from jrl.trainer.compiled import MeshJit, RetryOnOverflow
 from jrl.trainer.learner.update import update
-from jrl.trainer.packed.scoring import _score_packed
-from jrl.trainer.scoring import logprobs_of, values_of
+from jrl.trainer.scoring import _score_packed, logprobs_of, values_of
 from sharding import compiler_options as asked
 from sharding.folding import FoldedMesh
 

@@ -1,0 +1,158 @@
+"""Compiled functions: compiler options of a mesh, sharded results, a dynamic number of
+micro-batches, and recomputation after an overflow of the expert buffers.
+
+Under `moe.execution.Execution.buffer_factor` the buffers of the experts of a device hold a multiple
+of the rows of even routing. A pass counts its overflow; if there is any, its result is discarded,
+and the same pass is run with buffers for any routing. Both functions are compiled once, the second
+when it is first needed. So only time and memory depend on the balance of the routing, and no result
+does.
+"""
+
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Sharding
+from jaxtyping import Array, Int
+
+from moe.router.overflow import run_with_fallback
+from sharding.collectives import vary
+from sharding.compiler_options import compiler_options
+from sharding.folding import FoldedMesh
+
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+
+
+class MeshJit(Generic[Params, Result]):
+    """Jitted function of an objective, whose mesh determines the compiler options
+    (`sharding.compiler_options`).
+
+    Args:
+      function: its first argument is static and has a `mesh`.
+      least_effort: of the compiler, see `sharding.compiler_options.LEAST_EFFORT`.
+      options: of `jax.jit`.
+    """
+
+    def __init__(
+        self, function: Callable[Params, Result], *, least_effort: bool = False, **options: Any
+    ):
+        self._function, self._least_effort, self._options = function, least_effort, options
+        self._jitted: dict[tuple[tuple[str, Any], ...], Any] = {}
+        self.__doc__ = function.__doc__
+
+    def jit_for(self, mesh: FoldedMesh) -> Any:
+        """Jitted function for a mesh; the same for meshes with the same options."""
+        # Options belong to `jax.jit` and not to a call, so there is one function for each set.
+        compiler_settings = compiler_options(mesh, least_effort=self._least_effort)
+        key = tuple(sorted(compiler_settings.items()))
+        if key not in self._jitted:
+            self._jitted[key] = jax.jit(
+                self._function, compiler_options=compiler_settings or None, **self._options
+            )
+        return self._jitted[key]
+
+    def __call__(self, *args: Params.args, **kwargs: Params.kwargs) -> Result:
+        return self.jit_for(_mesh_of(args))(*args, **kwargs)
+
+    def lower(self, *args: Params.args, **kwargs: Params.kwargs) -> Any:
+        """Lowers the function, as `jax.jit`'s `lower`."""
+        return self.jit_for(_mesh_of(args)).lower(*args, **kwargs)
+
+    def trace(self, *args: Params.args, **kwargs: Params.kwargs) -> Any:
+        """Traces the function, as `jax.jit`'s `trace`."""
+        return self.jit_for(_mesh_of(args)).trace(*args, **kwargs)
+
+
+def _mesh_of(args: tuple[Any, ...]) -> FoldedMesh:
+    return args[0].mesh
+
+
+class RetryOnOverflow:
+    """Compiled pass without a gradient that is recomputed with dropless buffers on overflow; also a
+    decorator. A call returns the result without the overflow.
+
+    Args:
+      function: the pass, ``(scorer, *args) -> (result, overflow)`` of a
+        `jrl.trainer.scoring.Scorer`; `overflow` is that of `moe.router.overflow.overflow_of`.
+      num_static: number of leading static arguments, the scorer first.
+      least_effort: true for a pass that runs rarely on a few rows, see
+        `sharding.compiler_options.LEAST_EFFORT`.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., tuple[Any, Array | None]],
+        num_static: int = 1,
+        least_effort: bool = False,
+    ):
+        options: Any = {"static_argnums": tuple(range(num_static)), "least_effort": least_effort}
+        self.with_overflow = MeshJit(function, **options)
+        # Dropless buffers count no overflow: the second result is None.
+        self.dropless = MeshJit(lambda *args: function(*args)[0], **options)
+        self.__doc__ = function.__doc__
+
+    def __call__(self, scorer: Any, *args: Any) -> Any:
+        if scorer.config.execution.buffer_factor is None:
+            return self.dropless(scorer, *args)
+        result, _ = run_with_fallback(
+            lambda: self.with_overflow(scorer, *args),
+            lambda _: self.dropless(scorer.for_any_routing(), *args),
+        )
+        return result
+
+    def lower(self, scorer: Any, *args: Any) -> Any:
+        """Lowers the pass with dropless buffers."""
+        return self.dropless.lower(scorer.for_any_routing(), *args)
+
+
+def jit_sharded(build: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
+    """Compiles `build`, with its result sharded by `shardings`, a dataclass of the same structure.
+
+    The compiled function itself returns a list: for fields that are None JAX would insert a marker,
+    which the dataclass cannot hold.
+    """
+    leaf_shardings, structure = jax.tree.flatten(shardings)
+    compiled = jax.jit(lambda *args: jax.tree.leaves(build(*args)), out_shardings=leaf_shardings)
+    return lambda *args: structure.unflatten(compiled(*args))
+
+
+def abstract_array(leaf: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and sharding of an array."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def scan_first(
+    body: Callable[[Any, Any], tuple[Any, Any]],
+    carry: Any,
+    xs: Any,
+    passes: Int[Array, ""] | None,
+) -> tuple[Any, Any]:
+    """Runs the first `passes` iterations of a `jax.lax.scan`; the others keep the carry and return
+    zeros. None runs all of them.
+
+    The number is dynamic: skipped iterations cost nothing, and nothing is recompiled.
+
+    Args:
+      passes: the same on all devices, as `body` has collectives.
+    """
+    if passes is None:
+        return jax.lax.scan(body, carry, xs)
+
+    def step(carry: Any, indexed_x: tuple[Array, Any]) -> tuple[Any, Any]:
+        index, x = indexed_x
+        # Traced for its types only: skipped iterations must return zeros of the same types.
+        _, outs = jax.eval_shape(body, carry, x)
+
+        # Both branches of a `cond` must have one type, which includes the axes a value varies over.
+        def zeros(out: Any) -> Array:
+            return vary(jnp.zeros(out.shape, out.dtype), tuple(out.manual_axis_type.varying))
+
+        def skip(carry: Any, x: Any) -> tuple[Any, Any]:
+            return carry, jax.tree.map(zeros, outs)
+
+        return jax.lax.cond(index < passes, body, skip, carry, x)
+
+    length = jax.tree.leaves(xs)[0].shape[0]
+    return jax.lax.scan(step, carry, (jnp.arange(length, dtype=jnp.int32), xs))

@@ -1,1 +1,0 @@
-"""Supervised fine-tuning (SFT): rows of conversations, the training step, held-out loss."""
