@@ -42,7 +42,7 @@ from jrl.text.tokenizer import Tokenizer
 # What builds and runs a network is imported in the functions, once the flags are known to be right.
 if TYPE_CHECKING:
     from jrl.trainer.setup.setup import Setup
-    from moe.adapters.settings import Lora
+    from moe.architecture.lora import Lora
     from moe.weights import Transformer
 
 RUNS_PATH = Path("runs")

@@ -18,11 +18,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from moe.attention.delta.sequences import DeltaCore, DeltaState, run_step
-from moe.attention.delta.weights import DeltaNet
 from moe.attention.latent import LatentCore
 from moe.attention.layer import CoreAttention
 from moe.attention.mask import Window
-from moe.attention.rotation import RotaryCache
+from moe.attention.rotary import RotaryCache
 from moe.cache.buffers import Cache, cache_of, to_cache_layout
 from moe.cache.step import StepCore
 from moe.config import ModelConfig
@@ -36,7 +35,7 @@ from moe.router.overflow import overflow_of
 from moe.router.statistics import layers_in_order
 from moe.tokens.packing import PackedBatch, pack_rows
 from moe.tokens.zigzag import ZigzagLayout
-from moe.weights import Layer, Transformer
+from moe.weights import DeltaNet, Layer, Transformer
 from sharding.collectives import join_shards
 from sharding.folding import FoldedMesh
 

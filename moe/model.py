@@ -16,7 +16,6 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moe.architecture.delta import delta_layers
 from moe.attention.delta.sequences import DeltaCore, delta_core
-from moe.attention.delta.weights import DeltaNet
 from moe.attention.latent import LatentCore, caches_latent, expand_latent
 from moe.attention.layer import CoreAttention
 from moe.attention.mask import Window, window_of_layer
@@ -38,7 +37,7 @@ from moe.remat import SAVED, SAVED_BEFORE_NORMS, UNSAVED, rematerialise
 from moe.router.statistics import RouterStatistics, sums_over_layers
 from moe.tokens.alignment import align_to_tokens, response_states
 from moe.tokens.packing import PackedBatch, pack_rows, pack_shared_prompts
-from moe.weights import Layer, Transformer
+from moe.weights import DeltaNet, Layer, Transformer
 from sharding.collectives import join_shards, vary
 from sharding.folding import FoldedMesh
 from sharding.reduction import weights_of

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import jax
 
 from moe.adapters.adapted import Adapted
-from moe.adapters.settings import TARGETS
+from moe.architecture.lora import TARGETS
 from moe.config import ModelConfig
 
 Tree = TypeVar("Tree")

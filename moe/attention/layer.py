@@ -16,14 +16,13 @@ from jaxtyping import Array, Float, Int
 from moe.attention import latent
 from moe.attention.delta.layer import delta_heads
 from moe.attention.delta.sequences import DeltaCore
-from moe.attention.delta.weights import DeltaNet
 from moe.attention.latent import LatentCore
 from moe.attention.projections import join_heads, queries_keys_values
-from moe.attention.rotation import Positions
+from moe.attention.rotary import Positions
 from moe.config import ModelConfig
 from moe.precision import rms_norm
 from moe.remat import STREAM
-from moe.weights import Attention, LatentAttention
+from moe.weights import Attention, DeltaNet, LatentAttention
 from sharding.collectives import gather_tokens, scatter_tokens
 from sharding.folding import FoldedMesh
 

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from moe.adapters.adapted import Adapted, product
-from moe.architecture.activation import Activation
+from moe.architecture.feed_forward import Activation
 from moe.experts.flattened_dot import flattened_dot
 from moe.experts.fused import FUSED, FUSED_KERNELS, SCATTERED, fused_experts, permutation_kernel
 from moe.experts.gated import apply_activation, apply_gate

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moe.architecture.activation import Activation, ClampedSwiGLU
+from moe.architecture.feed_forward import Activation, ClampedSwiGLU
 from sharding.collectives import vary, varying
 
 

@@ -26,8 +26,8 @@ import safetensors
 from jaxtyping import Array
 
 from moe.adapters.adapted import Adapted
-from moe.adapters.settings import Lora
 from moe.adapters.trees import is_adapted, select_trained
+from moe.architecture.lora import Lora
 from moe.config import ModelConfig
 from moe.huggingface.adapter_options import AdapterOptions
 from moe.huggingface.configuration import family_for

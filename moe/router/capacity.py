@@ -51,17 +51,6 @@ def capacity_of(zigzag: ZigzagLayout, config: ModelConfig, mesh: FoldedMesh) -> 
     return min(scope, math.ceil(round(average, 9)))
 
 
-def can_drop(config: ModelConfig) -> bool:
-    """True if some routing can overflow an expert: ``capacity_factor k / E < 1``.
-
-    From 1 on the capacity is enough for every token, as each selects an expert at most once.
-    """
-    factor = config.capacity_factor
-    if not config.num_experts or factor is None:
-        return False
-    return round(factor * config.experts_per_token / config.num_experts, 9) < 1
-
-
 def drop(
     routing: Routing, zigzag: ZigzagLayout, config: ModelConfig, mesh: FoldedMesh
 ) -> tuple[Routing, Array]:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Integer
 
+from moe.architecture.feed_forward import can_drop
 from moe.attention.context_parallel.choice import (
     context_parallel_attention,
     prefers_contiguous,
@@ -25,10 +26,9 @@ from moe.attention.context_parallel.mask import KeySource, SegmentMask
 from moe.attention.latent import LatentCore
 from moe.attention.layer import CoreAttention
 from moe.attention.mask import TokenIndices, Window
-from moe.attention.rotation import RotaryCache
+from moe.attention.rotary import RotaryCache
 from moe.config import ModelConfig
 from moe.execution import Execution
-from moe.router.capacity import can_drop
 from moe.router.sequences import Sequences, load_fraction
 from moe.tokens.zigzag import ZigzagLayout
 from sharding.folding import FoldedMesh

@@ -6,7 +6,8 @@ from dataclasses import fields, replace
 
 from jrl.config.files import flag
 from jrl.config.run import NETWORK_SETTINGS, RunConfig
-from moe.adapters.settings import Lora
+from moe.architecture.feed_forward import can_drop
+from moe.architecture.lora import Lora
 from moe.attention.context_parallel.choice import context_of
 from moe.cache.kernel import kernel_obstacle
 from moe.config import ModelConfig
@@ -17,7 +18,6 @@ from moe.experts.fused import FUSED_KERNELS
 from moe.kernels.choice import foreign_gpus
 from moe.kernels.decode_attention import unsupported_heads
 from moe.placement import specs
-from moe.router.capacity import can_drop
 from moe.weights import targets_of
 from sharding.folding import FoldedMesh
 

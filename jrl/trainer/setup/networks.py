@@ -14,7 +14,7 @@ from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective, Sup
 from jrl.trainer.learner.overflow import with_dropless_buffers
 from jrl.trainer.learner.update import update
 from moe.adapters import trees
-from moe.adapters.settings import Lora
+from moe.architecture.lora import Lora
 from moe.config import ModelConfig
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh

@@ -6,11 +6,11 @@ from jrl.config.run import RunConfig
 from jrl.trainer.learner.masters import keeps_masters
 from jrl.trainer.setup.geometry import Geometry
 from jrl.trainer.setup.network import check_overlaps
+from moe.architecture.feed_forward import can_drop
 from moe.attention.context_parallel.choice import context_of
 from moe.attention.core import MAX_PLAIN_SCORES_ACCELERATOR, MAX_PLAIN_SCORES_CPU
 from moe.config import ModelConfig
 from moe.counts.sizes import sizes_of
-from moe.router.capacity import can_drop
 from sharding.folding import FoldedMesh, Layout
 from sharding.planner.cost import Cost, cost
 from sharding.planner.hardware import Hardware

@@ -54,9 +54,9 @@ from jrl.trainer.setup.network import (
 from jrl.trainer.setup.networks import Network, Networks, PoolSpec
 from jrl.trainer.setup.randomness import Randomness
 from jrl.trainer.supervised.rows import ChatRows, chat_rows, sampled_lengths
+from moe.architecture.feed_forward import can_drop
 from moe.config import PRESETS, ModelConfig
 from moe.disaggregated.split import SplitMesh
-from moe.router.capacity import can_drop
 from sharding.folding import FoldedMesh, Layout, fold
 
 MIN_PREFILL_PROMPTS = 64

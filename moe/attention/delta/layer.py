@@ -15,11 +15,11 @@ from jaxtyping import Array, Float
 
 from moe.architecture.delta import GatedDeltaNet
 from moe.attention.delta.sequences import DeltaCore, Mixed
-from moe.attention.delta.weights import DeltaNet
 from moe.attention.projections import heads
 from moe.config import ModelConfig
 from moe.precision import rms_norm
 from moe.remat import PROJECTED
+from moe.weights import DeltaNet
 from sharding.collectives import local_shard
 from sharding.folding import FoldedMesh
 

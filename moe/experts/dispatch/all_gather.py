@@ -5,7 +5,7 @@ each computes its local experts.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe.architecture.activation import Activation
+from moe.architecture.feed_forward import Activation
 from moe.experts.dispatch.assignment import local_assignments, mask_replicated_bias
 from moe.experts.dispatch.buffers import buffer_rows
 from moe.experts.feed_forward import routed_experts

@@ -9,7 +9,7 @@ empty.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe.architecture.activation import Activation
+from moe.architecture.feed_forward import Activation
 from moe.experts.dispatch.assignment import (
     has_experts_at,
     local_assignments,

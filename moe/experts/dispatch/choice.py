@@ -24,7 +24,7 @@ from functools import partial
 
 from jaxtyping import Array, Float, Int
 
-from moe.architecture.activation import Activation
+from moe.architecture.feed_forward import Activation
 from moe.experts.dispatch.all_gather import all_gather_dispatch
 from moe.experts.dispatch.all_to_all import all_to_all_dispatch
 from moe.experts.dispatch.buffers import peer_tokens

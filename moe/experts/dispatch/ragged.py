@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from moe.architecture.activation import Activation
+from moe.architecture.feed_forward import Activation
 from moe.experts.dispatch.all_to_all import sharded_experts
 from moe.experts.dispatch.assignment import has_experts_at, slots_of
 from moe.experts.dispatch.buffers import buffer_rows, peer_tokens

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from moe.architecture.activation import ClampedSwiGLU
+from moe.architecture.feed_forward import ClampedSwiGLU
 from moe.config import ModelConfig
 from moe.huggingface.families.family import Fields, Stored
 from moe.huggingface.families.windows import read_listed_windows, write_listed_windows

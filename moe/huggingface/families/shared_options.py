@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from moe.architecture.activation import Activation
+from moe.architecture.feed_forward import Activation
 from moe.config import ModelConfig
 from moe.huggingface.families.family import Fields
 from moe.huggingface.options import Options

@@ -7,8 +7,8 @@ import pytest
 from programs import jit
 
 from moe.adapters.adapted import Adapted
-from moe.adapters.settings import TARGETS, Lora
 from moe.adapters.trees import merge_adapters, select_trained
+from moe.architecture.lora import TARGETS, Lora
 from moe.attention.projections import heads, join_heads
 from moe.config import ModelConfig
 from moe.experts.feed_forward import routed_experts

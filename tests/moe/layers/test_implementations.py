@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from whole_network import loss_and_gradient
 
-from moe.architecture.activation import ClampedSwiGLU
+from moe.architecture.feed_forward import ClampedSwiGLU
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.kernels import choice

@@ -11,8 +11,9 @@ from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of, on_mesh
 from tiers import full_but
 
+from moe.architecture.feed_forward import can_drop
 from moe.config import ModelConfig
-from moe.router.capacity import can_drop, capacity_of, drop
+from moe.router.capacity import capacity_of, drop
 from moe.router.routing import Routing
 from moe.tokens.zigzag import ZigzagLayout
 from sharding.folding import Layout, fold_abstract

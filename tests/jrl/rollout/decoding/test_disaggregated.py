@@ -11,8 +11,8 @@ from jrl.rollout import split as pushing
 from jrl.rollout.decoding.disaggregated.engine import DisaggregatedEngine
 from jrl.rollout.decoding.requests import read_sampled
 from jrl.rollout.sampling import Sampling
-from moe.adapters.settings import TARGETS, Lora
 from moe.adapters.trees import is_adapted
+from moe.architecture.lora import TARGETS, Lora
 from moe.disaggregated.split import Split, fold_split
 from sharding.folding import Layout, fold
 

@@ -13,7 +13,7 @@ from tiers import full_but
 from jrl.rollout.resharding import RolloutPolicy, rollout_mesh
 from moe import placement, weights
 from moe.adapters import trees
-from moe.adapters.settings import TARGETS, Lora
+from moe.architecture.lora import TARGETS, Lora
 from moe.execution import Execution
 
 ROWS = 8
