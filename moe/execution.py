@@ -46,7 +46,7 @@ class Execution:
         "mosaic_gathered" or "mosaic_scattered" (`moe.experts.feed_forward.routed_experts`). None is
         "mosaic" on Hopper in half precision, if `d_model` is a multiple of 128 and ``d_expert /
         etp`` of 64; otherwise "tiles" on a CPU and "blocks" elsewhere.
-        `moe.layers.implementations` selects the kernels of `decode_attention`, `router` and this.
+        `moe.implementations` selects the kernels of `decode_attention`, `router` and this.
       remat: activation recomputation (gradient checkpointing) in the backward pass: "none",
         "selective", "projections" or "full" (`moe.remat`).
       fsdp: weights are sharded over the devices that would replicate them, and all-gathered layer

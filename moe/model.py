@@ -17,8 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 from moe.architecture.delta import delta_layers
 from moe.attention.delta.sequences import DeltaCore, delta_core
 from moe.attention.latent import LatentCore, caches_latent, expand_latent
-from moe.attention.layer import CoreAttention
-from moe.attention.mask import Window, window_of_layer
+from moe.attention.layer import CoreAttention, window_of_layer
 from moe.config import ModelConfig
 from moe.embedding import embed
 from moe.head import logits_of, value_of
@@ -32,6 +31,7 @@ from moe.layers.two_batch_overlap import (
     run_streams,
     split_streams,
 )
+from moe.ops.mask import Window
 from moe.precision import rms_norm
 from moe.remat import SAVED, SAVED_BEFORE_NORMS, UNSAVED, rematerialise
 from moe.router.statistics import RouterStatistics, sums_over_layers
@@ -148,7 +148,7 @@ def blocks(
       if the stack is scanned, per layer of a period, with a dimension of periods in front.
     """
     execution, depth = config.execution, jax.tree.leaves(layers.norm)[0].shape[0]
-    # In a pipeline all chunks are alike in them (`moe.layers.chunks.check_delta_layers`).
+    # In a pipeline all chunks are alike in them (`moe.placement.check_delta_layers`).
     of_delta = tuple(layer for layer in delta_layers(config) if layer < depth)
     static_first = first if isinstance(first, int) else None
     period = period_of_stack(config, depth, static_first)

@@ -185,8 +185,8 @@ def layouts(name: str, shape: Dispatch, settings: Settings) -> Iterator[Row]:
     """From choices to the sorted layout. Bytes: ids read, choices and places written."""
     import jax
 
-    from moe.experts.permutation import sort_by_group
     from moe.kernels.layout import sorted_layout
+    from moe.ops.sorting import sort_by_group
 
     ids = cache(partial(ids_of, shape, settings))
 

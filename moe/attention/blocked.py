@@ -23,17 +23,8 @@ from moe.attention.blocking import (
     pad_to_blocks,
     split_indices,
 )
-from moe.attention.flash import (
-    Flash,
-    Key,
-    Output,
-    PerQuery,
-    Query,
-    Value,
-    flash_attention,
-    product,
-)
-from moe.attention.mask import Mask, TokenIndices, Window, may_be_visible, visible
+from moe.ops.attention import Flash, Key, Output, PerQuery, Query, Value, flash_attention, product
+from moe.ops.mask import Mask, TokenIndices, Window, may_be_visible, visible
 from moe.precision import MASK_VALUE
 from sharding.collectives import vary, varying
 
@@ -50,7 +41,7 @@ def blocked_attention(
     sinks: Float[Array, "heads"] | None = None,
 ) -> Float[Array, "batch time heads v_head_dim"]:
     """``softmax(scale q k) v`` over the visible positions: `plain_attention` with a custom gradient
-    that saves the output and one number per query instead of all scores (`moe.attention.flash`).
+    that saves the output and one number per query instead of all scores (`moe.ops.attention`).
 
     Args:
       mask: where it is `causal`, about half of the work is skipped; in rows with more than
@@ -98,7 +89,7 @@ def attend_gradient(
 
     Args:
       log_sum: log-sum-exp over all the keys of the softmax, not these alone.
-      softmax_d: `moe.attention.flash.dot_do_o` of the output over all keys.
+      softmax_d: `moe.ops.attention.dot_do_o` of the output over all keys.
     """
     time, blocking = query.shape[-2], blocking_of(query.shape[-2], key.shape[-2], mask.causal)
     query_indices = split_indices(mask.query, blocking)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from moe.attention.mask import TokenIndices
+from moe.ops.mask import TokenIndices
 
 MAX_BLOCK_QUERIES = 128
 """Queries of a block, at most. Smaller blocks skip more of what a causal mask hides; larger ones

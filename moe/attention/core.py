@@ -6,7 +6,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moe.attention.blocked import BLOCKED, blocked_attention
-from moe.attention.flash import Flash
 from moe.attention.fused.kernels import (
     MAX_MASK_ELEMENTS,
     fused_attention,
@@ -14,9 +13,9 @@ from moe.attention.fused.kernels import (
     mask_size,
     takes_lengths,
 )
-from moe.attention.mask import Mask, visible
-from moe.attention.plain import plain_attention
 from moe.kernels.attention.training import FLASH, mosaic_attention, obstacle
+from moe.ops.attention import Flash, plain_attention
+from moe.ops.mask import Mask, visible
 
 IMPLEMENTATIONS = ("plain", "blocked", "xla", "cudnn", "mosaic")
 MAX_PLAIN_SCORES_CPU = 2**21

@@ -20,6 +20,7 @@ from moe.attention.latent import LatentCore
 from moe.attention.projections import join_heads, queries_keys_values
 from moe.attention.rotary import Positions
 from moe.config import ModelConfig
+from moe.ops.mask import MAX_INDEX, Window
 from moe.precision import rms_norm
 from moe.remat import STREAM
 from moe.weights import Attention, DeltaNet, LatentAttention
@@ -93,6 +94,19 @@ def attention(
     if isinstance(weights, Attention) and weights.out_bias is not None:
         term = term + weights.out_bias[None].astype(term.dtype)
     return norm_after(term, weights.norm, weights.out_norm, config)
+
+
+def window_of_layer(config: ModelConfig, layer_index: int | Int[Array, ""]) -> Window:
+    """Sliding window of a layer, whose index a pipeline stage knows only at run time."""
+    window, full = config.sliding_window, config.full_attention_layers
+    if window is None or not full:
+        return window
+    if isinstance(layer_index, int):
+        return None if layer_index in full else window
+    window_per_layer = [
+        MAX_INDEX if layer in full else window for layer in range(config.num_layers)
+    ]
+    return jnp.asarray(window_per_layer, jnp.int32)[layer_index]
 
 
 def norm_before(

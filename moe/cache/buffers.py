@@ -10,8 +10,8 @@ from jaxtyping import Array
 
 from moe.attention.delta.sequences import DeltaState
 from moe.config import ModelConfig
+from moe.implementations import selected_implementation
 from moe.kernels.decode_attention import UNIT
-from moe.layers.implementations import selected_implementation
 from sharding.folding import FoldedMesh
 
 Leaf = TypeVar("Leaf")

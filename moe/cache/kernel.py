@@ -5,9 +5,9 @@ import math
 
 from moe.attention.latent import caches_latent
 from moe.config import ModelConfig
+from moe.implementations import selected_implementation, unsupported_by_decode_kernel
 from moe.kernels import decode_attention, latent_decode
 from moe.kernels.choice import NAMES
-from moe.layers.implementations import selected_implementation, unsupported_by_decode_kernel
 from sharding.folding import FoldedMesh
 
 

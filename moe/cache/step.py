@@ -4,16 +4,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from moe.attention.cached import cached_attention
 from moe.attention.latent import LatentCore, absorb_keys, caches_latent, project_values
-from moe.attention.layer import CoreAttention
-from moe.attention.mask import window_of_layer
+from moe.attention.layer import CoreAttention, window_of_layer
 from moe.cache.buffers import KEY_COLUMN, ROW, VALUE_COLUMN
 from moe.cache.kernel import check_kernel
 from moe.config import ModelConfig
+from moe.implementations import selected_implementation
 from moe.kernels.decode_attention import decode_attention
 from moe.kernels.latent_decode import latent_decode_attention
-from moe.layers.implementations import selected_implementation
+from moe.ops.attention import cached_attention
 
 
 class StepCore:

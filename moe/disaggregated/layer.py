@@ -24,9 +24,10 @@ from moe.disaggregated.split import SplitMesh
 from moe.experts.dispatch.all_to_all import sharded_experts
 from moe.experts.dispatch.assignment import has_experts_at, slots_of
 from moe.experts.feed_forward import dense_term
-from moe.experts.permutation import permute_rows, take_rows
+from moe.experts.permutation import permute_rows
+from moe.implementations import selected_implementation
 from moe.kernels.rows import combine
-from moe.layers.implementations import selected_implementation
+from moe.ops.sorting import take_rows
 from moe.precision import rms_norm
 from moe.router.layer import route
 from moe.tokens.packing import PackedBatch

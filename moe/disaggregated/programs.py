@@ -10,8 +10,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from moe.attention.latent import LatentCore, caches_latent
-from moe.attention.layer import CoreAttention
-from moe.attention.mask import window_of_layer
+from moe.attention.layer import CoreAttention, window_of_layer
 from moe.cache.buffers import to_cache_layout
 from moe.cache.step import StepCore
 from moe.decoding import by_row, packed_prefill, packed_step

@@ -11,6 +11,6 @@ Kernels that multiply (`grouped`, `swiglu`, `slices`, `attention`, `decode_atten
 sort expert ids and score experts (`rows`, `permute`, `layout`, `routing`) need nothing that later
 GPUs lack. A kernel that is requested by name raises on operands and devices that it does not
 support; there is no silent fallback. In a function of this package, None is the reference
-implementation, which XLA compiles for any device; `moe.layers.implementations` names a kernel where
+implementation, which XLA compiles for any device; `moe.implementations` names a kernel where
 a network's settings leave the choice open and the kernel was measured to be faster.
 """

@@ -20,10 +20,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from moe.attention.cached import cached_attention
 from moe.kernels.choice import call_implementation
 from moe.kernels.grouped import store_rows, zero_outside
 from moe.kernels.mosaic import Target, launch, mosaic_gpu, product
+from moe.ops.attention import cached_attention
 
 COLUMNS = 128
 """Columns of one program."""
@@ -60,7 +60,7 @@ def decode_attention(
       layer: index of the layer, where the buffers hold all layers: a slice would be a copy.
       implementation: "mosaic", the kernel, for half precision, heads of a multiple of 64 elements
         up to 256, and columns that are a multiple of 64; None and "plain" are
-        `moe.attention.cached.cached_attention`.
+        `moe.ops.attention.cached_attention`.
 
     Raises:
       ValueError: on another implementation, and where "mosaic" does not support the call.

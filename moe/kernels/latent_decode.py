@@ -27,11 +27,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from moe.attention.cached import cached_attention
 from moe.kernels.choice import call_implementation
 from moe.kernels.decode_attention import HALF_PRECISION, UNIT, merge_splits, unsupported_dtypes
 from moe.kernels.grouped import zero_outside
 from moe.kernels.mosaic import THREAD, Target, launch, mosaic_gpu, product
+from moe.ops.attention import cached_attention
 
 BLOCK = UNIT
 """Columns that are multiplied at a time: with more, two blocks do not fit into shared memory."""
@@ -73,7 +73,7 @@ def latent_decode_attention(
       layer: index of the layer, where the buffer holds all layers: a slice would be a copy.
       implementation: "mosaic", the kernel, for half precision, vectors of a multiple of 64 numbers
         up to 576, a rank of a multiple of 128 up to 512, and columns that are a multiple of 64;
-        None and "plain" are `moe.attention.cached.cached_attention`.
+        None and "plain" are `moe.ops.attention.cached_attention`.
 
     Raises:
       ValueError: on another implementation, and where "mosaic" does not support the call.

@@ -15,9 +15,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Int
 
-from moe.experts.permutation import inverse_slots, sort_by_group, take_rows
 from moe.kernels.choice import call_implementation
 from moe.kernels.mosaic import Target, launch
+from moe.ops.sorting import inverse_slots, sort_by_group, take_rows
 
 BLOCK = 128
 """Assignments of one program."""

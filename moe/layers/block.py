@@ -12,7 +12,7 @@ from moe.attention.layer import CoreAttention, attention, norm_after, norm_befor
 from moe.config import ModelConfig
 from moe.experts.dispatch.choice import dispatch
 from moe.experts.feed_forward import dense_term
-from moe.layers.implementations import selected_implementation
+from moe.implementations import selected_implementation
 from moe.remat import STREAM
 from moe.router.capacity import capacity_of
 from moe.router.layer import route

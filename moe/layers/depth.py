@@ -19,7 +19,7 @@ from jaxtyping import Array, Int
 
 from moe.architecture.delta import delta_layers as delta_layers_of
 from moe.architecture.delta import period_of
-from moe.attention.mask import window_of_layer
+from moe.attention.layer import window_of_layer
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.weights import Layer, Transformer

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe.config import ModelConfig
-from moe.router.sequences import load_fraction
 from moe.router.statistics import LoadFractions, RouterStatistics
+from moe.tokens.sequences import load_fraction
 from sharding.collectives import all_sum
 from sharding.folding import FoldedMesh
 
@@ -37,7 +37,7 @@ def load_fractions(
 
     Args:
       sequence: the fractions within each token's sequence
-        (`moe.router.sequences.sequence_load_fractions`); None where nothing is learned.
+        (`moe.tokens.sequences.sequence_load_fractions`); None where nothing is learned.
       load: choices of each expert by this device's tokens.
     """
     everyone = (*mesh.dp, *mesh.sequence)

@@ -17,10 +17,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from moe.config import ModelConfig
-from moe.experts.permutation import positions_within
+from moe.ops.sorting import positions_within
+from moe.ops.zigzag import ZigzagLayout
 from moe.remat import ROUTED
 from moe.router.routing import Routing
-from moe.tokens.zigzag import ZigzagLayout
 from sharding.collectives import gather_tokens, local_shard
 from sharding.folding import FoldedMesh
 

@@ -22,15 +22,14 @@ from moe.attention.context_parallel.choice import (
     context_parallel_attention,
     prefers_contiguous,
 )
-from moe.attention.context_parallel.mask import KeySource, SegmentMask
 from moe.attention.latent import LatentCore
 from moe.attention.layer import CoreAttention
-from moe.attention.mask import TokenIndices, Window
 from moe.attention.rotary import RotaryCache
 from moe.config import ModelConfig
 from moe.execution import Execution
-from moe.router.sequences import Sequences, load_fraction
-from moe.tokens.zigzag import ZigzagLayout
+from moe.ops.mask import KeySource, SegmentMask, TokenIndices, Window
+from moe.ops.zigzag import ZigzagLayout
+from moe.tokens.sequences import Sequences, load_fraction
 from sharding.folding import FoldedMesh
 
 

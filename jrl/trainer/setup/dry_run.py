@@ -21,7 +21,7 @@ from jrl.trainer.supervised.arithmetic import chat_arithmetic
 from moe.attention.context_parallel.choice import context_of, received_elements
 from moe.config import ModelConfig
 from moe.execution import Execution
-from moe.layers.implementations import KERNELS, explain_selection
+from moe.implementations import KERNELS, explain_selection
 from moe.weights import (
     num_active_parameters,
     num_parameters,

@@ -21,10 +21,9 @@ from moe.cache.buffers import cache_columns
 from moe.cache.kernel import kernel_bytes
 from moe.config import ModelConfig
 from moe.disaggregated.weights import side_bytes
-from moe.layers.chunks import stored_depth
-from moe.placement import in_chunks, shard_dims, shard_specs, specs, stored_specs
+from moe.ops.zigzag import ZigzagLayout
+from moe.placement import in_chunks, shard_dims, shard_specs, specs, stored_depth, stored_specs
 from moe.router.replay import choices_dtype
-from moe.tokens.zigzag import ZigzagLayout
 from moe.weights import Transformer, cast_shapes, shapes, table
 from sharding.folding import FoldedMesh
 from sharding.schedule import Schedule

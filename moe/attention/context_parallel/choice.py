@@ -10,13 +10,12 @@ is "gather" with plain attention.
 """
 
 from moe.attention.context_parallel.gather import gather
-from moe.attention.context_parallel.mask import Key, Output, Query, SegmentMask, Sinks, Value
-from moe.attention.context_parallel.ring import ring
+from moe.attention.context_parallel.ring import Key, Output, Query, Sinks, Value, ring
 from moe.attention.context_parallel.ulysses import num_replicas_of, ulysses
 from moe.attention.core import flash_of
-from moe.attention.mask import Window
 from moe.config import ModelConfig
 from moe.execution import Execution
+from moe.ops.mask import SegmentMask, Window
 from sharding.folding import FoldedMesh
 
 IMPLEMENTATIONS = ("gather", "ring", "ulysses")

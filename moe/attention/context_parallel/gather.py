@@ -2,9 +2,9 @@
 
 from jax.ad_checkpoint import checkpoint_name
 
-from moe.attention.context_parallel.mask import Key, Output, Query, SegmentMask, Sinks, Value
+from moe.attention.context_parallel.ring import Key, Output, Query, Sinks, Value
 from moe.attention.core import core_attention
-from moe.attention.mask import Mask, TokenIndices, Window
+from moe.ops.mask import Mask, SegmentMask, TokenIndices, Window
 from moe.remat import OPERAND
 from sharding.collectives import gather_tokens, local_shard
 from sharding.folding import FoldedMesh

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool
 
-from moe.attention.context_parallel.mask import KeySource, SegmentMask
-from moe.attention.mask import Mask, TokenIndices, Window, may_be_visible
+from moe.ops.mask import KeySource, Mask, SegmentMask, TokenIndices, Window, may_be_visible
 
 
 class Pair(NamedTuple):

@@ -1,7 +1,7 @@
 """Ring attention: keys and values visit the devices of ``cp``, forward and once more backward.
 
 A device merges the attention outputs of its queries over one rank's keys after the other, and saves
-the result and the log-sum-exp per query, as `moe.attention.flash` does on one device.
+the result and the log-sum-exp per query, as `moe.ops.attention` does on one device.
 """
 
 from collections.abc import Callable
@@ -12,20 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from moe.attention.context_parallel.hops import Exchange, Ring, hops_of
-from moe.attention.context_parallel.mask import (
-    Key,
-    KeySource,
-    Output,
-    Query,
-    SegmentMask,
-    Sinks,
-    Value,
-)
 from moe.attention.context_parallel.pairs import Pair, pairs_of
-from moe.attention.flash import (
+from moe.ops.attention import (
     Flash,
     add_sinks,
     dot_do_o,
@@ -34,13 +25,18 @@ from moe.attention.flash import (
     heads_before_time,
     sinks_gradient,
 )
-from moe.attention.mask import TokenIndices, Window
+from moe.ops.mask import KeySource, SegmentMask, TokenIndices, Window
+from moe.ops.zigzag import ZigzagLayout
 from moe.precision import MASK_VALUE
 from moe.remat import OPERAND, RING
-from moe.tokens.zigzag import ZigzagLayout
 from sharding.collectives import match_varying, vary, varying
 from sharding.folding import FoldedMesh
 
+Query = Float[Array, "token heads head_dim"]
+Key = Float[Array, "token kv_heads head_dim"]
+Value = Float[Array, "token kv_heads v_head_dim"]
+Output = Float[Array, "token heads v_head_dim"]
+Sinks = Float[Array, "heads"] | None
 Result = TypeVar("Result")
 
 

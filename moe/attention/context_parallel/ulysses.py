@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Shaped
 
-from moe.attention.context_parallel.mask import Key, Output, Query, SegmentMask, Sinks, Value
+from moe.attention.context_parallel.ring import Key, Output, Query, Sinks, Value
 from moe.attention.core import core_attention
-from moe.attention.mask import Mask, Window
+from moe.ops.mask import Mask, SegmentMask, Window
 from moe.remat import OPERAND
 from sharding.collectives import Axes, local_shard, match_varying, swap_shards
 from sharding.folding import FoldedMesh

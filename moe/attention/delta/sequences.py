@@ -15,11 +15,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from moe.architecture.delta import GatedDeltaNet
-from moe.attention.context_parallel.mask import SegmentMask
 from moe.attention.delta.convolution import prepend_tail, short_convolution, tail_after
 from moe.attention.delta.rule import Tokens, gated_delta_rule, step_token
-from moe.attention.mask import MAX_INDEX
 from moe.config import ModelConfig
+from moe.ops.mask import MAX_INDEX, SegmentMask
 from sharding.collectives import vary, varying
 
 NORM_EPSILON = 1e-6

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from moe.attention.fused.sink_keys import SINK_ELEMENTS, between_sinks, sinks_among, with_sinks
-from moe.attention.mask import Mask, visible
+from moe.ops.mask import Mask, visible
 from sharding.collectives import match_varying
 
 Kernel = Literal["xla", "cudnn"]

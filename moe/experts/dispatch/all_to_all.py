@@ -19,7 +19,8 @@ from moe.experts.dispatch.assignment import (
 from moe.experts.dispatch.buffers import buffer_rows, peer_tokens
 from moe.experts.feed_forward import routed_experts
 from moe.experts.fused import permutation_kernel
-from moe.experts.permutation import permute_rows, take_rows, unpermute_rows
+from moe.experts.permutation import permute_rows, unpermute_rows
+from moe.ops.sorting import take_rows
 from moe.remat import DISPATCHED
 from moe.router.routing import Routing
 from moe.weights import Experts

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from moe.experts.permutation import inverse_slots
+from moe.ops.sorting import inverse_slots
 from moe.weights import Experts
 from sharding.folding import FoldedMesh
 

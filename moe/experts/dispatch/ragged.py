@@ -14,7 +14,8 @@ from moe.experts.dispatch.assignment import has_experts_at, slots_of
 from moe.experts.dispatch.buffers import buffer_rows, peer_tokens
 from moe.experts.dispatch.slices import exchange_rows, plan_exchange
 from moe.experts.fused import permutation_kernel
-from moe.experts.permutation import inverse_slots, permute_rows, take_rows, unpermute_rows
+from moe.experts.permutation import permute_rows, unpermute_rows
+from moe.ops.sorting import inverse_slots, take_rows
 from moe.remat import DISPATCHED
 from moe.router.routing import Routing
 from moe.weights import Experts

@@ -12,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from moe.experts.grouped.groups import group_of_rows
-from moe.experts.permutation import take_rows
+from moe.ops.sorting import take_rows
 from sharding.collectives import vary, varying
 
 

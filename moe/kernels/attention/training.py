@@ -6,12 +6,12 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moe.attention.flash import Flash, flash_attention
-from moe.attention.mask import Mask
 from moe.kernels.attention.forward import attend
 from moe.kernels.attention.gradient import attend_gradient
 from moe.kernels.choice import foreign_gpus
 from moe.kernels.decode_attention import unsupported_dtypes, unsupported_heads
+from moe.ops.attention import Flash, flash_attention
+from moe.ops.mask import Mask
 
 FLASH = Flash(attend, attend_gradient)
 """Attention over a subset of the keys, in float32, for callers that merge the results."""
@@ -25,7 +25,7 @@ def mosaic_attention(
     scale: float | None = None,
     sinks: Float[Array, "heads"] | None = None,
 ) -> Float[Array, "batch time heads v_head_dim"]:
-    """`moe.attention.flash.flash_attention` by kernels for Hopper, which skip each block of keys
+    """`moe.ops.attention.flash_attention` by kernels for Hopper, which skip each block of keys
     that the ranges of its mask fields show to be hidden.
 
     Scores, softmax and sums are float32; exponentials are rounded to the dtype of the values and

@@ -10,8 +10,8 @@ from tiers import full_but
 
 from moe.attention import blocked, blocking, core
 from moe.attention.blocked import blocked_attention
-from moe.attention.mask import Mask, TokenIndices, visible
-from moe.attention.plain import plain_attention
+from moe.ops.attention import plain_attention
+from moe.ops.mask import Mask, TokenIndices, visible
 
 BATCH, KV_HEADS, GROUP, HEAD_DIM, V_HEAD_DIM = 4, 3, 5, 6, 7
 

@@ -14,9 +14,6 @@ from tiers import full_but
 from benchmarks.kernel_cases import ATTENDED, marks
 from moe.attention import blocked
 from moe.attention.core import core_attention
-from moe.attention.flash import dot_do_o
-from moe.attention.mask import Mask, TokenIndices, visible
-from moe.attention.plain import plain_attention
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.kernels import choice, mosaic
@@ -24,6 +21,8 @@ from moe.kernels.attention import training
 from moe.kernels.attention.blocks import block_mask, visit_table
 from moe.kernels.attention.forward import attend
 from moe.kernels.attention.gradient import attend_gradient
+from moe.ops.attention import dot_do_o, plain_attention
+from moe.ops.mask import Mask, TokenIndices, visible
 from moe.tokens.packing import pack_rows
 
 KERNEL = "custom_call @mosaic_gpu_v2"

@@ -15,10 +15,11 @@ from moe.experts.dispatch.choice import dispatch
 from moe.experts.feed_forward import dense_reference, routed_experts
 from moe.experts.gated import apply_gate
 from moe.experts.grouped.plain import plain_multiply, plain_sum
-from moe.experts.permutation import permute_rows, take_rows, unpermute_rows
+from moe.experts.permutation import permute_rows, unpermute_rows
 from moe.kernels import grouped, layout, rows, swiglu
 from moe.kernels.layout import sorted_layout
 from moe.kernels.mosaic import launch
+from moe.ops.sorting import take_rows
 from moe.router.routing import Routing
 from moe.weights import Experts
 from sharding.collectives import all_sum

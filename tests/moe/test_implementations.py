@@ -7,17 +7,17 @@ import jax.numpy as jnp
 import pytest
 from whole_network import loss_and_gradient
 
+from moe import implementations
 from moe.architecture.feed_forward import ClampedSwiGLU
 from moe.config import ModelConfig
 from moe.execution import Execution
-from moe.kernels import choice
-from moe.layers import implementations
-from moe.layers.implementations import (
+from moe.implementations import (
     KERNELS,
     explain_selection,
     selected_implementation,
     selection_obstacle,
 )
+from moe.kernels import choice
 from moe.weights import shapes
 from sharding.folding import Layout, fold_abstract
 

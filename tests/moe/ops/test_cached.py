@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from programs import jit
 
-from moe.attention.cached import cached_attention
-from moe.attention.plain import plain_attention
+from moe.ops.attention import cached_attention, plain_attention
 
 ROWS, HEADS, KV_HEADS, HEAD_DIM, V_HEAD_DIM, COLUMNS = 5, 6, 2, 4, 3, 11
 

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of, on_mesh
 from tiers import full_but
 
-from moe.router.sequences import load_fraction, sequence_load_fractions
 from moe.tokens.packing import PackedBatch, pack_rows, pack_segments, pack_shared_prompts
+from moe.tokens.sequences import load_fraction, sequence_load_fractions
 from sharding.collectives import local_shard
 
 # Lengths that 4 does not divide: over cp rows are padded inside the batch.

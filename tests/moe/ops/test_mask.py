@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 from programs import jit
 
-from moe.attention.mask import TokenIndices, may_be_visible, visible, window_of_layer
+from moe.attention.layer import window_of_layer
 from moe.config import ModelConfig
+from moe.ops.mask import TokenIndices, may_be_visible, visible
 
 
 def marks_of(segments):

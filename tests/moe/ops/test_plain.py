@@ -10,8 +10,8 @@ from programs import jit
 
 from moe.attention import core
 from moe.attention.blocked import blocked_attention
-from moe.attention.mask import Mask, TokenIndices
-from moe.attention.plain import causal_mask, plain_attention
+from moe.ops.attention import causal_mask, plain_attention
+from moe.ops.mask import Mask, TokenIndices
 
 BATCH, TIME, HEADS, KV_HEADS, HEAD_DIM, D_MODEL = 3, 5, 6, 2, 4, 7
 VALID = np.arange(TIME)[None, :] >= np.array([0, 2, 5])[:, None]

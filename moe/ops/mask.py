@@ -1,16 +1,17 @@
-"""Attention mask: a query sees earlier or equal columns of its own segment, inside a window.
+"""Attention masks: a query sees earlier or equal columns of its own segment, inside a window.
 
-A mask is a few numbers per token. An array of queries times keys is made only for a block, after
-the ranges of these numbers show that some of the block may be visible.
+A mask is a few numbers per token, of rows of queries and keys (`Mask`) or of a packed batch whose
+tokens are sharded over ``cp`` (`SegmentMask`). An array of queries times keys is made only for a
+block, after the ranges of these numbers show that some of the block may be visible.
 """
 
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, Shaped
 
-from moe.config import ModelConfig
+from moe.ops.zigzag import ZigzagLayout
 
 MAX_INDEX = 2**30
 """Larger than any column, position or segment id."""
@@ -98,19 +99,6 @@ def is_fully_visible(
     return jnp.all(certain)
 
 
-def window_of_layer(config: ModelConfig, layer_index: int | Int[Array, ""]) -> Window:
-    """Sliding window of a layer, whose index a pipeline stage knows only at run time."""
-    window, full = config.sliding_window, config.full_attention_layers
-    if window is None or not full:
-        return window
-    if isinstance(layer_index, int):
-        return None if layer_index in full else window
-    window_per_layer = [
-        MAX_INDEX if layer in full else window for layer in range(config.num_layers)
-    ]
-    return jnp.asarray(window_per_layer, jnp.int32)[layer_index]
-
-
 def _mask_padding(indices: TokenIndices, x: Array, fill: int) -> Array:
     return jnp.where(indices.segment > 0, x, fill)
 
@@ -118,3 +106,74 @@ def _mask_padding(indices: TokenIndices, x: Array, fill: int) -> Array:
 def _segment_range(indices: TokenIndices) -> tuple[Array, Array]:
     low = jnp.min(_mask_padding(indices, indices.segment, MAX_INDEX), axis=-1)
     return low, jnp.max(indices.segment, axis=-1)
+
+
+Sections = tuple[Array, ...]
+
+
+class KeySource(NamedTuple):
+    """A section whose keys the queries of a section may attend to.
+
+    Attributes:
+      section: its index.
+      repeats: number of consecutive rows of queries that share one of its rows.
+    """
+
+    section: int
+    repeats: int
+
+    def rows(self, x: Shaped[Array, "row *rest"]) -> Shaped[Array, "_row *rest"]:
+        """Repeats each row for the rows of queries that share it."""
+        return x if self.repeats == 1 else jnp.repeat(x, self.repeats, axis=0)
+
+    def sums(self, x: Shaped[Array, "_row *rest"]) -> Shaped[Array, "row *rest"]:
+        """Gradient of `rows`: the sum over the rows of queries that share a row."""
+        return jnp.sum(x.reshape(-1, self.repeats, *x.shape[1:]), axis=1)
+
+
+class SegmentMask(NamedTuple):
+    """Causal mask within segments for a packed batch, as numbers per token (segment ids, in
+    MaxText's words): no array of queries times keys is made before the ranges of these numbers show
+    that some of it may be visible.
+
+    Attributes:
+      zigzag: layout of the batch's tokens.
+      indices: ``[token]`` each, of all tokens of the batch.
+      sources: by section, the sections that its queries may attend to, the last of them itself: the
+        columns of a section follow those of the sections before it.
+      single: a row has no segments but 1 and padding.
+    """
+
+    zigzag: ZigzagLayout
+    indices: TokenIndices
+    sources: tuple[tuple[KeySource, ...], ...]
+    single: bool
+
+    def key_sections(self, sections: Sections) -> Sections:
+        """Keys for the queries of each section, from an array per token by section: the rows of all
+        its sources, concatenated along time."""
+
+        def concatenate(rows: list[Array]) -> Array:
+            return rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=1)
+
+        return tuple(
+            concatenate([source.rows(sections[source.section]) for source in sources])
+            for sources in self.sources
+        )
+
+    def indices_by_section(self, local_indices: TokenIndices) -> tuple[TokenIndices, ...]:
+        """`TokenIndices` by section, from those of one rank's shard of the tokens."""
+        return _transpose_indices(self.zigzag.split(x) for x in local_indices)
+
+    def full_indices(self) -> tuple[TokenIndices, ...]:
+        """`TokenIndices` by section, of all ranks, in the order of columns."""
+        return _transpose_indices(self.zigzag.restore(x) for x in self.indices)
+
+    def key_indices(self, sections: tuple[TokenIndices, ...]) -> tuple[TokenIndices, ...]:
+        """`key_sections` of `TokenIndices`."""
+        return _transpose_indices(self.key_sections(x) for x in zip(*sections, strict=True))
+
+
+def _transpose_indices(by_field) -> tuple[TokenIndices, ...]:
+    """Transposes arrays by field and section to `TokenIndices` by section."""
+    return tuple(TokenIndices(*fields) for fields in zip(*by_field, strict=True))

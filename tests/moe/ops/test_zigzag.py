@@ -9,7 +9,7 @@ import pytest
 from programs import jit
 from tiers import full_but
 
-from moe.tokens.zigzag import ZigzagLayout
+from moe.ops.zigzag import ZigzagLayout
 
 SECTIONS = ((2, 5), (3, 9))
 

@@ -9,13 +9,17 @@ from programs import random_weights
 from tiers import full_but
 
 from moe.config import GatedDeltaNet, ModelConfig
-from moe.layers.chunks import (
+from moe.placement import (
     first_layers_of_chunks,
+    in_chunks,
+    in_layer_order,
     layers_per_chunk,
+    specs,
     storage_indices,
     stored_depth,
+    stored_specs,
+    without_chunks,
 )
-from moe.placement import in_chunks, in_layer_order, specs, stored_specs, without_chunks
 from sharding.folding import Layout, fold_abstract
 
 CONFIG = ModelConfig(
