@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from moe.attention.delta.sequences import DeltaCore, DeltaState, run_step
+from moe.attention.delta import DeltaCore, DeltaState, run_step
 from moe.attention.latent import LatentCore
 from moe.attention.layer import CoreAttention
 from moe.attention.rotary import RotaryCache

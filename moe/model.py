@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moe.architecture.delta import delta_layers
-from moe.attention.delta.sequences import DeltaCore, delta_core
+from moe.attention.delta import DeltaCore, delta_core
 from moe.attention.latent import LatentCore, caches_latent, expand_latent
 from moe.attention.layer import CoreAttention, window_of_layer
 from moe.config import ModelConfig

@@ -14,8 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from moe.attention import latent
-from moe.attention.delta.layer import delta_heads
-from moe.attention.delta.sequences import DeltaCore
+from moe.attention.delta import DeltaCore, delta_heads
 from moe.attention.latent import LatentCore
 from moe.attention.projections import join_heads, queries_keys_values
 from moe.attention.rotary import Positions

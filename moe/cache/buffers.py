@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array
 
-from moe.attention.delta.sequences import DeltaState
+from moe.attention.delta import DeltaState
 from moe.config import ModelConfig
 from moe.implementations import selected_implementation
 from moe.kernels.decode_attention import UNIT
@@ -21,7 +21,7 @@ Leaf = TypeVar("Leaf")
 class Cache(Generic[Leaf]):
     """KV cache: keys and values of the tokens so far, a buffer for each of
     `moe.layers.depth.split_layer_groups`; for layers with Gated DeltaNet the arrays of
-    `moe.attention.delta.sequences.DeltaState` instead.
+    `moe.attention.delta.DeltaState` instead.
 
     Attributes:
       keys: per layer ``[row, kv_head, head_dim, column]``, with rotary positions; values: ``[row,

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from moe.attention.delta.sequences import DeltaCore
+from moe.attention.delta import DeltaCore
 from moe.attention.latent import LatentCore
 from moe.attention.layer import CoreAttention, attention, norm_after, norm_before
 from moe.config import ModelConfig

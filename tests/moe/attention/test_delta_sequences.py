@@ -8,7 +8,7 @@ from programs import jit, mesh_of
 from tiers import full_but
 
 from moe.architecture.delta import GatedDeltaNet
-from moe.attention.delta.sequences import Mixed, run_sections
+from moe.attention.delta import Mixed, run_sections
 from moe.tokens.packing import pack_rows, pack_segments, pack_shared_prompts
 
 DELTA = GatedDeltaNet((0,), 2, 4, key_head_dim=3, value_head_dim=5, conv_width=4)

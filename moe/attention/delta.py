@@ -1,7 +1,14 @@
-"""Convolution and gated delta rule between the projections: for whole sequences, or for one token.
+"""Gated DeltaNet: linear attention whose state has a fixed size, instead of a KV cache.
 
-Padding and other sequences of a row do not affect a sequence, wherever they are: the tokens of a
-row are sorted by sequence first, and moved back afterwards.
+Between the projections of the layer are a short causal convolution and the gated delta rule
+(`moe.attention.delta_rule`), for whole sequences or for one token; the output of each value head is
+normalised and multiplied by a gate of its own. Padding and other sequences of a row do not affect a
+sequence, wherever they are: the tokens of a row are sorted by sequence first, and moved back
+afterwards.
+
+References:
+  Yang et al., "Gated Delta Networks", 2024, section 3.4. https://arxiv.org/abs/2412.06464
+  The order of the weights and the normalisation are those of Qwen3-Next.
 """
 
 from collections.abc import Callable
@@ -12,14 +19,57 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from moe.architecture.delta import GatedDeltaNet
-from moe.attention.delta.convolution import prepend_tail, short_convolution, tail_after
-from moe.attention.delta.rule import Tokens, gated_delta_rule, step_token
+from moe.attention.delta_rule import Tokens, gated_delta_rule, step_token
+from moe.attention.projections import heads
 from moe.config import ModelConfig
 from moe.ops.mask import MAX_INDEX, SegmentMask
-from sharding.collectives import vary, varying
+from moe.precision import rms_norm
+from moe.remat import PROJECTED
+from moe.weights import DeltaNet
+from sharding.collectives import local_shard, vary, varying
+from sharding.folding import FoldedMesh
+
+Channels = Float[Array, "row time key_heads channel"]
+Tail = Float[Array, "row key_heads channel before"]
+Filters = Float[Array, "key_heads channel width"]
+
+
+def short_convolution(
+    x: Channels, filters: Filters, tail: Tail, reach: Int[Array, "row time"]
+) -> Channels:
+    """Causal convolution ``silu(sum_i w_{width - 1 - i} x_{t - i})`` over time, float32.
+
+    Args:
+      tail: the ``width - 1`` inputs before the first token, in order.
+      reach: number of earlier tokens that a token may read, `tail` included: those of its own
+        sequence. Others count as 0.
+    """
+    time, width = x.shape[1], filters.shape[-1]
+    extended = prepend_tail(x, tail)
+    terms = []
+    for back in range(width):
+        first = width - 1 - back
+        earlier = extended[:, first : first + time]
+        reached = (back <= reach)[:, :, None, None]
+        terms.append(jnp.where(reached, earlier, 0.0) * filters[None, None, :, :, first])
+    return jax.nn.silu(sum(terms[1:], terms[0]))
+
+
+def tail_after(x: Channels, tail: Tail, lengths: Int[Array, "row"]) -> Tail:
+    """Convolution state (the last ``width - 1`` inputs) after `lengths` tokens of each row."""
+    indices = lengths[:, None] + jnp.arange(tail.shape[-1])[None]
+    last = jax.vmap(lambda row, index: row[index])(prepend_tail(x, tail), indices)
+    return jnp.moveaxis(last, 1, -1)
+
+
+def prepend_tail(x: Channels, tail: Tail) -> Float[Array, "row extended key_heads channel"]:
+    """Concatenates the tail and the tokens along time."""
+    return jnp.concatenate([jnp.moveaxis(tail, -1, 1), x], axis=1)
+
 
 NORM_EPSILON = 1e-6
 """Added to the squared length of queries and keys."""
@@ -34,7 +84,7 @@ class Mixed(NamedTuple):
       content: ``[token, key_heads, channel]`` query, key and values of each key head, before the
         convolution.
       log_decay, strength: ``[token, key_heads, group]`` of each value head, float32; see
-        `moe.attention.delta.rule.Tokens`.
+        `moe.attention.delta_rule.Tokens`.
     """
 
     content: Array
@@ -200,3 +250,51 @@ def _zero_state(mixed: Mixed, filters: Array, delta: GatedDeltaNet) -> DeltaStat
     state = jnp.zeros((rows, heads, delta.key_head_dim, delta.value_head_dim))
     tail = jnp.zeros((rows, keys, channel, filters.shape[-1] - 1), mixed.content.dtype)
     return DeltaState(*vary((state, tail), tuple(sorted(varying(mixed.content)))))
+
+
+def delta_heads(
+    weights: DeltaNet[Array],
+    h: Float[Array, "token d_model"],
+    core: DeltaCore,
+    config: ModelConfig,
+    mesh: FoldedMesh,
+) -> Float[Array, "token value_heads value_dim"]:
+    """Outputs of the value heads of this ``tp`` rank, before the output projection.
+
+    Args:
+      h: normalised tokens, all of this rank's sequences.
+    """
+    delta = config.delta
+    assert delta is not None  # the table gives these weights only with it
+    projected = checkpoint_name(heads(h, weights.inward), PROJECTED)
+    pair = checkpoint_name(heads(h, weights.strength_and_decay), PROJECTED)
+    content, gate = jnp.split(projected, [delta.content_dim], axis=-1)
+    strength, rate = jnp.split(pair.astype(jnp.float32), 2, axis=-1)
+    bias, log_rate = (
+        x.reshape(1, -1, delta.values_per_key) for x in (weights.rate_bias, weights.log_rate)
+    )
+    log_decay = -jnp.exp(log_rate) * jax.nn.softplus(rate + bias)
+    mixed = Mixed(content, log_decay, jax.nn.sigmoid(strength))
+    read, _ = core.run(mixed, _filters(weights.filters, delta, mesh))
+    normed = _rms_normalise(read, weights.read_norm, config)
+    gate = gate.reshape(read.shape).astype(jnp.float32)
+    return (normed * jax.nn.silu(gate)).astype(h.dtype)
+
+
+def _rms_normalise(read: Array, scale: Array, config: ModelConfig) -> Array:
+    flat = rms_norm(read.reshape(-1, read.shape[-1]), scale, config.norm_epsilon)
+    return flat.reshape(read.shape)
+
+
+def _filters(
+    filters: Float[Array, "channel width"], delta: GatedDeltaNet, mesh: FoldedMesh
+) -> Float[Array, "key_heads head_channel width"]:
+    """Convolution filters of the key heads of this ``tp`` rank, float32. In `filters` all channels
+    of queries come first, then all of keys, then all of values."""
+    wide = filters.astype(jnp.float32)
+    keys = delta.num_key_heads * delta.key_head_dim
+    by_head = [
+        local_shard(part.reshape(delta.num_key_heads, -1, part.shape[-1]), mesh.tp)
+        for part in jnp.split(wide, [keys, 2 * keys], axis=0)
+    ]
+    return jnp.concatenate(by_head, axis=1)
