@@ -45,7 +45,6 @@ from jaxtyping import Array
 
 from sharding.collectives import COLLECTIVE, SUM, vary
 
-
 PRODUCT = "product"
 """The name of gate and up, side by side."""
 
