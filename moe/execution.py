@@ -22,7 +22,7 @@ class Execution:
         kernels for Hopper (`moe.attention.core`). None is "cudnn" on a GPU if it supports the
         arrays; otherwise "plain" or, for many scores, "blocked".
       context: context parallelism of attention over ``cp``: "gather", "ring" or "ulysses"
-        (`moe.attention.context_parallel.choice`). None is "ulysses" if ``cp`` divides the query
+        (`moe.attention.context_parallel`). None is "ulysses" if ``cp`` divides the query
         heads of a ``tp`` rank and it sends fewer elements than "gather"; otherwise "gather".
       latent: contents of the KV cache of multi-head latent attention (MLA): "absorbed", the latent
         vectors, or "expanded", the keys and values (`moe.attention.latent`); None is "absorbed".

@@ -23,6 +23,9 @@ from sharding import zero
 from sharding.folding import FoldedMesh
 from sharding.rules import partition_spec, weight_rules
 
+CHUNKED_AXES = ("layer", "attention_layer", "delta_layer")
+"""Axes of layers that the stages of a pipeline share."""
+
 
 def layers_per_chunk(num_layers: int, mesh: FoldedMesh) -> tuple[int, ...]:
     """Number of layers of each model chunk, from the first to the last.
@@ -95,10 +98,6 @@ def storage_indices(num_layers: int, mesh: FoldedMesh) -> Sequence[int]:
         for chunk, depth_of_chunk in enumerate(layers_per_chunk(num_layers, mesh))
         for layer in range(depth_of_chunk)
     ]
-
-
-CHUNKED_AXES = ("layer", "attention_layer", "delta_layer")
-"""Axes of layers that the stages of a pipeline share."""
 
 
 def specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:

@@ -31,6 +31,13 @@ from moe.adapters.statement import targets_in, with_adapters
 from moe.adapters.trees import select_trained, with_base
 from moe.config import ModelConfig
 
+Leaf = TypeVar("Leaf")
+TRUNCATED_DEVIATION = 0.87962566103423978
+"""Standard deviation of a standard normal cut at two."""
+MAX_FLAT_SAMPLES = 2**22
+"""Maximum size of a weight that is sampled as a flat array: a CPU's compiler takes a fifth of the
+time for it. A larger weight is sampled in its own shape, so that each device makes its shard."""
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -62,15 +69,6 @@ class Weight:
 def norm_weight(axes: str) -> Weight:
     """Specification of the scale of a norm."""
     return Weight(axes, float32=True)
-
-
-Leaf = TypeVar("Leaf")
-
-TRUNCATED_DEVIATION = 0.87962566103423978
-"""Standard deviation of a standard normal cut at two."""
-MAX_FLAT_SAMPLES = 2**22
-"""Maximum size of a weight that is sampled as a flat array: a CPU's compiler takes a fifth of the
-time for it. A larger weight is sampled in its own shape, so that each device makes its shard."""
 
 
 @struct.dataclass

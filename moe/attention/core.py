@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moe.attention.blocked import BLOCKED, blocked_attention
-from moe.attention.fused.kernels import (
+from moe.attention.fused import (
     MAX_MASK_ELEMENTS,
     fused_attention,
     head_size,
@@ -37,7 +37,7 @@ def core_attention(
 
     "plain" is `plain_attention`; "blocked" is `moe.attention.blocked`, the same block by block with
     a custom gradient. "xla" and "cudnn" are those of `jax.nn.dot_product_attention`
-    (`moe.attention.fused.kernels`); the second is FlashAttention on an NVIDIA GPU: scores and their
+    (`moe.attention.fused`); the second is FlashAttention on an NVIDIA GPU: scores and their
     gradients stay on the chip. "mosaic" are kernels of our own for Hopper
     (`moe.kernels.attention`), which never need a mask of queries times keys. The output of a query
     that sees no key differs between them; it is finite and never used.
@@ -48,7 +48,7 @@ def core_attention(
         than `MAX_PLAIN_SCORES_CPU` on a CPU or `MAX_PLAIN_SCORES_ACCELERATOR` elsewhere, and
         "plain" for fewer.
       sinks: as for `plain_attention`; to "xla" and "cudnn" they are keys
-        (`moe.attention.fused.sink_keys`).
+        (`moe.attention.fused`).
 
     Raises:
       ValueError: on an unknown name, and where the named implementation does not support the call.

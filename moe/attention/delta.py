@@ -33,6 +33,10 @@ from moe.weights import DeltaNet
 from sharding.collectives import local_shard, vary, varying
 from sharding.folding import FoldedMesh
 
+NORM_EPSILON = 1e-6
+"""Added to the squared length of queries and keys."""
+Outputs = Float[Array, "token value_heads value_dim"]
+
 Channels = Float[Array, "row time key_heads channel"]
 Tail = Float[Array, "row key_heads channel before"]
 Filters = Float[Array, "key_heads channel width"]
@@ -69,12 +73,6 @@ def tail_after(x: Channels, tail: Tail, lengths: Int[Array, "row"]) -> Tail:
 def prepend_tail(x: Channels, tail: Tail) -> Float[Array, "row extended key_heads channel"]:
     """Concatenates the tail and the tokens along time."""
     return jnp.concatenate([jnp.moveaxis(tail, -1, 1), x], axis=1)
-
-
-NORM_EPSILON = 1e-6
-"""Added to the squared length of queries and keys."""
-
-Outputs = Float[Array, "token value_heads value_dim"]
 
 
 class Mixed(NamedTuple):

@@ -59,7 +59,7 @@ def attention(
 
     Communication per device: one `gather_tokens` and one `scatter_tokens` over ``tp``, each of
     ``tokens x d_model (tp - 1) / tp`` elements, of the tokens of a ``cp`` rank; `core_attention`
-    adds what `moe.attention.context_parallel.choice` says.
+    adds what `moe.attention.context_parallel` says.
 
     Args:
       x: the residual stream, sharded over ``cp`` and ``tp`` along the flattened tokens.

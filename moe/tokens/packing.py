@@ -5,7 +5,7 @@ the load-balancing loss, which is computed per sequence. Both are functions of t
 `pack_rows` has one sequence per row; `pack_shared_prompts` runs a prompt once for all completions
 that share it (prefix sharing); `pack_segments` has multiple sequences per row. Each has a
 `ZigzagLayout`, so that it can be sharded over ``cp`` and ``tp``, in the order that context-parallel
-attention needs (`moe.attention.context_parallel.choice.prefers_contiguous`).
+attention needs (`moe.attention.context_parallel.prefers_contiguous`).
 """
 
 from collections.abc import Callable, Sequence
@@ -18,10 +18,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moe.architecture.feed_forward import can_drop
-from moe.attention.context_parallel.choice import (
-    context_parallel_attention,
-    prefers_contiguous,
-)
+from moe.attention.context_parallel import context_parallel_attention, prefers_contiguous
 from moe.attention.latent import LatentCore
 from moe.attention.layer import CoreAttention
 from moe.attention.rotary import RotaryCache

@@ -1,7 +1,7 @@
 """Memory of attention scores, where no kernel holds them on the chip.
 
 "plain" attention materialises those of all queries and keys of a micro-batch, "blocked" those of a
-row's blocks of queries, each with keys up to its own end (`moe.attention.blocking`).
+row's blocks of queries, each with keys up to its own end (`moe.attention.blocked`).
 """
 
 from sharding.folding import Layout

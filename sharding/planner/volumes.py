@@ -152,7 +152,7 @@ def ring_hops(layout: Layout) -> tuple[int, int]:
 
     Gradients start a hop later and return to their own device. Both are ``cp - 1``, except under a
     pipeline with a ``cp`` that is no power of two: a hop along a digit of base ``p`` receives
-    ``p - 1`` shards (`moe.attention.context_parallel.hops.Exchange`).
+    ``p - 1`` shards (`moe.attention.ring_schedule.Exchange`).
     """
     radices, cp = prime_factors(layout.cp), layout.cp
     if layout.pp == 1 or not radices:

@@ -18,7 +18,7 @@ from jrl.trainer.setup.predicted import memory_of_update, time_of_update, times_
 from jrl.trainer.setup.reading import print_first_input
 from jrl.trainer.setup.setup import Setup
 from jrl.trainer.supervised.arithmetic import chat_arithmetic
-from moe.attention.context_parallel.choice import context_of, received_elements
+from moe.attention.context_parallel import context_of, received_elements
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.implementations import KERNELS, explain_selection

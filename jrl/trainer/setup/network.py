@@ -8,7 +8,7 @@ from jrl.config.files import flag
 from jrl.config.run import NETWORK_SETTINGS, RunConfig
 from moe.architecture.feed_forward import can_drop
 from moe.architecture.lora import Lora
-from moe.attention.context_parallel.choice import context_of
+from moe.attention.context_parallel import context_of
 from moe.cache.kernel import kernel_obstacle
 from moe.config import ModelConfig
 from moe.execution import Execution

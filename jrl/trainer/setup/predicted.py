@@ -7,7 +7,7 @@ from jrl.trainer.learner.masters import keeps_masters
 from jrl.trainer.setup.geometry import Geometry
 from jrl.trainer.setup.network import check_overlaps
 from moe.architecture.feed_forward import can_drop
-from moe.attention.context_parallel.choice import context_of
+from moe.attention.context_parallel import context_of
 from moe.attention.core import MAX_PLAIN_SCORES_ACCELERATOR, MAX_PLAIN_SCORES_CPU
 from moe.config import ModelConfig
 from moe.counts.sizes import sizes_of

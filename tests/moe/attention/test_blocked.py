@@ -8,7 +8,8 @@ from jax.sharding import PartitionSpec as P
 from programs import array_sizes, jit, mesh_of
 from tiers import full_but
 
-from moe.attention import blocked, blocking, core
+from moe.attention import blocked, core
+from moe.attention import blocked as blocking
 from moe.attention.blocked import blocked_attention
 from moe.ops.attention import plain_attention
 from moe.ops.mask import Mask, TokenIndices, visible

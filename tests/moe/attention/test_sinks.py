@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of
 from tiers import full_but
 
-from moe.attention import blocking
+from moe.attention import blocked as blocking
 from moe.attention.core import core_attention
-from moe.attention.fused.sink_keys import with_sinks
+from moe.attention.fused import with_sinks
 from moe.cache.step import StepCore
 from moe.config import ModelConfig
 from moe.execution import Execution

@@ -19,7 +19,7 @@ from jrl.trainer.setup.predicted import (
     times_with_overlap,
 )
 from jrl.trainer.setup.setup import build_setup
-from moe.attention.context_parallel.choice import context_of
+from moe.attention.context_parallel import context_of
 from sharding.folding import Layout, fold
 from sharding.planner.hardware import HARDWARE, of_kind
 

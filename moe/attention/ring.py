@@ -14,8 +14,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from moe.attention.context_parallel.hops import Exchange, Ring, hops_of
-from moe.attention.context_parallel.pairs import Pair, pairs_of
+from moe.attention.ring_schedule import Exchange, Pair, Ring, hops_of, pairs_of
 from moe.ops.attention import (
     Flash,
     add_sinks,
@@ -59,15 +58,15 @@ def ring(
     ranks; under the policies of `moe.remat`, which repeat no communication, the output and that
     number.
 
-    A hop computes the half of the scores that the zig-zag order leaves (`pairs`), the same amount
-    on every device, and nothing where token indices show that nothing is visible, as beyond a
-    window.
+    A hop computes the half of the scores that the zig-zag order leaves (`ring_schedule.pairs_of`),
+    the same amount on every device, and nothing where token indices show that nothing is visible,
+    as beyond a window.
 
     Communication per device and layer, forward: ``2 (cp - 1)`` hops that send ``2 T K D (cp - 1) /
     cp`` elements in total, none of which waits for computation; backward as many hops that send
     twice as much: keys and values once more, and with them their gradients, in float32. A hop is a
     permute to the neighbour or, under pipeline parallelism, an exchange between two devices
-    (`hops`).
+    (`ring_schedule.hops_of`).
 
     Args:
       flash: the implementation that computes the scores of a hop.

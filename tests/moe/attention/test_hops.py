@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 from programs import mesh_of, on_mesh
 from tiers import full_but
 
-from moe.attention.context_parallel.hops import Exchange, Ring, hops_of
+from moe.attention.ring_schedule import Exchange, Ring, hops_of
 
 CASES = [(layout, ranks) for layout in ("cp{}", "cp{} pp2") for ranks in (2, 3, 4, 6, 8)]
 

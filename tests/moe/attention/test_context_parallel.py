@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of, on_mesh
 from tiers import full_but
 
-from moe.attention.context_parallel.choice import received_elements
+from moe.attention.context_parallel import received_elements
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.tokens.packing import pack_rows, pack_segments, pack_shared_prompts

@@ -1,27 +1,88 @@
-"""Attention by the fused kernels of `jax.nn.dot_product_attention`, with row lengths as the mask.
+"""Attention by the fused kernels of `jax.nn.dot_product_attention` (cuDNN, XLA). Row lengths are
+the mask, and sinks are keys.
 
 The tokens of a row with one sequence are moved to the front, in order: then a causal kernel needs
 only the row's length, and no array of queries times keys exists. Rows of multiple sequences need a
 mask array, one number for all heads: cuDNN also takes such rows by the offsets of their sequences,
 but the public function does not pass these on, and JAX's private one reads the keys of other tokens
 before 0.12 where query heads share a key/value head.
+
+The kernels' softmax has no sink term. A sink is therefore a key that every query sees, with a zero
+value. Its score is the head's sink for any query: queries get two more elements, ``sink / scale``
+and the rounding error of it, which multiply ones in this key and zeros in all others. A sliding
+window would leave a key at the front of a row behind. So with a window there is one sink before
+every `window` tokens: any ``window + 1`` neighbours, and any fewer from the first on, are exactly
+one sink and the tokens that the window lets a query see.
 """
 
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
-from moe.attention.fused.sink_keys import SINK_ELEMENTS, between_sinks, sinks_among, with_sinks
 from moe.ops.mask import Mask, visible
 from sharding.collectives import match_varying
 
 Kernel = Literal["xla", "cudnn"]
-
 MAX_MASK_ELEMENTS = 2**27
 """Elements of a mask, at most: 256 MiB of half precision, and as much again for the gradient of the
 mask that the kernel computes."""
+
+SINK_ELEMENTS = 2
+"""Elements that sinks add to a head."""
+
+
+def sinks_among(source: int, window: int | None) -> int:
+    """Number of sinks among `source` tokens with a window; None is no window, and one sink."""
+    return 1 if window is None else -(-source // window)
+
+
+def with_sinks(
+    query: Float[Array, "batch time heads head_dim"],
+    key: Float[Array, "batch source kv_heads head_dim"],
+    value: Float[Array, "batch source kv_heads v_head_dim"],
+    sinks: Float[Array, "heads"],
+    scale: float,
+    num_sinks: int,
+) -> tuple[
+    Float[Array, "batch more_queries heads wider"],
+    Float[Array, "batch more kv_heads wider"],
+    Float[Array, "batch more kv_heads v_head_dim"],
+]:
+    """Queries, keys and values with `num_sinks` sinks in front; the queries there are zeros."""
+    scores = sinks.astype(jnp.float32) / scale
+    kind = jnp.finfo(query.dtype)
+    # Not two casts: the compiler may remove a cast to a narrow dtype and back.
+    rounded = lax.reduce_precision(scores, kind.nexp, kind.nmant)
+    # The gradient goes through the first element alone: both are parts of one number.
+    rest = lax.stop_gradient(scores - rounded)
+    both = jnp.broadcast_to(jnp.stack([scores, rest], -1), (*query.shape[:3], SINK_ELEMENTS))
+    query = jnp.concatenate([query, both.astype(query.dtype)], axis=-1)
+    in_front = (0, 0), (num_sinks, 0), (0, 0), (0, 0)
+    key = (
+        jnp.pad(key, (*in_front[:3], (0, SINK_ELEMENTS)))
+        .at[:, :num_sinks, :, -SINK_ELEMENTS:]
+        .set(1)
+    )
+    return jnp.pad(query, in_front), key, jnp.pad(value, in_front)
+
+
+def between_sinks(
+    order: Int[Array, "batch source"], window: int | None
+) -> Int[Array, "batch more"]:
+    """Order of tokens and sinks together, from an order of the tokens alone.
+
+    It indexes arrays in which the sinks come before all tokens (`with_sinks`).
+    """
+    source = order.shape[1]
+    num_sinks = sinks_among(source, window)
+    stride = 1 + (source if window is None else window)
+    index = jnp.arange(source + num_sinks)
+    sink = index // stride
+    token = num_sinks + order[:, jnp.maximum(index - sink - 1, 0)]
+    return jnp.where(index % stride == 0, sink, token)
 
 
 def fused_attention(
@@ -38,7 +99,7 @@ def fused_attention(
     Row lengths are the mask where each row is one sequence and the queries are its last positions.
     Queries are then computed for all positions of the keys, with zeros before the first one; where
     these would be the majority and a mask array is small enough, it is used instead. Sinks are keys
-    (`moe.attention.fused.sink_keys`).
+    (`moe.attention.fused`).
     """
     size, width = head_size(query, value, sinks), value.shape[-1]
     factor = query.shape[-1] ** -0.5 if scale is None else scale
