@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 from moe.attention.latent import caches_latent
 from moe.config import ModelConfig
-from moe.kernels import decode_attention, latent_decode
-from moe.kernels.choice import capability, foreign_gpus
-from moe.kernels.mosaic import LANES
+from moe.kernels import decode_attention, grouped, latent_decode, routing, rows
+from moe.kernels.choice import NAMES, capability, foreign_gpus, unsupported_dtype
 
 
 class DefaultKernel(NamedTuple):
@@ -81,20 +80,50 @@ def unsupported_by_decode_kernel(config: ModelConfig) -> str | None:
     return decode_attention.unsupported_heads(config.dtype, group, *widths)
 
 
+def check_decode_kernel(config: ModelConfig) -> None:
+    """Checks, before anything is traced, that the kernel of `Execution.decode_attention` supports
+    the network. The device is checked when a program is lowered.
+
+    Raises:
+      ValueError: if it does not, with the rule and the fix.
+    """
+    obstacle = decode_kernel_obstacle(config)
+    if obstacle is not None:
+        name = config.execution.decode_attention
+        raise ValueError(f"decode_attention={name!r} {obstacle}; use None.")
+
+
+def decode_kernel_obstacle(config: ModelConfig) -> str | None:
+    """The reason why the named kernel does not support the network's heads, as the end of a
+    sentence; None if it does, or if none is named."""
+    name = config.execution.decode_attention
+    if name is None or name == "plain":
+        return None
+    if name not in NAMES:
+        return f"is not known: choose among {', '.join(map(repr, NAMES))}"
+    if name == "interpreted":
+        return "is not supported: Pallas's interpreter has no matrix units"
+    reason = unsupported_by_decode_kernel(config)
+    return None if reason is None else f"is not supported: {reason}"
+
+
 def _experts_obstacle(config: ModelConfig, etp: int) -> str | None:
-    if config.dtype not in ("bfloat16", "float16"):
-        return f"rows of {config.dtype} (needs bfloat16 or float16)"
-    if config.d_model % LANES:
-        return f"d_model={config.d_model} (needs a multiple of {LANES})"
+    # Kernels permute rows of d_model elements, and multiply them.
     hidden = config.d_expert // etp
-    return f"{hidden} hidden units per device (needs a multiple of 64)" if hidden % 64 else None
+    sizes = {
+        f"d_model={config.d_model}": rows.unsupported_width(config.d_model)
+        or grouped.unsupported_size(config.d_model),
+        f"{hidden} hidden units per device": grouped.unsupported_size(hidden),
+    }
+    reasons = (f"{size} ({rule})" for size, rule in sizes.items() if rule is not None)
+    return unsupported_dtype("rows", config.dtype) or next(reasons, None)
 
 
 def _router_obstacle(config: ModelConfig, etp: int) -> str | None:
-    experts = config.num_experts
-    if experts % 8 == 0 and 8 <= experts <= 128:
+    most = routing.MAX_EXPERTS_WITHOUT_SPILLS
+    if routing.supports_experts(config.num_experts, most):
         return None
-    return f"{experts} experts (needs a multiple of 8 up to 128, or registers spill)"
+    return f"{config.num_experts} experts (needs a multiple of 8 up to {most}, or registers spill)"
 
 
 KERNELS = {

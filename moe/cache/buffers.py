@@ -9,8 +9,10 @@ from flax import struct
 from jaxtyping import Array
 
 from moe.attention.delta import DeltaState
+from moe.attention.latent import caches_latent
 from moe.config import ModelConfig
 from moe.implementations import selected_implementation
+from moe.kernels import decode_attention, latent_decode
 from moe.kernels.decode_attention import UNIT
 from sharding.folding import FoldedMesh
 
@@ -52,6 +54,27 @@ def cache_columns(columns: int, config: ModelConfig, mesh: FoldedMesh) -> int:
     named = selected_implementation(config, "decode_attention") not in (None, "plain")
     unit = math.lcm(mesh.size(mesh.tp), UNIT if named else 1)
     return -(-columns // unit) * unit
+
+
+def kernel_bytes(config: ModelConfig, mesh: FoldedMesh, rows: int, columns: int) -> int:
+    """Bytes on one device of the decode kernel's partial results before they are merged; 0 if no
+    kernel runs. They are those of one layer, as layers run one after the other.
+
+    Args:
+      rows: rows that a device decodes at a time.
+      columns: columns of the cache that are read.
+    """
+    if selected_implementation(config, "decode_attention") in (None, "plain"):
+        return 0
+    tp = mesh.size(mesh.tp)
+    heads, kv_heads = config.num_heads // tp, config.num_kv_heads // tp
+    if config.mla is not None and caches_latent(config):
+        partial_results = latent_decode.output_shapes(rows, heads, config.mla.kv_lora_rank, columns)
+    else:
+        partial_results = decode_attention.output_shapes(
+            rows, heads, kv_heads, config.v_head_dim, columns
+        )
+    return sum(math.prod(array.shape) * array.dtype.itemsize for array in partial_results)
 
 
 def over_columns(function: Callable[..., Leaf], *caches: Cache[Leaf]) -> Cache[Leaf]:

@@ -7,9 +7,8 @@ from jaxtyping import Array, Bool, Int
 from moe.attention.latent import LatentCore, absorb_keys, caches_latent, project_values
 from moe.attention.layer import CoreAttention, window_of_layer
 from moe.cache.buffers import KEY_COLUMN, ROW, VALUE_COLUMN
-from moe.cache.kernel import check_kernel
 from moe.config import ModelConfig
-from moe.implementations import selected_implementation
+from moe.implementations import check_decode_kernel, selected_implementation
 from moe.kernels.decode_attention import decode_attention
 from moe.kernels.latent_decode import latent_decode_attention
 from moe.ops.attention import cached_attention
@@ -48,7 +47,7 @@ class StepCore:
         columns: int | None = None,
     ):
         self._config, self._name = config, selected_implementation(config, "decode_attention")
-        check_kernel(config)
+        check_decode_kernel(config)
         self.keys, self.values = keys, values
         self._stack_index, self._first, self._live = stack_index, first, live
         capacity = keys.shape[KEY_COLUMN]

@@ -22,7 +22,7 @@ from moe.disaggregated.messages import decode_message, encode_message, message_w
 from moe.disaggregated.placement import SlotTable, lookup_slots
 from moe.disaggregated.split import SplitMesh
 from moe.experts.dispatch.all_to_all import sharded_experts
-from moe.experts.dispatch.assignment import has_experts_at, slots_of
+from moe.experts.dispatch.buffers import has_experts_at, slots_of
 from moe.experts.feed_forward import dense_term
 from moe.experts.permutation import permute_rows
 from moe.implementations import selected_implementation

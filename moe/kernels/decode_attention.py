@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from moe.kernels.choice import call_implementation
+from moe.kernels.choice import call_implementation, unsupported_dtype, unsupported_dtypes
 from moe.kernels.grouped import store_rows, zero_outside
 from moe.kernels.mosaic import Target, launch, mosaic_gpu, product
 from moe.ops.attention import cached_attention
@@ -33,8 +33,6 @@ MIN_QUERIES = 64
 """Rows that the matrix units multiply at least; the queries of a head are padded to them."""
 MAX_HEAD_DIM = 256
 """Elements of a head, at most: a wider one does not fit into registers and shared memory."""
-HALF_PRECISION = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
-"""Dtypes that the matrix units multiply."""
 
 
 def decode_attention(
@@ -92,24 +90,15 @@ def _with_layer_axis(buffer: Array) -> Array:
 def unsupported_heads(dtype: Any, group: int, *widths: int) -> str | None:
     """The reason why the kernel does not support heads of these widths, of keys and of values, with
     `group` query heads for each key/value head; None if it does."""
-    if jnp.dtype(dtype) not in HALF_PRECISION:
-        return f"keys and values of {dtype} (needs bfloat16 or float16)"
+    reason = unsupported_dtype("keys and values", dtype)
+    if reason is not None:
+        return reason
     for width in widths:
         if width % 64 or not 0 < width <= MAX_HEAD_DIM:
             return f"heads of {width} elements (needs a multiple of 64 up to {MAX_HEAD_DIM})"
     if group > MIN_QUERIES:
         return f"{group} query heads per key/value head (at most {MIN_QUERIES})"
     return None
-
-
-def unsupported_dtypes(names: str, *arrays: Array) -> str | None:
-    """The reason why arrays are unsupported: they are not all of one half precision; None if they
-    are."""
-    dtypes = {x.dtype for x in arrays}
-    if len(dtypes) == 1 and dtypes <= {*HALF_PRECISION}:
-        return None
-    listed = ", ".join(str(x.dtype) for x in arrays)
-    return f"{names} of {listed} (needs all bfloat16 or all float16)"
 
 
 def _obstacle(name: str | None, query: Array, keys: Array, values: Array) -> str | None:

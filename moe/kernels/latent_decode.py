@@ -27,8 +27,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from moe.kernels.choice import call_implementation
-from moe.kernels.decode_attention import HALF_PRECISION, UNIT, merge_splits, unsupported_dtypes
+from moe.kernels.choice import call_implementation, unsupported_dtype, unsupported_dtypes
+from moe.kernels.decode_attention import UNIT, merge_splits
 from moe.kernels.grouped import zero_outside
 from moe.kernels.mosaic import THREAD, Target, launch, mosaic_gpu, product
 from moe.ops.attention import cached_attention
@@ -94,8 +94,9 @@ def latent_decode_attention(
 def unsupported_vectors(dtype: Any, width: int, rank: int) -> str | None:
     """The reason why the kernel does not support vectors of this width with values of their first
     `rank` elements; None if it does."""
-    if jnp.dtype(dtype) not in HALF_PRECISION:
-        return f"vectors of {dtype} (needs bfloat16 or float16)"
+    reason = unsupported_dtype("vectors", dtype)
+    if reason is not None:
+        return reason
     if width % 64 or not 0 < width <= MAX_WIDTH:
         return f"vectors of {width} elements (needs a multiple of 64 up to {MAX_WIDTH})"
     if rank % 128 or not 0 < rank <= min(width, MAX_RANK):

@@ -24,6 +24,8 @@ TOKENS = 64
 """Tokens of one program."""
 MAX_EXPERTS = 256
 """Experts of a network, at most: more would not stay in registers."""
+MAX_EXPERTS_WITHOUT_SPILLS = 128
+"""Experts of a network, at most, of which all stay in registers."""
 
 
 class Rule(NamedTuple):
@@ -132,9 +134,13 @@ def _backward(rule, implementation, residuals, gradients):
 _route.defvjp(_forward, _backward)
 
 
+def supports_experts(num_experts: int, most: int = MAX_EXPERTS) -> bool:
+    return num_experts % 8 == 0 and 8 <= num_experts <= most
+
+
 def _obstacle(logits: Array) -> str | None:
     tokens, experts = logits.shape
-    if tokens and experts % 8 == 0 and 8 <= experts <= MAX_EXPERTS:
+    if tokens and supports_experts(experts):
         return None
     return (
         f"{tokens} tokens among {experts} experts (needs one token or more, and a multiple of 8 "

@@ -200,7 +200,7 @@ def dispatch(
 
 
 def chunk_sizes(tokens: int, chunks: int) -> list[tuple[int, int]]:
-    """(tokens, number of chunks of this size), as `moe.experts.dispatch.token_chunks` splits."""
+    """(tokens, number of chunks of this size), as `moe.experts.dispatch.choice` splits."""
     each, more = divmod(tokens, max(1, min(chunks, tokens)))
     less = max(1, min(chunks, tokens)) - more
     return [(size, count) for size, count in ((each + 1, more), (each, less)) if count]

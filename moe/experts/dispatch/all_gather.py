@@ -6,8 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe.architecture.feed_forward import Activation
-from moe.experts.dispatch.assignment import local_assignments, mask_replicated_bias
-from moe.experts.dispatch.buffers import buffer_rows
+from moe.experts.dispatch.buffers import buffer_rows, local_assignments, mask_replicated_bias
 from moe.experts.feed_forward import routed_experts
 from moe.remat import DISPATCHED
 from moe.router.routing import Routing

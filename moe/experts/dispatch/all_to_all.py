@@ -10,13 +10,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe.architecture.feed_forward import Activation
-from moe.experts.dispatch.assignment import (
+from moe.experts.dispatch.buffers import (
+    buffer_rows,
     has_experts_at,
     local_assignments,
     mask_replicated_bias,
+    peer_tokens,
     slots_of,
 )
-from moe.experts.dispatch.buffers import buffer_rows, peer_tokens
 from moe.experts.feed_forward import routed_experts
 from moe.experts.fused import permutation_kernel
 from moe.experts.permutation import permute_rows, unpermute_rows

@@ -8,8 +8,8 @@ from jaxtyping import Array, Float
 
 from moe.kernels.attention.forward import attend
 from moe.kernels.attention.gradient import attend_gradient
-from moe.kernels.choice import foreign_gpus
-from moe.kernels.decode_attention import unsupported_dtypes, unsupported_heads
+from moe.kernels.choice import foreign_gpus, unsupported_dtypes
+from moe.kernels.decode_attention import unsupported_heads
 from moe.ops.attention import Flash, flash_attention
 from moe.ops.mask import Mask
 

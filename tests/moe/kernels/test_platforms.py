@@ -10,7 +10,7 @@ from whole_network import loss_and_gradient
 
 from moe.config import ModelConfig
 from moe.execution import Execution
-from moe.experts.grouped.dot import grouped_dot
+from moe.experts.grouped_dot import grouped_dot
 from moe.kernels import choice
 from moe.kernels.decode_attention import decode_attention
 from moe.kernels.latent_decode import latent_decode_attention

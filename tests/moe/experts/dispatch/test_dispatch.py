@@ -18,8 +18,7 @@ from ragged import ragged_by_gathering
 from tiers import full_but
 
 from moe.experts.dispatch import ragged as ragged_dispatcher
-from moe.experts.dispatch.assignment import slots_of
-from moe.experts.dispatch.buffers import peer_assignments, peer_tokens
+from moe.experts.dispatch.buffers import peer_assignments, peer_tokens, slots_of
 from moe.experts.dispatch.choice import dispatch, rows_received
 from moe.experts.dispatch.ragged import ragged_dispatch
 from moe.experts.feed_forward import dense_reference, routed_experts

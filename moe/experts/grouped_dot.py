@@ -6,20 +6,91 @@ the same with the matrices transposed, and the sum of products over the rows of 
 `grouped_dot` combines them to one differentiable function.
 """
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from moe.experts.grouped.blocks import blocks_multiply, blocks_sum
-from moe.experts.grouped.groups import Implementation, cast_matrices
-from moe.experts.grouped.mosaic import mosaic_multiply, mosaic_sum
-from moe.experts.grouped.plain import plain_multiply, plain_sum
-from moe.experts.grouped.ragged import ragged_multiply, ragged_sum
-from moe.experts.grouped.tiles import tiles_multiply, tiles_sum
-from moe.kernels import megablox
+from moe.experts.grouped_loops import (
+    blocks_multiply,
+    blocks_sum,
+    group_of_rows,
+    tiles_multiply,
+    tiles_sum,
+)
+from moe.kernels import grouped, megablox
 from sharding.collectives import vary, varying
+
+
+class Implementation(NamedTuple):
+    """The two functions that compute a grouped GEMM and its gradients.
+
+    Attributes:
+      multiply_rows: ``(side, rows, weights, sizes)``, each row times the matrix of its group,
+        contracted over dimension `side` of it: 0 is the product, 1 the one with the matrices
+        transposed.
+      sum_products: ``(rows [row inner], others [row outer], sizes) -> [group inner outer]``, the
+        sum of ``rows[r]^T others[r]`` over the rows of a group, float32.
+    """
+
+    multiply_rows: Callable[..., Any]
+    sum_products: Callable[..., Any]
+
+
+def cast_matrices(
+    weights: Float[Array, "group inner *outer"], rows: Array
+) -> Float[Array, "group inner columns"]:
+    """Weights cast to the dtype of the rows, with their columns flattened to one dimension."""
+    return weights.astype(rows.dtype).reshape(*weights.shape[:2], -1)
+
+
+def plain_multiply(side, rows, weights, sizes):
+    in_group = jax.nn.one_hot(group_of_rows(sizes, rows.shape[0]), weights.shape[0], dtype=bool)
+    # Set to zero before multiplying: rows of no group may hold NaN or infinity, and zero times
+    # these is not zero.
+    rows = jnp.where(in_group.any(axis=1)[:, None], rows, 0)
+    formula = ("ri,gio->rgo", "ro,gio->rgi")[side]
+    products = jnp.einsum(formula, rows, weights, preferred_element_type=jnp.float32)
+    return jnp.sum(products, axis=1, where=in_group[:, :, None]).astype(rows.dtype)
+
+
+def plain_sum(rows, others, sizes):
+    in_group = jax.nn.one_hot(group_of_rows(sizes, rows.shape[0]), sizes.shape[0], dtype=bool)
+    rows, others = (jnp.where(in_group.T[:, :, None], x[None], 0) for x in (rows, others))
+    return jnp.einsum("gri,gro->gio", rows, others, preferred_element_type=jnp.float32)
+
+
+def ragged_multiply(side, rows, weights, sizes):
+    dimensions = lax.RaggedDotDimensionNumbers((((1,), (1 + side,)), ((), ())), [0], [0])
+    out = lax.ragged_dot_general(
+        rows, weights, sizes, dimensions, preferred_element_type=jnp.float32
+    )
+    return out.astype(rows.dtype)
+
+
+_CONTRACT_ROWS = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+
+
+def ragged_sum(rows, others, sizes):
+    in_group = (jnp.arange(rows.shape[0]) < jnp.sum(sizes))[:, None]
+    rows, others = jnp.where(in_group, rows, 0), jnp.where(in_group, others, 0)
+    return lax.ragged_dot_general(
+        rows, others, sizes, _CONTRACT_ROWS, preferred_element_type=jnp.float32
+    )
+
+
+def mosaic_multiply(side, rows, weights, sizes):
+    grouped.require_support(rows, weights.shape[2 - side])
+    return grouped.multiply_rows(side, rows, weights, sizes)
+
+
+def mosaic_sum(rows, others, sizes):
+    grouped.require_support(rows, others.shape[1])
+    return grouped.sum_products(rows, others, sizes)
 
 
 def grouped_dot(

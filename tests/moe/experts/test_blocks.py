@@ -7,16 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import jit
 
-from moe.experts.grouped.blocks import block_size, blocks_of
+from moe.experts.grouped_loops import block_layout, block_size
 
 # More rows than the larger tile, so that both are used; a group may be all of them or none.
 ROWS, GROUPS, INNER, OUTER = 300, 5, 6, 7
-in_blocks = jit(blocks_of, static_argnums=1)
+in_blocks = jit(block_layout, static_argnums=1)
 
 
 @given(st.lists(st.integers(0, ROWS), min_size=GROUPS, max_size=GROUPS))
 @settings(max_examples=25, deadline=None, derandomize=True)
-def test_rows_stand_in_blocks_of_their_group(cuts):
+def test_rows_stand_in_block_layout_their_group(cuts):
     sizes = np.diff(sorted(cuts), prepend=0)
     row, slot, group = jax.device_get(in_blocks(sizes.astype(np.int32), ROWS))
     of_row = np.repeat(np.arange(GROUPS), sizes)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of
 
-from moe.experts.grouped.dot import IMPLEMENTATIONS, grouped_dot
+from moe.experts.grouped_dot import IMPLEMENTATIONS, grouped_dot
 
 # More rows than the larger tile, so that both are used; a group may be all of them or none.
 ROWS, GROUPS, INNER, OUTER = 300, 5, 6, 7
