@@ -86,7 +86,7 @@ class ModelConfig:
         with the largest sums of their best `experts_per_token / expert_groups_per_token` scores.
       selection_bias: each expert has a bias that is added to its score for the selection and not
         for the gate weight. It is updated by the expert's load alone
-        (`moe.router.bias.updated_bias`): auxiliary-loss-free load balancing.
+        (`moe.router.balance.updated_bias`): auxiliary-loss-free load balancing.
       bias_update_rate: step size of a selection bias in one optimizer step.
       capacity_factor: experts take at most ``ceil(capacity_factor tokens k / num_experts)`` tokens
         of `drop_scope` in training and scoring; None drops nothing. Generation never drops, so

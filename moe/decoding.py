@@ -32,8 +32,7 @@ from moe.model import run_with_kv
 from moe.ops.mask import Window
 from moe.ops.zigzag import ZigzagLayout
 from moe.precision import rms_norm
-from moe.router.overflow import overflow_of
-from moe.router.statistics import layers_in_order
+from moe.router.statistics import layers_in_order, overflow_of
 from moe.tokens.packing import PackedBatch, pack_rows
 from moe.weights import DeltaNet, Layer, Transformer
 from sharding.collectives import join_shards

@@ -13,7 +13,7 @@ from moe import model, stages
 from moe.config import ModelConfig
 from moe.head import is_argmax, logits_of, logprobs_and_entropy, value_of
 from moe.ops.zigzag import ZigzagLayout
-from moe.router.replay import choices_dtype
+from moe.router.routing import choices_dtype
 from moe.router.statistics import RouterStatistics
 from moe.tokens import alignment
 from moe.tokens.packing import PackedBatch, pack_shared_prompts

@@ -17,8 +17,7 @@ from jrl.rollout.scoring import mark_replicated, score, score_values, score_with
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective
 from jrl.trainer.learner.overflow import RetryOnOverflow, retry_on_overflow
 from moe import placement
-from moe.router.overflow import overflow_of
-from moe.router.statistics import RouterStatistics
+from moe.router.statistics import RouterStatistics, overflow_of
 from moe.weights import Transformer
 
 

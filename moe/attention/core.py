@@ -13,7 +13,7 @@ from moe.attention.fused import (
     mask_size,
     takes_lengths,
 )
-from moe.kernels.attention.training import FLASH, mosaic_attention, obstacle
+from moe.kernels.attention import FLASH, mosaic_attention, obstacle
 from moe.ops.attention import Flash, plain_attention
 from moe.ops.mask import Mask, visible
 

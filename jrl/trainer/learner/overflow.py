@@ -32,7 +32,7 @@ class RetryOnOverflow:
 
     Args:
       function: the pass, ``(objective, *args) -> (result, overflow)``; `overflow` is that of
-        `moe.router.overflow.overflow_of`.
+        `moe.router.statistics.overflow_of`.
       num_static: number of leading static arguments, the objective first.
       least_effort: true for a pass that runs rarely on a few rows, see
         `sharding.compiler_options.LEAST_EFFORT`.

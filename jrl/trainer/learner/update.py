@@ -33,8 +33,7 @@ from jrl.trainer.learner.mesh_jit import MeshJit
 from moe import model, placement, stages
 from moe.adapters.trees import combine_trees
 from moe.config import ModelConfig
-from moe.router.balance import router_loss
-from moe.router.bias import with_updated_bias
+from moe.router.balance import router_loss, with_updated_bias
 from moe.router.statistics import RouterStatistics
 from moe.tokens.packing import PackedBatch
 from moe.weights import Layer, Transformer

@@ -18,7 +18,7 @@ from jrl.trainer.learner.overflow import retry_on_overflow
 from jrl.trainer.learner.passes import scan_first
 from jrl.trainer.packed.plan import counts_of, pack_rows, plan
 from moe import model, placement
-from moe.router.overflow import overflow_of
+from moe.router.statistics import overflow_of
 from moe.weights import Transformer
 
 

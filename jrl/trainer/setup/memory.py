@@ -22,7 +22,7 @@ from moe.config import ModelConfig
 from moe.disaggregated.weights import side_bytes
 from moe.ops.zigzag import ZigzagLayout
 from moe.placement import in_chunks, shard_dims, shard_specs, specs, stored_depth, stored_specs
-from moe.router.replay import choices_dtype
+from moe.router.routing import choices_dtype
 from moe.weights import Transformer, cast_shapes, shapes, table
 from sharding.folding import FoldedMesh
 from sharding.schedule import Schedule

@@ -1,5 +1,5 @@
-"""Buffers of token dispatch: their sizes, in tokens per peer and rows per device, and the slots that
-tokens and expert ids are sent to."""
+"""Buffers of token dispatch: their sizes, in tokens per peer and rows per device, and the slots of
+tokens and expert ids in them."""
 
 import math
 from dataclasses import replace

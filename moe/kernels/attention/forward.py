@@ -84,7 +84,7 @@ def attend(
     Exponentials are rounded to the dtype of the values; all else is float32.
 
     Args:
-      query, key, value: arrays that `moe.kernels.attention.training.obstacle` accepts, with one
+      query, key, value: arrays that `moe.kernels.attention.obstacle` accepts, with one
         batch dimension in front.
       dtype: dtype of the output, rounded once.
       simulated: see `moe.kernels.mosaic.launch`.

@@ -14,8 +14,7 @@ from moe.experts.grouped_dot import grouped_dot
 from moe.kernels import choice
 from moe.kernels.decode_attention import decode_attention
 from moe.kernels.latent_decode import latent_decode_attention
-from moe.kernels.layout import SortedLayout, sorted_layout
-from moe.kernels.permute import permute, unpermute
+from moe.kernels.layout import SortedLayout, permute, sorted_layout, unpermute
 from moe.kernels.routing import Rule, route
 from moe.weights import shapes
 from sharding.folding import Layout, fold_abstract

@@ -21,7 +21,7 @@ from moe.config import ModelConfig
 from moe.decoding import Prefilled, prefill
 from moe.layers.depth import is_stack, split_layer_groups
 from moe.placement import specs
-from moe.router.replay import choices_dtype
+from moe.router.routing import choices_dtype
 from moe.weights import DeltaNet, Transformer, cast_shapes, initialise
 from sharding.collectives import vary
 from sharding.folding import FoldedMesh
