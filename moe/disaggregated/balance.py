@@ -1,5 +1,5 @@
-"""Expert replication and placement by measured load (EPLB), also while a server runs: replicas of hot
-experts, packed onto devices.
+"""Expert replication and placement by measured load (EPLB), also while a server runs: replicas of
+hot experts, packed onto devices.
 
 Loads are numbers of tokens, or any other additive quantity. A slot holds one replica of an expert;
 all devices have the same number of slots. The replicas of an expert share its load equally.

@@ -1,4 +1,4 @@
-"""Top-k routing: router scores, selected (or recorded and replayed) experts and gate weights of each
+"""Top-k routing: router scores, selected (or recorded, replayed) experts and gate weights of each
 token."""
 
 from typing import NamedTuple
