@@ -96,13 +96,8 @@ def logprobs_and_entropy(
       Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018 (merging the sums of
       chunks). https://arxiv.org/abs/1805.02867
     """
-    x, head = _head(weights, x, config)
-    columns, start, skipped = _local_columns(head, config.vocab_size, mesh)
-    # Every rank needs all tokens of the tp group, as it has other columns.
-    x, tokens = gather_tokens(x, mesh.tp), gather_tokens(tokens, mesh.tp)
-    x, columns, tokens, skipped = vary((x, columns, tokens - start, skipped), mesh.axes)
     chunking = _Chunking(mesh.tp, config.execution.vocab_chunk, temperature)
-    scores: Any = _scores(x, columns, tokens, skipped, chunking)
+    scores: Any = _scores(*_operands(weights, x, tokens, config, mesh), chunking)
     local_scores = local_shard(jnp.stack(scores, axis=1), mesh.tp)
     return local_scores[:, 0], local_scores[:, 1]
 
@@ -127,10 +122,7 @@ def is_argmax(
     Raises:
       ValueError: the network is a critic.
     """
-    x, head = _head(weights, x, config)
-    columns, start, skipped = _local_columns(head, config.vocab_size, mesh)
-    x, tokens = gather_tokens(x, mesh.tp), gather_tokens(tokens, mesh.tp)
-    x, columns, tokens, skipped = vary((x, columns, tokens - start, skipped), mesh.axes)
+    x, columns, tokens, skipped = _operands(weights, x, tokens, config, mesh)
     chunking = _Chunking(mesh.tp, config.execution.vocab_chunk, 1.0)
 
     def add(maxima: tuple[Array, Array], index: int | Array) -> tuple[Array, Array]:
@@ -145,6 +137,23 @@ def is_argmax(
         lax.pmax(logit, mesh.tp) for logit in _fold_chunks(add, (empty, empty), columns, chunking)
     )
     return local_shard(target_logit >= highest, mesh.tp)
+
+
+def _operands(
+    weights: Transformer[Array],
+    x: Float[Array, "local d_model"],
+    tokens: Int[Array, "local"],
+    config: ModelConfig,
+    mesh: FoldedMesh,
+) -> tuple[Array, Array, Array, Array]:
+    """States and tokens of the ``tp`` group, the columns of this rank, from which the tokens are
+    counted, and the number of columns to skip."""
+    x, head = _head(weights, x, config)
+    columns, start, skipped = _local_columns(head, config.vocab_size, mesh)
+    # Every rank needs all tokens of the tp group, as it has other columns.
+    x, tokens = gather_tokens(x, mesh.tp), gather_tokens(tokens, mesh.tp)
+    x, columns, tokens, skipped = vary((x, columns, tokens - start, skipped), mesh.axes)
+    return x, columns, tokens, skipped
 
 
 def _head(

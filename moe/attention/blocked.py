@@ -1,8 +1,10 @@
 """Blockwise attention (FlashAttention in plain JAX): no more than one block of scores exists at a
 time, forward or backward, and blocks that a mask hides completely are skipped.
 
-`attend` and `attend_gradient` work on a subset of the keys: ring attention merges their results
-rank after rank.
+Where a mask is `causal`, about half of the work is skipped; in rows with more than `MAX_BLOCK_KEYS`
+keys, also each block whose ranges of positions and segment ids show it to be hidden, for example by
+a window. `attend` and `attend_gradient` work on a subset of the keys: ring attention merges their
+results rank after rank.
 """
 
 from functools import partial
@@ -10,9 +12,9 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool
 
-from moe.ops.attention import Flash, Key, Output, PerQuery, Query, Value, flash_attention, product
+from moe.ops.attention import Flash, Key, Output, PerQuery, Query, Value, product
 from moe.ops.mask import Mask, TokenIndices, Window, may_be_visible, visible
 from moe.precision import MASK_VALUE
 from sharding.collectives import vary, varying
@@ -139,27 +141,6 @@ def join_blocks(x: Array) -> Array:
     return x.reshape(*x.shape[:2], -1, *x.shape[4:])
 
 
-def blocked_attention(
-    query: Float[Array, "batch time heads head_dim"],
-    key: Float[Array, "batch source kv_heads head_dim"],
-    value: Float[Array, "batch source kv_heads v_head_dim"],
-    mask: Mask,
-    scale: float | None = None,
-    sinks: Float[Array, "heads"] | None = None,
-) -> Float[Array, "batch time heads v_head_dim"]:
-    """``softmax(scale q k) v`` over the visible positions: `plain_attention` with a custom gradient
-    that saves the output and one number per query instead of all scores (`moe.ops.attention`).
-
-    Args:
-      mask: where it is `causal`, about half of the work is skipped; in rows with more than
-        `MAX_BLOCK_KEYS` keys, also each block whose ranges of positions and segment ids show it to
-        be hidden, for example by a window.
-      scale: multiplies the scores; None is ``head_dim**-0.5``.
-      sinks: as for `plain_attention`.
-    """
-    return flash_attention(BLOCKED, query, key, value, mask, scale, sinks)
-
-
 def attend(
     query: Query, key: Key, value: Value, mask: Mask, scale: float
 ) -> tuple[Output, PerQuery]:
@@ -212,6 +193,7 @@ def attend_gradient(
 
 
 BLOCKED = Flash(attend, attend_gradient)
+"""The implementation for `moe.ops.attention.flash_attention`."""
 
 
 def _rows_per_step(query: Array, key: Array, blocking: Blocking) -> int:

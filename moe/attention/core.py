@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moe.attention.blocked import BLOCKED, blocked_attention
+from moe.attention.blocked import BLOCKED
 from moe.attention.fused import (
     MAX_MASK_ELEMENTS,
     fused_attention,
@@ -14,7 +14,7 @@ from moe.attention.fused import (
     takes_lengths,
 )
 from moe.kernels.attention import FLASH, mosaic_attention, obstacle
-from moe.ops.attention import Flash, plain_attention
+from moe.ops.attention import Flash, flash_attention, plain_attention
 from moe.ops.mask import Mask, visible
 
 IMPLEMENTATIONS = ("plain", "blocked", "xla", "cudnn", "mosaic")
@@ -67,7 +67,7 @@ def core_attention(
         seen = visible(mask.query, mask.key, mask.window)
         return plain_attention(query, key, value, seen, scale, sinks)
     if implementation == "blocked":
-        return blocked_attention(query, key, value, mask, scale, sinks)
+        return flash_attention(BLOCKED, query, key, value, mask, scale, sinks)
     if implementation == "mosaic":
         _check_kernel(query, key, value)
         return mosaic_attention(query, key, value, mask, scale, sinks)

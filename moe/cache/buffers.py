@@ -48,31 +48,33 @@ ROW, KEY_COLUMN, VALUE_COLUMN = -4, -1, -2
 may be in front."""
 
 
-def cache_columns(columns: int, config: ModelConfig, mesh: FoldedMesh) -> int:
-    """Number of columns of a cache for at least `columns`: a multiple of ``tp``, over which the
-    tokens of a prefill are sharded, and of the unit of the decode kernel, if there is one."""
+def cache_columns(length: int, config: ModelConfig, mesh: FoldedMesh) -> int:
+    """Number of columns of a cache for at least `length` positions: a multiple of ``tp``, over which
+    the tokens of a prefill are sharded, and of the unit of the decode kernel, if there is one."""
     named = selected_implementation(config, "decode_attention") not in (None, "plain")
     unit = math.lcm(mesh.size(mesh.tp), UNIT if named else 1)
-    return -(-columns // unit) * unit
+    return -(-length // unit) * unit
 
 
-def kernel_bytes(config: ModelConfig, mesh: FoldedMesh, rows: int, columns: int) -> int:
+def kernel_bytes(config: ModelConfig, mesh: FoldedMesh, rows: int, num_positions: int) -> int:
     """Bytes on one device of the decode kernel's partial results before they are merged; 0 if no
     kernel runs. They are those of one layer, as layers run one after the other.
 
     Args:
       rows: rows that a device decodes at a time.
-      columns: columns of the cache that are read.
+      num_positions: positions of the cache that are read.
     """
     if selected_implementation(config, "decode_attention") in (None, "plain"):
         return 0
     tp = mesh.size(mesh.tp)
     heads, kv_heads = config.num_heads // tp, config.num_kv_heads // tp
     if config.mla is not None and caches_latent(config):
-        partial_results = latent_decode.output_shapes(rows, heads, config.mla.kv_lora_rank, columns)
+        partial_results = latent_decode.output_shapes(
+            rows, heads, config.mla.kv_lora_rank, num_positions
+        )
     else:
         partial_results = decode_attention.output_shapes(
-            rows, heads, kv_heads, config.v_head_dim, columns
+            rows, heads, kv_heads, config.v_head_dim, num_positions
         )
     return sum(math.prod(array.shape) * array.dtype.itemsize for array in partial_results)
 

@@ -271,13 +271,13 @@ def _better_placement(
         load, sizes.num_slots, sizes.num_devices, sizes.num_servers, sizes.num_groups
     )
     fullest, new_fullest = (
-        device_loads(load, one, sizes.num_devices).max() for one in (slot_experts, new)
+        device_loads(load, slots, sizes.num_devices).max() for slots in (slot_experts, new)
     )
     if new_fullest >= (1 - policy.threshold) * fullest:
         return None
     old_servers, new_servers = (
-        one.reshape(sizes.num_servers, sizes.num_devices // sizes.num_servers, -1)
-        for one in (slot_experts, new)
+        slots.reshape(sizes.num_servers, sizes.num_devices // sizes.num_servers, -1)
+        for slots in (slot_experts, new)
     )
     return np.concatenate(
         [_match_devices(old, new) for old, new in zip(old_servers, new_servers, strict=True)]
@@ -297,7 +297,7 @@ def _match_devices(old: np.ndarray, new: np.ndarray) -> np.ndarray:
 
 
 def _num_common(old: np.ndarray, new: np.ndarray) -> int:
-    return int(sum(min(np.sum(old == one), np.sum(new == one)) for one in np.unique(new)))
+    return int(sum(min(np.sum(old == expert), np.sum(new == expert)) for expert in np.unique(new)))
 
 
 def _align_slots(old: np.ndarray, new: np.ndarray) -> np.ndarray:

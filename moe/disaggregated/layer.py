@@ -22,7 +22,7 @@ from moe.disaggregated.m2n import Message
 from moe.disaggregated.placement import SlotTable, lookup_slots
 from moe.disaggregated.split import SplitMesh
 from moe.experts.dispatch.all_to_all import sharded_experts
-from moe.experts.dispatch.buffers import has_experts_at, slots_of
+from moe.experts.dispatch.buffers import DispatchOptions, has_experts_at, slots_of
 from moe.experts.feed_forward import dense_term
 from moe.experts.permutation import permute_rows
 from moe.implementations import selected_implementation
@@ -258,7 +258,6 @@ def compute_experts(
     # Capacity for any routing: a row has at most min(k, slots) experts on this device.
     num_rows = rows.shape[0] * mesh.size(mesh.etp) * min(k, serving.num_slots)
     implementation = selected_implementation(config, "experts", mesh.size(mesh.etp))
-    sums, _ = sharded_experts(
-        experts, rows, slots, probs, mesh, num_rows, implementation, activation=config.activation
-    )
+    options = DispatchOptions(mesh, product=implementation, activation=config.activation)
+    sums, _ = sharded_experts(experts, rows, slots, probs, num_rows, options)
     return tuple(jnp.split(vary(sums.astype(rows.dtype), mesh.axes), serving.num_sources))

@@ -58,47 +58,8 @@ def fused_experts(
     Raises:
       ValueError: where the kernels do not support the call, as "mosaic" of `grouped_dot`.
     """
-    for width in gate_up_weights.shape[-1], down_weights.shape[-1]:
-        grouped.require_support(rows, width, FUSED, "routed_experts")
-    return _fused(*match_varying((rows, gate_up_weights, down_weights, probs, sizes)), simulated)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _fused(rows, gate_up_weights, down_weights, probs, sizes, simulated):
-    return _fused_forward(rows, gate_up_weights, down_weights, probs, sizes, simulated)[0]
-
-
-def _fused_forward(rows, gate_up_weights, down_weights, probs, sizes, simulated):
-    options = {"simulated": simulated}
-    hidden, gate_up = hidden_units(
-        rows, cast_matrices(gate_up_weights, rows), probs, sizes, **options
-    )
-    out = grouped.multiply_rows(0, hidden, cast_matrices(down_weights, rows), sizes, **options)
-    gate_up = checkpoint_name(gate_up, PRODUCT)
-    return out, (rows, gate_up, gate_up_weights, down_weights, probs, sizes)
-
-
-def _fused_backward(simulated, residuals, grad_out):
-    rows, gate_up, gate_up_weights, down_weights, probs, sizes = residuals
-    options = {"simulated": simulated}
-    grad_gate_up, grad_probs = hidden_gradients(
-        grad_out, cast_matrices(down_weights, rows), gate_up, probs, sizes, **options
-    )
-    grad_down = grouped.sum_products(apply_gate(gate_up, probs), grad_out, sizes, **options)
-    grad_rows = grouped.multiply_rows(
-        1, grad_gate_up, cast_matrices(gate_up_weights, rows), sizes, **options
-    )
-    grad_gate_up_weights = grouped.sum_products(rows, grad_gate_up, sizes, **options)
-    return (
-        grad_rows,
-        grad_gate_up_weights.astype(gate_up_weights.dtype).reshape(gate_up_weights.shape),
-        grad_down.astype(down_weights.dtype),
-        grad_probs,
-        None,
-    )
-
-
-_fused.defvjp(_fused_forward, _fused_backward)
+    operands = rows, gate_up_weights, down_weights, probs, sizes, None
+    return _check_and_run(FUSED, operands, FusedOptions(rows.dtype, rows.dtype, False, simulated))
 
 
 def gathered_experts(
@@ -131,82 +92,65 @@ def gathered_experts(
     Raises:
       ValueError: where the kernels do not support the call, as "mosaic" of `grouped_dot`.
     """
-    dtype = x.dtype if dtype is None else dtype
-    name = SCATTERED if scattered else GATHERED
-    for width in gate_up_weights.shape[-1], down_weights.shape[-1]:
-        grouped.require_support(jax.ShapeDtypeStruct(x.shape, dtype), width, name, "routed_experts")
-    operands = match_varying((x, gate_up_weights, down_weights, probs, sizes, layout))
-    return _gathered(*operands, GatherOptions(x.dtype, dtype, scattered, simulated))
+    operands = x, gate_up_weights, down_weights, probs, sizes, layout
+    options = FusedOptions(x.dtype, x.dtype if dtype is None else dtype, scattered, simulated)
+    return _check_and_run(SCATTERED if scattered else GATHERED, operands, options)
 
 
-class GatherOptions(NamedTuple):
-    """Static options of `gathered_experts`, and the dtype of the tokens."""
+class FusedOptions(NamedTuple):
+    """Static options of the kernels, and the dtype of the tokens."""
 
     input_dtype: DTypeLike
     compute_dtype: DTypeLike
     scattered: bool
     simulated: bool
 
-    @property
-    def launch_options(self) -> dict[str, Any]:
-        return {"simulated": self.simulated}
+
+def _check_and_run(name: str, operands: tuple[Any, ...], options: FusedOptions) -> Array:
+    x, gate_up_weights, down_weights, *_ = operands
+    for width in gate_up_weights.shape[-1], down_weights.shape[-1]:
+        rows = jax.ShapeDtypeStruct(x.shape, options.compute_dtype)
+        grouped.require_support(rows, width, name, "routed_experts")
+    return _experts(*match_varying(operands), options)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _gathered(x, gate_up_weights, down_weights, probs, sizes, layout, options):
-    return _gathered_forward(x, gate_up_weights, down_weights, probs, sizes, layout, options)[0]
+def _experts(x, gate_up_weights, down_weights, probs, sizes, layout, options):
+    return _forward(x, gate_up_weights, down_weights, probs, sizes, layout, options)[0]
 
 
-def _gathered_forward(x, gate_up_weights, down_weights, probs, sizes, layout, options):
-    rows = x.astype(options.compute_dtype)
+def _forward(x, gate_up_weights, down_weights, probs, sizes, layout, options):
+    rows, source = x.astype(options.compute_dtype), _source(layout)
     hidden, gate_up = hidden_units(
         rows,
         cast_matrices(gate_up_weights, rows),
         probs,
         sizes,
-        source=layout.tokens,
-        **options.launch_options,
+        source=source,
+        simulated=options.simulated,
     )
-    out = _multiply_and_sum(
-        0, hidden, cast_matrices(down_weights, rows), sizes, layout, options, jnp.float32
-    )
+    matrices = cast_matrices(down_weights, rows)
+    out = _multiply_and_sum(0, hidden, matrices, sizes, layout, options, jnp.float32)
     gate_up = checkpoint_name(gate_up, PRODUCT)
     return out, (x, gate_up, gate_up_weights, down_weights, probs, sizes, layout)
 
 
-def _gathered_backward(options, residuals, gradient):
+def _backward(options, residuals, gradient):
     x, gate_up, gate_up_weights, down_weights, probs, sizes, layout = residuals
     rows, grad_out = x.astype(options.compute_dtype), gradient.astype(options.compute_dtype)
-    source = layout.tokens
+    how: dict[str, Any] = {"source": _source(layout), "simulated": options.simulated}
     grad_gate_up, grad_probs = hidden_gradients(
-        grad_out,
-        cast_matrices(down_weights, rows),
-        gate_up,
-        probs,
-        sizes,
-        source=source,
-        **options.launch_options,
+        grad_out, cast_matrices(down_weights, rows), gate_up, probs, sizes, **how
     )
+    gathered = 0 if layout is None else 1
     grad_down = grouped.sum_products(
-        apply_gate(gate_up, probs),
-        grad_out,
-        sizes,
-        source=source,
-        gathered=1,
-        **options.launch_options,
+        apply_gate(gate_up, probs), grad_out, sizes, gathered=gathered, **how
     )
+    matrices = cast_matrices(gate_up_weights, rows)
     grad_x = _multiply_and_sum(
-        1,
-        grad_gate_up,
-        cast_matrices(gate_up_weights, rows),
-        sizes,
-        layout,
-        options,
-        options.input_dtype,
+        1, grad_gate_up, matrices, sizes, layout, options, options.input_dtype
     )
-    grad_gate_up_weights = grouped.sum_products(
-        rows, grad_gate_up, sizes, source=source, **options.launch_options
-    )
+    grad_gate_up_weights = grouped.sum_products(rows, grad_gate_up, sizes, **how)
     return (
         grad_x,
         grad_gate_up_weights.astype(gate_up_weights.dtype).reshape(gate_up_weights.shape),
@@ -217,7 +161,12 @@ def _gathered_backward(options, residuals, gradient):
     )
 
 
-_gathered.defvjp(_gathered_forward, _gathered_backward)
+_experts.defvjp(_forward, _backward)
+
+
+def _source(layout: SortedLayout | None) -> Array | None:
+    """The token of each row that a kernel gathers; None if rows are in the order of experts."""
+    return None if layout is None else layout.tokens
 
 
 def _multiply_and_sum(
@@ -225,11 +174,13 @@ def _multiply_and_sum(
     rows: Array,
     matrices: Array,
     sizes: Array,
-    layout: SortedLayout,
-    options: GatherOptions,
+    layout: SortedLayout | None,
+    options: FusedOptions,
     dtype: DTypeLike,
 ) -> Array:
-    """Grouped product of the rows in the slots, summed over the slots of each token."""
+    """Grouped product of the rows and, with a layout, its sum over the slots of each token."""
+    if layout is None:
+        return grouped.multiply_rows(side, rows, matrices, sizes, simulated=options.simulated)
     slots = layout.slots
     scatter_args: dict[str, Any] = {}
     if options.scattered:
@@ -238,7 +189,7 @@ def _multiply_and_sum(
         assignment = jnp.arange(slots.size, dtype=slots.dtype).reshape(slots.shape)
         slots = jnp.where(slots < rows.shape[0], assignment, slots.size)
     products = grouped.multiply_rows(
-        side, rows, matrices, sizes, **scatter_args, **options.launch_options
+        side, rows, matrices, sizes, simulated=options.simulated, **scatter_args
     )
     name = "interpreted" if options.simulated else "mosaic"
     return combine(products, slots, dtype=dtype, implementation=name)

@@ -47,10 +47,10 @@ def _cover_rows(
         least = height - smaller if smaller < height else 0
 
         def step(carry, height=height):
-            at, out = carry
-            first = jnp.minimum(at, num_rows - height)
+            start, out = carry
+            first = jnp.minimum(start, num_rows - height)
             row = first + jnp.arange(height, dtype=first.dtype)
-            return at + height, tile(first, (row >= at) & (row < stop), height, out)
+            return start + height, tile(first, (row >= start) & (row < stop), height, out)
 
         def has_more(carry, least=least):
             return stop - carry[0] > least

@@ -102,17 +102,20 @@ def unsupported_heads(dtype: Any, group: int, *widths: int) -> str | None:
 
 
 def _obstacle(name: str | None, query: Array, keys: Array, values: Array) -> str | None:
-    if name == "interpreted":
-        return "Pallas's interpreter has no matrix units; use None."
     reason = unsupported_dtypes("query, keys and values", query, keys, values)
     group, widths = query.shape[1] // keys.shape[-3], (query.shape[-1], values.shape[-1])
     reason = reason or unsupported_heads(query.dtype, group, *widths)
-    if reason is not None:
-        return f"{reason}; use None."
-    if keys.shape[-1] % UNIT:
-        columns = keys.shape[-1]
-        return f"a KV cache of {columns} columns (needs a multiple of {UNIT}); use None."
-    return None
+    return obstacle_of_cache(name, reason, keys.shape[-1])
+
+
+def obstacle_of_cache(name: str | None, reason: str | None, cache_length: int) -> str | None:
+    """The obstacle to a decode kernel, with the fix: its name, a reason, or the length of a
+    cache."""
+    if name == "interpreted":
+        return "Pallas's interpreter has no matrix units; use None."
+    if reason is None and cache_length % UNIT:
+        reason = f"a KV cache of {cache_length} columns (needs a multiple of {UNIT})"
+    return None if reason is None else f"{reason}; use None."
 
 
 def _plain(query, keys, values, first, stop, layer, *, scale: float | None) -> Array:

@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from moe.kernels.choice import call_implementation, unsupported_dtype, unsupported_dtypes
-from moe.kernels.decode_attention import UNIT, merge_splits
+from moe.kernels.decode_attention import UNIT, merge_splits, obstacle_of_cache
 from moe.kernels.grouped import zero_outside
 from moe.kernels.mosaic import THREAD, Target, launch, mosaic_gpu, product
 from moe.ops.attention import cached_attention
@@ -105,16 +105,9 @@ def unsupported_vectors(dtype: Any, width: int, rank: int) -> str | None:
 
 
 def _obstacle(name: str | None, query: Array, vectors: Array, rank: int) -> str | None:
-    if name == "interpreted":
-        return "Pallas's interpreter has no matrix units; use None."
     reason = unsupported_dtypes("query and vectors", query, vectors)
     reason = reason or unsupported_vectors(query.dtype, query.shape[-1], rank)
-    if reason is not None:
-        return f"{reason}; use None."
-    if vectors.shape[-1] % UNIT:
-        columns = vectors.shape[-1]
-        return f"a KV cache of {columns} columns (needs a multiple of {UNIT}); use None."
-    return None
+    return obstacle_of_cache(name, reason, vectors.shape[-1])
 
 
 def _plain(query, vectors, first, stop, layer, *, rank: int, scale: float) -> Array:

@@ -187,7 +187,7 @@ def split_layer_groups(
 ) -> tuple[Layer[Array], ...]:
     """Unstacks all layers into groups, one for each output of `run_layers`: each layer by itself
     or, for a scanned stack, one stack for each index in its period."""
-    return map_layer_groups(weights, config, lambda stacked, number: stacked[number])
+    return map_layer_groups(weights, config, lambda stacked, index: stacked[index])
 
 
 def map_layer_groups(

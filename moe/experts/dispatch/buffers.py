@@ -3,17 +3,30 @@ tokens and expert ids in them."""
 
 import math
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from moe.architecture.feed_forward import Activation
 from moe.ops.sorting import inverse_slots
 from moe.weights import Experts
 from sharding.folding import FoldedMesh
 
 ROW_TILE = 32
 """Rows that budgets are rounded up to: the smaller tile of the grouped product "tiles"."""
+
+
+class DispatchOptions(NamedTuple):
+    """Options of a dispatcher; arguments of `moe.experts.dispatch.choice.dispatch`."""
+
+    mesh: FoldedMesh
+    capacity: int | None = None
+    product: str | None = None
+    buffer_factor: float | None = None
+    comm_dtype: str | None = None
+    activation: Activation = "silu"
 
 
 def peer_assignments(num_tokens: int, k: int, num_local: int, capacity: int | None) -> int:

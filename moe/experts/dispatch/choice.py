@@ -31,7 +31,7 @@ from jaxtyping import Array, Float, Int
 from moe.architecture.feed_forward import Activation
 from moe.experts.dispatch.all_gather import all_gather_dispatch
 from moe.experts.dispatch.all_to_all import all_to_all_dispatch
-from moe.experts.dispatch.buffers import peer_tokens
+from moe.experts.dispatch.buffers import DispatchOptions, peer_tokens
 from moe.experts.dispatch.cost import TokenExchange, cheapest, peer_capacity_of
 from moe.experts.dispatch.ragged import ragged_dispatch
 from moe.precision import shared
@@ -115,15 +115,8 @@ def dispatch(
     check_dispatch(name, mesh)
     # Buffers count on it; a replayed routing may name an expert twice.
     routing = without_repeats(routing, num_local * mesh.size(mesh.ep))
-    send = partial(
-        IMPLEMENTATIONS[name],
-        mesh=mesh,
-        capacity=capacity,
-        product=product,
-        buffer_factor=buffer_factor,
-        comm_dtype=comm_dtype,
-        activation=activation,
-    )
+    options = DispatchOptions(mesh, capacity, product, buffer_factor, comm_dtype, activation)
+    send = partial(IMPLEMENTATIONS[name], options=options)
     return dispatch_chunks(send, chunks, weights, x, routing, mesh)
 
 

@@ -13,9 +13,14 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from moe.architecture.feed_forward import Activation
 from moe.experts.dispatch.all_to_all import sharded_experts
-from moe.experts.dispatch.buffers import buffer_rows, has_experts_at, peer_tokens, slots_of
+from moe.experts.dispatch.buffers import (
+    DispatchOptions,
+    buffer_rows,
+    has_experts_at,
+    peer_tokens,
+    slots_of,
+)
 from moe.experts.fused import permutation_kernel
 from moe.experts.permutation import permute_rows, unpermute_rows
 from moe.ops.sorting import inverse_slots, take_rows
@@ -196,12 +201,7 @@ def ragged_dispatch(
     weights: Experts[Array],
     x: Float[Array, "local d_model"],
     routing: Routing,
-    mesh: FoldedMesh,
-    capacity: int | None = None,
-    product: str | None = None,
-    buffer_factor: float | None = None,
-    comm_dtype: str | None = None,
-    activation: Activation = "silu",
+    options: DispatchOptions,
 ) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
     """Dispatches as `moe.experts.dispatch.all_to_all.all_to_all_dispatch`, but sends no empty
     slots.
@@ -213,9 +213,9 @@ def ragged_dispatch(
     balanced routing at most ``2 T k (ep - 1) / ep`` of them. Over ``etp`` full buffers are sent,
     ``2 B (etp - 1)`` tokens with ``B = ep`` times `peer_tokens`.
     """
-    num_local, num_peers = weights.down.shape[0], mesh.size(mesh.ep)
-    num_tokens, k = routing.experts.shape
-    sizes = num_tokens, k, num_local, mesh, capacity, buffer_factor
+    mesh, comm_dtype, num_local = options.mesh, options.comm_dtype, weights.down.shape[0]
+    num_peers, (num_tokens, k) = mesh.size(mesh.ep), routing.experts.shape
+    sizes = num_tokens, k, num_local, mesh, options.capacity, options.buffer_factor
     # One buffer for all senders: space that one leaves free another may use.
     num_slots = num_peers * peer_tokens(*sizes)
 
@@ -230,7 +230,7 @@ def ragged_dispatch(
     position = plan.sent.input_offsets[None] + jnp.cumsum(is_sent_here, axis=0) - 1
     most = num_tokens * min(k, num_peers)
     token, slots = slots_of(jnp.where(is_sent_here, position, most), most, k)
-    kernels = permutation_kernel(product)
+    kernels = permutation_kernel(options.product)
     rows = permute_rows(x, token, slots, None, kernels)
     rows = exchange_rows(rows, plan, num_slots, DISPATCHED, mesh, comm_dtype)
 
@@ -243,9 +243,7 @@ def ragged_dispatch(
         received_token[:, None] < experts.shape[0], take_rows(experts, received_token), no_expert
     )
     probs = permute_rows(probs, received_token, slot[:, None])
-    outputs, overflow = sharded_experts(
-        weights, rows, ids, probs, mesh, buffer_rows(*sizes), product, comm_dtype, activation
-    )
+    outputs, overflow = sharded_experts(weights, rows, ids, probs, buffer_rows(*sizes), options)
 
     returned = exchange_rows(outputs, plan.reverse, most, COLLECTIVE, mesh, comm_dtype)
     out = unpermute_rows(returned, slots, token, kernels).astype(x.dtype)

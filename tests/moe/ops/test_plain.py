@@ -9,8 +9,8 @@ import pytest
 from programs import jit
 
 from moe.attention import core
-from moe.attention.blocked import blocked_attention
-from moe.ops.attention import causal_mask, plain_attention
+from moe.attention.blocked import BLOCKED
+from moe.ops.attention import causal_mask, flash_attention, plain_attention
 from moe.ops.mask import Mask, TokenIndices
 
 BATCH, TIME, HEADS, KV_HEADS, HEAD_DIM, D_MODEL = 3, 5, 6, 2, 4, 7
@@ -148,4 +148,4 @@ def test_half_precision_errs_as_little_as_in_blocks(name):
     own = partial(core.core_attention, implementation="plain" if time == 1 else name)
     # Both round weights and results once, but blocks round them before they are normalised, when
     # the largest is 1 and has no error. Of the gradients a fifth more or less is chance.
-    assert np.all(errors(own) < [1.8, 1.2, 1.2, 1.2] * errors(blocked_attention))
+    assert np.all(errors(own) < [1.8, 1.2, 1.2, 1.2] * errors(partial(flash_attention, BLOCKED)))

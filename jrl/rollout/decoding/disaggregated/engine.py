@@ -98,7 +98,7 @@ class DisaggregatedEngine(SlotEngine):
             training,
             split.attention,
             slots=slots,
-            columns=columns,
+            num_positions=columns,
             pad_id=pad_id,
             stop_ids=stop_ids,
             key=key,
