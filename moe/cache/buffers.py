@@ -49,7 +49,7 @@ may be in front."""
 
 
 def cache_columns(length: int, config: ModelConfig, mesh: FoldedMesh) -> int:
-    """Number of columns of a cache for at least `length` positions: a multiple of ``tp``, over which
+    """Number of columns of a cache for at least `length` of them: a multiple of ``tp``, over which
     the tokens of a prefill are sharded, and of the unit of the decode kernel, if there is one."""
     named = selected_implementation(config, "decode_attention") not in (None, "plain")
     unit = math.lcm(mesh.size(mesh.tp), UNIT if named else 1)
