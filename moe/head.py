@@ -19,7 +19,14 @@ from moe.adapters.adapted import Adapted
 from moe.config import ModelConfig
 from moe.precision import MASK_VALUE, float32_product
 from moe.weights import Transformer
-from sharding.collectives import Axes, gather_tokens, local_shard, swap_shards, vary, varying
+from sharding.collectives import (
+    Axes,
+    gather_tokens,
+    local_shard,
+    match_varying,
+    swap_shards,
+    vary,
+)
 from sharding.folding import FoldedMesh
 
 Carry = TypeVar("Carry")
@@ -132,7 +139,7 @@ def is_argmax(
             maxima[1], target_logit
         )
 
-    empty = vary(jnp.full(tokens.shape, MASK_VALUE, jnp.float32), tuple(varying(x)))
+    empty = match_varying(jnp.full(tokens.shape, MASK_VALUE, jnp.float32), x)
     highest, target_logit = (
         lax.pmax(logit, mesh.tp) for logit in _fold_chunks(add, (empty, empty), columns, chunking)
     )
@@ -264,7 +271,7 @@ def _forward(x, columns, tokens, skipped, chunking):
             sums.target_logit + jnp.sum(chunk.logits, axis=1, where=chunk.is_target),
         )
 
-    zeros = vary(jnp.zeros(tokens.shape, jnp.float32), tuple(varying(x)))
+    zeros = match_varying(jnp.zeros(tokens.shape, jnp.float32), x)
     sums = _fold_chunks(add, _Sums(zeros + MASK_VALUE, zeros, zeros, zeros), columns, chunking)
     # Over ranks as over chunks: sums relative to the maximum of all are added.
     maximum = lax.pmax(sums.maximum, chunking.axes)
@@ -311,9 +318,7 @@ def _backward(chunking, residuals, gradients):
         return x_gradient + _dot(logits_gradient, chunk.matrix.T), columns_gradient
 
     zeros = jnp.zeros(x.shape, jnp.float32), jnp.zeros(columns.shape, columns.dtype)
-    x_gradient, columns_gradient = _fold_chunks(
-        add, vary(zeros, tuple(varying(x))), columns, chunking
-    )
+    x_gradient, columns_gradient = _fold_chunks(add, match_varying(zeros, x), columns, chunking)
     return x_gradient.astype(x.dtype), columns_gradient, None, None
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool
 from moe.ops.attention import Flash, Key, Output, PerQuery, Query, Value, product
 from moe.ops.mask import Mask, TokenIndices, Window, may_be_visible, visible
 from moe.precision import MASK_VALUE
-from sharding.collectives import vary, varying
+from sharding.collectives import match_varying
 
 MAX_BLOCK_QUERIES = 128
 """Queries of a block, at most. Smaller blocks skip more of what a causal mask hides; larger ones
@@ -265,7 +265,7 @@ def _attend_row(
 
         zeros = jnp.zeros((*query.shape[:-1], value.shape[-1]), jnp.float32)
         start = _Softmax(zeros[..., 0] + MASK_VALUE, zeros[..., 0], zeros)
-        start = vary(start, tuple(varying(query)))
+        start = match_varying(start, query)
         state = lax.fori_loop(0, span.num_chunks, add, start)
         total = jnp.where(state.total == 0, 1, state.total)
         return state.out / total[..., None], state.top + jnp.log(total)
@@ -345,7 +345,7 @@ def _attend_row_gradient(
             def hidden():
                 shapes = query_block[0].shape, keys.shape, values.shape
                 zeros = tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
-                return vary(zeros, tuple(varying(query_block[0])))
+                return match_varying(zeros, query_block[0])
 
             possible = may_be_visible(query_block[1], chunk_indices, window)
             query_gradient, *key_gradients = lax.cond(
@@ -362,15 +362,13 @@ def _attend_row_gradient(
             )
             return sums[0] + query_gradient, *added
 
-        query_gradient = vary(
-            jnp.zeros(query_block[0].shape, jnp.float32), tuple(varying(query_block[0]))
-        )
+        query_gradient = match_varying(jnp.zeros(query_block[0].shape, jnp.float32), query_block[0])
         query_gradient, *sums = lax.fori_loop(0, span.num_chunks, add, (query_gradient, *sums))
         return tuple(sums), query_gradient
 
     # A query is in one block. A key is in the scores of many blocks, whose gradients are summed.
     queries = []
-    sums = [vary(jnp.zeros(x.shape, jnp.float32), tuple(varying(x))) for x in (key, value)]
+    sums = [match_varying(jnp.zeros(x.shape, jnp.float32), x) for x in (key, value)]
     for span in blocking.spans:
         query_blocks = (
             blocks_of(query, span, blocking, 2),

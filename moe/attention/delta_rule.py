@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from sharding.collectives import vary, varying
+from sharding.collectives import match_varying
 
 IMPLEMENTATIONS = ("chunked", "recurrent")
 MAX_CHUNK_TOKENS = 64
@@ -79,8 +79,7 @@ def gated_delta_rule(
     rule = recurrent if implementation == "recurrent" else chunked
     heads = tokens.value.shape[2:4]
     state = initial.reshape(initial.shape[0], *heads, *initial.shape[2:])
-    axes = tuple(sorted(frozenset.union(*map(varying, (*tokens, initial)))))
-    read, state = rule(Tokens(*vary(tuple(tokens), axes)), vary(state, axes))
+    read, state = rule(*match_varying((tokens, state)))
     return read.reshape(*read.shape[:2], -1, read.shape[-1]), state.reshape(initial.shape)
 
 

@@ -28,7 +28,7 @@ from moe.ops.mask import KeySource, SegmentMask, TokenIndices, Window
 from moe.ops.zigzag import ZigzagLayout
 from moe.precision import MASK_VALUE
 from moe.remat import OPERAND, RING
-from sharding.collectives import match_varying, vary, varying
+from sharding.collectives import match_varying, vary
 from sharding.folding import FoldedMesh
 
 Query = Float[Array, "token heads head_dim"]
@@ -324,9 +324,7 @@ def _gradients(
 
     # Both branches of the `cond` must vary over the same mesh axes.
     zeros = (jnp.zeros(x.shape, jnp.float32) for x in (query, key, value))
-    gradients = _if_visible(
-        pair, attend_gradient, _Gradients(*vary(tuple(zeros), tuple(varying(query))))
-    )
+    gradients = _if_visible(pair, attend_gradient, _Gradients(*match_varying(tuple(zeros), query)))
     return _Gradients(
         pair.query_sums(gradients.query, -2),
         pair.key_sums(gradients.key, -2),
@@ -345,7 +343,7 @@ def _if_visible(pair: Pair, compute: Callable[[], Result], otherwise: Result) ->
 
 def _empty_softmax(query: Array, width: int) -> _Softmax:
     """Attention over no keys: the neutral element of `_merge`."""
-    out = vary(jnp.zeros((*query.shape[:-1], width), jnp.float32), tuple(varying(query)))
+    out = match_varying(jnp.zeros((*query.shape[:-1], width), jnp.float32), query)
     return _Softmax(out, out[..., 0] + MASK_VALUE)
 
 

@@ -28,7 +28,7 @@ from moe.experts.permutation import permute_rows, unpermute_rows
 from moe.kernels.layout import sorted_layout
 from moe.remat import PRODUCT
 from moe.weights import Dense, Experts, Layer
-from sharding.collectives import gather_tokens, scatter_tokens, vary, varying
+from sharding.collectives import gather_tokens, match_varying, scatter_tokens
 from sharding.folding import FoldedMesh
 
 
@@ -41,8 +41,7 @@ def flattened_dot(
     the residual is the weight as it is passed. Otherwise a cast and reshaped copy would be saved in
     addition, in a scan over layers one for every layer.
     """
-    axes = tuple(varying(x) | varying(weights))
-    return _flattened_dot(*vary((x, weights), axes))
+    return _flattened_dot(*match_varying((x, weights)))
 
 
 def _plain_flattened_dot(x, weights):

@@ -23,7 +23,7 @@ from moe.experts.grouped_loops import (
     tiles_sum,
 )
 from moe.kernels import grouped, megablox
-from sharding.collectives import vary, varying
+from sharding.collectives import match_varying
 
 
 class Implementation(NamedTuple):
@@ -130,9 +130,7 @@ def grouped_dot(
             f"{', '.join(map(repr, IMPLEMENTATIONS))}, or None for the best that applies."
         )
     # The loops carry sums of products, which vary over every mesh axis that an operand varies over.
-    operands = rows, weights, sizes
-    axes = tuple(frozenset.union(*map(varying, operands)))
-    return _grouped_dot(*vary(operands, axes), implementation)
+    return _grouped_dot(*match_varying((rows, weights, sizes)), implementation)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))

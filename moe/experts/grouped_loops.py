@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from moe.ops.sorting import take_rows
-from sharding.collectives import vary, varying
+from sharding.collectives import match_varying
 
 TILES = (256, 32)
 """Rows of the tiles that cover a group in the loop of "tiles", larger ones first. Large tiles make
@@ -61,7 +61,7 @@ def _cover_rows(
 
 def _zeros(shape: tuple[int, ...], dtype, like: Array) -> Array:
     """Zeros typed as varying over the axes that `like` varies over."""
-    return vary(jnp.zeros(shape, dtype), tuple(varying(like)))
+    return match_varying(jnp.zeros(shape, dtype), like)
 
 
 def tiles_multiply(side, rows, weights, sizes):
@@ -174,5 +174,5 @@ def blocks_sum(rows, others, sizes):
         return total.at[group].add(product), None
 
     total = jnp.zeros((sizes.shape[0], rows.shape[1], others.shape[1]), jnp.float32)
-    total = vary(total, tuple(varying(rows)))
+    total = match_varying(total, rows)
     return lax.scan(add, total, (blocks.row, blocks.group))[0]

@@ -8,7 +8,7 @@ import jax
 from jaxtyping import Array, Float, Int, Shaped
 
 from moe.kernels.rows import combine, take
-from sharding.collectives import vary, varying
+from sharding.collectives import match_varying
 
 
 def permute_rows(
@@ -31,9 +31,8 @@ def permute_rows(
       dtype: of the result.
       implementation: of forward and backward, see `moe.kernels.choice`; scalars are "plain".
     """
-    axes = tuple(varying(x) | varying(source) | varying(slots))
     dtype = x.dtype if dtype is None else dtype
-    return _permute(*vary((x, source, slots), axes), x.dtype, dtype, implementation)
+    return _permute(*match_varying((x, source, slots)), x.dtype, dtype, implementation)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
@@ -62,8 +61,7 @@ def unpermute_rows(
 
     The reverse of `permute_rows`, and its gradient; arguments as there.
     """
-    axes = tuple(varying(x) | varying(source) | varying(slots))
-    return _sum(*vary((x, slots, source), axes), x.dtype, implementation)
+    return _sum(*match_varying((x, slots, source)), x.dtype, implementation)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))

@@ -23,7 +23,7 @@ from moe.kernels.choice import call_implementation
 from moe.kernels.mosaic import Target, launch
 from moe.kernels.rows import combine, combine_gradients, take
 from moe.ops.sorting import inverse_slots, sort_by_group, take_rows
-from sharding.collectives import vary, varying
+from sharding.collectives import match_varying
 
 BLOCK = 128
 """Assignments of one program."""
@@ -214,7 +214,7 @@ def permute(
       ValueError: on another implementation, and where "mosaic" does not support the call: on other
         devices than CUDA's, and for rows whose width is not a multiple of 128.
     """
-    x, layout = _vary_over_all_axes(x, layout)
+    x, layout = match_varying((x, layout))
     return _permute(x, layout, x.dtype, implementation)
 
 
@@ -237,17 +237,10 @@ def unpermute(
       implementation: as in `permute`, with its errors.
     """
     if probs is None:
-        rows, layout = _vary_over_all_axes(rows, layout)
+        rows, layout = match_varying((rows, layout))
         return _unpermute(rows, layout, rows.dtype, implementation)
-    rows, layout, probs = _vary_over_all_axes(rows, layout, probs)
+    rows, layout, probs = match_varying((rows, layout, probs))
     return _weighted(rows, layout, probs, implementation)
-
-
-def _vary_over_all_axes(*operands):
-    """Types all operands as varying over the mesh axes that any of them varies over, so that
-    gradients are summed over these axes where an operand is replicated."""
-    axes = frozenset().union(*(varying(leaf) for leaf in jax.tree.leaves(operands)))
-    return vary(operands, tuple(axes))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from moe.kernels.choice import call_implementation
 from moe.kernels.mosaic import Target, launch
 from moe.remat import ROUTED
-from sharding.collectives import vary, varying
+from sharding.collectives import match_varying
 
 TOKENS = 64
 """Tokens of one program."""
@@ -94,9 +94,8 @@ def route(
         devices than CUDA's, for more than 256 experts, and for a number of them that is not a
         multiple of 8.
     """
-    operands = [x.astype(jnp.float32) for x in (logits, bias, weights)]
-    axes = tuple(frozenset().union(*map(varying, operands)))
-    outputs: Any = _route(*vary(tuple(operands), axes), rule, implementation)
+    operands = match_varying(tuple(x.astype(jnp.float32) for x in (logits, bias, weights)))
+    outputs: Any = _route(*operands, rule, implementation)
     return RouterOutput(*outputs)
 
 

@@ -181,4 +181,4 @@ def overflow_of(router: RouterStatistics[Array] | None, config: ModelConfig) -> 
     """
     if router is None or router.overflow is None or config.execution.buffer_factor is None:
         return None
-    return all_sum(router.overflow, tuple(varying(router.overflow)))
+    return all_sum(router.overflow, tuple(sorted(varying(router.overflow))))

@@ -222,7 +222,7 @@ def dispatch_chunks(
     # Before they are shared out: a gradient that is the same on some devices is summed over these
     # once, and not once for each chunk.
     axes = varying(x) | varying(routing.experts) | varying(routing.probs)
-    matrices = vary((weights.gate_up, weights.down), tuple(axes | {*mesh.ep, *mesh.etp}))
+    matrices = vary((weights.gate_up, weights.down), tuple(sorted(axes | {*mesh.ep, *mesh.etp})))
     starts = list(accumulate(sizes))[:-1]
     tokens, experts, probs = (jnp.split(array, starts) for array in (x, *routing))
     sums, overflows = [], []

@@ -28,7 +28,7 @@ from moe.remat import DISPATCHED
 from moe.router.routing import Routing
 from moe.weights import Experts
 from sharding import compression
-from sharding.collectives import COLLECTIVE, gather_tokens, vary, varying
+from sharding.collectives import COLLECTIVE, gather_tokens, match_varying, vary, varying
 from sharding.compression import decode, decode_tokens, e4m3_scale, encode, encode_tokens
 from sharding.folding import FoldedMesh
 
@@ -137,7 +137,7 @@ def _exchange_slices(
     name: str = COLLECTIVE,
 ) -> Array:
     output = jnp.zeros((num_slots, rows.shape[1]), rows.dtype)
-    output = vary(output, tuple(varying(rows)))
+    output = match_varying(output, rows)
     sizes = (sent.input_offsets, sent.sizes, sent.output_offsets, received.sizes)
     return checkpoint_name(lax.ragged_all_to_all(rows, output, *sizes, axis_name=axes), name)
 
