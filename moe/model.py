@@ -35,8 +35,8 @@ from moe.ops.mask import Window
 from moe.precision import rms_norm
 from moe.remat import SAVED, SAVED_BEFORE_NORMS, UNSAVED, rematerialise
 from moe.router.statistics import RouterStatistics, sums_over_layers
-from moe.tokens.alignment import align_to_tokens, response_states
-from moe.tokens.packing import PackedBatch, pack_rows, pack_shared_prompts
+from moe.tokens.alignment import align_to_tokens
+from moe.tokens.packing import PackedBatch, pack_rows
 from moe.weights import DeltaNet, Layer, Transformer
 from sharding.collectives import join_shards, vary
 from sharding.folding import FoldedMesh
@@ -327,36 +327,6 @@ def routing_choices(
     by_token = join_shards(jnp.moveaxis(stats.choices, 0, 1), mesh.sequence)
     (choices,) = packed.zigzag.restore(by_token)
     return jnp.moveaxis(choices, 2, 0)
-
-
-def before_responses(
-    weights: Transformer[Array],
-    tokens: Tokens,
-    valid: Valid,
-    prompt_length: int,
-    num_samples: int,
-    config: ModelConfig,
-    mesh: FoldedMesh,
-    replay: Choices | None = None,
-) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
-    """Hidden state from which each response token is predicted, this rank's shard.
-
-    Prompts run once for the rows that share them, and of a prompt only the last token has a state
-    here. The reference implementation is `hidden`, shifted by one.
-
-    Args:
-      tokens: ids; each run of `num_samples` rows has the same prompt.
-      valid: which of them are not padding.
-      prompt_length: columns of the prompt.
-      replay: as for `hidden`; of rows that share a prompt, its choices are those of the first.
-
-    Returns:
-      States of the flattened ``[batch, response]`` tokens in the order of `response_tokens`, and
-      the router statistics, as of `run`.
-    """
-    packed = pack_shared_prompts(tokens, valid, prompt_length, num_samples, mesh, config, replay)
-    x, stats = run(weights, packed, config, mesh)
-    return response_states(x, tokens.shape, prompt_length, num_samples, mesh, config), stats
 
 
 def next_token_logits(
