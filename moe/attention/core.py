@@ -2,17 +2,10 @@
 scores."""
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from moe.attention.blocked import BLOCKED
-from moe.attention.fused import (
-    MAX_MASK_ELEMENTS,
-    fused_attention,
-    head_size,
-    mask_size,
-    takes_lengths,
-)
+from moe.attention.fused import cudnn_obstacle, fused_attention
 from moe.kernels.attention import FLASH, mosaic_attention, obstacle
 from moe.ops.attention import Flash, flash_attention, plain_attention
 from moe.ops.mask import Mask, visible
@@ -73,7 +66,7 @@ def core_attention(
         return mosaic_attention(query, key, value, mask, scale, sinks)
     if implementation == "xla":
         return fused_attention(query, key, value, mask, scale, "xla", sinks)
-    reason = _cudnn_obstacle(query, value, mask, sinks)
+    reason = cudnn_obstacle(query, value, mask, sinks)
     if reason is not None:
         raise ValueError(f'execution.attention="cudnn" is not supported here: {reason}.')
     return fused_attention(query, key, value, mask, scale, "cudnn", sinks)
@@ -108,31 +101,10 @@ def _select_implementation(
     query: Array, key: Array, value: Array, mask: Mask, sinks: Array | None = None
 ) -> str:
     """Name of the implementation that None selects for these arrays."""
-    if _cudnn_obstacle(query, value, mask, sinks) is None:
+    if cudnn_obstacle(query, value, mask, sinks) is None:
         return "cudnn"
     batch, time, heads, _ = query.shape
     max_scores = (
         MAX_PLAIN_SCORES_CPU if jax.default_backend() == "cpu" else MAX_PLAIN_SCORES_ACCELERATOR
     )
     return "blocked" if batch * heads * time * key.shape[1] > max_scores else "plain"
-
-
-def _cudnn_obstacle(
-    query: Array, value: Array, mask: Mask, sinks: Array | None = None
-) -> str | None:
-    """The reason why cuDNN's kernel does not support these arrays, and the remedy; None if it
-    does."""
-    if jax.default_backend() != "gpu":
-        return f'it runs on NVIDIA GPUs, not on {jax.default_backend()!r}: choose "plain"'
-    if query.dtype not in (jnp.bfloat16, jnp.float16):
-        return f'it takes bfloat16 and float16, not {query.dtype}: choose dtype="bfloat16"'
-    size = head_size(query, value, sinks)
-    widest = 256 if float(jax.devices()[0].compute_capability) >= 9 else 128
-    if size > widest:
-        return f'heads of {size} are wider than {widest}: choose narrower ones, or "plain"'
-    if not takes_lengths(mask) and mask_size(mask) > MAX_MASK_ELEMENTS:
-        return (
-            f"the mask has {mask_size(mask)} elements, more than {MAX_MASK_ELEMENTS} (packed "
-            'sequences, partial rows and windows that vary by layer need one): choose "blocked"'
-        )
-    return None

@@ -114,6 +114,27 @@ def fused_attention(
     return out[:, num_sinks:, :, :width]
 
 
+def cudnn_obstacle(
+    query: Array, value: Array, mask: Mask, sinks: Array | None = None
+) -> str | None:
+    """The reason why cuDNN's kernel does not support these arrays, and the remedy; None if it
+    does."""
+    if jax.default_backend() != "gpu":
+        return f'it runs on NVIDIA GPUs, not on {jax.default_backend()!r}: choose "plain"'
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f'it takes bfloat16 and float16, not {query.dtype}: choose dtype="bfloat16"'
+    size = head_size(query, value, sinks)
+    widest = 256 if float(jax.devices()[0].compute_capability) >= 9 else 128
+    if size > widest:
+        return f'heads of {size} are wider than {widest}: choose narrower ones, or "plain"'
+    if not takes_lengths(mask) and mask_size(mask) > MAX_MASK_ELEMENTS:
+        return (
+            f"the mask has {mask_size(mask)} elements, more than {MAX_MASK_ELEMENTS} (packed "
+            'sequences, partial rows and windows that vary by layer need one): choose "blocked"'
+        )
+    return None
+
+
 def takes_lengths(mask: Mask) -> bool:
     """True if row lengths can replace the mask array."""
     time, source = mask.query.column.shape[1], mask.key.column.shape[1]
