@@ -272,7 +272,7 @@ class Runner:
         """Runs the attention half of a layer, whose buffers it replaces."""
         index = self.config.num_dense_layers + layer
         assert state is not None and received is not None
-        state, buffers[index], messages = programs.attention_half(
+        after, buffers[index], messages = programs.attention_half(
             serving,
             num_positions,
             weights.attention[layer],
@@ -283,7 +283,7 @@ class Runner:
             received,
             weights.slot_tables[layer],
         )
-        return state, messages
+        return after, messages
 
     def _experts(
         self,

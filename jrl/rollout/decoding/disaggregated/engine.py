@@ -98,7 +98,7 @@ class DisaggregatedEngine(SlotEngine):
             training,
             split.attention,
             slots=slots,
-            num_positions=columns,
+            columns=columns,
             pad_id=pad_id,
             stop_ids=stop_ids,
             key=key,
