@@ -120,13 +120,13 @@ def _experts(x, gate_up_weights, down_weights, probs, sizes, layout, options):
 
 
 def _forward(x, gate_up_weights, down_weights, probs, sizes, layout, options):
-    rows, source = x.astype(options.compute_dtype), _source(layout)
+    rows = x.astype(options.compute_dtype)
     hidden, gate_up = hidden_units(
         rows,
         cast_matrices(gate_up_weights, rows),
         probs,
         sizes,
-        source=source,
+        source=_source(layout),
         simulated=options.simulated,
     )
     matrices = cast_matrices(down_weights, rows)
