@@ -66,7 +66,7 @@ def forms() -> dict[str, Callable[..., Any]]:
     import jax
     import jax.numpy as jnp
 
-    from moe.experts.grouped.dot import grouped_dot
+    from moe.experts.grouped_dot import grouped_dot
 
     def einsum(rows, weights, sizes):
         blocks = rows.reshape(weights.shape[0], -1, rows.shape[1])

@@ -3,12 +3,11 @@
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from moe.architecture.activation import Activation
 from moe.architecture.attention import MultiHeadLatentAttention, check_attention
 from moe.architecture.delta import GatedDeltaNet, check_delta
-from moe.architecture.feed_forward import check_first_layers, check_routing
+from moe.architecture.feed_forward import Activation, check_first_layers, check_routing
 from moe.architecture.lora import Lora
-from moe.attention.rotary import RopeScaling
+from moe.architecture.rope import RopeScaling
 from moe.execution import Execution
 
 Head = Literal["tied", "untied", "value"]
@@ -46,7 +45,7 @@ class ModelConfig:
       d_ff: hidden width of the dense layer (`num_experts=0`), or of the shared expert that every
         token uses in addition to its routed ones; 0 is no shared expert.
       activation: activation of experts and dense layers: "silu" (SwiGLU), "gelu_tanh" (GEGLU, the
-        tanh form of GELU) or a `moe.architecture.activation.ClampedSwiGLU`.
+        tanh form of GELU) or a `moe.architecture.feed_forward.ClampedSwiGLU`.
       expert_bias: both products of a routed expert have biases.
       router_bias: the logits of the router have a trained bias.
       shared_expert_gate: the shared expert's output is multiplied by the sigmoid of a trained
@@ -87,11 +86,12 @@ class ModelConfig:
         with the largest sums of their best `experts_per_token / expert_groups_per_token` scores.
       selection_bias: each expert has a bias that is added to its score for the selection and not
         for the gate weight. It is updated by the expert's load alone
-        (`moe.router.bias.updated_bias`): auxiliary-loss-free load balancing.
+        (`moe.router.balance.updated_bias`): auxiliary-loss-free load balancing.
       bias_update_rate: step size of a selection bias in one optimizer step.
       capacity_factor: experts take at most ``ceil(capacity_factor tokens k / num_experts)`` tokens
         of `drop_scope` in training and scoring; None drops nothing. Generation never drops, so
-        reinforcement learning rejects a capacity that drops (`moe.router.capacity.can_drop`).
+        reinforcement learning rejects a capacity that drops
+        (`moe.architecture.feed_forward.can_drop`).
       drop_policy: expert ids that are kept when an expert is full: those with the largest gate
         weights ("probs") or of the earliest tokens ("position"), row after row.
       drop_scope: tokens over which the capacity holds: those of one device ("sub_sequence") or

@@ -17,12 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from moe.attention.delta.sequences import DeltaCore, DeltaState, run_step
-from moe.attention.delta.weights import DeltaNet
+from moe.attention.delta import DeltaCore, DeltaState, run_step
 from moe.attention.latent import LatentCore
 from moe.attention.layer import CoreAttention
-from moe.attention.mask import Window
-from moe.attention.rotation import RotaryCache
+from moe.attention.rotary import RotaryCache
 from moe.cache.buffers import Cache, cache_of, to_cache_layout
 from moe.cache.step import StepCore
 from moe.config import ModelConfig
@@ -31,12 +29,12 @@ from moe.head import logits_of
 from moe.layers.block import block
 from moe.layers.depth import depth_of, is_stack, runs_of
 from moe.model import run_with_kv
+from moe.ops.mask import Window
+from moe.ops.zigzag import ZigzagLayout
 from moe.precision import rms_norm
-from moe.router.overflow import overflow_of
-from moe.router.statistics import layers_in_order
+from moe.router.statistics import layers_in_order, overflow_of
 from moe.tokens.packing import PackedBatch, pack_rows
-from moe.tokens.zigzag import ZigzagLayout
-from moe.weights import Layer, Transformer
+from moe.weights import DeltaNet, Layer, Transformer
 from sharding.collectives import join_shards
 from sharding.folding import FoldedMesh
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from moe.config import ModelConfig
 from moe.weights import Transformer
-from sharding.collectives import local_shard, scatter_tokens, vary, varying
+from sharding.collectives import local_shard, match_varying, scatter_tokens, vary
 from sharding.folding import FoldedMesh
 
 
@@ -62,7 +62,7 @@ def lookup(
     The gradient of a row is the sum over the tokens with its id, in float32 and rounded to the
     dtype of the table once: for a frequent token a sum in bfloat16 would stop growing.
     """
-    table, tokens = vary((table, tokens), tuple(varying(table) | varying(tokens)))
+    table, tokens = match_varying((table, tokens))
     return _lookup(table, tokens, table.shape, table.dtype)
 
 
@@ -81,7 +81,7 @@ def _forward(
 def _backward(
     shape: tuple[int, ...], dtype: Any, tokens: Array, gradient: Array
 ) -> tuple[Array, None]:
-    zeros = vary(jnp.zeros(shape, jnp.float32), tuple(varying(gradient)))
+    zeros = match_varying(jnp.zeros(shape, jnp.float32), gradient)
     return zeros.at[tokens].add(gradient, mode="drop").astype(dtype), None
 
 

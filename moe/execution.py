@@ -22,7 +22,7 @@ class Execution:
         kernels for Hopper (`moe.attention.core`). None is "cudnn" on a GPU if it supports the
         arrays; otherwise "plain" or, for many scores, "blocked".
       context: context parallelism of attention over ``cp``: "gather", "ring" or "ulysses"
-        (`moe.attention.context_parallel.choice`). None is "ulysses" if ``cp`` divides the query
+        (`moe.attention.context_parallel`). None is "ulysses" if ``cp`` divides the query
         heads of a ``tp`` rank and it sends fewer elements than "gather"; otherwise "gather".
       latent: contents of the KV cache of multi-head latent attention (MLA): "absorbed", the latent
         vectors, or "expanded", the keys and values (`moe.attention.latent`); None is "absorbed".
@@ -42,11 +42,11 @@ class Execution:
         GPUs (`moe.kernels.routing`); None is "mosaic" on these for a multiple of 8 experts, up to
         128, else "plain".
       experts: grouped GEMMs, each row by the matrix of its expert: "tiles", "blocks", "mosaic",
-        "megablox", "ragged_dot" or "plain" (`moe.experts.grouped.dot`), or "mosaic_fused",
+        "megablox", "ragged_dot" or "plain" (`moe.experts.grouped_dot`), or "mosaic_fused",
         "mosaic_gathered" or "mosaic_scattered" (`moe.experts.feed_forward.routed_experts`). None is
         "mosaic" on Hopper in half precision, if `d_model` is a multiple of 128 and ``d_expert /
         etp`` of 64; otherwise "tiles" on a CPU and "blocks" elsewhere.
-        `moe.layers.implementations` selects the kernels of `decode_attention`, `router` and this.
+        `moe.implementations` selects the kernels of `decode_attention`, `router` and this.
       remat: activation recomputation (gradient checkpointing) in the backward pass: "none",
         "selective", "projections" or "full" (`moe.remat`).
       fsdp: weights are sharded over the devices that would replicate them, and all-gathered layer
@@ -62,7 +62,7 @@ class Execution:
         recomputed without this setting, as `jrl` does.
       expert_chunks: number of chunks in which the tokens of a device are dispatched and combined,
         so that communication of one overlaps the GEMMs of another
-        (`moe.experts.dispatch.token_chunks`). A decode step, which has few tokens, uses 1.
+        (`moe.experts.dispatch.choice`). A decode step, which has few tokens, uses 1.
       two_batch_overlap: the rows of a device go through each layer in two independent halves, so
         that communication of one overlaps computation of the other
         (`moe.layers.two_batch_overlap`). A single row, or prompt with its responses, is not split,

@@ -19,7 +19,14 @@ from moe.adapters.adapted import Adapted
 from moe.config import ModelConfig
 from moe.precision import MASK_VALUE, float32_product
 from moe.weights import Transformer
-from sharding.collectives import Axes, gather_tokens, local_shard, swap_shards, vary, varying
+from sharding.collectives import (
+    Axes,
+    gather_tokens,
+    local_shard,
+    match_varying,
+    swap_shards,
+    vary,
+)
 from sharding.folding import FoldedMesh
 
 Carry = TypeVar("Carry")
@@ -96,13 +103,8 @@ def logprobs_and_entropy(
       Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018 (merging the sums of
       chunks). https://arxiv.org/abs/1805.02867
     """
-    x, head = _head(weights, x, config)
-    columns, start, skipped = _local_columns(head, config.vocab_size, mesh)
-    # Every rank needs all tokens of the tp group, as it has other columns.
-    x, tokens = gather_tokens(x, mesh.tp), gather_tokens(tokens, mesh.tp)
-    x, columns, tokens, skipped = vary((x, columns, tokens - start, skipped), mesh.axes)
     chunking = _Chunking(mesh.tp, config.execution.vocab_chunk, temperature)
-    scores: Any = _scores(x, columns, tokens, skipped, chunking)
+    scores: Any = _scores(*_operands(weights, x, tokens, config, mesh), chunking)
     local_scores = local_shard(jnp.stack(scores, axis=1), mesh.tp)
     return local_scores[:, 0], local_scores[:, 1]
 
@@ -127,10 +129,7 @@ def is_argmax(
     Raises:
       ValueError: the network is a critic.
     """
-    x, head = _head(weights, x, config)
-    columns, start, skipped = _local_columns(head, config.vocab_size, mesh)
-    x, tokens = gather_tokens(x, mesh.tp), gather_tokens(tokens, mesh.tp)
-    x, columns, tokens, skipped = vary((x, columns, tokens - start, skipped), mesh.axes)
+    x, columns, tokens, skipped = _operands(weights, x, tokens, config, mesh)
     chunking = _Chunking(mesh.tp, config.execution.vocab_chunk, 1.0)
 
     def add(maxima: tuple[Array, Array], index: int | Array) -> tuple[Array, Array]:
@@ -140,11 +139,28 @@ def is_argmax(
             maxima[1], target_logit
         )
 
-    empty = vary(jnp.full(tokens.shape, MASK_VALUE, jnp.float32), tuple(varying(x)))
+    empty = match_varying(jnp.full(tokens.shape, MASK_VALUE, jnp.float32), x)
     highest, target_logit = (
         lax.pmax(logit, mesh.tp) for logit in _fold_chunks(add, (empty, empty), columns, chunking)
     )
     return local_shard(target_logit >= highest, mesh.tp)
+
+
+def _operands(
+    weights: Transformer[Array],
+    x: Float[Array, "local d_model"],
+    tokens: Int[Array, "local"],
+    config: ModelConfig,
+    mesh: FoldedMesh,
+) -> tuple[Array, Array, Array, Array]:
+    """States and tokens of the ``tp`` group, the columns of this rank, from which the tokens are
+    counted, and the number of columns to skip."""
+    x, head = _head(weights, x, config)
+    columns, start, skipped = _local_columns(head, config.vocab_size, mesh)
+    # Every rank needs all tokens of the tp group, as it has other columns.
+    x, tokens = gather_tokens(x, mesh.tp), gather_tokens(tokens, mesh.tp)
+    x, columns, tokens, skipped = vary((x, columns, tokens - start, skipped), mesh.axes)
+    return x, columns, tokens, skipped
 
 
 def _head(
@@ -255,7 +271,7 @@ def _forward(x, columns, tokens, skipped, chunking):
             sums.target_logit + jnp.sum(chunk.logits, axis=1, where=chunk.is_target),
         )
 
-    zeros = vary(jnp.zeros(tokens.shape, jnp.float32), tuple(varying(x)))
+    zeros = match_varying(jnp.zeros(tokens.shape, jnp.float32), x)
     sums = _fold_chunks(add, _Sums(zeros + MASK_VALUE, zeros, zeros, zeros), columns, chunking)
     # Over ranks as over chunks: sums relative to the maximum of all are added.
     maximum = lax.pmax(sums.maximum, chunking.axes)
@@ -302,9 +318,7 @@ def _backward(chunking, residuals, gradients):
         return x_gradient + _dot(logits_gradient, chunk.matrix.T), columns_gradient
 
     zeros = jnp.zeros(x.shape, jnp.float32), jnp.zeros(columns.shape, columns.dtype)
-    x_gradient, columns_gradient = _fold_chunks(
-        add, vary(zeros, tuple(varying(x))), columns, chunking
-    )
+    x_gradient, columns_gradient = _fold_chunks(add, match_varying(zeros, x), columns, chunking)
     return x_gradient.astype(x.dtype), columns_gradient, None, None
 
 

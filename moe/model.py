@@ -15,11 +15,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moe.architecture.delta import delta_layers
-from moe.attention.delta.sequences import DeltaCore, delta_core
-from moe.attention.delta.weights import DeltaNet
+from moe.attention.delta import DeltaCore, delta_core
 from moe.attention.latent import LatentCore, caches_latent, expand_latent
-from moe.attention.layer import CoreAttention
-from moe.attention.mask import Window, window_of_layer
+from moe.attention.layer import CoreAttention, window_of_layer
 from moe.config import ModelConfig
 from moe.embedding import embed
 from moe.head import logits_of, value_of
@@ -33,12 +31,13 @@ from moe.layers.two_batch_overlap import (
     run_streams,
     split_streams,
 )
+from moe.ops.mask import Window
 from moe.precision import rms_norm
 from moe.remat import SAVED, SAVED_BEFORE_NORMS, UNSAVED, rematerialise
 from moe.router.statistics import RouterStatistics, sums_over_layers
-from moe.tokens.alignment import align_to_tokens, response_states
-from moe.tokens.packing import PackedBatch, pack_rows, pack_shared_prompts
-from moe.weights import Layer, Transformer
+from moe.tokens.alignment import align_to_tokens
+from moe.tokens.packing import PackedBatch, pack_rows
+from moe.weights import DeltaNet, Layer, Transformer
 from sharding.collectives import join_shards, vary
 from sharding.folding import FoldedMesh
 from sharding.zero import ShardDim, unshard, weights_of
@@ -148,7 +147,7 @@ def blocks(
       if the stack is scanned, per layer of a period, with a dimension of periods in front.
     """
     execution, depth = config.execution, jax.tree.leaves(layers.norm)[0].shape[0]
-    # In a pipeline all chunks are alike in them (`moe.layers.chunks.check_delta_layers`).
+    # In a pipeline all chunks are alike in them (`moe.placement.check_delta_layers`).
     of_delta = tuple(layer for layer in delta_layers(config) if layer < depth)
     static_first = first if isinstance(first, int) else None
     period = period_of_stack(config, depth, static_first)
@@ -327,36 +326,6 @@ def routing_choices(
     by_token = join_shards(jnp.moveaxis(stats.choices, 0, 1), mesh.sequence)
     (choices,) = packed.zigzag.restore(by_token)
     return jnp.moveaxis(choices, 2, 0)
-
-
-def before_responses(
-    weights: Transformer[Array],
-    tokens: Tokens,
-    valid: Valid,
-    prompt_length: int,
-    num_samples: int,
-    config: ModelConfig,
-    mesh: FoldedMesh,
-    replay: Choices | None = None,
-) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None]:
-    """Hidden state from which each response token is predicted, this rank's shard.
-
-    Prompts run once for the rows that share them, and of a prompt only the last token has a state
-    here. The reference implementation is `hidden`, shifted by one.
-
-    Args:
-      tokens: ids; each run of `num_samples` rows has the same prompt.
-      valid: which of them are not padding.
-      prompt_length: columns of the prompt.
-      replay: as for `hidden`; of rows that share a prompt, its choices are those of the first.
-
-    Returns:
-      States of the flattened ``[batch, response]`` tokens in the order of `response_tokens`, and
-      the router statistics, as of `run`.
-    """
-    packed = pack_shared_prompts(tokens, valid, prompt_length, num_samples, mesh, config, replay)
-    x, stats = run(weights, packed, config, mesh)
-    return response_states(x, tokens.shape, prompt_length, num_samples, mesh, config), stats
 
 
 def next_token_logits(

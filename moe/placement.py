@@ -1,6 +1,12 @@
-"""PartitionSpecs of each weight on a mesh, by named axes, and of its ZeRO shards."""
+"""Placement of the weights on a mesh: their PartitionSpecs by named axes, those of ZeRO shards, and
+the split of the layers into the model chunks of a pipeline.
 
-from collections.abc import Callable
+The layers after the leading dense ones are split into ``pp x vpp`` chunks that differ by one layer
+at most. Shards of an array have equal size: all chunks are stored with the depth of the deepest,
+and the others end with a layer of zeros that never runs.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,7 +18,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from moe.architecture.delta import delta_layers
 from moe.config import ModelConfig
-from moe.layers import chunks
 from moe.weights import Leaf, Transformer, Weight, axis_sizes, shapes, table
 from sharding import zero
 from sharding.folding import FoldedMesh
@@ -20,6 +25,79 @@ from sharding.rules import partition_spec, weight_rules
 
 CHUNKED_AXES = ("layer", "attention_layer", "delta_layer")
 """Axes of layers that the stages of a pipeline share."""
+
+
+def layers_per_chunk(num_layers: int, mesh: FoldedMesh) -> tuple[int, ...]:
+    """Number of layers of each model chunk, from the first to the last.
+
+    The shallower chunks are at both ends, half of them at each, as embedding and head are there.
+
+    Raises:
+      ValueError: if a chunk would have no layer.
+    """
+    chunks = mesh.layout.pp * mesh.layout.vpp
+    if num_layers < chunks:
+        raise ValueError(
+            f"num_layers={num_layers} cannot be split into {mesh.layout.pp} pipeline stages x "
+            f"{mesh.layout.vpp} chunks (layout {mesh.layout}) of at least one layer: choose pp x "
+            "vpp of at most num_layers."
+        )
+    depth = stored_depth(num_layers, mesh)
+    shallow = chunks * depth - num_layers
+    first, last = shallow // 2, chunks - (shallow - shallow // 2)
+    return tuple(depth if first <= chunk < last else depth - 1 for chunk in range(chunks))
+
+
+def stored_depth(num_layers: int, mesh: FoldedMesh) -> int:
+    """Number of layers that each model chunk is stored with, padding included."""
+    return -(-num_layers // (mesh.layout.pp * mesh.layout.vpp))
+
+
+def is_even(num_layers: int, mesh: FoldedMesh) -> bool:
+    """True if all chunks have the same number of layers."""
+    return num_layers % (mesh.layout.pp * mesh.layout.vpp) == 0
+
+
+def check_delta_layers(num_layers: int, delta_layers: Sequence[int], mesh: FoldedMesh) -> None:
+    """Checks that a layout supports layers with Gated DeltaNet, which needs whole sequences and,
+    as all pipeline stages run one program, chunks with the same layer types.
+
+    Raises:
+      ValueError: if ``cp`` splits sequences, or chunks differ in which of their layers have it.
+    """
+    num_chunks = mesh.layout.pp * mesh.layout.vpp
+    if delta_layers and mesh.layout.cp > 1:
+        raise ValueError(
+            f"layout {mesh.layout}: Gated DeltaNet needs full sequences, which cp splits: "
+            "choose a layout with cp=1."
+        )
+    if not delta_layers or num_chunks == 1:
+        return
+    depth = -(-num_layers // num_chunks)
+    delta_positions = {layer % depth for layer in delta_layers}
+    expected = [layer for layer in range(num_layers) if layer % depth in delta_positions]
+    if num_layers % num_chunks or list(delta_layers) != expected:
+        raise ValueError(
+            f"layout {mesh.layout} splits num_layers={num_layers} into {num_chunks} chunks with "
+            f"different layer types (Gated DeltaNet: {tuple(delta_layers)}): choose pp and vpp so "
+            "that all chunks have the same, for example pp=1."
+        )
+
+
+def first_layers_of_chunks(num_layers: int, mesh: FoldedMesh) -> tuple[int, ...]:
+    """Index of the first layer of each model chunk."""
+    depths = layers_per_chunk(num_layers, mesh)
+    return tuple(sum(depths[:chunk]) for chunk in range(len(depths)))
+
+
+def storage_indices(num_layers: int, mesh: FoldedMesh) -> Sequence[int]:
+    """Storage index of each layer, among ``pp x vpp x stored_depth``."""
+    depth = stored_depth(num_layers, mesh)
+    return [
+        chunk * depth + layer
+        for chunk, depth_of_chunk in enumerate(layers_per_chunk(num_layers, mesh))
+        for layer in range(depth_of_chunk)
+    ]
 
 
 def specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:
@@ -36,9 +114,9 @@ def specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:
     if sizes["vocab"] % mesh.size(mesh.tp):
         del rules["vocab"]
     # Stored with padding where stages are uneven.
-    depths = chunks.layers_per_chunk(sizes["layer"], mesh)
+    depths = layers_per_chunk(sizes["layer"], mesh)
     sizes["layer"] = len(depths) * max(depths)
-    chunks.check_delta_layers(config.num_layers, delta_layers(config), mesh)
+    check_delta_layers(config.num_layers, delta_layers(config), mesh)
     for axis, atoms in rules.items():
         if sizes.get(axis, 0) % mesh.size(atoms):
             raise ValueError(
@@ -98,7 +176,7 @@ def _map_weights(
 def in_chunks(weights: Transformer[jax.Array], mesh: FoldedMesh) -> Transformer[jax.Array]:
     """Reshapes weights to how they are stored on `mesh`: ``[layer, ...]`` or, if its pipeline
     stages have multiple model chunks (interleaved schedule), ``[chunk, layer / vpp, ...]``. Chunks
-    that are a layer shorter than the others end with zeros (`moe.layers.chunks`).
+    that are a layer shorter than the others end with zeros.
 
     The chunks of a stage are not neighbours in the network; sharding the second axis places them
     together on the stage. Inverse of `in_layer_order`.
@@ -109,10 +187,10 @@ def in_chunks(weights: Transformer[jax.Array], mesh: FoldedMesh) -> Transformer[
 def stack_chunks(mesh: FoldedMesh, x: Any) -> Any:
     """Reshapes ``[layer, ...]``, a NumPy or JAX array, to the layout of `in_chunks`."""
     num_layers, num_chunks = x.shape[0], mesh.layout.vpp
-    if not chunks.is_even(num_layers, mesh):
-        depth = chunks.stored_depth(num_layers, mesh)
+    if not is_even(num_layers, mesh):
+        depth = stored_depth(num_layers, mesh)
         source = np.full(mesh.layout.pp * num_chunks * depth, -1)
-        source[chunks.storage_indices(num_layers, mesh)] = np.arange(num_layers)
+        source[storage_indices(num_layers, mesh)] = np.arange(num_layers)
         is_layer = (source >= 0).reshape(-1, *(1,) * (x.ndim - 1))
         x = jnp.where(is_layer, x[np.maximum(source, 0)], jnp.zeros((), x.dtype))
     return x if num_chunks == 1 else x.reshape(num_chunks, -1, *x.shape[1:])
@@ -130,9 +208,9 @@ def in_layer_order(
 
     def in_order(x: Any) -> Any:
         x = x if mesh.layout.vpp == 1 else x.reshape(-1, *x.shape[2:])
-        if num_layers is None or chunks.is_even(num_layers, mesh):
+        if num_layers is None or is_even(num_layers, mesh):
             return x
-        return x[np.asarray(chunks.storage_indices(num_layers, mesh))]
+        return x[np.asarray(storage_indices(num_layers, mesh))]
 
     return replace(weights, layers=jax.tree.map(in_order, weights.layers))
 
@@ -142,7 +220,7 @@ def without_chunks(config: ModelConfig, mesh: FoldedMesh) -> FoldedMesh:
     layouts: its stages have consecutive layers or, if these would not be equally many, all
     layers."""
     plain = replace(mesh, layout=replace(mesh.layout, vpp=1))
-    if chunks.is_even(axis_sizes(config)["layer"], plain):
+    if is_even(axis_sizes(config)["layer"], plain):
         return plain
     return replace(plain, layout=replace(plain.layout, pp=1), pp=())
 

@@ -9,7 +9,7 @@ By policy, a block saves
   experts and of dense layers. It saves logits and expert ids of a router, those of a kernel with
   their gate weights, and the results of all-reduces. Norms, gathers of tokens, dispatch,
   permutations and activations are recomputed, and none of that waits for the incoming gradient
-  (`moe.repeated`). For T tokens of a device, of width h, with k experts of f h hidden units and
+  (`save_only_named`). For T tokens of a device, of width h, with k experts of f h hidden units and
   query heads of total width q h, m for each key/value head, these are ``(2 k f + 2 + 2 q + 2 q / m)
   T h`` elements, and in addition a few numbers for each token; and ``2 f h`` for each unused row of
   the expert buffers;
@@ -34,13 +34,16 @@ References:
 """
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import core, lax
+from jax.interpreters.partial_eval import dce_jaxpr
 from jaxtyping import Array
 
-from moe.repeated import save_only_named
-from sharding.collectives import COLLECTIVE, SUM
+from sharding.collectives import COLLECTIVE, SUM, vary
 
 PRODUCT = "product"
 """The name of gate and up, side by side."""
@@ -96,8 +99,7 @@ def rematerialise(
       in_scan: it is the body of a scan, whose separate forward and backward loops already keep the
         compiler from merging recomputation with the forward pass.
       saved: names of the values that "selective" saves.
-      present: for policies of `UNSAVED`, true if the function runs, see
-        `moe.repeated.save_only_named`.
+      present: for policies of `UNSAVED`, true if the function runs, see `save_only_named`.
 
     Raises:
       ValueError: on an unknown policy.
@@ -112,3 +114,217 @@ def rematerialise(
     # early stays in memory from then on.
     save = jax.checkpoint_policies.save_only_these_names(COLLECTIVE, SUM, RING, DISPATCHED)
     return jax.checkpoint(function, policy=save, prevent_cse=not in_scan)
+
+
+def save_only_named(
+    function: Callable[..., Any],
+    names: Collection[str],
+    in_scan: bool = False,
+    present: Array | None = None,
+) -> Callable[..., Any]:
+    """Wraps `function` so that its backward pass saves the arguments and the values with one of the
+    `names`, and recomputes the rest.
+
+    Names are those of `jax.ad_checkpoint.checkpoint_name`, outside of loops and branches, and those
+    of primitives, of which all results are named. A named value is saved if a gradient needs it;
+    the computation that led to it is then not repeated.
+
+    `jax.checkpoint` puts a barrier over the saved values *and* the incoming gradient, so that
+    nothing is recomputed before that gradient exists. Here recomputation depends on the saved
+    values alone: a scheduler may overlap it, and above all its collectives, with earlier parts of
+    the backward pass. The reference implementation is the function itself, with the gradient that
+    JAX computes.
+
+    Args:
+      function: of pytrees of arrays. There is no gradient for closed-over arrays.
+      names: names of values to save.
+      in_scan: it is the body of a scan, whose separate forward and backward loops already keep the
+        compiler from computing a value once and saving it.
+      present: ``[]`` true if it runs at all. If not, its result and its gradients are zeros, and
+        nothing of it is computed or communicated, forward or backward.
+    """
+
+    def run(*args: Any) -> Any:
+        leaves, structure = jax.tree.flatten(args)
+        passes = _trace_passes(lambda xs: function(*structure.unflatten(xs)), leaves, names)
+        operands = [leaves, passes.program.consts, [] if present is None else [present]]
+
+        def where_present(
+            flags: list[Array], compute: Callable[..., list[Array]], *arguments: Any
+        ) -> list[Array]:
+            if not flags:
+                return compute(*arguments)
+            return lax.cond(flags[0], compute, _zeros_like_outputs(compute, *arguments), *arguments)
+
+        @jax.custom_vjp
+        def rematerialised(operands: list[list[Array]]) -> list[Array]:
+            return where_present(operands[2], passes.results, operands[0] + operands[1])
+
+        def forward(operands: list[list[Array]]) -> tuple[list[Array], Any]:
+            inputs = operands[0] + operands[1]
+            outs = where_present(operands[2], passes.forward, inputs)
+            cut = len(outs) - len(passes.named)
+            return outs[:cut], (passes.inputs_of(inputs), outs[cut:], operands[2])
+
+        def backward(residuals: Any, gradients: list[Any]) -> Any:
+            if not in_scan:
+                # A barrier over the saved values, so that the compiler cannot merge recomputation
+                # with the forward pass; none over the gradients, for which recomputation need not
+                # wait. One barrier for each: arrays keep their types and do not wait for each
+                # other.
+                residuals = jax.tree.map(lax.optimization_barrier, residuals)
+            inputs, named, flags = residuals
+            float_gradients = [x for x in gradients if _is_float(x)]
+            arg_gradients = where_present(flags, passes.backward, inputs, named, float_gradients)
+            remaining = iter(arg_gradients)
+            return (
+                [
+                    [next(remaining) if is_float else None for is_float in passes.floats],
+                    [None] * len(passes.program.consts),
+                    [None] * len(flags),
+                ],
+            )
+
+        rematerialised.defvjp(forward, backward)
+        return passes.structure.unflatten(rematerialised(operands))
+
+    return run
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """Traced forward and backward passes of a function.
+
+    Attributes:
+      program: jaxpr of the forward pass with residuals: from the arguments to results and
+        residuals.
+      structure: tree structure of the results.
+      vjp_tree: tree structure of the backward pass as a function of residuals.
+      floats: true for arguments that have a gradient.
+      repeat: jaxpr from the constants, arguments and `named` values to the residuals.
+      used: indices of the inputs that `repeat` takes.
+      named: values of the program that are saved.
+    """
+
+    program: Any
+    structure: Any
+    vjp_tree: Any
+    floats: list[bool]
+    repeat: Any
+    used: list[int]
+    named: list[Any]
+
+    def results(self, inputs: list[Array]) -> list[Array]:
+        """Results, from the arguments and the constants."""
+        return self._evaluate(self.program.jaxpr.outvars[: self.structure.num_leaves], inputs)
+
+    def forward(self, inputs: list[Array]) -> list[Array]:
+        """Results, and the values that are saved."""
+        results = self.program.jaxpr.outvars[: self.structure.num_leaves]
+        return self._evaluate([*results, *self.named], inputs)
+
+    def inputs_of(self, inputs: list[Array]) -> list[Array]:
+        """Inputs that are saved."""
+        return [inputs[index] for index in self.used]
+
+    def backward(self, inputs: list[Array], named: list[Array], gradients: Any) -> list[Array]:
+        """Gradients of the arguments that have one."""
+        residuals = core.eval_jaxpr(self.repeat, (), *inputs, *named)
+        return self.vjp_tree.unflatten(residuals)(gradients)[0]
+
+    def _evaluate(self, outvars: list[Any], inputs: list[Array]) -> list[Array]:
+        jaxpr = _replace_jaxpr(self.program.jaxpr, self.program.jaxpr.invars, outvars)
+        num_inputs = len(jaxpr.invars)
+        pruned, used = dce_jaxpr(jaxpr, [True] * len(outvars))
+        args, consts = inputs[:num_inputs], inputs[num_inputs:]
+        return core.eval_jaxpr(
+            pruned, consts, *(x for x, is_used in zip(args, used, strict=True) if is_used)
+        )
+
+
+def _trace_passes(
+    function: Callable[[list[Array]], Any], arguments: list[Array], names: Collection[str]
+) -> _Passes:
+    floats = [_is_float(x) for x in arguments]
+    structures: list[Any] = []
+
+    def run(arguments: list[Array]) -> tuple[list[Array], list[Array]]:
+        def of_float_leaves(float_leaves: list[Array]) -> tuple[list[Array], list[Array]]:
+            remaining = iter(float_leaves)
+            leaves = [next(remaining) if f else x for f, x in zip(floats, arguments, strict=True)]
+            results, structure = jax.tree.flatten(function(leaves))
+            structures.append(structure)
+            return [x for x in results if _is_float(x)], results
+
+        float_leaves = [x for f, x in zip(floats, arguments, strict=True) if f]
+        _, vjp_fn, results = jax.vjp(of_float_leaves, float_leaves, has_aux=True)
+        residuals, structure = jax.tree.flatten(vjp_fn)
+        structures.append(structure)
+        return results, residuals
+
+    program = jax.make_jaxpr(run)(arguments)
+    structure, vjp_tree = structures
+    jaxpr = program.jaxpr
+    named = [
+        variable
+        for equation in jaxpr.eqns
+        if _name_of(equation) in names
+        for variable in equation.outvars
+    ]
+    inputs = [*jaxpr.invars, *jaxpr.constvars]
+    cut = set(map(id, named))
+    equations = [e for e in jaxpr.eqns if not any(id(v) in cut for v in e.outvars)]
+    residuals = jaxpr.outvars[structure.num_leaves :]
+    repeat = _replace_jaxpr(jaxpr, [*inputs, *named], residuals, equations, constvars=[])
+    repeat, is_used = dce_jaxpr(repeat, [True] * len(residuals))
+    used = [index for index, is_used in enumerate(is_used) if is_used]
+    return _Passes(
+        program,
+        structure,
+        vjp_tree,
+        floats,
+        repeat,
+        [index for index in used if index < len(inputs)],
+        [named[index - len(inputs)] for index in used if index >= len(inputs)],
+    )
+
+
+def _name_of(equation: Any) -> str:
+    name = equation.primitive.name
+    return equation.params["name"] if name == "name" else name
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _replace_jaxpr(
+    jaxpr: Any,
+    invars: list[Any],
+    outvars: list[Any],
+    equations: list[Any] | None = None,
+    **others: Any,
+) -> Any:
+    """The same jaxpr with other inputs and outputs."""
+    equations = jaxpr.eqns if equations is None else equations
+    return jaxpr.replace(
+        invars=invars,
+        outvars=outvars,
+        eqns=equations,
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+        **others,
+    )
+
+
+def _zeros_like_outputs(
+    compute: Callable[..., list[Array]], *operands: Any
+) -> Callable[..., list[Array]]:
+    """Function that returns zeros of the output types of `compute`."""
+    likes = jax.eval_shape(compute, *operands)
+    axes = [x.manual_axis_type for x in likes]
+    return lambda *_: [
+        jnp.zeros(like.shape, like.dtype)
+        if axis_type is None
+        else vary(jnp.zeros(like.shape, like.dtype), tuple(sorted(axis_type.varying)))
+        for like, axis_type in zip(likes, axes, strict=True)
+    ]

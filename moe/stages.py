@@ -14,11 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from moe import model
+from moe import model, placement
 from moe.adapters.trees import combine_trees
 from moe.config import ModelConfig
 from moe.embedding import embed
-from moe.layers import chunks
 from moe.layers.two_batch_overlap import restore_row_order
 from moe.router.balance import router_loss
 from moe.router.statistics import RouterStatistics
@@ -120,8 +119,8 @@ def _stages(
 ) -> Stages:
     # The dense first layers run with the embedding: a pipeline needs chunks of equal layers.
     stacked = config.num_layers - config.num_dense_layers
-    starts = jnp.asarray(chunks.first_layers_of_chunks(stacked, mesh), jnp.int32)
-    depths = jnp.asarray(chunks.layers_per_chunk(stacked, mesh), jnp.int32)
+    starts = jnp.asarray(placement.first_layers_of_chunks(stacked, mesh), jnp.int32)
+    depths = jnp.asarray(placement.layers_per_chunk(stacked, mesh), jnp.int32)
 
     def first(ends, micro_batch):
         # Gradients are taken with respect to `ends`: these, not those of `weights`, must be used.
@@ -133,7 +132,7 @@ def _stages(
     def chunk(layers, x, micro_batch, chunk_index):
         # Traced: a stage learns only at run time which model chunk, and so which layers, it runs.
         before = config.num_dense_layers + starts[chunk_index]
-        present = None if chunks.is_even(stacked, mesh) else depths[chunk_index]
+        present = None if placement.is_even(stacked, mesh) else depths[chunk_index]
         x, stats, _ = model.blocks(
             layers, x, pack(micro_batch), config, mesh, before, shard_dims, present=present
         )
@@ -219,9 +218,9 @@ def _join_statistics(
         # Model chunk c is on stage c % stages, so that chunks in order alternate between stages.
         x = jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[3:])
         stacked = config.num_layers - config.num_dense_layers
-        if chunks.is_even(stacked, mesh):
+        if placement.is_even(stacked, mesh):
             return x
-        return x[np.asarray(chunks.storage_indices(stacked, mesh))]
+        return x[np.asarray(placement.storage_indices(stacked, mesh))]
 
     choices = stats.choices
     if choices is not None:  # [chunk, micro_batch, layer, token, k]

@@ -5,17 +5,22 @@ PartitionSpecs. Each of those is a `jax.tree.map` over the table.
 
 Axes: ``layer vocab d_model head kv_head head_dim d_ff route expert d_expert``; of latent attention
 ``kv_lora q_lora`` and widths derived from them; of the leading dense layers ``first_layer
-dense_d_ff``; of adapters ``lora_rank``. If some layers have Gated DeltaNet
-(`moe.attention.delta.weights`), those with attention are stacked along ``attention_layer`` and
-these along ``delta_layer``. ``route`` and ``expert`` have the same size and different roles: the
-router's outputs are replicated on every device while the experts are sharded. ``half`` is 0 for
-gate and 1 for up: both are in one weight, so that one product computes both, and a split of the
-hidden units splits both in the same way.
+dense_d_ff``; of adapters ``lora_rank``. ``route`` and ``expert`` have the same size and different
+roles: the router's outputs are replicated on every device while the experts are sharded. ``half``
+is 0 for gate and 1 for up: both are in one weight, so that one product computes both, and a split
+of the hidden units splits both in the same way.
+
+If some layers have Gated DeltaNet, those with attention are stacked along ``attention_layer`` and
+these along ``delta_layer``. Its other axes: ``delta_key_head`` and ``delta_value_head``, sharded
+over ``tp``, and the width of the latter, ``delta_value_dim``; ``delta_in``, the projections of a
+key head: query, key, the values and the gates of its value heads; ``delta_pair``, their strengths
+and then their decays; ``delta_channel``, all queries, then all keys, then all values;
+``delta_width``, the tokens that a filter reads.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import jax
@@ -23,17 +28,46 @@ import jax.numpy as jnp
 from flax import struct
 
 from moe.adapters.trees import select_trained, targets_in, with_adapters, with_base
-from moe.architecture.weight import Weight, norm_weight
-from moe.attention.delta.weights import DeltaNet, delta_sizes, delta_weights
 from moe.config import ModelConfig
 
 Leaf = TypeVar("Leaf")
-
 TRUNCATED_DEVIATION = 0.87962566103423978
 """Standard deviation of a standard normal cut at two."""
 MAX_FLAT_SAMPLES = 2**22
 """Maximum size of a weight that is sampled as a flat array: a CPU's compiler takes a fifth of the
 time for it. A larger weight is sampled in its own shape, so that each device makes its shard."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight's named axes and its initial values.
+
+    Args:
+      axes: names separated by spaces, for example ``"layer d_model head head_dim"``.
+      fan_in: names of the axes that a product with the weight sums over. Initial values are a
+        normal distribution, truncated at two standard deviations, with variance ``scale^2`` divided
+        by the size of these axes. Empty: all values start at `scale`.
+      scale: see `fan_in`.
+      sampled_along: an axis whose entries are sampled each with an RNG key of its own, as separate
+        weights are.
+      float32: it is used in float32, whatever `ModelConfig.dtype` is: the scale of a norm, as a
+        bfloat16 near 1 has no more than two decimal places, and weights on which the selection of
+        experts or a critic value depends (`moe.precision`). They are few: a vector or a narrow
+        matrix per layer, and adapters, which are their own float32 master weights.
+      frozen: it is not trained and has no gradient: a base weight of adapters.
+    """
+
+    axes: str
+    fan_in: str = ""
+    scale: float = 1.0
+    sampled_along: str | None = None
+    float32: bool = False
+    frozen: bool = False
+
+
+def norm_weight(axes: str) -> Weight:
+    """Specification of the scale of a norm."""
+    return Weight(axes, float32=True)
 
 
 @struct.dataclass
@@ -73,6 +107,36 @@ class LatentAttention(Generic[Leaf]):
     down: Leaf
     down_norm: Leaf
     up: Leaf
+    out: Leaf
+    out_norm: Leaf | None = None
+
+
+@struct.dataclass
+class DeltaNet(Generic[Leaf]):
+    """Weights of a Gated DeltaNet layer, with Qwen3-Next's names in parentheses.
+
+    The decay of a value head is ``exp(-exp(log_rate) softplus(x + rate_bias))``.
+
+    Attributes:
+      norm: norm before the layer, as that of attention.
+      inward: projections of a token to queries, keys, values and gates (`in_proj_qkvz`).
+      strength_and_decay: projections to the strength (beta) and the x of the decay of each value
+        head (`in_proj_ba`).
+      filters: filters of the short convolution of queries, keys and values (`conv1d`).
+      rate_bias: of the decay (`dt_bias`).
+      log_rate: of the decay (`A_log`).
+      read_norm: norm of the output of each value head, which its gate then multiplies (`norm`).
+      out: output projection (`out_proj`).
+      out_norm: norm of the layer's output, as that of attention; None without.
+    """
+
+    norm: Leaf
+    inward: Leaf
+    strength_and_decay: Leaf
+    filters: Leaf
+    rate_bias: Leaf
+    log_rate: Leaf
+    read_norm: Leaf
     out: Leaf
     out_norm: Leaf | None = None
 
@@ -167,7 +231,7 @@ def _without_adapters(config: ModelConfig) -> Transformer[Weight]:
             dense=dense if config.d_ff else None,
             shared_gate=Weight("layer d_model", fan_in) if config.shared_expert_gate else None,
             out_norm=out_norm,
-            delta=None if config.delta is None else delta_weights(config, out_scale),
+            delta=None if config.delta is None else _delta_net(config, out_scale),
         ),
         norm=norm_weight("d_model"),
         head=heads[config.head],
@@ -232,6 +296,31 @@ def _attention(
     )
 
 
+def _delta_net(config: ModelConfig, out_scale: float) -> DeltaNet[Weight]:
+    """Table of the weights of Gated DeltaNet.
+
+    Args:
+      out_scale: scale of the initial values of the output projection.
+    """
+    norm, fan_in = norm_weight("delta_layer d_model"), "d_model"
+    return DeltaNet(
+        norm=norm,
+        inward=Weight("delta_layer d_model delta_key_head delta_in", fan_in),
+        strength_and_decay=Weight("delta_layer d_model delta_key_head delta_pair", fan_in),
+        filters=Weight("delta_layer delta_channel delta_width", "delta_width"),
+        # A state loses a twentieth per token at the start, more or less as the token says.
+        rate_bias=Weight("delta_layer delta_value_head", scale=-3.0, float32=True),
+        log_rate=Weight("delta_layer delta_value_head", scale=0.0, float32=True),
+        read_norm=norm_weight("delta_layer delta_value_dim"),
+        out=Weight(
+            "delta_layer delta_value_head delta_value_dim d_model",
+            "delta_value_head delta_value_dim",
+            out_scale,
+        ),
+        out_norm=norm if config.norm_placement == "both" else None,
+    )
+
+
 def targets_of(config: ModelConfig) -> tuple[str, ...]:
     """Those of `moe.architecture.lora.TARGETS` that the network has."""
     return targets_in(_without_adapters(config), config)
@@ -283,7 +372,27 @@ def axis_sizes(config: ModelConfig) -> dict[str, int]:
         "dense_d_ff": config.dense_d_ff,
         "lora_rank": 0 if config.lora is None else config.lora.rank,
         **latents,
-        **delta_sizes(config),
+        **_delta_sizes(config),
+    }
+
+
+def _delta_sizes(config: ModelConfig) -> dict[str, int]:
+    """Sizes of the axes of Gated DeltaNet, and of ``attention_layer``, the layers that keep
+    attention; empty without it."""
+    delta = config.delta
+    if delta is None:
+        return {}
+    keys, values = delta.num_key_heads, delta.num_value_heads
+    return {
+        "attention_layer": config.num_layers - len(delta.layers),
+        "delta_layer": len(delta.layers),
+        "delta_key_head": keys,
+        "delta_value_head": values,
+        "delta_value_dim": delta.value_head_dim,
+        "delta_in": delta.content_dim + delta.values_per_key * delta.value_head_dim,
+        "delta_pair": 2 * delta.values_per_key,
+        "delta_channel": keys * delta.content_dim,
+        "delta_width": delta.conv_width,
     }
 
 

@@ -5,7 +5,7 @@
 A tick in which a stage has no work is skipped by `lax.cond`, not computed and masked. The condition
 is equal on all devices of a stage, so collectives over groups inside a stage are legal in it. A
 collective-permute is not: it is one operation of all devices of the program. Ring attention
-therefore uses exchanges in groups here (`moe.attention.context_parallel.hops`), and activations and
+therefore uses exchanges in groups here (`moe.attention.ring_schedule`), and activations and
 gradients are sent from stage to stage outside of these conditions.
 """
 

@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -63,6 +64,26 @@ ABOVE = {
         (*COMMANDS, *LEARNS),
     ),
 }
+
+# Rooms of moe from below: one imports those of the lines before its own.
+MOE_ROOMS = (
+    ("architecture", "execution", "precision", "remat"),
+    ("config",),
+    ("adapters", "counts", "ops"),
+    ("kernels", "weights"),
+    ("attention", "embedding", "head", "placement"),
+    ("huggingface", "implementations", "tokens"),
+    ("cache", "router"),
+    ("experts",),
+    ("layers",),
+    ("model",),
+    ("decoding", "stages"),
+    ("disaggregated",),
+)
+BELOW_KERNELS = {"kernels", "ops", "precision", "remat"}
+"""All that kernels import of moe."""
+TIED = [{"moe/huggingface", "moe/huggingface/families"}]
+"""Folders of moe that still import each other."""
 
 
 def module_name(path: Path) -> tuple[str, bool]:
@@ -237,16 +258,68 @@ def circles(arrows: dict[str, set[str]]) -> list[set[str]]:
     return [set(ring) for ring in rings]
 
 
-def test_no_two_files_import_each_other():
+@cache
+def arrows_of_files() -> dict[Path, set[Path]]:
+    """The files of the packages that each of them imports."""
     sources = {module_name(path)[0]: path for room in PACKAGES for path in files(room)}
     arrows = {}
     for name, path in sources.items():
         found = imports((ROOT / path).read_text(encoding="utf-8"), path)
         # A name that is no file is something in the file before its last dot.
         named = {i if i in sources else i.rpartition(".")[0] for i in found}
-        arrows[name] = (named & set(sources)) - {name}
-    assert len(arrows["jrl.trainer.loop"]) > 10, "the imports were not read"
+        arrows[path] = {sources[module] for module in (named & set(sources)) - {name}}
+    return arrows
+
+
+def merged_arrows(package: str, place: Callable[[Path], str]) -> dict[str, set[str]]:
+    """The arrows between the places that the files of a package are in."""
+    arrows: dict[str, set[str]] = {}
+    for path, targets in arrows_of_files().items():
+        if path.parts[0] == package:
+            inner = {place(target) for target in targets if target.parts[0] == package}
+            arrows.setdefault(place(path), set()).update(inner - {place(path)})
+    return arrows
+
+
+def room_of(path: Path) -> str:
+    """The file or folder of a package that a file is, or is in."""
+    return Path(path.parts[1]).stem
+
+
+def folder_of(path: Path) -> str:
+    """The folder of a file; a file beside the rooms is by itself."""
+    return str(path if len(path.parts) == 2 else path.parent)
+
+
+def test_no_two_files_import_each_other():
+    arrows = {str(path): set(map(str, targets)) for path, targets in arrows_of_files().items()}
+    assert len(arrows["jrl/trainer/loop.py"]) > 10, "the imports were not read"
     assert circles(arrows) == []
+
+
+@pytest.mark.parametrize("package", ["moe", "sharding"])
+def test_no_two_rooms_import_each_other(package):
+    arrows = merged_arrows(package, room_of)
+    assert len(arrows) > 5, "the files were not read"
+    assert circles(arrows) == []
+
+
+def test_no_two_folders_of_moe_import_each_other():
+    assert [ring for ring in circles(merged_arrows("moe", folder_of)) if ring not in TIED] == []
+
+
+def test_rooms_of_moe_import_those_below():
+    arrows = merged_arrows("moe", room_of)
+    levels = {room: level for level, rooms in enumerate(MOE_ROOMS) for room in rooms}
+    assert arrows.keys() == {*levels, "__init__"}
+    upward = {
+        (room, target)
+        for room, targets in arrows.items()
+        for target in targets
+        if levels[target] >= levels[room]
+    }
+    assert upward == set()
+    assert arrows["kernels"] < BELOW_KERNELS
 
 
 def test_a_circle_is_seen():

@@ -70,7 +70,7 @@ def _program(
     import jax.numpy as jnp
 
     from moe.attention.core import core_attention
-    from moe.attention.mask import Mask, TokenIndices
+    from moe.ops.mask import Mask, TokenIndices
 
     column = jnp.broadcast_to(jnp.arange(length)[None], (batch, length))
     marks = TokenIndices(column, column, jnp.ones_like(column))

@@ -267,7 +267,7 @@ def _trained(settings: Settings, case: Attended, form: str) -> Figures:
     import jax.numpy as jnp
 
     from moe.attention.core import core_attention
-    from moe.attention.mask import Mask, TokenIndices, visible
+    from moe.ops.mask import Mask, TokenIndices, visible
 
     keys = TokenIndices(*map(jnp.asarray, marks(case)))
     queries = TokenIndices(*(x[:, slice(*case.columns)] for x in keys))

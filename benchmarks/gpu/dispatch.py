@@ -50,7 +50,7 @@ class Move(NamedTuple):
 
 
 def _there(form: str) -> Callable[..., Any]:
-    from moe.kernels.permute import permute
+    from moe.kernels.layout import permute
 
     def gathered(layout, x):
         return x.at[layout.tokens].get(mode="fill", fill_value=0)
@@ -64,7 +64,7 @@ def _there(form: str) -> Callable[..., Any]:
 def _home(form: str) -> Callable[..., Any]:
     import jax.numpy as jnp
 
-    from moe.kernels.permute import unpermute
+    from moe.kernels.layout import unpermute
 
     def scattered(layout, rows, probs):
         """What one writes first: a sum by scattering and adding."""
@@ -185,8 +185,8 @@ def layouts(name: str, shape: Dispatch, settings: Settings) -> Iterator[Row]:
     """From choices to the sorted layout. Bytes: ids read, choices and places written."""
     import jax
 
-    from moe.experts.permutation import sort_by_group
     from moe.kernels.layout import sorted_layout
+    from moe.ops.sorting import sort_by_group
 
     ids = cache(partial(ids_of, shape, settings))
 

@@ -99,7 +99,7 @@ def _moved(which: str, name: str) -> Callable[..., Any]:
     import jax
 
     from moe.experts.gated import apply_gate
-    from moe.experts.grouped.dot import IMPLEMENTATIONS
+    from moe.experts.grouped_dot import IMPLEMENTATIONS
     from moe.kernels.rows import combine, take
     from moe.kernels.swiglu import hidden_gradients
 

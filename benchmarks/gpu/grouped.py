@@ -62,7 +62,7 @@ def with_gradients(form: Callable[..., Any]) -> Programs:
 
 
 def _named(name: str) -> Programs:
-    from moe.experts.grouped.dot import grouped_dot
+    from moe.experts.grouped_dot import grouped_dot
 
     return with_gradients(partial(grouped_dot, implementation=name))
 

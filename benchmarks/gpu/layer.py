@@ -21,7 +21,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "ragged_dot": {"experts": "ragged_dot"},
 }
 """Fields of `moe.execution.Execution`; the router is chosen where it is not named
-(`moe.layers.implementations`)."""
+(`moe.implementations`)."""
 WORST = 3e-2
 """Relative difference of a token from float32, in the median: three products in half precision, and
 what lies between them, are a few times as far from it as one."""

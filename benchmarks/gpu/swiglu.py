@@ -41,7 +41,7 @@ def _separate(which: str, name: str) -> Callable[..., Any]:
     import jax
 
     from moe.experts.gated import apply_gate
-    from moe.experts.grouped.dot import IMPLEMENTATIONS
+    from moe.experts.grouped_dot import IMPLEMENTATIONS
 
     each = IMPLEMENTATIONS[name].multiply_rows
 

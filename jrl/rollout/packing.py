@@ -19,7 +19,7 @@ from jrl.processes.agreement import to_devices, to_host
 from jrl.recipes.base.batch import Batch
 from jrl.rollout.batching import over_rows, take_rows
 from jrl.rollout.decoding.scheduler import first_fit
-from moe.tokens.zigzag import ZigzagLayout
+from moe.ops.zigzag import ZigzagLayout
 from sharding.folding import FoldedMesh
 
 MAX_ROWS_PER_BIN = 4

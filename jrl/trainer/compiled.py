@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Sharding
 from jaxtyping import Array, Int
 
-from moe.router.overflow import run_with_fallback
+from moe.router.statistics import run_with_fallback
 from sharding.collectives import vary
 from sharding.compiler_options import compiler_options
 from sharding.folding import FoldedMesh
@@ -75,7 +75,7 @@ class RetryOnOverflow:
 
     Args:
       function: the pass, ``(scorer, *args) -> (result, overflow)`` of a
-        `jrl.trainer.scoring.Scorer`; `overflow` is that of `moe.router.overflow.overflow_of`.
+        `jrl.trainer.scoring.Scorer`; `overflow` is that of `moe.router.statistics.overflow_of`.
       num_static: number of leading static arguments, the scorer first.
       least_effort: true for a pass that runs rarely on a few rows, see
         `sharding.compiler_options.LEAST_EFFORT`.

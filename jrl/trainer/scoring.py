@@ -29,9 +29,9 @@ from jrl.trainer.compiled import RetryOnOverflow, scan_first
 from moe import model, placement, stages
 from moe.config import ModelConfig
 from moe.head import is_argmax, logits_of, logprobs_and_entropy, value_of
-from moe.router.overflow import overflow_of
-from moe.router.replay import choices_dtype
-from moe.router.statistics import RouterStatistics
+from moe.ops.zigzag import ZigzagLayout
+from moe.router.routing import choices_dtype
+from moe.router.statistics import RouterStatistics, overflow_of
 from moe.tokens import alignment
 from moe.tokens.packing import (
     PackedBatch,
@@ -40,7 +40,6 @@ from moe.tokens.packing import (
     positions_of,
     zigzag_of_rows,
 )
-from moe.tokens.zigzag import ZigzagLayout
 from moe.weights import Transformer
 from sharding.collectives import gather_tokens, join_shards, local_shard, vary
 from sharding.folding import FoldedMesh

@@ -3,10 +3,25 @@
 Functions take a `moe.config.ModelConfig`, whose constructor calls them.
 """
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moe.architecture.repetition import period_of
+
+def period_of(kinds: Sequence[Hashable]) -> int:
+    """The smallest number of layers whose repetition gives the stack; the depth where nothing
+    repeats.
+
+    Args:
+      kinds: types of the layers of a stack, in order.
+    """
+    depth = len(kinds)
+    return next(
+        period
+        for period in range(1, depth + 1)
+        if depth % period == 0 and list(kinds) == list(kinds[:period]) * (depth // period)
+    )
+
 
 UNSUPPORTED_WITH_DELTA = ("mla", "num_dense_layers")
 """Fields of `ModelConfig` that a network with Gated DeltaNet does not support."""

@@ -1,11 +1,35 @@
-"""Checks of feed-forward and router options: their values, and which of them may be combined.
+"""Feed-forward and router options (activation, experts, capacity), and checks of which of them may
+be combined.
 
-Functions take a `moe.config.ModelConfig`, whose constructor calls them.
+Functions take a `moe.config.ModelConfig`, whose constructor calls the checks.
 """
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from moe.architecture.activation import ClampedSwiGLU
+
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """``(u + 1) g sigmoid(alpha g)`` of a gate g of at most `limit` and an up u between ``-limit``
+    and `limit`.
+
+    Args:
+      alpha: gain of the sigmoid.
+      limit: see above.
+
+    References:
+      OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025. https://arxiv.org/abs/2508.10925
+    """
+
+    alpha: float
+    limit: float
+
+    def __post_init__(self):
+        if not self.limit > 0:
+            raise ValueError(f"limit={self.limit} must be above 0: larger gates are clipped to it.")
+
+
+Activation = Literal["silu", "gelu_tanh"] | ClampedSwiGLU
 
 
 def check_first_layers(config: Any) -> None:
@@ -104,3 +128,14 @@ def _check_groups(config: Any) -> None:
             f"expert_groups_per_token={topk} groups of "
             f"{config.num_experts // groups}: use more groups per token."
         )
+
+
+def can_drop(config: Any) -> bool:
+    """True if some routing can overflow an expert: ``capacity_factor k / E < 1``.
+
+    From 1 on the capacity is enough for every token, as each selects an expert at most once.
+    """
+    factor = config.capacity_factor
+    if not config.num_experts or factor is None:
+        return False
+    return round(factor * config.experts_per_token / config.num_experts, 9) < 1

@@ -1,8 +1,10 @@
 """Blockwise attention (FlashAttention in plain JAX): no more than one block of scores exists at a
 time, forward or backward, and blocks that a mask hides completely are skipped.
 
-`attend` and `attend_gradient` work on a subset of the keys: ring attention
-(`context_parallel.ring`) merges their results rank after rank.
+Where a mask is `causal`, about half of the work is skipped; in rows with more than `MAX_BLOCK_KEYS`
+keys, also each block whose ranges of positions and segment ids show it to be hidden, for example by
+a window. `attend` and `attend_gradient` work on a subset of the keys: ring attention merges their
+results rank after rank.
 """
 
 from functools import partial
@@ -10,56 +12,133 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool
 
-from moe.attention.blocking import (
-    Blocking,
-    Span,
-    blocking_of,
-    blocks_of,
-    chunk_of,
-    join_blocks,
-    keys_of,
-    pad_to_blocks,
-    split_indices,
-)
-from moe.attention.flash import (
-    Flash,
-    Key,
-    Output,
-    PerQuery,
-    Query,
-    Value,
-    flash_attention,
-    product,
-)
-from moe.attention.mask import Mask, TokenIndices, Window, may_be_visible, visible
+from moe.ops.attention import Flash, Key, Output, PerQuery, Query, Value, product
+from moe.ops.mask import Mask, TokenIndices, Window, may_be_visible, visible
 from moe.precision import MASK_VALUE
-from sharding.collectives import vary, varying
+from sharding.collectives import match_varying
+
+MAX_BLOCK_QUERIES = 128
+"""Queries of a block, at most. Smaller blocks skip more of what a causal mask hides; larger ones
+give more efficient matrix products."""
+MAX_BLOCK_KEYS = 2048
+"""Keys of a block, at most."""
+MAX_SPANS = 8
+"""Ranges of queries that are compiled separately, at most, each with keys up to its own end."""
 
 MAX_BLOCK_SCORES = 2**18
 """Scores of a block of multiple short rows, at most: about as many as a core's cache holds."""
 
 
-def blocked_attention(
-    query: Float[Array, "batch time heads head_dim"],
-    key: Float[Array, "batch source kv_heads head_dim"],
-    value: Float[Array, "batch source kv_heads v_head_dim"],
-    mask: Mask,
-    scale: float | None = None,
-    sinks: Float[Array, "heads"] | None = None,
-) -> Float[Array, "batch time heads v_head_dim"]:
-    """``softmax(scale q k) v`` over the visible positions: `plain_attention` with a custom gradient
-    that saves the output and one number per query instead of all scores (`moe.attention.flash`).
+class Span(NamedTuple):
+    """Consecutive blocks of queries that attend to the same keys: the first `sources` of the row.
 
-    Args:
-      mask: where it is `causal`, about half of the work is skipped; in rows with more than
-        `MAX_BLOCK_KEYS` keys, also each block whose ranges of positions and segment ids show it to
-        be hidden, for example by a window.
-      scale: multiplies the scores; None is ``head_dim**-0.5``.
-      sinks: as for `plain_attention`.
+    Attributes:
+      first, stop: range of queries.
+      sources: number of keys.
     """
-    return flash_attention(BLOCKED, query, key, value, mask, scale, sinks)
+
+    first: int
+    stop: int
+    sources: int
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of blocks of keys."""
+        return -(-self.sources // MAX_BLOCK_KEYS)
+
+    @property
+    def chunk(self) -> int:
+        """Number of keys of a block."""
+        return -(-self.sources // self.num_chunks)
+
+
+class Blocking(NamedTuple):
+    """Split of a row into blocks.
+
+    Attributes:
+      queries: number of queries of a block.
+      num_blocks: number of blocks of queries of the row.
+      spans: ranges of these blocks, in order.
+    """
+
+    queries: int
+    num_blocks: int
+    spans: tuple[Span, ...]
+
+    def blocks(self, span: Span) -> slice:
+        """Slice of the row's blocks that a span covers."""
+        return slice(span.first // self.queries, span.stop // self.queries)
+
+
+def blocking_of(time: int, source: int, causal: bool) -> Blocking:
+    """A split into blocks of equal size, with equally many of them in each span."""
+    num_blocks = -(-time // MAX_BLOCK_QUERIES)
+    blocks_per_span = -(-num_blocks // MAX_SPANS) if causal else num_blocks
+    num_spans = -(-num_blocks // blocks_per_span)
+    queries = -(-time // (num_spans * blocks_per_span))
+    # Each span is a loop with its own number of keys. Shapes are static in a loop, so the blocks of
+    # a causal row cannot each have their own number.
+    width = blocks_per_span * queries
+    ends = [(index + 1) * width for index in range(num_spans)]
+    before = source - time
+    spans = tuple(
+        Span(end - width, end, min(before + end, source) if causal else source) for end in ends
+    )
+    return Blocking(queries, num_spans * blocks_per_span, spans)
+
+
+def pad_to_blocks(x: Array, blocking: Blocking, axis: int) -> Array:
+    """Queries, or an array per query, padded with zeros to a whole number of blocks."""
+    missing = blocking.num_blocks * blocking.queries - x.shape[axis]
+    after = [(0, missing if n == axis % x.ndim else 0) for n in range(x.ndim)]
+    return jnp.pad(x, after)
+
+
+def split_indices(indices: TokenIndices, blocking: Blocking) -> TokenIndices:
+    """Reshapes ``[row, time]`` of queries to ``[row, block, query]``, with padding after the last.
+
+    It is done before a loop takes one row after the other. If the loop split a row that it also
+    reads whole, as the indices of keys, XLA's CPU back end would compute the index of every element
+    again for each score.
+    """
+    blocks = (
+        pad_to_blocks(x, blocking, -1).reshape(x.shape[0], -1, blocking.queries) for x in indices
+    )
+    return TokenIndices(*blocks)
+
+
+def keys_of(
+    span: Span, key: Array, value: Array, indices: TokenIndices
+) -> tuple[Array, Array, TokenIndices]:
+    """Keys, values and token indices of a span, padded with zeros to a whole number of chunks."""
+    beyond = span.num_chunks * span.chunk - span.sources
+
+    def of_span(x: Array, axis: int) -> Array:
+        x = lax.slice_in_dim(x, 0, span.sources, axis=axis)
+        return jnp.pad(x, [(0, beyond if n == axis % x.ndim else 0) for n in range(x.ndim)])
+
+    return of_span(key, -2), of_span(value, -2), TokenIndices(*(of_span(x, -1) for x in indices))
+
+
+def chunk_of(x: Array, chunk_index: Array, span: Span, axis: int) -> Array:
+    """Slice of one block of keys."""
+    return lax.dynamic_slice_in_dim(x, chunk_index * span.chunk, span.chunk, axis)
+
+
+def blocks_of(x: Array, span: Span, blocking: Blocking, axis: int) -> Array:
+    """Reshapes ``[*front, time, ...]`` to ``[block, *front, query, ...]`` for the queries of a
+    span; `front` has `axis` dimensions."""
+    x = lax.slice_in_dim(x, span.first, span.stop, axis=axis)
+    x = x.reshape(*x.shape[:axis], -1, blocking.queries, *x.shape[axis + 1 :])
+    return jnp.moveaxis(x, axis, 0)
+
+
+def join_blocks(x: Array) -> Array:
+    """Reshapes ``[block, kv_head, group, query, ...]`` to ``[kv_head, group, time, ...]``."""
+    x = jnp.moveaxis(x, 0, 2)
+    return x.reshape(*x.shape[:2], -1, *x.shape[4:])
 
 
 def attend(
@@ -98,7 +177,7 @@ def attend_gradient(
 
     Args:
       log_sum: log-sum-exp over all the keys of the softmax, not these alone.
-      softmax_d: `moe.attention.flash.dot_do_o` of the output over all keys.
+      softmax_d: `moe.ops.attention.dot_do_o` of the output over all keys.
     """
     time, blocking = query.shape[-2], blocking_of(query.shape[-2], key.shape[-2], mask.causal)
     query_indices = split_indices(mask.query, blocking)
@@ -114,6 +193,7 @@ def attend_gradient(
 
 
 BLOCKED = Flash(attend, attend_gradient)
+"""The implementation for `moe.ops.attention.flash_attention`."""
 
 
 def _rows_per_step(query: Array, key: Array, blocking: Blocking) -> int:
@@ -185,7 +265,7 @@ def _attend_row(
 
         zeros = jnp.zeros((*query.shape[:-1], value.shape[-1]), jnp.float32)
         start = _Softmax(zeros[..., 0] + MASK_VALUE, zeros[..., 0], zeros)
-        start = vary(start, tuple(varying(query)))
+        start = match_varying(start, query)
         state = lax.fori_loop(0, span.num_chunks, add, start)
         total = jnp.where(state.total == 0, 1, state.total)
         return state.out / total[..., None], state.top + jnp.log(total)
@@ -265,7 +345,7 @@ def _attend_row_gradient(
             def hidden():
                 shapes = query_block[0].shape, keys.shape, values.shape
                 zeros = tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
-                return vary(zeros, tuple(varying(query_block[0])))
+                return match_varying(zeros, query_block[0])
 
             possible = may_be_visible(query_block[1], chunk_indices, window)
             query_gradient, *key_gradients = lax.cond(
@@ -282,15 +362,13 @@ def _attend_row_gradient(
             )
             return sums[0] + query_gradient, *added
 
-        query_gradient = vary(
-            jnp.zeros(query_block[0].shape, jnp.float32), tuple(varying(query_block[0]))
-        )
+        query_gradient = match_varying(jnp.zeros(query_block[0].shape, jnp.float32), query_block[0])
         query_gradient, *sums = lax.fori_loop(0, span.num_chunks, add, (query_gradient, *sums))
         return tuple(sums), query_gradient
 
     # A query is in one block. A key is in the scores of many blocks, whose gradients are summed.
     queries = []
-    sums = [vary(jnp.zeros(x.shape, jnp.float32), tuple(varying(x))) for x in (key, value)]
+    sums = [match_varying(jnp.zeros(x.shape, jnp.float32), x) for x in (key, value)]
     for span in blocking.spans:
         query_blocks = (
             blocks_of(query, span, blocking, 2),

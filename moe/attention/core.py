@@ -2,21 +2,13 @@
 scores."""
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moe.attention.blocked import BLOCKED, blocked_attention
-from moe.attention.flash import Flash
-from moe.attention.fused.kernels import (
-    MAX_MASK_ELEMENTS,
-    fused_attention,
-    head_size,
-    mask_size,
-    takes_lengths,
-)
-from moe.attention.mask import Mask, visible
-from moe.attention.plain import plain_attention
-from moe.kernels.attention.training import FLASH, mosaic_attention, obstacle
+from moe.attention.blocked import BLOCKED
+from moe.attention.fused import cudnn_obstacle, fused_attention
+from moe.kernels.attention import FLASH, mosaic_attention, obstacle
+from moe.ops.attention import Flash, flash_attention, plain_attention
+from moe.ops.mask import Mask, visible
 
 IMPLEMENTATIONS = ("plain", "blocked", "xla", "cudnn", "mosaic")
 MAX_PLAIN_SCORES_CPU = 2**21
@@ -38,7 +30,7 @@ def core_attention(
 
     "plain" is `plain_attention`; "blocked" is `moe.attention.blocked`, the same block by block with
     a custom gradient. "xla" and "cudnn" are those of `jax.nn.dot_product_attention`
-    (`moe.attention.fused.kernels`); the second is FlashAttention on an NVIDIA GPU: scores and their
+    (`moe.attention.fused`); the second is FlashAttention on an NVIDIA GPU: scores and their
     gradients stay on the chip. "mosaic" are kernels of our own for Hopper
     (`moe.kernels.attention`), which never need a mask of queries times keys. The output of a query
     that sees no key differs between them; it is finite and never used.
@@ -49,7 +41,7 @@ def core_attention(
         than `MAX_PLAIN_SCORES_CPU` on a CPU or `MAX_PLAIN_SCORES_ACCELERATOR` elsewhere, and
         "plain" for fewer.
       sinks: as for `plain_attention`; to "xla" and "cudnn" they are keys
-        (`moe.attention.fused.sink_keys`).
+        (`moe.attention.fused`).
 
     Raises:
       ValueError: on an unknown name, and where the named implementation does not support the call.
@@ -68,13 +60,13 @@ def core_attention(
         seen = visible(mask.query, mask.key, mask.window)
         return plain_attention(query, key, value, seen, scale, sinks)
     if implementation == "blocked":
-        return blocked_attention(query, key, value, mask, scale, sinks)
+        return flash_attention(BLOCKED, query, key, value, mask, scale, sinks)
     if implementation == "mosaic":
         _check_kernel(query, key, value)
         return mosaic_attention(query, key, value, mask, scale, sinks)
     if implementation == "xla":
         return fused_attention(query, key, value, mask, scale, "xla", sinks)
-    reason = _cudnn_obstacle(query, value, mask, sinks)
+    reason = cudnn_obstacle(query, value, mask, sinks)
     if reason is not None:
         raise ValueError(f'execution.attention="cudnn" is not supported here: {reason}.')
     return fused_attention(query, key, value, mask, scale, "cudnn", sinks)
@@ -109,31 +101,10 @@ def _select_implementation(
     query: Array, key: Array, value: Array, mask: Mask, sinks: Array | None = None
 ) -> str:
     """Name of the implementation that None selects for these arrays."""
-    if _cudnn_obstacle(query, value, mask, sinks) is None:
+    if cudnn_obstacle(query, value, mask, sinks) is None:
         return "cudnn"
     batch, time, heads, _ = query.shape
     max_scores = (
         MAX_PLAIN_SCORES_CPU if jax.default_backend() == "cpu" else MAX_PLAIN_SCORES_ACCELERATOR
     )
     return "blocked" if batch * heads * time * key.shape[1] > max_scores else "plain"
-
-
-def _cudnn_obstacle(
-    query: Array, value: Array, mask: Mask, sinks: Array | None = None
-) -> str | None:
-    """The reason why cuDNN's kernel does not support these arrays, and the remedy; None if it
-    does."""
-    if jax.default_backend() != "gpu":
-        return f'it runs on NVIDIA GPUs, not on {jax.default_backend()!r}: choose "plain"'
-    if query.dtype not in (jnp.bfloat16, jnp.float16):
-        return f'it takes bfloat16 and float16, not {query.dtype}: choose dtype="bfloat16"'
-    size = head_size(query, value, sinks)
-    widest = 256 if float(jax.devices()[0].compute_capability) >= 9 else 128
-    if size > widest:
-        return f'heads of {size} are wider than {widest}: choose narrower ones, or "plain"'
-    if not takes_lengths(mask) and mask_size(mask) > MAX_MASK_ELEMENTS:
-        return (
-            f"the mask has {mask_size(mask)} elements, more than {MAX_MASK_ELEMENTS} (packed "
-            'sequences, partial rows and windows that vary by layer need one): choose "blocked"'
-        )
-    return None

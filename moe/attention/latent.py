@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from moe.adapters.adapted import Matrix, product
 from moe.attention.projections import Heads, heads, scale_queries
-from moe.attention.rotation import Positions, apply_rotary
+from moe.attention.rotary import Positions, apply_rotary
 from moe.config import ModelConfig, MultiHeadLatentAttention
 from moe.precision import rms_norm
 from moe.remat import PROJECTED

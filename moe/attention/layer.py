@@ -14,16 +14,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from moe.attention import latent
-from moe.attention.delta.layer import delta_heads
-from moe.attention.delta.sequences import DeltaCore
-from moe.attention.delta.weights import DeltaNet
+from moe.attention.delta import DeltaCore, delta_heads
 from moe.attention.latent import LatentCore
 from moe.attention.projections import join_heads, queries_keys_values
-from moe.attention.rotation import Positions
+from moe.attention.rotary import Positions
 from moe.config import ModelConfig
+from moe.ops.mask import MAX_INDEX, Window
 from moe.precision import rms_norm
 from moe.remat import STREAM
-from moe.weights import Attention, LatentAttention
+from moe.weights import Attention, DeltaNet, LatentAttention
 from sharding.collectives import gather_tokens, scatter_tokens
 from sharding.folding import FoldedMesh
 
@@ -60,7 +59,7 @@ def attention(
 
     Communication per device: one `gather_tokens` and one `scatter_tokens` over ``tp``, each of
     ``tokens x d_model (tp - 1) / tp`` elements, of the tokens of a ``cp`` rank; `core_attention`
-    adds what `moe.attention.context_parallel.choice` says.
+    adds what `moe.attention.context_parallel` says.
 
     Args:
       x: the residual stream, sharded over ``cp`` and ``tp`` along the flattened tokens.
@@ -94,6 +93,19 @@ def attention(
     if isinstance(weights, Attention) and weights.out_bias is not None:
         term = term + weights.out_bias[None].astype(term.dtype)
     return norm_after(term, weights.norm, weights.out_norm, config)
+
+
+def window_of_layer(config: ModelConfig, layer_index: int | Int[Array, ""]) -> Window:
+    """Sliding window of a layer, whose index a pipeline stage knows only at run time."""
+    window, full = config.sliding_window, config.full_attention_layers
+    if window is None or not full:
+        return window
+    if isinstance(layer_index, int):
+        return None if layer_index in full else window
+    window_per_layer = [
+        MAX_INDEX if layer in full else window for layer in range(config.num_layers)
+    ]
+    return jnp.asarray(window_per_layer, jnp.int32)[layer_index]
 
 
 def norm_before(

@@ -7,7 +7,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from moe.adapters.adapted import Matrix, product
-from moe.attention.rotation import Positions, apply_rotary
+from moe.attention.rotary import Positions, apply_rotary
 from moe.config import ModelConfig
 from moe.remat import PROJECTED
 from moe.weights import Attention

@@ -1,161 +1,15 @@
-"""Rotary position embedding (RoPE), and the scaling of its frequencies for longer contexts."""
+"""Rotary position embedding (RoPE) of queries and keys, with the settings of their layer."""
 
-import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from moe.architecture.rope import RopeScaling
+from moe.config import ModelConfig
 from sharding.collectives import match_varying
-
-
-class _FrequencyScaling:
-    """Scaling of the frequencies only: queries, keys and scores have factor 1."""
-
-    @property
-    def attention_scaling(self) -> float:
-        """Factor on the rotated queries and keys."""
-        return 1.0
-
-    @property
-    def score_factor(self) -> float:
-        """Factor on the attention scores."""
-        return 1.0
-
-
-@dataclass(frozen=True)
-class LlamaScaling(_FrequencyScaling):
-    """Long wavelengths are stretched by `factor`, short ones kept, those between are blended.
-
-    Args:
-      factor: how many times longer the context became.
-      low_frequency_factor: wavelengths above ``original_context / low_frequency_factor`` are
-        stretched.
-      high_frequency_factor: wavelengths below ``original_context / high_frequency_factor`` are
-        kept.
-      original_context: tokens of the context trained on first.
-
-    References:
-      Llama Team, "The Llama 3 Herd of Models", 2024. https://arxiv.org/abs/2407.21783
-    """
-
-    factor: float
-    low_frequency_factor: float
-    high_frequency_factor: float
-    original_context: int
-
-    def __post_init__(self):
-        _check_factor(self.factor)
-        if not self.low_frequency_factor < self.high_frequency_factor:
-            raise ValueError(
-                f"low_frequency_factor={self.low_frequency_factor} must be below "
-                f"high_frequency_factor={self.high_frequency_factor}."
-            )
-
-    def scale_frequencies(self, frequencies: np.ndarray, base: float) -> np.ndarray:
-        rotations = self.original_context * frequencies / (2 * math.pi)
-        width = self.high_frequency_factor - self.low_frequency_factor
-        unscaled = np.clip((rotations - self.low_frequency_factor) / width, 0, 1)
-        return frequencies * (unscaled + (1 - unscaled) / self.factor)
-
-
-@dataclass(frozen=True)
-class LinearScaling(_FrequencyScaling):
-    """All wavelengths are stretched by `factor` (position interpolation).
-
-    References:
-      Chen et al., "Extending Context Window of Large Language Models via Positional Interpolation",
-      2023. https://arxiv.org/abs/2306.15595
-    """
-
-    factor: float
-
-    def __post_init__(self):
-        _check_factor(self.factor)
-
-    def scale_frequencies(self, frequencies: np.ndarray, base: float) -> np.ndarray:
-        return frequencies / self.factor
-
-
-@dataclass(frozen=True)
-class YarnScaling:
-    """YaRN: frequencies are blended by how often they turn in the original context.
-
-    Args:
-      factor: how many times longer the context became.
-      original_context: tokens of the context trained on first.
-      beta_fast: frequencies that turn more often than this are kept.
-      beta_slow: frequencies that turn less often than this are divided by `factor`.
-      attention_factor: factor on the rotated queries and keys; None follows from the next two.
-      rotary_temperature: DeepSeek's ``mscale``; with it and `score_temperature` the factor is
-        ``m(rotary_temperature) / m(score_temperature)``, ``m(t) = 0.1 t ln(factor) + 1``, without
-        them ``m(1)``.
-      score_temperature: DeepSeek's ``mscale_all_dim``: attention scores are multiplied by
-        ``m(score_temperature)^2``.
-      truncate: the border of the blend is moved to whole dimensions.
-
-    References:
-      Peng et al., "YaRN", 2023, eq. 17 to 22. https://arxiv.org/abs/2309.00071
-    """
-
-    factor: float
-    original_context: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    rotary_temperature: float | None = None
-    score_temperature: float | None = None
-    truncate: bool = True
-
-    def __post_init__(self):
-        _check_factor(self.factor)
-        if not self.beta_slow <= self.beta_fast:
-            raise ValueError(
-                f"beta_slow={self.beta_slow} must not be above beta_fast={self.beta_fast}."
-            )
-
-    def scale_frequencies(self, frequencies: np.ndarray, base: float) -> np.ndarray:
-        low, high = (self._dimension(rotations, frequencies, base) for rotations in self._borders)
-        if self.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, 2 * frequencies.size - 1)
-        width = high - low if high > low else 0.001
-        divided = np.clip((np.arange(frequencies.size) - low) / width, 0, 1)
-        return frequencies * (1 - divided + divided / self.factor)
-
-    @property
-    def _borders(self) -> tuple[float, float]:
-        return self.beta_fast, self.beta_slow
-
-    def _dimension(self, rotations: float, frequencies: np.ndarray, base: float) -> float:
-        """The (fractional) index of the frequency that makes `rotations` rotations in the original
-        context."""
-        wavelength = self.original_context / (2 * math.pi * rotations)
-        return frequencies.size * math.log(wavelength) / math.log(base)
-
-    def _temperature(self, mscale: float) -> float:
-        return 0.1 * mscale * math.log(self.factor) + 1.0
-
-    @property
-    def attention_scaling(self) -> float:
-        """Factor on the rotated queries and keys."""
-        if self.attention_factor is not None:
-            return self.attention_factor
-        if self.rotary_temperature and self.score_temperature:
-            return self._temperature(self.rotary_temperature) / self._temperature(
-                self.score_temperature
-            )
-        return self._temperature(1.0)
-
-    @property
-    def score_factor(self) -> float:
-        """Factor on the attention scores."""
-        return self._temperature(self.score_temperature or 0.0) ** 2
-
-
-RopeScaling = LlamaScaling | LinearScaling | YarnScaling
 
 
 def frequencies_of(head_dim: int, base: float, scaling: RopeScaling | None) -> np.ndarray:
@@ -257,6 +111,120 @@ def _rotate_backward(angles, gradient):
 _rotate_pairs.defvjp(_rotate_forward, _rotate_backward)
 
 
-def _check_factor(factor: float) -> None:
-    if factor < 1:
-        raise ValueError(f"factor={factor} would shorten the context: it must be at least 1.")
+Heads = Float[Array, "token heads width"]
+
+
+class RotarySettings(NamedTuple):
+    """Rotary base and scaling of a layer; see `moe.attention.rotary.rope`."""
+
+    base: float
+    scaling: RopeScaling | None
+
+    @property
+    def attention_scaling(self) -> float:
+        return 1.0 if self.scaling is None else self.scaling.attention_scaling
+
+
+class RotaryCache(NamedTuple):
+    """Rotary cos/sin tables by position, for each of `_distinct_settings`: looked up, so that
+    not every layer and head computes them again.
+
+    Attributes:
+      cos, sin: ``[kind, position, pair]``, times the attention scaling.
+    """
+
+    cos: Float[Array, "kind place pair"]
+    sin: Float[Array, "kind place pair"]
+
+    def gather(self, positions: Int[Array, "token"]) -> "RotaryCache":
+        """Rows of the tables at the positions of tokens."""
+        return RotaryCache(*(jnp.take(x, positions, axis=1, mode="clip") for x in self))
+
+
+Positions = Int[Array, "token"] | RotaryCache
+"""Position of each token in its own sequence, from 0, or its rows of the cos/sin tables."""
+
+
+def rotary_tables(num_positions: int, config: ModelConfig) -> RotaryCache:
+    """Rotary cos/sin tables of positions 0 to ``places - 1``."""
+    positions, width = jnp.arange(num_positions), _rotary_dim(config)
+    tables = [
+        cosines_and_sines(positions, *_frequencies_and_scaling(kind, width))
+        for kind in _distinct_settings(config)
+    ]
+    cos, sin = zip(*tables, strict=True)
+    return RotaryCache(jnp.stack(cos), jnp.stack(sin))
+
+
+def apply_rotary(
+    x: Heads, positions: Positions, config: ModelConfig, layer_index: int | Int[Array, ""]
+) -> Heads:
+    """Queries or keys with the rotary positions of a layer.
+
+    Args:
+      layer_index: index of the layer, which a pipeline stage knows only at run time.
+    """
+    width = x.shape[-1] if config.rotary_dim is None else config.rotary_dim
+    if width == x.shape[-1]:
+        return _rotate(x, positions, config, layer_index)
+    first = _rotate(x[..., :width], positions, config, layer_index)
+    return jnp.concatenate([first, x[..., width:]], axis=-1)
+
+
+def rotary_settings_of_layer(config: ModelConfig, layer_index: int) -> RotarySettings | None:
+    """Rotary settings of a layer; None for one without rotary positions (NoPE)."""
+    if layer_index in config.nope_layers:
+        return None
+    has_window = (
+        config.sliding_window is not None and layer_index not in config.full_attention_layers
+    )
+    if has_window and config.window_rope_base is not None:
+        return RotarySettings(config.window_rope_base, None)
+    return RotarySettings(config.rope_base, config.rope_scaling)
+
+
+def _settings_by_layer(config: ModelConfig) -> list[RotarySettings | None]:
+    return [rotary_settings_of_layer(config, layer) for layer in range(config.num_layers)]
+
+
+def _distinct_settings(config: ModelConfig) -> list[RotarySettings | None]:
+    """Distinct rotary settings of the layers, in the order of their first occurrence."""
+    return list(dict.fromkeys(_settings_by_layer(config)))
+
+
+def _rotary_dim(config: ModelConfig) -> int:
+    """Number of elements of a head that are rotated."""
+    if config.mla is not None:
+        return config.mla.qk_rope_head_dim
+    return config.head_dim if config.rotary_dim is None else config.rotary_dim
+
+
+def _frequencies_and_scaling(kind: RotarySettings | None, width: int) -> tuple[Array, float]:
+    """Frequencies and attention scaling; frequencies of 0 for a layer without rotary positions."""
+    if kind is None:
+        return jnp.zeros(width // 2), 1.0
+    return pair_frequencies(width, *kind), kind.attention_scaling
+
+
+def _rotate(
+    x: Heads, positions: Positions, config: ModelConfig, layer_index: int | Int[Array, ""]
+) -> Heads:
+    by_layer, kinds = _settings_by_layer(config), _distinct_settings(config)
+    is_static = len(kinds) == 1 or isinstance(layer_index, int)
+    settings = by_layer[layer_index if isinstance(layer_index, int) else 0]
+    if is_static and settings is None:
+        return x
+    kind_of_layer = [kinds.index(each) for each in by_layer]
+    kind = (
+        kinds.index(settings) if is_static else jnp.asarray(kind_of_layer, jnp.int32)[layer_index]
+    )
+    if isinstance(positions, RotaryCache):
+        cos, sin = positions
+        return rotate_by_tables(x, cos[kind], sin[kind], config.rope_interleaved)
+    if is_static:
+        assert settings is not None
+        return rope(x, positions, settings.base, settings.scaling, config.rope_interleaved)
+    per_kind = [_frequencies_and_scaling(each, x.shape[-1]) for each in kinds]
+    frequencies = jnp.stack([frequencies for frequencies, _ in per_kind])
+    scalings = jnp.asarray([scaling for _, scaling in per_kind], jnp.float32)
+    return rotate(x, positions, frequencies[kind], scalings[kind], config.rope_interleaved)

@@ -8,10 +8,12 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array
 
-from moe.attention.delta.sequences import DeltaState
+from moe.attention.delta import DeltaState
+from moe.attention.latent import caches_latent
 from moe.config import ModelConfig
+from moe.implementations import selected_implementation
+from moe.kernels import decode_attention, latent_decode
 from moe.kernels.decode_attention import UNIT
-from moe.layers.implementations import selected_implementation
 from sharding.folding import FoldedMesh
 
 Leaf = TypeVar("Leaf")
@@ -21,7 +23,7 @@ Leaf = TypeVar("Leaf")
 class Cache(Generic[Leaf]):
     """KV cache: keys and values of the tokens so far, a buffer for each of
     `moe.layers.depth.split_layer_groups`; for layers with Gated DeltaNet the arrays of
-    `moe.attention.delta.sequences.DeltaState` instead.
+    `moe.attention.delta.DeltaState` instead.
 
     Attributes:
       keys: per layer ``[row, kv_head, head_dim, column]``, with rotary positions; values: ``[row,
@@ -46,12 +48,35 @@ ROW, KEY_COLUMN, VALUE_COLUMN = -4, -1, -2
 may be in front."""
 
 
-def cache_columns(columns: int, config: ModelConfig, mesh: FoldedMesh) -> int:
-    """Number of columns of a cache for at least `columns`: a multiple of ``tp``, over which the
-    tokens of a prefill are sharded, and of the unit of the decode kernel, if there is one."""
+def cache_columns(length: int, config: ModelConfig, mesh: FoldedMesh) -> int:
+    """Number of columns of a cache for at least `length` of them: a multiple of ``tp``, over which
+    the tokens of a prefill are sharded, and of the unit of the decode kernel, if there is one."""
     named = selected_implementation(config, "decode_attention") not in (None, "plain")
     unit = math.lcm(mesh.size(mesh.tp), UNIT if named else 1)
-    return -(-columns // unit) * unit
+    return -(-length // unit) * unit
+
+
+def kernel_bytes(config: ModelConfig, mesh: FoldedMesh, rows: int, num_positions: int) -> int:
+    """Bytes on one device of the decode kernel's partial results before they are merged; 0 if no
+    kernel runs. They are those of one layer, as layers run one after the other.
+
+    Args:
+      rows: rows that a device decodes at a time.
+      num_positions: positions of the cache that are read.
+    """
+    if selected_implementation(config, "decode_attention") in (None, "plain"):
+        return 0
+    tp = mesh.size(mesh.tp)
+    heads, kv_heads = config.num_heads // tp, config.num_kv_heads // tp
+    if config.mla is not None and caches_latent(config):
+        partial_results = latent_decode.output_shapes(
+            rows, heads, config.mla.kv_lora_rank, num_positions
+        )
+    else:
+        partial_results = decode_attention.output_shapes(
+            rows, heads, kv_heads, config.v_head_dim, num_positions
+        )
+    return sum(math.prod(array.shape) * array.dtype.itemsize for array in partial_results)
 
 
 def over_columns(function: Callable[..., Leaf], *caches: Cache[Leaf]) -> Cache[Leaf]:

@@ -4,16 +4,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from moe.attention.cached import cached_attention
 from moe.attention.latent import LatentCore, absorb_keys, caches_latent, project_values
-from moe.attention.layer import CoreAttention
-from moe.attention.mask import window_of_layer
+from moe.attention.layer import CoreAttention, window_of_layer
 from moe.cache.buffers import KEY_COLUMN, ROW, VALUE_COLUMN
-from moe.cache.kernel import check_kernel
 from moe.config import ModelConfig
+from moe.implementations import check_decode_kernel, selected_implementation
 from moe.kernels.decode_attention import decode_attention
 from moe.kernels.latent_decode import latent_decode_attention
-from moe.layers.implementations import selected_implementation
+from moe.ops.attention import cached_attention
 
 
 class StepCore:
@@ -27,7 +25,8 @@ class StepCore:
       live: rows that are being decoded; nothing is written for the others.
       stack_index: index of the layer in a buffer with layers in front.
       first: row of the buffers that the first token belongs to.
-      columns: number of columns that are read, None for all; every live row must be within them.
+      num_positions: number of positions that are read, None for all; every live row must be within
+        them.
 
     Attributes:
       keys, values: the buffers after `attend` has run.
@@ -46,18 +45,18 @@ class StepCore:
         live: Bool[Array, "row"],
         stack_index: tuple[Array, ...] = (),
         first: Array | None = None,
-        columns: int | None = None,
+        num_positions: int | None = None,
     ):
         self._config, self._name = config, selected_implementation(config, "decode_attention")
-        check_kernel(config)
+        check_decode_kernel(config)
         self.keys, self.values = keys, values
         self._stack_index, self._first, self._live = stack_index, first, live
         capacity = keys.shape[KEY_COLUMN]
-        self._columns = capacity if columns is None else columns
+        self._num_positions = capacity if num_positions is None else num_positions
         # Past the end, where a write has no effect: rows that are not live stay unchanged.
         self._write_columns = jnp.where(live, positions, capacity)
         self._rows = jnp.arange(positions.shape[0]) + (0 if first is None else first)
-        seen = jnp.arange(self._columns)[None]
+        seen = jnp.arange(self._num_positions)[None]
         visible, window = seen <= positions[:, None], window_of_layer(config, layer_index)
         oldest = jnp.zeros_like(positions)
         if window is not None:
@@ -141,6 +140,6 @@ class StepCore:
         if self._first is not None:
             num_rows = self._rows.shape[0]
             buffer = lax.dynamic_slice_in_dim(buffer, self._first, num_rows, axis=buffer.ndim + ROW)
-        if self._columns < buffer.shape[column]:
-            buffer = lax.slice_in_dim(buffer, 0, self._columns, axis=buffer.ndim + column)
+        if self._num_positions < buffer.shape[column]:
+            buffer = lax.slice_in_dim(buffer, 0, self._num_positions, axis=buffer.ndim + column)
         return buffer

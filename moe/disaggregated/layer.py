@@ -7,31 +7,74 @@ are there. The expert half computes the rows it receives, gate weights included,
 for each. Rounding is that of "all_to_all" in `moe.experts.dispatch.choice`.
 """
 
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, Shaped
 
 from moe.attention.latent import LatentCore
 from moe.attention.layer import CoreAttention, attention
 from moe.config import ModelConfig
 from moe.disaggregated.m2n import Message
-from moe.disaggregated.messages import decode_message, encode_message, message_width
 from moe.disaggregated.placement import SlotTable, lookup_slots
 from moe.disaggregated.split import SplitMesh
 from moe.experts.dispatch.all_to_all import sharded_experts
-from moe.experts.dispatch.assignment import has_experts_at, slots_of
+from moe.experts.dispatch.buffers import DispatchOptions, has_experts_at, slots_of
 from moe.experts.feed_forward import dense_term
-from moe.experts.permutation import permute_rows, take_rows
+from moe.experts.permutation import permute_rows
+from moe.implementations import selected_implementation
 from moe.kernels.rows import combine
-from moe.layers.implementations import selected_implementation
+from moe.ops.sorting import take_rows
 from moe.precision import rms_norm
 from moe.router.layer import route
 from moe.tokens.packing import PackedBatch
 from moe.weights import Experts, Layer
 from sharding.collectives import local_shard, vary
+
+WORD_DTYPES = {2: jnp.uint16, 4: jnp.uint32}
+"""Unsigned dtypes by the item size of the tokens."""
+
+
+def message_width(d_model: int, k: int, dtype: Any) -> int:
+    """Number of words of a row that is sent: ``d_model + 2 k 4 / itemsize``, of `itemsize` bytes
+    each."""
+    return d_model + 2 * k * (4 // jnp.dtype(dtype).itemsize)
+
+
+def encode_message(
+    rows: Float[Array, "row d_model"], slots: Int[Array, "row k"], probs: Float[Array, "row k"]
+) -> Shaped[Array, "row width"]:
+    """Encodes tokens, the slots of their experts and their gate weights (float32) as rows of
+    words."""
+    word = WORD_DTYPES[rows.dtype.itemsize]
+    fields = rows, slots.astype(jnp.int32), probs.astype(jnp.float32)
+    return jnp.concatenate([_to_words(field, word) for field in fields], axis=1)
+
+
+def decode_message(
+    message: Shaped[Array, "row width"], d_model: int, k: int, dtype: Any
+) -> tuple[Float[Array, "row d_model"], Int[Array, "row k"], Float[Array, "row k"]]:
+    """Decodes a message of `encode_message`: tokens, slots and gate weights."""
+    routing_words = (message.shape[1] - d_model) // 2
+    return (
+        lax.bitcast_convert_type(message[:, :d_model], dtype),
+        _from_words(message[:, d_model : d_model + routing_words], k, jnp.int32),
+        _from_words(message[:, d_model + routing_words :], k, jnp.float32),
+    )
+
+
+def _to_words(x: Array, word: Any) -> Array:
+    return lax.bitcast_convert_type(x, word).reshape(x.shape[0], -1)
+
+
+def _from_words(words: Array, k: int, dtype: Any) -> Array:
+    if words.shape[1] != k:
+        words = words.reshape(words.shape[0], k, -1)
+    return lax.bitcast_convert_type(words, dtype)
+
 
 Leaf = TypeVar("Leaf")
 
@@ -215,7 +258,6 @@ def compute_experts(
     # Capacity for any routing: a row has at most min(k, slots) experts on this device.
     num_rows = rows.shape[0] * mesh.size(mesh.etp) * min(k, serving.num_slots)
     implementation = selected_implementation(config, "experts", mesh.size(mesh.etp))
-    sums, _ = sharded_experts(
-        experts, rows, slots, probs, mesh, num_rows, implementation, activation=config.activation
-    )
+    options = DispatchOptions(mesh, product=implementation, activation=config.activation)
+    sums, _ = sharded_experts(experts, rows, slots, probs, num_rows, options)
     return tuple(jnp.split(vary(sums.astype(rows.dtype), mesh.axes), serving.num_sources))

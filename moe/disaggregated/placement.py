@@ -139,7 +139,7 @@ def layer_placements(
         raise ValueError(
             f"{len(placements)} placements were given for {num_layers} layers: give one per layer."
         )
-    if len({(one.num_devices, one.num_slots) for one in placements}) > 1:
+    if len({(each.num_devices, each.num_slots) for each in placements}) > 1:
         raise ValueError(
             "the placements of layers differ in devices or slots: use the same number for all."
         )

@@ -10,8 +10,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from moe.attention.latent import LatentCore, caches_latent
-from moe.attention.layer import CoreAttention
-from moe.attention.mask import window_of_layer
+from moe.attention.layer import CoreAttention, window_of_layer
 from moe.cache.buffers import to_cache_layout
 from moe.cache.step import StepCore
 from moe.decoding import by_row, packed_prefill, packed_step
@@ -93,7 +92,7 @@ def begin(serving: Serving, rest: Transformer[Array], inputs: Inputs) -> TokenSt
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=(4, 5))
 def dense_layer(
     serving: Serving,
-    columns: int | None,
+    num_positions: int | None,
     layer: Layer[Array],
     layer_index: Array,
     buffers: Buffers,
@@ -103,7 +102,7 @@ def dense_layer(
     """Runs a dense layer: attention and feed-forward.
 
     Args:
-      columns: number of columns of the cache that are read; None is all.
+      num_positions: number of positions of the cache that are read; None is all.
       layer_index: index of the layer in the network.
       buffers: donated; None before a prefill.
       state: donated.
@@ -114,7 +113,7 @@ def dense_layer(
     mesh, config = serving.mesh.attention, serving.config
 
     def local(layer: Any, layer_index: Array, buffers: Buffers, state: Any, inputs: Inputs) -> Any:
-        core = _Core(serving, layer_index, vary(buffers, mesh.axes), inputs, columns)
+        core = _Core(serving, layer_index, vary(buffers, mesh.axes), inputs, num_positions)
         x, _ = block(
             vary(layer, mesh.axes), state.x, core.packed, core.attend, config, mesh, layer_index
         )
@@ -129,7 +128,7 @@ def dense_layer(
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=(4, 5))
 def attention_half(
     serving: Serving,
-    columns: int | None,
+    num_positions: int | None,
     layer: Layer[Array],
     layer_index: Array,
     buffers: Buffers,
@@ -142,7 +141,7 @@ def attention_half(
     core attention, output projection, router, and the rows for each expert device.
 
     Args:
-      columns: number of columns of the cache that are read; None is all.
+      num_positions: number of positions of the cache that are read; None is all.
       layer_index: index of the layer in the network.
       buffers: donated; None before a prefill.
       state: donated.
@@ -166,7 +165,7 @@ def attention_half(
         received: Arrays,
         slot_table: SlotTable,
     ) -> Any:
-        core = _Core(serving, layer_index, vary(buffers, mesh.axes), inputs, columns)
+        core = _Core(serving, layer_index, vary(buffers, mesh.axes), inputs, num_positions)
         x, expert_layer = combine_outputs(state, received), layer_index - config.num_dense_layers
         state, sent = attend_and_route(
             serving,
@@ -298,7 +297,7 @@ class _Core:
         layer_index: Array,
         buffers: Buffers,
         inputs: Inputs,
-        columns: int | None,
+        num_positions: int | None,
     ):
         config, self._step, self._recorded = serving.config, None, list[Arrays]()
         if isinstance(inputs, Steps):
@@ -313,7 +312,7 @@ class _Core:
                 inputs.positions,
                 inputs.live,
                 first=first,
-                columns=columns,
+                num_positions=num_positions,
             )
             self.attend: CoreAttention | LatentCore = self._step.attend
             self.packed = _packed(serving, inputs, self.attend)

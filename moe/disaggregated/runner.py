@@ -89,38 +89,27 @@ class Runner:
         Args:
           tokens: rows sharded over ``dp``; in a process without attention any array of that shape.
         """
-        serving, inputs, state, cache = self._prefill, Prompts(tokens, lengths), None, []
+        serving, inputs, state = self._prefill, Prompts(tokens, lengths), None
+        buffers = [Buffers(None, None)] * self.config.num_layers
         ranks, rows = self.mesh.attention.layout, tokens.shape[0]
         num_tokens = rows * tokens.shape[1] // (ranks.dp * ranks.tp)
         received = self._zero_sums(serving, num_tokens)
         if self._attends:
             assert weights.rest is not None
-            state = programs.begin(serving, weights.rest, inputs)
-            for layer_index, layer in enumerate(weights.first):
-                state, layer_buffers = programs.dense_layer(
-                    serving,
-                    None,
-                    layer,
-                    self._replicated_int(layer_index),
-                    Buffers(None, None),
-                    state,
-                    inputs,
-                )
-                cache.append(layer_buffers)
+            state = self._begin(serving, None, weights, buffers, inputs)
         for layer in range(self.config.num_expert_layers):
             messages = None
             if self._attends:
-                state, layer_buffers, messages = self._attention(
-                    serving, None, weights, layer, Buffers(None, None), state, inputs, received
+                state, messages = self._attention(
+                    serving, None, weights, layer, buffers, state, inputs, received
                 )
-                cache.append(layer_buffers)
             received = self._experts(serving, weights, layer, messages, num_tokens)
             self._wait(1)
         if not self._attends:
             return None
         assert weights.rest is not None and state is not None and received is not None
         states, choices = programs.end_prefill(serving, weights.rest, state, received, inputs)
-        return Prefilled(_join_buffers(cache, self.config), states, choices)
+        return Prefilled(_join_buffers(buffers, self.config), states, choices)
 
     def decode(
         self,
@@ -131,7 +120,7 @@ class Runner:
         begin: Callable[[int], tuple[Array, Array, Array]],
         end: Callable[[int, Array, Array | None], tuple[Array, Array] | None],
         should_continue: Callable[[int], bool],
-        columns: int | None = None,
+        num_positions: int | None = None,
         on_counts: Callable[[int, Array], None] | None = None,
     ) -> Cache[Array] | None:
         """Decode loop: token after token of all rows, in the order of
@@ -149,7 +138,8 @@ class Runner:
             replicated over the attention devices; None without `on_counts`.
           should_continue: true if a token of that index is to be decoded; the same in all
             processes.
-          columns: number of columns of the cache that are read, more than are decoded; None is all.
+          num_positions: number of positions of the cache that are read, more than are decoded; None
+            is all.
           on_counts: in a process without attention, takes the micro-batch and the counts of its
             `end`, ``[1, 2]`` int32, which are sent there. Passed in all processes or in none.
 
@@ -170,34 +160,16 @@ class Runner:
             received[i] = self._zero_sums(serving, num_tokens)
             if not self._attends:
                 return
-            assert weights.rest is not None
             first = self._replicated_int(i * num_rows // (layout.dp * micro_batches))
-            inputs = inputs_of[i] = Steps(*begin(i), first)
-            token_states[i] = programs.begin(serving, weights.rest, inputs)
-            for layer_index, layer in enumerate(weights.first):
-                token_states[i], buffers[layer_index] = programs.dense_layer(
-                    serving,
-                    columns,
-                    layer,
-                    self._replicated_int(layer_index),
-                    buffers[layer_index],
-                    token_states[i],
-                    inputs,
-                )
+            inputs_of[i] = Steps(*begin(i), first)
+            token_states[i] = self._begin(serving, num_positions, weights, buffers, inputs_of[i])
 
         def attend(i: int, layer: int) -> None:
             messages[i] = None
             if self._attends:
-                layer_index = self.config.num_dense_layers + layer
-                token_states[i], buffers[layer_index], messages[i] = self._attention(
-                    serving,
-                    columns,
-                    weights,
-                    layer,
-                    buffers[layer_index],
-                    token_states[i],
-                    inputs_of[i],
-                    received[i],
+                state, inputs = token_states[i], inputs_of[i]
+                token_states[i], messages[i] = self._attention(
+                    serving, num_positions, weights, layer, buffers, state, inputs, received[i]
                 )
 
         def finish(i: int) -> None:
@@ -268,30 +240,50 @@ class Runner:
         while len(self._in_flight) > exchanges:
             jax.block_until_ready(self._in_flight.popleft())
 
+    def _begin(
+        self,
+        serving: Serving,
+        num_positions: int | None,
+        weights: SplitWeights[Array],
+        buffers: list[Buffers],
+        inputs: Any,
+    ) -> TokenState[Array]:
+        """Embeds tokens and runs the leading dense layers, whose buffers it replaces."""
+        assert weights.rest is not None
+        state = programs.begin(serving, weights.rest, inputs)
+        for index, layer in enumerate(weights.first):
+            layer_index = self._replicated_int(index)
+            state, buffers[index] = programs.dense_layer(
+                serving, num_positions, layer, layer_index, buffers[index], state, inputs
+            )
+        return state
+
     def _attention(
         self,
         serving: Serving,
-        columns: int | None,
+        num_positions: int | None,
         weights: SplitWeights[Array],
         layer: int,
-        buffers: Buffers,
+        buffers: list[Buffers],
         state: TokenState[Array] | None,
         inputs: Any,
         received: Arrays | None,
-    ) -> tuple[TokenState[Array], Buffers, Arrays]:
-        layer_index = self._replicated_int(self.config.num_dense_layers + layer)
+    ) -> tuple[TokenState[Array], Arrays]:
+        """Runs the attention half of a layer, whose buffers it replaces."""
+        index = self.config.num_dense_layers + layer
         assert state is not None and received is not None
-        return programs.attention_half(
+        after, buffers[index], messages = programs.attention_half(
             serving,
-            columns,
+            num_positions,
             weights.attention[layer],
-            layer_index,
-            buffers,
+            self._replicated_int(index),
+            buffers[index],
             state,
             inputs,
             received,
             weights.slot_tables[layer],
         )
+        return after, messages
 
     def _experts(
         self,

@@ -13,18 +13,54 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from moe.adapters.adapted import Adapted, product
-from moe.architecture.activation import Activation
-from moe.experts.flattened_dot import flattened_dot
-from moe.experts.fused import FUSED, FUSED_KERNELS, SCATTERED, fused_experts, permutation_kernel
+from moe.architecture.feed_forward import Activation
+from moe.experts.fused import (
+    FUSED,
+    FUSED_KERNELS,
+    SCATTERED,
+    fused_experts,
+    gathered_experts,
+    permutation_kernel,
+)
 from moe.experts.gated import apply_activation, apply_gate
-from moe.experts.gathered import gathered_experts
-from moe.experts.grouped.dot import IMPLEMENTATIONS, grouped_dot
+from moe.experts.grouped_dot import IMPLEMENTATIONS, grouped_dot
 from moe.experts.permutation import permute_rows, unpermute_rows
 from moe.kernels.layout import sorted_layout
 from moe.remat import PRODUCT
 from moe.weights import Dense, Experts, Layer
-from sharding.collectives import gather_tokens, scatter_tokens
+from sharding.collectives import gather_tokens, match_varying, scatter_tokens
 from sharding.folding import FoldedMesh
+
+
+def flattened_dot(
+    x: Float[Array, "token inner"], weights: Float[Array, "inner *outer"]
+) -> Float[Array, "token columns"]:
+    """``x @ W``, with the columns of ``W`` flattened in memory order.
+
+    Weights are cast to the dtype of `x` where they are used. The gradient is that of autodiff, but
+    the residual is the weight as it is passed. Otherwise a cast and reshaped copy would be saved in
+    addition, in a scan over layers one for every layer.
+    """
+    return _flattened_dot(*match_varying((x, weights)))
+
+
+def _plain_flattened_dot(x, weights):
+    return x @ weights.astype(x.dtype).reshape(weights.shape[0], -1)
+
+
+_flattened_dot = jax.custom_vjp(_plain_flattened_dot)
+
+
+def _flattened_dot_forward(x, weights):
+    return _plain_flattened_dot(x, weights), (x, weights)
+
+
+def _flattened_dot_backward(residuals, gradient):
+    # The product itself is not wanted here, and not computed.
+    return jax.vjp(_plain_flattened_dot, *residuals)[1](gradient)
+
+
+_flattened_dot.defvjp(_flattened_dot_forward, _flattened_dot_backward)
 
 
 def dense(
@@ -108,12 +144,12 @@ def routed_experts(
       probs: gate weights, float32.
       num_rows: capacity in rows; None is enough for every expert id.
       dtype: of the rows, in which the products are computed; None is that of `x`.
-      implementation: of the products, see `moe.experts.grouped.dot.grouped_dot`. With "mosaic"
+      implementation: of the products, see `moe.experts.grouped_dot.grouped_dot`. With "mosaic"
         kernels also sort, permute and sum the rows; with "mosaic_fused" the activation is fused
         into the products too (`moe.experts.fused`); with "mosaic_gathered" the products gather
         tokens and, backward, output gradients themselves, so that neither is permuted; with
         "mosaic_scattered" they also write their rows in the order of tokens
-        (`moe.experts.gathered`). Products with adapters are as narrow as their rank, and use the
+        (`moe.experts.fused`). Products with adapters are as narrow as their rank, and use the
         best implementation that applies.
       activation: f, see `moe.experts.gated.apply_activation`.
 

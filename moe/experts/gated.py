@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from moe.architecture.activation import Activation, ClampedSwiGLU
-from sharding.collectives import vary, varying
+from moe.architecture.feed_forward import Activation, ClampedSwiGLU
+from sharding.collectives import match_varying
 
 
 def apply_activation(
@@ -41,8 +41,7 @@ def apply_gate(
       probs: gate weight of each row, float32.
       activation: see `apply_activation`.
     """
-    axes = tuple(varying(gate_up) | varying(probs))
-    return _apply_gate(*vary((gate_up, probs), axes), activation)
+    return _apply_gate(*match_varying((gate_up, probs)), activation)
 
 
 def _split_gate_up(gate_up: Array) -> list[Array]:

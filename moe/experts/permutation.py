@@ -5,56 +5,10 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from moe.kernels.rows import combine, take
-from sharding.collectives import vary, varying
-
-
-def sort_by_group(groups: Int[Array, "row"], num_groups: int) -> tuple[Array, Array]:
-    """Stable order of rows by group, and the size of each group.
-
-    Rows whose group is `num_groups` or more come last and are not counted.
-
-    Raises:
-      ValueError: if the dtype of the ids cannot count all pairs of a group and a row.
-    """
-    num_rows = groups.shape[0]
-    if (num_groups + 1) * num_rows > jnp.iinfo(groups.dtype).max:
-        raise ValueError(
-            f"{num_rows} rows of {num_groups} groups have more (group, row) pairs than "
-            f"{groups.dtype} can count: route fewer rows at a time."
-        )
-    # One sort of distinct keys: several times as fast as a stable sort of pairs, and as a running
-    # count per group where there are many groups.
-    keys = jnp.minimum(groups, num_groups) * num_rows + jnp.arange(num_rows, dtype=groups.dtype)
-    keys = jnp.sort(keys)
-    stop = jnp.searchsorted(keys, jnp.arange(1, num_groups + 1, dtype=keys.dtype) * num_rows)
-    return keys % num_rows, jnp.diff(stop, prepend=0)
-
-
-def positions_within(groups: Int[Array, "row"], num_groups: int) -> tuple[Array, Array]:
-    """Position of each row among the rows of its group, in order, and the size of each group.
-
-    Rows whose group is out of range have no meaningful position and are not counted.
-    """
-    order, sizes = sort_by_group(groups, num_groups)
-    start = take_rows(jnp.cumsum(sizes) - sizes, groups)
-    return inverse_slots(order, groups.shape[0]) - start, sizes
-
-
-def inverse_slots(slots: Int[Array, "row"], num_slots: int) -> Int[Array, "slot"]:
-    """Index of the row in each slot; one past the last row in an empty slot."""
-    empty = jnp.full((num_slots,), slots.shape[0], jnp.int32)
-    return empty.at[slots].set(jnp.arange(slots.shape[0], dtype=jnp.int32), mode="drop")
-
-
-def take_rows(
-    x: Shaped[Array, "row *rest"], rows: Int[Array, "slot"]
-) -> Shaped[Array, "slot *rest"]:
-    """`x[rows]`, with zeros where the index is past the end."""
-    return x.at[rows].get(mode="fill", fill_value=0)
+from sharding.collectives import match_varying
 
 
 def permute_rows(
@@ -77,9 +31,8 @@ def permute_rows(
       dtype: of the result.
       implementation: of forward and backward, see `moe.kernels.choice`; scalars are "plain".
     """
-    axes = tuple(varying(x) | varying(source) | varying(slots))
     dtype = x.dtype if dtype is None else dtype
-    return _permute(*vary((x, source, slots), axes), x.dtype, dtype, implementation)
+    return _permute(*match_varying((x, source, slots)), x.dtype, dtype, implementation)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
@@ -108,8 +61,7 @@ def unpermute_rows(
 
     The reverse of `permute_rows`, and its gradient; arguments as there.
     """
-    axes = tuple(varying(x) | varying(source) | varying(slots))
-    return _sum(*vary((x, slots, source), axes), x.dtype, implementation)
+    return _sum(*match_varying((x, slots, source)), x.dtype, implementation)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))

@@ -5,7 +5,7 @@ They are Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V3, GLM-4.5, gpt-oss and
 
 from typing import Any
 
-from moe.architecture.activation import ClampedSwiGLU
+from moe.architecture.feed_forward import ClampedSwiGLU
 from moe.config import GatedDeltaNet, ModelConfig, MultiHeadLatentAttention
 from moe.huggingface.family import (
     LATENT_ATTENTION,

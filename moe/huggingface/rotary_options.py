@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from moe.attention.rotary import LinearScaling, LlamaScaling, RopeScaling, YarnScaling
+from moe.architecture.rope import LinearScaling, LlamaScaling, RopeScaling, YarnScaling
 from moe.config import ModelConfig
 from moe.huggingface.family import Fields, OptionGroup
 from moe.huggingface.options import Options

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from moe.architecture.activation import Activation
+from moe.architecture.feed_forward import Activation
 from moe.config import ModelConfig
 from moe.huggingface.family import Fields, OptionGroup
 from moe.huggingface.options import Options

@@ -8,9 +8,9 @@ Pallas calls so: one thread block of the grid.
 
 Kernels that multiply (`grouped`, `swiglu`, `slices`, `attention`, `decode_attention`,
 `latent_decode`) use Hopper's matrix units (wgmma) and run on Hopper alone; those that move rows,
-sort expert ids and score experts (`rows`, `permute`, `layout`, `routing`) need nothing that later
+sort expert ids and score experts (`rows`, `layout`, `routing`) need nothing that later
 GPUs lack. A kernel that is requested by name raises on operands and devices that it does not
 support; there is no silent fallback. In a function of this package, None is the reference
-implementation, which XLA compiles for any device; `moe.layers.implementations` names a kernel where
+implementation, which XLA compiles for any device; `moe.implementations` names a kernel where
 a network's settings leave the choice open and the kernel was measured to be faster.
 """

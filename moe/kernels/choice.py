@@ -5,8 +5,12 @@ from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jaxtyping import Array, DTypeLike
 
 NAMES = ("mosaic", "plain", "interpreted")
+HALF_PRECISION = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+"""Dtypes that the matrix units multiply."""
 
 
 def call_implementation(
@@ -67,3 +71,21 @@ def capability() -> float:
         str(getattr(device, "compute_capability", "")) for device in jax.local_devices()
     ]
     return min(float(text) if text.replace(".", "", 1).isdigit() else 0.0 for text in capabilities)
+
+
+def unsupported_dtype(name: str, dtype: DTypeLike) -> str | None:
+    """The reason why a dtype is unsupported: the matrix units do not multiply it; None if they
+    do."""
+    if jnp.dtype(dtype) in HALF_PRECISION:
+        return None
+    return f"{name} of {dtype} (needs bfloat16 or float16)"
+
+
+def unsupported_dtypes(names: str, *arrays: Array) -> str | None:
+    """The reason why arrays are unsupported: they are not all of one half precision; None if they
+    are."""
+    dtypes = {x.dtype for x in arrays}
+    if len(dtypes) == 1 and dtypes <= {*HALF_PRECISION}:
+        return None
+    listed = ", ".join(str(x.dtype) for x in arrays)
+    return f"{names} of {listed} (needs all bfloat16 or all float16)"

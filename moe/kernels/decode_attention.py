@@ -20,10 +20,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from moe.attention.cached import cached_attention
-from moe.kernels.choice import call_implementation
+from moe.kernels.choice import call_implementation, unsupported_dtype, unsupported_dtypes
 from moe.kernels.grouped import store_rows, zero_outside
 from moe.kernels.mosaic import Target, launch, mosaic_gpu, product
+from moe.ops.attention import cached_attention
 
 COLUMNS = 128
 """Columns of one program."""
@@ -33,8 +33,6 @@ MIN_QUERIES = 64
 """Rows that the matrix units multiply at least; the queries of a head are padded to them."""
 MAX_HEAD_DIM = 256
 """Elements of a head, at most: a wider one does not fit into registers and shared memory."""
-HALF_PRECISION = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
-"""Dtypes that the matrix units multiply."""
 
 
 def decode_attention(
@@ -60,7 +58,7 @@ def decode_attention(
       layer: index of the layer, where the buffers hold all layers: a slice would be a copy.
       implementation: "mosaic", the kernel, for half precision, heads of a multiple of 64 elements
         up to 256, and columns that are a multiple of 64; None and "plain" are
-        `moe.attention.cached.cached_attention`.
+        `moe.ops.attention.cached_attention`.
 
     Raises:
       ValueError: on another implementation, and where "mosaic" does not support the call.
@@ -92,8 +90,9 @@ def _with_layer_axis(buffer: Array) -> Array:
 def unsupported_heads(dtype: Any, group: int, *widths: int) -> str | None:
     """The reason why the kernel does not support heads of these widths, of keys and of values, with
     `group` query heads for each key/value head; None if it does."""
-    if jnp.dtype(dtype) not in HALF_PRECISION:
-        return f"keys and values of {dtype} (needs bfloat16 or float16)"
+    reason = unsupported_dtype("keys and values", dtype)
+    if reason is not None:
+        return reason
     for width in widths:
         if width % 64 or not 0 < width <= MAX_HEAD_DIM:
             return f"heads of {width} elements (needs a multiple of 64 up to {MAX_HEAD_DIM})"
@@ -102,28 +101,21 @@ def unsupported_heads(dtype: Any, group: int, *widths: int) -> str | None:
     return None
 
 
-def unsupported_dtypes(names: str, *arrays: Array) -> str | None:
-    """The reason why arrays are unsupported: they are not all of one half precision; None if they
-    are."""
-    dtypes = {x.dtype for x in arrays}
-    if len(dtypes) == 1 and dtypes <= {*HALF_PRECISION}:
-        return None
-    listed = ", ".join(str(x.dtype) for x in arrays)
-    return f"{names} of {listed} (needs all bfloat16 or all float16)"
-
-
 def _obstacle(name: str | None, query: Array, keys: Array, values: Array) -> str | None:
-    if name == "interpreted":
-        return "Pallas's interpreter has no matrix units; use None."
     reason = unsupported_dtypes("query, keys and values", query, keys, values)
     group, widths = query.shape[1] // keys.shape[-3], (query.shape[-1], values.shape[-1])
     reason = reason or unsupported_heads(query.dtype, group, *widths)
-    if reason is not None:
-        return f"{reason}; use None."
-    if keys.shape[-1] % UNIT:
-        columns = keys.shape[-1]
-        return f"a KV cache of {columns} columns (needs a multiple of {UNIT}); use None."
-    return None
+    return obstacle_of_cache(name, reason, keys.shape[-1])
+
+
+def obstacle_of_cache(name: str | None, reason: str | None, cache_length: int) -> str | None:
+    """The obstacle to a decode kernel, with the fix: its name, a reason, or the length of a
+    cache."""
+    if name == "interpreted":
+        return "Pallas's interpreter has no matrix units; use None."
+    if reason is None and cache_length % UNIT:
+        reason = f"a KV cache of {cache_length} columns (needs a multiple of {UNIT})"
+    return None if reason is None else f"{reason}; use None."
 
 
 def _plain(query, keys, values, first, stop, layer, *, scale: float | None) -> Array:

@@ -22,6 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
+from moe.kernels.choice import foreign_gpus, unsupported_dtype
 from moe.kernels.mosaic import Target, launch, mosaic_gpu
 from moe.kernels.slices import RowSlices, multiply_slices, scatter_rows, with_slots
 
@@ -45,6 +46,36 @@ class Tiling(NamedTuple):
 
 
 TILING = Tiling()
+UNIT = 64
+"""Both dimensions of a matrix are multiples of this."""
+
+
+def unsupported_size(size: int) -> str | None:
+    """The rule for a dimension of a matrix, if this size breaks it."""
+    return f"needs a multiple of {UNIT}" if size % UNIT or not size else None
+
+
+def require_support(
+    rows: Array | jax.ShapeDtypeStruct,
+    width: int,
+    name: str = "mosaic",
+    operation: str = "grouped_dot",
+) -> None:
+    """Raises if the kernels do not support these rows, this width of the result, or this process's
+    GPUs.
+
+    Raises:
+      ValueError: with the reason and the fix.
+    """
+    reason = foreign_gpus(hopper_only=True)
+    reason = reason or unsupported_dtype("rows", rows.dtype)
+    if reason is None and (unsupported_size(rows.shape[1]) or unsupported_size(width)):
+        reason = f"matrices of {rows.shape[1]} x {width} (both must be multiples of {UNIT})"
+    if reason is not None:
+        raise ValueError(
+            f'implementation="{name}" of {operation} does not support {reason}: use "blocks", or '
+            "None for the best that applies."
+        )
 
 
 class Tiles(NamedTuple):

@@ -27,11 +27,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from moe.attention.cached import cached_attention
-from moe.kernels.choice import call_implementation
-from moe.kernels.decode_attention import HALF_PRECISION, UNIT, merge_splits, unsupported_dtypes
+from moe.kernels.choice import call_implementation, unsupported_dtype, unsupported_dtypes
+from moe.kernels.decode_attention import UNIT, merge_splits, obstacle_of_cache
 from moe.kernels.grouped import zero_outside
 from moe.kernels.mosaic import THREAD, Target, launch, mosaic_gpu, product
+from moe.ops.attention import cached_attention
 
 BLOCK = UNIT
 """Columns that are multiplied at a time: with more, two blocks do not fit into shared memory."""
@@ -73,7 +73,7 @@ def latent_decode_attention(
       layer: index of the layer, where the buffer holds all layers: a slice would be a copy.
       implementation: "mosaic", the kernel, for half precision, vectors of a multiple of 64 numbers
         up to 576, a rank of a multiple of 128 up to 512, and columns that are a multiple of 64;
-        None and "plain" are `moe.attention.cached.cached_attention`.
+        None and "plain" are `moe.ops.attention.cached_attention`.
 
     Raises:
       ValueError: on another implementation, and where "mosaic" does not support the call.
@@ -94,8 +94,9 @@ def latent_decode_attention(
 def unsupported_vectors(dtype: Any, width: int, rank: int) -> str | None:
     """The reason why the kernel does not support vectors of this width with values of their first
     `rank` elements; None if it does."""
-    if jnp.dtype(dtype) not in HALF_PRECISION:
-        return f"vectors of {dtype} (needs bfloat16 or float16)"
+    reason = unsupported_dtype("vectors", dtype)
+    if reason is not None:
+        return reason
     if width % 64 or not 0 < width <= MAX_WIDTH:
         return f"vectors of {width} elements (needs a multiple of 64 up to {MAX_WIDTH})"
     if rank % 128 or not 0 < rank <= min(width, MAX_RANK):
@@ -104,16 +105,9 @@ def unsupported_vectors(dtype: Any, width: int, rank: int) -> str | None:
 
 
 def _obstacle(name: str | None, query: Array, vectors: Array, rank: int) -> str | None:
-    if name == "interpreted":
-        return "Pallas's interpreter has no matrix units; use None."
     reason = unsupported_dtypes("query and vectors", query, vectors)
     reason = reason or unsupported_vectors(query.dtype, query.shape[-1], rank)
-    if reason is not None:
-        return f"{reason}; use None."
-    if vectors.shape[-1] % UNIT:
-        columns = vectors.shape[-1]
-        return f"a KV cache of {columns} columns (needs a multiple of {UNIT}); use None."
-    return None
+    return obstacle_of_cache(name, reason, vectors.shape[-1])
 
 
 def _plain(query, vectors, first, stop, layer, *, rank: int, scale: float) -> Array:

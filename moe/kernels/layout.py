@@ -1,9 +1,13 @@
-"""Permutation of tokens by expert id, computed without a sort (a counting sort in blocks).
+"""Permutation of tokens by expert id: its layout, computed without a sort (a counting sort in
+blocks), the gather into its slots, and the sum over the slots of a token.
 
 An assignment is one of the k expert ids of a token. The slot of an assignment is the number of
 assignments of its expert in earlier blocks, with all those of earlier experts, plus its rank in its
 own block. Histograms and ranks come from comparing all pairs within a block; no thread waits for
 another, and nothing is added in an order that varies.
+
+The forward pass of "permute" is the backward pass of "unpermute", and the reverse. Neither
+scatters.
 """
 
 from functools import partial
@@ -13,11 +17,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
-from moe.experts.permutation import inverse_slots, sort_by_group, take_rows
 from moe.kernels.choice import call_implementation
 from moe.kernels.mosaic import Target, launch
+from moe.kernels.rows import combine, combine_gradients, take
+from moe.ops.sorting import inverse_slots, sort_by_group, take_rows
+from sharding.collectives import match_varying
 
 BLOCK = 128
 """Assignments of one program."""
@@ -190,3 +196,101 @@ def _assign_slots(width, target, block, ids, others, before, slots):
             slot = slot + _broadcast(target, sums, 1) * equal
         total = target.tiled(jnp.sum(slot, axis=1))
         target.store(slots.at[pl.ds(block * BLOCK + offset, SIDE)], total)
+
+
+def permute(
+    x: Float[Array, "token width"], layout: SortedLayout, *, implementation: str | None = None
+) -> Float[Array, "slot width"]:
+    """Gathers tokens into the slots of a layout, with zeros in empty slots.
+
+    The gradient of a token is the sum over its slots, float32, in the order of its expert ids.
+
+    Args:
+      x: tokens.
+      layout: sorted layout of their expert ids.
+      implementation: "mosaic", "plain" or "interpreted", see `moe.kernels.choice`.
+
+    Raises:
+      ValueError: on another implementation, and where "mosaic" does not support the call: on other
+        devices than CUDA's, and for rows whose width is not a multiple of 128.
+    """
+    x, layout = match_varying((x, layout))
+    return _permute(x, layout, x.dtype, implementation)
+
+
+def unpermute(
+    rows: Float[Array, "slot width"],
+    layout: SortedLayout,
+    probs: Float[Array, "token k"] | None = None,
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "token width"]:
+    """``sum_k probs_k rows[slot_k]`` of each token, float32, rounded once to the rows' dtype.
+
+    The reverse of `permute`, and its gradient where there are no probs. An expert id without a slot
+    adds nothing.
+
+    Args:
+      rows: rows in the slots of the layout; the contents of empty ones have no effect.
+      layout: sorted layout of the tokens' expert ids.
+      probs: gate weights; None is 1.
+      implementation: as in `permute`, with its errors.
+    """
+    if probs is None:
+        rows, layout = match_varying((rows, layout))
+        return _unpermute(rows, layout, rows.dtype, implementation)
+    rows, layout, probs = match_varying((rows, layout, probs))
+    return _weighted(rows, layout, probs, implementation)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _permute(x, layout, dtype, implementation):
+    return take(x, layout.tokens, implementation=implementation)
+
+
+def _permute_forward(x, layout, dtype, implementation):
+    return _permute(x, layout, dtype, implementation), layout
+
+
+def _permute_backward(dtype, implementation, layout, gradient):
+    grad_x = combine(gradient, layout.slots, dtype=dtype, implementation=implementation)
+    return grad_x, None
+
+
+_permute.defvjp(_permute_forward, _permute_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _unpermute(rows, layout, dtype, implementation):
+    return combine(rows, layout.slots, dtype=dtype, implementation=implementation)
+
+
+def _sum_forward(rows, layout, dtype, implementation):
+    return _unpermute(rows, layout, dtype, implementation), layout
+
+
+def _sum_backward(dtype, implementation, layout, gradient):
+    return take(gradient, layout.tokens, implementation=implementation), None
+
+
+_unpermute.defvjp(_sum_forward, _sum_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _weighted(rows, layout, probs, implementation):
+    return combine(rows, layout.slots, probs, dtype=rows.dtype, implementation=implementation)
+
+
+def _weighted_forward(rows, layout, probs, implementation):
+    return _weighted(rows, layout, probs, implementation), (rows, layout, probs)
+
+
+def _weighted_backward(implementation, residuals, gradient):
+    rows, layout, probs = residuals
+    grad_rows, grad_probs = combine_gradients(
+        rows, gradient, layout.slots, layout.assignments, probs, implementation=implementation
+    )
+    return grad_rows, None, grad_probs.astype(probs.dtype)
+
+
+_weighted.defvjp(_weighted_forward, _weighted_backward)

@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jaxtyping import Array, Float, Int
 
-from sharding.collectives import vary, varying
+from sharding.collectives import match_varying
 
 TILE_HEIGHTS = (512, 256, 128, 64, 32, 16)
 """Rows of a tile: the first of these that divides the number of rows."""
@@ -43,7 +43,8 @@ def multiply_rows(
       ValueError: when it is lowered for anything but a TPU and not interpreted.
     """
     run = partial(_gmm, interpret=True) if interpreted else _MULTIPLY_ROWS.bind
-    out = run(*_vary_over_all_axes(_pad_rows(rows), weights, sizes), side=side)[: rows.shape[0]]
+    operands = match_varying((_pad_rows(rows), weights, sizes.astype(jnp.int32)))
+    out = run(*operands, side=side)[: rows.shape[0]]
     in_group = jnp.arange(rows.shape[0]) < jnp.sum(sizes)
     return jnp.where(in_group[:, None], out, 0)
 
@@ -61,12 +62,7 @@ def sum_products(
       interpreted: as in `multiply_rows`, with its errors.
     """
     run = partial(_tgmm, interpret=True) if interpreted else _SUM_PRODUCTS.bind
-    return run(*_vary_over_all_axes(_pad_rows(rows), _pad_rows(others), sizes))
-
-
-def _vary_over_all_axes(rows: Array, others: Array, sizes: Array) -> tuple[Array, Array, Array]:
-    operands = rows, others, sizes.astype(jnp.int32)
-    return vary(operands, tuple(frozenset().union(*map(varying, operands))))
+    return run(*match_varying((_pad_rows(rows), _pad_rows(others), sizes.astype(jnp.int32))))
 
 
 def _pad_rows(rows: Array) -> Array:

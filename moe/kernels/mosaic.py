@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from sharding.collectives import vary, varying
+from sharding.collectives import match_varying
 
 LANES = 128
 """Threads of a warpgroup. Most programs are one warpgroup."""
@@ -191,8 +191,7 @@ def launch(
         )
         return call(*operands)
     # A kernel's result varies over the mesh axes of all its operands, which are typed alike here.
-    axes = tuple(frozenset().union(*map(varying, operands)))
-    first, *others = vary(tuple(operands), axes)
+    first, *others = match_varying(tuple(operands))
     target = Target() if simulated else Gpu()
     plgpu, warpgroup_options = mosaic_gpu(), {}
     if threads > 1:
@@ -218,7 +217,7 @@ def launch(
         interpret=_simulator() if simulated else None,
     )
     first = first if simulated else require_cuda(first, operation)
-    return vary(tuple(kernel(first, *others)), axes)
+    return match_varying(tuple(kernel(first, *others)), first)
 
 
 def _simulator() -> Any:

@@ -18,12 +18,14 @@ from jaxtyping import Array, Float
 from moe.kernels.choice import call_implementation
 from moe.kernels.mosaic import Target, launch
 from moe.remat import ROUTED
-from sharding.collectives import vary, varying
+from sharding.collectives import match_varying
 
 TOKENS = 64
 """Tokens of one program."""
 MAX_EXPERTS = 256
 """Experts of a network, at most: more would not stay in registers."""
+MAX_EXPERTS_WITHOUT_SPILLS = 128
+"""Experts of a network, at most, of which all stay in registers."""
 
 
 class Rule(NamedTuple):
@@ -92,9 +94,8 @@ def route(
         devices than CUDA's, for more than 256 experts, and for a number of them that is not a
         multiple of 8.
     """
-    operands = [x.astype(jnp.float32) for x in (logits, bias, weights)]
-    axes = tuple(frozenset().union(*map(varying, operands)))
-    outputs: Any = _route(*vary(tuple(operands), axes), rule, implementation)
+    operands = match_varying(tuple(x.astype(jnp.float32) for x in (logits, bias, weights)))
+    outputs: Any = _route(*operands, rule, implementation)
     return RouterOutput(*outputs)
 
 
@@ -132,9 +133,13 @@ def _backward(rule, implementation, residuals, gradients):
 _route.defvjp(_forward, _backward)
 
 
+def supports_experts(num_experts: int, most: int = MAX_EXPERTS) -> bool:
+    return num_experts % 8 == 0 and 8 <= num_experts <= most
+
+
 def _obstacle(logits: Array) -> str | None:
     tokens, experts = logits.shape
-    if tokens and experts % 8 == 0 and 8 <= experts <= MAX_EXPERTS:
+    if tokens and supports_experts(experts):
         return None
     return (
         f"{tokens} tokens among {experts} experts (needs one token or more, and a multiple of 8 "

@@ -14,6 +14,7 @@ from jaxtyping import Array, DTypeLike, Float, Int, Shaped
 
 from moe.kernels.choice import call_implementation
 from moe.kernels.mosaic import LANES, Target, broadcast_condition, launch, loop_over_row
+from moe.ops.sorting import take_rows
 
 SWEPT_SLOTS = 64
 """Slots that one program searches for empty ones."""
@@ -28,7 +29,7 @@ def take(
     """Gathers ``x[source]``, zeros where the index is past the end. It defines no gradient."""
     return call_implementation(
         implementation,
-        _take_plain,
+        take_rows,
         _take_kernel,
         (x, source),
         operation="take",
@@ -86,9 +87,14 @@ def combine_gradients(
     )
 
 
+def unsupported_width(width: int) -> str | None:
+    """The rule for the number of elements of a row, if this one breaks it."""
+    return f"needs a multiple of {LANES}" if width % LANES else None
+
+
 def _obstacle(x: Array) -> str | None:
     dtypes = (jnp.bfloat16, jnp.float16, jnp.float32)
-    if x.ndim != 2 or x.shape[1] % LANES or not x.size:
+    if x.ndim != 2 or unsupported_width(x.shape[1]) or not x.size:
         return (
             f"{x.shape[0]} rows of shape {x.shape[1:]} (needs one row or more, and a multiple of "
             f"{LANES} elements); use None."
@@ -100,10 +106,6 @@ def _obstacle(x: Array) -> str | None:
 
 def _empty_obstacle(indices: Array) -> str | None:
     return None if indices.size else f"empty indices of shape {indices.shape}; use None."
-
-
-def _take_plain(x: Array, source: Array) -> Array:
-    return x.at[source].get(mode="fill", fill_value=0)
 
 
 def _take_kernel(x: Array, source: Array, *, interpreted: bool) -> Array:
@@ -162,7 +164,7 @@ def _combine_plain(
     # A loop over columns: gathered in one operation they would be as many float32 rows as there
     # are slots, where the compiler does not fuse the gather into the sum.
     for column in range(slots.shape[1]):
-        values = _take_plain(rows, slots[:, column]).astype(jnp.float32)
+        values = take_rows(rows, slots[:, column]).astype(jnp.float32)
         total = total + (values if probs is None else values * probs[:, column, None])
     return total.astype(dtype)
 
@@ -222,11 +224,11 @@ def _gradients_plain(
     rows: Array, gradient: Array, slots: Array, assignments: Array, probs: Array
 ) -> tuple[Array, Array]:
     wide = gradient.astype(jnp.float32)
-    slot_rows = _take_plain(rows, slots).astype(jnp.float32)
+    slot_rows = take_rows(rows, slots).astype(jnp.float32)
     exact = lax.Precision.HIGHEST
     grad_probs = jnp.einsum("nd,nkd->nk", wide, slot_rows, precision=exact)
-    prob = _take_plain(probs.reshape(-1), assignments).astype(jnp.float32)
-    grad_rows = prob[:, None] * _take_plain(wide, assignments // slots.shape[1])
+    prob = take_rows(probs.reshape(-1), assignments).astype(jnp.float32)
+    grad_rows = prob[:, None] * take_rows(wide, assignments // slots.shape[1])
     return grad_rows.astype(rows.dtype), grad_probs
 
 

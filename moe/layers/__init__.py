@@ -1,1 +1,1 @@
-"""Blocks, stacks of layers (scanned or unrolled), and pipeline chunks."""
+"""Blocks, stacks of layers (scanned or unrolled), and two-batch overlap."""

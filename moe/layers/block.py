@@ -6,13 +6,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from moe.attention.delta.sequences import DeltaCore
+from moe.attention.delta import DeltaCore
 from moe.attention.latent import LatentCore
 from moe.attention.layer import CoreAttention, attention, norm_after, norm_before
 from moe.config import ModelConfig
 from moe.experts.dispatch.choice import dispatch
 from moe.experts.feed_forward import dense_term
-from moe.layers.implementations import selected_implementation
+from moe.implementations import selected_implementation
 from moe.remat import STREAM
 from moe.router.capacity import capacity_of
 from moe.router.layer import route

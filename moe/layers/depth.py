@@ -18,8 +18,8 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from moe.architecture.delta import delta_layers as delta_layers_of
-from moe.architecture.repetition import period_of
-from moe.attention.mask import window_of_layer
+from moe.architecture.delta import period_of
+from moe.attention.layer import window_of_layer
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.weights import Layer, Transformer
@@ -187,7 +187,7 @@ def split_layer_groups(
 ) -> tuple[Layer[Array], ...]:
     """Unstacks all layers into groups, one for each output of `run_layers`: each layer by itself
     or, for a scanned stack, one stack for each index in its period."""
-    return map_layer_groups(weights, config, lambda stacked, number: stacked[number])
+    return map_layer_groups(weights, config, lambda stacked, index: stacked[index])
 
 
 def map_layer_groups(

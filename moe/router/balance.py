@@ -1,4 +1,5 @@
-"""Load-balancing (auxiliary) losses: the load fractions that they use, and their sum."""
+"""Load balancing of experts, by auxiliary losses, with the load fractions that they use, or without
+one by a selection bias that favours idle experts."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,8 +9,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe.config import ModelConfig
-from moe.router.sequences import load_fraction
+from moe.placement import stack_chunks
 from moe.router.statistics import LoadFractions, RouterStatistics
+from moe.tokens.sequences import load_fraction
+from moe.weights import Transformer
 from sharding.collectives import all_sum
 from sharding.folding import FoldedMesh
 
@@ -37,7 +40,7 @@ def load_fractions(
 
     Args:
       sequence: the fractions within each token's sequence
-        (`moe.router.sequences.sequence_load_fractions`); None where nothing is learned.
+        (`moe.tokens.sequences.sequence_load_fractions`); None where nothing is learned.
       load: choices of each expert by this device's tokens.
     """
     everyone = (*mesh.dp, *mesh.sequence)
@@ -111,3 +114,49 @@ def router_loss(
     weighted = weighted + config.global_balance_coef * stats.global_balance
     tokens = jnp.maximum(num_tokens, 1).astype(jnp.float32)
     return all_sum(weighted, mesh.sequence) / (tokens * config.num_expert_layers)
+
+
+def updated_bias(
+    bias: Float[Array, "*layer route"], load: Float[Array, "*layer route"], rate: float
+) -> Float[Array, "*layer route"]:
+    """``b_e + rate sign(mean_e load - load_e)``: an idle expert is selected more, a busy one less.
+
+    Args:
+      bias: of each expert's selection.
+      load: choices of each expert in the whole batch of an optimizer step, all devices and
+        micro-batches, dropped ones included.
+      rate: of the step, in units of the score.
+
+    References:
+      Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024,
+      algorithm 1. https://arxiv.org/abs/2408.15664
+    """
+    # Times the number of experts: a quotient is rounded, and would move who has the mean.
+    missing = jnp.sum(load, axis=-1, keepdims=True) - load.shape[-1] * load
+    return bias + rate * jnp.sign(missing)
+
+
+def with_updated_bias(
+    before: Transformer[Array],
+    after: Transformer[Array],
+    load: Float[Array, "layer route"],
+    rate: float,
+    mesh: FoldedMesh,
+) -> Transformer[Array]:
+    """The weights after an optimizer step, their selection bias as `updated_bias` moves it.
+
+    Args:
+      before: the weights before the step, whose bias is used: the optimizer does not change it.
+      after: the weights after the step.
+      load: as for `updated_bias`, in the order of the layers.
+      rate: of the step.
+      mesh: on which the weights are stored.
+    """
+    old, new = before.layers.experts, after.layers.experts
+    if old is None or new is None or old.bias is None:
+        raise ValueError(
+            "selection_bias=False has no bias to update: set it to True in the config."
+        )
+    # Stored in chunks, by other names of the same order.
+    experts = replace(new, bias=updated_bias(old.bias, stack_chunks(mesh, load), rate))
+    return replace(after, layers=replace(after.layers, experts=experts))

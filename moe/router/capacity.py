@@ -17,10 +17,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from moe.config import ModelConfig
-from moe.experts.permutation import positions_within
+from moe.ops.sorting import positions_within
+from moe.ops.zigzag import ZigzagLayout
 from moe.remat import ROUTED
 from moe.router.routing import Routing
-from moe.tokens.zigzag import ZigzagLayout
 from sharding.collectives import gather_tokens, local_shard
 from sharding.folding import FoldedMesh
 
@@ -49,17 +49,6 @@ def capacity_of(zigzag: ZigzagLayout, config: ModelConfig, mesh: FoldedMesh) -> 
     # A product that is an integer up to rounding counts as that integer.
     average = config.capacity_factor * scope * config.experts_per_token / config.num_experts
     return min(scope, math.ceil(round(average, 9)))
-
-
-def can_drop(config: ModelConfig) -> bool:
-    """True if some routing can overflow an expert: ``capacity_factor k / E < 1``.
-
-    From 1 on the capacity is enough for every token, as each selects an expert at most once.
-    """
-    factor = config.capacity_factor
-    if not config.num_experts or factor is None:
-        return False
-    return round(factor * config.experts_per_token / config.num_experts, 9) < 1
 
 
 def drop(

@@ -8,16 +8,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from moe.config import ModelConfig
-from moe.layers.implementations import selected_implementation
+from moe.implementations import selected_implementation
 from moe.precision import float32_product
 from moe.remat import ROUTED
 from moe.router.balance import compares_batches, load_fractions
 from moe.router.capacity import drop
-from moe.router.replay import agreement
-from moe.router.routing import Routing, assignments, counted_routing, topk_routing
-from moe.router.sequences import sequence_load_fractions
+from moe.router.routing import Routing, agreement, assignments, counted_routing, topk_routing
 from moe.router.statistics import LoadFractions, RouterStatistics, statistics
 from moe.tokens.packing import PackedBatch
+from moe.tokens.sequences import sequence_load_fractions
 from moe.weights import Experts
 from sharding.collectives import local_shard, vary
 from sharding.folding import FoldedMesh

@@ -1,5 +1,6 @@
 """Router statistics: sums over tokens, for auxiliary losses and metrics."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Generic, NamedTuple, TypeVar
 
@@ -11,8 +12,10 @@ from jaxtyping import Array, Float
 from moe.config import ModelConfig
 from moe.precision import float32_product
 from moe.router.routing import log_scores
+from sharding.collectives import all_sum, varying
 
 Leaf = TypeVar("Leaf")
+Result = TypeVar("Result")
 
 
 class LoadFractions(NamedTuple):
@@ -58,7 +61,7 @@ class RouterStatistics(Generic[Leaf]):
         missing from the result; None if the buffers are large enough for any routing
         (`Execution.buffer_factor`).
       agreed: ``[]`` sum over replayed tokens of the fraction of the router's own selection that is
-        recorded (`moe.router.replay.agreement`); None if nothing is replayed.
+        recorded (`moe.router.routing.agreement`); None if nothing is replayed.
       replayed: ``[]`` number of replayed tokens; None likewise.
       mass: ``[route]`` sum over tokens of each expert's probability, for half batches, whose
         `batch_balance` and `global_balance` are computed with those of the other half; else None.
@@ -169,3 +172,35 @@ def sums_over_layers(
 def layers_in_order(*stacks: Array) -> Array:
     """Array ``[layer, ...]`` from an array ``[period, ...]`` for each layer of a period."""
     return jnp.stack(stacks, axis=1).reshape(-1, *stacks[0].shape[1:])
+
+
+def overflow_of(router: RouterStatistics[Array] | None, config: ModelConfig) -> Array | None:
+    """Number of expert ids that overflowed in a pass, summed over all devices, inside the
+    `jax.shard_map`.
+
+    None without experts, or if the buffers are large enough for any routing: compiled programs then
+    contain no count.
+    """
+    if router is None or router.overflow is None or config.execution.buffer_factor is None:
+        return None
+    return all_sum(router.overflow, tuple(sorted(varying(router.overflow))))
+
+
+def run_with_fallback(
+    program: Callable[[], tuple[Result, Array | None]], fallback: Callable[[Result], Result]
+) -> tuple[Result, bool]:
+    """Runs a compiled function, and another one where its buffers overflowed.
+
+    Args:
+      program: returns its result and its overflow (`overflow_of`).
+      fallback: the same with buffers for any routing. Gets the result of `program`, which may have
+        donated its arguments.
+
+    Returns:
+      The result, and true if it is that of `fallback`.
+    """
+    result, overflow = program()
+    # A sum over all devices, so that all processes decide alike; reading it blocks.
+    if overflow is None or not int(overflow):
+        return result, False
+    return fallback(result), True

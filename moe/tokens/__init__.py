@@ -1,2 +1,2 @@
-"""Batches in the form that the network runs: packing, zig-zag order, and alignment of outputs to
+"""Batches in the form that the network runs: packing, sequences, and alignment of outputs to
 tokens."""

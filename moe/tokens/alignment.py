@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
 from moe.config import ModelConfig
+from moe.ops.zigzag import ZigzagLayout
 from moe.tokens.packing import zigzag_of_prompts, zigzag_of_rows
-from moe.tokens.zigzag import ZigzagLayout
 from sharding.collectives import gather_tokens, join_shards, local_shard
 from sharding.folding import FoldedMesh
 

@@ -5,7 +5,7 @@ the load-balancing loss, which is computed per sequence. Both are functions of t
 `pack_rows` has one sequence per row; `pack_shared_prompts` runs a prompt once for all completions
 that share it (prefix sharing); `pack_segments` has multiple sequences per row. Each has a
 `ZigzagLayout`, so that it can be sharded over ``cp`` and ``tp``, in the order that context-parallel
-attention needs (`moe.attention.context_parallel.choice.prefers_contiguous`).
+attention needs (`moe.attention.context_parallel.prefers_contiguous`).
 """
 
 from collections.abc import Callable, Sequence
@@ -17,20 +17,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from moe.attention.context_parallel.choice import (
-    context_parallel_attention,
-    prefers_contiguous,
-)
-from moe.attention.context_parallel.mask import KeySource, SegmentMask
+from moe.architecture.feed_forward import can_drop
+from moe.attention.context_parallel import context_parallel_attention, prefers_contiguous
 from moe.attention.latent import LatentCore
 from moe.attention.layer import CoreAttention
-from moe.attention.mask import TokenIndices, Window
-from moe.attention.rotation import RotaryCache
+from moe.attention.rotary import RotaryCache
 from moe.config import ModelConfig
 from moe.execution import Execution
-from moe.router.capacity import can_drop
-from moe.router.sequences import Sequences, load_fraction
-from moe.tokens.zigzag import ZigzagLayout
+from moe.ops.mask import KeySource, SegmentMask, TokenIndices, Window
+from moe.ops.zigzag import ZigzagLayout
+from moe.tokens.sequences import Sequences, load_fraction
 from sharding.folding import FoldedMesh
 
 

@@ -342,7 +342,7 @@ def working_score_bytes(model: ModelSizes, layout: Layout, batch: Batch, method:
     """Bytes of attention scores in memory during a layer's backward pass, without a kernel.
 
     "plain" attention materialises those of all queries and keys of a micro-batch, "blocked" those
-    of a row's blocks of queries, each with keys up to its own end (`moe.attention.blocking`).
+    of a row's blocks of queries, each with keys up to its own end (`moe.attention.blocked`).
     """
     if method.attention == "plain":
         return NUM_WORKING_SCORES * _all_score_bytes(model, layout, batch, method)

@@ -151,7 +151,7 @@ def ring_hops(layout: Layout) -> tuple[int, int]:
 
     Gradients start a hop later and return to their own device. Both are ``cp - 1``, except under a
     pipeline with a ``cp`` that is no power of two: a hop along a digit of base ``p`` receives
-    ``p - 1`` shards (`moe.attention.context_parallel.hops.Exchange`).
+    ``p - 1`` shards (`moe.attention.ring_schedule.Exchange`).
     """
     radices, cp = prime_factors(layout.cp), layout.cp
     if layout.pp == 1 or not radices:
@@ -199,7 +199,7 @@ def dispatch(
 
 
 def chunk_sizes(tokens: int, chunks: int) -> list[tuple[int, int]]:
-    """(tokens, number of chunks of this size), as `moe.experts.dispatch.token_chunks` splits."""
+    """(tokens, number of chunks of this size), as `moe.experts.dispatch.choice` splits."""
     each, more = divmod(tokens, max(1, min(chunks, tokens)))
     less = max(1, min(chunks, tokens)) - more
     return [(size, count) for size, count in ((each + 1, more), (each, less)) if count]

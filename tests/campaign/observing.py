@@ -23,7 +23,7 @@ from jrl.trainer.setup.setup import Setup
 from jrl.trainer.step import update_rows
 from moe import placement
 from moe.config import ModelConfig
-from moe.router.replay import choices_dtype
+from moe.router.routing import choices_dtype
 
 Observed = dict[str, dict[str, np.ndarray]]
 """What was found, by the part of the run and by name."""

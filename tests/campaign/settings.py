@@ -13,10 +13,10 @@ from jrl.recipes.base.recipe import Recipe
 from jrl.text.tokenizer import Tokenizer
 from jrl.trainer.setup import setup as setups
 from jrl.trainer.setup.setup import Setup
-from moe.architecture.activation import ClampedSwiGLU
 from moe.architecture.attention import MultiHeadLatentAttention
 from moe.architecture.delta import GatedDeltaNet
-from moe.attention.rotary import LinearScaling, YarnScaling
+from moe.architecture.feed_forward import ClampedSwiGLU
+from moe.architecture.rope import LinearScaling, YarnScaling
 from moe.config import ModelConfig
 from moe.execution import Execution
 from sharding.folding import Layout

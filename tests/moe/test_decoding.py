@@ -12,8 +12,8 @@ from small_networks import ROUTED
 from tiers import full_but
 
 from moe import model
+from moe.architecture.rope import YarnScaling
 from moe.attention.latent import caches_latent
-from moe.attention.rotary import YarnScaling
 from moe.cache.buffers import KEY_COLUMN
 from moe.config import GatedDeltaNet, MultiHeadLatentAttention
 from moe.decoding import decode_step, prefill

@@ -19,8 +19,7 @@ from moe import model
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.placement import in_chunks, specs
-from moe.remat import POLICIES, SAVED_BEFORE_NORMS
-from moe.repeated import save_only_named
+from moe.remat import POLICIES, SAVED_BEFORE_NORMS, save_only_named
 from moe.router.balance import router_loss
 from moe.tokens.packing import pack_rows
 from sharding.collectives import all_sum, vary

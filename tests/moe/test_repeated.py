@@ -8,7 +8,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxprs_in_params
 
-from moe.repeated import save_only_named
+from moe.remat import save_only_named
 
 TOKENS, WIDTH, DEPTH = 3, 4, 5
 

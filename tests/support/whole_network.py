@@ -12,7 +12,7 @@ from moe.head import logprobs_and_entropy, value_of
 from moe.placement import specs
 from moe.router.balance import router_loss
 from moe.tokens import alignment
-from moe.tokens.packing import pack_rows
+from moe.tokens.packing import pack_rows, pack_shared_prompts
 from sharding.collectives import all_sum, vary, varying
 
 
@@ -46,6 +46,15 @@ def token_loss(weights, x, piece, num_tokens, config, mesh):
     # The first token of a row has none before it, and what padding attends to is not defined.
     counted = valid & jnp.pad(valid, ((0, 0), (1, 0)))[:, :-1]
     return jnp.sum(per_token, where=counted) / num_tokens.astype(jnp.float32)
+
+
+def before_responses(weights, tokens, valid, prompt_length, num_samples, config, mesh):
+    """The state that each response token is predicted from, and the router's sums: prompts run once
+    for the rows that share them."""
+    packed = pack_shared_prompts(tokens, valid, prompt_length, num_samples, mesh, config)
+    x, stats = model.run(weights, packed, config, mesh)
+    states = alignment.response_states(x, tokens.shape, prompt_length, num_samples, mesh, config)
+    return states, stats
 
 
 def replay_of(piece):

@@ -6,7 +6,7 @@ from jrl.rollout.decoding.programs.admission import AdmissionArrays, RestoredRow
 from jrl.rollout.decoding.programs.slots import Decoder
 from jrl.rollout.decoding.scheduler import AdmissionPlan
 from moe.config import ModelConfig
-from moe.router.replay import choices_dtype
+from moe.router.routing import choices_dtype
 
 
 def make_admission(

@@ -39,9 +39,9 @@ from jrl.rollout.decoding.usage import Usage
 from jrl.rollout.resharding import RolloutPolicy, are_disjoint
 from jrl.rollout.sampling import Sampling
 from moe.cache.buffers import cache_columns
-from moe.cache.kernel import check_kernel
 from moe.config import ModelConfig
-from moe.router.overflow import run_with_fallback
+from moe.implementations import check_decode_kernel
+from moe.router.statistics import run_with_fallback
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh
 
@@ -90,7 +90,7 @@ class SlotEngine:
         prompts: int | None = None,
     ):
         check_slots(rollout, slots)
-        check_kernel(config)
+        check_decode_kernel(config)
         self.mesh, self.slots, self._training = rollout, slots, training
         # Tokens of a forward pass are sharded over ``tp``.
         self._unit = rollout.size(rollout.tp)

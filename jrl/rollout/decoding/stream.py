@@ -37,7 +37,7 @@ from jrl.rollout.row_sampling import RequestSampling, RowSampling
 from jrl.rollout.sampling import Sampling
 from moe.cache.buffers import KEY_COLUMN, Cache
 from moe.decoding import Prefilled
-from moe.router.overflow import run_with_fallback
+from moe.router.statistics import run_with_fallback
 
 LOW_WORD_MASK = 2**32 - 1
 """The low word of a seed."""

@@ -16,7 +16,7 @@ from jrl.trainer.learner.update import update
 from moe.adapters import trees
 from moe.architecture.lora import Lora
 from moe.config import ModelConfig
-from moe.router.overflow import run_with_fallback
+from moe.router.statistics import run_with_fallback
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh
 

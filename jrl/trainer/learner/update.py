@@ -33,8 +33,7 @@ from jrl.trainer.learner.learner import Learner, split, state_shardings, transfo
 from jrl.trainer.scoring import Scorer
 from moe import model, placement, stages
 from moe.adapters.trees import combine_trees
-from moe.router.balance import router_loss
-from moe.router.bias import with_updated_bias
+from moe.router.balance import router_loss, with_updated_bias
 from moe.router.statistics import RouterStatistics
 from moe.weights import Layer, Transformer
 from sharding import zero

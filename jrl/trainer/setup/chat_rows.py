@@ -15,7 +15,7 @@ from jrl.tasks.data.chats import Chat, Chats
 from jrl.text.loss_mask import ChatFormat, Encoded, encode_chat
 from jrl.text.prompt_format import opened_reasoning, special_text_of
 from moe.config import ModelConfig
-from moe.tokens.zigzag import ZigzagLayout
+from moe.ops.zigzag import ZigzagLayout
 from sharding.folding import FoldedMesh
 
 

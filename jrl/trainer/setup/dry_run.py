@@ -23,10 +23,10 @@ from jrl.trainer.setup.memory import memory, rollout_memory
 from jrl.trainer.setup.network import EXPERT_FIELDS, dispatch_explained
 from jrl.trainer.setup.planner import memory_of_update, time_of_update, times_with_overlap
 from jrl.trainer.setup.setup import Setup
-from moe.attention.context_parallel.choice import context_of, received_elements
+from moe.attention.context_parallel import context_of, received_elements
 from moe.config import ModelConfig
 from moe.execution import Execution
-from moe.layers.implementations import KERNELS, explain_selection
+from moe.implementations import KERNELS, explain_selection
 from moe.weights import (
     num_active_parameters,
     num_parameters,

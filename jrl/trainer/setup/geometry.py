@@ -6,7 +6,7 @@ from jrl.recipes.base.hyperparameters import MICRO_BATCH, near_divisors
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.decoding.ranks import ranks
 from jrl.trainer.scoring import PromptLayout
-from moe.tokens.zigzag import ZigzagLayout
+from moe.ops.zigzag import ZigzagLayout
 from sharding.folding import FoldedMesh
 
 MAX_SLOTS = 512

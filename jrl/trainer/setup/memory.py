@@ -20,14 +20,12 @@ from jrl.trainer.setup.setup import Setup
 from moe.adapters import trees
 from moe.architecture.delta import delta_layers
 from moe.attention.latent import caches_latent
-from moe.cache.buffers import cache_columns
-from moe.cache.kernel import kernel_bytes
+from moe.cache.buffers import cache_columns, kernel_bytes
 from moe.config import ModelConfig
 from moe.disaggregated.weights import side_bytes
-from moe.layers.chunks import stored_depth
-from moe.placement import in_chunks, shard_dims, shard_specs, specs, stored_specs
-from moe.router.replay import choices_dtype
-from moe.tokens.zigzag import ZigzagLayout
+from moe.ops.zigzag import ZigzagLayout
+from moe.placement import in_chunks, shard_dims, shard_specs, specs, stored_depth, stored_specs
+from moe.router.routing import choices_dtype
 from moe.weights import Transformer, cast_shapes, shapes, table
 from sharding.folding import FoldedMesh
 from sharding.schedule import Schedule
@@ -60,7 +58,7 @@ def memory(setup: Setup) -> dict[str, int]:
       itemsize``, with the slots per device; for latent attention the latent vectors in place of
       keys and values, and for layers with Gated DeltaNet a state per row;
     * under an `Execution.decode_attention` of "mosaic" the float32 partial results that the kernel
-      writes for a layer before they are merged (`moe.cache.kernel.kernel_bytes`), where a step
+      writes for a layer before they are merged (`moe.cache.buffers.kernel_bytes`), where a step
       computes all slots and reads the whole cache;
     * logits ``4 x rows x response / cp x min(chunk, vocab / tp)`` of a vocabulary chunk, or
       ``4 x rows x response / (cp tp) x vocab`` where the sampler truncates and that is more, with

@@ -6,18 +6,18 @@ from dataclasses import fields, replace
 
 from jrl.checks import flag
 from jrl.config.run import NETWORK_SETTINGS, RunConfig
+from moe.architecture.feed_forward import can_drop
 from moe.architecture.lora import Lora
-from moe.attention.context_parallel.choice import context_of
-from moe.cache.kernel import kernel_obstacle
+from moe.attention.context_parallel import context_of
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.experts.dispatch.choice import check_dispatch
 from moe.experts.dispatch.cost import TokenExchange, cheapest, explain_choice, peer_capacity_of
 from moe.experts.fused import FUSED_KERNELS
+from moe.implementations import decode_kernel_obstacle
 from moe.kernels.choice import foreign_gpus
 from moe.kernels.decode_attention import unsupported_heads
 from moe.placement import specs
-from moe.router.capacity import can_drop
 from moe.weights import targets_of
 from sharding.folding import FoldedMesh
 
@@ -176,7 +176,7 @@ def check_supported(model: ModelConfig, mesh: FoldedMesh) -> None:
             f"attention='cudnn' takes bfloat16 on NVIDIA GPUs, not {model.dtype} on "
             f"{mesh.platform!r} devices: leave out --attention, or give --dtype bfloat16 there."
         )
-    obstacles = {"decode_attention": kernel_obstacle(model)}
+    obstacles = {"decode_attention": decode_kernel_obstacle(model)}
     if execution.attention == "mosaic":
         reason = unsupported_heads(model.dtype, 1, model.head_dim, model.v_head_dim)
         obstacles["attention"] = None if reason is None else f"is not supported: {reason}"

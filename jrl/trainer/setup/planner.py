@@ -13,12 +13,12 @@ from jrl.trainer.setup.geometry import Geometry
 from jrl.trainer.setup.memory import DECODE_PARTIALS, GRADIENTS_SENT, LOGITS, STAGE_INPUTS, memory
 from jrl.trainer.setup.network import check_overlaps, with_dispatch
 from jrl.trainer.setup.setup import Setup
-from moe.attention.context_parallel.choice import context_of
+from moe.architecture.feed_forward import can_drop
+from moe.attention.context_parallel import context_of
 from moe.attention.core import MAX_PLAIN_SCORES_ACCELERATOR, MAX_PLAIN_SCORES_CPU
 from moe.config import ModelConfig
 from moe.counts import sizes_of
 from moe.placement import specs
-from moe.router.capacity import can_drop
 from sharding.costs.hardware import HARDWARE, Hardware, find_hardware
 from sharding.folding import FoldedMesh, Layout, fold
 from sharding.planner.calibration import library_system

@@ -57,10 +57,10 @@ from jrl.trainer.setup.network import (
     with_dispatch,
 )
 from jrl.trainer.state import Randomness
+from moe.architecture.feed_forward import can_drop
 from moe.config import PRESETS, ModelConfig
 from moe.disaggregated.split import SplitMesh
 from moe.disaggregated.weights import check_splits
-from moe.router.capacity import can_drop
 from sharding.folding import FoldedMesh, Layout, fold
 
 MIN_PREFILL_PROMPTS = 64

@@ -5,28 +5,25 @@ each computes its local experts.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe.architecture.activation import Activation
-from moe.experts.dispatch.assignment import local_assignments, mask_replicated_bias
-from moe.experts.dispatch.buffers import buffer_rows
+from moe.experts.dispatch.buffers import (
+    DispatchOptions,
+    buffer_rows,
+    local_assignments,
+    mask_replicated_bias,
+)
 from moe.experts.feed_forward import routed_experts
 from moe.remat import DISPATCHED
 from moe.router.routing import Routing
 from moe.weights import Experts
 from sharding.collectives import gather_and_widen, gather_tokens, scatter_and_round
 from sharding.compression import gather_fp8, scatter_fp8
-from sharding.folding import FoldedMesh
 
 
 def all_gather_dispatch(
     weights: Experts[Array],
     x: Float[Array, "local d_model"],
     routing: Routing,
-    mesh: FoldedMesh,
-    capacity: int | None = None,
-    product: str | None = None,
-    buffer_factor: float | None = None,
-    comm_dtype: str | None = None,
-    activation: Activation = "silu",
+    options: DispatchOptions,
 ) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
     """All-gathers tokens and routing over ``ep x etp``, sums the outputs of the local experts, and
     reduce-scatters the sums.
@@ -38,7 +35,8 @@ def all_gather_dispatch(
     References:
       Jin et al., "MegaScale-MoE", 2025, section 3.2. https://arxiv.org/abs/2505.11432
     """
-    group, num_local = (*mesh.ep, *mesh.etp), weights.down.shape[0]
+    mesh, comm_dtype, num_local = options.mesh, options.comm_dtype, weights.down.shape[0]
+    group = *mesh.ep, *mesh.etp
     num_tokens, k = routing.experts.shape
     # In float32 from here: a token's gradient is a sum over devices, rounded once at its own.
     dtype = x.dtype
@@ -51,10 +49,12 @@ def all_gather_dispatch(
         mask_replicated_bias(weights, mesh),
         x,
         *local_assignments(experts, probs, num_local, mesh),
-        num_rows=buffer_rows(num_tokens, k, num_local, mesh, capacity, buffer_factor),
+        num_rows=buffer_rows(
+            num_tokens, k, num_local, mesh, options.capacity, options.buffer_factor
+        ),
         dtype=dtype,
-        implementation=product,
-        activation=activation,
+        implementation=options.product,
+        activation=options.activation,
     )
     scatter = scatter_and_round if comm_dtype is None else scatter_fp8
     return scatter(sums, group, dtype), overflow

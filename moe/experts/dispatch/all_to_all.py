@@ -9,35 +9,31 @@ empty.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from moe.architecture.activation import Activation
-from moe.experts.dispatch.assignment import (
+from moe.experts.dispatch.buffers import (
+    DispatchOptions,
+    buffer_rows,
     has_experts_at,
     local_assignments,
     mask_replicated_bias,
+    peer_tokens,
     slots_of,
 )
-from moe.experts.dispatch.buffers import buffer_rows, peer_tokens
 from moe.experts.feed_forward import routed_experts
 from moe.experts.fused import permutation_kernel
-from moe.experts.permutation import permute_rows, take_rows, unpermute_rows
+from moe.experts.permutation import permute_rows, unpermute_rows
+from moe.ops.sorting import take_rows
 from moe.remat import DISPATCHED
 from moe.router.routing import Routing
 from moe.weights import Experts
 from sharding.collectives import all_to_all, gather_tokens, scatter_tokens
 from sharding.compression import exchange_fp8, gather_fp8, scatter_fp8
-from sharding.folding import FoldedMesh
 
 
 def all_to_all_dispatch(
     weights: Experts[Array],
     x: Float[Array, "local d_model"],
     routing: Routing,
-    mesh: FoldedMesh,
-    capacity: int | None = None,
-    product: str | None = None,
-    buffer_factor: float | None = None,
-    comm_dtype: str | None = None,
-    activation: Activation = "silu",
+    options: DispatchOptions,
 ) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
     """Permutes tokens, sends them by an all-to-all over ``ep`` and an all-gather over ``etp``, runs
     the experts, and reverses it.
@@ -52,11 +48,11 @@ def all_to_all_dispatch(
     References:
       Liu et al., "MoE Parallel Folding", 2025, figure 2. https://arxiv.org/abs/2504.14960
     """
-    num_local, num_peers = weights.down.shape[0], mesh.size(mesh.ep)
-    num_tokens, k = routing.experts.shape
-    sizes = num_tokens, k, num_local, mesh, capacity, buffer_factor
+    mesh, num_local = options.mesh, weights.down.shape[0]
+    num_peers, (num_tokens, k) = mesh.size(mesh.ep), routing.experts.shape
+    sizes = num_tokens, k, num_local, mesh, options.capacity, options.buffer_factor
     per_peer = peer_tokens(*sizes)
-    num_slots, kernels = num_peers * per_peer, permutation_kernel(product)
+    num_slots, kernels = num_peers * per_peer, permutation_kernel(options.product)
 
     is_sent = has_experts_at(routing.experts, num_local, num_peers)
     position = jnp.cumsum(is_sent, axis=0) - 1
@@ -71,7 +67,7 @@ def all_to_all_dispatch(
         return rows.reshape(num_slots, -1)
 
     def exchange_rows(rows: Array, *name: str) -> Array:
-        if comm_dtype is None:
+        if options.comm_dtype is None:
             return exchange(rows, *name)
         rows = exchange_fp8(rows.reshape(num_peers, per_peer, -1), mesh.ep, *name)
         return rows.reshape(num_slots, -1)
@@ -82,9 +78,8 @@ def all_to_all_dispatch(
     rows = exchange_rows(permute_rows(x, token, slots, None, kernels), DISPATCHED)
     experts, probs = exchange(ids), exchange(permute_rows(routing.probs, token, slots))
 
-    outputs, overflow = sharded_experts(
-        weights, rows, experts, probs, mesh, buffer_rows(*sizes), product, comm_dtype, activation
-    )
+    num_rows = buffer_rows(*sizes)
+    outputs, overflow = sharded_experts(weights, rows, experts, probs, num_rows, options)
 
     # The all-to-all is its own reverse: a sum comes back to the slot its token was sent from.
     out = unpermute_rows(exchange_rows(outputs), slots, token, kernels).astype(x.dtype)
@@ -96,11 +91,8 @@ def sharded_experts(
     rows: Float[Array, "row d_model"],
     experts: Int[Array, "row k"],
     probs: Float[Array, "row k"],
-    mesh: FoldedMesh,
     num_rows: int,
-    product: str | None = None,
-    comm_dtype: str | None = None,
-    activation: Activation = "silu",
+    options: DispatchOptions,
 ) -> tuple[Float[Array, "row d_model"], Int[Array, ""]]:
     """`routed_experts` with experts sharded over ``ep`` and their hidden units over ``etp``.
 
@@ -110,7 +102,8 @@ def sharded_experts(
     Args:
       experts: ids over the experts of all devices.
     """
-    dtype, gather = rows.dtype, gather_tokens if comm_dtype is None else gather_fp8
+    dtype, mesh, comm_dtype = rows.dtype, options.mesh, options.comm_dtype
+    gather = gather_tokens if comm_dtype is None else gather_fp8
     rows = gather(rows, mesh.etp, name=DISPATCHED)
     experts, probs = (gather_tokens(array, mesh.etp) for array in (experts, probs))
     outputs, overflow = routed_experts(
@@ -118,8 +111,8 @@ def sharded_experts(
         rows,
         *local_assignments(experts, probs, weights.down.shape[0], mesh),
         num_rows=num_rows,
-        implementation=product,
-        activation=activation,
+        implementation=options.product,
+        activation=options.activation,
     )
     scatter = scatter_tokens if comm_dtype is None else scatter_fp8
     return scatter(outputs.astype(dtype), mesh.etp), overflow

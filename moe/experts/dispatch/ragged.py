@@ -4,34 +4,204 @@ dynamic length, without padding.
 It uses `jax.lax.ragged_all_to_all` and its terms; CPU devices do not support it.
 """
 
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from moe.architecture.activation import Activation
 from moe.experts.dispatch.all_to_all import sharded_experts
-from moe.experts.dispatch.assignment import has_experts_at, slots_of
-from moe.experts.dispatch.buffers import buffer_rows, peer_tokens
-from moe.experts.dispatch.slices import exchange_rows, plan_exchange
+from moe.experts.dispatch.buffers import (
+    DispatchOptions,
+    buffer_rows,
+    has_experts_at,
+    peer_tokens,
+    slots_of,
+)
 from moe.experts.fused import permutation_kernel
-from moe.experts.permutation import inverse_slots, permute_rows, take_rows, unpermute_rows
+from moe.experts.permutation import permute_rows, unpermute_rows
+from moe.ops.sorting import inverse_slots, take_rows
 from moe.remat import DISPATCHED
 from moe.router.routing import Routing
 from moe.weights import Experts
-from sharding.collectives import COLLECTIVE, gather_tokens
+from sharding import compression
+from sharding.collectives import COLLECTIVE, gather_tokens, match_varying, vary, varying
+from sharding.compression import decode, decode_tokens, e4m3_scale, encode, encode_tokens
 from sharding.folding import FoldedMesh
+
+
+class PeerSlices(NamedTuple):
+    """One side of a ragged all-to-all, an entry per peer along ``ep``.
+
+    Attributes:
+      input_offsets: first row of the slice for each peer in the local buffer.
+      sizes: number of rows of the slice.
+      output_offsets: first row of the slice in the peer's buffer.
+    """
+
+    input_offsets: Array
+    sizes: Array
+    output_offsets: Array
+
+
+class ExchangePlan(NamedTuple):
+    """Slices of an exchange from one buffer to another, and of its reverse.
+
+    Attributes:
+      sent: slices that are sent, by offsets in the local buffer.
+      received: slices of the reverse exchange, by offsets in the other buffer.
+      groups_sent, groups_received: the same for the groups of rows that share a scale backward.
+    """
+
+    sent: PeerSlices
+    received: PeerSlices
+    groups_sent: PeerSlices
+    groups_received: PeerSlices
+
+    @property
+    def reverse(self) -> "ExchangePlan":
+        return ExchangePlan(self.received, self.sent, self.groups_received, self.groups_sent)
+
+
+def plan_exchange(
+    counts: Int[Array, "peer peer"], num_slots: int, mesh: FoldedMesh
+) -> ExchangePlan:
+    """Slices of `peer_slices`, and those of their scale groups."""
+    at_receiver = jnp.minimum(jnp.cumsum(counts, axis=0) - counts, num_slots)
+    group_counts = -(-jnp.minimum(counts, num_slots - at_receiver) // compression.GROUP_TOKENS)
+    group_slots = num_groups(num_slots, mesh.size(mesh.ep))
+    return ExchangePlan(
+        *peer_slices(counts, num_slots, mesh), *peer_slices(group_counts, group_slots, mesh)
+    )
+
+
+def num_groups(rows: int, peers: int) -> int:
+    """Largest number of scale groups in slices of `rows` rows: one group of each peer may be
+    short."""
+    return rows // compression.GROUP_TOKENS + peers
+
+
+def peer_slices(
+    counts: Int[Array, "peer peer"], num_slots: int, mesh: FoldedMesh
+) -> tuple[PeerSlices, PeerSlices]:
+    """Slices that are sent to each peer, and slices that are sent back.
+
+    Args:
+      counts: number of rows from each device (first axis) to each (second axis); the sender's
+        buffer is in the order of receivers.
+      num_slots: capacity of a receiver in rows; its buffer is in the order of senders.
+    """
+    at_sender = jnp.cumsum(counts, axis=1) - counts
+    at_receiver = jnp.minimum(jnp.cumsum(counts, axis=0) - counts, num_slots)
+    # Overflow is not sent; the offsets in the sender's buffer stay the same.
+    counts = jnp.minimum(counts, num_slots - at_receiver)
+    rank = lax.axis_index(mesh.ep)
+    return (
+        PeerSlices(at_sender[rank], counts[rank], at_receiver[rank]),
+        PeerSlices(at_receiver[:, rank], counts[:, rank], at_sender[:, rank]),
+    )
+
+
+def exchange_rows(
+    rows: Float[Array, "row width"],
+    plan: ExchangePlan,
+    num_slots: int,
+    name: str,
+    mesh: FoldedMesh,
+    comm_dtype: str | None = None,
+) -> Float[Array, "slot width"]:
+    """Sends rows to peers, and returns the received ones in a buffer of `num_slots` rows, padded
+    with zeros.
+
+    Args:
+      name: checkpoint name of the result, for `moe.remat`.
+      comm_dtype: communication dtype. None is that of the rows; FP8 sends bytes and a scale for
+        each row, and backward a scale for each channel of a group of rows (`sharding.compression`).
+    """
+    rows = vary(rows, mesh.ep)
+    if comm_dtype is None:
+        return _exchange_slices(rows, plan.sent, plan.received, num_slots, mesh.ep, name)
+    plan = vary(plan, tuple(varying(rows)))
+    return _exchange_fp8(rows, plan, num_slots, rows.shape[0], rows.dtype, mesh.ep, name)
+
+
+def _exchange_slices(
+    rows: Array,
+    sent: PeerSlices,
+    received: PeerSlices,
+    num_slots: int,
+    axes: tuple[str, ...],
+    name: str = COLLECTIVE,
+) -> Array:
+    output = jnp.zeros((num_slots, rows.shape[1]), rows.dtype)
+    output = match_varying(output, rows)
+    sizes = (sent.input_offsets, sent.sizes, sent.output_offsets, received.sizes)
+    return checkpoint_name(lax.ragged_all_to_all(rows, output, *sizes, axis_name=axes), name)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5, 6))
+def _exchange_fp8(
+    rows: Array,
+    plan: ExchangePlan,
+    num_slots: int,
+    num_rows: int,
+    dtype: Any,
+    axes: tuple[str, ...],
+    name: str,
+) -> Array:
+    return _forward(rows, plan, num_slots, num_rows, dtype, axes, name)[0]
+
+
+def _forward(rows, plan, num_slots, num_rows, dtype, axes, name):
+    content, scales = (
+        _exchange_slices(array, plan.sent, plan.received, num_slots, axes, name)
+        for array in encode_tokens(rows)
+    )
+    return decode_tokens((content, scales)).astype(dtype), plan
+
+
+def _backward(num_slots, num_rows, dtype, axes, name, plan, gradient):
+    peers, reverse = plan.sent.sizes.shape[0], plan.reverse
+    group_slots = num_groups(num_slots, peers)
+    group = _group_of_rows(num_slots, reverse.sent, reverse.groups_sent, group_slots)
+    magnitude = jnp.abs(gradient.astype(jnp.float32))
+    largest = jax.ops.segment_max(magnitude, group, group_slots + 1, indices_are_sorted=False)
+    # `segment_max` gives the lowest number for a group without rows.
+    scales = e4m3_scale(jnp.maximum(largest, 0))
+    content = encode(gradient, scales[group])
+    returned = _exchange_slices(content, reverse.sent, reverse.received, num_rows, axes)
+    group_slots = num_groups(num_rows, peers)
+    scales = _exchange_slices(
+        scales[:-1], reverse.groups_sent, reverse.groups_received, group_slots, axes
+    )
+    group = _group_of_rows(num_rows, reverse.received, reverse.groups_received, group_slots)
+    row_scales = jnp.take(scales, group, axis=0, mode="fill", fill_value=0)
+    return decode(returned, row_scales).astype(dtype), None
+
+
+_exchange_fp8.defvjp(_forward, _backward)
+
+
+def _group_of_rows(
+    num_rows: int, slices: PeerSlices, groups: PeerSlices, no_group: int
+) -> Int[Array, "row"]:
+    """Scale group of each row of a buffer, `no_group` for rows in no slice."""
+    row = jnp.arange(num_rows)
+    # Of slices that start at the same row, all but the last are empty.
+    peer = jnp.searchsorted(slices.input_offsets, row, side="right") - 1
+    within = row - slices.input_offsets[peer]
+    group = groups.input_offsets[peer] + within // compression.GROUP_TOKENS
+    return jnp.where(within < slices.sizes[peer], group, no_group)
 
 
 def ragged_dispatch(
     weights: Experts[Array],
     x: Float[Array, "local d_model"],
     routing: Routing,
-    mesh: FoldedMesh,
-    capacity: int | None = None,
-    product: str | None = None,
-    buffer_factor: float | None = None,
-    comm_dtype: str | None = None,
-    activation: Activation = "silu",
+    options: DispatchOptions,
 ) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
     """Dispatches as `moe.experts.dispatch.all_to_all.all_to_all_dispatch`, but sends no empty
     slots.
@@ -43,9 +213,9 @@ def ragged_dispatch(
     balanced routing at most ``2 T k (ep - 1) / ep`` of them. Over ``etp`` full buffers are sent,
     ``2 B (etp - 1)`` tokens with ``B = ep`` times `peer_tokens`.
     """
-    num_local, num_peers = weights.down.shape[0], mesh.size(mesh.ep)
-    num_tokens, k = routing.experts.shape
-    sizes = num_tokens, k, num_local, mesh, capacity, buffer_factor
+    mesh, comm_dtype, num_local = options.mesh, options.comm_dtype, weights.down.shape[0]
+    num_peers, (num_tokens, k) = mesh.size(mesh.ep), routing.experts.shape
+    sizes = num_tokens, k, num_local, mesh, options.capacity, options.buffer_factor
     # One buffer for all senders: space that one leaves free another may use.
     num_slots = num_peers * peer_tokens(*sizes)
 
@@ -60,7 +230,7 @@ def ragged_dispatch(
     position = plan.sent.input_offsets[None] + jnp.cumsum(is_sent_here, axis=0) - 1
     most = num_tokens * min(k, num_peers)
     token, slots = slots_of(jnp.where(is_sent_here, position, most), most, k)
-    kernels = permutation_kernel(product)
+    kernels = permutation_kernel(options.product)
     rows = permute_rows(x, token, slots, None, kernels)
     rows = exchange_rows(rows, plan, num_slots, DISPATCHED, mesh, comm_dtype)
 
@@ -73,9 +243,7 @@ def ragged_dispatch(
         received_token[:, None] < experts.shape[0], take_rows(experts, received_token), no_expert
     )
     probs = permute_rows(probs, received_token, slot[:, None])
-    outputs, overflow = sharded_experts(
-        weights, rows, ids, probs, mesh, buffer_rows(*sizes), product, comm_dtype, activation
-    )
+    outputs, overflow = sharded_experts(weights, rows, ids, probs, buffer_rows(*sizes), options)
 
     returned = exchange_rows(outputs, plan.reverse, most, COLLECTIVE, mesh, comm_dtype)
     out = unpermute_rows(returned, slots, token, kernels).astype(x.dtype)

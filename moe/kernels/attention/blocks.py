@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from moe.attention.mask import TokenIndices, Window, is_fully_visible, may_be_visible
 from moe.kernels.mosaic import Target
+from moe.ops.mask import TokenIndices, Window, is_fully_visible, may_be_visible
 
 UNIT = 64
 """Tokens of a block, which a warpgroup multiplies at a time."""

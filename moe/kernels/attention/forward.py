@@ -15,8 +15,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from moe.attention.flash import Key, Output, PerQuery, Query, Value
-from moe.attention.mask import Mask
 from moe.kernels.attention.blocks import (
     BASE_2,
     MAX_BLOCK_TOKENS,
@@ -35,6 +33,8 @@ from moe.kernels.attention.blocks import (
 )
 from moe.kernels.attention.pipeline import run_pipeline
 from moe.kernels.mosaic import launch, product
+from moe.ops.attention import Key, Output, PerQuery, Query, Value
+from moe.ops.mask import Mask
 from moe.precision import MASK_VALUE
 
 CONSUMERS = MAX_BLOCK_TOKENS // UNIT
@@ -84,7 +84,7 @@ def attend(
     Exponentials are rounded to the dtype of the values; all else is float32.
 
     Args:
-      query, key, value: arrays that `moe.kernels.attention.training.obstacle` accepts, with one
+      query, key, value: arrays that `moe.kernels.attention.obstacle` accepts, with one
         batch dimension in front.
       dtype: dtype of the output, rounded once.
       simulated: see `moe.kernels.mosaic.launch`.

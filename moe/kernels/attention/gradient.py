@@ -20,8 +20,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from moe.attention.flash import Key, Output, PerQuery, Query, Value
-from moe.attention.mask import Mask
 from moe.kernels.attention.blocks import (
     BASE_2,
     UNIT,
@@ -40,6 +38,8 @@ from moe.kernels.attention.blocks import (
 from moe.kernels.attention.forward import locate_query_block, quotient_remainder
 from moe.kernels.attention.pipeline import run_pipeline
 from moe.kernels.mosaic import launch, product
+from moe.ops.attention import Key, Output, PerQuery, Query, Value
+from moe.ops.mask import Mask
 
 
 class AttentionOperands(NamedTuple):
@@ -48,7 +48,7 @@ class AttentionOperands(NamedTuple):
     Attributes:
       query, out_gradient, key, value: ``[block, token, width]``.
       row_stats: ``[block, 2, query]``: the log-sum-exp of each query's scores, in base 2, and
-        `moe.attention.flash.dot_do_o`.
+        `moe.ops.attention.dot_do_o`.
       query_mask, key_mask: mask fields, as `mask_operands` gives them.
     """
 
@@ -193,7 +193,7 @@ def _query_gradients(
                     target, scores, row_mask, key_mask, clear, -jnp.inf, by_query=True
                 )
                 powers = jnp.exp2(scores - broadcast_vector(target, log_sum, scores.shape, 0))
-                # p (do v^T - D), the gradient of the scores (`moe.attention.flash`).
+                # p (do v^T - D), the gradient of the scores (`moe.ops.attention`).
                 grad_powers = product(out_gradient, target.transpose(values))
                 grad_scores = powers * (
                     grad_powers - broadcast_vector(target, softmax_d, scores.shape, 0)

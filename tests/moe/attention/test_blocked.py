@@ -8,10 +8,11 @@ from jax.sharding import PartitionSpec as P
 from programs import array_sizes, jit, mesh_of
 from tiers import full_but
 
-from moe.attention import blocked, blocking, core
-from moe.attention.blocked import blocked_attention
-from moe.attention.mask import Mask, TokenIndices, visible
-from moe.attention.plain import plain_attention
+from moe.attention import blocked, core
+from moe.attention import blocked as blocking
+from moe.attention.blocked import BLOCKED
+from moe.ops.attention import flash_attention, plain_attention
+from moe.ops.mask import Mask, TokenIndices, visible
 
 BATCH, KV_HEADS, GROUP, HEAD_DIM, V_HEAD_DIM = 4, 3, 5, 6, 7
 
@@ -115,7 +116,7 @@ def test_values_and_gradients_are_those_of_all_scores_at_once(
     weight = weight * seen[..., None, None]
     (out, gradients), (expected, expected_gradients) = (
         outcome(function, given, weight)
-        for function in (lambda *x: blocked_attention(*x, mask, 0.7), at_once(mask, 0.7))
+        for function in (lambda *x: flash_attention(BLOCKED, *x, mask, 0.7), at_once(mask, 0.7))
     )
     assert out.shape == (BATCH, time, KV_HEADS * GROUP, V_HEAD_DIM)
     assert np.all(np.isfinite(out))
@@ -130,9 +131,9 @@ def test_values_and_gradients_are_those_of_all_scores_at_once(
 def test_a_window_known_at_run_time_is_the_same():
     *given, _ = arrays(19, 19)
     mask = mask_of(19, 19, True, 4)
-    whole = jit(lambda window, *x: blocked_attention(*x, mask.replace(window=window)))
+    whole = jit(lambda window, *x: flash_attention(BLOCKED, *x, mask.replace(window=window)))
     np.testing.assert_array_equal(
-        whole(np.int32(4), *given), jit(lambda *x: blocked_attention(*x, mask))(*given)
+        whole(np.int32(4), *given), jit(lambda *x: flash_attention(BLOCKED, *x, mask))(*given)
     )
 
 
@@ -151,7 +152,7 @@ def test_hidden_blocks_are_not_computed(monkeypatch):
         hidden = (column < poisoned)[..., None, None]
         spoilt = [np.where(hidden, np.float32(np.nan), x) for x in (key, value)]
         mask = Mask(marks, marks, window, causal=True)
-        return jit(lambda *x: blocked_attention(*x, mask)[:, -5:])(query, *spoilt)
+        return jit(lambda *x: flash_attention(BLOCKED, *x, mask)[:, -5:])(query, *spoilt)
 
     # Queries 35 to 39 look back to 28, the first of a block of keys.
     assert np.all(np.isfinite(read(8, 28)))
@@ -164,7 +165,7 @@ def test_half_precision_sums_in_float32():
     weight, mask = arrays(19, 19)[3], mask_of(19, 19, True)
     seen = seen_of(mask)
     weight = weight * seen[..., None, None]
-    out, gradients = outcome(lambda *x: blocked_attention(*x, mask), given, weight)
+    out, gradients = outcome(lambda *x: flash_attention(BLOCKED, *x, mask), given, weight)
     wide = [x.astype(np.float32) for x in given]
     expected, expected_gradients = outcome(at_once(mask), wide, weight)
     assert out.dtype == jnp.bfloat16
@@ -180,7 +181,7 @@ def test_extreme_scores_stay_finite():
     query, key, value, weight = arrays(19, 19)
     mask = mask_of(19, 19, True)
     out, gradients = outcome(
-        lambda *x: blocked_attention(*x, mask), (query * 10_000, key * 10_000, value), weight
+        lambda *x: flash_attention(BLOCKED, *x, mask), (query * 10_000, key * 10_000, value), weight
     )
     assert all(np.all(np.isfinite(x)) for x in (out, *gradients))
     # The query that sees nothing.
@@ -206,7 +207,7 @@ def test_no_array_holds_all_scores():
 
     assert largest(at_once(mask)) == scores
     # Queries are the largest that is left, padded to whole blocks.
-    assert largest(lambda *x: blocked_attention(*x, mask)) == query_size(100)
+    assert largest(lambda *x: flash_attention(BLOCKED, *x, mask)) == query_size(100)
 
 
 @pytest.mark.slow

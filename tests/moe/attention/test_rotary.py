@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import jit
 
-from moe.attention.rotary import LlamaScaling, YarnScaling, rope
+from moe.architecture.rope import LlamaScaling, YarnScaling
+from moe.attention.rotary import rope
 
 BATCH, TIME, HEADS, KV_HEADS, HEAD_DIM, D_MODEL = 3, 5, 6, 2, 4, 7
 turn = jit(rope, static_argnums=2)

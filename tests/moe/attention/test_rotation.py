@@ -8,8 +8,8 @@ import pytest
 from programs import jit
 
 from moe.architecture.attention import MultiHeadLatentAttention
-from moe.attention.rotary import LinearScaling, YarnScaling, rope
-from moe.attention.rotation import apply_rotary, rotary_tables
+from moe.architecture.rope import LinearScaling, YarnScaling
+from moe.attention.rotary import apply_rotary, rope, rotary_tables
 from moe.config import ModelConfig
 
 SCALING = YarnScaling(4.0, 16, attention_factor=1.3)

@@ -10,14 +10,14 @@ from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of
 from tiers import full_but
 
-from moe.attention import blocking
-from moe.attention.cached import cached_attention
+from moe.attention import blocked as blocking
 from moe.attention.core import core_attention
-from moe.attention.fused.sink_keys import with_sinks
-from moe.attention.mask import Mask, TokenIndices
+from moe.attention.fused import with_sinks
 from moe.cache.step import StepCore
 from moe.config import ModelConfig
 from moe.execution import Execution
+from moe.ops.attention import cached_attention
+from moe.ops.mask import Mask, TokenIndices
 from moe.tokens.packing import pack_rows
 
 BATCH, TIME, HEADS, KV_HEADS, HEAD_DIM, V_HEAD_DIM, SCALE = 3, 12, 8, 4, 6, 5, 0.4

@@ -9,10 +9,11 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from programs import mesh_of
 
-from moe.cache.kernel import check_kernel, kernel_bytes
+from moe.cache.buffers import kernel_bytes
 from moe.cache.step import StepCore
 from moe.config import ModelConfig, MultiHeadLatentAttention
 from moe.execution import Execution
+from moe.implementations import check_decode_kernel
 
 KERNEL = Execution(decode_attention="mosaic")
 HEADS = ModelConfig(8, num_kv_heads=2, head_dim=64, dtype="bfloat16", execution=KERNEL)
@@ -28,10 +29,12 @@ LATENT = replace(
 
 @pytest.mark.parametrize("config", [HEADS, LATENT])
 def test_what_it_can_read_is_not(config):
-    check_kernel(config)
-    check_kernel(replace(config, execution=replace(KERNEL, latent="expanded")))
+    check_decode_kernel(config)
+    check_decode_kernel(replace(config, execution=replace(KERNEL, latent="expanded")))
     for name in (None, "plain"):
-        check_kernel(replace(config, dtype="float32", execution=Execution(decode_attention=name)))
+        check_decode_kernel(
+            replace(config, dtype="float32", execution=Execution(decode_attention=name))
+        )
 
 
 def ranks(rank, rope):
@@ -55,7 +58,7 @@ def test_what_it_cannot_is_in_a_line(config, changed, message):
     with pytest.raises(
         ValueError, match=rf"^decode_attention='mosaic' is not supported: {message}"
     ):
-        check_kernel(config)
+        check_decode_kernel(config)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +73,7 @@ def test_names_and_sinks_that_it_does_not_know(name, message):
     execution = Execution(decode_attention=name)
     config = replace(HEADS, attention_sinks=True, execution=execution)
     with pytest.raises(ValueError, match=rf"^decode_attention='{name}' {message}\.$"):
-        check_kernel(config)
+        check_decode_kernel(config)
 
 
 def bytes_of_kernels(jaxpr):

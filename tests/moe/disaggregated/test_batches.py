@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moe.disaggregated.batches import AttentionTime, lightest_batch
+from moe.disaggregated.schedule import AttentionTime, lightest_batch
 
 TIMES = AttentionTime(per_token=2.0, per_cached_token=0.01)
 

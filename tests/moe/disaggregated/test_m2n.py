@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from moe.disaggregated import m2n
+from moe.disaggregated.layer import decode_message, encode_message, message_width
 from moe.disaggregated.m2n import (
     Message,
     _permute_program,
@@ -18,7 +19,6 @@ from moe.disaggregated.m2n import (
     reachable_host,
     row_sharding,
 )
-from moe.disaggregated.messages import decode_message, encode_message, message_width
 from moe.disaggregated.split import Split, fold_split
 
 

@@ -3,8 +3,13 @@
 import numpy as np
 import pytest
 
-from moe.disaggregated.balance import device_loads
-from moe.disaggregated.replanning import RebalancingPolicy, Sizes, initial_balance, observe
+from moe.disaggregated.balance import (
+    RebalancingPolicy,
+    Sizes,
+    device_loads,
+    initial_balance,
+    observe,
+)
 
 SIZES = Sizes(num_slots=10, num_devices=5)
 POLICY = RebalancingPolicy(every=4, decay=0.5, threshold=0.05)

@@ -21,7 +21,7 @@ from two_sides import (
     two_sides,
 )
 
-from moe.attention.rotary import YarnScaling
+from moe.architecture.rope import YarnScaling
 from moe.config import MultiHeadLatentAttention
 from moe.disaggregated import programs
 from moe.disaggregated.balance import plan_placement

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of, on_mesh
 
-from moe.architecture.activation import ClampedSwiGLU
+from moe.architecture.feed_forward import ClampedSwiGLU
 from moe.experts.feed_forward import dense, dense_reference, routed_experts
 from moe.weights import Dense, Experts
 

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of
 
-from moe.experts.flattened_dot import flattened_dot
+from moe.experts.feed_forward import flattened_dot
 
 TOKENS, INNER, HALVES, HIDDEN = 5, 6, 2, 7
 

@@ -7,7 +7,7 @@ import pytest
 
 from moe.experts.fused import fused_experts
 from moe.experts.gated import apply_gate
-from moe.experts.grouped.dot import grouped_dot
+from moe.experts.grouped_dot import grouped_dot
 from moe.remat import rematerialise
 
 KERNEL = "custom_call @mosaic_gpu_v2"

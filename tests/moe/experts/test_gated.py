@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from programs import jit
 
-from moe.architecture.activation import ClampedSwiGLU
+from moe.architecture.feed_forward import ClampedSwiGLU
 from moe.experts.gated import apply_gate
 
 ROWS, D_EXPERT = 9, 5

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from simulator import simulates_transposes
 
-from moe.experts.fused import fused_experts
-from moe.experts.gathered import gathered_experts
+from moe.experts.fused import fused_experts, gathered_experts
 from moe.experts.permutation import permute_rows, unpermute_rows
 from moe.kernels.layout import SortedLayout, sorted_layout
 from moe.remat import rematerialise

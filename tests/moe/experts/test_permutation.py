@@ -10,14 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import array_sizes, jit
 
-from moe.experts.permutation import (
-    inverse_slots,
-    permute_rows,
-    positions_within,
-    sort_by_group,
-    take_rows,
-    unpermute_rows,
-)
+from moe.experts.permutation import permute_rows, unpermute_rows
+from moe.ops.sorting import inverse_slots, positions_within, sort_by_group, take_rows
 
 NUM_EXPERTS, D_MODEL, D_EXPERT = 5, 6, 7
 positions = jit(positions_within, static_argnums=1)

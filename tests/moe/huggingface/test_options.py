@@ -8,7 +8,7 @@ from annotations import unchecked
 from public_checkpoints import FIXTURES, LATER, change_options, copy_of, loaded
 
 from moe import huggingface
-from moe.architecture.activation import ClampedSwiGLU
+from moe.architecture.feed_forward import ClampedSwiGLU
 from moe.config import GatedDeltaNet
 from moe.weights import targets_of
 

@@ -14,16 +14,15 @@ from tiers import full_but
 from benchmarks.kernel_cases import ATTENDED, marks
 from moe.attention import blocked
 from moe.attention.core import core_attention
-from moe.attention.flash import dot_do_o
-from moe.attention.mask import Mask, TokenIndices, visible
-from moe.attention.plain import plain_attention
 from moe.config import ModelConfig
 from moe.execution import Execution
+from moe.kernels import attention as attention_kernels
 from moe.kernels import choice, mosaic
-from moe.kernels.attention import training
 from moe.kernels.attention.blocks import block_mask, visit_table
 from moe.kernels.attention.forward import attend
 from moe.kernels.attention.gradient import attend_gradient
+from moe.ops.attention import dot_do_o, plain_attention
+from moe.ops.mask import Mask, TokenIndices, visible
 from moe.tokens.packing import pack_rows
 
 KERNEL = "custom_call @mosaic_gpu_v2"
@@ -111,12 +110,12 @@ def test_core_attention_by_the_kernels_with_sinks(monkeypatch):
         return out, *back(pull.astype(out.dtype))
 
     for kernel in ("attend", "attend_gradient"):
-        simulated = partial(getattr(training, kernel), simulated=True)
-        monkeypatch.setattr(training, kernel, simulated)
-    training._rounding.cache_clear()
+        simulated = partial(getattr(attention_kernels, kernel), simulated=True)
+        monkeypatch.setattr(attention_kernels, kernel, simulated)
+    attention_kernels._rounding.cache_clear()
     run = jit(partial(outcome, lambda *x: core_attention(*x[:3], mask, SCALE, "mosaic", x[3])))
     found = run(query, key, value, sinks)
-    training._rounding.cache_clear()
+    attention_kernels._rounding.cache_clear()
     wide = (x.astype(np.float32) for x in (query, key, value))
     seen = visible(mask.query, mask.key, mask.window)
     twin = jit(partial(outcome, lambda *x: plain_attention(*x[:3], seen, SCALE, x[3])))

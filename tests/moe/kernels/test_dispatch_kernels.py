@@ -11,8 +11,7 @@ from programs import jit
 from tiers import full_but
 
 from benchmarks.kernel_cases import CASES, choices
-from moe.kernels.layout import slots_needed, sorted_layout
-from moe.kernels.permute import permute, unpermute
+from moe.kernels.layout import permute, slots_needed, sorted_layout, unpermute
 
 QUICK = ("tiles", "little room")
 

@@ -10,15 +10,16 @@ from jax.sharding import PartitionSpec as P
 from programs import jit
 from tiers import full_but
 
-from moe.experts import fused, gathered
+from moe.experts import fused
 from moe.experts.dispatch.choice import dispatch
 from moe.experts.feed_forward import dense_reference, routed_experts
 from moe.experts.gated import apply_gate
-from moe.experts.grouped.plain import plain_multiply, plain_sum
-from moe.experts.permutation import permute_rows, take_rows, unpermute_rows
+from moe.experts.grouped_dot import plain_multiply, plain_sum
+from moe.experts.permutation import permute_rows, unpermute_rows
 from moe.kernels import grouped, layout, rows, swiglu
 from moe.kernels.layout import sorted_layout
 from moe.kernels.mosaic import launch
+from moe.ops.sorting import take_rows
 from moe.router.routing import Routing
 from moe.weights import Experts
 from sharding.collectives import all_sum
@@ -214,8 +215,7 @@ def test_values_and_gradients_are_those_of_the_dense_reference(implementation, r
     for twin in (multiply_rows, sum_products):
         monkeypatch.setattr(grouped, twin.__name__, twin)
     for twin in (hidden_units, hidden_gradients):
-        for module in (fused, gathered):
-            monkeypatch.setattr(module, twin.__name__, twin)
+        monkeypatch.setattr(fused, twin.__name__, twin)
     x, gate_up, down, ids, probs, pull = tokens_and_weights()
 
     def experts(*of):

@@ -14,8 +14,8 @@ from simulator import simulates_transposes
 from tiers import full_but
 
 from benchmarks.kernel_cases import PRODUCTS, TILINGS
-from moe.experts.grouped import dot
-from moe.experts.grouped.dot import grouped_dot
+from moe.experts import grouped_dot as dot
+from moe.experts.grouped_dot import grouped_dot
 from moe.kernels import choice, grouped
 from moe.kernels.grouped import Tiling, plan_tiles
 

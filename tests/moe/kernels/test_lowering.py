@@ -7,8 +7,7 @@ from jax.sharding import PartitionSpec as P
 from programs import mesh_of
 from tiers import full_but
 
-from moe.kernels.layout import SortedLayout, sorted_layout
-from moe.kernels.permute import permute, unpermute
+from moe.kernels.layout import SortedLayout, permute, sorted_layout, unpermute
 
 KERNEL = "custom_call @mosaic_gpu_v2"
 

@@ -9,7 +9,7 @@ from programs import jit, mesh_of
 from tiers import full_but
 
 from benchmarks.kernel_cases import PRODUCTS
-from moe.experts.grouped.dot import grouped_dot
+from moe.experts.grouped_dot import grouped_dot
 from moe.kernels import megablox
 
 KERNEL = "custom_call @tpu_custom_call"

@@ -10,12 +10,11 @@ from whole_network import loss_and_gradient
 
 from moe.config import ModelConfig
 from moe.execution import Execution
-from moe.experts.grouped.dot import grouped_dot
+from moe.experts.grouped_dot import grouped_dot
 from moe.kernels import choice
 from moe.kernels.decode_attention import decode_attention
 from moe.kernels.latent_decode import latent_decode_attention
-from moe.kernels.layout import SortedLayout, sorted_layout
-from moe.kernels.permute import permute, unpermute
+from moe.kernels.layout import SortedLayout, permute, sorted_layout, unpermute
 from moe.kernels.routing import Rule, route
 from moe.weights import shapes
 from sharding.folding import Layout, fold_abstract

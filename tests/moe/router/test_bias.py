@@ -11,7 +11,7 @@ from programs import jit, random_weights
 
 from moe.config import ModelConfig
 from moe.placement import in_chunks, in_layer_order
-from moe.router.bias import updated_bias, with_updated_bias
+from moe.router.balance import updated_bias, with_updated_bias
 from sharding.folding import Layout, fold_abstract
 
 ROUTE = 3

@@ -11,10 +11,11 @@ from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of, on_mesh
 from tiers import full_but
 
+from moe.architecture.feed_forward import can_drop
 from moe.config import ModelConfig
-from moe.router.capacity import can_drop, capacity_of, drop
+from moe.ops.zigzag import ZigzagLayout
+from moe.router.capacity import capacity_of, drop
 from moe.router.routing import Routing
-from moe.tokens.zigzag import ZigzagLayout
 from sharding.folding import Layout, fold_abstract
 
 ROUTE, CHOSEN, TOKENS = 5, 2, 24

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from moe.router.replay import agreement, choices_dtype, is_recorded
+from moe.router.routing import agreement, choices_dtype, is_recorded
 
 
 @pytest.mark.parametrize(("experts", "dtype"), [(4, "uint8"), (255, "uint8"), (256, "uint16")])

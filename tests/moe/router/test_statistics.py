@@ -11,8 +11,8 @@ from programs import jit
 from moe.config import ModelConfig
 from moe.precision import float32_product
 from moe.router.routing import assignments, topk_routing
-from moe.router.sequences import load_fraction
 from moe.router.statistics import LoadFractions, statistics
+from moe.tokens.sequences import load_fraction
 
 CONFIG = ModelConfig(vocab_size=5, num_experts=7, experts_per_token=3)
 BATCH, TIME, EXPERTS = 2, 5, 7

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of, random_weights
+from whole_network import before_responses
 
 from moe import model
 from moe.config import ModelConfig
@@ -50,7 +51,7 @@ def batch(copies):
 
 
 def fast(weights, tokens, valid, copies, config, mesh):
-    return model.before_responses(weights, tokens, valid, PROMPT, copies, config, mesh)
+    return before_responses(weights, tokens, valid, PROMPT, copies, config, mesh)
 
 
 def plain(weights, tokens, valid, copies, config, mesh):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from moe.architecture.activation import ClampedSwiGLU
+from moe.architecture.feed_forward import ClampedSwiGLU
 from moe.config import ModelConfig
 from moe.counts import sizes_of
 from moe.huggingface.configuration import config_from, options_from

@@ -35,11 +35,11 @@ from jrl.rollout.sampling import Sampling
 from jrl.rollout.split import SplitPolicy
 from moe.cache.buffers import Cache
 from moe.config import ModelConfig
-from moe.disaggregated.batches import AttentionTime
 from moe.disaggregated.runner import Runner, check_micro_batches
+from moe.disaggregated.schedule import AttentionTime
 from moe.disaggregated.split import SplitMesh, has_local_devices
 from moe.disaggregated.weights import SplitWeights
-from moe.router.replay import choices_dtype
+from moe.router.routing import choices_dtype
 from sharding.folding import FoldedMesh
 
 STEPS_BEFORE_COUNT = 2

@@ -3,8 +3,8 @@
 import numpy as np
 
 from moe.config import ModelConfig
+from moe.disaggregated.balance import Balance, RebalancingPolicy, Sizes, initial_balance, observe
 from moe.disaggregated.placement import Placement
-from moe.disaggregated.replanning import Balance, RebalancingPolicy, Sizes, initial_balance, observe
 from moe.disaggregated.split import SplitMesh
 
 EQUAL_WEIGHTS = RebalancingPolicy(every=1, decay=1 - 1e-9)

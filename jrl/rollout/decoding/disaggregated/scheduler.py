@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.decoding.scheduler import SlotScheduler
-from moe.disaggregated.batches import AttentionTime, lightest_batch
+from moe.disaggregated.schedule import AttentionTime, lightest_batch
 
 
 class MicroBatchScheduler(SlotScheduler):

@@ -20,7 +20,7 @@ from jrl.rollout.decoding.programs.tokens import (
     write_column,
 )
 from jrl.rollout.sampling import Sampling
-from moe.attention.rotation import rotary_tables
+from moe.attention.rotary import rotary_tables
 from moe.cache.buffers import ROW, Cache, over_columns
 from moe.decoding import decode_step
 from moe.layers.depth import map_layer_groups, split_layer_groups

@@ -23,7 +23,7 @@ from moe.decoding import Prefilled, for_prefill
 from moe.layers.depth import is_scanned, period_of_stack
 from moe.model import run_with_kv
 from moe.placement import specs
-from moe.router.overflow import overflow_of
+from moe.router.statistics import overflow_of
 from moe.tokens.packing import pack_segments
 from moe.weights import Transformer
 from sharding.collectives import join_shards, vary

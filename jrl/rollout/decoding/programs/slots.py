@@ -15,15 +15,14 @@ from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool
 
-from moe.attention.delta.weights import DeltaNet
 from moe.attention.latent import caches_latent
 from moe.cache.buffers import ROW, Cache, over_columns
 from moe.config import ModelConfig
 from moe.decoding import Prefilled, prefill
 from moe.layers.depth import is_stack, split_layer_groups
 from moe.placement import specs
-from moe.router.replay import choices_dtype
-from moe.weights import Transformer, cast_shapes, initialise
+from moe.router.routing import choices_dtype
+from moe.weights import DeltaNet, Transformer, cast_shapes, initialise
 from sharding.collectives import vary
 from sharding.folding import FoldedMesh
 

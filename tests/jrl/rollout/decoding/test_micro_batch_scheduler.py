@@ -4,7 +4,7 @@ import numpy as np
 
 from jrl.rollout.decoding.disaggregated.scheduler import MicroBatchScheduler
 from jrl.rollout.decoding.requests import Request
-from moe.disaggregated.batches import AttentionTime
+from moe.disaggregated.schedule import AttentionTime
 
 RANKS, PARTS, SIZE = 2, 3, 4
 PREDICTED = AttentionTime(per_token=50.0, per_cached_token=1.0)

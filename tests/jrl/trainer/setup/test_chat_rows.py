@@ -19,7 +19,7 @@ from jrl.text.loss_mask import ChatFormat
 from jrl.text.prompt_format import special_text_of, text_of
 from jrl.text.tokenizer import Tokenizer
 from jrl.trainer.setup.chat_rows import EXTRA_TOKENS, chat_rows, sampled_lengths
-from moe.tokens.zigzag import ZigzagLayout
+from moe.ops.zigzag import ZigzagLayout
 
 PAIRS = [("a", "b"), ("aa", "b"), ("aaa", "bb"), ("aaaaaa", "b"), ("ab", "bbb")]
 # Beginning, question, answer, end.

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 from rich.console import Console
 from small_runs import small_model, small_recipe, small_run, small_setup
+from whole_network import before_responses
 
 from jrl.config.run import RunConfig
 from jrl.recipes import Dapo, Grpo, Ppo, Vapo
@@ -19,7 +20,7 @@ from jrl.trainer.setup.dry_run import batch_arithmetic, parameters, print_dry_ru
 from jrl.trainer.setup.memory import cache_bytes, logits_bytes, memory, weight_bytes
 from jrl.trainer.setup.setup import build_setup
 from jrl.trainer.state import abstract, init_adapters, init_state, init_weights
-from moe import model, placement, weights
+from moe import placement, weights
 from moe.adapters import trees
 from moe.architecture.attention import MultiHeadLatentAttention
 from moe.architecture.delta import GatedDeltaNet
@@ -161,7 +162,7 @@ def test_memory_of_all_logits_is_what_a_sampler_that_truncates_asks_for():
     setup = replace(setup, model=replace(setup.model, execution=execution))
 
     def score(weights, tokens, valid):
-        x, _ = model.before_responses(
+        x, _ = before_responses(
             weights, tokens, valid, setup.prompt_length, 1, setup.model, setup.mesh
         )
         return logits_of(weights, x, setup.model, setup.mesh)

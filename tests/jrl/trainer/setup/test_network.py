@@ -18,8 +18,8 @@ from jrl.trainer.setup.network import (
     network_of,
 )
 from jrl.trainer.setup.setup import build_setup
+from moe.attention import context_parallel as context
 from moe.attention import core, latent
-from moe.attention.context_parallel import choice as context
 from moe.config import ModelConfig, MultiHeadLatentAttention
 from moe.execution import Execution
 from moe.experts import feed_forward

@@ -19,7 +19,7 @@ from jrl.trainer.setup.planner import (
     times_with_overlap,
 )
 from jrl.trainer.setup.setup import build_setup
-from moe.attention.context_parallel.choice import context_of
+from moe.attention.context_parallel import context_of
 from sharding.costs.hardware import HARDWARE, find_hardware
 from sharding.folding import Layout, fold
 

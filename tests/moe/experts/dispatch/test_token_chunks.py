@@ -14,8 +14,7 @@ from programs import jit, mesh_of
 from tiers import full_but
 
 from moe.execution import Execution
-from moe.experts.dispatch.choice import dispatch
-from moe.experts.dispatch.token_chunks import chunk_sizes
+from moe.experts.dispatch.choice import chunk_sizes, dispatch
 from moe.experts.feed_forward import dense_reference
 from moe.remat import rematerialise
 from moe.router.routing import Routing

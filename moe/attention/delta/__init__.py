@@ -1,1 +1,0 @@
-"""Gated DeltaNet: linear attention whose state has a fixed size, instead of a KV cache."""

@@ -1,2 +1,0 @@
-"""Core attention by JAX's fused kernels (cuDNN, XLA), with sinks and padding rewritten to fit
-them."""
