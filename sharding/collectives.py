@@ -155,7 +155,7 @@ def join_shards(x: Shaped[Array, "local *rest"], axes: Axes) -> Shaped[Array, "a
     per token): volume 2 (n-1)/n of the full array.
     """
     n = lax.axis_size(axes)
-    full = vary(jnp.zeros((x.shape[0] * n, *x.shape[1:]), x.dtype), tuple(varying(x)))
+    full = match_varying(jnp.zeros((x.shape[0] * n, *x.shape[1:]), x.dtype), x)
     start = lax.axis_index(axes) * x.shape[0]
     full = lax.dynamic_update_slice_in_dim(vary(full, axes), vary(x, axes), start, axis=0)
     return _name_result(lax.psum(full, axes), SUM)

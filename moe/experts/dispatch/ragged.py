@@ -28,7 +28,7 @@ from moe.remat import DISPATCHED
 from moe.router.routing import Routing
 from moe.weights import Experts
 from sharding import compression
-from sharding.collectives import COLLECTIVE, gather_tokens, match_varying, vary, varying
+from sharding.collectives import COLLECTIVE, gather_tokens, match_varying, vary
 from sharding.compression import decode, decode_tokens, e4m3_scale, encode, encode_tokens
 from sharding.folding import FoldedMesh
 
@@ -124,7 +124,7 @@ def exchange_rows(
     rows = vary(rows, mesh.ep)
     if comm_dtype is None:
         return _exchange_slices(rows, plan.sent, plan.received, num_slots, mesh.ep, name)
-    plan = vary(plan, tuple(varying(rows)))
+    plan = match_varying(plan, rows)
     return _exchange_fp8(rows, plan, num_slots, rows.shape[0], rows.dtype, mesh.ep, name)
 
 
