@@ -94,7 +94,7 @@ def through_stages(weights, piece, config, mesh):
         mesh,
     )
     grads = jax.tree.map(
-        lambda grad, weight: jax.lax.psum(grad, tuple(varying(grad) - varying(weight))),
+        lambda grad, weight: jax.lax.psum(grad, tuple(sorted(varying(grad) - varying(weight)))),
         grads,
         weights,
     )
