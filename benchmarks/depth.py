@@ -145,9 +145,8 @@ def decoding(config: Any) -> tuple[Callable[[], Any], Callable[[Any], float]]:
     import jax.numpy as jnp
 
     from jrl.rollout.batching import replicated
-    from jrl.rollout.decoding.programs.advance import advance, unstack_policy
-    from jrl.rollout.decoding.programs.slots import Decoder, empty_pool
-    from jrl.rollout.decoding.programs.tokens import SamplerState
+    from jrl.rollout.decoding.decode import SamplerState, advance, unstack_policy
+    from jrl.rollout.decoding.slots import Decoder, empty_pool
     from jrl.rollout.sampling import Sampling
     from moe.weights import initialise
     from sharding.folding import Layout, fold

@@ -12,8 +12,8 @@ from jaxtyping import Array
 
 from jrl.processes.agreement import to_devices
 from jrl.recipes.base.batch import Batch
-from jrl.rollout.decoding.programs.slots import TokenRows
 from jrl.rollout.decoding.requests import Trajectory
+from jrl.rollout.decoding.slots import TokenRows
 from sharding.folding import FoldedMesh
 
 

@@ -1,11 +1,10 @@
-"""Resharding of the policy from the training mesh to the rollout mesh, which may have another
-layout or other devices."""
+"""Meshes that decode, and the transfer of the policy to them from the training mesh: one mesh with
+another layout or other devices, or separate device groups of attention and experts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
-from weakref import ref
 
 import jax
 from jaxtyping import Array
@@ -13,7 +12,9 @@ from jaxtyping import Array
 from moe import placement
 from moe.adapters.trees import has_adapters, merge_adapters, without_adapters
 from moe.config import ModelConfig
-from moe.disaggregated.split import devices_of
+from moe.disaggregated.placement import Placement
+from moe.disaggregated.split import Split, SplitMesh, devices_of, fold_split
+from moe.disaggregated.weights import SplitWeights, split_weights
 from moe.weights import Transformer, axis_sizes, table
 from sharding.folding import FoldedMesh, Layout, fold
 
@@ -86,47 +87,98 @@ def separate_rollout_mesh(text: str | None, num_devices: int, training: FoldedMe
     return fold(layout, devices[learning : learning + num_devices])
 
 
+def split_mesh(text: str, num_devices: int | None, training: FoldedMesh) -> SplitMesh:
+    """Meshes of the attention and expert device groups.
+
+    Args:
+      text: the split, as `moe.disaggregated.split.Split.parse` reads it.
+      num_devices: of devices after those of training, in this process; None is those of training,
+        time-shared (colocated).
+
+    Raises:
+      ValueError: for a split of another number of devices, or of more than there are, and for
+        separate devices in a run of multiple processes.
+    """
+    split = Split.parse(text)
+    learning = devices_of(training)
+    if num_devices is None:
+        if split.num_devices != len(learning):
+            raise ValueError(
+                f"rollout_split={text!r} has {split.num_devices} devices and the layout of "
+                f"training {len(learning)}: choose sizes whose sum is that, or give "
+                f"--rollout-devices {split.num_devices} to use other devices."
+            )
+        return fold_split(split, learning)
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"rollout_devices={num_devices} are devices of one process, and the run has "
+            f"{jax.process_count()}: leave it out to alternate sampling and training."
+        )
+    if split.num_devices != num_devices:
+        raise ValueError(
+            f"rollout_split={text!r} has {split.num_devices} devices and rollout_devices="
+            f"{num_devices}: make them the same."
+        )
+    devices = jax.devices()
+    if len(devices) < len(learning) + num_devices:
+        raise ValueError(
+            f"rollout_devices={num_devices} and the {len(learning)} of training are "
+            f"{len(learning) + num_devices} devices and there are {len(devices)}: choose fewer, "
+            f"or --devices {len(learning) + num_devices} to have as many fake ones on a CPU."
+        )
+    return fold_split(split, devices[len(learning) : len(learning) + num_devices])
+
+
 def are_disjoint(training: FoldedMesh, rollout: FoldedMesh) -> bool:
     """True if the two meshes share no device."""
     return {*devices_of(training)}.isdisjoint(devices_of(rollout))
 
 
-class RolloutPolicy:
-    """Copy of the policy on the rollout mesh, updated when the weights have changed.
+def rollout_policy(
+    weights: Transformer[Array], config: ModelConfig, training: FoldedMesh, rollout: FoldedMesh
+) -> Transformer[Array]:
+    """Policy on the rollout mesh, stored as `moe.placement.in_chunks` describes.
 
     Where both meshes are equal it is the trained policy itself, unless that has adapters: they are
-    merged once per change, in the compiled function that moves the weights. Otherwise the weights
-    are moved once per change, in their dtypes: a device receives at most its shard on the rollout
-    mesh, ``itemsize x elements / devices a weight is split over there`` bytes, less what it holds
-    already.
+    merged in the compiled function that moves the weights. Otherwise the weights are moved in their
+    dtypes: a device receives at most its shard on the rollout mesh, ``itemsize x elements / devices
+    a weight is split over there`` bytes, less what it holds already.
 
     Args:
+      weights: on the mesh of training.
       config: the policy network.
-      training: the mesh of the weights that `sync` receives.
-      rollout: the mesh that decodes, over the same devices in the same order or over others.
+      rollout: over the devices of training, in the same order, or over others.
     """
+    if rollout == training and not has_adapters(weights):
+        return weights
+    return reshard(weights, config, training, rollout)
 
-    def __init__(self, config: ModelConfig, training: FoldedMesh, rollout: FoldedMesh):
-        self._meshes = config, training, rollout
-        # A weak reference: it must not keep old weights alive.
-        self._source: ref[Transformer[Array]] | None = None
-        self._resharded: Transformer[Array] | None = None
 
-    def sync(self, weights: Transformer[Array]) -> Transformer[Array]:
-        """Policy `weights` on the rollout mesh, stored as `moe.placement.in_chunks` describes."""
-        _, training, rollout = self._meshes
-        if rollout == training and not has_adapters(weights):
-            return weights
-        source = None if self._source is None else self._source()
-        if self._resharded is None or source is not weights:
-            self.release()  # old and new need not fit in memory together
-            self._resharded = reshard(weights, *self._meshes)
-            self._source = ref(weights)
-        return self._resharded
+def split_policy(
+    weights: Transformer[Array],
+    config: ModelConfig,
+    training: FoldedMesh,
+    mesh: SplitMesh,
+    experts: Sequence[Placement],
+) -> SplitWeights[Array]:
+    """Policy on the device groups of attention and experts. Each device receives its weights
+    (`moe.disaggregated.weights.split_weights`) with equal bits; adapters are merged first.
 
-    def release(self) -> None:
-        """Frees the copy's memory."""
-        self._source = self._resharded = None
+    Args:
+      weights: on the mesh of training.
+      config: the policy network.
+      mesh: of both device groups.
+      experts: expert placement of each layer with experts.
+    """
+    if has_adapters(weights):
+        # Merged on the training mesh, so that only the merged weights are moved.
+        plain = placement.without_chunks(config, training)
+        weights, training = reshard(weights, config, training, plain), plain
+    config = config.without_adapters()
+    layers = axis_sizes(config)["layer"]
+    in_order = placement.in_layer_order(weights, training, layers)
+    # Blocks: updates donate the buffers that are being read.
+    return jax.block_until_ready(split_weights(in_order, config, mesh, experts))
 
 
 def reshard(

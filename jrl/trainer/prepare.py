@@ -17,8 +17,7 @@ from jrl.recipes.base.mismatch import Corrected, Correction
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.batching import over_rows
 from jrl.rollout.collection.collect import groups_of
-from jrl.rollout.sampler import Completion, lengths_of, sampled_lengths_of
-from jrl.rollout.timing import timed
+from jrl.rollout.sampler import Completion, lengths_of, sampled_lengths_of, timed
 from jrl.trainer.learner.objectives import CriticObjective, sampling_differences
 from jrl.trainer.packed.scoring import packed_scores
 from jrl.trainer.scoring import (

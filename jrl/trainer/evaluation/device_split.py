@@ -7,7 +7,7 @@ import jax
 
 from jrl.config.rollout import SplitSettings
 from jrl.config.run import RunConfig
-from jrl.rollout.decoding.disaggregated.expert_balancer import first_placement
+from jrl.rollout.expert_balancer import first_placement
 from moe.config import ModelConfig
 from moe.disaggregated.split import Split, SplitMesh, devices_of, fold_split
 from moe.disaggregated.weights import check_splits
@@ -21,7 +21,7 @@ class DeviceSplit:
     Attributes:
       mesh: of both device groups.
       micro_batches, expert_slots, replan: as of
-        `jrl.rollout.decoding.disaggregated.engine.DisaggregatedEngine`.
+        `jrl.rollout.decoding.split_backend.SplitBackend`.
     """
 
     mesh: SplitMesh

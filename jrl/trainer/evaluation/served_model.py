@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import jax
 from jaxtyping import Array
@@ -12,8 +11,10 @@ from jaxtyping import Array
 from jrl.config.files import configuration_of
 from jrl.config.rollout import SplitSettings
 from jrl.config.run import IMPLEMENTATION_SETTINGS, RunConfig
-from jrl.rollout.decoding.disaggregated.stream import DisaggregatedStreamEngine
-from jrl.rollout.decoding.stream import StreamEngine
+from jrl.rollout.decoding.backend import Backend, MeshBackend
+from jrl.rollout.decoding.engine import Engine
+from jrl.rollout.decoding.slots import Decoder
+from jrl.rollout.decoding.split_backend import SplitBackend
 from jrl.rollout.resharding import rollout_layout, rollout_mesh
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
@@ -102,33 +103,35 @@ class ServedModel:
     format: PromptFormat
     versions: RunSource | CheckpointSource
 
-    def engine(self, *, slots: int, columns: int, key: Array, top_logprobs: int) -> StreamEngine:
-        """Creates its serving engine, without weights; arguments are those of `StreamEngine`.
+    def engine(self, *, slots: int, columns: int, key: Array, top_logprobs: int) -> Engine:
+        """Creates its serving engine, without weights; arguments are those of `Engine` and
+        `Decoder`.
 
         Raises:
           ValueError: for slots that do not divide over the devices.
         """
-        tokenizer = self.format.tokenizer
-        options: dict[str, Any] = {
-            "slots": slots,
-            "columns": columns,
-            "pad_id": tokenizer.pad_id,
-            "stop_ids": tokenizer.stop_ids,
-            "key": key,
-            "top_logprobs": top_logprobs,
-        }
-        if (device_split := self.device_split) is None:
-            return StreamEngine(self.model, self.mesh, self.mesh, **options)
-        device_split.check_slots(slots)
-        return DisaggregatedStreamEngine(
+        split, tokenizer = self.device_split, self.format.tokenizer
+        decoder = Decoder(
             self.model,
-            self.mesh,
-            device_split.mesh,
-            **options,
-            micro_batches=device_split.micro_batches,
-            expert_slots=device_split.expert_slots,
-            replan=device_split.replan,
+            self.mesh if split is None else split.mesh.attention,
+            tokenizer.pad_id,
+            tokenizer.stop_ids,
+            top_logprobs=top_logprobs,
         )
+        if split is None:
+            backend: Backend = MeshBackend(decoder, self.mesh)
+        else:
+            split.check_slots(slots)
+            backend = SplitBackend(
+                decoder,
+                self.mesh,
+                split.mesh,
+                micro_batches=split.micro_batches,
+                expert_slots=split.expert_slots,
+                replan=split.replan,
+                restarts=False,
+            )
+        return Engine(backend, slots=slots, columns=columns, key=key, streams=True)
 
 
 def open_served_model(

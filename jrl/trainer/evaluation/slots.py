@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from jrl.rollout.decoding.ranks import ranks
+from jrl.rollout.decoding.slots import ranks
 from jrl.trainer.setup.geometry import MAX_SLOTS
 from jrl.trainer.setup.memory import cache_bytes, weight_bytes
 from jrl.trainer.setup.setup import Setup

@@ -4,7 +4,7 @@ from jrl.config.run import RunConfig
 from jrl.recipes.base.batch import required
 from jrl.recipes.base.collection import Windows
 from jrl.recipes.base.recipe import Recipe
-from jrl.rollout.decoding.disaggregated.expert_balancer import first_placement
+from jrl.rollout.expert_balancer import first_placement
 from jrl.tasks import Task
 from jrl.tasks.mixture import Mixture
 from jrl.tasks.parts import has_environments

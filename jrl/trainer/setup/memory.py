@@ -9,7 +9,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jrl.rollout.collection.collect import sampling_of
-from jrl.rollout.decoding.disaggregated.expert_balancer import first_placement
+from jrl.rollout.expert_balancer import first_placement
 from jrl.rollout.scoring import num_micro_batches
 from jrl.trainer.learner.masters import keeps_masters
 from jrl.trainer.setup.geometry import Geometry

@@ -8,7 +8,7 @@ from jaxtyping import Array
 from jrl.recipes.base.batch import Batch
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.rollout.collection.async_buffer import AsyncBufferSpec
-from jrl.rollout.decoding.programs.slots import Decoder
+from jrl.rollout.decoding.slots import Decoder
 from jrl.trainer.learner.learner import Learner, init_learner, split
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective, SupervisedObjective
 from jrl.trainer.learner.overflow import with_dropless_buffers

@@ -17,14 +17,15 @@ from jrl.recipes.base.collection import Windows
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.collection.collect import sampling_of
-from jrl.rollout.conversations.engine import ConversationEngine
-from jrl.rollout.decoding.disaggregated.engine import DisaggregatedEngine
-from jrl.rollout.decoding.engine import SlotEngine
+from jrl.rollout.conversation_engine import ConversationEngine
+from jrl.rollout.decoding.backend import Backend, MeshBackend
+from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.decoding.protocol import RolloutEngine
-from jrl.rollout.resharding import rollout_mesh, separate_rollout_mesh
+from jrl.rollout.decoding.slots import Decoder
+from jrl.rollout.decoding.split_backend import SplitBackend
+from jrl.rollout.resharding import rollout_mesh, separate_rollout_mesh, split_mesh
 from jrl.rollout.sampler import Sampler
 from jrl.rollout.scoring import PromptLayout
-from jrl.rollout.split import split_mesh
 from jrl.tasks import Task, load_task
 from jrl.tasks.data.chats import Chats, load_chats
 from jrl.tasks.data.fields import Fields
@@ -197,24 +198,36 @@ class Setup:
             )
         return Sampler(engine, self.task, self.format, self.prompt_length, self.response_length)
 
-    def _engine(self, randomness: Randomness) -> SlotEngine:
-        options: dict[str, Any] = {
-            "slots": self.geometry.slots(self.run.slots),
-            "columns": self.prompt_length + self.response_length,
-            "pad_id": self.tokenizer.pad_id,
-            "stop_ids": self.tokenizer.stop_ids,
-            "key": randomness.key("rollout"),
-            "records_choices": self.recipe.router_replay == "R3",
-        }
+    def _engine(self, randomness: Randomness) -> Engine:
+        decoder = Decoder(
+            self.model,
+            self.rollout_mesh,
+            self.tokenizer.pad_id,
+            self.tokenizer.stop_ids,
+            records_choices=self.recipe.router_replay == "R3",
+        )
+        prompts = None
         if self.split is None:
+            backend: Backend = MeshBackend(decoder, self.mesh)
             # Evaluations and the checks of the warm start share the compiled prefill of a step.
-            options["prompts"] = max(self.recipe.prompts, MIN_PREFILL_PROMPTS)
-            return SlotEngine(self.model, self.mesh, self.rollout_mesh, **options)
-        options["micro_batches"] = self.run.rollout_micro_batches
-        options["m2n"] = self.run.rollout_m2n
-        options["expert_slots"] = self.run.rollout_expert_slots
-        options["replan"] = self.run.rollout_replan
-        return DisaggregatedEngine(self.model, self.mesh, self.split, **options)
+            prompts = max(self.recipe.prompts, MIN_PREFILL_PROMPTS)
+        else:
+            backend = SplitBackend(
+                decoder,
+                self.mesh,
+                self.split,
+                micro_batches=self.run.rollout_micro_batches,
+                m2n=self.run.rollout_m2n,
+                expert_slots=self.run.rollout_expert_slots,
+                replan=self.run.rollout_replan,
+            )
+        return Engine(
+            backend,
+            slots=self.geometry.slots(self.run.slots),
+            columns=self.prompt_length + self.response_length,
+            key=randomness.key("rollout"),
+            prompts=prompts,
+        )
 
     @property
     def networks(self) -> Networks:

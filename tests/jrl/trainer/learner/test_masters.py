@@ -23,9 +23,8 @@ from small_runs import (
 from three_updates import FAST_COMPILE, gradient_of, random_weights
 from tiers import full_but
 
-from jrl.rollout.decoding.programs.advance import advance, unstack_policy
-from jrl.rollout.decoding.programs.slots import abstract_pool
-from jrl.rollout.decoding.programs.tokens import SamplerState
+from jrl.rollout.decoding.decode import SamplerState, advance, unstack_policy
+from jrl.rollout.decoding.slots import abstract_pool
 from jrl.rollout.sampling import Sampling
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder

@@ -13,7 +13,7 @@ from small_runs import small_model, small_recipe, small_run, small_setup
 
 from jrl.config.run import RunConfig
 from jrl.recipes import Dapo, Grpo, Ppo, Vapo
-from jrl.rollout.decoding.programs.slots import abstract_pool, empty_pool
+from jrl.rollout.decoding.slots import abstract_pool, empty_pool
 from jrl.trainer.scoring import logprobs_and_choices_of
 from jrl.trainer.setup.dry_run import batch_arithmetic, parameters, print_dry_run, readable_bytes
 from jrl.trainer.setup.memory import cache_bytes, logits_bytes, memory, weight_bytes

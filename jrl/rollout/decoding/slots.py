@@ -1,4 +1,5 @@
-"""Decoding slots: the pool of rows and their KV cache, and its sharding on the mesh.
+"""Decoding slots: the pool of rows and their KV cache, its sharding on the mesh, and the output
+buffer of finished rows.
 
 A row starts in column 0 of its slot, so its token at position p is in column p; the rows of a pool
 have different lengths.
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Int
 
 from moe.attention.delta.weights import DeltaNet
 from moe.attention.latent import caches_latent
@@ -95,6 +96,14 @@ class TokenRows(Generic[Leaf]):
     top_tokens: TopTokens[Leaf] | None = None
 
 
+class RecentTokens(NamedTuple, Generic[Leaf]):
+    """Latest positions of rows, ``[slot, width]``, from the first that was not returned yet."""
+
+    tokens: Leaf
+    logprobs: Leaf
+    top_tokens: TopTokens[Leaf] | None
+
+
 @struct.dataclass
 class SlotPool(Generic[Leaf]):
     """State of the decoding slots, a row of tokens in each.
@@ -119,6 +128,28 @@ class SlotPool(Generic[Leaf]):
     responses: Leaf
     prompts: Leaf
     samples: Leaf
+
+
+def ranks(mesh: FoldedMesh) -> int:
+    """Number of ranks, dp x tp, that must divide the rows to decode."""
+    return mesh.size((*mesh.dp, *mesh.tp))
+
+
+def check_slots(mesh: FoldedMesh, slots: int) -> None:
+    """Checks that slots can decode on a mesh.
+
+    Raises:
+      ValueError: on pipeline stages, or where the slots do not divide over the ranks.
+    """
+    if mesh.layout.pp > 1:
+        raise ValueError(
+            f"layout {mesh.layout} cannot decode: every device needs all layers, so pp must be 1; "
+            "decode on a separate layout."
+        )
+    if slots < 1 or slots % ranks(mesh):
+        raise ValueError(
+            f"slots={slots} must be a multiple of dp x tp = {ranks(mesh)} of layout {mesh.layout}."
+        )
 
 
 def over_slots(mesh: FoldedMesh) -> PartitionSpec:
@@ -247,6 +278,11 @@ def with_columns(pool: SlotPool[Array], columns: int) -> SlotPool[Array]:
     return replace(pool, cache=_resize(pool.cache, columns))
 
 
+def without_cache(pool: SlotPool[Array]) -> SlotPool[Array]:
+    """Pool whose cache has no buffers, for functions that handle the cache separately."""
+    return replace(pool, cache=Cache((), ()))
+
+
 @partial(jax.jit, static_argnums=1)
 def _resize(cache: Cache[Array], columns: int) -> Cache[Array]:
     def resize(buffer: Array, axis: int | None) -> Array:
@@ -291,3 +327,69 @@ def run_prefill_local(
         # One byte each where the number of experts allows, as there are tokens x layers x k ids.
         choices = choices.astype(choices_dtype(config.num_experts))
     return output._replace(cache=vary(output.cache, mesh.axes), choices=choices)
+
+
+@partial(jax.jit, static_argnums=1)
+def recent_tokens(
+    rows: TokenRows[Array], width: int, starts: Int[Array, "slot"]
+) -> RecentTokens[Array]:
+    """Slices `width` positions of each row from its own start; the last one repeats past the
+    end."""
+    positions = starts[:, None] + jnp.arange(width)[None]
+
+    def gather(column: Array) -> Array:
+        index = positions.reshape(*positions.shape, *[1] * (column.ndim - 2))
+        return jnp.take_along_axis(column, index, axis=1, mode="clip")
+
+    return RecentTokens(
+        gather(rows.tokens), gather(rows.old_logprobs), jax.tree.map(gather, rows.top_tokens)
+    )
+
+
+def make_output_buffer(
+    rows: TokenRows[Array], size: int, sharding: NamedSharding
+) -> TokenRows[Array]:
+    """Empty output buffer for `size` rows such as these.
+
+    Args:
+      sharding: sharding of the buffer.
+    """
+    leaves, structure = jax.tree.flatten(rows)
+    return structure.unflatten(
+        _compiled_zeros(sharding, size, tuple((x.shape[1:], x.dtype) for x in leaves))()
+    )
+
+
+@remembered
+def _compiled_zeros(sharding: NamedSharding, size: int, leaves: tuple[tuple[Any, Any], ...]) -> Any:
+    return jax.jit(
+        lambda: [jnp.zeros((size, *shape), dtype) for shape, dtype in leaves],
+        out_shardings=sharding,
+    )
+
+
+def write_to_buffer(
+    buffer: TokenRows[Array], rows: TokenRows[Array], destinations: Array, sharding: NamedSharding
+) -> TokenRows[Array]:
+    """Copies rows of a pool into the output buffer.
+
+    Args:
+      buffer: the buffer, donated.
+      destinations: ``[slot]`` destination of each slot's row, unique; past the end drops it.
+      sharding: sharding of the buffer.
+    """
+    return _compiled_write(sharding)(buffer, rows, destinations)
+
+
+@remembered
+def _compiled_write(sharding: NamedSharding) -> Any:
+    def write(
+        buffer: TokenRows[Array], rows: TokenRows[Array], destinations: Array
+    ) -> TokenRows[Array]:
+        return jax.tree.map(
+            lambda into, new: into.at[destinations].set(new, mode="drop", unique_indices=True),
+            buffer,
+            rows,
+        )
+
+    return jax.jit(write, donate_argnums=0, out_shardings=sharding)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from programs import mesh_of
 
-from jrl.rollout.decoding.programs.slots import Decoder, abstract_pool
+from jrl.rollout.decoding.slots import Decoder, abstract_pool
 from moe.config import ModelConfig, MultiHeadLatentAttention
 from moe.execution import Execution
 
