@@ -181,7 +181,7 @@ def engine_of(model: str | Any, slots: int, columns: int) -> tuple[Any, Any]:
     weights = jax.device_put(weights, shardings(config, mesh))
     decoder = Decoder(config, mesh, pad_id=0, stop_ids=(config.vocab_size,))
     backend = MeshBackend(decoder, mesh)
-    engine = Engine(backend, slots=slots, columns=columns, key=jax.random.key(1))
+    engine = Engine(backend, slots=slots, max_length=columns, key=jax.random.key(1))
 
     def rollout(lengths: list[int], batch: int, alone: bool = True) -> dict[int, np.ndarray]:
         engine.load(weights, 0)

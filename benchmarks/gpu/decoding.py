@@ -85,8 +85,8 @@ def _served(config: Any, weights: Any, rollout: Rollout, rounds: int, seed: int)
     mesh, number, prompt, before, response = one_device(), *rollout
     # A stop token that there is not: no row ends before its limit.
     backend = TimedBackend(Decoder(config, mesh, pad_id=0, stop_ids=(config.vocab_size,)), mesh)
-    columns = prompt + before + response
-    engine = Engine(backend, slots=number, columns=columns, key=jax.random.key(seed))
+    length = prompt + before + response
+    engine = Engine(backend, slots=number, max_length=length, key=jax.random.key(seed))
     engine.load(weights, 0)
     draw = np.random.default_rng(seed)
     # Numbers that the slots have not seen: a prompt that stands in one is not run again.

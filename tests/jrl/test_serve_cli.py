@@ -84,7 +84,7 @@ def test_tokens_are_the_engines_own_streamed_and_whole(checkpoint, client):
     rows = [tokenizer.encode(PROMPT), policy.format.template.encode(ASKED)]
     decoder = Decoder(policy.model, policy.mesh, tokenizer.pad_id, tokenizer.stop_ids)
     backend = MeshBackend(decoder, policy.mesh)
-    engine = Engine(backend, slots=SLOTS, columns=LENGTH, key=jax.random.key(3))
+    engine = Engine(backend, slots=SLOTS, max_length=LENGTH, key=jax.random.key(3))
     engine.load(*policy.versions.load())
     asked = [Request(n, 0, np.array(ids, np.int32), count) for n, ids in enumerate(rows)]
     engine.submit(asked, GREEDY)

@@ -96,7 +96,7 @@ def test_what_does_not_go_together_is_refused_in_one_line(checkpoint, given, lay
 def test_slots_and_networks_that_two_sides_cannot_have(checkpoint, tmp_path):
     policy = open_served_model(checkpoint, split=SplitSettings("dp2 / ep1", micro_batches=3))
     with pytest.raises(ValueError, match=r"slots=16 .* x micro_batches=3: .* in multiples of 6"):
-        policy.engine(slots=16, columns=32, key=jax.random.key(0), top_logprobs=0)
+        policy.engine(slots=16, max_length=32, key=jax.random.key(0), top_logprobs=0)
     dense = write_checkpoint(tmp_path / "dense")
     with pytest.raises(ValueError, match="decode a dense network on one mesh"):
         open_served_model(f"hf:{dense}", split=SplitSettings("dp1 / ep1"))
@@ -111,7 +111,7 @@ def test_a_run_is_served_on_its_own_split(grpo_run, tmp_path):
     written = []
     for layout in (None, "dp1"):
         policy = open_served_model(str(folder), layout)
-        engine = policy.engine(slots=4, columns=32, key=jax.random.key(0), top_logprobs=0)
+        engine = policy.engine(slots=4, max_length=32, key=jax.random.key(0), top_logprobs=0)
         assert isinstance(engine.backend, SplitBackend) == (layout is None)
         engine.load(*policy.versions.load())
         ids, own = np.arange(3, 8, dtype=np.int32), RequestSampling(seed=1)

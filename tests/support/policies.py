@@ -105,7 +105,7 @@ class Asked:
         engine = Engine(
             MeshBackend(self.decoder(), self.mesh),
             slots=self.slots,
-            columns=self.columns,
+            max_length=self.columns,
             key=jax.random.key(self.seed),
         )
         engine.load(weights(self.config), 5)

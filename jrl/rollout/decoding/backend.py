@@ -1,7 +1,8 @@
-"""Backend of the engine: the devices that decode, the policy on them, and their functions."""
+"""Backend of the engine on one mesh: the devices that decode, the policy on them, and their
+functions. `jrl.rollout.decoding.split_backend` has another."""
 
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import NamedSharding
@@ -12,6 +13,7 @@ from jrl.rollout.batching import replicated
 from jrl.rollout.decoding.decode import (
     Advanced,
     SamplerState,
+    StepLimits,
     UnstackedPolicy,
     advance,
     unstack_policy,
@@ -41,20 +43,23 @@ class DecodingWindow(NamedTuple):
     Attributes:
       max_tokens: maximum new tokens of a row.
       min_live: stops when at most this many rows are live.
-      columns: cache length that attention reads; all rows must fit into it.
+      cache_length: positions of the cache that attention reads; all rows must fit into them.
       slots: the slots to compute, of each ``dp`` rank, counted from its first; they include all
         live rows. None is all.
     """
 
     max_tokens: int
     min_live: int
-    columns: int
+    cache_length: int
     slots: np.ndarray | None
 
 
-class Backend(Protocol):
-    """Devices that decode for an engine: `MeshBackend` is one mesh, `SplitBackend` has separate
-    device groups of attention and experts.
+class MeshBackend:
+    """One mesh, over the devices of training in the same order or over others.
+
+    Args:
+      decoder: compile-time settings; adapters of its network are merged where it decodes.
+      training: the mesh that weights come from.
 
     Attributes:
       decoder: compile-time settings; its mesh is the one of the rows.
@@ -63,32 +68,39 @@ class Backend(Protocol):
       keeps_cache: true if rows may continue with their KV cache when the weights change.
     """
 
-    decoder: Decoder
-    packs_prompts: bool
-    computes_fewer: bool
-    keeps_cache: bool
+    packs_prompts = computes_fewer = keeps_cache = True
+
+    def __init__(self, decoder: Decoder, training: FoldedMesh):
+        self._policy_config, self._training = decoder.config, training
+        self.decoder = decoder._replace(config=decoder.config.without_adapters())
+        self._weights: Transformer[Array] | None = None
+        self._unstacked: UnstackedPolicy[Array] | None = None
+        self._rows = NamedSharding(decoder.mesh.mesh, over_slots(decoder.mesh))
 
     def check(self, slots: int) -> None:
         """Checks that this many slots can decode; raises ValueError otherwise."""
-        ...
+        check_slots(self.decoder.mesh, slots)
 
     def slot_choice(self, slots: int) -> ChooseSlot | None:
         """Choice of a request's slot on its rank; None takes the one free for longest."""
-        ...
+        return None
 
     def load(self, weights: Transformer[Array]) -> None:
         """Puts the policy, which is on the mesh of training, on the devices that decode."""
-        ...
+        self.release()  # old and new need not fit in memory together
+        mesh = self.decoder.mesh
+        self._weights = rollout_policy(weights, self._policy_config, self._training, mesh)
+        self._unstacked = unstack_policy(self.decoder, self._weights)
 
     def release(self) -> None:
         """Frees the memory of the policy."""
-        ...
+        self._weights = self._unstacked = None
 
     def restart(self) -> bool:
         """Called where no request is in flight: undoes what earlier requests changed, so that
         samples depend on the next ones only. True if the KV cache in the slots would be computed
         otherwise now."""
-        ...
+        return False
 
     def admit(
         self,
@@ -107,91 +119,6 @@ class Backend(Protocol):
         Returns:
           The pool, and true if the prefill was repeated with dropless expert buffers.
         """
-        ...
-
-    def admit_packed(
-        self,
-        pool: SlotPool[Array],
-        rows: tuple[Packing[Array], CacheCopies[Array]],
-        tokens: Array,
-        admission: AdmissionArrays[Array],
-        sampling: Sampling,
-        state: SamplerState,
-    ) -> tuple[SlotPool[Array], bool]:
-        """The same with prompts that share rows, where `packs_prompts`; `tokens` are ``[slot,
-        position]``."""
-        ...
-
-    def decode(
-        self,
-        pool: SlotPool[Array],
-        window: DecodingWindow,
-        sampling: Sampling,
-        state: SamplerState,
-    ) -> tuple[SlotPool[Array], Advanced]:
-        """Decodes all live rows of the pool, which is donated."""
-        ...
-
-    def output_buffer(self, rows: TokenRows[Array], size: int) -> TokenRows[Array]:
-        """Empty output buffer for `size` rows such as these."""
-        ...
-
-    def write_to_buffer(
-        self, buffer: TokenRows[Array], rows: TokenRows[Array], destinations: np.ndarray
-    ) -> TokenRows[Array]:
-        """Copies the row of each slot to its destination in the output buffer, which is donated;
-        destinations are unique, and past the end drops a row."""
-        ...
-
-    def to_host(self, tree: Any) -> Any:
-        """Copies arrays of the rows' mesh to the host, in all processes."""
-        ...
-
-
-class MeshBackend:
-    """One mesh, over the devices of training in the same order or over others.
-
-    Args:
-      decoder: compile-time settings; adapters of its network are merged where it decodes.
-      training: the mesh that weights come from.
-    """
-
-    packs_prompts = computes_fewer = keeps_cache = True
-
-    def __init__(self, decoder: Decoder, training: FoldedMesh):
-        self._policy_config, self._training = decoder.config, training
-        self.decoder = decoder._replace(config=decoder.config.without_adapters())
-        self._weights: Transformer[Array] | None = None
-        self._unstacked: UnstackedPolicy[Array] | None = None
-        self._rows = NamedSharding(decoder.mesh.mesh, over_slots(decoder.mesh))
-
-    def check(self, slots: int) -> None:
-        check_slots(self.decoder.mesh, slots)
-
-    def slot_choice(self, slots: int) -> ChooseSlot | None:
-        return None
-
-    def load(self, weights: Transformer[Array]) -> None:
-        self.release()  # old and new need not fit in memory together
-        mesh = self.decoder.mesh
-        self._weights = rollout_policy(weights, self._policy_config, self._training, mesh)
-        self._unstacked = unstack_policy(self.decoder, self._weights)
-
-    def release(self) -> None:
-        self._weights = self._unstacked = None
-
-    def restart(self) -> bool:
-        return False
-
-    def admit(
-        self,
-        pool: SlotPool[Array],
-        tokens: Array,
-        lengths: Array,
-        admission: AdmissionArrays[Array],
-        sampling: Sampling,
-        state: SamplerState,
-    ) -> tuple[SlotPool[Array], bool]:
         weights, arrays = self._loaded()[0], (tokens, lengths, admission, state)
         pool, overflow = admit(self.decoder, sampling, weights, pool, *arrays)
         # A sum over all devices, so that all processes decide alike; reading it blocks.
@@ -210,6 +137,12 @@ class MeshBackend:
         sampling: Sampling,
         state: SamplerState,
     ) -> tuple[SlotPool[Array], bool]:
+        """`admit` of prompts that share rows, where `packs_prompts`.
+
+        Args:
+          rows: the packed rows, and the copies of their keys and values to the slots.
+          tokens: ``[slot, position]`` ids.
+        """
         decoder, (weights, unstacked), (packing, copies) = self.decoder, self._loaded(), rows
         prefill, repeated = run_packed(decoder, weights, packing), False
         if prefill.overflow is not None and int(prefill.overflow):
@@ -231,29 +164,32 @@ class MeshBackend:
         sampling: Sampling,
         state: SamplerState,
     ) -> tuple[SlotPool[Array], Advanced]:
+        """Decodes all live rows of the pool, which is donated."""
         limits = np.int32(window.max_tokens), np.int32(window.min_live)
         max_steps, min_live = to_devices(limits, replicated(self.decoder.mesh))
         return advance(
             self.decoder,
             sampling,
-            window.columns,
+            window.cache_length,
             self._loaded()[1],
             pool,
             state,
-            max_steps,
-            min_live,
-            to_devices(window.slots, self._rows),
+            StepLimits(max_steps, min_live, to_devices(window.slots, self._rows)),
         )
 
     def output_buffer(self, rows: TokenRows[Array], size: int) -> TokenRows[Array]:
+        """Empty output buffer for `size` rows such as these."""
         return make_output_buffer(rows, size, self._rows)
 
     def write_to_buffer(
         self, buffer: TokenRows[Array], rows: TokenRows[Array], destinations: np.ndarray
     ) -> TokenRows[Array]:
+        """Copies the row of each slot to its destination in the output buffer, which is donated;
+        destinations are unique, and past the end drops a row."""
         return write_to_buffer(buffer, rows, to_devices(destinations, self._rows), self._rows)
 
     def to_host(self, tree: Any) -> Any:
+        """Copies arrays of the rows' mesh to the host, in all processes."""
         return to_host(tree)
 
     def _loaded(self) -> tuple[Transformer[Array], UnstackedPolicy[Array]]:

@@ -145,14 +145,14 @@ def append_tokens(
     longer = replace(
         rows,
         lengths=rows.lengths + grows.astype(jnp.int32),
-        tokens=write_column(rows.tokens, grows, positions, token),
-        behaviour_logprobs=write_column(rows.behaviour_logprobs, grows, positions, behaviour),
-        old_logprobs=write_column(rows.old_logprobs, grows, positions, old),
-        versions=write_column(rows.versions, grows, positions, versions),
+        tokens=write_token(rows.tokens, grows, positions, token),
+        behaviour_logprobs=write_token(rows.behaviour_logprobs, grows, positions, behaviour),
+        old_logprobs=write_token(rows.old_logprobs, grows, positions, old),
+        versions=write_token(rows.versions, grows, positions, versions),
     )
     if top_tokens is not None:
         recorded = jax.tree.map(
-            lambda into, new: write_column(into, grows, positions, new), rows.top_tokens, top_tokens
+            lambda into, new: write_token(into, grows, positions, new), rows.top_tokens, top_tokens
         )
         longer = replace(longer, top_tokens=recorded)
     # The token that ends a response is part of it.
@@ -162,12 +162,12 @@ def append_tokens(
     return longer, continues
 
 
-def write_column(into: Array, where: Array, column: Array, new: Array | None) -> Array:
-    """Writes `new` into one column per row of `into`, for the rows in the mask `where`."""
+def write_token(into: Array, where: Array, position: Array, new: Array | None) -> Array:
+    """Writes `new` at one position per row of `into`, for the rows in the mask `where`."""
     assert new is not None
     # Past the end, where writes are dropped.
-    column = jnp.where(where, column, into.shape[1])
-    return into.at[jnp.arange(into.shape[0]), column].set(
+    position = jnp.where(where, position, into.shape[1])
+    return into.at[jnp.arange(into.shape[0]), position].set(
         new.astype(into.dtype), mode="drop", unique_indices=True, indices_are_sorted=True
     )
 
@@ -182,6 +182,21 @@ class Advanced(NamedTuple):
 
     steps: Array
     row_steps: Array
+
+
+class StepLimits(NamedTuple):
+    """Limits of `advance`.
+
+    Attributes:
+      max_steps: maximum tokens per row.
+      min_live: it stops when at most this many rows are live.
+      slots: the slots to compute, of each ``dp`` rank, counted from its first; must include all
+        live ones, none twice. None is all.
+    """
+
+    max_steps: Array
+    min_live: Array
+    slots: Array | None = None
 
 
 @struct.dataclass
@@ -250,72 +265,55 @@ class _Loop(NamedTuple):
 def advance(
     decoder: Decoder,
     sampling: Sampling,
-    columns: int,
+    cache_length: int,
     policy: UnstackedPolicy[Array],
     pool: SlotPool[Array],
     sampler_state: SamplerState,
-    max_steps: Array,
-    min_live: Array,
-    slots: Array | None = None,
+    limits: StepLimits,
 ) -> tuple[SlotPool[Array], Advanced]:
-    """Samples tokens of all live rows, for `max_steps` or until at most `min_live` rows are left.
+    """Samples tokens of all live rows within the limits.
 
     The RNG key of a token is derived from the key, the prompt and sample ids, and its position in
     the response: neither slot nor mesh nor other rows affect it.
 
     Args:
       sampling: sampling parameters.
-      columns: cache length that attention reads; every live row must end within it.
+      cache_length: positions of the cache that attention reads; every live row must end within
+        them.
       pool: donated.
-      max_steps: maximum tokens per row.
-      min_live: stops when at most this many rows are live.
-      slots: the slots to compute, of each ``dp`` rank, counted from its first; must include all
-        live ones, none twice. None is all.
     """
     mesh, replicated = decoder.mesh, PartitionSpec()
     pools = pool_specs(mesh, pool)
     local = jax.shard_map(
-        partial(_advance_local, decoder, sampling, columns),
+        partial(_advance_local, decoder, sampling, cache_length),
         mesh=mesh.mesh,
         in_specs=(
-            *(
-                _policy_specs(decoder),
-                pools,
-                sampler_state_specs(mesh, sampler_state),
-                replicated,
-                replicated,
-            ),
-            over_slots(mesh),
+            _policy_specs(decoder),
+            pools,
+            sampler_state_specs(mesh, sampler_state),
+            StepLimits(replicated, replicated, over_slots(mesh)),
         ),
         out_specs=(pools, replicated),
     )
-    return local(policy, pool, sampler_state, max_steps, min_live, slots)
+    return local(policy, pool, sampler_state, limits)
 
 
 def _advance_local(
     decoder: Decoder,
     sampling: Sampling,
-    columns: int,
+    cache_length: int,
     policy: UnstackedPolicy[Array],
     pool: SlotPool[Array],
     sampler_state: SamplerState,
-    max_steps: Array,
-    min_live: Array,
-    slots: Array | None,
+    limits: StepLimits,
 ) -> tuple[SlotPool[Array], Advanced]:
+    max_steps, min_live, slots = limits
     if slots is not None:
         # Gathered once for all steps, whose cost is proportional to the number of rows.
         gathered, sampler_state = _gather_slots(slots, pool, sampler_state)
+        all_gathered = limits._replace(slots=None)
         gathered, advanced = _advance_local(
-            decoder,
-            sampling,
-            columns,
-            policy,
-            gathered,
-            sampler_state,
-            max_steps,
-            min_live,
-            slots=None,
+            decoder, sampling, cache_length, policy, gathered, sampler_state, all_gathered
         )
         return _scatter_slots(slots, pool, gathered), advanced
     config, mesh = decoder.config, decoder.mesh
@@ -344,7 +342,7 @@ def _advance_local(
             rope,
         )
         if rows.choices is not None:
-            rows = replace(rows, choices=write_column(rows.choices, loop.live, last, choices))
+            rows = replace(rows, choices=write_token(rows.choices, loop.live, last, choices))
         sampled = sample_next_tokens(decoder, sampling, logits, pool, rows, sampler_state)
         rows, live = append_tokens(decoder, pool, rows, loop.live, sampled, sampler_state.version)
         # The number of rows live before the step: the token that ends a row is part of it.
@@ -352,9 +350,9 @@ def _advance_local(
         return _Loop(loop.steps + 1, count(live), row_steps, rows, live, cache)
 
     # A shorter cache is copied once, so that no step reads unused positions; the whole is not.
-    read = over_columns(partial(_slice_columns, columns), pool.cache)
+    read = over_columns(partial(_slice_cache, cache_length), pool.cache)
     # RoPE tables are computed here once; otherwise each layer would compute them in each step.
-    rope = vary(rotary_tables(columns, config), mesh.axes)
+    rope = vary(rotary_tables(cache_length, config), mesh.axes)
     zero = jnp.zeros((), jnp.int32)
     # A loop keeps the types of its carry: results that vary over devices must do so from the start.
     rows, live = vary((pool.rows, pool.live), mesh.except_sequence)
@@ -362,7 +360,7 @@ def _advance_local(
     loop = jax.lax.while_loop(
         lambda loop: (loop.steps < max_steps) & (loop.num_live > min_live), step, loop
     )
-    cache = over_columns(_update_columns, pool.cache, loop.cache)
+    cache = over_columns(_update_cache, pool.cache, loop.cache)
     pool = replace(pool, rows=loop.rows, live=loop.live, cache=cache)
     return pool, Advanced(loop.steps, loop.row_steps)
 
@@ -396,13 +394,13 @@ def _scatter_slots(
     return replace(rest, cache=cache)
 
 
-def _slice_columns(columns: int, buffer: Array, axis: int | None) -> Array:
+def _slice_cache(cache_length: int, buffer: Array, axis: int | None) -> Array:
     if axis is None:
         return buffer
-    return jax.lax.slice_in_dim(buffer, 0, columns, axis=axis)
+    return jax.lax.slice_in_dim(buffer, 0, cache_length, axis=axis)
 
 
-def _update_columns(buffer: Array, columns: Array, axis: int | None) -> Array:
+def _update_cache(buffer: Array, new: Array, axis: int | None) -> Array:
     if axis is None:
-        return columns
-    return jax.lax.dynamic_update_slice_in_dim(buffer, columns, 0, axis=axis)
+        return new
+    return jax.lax.dynamic_update_slice_in_dim(buffer, new, 0, axis=axis)

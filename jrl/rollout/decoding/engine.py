@@ -12,7 +12,7 @@ from jaxtyping import Array
 from jrl.losses import EntropyStatistics
 from jrl.processes.agreement import to_devices, to_host
 from jrl.rollout.batching import replicated
-from jrl.rollout.decoding.backend import Backend, DecodingWindow
+from jrl.rollout.decoding.backend import DecodingWindow, MeshBackend
 from jrl.rollout.decoding.decode import SamplerState
 from jrl.rollout.decoding.packed_prefill import make_packing, plan_cache_copies, plan_rows
 from jrl.rollout.decoding.prefill import AdmissionArrays, make_admission
@@ -41,7 +41,6 @@ from jrl.rollout.decoding.sizes import (
     step_sizes,
     stream_cache_lengths,
     unpacked_row_sizes,
-    unpacked_widths,
 )
 from jrl.rollout.decoding.slots import (
     RecentTokens,
@@ -50,13 +49,18 @@ from jrl.rollout.decoding.slots import (
     halt,
     over_slots,
     recent_tokens,
-    with_columns,
+    with_cache_length,
 )
+from jrl.rollout.decoding.split_backend import SplitBackend
 from jrl.rollout.decoding.usage import Usage
 from jrl.rollout.sampling import Sampling, stack_sampling
 from moe.cache.buffers import KEY_COLUMN, cache_columns
 from moe.cache.kernel import check_kernel
 from moe.weights import Transformer
+
+Backend = MeshBackend | SplitBackend
+"""The devices that decode for an engine: one mesh, or separate device groups of attention and
+experts."""
 
 WINDOW = 64
 """Tokens of a row between two scheduler steps; finished rows are verified meanwhile."""
@@ -84,7 +88,7 @@ class Engine:
     Args:
       backend: the devices that decode.
       slots: rows that are decoded at a time; a multiple of the ranks that share them.
-      columns: tokens of the longest row, prompt and response.
+      max_length: tokens of the longest row, prompt and response.
       key: RNG key from which the keys of all tokens are derived.
       prompts: usual number of prompts at a time: larger requests run in prefills of this many, not
         in one of their own size. None runs as many at once as memory allows.
@@ -103,7 +107,7 @@ class Engine:
         backend: Backend,
         *,
         slots: int,
-        columns: int,
+        max_length: int,
         key: Array,
         prompts: int | None = None,
         streams: bool = False,
@@ -115,20 +119,20 @@ class Engine:
         self.mesh, self.ranks, self._streams = mesh, mesh.size(mesh.dp), streams
         # Tokens of a forward pass are sharded over ``tp``.
         self._unit, per_rank = mesh.size(mesh.tp), slots // self.ranks
-        self.columns = cache_columns(columns, config, mesh)
+        self.max_length = cache_columns(max_length, config, mesh)
         self._row_widths: Sequence[int] = ()
         self._prefill_tokens = MAX_PREFILL_TOKENS
-        self.cache_sizes, self.step_sizes = [self.columns], [per_rank]
+        self.cache_sizes, self.step_sizes = [self.max_length], [per_rank]
         if streams:
             self._prefill_tokens = MAX_STREAM_PREFILL_TOKENS
-            self.cache_sizes = stream_cache_lengths(self.columns)
+            self.cache_sizes = stream_cache_lengths(self.max_length)
             # Packed rows support neither the states of Gated DeltaNet nor recorded expert ids.
             if backend.packs_prompts and config.delta is None and not self.decoder.records_choices:
-                self._row_widths = row_widths(self.columns, self._unit)
+                self._row_widths = row_widths(self.max_length, self._unit)
         if backend.computes_fewer and streams:
             self.step_sizes = fewer_slots(per_rank, self._unit, STREAM_SHRINK_FACTOR, least=1)
         elif backend.computes_fewer:
-            self.step_sizes = step_sizes(per_rank, self.columns, self._unit)
+            self.step_sizes = step_sizes(per_rank, self.max_length, self._unit)
         self.scheduler = SlotScheduler(
             slots,
             self.ranks,
@@ -158,7 +162,7 @@ class Engine:
         per_rank, most_tokens = self.slots // self.ranks, self._prefill_tokens
         if self._row_widths:
             return row_sizes(self._row_widths, per_rank, most_tokens)
-        return unpacked_row_sizes(unpacked_widths(self.columns, self._unit), per_rank, most_tokens)
+        return unpacked_row_sizes(self.max_length, self._unit, per_rank, most_tokens)
 
     @property
     def num_idle(self) -> int:
@@ -188,9 +192,8 @@ class Engine:
         self._sampler_state = None
 
     def release(self) -> None:
-        assert not self.scheduler.running, "rows are in flight"
+        self.scheduler.reset()
         self.backend.release()
-        self.scheduler.clear_prefix_cache()
         self._pool = self._output_buffer = None
 
     def submit(self, requests: Sequence[Request], sampling: Sampling | None = None) -> None:
@@ -216,13 +219,13 @@ class Engine:
                     f"request {request.prompt, request.sample} has no sampling settings: give it "
                     "a sampling=RequestSampling(...)."
                 )
-            if request.limit > self.columns:
+            if request.limit > self.max_length:
                 raise ValueError(
-                    f"a row of {request.limit} tokens does not fit slots of {self.columns} "
-                    "tokens: make an engine with more columns."
+                    f"a row of {request.limit} tokens does not fit slots of {self.max_length} "
+                    "tokens: make an engine with a larger max_length."
                 )
         if not self.busy and self.backend.restart():
-            scheduler.clear_prefix_cache()
+            scheduler.reset()
         if sampling != self._sampling:
             self._sampling, self._sampler_state = sampling, None
         if requests and self._pool is None:
@@ -344,7 +347,7 @@ class Engine:
             # Copies of whole rows, so that no function is compiled per length.
             width, num_rows = max(self._cache_length, self._cache_size(plan.width)), 0
         else:
-            width, num_rows = plan_unpacked_rows(plan, self.columns, self._unit, per_rank)
+            width, num_rows = plan_unpacked_rows(plan, self.max_length, self._unit, per_rank)
         tokens = np.full((ranks, num_rows, width), self.decoder.pad_id, np.int32)
         lengths = np.zeros((ranks, num_rows), np.int32)
         for rank, runs in enumerate(plan.runs):
@@ -363,9 +366,9 @@ class Engine:
         rows = plan_rows(plan, self._row_widths)
         packing = make_packing(rows, plan, slots, self.decoder.pad_id)
         cache_length = pool.cache.keys[0].shape[KEY_COLUMN]
-        copies = plan_cache_copies(rows, plan, slots, self.columns, cache_length)
+        copies = plan_cache_copies(rows, plan, slots, self.max_length, cache_length)
         admission = self._make_admission(plan, 0)
-        tokens = np.full((slots, self.columns), self.decoder.pad_id, np.int32)
+        tokens = np.full((slots, self.max_length), self.decoder.pad_id, np.int32)
         for slot, request, _ in plan.assignments:
             tokens[slot, : request.length] = request.ids
             # The tokens, and the state of the last, are indexed by the slot itself.
@@ -402,10 +405,10 @@ class Engine:
             # ended, and copying a part of the cache for so few costs more than it saves.
             end = length_after(lengths, limits, max_tokens)
         else:
-            max_tokens, end = plan_window(lengths, limits, max_tokens, self.columns)
-        pool, columns = self._resize_cache(end)
+            max_tokens, end = plan_window(lengths, limits, max_tokens, self.max_length)
+        pool, cache_length = self._resize_cache(end)
         active_slots = scheduler.active_slots(sizes)
-        window = DecodingWindow(max_tokens, min_live, columns, active_slots)
+        window = DecodingWindow(max_tokens, min_live, cache_length, active_slots)
         self._pool, advanced = self.backend.decode(pool, window, *self._sampler())
         rows_now = self._pool.rows.lengths, self._pool.live
         lengths, is_live = self.backend.to_host(rows_now)
@@ -418,32 +421,31 @@ class Engine:
         self.usage.row_steps += int(row_steps)
         return is_live
 
-    def _resize_cache(self, columns: int) -> tuple[SlotPool[Array], int]:
-        """Pool with a cache of at least `columns` positions, and the number of positions to
-        read."""
+    def _resize_cache(self, length: int) -> tuple[SlotPool[Array], int]:
+        """Pool with a cache of at least `length` positions, and the number of positions to read."""
         if not self._streams:
-            return self._rows_pool, cache_length_to_read(columns, self.columns)
+            return self._rows_pool, cache_length_to_read(length, self.max_length)
         # The whole cache is read, so that no part of it is copied before and after.
-        columns, cache_length = self._cache_size(columns), self._cache_length
+        needed, cache_length = self._cache_size(length), self._cache_length
         # Extended immediately, shortened only after a while: each change copies the whole cache.
-        self._too_long = self._too_long + 1 if columns < cache_length else 0
-        if columns <= cache_length and self._too_long < STEPS_BEFORE_SHRINK:
+        self._too_long = self._too_long + 1 if needed < cache_length else 0
+        if needed <= cache_length and self._too_long < STEPS_BEFORE_SHRINK:
             return self._rows_pool, cache_length
         self._too_long = 0
-        return with_columns(self._rows_pool, columns), columns
+        return with_cache_length(self._rows_pool, needed), needed
 
     def _with_cache_of(self, width: int) -> SlotPool[Array]:
         """Pool with a cache of at least `width` positions."""
         if not self._streams or self._cache_length >= width:
             return self._rows_pool
-        return with_columns(self._rows_pool, self._cache_size(width))
+        return with_cache_length(self._rows_pool, self._cache_size(width))
 
     @property
     def _cache_length(self) -> int:
         return self._rows_pool.cache.keys[0].shape[KEY_COLUMN]
 
-    def _cache_size(self, columns: int) -> int:
-        return next(size for size in self.cache_sizes if size >= columns)
+    def _cache_size(self, length: int) -> int:
+        return next(size for size in self.cache_sizes if size >= length)
 
     def _collect_finished(self, slots: Sequence[int]) -> list[Trajectory]:
         """Moves the rows of these slots to the output buffer, and frees the slots."""
@@ -545,8 +547,8 @@ class Engine:
         return self._pool
 
     def _empty_pool(self) -> SlotPool[Array]:
-        pool = empty_pool(self.decoder, self.slots, self.columns)
-        return with_columns(pool, self.cache_sizes[0]) if self._streams else pool
+        pool = empty_pool(self.decoder, self.slots, self.max_length)
+        return with_cache_length(pool, self.cache_sizes[0]) if self._streams else pool
 
     def _shard_over_slots(self, tree: Any) -> Any:
         return to_devices(tree, self._slot_sharding)

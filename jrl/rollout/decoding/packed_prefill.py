@@ -64,13 +64,13 @@ class CacheCopies(Generic[Leaf]):
     Attributes:
       slots: ``[copy]`` destination, an index within the rank.
       sources: ``[copy]`` first position in the concatenated prefill rows.
-      columns: ``[copy]`` first position in the slot.
+      positions: ``[copy]`` first position in the slot.
       counts: ``[rank]`` number of copies; entries after them are ignored.
     """
 
     slots: Leaf
     sources: Leaf
-    columns: Leaf
+    positions: Leaf
     counts: Leaf
 
 
@@ -134,32 +134,32 @@ def make_packing(
 
 
 def plan_cache_copies(
-    row_plan: RowPlan, plan: AdmissionPlan, slots: int, columns: int, cache_columns: int
+    row_plan: RowPlan, plan: AdmissionPlan, slots: int, max_length: int, cache_length: int
 ) -> CacheCopies[np.ndarray]:
     """Copies from packed rows into the KV cache.
 
     Args:
       slots: total number.
-      columns: tokens of the longest row.
-      cache_columns: length of the cache, at least that of the longest prompt.
+      max_length: tokens of the longest row.
+      cache_length: of the cache, at least that of the longest prompt.
     """
     ranks = len(row_plan.starts)
-    per_rank, size = slots // ranks, min(CHUNK, cache_columns)
+    per_rank, size = slots // ranks, min(CHUNK, cache_length)
     rank_copies: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]
     for slot, request, source in plan.assignments:
         rank, local_slot = divmod(slot, per_rank)
         start = row_plan.starts[rank][source]
         # The last copies of a slot overlap if its length is no multiple of their size.
-        offsets = (min(c, cache_columns - size) for c in range(0, request.length, size))
-        rank_copies[rank] += [(local_slot, start + column, column) for column in offsets]
+        offsets = (min(c, cache_length - size) for c in range(0, request.length, size))
+        rank_copies[rank] += [(local_slot, start + offset, offset) for offset in offsets]
     # A static shape for the maximum; `counts` are the actual numbers of copies.
-    max_copies = per_rank * -(-columns // min(CHUNK, columns))
+    max_copies = per_rank * -(-max_length // min(CHUNK, max_length))
     table = np.zeros((ranks, max_copies, 3), np.int32)
     for rank, rows in enumerate(rank_copies):
         table[rank, : len(rows)] = np.reshape(rows, (-1, 3))
     counts = np.array(list(map(len, rank_copies)), np.int32)
-    targets, sources, first_columns = np.moveaxis(table.reshape(-1, 3), 1, 0)
-    return CacheCopies(targets, sources, first_columns, counts)
+    targets, sources, positions = np.moveaxis(table.reshape(-1, 3), 1, 0)
+    return CacheCopies(targets, sources, positions, counts)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -255,8 +255,8 @@ def _copy_to_cache_local(
     decoder: Decoder, cache: Cache[Array], prefilled: Cache[Array], cache_copies: CacheCopies[Array]
 ) -> Cache[Array]:
     def copy(index: Array, cache: Cache[Array]) -> Cache[Array]:
-        slot, source_start, column = (
-            x[index] for x in (cache_copies.slots, cache_copies.sources, cache_copies.columns)
+        slot, source_start, position = (
+            x[index] for x in (cache_copies.slots, cache_copies.sources, cache_copies.positions)
         )
 
         def copy_chunk(buffer: Array, source_cache: Array, axis: int | None) -> Array:
@@ -266,7 +266,7 @@ def _copy_to_cache_local(
             size = min(CHUNK, buffer.shape[axis])
             chunk = lax.dynamic_slice_in_dim(source_cache, source_start, size, axis=axis)
             start: list[Any] = [0] * buffer.ndim
-            start[ROW], start[axis] = slot, column
+            start[ROW], start[axis] = slot, position
             return lax.dynamic_update_slice(buffer, chunk, start)
 
         return over_columns(copy_chunk, cache, prefilled)

@@ -97,10 +97,10 @@ def make_admission(
         length, begin = request.length, len(request.tokens)
         fields.append((source, length, request.limit, begin, request.prompt, request.sample))
     # Vectorised: entry by entry this would take longer than the compiled function.
-    columns = np.zeros((6, slots), np.int32)
-    columns[0] = -1
-    columns[:, [slot for slot, *_ in plan.assignments]] = np.transpose(fields)
-    return AdmissionArrays(*columns, restored=_collect_restored(plan, slots, width, decoder))
+    arrays = np.zeros((6, slots), np.int32)
+    arrays[0] = -1
+    arrays[:, [slot for slot, *_ in plan.assignments]] = np.transpose(fields)
+    return AdmissionArrays(*arrays, restored=_collect_restored(plan, slots, width, decoder))
 
 
 def _collect_restored(
@@ -126,19 +126,19 @@ def _collect_restored(
         restored.starts[slot], sampled = request.start, request.sampled
         if sampled is None:
             continue
-        columns = slice(request.start, request.start + len(sampled.tokens))
-        restored.behaviour_logprobs[slot, columns] = sampled.behaviour_logprobs
-        restored.old_logprobs[slot, columns] = sampled.old_logprobs
-        restored.versions[slot, columns] = sampled.versions
+        span = slice(request.start, request.start + len(sampled.tokens))
+        restored.behaviour_logprobs[slot, span] = sampled.behaviour_logprobs
+        restored.old_logprobs[slot, span] = sampled.old_logprobs
+        restored.versions[slot, span] = sampled.versions
         # From the first prompt token on: router replay covers prompt tokens too.
         if restored.choices is not None and sampled.choices is not None:
             restored.choices[slot, : len(sampled.choices)] = sampled.choices
     return restored
 
 
-def no_choices(config: ModelConfig, rows: int, columns: int) -> np.ndarray:
+def no_choices(config: ModelConfig, rows: int, length: int) -> np.ndarray:
     """Expert ids ``[row, position, layer, k]`` without a record: `num_experts` everywhere."""
-    shape = (rows, columns, config.num_expert_layers, config.experts_per_token)
+    shape = (rows, length, config.num_expert_layers, config.experts_per_token)
     return np.full(shape, config.num_experts, choices_dtype(config.num_experts))
 
 
@@ -302,18 +302,18 @@ def _write_rows(
         if admission.restored is not None and admission.restored.choices is not None:
             # The sampler's expert ids stay on record, whatever this prefill chooses: the
             # log-probability of the token was computed with them.
-            before = _pad_columns(admission.restored.choices, choices.shape[1], none)
+            before = _pad_positions(admission.restored.choices, choices.shape[1], none)
             choices = jnp.where(admitted[:, None, None, None] & (before != none), before, choices)
         choices = jnp.where(later[..., None, None], none, choices)
     # Scalars, which broadcast, where no row was sampled before.
-    starts, columns = admission.lengths, (0.0, 0.0, 0)
+    starts, records = admission.lengths, (0.0, 0.0, 0)
     if admission.restored is not None:
         starts, restored = admission.restored.starts, admission.restored
-        columns = tuple(
-            _pad_columns(column, ids.shape[1], 0)
-            for column in (restored.behaviour_logprobs, restored.old_logprobs, restored.versions)
+        records = tuple(
+            _pad_positions(record, ids.shape[1], 0)
+            for record in (restored.behaviour_logprobs, restored.old_logprobs, restored.versions)
         )
-    behaviour_logprobs, old_logprobs, versions = columns
+    behaviour_logprobs, old_logprobs, versions = records
     return SlotPool(
         rows=TokenRows(
             lengths=where_admitted(admission.lengths, rows.lengths),
@@ -336,7 +336,7 @@ def _write_rows(
     )
 
 
-def _pad_columns(x: Array, width: int, otherwise: Array | float | int) -> Array:
+def _pad_positions(x: Array, width: int, otherwise: Array | float | int) -> Array:
     """Pads `x` with `otherwise` to `width` positions."""
     padding = [(0, 0), (0, width - x.shape[1]), *[(0, 0)] * (x.ndim - 2)]
     return jnp.pad(x, padding, constant_values=otherwise)

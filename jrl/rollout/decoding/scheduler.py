@@ -51,19 +51,19 @@ class AdmissionPlan:
 
 
 def plan_unpacked_rows(
-    plan: AdmissionPlan, columns: int, unit: int, per_rank: int
+    plan: AdmissionPlan, max_length: int, unit: int, per_rank: int
 ) -> tuple[int, int]:
     """Width and number of the prefill rows of a rank where each prompt has a row of its own.
 
     Args:
-      columns: tokens of the longest row.
+      max_length: tokens of the longest row.
       unit: divisor of the width.
       per_rank: slots of a rank.
     """
     # Conversations come at any length, and each width is a compiled function.
     least = MIN_TURN_WIDTH if plan.continues_conversations else MIN_PREFILL_WIDTH
     # Rounded up after the bucket: tokens of a prefill are sharded over the ranks of `unit`.
-    width = -(-bucket(plan.width, columns, least) // unit) * unit
+    width = -(-bucket(plan.width, max_length, least) // unit) * unit
     # The maximum over ranks: the compiled function has one shape on all.
     most = max(map(len, plan.runs))
     # Few of each: every width with every number of rows is a compiled function.
@@ -195,11 +195,15 @@ class SlotScheduler:
         return slots
 
     def clear_prefix_cache(self) -> None:
-        """Clears the prefix cache, as new weights were loaded."""
+        """Clears the prefix cache, as weights were loaded."""
         self._prefix_slots.clear()
-        if not self.running:
-            # Slots are assigned as in a new engine.
-            self._free = self._all_free()
+
+    def reset(self) -> None:
+        """Clears the prefix cache, and the order of the free slots: they are assigned as in a new
+        engine. No request is in flight."""
+        assert not self.running, "rows are in flight"
+        self._prefix_slots.clear()
+        self._free = self._all_free()
 
     def schedule(self) -> list[AdmissionPlan]:
         """Admits waiting requests to free slots, FIFO.

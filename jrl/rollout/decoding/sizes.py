@@ -19,7 +19,7 @@ a row."""
 SHRINK_FACTOR, MIN_ACTIVE_SLOTS = 4, 8
 """Factor by which a step computes fewer slots where most rows have ended, twice at most, and the
 minimum per rank: fewer than `MIN_ACTIVE_SLOTS` take as long."""
-MIN_COLUMNS_TO_SHRINK = 128
+MIN_LENGTH_TO_SHRINK = 128
 """Minimum length of rows for which it pays to compile steps with fewer slots."""
 
 MIN_CACHE_LENGTH = 64
@@ -42,11 +42,11 @@ def bucket(size: int, most: int | None = None, least: int = MIN_PREFILL_WIDTH) -
     return least if most is None else min(least, most)
 
 
-def step_sizes(per_rank: int, columns: int, unit: int) -> list[int]:
+def step_sizes(per_rank: int, max_length: int, unit: int) -> list[int]:
     """Slots of a rank that a step may compute (`fewer_slots`), for rows of one rollout with at most
-    `columns` tokens."""
+    `max_length` tokens."""
     # Short rows end before a step with fewer slots has paid for its compilation.
-    shrinks = columns >= MIN_COLUMNS_TO_SHRINK
+    shrinks = max_length >= MIN_LENGTH_TO_SHRINK
     least = max(MIN_ACTIVE_SLOTS, per_rank // SHRINK_FACTOR**2) if shrinks else per_rank
     return fewer_slots(per_rank, unit, SHRINK_FACTOR, least)
 
@@ -65,19 +65,19 @@ def fewer_slots(per_rank: int, unit: int, fewer: int, least: int) -> list[int]:
     return sizes
 
 
-def row_widths(columns: int, unit: int) -> list[int]:
+def row_widths(max_length: int, unit: int) -> list[int]:
     """All widths of packed rows, ascending: `SINGLE_ROW_UNIT`, the unit of `single_row_widths`,
     then `MIN_SHARED_WIDTH` times powers of two, up to the longest row.
 
     Args:
-      columns: tokens of the longest row.
+      max_length: tokens of the longest row.
       unit: divisor of the widths.
     """
     # The first is for a single row of all prompts, the others for multiple packed rows:
     # `single_row_widths` multiplies it and `shared_width` skips it.
-    widths = [min(SINGLE_ROW_UNIT, columns), min(MIN_SHARED_WIDTH, columns)]
-    while widths[-1] < columns:
-        widths.append(min(2 * widths[-1], columns))
+    widths = [min(SINGLE_ROW_UNIT, max_length), min(MIN_SHARED_WIDTH, max_length)]
+    while widths[-1] < max_length:
+        widths.append(min(2 * widths[-1], max_length))
     return sorted({-(-width // unit) * unit for width in widths})
 
 
@@ -120,13 +120,18 @@ def row_sizes(widths: Sequence[int], per_rank: int, most_tokens: int) -> list[tu
 
 
 def unpacked_row_sizes(
-    widths: Sequence[int], per_rank: int, most_tokens: int
+    max_length: int, unit: int, per_rank: int, most_tokens: int
 ) -> list[tuple[int, int]]:
     """All widths and numbers of rows in a prefill where each prompt has a row of its own.
 
     Args:
-      widths: of those rows, ascending.
+      max_length: tokens of the longest row.
+      unit: divisor of the widths.
     """
+    widths = [min(MIN_PREFILL_WIDTH, max_length)]
+    while widths[-1] < max_length:
+        widths.append(min(2 * widths[-1], max_length))
+    widths = sorted({-(-width // unit) * unit for width in widths})
     return [(w, rows) for w in widths for rows in _row_numbers(w, per_rank, most_tokens)]
 
 
@@ -136,46 +141,32 @@ def _row_numbers(width: int, per_rank: int, most_tokens: int) -> list[int]:
     return [2**power for power in range(most.bit_length())]
 
 
-def unpacked_widths(columns: int, unit: int) -> list[int]:
-    """Widths of prefill rows that hold a prompt each, ascending: `MIN_PREFILL_WIDTH` times powers
-    of two, up to the longest row.
-
-    Args:
-      columns: tokens of the longest row.
-      unit: divisor of the widths.
-    """
-    widths = [min(MIN_PREFILL_WIDTH, columns)]
-    while widths[-1] < columns:
-        widths.append(min(2 * widths[-1], columns))
-    return sorted({-(-width // unit) * unit for width in widths})
-
-
-def stream_cache_lengths(columns: int) -> list[int]:
+def stream_cache_lengths(max_length: int) -> list[int]:
     """Lengths that the cache may have in serving, ascending.
 
     Args:
-      columns: tokens of the longest row.
+      max_length: tokens of the longest row.
     """
-    lengths = [min(MIN_STREAM_CACHE_LENGTH, columns)]
-    while lengths[-1] < columns:
+    lengths = [min(MIN_STREAM_CACHE_LENGTH, max_length)]
+    while lengths[-1] < max_length:
         half_again = lengths[-1] * 3 // 2
-        lengths += [min(length, columns) for length in (half_again, 2 * lengths[-1])]
+        lengths += [min(length, max_length) for length in (half_again, 2 * lengths[-1])]
     return sorted({*lengths})
 
 
-def cache_length_to_read(end: int, columns: int) -> int:
+def cache_length_to_read(end: int, cache_length: int) -> int:
     """Cache length for rows that end at `end`: `MIN_CACHE_LENGTH` times a power of two, or all.
 
     Args:
-      columns: total length of the cache.
+      cache_length: of the whole cache.
     """
-    read = bucket(end, columns, MIN_CACHE_LENGTH)
+    read = bucket(end, cache_length, MIN_CACHE_LENGTH)
     # A part of the cache is copied, before and after its steps; the whole cache is not.
-    return read if 3 * read <= 2 * columns else columns
+    return read if 3 * read <= 2 * cache_length else cache_length
 
 
 def plan_window(
-    lengths: np.ndarray, limits: np.ndarray, window: int, columns: int
+    lengths: np.ndarray, limits: np.ndarray, window: int, cache_length: int
 ) -> tuple[int, int]:
     """Number of tokens to decode in all rows, `window` or as many as a shorter cache holds, and the
     maximum length of the longest row after them.
@@ -183,10 +174,10 @@ def plan_window(
     Args:
       lengths: ``[row]`` of the rows that continue.
       limits: ``[row]`` lengths at which they stop.
-      columns: total length of the cache.
+      cache_length: of the whole cache.
     """
-    few = cache_length_to_read(length_after(lengths, limits, min(MIN_WINDOW, window)), columns)
-    if few < cache_length_to_read(length_after(lengths, limits, window), columns):
+    few = cache_length_to_read(length_after(lengths, limits, min(MIN_WINDOW, window)), cache_length)
+    if few < cache_length_to_read(length_after(lengths, limits, window), cache_length):
         # Rows that stop within these positions do not matter: others get at least `MIN_WINDOW`
         # tokens.
         window = few - 1 - int(lengths[limits > few].max())

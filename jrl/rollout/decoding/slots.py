@@ -157,22 +157,24 @@ def over_slots(mesh: FoldedMesh) -> PartitionSpec:
     return PartitionSpec(mesh.except_sequence)
 
 
-def empty_pool(decoder: Decoder, slots: int, columns: int) -> SlotPool[Array]:
+def empty_pool(decoder: Decoder, slots: int, max_length: int) -> SlotPool[Array]:
     """Creates a pool in which no row is live.
 
     Args:
-      columns: maximum tokens of a row.
+      max_length: maximum tokens of a row.
     """
-    return _build_pool_functions(decoder, slots, columns)[0]()
+    return _build_pool_functions(decoder, slots, max_length)[0]()
 
 
-def abstract_pool(decoder: Decoder, slots: int, columns: int) -> SlotPool[Any]:
+def abstract_pool(decoder: Decoder, slots: int, max_length: int) -> SlotPool[Any]:
     """Shapes, dtypes and shardings of `empty_pool`, without allocating it."""
-    return _build_pool_functions(decoder, slots, columns)[1]
+    return _build_pool_functions(decoder, slots, max_length)[1]
 
 
 @remembered
-def _build_pool_functions(decoder: Decoder, slots: int, columns: int) -> tuple[Any, SlotPool[Any]]:
+def _build_pool_functions(
+    decoder: Decoder, slots: int, max_length: int
+) -> tuple[Any, SlotPool[Any]]:
     decoder = decoder.for_any_routing()
     config, mesh = decoder.config, decoder.mesh
     # The structure of the cache is taken from the shapes of a minimal prefill, with one row for
@@ -189,31 +191,31 @@ def _build_pool_functions(decoder: Decoder, slots: int, columns: int) -> tuple[A
         if prefill_shapes.choices is not None:
             _, _, layers, k = prefill_shapes.choices.shape
             choices = jnp.full(
-                (slots, columns, layers, k), config.num_experts, prefill_shapes.choices.dtype
+                (slots, max_length, layers, k), config.num_experts, prefill_shapes.choices.dtype
             )
 
         def empty(x: Any, column: int | None) -> Array:
-            # The same axes with other sizes: one row per slot, and the maximum columns of a row.
+            # The same axes with other sizes: one row per slot, and the maximum length of a row.
             shape = list(x.shape)
             shape[ROW] = slots
             if column is not None:
-                shape[column] = columns
+                shape[column] = max_length
             return jnp.zeros(shape, x.dtype)
 
         top_tokens = None
         if decoder.top_logprobs:
-            shape = slots, columns, decoder.top_logprobs
+            shape = slots, max_length, decoder.top_logprobs
             top_tokens = TopTokens(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
         cache = over_columns(empty, prefill_shapes.cache)
         zeros = jnp.zeros(slots, jnp.int32)
-        of_columns = jnp.zeros((slots, columns), jnp.float32)
+        of_tokens = jnp.zeros((slots, max_length), jnp.float32)
         rows = TokenRows(
             lengths=zeros,
             starts=zeros,
-            tokens=jnp.full((slots, columns), decoder.pad_id, jnp.int32),
-            behaviour_logprobs=of_columns,
-            old_logprobs=of_columns,
-            versions=jnp.zeros((slots, columns), jnp.int32),
+            tokens=jnp.full((slots, max_length), decoder.pad_id, jnp.int32),
+            behaviour_logprobs=of_tokens,
+            old_logprobs=of_tokens,
+            versions=jnp.zeros((slots, max_length), jnp.int32),
             choices=choices,
             top_tokens=top_tokens,
         )
@@ -273,9 +275,9 @@ def halt(pool: SlotPool[Array], stays_live: Bool[Array, "slot"]) -> SlotPool[Arr
     return replace(pool, live=pool.live & stays_live)
 
 
-def with_columns(pool: SlotPool[Array], columns: int) -> SlotPool[Array]:
-    """Pool whose cache is truncated or zero-padded to `columns`."""
-    return replace(pool, cache=_resize(pool.cache, columns))
+def with_cache_length(pool: SlotPool[Array], length: int) -> SlotPool[Array]:
+    """Pool whose cache is truncated or zero-padded to `length`."""
+    return replace(pool, cache=_resize(pool.cache, length))
 
 
 def without_cache(pool: SlotPool[Array]) -> SlotPool[Array]:
@@ -284,13 +286,13 @@ def without_cache(pool: SlotPool[Array]) -> SlotPool[Array]:
 
 
 @partial(jax.jit, static_argnums=1)
-def _resize(cache: Cache[Array], columns: int) -> Cache[Array]:
+def _resize(cache: Cache[Array], length: int) -> Cache[Array]:
     def resize(buffer: Array, axis: int | None) -> Array:
         if axis is None:
             return buffer
-        sliced = jax.lax.slice_in_dim(buffer, 0, min(columns, buffer.shape[axis]), axis=axis)
+        sliced = jax.lax.slice_in_dim(buffer, 0, min(length, buffer.shape[axis]), axis=axis)
         more = [(0, 0)] * buffer.ndim
-        more[axis] = 0, columns - sliced.shape[axis]
+        more[axis] = 0, length - sliced.shape[axis]
         return jnp.pad(sliced, more)
 
     return over_columns(resize, cache)

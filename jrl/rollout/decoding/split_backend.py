@@ -25,7 +25,7 @@ from jrl.rollout.decoding.decode import (
     append_tokens,
     sample_next_tokens,
     sampler_state_specs,
-    write_column,
+    write_token,
 )
 from jrl.rollout.decoding.packed_prefill import CacheCopies, Packing
 from jrl.rollout.decoding.prefill import AdmissionArrays, admit_prefilled
@@ -272,7 +272,7 @@ class SplitBackend:
             begin,
             end,
             continues,
-            window.columns,
+            window.cache_length,
             # A process without attention receives the counts, and decides as the others do.
             lambda i, heard: counts[i].append(heard),
         )
@@ -450,7 +450,7 @@ def _sample_micro_batch(
         rows, live = micro_batch.rows, micro_batch.live
         if rows.choices is not None:
             last = jnp.maximum(rows.lengths - 1, 0)
-            rows = replace(rows, choices=write_column(rows.choices, live, last, choices))
+            rows = replace(rows, choices=write_token(rows.choices, live, last, choices))
         # Per-request sampling parameters, if there are any, of this micro-batch.
         row_sampling = jax.tree.map(
             lambda x: _slice_micro_batch(x, num_micro_batches, index), sampler_state.rows

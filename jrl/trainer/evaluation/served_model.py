@@ -11,8 +11,8 @@ from jaxtyping import Array
 from jrl.config.files import configuration_of
 from jrl.config.rollout import SplitSettings
 from jrl.config.run import IMPLEMENTATION_SETTINGS, RunConfig
-from jrl.rollout.decoding.backend import Backend, MeshBackend
-from jrl.rollout.decoding.engine import Engine
+from jrl.rollout.decoding.backend import MeshBackend
+from jrl.rollout.decoding.engine import Backend, Engine
 from jrl.rollout.decoding.slots import Decoder
 from jrl.rollout.decoding.split_backend import SplitBackend
 from jrl.rollout.resharding import rollout_layout, rollout_mesh
@@ -103,7 +103,7 @@ class ServedModel:
     format: PromptFormat
     versions: RunSource | CheckpointSource
 
-    def engine(self, *, slots: int, columns: int, key: Array, top_logprobs: int) -> Engine:
+    def engine(self, *, slots: int, max_length: int, key: Array, top_logprobs: int) -> Engine:
         """Creates its serving engine, without weights; arguments are those of `Engine` and
         `Decoder`.
 
@@ -131,7 +131,7 @@ class ServedModel:
                 replan=split.replan,
                 restarts=False,
             )
-        return Engine(backend, slots=slots, columns=columns, key=key, streams=True)
+        return Engine(backend, slots=slots, max_length=max_length, key=key, streams=True)
 
 
 def open_served_model(

@@ -18,8 +18,8 @@ from jrl.recipes.base.optimizer import Optimizer
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.conversation_engine import ConversationEngine
-from jrl.rollout.decoding.backend import Backend, MeshBackend
-from jrl.rollout.decoding.engine import Engine
+from jrl.rollout.decoding.backend import MeshBackend
+from jrl.rollout.decoding.engine import Backend, Engine
 from jrl.rollout.decoding.protocol import RolloutEngine
 from jrl.rollout.decoding.slots import Decoder
 from jrl.rollout.decoding.split_backend import SplitBackend
@@ -224,7 +224,7 @@ class Setup:
         return Engine(
             backend,
             slots=self.geometry.slots(self.run.slots),
-            columns=self.prompt_length + self.response_length,
+            max_length=self.prompt_length + self.response_length,
             key=randomness.key("rollout"),
             prompts=prompts,
         )
@@ -257,7 +257,7 @@ class Setup:
         if self.run.stale_cache:
             # For its sizes only: an engine allocates its pool when rows come.
             engine = self._engine(self.randomness)
-            pool = PoolSpec(engine.decoder, engine.slots, engine.columns)
+            pool = PoolSpec(engine.decoder, engine.slots, engine.max_length)
         staleness = self.run.max_staleness
         reward_components = part_names(self.task)
         return Networks(

@@ -95,7 +95,7 @@ def test_a_policy_moves_once_per_load(monkeypatch):
     monkeypatch.setattr(resharding, "reshard", counted)
     config, mesh = small_model(vocab_size=8), mesh_of("dp2 cp2")
     decoder = Decoder(config, rollout_mesh(None, mesh), pad_id=0, stop_ids=(1,))
-    engine = Engine(MeshBackend(decoder, mesh), slots=4, columns=8, key=jax.random.key(0))
+    engine = Engine(MeshBackend(decoder, mesh), slots=4, max_length=8, key=jax.random.key(0))
     requests = [Request(number, 0, np.full(2, 3, np.int32), 3) for number in range(5)]
     for version, weights in enumerate((numbered(config, mesh), numbered(config, mesh))):
         engine.load(weights, version)

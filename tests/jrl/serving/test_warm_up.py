@@ -94,7 +94,7 @@ def test_requests_find_their_programs(small, layout):
     engine = Engine(
         MeshBackend(Decoder(CONFIG, mesh, PAD, STOPS, top_logprobs=K), mesh),
         slots=SLOTS * mesh.size(mesh.dp),
-        columns=COLUMNS,
+        max_length=COLUMNS,
         key=jax.random.key(0),
         streams=True,
     )
@@ -142,7 +142,7 @@ def test_requests_of_two_sides_find_their_programs(small, monkeypatch):
     mesh = fold_split(Split("dp1", "ep1"), jax.devices()[:2])
     decoder = Decoder(CONFIG, mesh.attention, PAD, STOPS)
     backend = SplitBackend(decoder, mesh.attention, mesh, micro_batches=1, restarts=False)
-    engine = Engine(backend, slots=slots, columns=columns, key=jax.random.key(0), streams=True)
+    engine = Engine(backend, slots=slots, max_length=columns, key=jax.random.key(0), streams=True)
     engine.load(weights(), 0)
     assert engine.prefill_sizes == [(4, 1), (4, 2), (8, 1), (12, 1)]
     assert engine.cache_sizes == [8, 12] and engine.step_sizes == [2]

@@ -11,7 +11,7 @@ from policies import CONFIG, EOS, PAD, Asked, decode
 from tiers import full_but
 
 from jrl.rollout.decoding import backend
-from jrl.rollout.decoding.decode import Advanced, SamplerState, advance, unstack_policy
+from jrl.rollout.decoding.decode import Advanced, SamplerState, StepLimits, advance, unstack_policy
 from jrl.rollout.decoding.slots import Decoder, abstract_pool
 from jrl.rollout.sampling import Sampling
 from moe.execution import Execution
@@ -31,7 +31,7 @@ def traced(layers, scanned):
     policy = jax.eval_shape(lambda weights: unstack_policy(decoder, weights), shapes(config))
     number = jax.ShapeDtypeStruct((), jnp.int32)
     draws = SamplerState(jax.ShapeDtypeStruct((2,), jnp.uint32), number)
-    given = decoder, Sampling(), COLUMNS, policy, pool, draws, number, number
+    given = decoder, Sampling(), COLUMNS, policy, pool, draws, StepLimits(number, number)
     return advance.trace(*given), sum(x.size * 4 for x in jax.tree.leaves(pool.cache))
 
 
@@ -64,7 +64,7 @@ def test_rows_of_any_length_are_decoded_by_the_kernel(name, monkeypatch):
     pool, columns = engine._resize_cache(reached)
     window = backend.DecodingWindow(1, 0, columns, None)
     engine.backend.decode(pool, window, *engine._sampler())
-    assert engine.columns == 1152 and columns == read
+    assert engine.max_length == 1152 and columns == read
     assert shown[0].count("custom_call @mosaic_gpu_v2") == 1
 
 

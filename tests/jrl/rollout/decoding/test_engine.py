@@ -212,7 +212,7 @@ def test_the_fewer_are_left_the_fewer_are_computed(monkeypatch, layout):
     """Where nothing else comes and nothing is taken back; the tokens are the same."""
     expected, full = drawn(LONG, LONG.requests)
     for name, value in {
-        "MIN_COLUMNS_TO_SHRINK": COLUMNS,
+        "MIN_LENGTH_TO_SHRINK": COLUMNS,
         "MIN_ACTIVE_SLOTS": 1,
         "SHRINK_FACTOR": 3,
     }.items():

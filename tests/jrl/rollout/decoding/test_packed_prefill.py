@@ -128,12 +128,12 @@ def test_copies_reach_over_each_prompt_and_no_further_than_the_cache():
     asked = arriving([[150], [3]], per_rank=2)
     asked.assignments.append((1, asked.assignments[0][1], 0))  # another sample of the first prompt
     plan = plan_rows(asked, row_widths(512, 1))
-    copies = plan_cache_copies(plan, asked, slots=4, columns=512, cache_columns=150)
+    copies = plan_cache_copies(plan, asked, slots=4, max_length=512, cache_length=150)
     assert copies.counts.tolist() == [6, 1]
-    first, second = (x.reshape(2, -1) for x in (copies.slots, copies.columns))
+    first, second = (x.reshape(2, -1) for x in (copies.slots, copies.positions))
     assert first[0, :6].tolist() == [0] * 3 + [1] * 3 and first[1, 0] == 0
     assert second[0, :6].tolist() == [0, 64, 150 - CHUNK] * 2
-    np.testing.assert_array_equal(copies.sources, copies.columns)
+    np.testing.assert_array_equal(copies.sources, copies.positions)
     one = arriving([[5], []], per_rank=2)  # the other rank gets nothing
     plan = plan_rows(one, row_widths(512, 1))
     assert plan_cache_copies(plan, one, 4, 512, 128).counts.tolist() == [1, 0]

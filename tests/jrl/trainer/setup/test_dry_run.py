@@ -108,7 +108,7 @@ def test_memory_of_the_cache_is_what_decoding_carries():
     )
 
     engine = setup.sampler().engine
-    pool = empty_pool(engine.decoder, engine.slots, engine.columns)
+    pool = empty_pool(engine.decoder, engine.slots, engine.max_length)
     assert engine.slots == 24
     assert cache_of(setup) == on_one_device(pool.cache)
 
@@ -131,7 +131,7 @@ def test_memory_of_a_cache_of_other_things_is_that_of_them(changes):
     setup = small_setup(run=small_run(layout="tp2 dp2 / ep4"))
     setup = replace(setup, model=small_model(setup.tokenizer.vocab_size, **changes))
     engine = setup.sampler().engine
-    cache = abstract_pool(engine.decoder, engine.slots, engine.columns).cache
+    cache = abstract_pool(engine.decoder, engine.slots, engine.max_length).cache
     parts = (
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves(cache)

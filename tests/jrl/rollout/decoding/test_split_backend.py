@@ -28,7 +28,7 @@ def engine(asked, split, micro_batches=1, **places):
     decoder = asked.decoder(mesh.attention)
     backend = SplitBackend(decoder, training, mesh, micro_batches=micro_batches, **places)
     key = jax.random.key(asked.seed)
-    engine = Engine(backend, slots=asked.slots, columns=asked.columns, key=key)
+    engine = Engine(backend, slots=asked.slots, max_length=asked.columns, key=key)
     engine.load(weights(asked.config), 5)
     return engine
 

@@ -27,7 +27,7 @@ CLOSE = 1e-6
 NAMES = "tokens", "logprobs"
 GREEDILY = RequestSampling(temperature=0.0, needs_top_tokens=True)
 BY_CHANCE = RequestSampling(0.7, 0.8, seed=2**40 + 5)
-GIVEN = {"slots": SLOTS, "columns": COLUMNS, "key": jax.random.key(0), "streams": True}
+GIVEN = {"slots": SLOTS, "max_length": COLUMNS, "key": jax.random.key(0), "streams": True}
 
 
 def decoder(mesh):
