@@ -72,6 +72,12 @@ def separate_rollout_mesh(text: str | None, num_devices: int, training: FoldedMe
             f"rollout layout {text!r} does not fit rollout_devices={num_devices}: its sizes must "
             f"have that product, without pp and cp, for example 'dp{num_devices}'."
         )
+    return fold(layout, _devices_after(training, num_devices))
+
+
+def _devices_after(training: FoldedMesh, num_devices: int) -> list[jax.Device]:
+    """Devices of this process after those of training; raises ValueError where there are too few,
+    and in a run of multiple processes."""
     learning, devices = training.layout.num_devices, jax.devices()
     if jax.process_count() > 1:
         raise ValueError(
@@ -84,7 +90,7 @@ def separate_rollout_mesh(text: str | None, num_devices: int, training: FoldedMe
             f"are {learning + num_devices} devices and there are {len(devices)}: choose fewer, or "
             f"--devices {learning + num_devices} to have as many fake ones on a CPU."
         )
-    return fold(layout, devices[learning : learning + num_devices])
+    return devices[learning : learning + num_devices]
 
 
 def split_mesh(text: str, num_devices: int | None, training: FoldedMesh) -> SplitMesh:
@@ -109,24 +115,12 @@ def split_mesh(text: str, num_devices: int | None, training: FoldedMesh) -> Spli
                 f"--rollout-devices {split.num_devices} to use other devices."
             )
         return fold_split(split, learning)
-    if jax.process_count() > 1:
-        raise ValueError(
-            f"rollout_devices={num_devices} are devices of one process, and the run has "
-            f"{jax.process_count()}: leave it out to alternate sampling and training."
-        )
     if split.num_devices != num_devices:
         raise ValueError(
             f"rollout_split={text!r} has {split.num_devices} devices and rollout_devices="
             f"{num_devices}: make them the same."
         )
-    devices = jax.devices()
-    if len(devices) < len(learning) + num_devices:
-        raise ValueError(
-            f"rollout_devices={num_devices} and the {len(learning)} of training are "
-            f"{len(learning) + num_devices} devices and there are {len(devices)}: choose fewer, "
-            f"or --devices {len(learning) + num_devices} to have as many fake ones on a CPU."
-        )
-    return fold_split(split, devices[len(learning) : len(learning) + num_devices])
+    return fold_split(split, _devices_after(training, num_devices))
 
 
 def are_disjoint(training: FoldedMesh, rollout: FoldedMesh) -> bool:
@@ -170,13 +164,7 @@ def split_policy(
       mesh: of both device groups.
       experts: expert placement of each layer with experts.
     """
-    if has_adapters(weights):
-        # Merged on the training mesh, so that only the merged weights are moved.
-        plain = placement.without_chunks(config, training)
-        weights, training = reshard(weights, config, training, plain), plain
-    config = config.without_adapters()
-    layers = axis_sizes(config)["layer"]
-    in_order = placement.in_layer_order(weights, training, layers)
+    in_order, config = _merged_in_layer_order(weights, config, training)
     # Blocks: updates donate the buffers that are being read.
     return jax.block_until_ready(split_weights(in_order, config, mesh, experts))
 
@@ -197,15 +185,22 @@ def reshard(
         leaves, structure = jax.tree.flatten(weights)
         moved = _resharding(config, source, target)(leaves, structure)
         return jax.tree.unflatten(jax.tree.structure(without_adapters(weights)), moved)
-    if config.lora is not None:
-        # Merged on the source, so that only the merged weights are moved.
-        plain = placement.without_chunks(config, source)
-        weights = reshard(weights, config, source, plain)
-        source, config = plain, config.without_adapters()
-    in_order = placement.in_layer_order(weights, source, axis_sizes(config)["layer"])
+    in_order, config = _merged_in_layer_order(weights, config, source)
     target_shardings = placement.shardings(_without_fsdp(config), target)
     # Blocks: updates donate the buffers that are being read.
     return jax.block_until_ready(jax.device_put(in_order, target_shardings))
+
+
+def _merged_in_layer_order(
+    weights: Transformer[Array], config: ModelConfig, mesh: FoldedMesh
+) -> tuple[Transformer[Array], ModelConfig]:
+    """Weights on their mesh without adapters and in the order of the layers, and their network."""
+    if has_adapters(weights):
+        # Merged before they are moved, so that only the merged weights are.
+        plain = placement.without_chunks(config, mesh)
+        weights, mesh = reshard(weights, config, mesh, plain), plain
+    config = config.without_adapters()
+    return placement.in_layer_order(weights, mesh, axis_sizes(config)["layer"]), config
 
 
 @cache
