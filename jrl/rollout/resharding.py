@@ -75,7 +75,7 @@ def separate_rollout_mesh(text: str | None, num_devices: int, training: FoldedMe
     return fold(layout, _devices_after(training, num_devices))
 
 
-def _devices_after(training: FoldedMesh, num_devices: int) -> list[jax.Device]:
+def _devices_after(training: FoldedMesh, num_devices: int) -> list[Any]:
     """Devices of this process after those of training; raises ValueError where there are too few,
     and in a run of multiple processes."""
     learning, devices = training.layout.num_devices, jax.devices()

@@ -143,13 +143,13 @@ class MeshBackend:
           rows: the packed rows, and the copies of their keys and values to the slots.
           tokens: ``[slot, position]`` ids.
         """
-        decoder, (weights, unstacked), (packing, copies) = self.decoder, self._loaded(), rows
+        decoder, (weights, unstacked), (packing, cache_copies) = self.decoder, self._loaded(), rows
         prefill, repeated = run_packed(decoder, weights, packing), False
         if prefill.overflow is not None and int(prefill.overflow):
             prefill, repeated = run_packed(decoder.for_any_routing(), weights, packing), True
         # The cache is handled separately: `admit_prefilled` would be compiled for each of its
         # lengths.
-        cache = copy_to_cache(decoder, pool.cache, prefill.cache, copies)
+        cache = copy_to_cache(decoder, pool.cache, prefill.cache, cache_copies)
         pool = without_cache(pool)
         prefill = prefill._replace(cache=pool.cache, overflow=None)
         pool = admit_prefilled(

@@ -184,7 +184,7 @@ class Advanced(NamedTuple):
     row_steps: Array
 
 
-class StepLimits(NamedTuple):
+class StepLimits(NamedTuple, Generic[Leaf]):
     """Limits of `advance`.
 
     Attributes:
@@ -194,9 +194,9 @@ class StepLimits(NamedTuple):
         live ones, none twice. None is all.
     """
 
-    max_steps: Array
-    min_live: Array
-    slots: Array | None = None
+    max_steps: Leaf
+    min_live: Leaf
+    slots: Leaf | None = None
 
 
 @struct.dataclass
@@ -269,7 +269,7 @@ def advance(
     policy: UnstackedPolicy[Array],
     pool: SlotPool[Array],
     sampler_state: SamplerState,
-    limits: StepLimits,
+    limits: StepLimits[Array],
 ) -> tuple[SlotPool[Array], Advanced]:
     """Samples tokens of all live rows within the limits.
 
@@ -305,7 +305,7 @@ def _advance_local(
     policy: UnstackedPolicy[Array],
     pool: SlotPool[Array],
     sampler_state: SamplerState,
-    limits: StepLimits,
+    limits: StepLimits[Array],
 ) -> tuple[SlotPool[Array], Advanced]:
     max_steps, min_live, slots = limits
     if slots is not None:

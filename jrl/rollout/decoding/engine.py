@@ -366,7 +366,7 @@ class Engine:
         rows = plan_rows(plan, self._row_widths)
         packing = make_packing(rows, plan, slots, self.decoder.pad_id)
         cache_length = pool.cache.keys[0].shape[KEY_COLUMN]
-        copies = plan_cache_copies(rows, plan, slots, self.max_length, cache_length)
+        cache_copies = plan_cache_copies(rows, plan, slots, self.max_length, cache_length)
         admission = self._make_admission(plan, 0)
         tokens = np.full((slots, self.max_length), self.decoder.pad_id, np.int32)
         for slot, request, _ in plan.assignments:
@@ -374,7 +374,9 @@ class Engine:
             # The tokens, and the state of the last, are indexed by the slot itself.
             admission.sources[slot] = slot % (slots // self.ranks)
         sampling, state = self._sampler()
-        packed, tokens, admission = self._shard_over_slots(((packing, copies), tokens, admission))
+        packed, tokens, admission = self._shard_over_slots(
+            ((packing, cache_copies), tokens, admission)
+        )
         return self.backend.admit_packed(pool, packed, tokens, admission, sampling, state)
 
     def _make_admission(self, plan: AdmissionPlan, width: int) -> AdmissionArrays[np.ndarray]:
