@@ -145,9 +145,8 @@ def decoding(config: Any) -> tuple[Callable[[], Any], Callable[[Any], float]]:
     import jax.numpy as jnp
 
     from jrl.rollout.batching import replicated
-    from jrl.rollout.decoding.programs.advance import advance, unstack_policy
-    from jrl.rollout.decoding.programs.slots import Decoder, empty_pool
-    from jrl.rollout.decoding.programs.tokens import SamplerState
+    from jrl.rollout.decoding.decode import SamplerState, StepLimits, advance, unstack_policy
+    from jrl.rollout.decoding.slots import Decoder, empty_pool
     from jrl.rollout.sampling import Sampling
     from moe.weights import initialise
     from sharding.folding import Layout, fold
@@ -159,6 +158,7 @@ def decoding(config: Any) -> tuple[Callable[[], Any], Callable[[Any], float]]:
     key, version, steps, none = jax.device_put(
         (jax.random.key_data(jax.random.key(1)), *(jnp.asarray(n) for n in (0, STEPS, 0))), here
     )
+    limits = StepLimits(steps, none)
     pool = [empty_pool(decoder, ROWS, COLUMNS)]
     fixed = decoder, Sampling(), COLUMNS
 
@@ -171,14 +171,14 @@ def decoding(config: Any) -> tuple[Callable[[], Any], Callable[[Any], float]]:
     def run(compiled: Any) -> float:
         given = jax.block_until_ready(begun(pool[0]))
         began = time.process_time()
-        pool[0], advanced = compiled(policy, given, SamplerState(key, version), steps, none)
+        pool[0], advanced = compiled(policy, given, SamplerState(key, version), limits)
         jax.block_until_ready(pool[0])
         seconds = time.process_time() - began
         assert int(advanced.steps) == STEPS, "a row ended early"
         return seconds / STEPS
 
     return (
-        lambda: advance.lower(*fixed, policy, pool[0], SamplerState(key, version), steps, none),
+        lambda: advance.lower(*fixed, policy, pool[0], SamplerState(key, version), limits),
         run,
     )
 

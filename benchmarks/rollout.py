@@ -164,8 +164,10 @@ def engine_of(model: str | Any, slots: int, columns: int) -> tuple[Any, Any]:
     import jax
     import numpy as np
 
-    from jrl.rollout.decoding.engine import SlotEngine
+    from jrl.rollout.decoding.backend import MeshBackend
+    from jrl.rollout.decoding.engine import Engine
     from jrl.rollout.decoding.requests import Request
+    from jrl.rollout.decoding.slots import Decoder
     from jrl.rollout.sampling import Sampling
     from moe.config import PRESETS
     from moe.placement import shardings
@@ -177,16 +179,9 @@ def engine_of(model: str | Any, slots: int, columns: int) -> tuple[Any, Any]:
     ranks = math.gcd(slots, jax.device_count())
     mesh = fold(Layout(dp=ranks), jax.devices()[:ranks])
     weights = jax.device_put(weights, shardings(config, mesh))
-    engine = SlotEngine(
-        config,
-        mesh,
-        mesh,
-        slots=slots,
-        columns=columns,
-        pad_id=0,
-        stop_ids=(config.vocab_size,),
-        key=jax.random.key(1),
-    )
+    decoder = Decoder(config, mesh, pad_id=0, stop_ids=(config.vocab_size,))
+    backend = MeshBackend(decoder, mesh)
+    engine = Engine(backend, slots=slots, max_length=columns, key=jax.random.key(1))
 
     def rollout(lengths: list[int], batch: int, alone: bool = True) -> dict[int, np.ndarray]:
         engine.load(weights, 0)

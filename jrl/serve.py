@@ -204,7 +204,7 @@ def _build_service(options: ServeOptions):
         )
     engine = policy.engine(
         slots=options.slots,
-        columns=length,
+        max_length=length,
         key=jax.random.key(options.seed),
         top_logprobs=min(MAX_TOP_LOGPROBS, policy.model.vocab_size),
     )

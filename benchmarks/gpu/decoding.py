@@ -72,26 +72,21 @@ def rows(settings: Settings) -> Iterator[Row]:
 
 
 def _served(config: Any, weights: Any, rollout: Rollout, rounds: int, seed: int) -> Any:
-    """The engine that has served as many rows so many times."""
+    """The backend of an engine that has served as many rows so many times."""
     import jax
     import numpy as np
 
-    from benchmarks.gpu.timed_engine import TimedEngine
+    from benchmarks.gpu.timed_backend import TimedBackend
+    from jrl.rollout.decoding.engine import Engine
     from jrl.rollout.decoding.requests import Request
+    from jrl.rollout.decoding.slots import Decoder
     from jrl.rollout.sampling import Sampling
 
     mesh, number, prompt, before, response = one_device(), *rollout
-    engine = TimedEngine(
-        config,
-        mesh,
-        mesh,
-        slots=number,
-        columns=prompt + before + response,
-        pad_id=0,
-        # An id that there is not: no row ends before its limit.
-        stop_ids=(config.vocab_size,),
-        key=jax.random.key(seed),
-    )
+    # A stop token that there is not: no row ends before its limit.
+    backend = TimedBackend(Decoder(config, mesh, pad_id=0, stop_ids=(config.vocab_size,)), mesh)
+    length = prompt + before + response
+    engine = Engine(backend, slots=number, max_length=length, key=jax.random.key(seed))
     engine.load(weights, 0)
     draw = np.random.default_rng(seed)
     # Numbers that the slots have not seen: a prompt that stands in one is not run again.
@@ -106,17 +101,17 @@ def _served(config: Any, weights: Any, rollout: Rollout, rounds: int, seed: int)
         while trajectories := engine.poll():
             ended += sum(len(trajectory.tokens) for trajectory in trajectories)
         assert ended == number * response, "a row ended before its limit"
-    return engine
+    return backend
 
 
 def _prefill(
     settings: Settings, config: Any, weights: Callable[[], Any], rollout: Rollout
 ) -> Figures:
-    from benchmarks.gpu.timed_engine import together
+    from benchmarks.gpu.timed_backend import together
     from moe.counts import training_flops
 
-    engine = _served(config, weights(), rollout, 3, settings.seed)
-    span = together(engine.admissions)
+    served = _served(config, weights(), rollout, 3, settings.seed)
+    span = together(served.admissions)
     # A third of training, and the head sees the last tokens alone.
     forward = training_flops(config, rollout.prompt) / 3 - 2 * config.d_model * config.vocab_size
     return {
@@ -131,10 +126,10 @@ def _prefill(
 def _decode(
     settings: Settings, config: Any, weights: Callable[[], Any], rollout: Rollout
 ) -> Figures:
-    from benchmarks.gpu.timed_engine import together
+    from benchmarks.gpu.timed_backend import together
 
-    engine = _served(config, weights(), rollout, 1, settings.seed)
-    span = together(engine.windows)
+    served = _served(config, weights(), rollout, 1, settings.seed)
+    span = together(served.windows)
     least = span.steps * bytes_of_step(config, weights(), rollout.rows)
     least += span.read * bytes_of_column(config)
     return {

@@ -12,8 +12,8 @@ from jaxtyping import Array
 
 from jrl.processes.agreement import to_devices
 from jrl.recipes.base.batch import Batch
-from jrl.rollout.decoding.programs.slots import TokenRows
 from jrl.rollout.decoding.requests import Trajectory
+from jrl.rollout.decoding.slots import TokenRows
 from sharding.folding import FoldedMesh
 
 
@@ -40,7 +40,7 @@ def take_rows(batch: Batch[Array], rows: np.ndarray, mesh: FoldedMesh) -> Batch[
 @cache
 def _compiled_take(sharding: NamedSharding) -> Callable[[Any, Array], Any]:
     def take(batch: Any, rows: Array) -> Any:
-        return jax.tree.map(lambda column: jnp.take(column, rows, axis=0), batch)
+        return jax.tree.map(lambda array: jnp.take(array, rows, axis=0), batch)
 
     return jax.jit(take, out_shardings=sharding)
 
@@ -163,7 +163,7 @@ def _compiled_batch(
         buffers: tuple[TokenRows[Array], ...], row_fields: dict[str, Array]
     ) -> Batch[Array]:
         rows = jax.tree.map(
-            lambda *columns: jnp.take(jnp.concatenate(columns), row_fields["rows"], axis=0),
+            lambda *arrays: jnp.take(jnp.concatenate(arrays), row_fields["rows"], axis=0),
             *buffers,
         )
         return _as_batch(rows, row_fields, layout)
@@ -177,11 +177,11 @@ def _as_batch(
     """Converts left-aligned rows to a batch, in which all responses start at the same position."""
     prompts, lengths = row_fields["prompts"][:, None], rows.lengths[:, None]
     # Position of each token of the batch in its row; negative before the prompt.
-    columns = jnp.arange(layout.prompt_length + layout.response_length)[None]
-    column = columns - (layout.prompt_length - prompts)
-    valid = (column >= 0) & (column < lengths)
-    sampled = valid & (column >= rows.starts[:, None])
-    positions = jnp.clip(column, 0, rows.tokens.shape[1] - 1)
+    in_batch = jnp.arange(layout.prompt_length + layout.response_length)[None]
+    in_row = in_batch - (layout.prompt_length - prompts)
+    valid = (in_row >= 0) & (in_row < lengths)
+    sampled = valid & (in_row >= rows.starts[:, None])
+    positions = jnp.clip(in_row, 0, rows.tokens.shape[1] - 1)
 
     def align(x: Array, where: Array, otherwise: float | int) -> Array:
         index = positions.reshape(*positions.shape, *[1] * (x.ndim - 2))

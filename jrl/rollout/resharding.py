@@ -1,11 +1,10 @@
-"""Resharding of the policy from the training mesh to the rollout mesh, which may have another
-layout or other devices."""
+"""Meshes that decode, and the transfer of the policy to them from the training mesh: one mesh with
+another layout or other devices, or separate device groups of attention and experts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
-from weakref import ref
 
 import jax
 from jaxtyping import Array
@@ -13,7 +12,9 @@ from jaxtyping import Array
 from moe import placement
 from moe.adapters.trees import has_adapters, merge_adapters, without_adapters
 from moe.config import ModelConfig
-from moe.disaggregated.split import devices_of
+from moe.disaggregated.placement import Placement
+from moe.disaggregated.split import Split, SplitMesh, devices_of, fold_split
+from moe.disaggregated.weights import SplitWeights, split_weights
 from moe.weights import Transformer, axis_sizes, table
 from sharding.folding import FoldedMesh, Layout, fold
 
@@ -71,6 +72,12 @@ def separate_rollout_mesh(text: str | None, num_devices: int, training: FoldedMe
             f"rollout layout {text!r} does not fit rollout_devices={num_devices}: its sizes must "
             f"have that product, without pp and cp, for example 'dp{num_devices}'."
         )
+    return fold(layout, _devices_after(training, num_devices))
+
+
+def _devices_after(training: FoldedMesh, num_devices: int) -> list[Any]:
+    """Devices of this process after those of training; raises ValueError where there are too few,
+    and in a run of multiple processes."""
     learning, devices = training.layout.num_devices, jax.devices()
     if jax.process_count() > 1:
         raise ValueError(
@@ -83,7 +90,37 @@ def separate_rollout_mesh(text: str | None, num_devices: int, training: FoldedMe
             f"are {learning + num_devices} devices and there are {len(devices)}: choose fewer, or "
             f"--devices {learning + num_devices} to have as many fake ones on a CPU."
         )
-    return fold(layout, devices[learning : learning + num_devices])
+    return devices[learning : learning + num_devices]
+
+
+def split_mesh(text: str, num_devices: int | None, training: FoldedMesh) -> SplitMesh:
+    """Meshes of the attention and expert device groups.
+
+    Args:
+      text: the split, as `moe.disaggregated.split.Split.parse` reads it.
+      num_devices: of devices after those of training, in this process; None is those of training,
+        time-shared (colocated).
+
+    Raises:
+      ValueError: for a split of another number of devices, or of more than there are, and for
+        separate devices in a run of multiple processes.
+    """
+    split = Split.parse(text)
+    learning = devices_of(training)
+    if num_devices is None:
+        if split.num_devices != len(learning):
+            raise ValueError(
+                f"rollout_split={text!r} has {split.num_devices} devices and the layout of "
+                f"training {len(learning)}: choose sizes whose sum is that, or give "
+                f"--rollout-devices {split.num_devices} to use other devices."
+            )
+        return fold_split(split, learning)
+    if split.num_devices != num_devices:
+        raise ValueError(
+            f"rollout_split={text!r} has {split.num_devices} devices and rollout_devices="
+            f"{num_devices}: make them the same."
+        )
+    return fold_split(split, _devices_after(training, num_devices))
 
 
 def are_disjoint(training: FoldedMesh, rollout: FoldedMesh) -> bool:
@@ -91,42 +128,45 @@ def are_disjoint(training: FoldedMesh, rollout: FoldedMesh) -> bool:
     return {*devices_of(training)}.isdisjoint(devices_of(rollout))
 
 
-class RolloutPolicy:
-    """Copy of the policy on the rollout mesh, updated when the weights have changed.
+def rollout_policy(
+    weights: Transformer[Array], config: ModelConfig, training: FoldedMesh, rollout: FoldedMesh
+) -> Transformer[Array]:
+    """Policy on the rollout mesh, stored as `moe.placement.in_chunks` describes.
 
     Where both meshes are equal it is the trained policy itself, unless that has adapters: they are
-    merged once per change, in the compiled function that moves the weights. Otherwise the weights
-    are moved once per change, in their dtypes: a device receives at most its shard on the rollout
-    mesh, ``itemsize x elements / devices a weight is split over there`` bytes, less what it holds
-    already.
+    merged in the compiled function that moves the weights. Otherwise the weights are moved in their
+    dtypes: a device receives at most its shard on the rollout mesh, ``itemsize x elements / devices
+    a weight is split over there`` bytes, less what it holds already.
 
     Args:
+      weights: on the mesh of training.
       config: the policy network.
-      training: the mesh of the weights that `sync` receives.
-      rollout: the mesh that decodes, over the same devices in the same order or over others.
+      rollout: over the devices of training, in the same order, or over others.
     """
+    if rollout == training and not has_adapters(weights):
+        return weights
+    return reshard(weights, config, training, rollout)
 
-    def __init__(self, config: ModelConfig, training: FoldedMesh, rollout: FoldedMesh):
-        self._meshes = config, training, rollout
-        # A weak reference: it must not keep old weights alive.
-        self._source: ref[Transformer[Array]] | None = None
-        self._resharded: Transformer[Array] | None = None
 
-    def sync(self, weights: Transformer[Array]) -> Transformer[Array]:
-        """Policy `weights` on the rollout mesh, stored as `moe.placement.in_chunks` describes."""
-        _, training, rollout = self._meshes
-        if rollout == training and not has_adapters(weights):
-            return weights
-        source = None if self._source is None else self._source()
-        if self._resharded is None or source is not weights:
-            self.release()  # old and new need not fit in memory together
-            self._resharded = reshard(weights, *self._meshes)
-            self._source = ref(weights)
-        return self._resharded
+def split_policy(
+    weights: Transformer[Array],
+    config: ModelConfig,
+    training: FoldedMesh,
+    mesh: SplitMesh,
+    experts: Sequence[Placement],
+) -> SplitWeights[Array]:
+    """Policy on the device groups of attention and experts. Each device receives its weights
+    (`moe.disaggregated.weights.split_weights`) with equal bits; adapters are merged first.
 
-    def release(self) -> None:
-        """Frees the copy's memory."""
-        self._source = self._resharded = None
+    Args:
+      weights: on the mesh of training.
+      config: the policy network.
+      mesh: of both device groups.
+      experts: expert placement of each layer with experts.
+    """
+    in_order, config = _merged_in_layer_order(weights, config, training)
+    # Blocks: updates donate the buffers that are being read.
+    return jax.block_until_ready(split_weights(in_order, config, mesh, experts))
 
 
 def reshard(
@@ -145,15 +185,22 @@ def reshard(
         leaves, structure = jax.tree.flatten(weights)
         moved = _resharding(config, source, target)(leaves, structure)
         return jax.tree.unflatten(jax.tree.structure(without_adapters(weights)), moved)
-    if config.lora is not None:
-        # Merged on the source, so that only the merged weights are moved.
-        plain = placement.without_chunks(config, source)
-        weights = reshard(weights, config, source, plain)
-        source, config = plain, config.without_adapters()
-    in_order = placement.in_layer_order(weights, source, axis_sizes(config)["layer"])
+    in_order, config = _merged_in_layer_order(weights, config, source)
     target_shardings = placement.shardings(_without_fsdp(config), target)
     # Blocks: updates donate the buffers that are being read.
     return jax.block_until_ready(jax.device_put(in_order, target_shardings))
+
+
+def _merged_in_layer_order(
+    weights: Transformer[Array], config: ModelConfig, mesh: FoldedMesh
+) -> tuple[Transformer[Array], ModelConfig]:
+    """Weights on their mesh without adapters and in the order of the layers, and their network."""
+    if has_adapters(weights):
+        # Merged before they are moved, so that only the merged weights are.
+        plain = placement.without_chunks(config, mesh)
+        weights, mesh = reshard(weights, config, mesh, plain), plain
+    config = config.without_adapters()
+    return placement.in_layer_order(weights, mesh, axis_sizes(config)["layer"]), config
 
 
 @cache

@@ -1,19 +1,20 @@
 """Sampler of verified completions: prompts of a task, decoding, and the task's verifier."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from jrl.processes.agreement import broadcast_from_main, is_main_process, is_multiprocess
-from jrl.rollout.conversations.conversation import Conversation
+from jrl.rollout.conversation import Conversation
 from jrl.rollout.decoding.protocol import RolloutEngine
 from jrl.rollout.decoding.requests import Request, Trajectory
 from jrl.rollout.sampling import Sampling
-from jrl.rollout.timing import timed
 from jrl.tasks import Example, Task, Verdict
 from jrl.tasks.mixture import environments_of
 from jrl.tasks.task import CompletionText
@@ -119,6 +120,14 @@ def sampled_lengths_of(completions: Sequence[Completion]) -> np.ndarray:
 def accuracy(completions: Sequence[Completion]) -> float:
     """Fraction of completions with full marks."""
     return float(np.mean(correct_of(completions)))
+
+
+@contextmanager
+def timed(phase: str, seconds: dict[str, float]) -> Iterator[None]:
+    """Adds the time of the body to `seconds[phase]`; the body must block on its own dispatches."""
+    begin = time.perf_counter()
+    yield
+    seconds[phase] = seconds.get(phase, 0.0) + time.perf_counter() - begin
 
 
 class Unverified:

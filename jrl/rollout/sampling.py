@@ -4,16 +4,27 @@ Two distributions are distinguished throughout. The *policy* is the softmax of t
 base temperature, every token included: the losses differentiate it. The distribution *sampled from*
 has the temperature of its row, which may follow the policy's entropy, and then top-k and top-p are
 applied. Where the temperature is constant and no token is removed, the two are bitwise identical.
+
+A rollout samples all rows with one static `Sampling`, whose constants the compiler folds. Requests
+to a server each have parameters of their own, arrays in `RowSampling`, so that requests of any kind
+share one compiled function; the policy of every row is then the softmax at temperature 1.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jrl.losses import EntropyStatistics, entropy_from_logits
 from jrl.recipes.base.temperature import AdaptiveTemperature
+
+Leaf = TypeVar("Leaf")
 
 LEAST_TOP_P = 2.0**-126
 """Least top_p. Smaller values are subnormal in float32, may flush to 0 and would leave no token."""
@@ -78,6 +89,67 @@ class Sampling:
 GREEDY = Sampling(temperature=0.0)
 
 
+@struct.dataclass
+class RowSampling(Generic[Leaf]):
+    """Sampling parameters of each row.
+
+    Attributes:
+      temperatures: ``[row]`` that divide the logits; 0 is greedy.
+      top_ps: ``[row]`` in (0, 1]: the smallest set of most probable tokens with this total
+        probability is kept, and ties with the last of them.
+      seeds: ``[row, 2]`` words, the low one first.
+      needs_top_tokens: ``[row]`` true if the top-k tokens of each position are recorded.
+    """
+
+    temperatures: Leaf
+    top_ps: Leaf
+    seeds: Leaf
+    needs_top_tokens: Leaf
+
+
+class RequestSampling(NamedTuple):
+    """Sampling parameters of one request.
+
+    Attributes:
+      temperature, top_p: as in `RowSampling`.
+      seed: in 0..2**64 - 1.
+      needs_top_tokens: as in `RowSampling`.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int = 0
+    needs_top_tokens: bool = False
+
+
+LOW_WORD_MASK = 2**32 - 1
+"""The low word of a seed."""
+IDLE_SAMPLING = RequestSampling(temperature=0.0)
+"""Sampling parameters of a row without a request: no noise is generated for it."""
+
+
+def stack_sampling(
+    requests: Mapping[int, RequestSampling | None], rows: int
+) -> RowSampling[np.ndarray]:
+    """Sampling parameters of rows, an entry for each, so that requests of any kind share one
+    compiled function.
+
+    Args:
+      requests: parameters by row, `IDLE_SAMPLING` for the others.
+      rows: their number.
+    """
+    parameters = [requests.get(row) or IDLE_SAMPLING for row in range(rows)]
+    return RowSampling(
+        temperatures=np.array([each.temperature for each in parameters], np.float32),
+        top_ps=np.array([each.top_p for each in parameters], np.float32),
+        # In two words: JAX has no 64-bit integers by default.
+        seeds=np.array(
+            [(each.seed & LOW_WORD_MASK, each.seed >> 32) for each in parameters], np.uint32
+        ),
+        needs_top_tokens=np.array([each.needs_top_tokens for each in parameters]),
+    )
+
+
 def policy_logits(
     logits: Float[Array, "row vocab"], sampling: Sampling
 ) -> Float[Array, "row vocab"]:
@@ -126,13 +198,22 @@ def sampler_logits(
         lowest = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
         logits = jnp.where(logits >= lowest, logits, -jnp.inf)
     if sampling.top_p is not None and sampling.top_p < 1:
-        ordered = -jnp.sort(-logits, axis=-1)
-        probabilities = jax.nn.softmax(ordered, axis=-1)
-        before = jnp.cumsum(probabilities, axis=-1) - probabilities
-        # The token that reaches top_p stays, so the most probable one always does.
-        lowest = jnp.min(jnp.where(before < sampling.top_p, ordered, jnp.inf), -1, keepdims=True)
-        logits = jnp.where(logits >= lowest, logits, -jnp.inf)
+        logits = _apply_top_p(logits, sampling.top_p)
     return logits
+
+
+def _apply_top_p(
+    logits: Float[Array, "row vocab"], top_p: float | Float[Array, "row 1"]
+) -> Float[Array, "row vocab"]:
+    """Sets the logits of tokens outside of the top-p to -inf."""
+    ordered = -jnp.sort(-logits, axis=-1)
+    probabilities = jax.nn.softmax(ordered, axis=-1)
+    before = jnp.cumsum(probabilities, axis=-1) - probabilities
+    # The token that reaches top_p stays, so the most probable one always does; top_p = 1 keeps all,
+    # even if rounding leaves the sum below 1.
+    within = (before < top_p) | (top_p >= 1)
+    lowest = jnp.min(jnp.where(within, ordered, jnp.inf), -1, keepdims=True)
+    return jnp.where(logits >= lowest, logits, -jnp.inf)
 
 
 def logprobs_of(
@@ -141,6 +222,11 @@ def logprobs_of(
     """Log-probabilities of tokens, ``log softmax(logits)[token]``, in nats."""
     selected = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
     return selected - jax.nn.logsumexp(logits, axis=-1)
+
+
+def row_keys(key: Array, *ids: Integer[Array, "row"]) -> Array:
+    """RNG key of each row's next token, from ids that depend on neither slot, step nor device."""
+    return jax.vmap(lambda *of_row: reduce(jax.random.fold_in, of_row, key))(*ids)
 
 
 def sample_tokens(
@@ -165,8 +251,7 @@ def sample_tokens(
       the row, after top-k and top-p), and in the full policy at the base temperature.
     """
     narrowed = sampler_logits(logits, sampling, entropy)
-    # Gumbel-max: the argmax of logits plus this noise is a sample of their softmax.
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], logits.dtype))(keys)
+    noise = _noise(keys, logits)
     if greedy is not None:
         noise = jnp.where(greedy, 0.0, noise)
     tokens = argmax_token(narrowed + noise)
@@ -174,6 +259,40 @@ def sample_tokens(
     if greedy is not None:
         behaviour = jnp.where(greedy, 0.0, behaviour)
     return tokens, behaviour, logprobs_of(policy_logits(logits, sampling), tokens)
+
+
+def sample_rows(
+    logits: Float[Array, "row vocab"], rows: RowSampling[Array], keys: Array
+) -> tuple[Int[Array, "row"], Float[Array, "row"], Float[Array, "row"]]:
+    """Samples one token per row, each with its own parameters and RNG key.
+
+    Returns:
+      The tokens, their log-probabilities in the distribution sampled from (0 where it is greedy),
+      and in the policy at temperature 1.
+    """
+    greedy = rows.temperatures == 0
+
+    def sample() -> tuple[Array, Array]:
+        scaled = logits / jnp.where(greedy, 1.0, rows.temperatures)[:, None]
+        any_top_p = jnp.any((rows.top_ps < 1) & ~greedy)
+        narrowed = jax.lax.cond(
+            any_top_p, lambda: _apply_top_p(scaled, rows.top_ps[:, None]), lambda: scaled
+        )
+        tokens = argmax_token(narrowed + _noise(keys, logits))
+        return tokens, logprobs_of(narrowed, tokens)
+
+    best = argmax_token(logits)
+    # If every row is greedy, no noise is generated.
+    tokens, behaviour = jax.lax.cond(
+        jnp.all(greedy), lambda: (best, jnp.zeros_like(logits[:, 0])), sample
+    )
+    tokens = jnp.where(greedy, best, tokens)
+    return tokens, jnp.where(greedy, 0.0, behaviour), logprobs_of(logits, tokens)
+
+
+def _noise(keys: Array, logits: Float[Array, "row vocab"]) -> Float[Array, "row vocab"]:
+    """Gumbel noise: the argmax of logits plus this is a sample of their softmax."""
+    return jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], logits.dtype))(keys)
 
 
 def argmax_token(logits: Float[Array, "row vocab"]) -> Int[Array, "row"]:

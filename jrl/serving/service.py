@@ -7,12 +7,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
-from jrl.rollout.decoding.requests import Request
-from jrl.rollout.decoding.stream import StreamChunk
-from jrl.rollout.row_sampling import RequestSampling
+from jrl.rollout.decoding.engine import Engine
+from jrl.rollout.decoding.requests import Request, StreamChunk
+from jrl.rollout.sampling import RequestSampling
 from jrl.serving.api_request import ApiError
-from jrl.serving.engine import Engine
 from jrl.serving.metrics import CLIENT_GONE, Metrics
 from jrl.serving.policy import ApiModel, Versions
 from jrl.serving.responses import ChoiceDelta, Job
@@ -74,7 +74,7 @@ class Service:
         self._num_unfinished = 0  # choices that have not finished, running or queued
         self._num_live = 0
         self._mean_seconds = 1.0  # moving average of a request's seconds
-        self._weights: object = None
+        self._weights: Any = None
         self.version = -1
         self.failure: BaseException | None = None
         """Exception that ended the thread, if any."""
@@ -222,7 +222,7 @@ class Service:
         elif not self._loads:
             self._admit()
         if engine.busy:
-            self._emit(engine.tick(self._window))
+            self._emit(engine.stream(self._window))
         with self._changed:
             self._num_live = engine.num_live
             self._count_waiting()
@@ -254,7 +254,7 @@ class Service:
             for index in choices:
                 text = Transcript(tokenizer, request.stops, request.logprobs, context)
                 self._choices[prompt_id, index] = _Choice(index, text)
-            self._engine.ask(
+            self._engine.submit(
                 [Request(prompt_id, index, ids, limit, sampling=sampling) for index in choices]
             )
 
@@ -294,7 +294,7 @@ class Service:
                 choice.index, text, logprobs, transcript.num_tokens, finish, self.version
             )
             job.on_event(delta)
-        self._engine.drop(stopped)
+        self._engine.cancel(rows=stopped)
 
     def _measure(self, job: Job, choice: _Choice, count: int, now: float) -> None:
         metrics = self._metrics
@@ -326,7 +326,7 @@ class Service:
                 self._num_unfinished -= job.num_choices
         rows = [row for row in job.rows if row in self._choices]
         if rows:
-            self._engine.drop(rows)
+            self._engine.cancel(rows=rows)
         for row in rows:
             self._finish(row, CLIENT_GONE)
 
@@ -346,7 +346,7 @@ class Service:
         for future in futures:
             future.set_result(self.version)
 
-    def _load_weights(self, weights: object, version: int) -> None:
+    def _load_weights(self, weights: Any, version: int) -> None:
         try:
             self._engine.load(weights, version)
         except Exception:

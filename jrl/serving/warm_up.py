@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.decoding.requests import Request
-from jrl.rollout.row_sampling import RequestSampling
-from jrl.serving.engine import Engine
+from jrl.rollout.sampling import RequestSampling
 
 SHORT_PROMPT = 128
 """Tokens of the longest prompt of a short request."""
@@ -72,9 +72,9 @@ class WarmUp:
         requests = [
             Request(prompt_id, n, ids, self._window + 2, sampling=sampling) for n in samples
         ]
-        self._engine.ask(requests)
-        self._engine.tick(self._window)
-        self._engine.drop([(prompt_id, sample) for sample in samples])
+        self._engine.submit(requests)
+        self._engine.stream(self._window)
+        self._engine.cancel([prompt_id])
 
     def compile_next(self) -> None:
         """Runs one of the trials that are left; at least one must be."""
@@ -91,11 +91,11 @@ class WarmUp:
         sampling = RequestSampling(0.7, 0.9, needs_top_tokens=trial.top_logprobs)
         for length in np.repeat(trial.lengths, engine.ranks):
             prompt_id, ids = self._next_id(), np.full(length, self._token, np.int32)
-            engine.ask(
+            engine.submit(
                 [Request(prompt_id, sample, ids, 1, sampling=sampling) for sample in samples]
             )
         while engine.busy:
-            engine.tick(self._window)
+            engine.stream(self._window)
 
 
 def plan_trials(engine: Engine, longest: int) -> tuple[list[Trial], list[Trial]]:

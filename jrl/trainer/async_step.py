@@ -18,7 +18,7 @@ from jrl.rollout.collection.async_buffer import (
 )
 from jrl.rollout.collection.async_collector import AsyncCollector
 from jrl.rollout.collection.collect import Collected
-from jrl.rollout.decoding.programs.slots import SlotPool
+from jrl.rollout.decoding.slots import SlotPool
 from jrl.rollout.resharding import are_disjoint
 from jrl.rollout.sampler import Sampler
 from jrl.trainer.learner.networks import Networks

@@ -19,9 +19,8 @@ from jrl.recipes.base.mismatch import Corrected, Correction
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.batching import over_rows, replicated
 from jrl.rollout.collection.collect import groups_of
-from jrl.rollout.sampler import Completion, lengths_of, sampled_lengths_of
+from jrl.rollout.sampler import Completion, lengths_of, sampled_lengths_of, timed
 from jrl.rollout.sampling import Sampling
-from jrl.rollout.timing import timed
 from jrl.trainer.learner.networks import Network, Networks
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective, sampling_differences
 from jrl.trainer.scoring import (

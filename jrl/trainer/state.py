@@ -18,7 +18,7 @@ from jrl.recipes.base.collection import Windows
 from jrl.rollout.batching import replicated
 from jrl.rollout.collection.async_buffer import AsyncBuffer
 from jrl.rollout.collection.windows import Unfinished, none_unfinished
-from jrl.rollout.decoding.programs.slots import SlotPool, abstract_pool, empty_pool
+from jrl.rollout.decoding.slots import SlotPool, abstract_pool, empty_pool
 from jrl.rollout.resharding import reshard
 from jrl.runs.checkpoints import Checkpoints
 from jrl.trainer.compiled import abstract_array, jit_sharded

@@ -15,8 +15,7 @@ from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.batching import replicated, take_rows
 from jrl.rollout.collection.collect import Collected, collect
 from jrl.rollout.packing import MAX_ROWS_PER_BIN, clear_idle_rows, counts_of, pack_rows, plan
-from jrl.rollout.sampler import Sampler, correct_of, scores_of
-from jrl.rollout.timing import timed
+from jrl.rollout.sampler import Sampler, correct_of, scores_of, timed
 from jrl.trainer.async_step import AsyncStep
 from jrl.trainer.learner.learner import Learner
 from jrl.trainer.learner.networks import Network, Networks

@@ -12,7 +12,7 @@ from jrl.processes.agreement import to_host
 from jrl.recipes.base.batch import Batch, required
 from jrl.rollout.batching import take_rows
 from jrl.rollout.collection.collect import shown_rows
-from jrl.rollout.decoding.ranks import ranks
+from jrl.rollout.decoding.slots import ranks
 from jrl.rollout.sampler import Completion
 from jrl.text.prompt_format import token_texts
 from jrl.text.tokenizer import Tokenizer

@@ -84,6 +84,7 @@ def warm_start(
         unseen = numbered(_training_examples(setup, step), prompts_imitated(setup.run, step))
         sampler.engine.load(learner.weights, 0)
         accuracy_now = accuracy(sampler.sample(unseen, sampling_of(setup.recipe), 1))
+        sampler.engine.release()
         report(step, loss, accuracy_now)
         if accuracy_now >= run.warm_start_accuracy:
             break

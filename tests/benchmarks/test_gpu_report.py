@@ -16,7 +16,7 @@ from benchmarks.gpu.report import kept, line_of, markdown
 from benchmarks.gpu.rows import Row, Settings, Work, difference, measured, result_of
 from benchmarks.gpu.shapes import LLAMA_3B, MOE_4B, QWEN3_06B, QWEN3_A3B, QWEN3_A3B_OF_32
 from benchmarks.gpu.targets import TARGETS, beside_best, best_of_ours, verdict
-from benchmarks.gpu.timed_engine import Span, together
+from benchmarks.gpu.timed_backend import Span, together
 from moe.implementations import KERNELS
 from moe.weights import initialise, num_active_parameters, num_parameters
 

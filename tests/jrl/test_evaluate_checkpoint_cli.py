@@ -13,7 +13,6 @@ from tiers import full_but
 from jrl.config.run import RunConfig
 from jrl.evaluate import main
 from jrl.recipes import Grpo
-from jrl.rollout.decoding.engine import SlotEngine
 from jrl.trainer.setup import memory
 from jrl.trainer.setup.memory import cache_bytes, evaluation_slots
 from jrl.trainer.setup.setup import build_setup
@@ -89,13 +88,13 @@ def test_every_row_is_evaluated_and_all_completions_are_written(flags, tmp_path,
 @pytest.fixture
 def made(monkeypatch):
     """The slots and the dtype of each engine that is made."""
-    engines, init = [], SlotEngine.__init__
+    engines, init = [], engine.Engine.__init__
 
-    def noted(self, config, *arguments, **options):
-        engines.append((options["slots"], config.dtype))
-        init(self, config, *arguments, **options)
+    def noted(self, backend, **options):
+        engines.append((options["slots"], backend.decoder.config.dtype))
+        init(self, backend, **options)
 
-    monkeypatch.setattr(SlotEngine, "__init__", noted)
+    monkeypatch.setattr(engine.Engine, "__init__", noted)
     return engines
 
 
@@ -168,10 +167,10 @@ def test_a_share_may_be_held_out_all_the_same(simple, tmp_path, capsys):
 
 
 def test_a_device_without_memory_names_what_evaluation_has(simple, monkeypatch, capsys):
-    def full(self):
+    def full(*given):
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes.\nmore")
 
-    monkeypatch.setattr(SlotEngine, "_ensure_pool", full)
+    monkeypatch.setattr(engine, "empty_pool", full)
     assert main(simple) == 1
     assert one_line(capsys.readouterr()).endswith("lower --slots or --response-length.")
 

@@ -20,8 +20,10 @@ from command_runs import one_line
 from served import numbers, serving, write_checkpoint
 
 from jrl import serve
-from jrl.rollout.decoding.engine import SlotEngine
+from jrl.rollout.decoding.backend import MeshBackend
+from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.decoding.requests import Request
+from jrl.rollout.decoding.slots import Decoder
 from jrl.rollout.sampling import GREEDY
 from jrl.serve import main
 from jrl.tasks.data.conversations import Conversation
@@ -80,16 +82,9 @@ def test_tokens_are_the_engines_own_streamed_and_whole(checkpoint, client):
     tokenizer, count = policy.format.tokenizer, 21
     assert policy.format.template is not None
     rows = [tokenizer.encode(PROMPT), policy.format.template.encode(ASKED)]
-    engine = SlotEngine(
-        policy.model,
-        policy.mesh,
-        policy.mesh,
-        slots=SLOTS,
-        columns=LENGTH,
-        pad_id=tokenizer.pad_id,
-        stop_ids=tokenizer.stop_ids,
-        key=jax.random.key(3),
-    )
+    decoder = Decoder(policy.model, policy.mesh, tokenizer.pad_id, tokenizer.stop_ids)
+    backend = MeshBackend(decoder, policy.mesh)
+    engine = Engine(backend, slots=SLOTS, max_length=LENGTH, key=jax.random.key(3))
     engine.load(*policy.versions.load())
     asked = [Request(n, 0, np.array(ids, np.int32), count) for n, ids in enumerate(rows)]
     engine.submit(asked, GREEDY)

@@ -14,9 +14,9 @@ from served import MIXTURE, write_checkpoint
 
 from jrl import serve
 from jrl.config.run import RunConfig, SplitSettings
-from jrl.rollout.decoding.disaggregated.stream import DisaggregatedStreamEngine
 from jrl.rollout.decoding.requests import Request
-from jrl.rollout.row_sampling import RequestSampling
+from jrl.rollout.decoding.split_backend import SplitBackend
+from jrl.rollout.sampling import RequestSampling
 from jrl.trainer.evaluation.served_model import open_served_model, parse_device_split
 
 
@@ -53,8 +53,8 @@ def test_answers_of_two_sides_are_those_of_one_mesh(checkpoint):
     request = serve.ServeOptions(checkpoint, slots=4, length=32, window=3)
     of_two = replace(request, split="dp1 / ep1", micro_batches=2, expert_slots=5, replan=4)
     (_, one), (service, two) = map(answers, (request, of_two))
-    assert isinstance(service._engine, DisaggregatedStreamEngine)
-    places = service._engine.expert_balancer
+    assert isinstance(service._engine.backend, SplitBackend)
+    places = service._engine.backend.expert_balancer
     assert places.every == 4 and places.placements[0].num_slots == 5
     for a, b in zip(one, two, strict=True):
         assert [choice["text"] for choice in b] == [choice["text"] for choice in a]
@@ -94,7 +94,7 @@ def test_what_does_not_go_together_is_refused_in_one_line(checkpoint, given, lay
 def test_slots_and_networks_that_two_sides_cannot_have(checkpoint, tmp_path):
     policy = open_served_model(checkpoint, split=SplitSettings("dp2 / ep1", micro_batches=3))
     with pytest.raises(ValueError, match=r"slots=16 .* x micro_batches=3: .* in multiples of 6"):
-        policy.engine(slots=16, columns=32, key=jax.random.key(0), top_logprobs=0)
+        policy.engine(slots=16, max_length=32, key=jax.random.key(0), top_logprobs=0)
     dense = write_checkpoint(tmp_path / "dense")
     with pytest.raises(ValueError, match="decode a dense network on one mesh"):
         open_served_model(f"hf:{dense}", split=SplitSettings("dp1 / ep1"))
@@ -109,14 +109,14 @@ def test_a_run_is_served_on_its_own_split(grpo_run, tmp_path):
     written = []
     for layout in (None, "dp1"):
         policy = open_served_model(str(folder), layout)
-        engine = policy.engine(slots=4, columns=32, key=jax.random.key(0), top_logprobs=0)
-        assert isinstance(engine, DisaggregatedStreamEngine) == (layout is None)
+        engine = policy.engine(slots=4, max_length=32, key=jax.random.key(0), top_logprobs=0)
+        assert isinstance(engine.backend, SplitBackend) == (layout is None)
         engine.load(*policy.versions.load())
         ids, own = np.arange(3, 8, dtype=np.int32), RequestSampling(seed=1)
-        engine.ask([Request(0, sample, ids, 12, sampling=own) for sample in range(4)])
+        engine.submit([Request(0, sample, ids, 12, sampling=own) for sample in range(4)])
         rows: dict[int, list[int]] = {}
         while engine.busy:
-            for row in engine.tick(4):
+            for row in engine.stream(4):
                 rows.setdefault(row.request.sample, []).extend(row.tokens.tolist())
         written.append(rows)
     assert written[0] == written[1]

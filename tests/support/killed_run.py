@@ -19,7 +19,7 @@ jax.config.update("jax_num_cpu_devices", 16)  # as the tests have: what they com
 
 from small_runs import begin_or_go_on, small_recipe, small_run, small_setup  # noqa: E402
 
-from jrl.rollout.decoding.engine import SlotEngine  # noqa: E402
+from jrl.rollout.decoding.engine import Engine  # noqa: E402
 from jrl.runs.checkpoints import Checkpoints  # noqa: E402
 from jrl.runs.records import Appender  # noqa: E402
 from jrl.trainer import loop  # noqa: E402
@@ -28,7 +28,7 @@ from jrl.trainer.learner import networks  # noqa: E402
 MOMENTS = {
     "warm start": (networks, "update"),
     "step": (loop, "train_step"),
-    "window": (SlotEngine, "poll"),
+    "window": (Engine, "poll"),
     "line": (Appender, "append"),
     "checkpoint": (Checkpoints, "save"),
 }

@@ -12,8 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 from jrl.recipes.base.batch import Batch
 from jrl.rollout.batching import batch_of
-from jrl.rollout.decoding.engine import SlotEngine
+from jrl.rollout.decoding.backend import MeshBackend
+from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.decoding.requests import Request, Trajectory
+from jrl.rollout.decoding.slots import Decoder
 from jrl.rollout.sampling import Sampling
 from jrl.trainer.scoring import PromptLayout, Scorer, Scores, mark_replicated
 from moe.config import ModelConfig
@@ -95,25 +97,22 @@ class Asked:
             for sample in range(COPIES)
         ]
 
-    def engine(self) -> SlotEngine:
-        engine = SlotEngine(
-            self.config,
-            self.mesh,
-            self.mesh,
+    def decoder(self, mesh: FoldedMesh | None = None) -> Decoder:
+        """How it is decoded on a mesh, its own by default."""
+        return Decoder(self.config, mesh or self.mesh, PAD, self.stops, self.records_choices)
+
+    def engine(self) -> Engine:
+        engine = Engine(
+            MeshBackend(self.decoder(), self.mesh),
             slots=self.slots,
-            columns=self.columns,
-            pad_id=PAD,
-            stop_ids=self.stops,
+            max_length=self.columns,
             key=jax.random.key(self.seed),
-            records_choices=self.records_choices,
         )
         engine.load(weights(self.config), 5)
         return engine
 
 
-def answers(
-    engine: SlotEngine, requests: Sequence[Request], sampling: Sampling
-) -> list[Trajectory]:
+def answers(engine: Engine, requests: Sequence[Request], sampling: Sampling) -> list[Trajectory]:
     """Trajectories in the order of the requests."""
     engine.submit(requests, sampling)
     done = {}

@@ -7,7 +7,7 @@ import httpx
 import numpy as np
 from served import numbers
 
-from jrl.rollout.decoding.stream import StreamChunk
+from jrl.rollout.decoding.requests import StreamChunk
 from jrl.serving.application import FrontEnd
 from jrl.serving.metrics import Metrics
 from jrl.serving.policy import ApiModel
@@ -41,15 +41,21 @@ class Scripted:
             raise RuntimeError("RESOURCE_EXHAUSTED: no room\nfor two policies")
         self.loaded.append(version)
 
-    def ask(self, requests):
+    def submit(self, requests):
         self.waiting += requests
         self.asked += [(len(request.tokens), request.max_new_tokens) for request in requests]
 
-    def drop(self, rows):
-        self.waiting = [r for r in self.waiting if (r.prompt, r.sample) not in rows]
-        self.sitting = {key: row for key, row in self.sitting.items() if key not in set(rows)}
+    def cancel(self, prompts=(), rows=()):
+        self.waiting = [
+            r for r in self.waiting if (r.prompt, r.sample) not in rows and r.prompt not in prompts
+        ]
+        self.sitting = {
+            key: row
+            for key, row in self.sitting.items()
+            if key not in set(rows) and key[0] not in prompts
+        }
 
-    def tick(self, window):
+    def stream(self, window):
         if self.error is not None:
             raise self.error
         while self.waiting and len(self.sitting) < self.slots:

@@ -11,7 +11,7 @@ from flax import struct
 
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.collection.collect import METRICS
-from jrl.rollout.decoding.admission_arrays import no_choices
+from jrl.rollout.decoding.prefill import no_choices
 from jrl.rollout.decoding.requests import Finish, Request, Sampled, Trajectory
 from jrl.rollout.sampler import Completion, Sampler
 from jrl.tasks import REASONS, Example, Verdict

@@ -9,9 +9,15 @@ import numpy as np
 from jrl.losses import informative_groups
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.decoding.requests import Trajectory
-from jrl.rollout.sampler import Completion, Sampler, Unverified, scores_of, sort_completions
+from jrl.rollout.sampler import (
+    Completion,
+    Sampler,
+    Unverified,
+    scores_of,
+    sort_completions,
+    timed,
+)
 from jrl.rollout.sampling import Sampling
-from jrl.rollout.timing import timed
 from jrl.tasks import Example
 
 

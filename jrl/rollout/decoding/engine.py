@@ -1,6 +1,7 @@
 """Rollout engine with continuous batching: where a row ends, the next takes its slot."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,139 +12,171 @@ from jaxtyping import Array
 from jrl.losses import EntropyStatistics
 from jrl.processes.agreement import to_devices, to_host
 from jrl.rollout.batching import replicated
-from jrl.rollout.decoding.admission_arrays import make_admission
-from jrl.rollout.decoding.columns import cache_length_to_read, length_after, plan_window
-from jrl.rollout.decoding.output_buffer import make_output_buffer, write_to_buffer
-from jrl.rollout.decoding.programs.admission import AdmissionArrays, admit
-from jrl.rollout.decoding.programs.advance import Advanced, UnstackedPolicy, advance, unstack_policy
-from jrl.rollout.decoding.programs.slots import (
-    Decoder,
-    SlotPool,
-    TokenRows,
-    empty_pool,
-    halt,
-    over_slots,
+from jrl.rollout.decoding.backend import DecodingWindow, MeshBackend
+from jrl.rollout.decoding.decode import SamplerState
+from jrl.rollout.decoding.packed_prefill import make_packing, plan_cache_copies, plan_rows
+from jrl.rollout.decoding.prefill import AdmissionArrays, make_admission
+from jrl.rollout.decoding.requests import (
+    Finish,
+    OutputBuffer,
+    Request,
+    StreamChunk,
+    Trajectory,
+    read_sampled,
 )
-from jrl.rollout.decoding.programs.tokens import SamplerState
-from jrl.rollout.decoding.ranks import check_slots
-from jrl.rollout.decoding.requests import Finish, OutputBuffer, Request, Trajectory, read_sampled
 from jrl.rollout.decoding.scheduler import (
     REFILL_DIVISOR,
     AdmissionPlan,
     SlotScheduler,
-    bucket,
     plan_unpacked_rows,
-    step_sizes,
 )
+from jrl.rollout.decoding.sizes import (
+    bucket,
+    cache_length_to_read,
+    fewer_slots,
+    length_after,
+    plan_window,
+    row_sizes,
+    row_widths,
+    step_sizes,
+    stream_cache_lengths,
+    unpacked_row_sizes,
+)
+from jrl.rollout.decoding.slots import (
+    RecentTokens,
+    SlotPool,
+    empty_pool,
+    halt,
+    over_slots,
+    recent_tokens,
+    with_cache_length,
+)
+from jrl.rollout.decoding.split_backend import SplitBackend
 from jrl.rollout.decoding.usage import Usage
-from jrl.rollout.resharding import RolloutPolicy, are_disjoint
-from jrl.rollout.sampling import Sampling
-from moe.cache.buffers import cache_columns
-from moe.config import ModelConfig
+from jrl.rollout.sampling import Sampling, stack_sampling
+from moe.cache.buffers import KEY_COLUMN, cache_columns
 from moe.implementations import check_decode_kernel
-from moe.router.statistics import run_with_fallback
 from moe.weights import Transformer
-from sharding.folding import FoldedMesh
+
+Backend = MeshBackend | SplitBackend
+"""The devices that decode for an engine: one mesh, or separate device groups of attention and
+experts."""
 
 WINDOW = 64
 """Tokens of a row between two scheduler steps; finished rows are verified meanwhile."""
+MAX_PREFILL_TOKENS, MAX_STREAM_PREFILL_TOKENS = 2**15, 1024
+"""Approximate number of prompt tokens in one prefill of a rank, which bounds its memory; in serving
+rows in flight wait for it."""
+STREAM_SHRINK_FACTOR = 8
+"""Factor by which a step may compute fewer slots than all in serving: each number is a compiled
+function."""
+STEPS_BEFORE_SHRINK = 32
+"""Scheduler steps after which a cache that is longer than its rows need is shortened."""
 
 
-class SlotEngine:
+class Engine:
     """Pool of decoding slots with continuous batching: where a row ends, the next takes its slot.
 
     A row's tokens depend on the weights, the seed, its prompt and sample ids, and the tokens so
-    far: neither on its slot nor on other rows, nor on the mesh.
+    far: neither on its slot nor on other rows, nor on the devices of the backend. Rows whose
+    requests have sampling parameters of their own depend on the seed of those, not on the prompt
+    id.
+
+    A rollout submits requests and polls until they have ended. A server submits requests at any
+    time, and streams the tokens of all rows, a few at a time.
 
     Args:
-      config: the policy network; adapters are merged where it decodes.
-      training: the mesh that weights come from.
-      rollout: the mesh that decodes, over the same devices in the same order or over others.
+      backend: the devices that decode.
       slots: rows that are decoded at a time; a multiple of the ranks that share them.
-      columns: tokens of the longest row, prompt and response.
-      pad_id: id of padding.
-      stop_ids: each of them ends a response.
+      max_length: tokens of the longest row, prompt and response.
       key: RNG key from which the keys of all tokens are derived.
-      records_choices: true to record the expert ids of each token (router replay).
-      top_logprobs: number of top tokens recorded for each position.
       prompts: usual number of prompts at a time: larger requests run in prefills of this many, not
         in one of their own size. None runs as many at once as memory allows.
-    """
+      streams: true for a server. Prefills are small, as rows in flight wait for them, prompts share
+        rows, and the cache is as long as the rows need. Results are not promised to be reproducible
+        bit for bit, as the rows that are computed together depend on when requests come.
 
-    most_tokens = 2**15
-    """Approximate number of prompt tokens in one prefill of a rank; bounds its memory."""
-    _may_shrink = False  # true if the number of live rows depends on their samples only
+    Attributes:
+      step_sizes: slots of each rank that a step may compute, ascending: each number is a compiled
+        function, in which sums may round differently.
+      cache_sizes: lengths that the cache may have, ascending; functions are compiled for each.
+    """
 
     def __init__(
         self,
-        config: ModelConfig,
-        training: FoldedMesh,
-        rollout: FoldedMesh,
+        backend: Backend,
         *,
         slots: int,
-        columns: int,
-        pad_id: int,
-        stop_ids: tuple[int, ...],
+        max_length: int,
         key: Array,
-        records_choices: bool = False,
-        top_logprobs: int = 0,
         prompts: int | None = None,
+        streams: bool = False,
     ):
-        check_slots(rollout, slots)
+        backend.check(slots)
+        self.backend, self.decoder, self.slots = backend, backend.decoder, slots
+        config, mesh = self.decoder.config, self.decoder.mesh
         check_decode_kernel(config)
-        self.mesh, self.slots, self._training = rollout, slots, training
+        self.mesh, self.ranks, self._streams = mesh, mesh.size(mesh.dp), streams
         # Tokens of a forward pass are sharded over ``tp``.
-        self._unit = rollout.size(rollout.tp)
-        self.columns = cache_columns(columns, config, rollout)
-        self.decoder = Decoder(
-            config=config.without_adapters(),
-            mesh=rollout,
-            pad_id=pad_id,
-            stop_ids=stop_ids,
-            records_choices=records_choices,
-            top_logprobs=top_logprobs,
-        )
-        self._slot_sharding = NamedSharding(rollout.mesh, over_slots(rollout))
-        self.usage = Usage()
-        self._resharding = RolloutPolicy(config, training, rollout)
-        self._key = to_devices(jax.random.key_data(key), replicated(rollout))
-        self._prompts = prompts
-        self._scheduler = self._make_scheduler(slots, rollout.size(rollout.dp))
-        self._weights: Transformer[Array] | None = None
-        self._policy: UnstackedPolicy[Array] | None = None
-        self._version, self._entropy = 0, None
-        self._sampler_state: SamplerState | None = None
-        self._sampling = self._state_sampling = Sampling()
-        self._pool: SlotPool[Array] | None = None
-        self._lengths = np.zeros(slots, np.int32)
-        self._limits = np.zeros(slots, np.int32)
-        self._output_buffer: OutputBuffer | None = None
-
-    def _make_scheduler(self, slots: int, ranks: int) -> SlotScheduler:
-        return SlotScheduler(
+        self._unit, per_rank = mesh.size(mesh.tp), slots // self.ranks
+        self.max_length = cache_columns(max_length, config, mesh)
+        self._row_widths: Sequence[int] = ()
+        self._prefill_tokens = MAX_PREFILL_TOKENS
+        self.cache_sizes, self.step_sizes = [self.max_length], [per_rank]
+        if streams:
+            self._prefill_tokens = MAX_STREAM_PREFILL_TOKENS
+            self.cache_sizes = stream_cache_lengths(self.max_length)
+            # Packed rows support neither the states of Gated DeltaNet nor recorded expert ids.
+            if backend.packs_prompts and config.delta is None and not self.decoder.records_choices:
+                self._row_widths = row_widths(self.max_length, self._unit)
+        if backend.computes_fewer and streams:
+            self.step_sizes = fewer_slots(per_rank, self._unit, STREAM_SHRINK_FACTOR, least=1)
+        elif backend.computes_fewer:
+            self.step_sizes = step_sizes(per_rank, self.max_length, self._unit)
+        self.scheduler = SlotScheduler(
             slots,
-            ranks,
-            self.most_tokens,
+            self.ranks,
+            self._prefill_tokens,
             row_widths=self._row_widths,
             # The states of Gated DeltaNet are those of a row's last token only.
-            can_copy=self.decoder.config.delta is None,
-            most_prompts=None if self._prompts is None else -(-self._prompts // ranks),
+            can_copy=config.delta is None,
+            most_prompts=None if prompts is None else -(-prompts // self.ranks),
+            choose_slot=backend.slot_choice(slots),
         )
+        self.usage = Usage()
+        self._slot_sharding = NamedSharding(mesh.mesh, over_slots(mesh))
+        self._key = self._replicate(jax.random.key_data(key))
+        self._version, self._entropy = 0, None
+        self._sampling: Sampling | None = Sampling()
+        self._sampler_state: SamplerState | None = None
+        self._pool: SlotPool[Array] | None = None
+        self._limits = np.zeros(slots, np.int32)
+        self._output_buffer: OutputBuffer | None = None
+        # Consecutive windows with a cache longer than needed.
+        self._too_long = 0
 
     @property
-    def _row_widths(self) -> Sequence[int]:
-        """Widths of packed prefill rows; none where each prompt has a row of its own."""
-        return ()
-
-    @property
-    def step_sizes(self) -> list[int]:
-        """Slots of each rank that a step may compute, ascending: each number is a compiled
-        function, in which sums may round differently."""
-        return step_sizes(self._scheduler.per_rank, self.columns, self._unit)
+    def prefill_sizes(self) -> list[tuple[int, int]]:
+        """Widths and numbers of rows in a prefill of a rank, each pair of which is a compiled
+        function, ascending."""
+        per_rank, most_tokens = self.slots // self.ranks, self._prefill_tokens
+        if self._row_widths:
+            return row_sizes(self._row_widths, per_rank, most_tokens)
+        return unpacked_row_sizes(self.max_length, self._unit, per_rank, most_tokens)
 
     @property
     def num_idle(self) -> int:
-        return max(0, self._scheduler.num_free - len(self._scheduler.waiting))
+        return max(0, self.scheduler.num_free - len(self.scheduler.waiting))
+
+    @property
+    def num_live(self) -> int:
+        """Number of occupied slots."""
+        return len(self.scheduler.running)
+
+    @property
+    def busy(self) -> bool:
+        """True if any request is waiting or in flight."""
+        return bool(self.scheduler.running or self.scheduler.waiting)
 
     def load(
         self,
@@ -151,65 +184,84 @@ class SlotEngine:
         version: int,
         entropy: EntropyStatistics[Array] | None = None,
     ) -> None:
-        # Compared by identity: every update makes a new object.
-        if weights is not self._weights:
-            self._scheduler.clear_prefix_cache()
-            self._policy = None
-        self._weights, self._version = weights, version
-        if are_disjoint(self._training, self.mesh):
-            # Immediately: training donates its buffers while this engine samples.
-            self._resharding.sync(weights)
+        self.scheduler.clear_prefix_cache()
+        # Immediately: training donates its buffers while this engine samples.
+        self.backend.load(weights)
         # Four numbers through the host, from the training mesh to the rollout mesh.
-        self._entropy, self._sampler_state = to_host(entropy), None
+        self._version, self._entropy = version, to_host(entropy)
+        self._sampler_state = None
 
     def release(self) -> None:
-        assert not self._scheduler.running, "rows are in flight"
-        self._resharding.release()
-        self._scheduler.clear_prefix_cache()
-        self._weights = self._policy = self._pool = self._output_buffer = None
+        self.scheduler.reset()
+        self.backend.release()
+        self._pool = self._output_buffer = None
 
-    def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
-        scheduler = self._scheduler
-        if (scheduler.running or scheduler.waiting) and sampling != self._sampling:
+    def submit(self, requests: Sequence[Request], sampling: Sampling | None = None) -> None:
+        """Submits requests for responses. Those with the same prompt id are samples of one prompt,
+        which is run once.
+
+        Args:
+          sampling: sampling parameters; equal for all requests in flight. None takes those of each
+            request.
+
+        Raises:
+          ValueError: for requests that do not fit, or have no sampling parameters.
+        """
+        scheduler = self.scheduler
+        if self.busy and sampling != self._sampling:
             raise ValueError(
                 f"requests for {sampling} cannot be served while others for {self._sampling} are "
                 "in flight: poll until none is."
             )
         for request in requests:
-            if request.limit > self.columns:
+            if sampling is None and request.sampling is None:
                 raise ValueError(
-                    f"a row of {request.limit} tokens does not fit slots of {self.columns} "
-                    "tokens: make an engine with more columns."
+                    f"request {request.prompt, request.sample} has no sampling settings: give it "
+                    "a sampling=RequestSampling(...)."
                 )
-        self._sampling = sampling
+            if request.limit > self.max_length:
+                raise ValueError(
+                    f"a row of {request.limit} tokens does not fit slots of {self.max_length} "
+                    "tokens: make an engine with a larger max_length."
+                )
+        if not self.busy and self.backend.restart():
+            scheduler.reset()
+        if sampling != self._sampling:
+            self._sampling, self._sampler_state = sampling, None
+        if requests and self._pool is None:
+            self._pool = self._empty_pool()
         for request in requests:
             if request.slot is None:
                 scheduler.waiting.append(request)
             else:
                 scheduler.resume_in_slot(request.slot, request)
-                self._lengths[request.slot] = request.length
+                scheduler.lengths[request.slot] = request.length
                 self._limits[request.slot] = request.limit
+                self._rows_changed()
 
-    def cancel(self, prompts: Sequence[int]) -> None:
-        dropped = set(prompts)
-        self._drop(lambda request: request.prompt in dropped)
+    def cancel(
+        self, prompts: Collection[int] = (), *, rows: Collection[tuple[int, int]] = ()
+    ) -> None:
+        """Aborts all requests of these prompts, and these rows, given by prompt and sample ids."""
+        of_prompts, single = set(prompts), set(rows)
 
-    def _drop(self, is_dropped: Callable[[Request], bool]) -> None:
-        """Aborts the selected rows and frees their slots."""
-        slots = self._scheduler.drop(is_dropped)
+        def is_dropped(request: Request) -> bool:
+            return request.prompt in of_prompts or (request.prompt, request.sample) in single
+
+        slots = self.scheduler.drop(is_dropped)
         if slots and self._pool is not None:
             stays_live = np.ones(self.slots, bool)
             stays_live[slots] = False
             self._pool = halt(self._pool, self._shard_over_slots(stays_live))
+            self._rows_changed()
 
     def suspend(self, keep_pool: bool = False) -> list[Request]:
-        scheduler, suspended = self._scheduler, list[Request]()
+        scheduler, suspended = self.scheduler, list[Request]()
         if scheduler.running:
-            rows = self._to_host(self._ensure_pool().rows)
+            rows = self.backend.to_host(self._rows_pool.rows)
             if not keep_pool:
-                self._pool = halt(
-                    self._ensure_pool(), self._shard_over_slots(np.zeros(self.slots, bool))
-                )
+                none_live = self._shard_over_slots(np.zeros(self.slots, bool))
+                self._pool = halt(self._rows_pool, none_live)
             for slot in sorted(scheduler.running):
                 request, retained_slot = scheduler.free_slot(slot), slot if keep_pool else None
                 sampled = read_sampled(rows, slot, request)
@@ -219,194 +271,220 @@ class SlotEngine:
         return suspended + waiting
 
     def take_pool(self) -> SlotPool[Array]:
-        pool, self._pool = self._ensure_pool(), None
-        return pool
+        if not self.backend.keeps_cache:
+            raise NotImplementedError(
+                "disaggregated decoding does not keep the KV cache when weights change"
+            )
+        pool, self._pool = self._pool, None
+        return self._empty_pool() if pool is None else pool
 
     def give_pool(self, pool: SlotPool[Array]) -> None:
         self._pool = pool
 
     def poll(self, draining: bool = False) -> list[Trajectory]:
-        self._may_shrink = draining
-        scheduler, done = self._scheduler, list[Trajectory]()
-        while not done and (scheduler.waiting or scheduler.running):
+        scheduler, done = self.scheduler, list[Trajectory]()
+        sizes = self.step_sizes if draining else self.step_sizes[-1:]
+        while not done and self.busy:
             if not scheduler.running or scheduler.num_free * REFILL_DIVISOR >= self.slots:
-                for plan in scheduler.schedule():
-                    self._admit(plan)
-            done = self._advance()
+                self._admit_waiting()
+            running_slots = sorted(scheduler.running)
+            is_live = self._decode(running_slots, WINDOW, scheduler.live_to_stop(sizes), sizes)
+            ended = [slot for slot in running_slots if not is_live[slot]]
+            # A conversation may continue: it is returned on the host, where its environment is.
+            in_conversation = [s for s in ended if scheduler.running[s].conversation is not None]
+            single_turn = [s for s in ended if scheduler.running[s].conversation is None]
+            done = self._collect_finished(single_turn) + self._collect_on_host(in_conversation)
         return done
 
-    def _admit(self, plan: AdmissionPlan) -> None:
+    def stream(self, max_tokens: int) -> list[StreamChunk]:
+        """Admits waiting requests to free slots, and decodes all rows further.
+
+        Args:
+          max_tokens: maximum new tokens of a row, in addition to the first of its response.
+
+        Returns:
+          The new tokens of all rows.
+        """
+        scheduler = self.scheduler
+        # At every scheduler step, where `poll` waits for more free slots: clients wait for an
+        # answer.
+        if scheduler.waiting and scheduler.num_free:
+            self._admit_waiting()
+        # Including rows that finish below: their new tokens are returned too.
+        running_slots = sorted(scheduler.running)
+        if not running_slots:
+            return []
+        # Rows that were just admitted have their first token already.
+        before = scheduler.lengths.copy()
+        is_live = self._decode(running_slots, max_tokens, 0, self.step_sizes)
+        recent = self._read_recent(before, max_tokens + 1)
+        chunks = [
+            self._make_chunk(s, int(before[s]), recent, bool(is_live[s])) for s in running_slots
+        ]
+        for slot in running_slots:
+            if not is_live[slot]:
+                scheduler.free_slot(slot)
+                self._rows_changed()
+        return chunks
+
+    def _admit_waiting(self) -> None:
+        """Admits waiting requests to free slots."""
+        plans = self.scheduler.schedule()
+        self._rows_changed()
+        for plan in plans:
+            self.admit(plan)
+
+    def admit(self, plan: AdmissionPlan) -> None:
         """Runs the prefill of an admission and writes the rows into their slots."""
-        pool = self._ensure_pool()
-        ranks = self._scheduler.ranks
-        width, num_rows = self._row_size(plan)
+        admit = self._admit_packed if self._row_widths and any(plan.runs) else self._admit_unpacked
+        self._pool, repeated = admit(plan)
+        self.usage.repeated += repeated
+
+    def _admit_unpacked(self, plan: AdmissionPlan) -> tuple[SlotPool[Array], bool]:
+        """Admits prompts that each have a row of their own, or are copies of other slots."""
+        ranks, per_rank = self.ranks, self.slots // self.ranks
+        if self._streams and not any(plan.runs):
+            # Copies of whole rows, so that no function is compiled per length.
+            width, num_rows = max(self._cache_length, self._cache_size(plan.width)), 0
+        else:
+            width, num_rows = plan_unpacked_rows(plan, self.max_length, self._unit, per_rank)
         tokens = np.full((ranks, num_rows, width), self.decoder.pad_id, np.int32)
         lengths = np.zeros((ranks, num_rows), np.int32)
         for rank, runs in enumerate(plan.runs):
             for index, ids in enumerate(runs):
                 tokens[rank, index, : len(ids)], lengths[rank, index] = ids, len(ids)
         admission = self._make_admission(plan, width)
-        prompts, lengths, admission = self._shard_over_slots(
+        pool, (sampling, state) = self._with_cache_of(width), self._sampler()
+        tokens, lengths, admission = self._shard_over_slots(
             (tokens.reshape(-1, width), lengths.reshape(-1), admission)
         )
-        self._pool = self._run_admission(pool, prompts, lengths, admission)
+        return self.backend.admit(pool, tokens, lengths, admission, sampling, state)
 
-    def _row_size(self, plan: AdmissionPlan) -> tuple[int, int]:
-        """Width and number of the prefill rows of a rank."""
-        return plan_unpacked_rows(plan, self.columns, self._unit, self._scheduler.per_rank)
+    def _admit_packed(self, plan: AdmissionPlan) -> tuple[SlotPool[Array], bool]:
+        """Admits prompts that share rows."""
+        slots, pool = self.slots, self._with_cache_of(plan.width)
+        rows = plan_rows(plan, self._row_widths)
+        packing = make_packing(rows, plan, slots, self.decoder.pad_id)
+        cache_length = pool.cache.keys[0].shape[KEY_COLUMN]
+        cache_copies = plan_cache_copies(rows, plan, slots, self.max_length, cache_length)
+        admission = self._make_admission(plan, 0)
+        tokens = np.full((slots, self.max_length), self.decoder.pad_id, np.int32)
+        for slot, request, _ in plan.assignments:
+            tokens[slot, : request.length] = request.ids
+            # The tokens, and the state of the last, are indexed by the slot itself.
+            admission.sources[slot] = slot % (slots // self.ranks)
+        sampling, state = self._sampler()
+        packed, tokens, admission = self._shard_over_slots(
+            ((packing, cache_copies), tokens, admission)
+        )
+        return self.backend.admit_packed(pool, packed, tokens, admission, sampling, state)
 
     def _make_admission(self, plan: AdmissionPlan, width: int) -> AdmissionArrays[np.ndarray]:
         """Makes the arrays of an admission (`make_admission`), and updates usage, lengths and
         limits."""
         self.usage.prefilled += sum(len(ids) for runs in plan.runs for ids in runs)
         self.usage.admitted += len(plan.assignments)
-        admission = make_admission(plan, self.slots, self._scheduler.per_rank, width, self.decoder)
+        per_rank = self.slots // self.ranks
+        admission = make_admission(plan, self.slots, per_rank, width, self.decoder)
         slots = [slot for slot, *_ in plan.assignments]
-        self._lengths[slots] = admission.lengths[slots]
+        self.scheduler.lengths[slots] = admission.lengths[slots]
         self._limits[slots] = admission.limits[slots]
         return admission
 
-    def _run_admission(
-        self,
-        pool: SlotPool[Array],
-        tokens: Array,
-        lengths: Array,
-        admission: AdmissionArrays[Array],
-    ) -> SlotPool[Array]:
-        """Admits rows to the pool, which is donated (`programs.admission.admit`)."""
-        weights = self._resharding.sync(self._loaded_weights())
-        state, sampling = self._ensure_sampler_state(), self._compiled_sampling
-
-        def run(decoder: Decoder, pool: SlotPool[Array]) -> tuple[SlotPool[Array], Array | None]:
-            return admit(decoder, sampling, weights, pool, tokens, lengths, admission, state)
-
-        pool, repeated = run_with_fallback(
-            lambda: run(self.decoder, pool),
-            lambda pool: run(self.decoder.for_any_routing(), pool)[0],
-        )
-        self.usage.repeated += repeated
-        return pool
-
-    def _run_decoding(
-        self,
-        pool: SlotPool[Array],
-        columns: int,
-        window: int,
-        min_live: int,
-        slots: np.ndarray | None,
-    ) -> tuple[SlotPool[Array], Advanced]:
-        """Decodes up to `window` tokens in every live row of the pool, which is donated; stops when
-        at most `min_live` rows are live. All rows must fit into `columns` positions, and all live
-        rows must be in the slots `slots`."""
-        max_steps, min_rows = self._replicate((np.int32(window), np.int32(min_live)))
-        return advance(
-            self.decoder,
-            self._compiled_sampling,
-            columns,
-            self._ensure_unstacked(),
-            pool,
-            self._ensure_sampler_state(),
-            max_steps,
-            min_rows,
-            self._shard_over_slots(slots),
-        )
-
-    def _ensure_unstacked(self) -> UnstackedPolicy[Array]:
-        """Unstacked weights for decoding steps."""
-        if self._policy is None:
-            self._policy = unstack_policy(
-                self.decoder, self._resharding.sync(self._loaded_weights())
-            )
-        return self._policy
-
-    def _advance(self) -> list[Trajectory]:
-        """Decodes until the scheduler has to act, and returns the finished trajectories."""
-        scheduler = self._scheduler
-        running_slots = sorted(scheduler.running)
-        is_live = self._sample_window(running_slots, WINDOW, scheduler.live_to_stop(self._sizes))
-        ended = [slot for slot in running_slots if not is_live[slot]]
-        # A conversation may continue: it is returned on the host, where its environment is.
-        in_conversation = [
-            slot for slot in ended if scheduler.running[slot].conversation is not None
-        ]
-        single_turn = [slot for slot in ended if scheduler.running[slot].conversation is None]
-        return self._collect_finished(single_turn) + self._collect_on_host(in_conversation)
-
-    @property
-    def _sizes(self) -> list[int]:
-        return self.step_sizes if self._may_shrink else self.step_sizes[-1:]
-
-    def _sample_window(
-        self, running_slots: Sequence[int], window: int, min_live: int
+    def _decode(
+        self, running_slots: Sequence[int], max_tokens: int, min_live: int, sizes: Sequence[int]
     ) -> np.ndarray:
-        """Samples up to `window` tokens of each row; returns the mask of live slots."""
-        pool = self._ensure_pool()
-        window, end = self._plan_window(
-            self._lengths[running_slots], self._limits[running_slots], window
-        )
-        pool, columns = self._resize_cache(pool, end)
-        active_slots = self._scheduler.active_slots(self._sizes)
-        pool, advanced = self._run_decoding(pool, columns, window, min_live, active_slots)
-        self._pool = pool
-        lengths, is_live = self._to_host((pool.rows.lengths, pool.live))
+        """Decodes up to `max_tokens` tokens of each row, until at most `min_live` are live; returns
+        the mask of live slots.
+
+        Args:
+          sizes: slots of each rank that a step may compute, ascending.
+        """
+        scheduler = self.scheduler
+        lengths, limits = scheduler.lengths[running_slots], self._limits[running_slots]
+        if self._streams or scheduler.waiting:
+            # The whole window: the scheduler runs again after a few steps, when some rows have
+            # ended, and copying a part of the cache for so few costs more than it saves.
+            end = length_after(lengths, limits, max_tokens)
+        else:
+            max_tokens, end = plan_window(lengths, limits, max_tokens, self.max_length)
+        pool, cache_length = self._resize_cache(end)
+        active_slots = scheduler.active_slots(sizes)
+        window = DecodingWindow(max_tokens, min_live, cache_length, active_slots)
+        self._pool, advanced = self.backend.decode(pool, window, *self._sampler())
+        rows_now = self._pool.rows.lengths, self._pool.live
+        lengths, is_live = self.backend.to_host(rows_now)
         steps, row_steps = to_host(advanced)
         # A writable copy, for rows that are admitted later.
-        self._lengths = np.array(lengths)
+        scheduler.lengths = np.array(lengths)
         self.usage.steps += int(steps)
-        self.usage.slot_steps += int(steps) * (
-            self.slots if active_slots is None else len(active_slots)
-        )
+        num_active = self.slots if active_slots is None else len(active_slots)
+        self.usage.slot_steps += int(steps) * num_active
         self.usage.row_steps += int(row_steps)
         return is_live
 
-    def _resize_cache(self, pool: SlotPool[Array], columns: int) -> tuple[SlotPool[Array], int]:
-        """Pool with a cache of at least `columns` positions, donated if it changes, and the number
-        of positions to read."""
-        return pool, cache_length_to_read(columns, self.columns)
+    def _resize_cache(self, length: int) -> tuple[SlotPool[Array], int]:
+        """Pool with a cache of at least `length` positions, and the number of positions to read."""
+        if not self._streams:
+            return self._rows_pool, cache_length_to_read(length, self.max_length)
+        # The whole cache is read, so that no part of it is copied before and after.
+        needed, cache_length = self._cache_size(length), self._cache_length
+        # Extended immediately, shortened only after a while: each change copies the whole cache.
+        self._too_long = self._too_long + 1 if needed < cache_length else 0
+        if needed <= cache_length and self._too_long < STEPS_BEFORE_SHRINK:
+            return self._rows_pool, cache_length
+        self._too_long = 0
+        return with_cache_length(self._rows_pool, needed), needed
 
-    def _plan_window(self, lengths: np.ndarray, limits: np.ndarray, window: int) -> tuple[int, int]:
-        """Number of tokens to decode, and the maximum length of the longest row after them."""
-        if self._scheduler.waiting:
-            # The scheduler runs again after a few steps, when some rows have ended: copying a part
-            # of the cache for so few costs more than it saves.
-            return window, length_after(lengths, limits, window)
-        return plan_window(lengths, limits, window, self.columns)
+    def _with_cache_of(self, width: int) -> SlotPool[Array]:
+        """Pool with a cache of at least `width` positions."""
+        if not self._streams or self._cache_length >= width:
+            return self._rows_pool
+        return with_cache_length(self._rows_pool, self._cache_size(width))
+
+    @property
+    def _cache_length(self) -> int:
+        return self._rows_pool.cache.keys[0].shape[KEY_COLUMN]
+
+    def _cache_size(self, length: int) -> int:
+        return next(size for size in self.cache_sizes if size >= length)
 
     def _collect_finished(self, slots: Sequence[int]) -> list[Trajectory]:
         """Moves the rows of these slots to the output buffer, and frees the slots."""
         if not slots:
             return []
-        assert self._pool is not None
-        scheduler, buffer = self._scheduler, self._output_buffer
+        scheduler, buffer, rows = self.scheduler, self._output_buffer, self._rows_pool.rows
         if buffer is None or buffer.used + len(slots) > len(buffer):
             # Sized for all requests in flight: a step's batch is made of one or two buffers.
             in_flight = len(scheduler.running) + len(scheduler.waiting)
             size = bucket(in_flight, least=self.slots)
-            buffer = OutputBuffer(self.decoder, self._make_output_buffer(size))
+            buffer = OutputBuffer(self.decoder, self.backend.output_buffer(rows, size))
         self._output_buffer = buffer
         # Past the end and unique, as `write_to_buffer` requires.
         destinations = len(buffer) + np.arange(self.slots, dtype=np.int32)
         destinations[slots] = buffer.used + np.arange(len(slots))
-        buffer.rows = self._write_to_buffer(buffer.rows, destinations)
-        tokens, done = self._to_host(self._pool.rows.tokens), list[Trajectory]()
+        buffer.rows = self.backend.write_to_buffer(buffer.rows, rows, destinations)
+        tokens, done = self.backend.to_host(rows.tokens), list[Trajectory]()
         for slot in slots:
             request, row = scheduler.free_slot(slot), buffer.used
-            ids = tokens[slot, request.start : self._lengths[slot]]
+            ids = tokens[slot, request.start : scheduler.lengths[slot]]
             done.append(Trajectory(request, ids, self._finish_reason(request, ids), buffer, row))
             buffer.used += 1
+        self._rows_changed()
         return done
 
     def _collect_on_host(self, slots: Sequence[int]) -> list[Trajectory]:
         """Copies the rows of these slots to the host, and frees the slots."""
         if not slots:
             return []
-        rows, done = to_host(self._ensure_pool().rows), list[Trajectory]()
+        rows, done = to_host(self._rows_pool.rows), list[Trajectory]()
         for slot in slots:
-            request = self._scheduler.free_slot(slot)
+            request = self.scheduler.free_slot(slot)
             sampled = read_sampled(rows, slot, request)
             finish = self._finish_reason(request, sampled.tokens)
             request = request._replace(sampled=sampled)
             done.append(Trajectory(request, sampled.tokens, finish, buffer=None, row=0))
+        self._rows_changed()
         return done
 
     def _finish_reason(self, request: Request, ids: np.ndarray) -> Finish:
@@ -416,57 +494,66 @@ class SlotEngine:
         reached_limit = len(request.response) + len(ids) == request.max_new_tokens
         return "length" if reached_limit else "window"
 
-    def _make_output_buffer(self, size: int) -> TokenRows[Array]:
-        return make_output_buffer(self._ensure_pool().rows, size, self._slot_sharding)
+    def _make_chunk(
+        self, slot: int, begin: int, recent: RecentTokens[np.ndarray], is_live: bool
+    ) -> StreamChunk:
+        request, count = self.scheduler.running[slot], int(self.scheduler.lengths[slot] - begin)
+        tokens, logprobs = (np.array(x[slot, :count]) for x in recent[:2])
+        top_tokens = None
+        if request.needs_top_tokens and recent.top_tokens is not None:
+            top_tokens = jax.tree.map(lambda x: np.array(x[slot, :count]), recent.top_tokens)
+        finish = None
+        if not is_live:
+            finish = "stop" if tokens[-1] in self.decoder.stop_ids else "length"
+        return StreamChunk(request, tokens, logprobs, top_tokens, finish)
 
-    def _write_to_buffer(
-        self, buffer: TokenRows[Array], destinations: np.ndarray
-    ) -> TokenRows[Array]:
-        """Writes the row of each slot to its position in the output buffer, which is donated; rows
-        whose destination is past the end are dropped."""
-        return write_to_buffer(
-            buffer,
-            self._ensure_pool().rows,
-            self._shard_over_slots(destinations),
-            self._slot_sharding,
-        )
+    def _read_recent(self, starts: np.ndarray, width: int) -> RecentTokens[np.ndarray]:
+        rows = self._rows_pool.rows
+        # Top-k tokens are copied to the host only if a row in flight requests them.
+        if not any(request.needs_top_tokens for request in self.scheduler.running.values()):
+            rows = replace(rows, top_tokens=None)
+        return to_host(recent_tokens(rows, width, self._shard_over_slots(starts)))
 
-    def _to_host(self, tree: Any) -> Any:
-        """Copies arrays of the mesh to the host, in all processes."""
-        return to_host(tree)
+    def _rows_changed(self) -> None:
+        """Called where rows came to slots or left them."""
+        if self._sampling is None:
+            self._sampler_state = None
 
-    def _shard_over_slots(self, tree: Any) -> Any:
-        return to_devices(tree, self._slot_sharding)
-
-    def _ensure_pool(self) -> SlotPool[Array]:
-        if self._pool is None:
-            self._pool = empty_pool(self.decoder, self.slots, self.columns)
-        return self._pool
-
-    def _loaded_weights(self) -> Transformer[Array]:
-        assert self._weights is not None, "no weights were loaded"
-        return self._weights
-
-    @property
-    def _compiled_sampling(self) -> Sampling:
-        """Static sampling parameters of the compiled functions. Greedy decoding shares those of
-        `Sampling()`: it differs in an argument only (`SamplerState.greedy`)."""
-        return Sampling() if self._sampling.greedy else self._sampling
-
-    def _ensure_sampler_state(self) -> SamplerState:
-        sampling, state = self._sampling, self._sampler_state
-        if state is None or sampling != self._state_sampling:
+    def _sampler(self) -> tuple[Sampling, SamplerState]:
+        """Static parameters of the samplers in compiled functions, and their arrays."""
+        sampling = self._sampling
+        # Greedy decoding shares the functions of `Sampling()`: it differs in an argument only
+        # (`SamplerState.greedy`). Those of per-request parameters have no other static ones.
+        compiled = Sampling() if sampling is None or sampling.greedy else sampling
+        if self._sampler_state is None:
             entropy = greedy = None
-            if self._compiled_sampling == Sampling():
+            if sampling is not None and compiled == Sampling():
                 greedy = np.bool_(sampling.greedy)
-            elif sampling.adaptive is not None:
+            elif compiled.adaptive is not None:
                 entropy = EntropyStatistics.neutral() if self._entropy is None else self._entropy
             version, entropy, greedy = self._replicate(
                 (np.int32(self._version), to_host(entropy), greedy)
             )
-            state = self._sampler_state = SamplerState(self._key, version, entropy, greedy=greedy)
-            self._state_sampling = sampling
-        return state
+            rows = None
+            if sampling is None:
+                running = self.scheduler.running
+                parameters = {slot: request.sampling for slot, request in running.items()}
+                rows = self._shard_over_slots(stack_sampling(parameters, self.slots))
+            self._sampler_state = SamplerState(self._key, version, entropy, rows, greedy)
+        return compiled, self._sampler_state
+
+    @property
+    def _rows_pool(self) -> SlotPool[Array]:
+        """Pool of the rows in flight."""
+        assert self._pool is not None, "no rows are in flight"
+        return self._pool
+
+    def _empty_pool(self) -> SlotPool[Array]:
+        pool = empty_pool(self.decoder, self.slots, self.max_length)
+        return with_cache_length(pool, self.cache_sizes[0]) if self._streams else pool
+
+    def _shard_over_slots(self, tree: Any) -> Any:
+        return to_devices(tree, self._slot_sharding)
 
     def _replicate(self, tree: Any) -> Any:
         return to_devices(tree, replicated(self.mesh))

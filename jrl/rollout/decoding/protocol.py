@@ -6,8 +6,8 @@ from typing import Protocol, runtime_checkable
 from jaxtyping import Array
 
 from jrl.losses import EntropyStatistics
-from jrl.rollout.decoding.programs.slots import SlotPool
 from jrl.rollout.decoding.requests import Request, Trajectory
+from jrl.rollout.decoding.slots import SlotPool
 from jrl.rollout.decoding.usage import Usage
 from jrl.rollout.sampling import Sampling
 from moe.weights import Transformer

@@ -9,9 +9,9 @@ import numpy as np
 from jaxtyping import Array
 
 from jrl.processes.agreement import to_host
-from jrl.rollout.conversations.conversation import Conversation
-from jrl.rollout.decoding.programs.slots import Decoder, TokenRows
-from jrl.rollout.row_sampling import RequestSampling
+from jrl.rollout.conversation import Conversation
+from jrl.rollout.decoding.slots import Decoder, TokenRows, TopTokens
+from jrl.rollout.sampling import RequestSampling
 from sharding.former_names import former_members
 
 Finish = Literal["stop", "length", "window"]
@@ -52,7 +52,7 @@ class Request(NamedTuple):
       sampled: tokens sampled after `response` before the request was suspended; the trajectory
         contains them as if they had been sampled now. None where it was not started.
       slot: slot in which its row and KV cache were kept; else None.
-      sampling: sampling parameters of the request, for `StreamEngine`; else None.
+      sampling: sampling parameters of the request, where each has its own; else None.
       conversation: the conversation in the response, of a task with environments, whose answers
         are tokens of the response; else None.
     """
@@ -93,6 +93,11 @@ class Request(NamedTuple):
     def has_response(self) -> bool:
         """True if the request contains tokens of a response already."""
         return len(self.response) > 0 or self.sampled is not None
+
+    @property
+    def needs_top_tokens(self) -> bool:
+        """True if the request asks for the top-k tokens of each position."""
+        return self.sampling is not None and self.sampling.needs_top_tokens
 
     @property
     def limit(self) -> int:
@@ -181,6 +186,25 @@ class Trajectory:
             return getattr(self.sampled, name)
         column, begin = getattr(self.buffer.rows, name), self.request.start
         return to_host(column)[self.row, begin : begin + len(self.tokens)]
+
+
+@dataclass(frozen=True)
+class StreamChunk:
+    """New tokens of a row since the last scheduler step.
+
+    Attributes:
+      request: the request.
+      tokens: ``[token]`` ids, including a stop token that ended it.
+      logprobs: ``[token]`` in the policy at temperature 1, nats.
+      top_tokens: top-k tokens, ``[token, k]``; None where they were not requested.
+      finish: the finish reason; None where it continues.
+    """
+
+    request: Request
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    top_tokens: TopTokens[np.ndarray] | None
+    finish: Finish | None
 
 
 def read_sampled(rows: TokenRows[np.ndarray], row: int, request: Request) -> Sampled:

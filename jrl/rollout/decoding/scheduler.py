@@ -8,37 +8,21 @@ from itertools import chain
 import numpy as np
 
 from jrl.rollout.decoding.requests import Request
+from jrl.rollout.decoding.sizes import (
+    MIN_PREFILL_WIDTH,
+    bucket,
+    shared_width,
+    single_row_widths,
+)
 
-MIN_PREFILL_WIDTH = 16
-"""Minimum width of a prefill: narrower ones would not be faster."""
+ChooseSlot = Callable[[Sequence[int], Mapping[int, int]], int]
+"""Chooses one of the free slots of a rank, by them and the tokens in its occupied slots."""
 
 MIN_TURN_WIDTH = 64
 """Minimum width of a prefill with continued conversations."""
-SINGLE_ROW_UNIT, MAX_SINGLE_ROW_MULTIPLE = 64, 6
-"""Unit and maximum multiple of the width of a single row for all prompts, of any lengths: in longer
-rows the attention scores between different prompts cost more than padding."""
-MIN_SHARED_WIDTH = 128
-"""Minimum width where prompts share multiple rows: attention computes scores between all tokens of
-a row."""
-
 REFILL_DIVISOR = 8
 """Slots are refilled when one of this many is free: each admission costs two dispatches, which take
 as long as a few steps of the waiting slots."""
-SHRINK_FACTOR, MIN_ACTIVE_SLOTS = 4, 8
-"""Factor by which a step computes fewer slots where most rows have ended, twice at most, and the
-minimum per rank: fewer than `MIN_ACTIVE_SLOTS` take as long."""
-MIN_COLUMNS_TO_SHRINK = 128
-"""Minimum length of rows for which it pays to compile steps with fewer slots."""
-
-
-def bucket(size: int, most: int | None = None, least: int = MIN_PREFILL_WIDTH) -> int:
-    """Rounds `size` up to `least` times a power of two, but no more than `most`.
-
-    Few sizes mean few functions to compile.
-    """
-    while least < size:
-        least *= 2
-    return least if most is None else min(least, most)
 
 
 @dataclass
@@ -67,19 +51,19 @@ class AdmissionPlan:
 
 
 def plan_unpacked_rows(
-    plan: AdmissionPlan, columns: int, unit: int, per_rank: int
+    plan: AdmissionPlan, max_length: int, unit: int, per_rank: int
 ) -> tuple[int, int]:
     """Width and number of the prefill rows of a rank where each prompt has a row of its own.
 
     Args:
-      columns: tokens of the longest row.
+      max_length: tokens of the longest row.
       unit: divisor of the width.
       per_rank: slots of a rank.
     """
     # Conversations come at any length, and each width is a compiled function.
     least = MIN_TURN_WIDTH if plan.continues_conversations else MIN_PREFILL_WIDTH
     # Rounded up after the bucket: tokens of a prefill are sharded over the ranks of `unit`.
-    width = -(-bucket(plan.width, columns, least) // unit) * unit
+    width = -(-bucket(plan.width, max_length, least) // unit) * unit
     # The maximum over ranks: the compiled function has one shape on all.
     most = max(map(len, plan.runs))
     # Few of each: every width with every number of rows is a compiled function.
@@ -102,61 +86,6 @@ def _continues_conversation(request: Request) -> bool:
     return request.conversation is not None and request.has_response
 
 
-def step_sizes(per_rank: int, columns: int, unit: int) -> list[int]:
-    """Slots of a rank that a step may compute (`fewer_slots`), for rows of one rollout with at most
-    `columns` tokens."""
-    # Short rows end before a step with fewer slots has paid for its compilation.
-    shrinks = columns >= MIN_COLUMNS_TO_SHRINK
-    least = max(MIN_ACTIVE_SLOTS, per_rank // SHRINK_FACTOR**2) if shrinks else per_rank
-    return fewer_slots(per_rank, unit, SHRINK_FACTOR, least)
-
-
-def fewer_slots(per_rank: int, unit: int, fewer: int, least: int) -> list[int]:
-    """Numbers of slots of a rank that a step may compute, ascending: all, and repeatedly `fewer`
-    times fewer.
-
-    Args:
-      unit: divisor of each number except the last.
-      least: the minimum, except for the last.
-    """
-    sizes = [per_rank]
-    while sizes[0] // fewer >= max(least, unit):
-        sizes.insert(0, -(-sizes[0] // fewer // unit) * unit)
-    return sizes
-
-
-def row_widths(columns: int, unit: int) -> list[int]:
-    """All widths of packed rows, ascending: `SINGLE_ROW_UNIT`, the unit of `single_row_widths`,
-    then `MIN_SHARED_WIDTH` times powers of two, up to the longest row.
-
-    Args:
-      columns: tokens of the longest row.
-      unit: divisor of the widths.
-    """
-    # The first is for a single row of all prompts, the others for multiple packed rows:
-    # `single_row_widths` multiplies it and `shared_width` skips it.
-    widths = [min(SINGLE_ROW_UNIT, columns), min(MIN_SHARED_WIDTH, columns)]
-    while widths[-1] < columns:
-        widths.append(min(2 * widths[-1], columns))
-    return sorted({-(-width // unit) * unit for width in widths})
-
-
-def single_row_widths(widths: Sequence[int], tokens: int | None = None) -> list[int]:
-    """Widths of a single row that holds `tokens`, ascending; None returns all widths.
-
-    Args:
-      widths: `row_widths`.
-    """
-    # Not the exact length, though it would not need padding: each width is a compiled function.
-    multiples = (widths[0] * times for times in range(1, MAX_SINGLE_ROW_MULTIPLE + 1))
-    return [width for width in multiples if tokens is None or width >= tokens]
-
-
-def shared_width(widths: Sequence[int], longest: int) -> int:
-    """Width, of `row_widths`, of rows that pack prompts of up to `longest` tokens with others."""
-    return next((w for w in widths[1:] if w >= longest), widths[-1])
-
-
 class SlotScheduler:
     """Slot allocation: slots, rank after rank, the requests in them and the waiting queue.
 
@@ -170,6 +99,11 @@ class SlotScheduler:
         still contains the prompt, a recurrent state does not.
       most_prompts: maximum number of rows in one prefill of a rank, where each is a prompt in a row
         of its own; None is as many as `most_tokens` allow. Each number is a compiled function.
+      choose_slot: chooses the slot of a request on its rank; None takes the one that has been free
+        for longest.
+
+    Attributes:
+      lengths: ``[slot]`` tokens in each slot, as far as the host was told.
     """
 
     def __init__(
@@ -181,12 +115,15 @@ class SlotScheduler:
         row_widths: Sequence[int] = (),
         can_copy: bool = True,
         most_prompts: int | None = None,
+        choose_slot: ChooseSlot | None = None,
     ):
         self.per_rank, self.ranks, self._most_tokens = slots // ranks, ranks, most_tokens
         # Each process schedules for itself: everything below may depend only on requests and
         # finished rows, which are the same in all.
         self._most_prompts = most_prompts
         self._row_widths, self._can_copy = row_widths, can_copy
+        self._choose_slot = choose_slot
+        self.lengths = np.zeros(slots, np.int32)
         self.running: dict[int, Request] = {}
         self.waiting: deque[Request] = deque()
         self._free = self._all_free()
@@ -258,11 +195,15 @@ class SlotScheduler:
         return slots
 
     def clear_prefix_cache(self) -> None:
-        """Clears the prefix cache, as new weights were loaded."""
+        """Clears the prefix cache, as weights were loaded."""
         self._prefix_slots.clear()
-        if not self.running:
-            # Slots are assigned as in a new engine.
-            self._free = self._all_free()
+
+    def reset(self) -> None:
+        """Clears the prefix cache, and the order of the free slots: they are assigned as in a new
+        engine. No request is in flight."""
+        assert not self.running, "rows are in flight"
+        self._prefix_slots.clear()
+        self._free = self._all_free()
 
     def schedule(self) -> list[AdmissionPlan]:
         """Admits waiting requests to free slots, FIFO.
@@ -328,8 +269,17 @@ class SlotScheduler:
         Args:
           admitted: the requests that were admitted in the same call.
         """
-        # The one that has been free for longest: prompts in the others may still be copied.
-        return self._free[rank].popleft()
+        free = self._free[rank]
+        if self._choose_slot is None:
+            # Prompts in the slots that were freed later may still be copied.
+            return free.popleft()
+        # Newly admitted requests are not in their slots yet.
+        occupied = {slot: int(self.lengths[slot]) for slot in self.running}
+        occupied |= {slot: request.length for slot, request in admitted.items()}
+        slots = range(rank * self.per_rank, (rank + 1) * self.per_rank)
+        slot = self._choose_slot(free, {s: n for s, n in occupied.items() if s in slots})
+        free.remove(slot)
+        return slot
 
     def _choose_rank(
         self,

@@ -11,7 +11,7 @@ from jrl.processes.agreement import to_host
 from jrl.recipes.base.token_rewards import per_turn_rewards
 from jrl.report.critic import CriticRollout
 from jrl.rollout.collection.collect import batch_of_completions, groups_of
-from jrl.rollout.decoding.ranks import ranks
+from jrl.rollout.decoding.slots import ranks
 from jrl.rollout.sampler import Sampler, correct_of, numbered_heldout, scores_of
 from jrl.rollout.sampling import Sampling
 from jrl.trainer.evaluation.evaluate import heldout_examples, pad_with_repeats

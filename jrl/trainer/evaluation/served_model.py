@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import jax
 from jaxtyping import Array
@@ -15,9 +14,11 @@ from jrl.config.files import configuration_of
 from jrl.config.run import IMPLEMENTATION_SETTINGS, RunConfig, SplitSettings
 from jrl.published.location import is_checkpoint
 from jrl.published.network import open_checkpoint
-from jrl.rollout.decoding.disaggregated.expert_balancer import first_placement
-from jrl.rollout.decoding.disaggregated.stream import DisaggregatedStreamEngine
-from jrl.rollout.decoding.stream import StreamEngine
+from jrl.rollout.decoding.backend import MeshBackend
+from jrl.rollout.decoding.engine import Backend, Engine
+from jrl.rollout.decoding.slots import Decoder
+from jrl.rollout.decoding.split_backend import SplitBackend
+from jrl.rollout.expert_balancer import first_placement
 from jrl.rollout.resharding import rollout_layout, rollout_mesh
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
@@ -199,33 +200,35 @@ class ServedModel:
     format: PromptFormat
     versions: RunSource | CheckpointSource
 
-    def engine(self, *, slots: int, columns: int, key: Array, top_logprobs: int) -> StreamEngine:
-        """Creates its serving engine, without weights; arguments are those of `StreamEngine`.
+    def engine(self, *, slots: int, max_length: int, key: Array, top_logprobs: int) -> Engine:
+        """Creates its serving engine, without weights; arguments are those of `Engine` and
+        `Decoder`.
 
         Raises:
           ValueError: for slots that do not divide over the devices.
         """
-        tokenizer = self.format.tokenizer
-        options: dict[str, Any] = {
-            "slots": slots,
-            "columns": columns,
-            "pad_id": tokenizer.pad_id,
-            "stop_ids": tokenizer.stop_ids,
-            "key": key,
-            "top_logprobs": top_logprobs,
-        }
-        if (device_split := self.device_split) is None:
-            return StreamEngine(self.model, self.mesh, self.mesh, **options)
-        device_split.check_slots(slots)
-        return DisaggregatedStreamEngine(
+        split, tokenizer = self.device_split, self.format.tokenizer
+        decoder = Decoder(
             self.model,
-            self.mesh,
-            device_split.mesh,
-            **options,
-            micro_batches=device_split.micro_batches,
-            expert_slots=device_split.expert_slots,
-            replan=device_split.replan,
+            self.mesh if split is None else split.mesh.attention,
+            tokenizer.pad_id,
+            tokenizer.stop_ids,
+            top_logprobs=top_logprobs,
         )
+        if split is None:
+            backend: Backend = MeshBackend(decoder, self.mesh)
+        else:
+            split.check_slots(slots)
+            backend = SplitBackend(
+                decoder,
+                self.mesh,
+                split.mesh,
+                micro_batches=split.micro_batches,
+                expert_slots=split.expert_slots,
+                replan=split.replan,
+                restarts=False,
+            )
+        return Engine(backend, slots=slots, max_length=max_length, key=key, streams=True)
 
 
 def open_served_model(

@@ -9,7 +9,7 @@ from jrl.recipes.base.batch import Batch
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.collection.async_buffer import AsyncBufferSpec
-from jrl.rollout.decoding.programs.slots import Decoder
+from jrl.rollout.decoding.slots import Decoder
 from jrl.trainer.learner.learner import Learner, init_learner, split
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective, SupervisedObjective
 from jrl.trainer.learner.update import update

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from jrl.recipes.base.hyperparameters import MICRO_BATCH, near_divisors
 from jrl.recipes.base.recipe import Recipe
-from jrl.rollout.decoding.ranks import ranks
+from jrl.rollout.decoding.slots import ranks
 from jrl.trainer.scoring import PromptLayout
 from moe.ops.zigzag import ZigzagLayout
 from sharding.folding import FoldedMesh

@@ -11,8 +11,8 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jrl.rollout.collection.collect import sampling_of
-from jrl.rollout.decoding.disaggregated.expert_balancer import first_placement
-from jrl.rollout.decoding.ranks import ranks
+from jrl.rollout.decoding.slots import ranks
+from jrl.rollout.expert_balancer import first_placement
 from jrl.trainer.learner.masters import keeps_masters
 from jrl.trainer.scoring import num_micro_batches
 from jrl.trainer.setup.geometry import MAX_SLOTS, Geometry

@@ -20,14 +20,15 @@ from jrl.recipes.base.optimizer import Optimizer
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.collection.async_buffer import AsyncBufferSpec
 from jrl.rollout.collection.collect import sampling_of
-from jrl.rollout.conversations.engine import ConversationEngine
-from jrl.rollout.decoding.disaggregated.engine import DisaggregatedEngine
-from jrl.rollout.decoding.disaggregated.expert_balancer import first_placement
-from jrl.rollout.decoding.engine import SlotEngine
+from jrl.rollout.conversation_engine import ConversationEngine
+from jrl.rollout.decoding.backend import MeshBackend
+from jrl.rollout.decoding.engine import Backend, Engine
 from jrl.rollout.decoding.protocol import RolloutEngine
-from jrl.rollout.resharding import rollout_mesh, separate_rollout_mesh
+from jrl.rollout.decoding.slots import Decoder
+from jrl.rollout.decoding.split_backend import SplitBackend
+from jrl.rollout.expert_balancer import first_placement
+from jrl.rollout.resharding import rollout_mesh, separate_rollout_mesh, split_mesh
 from jrl.rollout.sampler import Sampler
-from jrl.rollout.split import split_mesh
 from jrl.tasks import Task, load_task
 from jrl.tasks.data.chats import Chats, load_chats
 from jrl.tasks.data.fields import Fields
@@ -201,24 +202,36 @@ class Setup:
             )
         return Sampler(engine, self.task, self.format, self.prompt_length, self.response_length)
 
-    def _engine(self, randomness: Randomness) -> SlotEngine:
-        options: dict[str, Any] = {
-            "slots": self.geometry.slots(self.run.slots),
-            "columns": self.prompt_length + self.response_length,
-            "pad_id": self.tokenizer.pad_id,
-            "stop_ids": self.tokenizer.stop_ids,
-            "key": randomness.key("rollout"),
-            "records_choices": self.recipe.router_replay == "R3",
-        }
+    def _engine(self, randomness: Randomness) -> Engine:
+        decoder = Decoder(
+            self.model,
+            self.rollout_mesh,
+            self.tokenizer.pad_id,
+            self.tokenizer.stop_ids,
+            records_choices=self.recipe.router_replay == "R3",
+        )
+        prompts = None
         if self.split is None:
+            backend: Backend = MeshBackend(decoder, self.mesh)
             # Evaluations and the checks of the warm start share the compiled prefill of a step.
-            options["prompts"] = max(self.recipe.prompts, MIN_PREFILL_PROMPTS)
-            return SlotEngine(self.model, self.mesh, self.rollout_mesh, **options)
-        options["micro_batches"] = self.run.rollout_micro_batches
-        options["m2n"] = self.run.rollout_m2n
-        options["expert_slots"] = self.run.rollout_expert_slots
-        options["replan"] = self.run.rollout_replan
-        return DisaggregatedEngine(self.model, self.mesh, self.split, **options)
+            prompts = max(self.recipe.prompts, MIN_PREFILL_PROMPTS)
+        else:
+            backend = SplitBackend(
+                decoder,
+                self.mesh,
+                self.split,
+                micro_batches=self.run.rollout_micro_batches,
+                m2n=self.run.rollout_m2n,
+                expert_slots=self.run.rollout_expert_slots,
+                replan=self.run.rollout_replan,
+            )
+        return Engine(
+            backend,
+            slots=self.geometry.slots(self.run.slots),
+            max_length=self.prompt_length + self.response_length,
+            key=randomness.key("rollout"),
+            prompts=prompts,
+        )
 
     @property
     def networks(self) -> Networks:
@@ -254,7 +267,7 @@ class Setup:
         if self.run.stale_cache:
             # For its sizes only: an engine allocates its pool when rows come.
             engine = self._engine(self.randomness)
-            pool = PoolSpec(engine.decoder, engine.slots, engine.columns)
+            pool = PoolSpec(engine.decoder, engine.slots, engine.max_length)
         policy = Network(policy_objective, optimizer, num_micro_batches, bins)
         return Networks(policy, critic, packs, ahead, pool)
 

@@ -8,8 +8,8 @@ from tiers import full_but
 
 from jrl.recipes import Batch
 from jrl.rollout.batching import batch_of, over_rows, take_rows
-from jrl.rollout.decoding.programs.slots import Decoder, TokenRows
 from jrl.rollout.decoding.requests import OutputBuffer, Request, Trajectory
+from jrl.rollout.decoding.slots import Decoder, TokenRows
 from jrl.rollout.resharding import rollout_mesh
 from moe.config import tiny
 from sharding.folding import Layout, fold

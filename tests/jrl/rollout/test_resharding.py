@@ -7,14 +7,19 @@ from small_runs import small_model, small_run, small_setup
 from tiers import full_but
 
 from jrl.rollout import resharding
+from jrl.rollout.decoding.backend import MeshBackend
+from jrl.rollout.decoding.engine import Engine
+from jrl.rollout.decoding.requests import Request
+from jrl.rollout.decoding.slots import Decoder
 from jrl.rollout.resharding import (
-    RolloutPolicy,
     are_disjoint,
     reshard,
     rollout_layout,
     rollout_mesh,
+    rollout_policy,
     separate_rollout_mesh,
 )
+from jrl.rollout.sampling import GREEDY
 from moe import placement
 from moe import weights as moe_weights
 from sharding.folding import Layout, fold
@@ -80,7 +85,7 @@ def test_weights_arrive_whole_and_where_decoding_wants_them(training, rollout):
     )
 
 
-def test_a_policy_moves_once_per_change(monkeypatch):
+def test_a_policy_moves_once_per_load(monkeypatch):
     moves = []
 
     def counted(weights, *meshes):
@@ -89,14 +94,17 @@ def test_a_policy_moves_once_per_change(monkeypatch):
 
     monkeypatch.setattr(resharding, "reshard", counted)
     config, mesh = small_model(vocab_size=8), mesh_of("dp2 cp2")
-    policy = RolloutPolicy(config, mesh, rollout_mesh(None, mesh))
-    first, second = numbered(config, mesh), numbered(config, mesh)
-    moved = policy.sync(first)
-    assert policy.sync(first) is moved and len(moves) == 1
-    assert policy.sync(second) is not moved and len(moves) == 2
-    policy.release()
-    policy.sync(second)
-    assert len(moves) == 3
+    decoder = Decoder(config, rollout_mesh(None, mesh), pad_id=0, stop_ids=(1,))
+    engine = Engine(MeshBackend(decoder, mesh), slots=4, max_length=8, key=jax.random.key(0))
+    requests = [Request(number, 0, np.full(2, 3, np.int32), 3) for number in range(5)]
+    for version, weights in enumerate((numbered(config, mesh), numbered(config, mesh))):
+        engine.load(weights, version)
+        for _ in range(2):
+            engine.submit(requests, GREEDY)
+            while engine.poll():
+                pass
+        assert len(moves) == version + 1
+        engine.release()
 
 
 def test_where_training_can_decode_nothing_moves():
@@ -105,8 +113,7 @@ def test_where_training_can_decode_nothing_moves():
     named = small_setup(run=small_run(layout="tp2 dp2 / ep4", rollout_layout="dp2 tp2 / ep4"))
     assert named.rollout_mesh is named.mesh
     weights = numbered(setup.model, setup.mesh)
-    own = RolloutPolicy(setup.model, setup.mesh, setup.rollout_mesh)
-    assert own.sync(weights) is weights
+    assert rollout_policy(weights, setup.model, setup.mesh, setup.rollout_mesh) is weights
 
 
 @pytest.mark.parametrize(
@@ -138,7 +145,7 @@ def test_weights_move_to_devices_of_their_own(training, rollout):
         training, rollout_mesh(None, training)
     )
     weights = numbered(config, training)
-    moved = RolloutPolicy(config, training, beside).sync(weights)
+    moved = rollout_policy(weights, config, training, beside)
     expected = placement.shardings(config, beside)
     for leaf, sharding in zip(jax.tree.leaves(moved), jax.tree.leaves(expected), strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)

@@ -8,19 +8,28 @@ import numpy as np
 import pytest
 from policies import CONFIG, PAD, STOPS, Asked, weights
 
-from jrl.rollout.decoding import columns, packing, scheduler, stream
-from jrl.rollout.decoding.disaggregated.stream import DisaggregatedStreamEngine
-from jrl.rollout.decoding.programs import packed
+from jrl.rollout.decoding import engine as engines
+from jrl.rollout.decoding import packed_prefill, scheduler, sizes
+from jrl.rollout.decoding.backend import MeshBackend
+from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.decoding.requests import Request
-from jrl.rollout.decoding.stream import StreamEngine
-from jrl.rollout.row_sampling import RequestSampling
-from jrl.rollout.sampling import GREEDY
+from jrl.rollout.decoding.slots import Decoder
+from jrl.rollout.decoding.split_backend import SplitBackend
+from jrl.rollout.sampling import GREEDY, RequestSampling
 from jrl.serving import warm_up
 from jrl.serving.warm_up import WarmUp, fill_prompts
 from moe.disaggregated.split import Split, fold_split
 
 COLUMNS, SLOTS, WINDOW, K = 30, 8, 3, 3
-KINDS = "run_packed", "copy_to_cache", "admit_prefilled", "advance", "admit", "_columns", "halt"
+KINDS = (
+    "run_packed",
+    "copy_to_cache",
+    "admit_prefilled",
+    "advance",
+    "admit",
+    "recent_tokens",
+    "halt",
+)
 COMPILED = Counter[str]()
 
 
@@ -39,14 +48,13 @@ def since(before: Counter[str]) -> dict[str, int]:
 def small(monkeypatch):
     """The sizes of a server, in small."""
     for module, name, value in [
-        (scheduler, "SINGLE_ROW_UNIT", 4),
-        (scheduler, "MIN_SHARED_WIDTH", 8),
-        (packed, "CHUNK", 4),
-        (packing, "CHUNK", 4),
-        (columns, "MIN_CACHE_LENGTH", 4),
-        (stream, "MIN_STREAM_CACHE_LENGTH", 16),
+        (sizes, "SINGLE_ROW_UNIT", 4),
+        (sizes, "MIN_SHARED_WIDTH", 8),
+        (packed_prefill, "CHUNK", 4),
+        (sizes, "MIN_CACHE_LENGTH", 4),
+        (sizes, "MIN_STREAM_CACHE_LENGTH", 16),
         (warm_up, "SHORT_PROMPT", 8),
-        (StreamEngine, "most_tokens", 32),
+        (engines, "MAX_STREAM_PREFILL_TOKENS", 32),
     ]:
         monkeypatch.setattr(module, name, value)
 
@@ -58,13 +66,15 @@ def serve(engine, numbers, rng, longest: int, number: int, max_prompts: int) -> 
         own = RequestSampling(0.7, 0.9, needs_top_tokens=bool(rng.integers(2)))
         ids, limit = np.full(length, 4, np.int32), int(rng.integers(1, 5))
         name = next(numbers)
-        engine.ask([Request(name, sample, ids, limit, sampling=own) for sample in range(samples)])
+        engine.submit(
+            [Request(name, sample, ids, limit, sampling=own) for sample in range(samples)]
+        )
         if rng.integers(4) == 0:
-            engine.drop([(name, 0)])
+            engine.cancel(rows=[(name, 0)])
         if rng.integers(2):
-            engine.tick(WINDOW)
+            engine.stream(WINDOW)
     while engine.busy:
-        engine.tick(WINDOW)
+        engine.stream(WINDOW)
 
 
 def test_prompts_fill_rows():
@@ -81,16 +91,12 @@ def test_prompts_fill_rows():
 @pytest.mark.parametrize("layout", ["dp1", "dp2"])
 def test_requests_find_their_programs(small, layout):
     mesh = Asked(GREEDY, layout).mesh
-    engine = StreamEngine(
-        CONFIG,
-        mesh,
-        mesh,
+    engine = Engine(
+        MeshBackend(Decoder(CONFIG, mesh, PAD, STOPS, top_logprobs=K), mesh),
         slots=SLOTS * mesh.size(mesh.dp),
-        columns=COLUMNS,
-        pad_id=PAD,
-        stop_ids=STOPS,
+        max_length=COLUMNS,
         key=jax.random.key(0),
-        top_logprobs=K,
+        streams=True,
     )
     engine.load(weights(), 0)
     assert engine.prefill_sizes == [
@@ -128,23 +134,15 @@ def test_requests_find_their_programs(small, layout):
 @pytest.mark.slow
 def test_requests_of_two_sides_find_their_programs(small, monkeypatch):
     """Where each prompt has a row of its own."""
-    for module in (scheduler, stream):
+    for module in (scheduler, sizes):
         monkeypatch.setattr(module, "MIN_PREFILL_WIDTH", 4)
-    monkeypatch.setattr(stream, "MIN_STREAM_CACHE_LENGTH", 8)
-    monkeypatch.setattr(StreamEngine, "most_tokens", 8)
+    monkeypatch.setattr(sizes, "MIN_STREAM_CACHE_LENGTH", 8)
+    monkeypatch.setattr(engines, "MAX_STREAM_PREFILL_TOKENS", 8)
     slots, columns = 2, 12
     mesh = fold_split(Split("dp1", "ep1"), jax.devices()[:2])
-    engine = DisaggregatedStreamEngine(
-        CONFIG,
-        mesh.attention,
-        mesh,
-        slots=slots,
-        columns=columns,
-        pad_id=PAD,
-        stop_ids=STOPS,
-        key=jax.random.key(0),
-        micro_batches=1,
-    )
+    decoder = Decoder(CONFIG, mesh.attention, PAD, STOPS)
+    backend = SplitBackend(decoder, mesh.attention, mesh, micro_batches=1, restarts=False)
+    engine = Engine(backend, slots=slots, max_length=columns, key=jax.random.key(0), streams=True)
     engine.load(weights(), 0)
     assert engine.prefill_sizes == [(4, 1), (4, 2), (8, 1), (12, 1)]
     assert engine.cache_sizes == [8, 12] and engine.step_sizes == [2]

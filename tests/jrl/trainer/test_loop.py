@@ -23,7 +23,7 @@ from small_runs import (
 from tiers import full_but
 
 from jrl.report.metrics import check_defined, is_timing, without_timings
-from jrl.rollout import timing
+from jrl.rollout import sampler as sampling
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 from jrl.runs.records import read_metrics
@@ -196,7 +196,7 @@ def test_speed_leaves_evaluation_and_samples_out(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "train_step", lasting(2.0, step))
     monkeypatch.setattr(loop, "heldout_metrics", lasting(1000.0, evaluate))
     monkeypatch.setattr(stepping, "token_records", lasting(100.0, stepping.token_records))
-    for module in (loop, timing):
+    for module in (loop, sampling):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     settings = {"steps": 2, "eval_every": 1, "samples_every": 2, "sample_tokens": 4}
     run = finish("grpo", tmp_path / "run", warm_start_steps=0, **settings)

@@ -16,7 +16,7 @@ from small_runs import (
 )
 
 from jrl.rollout.decoding import engine as slot_engine
-from jrl.rollout.decoding.engine import SlotEngine
+from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.resharding import are_disjoint
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.records import Appender, read
@@ -57,14 +57,14 @@ class Watched:
         if setup.recipe.dynamic_sampling:
             # Or all rows of a few tokens end before the host looks, and none is under way then.
             monkeypatch.setattr(slot_engine, "WINDOW", 1)
-            cancel = SlotEngine.cancel
+            cancel = Engine.cancel
 
             def counted(engine, prompts):
-                before = len(engine._scheduler.running)
+                before = len(engine.scheduler.running)
                 cancel(engine, prompts)
-                self.dropped += before - len(engine._scheduler.running)
+                self.dropped += before - len(engine.scheduler.running)
 
-            monkeypatch.setattr(SlotEngine, "cancel", counted)
+            monkeypatch.setattr(Engine, "cancel", counted)
         step = loop.train_step
 
         def watched(sampler, networks, recipe, state, *rest, **options):
@@ -214,7 +214,7 @@ def killed_after(events, patch):
     checkpoint."""
     left = iter(range(events, 0, -1))
     places = [
-        (SlotEngine, "_advance"),
+        (Engine, "_decode"),
         (networks, "update"),
         (Appender, "append"),
         (Checkpoints, "save"),

@@ -22,11 +22,9 @@ from policies import (
     weights,
 )
 
-from jrl.rollout.decoding import columns as cache_columns
-from jrl.rollout.decoding import engine as slot_engine
-from jrl.rollout.decoding import scheduler
-from jrl.rollout.decoding.programs.admission import admit
-from jrl.rollout.decoding.programs.advance import advance
+from jrl.rollout.decoding import backend, sizes
+from jrl.rollout.decoding.decode import advance
+from jrl.rollout.decoding.prefill import admit
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.sampling import GREEDY, Sampling
 from moe.cache.buffers import over_columns
@@ -125,7 +123,7 @@ def test_greedy_rows_are_decoded_by_the_programs_of_sampled_ones():
     engine, programs = plain.engine(), (admit, advance)
 
     def tokens_of(sampling):
-        engine._scheduler.clear_prefix_cache()  # prompts run again, and are not copied
+        engine.scheduler.clear_prefix_cache()  # prompts run again, and are not copied
         return [t.tokens.tolist() for t in answers(engine, plain.requests, sampling)]
 
     groups = [tokens_of(Sampling())]
@@ -214,11 +212,11 @@ def test_the_fewer_are_left_the_fewer_are_computed(monkeypatch, layout):
     """Where nothing else comes and nothing is taken back; the tokens are the same."""
     expected, full = drawn(LONG, LONG.requests)
     for name, value in {
-        "MIN_COLUMNS_TO_SHRINK": COLUMNS,
+        "MIN_LENGTH_TO_SHRINK": COLUMNS,
         "MIN_ACTIVE_SLOTS": 1,
         "SHRINK_FACTOR": 3,
     }.items():
-        monkeypatch.setattr(scheduler, name, value)
+        monkeypatch.setattr(sizes, name, value)
     engine, found = replace(LONG, layout=layout).engine(), {}
     engine.submit(LONG.requests, LONG.sampling)
     while done := engine.poll(draining=True):
@@ -254,11 +252,11 @@ def test_a_prompt_runs_once_for_all_that_share_it():
 def test_rows_are_shelved_at_places_of_their_own(monkeypatch):
     """Those that stay in their slots too: the scatter is told that no two are alike."""
     engine, seen = FEW.engine(), []
-    shelve = engine._write_to_buffer
+    shelve = engine.backend.write_to_buffer
     monkeypatch.setattr(
-        engine,
-        "_write_to_buffer",
-        lambda shelf, places: (seen.append(places), shelve(shelf, places))[1],
+        engine.backend,
+        "write_to_buffer",
+        lambda shelf, rows, places: (seen.append(places), shelve(shelf, rows, places))[1],
     )
     answers(engine, FEW.requests, FEW.sampling)
     assert seen and all(len(set(places.tolist())) == engine.slots for places in seen)
@@ -268,8 +266,8 @@ def test_rows_are_shelved_at_places_of_their_own(monkeypatch):
 def test_attention_reads_no_more_columns_than_the_longest_live_row_needs(monkeypatch):
     """Of a wide pool: a power of two, whatever stands after it."""
     expected, _ = drawn(LONG, LONG.requests)
-    monkeypatch.setattr(cache_columns, "MIN_CACHE_LENGTH", 4)
-    engine, read, run = replace(FEW, slots=4).engine(), list[int](), slot_engine.advance
+    monkeypatch.setattr(sizes, "MIN_CACHE_LENGTH", 4)
+    engine, read, run = replace(FEW, slots=4).engine(), list[int](), backend.advance
 
     def recorded(decoder, sampling, columns, policy, pool, *given):
         def spoilt(x, axis):
@@ -280,7 +278,7 @@ def test_attention_reads_no_more_columns_than_the_longest_live_row_needs(monkeyp
         pool = replace(pool, cache=over_columns(spoilt, pool.cache))
         return run(decoder, sampling, columns, policy, pool, *given)
 
-    monkeypatch.setattr(slot_engine, "advance", recorded)
+    monkeypatch.setattr(backend, "advance", recorded)
     short = [r._replace(max_new_tokens=3) for r in LONG.requests if r.prompt < 2]
     beside = [short[0], next(r for r in LONG.requests if r.prompt == 3)]
     for requests, columns in ((beside, COLUMNS), (short, 8)):

@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from jrl.rollout.decoding.disaggregated.scheduler import MicroBatchScheduler
 from jrl.rollout.decoding.requests import Request
+from jrl.rollout.decoding.scheduler import SlotScheduler
+from jrl.rollout.decoding.split_backend import LightestMicroBatch
 from moe.disaggregated.schedule import AttentionTime
 
 RANKS, PARTS, SIZE = 2, 3, 4
@@ -15,16 +16,12 @@ def request(number, length):
 
 
 def seated(lengths):
-    """A scheduler with requests of these lengths, the tokens in each of its slots, and how long
-    each micro-batch takes."""
-    contexts = {}
-    scheduler = MicroBatchScheduler(
-        RANKS * PARTS * SIZE, RANKS, 4096, PARTS, PREDICTED, contexts.__getitem__
-    )
+    """A scheduler with requests of these lengths, and the tokens in each of its slots."""
+    choose_slot = LightestMicroBatch(SIZE, PARTS, PREDICTED)
+    scheduler = SlotScheduler(RANKS * PARTS * SIZE, RANKS, 4096, choose_slot=choose_slot)
     scheduler.waiting.extend(request(number, length) for number, length in enumerate(lengths))
     scheduler.schedule()
-    contexts |= {slot: row.length for slot, row in scheduler.running.items()}
-    return scheduler, contexts
+    return scheduler, {slot: row.length for slot, row in scheduler.running.items()}
 
 
 def times(contexts):
@@ -48,7 +45,7 @@ def test_who_comes_later_joins_the_lightest():
     scheduler, contexts = seated([10] * 12)
     for slot in contexts:
         # One micro-batch of each rank has short rows, as where they began anew.
-        contexts[slot] = 20 if slot // SIZE % PARTS == 1 else 200
+        scheduler.lengths[slot] = 20 if slot // SIZE % PARTS == 1 else 200
     scheduler.waiting.extend(request(number, 5) for number in (100, 101))
     (program,) = scheduler.schedule()
     assert sorted(slot // SIZE for slot, *_ in program.assignments) == [1, 4]

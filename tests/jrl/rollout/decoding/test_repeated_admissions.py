@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from policies import CONFIG, NUM_PROMPTS, Asked, decode, weights
 
-from jrl.rollout.decoding import engine as slot_engine
-from jrl.rollout.decoding.programs.admission import admit
+from jrl.rollout.decoding import backend
+from jrl.rollout.decoding.prefill import admit
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.sampling import GREEDY
 from moe.execution import Execution
@@ -25,7 +25,7 @@ def test_prompts_that_find_no_room_at_their_experts_run_again(monkeypatch):
         factors.append((decoder.config.execution.buffer_factor, overflow is None))
         return pool, overflow
 
-    monkeypatch.setattr(slot_engine, "admit", watched)
+    monkeypatch.setattr(backend, "admit", watched)
     found = decode(Asked(config=tight))
     assert factors == [(0.01, False), (None, True)]
     jax.tree.map(np.testing.assert_array_equal, found, decode(Asked()))
@@ -47,8 +47,8 @@ def test_admissions_that_run_again_are_counted():
             engine.load(replace(own_weights), 5)
             engine.submit(requests, GREEDY)
             before = engine.usage.copy()
-            for arriving in engine._scheduler.schedule():
-                engine._admit(arriving)
+            for arriving in engine.scheduler.schedule():
+                engine.admit(arriving)
             counts.append(engine.usage.since(before).metrics()["perf/prefill_repeated"])
             engine.suspend()
         # In a run that goes on after a kill the engine has just been made.
@@ -75,5 +75,5 @@ def test_rows_that_arrive_again_begin_anew(monkeypatch):
         return admit(decoder, sampling, weights, pool, *given, arrivals, draws)
 
     expected = decode(Asked())
-    monkeypatch.setattr(slot_engine, "admit", again)
+    monkeypatch.setattr(backend, "admit", again)
     jax.tree.map(np.testing.assert_array_equal, decode.__wrapped__(Asked()), expected)

@@ -5,7 +5,8 @@ import pytest
 from policies import CONFIG, Asked, answers
 
 from jrl.rollout.decoding.requests import Request, Sampled
-from jrl.rollout.decoding.scheduler import SlotScheduler, fewer_slots, plan_unpacked_rows
+from jrl.rollout.decoding.scheduler import SlotScheduler, plan_unpacked_rows
+from jrl.rollout.decoding.sizes import fewer_slots
 
 LENGTHS = 17, 20, 32, 9
 """Of two sizes of programs: three that differ fill the same columns of one, and one is shorter."""
@@ -83,7 +84,7 @@ def test_no_program_is_wider_than_the_longest_row():
     programs = scheduler.schedule()
     runs = [[len(ids) for ids in program.runs[0]] for program in programs]
     assert runs == [[3, 16], [17, 32, 20, 31], [33, 60]]
-    sizes = [plan_unpacked_rows(program, columns=62, unit=1, per_rank=8) for program in programs]
+    sizes = [plan_unpacked_rows(program, max_length=62, unit=1, per_rank=8) for program in programs]
     assert sizes == [(16, 2), (32, 4), (62, 2)]
 
 

@@ -10,31 +10,31 @@ import pytest
 from policies import COLUMNS, CONFIG, COPIES, PAD, PROMPT, STOPS, Asked, decode, prompts, weights
 from tiers import full_but
 
-from jrl.rollout.decoding import columns, stream
-from jrl.rollout.decoding import engine as slot_engine
-from jrl.rollout.decoding.programs.packed import run_packed
+from jrl.rollout.decoding import backend, sizes
+from jrl.rollout.decoding import engine as engines
+from jrl.rollout.decoding.backend import MeshBackend
+from jrl.rollout.decoding.engine import Engine
+from jrl.rollout.decoding.packed_prefill import run_packed
 from jrl.rollout.decoding.requests import Request
-from jrl.rollout.decoding.stream import StreamEngine
-from jrl.rollout.row_sampling import RequestSampling, RowSampling, sample_rows
-from jrl.rollout.sampling import GREEDY, Sampling, sample_tokens
+from jrl.rollout.decoding.slots import Decoder
+from jrl.rollout.sampling import (
+    GREEDY,
+    RequestSampling,
+    RowSampling,
+    Sampling,
+    sample_rows,
+    sample_tokens,
+)
 
 RESPONSE, SLOTS, K = 7, 4, 3
 GREEDILY = RequestSampling(temperature=0.0, needs_top_tokens=True)
 
 
-def engine(layout: str = "dp1", slots: int = SLOTS, columns: int = COLUMNS) -> StreamEngine:
+def engine(layout: str = "dp1", slots: int = SLOTS, columns: int = COLUMNS) -> Engine:
     mesh = Asked(GREEDY, layout).mesh
-    made = StreamEngine(
-        CONFIG,
-        mesh,
-        mesh,
-        slots=slots,
-        columns=columns,
-        pad_id=PAD,
-        stop_ids=STOPS,
-        key=jax.random.key(0),
-        top_logprobs=K,
-    )
+    decoder = Decoder(CONFIG, mesh, PAD, STOPS, top_logprobs=K)
+    one_mesh = MeshBackend(decoder, mesh)
+    made = Engine(one_mesh, slots=slots, max_length=columns, key=jax.random.key(0), streams=True)
     made.load(weights(), 5)
     return made
 
@@ -50,17 +50,17 @@ def asked(number: int, own: RequestSampling, samples: int = 1, name: int | None 
     return [Request(prompt, s, ids(number), RESPONSE, sampling=own) for s in range(samples)]
 
 
-def written(made: StreamEngine, window: int, late: list[Request] | None = None):
+def written(made: Engine, window: int, late: list[Request] | None = None):
     """The rows to their ends, by prompt and sample: tokens, log-probabilities, the likeliest, and
     what ended them. What comes late is asked for after the first look."""
     rows: dict = {}
     while made.busy:
-        for row in made.tick(window):
+        for row in made.stream(window):
             key = row.request.prompt, row.request.sample
             rows.setdefault(key, []).append(row)
             assert len(row.tokens) == len(row.logprobs) <= window + 1
         if late:
-            made.ask(late)
+            made.submit(late)
             late = None
     return {
         key: (
@@ -77,8 +77,8 @@ def written(made: StreamEngine, window: int, late: list[Request] | None = None):
 def crowd(window: int, layout: str = "dp1"):
     """Requests of several kinds, more than there are slots, some of which come late."""
     made = engine(layout)
-    made.ask(asked(0, GREEDILY))
-    made.ask(asked(1, RequestSampling(0.7, 0.8, seed=2**40 + 5), samples=3))
+    made.submit(asked(0, GREEDILY))
+    made.submit(asked(1, RequestSampling(0.7, 0.8, seed=2**40 + 5), samples=3))
     late = [*asked(2, GREEDILY), *asked(3, RequestSampling(1.3, 1.0, seed=9), samples=2)]
     rows = written(made, window, late)
     assert made.num_live == 0 and made.num_idle == SLOTS
@@ -112,7 +112,7 @@ def test_neither_windows_nor_what_else_runs_have_a_say(window):
     rows = crowd(2)
     alone = engine()
     # The same seed under another number of its prompt.
-    alone.ask(asked(1, RequestSampling(0.7, 0.8, seed=2**40 + 5), samples=3, name=77))
+    alone.submit(asked(1, RequestSampling(0.7, 0.8, seed=2**40 + 5), samples=3, name=77))
     others = written(alone, window)
     assert len({tuple(rows[1, sample][0]) for sample in range(3)}) > 1, "the samples are equal"
     for sample in range(3):
@@ -123,10 +123,10 @@ def test_neither_windows_nor_what_else_runs_have_a_say(window):
 @pytest.mark.slow
 def test_what_is_dropped_gives_its_slots_back():
     made = engine()
-    made.ask(asked(1, RequestSampling(0.7, 0.8, seed=2**40 + 5), samples=3))
-    made.ask(asked(0, GREEDILY, samples=3))
-    made.tick(1)
-    made.drop({(0, 0), (0, 2), (1, 1)})  # one sits, one waits, one sits
+    made.submit(asked(1, RequestSampling(0.7, 0.8, seed=2**40 + 5), samples=3))
+    made.submit(asked(0, GREEDILY, samples=3))
+    made.stream(1)
+    made.cancel(rows={(0, 0), (0, 2), (1, 1)})  # one sits, one waits, one sits
     assert made.num_live == 2
     rows = written(made, 3)
     assert {key for key in rows} <= {(1, 0), (1, 2), (0, 1)} and (0, 1) in rows
@@ -146,54 +146,55 @@ def test_prompts_that_find_no_room_at_their_experts_run_again(monkeypatch):
             return ran
         return jax.tree.map(jnp.zeros_like, ran)._replace(overflow=jnp.int32(1))
 
-    monkeypatch.setattr(stream, "run_packed", first_in_vain)
+    monkeypatch.setattr(backend, "run_packed", first_in_vain)
     made = engine()
-    made.ask(asked(0, GREEDILY))
+    made.submit(asked(0, GREEDILY))
     np.testing.assert_array_equal(written(made, 2)[0, 0][0], expected)
     assert (len(attempts), made.usage.repeated) == (2, 1)
 
 
 @pytest.mark.slow
 def test_the_cache_is_as_wide_as_its_rows_need(monkeypatch):
-    monkeypatch.setattr(stream, "MIN_STREAM_CACHE_LENGTH", 4)
-    monkeypatch.setattr(stream, "STEPS_BEFORE_SHRINK", 1)
-    monkeypatch.setattr(columns, "MIN_CACHE_LENGTH", 4)
+    monkeypatch.setattr(sizes, "MIN_STREAM_CACHE_LENGTH", 4)
+    monkeypatch.setattr(engines, "STEPS_BEFORE_SHRINK", 1)
+    monkeypatch.setattr(sizes, "MIN_CACHE_LENGTH", 4)
     made, widths, tokens = engine(columns=PROMPT + RESPONSE), list[int](), list[int]()
-    made.ask(asked(0, GREEDILY))  # one token, and at most seven more
+    made.submit(asked(0, GREEDILY))  # one token, and at most seven more
     while made.busy:
-        tokens += [token for row in made.tick(1) for token in row.tokens.tolist()]
+        tokens += [token for row in made.stream(1) for token in row.tokens.tolist()]
         assert made._pool is not None
         widths.append(made._pool.cache.keys[0].shape[-1])
     assert tokens == crowd(2)[0, 0][0].tolist(), "what was there is gone"
     assert made.cache_sizes == [4, 6, 8, 12, 13] and widths[0] == 4 and widths == sorted(widths)
-    made.ask(asked(2, GREEDILY))
+    made.submit(asked(2, GREEDILY))
     rows = written(made, 2)
     np.testing.assert_array_equal(rows[2, 0][0], crowd(2)[2, 0][0])
     assert made._pool is not None and made._pool.cache.keys[0].shape[-1] == 12
-    made.ask([Request(9, 0, ids(0), 1, sampling=GREEDILY)])
-    made.tick(1)
+    made.submit([Request(9, 0, ids(0), 1, sampling=GREEDILY)])
+    made.stream(1)
     assert made._pool.cache.keys[0].shape[-1] == 4, "it does not become narrow again"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp1", "tp2 / ep2"])
 def test_a_step_computes_no_more_slots_than_it_needs(monkeypatch, layout):
-    made, computed, run = engine(layout, slots=16), list[list[int]](), slot_engine.advance
+    made, computed, run = engine(layout, slots=16), list[list[int]](), backend.advance
 
     def recorded(*given):
-        computed.append([] if given[-1] is None else given[-1].tolist())
+        slots = given[-1].slots
+        computed.append([] if slots is None else slots.tolist())
         return run(*given)
 
-    monkeypatch.setattr(slot_engine, "advance", recorded)
+    monkeypatch.setattr(backend, "advance", recorded)
     assert made.step_sizes == [2, 16]
-    made.ask(asked(0, GREEDILY))
-    made.ask(asked(1, RequestSampling(0.7, 0.8, seed=2**40 + 5), samples=3))
+    made.submit(asked(0, GREEDILY))
+    made.submit(asked(1, RequestSampling(0.7, 0.8, seed=2**40 + 5), samples=3))
     rows = written(made, 2)
     assert computed[0] == [], "four rows stand in more than two slots"
     for key in rows:
         np.testing.assert_array_equal(rows[key][0], crowd(2)[key][0])
     computed.clear()
-    made.ask(asked(2, GREEDILY))
+    made.submit(asked(2, GREEDILY))
     alone = written(made, 2)
     assert {*map(len, computed)} == {2} and all(4 in some for some in computed)
     np.testing.assert_array_equal(alone[2, 0][0], crowd(2)[2, 0][0])
@@ -203,7 +204,7 @@ def test_a_step_computes_no_more_slots_than_it_needs(monkeypatch, layout):
 
 def test_a_request_says_how_it_is_drawn():
     with pytest.raises(ValueError, match=r"\(2, 0\) has no sampling settings"):
-        engine().ask([Request(2, 0, ids(2), RESPONSE)])
+        engine().submit([Request(2, 0, ids(2), RESPONSE)])
 
 
 @pytest.mark.parametrize("top_p", full_but([1.0, 0.6], 0.6))

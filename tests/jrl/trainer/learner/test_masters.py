@@ -23,9 +23,8 @@ from small_runs import (
 from three_updates import FAST_COMPILE, gradient_of, random_weights
 from tiers import full_but
 
-from jrl.rollout.decoding.programs.advance import advance, unstack_policy
-from jrl.rollout.decoding.programs.slots import abstract_pool
-from jrl.rollout.decoding.programs.tokens import SamplerState
+from jrl.rollout.decoding.decode import SamplerState, StepLimits, advance, unstack_policy
+from jrl.rollout.decoding.slots import abstract_pool
 from jrl.rollout.sampling import Sampling
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
@@ -322,7 +321,7 @@ def test_no_weight_is_cast_where_it_is_used(kind):
         policy = jax.eval_shape(lambda weights: unstack_policy(decoder, weights), weights)
         number = jax.ShapeDtypeStruct((), jnp.int32)
         draws = SamplerState(jax.ShapeDtypeStruct((2,), jnp.uint32), number)
-        given = policy, pool, draws, number, number
+        given = policy, pool, draws, StepLimits(number, number)
         return advance.trace(decoder, Sampling(), 16, *given)
 
     assert not whole_weights_cast(traced(cast_shapes(setup.model)), like)

@@ -10,7 +10,7 @@ from small_runs import small_batch, small_model, small_recipe, small_run, small_
 from three_updates import compiled_update, gradient_of, random_weights
 from tiers import full_but
 
-from jrl.rollout.resharding import RolloutPolicy, rollout_mesh
+from jrl.rollout.resharding import rollout_mesh, rollout_policy
 from moe import placement, weights
 from moe.adapters import trees
 from moe.architecture.lora import TARGETS, Lora
@@ -108,9 +108,7 @@ def test_what_samples_is_merged_in_float32_and_rounded_once(layout):
     setup = setup_on(layout, dtype="bfloat16")
     config, mesh = setup.model, setup.mesh
     given = weights.cast(random_weights(setup, config), config)
-    policy = RolloutPolicy(config, mesh, rollout_mesh(None, mesh))
-    found = policy.sync(given)
-    assert policy.sync(given) is found
+    found = rollout_policy(given, config, mesh, rollout_mesh(None, mesh))
     in_order = jax.device_get(placement.in_layer_order(given, mesh))
     query = in_order.layers.attention.query
     added = np.einsum("ldr,lrhk->ldhk", query.a, query.b, dtype=np.float64) * query.scale

@@ -14,7 +14,7 @@ from whole_network import before_responses
 
 from jrl.config.run import RunConfig
 from jrl.recipes import Dapo, Grpo, Ppo, Vapo
-from jrl.rollout.decoding.programs.slots import abstract_pool, empty_pool
+from jrl.rollout.decoding.slots import abstract_pool, empty_pool
 from jrl.trainer.scoring import logprobs_and_choices_of
 from jrl.trainer.setup.dry_run import batch_arithmetic, parameters, print_dry_run, readable_bytes
 from jrl.trainer.setup.memory import cache_bytes, logits_bytes, memory, weight_bytes
@@ -109,7 +109,7 @@ def test_memory_of_the_cache_is_what_decoding_carries():
     )
 
     engine = setup.sampler().engine
-    pool = empty_pool(engine.decoder, engine.slots, engine.columns)
+    pool = empty_pool(engine.decoder, engine.slots, engine.max_length)
     assert engine.slots == 24
     assert cache_of(setup) == on_one_device(pool.cache)
 
@@ -132,7 +132,7 @@ def test_memory_of_a_cache_of_other_things_is_that_of_them(changes):
     setup = small_setup(run=small_run(layout="tp2 dp2 / ep4"))
     setup = replace(setup, model=small_model(setup.tokenizer.vocab_size, **changes))
     engine = setup.sampler().engine
-    cache = abstract_pool(engine.decoder, engine.slots, engine.columns).cache
+    cache = abstract_pool(engine.decoder, engine.slots, engine.max_length).cache
     parts = (
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves(cache)

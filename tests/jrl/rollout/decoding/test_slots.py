@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from programs import mesh_of
 
-from jrl.rollout.decoding.programs.slots import Decoder, abstract_pool
+from jrl.rollout.decoding.slots import Decoder, abstract_pool
 from moe.config import ModelConfig, MultiHeadLatentAttention
 from moe.execution import Execution
 
@@ -33,7 +33,9 @@ CONFIG = ModelConfig(
 def test_a_pool_holds_narrow_vectors_on_each_rank_of_tp(latent, keys, values):
     mesh = mesh_of("tp2 dp2")
     config = replace(CONFIG, execution=Execution(latent=latent))
-    cache = abstract_pool(Decoder(config, mesh, pad_id=0, stop_ids=(1,)), slots=6, columns=7).cache
+    cache = abstract_pool(
+        Decoder(config, mesh, pad_id=0, stop_ids=(1,)), slots=6, max_length=7
+    ).cache
     assert [x.shape for x in cache.keys] == keys
     assert [x.shape for x in cache.values] == values
     for x in (*cache.keys, *cache.values):

@@ -5,11 +5,12 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from policies import CONFIG, PAD, Asked, answers, weights
+from policies import CONFIG, Asked, answers, weights
 
-from jrl.rollout import split as pushing
-from jrl.rollout.decoding.disaggregated.engine import DisaggregatedEngine
+from jrl.rollout import resharding as pushing
+from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.decoding.requests import read_sampled
+from jrl.rollout.decoding.split_backend import SplitBackend
 from jrl.rollout.sampling import Sampling
 from moe.adapters.trees import is_adapted
 from moe.architecture.lora import TARGETS, Lora
@@ -24,19 +25,10 @@ def engine(asked, split, micro_batches=1, **places):
     """With the weights on one device, which is none of the split's."""
     training = fold(Layout(), jax.devices()[15:])
     mesh = fold_split(Split.parse(split), jax.devices()[: Split.parse(split).num_devices])
-    engine = DisaggregatedEngine(
-        asked.config,
-        training,
-        mesh,
-        slots=asked.slots,
-        columns=asked.columns,
-        pad_id=PAD,
-        stop_ids=asked.stops,
-        key=jax.random.key(asked.seed),
-        records_choices=asked.records_choices,
-        micro_batches=micro_batches,
-        **places,
-    )
+    decoder = asked.decoder(mesh.attention)
+    backend = SplitBackend(decoder, training, mesh, micro_batches=micro_batches, **places)
+    key = jax.random.key(asked.seed)
+    engine = Engine(backend, slots=asked.slots, max_length=asked.columns, key=key)
     engine.load(weights(asked.config), 5)
     return engine
 
@@ -106,9 +98,9 @@ def test_experts_move_while_rows_decode():
     """To where they have equally much to do, hot ones to several devices; rows do not change."""
     asked = Asked(Sampling(), slots=8, response=9)
     one, two = asked.engine(), engine(asked, "dp1 / ep2", expert_slots=3, replan=2)
-    first = two.expert_balancer.placements
+    first = two.backend.expert_balancer.placements
     given = [answers(each, asked.requests, asked.sampling) for each in (one, two)]
-    assert two.expert_balancer.moves and two.expert_balancer.has_moved
+    assert two.backend.expert_balancer.moves and two.backend.expert_balancer.has_moved
     for a, b in zip(*map(rows_of, given), strict=True):
         np.testing.assert_array_equal(b.tokens, a.tokens)
         np.testing.assert_allclose(b.old_logprobs, a.old_logprobs, atol=CLOSE)
@@ -120,7 +112,7 @@ def test_experts_move_while_rows_decode():
     two.release()
     two.load(weights(asked.config), 6)
     two.submit(asked.requests, asked.sampling)
-    assert two.expert_balancer.placements == first
+    assert two.backend.expert_balancer.placements == first
 
 
 @pytest.mark.slow
@@ -140,7 +132,7 @@ def test_the_loads_are_the_tokens_that_experts_had():
         for layer in range(len(wanted)):
             np.add.at(wanted[layer], run[:, layer], 1)
     assert wanted.any()
-    np.testing.assert_array_equal(np.asarray(two._loads), wanted)
+    np.testing.assert_array_equal(np.asarray(two.backend.loads), wanted)
 
 
 @pytest.mark.slow
@@ -151,9 +143,9 @@ def test_weights_are_pushed_once_and_experts_looked_at_as_often_as_said(monkeypa
     monkeypatch.setattr(pushing, "split_weights", lambda *given: pushes.append(0) or run(*given))
     asked = Asked()
     two = engine(asked, "dp1 / ep2", expert_slots=3, replan=2)
-    look = two.expert_balancer.rebalance
+    look = two.backend.expert_balancer.rebalance
     monkeypatch.setattr(
-        two.expert_balancer, "rebalance", lambda loads: looks.append(0) or look(loads)
+        two.backend.expert_balancer, "rebalance", lambda loads: looks.append(0) or look(loads)
     )
     for version in (6, 7):
         before, policy = two.usage.steps, replace(weights(asked.config))

@@ -1,4 +1,5 @@
-"""Decoding slots: the pool of rows and their KV cache, and its sharding on the mesh.
+"""Decoding slots: the pool of rows and their KV cache, its sharding on the mesh, and the output
+buffer of finished rows.
 
 A row starts in column 0 of its slot, so its token at position p is in column p; the rows of a pool
 have different lengths.
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Int
 
 from moe.attention.latent import caches_latent
 from moe.cache.buffers import ROW, Cache, over_columns
@@ -94,6 +95,14 @@ class TokenRows(Generic[Leaf]):
     top_tokens: TopTokens[Leaf] | None = None
 
 
+class RecentTokens(NamedTuple, Generic[Leaf]):
+    """Latest positions of rows, ``[slot, width]``, from the first that was not returned yet."""
+
+    tokens: Leaf
+    logprobs: Leaf
+    top_tokens: TopTokens[Leaf] | None
+
+
 @struct.dataclass
 class SlotPool(Generic[Leaf]):
     """State of the decoding slots, a row of tokens in each.
@@ -120,27 +129,51 @@ class SlotPool(Generic[Leaf]):
     samples: Leaf
 
 
+def ranks(mesh: FoldedMesh) -> int:
+    """Number of ranks, dp x tp, that must divide the rows to decode."""
+    return mesh.size((*mesh.dp, *mesh.tp))
+
+
+def check_slots(mesh: FoldedMesh, slots: int) -> None:
+    """Checks that slots can decode on a mesh.
+
+    Raises:
+      ValueError: on pipeline stages, or where the slots do not divide over the ranks.
+    """
+    if mesh.layout.pp > 1:
+        raise ValueError(
+            f"layout {mesh.layout} cannot decode: every device needs all layers, so pp must be 1; "
+            "decode on a separate layout."
+        )
+    if slots < 1 or slots % ranks(mesh):
+        raise ValueError(
+            f"slots={slots} must be a multiple of dp x tp = {ranks(mesh)} of layout {mesh.layout}."
+        )
+
+
 def over_slots(mesh: FoldedMesh) -> PartitionSpec:
     """Partition spec of arrays with a row per slot."""
     return PartitionSpec(mesh.except_sequence)
 
 
-def empty_pool(decoder: Decoder, slots: int, columns: int) -> SlotPool[Array]:
+def empty_pool(decoder: Decoder, slots: int, max_length: int) -> SlotPool[Array]:
     """Creates a pool in which no row is live.
 
     Args:
-      columns: maximum tokens of a row.
+      max_length: maximum tokens of a row.
     """
-    return _build_pool_functions(decoder, slots, columns)[0]()
+    return _build_pool_functions(decoder, slots, max_length)[0]()
 
 
-def abstract_pool(decoder: Decoder, slots: int, columns: int) -> SlotPool[Any]:
+def abstract_pool(decoder: Decoder, slots: int, max_length: int) -> SlotPool[Any]:
     """Shapes, dtypes and shardings of `empty_pool`, without allocating it."""
-    return _build_pool_functions(decoder, slots, columns)[1]
+    return _build_pool_functions(decoder, slots, max_length)[1]
 
 
 @remembered
-def _build_pool_functions(decoder: Decoder, slots: int, columns: int) -> tuple[Any, SlotPool[Any]]:
+def _build_pool_functions(
+    decoder: Decoder, slots: int, max_length: int
+) -> tuple[Any, SlotPool[Any]]:
     decoder = decoder.for_any_routing()
     config, mesh = decoder.config, decoder.mesh
     # The structure of the cache is taken from the shapes of a minimal prefill, with one row for
@@ -157,31 +190,31 @@ def _build_pool_functions(decoder: Decoder, slots: int, columns: int) -> tuple[A
         if prefill_shapes.choices is not None:
             _, _, layers, k = prefill_shapes.choices.shape
             choices = jnp.full(
-                (slots, columns, layers, k), config.num_experts, prefill_shapes.choices.dtype
+                (slots, max_length, layers, k), config.num_experts, prefill_shapes.choices.dtype
             )
 
         def empty(x: Any, column: int | None) -> Array:
-            # The same axes with other sizes: one row per slot, and the maximum columns of a row.
+            # The same axes with other sizes: one row per slot, and the maximum length of a row.
             shape = list(x.shape)
             shape[ROW] = slots
             if column is not None:
-                shape[column] = columns
+                shape[column] = max_length
             return jnp.zeros(shape, x.dtype)
 
         top_tokens = None
         if decoder.top_logprobs:
-            shape = slots, columns, decoder.top_logprobs
+            shape = slots, max_length, decoder.top_logprobs
             top_tokens = TopTokens(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
         cache = over_columns(empty, prefill_shapes.cache)
         zeros = jnp.zeros(slots, jnp.int32)
-        of_columns = jnp.zeros((slots, columns), jnp.float32)
+        of_tokens = jnp.zeros((slots, max_length), jnp.float32)
         rows = TokenRows(
             lengths=zeros,
             starts=zeros,
-            tokens=jnp.full((slots, columns), decoder.pad_id, jnp.int32),
-            behaviour_logprobs=of_columns,
-            old_logprobs=of_columns,
-            versions=jnp.zeros((slots, columns), jnp.int32),
+            tokens=jnp.full((slots, max_length), decoder.pad_id, jnp.int32),
+            behaviour_logprobs=of_tokens,
+            old_logprobs=of_tokens,
+            versions=jnp.zeros((slots, max_length), jnp.int32),
             choices=choices,
             top_tokens=top_tokens,
         )
@@ -241,19 +274,24 @@ def halt(pool: SlotPool[Array], stays_live: Bool[Array, "slot"]) -> SlotPool[Arr
     return replace(pool, live=pool.live & stays_live)
 
 
-def with_columns(pool: SlotPool[Array], columns: int) -> SlotPool[Array]:
-    """Pool whose cache is truncated or zero-padded to `columns`."""
-    return replace(pool, cache=_resize(pool.cache, columns))
+def with_cache_length(pool: SlotPool[Array], length: int) -> SlotPool[Array]:
+    """Pool whose cache is truncated or zero-padded to `length`."""
+    return replace(pool, cache=_resize(pool.cache, length))
+
+
+def without_cache(pool: SlotPool[Array]) -> SlotPool[Array]:
+    """Pool whose cache has no buffers, for functions that handle the cache separately."""
+    return replace(pool, cache=Cache((), ()))
 
 
 @partial(jax.jit, static_argnums=1)
-def _resize(cache: Cache[Array], columns: int) -> Cache[Array]:
+def _resize(cache: Cache[Array], length: int) -> Cache[Array]:
     def resize(buffer: Array, axis: int | None) -> Array:
         if axis is None:
             return buffer
-        sliced = jax.lax.slice_in_dim(buffer, 0, min(columns, buffer.shape[axis]), axis=axis)
+        sliced = jax.lax.slice_in_dim(buffer, 0, min(length, buffer.shape[axis]), axis=axis)
         more = [(0, 0)] * buffer.ndim
-        more[axis] = 0, columns - sliced.shape[axis]
+        more[axis] = 0, length - sliced.shape[axis]
         return jnp.pad(sliced, more)
 
     return over_columns(resize, cache)
@@ -290,3 +328,69 @@ def run_prefill_local(
         # One byte each where the number of experts allows, as there are tokens x layers x k ids.
         choices = choices.astype(choices_dtype(config.num_experts))
     return output._replace(cache=vary(output.cache, mesh.axes), choices=choices)
+
+
+@partial(jax.jit, static_argnums=1)
+def recent_tokens(
+    rows: TokenRows[Array], width: int, starts: Int[Array, "slot"]
+) -> RecentTokens[Array]:
+    """Slices `width` positions of each row from its own start; the last one repeats past the
+    end."""
+    positions = starts[:, None] + jnp.arange(width)[None]
+
+    def gather(column: Array) -> Array:
+        index = positions.reshape(*positions.shape, *[1] * (column.ndim - 2))
+        return jnp.take_along_axis(column, index, axis=1, mode="clip")
+
+    return RecentTokens(
+        gather(rows.tokens), gather(rows.old_logprobs), jax.tree.map(gather, rows.top_tokens)
+    )
+
+
+def make_output_buffer(
+    rows: TokenRows[Array], size: int, sharding: NamedSharding
+) -> TokenRows[Array]:
+    """Empty output buffer for `size` rows such as these.
+
+    Args:
+      sharding: sharding of the buffer.
+    """
+    leaves, structure = jax.tree.flatten(rows)
+    return structure.unflatten(
+        _compiled_zeros(sharding, size, tuple((x.shape[1:], x.dtype) for x in leaves))()
+    )
+
+
+@remembered
+def _compiled_zeros(sharding: NamedSharding, size: int, leaves: tuple[tuple[Any, Any], ...]) -> Any:
+    return jax.jit(
+        lambda: [jnp.zeros((size, *shape), dtype) for shape, dtype in leaves],
+        out_shardings=sharding,
+    )
+
+
+def write_to_buffer(
+    buffer: TokenRows[Array], rows: TokenRows[Array], destinations: Array, sharding: NamedSharding
+) -> TokenRows[Array]:
+    """Copies rows of a pool into the output buffer.
+
+    Args:
+      buffer: the buffer, donated.
+      destinations: ``[slot]`` destination of each slot's row, unique; past the end drops it.
+      sharding: sharding of the buffer.
+    """
+    return _compiled_write(sharding)(buffer, rows, destinations)
+
+
+@remembered
+def _compiled_write(sharding: NamedSharding) -> Any:
+    def write(
+        buffer: TokenRows[Array], rows: TokenRows[Array], destinations: Array
+    ) -> TokenRows[Array]:
+        return jax.tree.map(
+            lambda into, new: into.at[destinations].set(new, mode="drop", unique_indices=True),
+            buffer,
+            rows,
+        )
+
+    return jax.jit(write, donate_argnums=0, out_shardings=sharding)

@@ -11,10 +11,10 @@ from jaxtyping import Array
 from jrl.losses import EntropyStatistics
 from jrl.processes.agreement import broadcast_from_main, is_main_process
 from jrl.report.warnings import FewWarnings
-from jrl.rollout.conversations.conversation import Conversation
-from jrl.rollout.decoding.programs.slots import SlotPool
+from jrl.rollout.conversation import Conversation
 from jrl.rollout.decoding.protocol import RolloutEngine
 from jrl.rollout.decoding.requests import Request, Sampled, Trajectory
+from jrl.rollout.decoding.slots import SlotPool
 from jrl.rollout.decoding.usage import Usage
 from jrl.rollout.sampling import Sampling
 from jrl.tasks import Example, Task

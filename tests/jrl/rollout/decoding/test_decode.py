@@ -10,10 +10,9 @@ from jax.extend.core import jaxprs_in_params
 from policies import CONFIG, EOS, PAD, Asked, decode
 from tiers import full_but
 
-from jrl.rollout.decoding import engine as slot_engine
-from jrl.rollout.decoding.programs.advance import Advanced, advance, unstack_policy
-from jrl.rollout.decoding.programs.slots import Decoder, abstract_pool
-from jrl.rollout.decoding.programs.tokens import SamplerState
+from jrl.rollout.decoding import backend
+from jrl.rollout.decoding.decode import Advanced, SamplerState, StepLimits, advance, unstack_policy
+from jrl.rollout.decoding.slots import Decoder, abstract_pool
 from jrl.rollout.sampling import Sampling
 from moe.execution import Execution
 from moe.weights import shapes
@@ -32,7 +31,7 @@ def traced(layers, scanned):
     policy = jax.eval_shape(lambda weights: unstack_policy(decoder, weights), shapes(config))
     number = jax.ShapeDtypeStruct((), jnp.int32)
     draws = SamplerState(jax.ShapeDtypeStruct((2,), jnp.uint32), number)
-    given = decoder, Sampling(), COLUMNS, policy, pool, draws, number, number
+    given = decoder, Sampling(), COLUMNS, policy, pool, draws, StepLimits(number, number)
     return advance.trace(*given), sum(x.size * 4 for x in jax.tree.leaves(pool.cache))
 
 
@@ -60,10 +59,12 @@ def test_rows_of_any_length_are_decoded_by_the_kernel(name, monkeypatch):
         shown.append(exported.mlir_module())
         return given[4], Advanced(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
-    monkeypatch.setattr(slot_engine, "advance", lowered)
-    pool, columns = engine._resize_cache(engine._ensure_pool(), reached)
-    engine._run_decoding(pool, columns, 1, 0, None)
-    assert engine.columns == 1152 and columns == read
+    monkeypatch.setattr(backend, "advance", lowered)
+    engine.submit(Asked().requests[:1], Sampling())
+    pool, columns = engine._resize_cache(reached)
+    window = backend.DecodingWindow(1, 0, columns, None)
+    engine.backend.decode(pool, window, *engine._sampler())
+    assert engine.max_length == 1152 and columns == read
     assert shown[0].count("custom_call @mosaic_gpu_v2") == 1
 
 

@@ -10,24 +10,12 @@ import pytest
 from jax.sharding import NamedSharding
 from policies import CONFIG, PAD, Asked, weights
 
-from jrl.rollout.decoding import packing as packing_on_host
-from jrl.rollout.decoding.packing import (
-    make_packing,
-    plan_cache_copies,
-    plan_rows,
-    row_count,
-    row_sizes,
-)
-from jrl.rollout.decoding.programs import packed
-from jrl.rollout.decoding.programs.packed import CHUNK
-from jrl.rollout.decoding.programs.slots import Decoder, empty_pool, over_slots, run_prefill
+from jrl.rollout.decoding import packed_prefill as packed
+from jrl.rollout.decoding.packed_prefill import CHUNK, make_packing, plan_cache_copies, plan_rows
 from jrl.rollout.decoding.requests import Request
-from jrl.rollout.decoding.scheduler import (
-    AdmissionPlan,
-    SlotScheduler,
-    row_widths,
-    single_row_widths,
-)
+from jrl.rollout.decoding.scheduler import AdmissionPlan, SlotScheduler
+from jrl.rollout.decoding.sizes import row_count, row_sizes, row_widths, single_row_widths
+from jrl.rollout.decoding.slots import Decoder, empty_pool, over_slots, run_prefill
 from jrl.rollout.sampling import GREEDY
 from moe.cache.buffers import ROW, over_columns
 
@@ -140,12 +128,12 @@ def test_copies_reach_over_each_prompt_and_no_further_than_the_cache():
     asked = arriving([[150], [3]], per_rank=2)
     asked.assignments.append((1, asked.assignments[0][1], 0))  # another sample of the first prompt
     plan = plan_rows(asked, row_widths(512, 1))
-    copies = plan_cache_copies(plan, asked, slots=4, columns=512, cache_columns=150)
+    copies = plan_cache_copies(plan, asked, slots=4, max_length=512, cache_length=150)
     assert copies.counts.tolist() == [6, 1]
-    first, second = (x.reshape(2, -1) for x in (copies.slots, copies.columns))
+    first, second = (x.reshape(2, -1) for x in (copies.slots, copies.positions))
     assert first[0, :6].tolist() == [0] * 3 + [1] * 3 and first[1, 0] == 0
     assert second[0, :6].tolist() == [0, 64, 150 - CHUNK] * 2
-    np.testing.assert_array_equal(copies.sources, copies.columns)
+    np.testing.assert_array_equal(copies.sources, copies.positions)
     one = arriving([[5], []], per_rank=2)  # the other rank gets nothing
     plan = plan_rows(one, row_widths(512, 1))
     assert plan_cache_copies(plan, one, 4, 512, 128).counts.tolist() == [1, 0]
@@ -157,7 +145,6 @@ def test_copies_reach_over_each_prompt_and_no_further_than_the_cache():
     [("dp1", True, True), ("dp2", False, False), ("tp2 / ep2", True, False)],
 )
 def test_a_prompt_that_shares_a_row_runs_as_in_its_own(layout, scanned, windows, monkeypatch):
-    monkeypatch.setattr(packing_on_host, "CHUNK", 3)
     monkeypatch.setattr(packed, "CHUNK", 3)
     mesh = Asked(GREEDY, layout).mesh
     execution = replace(CONFIG.execution, scan_layers=scanned)

@@ -1,4 +1,4 @@
-"""The decoding engine, which writes down what it does and how long that takes."""
+"""The backend of one mesh, which writes down what it does and how long that takes."""
 
 import time
 from typing import Any, NamedTuple
@@ -6,10 +6,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax import monitoring
+from jaxtyping import Array
 
-from jrl.rollout.decoding.engine import SlotEngine
-from jrl.rollout.decoding.requests import Trajectory
-from jrl.rollout.decoding.scheduler import AdmissionPlan
+from jrl.rollout.decoding.backend import DecodingWindow, MeshBackend
+from jrl.rollout.decoding.decode import Advanced, SamplerState
+from jrl.rollout.decoding.prefill import AdmissionArrays
+from jrl.rollout.decoding.slots import Decoder, SlotPool
+from jrl.rollout.sampling import Sampling
+from sharding.folding import FoldedMesh
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -26,7 +30,7 @@ class Compilations:
 
 
 class Span(NamedTuple):
-    """Something that the engine did.
+    """Something that the backend did.
 
     Attributes:
       seconds: that it took.
@@ -43,38 +47,52 @@ class Span(NamedTuple):
     read: float = 0.0
 
 
-class TimedEngine(SlotEngine):
+class TimedBackend(MeshBackend):
     """Admissions and windows of decoding, each waited for to its end."""
 
-    def __init__(self, *arguments: Any, **options: Any):
-        super().__init__(*arguments, **options)
+    def __init__(self, decoder: Decoder, training: FoldedMesh):
+        super().__init__(decoder, training)
         self.admissions: list[Span] = []
         self.windows: list[Span] = []
         self._compilations = Compilations()
 
-    def _admit(self, plan: AdmissionPlan) -> None:
-        jax.block_until_ready(self._pool)
-        before, compiled = self.usage.prefilled, self._compilations.number
+    def admit(
+        self,
+        pool: SlotPool[Array],
+        tokens: Array,
+        lengths: Array,
+        admission: AdmissionArrays[Array],
+        sampling: Sampling,
+        state: SamplerState,
+    ) -> tuple[SlotPool[Array], bool]:
+        jax.block_until_ready((pool, tokens))
+        num_tokens, compiled = int(np.sum(np.asarray(lengths))), self._compilations.number
         began = time.perf_counter()
-        super()._admit(plan)
-        jax.block_until_ready(self._pool)
+        done = super().admit(pool, tokens, lengths, admission, sampling, state)
+        jax.block_until_ready(done)
         seconds = time.perf_counter() - began
-        new = self._compilations.number > compiled
-        self.admissions.append(Span(seconds, new, self.usage.prefilled - before))
-
-    def _advance(self) -> list[Trajectory]:
-        # A row that has just come has one token more than the host has been told of.
-        lengths = np.asarray(self._ensure_pool().rows.lengths, np.float64)
-        usage = self.usage.copy()
-        compiled, began = self._compilations.number, time.perf_counter()
-        done = super()._advance()
-        seconds = time.perf_counter() - began
-        did = self.usage.since(usage)
-        # A row that grows from a to b tokens is read at a, a + 1, ..., b - 1.
-        read = float(np.sum((self._lengths + lengths - 1) * (self._lengths - lengths) / 2))
-        new = self._compilations.number > compiled
-        self.windows.append(Span(seconds, new, did.row_steps, did.steps, read))
+        self.admissions.append(Span(seconds, self._compilations.number > compiled, num_tokens))
         return done
+
+    def decode(
+        self,
+        pool: SlotPool[Array],
+        window: DecodingWindow,
+        sampling: Sampling,
+        state: SamplerState,
+    ) -> tuple[SlotPool[Array], Advanced]:
+        # A row that has just come has one token more than the host has been told of.
+        before = np.asarray(pool.rows.lengths, np.float64)
+        compiled, began = self._compilations.number, time.perf_counter()
+        pool, did = super().decode(pool, window, sampling, state)
+        jax.block_until_ready(pool)
+        seconds = time.perf_counter() - began
+        # A row that grows from a to b tokens is read at a, a + 1, ..., b - 1.
+        after = np.asarray(pool.rows.lengths, np.float64)
+        read = float(np.sum((after + before - 1) * (after - before) / 2))
+        new = self._compilations.number > compiled
+        self.windows.append(Span(seconds, new, int(did.row_steps), int(did.steps), read))
+        return pool, did
 
 
 def together(spans: list[Span]) -> Span:

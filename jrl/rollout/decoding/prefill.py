@@ -1,4 +1,4 @@
-"""Admission of rows to slots: prefill, and sampling of the first token."""
+"""Admission of rows to slots: its arrays on the host, prefill, and sampling of the first token."""
 
 from dataclasses import replace
 from functools import partial
@@ -6,11 +6,19 @@ from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
-from jrl.rollout.decoding.programs.slots import (
+from jrl.rollout.decoding.decode import (
+    SamplerState,
+    append_tokens,
+    sample_next_tokens,
+    sampler_state_specs,
+)
+from jrl.rollout.decoding.scheduler import AdmissionPlan
+from jrl.rollout.decoding.slots import (
     Decoder,
     SlotPool,
     TokenRows,
@@ -18,18 +26,14 @@ from jrl.rollout.decoding.programs.slots import (
     pool_specs,
     run_prefill_local,
 )
-from jrl.rollout.decoding.programs.tokens import (
-    SamplerState,
-    append_tokens,
-    sample_next_tokens,
-    sampler_state_specs,
-)
 from jrl.rollout.sampling import Sampling
 from moe.cache.buffers import ROW, over_columns
+from moe.config import ModelConfig
 from moe.decoding import Prefilled
 from moe.disaggregated.weights import rest_specs
 from moe.head import logits_of
 from moe.placement import specs
+from moe.router.routing import choices_dtype
 from moe.weights import Transformer
 from sharding.collectives import local_shard, vary
 
@@ -74,6 +78,68 @@ class AdmissionArrays(Generic[Leaf]):
     prompts: Leaf
     samples: Leaf
     restored: RestoredRows[Leaf] | None = None
+
+
+def make_admission(
+    plan: AdmissionPlan, slots: int, per_rank: int, width: int, decoder: Decoder
+) -> AdmissionArrays[np.ndarray]:
+    """Arrays of the admitted requests, an entry for each slot.
+
+    Args:
+      slots: total number.
+      per_rank: slots of a rank.
+      width: positions of the longest row, at least.
+    """
+    fields = list[tuple[int, ...]]()
+    for _, request, source in plan.assignments:
+        # `~source` is a global slot; the compiled function counts the slots of its own rank.
+        source = source if source >= 0 else ~source % per_rank
+        length, begin = request.length, len(request.tokens)
+        fields.append((source, length, request.limit, begin, request.prompt, request.sample))
+    # Vectorised: entry by entry this would take longer than the compiled function.
+    arrays = np.zeros((6, slots), np.int32)
+    arrays[0] = -1
+    arrays[:, [slot for slot, *_ in plan.assignments]] = np.transpose(fields)
+    return AdmissionArrays(*arrays, restored=_collect_restored(plan, slots, width, decoder))
+
+
+def _collect_restored(
+    plan: AdmissionPlan, slots: int, width: int, decoder: Decoder
+) -> RestoredRows[np.ndarray] | None:
+    """Restored state of rows that were sampled before: log-probabilities, versions and expert ids;
+    None where none was.
+
+    Args:
+      slots: total number.
+      width: positions of the longest row, at least.
+    """
+    if all(request.sampled is None for _, request, _ in plan.assignments):
+        return None
+    restored = RestoredRows(
+        starts=np.zeros(slots, np.int32),
+        behaviour_logprobs=np.zeros((slots, width), np.float32),
+        old_logprobs=np.zeros((slots, width), np.float32),
+        versions=np.zeros((slots, width), np.int32),
+        choices=no_choices(decoder.config, slots, width) if decoder.records_choices else None,
+    )
+    for slot, request, _ in plan.assignments:
+        restored.starts[slot], sampled = request.start, request.sampled
+        if sampled is None:
+            continue
+        span = slice(request.start, request.start + len(sampled.tokens))
+        restored.behaviour_logprobs[slot, span] = sampled.behaviour_logprobs
+        restored.old_logprobs[slot, span] = sampled.old_logprobs
+        restored.versions[slot, span] = sampled.versions
+        # From the first prompt token on: router replay covers prompt tokens too.
+        if restored.choices is not None and sampled.choices is not None:
+            restored.choices[slot, : len(sampled.choices)] = sampled.choices
+    return restored
+
+
+def no_choices(config: ModelConfig, rows: int, length: int) -> np.ndarray:
+    """Expert ids ``[row, position, layer, k]`` without a record: `num_experts` everywhere."""
+    shape = (rows, length, config.num_expert_layers, config.experts_per_token)
+    return np.full(shape, config.num_experts, choices_dtype(config.num_experts))
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
@@ -236,18 +302,18 @@ def _write_rows(
         if admission.restored is not None and admission.restored.choices is not None:
             # The sampler's expert ids stay on record, whatever this prefill chooses: the
             # log-probability of the token was computed with them.
-            before = _pad_columns(admission.restored.choices, choices.shape[1], none)
+            before = _pad_positions(admission.restored.choices, choices.shape[1], none)
             choices = jnp.where(admitted[:, None, None, None] & (before != none), before, choices)
         choices = jnp.where(later[..., None, None], none, choices)
     # Scalars, which broadcast, where no row was sampled before.
-    starts, columns = admission.lengths, (0.0, 0.0, 0)
+    starts, records = admission.lengths, (0.0, 0.0, 0)
     if admission.restored is not None:
         starts, restored = admission.restored.starts, admission.restored
-        columns = tuple(
-            _pad_columns(column, ids.shape[1], 0)
-            for column in (restored.behaviour_logprobs, restored.old_logprobs, restored.versions)
+        records = tuple(
+            _pad_positions(record, ids.shape[1], 0)
+            for record in (restored.behaviour_logprobs, restored.old_logprobs, restored.versions)
         )
-    behaviour_logprobs, old_logprobs, versions = columns
+    behaviour_logprobs, old_logprobs, versions = records
     return SlotPool(
         rows=TokenRows(
             lengths=where_admitted(admission.lengths, rows.lengths),
@@ -270,7 +336,7 @@ def _write_rows(
     )
 
 
-def _pad_columns(x: Array, width: int, otherwise: Array | float | int) -> Array:
+def _pad_positions(x: Array, width: int, otherwise: Array | float | int) -> Array:
     """Pads `x` with `otherwise` to `width` positions."""
     padding = [(0, 0), (0, width - x.shape[1]), *[(0, 0)] * (x.ndim - 2)]
     return jnp.pad(x, padding, constant_values=otherwise)

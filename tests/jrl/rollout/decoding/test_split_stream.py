@@ -11,11 +11,13 @@ import pytest
 from policies import COLUMNS, CONFIG, PAD, STOPS, prompts, weights
 from tiers import full_but
 
-from jrl.rollout.decoding.disaggregated.expert_balancer import ExpertBalancer
-from jrl.rollout.decoding.disaggregated.stream import DisaggregatedStreamEngine
+from jrl.rollout.decoding.backend import MeshBackend
+from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.decoding.requests import Request
-from jrl.rollout.decoding.stream import StreamEngine
-from jrl.rollout.row_sampling import RequestSampling
+from jrl.rollout.decoding.slots import Decoder
+from jrl.rollout.decoding.split_backend import SplitBackend
+from jrl.rollout.expert_balancer import ExpertBalancer
+from jrl.rollout.sampling import RequestSampling
 from moe.disaggregated.split import Split, fold_split
 from sharding.folding import Layout, fold
 
@@ -25,14 +27,11 @@ CLOSE = 1e-6
 NAMES = "tokens", "logprobs"
 GREEDILY = RequestSampling(temperature=0.0, needs_top_tokens=True)
 BY_CHANCE = RequestSampling(0.7, 0.8, seed=2**40 + 5)
-GIVEN = {
-    "slots": SLOTS,
-    "columns": COLUMNS,
-    "pad_id": PAD,
-    "stop_ids": STOPS,
-    "key": jax.random.key(0),
-    "top_logprobs": K,
-}
+GIVEN = {"slots": SLOTS, "max_length": COLUMNS, "key": jax.random.key(0), "streams": True}
+
+
+def decoder(mesh):
+    return Decoder(CONFIG, mesh, PAD, STOPS, top_logprobs=K)
 
 
 def asked(number, own, samples=1):
@@ -45,17 +44,17 @@ def scene(engine):
     """Rows of several kinds, more than there are slots: some come while others are written, and
     some are dropped, one that sits and one that waits. What was written of each, and the looks that
     it took."""
-    engine.ask(asked(0, GREEDILY))
-    engine.ask(asked(1, BY_CHANCE, samples=3))
+    engine.submit(asked(0, GREEDILY))
+    engine.submit(asked(1, BY_CHANCE, samples=3))
     rows, looks = {}, 0
     while engine.busy:
-        for row in engine.tick(WINDOW):
+        for row in engine.stream(WINDOW):
             parts = rows.setdefault((row.request.prompt, row.request.sample), [])
             parts.append(row)
         looks += 1
         if looks == 1:
-            engine.ask([*asked(2, GREEDILY), *asked(3, RequestSampling(1.3, seed=9), samples=3)])
-            engine.drop({(1, 1), (3, 2)})
+            engine.submit([*asked(2, GREEDILY), *asked(3, RequestSampling(1.3, seed=9), samples=3)])
+            engine.cancel(rows={(1, 1), (3, 2)})
     assert engine.num_live == 0 and engine.num_idle == SLOTS
     return rows
 
@@ -63,7 +62,7 @@ def scene(engine):
 @cache
 def on_one_mesh():
     mesh = fold(Layout(), jax.devices()[:1])
-    engine = StreamEngine(CONFIG, mesh, mesh, **GIVEN)
+    engine = Engine(MeshBackend(decoder(mesh), mesh), **GIVEN)
     engine.load(weights(), 5)
     return scene(engine)
 
@@ -84,7 +83,8 @@ def test_the_split_is_invisible(split, places):
     mesh = fold_split(sizes, jax.devices()[: sizes.num_devices])
     # Weights come from a device of both sides.
     source = fold(Layout(), jax.devices()[:1])
-    engine = DisaggregatedStreamEngine(CONFIG, source, mesh, **GIVEN, **places)
+    backend = SplitBackend(decoder(mesh.attention), source, mesh, **places, restarts=False)
+    engine = Engine(backend, **GIVEN)
     engine.load(weights(), 5)
     expected, rows = on_one_mesh(), scene(engine)
     assert rows.keys() == expected.keys() and (3, 2) not in rows
@@ -104,11 +104,11 @@ def test_the_split_is_invisible(split, places):
             of_one = np.concatenate([part.top_tokens.logprobs for part in expected[key]])
             np.testing.assert_allclose(best, of_one, atol=CLOSE)
     if "replan" in places:
-        assert engine.expert_balancer.has_moved
+        assert backend.expert_balancer.has_moved
         # They stay where they are while nobody asks.
-        placed = engine.expert_balancer.placements
-        engine.ask(asked(0, GREEDILY))
-        assert engine.expert_balancer.placements == placed
+        placed = backend.expert_balancer.placements
+        engine.submit(asked(0, GREEDILY))
+        assert backend.expert_balancer.placements == placed
     policy = replace(weights())
     engine.load(policy, 6)
     known = ref(policy)

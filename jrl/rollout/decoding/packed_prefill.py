@@ -1,22 +1,26 @@
 """Packed prefill: prompts share rows, so that short and long ones together need little padding.
 
 `run_packed`, which is expensive to compile, does not depend on the slots' cache: it is compiled for
-each size of the rows. `place`, which is cheap to compile, is compiled for each pair of a row size
-and a cache length.
+each size of the rows. `copy_to_cache`, which is cheap to compile, is compiled for each pair of a
+row size and a cache length.
 """
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from jrl.rollout.decoding.programs.slots import Decoder, cache_specs, over_slots
+from jrl.rollout.decoding.scheduler import AdmissionPlan, first_fit
+from jrl.rollout.decoding.sizes import row_count, shared_width, single_row_widths
+from jrl.rollout.decoding.slots import Decoder, cache_specs, over_slots
 from moe.cache.buffers import KEY_COLUMN, ROW, VALUE_COLUMN, Cache, cache_of, over_columns
 from moe.config import ModelConfig
 from moe.decoding import Prefilled, for_prefill
@@ -60,14 +64,102 @@ class CacheCopies(Generic[Leaf]):
     Attributes:
       slots: ``[copy]`` destination, an index within the rank.
       sources: ``[copy]`` first position in the concatenated prefill rows.
-      columns: ``[copy]`` first position in the slot.
+      positions: ``[copy]`` first position in the slot.
       counts: ``[rank]`` number of copies; entries after them are ignored.
     """
 
     slots: Leaf
     sources: Leaf
-    columns: Leaf
+    positions: Leaf
     counts: Leaf
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """Plan of the packed rows of an admission.
+
+    Attributes:
+      width: tokens of a row.
+      num_rows: on each rank.
+      starts: of each rank, the offset of each of its prompts in its concatenated rows.
+    """
+
+    width: int
+    num_rows: int
+    starts: list[list[int]]
+
+
+def plan_rows(plan: AdmissionPlan, widths: Sequence[int]) -> RowPlan:
+    """Plans packed rows by first fit, in the order of the prompts; one row if it holds all.
+
+    Args:
+      plan: with prompts to run.
+      widths: allowed widths of rows (`sizes.row_widths`).
+    """
+    lengths = [[len(ids) for ids in runs] for runs in plan.runs]
+    width, *_ = single_row_widths(widths, max(map(sum, lengths))) or [
+        shared_width(widths, max(map(max, filter(None, lengths))))
+    ]
+    starts = [first_fit(run_lengths, width) for run_lengths in lengths]
+    # The maximum over ranks: the compiled function has one shape on all.
+    needed = max(max(offsets) // width + 1 for offsets in starts if offsets)
+    return RowPlan(width, row_count(needed), starts)
+
+
+def make_packing(
+    row_plan: RowPlan, plan: AdmissionPlan, slots: int, pad_id: int
+) -> Packing[np.ndarray]:
+    """Arrays of the packed rows.
+
+    Args:
+      slots: total number.
+    """
+    ranks = len(row_plan.starts)
+    shape = ranks, row_plan.num_rows * row_plan.width
+    tokens = np.full(shape, pad_id, np.int32)
+    segments, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    for rank, (runs, starts) in enumerate(zip(plan.runs, row_plan.starts, strict=True)):
+        for segment, (ids, start) in enumerate(zip(runs, starts, strict=True), 1):
+            span = slice(start, start + len(ids))
+            tokens[rank, span], segments[rank, span] = ids, segment
+            positions[rank, span] = np.arange(len(ids))
+    ends = np.zeros(slots, np.int32)
+    for slot, request, source in plan.assignments:
+        # Ranks have equal ranges of slots, so a slot's index determines its rank.
+        ends[slot] = row_plan.starts[slot * ranks // slots][source] + request.length - 1
+    tokens, segments, positions = (
+        x.reshape(-1, row_plan.width) for x in (tokens, segments, positions)
+    )
+    return Packing(tokens, segments, positions, ends)
+
+
+def plan_cache_copies(
+    row_plan: RowPlan, plan: AdmissionPlan, slots: int, max_length: int, cache_length: int
+) -> CacheCopies[np.ndarray]:
+    """Copies from packed rows into the KV cache.
+
+    Args:
+      slots: total number.
+      max_length: tokens of the longest row.
+      cache_length: of the cache, at least that of the longest prompt.
+    """
+    ranks = len(row_plan.starts)
+    per_rank, size = slots // ranks, min(CHUNK, cache_length)
+    rank_copies: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]
+    for slot, request, source in plan.assignments:
+        rank, local_slot = divmod(slot, per_rank)
+        start = row_plan.starts[rank][source]
+        # The last copies of a slot overlap if its length is no multiple of their size.
+        offsets = (min(c, cache_length - size) for c in range(0, request.length, size))
+        rank_copies[rank] += [(local_slot, start + offset, offset) for offset in offsets]
+    # A static shape for the maximum; `counts` are the actual numbers of copies.
+    max_copies = per_rank * -(-max_length // min(CHUNK, max_length))
+    table = np.zeros((ranks, max_copies, 3), np.int32)
+    for rank, rows in enumerate(rank_copies):
+        table[rank, : len(rows)] = np.reshape(rows, (-1, 3))
+    counts = np.array(list(map(len, rank_copies)), np.int32)
+    targets, sources, positions = np.moveaxis(table.reshape(-1, 3), 1, 0)
+    return CacheCopies(targets, sources, positions, counts)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -163,8 +255,8 @@ def _copy_to_cache_local(
     decoder: Decoder, cache: Cache[Array], prefilled: Cache[Array], cache_copies: CacheCopies[Array]
 ) -> Cache[Array]:
     def copy(index: Array, cache: Cache[Array]) -> Cache[Array]:
-        slot, source_start, column = (
-            x[index] for x in (cache_copies.slots, cache_copies.sources, cache_copies.columns)
+        slot, source_start, position = (
+            x[index] for x in (cache_copies.slots, cache_copies.sources, cache_copies.positions)
         )
 
         def copy_chunk(buffer: Array, source_cache: Array, axis: int | None) -> Array:
@@ -174,7 +266,7 @@ def _copy_to_cache_local(
             size = min(CHUNK, buffer.shape[axis])
             chunk = lax.dynamic_slice_in_dim(source_cache, source_start, size, axis=axis)
             start: list[Any] = [0] * buffer.ndim
-            start[ROW], start[axis] = slot, column
+            start[ROW], start[axis] = slot, position
             return lax.dynamic_update_slice(buffer, chunk, start)
 
         return over_columns(copy_chunk, cache, prefilled)

@@ -1,1 +1,0 @@
-"""Multi-turn rollouts: an environment answers between the policy's turns."""

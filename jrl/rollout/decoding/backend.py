@@ -1,0 +1,197 @@
+"""Backend of the engine on one mesh: the devices that decode, the policy on them, and their
+functions. `jrl.rollout.decoding.split_backend` has another."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.sharding import NamedSharding
+from jaxtyping import Array
+
+from jrl.processes.agreement import to_devices, to_host
+from jrl.rollout.batching import replicated
+from jrl.rollout.decoding.decode import (
+    Advanced,
+    SamplerState,
+    StepLimits,
+    UnstackedPolicy,
+    advance,
+    unstack_policy,
+)
+from jrl.rollout.decoding.packed_prefill import CacheCopies, Packing, copy_to_cache, run_packed
+from jrl.rollout.decoding.prefill import AdmissionArrays, admit, admit_prefilled
+from jrl.rollout.decoding.scheduler import ChooseSlot
+from jrl.rollout.decoding.slots import (
+    Decoder,
+    SlotPool,
+    TokenRows,
+    check_slots,
+    make_output_buffer,
+    over_slots,
+    without_cache,
+    write_to_buffer,
+)
+from jrl.rollout.resharding import rollout_policy
+from jrl.rollout.sampling import Sampling
+from moe.weights import Transformer
+from sharding.folding import FoldedMesh
+
+
+class DecodingWindow(NamedTuple):
+    """Decoding until the scheduler runs again.
+
+    Attributes:
+      max_tokens: maximum new tokens of a row.
+      min_live: stops when at most this many rows are live.
+      cache_length: positions of the cache that attention reads; all rows must fit into them.
+      slots: the slots to compute, of each ``dp`` rank, counted from its first; they include all
+        live rows. None is all.
+    """
+
+    max_tokens: int
+    min_live: int
+    cache_length: int
+    slots: np.ndarray | None
+
+
+class MeshBackend:
+    """One mesh, over the devices of training in the same order or over others.
+
+    Args:
+      decoder: compile-time settings; adapters of its network are merged where it decodes.
+      training: the mesh that weights come from.
+
+    Attributes:
+      decoder: compile-time settings; its mesh is the one of the rows.
+      packs_prompts: true if prompts may share rows of a prefill.
+      computes_fewer: true if a step may compute fewer slots than all.
+      keeps_cache: true if rows may continue with their KV cache when the weights change.
+    """
+
+    packs_prompts = computes_fewer = keeps_cache = True
+
+    def __init__(self, decoder: Decoder, training: FoldedMesh):
+        self._policy_config, self._training = decoder.config, training
+        self.decoder = decoder._replace(config=decoder.config.without_adapters())
+        self._weights: Transformer[Array] | None = None
+        self._unstacked: UnstackedPolicy[Array] | None = None
+        self._rows = NamedSharding(decoder.mesh.mesh, over_slots(decoder.mesh))
+
+    def check(self, slots: int) -> None:
+        """Checks that this many slots can decode; raises ValueError otherwise."""
+        check_slots(self.decoder.mesh, slots)
+
+    def slot_choice(self, slots: int) -> ChooseSlot | None:
+        """Choice of a request's slot on its rank; None takes the one free for longest."""
+        return None
+
+    def load(self, weights: Transformer[Array]) -> None:
+        """Puts the policy, which is on the mesh of training, on the devices that decode."""
+        self.release()  # old and new need not fit in memory together
+        mesh = self.decoder.mesh
+        self._weights = rollout_policy(weights, self._policy_config, self._training, mesh)
+        self._unstacked = unstack_policy(self.decoder, self._weights)
+
+    def release(self) -> None:
+        """Frees the memory of the policy."""
+        self._weights = self._unstacked = None
+
+    def restart(self) -> bool:
+        """Called where no request is in flight: undoes what earlier requests changed, so that
+        samples depend on the next ones only. True if the KV cache in the slots would be computed
+        otherwise now."""
+        return False
+
+    def admit(
+        self,
+        pool: SlotPool[Array],
+        tokens: Array,
+        lengths: Array,
+        admission: AdmissionArrays[Array],
+        sampling: Sampling,
+        state: SamplerState,
+    ) -> tuple[SlotPool[Array], bool]:
+        """Admits rows to the pool, which is donated (`prefill.admit`).
+
+        Args:
+          sampling, state: static parameters of the samplers, and their arrays.
+
+        Returns:
+          The pool, and true if the prefill was repeated with dropless expert buffers.
+        """
+        weights, arrays = self._loaded()[0], (tokens, lengths, admission, state)
+        pool, overflow = admit(self.decoder, sampling, weights, pool, *arrays)
+        # A sum over all devices, so that all processes decide alike; reading it blocks.
+        if overflow is None or not int(overflow):
+            return pool, False
+        decoder = self.decoder.for_any_routing()
+        pool, _ = admit(decoder, sampling, weights, pool, *arrays)
+        return pool, True
+
+    def admit_packed(
+        self,
+        pool: SlotPool[Array],
+        rows: tuple[Packing[Array], CacheCopies[Array]],
+        tokens: Array,
+        admission: AdmissionArrays[Array],
+        sampling: Sampling,
+        state: SamplerState,
+    ) -> tuple[SlotPool[Array], bool]:
+        """`admit` of prompts that share rows, where `packs_prompts`.
+
+        Args:
+          rows: the packed rows, and the copies of their keys and values to the slots.
+          tokens: ``[slot, position]`` ids.
+        """
+        decoder, (weights, unstacked), (packing, cache_copies) = self.decoder, self._loaded(), rows
+        prefill, repeated = run_packed(decoder, weights, packing), False
+        if prefill.overflow is not None and int(prefill.overflow):
+            prefill, repeated = run_packed(decoder.for_any_routing(), weights, packing), True
+        # The cache is handled separately: `admit_prefilled` would be compiled for each of its
+        # lengths.
+        cache = copy_to_cache(decoder, pool.cache, prefill.cache, cache_copies)
+        pool = without_cache(pool)
+        prefill = prefill._replace(cache=pool.cache, overflow=None)
+        pool = admit_prefilled(
+            decoder, sampling, unstacked.rest, pool, prefill, tokens, admission, state
+        )
+        return replace(pool, cache=cache), repeated
+
+    def decode(
+        self,
+        pool: SlotPool[Array],
+        window: DecodingWindow,
+        sampling: Sampling,
+        state: SamplerState,
+    ) -> tuple[SlotPool[Array], Advanced]:
+        """Decodes all live rows of the pool, which is donated."""
+        limits = np.int32(window.max_tokens), np.int32(window.min_live)
+        max_steps, min_live = to_devices(limits, replicated(self.decoder.mesh))
+        return advance(
+            self.decoder,
+            sampling,
+            window.cache_length,
+            self._loaded()[1],
+            pool,
+            state,
+            StepLimits(max_steps, min_live, to_devices(window.slots, self._rows)),
+        )
+
+    def output_buffer(self, rows: TokenRows[Array], size: int) -> TokenRows[Array]:
+        """Empty output buffer for `size` rows such as these."""
+        return make_output_buffer(rows, size, self._rows)
+
+    def write_to_buffer(
+        self, buffer: TokenRows[Array], rows: TokenRows[Array], destinations: np.ndarray
+    ) -> TokenRows[Array]:
+        """Copies the row of each slot to its destination in the output buffer, which is donated;
+        destinations are unique, and past the end drops a row."""
+        return write_to_buffer(buffer, rows, to_devices(destinations, self._rows), self._rows)
+
+    def to_host(self, tree: Any) -> Any:
+        """Copies arrays of the rows' mesh to the host, in all processes."""
+        return to_host(tree)
+
+    def _loaded(self) -> tuple[Transformer[Array], UnstackedPolicy[Array]]:
+        assert self._weights is not None and self._unstacked is not None, "no weights were loaded"
+        return self._weights, self._unstacked

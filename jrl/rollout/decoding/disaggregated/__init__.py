@@ -1,1 +1,0 @@
-"""Decoding with attention-expert disaggregation: the differences from decoding on one mesh."""

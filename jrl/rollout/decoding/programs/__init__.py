@@ -1,1 +1,0 @@
-"""Compiled functions of a pool of slots: admission, decoding steps and token sampling."""

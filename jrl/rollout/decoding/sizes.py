@@ -1,0 +1,190 @@
+"""Sizes that decoding is compiled for: prefill rows, slots of a step, and lengths of the KV cache.
+
+Each size is a compiled function, so that there are few of each.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+MIN_PREFILL_WIDTH = 16
+"""Minimum width of a prefill: narrower ones would not be faster."""
+SINGLE_ROW_UNIT, MAX_SINGLE_ROW_MULTIPLE = 64, 6
+"""Unit and maximum multiple of the width of a single row for all prompts, of any lengths: in longer
+rows the attention scores between different prompts cost more than padding."""
+MIN_SHARED_WIDTH = 128
+"""Minimum width where prompts share multiple rows: attention computes scores between all tokens of
+a row."""
+
+SHRINK_FACTOR, MIN_ACTIVE_SLOTS = 4, 8
+"""Factor by which a step computes fewer slots where most rows have ended, twice at most, and the
+minimum per rank: fewer than `MIN_ACTIVE_SLOTS` take as long."""
+MIN_LENGTH_TO_SHRINK = 128
+"""Minimum length of rows for which it pays to compile steps with fewer slots."""
+
+MIN_CACHE_LENGTH = 64
+"""Minimum positions of the cache that are read, if there are so many."""
+MIN_WINDOW = 16
+"""Tokens of each row that are worth a return to the host: a window is shortened to no fewer, or to
+the requested ones, if that lets attention read a shorter cache."""
+MIN_STREAM_CACHE_LENGTH = 128
+"""Minimum length of the cache in serving, if rows may be so long; 1.5 times, twice that, and so on
+for longer rows: a step reads the whole cache."""
+
+
+def bucket(size: int, most: int | None = None, least: int = MIN_PREFILL_WIDTH) -> int:
+    """Rounds `size` up to `least` times a power of two, but no more than `most`.
+
+    Few sizes mean few functions to compile.
+    """
+    while least < size:
+        least *= 2
+    return least if most is None else min(least, most)
+
+
+def step_sizes(per_rank: int, max_length: int, unit: int) -> list[int]:
+    """Slots of a rank that a step may compute (`fewer_slots`), for rows of one rollout with at most
+    `max_length` tokens."""
+    # Short rows end before a step with fewer slots has paid for its compilation.
+    shrinks = max_length >= MIN_LENGTH_TO_SHRINK
+    least = max(MIN_ACTIVE_SLOTS, per_rank // SHRINK_FACTOR**2) if shrinks else per_rank
+    return fewer_slots(per_rank, unit, SHRINK_FACTOR, least)
+
+
+def fewer_slots(per_rank: int, unit: int, fewer: int, least: int) -> list[int]:
+    """Numbers of slots of a rank that a step may compute, ascending: all, and repeatedly `fewer`
+    times fewer.
+
+    Args:
+      unit: divisor of each number except the last.
+      least: the minimum, except for the last.
+    """
+    sizes = [per_rank]
+    while sizes[0] // fewer >= max(least, unit):
+        sizes.insert(0, -(-sizes[0] // fewer // unit) * unit)
+    return sizes
+
+
+def row_widths(max_length: int, unit: int) -> list[int]:
+    """All widths of packed rows, ascending: `SINGLE_ROW_UNIT`, the unit of `single_row_widths`,
+    then `MIN_SHARED_WIDTH` times powers of two, up to the longest row.
+
+    Args:
+      max_length: tokens of the longest row.
+      unit: divisor of the widths.
+    """
+    # The first is for a single row of all prompts, the others for multiple packed rows:
+    # `single_row_widths` multiplies it and `shared_width` skips it.
+    widths = [min(SINGLE_ROW_UNIT, max_length), min(MIN_SHARED_WIDTH, max_length)]
+    while widths[-1] < max_length:
+        widths.append(min(2 * widths[-1], max_length))
+    return sorted({-(-width // unit) * unit for width in widths})
+
+
+def single_row_widths(widths: Sequence[int], tokens: int | None = None) -> list[int]:
+    """Widths of a single row that holds `tokens`, ascending; None returns all widths.
+
+    Args:
+      widths: `row_widths`.
+    """
+    # Not the exact length, though it would not need padding: each width is a compiled function.
+    multiples = (widths[0] * times for times in range(1, MAX_SINGLE_ROW_MULTIPLE + 1))
+    return [width for width in multiples if tokens is None or width >= tokens]
+
+
+def shared_width(widths: Sequence[int], longest: int) -> int:
+    """Width, of `row_widths`, of rows that pack prompts of up to `longest` tokens with others."""
+    return next((w for w in widths[1:] if w >= longest), widths[-1])
+
+
+def row_count(least: int) -> int:
+    """Rounds a number of rows up to a power of two, for which functions are compiled."""
+    return bucket(least, 2 * least, least=1)
+
+
+def row_sizes(widths: Sequence[int], per_rank: int, most_tokens: int) -> list[tuple[int, int]]:
+    """All widths and numbers of rows in a packed prefill of a rank, each pair of which is a
+    compiled function: one row, and multiple rows where one is not enough.
+
+    Args:
+      widths: of rows (`row_widths`).
+      per_rank: slots of a rank, which is the maximum number of prompts.
+      most_tokens: approximate number of tokens in one prefill.
+    """
+    single_widths = single_row_widths(widths)
+    sizes = [(width, 1) for width in single_widths]
+    for width in widths[1:] or widths:
+        row_numbers = _row_numbers(width, per_rank, most_tokens)
+        sizes += [(width, rows) for rows in row_numbers if width * rows > single_widths[-1]]
+    return sizes
+
+
+def unpacked_row_sizes(
+    max_length: int, unit: int, per_rank: int, most_tokens: int
+) -> list[tuple[int, int]]:
+    """All widths and numbers of rows in a prefill where each prompt has a row of its own.
+
+    Args:
+      max_length: tokens of the longest row.
+      unit: divisor of the widths.
+    """
+    widths = [min(MIN_PREFILL_WIDTH, max_length)]
+    while widths[-1] < max_length:
+        widths.append(min(2 * widths[-1], max_length))
+    widths = sorted({-(-width // unit) * unit for width in widths})
+    return [(w, rows) for w in widths for rows in _row_numbers(w, per_rank, most_tokens)]
+
+
+def _row_numbers(width: int, per_rank: int, most_tokens: int) -> list[int]:
+    """Numbers of rows of this width that a rank may run in one prefill, ascending."""
+    most = row_count(min(per_rank, max(1, most_tokens // width)))
+    return [2**power for power in range(most.bit_length())]
+
+
+def stream_cache_lengths(max_length: int) -> list[int]:
+    """Lengths that the cache may have in serving, ascending.
+
+    Args:
+      max_length: tokens of the longest row.
+    """
+    lengths = [min(MIN_STREAM_CACHE_LENGTH, max_length)]
+    while lengths[-1] < max_length:
+        half_again = lengths[-1] * 3 // 2
+        lengths += [min(length, max_length) for length in (half_again, 2 * lengths[-1])]
+    return sorted({*lengths})
+
+
+def cache_length_to_read(end: int, cache_length: int) -> int:
+    """Cache length for rows that end at `end`: `MIN_CACHE_LENGTH` times a power of two, or all.
+
+    Args:
+      cache_length: of the whole cache.
+    """
+    read = bucket(end, cache_length, MIN_CACHE_LENGTH)
+    # A part of the cache is copied, before and after its steps; the whole cache is not.
+    return read if 3 * read <= 2 * cache_length else cache_length
+
+
+def plan_window(
+    lengths: np.ndarray, limits: np.ndarray, window: int, cache_length: int
+) -> tuple[int, int]:
+    """Number of tokens to decode in all rows, `window` or as many as a shorter cache holds, and the
+    maximum length of the longest row after them.
+
+    Args:
+      lengths: ``[row]`` of the rows that continue.
+      limits: ``[row]`` lengths at which they stop.
+      cache_length: of the whole cache.
+    """
+    few = cache_length_to_read(length_after(lengths, limits, min(MIN_WINDOW, window)), cache_length)
+    if few < cache_length_to_read(length_after(lengths, limits, window), cache_length):
+        # Rows that stop within these positions do not matter: others get at least `MIN_WINDOW`
+        # tokens.
+        window = few - 1 - int(lengths[limits > few].max())
+    return window, length_after(lengths, limits, window)
+
+
+def length_after(lengths: np.ndarray, limits: np.ndarray, num_tokens: int) -> int:
+    """Maximum length of the longest row after `num_tokens` more tokens."""
+    # One more: a row that was just admitted has a first token that the host has not counted.
+    return int(np.minimum(lengths + 1 + num_tokens, limits).max())

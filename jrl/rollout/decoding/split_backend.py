@@ -1,0 +1,501 @@
+"""Backend with attention and experts on separate device groups (`moe.disaggregated`).
+
+Slots, requests and sampling are those of one mesh, and so are the tokens; rows are stored on the
+attention devices.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from jrl.processes.agreement import any_of, is_multiprocess, to_devices, to_every_host
+from jrl.rollout.batching import replicated
+from jrl.rollout.decoding.backend import DecodingWindow
+from jrl.rollout.decoding.decode import (
+    Advanced,
+    SamplerState,
+    append_tokens,
+    sample_next_tokens,
+    sampler_state_specs,
+    write_token,
+)
+from jrl.rollout.decoding.packed_prefill import CacheCopies, Packing
+from jrl.rollout.decoding.prefill import AdmissionArrays, admit_prefilled
+from jrl.rollout.decoding.scheduler import ChooseSlot
+from jrl.rollout.decoding.sizes import bucket
+from jrl.rollout.decoding.slots import (
+    Decoder,
+    SlotPool,
+    TokenRows,
+    check_slots,
+    make_output_buffer,
+    over_slots,
+    pool_specs,
+    without_cache,
+    write_to_buffer,
+)
+from jrl.rollout.expert_balancer import ExpertBalancer
+from jrl.rollout.resharding import split_policy
+from jrl.rollout.sampling import Sampling
+from moe.disaggregated.placement import Placement
+from moe.disaggregated.runner import Runner, check_micro_batches
+from moe.disaggregated.schedule import AttentionTime, lightest_batch
+from moe.disaggregated.split import SplitMesh, has_local_devices
+from moe.disaggregated.weights import SplitWeights, move_experts
+from moe.router.routing import choices_dtype
+from moe.weights import Transformer
+from sharding.collectives import all_sum, vary
+from sharding.folding import FoldedMesh
+
+STEPS_BEFORE_COUNT = 2
+"""Decoding steps that the host enqueues before it checks that rows are left to decode."""
+
+
+class SplitBackend:
+    """Two groups of devices, one for attention and one for experts.
+
+    Args:
+      decoder: compile-time settings of an MoE model, on the mesh of attention; adapters are merged
+        where it decodes.
+      training: the mesh that weights come from.
+      mesh: of both device groups.
+      micro_batches: micro-batches of the slots in flight: while one is with the experts, attention
+        works on another.
+      m2n: see `moe.disaggregated.runner.Runner`.
+      expert_slots: experts that an expert device can hold, with replicas of hot experts; None is
+        its share.
+      replan: tokens of a row after which experts are re-balanced by their loads; None keeps the
+        placement.
+      restarts: true to begin with equal loads where no row is in flight, so that samples depend on
+        the requests only, bit for bit. False where requests come at any time: earlier loads are the
+        best prediction then, and decay exponentially.
+
+    Raises:
+      ValueError: on sizes that do not divide.
+    """
+
+    # Packed prefill is for one mesh only, micro-batches are of one size, and the KV cache depends
+    # on the placement of experts.
+    packs_prompts = computes_fewer = keeps_cache = False
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        training: FoldedMesh,
+        mesh: SplitMesh,
+        *,
+        micro_batches: int = 2,
+        m2n: str | None = None,
+        expert_slots: int | None = None,
+        replan: int | None = None,
+        restarts: bool = True,
+    ):
+        # Each layer's KV cache in a buffer of its own, which its compiled function donates.
+        execution = replace(decoder.config.execution, scan_layers=False)
+        self._policy_config = replace(decoder.config, execution=execution)
+        plain = self._policy_config.without_adapters()
+        self.decoder = decoder._replace(config=plain)
+        self._training, self._mesh, self._micro_batches = training, mesh, micro_batches
+        self._restarts = restarts
+        self.expert_balancer = ExpertBalancer(
+            plain, mesh, expert_slots, replan, decays=not restarts
+        )
+        self._runner = Runner(
+            plain,
+            mesh,
+            placement=self.expert_balancer.placements[0],
+            m2n=m2n,
+            # Loads are counted from expert ids, recorded for a replay or not.
+            records_choices=decoder.records_choices or replan is not None,
+        )
+        if is_multiprocess():
+            any_of(False)  # a barrier: all processes have compiled what came before
+            self._runner.connect()
+        self._weights: SplitWeights[Array] | None = None
+        self.loads = self._no_loads()
+        self._has_attention = has_local_devices(mesh.attention)
+        self._rows = NamedSharding(mesh.attention.mesh, over_slots(mesh.attention))
+
+    def check(self, slots: int) -> None:
+        check_micro_batches(slots, self._micro_batches, self._mesh)
+        check_slots(self.decoder.mesh, slots)
+
+    def slot_choice(self, slots: int) -> ChooseSlot | None:
+        mesh = self.decoder.mesh
+        size = slots // mesh.size(mesh.dp) // self._micro_batches
+        predicted = AttentionTime.from_config(self.decoder.config)
+        return LightestMicroBatch(size, self._micro_batches, predicted)
+
+    def load(self, weights: Transformer[Array]) -> None:
+        self.release()  # old and new need not fit in memory together
+        placements = self.expert_balancer.placements
+        self._weights = split_policy(
+            weights, self._policy_config, self._training, self._mesh, placements
+        )
+
+    def release(self) -> None:
+        self._weights = None
+
+    def restart(self) -> bool:
+        if not self._restarts:
+            return False
+        moved, before = self.expert_balancer.has_moved, self.expert_balancer.placements
+        self.expert_balancer.restart()
+        self.loads = self._no_loads()
+        if moved:
+            self._move_experts(before)
+        # The KV cache was computed with another placement, and rounded otherwise.
+        return moved
+
+    def _move_experts(self, before: Sequence[Placement]) -> None:
+        """Moves the stored weights from the placement `before` to the present one."""
+        if self._weights is not None:
+            after = self.expert_balancer.placements
+            self._weights = move_experts(self._weights, self._mesh, before, after)
+
+    def _no_loads(self) -> Array:
+        config = self.decoder.config
+        return self._replicate(np.zeros((config.num_expert_layers, config.num_experts), np.int32))
+
+    def _rebalance_experts(self) -> None:
+        """Re-balances the experts by the loads since the last call."""
+        loads, before = self.to_host(self.loads), self.expert_balancer.placements
+        self.loads = self._no_loads()
+        if self.expert_balancer.rebalance(loads):
+            self._move_experts(before)
+
+    def admit(
+        self,
+        pool: SlotPool[Array],
+        tokens: Array,
+        lengths: Array,
+        admission: AdmissionArrays[Array],
+        sampling: Sampling,
+        state: SamplerState,
+    ) -> tuple[SlotPool[Array], bool]:
+        weights, prefilled = self._loaded(), None
+        if tokens.shape[0]:
+            prefilled = self._runner.prefill(weights, tokens, lengths)
+        if not self._has_attention:
+            return pool, False
+        assert weights.rest is not None
+        if prefilled is not None and prefilled.choices is not None:
+            dtype = choices_dtype(self.decoder.config.num_experts)
+            choices = prefilled.choices.astype(dtype) if self.decoder.records_choices else None
+            prefilled = prefilled._replace(choices=choices)
+        pool = admit_prefilled(
+            self.decoder, sampling, weights.rest, pool, prefilled, tokens, admission, state
+        )
+        return pool, False
+
+    def admit_packed(
+        self,
+        pool: SlotPool[Array],
+        rows: tuple[Packing[Array], CacheCopies[Array]],
+        tokens: Array,
+        admission: AdmissionArrays[Array],
+        sampling: Sampling,
+        state: SamplerState,
+    ) -> tuple[SlotPool[Array], bool]:
+        raise NotImplementedError("packed prefill is for one mesh only")
+
+    def decode(
+        self,
+        pool: SlotPool[Array],
+        window: DecodingWindow,
+        sampling: Sampling,
+        state: SamplerState,
+    ) -> tuple[SlotPool[Array], Advanced]:
+        num_micro_batches, min_live = self._micro_batches, window.min_live
+        max_tokens = self.expert_balancer.limit_tokens(window.max_tokens)
+        indices = [self._replicate(np.int32(i)) for i in range(num_micro_batches)]
+        cache = None
+        if self._has_attention:
+            # The runner donates the cache layer by layer, `_sample_micro_batch` the rest.
+            cache, pool = pool.cache, without_cache(pool)
+        # For each token and micro-batch, the number of rows that got it and of those still live.
+        counts: list[list[Any]] = [[] for _ in range(num_micro_batches)]
+        totals = list[np.ndarray]()
+
+        def begin(i: int) -> tuple[Array, Array, Array]:
+            return _read_step_inputs(self.decoder, num_micro_batches, pool, indices[i])
+
+        def end(i: int, logits: Array, choices: Array | None) -> tuple[Array, Array]:
+            nonlocal pool
+            if self.expert_balancer.every is not None:
+                self.loads = _add_expert_loads(
+                    self.decoder, num_micro_batches, self.loads, pool.live, choices, indices[i]
+                )
+            if not self.decoder.records_choices:
+                choices = None
+            pool, num_sampled, num_live = _sample_micro_batch(
+                self.decoder,
+                sampling,
+                num_micro_batches,
+                pool,
+                logits,
+                choices,
+                state,
+                indices[i],
+            )
+            counts[i].append((num_sampled, num_live))
+            return num_sampled, num_live
+
+        def count(token: int) -> int:
+            """Number of live rows after `token`, the first token that was not counted yet."""
+            each = jax.device_get([tokens_of_batch[token] for tokens_of_batch in counts])
+            totals.append(
+                np.sum([np.reshape(tokens_of_batch, -1) for tokens_of_batch in each], axis=0)
+            )
+            return int(totals[-1][1])
+
+        # Enqueued steps run on; counts are read `STEPS_BEFORE_COUNT` tokens later.
+        def continues(token: int) -> bool:
+            num_live = (
+                count(token - STEPS_BEFORE_COUNT) if token >= STEPS_BEFORE_COUNT else min_live + 1
+            )
+            return token < max_tokens and num_live > min_live
+
+        cache = self._runner.decode(
+            self._loaded(),
+            cache,
+            pool.live.shape[0],
+            num_micro_batches,
+            begin,
+            end,
+            continues,
+            window.cache_length,
+            # A process without attention receives the counts, and decides as the others do.
+            lambda i, heard: counts[i].append(heard),
+        )
+        # Tokens that were enqueued after the last count.
+        for token in range(len(totals), len(counts[0])):
+            count(token)
+        grew = np.array(totals)[:, 0]
+        # An enqueued token that no row got is not a step.
+        steps = int((grew > 0).sum())
+        if self.expert_balancer.is_due(steps):
+            self._rebalance_experts()
+        advanced = Advanced(jnp.asarray(steps), jnp.asarray(grew.sum()))
+        return pool if cache is None else replace(pool, cache=cache), advanced
+
+    def output_buffer(self, rows: TokenRows[Array], size: int) -> TokenRows[Array]:
+        # In a run of multiple processes it is on all of them.
+        sharding = replicated(self._training) if is_multiprocess() else self._rows
+        return make_output_buffer(rows, size, sharding)
+
+    def write_to_buffer(
+        self, buffer: TokenRows[Array], rows: TokenRows[Array], destinations: np.ndarray
+    ) -> TokenRows[Array]:
+        if not is_multiprocess():
+            return write_to_buffer(buffer, rows, to_devices(destinations, self._rows), self._rows)
+        # The output buffer is on all processes: rows move through their hosts, finished ones only.
+        (slots,) = np.nonzero(destinations < buffer.lengths.shape[0])
+        num_rows = bucket(len(slots), len(destinations), least=1)
+        sources = np.zeros(num_rows, np.int32)
+        targets = buffer.lengths.shape[0] + np.arange(num_rows, dtype=np.int32)
+        sources[: len(slots)], targets[: len(slots)] = slots, destinations[slots]
+        finished = _gather_rows(rows, self._replicate(sources), self.decoder.mesh)
+        sharding = replicated(self._training)
+        moved, targets = to_devices((self.to_host(finished), targets), sharding)
+        return write_to_buffer(buffer, moved, targets, sharding)
+
+    def to_host(self, tree: Any) -> Any:
+        return to_every_host(tree, self.decoder.mesh)
+
+    def _replicate(self, tree: Any) -> Any:
+        return to_devices(tree, replicated(self.decoder.mesh))
+
+    def _loaded(self) -> SplitWeights[Array]:
+        assert self._weights is not None, "no weights were loaded"
+        return self._weights
+
+
+class LightestMicroBatch(NamedTuple):
+    """Choice of slots that balances the predicted attention time of micro-batches, which are
+    consecutive slots of a rank: a request gets a slot in the one with the least.
+
+    Attributes:
+      size: slots of a micro-batch.
+      micro_batches: of a rank.
+      predicted: model of the attention time of rows.
+    """
+
+    size: int
+    micro_batches: int
+    predicted: AttentionTime
+
+    def __call__(self, free: Sequence[int], lengths: Mapping[int, int]) -> int:
+        first = free[0] // (self.size * self.micro_batches) * self.micro_batches
+        batches = range(first, first + self.micro_batches)
+        free_slots = [[slot for slot in free if slot // self.size == i] for i in batches]
+        rows = [[n for slot, n in lengths.items() if slot // self.size == i] for i in batches]
+        # By the tokens in the cache too: longer rows take attention longer.
+        times = [self.predicted.batch_time(row_lengths) for row_lengths in rows]
+        return free_slots[lightest_batch(times, list(map(len, free_slots)))][0]
+
+
+@partial(jax.jit, static_argnums=2)
+def _gather_rows(rows: TokenRows[Array], slots: Array, mesh: FoldedMesh) -> TokenRows[Array]:
+    """Rows of the given slots, replicated on every device."""
+    gathered = jax.tree.map(lambda column: jnp.take(column, slots, axis=0), rows)
+    return lax.with_sharding_constraint(gathered, replicated(mesh))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _read_step_inputs(
+    decoder: Decoder, num_micro_batches: int, pool: SlotPool[Array], index: Array
+) -> tuple[Array, Array, Array]:
+    """Last token of each row of a micro-batch, which has not been run yet, its position, and the
+    mask of live rows.
+
+    Args:
+      pool: without its cache.
+      index: index of the micro-batch, of `num_micro_batches`.
+    """
+    mesh = decoder.mesh
+
+    def local(pool: SlotPool[Array], index: Array) -> tuple[Array, Array, Array]:
+        tokens, lengths, live = (
+            _slice_micro_batch(x, num_micro_batches, index)
+            for x in (pool.rows.tokens, pool.rows.lengths, pool.live)
+        )
+        last = jnp.maximum(lengths - 1, 0)
+        return jnp.take_along_axis(tokens, last[:, None], axis=1)[:, 0], last, live
+
+    rows = over_slots(mesh)
+    return jax.shard_map(
+        local,
+        mesh=mesh.mesh,
+        in_specs=(pool_specs(mesh, pool), PartitionSpec()),
+        out_specs=(rows, rows, rows),
+    )(pool, index)
+
+
+@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def _add_expert_loads(
+    decoder: Decoder,
+    num_micro_batches: int,
+    loads: Array,
+    live: Array,
+    choices: Array,
+    index: Array,
+) -> Array:
+    """Adds the tokens of a micro-batch to the load of each expert.
+
+    Args:
+      loads: ``[layer, expert]`` so far; donated.
+      live: of all rows.
+      choices: ``[row, layer, k]`` expert ids of the micro-batch.
+      index: index of the micro-batch, of `num_micro_batches`.
+    """
+    mesh = decoder.mesh
+
+    def local(loads: Array, live: Array, choices: Array, index: Array) -> Array:
+        layers = jnp.arange(loads.shape[0])[None, :, None]
+        # Rows that are not live are computed too, but are not counted.
+        counts = jnp.broadcast_to(
+            _slice_micro_batch(live, num_micro_batches, index)[:, None, None], choices.shape
+        )
+        local_loads = jnp.zeros_like(loads).at[layers, choices].add(counts.astype(loads.dtype))
+        return loads + all_sum(vary(local_loads, mesh.except_sequence), mesh.except_sequence)
+
+    replicated, rows = PartitionSpec(), over_slots(mesh)
+    return jax.shard_map(
+        local, mesh=mesh.mesh, in_specs=(replicated, rows, rows, replicated), out_specs=replicated
+    )(loads, live, choices, index)
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
+def _sample_micro_batch(
+    decoder: Decoder,
+    sampling: Sampling,
+    num_micro_batches: int,
+    pool: SlotPool[Array],
+    logits: Array,
+    choices: Array | None,
+    sampler_state: SamplerState,
+    index: Array,
+) -> tuple[SlotPool[Array], Array, Array]:
+    """Samples the next token of the live rows of a micro-batch, as
+    `jrl.rollout.decoding.decode.advance` does for all rows.
+
+    Args:
+      pool: without its cache; donated.
+      logits: ``[row, vocab]`` over all devices.
+      choices: ``[row, layer, k]`` expert ids of the token that was run.
+      index: index of the micro-batch, of `num_micro_batches`.
+
+    Returns:
+      The pool, the number of rows that got a token, and the number of those still live.
+    """
+    mesh = decoder.mesh
+
+    def local(
+        pool: SlotPool[Array],
+        logits: Array,
+        choices: Array | None,
+        sampler_state: SamplerState,
+        index: Array,
+    ) -> tuple[SlotPool[Array], Array, Array]:
+        micro_batch = jax.tree.map(lambda x: _slice_micro_batch(x, num_micro_batches, index), pool)
+        rows, live = micro_batch.rows, micro_batch.live
+        if rows.choices is not None:
+            last = jnp.maximum(rows.lengths - 1, 0)
+            rows = replace(rows, choices=write_token(rows.choices, live, last, choices))
+        # Per-request sampling parameters, if there are any, of this micro-batch.
+        row_sampling = jax.tree.map(
+            lambda x: _slice_micro_batch(x, num_micro_batches, index), sampler_state.rows
+        )
+        sampled = sample_next_tokens(
+            decoder, sampling, logits, micro_batch, rows, sampler_state._replace(rows=row_sampling)
+        )
+        rows, continues = append_tokens(
+            decoder, micro_batch, rows, live, sampled, sampler_state.version
+        )
+        # Micro-batch i is the i-th part of each device's slots.
+        first = index * live.shape[0]
+
+        def write_back(full: Array, new: Array) -> Array:
+            return lax.dynamic_update_slice_in_dim(full, new, first, axis=0)
+
+        updated = replace(
+            pool,
+            rows=jax.tree.map(write_back, pool.rows, rows),
+            live=write_back(pool.live, continues),
+        )
+
+        def count(mask: Array) -> Array:
+            return all_sum(jnp.sum(mask.astype(jnp.int32)), mesh.except_sequence)
+
+        return vary(updated, mesh.except_sequence), count(live), count(continues)
+
+    replicated, rows = PartitionSpec(), over_slots(mesh)
+    pools = pool_specs(mesh, pool)
+    choices_spec = None if choices is None else rows
+    return jax.shard_map(
+        local,
+        mesh=mesh.mesh,
+        in_specs=(
+            pools,
+            PartitionSpec(mesh.axes),
+            choices_spec,
+            sampler_state_specs(mesh, sampler_state),
+            replicated,
+        ),
+        out_specs=(pools, replicated, replicated),
+    )(pool, logits, choices, sampler_state, index)
+
+
+def _slice_micro_batch(x: Array, num_micro_batches: int, index: Array) -> Array:
+    """Slice of the rows of a micro-batch."""
+    size = x.shape[0] // num_micro_batches
+    return lax.dynamic_slice_in_dim(x, index * size, size)
