@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from tiers import full_but
 
 import jrl
-from jrl.losses.advantages.critic.recursion import SHORTEST_BLOCKED, Implementation
+from jrl.losses.advantages.recursion import SHORTEST_BLOCKED, Implementation
 
 ROWS = 4
 # Shorter than a block, a token more than the blocks hold, and whole blocks.
