@@ -4,19 +4,19 @@ Arguments come *current policy first, then old*; verl and its descendants have i
 round. Only the current log-probabilities carry a gradient.
 """
 
-from jrl.losses.policy.covariance.clip_cov import clip_cov_loss
-from jrl.losses.policy.covariance.covariances import (
+from jrl.losses.policy.covariance import (
     CovarianceStatistics,
+    clip_cov_loss,
     covariance_statistics,
     covariances,
+    kl_cov_loss,
 )
-from jrl.losses.policy.covariance.kl_cov import kl_cov_loss
-from jrl.losses.policy.entropy.hapo import (
+from jrl.losses.policy.hapo import (
     asymmetric_clip_bounds,
     hapo_loss,
     redistributed_advantages,
 )
-from jrl.losses.policy.entropy.signal import (
+from jrl.losses.policy.hapo_signal import (
     EntropySign,
     EntropyStatistics,
     adaptive_temperature,
@@ -24,22 +24,21 @@ from jrl.losses.policy.entropy.signal import (
     entropy_statistics,
     standardized_entropy,
 )
-from jrl.losses.policy.imitation import positive_example_loss
-from jrl.losses.policy.reinforce.cispo import cispo_loss
-from jrl.losses.policy.reinforce.dro import dro_loss
-from jrl.losses.policy.reinforce.reinforce import gpg_loss, reinforce_loss
-from jrl.losses.policy.reinforce.vespo import vespo_loss
+from jrl.losses.policy.reinforce import (
+    cispo_loss,
+    dro_loss,
+    gpg_loss,
+    positive_example_loss,
+    reinforce_loss,
+    vespo_loss,
+)
 from jrl.losses.policy.selection import (
     entropy_threshold,
     off_policy_sequence_mask,
     top_entropy_mask,
 )
-from jrl.losses.policy.sequence_ratio.gmpo import gmpo_loss
-from jrl.losses.policy.sequence_ratio.gspo import gspo_loss
-from jrl.losses.policy.sequence_ratio.luspo import luspo_loss
-from jrl.losses.policy.token_ratio.dppo import ProbabilityDistance, dppo_loss
-from jrl.losses.policy.token_ratio.ppo import ppo_loss
-from jrl.losses.policy.token_ratio.sapo import sapo_loss
+from jrl.losses.policy.sequence_ratio import gmpo_loss, gspo_loss, luspo_loss
+from jrl.losses.policy.token_ratio import ProbabilityDistance, dppo_loss, ppo_loss, sapo_loss
 
 __all__ = [  # noqa: RUF022 - in reading order
     "ppo_loss",

@@ -10,8 +10,8 @@ from jaxtyping import Float, Shaped
 
 from jrl.losses import settings
 from jrl.losses.arrays import Number, as_floats, check_shapes, zero_masked
-from jrl.losses.policy.entropy.signal import check_strength
-from jrl.losses.policy.token_ratio.ppo import clipped
+from jrl.losses.policy.hapo_signal import check_strength
+from jrl.losses.policy.token_ratio import clipped
 from jrl.losses.policy.tokens import Bound, Loss, Tokens, distance, prepare, reduce_surrogate
 from jrl.losses.reduction import Aggregation, Denominators, Mean
 
