@@ -20,8 +20,14 @@ Examples:
   [0.25, 0.75]
 """
 
-from jrl.losses.diagnostics.bootstrap import BootstrapBias, bootstrap_bias, bootstrap_bias_bound
-from jrl.losses.diagnostics.calibration import Calibration, calibration
+from jrl.losses.diagnostics.composition import (
+    GroupDegeneracy,
+    LengthShare,
+    NegativeShare,
+    group_degeneracy,
+    length_share,
+    negative_share,
+)
 from jrl.losses.diagnostics.credit import (
     Concentration,
     VarianceSplit,
@@ -29,7 +35,16 @@ from jrl.losses.diagnostics.credit import (
     td_concentration,
     within_between_variance,
 )
-from jrl.losses.diagnostics.exploration import GroupDegeneracy, group_degeneracy
+from jrl.losses.diagnostics.critic import (
+    BootstrapBias,
+    ByPosition,
+    Calibration,
+    bootstrap_bias,
+    bootstrap_bias_bound,
+    by_position,
+    calibration,
+    relative_position,
+)
 from jrl.losses.diagnostics.lambdas import (
     LambdaSensitivity,
     TerminalReach,
@@ -37,13 +52,6 @@ from jrl.losses.diagnostics.lambdas import (
     lambda_sensitivity,
     terminal_reach,
 )
-from jrl.losses.diagnostics.length import (
-    LengthShare,
-    NegativeShare,
-    length_share,
-    negative_share,
-)
-from jrl.losses.diagnostics.position import ByPosition, by_position, relative_position
 
 __all__ = [  # noqa: RUF022 - in the order of the concerns
     "by_position",

@@ -1,6 +1,11 @@
-"""Importance weights between the trainer's policy and the sampler's, and what bounds them."""
+"""Corrections for a sampler whose probabilities are not quite the trainer's.
 
-from typing import Literal, get_args
+Everywhere ``w`` is trainer over sampler, and so are all thresholds. Nothing here has a gradient.
+"""
+
+import operator
+from dataclasses import dataclass
+from typing import Generic, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +15,28 @@ from jaxtyping import Bool, Float, Shaped
 
 from jrl.losses import settings
 from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, zero_masked
-from jrl.losses.reduction import divide
+from jrl.losses.reduction import Leaf, Mean, divide
+
+__all__ = [  # noqa: RUF022 - in reading order
+    "mismatch_weights",
+    "WeightLevel",
+    "truncated_weights",
+    "icepop_weights",
+    "sequence_masked_weights",
+    "normalized_weights",
+    "WeightMean",
+    "geometric_rejection_mask",
+    "divergence_rejection_mask",
+    "RejectionKind",
+    "RejectionOver",
+    "mismatch_statistics",
+    "EffectiveSampleSize",
+]
 
 WeightLevel = Literal["token", "sequence", "geometric"]
 WeightMean = Literal["token", "sequence"]
+RejectionKind = Literal["k2", "k3"]
+RejectionOver = Literal["token", "sum", "mean", "max"]
 
 
 def mismatch_weights(
@@ -322,3 +345,237 @@ def _clean(
     mask = as_mask(mask)
     (weights,) = as_floats(jax.lax.stop_gradient(jnp.asarray(weights)))
     return zero_masked(weights, mask), mask
+
+
+def geometric_rejection_mask(
+    logprobs: Float[ArrayLike, "*batch time"],
+    behaviour_logprobs: Float[ArrayLike, "*batch time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    *,
+    low: Number | None,
+    high: Number | None,
+) -> Bool[Array, "*batch time"]:
+    """The mask without the sequences whose weight per token leaves a range.
+
+        a sequence stays if low <= exp(mean_t log w_t) <= high,    w = trainer over sampler
+
+    **The range is one of w.** verl computes the same with ``k1 = -log w`` and bounds that, so its
+    thresholds are those of sampler over trainer: its (a, b) is ``low=1/b, high=1/a`` here. Its
+    preset of 0.999 to 1.001 is, to a millionth, the same both ways.
+
+    With fewer true tokens, a loss that counts its own tokens has another denominator.
+
+    Args:
+      logprobs: of the sampled tokens as the trainer computes them, in nats; no gradient.
+      behaviour_logprobs: the same as the sampler gave them; no gradient.
+      mask: true on sampled tokens. A row is one sequence.
+      low: the least geometric mean that is kept; None is off.
+      high: the greatest; None is off.
+
+    Returns:
+      A boolean mask, false wherever `mask` is.
+
+    Raises:
+      ValueError: if the range is empty or negative.
+
+    References:
+      verl, "Rollout correction", geometric rejection.
+      https://verl.readthedocs.io/en/latest/algo/rollout_corr_math.html
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> log_weights = jnp.array([[0.1, 0.5], [0.1, -0.2]])
+      >>> mask = jnp.array([[1, 1], [1, 1]])
+      >>> geometric_rejection_mask(log_weights, 0 * log_weights, mask, low=0.8, high=1.25).tolist()
+      [[False, False], [True, True]]
+    """
+    low, high = weight_range(low, high)
+    geometric = mismatch_weights(
+        logprobs, behaviour_logprobs, mask, level="geometric", max_log_weight=None
+    )
+    _, mask = log_ratio(logprobs, behaviour_logprobs, mask)
+    return mask & ~outside(geometric, low, high)
+
+
+def divergence_rejection_mask(
+    logprobs: Float[ArrayLike, "*batch time"],
+    behaviour_logprobs: Float[ArrayLike, "*batch time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    *,
+    kind: RejectionKind = "k3",
+    over: RejectionOver = "mean",
+    bound: Number,
+    max_log_weight: Number | None = 20.0,
+) -> Bool[Array, "*batch time"]:
+    """The mask without the tokens or sequences whose divergence exceeds a bound.
+
+    With w = trainer over sampler, the divergence of a token is
+
+    | kind | value | estimates |
+    |---|---|---|
+    | ``k2`` | ``log(w)^2 / 2`` | KL(sampler ‖ trainer), to second order |
+    | ``k3`` | ``w - 1 - log w`` | KL(sampler ‖ trainer), without bias and never negative |
+
+    and what is compared with the bound is, with `over`, the value of each ``token`` (which then
+    goes alone) or the ``sum``, ``mean`` or ``max`` over each sequence (which goes as a whole).
+
+    Args:
+      logprobs: of the sampled tokens as the trainer computes them, in nats; no gradient.
+      behaviour_logprobs: the same as the sampler gave them; no gradient.
+      mask: true on sampled tokens. A row is one sequence.
+      kind: the estimator.
+      over: what is bounded.
+      bound: the greatest value that is kept, in nats. For the mean of k3, verl has 0.001 to 0.01.
+      max_log_weight: ``log w`` is clamped to plus or minus this first, so that probabilities that
+        vanish under one policy are far, and not undefined; None is off.
+
+    Returns:
+      A boolean mask, false wherever `mask` is.
+
+    Raises:
+      ValueError: if `kind` or `over` is unknown or `bound` negative.
+
+    References:
+      As for `geometric_rejection_mask`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> log_weights = jnp.array([[0.1, 1.0], [0.1, -0.2]])
+      >>> arrays = (log_weights, 0 * log_weights, jnp.ones((2, 2)))
+      >>> divergence_rejection_mask(*arrays, over="mean", bound=0.1).tolist()
+      [[False, False], [True, True]]
+      >>> divergence_rejection_mask(*arrays, over="token", bound=0.1).tolist()
+      [[True, False], [True, True]]
+    """
+    if kind not in get_args(RejectionKind):
+        raise ValueError(f"kind={kind!r} is neither 'k2' nor 'k3'.")
+    if over not in get_args(RejectionOver):
+        choices = ", ".join(get_args(RejectionOver))
+        raise ValueError(f"over={over!r} is not a level of a divergence bound: choose {choices}.")
+    bound = settings.number("bound", bound, "is a divergence and cannot be negative.", at_least=0)
+    max_log_weight = settings.optional_distance("max_log_weight", max_log_weight)
+    log_weights, mask = log_ratio(logprobs, behaviour_logprobs, mask)
+    if max_log_weight is not None:
+        log_weights = jnp.clip(log_weights, -max_log_weight, max_log_weight)
+    # 0 where the mask is false, as the log-weights are.
+    divergence = log_weights**2 / 2 if kind == "k2" else jnp.expm1(log_weights) - log_weights
+    if over in ("sum", "mean"):
+        divergence = jnp.sum(divergence, axis=-1, keepdims=True)
+        if over == "mean":
+            divergence = divergence / lengths(mask, divergence)
+    elif over == "max":
+        divergence = jnp.max(divergence, axis=-1, keepdims=True, initial=0)
+    return mask & ~outside(jnp.broadcast_to(divergence, mask.shape), None, bound)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class EffectiveSampleSize(Generic[Leaf]):
+    """The sums behind the share of a sample that counts, which itself is not additive.
+
+    Two of them add with ``+``, over devices ``jax.lax.psum`` takes the record as it is, and `value`
+    is then that of everything together.
+
+    Attributes:
+      count: how many weights.
+      sum: their sum.
+      sum_of_squares: the sum of their squares.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> record = EffectiveSampleSize.of(jnp.array([1.0, 1.0, 0.0, 0.0]), jnp.ones(4))
+      >>> float(record.value())
+      0.5
+    """
+
+    count: Leaf
+    sum: Leaf
+    sum_of_squares: Leaf
+
+    @classmethod
+    def of(
+        cls, weights: Float[ArrayLike, "*shape"], mask: Shaped[ArrayLike, "*shape"]
+    ) -> "EffectiveSampleSize[Array]":
+        """The sums over the weights where `mask` is true, without a gradient."""
+        check_shapes(weights=weights, mask=mask)
+        mask = as_mask(mask)
+        (weights,) = as_floats(jax.lax.stop_gradient(jnp.asarray(weights)))
+        weights = zero_masked(weights, mask)
+        return EffectiveSampleSize(
+            count=jnp.sum(mask, dtype=jnp.int32),
+            sum=jnp.sum(weights),
+            sum_of_squares=jnp.sum(weights**2),
+        )
+
+    def __add__(self, other: "EffectiveSampleSize[Leaf]") -> "EffectiveSampleSize[Leaf]":
+        return jax.tree.map(operator.add, self, other)
+
+    def value(self) -> Float[Array, ""]:
+        """``1 / mean((w / mean w)^2)``, from 0 to 1; 1 if all weights agree, 0 if none counts."""
+        total, squares = jnp.asarray(self.sum), jnp.asarray(self.sum_of_squares)
+        return divide(divide(total, squares) * total, jnp.asarray(self.count))
+
+
+def mismatch_statistics(
+    logprobs: Float[ArrayLike, "*batch time"],
+    behaviour_logprobs: Float[ArrayLike, "*batch time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    *,
+    max_log_weight: Number | None = 20.0,
+) -> dict[str, Mean | EffectiveSampleSize]:
+    """How far the sampler of a batch is from the policy that the trainer computes.
+
+    Args:
+      logprobs: of the sampled tokens as the trainer computes them, in nats; no gradient.
+      behaviour_logprobs: the same as the sampler gave them; no gradient.
+      mask: true on sampled tokens. A row is one sequence.
+      max_log_weight: log-weights, of tokens and of sequences, are clamped to plus or minus this
+        in everything but ``kl`` and ``log_ppl_diff``; None is off.
+
+    Returns:
+      Records that add up over micro-batches (``+``) and devices (``jax.lax.psum``); `value` of each
+      is, with w = trainer over sampler and names as in verl,
+
+      * ``kl``: mean over tokens of ``-log w``, the k1 estimate of KL(sampler || trainer);
+      * ``k3_kl``: mean over tokens of ``w - 1 - log w``, the k3 estimate of the same;
+      * ``log_ppl_diff``: mean over sequences of their mean ``-log w``, that is of the
+        log-perplexity under the trainer minus that under the sampler;
+      * ``log_ppl_abs_diff``: the same of its size;
+      * ``chi2_token``: mean over tokens of ``w^2 - 1``;
+      * ``chi2_seq``: mean over sequences of ``(prod_t w)^2 - 1``;
+      * ``weight``: mean over tokens of w, 1 in expectation;
+      * ``eff_sample_size``: `EffectiveSampleSize` of the tokens' weights, a share from 0 to 1.
+
+    References:
+      verl, "Rollout correction", metrics.
+      https://verl.readthedocs.io/en/latest/algo/rollout_corr_math.html
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> log_weights = jnp.array([[0.5, -0.25, 9.0]])
+      >>> mask = jnp.array([[1, 1, 0]])
+      >>> statistics = mismatch_statistics(log_weights, 0 * log_weights, mask)
+      >>> float(statistics["kl"].value()), round(float(statistics["chi2_token"].value()), 4)
+      (-0.125, 0.6624)
+    """
+    max_log_weight = settings.optional_distance("max_log_weight", max_log_weight)
+    log_weights, mask = log_ratio(logprobs, behaviour_logprobs, mask)
+    sequences = jnp.any(mask, axis=-1)
+    total = jnp.sum(log_weights, axis=-1)
+    gap = -total / lengths(mask, log_weights)[..., 0]
+    clamped = total
+    kl = -log_weights
+    if max_log_weight is not None:
+        log_weights = jnp.clip(log_weights, -max_log_weight, max_log_weight)
+        clamped = jnp.clip(total, -max_log_weight, max_log_weight)
+    weights = jnp.exp(log_weights)
+    return {
+        "kl": Mean.of(kl, mask),
+        "k3_kl": Mean.of(jnp.expm1(log_weights) - log_weights, mask),
+        "log_ppl_diff": Mean.of(gap, sequences),
+        "log_ppl_abs_diff": Mean.of(jnp.abs(gap), sequences),
+        "chi2_token": Mean.of(jnp.expm1(2 * log_weights), mask),
+        "chi2_seq": Mean.of(jnp.expm1(2 * clamped), sequences),
+        "weight": Mean.of(weights, mask),
+        "eff_sample_size": EffectiveSampleSize.of(weights, mask),
+    }
