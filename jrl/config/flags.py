@@ -13,7 +13,7 @@ from jrl.config.settings_file import Settings, read_settings
 from jrl.config.supervised import HELP, check_idle, default_run, idle_fields
 from jrl.processes.coordinator import SINGLE_PROCESS, Processes
 from jrl.recipes import RECIPES, Recipe
-from jrl.recipes.base.load import LIBRARY, load_recipe
+from jrl.recipes.load import LIBRARY, load_recipe
 from jrl.runs.folder import RunFolder
 from jrl.tasks.data.split import check_trains
 from sharding.folding import Layout

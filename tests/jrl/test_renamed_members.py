@@ -1,10 +1,11 @@
-"""Members and keywords of the release before lead to those of today."""
+"""Names, members and keywords of the release before lead to those of today."""
 
 import inspect
 
 import numpy as np
 import pytest
 
+from jrl.recipes import dapo, grpo, hapo, ppo, tppo, vapo
 from jrl.rollout.decoding.requests import Request, Trajectory
 from jrl.runs.folder import RunFolder
 from jrl.trainer.evaluation.evaluate import evaluate
@@ -45,3 +46,9 @@ def test_former_keywords(function, former, present):
         pytest.raises(TypeError, match="missing"),
     ):
         function(**{former: None})
+
+
+@pytest.mark.parametrize("module", [dapo, grpo, hapo, ppo, tppo, vapo])
+def test_former_functions_of_recipes(module):
+    with pytest.warns(DeprecationWarning, match=r"paper is now .*\.[A-Z][a-z]*\.paper"):
+        assert module.paper().prompts > 0

@@ -2,8 +2,7 @@
 
 from jrl.config.run import RunConfig
 from jrl.recipes.base.batch import required
-from jrl.recipes.base.collection import Windows
-from jrl.recipes.base.recipe import Recipe
+from jrl.recipes.base.recipe import Recipe, Windows
 from jrl.rollout.decoding.disaggregated.expert_balancer import first_placement
 from jrl.tasks import Task
 from jrl.tasks.mixture import Mixture

@@ -13,9 +13,8 @@ import jax
 from jrl.config.files import fixed_settings
 from jrl.config.run import RunConfig
 from jrl.processes.agreement import is_multiprocess
-from jrl.recipes.base.collection import Windows
 from jrl.recipes.base.optimizer import Optimizer
-from jrl.recipes.base.recipe import Recipe
+from jrl.recipes.base.recipe import Recipe, Windows
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.conversations.engine import ConversationEngine
 from jrl.rollout.decoding.disaggregated.engine import DisaggregatedEngine

@@ -10,7 +10,7 @@ import pytest
 from jrl.config.files import from_json, to_json
 from jrl.config.run import RunConfig
 from jrl.recipes import RECIPES, ActorCritic, Grpo, Recipe
-from jrl.recipes.base.load import load_recipe, reference_of, source_of
+from jrl.recipes.load import load_recipe, reference_of, source_of
 
 OWN = """
 from dataclasses import dataclass

@@ -9,9 +9,8 @@ from jaxtyping import Array, Float
 from jrl.config.numbers import check_least
 from jrl.losses import Mean
 from jrl.recipes.base.batch import Batch, Targets
-from jrl.recipes.base.collection import Supervision
 from jrl.recipes.base.optimizer import Optimizer, Schedule
-from jrl.recipes.base.recipe import Metrics, Recipe
+from jrl.recipes.base.recipe import Metrics, Recipe, Supervision
 
 ROWS_SHOWN = 4
 """Held-out prompts whose completions are sampled for people to read."""

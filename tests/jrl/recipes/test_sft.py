@@ -6,8 +6,8 @@ import pytest
 from jrl.config.run import RunConfig
 from jrl.config.supervised import IDLE_FIELDS, check_idle, default_run, drop_idle
 from jrl.recipes import Grpo, Sft
-from jrl.recipes.base.load import load_recipe, reference_of
 from jrl.recipes.base.optimizer import Optimizer
+from jrl.recipes.load import load_recipe, reference_of
 
 
 def test_sizes_and_steps():
