@@ -19,6 +19,8 @@ from jrl.losses.groups import (
     ratio_or_zero,
 )
 
+__all__ = ["pass_at_k_advantages", "pass_at_k_exact_advantages"]
+
 
 def pass_at_k_advantages(
     rewards: Real[ArrayLike, "batch"],

@@ -21,6 +21,8 @@ from jrl.losses.arrays import (
 )
 from jrl.losses.settings import discount
 
+__all__ = ["gae", "decoupled_gae", "length_adaptive_lambda", "extended_gae", "effective_length"]  # noqa: RUF022
+
 
 def gae(
     rewards: Real[ArrayLike, "*batch time"],

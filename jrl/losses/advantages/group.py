@@ -30,6 +30,17 @@ from jrl.losses.groups import (
     ratio_or_zero,
 )
 
+__all__ = [  # noqa: RUF022 - in reading order
+    "grpo_advantages",
+    "dr_grpo_advantages",
+    "rloo_advantages",
+    "maxrl_advantages",
+    "opo_advantages",
+    "gpg_advantages",
+    "gdpo_advantages",
+    "token_level_group_average",
+]
+
 
 def grpo_advantages(
     rewards: Real[ArrayLike, "batch"],

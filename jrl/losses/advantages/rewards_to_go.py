@@ -25,6 +25,13 @@ from jrl.losses.arrays import (
 )
 from jrl.losses.groups import isolate_uncounted, number_groups, ratio_or_zero
 
+__all__ = [  # noqa: RUF022 - in reading order
+    "reinforce_plus_plus_advantages",
+    "reinforce_plus_plus_baseline_advantages",
+    "remax_advantages",
+    "optimal_token_baseline",
+]
+
 
 def rewards_to_go(
     rewards: Float[Array, "*batch time"],

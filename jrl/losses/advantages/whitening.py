@@ -10,6 +10,8 @@ from jrl.losses import settings
 from jrl.losses.arrays import Number, as_floats, as_mask, check_shapes, zero_masked
 from jrl.losses.groups import ratio_or_zero
 
+__all__ = ["whiten"]
+
 
 def whiten(
     x: Float[ArrayLike, "*batch time"],

@@ -12,6 +12,15 @@ from jrl.losses.arrays import check_shapes
 from jrl.losses.diagnostics import tokens
 from jrl.losses.groups import check_groups, group_max, group_min, group_sum
 
+__all__ = [  # noqa: RUF022 - in reading order
+    "length_share",
+    "LengthShare",
+    "negative_share",
+    "NegativeShare",
+    "group_degeneracy",
+    "GroupDegeneracy",
+]
+
 
 class LengthShare(NamedTuple):
     """Per bucket of response length, its share of the batch.

@@ -12,6 +12,14 @@ from jrl.losses.advantages import gae
 from jrl.losses.arrays import Number, Scalar, check_shapes, zero_masked
 from jrl.losses.diagnostics import tokens
 
+__all__ = [  # noqa: RUF022 - in reading order
+    "within_between_variance",
+    "VarianceSplit",
+    "td_concentration",
+    "Concentration",
+    "outcome_contradiction",
+]
+
 
 class VarianceSplit(NamedTuple):
     """The variance of advantages, split.

@@ -13,6 +13,17 @@ from jrl.losses.advantages import gae
 from jrl.losses.arrays import Number, Scalar, as_floats, broadcast, check_shapes
 from jrl.losses.diagnostics import tokens
 
+__all__ = [  # noqa: RUF022 - in reading order
+    "by_position",
+    "ByPosition",
+    "relative_position",
+    "calibration",
+    "Calibration",
+    "bootstrap_bias",
+    "bootstrap_bias_bound",
+    "BootstrapBias",
+]
+
 
 class ByPosition(NamedTuple):
     """One entry per bin of relative position, from the first tokens of responses to the last.

@@ -14,6 +14,14 @@ from jrl.losses.advantages import gae
 from jrl.losses.arrays import Number, Scalar, as_floats, broadcast, check_shapes, zero_masked
 from jrl.losses.diagnostics import tokens
 
+__all__ = [  # noqa: RUF022 - in reading order
+    "terminal_reach",
+    "TerminalReach",
+    "lambda_sensitivity",
+    "LambdaSensitivity",
+    "guard_rate",
+]
+
 
 class TerminalReach(NamedTuple):
     """How far the outcome is felt.

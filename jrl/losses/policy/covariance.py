@@ -28,6 +28,14 @@ from jrl.losses.policy.tokens import (
 )
 from jrl.losses.reduction import Aggregation, Denominators, Leaf, Mean
 
+__all__ = [  # noqa: RUF022 - in reading order
+    "covariances",
+    "covariance_statistics",
+    "CovarianceStatistics",
+    "clip_cov_loss",
+    "kl_cov_loss",
+]
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from jrl.losses.policy.token_ratio import clipped
 from jrl.losses.policy.tokens import Bound, Loss, Tokens, distance, prepare, reduce_surrogate
 from jrl.losses.reduction import Aggregation, Denominators, Mean
 
+__all__ = ["asymmetric_clip_bounds", "redistributed_advantages", "hapo_loss"]  # noqa: RUF022
+
 
 def asymmetric_clip_bounds(
     signal: Float[ArrayLike, "*shape"],

@@ -14,6 +14,16 @@ from jrl.losses.arrays import Number, as_floats, as_mask, check_shapes, zero_mas
 from jrl.losses.policy.order import ascending, count, floor_fraction, kth
 from jrl.losses.reduction import Leaf, divide
 
+__all__ = [  # noqa: RUF022 - in reading order
+    "entropy_statistics",
+    "EntropyStatistics",
+    "standardized_entropy",
+    "entropy_signal",
+    "EntropySign",
+    "adaptive_temperature",
+]
+
+
 EntropySign = Literal["intended", "release"]
 
 ENTROPY_FLOOR = 1e-8

@@ -23,6 +23,15 @@ from jrl.losses.policy.tokens import (
 )
 from jrl.losses.reduction import Aggregation, Denominators, Mean, aggregate
 
+__all__ = [  # noqa: RUF022 - in reading order
+    "reinforce_loss",
+    "gpg_loss",
+    "cispo_loss",
+    "vespo_loss",
+    "dro_loss",
+    "positive_example_loss",
+]
+
 
 def reinforce_loss(
     logprobs: Float[ArrayLike, "*batch time"],

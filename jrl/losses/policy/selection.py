@@ -11,6 +11,8 @@ from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, 
 from jrl.losses.policy.order import ascending, count, floor_fraction, kth
 from jrl.losses.policy.tokens import prepare
 
+__all__ = ["top_entropy_mask", "entropy_threshold", "off_policy_sequence_mask"]  # noqa: RUF022
+
 
 def entropy_threshold(
     entropy: Float[ArrayLike, "*batch time"],

@@ -28,6 +28,8 @@ from jrl.losses.policy.tokens import (
 )
 from jrl.losses.reduction import Aggregation, Denominators, Mean
 
+__all__ = ["gspo_loss", "luspo_loss", "gmpo_loss"]  # noqa: RUF022
+
 
 def gspo_loss(
     logprobs: Float[ArrayLike, "*batch time"],

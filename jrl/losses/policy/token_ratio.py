@@ -23,6 +23,9 @@ from jrl.losses.policy.tokens import (
 )
 from jrl.losses.reduction import Aggregation, Denominators, Mean
 
+__all__ = ["ppo_loss", "sapo_loss", "dppo_loss", "ProbabilityDistance"]  # noqa: RUF022
+
+
 ProbabilityDistance = Literal["tv", "kl"]
 
 
