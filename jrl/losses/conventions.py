@@ -1,6 +1,8 @@
 """The settings with which our functions give the numbers of another library."""
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
+
+from jrl.losses import settings
 
 Library = Literal["verl", "trl", "openrlhf"]
 
@@ -203,7 +205,5 @@ def conventions(*, like: Library) -> Conventions:
       >>> conventions(like="trl")["gspo_loss"]["gradient"], "gmpo_loss" in conventions(like="trl")
       ('sequence', False)
     """
-    if like not in get_args(Library):
-        choices = ", ".join(get_args(Library))
-        raise ValueError(f"like={like!r} has no conventions here: choose one of {choices}.")
+    settings.choice("like", like, Library, "a library with conventions here")
     return Conventions(like)

@@ -1,7 +1,7 @@
 """Exact quantities from logits: log-probability of a token, entropy, KL divergence."""
 
 from functools import partial
-from typing import Literal, SupportsIndex, get_args
+from typing import Literal, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Integer, Shaped
 
+from jrl.losses import settings
 from jrl.losses.arrays import as_floats, check_shapes, zero_masked
 from jrl.losses.vocabulary import (
     Normaliser,
@@ -198,26 +199,24 @@ def kl_from_logits(
       >>> float(kl_from_logits(certain, even, direction="reference||policy"))
       inf
     """
-    if direction not in get_args(KLDirection):
-        choices = ", ".join(get_args(KLDirection))
-        raise ValueError(f"direction={direction!r} is unknown: choose one of {choices}.")
+    settings.choice("direction", direction, KLDirection)
     check_shapes(logits=logits, ref_logits=ref_logits)
     chunk_size = checked_chunk_size(chunk_size)
     logits, mask = rows_of_logits(logits, mask)
     ref_logits = jax.lax.stop_gradient(jnp.asarray(ref_logits))
     if jnp.float64 in (logits.dtype, ref_logits.dtype):
         logits, ref_logits = as_floats(logits, ref_logits)
-    return _divergence((chunk_size, direction), logits, ref_logits, mask)
+    return _divergence(chunk_size, direction, logits, ref_logits, mask)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _divergence(
-    settings: tuple[int | None, KLDirection],
+    chunk_size: int | None,
+    direction: KLDirection,
     logits: Float[Array, "*batch vocab"],
     ref_logits: Float[Array, "*batch vocab"],
     mask: Bool[Array, "*batch"],
 ) -> Float[Array, "*batch"]:
-    chunk_size, direction = settings
     first, second = (
         (logits, ref_logits) if direction == "policy||reference" else (ref_logits, logits)
     )
@@ -225,8 +224,8 @@ def _divergence(
     of_second = log_normaliser(chunk_size, second, mask)
 
     def start(begin: Array, counts: Array) -> Array:
-        one, other = (chunk_of(x, mask, begin, counts.size) for x in (first, second))
-        terms = _terms(one, other, of_first, of_second)
+        pieces = (chunk_of(x, mask, begin, counts.size) for x in (first, second))
+        terms = _terms(*pieces, of_first, of_second)
         return jnp.sum(jnp.where(along(counts, terms), terms, jnp.zeros_like(terms)), axis=-1)
 
     # Rows that do not count are 0 in both, and so is their divergence.
@@ -255,10 +254,9 @@ def _terms(
 
 
 @_divergence.defjvp
-def _divergence_jvp(settings, primals, tangents):
+def _divergence_jvp(chunk_size, direction, primals, tangents):
     logits, ref_logits, mask = primals
-    chunk_size, direction = settings
-    divergence = _divergence(settings, logits, ref_logits, mask)
+    divergence = _divergence(chunk_size, direction, logits, ref_logits, mask)
     normaliser = log_normaliser(chunk_size, logits, mask)
     of_reference = log_normaliser(chunk_size, ref_logits, mask)
 

@@ -5,7 +5,7 @@ Everywhere ``w`` is trainer over sampler, and so are all thresholds. Nothing her
 
 import operator
 from dataclasses import dataclass
-from typing import Generic, Literal, get_args
+from typing import Generic, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,15 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Shaped
 
 from jrl.losses import settings
-from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, zero_masked
+from jrl.losses.arrays import (
+    Number,
+    Scalar,
+    as_mask,
+    masked_constants,
+    num_true,
+    row_lengths,
+    zero_masked,
+)
 from jrl.losses.reduction import Leaf, Mean, divide
 
 __all__ = [  # noqa: RUF022 - in reading order
@@ -91,15 +99,13 @@ def mismatch_weights(
       >>> mismatch_weights(log_weights, 0 * log_weights, mask, level="sequence").tolist()
       [[8.0, 8.0], [0.5, 0.0]]
     """
-    if level not in get_args(WeightLevel):
-        choices = ", ".join(get_args(WeightLevel))
-        raise ValueError(f"level={level!r} is not a level of weights: choose one of {choices}.")
+    settings.choice("level", level, WeightLevel, "a level of weights")
     max_log_weight = settings.optional_distance("max_log_weight", max_log_weight)
     log_weights, mask = log_ratio(logprobs, behaviour_logprobs, mask)
     if level != "token":
         log_weights = jnp.sum(log_weights, axis=-1, keepdims=True)
         if level == "geometric":
-            log_weights = log_weights / lengths(mask, log_weights)
+            log_weights = log_weights / row_lengths(mask, log_weights)
         log_weights = jnp.broadcast_to(log_weights, mask.shape)
     if max_log_weight is not None:
         log_weights = jnp.clip(log_weights, -max_log_weight, max_log_weight)
@@ -141,7 +147,7 @@ def truncated_weights(
       [0.25, 1.5, 2.0, 0.0]
     """
     low, high = weight_range(low, high)
-    weights, mask = _clean(weights, mask)
+    mask, (weights,) = masked_constants(mask, weights=weights)
     if low is not None or high is not None:
         weights = jnp.clip(weights, low, high)
     return zero_masked(weights, mask)
@@ -186,7 +192,7 @@ def icepop_weights(
       [0.0, 0.5, 5.0, 0.0]
     """
     low, high = weight_range(low, high)
-    weights, mask = _clean(weights, mask)
+    mask, (weights,) = masked_constants(mask, weights=weights)
     return zero_masked(weights, mask & ~outside(weights, low, high))
 
 
@@ -231,17 +237,16 @@ def normalized_weights(
       >>> normalized_weights(weights, mask, over="sequence").tolist()
       [[0.25, 0.5], [1.625, 0.0]]
     """
-    if over not in get_args(WeightMean):
-        raise ValueError(f"over={over!r} is neither 'token' nor 'sequence'.")
-    weights, mask = _clean(weights, mask)
+    settings.choice("over", over, WeightMean)
+    mask, (weights,) = masked_constants(mask, weights=weights)
     rule = "is a mean of weights, which are not negative; None takes it here."
     mean = settings.optional("mean", mean, rule, at_least=0)
     if mean is None:
         counted, per = mask, weights
         if over == "sequence":
             counted = jnp.any(mask, axis=-1)
-            per = jnp.sum(weights, axis=-1) / lengths(mask, weights)[..., 0]
-        mean = divide(jnp.sum(per), jnp.sum(counted, dtype=jnp.int32))
+            per = jnp.sum(weights, axis=-1) / row_lengths(mask, weights)[..., 0]
+        mean = divide(jnp.sum(per), num_true(counted))
     return divide(weights, jax.lax.stop_gradient(jnp.asarray(mean)))
 
 
@@ -297,20 +302,10 @@ def log_ratio(
     mask: Shaped[ArrayLike, "*batch time"],
 ) -> tuple[Float[Array, "*batch time"], Bool[Array, "*batch time"]]:
     """``log w``, trainer over sampler, without a gradient and 0 under the mask; and the mask."""
-    check_shapes(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, mask=mask)
-    mask = as_mask(mask)
-    logprobs, behaviour_logprobs = as_floats(
-        *jax.lax.stop_gradient((jnp.asarray(logprobs), jnp.asarray(behaviour_logprobs)))
+    mask, (logprobs, behaviour_logprobs) = masked_constants(
+        mask, logprobs=logprobs, behaviour_logprobs=behaviour_logprobs
     )
-    return zero_masked(logprobs, mask) - zero_masked(behaviour_logprobs, mask), mask
-
-
-def lengths(
-    mask: Bool[Array, "*batch time"], like: Float[Array, "..."]
-) -> Float[Array, "*batch 1"]:
-    """The true tokens of each row, at least 1, in the dtype of `like`."""
-    count = jnp.sum(mask, axis=-1, keepdims=True, dtype=jnp.int32)
-    return jnp.maximum(count, 1).astype(like.dtype)
+    return logprobs - behaviour_logprobs, mask
 
 
 def outside(
@@ -335,16 +330,6 @@ def weight_range(
     if low is None or high is None:
         return low, high
     return settings.span(low, high, "no weight is in between.", equal=True)
-
-
-def _clean(
-    weights: Float[ArrayLike, "*batch time"], mask: Shaped[ArrayLike, "*batch time"]
-) -> tuple[Float[Array, "*batch time"], Bool[Array, "*batch time"]]:
-    """The weights without a gradient, 0 under the mask; and the mask."""
-    check_shapes(weights=weights, mask=mask)
-    mask = as_mask(mask)
-    (weights,) = as_floats(jax.lax.stop_gradient(jnp.asarray(weights)))
-    return zero_masked(weights, mask), mask
 
 
 def geometric_rejection_mask(
@@ -393,8 +378,7 @@ def geometric_rejection_mask(
     geometric = mismatch_weights(
         logprobs, behaviour_logprobs, mask, level="geometric", max_log_weight=None
     )
-    _, mask = log_ratio(logprobs, behaviour_logprobs, mask)
-    return mask & ~outside(geometric, low, high)
+    return as_mask(mask) & ~outside(geometric, low, high)
 
 
 def divergence_rejection_mask(
@@ -447,11 +431,8 @@ def divergence_rejection_mask(
       >>> divergence_rejection_mask(*arrays, over="token", bound=0.1).tolist()
       [[True, False], [True, True]]
     """
-    if kind not in get_args(RejectionKind):
-        raise ValueError(f"kind={kind!r} is neither 'k2' nor 'k3'.")
-    if over not in get_args(RejectionOver):
-        choices = ", ".join(get_args(RejectionOver))
-        raise ValueError(f"over={over!r} is not a level of a divergence bound: choose {choices}.")
+    settings.choice("kind", kind, RejectionKind)
+    settings.choice("over", over, RejectionOver, "a level of a divergence bound")
     bound = settings.number("bound", bound, "is a divergence and cannot be negative.", at_least=0)
     max_log_weight = settings.optional_distance("max_log_weight", max_log_weight)
     log_weights, mask = log_ratio(logprobs, behaviour_logprobs, mask)
@@ -462,7 +443,7 @@ def divergence_rejection_mask(
     if over in ("sum", "mean"):
         divergence = jnp.sum(divergence, axis=-1, keepdims=True)
         if over == "mean":
-            divergence = divergence / lengths(mask, divergence)
+            divergence = divergence / row_lengths(mask, divergence)
     elif over == "max":
         divergence = jnp.max(divergence, axis=-1, keepdims=True, initial=0)
     return mask & ~outside(jnp.broadcast_to(divergence, mask.shape), None, bound)
@@ -497,12 +478,9 @@ class EffectiveSampleSize(Generic[Leaf]):
         cls, weights: Float[ArrayLike, "*shape"], mask: Shaped[ArrayLike, "*shape"]
     ) -> "EffectiveSampleSize[Array]":
         """The sums over the weights where `mask` is true, without a gradient."""
-        check_shapes(weights=weights, mask=mask)
-        mask = as_mask(mask)
-        (weights,) = as_floats(jax.lax.stop_gradient(jnp.asarray(weights)))
-        weights = zero_masked(weights, mask)
+        mask, (weights,) = masked_constants(mask, weights=weights)
         return EffectiveSampleSize(
-            count=jnp.sum(mask, dtype=jnp.int32),
+            count=num_true(mask),
             sum=jnp.sum(weights),
             sum_of_squares=jnp.sum(weights**2),
         )
@@ -562,7 +540,7 @@ def mismatch_statistics(
     log_weights, mask = log_ratio(logprobs, behaviour_logprobs, mask)
     sequences = jnp.any(mask, axis=-1)
     total = jnp.sum(log_weights, axis=-1)
-    gap = -total / lengths(mask, log_weights)[..., 0]
+    gap = -total / row_lengths(mask, log_weights)[..., 0]
     clamped = total
     kl = -log_weights
     if max_log_weight is not None:

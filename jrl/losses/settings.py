@@ -182,6 +182,22 @@ def static(name: str, x: Checked) -> int | float:
     return x
 
 
+def choice(name: str, x: str, among: Any, what: str = "one of them") -> None:
+    """Check that `x` is one of the strings of the `Literal` called `among`.
+
+    Args:
+      what: what the message says that `x` is not, where there are more than two.
+
+    Raises:
+      ValueError: if it is not, with all of them.
+    """
+    names = get_args(among)
+    if x not in names:
+        two = f"neither {names[0]!r} nor {names[-1]!r}."
+        more = f"not {what}: choose one of {', '.join(names)}."
+        raise ValueError(f"{name}={x!r} is {two if len(names) == 2 else more}")
+
+
 def check_scalar(name: str, x: Scalar) -> None:
     """Check that `x`, which is computed and not chosen, is a single number.
 

@@ -11,7 +11,16 @@ from jax.typing import ArrayLike
 from jaxtyping import Float, Shaped
 
 from jrl.losses import settings
-from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, zero_masked
+from jrl.losses.arrays import (
+    Number,
+    Scalar,
+    as_floats,
+    as_mask,
+    check_shapes,
+    masked_constants,
+    num_true,
+    zero_masked,
+)
 from jrl.losses.reduction import (
     Aggregation,
     Denominators,
@@ -172,13 +181,11 @@ class ExplainedVariance(Generic[Leaf]):
           centre: a number near the mean return, the same for every piece. It changes no result but
             for rounding, and matters where returns vary by less than a hundredth of their size.
         """
-        mask = as_mask(mask)
-        values, returns = as_floats(*jax.lax.stop_gradient((values, returns)))
-        values, returns = zero_masked(values, mask), zero_masked(returns, mask)
+        mask, (values, returns) = masked_constants(mask, values=values, returns=returns)
         error = returns - values
         centred = zero_masked(returns - jnp.asarray(centre, returns.dtype), mask)
         return ExplainedVariance(
-            count=jnp.sum(mask, dtype=jnp.int32),
+            count=num_true(mask),
             error_sum=jnp.sum(error),
             error_squares=jnp.sum(error**2),
             return_sum=jnp.sum(centred),

@@ -102,13 +102,13 @@ def over_chunks(
     everything = jnp.ones(size, bool)
     total = start(jnp.zeros((), jnp.int32), everything)
 
-    def body(number: Array, total: Total) -> Total:
-        wanted = number * size
+    def body(chunk: Array, total: Total) -> Total:
+        wanted = chunk * size
         first = jnp.minimum(wanted, vocab - size)
         return merge(total, start(first, first + jnp.arange(size, dtype=jnp.int32) >= wanted))
 
-    number = -(-vocab // size)
-    return total if number == 1 else jax.lax.fori_loop(1, number, body, total)
+    num_chunks = -(-vocab // size)
+    return total if num_chunks == 1 else jax.lax.fori_loop(1, num_chunks, body, total)
 
 
 def statistics(
@@ -134,10 +134,10 @@ def statistics(
         return factor * total, factor * (moment + total * down)
 
     def merge(
-        one: tuple[Array, Array, Array], other: tuple[Array, Array, Array]
+        left: tuple[Array, Array, Array], right: tuple[Array, Array, Array]
     ) -> tuple[Array, Array, Array]:
-        largest = jnp.maximum(one[0], other[0])
-        (total, moment), (more, further) = rescale(one, largest), rescale(other, largest)
+        largest = jnp.maximum(left[0], right[0])
+        (total, moment), (more, further) = rescale(left, largest), rescale(right, largest)
         return largest, total + more, moment + further
 
     largest, total, moment = over_chunks(start, merge, logits.shape[-1], chunk_size)

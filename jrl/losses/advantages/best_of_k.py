@@ -9,15 +9,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Float, Integer, Real
 
 from jrl.losses import settings
-from jrl.losses.arrays import Number
-from jrl.losses.groups import (
-    check_groups,
-    group_centred,
-    group_max,
-    group_size,
-    group_sum,
-    ratio_or_zero,
-)
+from jrl.losses.arrays import Number, ratio_or_zero
+from jrl.losses.groups import check_groups, group_centred, group_max, group_size, group_sum
 
 __all__ = ["pass_at_k_advantages", "pass_at_k_exact_advantages"]
 

@@ -1,5 +1,7 @@
 """Advantages from a critic: generalised advantage estimation (GAE), and its lam by length."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -169,19 +171,9 @@ def decoupled_gae(
       ([-0.25, 0.5, 0.25], [1.0, 1.0, 1.0])
     """
     lam_policy, lam_critic = discount("lam_policy", lam_policy), discount("lam_critic", lam_critic)
-
-    def estimate(lam: Scalar | Float[ArrayLike, "*#batch #time"]):
-        return gae(
-            rewards,
-            values,
-            mask,
-            gamma=gamma,
-            lam=lam,
-            bootstrap_value=bootstrap_value,
-            terminated=terminated,
-        )
-
-    return estimate(lam_policy)[0], estimate(lam_critic)[1]
+    estimate = partial(gae, gamma=gamma, bootstrap_value=bootstrap_value, terminated=terminated)
+    arrays = rewards, values, mask
+    return estimate(*arrays, lam=lam_policy)[0], estimate(*arrays, lam=lam_critic)[1]
 
 
 def as_lengths(lengths: Real[ArrayLike, "*batch"]) -> Float[Array, "*batch"]:

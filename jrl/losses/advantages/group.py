@@ -16,6 +16,8 @@ from jrl.losses.arrays import (
     broadcast,
     check_responses,
     check_rows,
+    num_true,
+    ratio_or_zero,
     zero_masked,
 )
 from jrl.losses.groups import (
@@ -27,7 +29,6 @@ from jrl.losses.groups import (
     group_sum,
     isolate_uncounted,
     number_groups,
-    ratio_or_zero,
 )
 
 __all__ = [  # noqa: RUF022 - in reading order
@@ -305,8 +306,8 @@ def gpg_advantages(
         return settings.number("alpha", alpha) * advantages
     differ = group_max(rewards, index) > group_min(rewards, index)
     counts = differ if alpha == "informative" else rewards != 0
-    number = jnp.sum(counts, dtype=jnp.int32).astype(rewards.dtype)
-    return advantages * (rewards.size / jnp.maximum(number, 1))
+    num_counted = num_true(counts).astype(rewards.dtype)
+    return advantages * (rewards.size / jnp.maximum(num_counted, 1))
 
 
 def gdpo_advantages(
@@ -378,9 +379,9 @@ def gdpo_advantages(
         return total
     counts = broadcast("lengths", 1.0 if lengths is None else lengths, total)
     counts = jax.lax.stop_gradient(counts)
-    number = jnp.sum(counts)
-    centred = total - jnp.sum(counts * total) / jnp.maximum(number, 1)
-    variance = jnp.sum(counts * centred**2) / jnp.maximum(number - 1, 1)
+    num_tokens = jnp.sum(counts)
+    centred = total - jnp.sum(counts * total) / jnp.maximum(num_tokens, 1)
+    variance = jnp.sum(counts * centred**2) / jnp.maximum(num_tokens - 1, 1)
     deviation = jnp.sqrt(variance + whiten_epsilon)
     return ratio_or_zero(centred, jnp.broadcast_to(deviation, centred.shape))
 
@@ -438,7 +439,7 @@ def token_level_group_average(
     fallback = settings.optional("fallback", fallback, rule, above=0)
     (rewards,) = as_floats(jax.lax.stop_gradient(rewards))
     index = number_groups(groups)
-    lengths = jnp.sum(mask, -1, dtype=jnp.int32).astype(rewards.dtype)
+    lengths = num_true(mask, -1).astype(rewards.dtype)
     counts = lengths > 0
     least = group_min(jnp.where(counts, rewards, jnp.inf), index)
     # Exactly 0 where all are equal, as their mean would not be.

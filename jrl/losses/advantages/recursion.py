@@ -6,13 +6,14 @@ over the true tokens, three times: token by token, which is the definition; in b
 coefficients; and, where ``gamma lam`` is one number, as products with a triangular matrix.
 """
 
-from typing import Literal, get_args
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int, Shaped
 
+from jrl.losses import settings
 from jrl.losses.arrays import zero_masked, zero_per_row
 
 Implementation = Literal["scan", "blocked"]
@@ -48,9 +49,7 @@ def discounted_errors(
     """
     if implementation is None:
         implementation = "blocked" if mask.shape[-1] >= SHORTEST_BLOCKED else "scan"
-    if implementation not in get_args(Implementation):
-        choices = ", ".join(get_args(Implementation))
-        raise ValueError(f"implementation={implementation!r} is not one of {choices}, or None.")
+    settings.choice("implementation", implementation, Implementation)
     if not mask.size:
         return jnp.zeros_like(values)
     run = _by_token if implementation == "scan" else _in_blocks
@@ -145,9 +144,9 @@ def _recurrence(
     time = x.shape[-1]
     x, decay = _blocks(x, BLOCK, 0.0), _blocks(decay, BLOCK, 1.0)
     contribution, product = x[..., -1], decay[..., -1]
-    for at in reversed(range(BLOCK - 1)):
-        contribution = x[..., at] + decay[..., at] * contribution
-        product = decay[..., at] * product
+    for t in reversed(range(BLOCK - 1)):
+        contribution = x[..., t] + decay[..., t] * contribution
+        product = decay[..., t] * product
 
     def block(behind, of_block):
         contribution, product = of_block

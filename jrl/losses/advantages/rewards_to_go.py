@@ -20,10 +20,11 @@ from jrl.losses.arrays import (
     check_responses,
     check_rows,
     check_shapes,
+    ratio_or_zero,
     zero_masked,
     zero_per_row,
 )
-from jrl.losses.groups import isolate_uncounted, number_groups, ratio_or_zero
+from jrl.losses.groups import isolate_uncounted, number_groups
 
 __all__ = [  # noqa: RUF022 - in reading order
     "reinforce_plus_plus_advantages",

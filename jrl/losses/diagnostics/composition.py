@@ -8,7 +8,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Integer, Shaped
 
-from jrl.losses.arrays import check_shapes
+from jrl.losses.arrays import as_mask, masked_constants, num_true, ratio_or_zero
 from jrl.losses.diagnostics import tokens
 from jrl.losses.groups import check_groups, group_max, group_min, group_sum
 
@@ -85,15 +85,15 @@ def length_share(mask: Shaped[ArrayLike, "*batch time"], *, edges: Sequence[int]
       >>> length_share(mask, edges=(1000,)).tokens.round(3).tolist()
       [0.04800000041723251, 0.9520000219345093]
     """
-    mask, (one,) = tokens.hidden(mask, jnp.ones(jnp.shape(mask)))
-    length = tokens.count(mask, -1)
-    bins, rows, number = tokens.buckets(length, edges), length > 0, len(edges) + 1
-    sizes = tokens.per_bin(length.astype(one.dtype), bins, rows, number)
+    mask, dtype = as_mask(mask), jnp.result_type(float)
+    length = num_true(mask, -1)
+    bins, rows, num_buckets = tokens.buckets(length, edges), length > 0, len(edges) + 1
+    sizes = tokens.per_bin(length.astype(dtype), bins, rows, num_buckets)
     return LengthShare(
-        responses=tokens.ratio(
-            tokens.counts(bins, rows, number).astype(one.dtype), tokens.count(rows)
+        responses=ratio_or_zero(
+            tokens.counts(bins, rows, num_buckets).astype(dtype), num_true(rows)
         ),
-        tokens=tokens.ratio(sizes, tokens.count(mask)),
+        tokens=ratio_or_zero(sizes, num_true(mask)),
     )
 
 
@@ -128,9 +128,8 @@ def negative_share(
       >>> [float(x) for x in found]
       [0.5, 0.75, 3.0, 1.0, -0.5]
     """
-    check_shapes(advantages=advantages, mask=mask)
-    mask, (advantages,) = tokens.hidden(mask, advantages)
-    means, length = tokens.row_mean(advantages, mask), tokens.count(mask, -1)
+    mask, (advantages,) = masked_constants(mask, advantages=advantages)
+    means, length = tokens.row_mean(advantages, mask), num_true(mask, -1)
     rows, length = length > 0, length.astype(advantages.dtype)
     negative, positive = rows & (means < 0), rows & (means > 0)
     return NegativeShare(

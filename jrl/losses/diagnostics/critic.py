@@ -10,7 +10,15 @@ from jaxtyping import Float, Int, Shaped
 
 from jrl.losses import settings
 from jrl.losses.advantages import gae
-from jrl.losses.arrays import Number, Scalar, as_floats, broadcast, check_shapes
+from jrl.losses.arrays import (
+    Number,
+    Scalar,
+    as_mask,
+    broadcast,
+    masked_constants,
+    num_true,
+    ratio_or_zero,
+)
 from jrl.losses.diagnostics import tokens
 
 __all__ = [  # noqa: RUF022 - in reading order
@@ -63,8 +71,8 @@ def relative_position(
       [0, 0, 0, 1, 1]
     """
     num_bins = settings.integer("num_bins", num_bins, "must be at least 1.", at_least=1)
-    mask, _ = tokens.hidden(mask)
-    length = jnp.maximum(tokens.count(mask, -1), 1)[..., None]
+    mask = as_mask(mask)
+    length = jnp.maximum(num_true(mask, -1), 1)[..., None]
     return jnp.where(mask, num_bins * tokens.index(mask) // length, 0)
 
 
@@ -109,14 +117,13 @@ def by_position(
       >>> found.explained_variance.tolist(), found.error.tolist()
       ([0.0, 1.0], [0.5, 0.0])
     """
-    check_shapes(values=values, returns=returns, mask=mask)
     num_bins = settings.integer("num_bins", num_bins, "must be at least 1.", at_least=1)
     bins = relative_position(mask, num_bins=num_bins)
-    mask, (values, returns) = tokens.hidden(mask, values, returns)
-    number = tokens.counts(bins, mask, num_bins)
+    mask, (values, returns) = masked_constants(mask, values=values, returns=returns)
+    num_tokens = tokens.counts(bins, mask, num_bins)
 
     def mean_of(x: Float[Array, "*batch time"]) -> Float[Array, "bins"]:
-        return tokens.ratio(tokens.per_bin(x, bins, mask, num_bins), number)
+        return ratio_or_zero(tokens.per_bin(x, bins, mask, num_bins), num_tokens)
 
     error = values - returns
     bias, centre = mean_of(error), mean_of(returns)
@@ -131,7 +138,7 @@ def by_position(
         explained_variance=jnp.where(flat, jnp.zeros_like(explained), explained),
         bias=bias,
         error=jnp.sqrt(mean_of(error**2)),
-        tokens=number,
+        tokens=num_tokens,
     )
 
 
@@ -203,23 +210,21 @@ def calibration(
     """
     low, high = settings.span(low, high, "returns of failure and success.")
     num_bins = settings.integer("num_bins", num_bins, "must be at least 1.", at_least=1)
-    check_shapes(values=values, mask=mask)
-    mask, (values,) = tokens.hidden(mask, values)
+    mask, (values,) = masked_constants(mask, values=values)
     outcome = jax.lax.stop_gradient(broadcast("successes", successes, values))
     p = jnp.clip((values - low) / (high - low), 0, 1)
     # A NaN has no bin; it shows in the scores, whichever bin it is put into.
     bins = jnp.clip(jnp.nan_to_num(p * num_bins).astype(jnp.int32), 0, num_bins - 1)
-    number = tokens.counts(bins, mask, num_bins)
-    predicted = tokens.ratio(tokens.per_bin(p, bins, mask, num_bins), number)
-    observed = tokens.ratio(tokens.per_bin(outcome, bins, mask, num_bins), number)
-    (weights,) = as_floats(number)
-    gaps = jnp.abs(predicted - observed) * weights.astype(predicted.dtype)
+    num_tokens = tokens.counts(bins, mask, num_bins)
+    predicted = ratio_or_zero(tokens.per_bin(p, bins, mask, num_bins), num_tokens)
+    observed = ratio_or_zero(tokens.per_bin(outcome, bins, mask, num_bins), num_tokens)
+    gaps = jnp.abs(predicted - observed) * num_tokens.astype(predicted.dtype)
     return Calibration(
         brier=tokens.mean((p - outcome) ** 2, mask),
-        ece=tokens.ratio(jnp.sum(gaps), jnp.sum(number)),
+        ece=ratio_or_zero(jnp.sum(gaps), jnp.sum(num_tokens)),
         predicted=predicted,
         observed=observed,
-        tokens=number,
+        tokens=num_tokens,
     )
 
 
@@ -286,8 +291,7 @@ def bootstrap_bias(
       >>> [round(float(b), 6) for b in bootstrap_bias(errors, jnp.ones(5), 0.9)]
       [0.029508, 0.01612, 0.0068, 0.002, 0.0]
     """
-    check_shapes(errors=errors, mask=mask)
-    mask, (errors,) = tokens.hidden(mask, errors)
+    mask, (errors,) = masked_constants(mask, errors=errors)
     # Advantages are linear in rewards and values: those of the errors alone are -e_t + B_t.
     return gae(jnp.zeros_like(errors), errors, mask, gamma=gamma, lam=lam)[1]
 
@@ -331,13 +335,12 @@ def bootstrap_bias_bound(
       >>> float(found.bias), float(found.bound), float(found.relative)
       (0.125, 0.125, 0.125)
     """
-    check_shapes(errors=errors, advantages=advantages, mask=mask)
+    mask, (errors, advantages) = masked_constants(mask, errors=errors, advantages=advantages)
     bias = bootstrap_bias(errors, mask, lam, gamma=gamma)
-    mask, (errors, advantages) = tokens.hidden(mask, errors, advantages)
     largest = jnp.max(jnp.abs(errors), axis=-1, keepdims=True, initial=0)
     # Errors of one size and sign add up to the most there can be.
     bound = largest * bootstrap_bias(jnp.ones_like(errors), mask, lam, gamma=gamma)
     centre = tokens.mean(advantages, mask)
     deviation = jnp.sqrt(tokens.mean((advantages - centre) ** 2, mask))
     size = tokens.mean(jnp.abs(bias), mask)
-    return BootstrapBias(size, tokens.mean(bound, mask), tokens.ratio(size, deviation))
+    return BootstrapBias(size, tokens.mean(bound, mask), ratio_or_zero(size, deviation))

@@ -15,8 +15,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Shaped
 
 from jrl.losses import settings
-from jrl.losses.arrays import Number, as_mask, check_shapes, zero_masked
-from jrl.losses.policy.order import count, floor_fraction, random_bits, top_k_mask
+from jrl.losses.arrays import Number, as_mask, check_shapes, num_true, zero_masked
+from jrl.losses.policy.order import floor_fraction, random_bits, top_k_mask
 from jrl.losses.policy.token_ratio import clipped
 from jrl.losses.policy.tokens import (
     Bound,
@@ -140,13 +140,13 @@ def checked_fraction(fraction: Number) -> int | float:
     )
 
 
-def number_chosen(mask: Bool[Array, "*batch time"], fraction: int | float) -> Array:
+def num_selected(mask: Bool[Array, "*batch time"], fraction: int | float) -> Array:
     """Number of tokens that a fraction of the batch is: at least one, unless it is 0."""
-    number, _, _ = floor_fraction(fraction, count(mask))
-    return number if fraction == 0 else jnp.maximum(number, 1)
+    k, _, _ = floor_fraction(fraction, num_true(mask))
+    return k if fraction == 0 else jnp.maximum(k, 1)
 
 
-def as_chosen(
+def selection(
     chosen: Shaped[ArrayLike, "*batch time"], tokens: Tokens
 ) -> Bool[Array, "*batch time"]:
     """A choice made by the caller, as a mask within the mask."""
@@ -232,16 +232,16 @@ def clip_cov_loss(
         )
     surrogate, statistics = clipped(tokens, clip_low, clip_high, None, max_log_ratio)
     if chosen is None:
-        number = number_chosen(tokens.mask, fraction)
+        k = num_selected(tokens.mask, fraction)
         covariance = covariances(tokens.logprobs, tokens.advantages, tokens.mask)
         unclipped = statistics["pg_clipfrac"] == 0
         candidates = tokens.mask & unclipped & (covariance > low) & (covariance < high)
         order = () if key is None else (random_bits(key, tokens.mask),)
-        picked = top_k_mask(number, candidates, *order)
+        selected = top_k_mask(k, candidates, *order)
     else:
-        picked = as_chosen(chosen, tokens)
-    surrogate = jnp.where(picked, jnp.zeros_like(surrogate), surrogate)
-    statistics = {**statistics, "cov_frac": picked.astype(surrogate.dtype)}
+        selected = selection(chosen, tokens)
+    surrogate = jnp.where(selected, jnp.zeros_like(surrogate), surrogate)
+    statistics = {**statistics, "cov_frac": selected.astype(surrogate.dtype)}
     return reduce_surrogate(
         clip_cov_loss, surrogate, statistics, tokens, aggregation, importance_weights, denominators
     )
@@ -314,16 +314,16 @@ def kl_cov_loss(
     fraction = checked_fraction(fraction)
     log_ratio, statistics = clamped_log_ratio(tokens, max_log_ratio)
     if chosen is None:
-        number = number_chosen(tokens.mask, fraction)
+        k = num_selected(tokens.mask, fraction)
         covariance = covariances(tokens.logprobs, tokens.advantages, tokens.mask)
-        picked = top_k_mask(number, tokens.mask, -covariance)
+        selected = top_k_mask(k, tokens.mask, -covariance)
     else:
-        picked = as_chosen(chosen, tokens)
+        selected = selection(chosen, tokens)
     surrogate = -tokens.advantages * jnp.exp(log_ratio)
     # By its sign, which is 0 at 0: the derivative of jnp.abs is 1 there.
     penalty = coefficient * log_ratio * jax.lax.stop_gradient(jnp.sign(log_ratio))
-    surrogate = jnp.where(picked, surrogate + penalty, surrogate)
-    statistics = {**statistics, "cov_frac": picked.astype(surrogate.dtype)}
+    surrogate = jnp.where(selected, surrogate + penalty, surrogate)
+    statistics = {**statistics, "cov_frac": selected.astype(surrogate.dtype)}
     return reduce_surrogate(
         kl_cov_loss, surrogate, statistics, tokens, aggregation, importance_weights, denominators
     )

@@ -1,7 +1,7 @@
 """HAPO's signal: how undecided the policy was at each token, measured against the whole batch."""
 
 from dataclasses import dataclass
-from typing import Generic, Literal, get_args
+from typing import Generic, Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Shaped
 
 from jrl.losses import settings
-from jrl.losses.arrays import Number, as_floats, as_mask, check_shapes, zero_masked
-from jrl.losses.policy.order import ascending, count, floor_fraction, kth
+from jrl.losses.arrays import Number, as_floats, masked_constants, num_true, zero_masked
+from jrl.losses.policy.order import ascending, floor_fraction, kth
 from jrl.losses.reduction import Leaf, divide
 
 __all__ = [  # noqa: RUF022 - in reading order
@@ -100,7 +100,7 @@ def entropy_statistics(
         "quantile", settings.number("quantile", quantile, rule, at_least=0, at_most=1)
     )
     log_entropy, mask = _log_entropy(entropy, mask)
-    tokens = count(mask)
+    tokens = num_true(mask)
     floor, rest, denominator = floor_fraction(quantile, jnp.maximum(tokens - 1, 0))
     half_up = (2 * rest > denominator) | ((2 * rest == denominator) & (floor % 2 == 1))
     index = jnp.where(tokens == 0, -1, jnp.where(half_up, floor + 1, floor))
@@ -208,8 +208,7 @@ def entropy_signal(
       >>> entropy_signal(entropy, mask).tolist()
       [[-1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
     """
-    if sign not in get_args(EntropySign):
-        raise ValueError(f"sign={sign!r} is neither 'intended' nor 'release'.")
+    settings.choice("sign", sign, EntropySign)
     if statistics is None:
         statistics = entropy_statistics(entropy, mask, quantile=quantile)
     h = standardized_entropy(entropy, mask, statistics=statistics)
@@ -287,10 +286,8 @@ def _log_entropy(
     entropy: Float[ArrayLike, "*batch time"], mask: Shaped[ArrayLike, "*batch time"]
 ) -> tuple[Float[Array, "*batch time"], Bool[Array, "*batch time"]]:
     """The logarithm of the entropy, floored, and 0 under the mask."""
-    check_shapes(entropy=entropy, mask=mask)
-    mask = as_mask(mask)
-    (entropy,) = as_floats(jax.lax.stop_gradient(entropy))
-    floored = jnp.maximum(zero_masked(entropy, mask), jnp.asarray(ENTROPY_FLOOR, entropy.dtype))
+    mask, (entropy,) = masked_constants(mask, entropy=entropy)
+    floored = jnp.maximum(entropy, jnp.asarray(ENTROPY_FLOOR, entropy.dtype))
     return zero_masked(jnp.log(floored), mask), mask
 
 

@@ -4,14 +4,15 @@ A row is a response here: its ratio needs all of its tokens, so a batch may be c
 neither along time nor by packing several responses into one row.
 """
 
-from typing import Unpack, get_args
+from typing import Unpack
 
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Shaped
 
-from jrl.losses.arrays import Number, zero_masked
+from jrl.losses import settings
+from jrl.losses.arrays import Number, row_lengths, zero_masked
 from jrl.losses.policy.token_ratio import clipped
 from jrl.losses.policy.tokens import (
     Bound,
@@ -21,7 +22,6 @@ from jrl.losses.policy.tokens import (
     average_over_rows,
     clamped_log_ratio,
     distance,
-    lengths,
     prepare,
     reduce_surrogate,
     row_mean,
@@ -137,8 +137,7 @@ def sequence_clipped(
     max_log_ratio: Number | None,
 ) -> tuple[Float[Array, "*batch time"], dict[str, Float[Array, "*batch time"]]]:
     """The surrogate of `gspo_loss`, and its statistics for each token."""
-    if gradient not in get_args(SequenceGradient):
-        raise ValueError(f"gradient={gradient!r} is neither 'token' nor 'sequence'.")
+    settings.choice("gradient", gradient, SequenceGradient)
     rows, ratio_clamped = average_over_rows(tokens, max_log_ratio, gradient)
     surrogate, statistics = clipped(rows, clip_low, clip_high, clip_dual, None)
     if clip_dual is None:
@@ -208,7 +207,7 @@ def luspo_loss(
     surrogate, statistics = sequence_clipped(
         tokens, clip_low, clip_high, clip_dual, gradient, max_log_ratio
     )
-    surrogate = surrogate * lengths(tokens)
+    surrogate = surrogate * row_lengths(tokens.mask, surrogate)
     return reduce_surrogate(
         luspo_loss, surrogate, statistics, tokens, aggregation, importance_weights, denominators
     )

@@ -1,6 +1,6 @@
 """Policy losses with a ratio for each token: PPO, DPPO and SAPO."""
 
-from typing import Literal, Unpack, get_args
+from typing import Literal, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -252,8 +252,7 @@ def dppo_loss(
       ([3.0, 0.0], 0.5)
     """
     tokens = prepare(logprobs, old_logprobs, advantages, mask)
-    if kind not in get_args(ProbabilityDistance):
-        raise ValueError(f"kind={kind!r} is neither 'tv' nor 'kl'.")
+    settings.choice("kind", kind, ProbabilityDistance)
     bounds = settings.distance_pair("max_divergence", max_divergence)
     rule = "must be above 1, such as 20; None is off."
     max_ratio = settings.optional("max_ratio", max_ratio, rule, above=1)

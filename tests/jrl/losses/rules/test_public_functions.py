@@ -128,7 +128,7 @@ for call in (
         "values (2, 3), returns (2, 1), mask (2, 3)",
         "x (2, 3), mask (2, 1)",
         "logprobs (2, 3), mask (2, 1)",
-        "like='rlax' has no conventions here: choose one of verl, trl, openrlhf",
+        "like='rlax' is not a library with conventions here: choose one of verl, trl, openrlhf",
     ]
     assert len(messages) == len(expected)
     for message, part in zip(messages, expected, strict=True):
