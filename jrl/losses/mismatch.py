@@ -3,7 +3,6 @@
 Everywhere ``w`` is trainer over sampler, and so are all thresholds. Nothing here has a gradient.
 """
 
-import operator
 from dataclasses import dataclass
 from typing import Generic, Literal
 
@@ -23,7 +22,7 @@ from jrl.losses.arrays import (
     row_lengths,
     zero_masked,
 )
-from jrl.losses.reduction import Leaf, Mean, divide
+from jrl.losses.reduction import Additive, Leaf, Mean, divide
 
 __all__ = [  # noqa: RUF022 - in reading order
     "mismatch_weights",
@@ -451,7 +450,7 @@ def divergence_rejection_mask(
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class EffectiveSampleSize(Generic[Leaf]):
+class EffectiveSampleSize(Additive, Generic[Leaf]):
     """The sums behind the share of a sample that counts, which itself is not additive.
 
     Two of them add with ``+``, over devices ``jax.lax.psum`` takes the record as it is, and `value`
@@ -484,9 +483,6 @@ class EffectiveSampleSize(Generic[Leaf]):
             sum=jnp.sum(weights),
             sum_of_squares=jnp.sum(weights**2),
         )
-
-    def __add__(self, other: "EffectiveSampleSize[Leaf]") -> "EffectiveSampleSize[Leaf]":
-        return jax.tree.map(operator.add, self, other)
 
     def value(self) -> Float[Array, ""]:
         """``1 / mean((w / mean w)^2)``, from 0 to 1; 1 if all weights agree, 0 if none counts."""

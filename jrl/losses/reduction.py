@@ -10,7 +10,7 @@ import inspect
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypedDict, TypeVar
+from typing import Any, Generic, Literal, Self, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -54,9 +54,16 @@ class Denominators(TypedDict, total=False):
 Leaf = TypeVar("Leaf")
 
 
+class Additive:
+    """A record of sums: those of pieces add up with ``+``, leaf by leaf."""
+
+    def __add__(self, other: Self) -> Self:
+        return jax.tree.map(operator.add, self, other)
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Mean(Generic[Leaf]):
+class Mean(Additive, Generic[Leaf]):
     """A mean that has not been divided yet, so that means over pieces add up exactly.
 
     Two of them add with ``+``; over devices, ``jax.lax.psum`` takes the record as it is. A mean of
@@ -83,9 +90,6 @@ class Mean(Generic[Leaf]):
         mask = as_mask(mask)
         (x,) = as_floats(jax.lax.stop_gradient(x))
         return Mean(sum=jnp.sum(zero_masked(x, mask)), count=num_true(mask))
-
-    def __add__(self, other: "Mean[Leaf]") -> "Mean[Leaf]":
-        return jax.tree.map(operator.add, self, other)
 
     def value(self) -> Float[Array, ""]:
         """The mean; 0 where nothing was counted."""

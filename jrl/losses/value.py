@@ -1,6 +1,5 @@
 """The critic's head and its loss, and how much of the returns it explains."""
 
-import operator
 from dataclasses import dataclass
 from typing import Generic, Unpack
 
@@ -22,6 +21,7 @@ from jrl.losses.arrays import (
     zero_masked,
 )
 from jrl.losses.reduction import (
+    Additive,
     Aggregation,
     Denominators,
     Leaf,
@@ -144,7 +144,7 @@ def value_loss(
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class ExplainedVariance(Generic[Leaf]):
+class ExplainedVariance(Additive, Generic[Leaf]):
     """The sums behind an explained variance, which itself is not additive.
 
     Two of them add with ``+``, over devices ``jax.lax.psum`` takes the record as it is, and
@@ -191,9 +191,6 @@ class ExplainedVariance(Generic[Leaf]):
             return_sum=jnp.sum(centred),
             return_squares=jnp.sum(centred**2),
         )
-
-    def __add__(self, other: "ExplainedVariance[Leaf]") -> "ExplainedVariance[Leaf]":
-        return jax.tree.map(operator.add, self, other)
 
     def value(self) -> Float[Array, ""]:
         """``1 - Var(G - V) / Var(G)``; 0 where the returns do not vary, beyond rounding."""

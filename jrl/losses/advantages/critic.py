@@ -184,6 +184,16 @@ def as_lengths(lengths: Real[ArrayLike, "*batch"]) -> Float[Array, "*batch"]:
     return lengths.astype(float)
 
 
+def check_adaptive_lambda(
+    alpha: Number, floor: Number
+) -> tuple[settings.Checked, settings.Checked]:
+    """The settings of `length_adaptive_lambda`."""
+    rule = "must be positive: VAPO uses 0.05, later work 0.4 to 1.5."
+    alpha = settings.number("alpha", alpha, rule, above=0)
+    rule = "must lie in [0, 1], as every lam does."
+    return alpha, settings.number("floor", floor, rule, at_least=0, at_most=1)
+
+
 def length_adaptive_lambda(
     lengths: Real[ArrayLike, "*batch"], *, alpha: Number = 0.05, floor: Number = 0.0
 ) -> Float[Array, "*batch"]:
@@ -218,10 +228,7 @@ def length_adaptive_lambda(
       >>> length_adaptive_lambda(jnp.array([10, 40, 100]), alpha=0.05).round(3).tolist()
       [0.0, 0.5, 0.800000011920929]
     """
-    rule = "must be positive: VAPO uses 0.05, later work 0.4 to 1.5."
-    alpha = settings.number("alpha", alpha, rule, above=0)
-    rule = "must lie in [0, 1], as every lam does."
-    floor = settings.number("floor", floor, rule, at_least=0, at_most=1)
+    alpha, floor = check_adaptive_lambda(alpha, floor)
     lengths = as_lengths(lengths)
     return jnp.maximum(1 - 1 / (alpha * lengths), floor)
 

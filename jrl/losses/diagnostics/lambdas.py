@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int, Real, Shaped
 
 from jrl.losses import settings
 from jrl.losses.advantages import gae
+from jrl.losses.advantages.critic import check_adaptive_lambda
 from jrl.losses.arrays import (
     Number,
     Scalar,
@@ -232,10 +233,7 @@ def guard_rate(
       >>> float(guard_rate(jnp.array([10, 20, 40, 80]), alpha=0.05))
       0.5
     """
-    rule = "must be positive: VAPO uses 0.05, later work 0.4 to 1.5."
-    alpha = settings.number("alpha", alpha, rule, above=0)
-    rule = "must lie in [0, 1], as every lam does."
-    floor = settings.number("floor", floor, rule, at_least=0, at_most=1)
+    alpha, floor = check_adaptive_lambda(alpha, floor)
     (lengths,) = as_floats(jax.lax.stop_gradient(lengths))
     # 1 <= alpha l (1 - floor) without a division, so that whole lengths compare exactly.
     guarded = alpha * lengths * (1 - floor) <= 1

@@ -4,7 +4,6 @@ The entropy of a policy falls where a likely token has a high advantage, that is
 of the two. A handful of tokens carry most of it.
 """
 
-import operator
 from dataclasses import dataclass
 from typing import Generic, Unpack
 
@@ -26,7 +25,7 @@ from jrl.losses.policy.tokens import (
     prepare,
     reduce_surrogate,
 )
-from jrl.losses.reduction import Aggregation, Denominators, Leaf, Mean
+from jrl.losses.reduction import Additive, Aggregation, Denominators, Leaf, Mean
 
 __all__ = [  # noqa: RUF022 - in reading order
     "covariances",
@@ -39,7 +38,7 @@ __all__ = [  # noqa: RUF022 - in reading order
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class CovarianceStatistics(Generic[Leaf]):
+class CovarianceStatistics(Additive, Generic[Leaf]):
     """The two means of a batch around which covariances are taken.
 
     Those of pieces add up with ``+``, and over devices with ``jax.lax.psum``.
@@ -51,9 +50,6 @@ class CovarianceStatistics(Generic[Leaf]):
 
     advantages: Mean[Leaf]
     logprobs: Mean[Leaf]
-
-    def __add__(self, other: "CovarianceStatistics[Leaf]") -> "CovarianceStatistics[Leaf]":
-        return jax.tree.map(operator.add, self, other)
 
 
 def covariance_statistics(
@@ -135,9 +131,7 @@ def covariances(
 def checked_fraction(fraction: Number) -> int | float:
     """A fraction of the batch, whose value decides what is compiled."""
     rule = "is a share of the tokens, from 0 to 1."
-    return settings.static(
-        "fraction", settings.number("fraction", fraction, rule, at_least=0, at_most=1)
-    )
+    return settings.static("fraction", fraction, rule, at_least=0, at_most=1)
 
 
 def num_selected(mask: Bool[Array, "*batch time"], fraction: int | float) -> Array:

@@ -96,9 +96,7 @@ def entropy_statistics(
       (0.1823, 2.115)
     """
     rule = "must be from 0 to 1, such as 0.8."
-    quantile = settings.static(
-        "quantile", settings.number("quantile", quantile, rule, at_least=0, at_most=1)
-    )
+    quantile = settings.static("quantile", quantile, rule, at_least=0, at_most=1)
     log_entropy, mask = _log_entropy(entropy, mask)
     tokens = num_true(mask)
     floor, rest, denominator = floor_fraction(quantile, jnp.maximum(tokens - 1, 0))

@@ -54,9 +54,7 @@ def entropy_threshold(
       2.0
     """
     rule = "is a share of the tokens, above 0 and up to 1."
-    fraction = settings.static(
-        "fraction", settings.number("fraction", fraction, rule, above=0, at_most=1)
-    )
+    fraction = settings.static("fraction", fraction, rule, above=0, at_most=1)
     mask, (entropy,) = masked_constants(mask, entropy=entropy)
     last = num_true(mask) - 1
     rank, _, _ = floor_fraction(fraction, jnp.maximum(last, 0))
