@@ -5,7 +5,7 @@ import inspect
 import numpy as np
 import pytest
 
-from jrl.recipes import dapo, grpo, hapo, ppo, tppo, vapo
+from jrl.recipes import AdaptiveTemperature, dapo, grpo, hapo, ppo, tppo, vapo
 from jrl.rollout.decoding.requests import Request, Trajectory
 from jrl.runs.folder import RunFolder
 from jrl.trainer.evaluation.evaluate import evaluate
@@ -26,6 +26,7 @@ FOLDER = RunFolder("a run that is not there")
         (FOLDER, "line_marks", "line_offsets"),
         (FOLDER, "file_marks", "file_hashes"),
         (FOLDER, "go_back", "rewind"),
+        (AdaptiveTemperature(), "at", "token_temperatures"),
         (FOLDER, "begin_again", "discard_unsaved"),
     ],
 )

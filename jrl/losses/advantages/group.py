@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
-from jaxtyping import Float, Integer, Real, Shaped
+from jaxtyping import Float, Int, Integer, Real, Shaped
 
 from jrl.losses import settings
 from jrl.losses.arrays import (
@@ -28,7 +28,6 @@ from jrl.losses.groups import (
     group_size,
     group_sum,
     isolate_uncounted,
-    number_groups,
 )
 
 __all__ = [  # noqa: RUF022 - in reading order
@@ -249,7 +248,13 @@ def opo_advantages(
       >>> opo_advantages(jnp.array([1.0, 0.0]), jnp.array([0, 0]), jnp.array([1, 3])).tolist()
       [0.75, -0.25]
     """
-    rewards, lengths, index = check_groups(groups, rewards=rewards, lengths=lengths)
+    return _centred_by_length(*check_groups(groups, rewards=rewards, lengths=lengths))
+
+
+def _centred_by_length(
+    rewards: Float[Array, "batch"], lengths: Float[Array, "batch"], index: Int[Array, "batch"]
+) -> Float[Array, "batch"]:
+    """The rewards minus the mean of their group over its tokens, 0 in a group without a token."""
     counts = lengths != 0
     least = group_min(jnp.where(counts, rewards, jnp.inf), index)
     # Exactly 0 where all are equal, as their mean would not be.
@@ -432,22 +437,17 @@ def token_level_group_average(
       [[2.0, 0.0, 0.0, 0.0], [-0.5, -0.5, -0.5, -0.5]]
     """
     mask = as_mask(mask)
-    check_responses(rewards=rewards, groups=groups)
+    rewards, index = check_groups(groups, rewards=rewards)
     check_rows("mask", mask, rewards=rewards)
     epsilon = settings.epsilon("epsilon", epsilon)
     rule = "must be positive: HAPO uses 5, None is off."
     fallback = settings.optional("fallback", fallback, rule, above=0)
-    (rewards,) = as_floats(jax.lax.stop_gradient(rewards))
-    index = number_groups(groups)
     lengths = num_true(mask, -1).astype(rewards.dtype)
     counts = lengths > 0
-    least = group_min(jnp.where(counts, rewards, jnp.inf), index)
-    # Exactly 0 where all are equal, as their mean would not be.
-    above_least = jnp.where(counts, rewards - least, 0)
+    centred = zero_masked(_centred_by_length(rewards, lengths, index), counts)
     tokens = jnp.maximum(group_sum(lengths, index), 1)
-    centred = above_least - group_sum(lengths * above_least, index) / tokens
     deviation = jnp.sqrt(group_sum(lengths * centred**2, index) / tokens)
-    advantages = zero_masked(ratio_or_zero(centred, deviation + epsilon), counts)
+    advantages = ratio_or_zero(centred, deviation + epsilon)
     if fallback is not None:
         beyond = group_max(jnp.abs(advantages), index) >= fallback
         advantages = jnp.where(
