@@ -70,6 +70,13 @@ def row_lengths(
     return jnp.maximum(num_true(mask, -1), 1)[..., None].astype(like.dtype)
 
 
+def row_mean(
+    x: Float[Array, "*batch time"], mask: Bool[Array, "*batch time"]
+) -> Float[Array, "*batch 1"]:
+    """The mean of each row over its true tokens, 0 where it has none."""
+    return jnp.sum(zero_masked(x, mask), axis=-1, keepdims=True) / row_lengths(mask, x)
+
+
 def ratio_or_zero(x: Float[Array, "..."], divisor: Shaped[Array, "..."]) -> Float[Array, "..."]:
     """``x / divisor``, and 0 where the divisor is 0. A NaN in either stays one."""
     divisor = divisor.astype(x.dtype)

@@ -8,7 +8,7 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Integer, Shaped
 
-from jrl.losses.arrays import as_mask, masked_constants, num_true, ratio_or_zero
+from jrl.losses.arrays import as_mask, masked_constants, num_true, ratio_or_zero, row_mean
 from jrl.losses.diagnostics import tokens
 from jrl.losses.groups import check_groups, group_max, group_min, group_sum
 
@@ -129,7 +129,7 @@ def negative_share(
       [0.5, 0.75, 3.0, 1.0, -0.5]
     """
     mask, (advantages,) = masked_constants(mask, advantages=advantages)
-    means, length = tokens.row_mean(advantages, mask), num_true(mask, -1)
+    means, length = row_mean(advantages, mask)[..., 0], num_true(mask, -1)
     rows, length = length > 0, length.astype(advantages.dtype)
     negative, positive = rows & (means < 0), rows & (means > 0)
     return NegativeShare(

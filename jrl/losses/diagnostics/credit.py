@@ -9,7 +9,15 @@ from jaxtyping import Bool, Float, Shaped
 
 from jrl.losses import settings
 from jrl.losses.advantages import gae
-from jrl.losses.arrays import Number, Scalar, masked_constants, num_true, ratio_or_zero, zero_masked
+from jrl.losses.arrays import (
+    Number,
+    Scalar,
+    masked_constants,
+    num_true,
+    ratio_or_zero,
+    row_mean,
+    zero_masked,
+)
 from jrl.losses.diagnostics import tokens
 
 __all__ = [  # noqa: RUF022 - in reading order
@@ -83,8 +91,8 @@ def within_between_variance(
       [1.0, 4.0, 0.25]
     """
     mask, (advantages,) = masked_constants(mask, advantages=advantages)
-    rows, means = jnp.any(mask, axis=-1), tokens.row_mean(advantages, mask)
-    within = tokens.mean(tokens.row_mean((advantages - means[..., None]) ** 2, mask), rows)
+    rows, means = jnp.any(mask, axis=-1), row_mean(advantages, mask)[..., 0]
+    within = tokens.mean(row_mean((advantages - means[..., None]) ** 2, mask)[..., 0], rows)
     between = tokens.mean((means - tokens.mean(means, rows)) ** 2, rows)
     # Equal means differ by what their sums were rounded by, a small part of their size.
     rounding = 64 * jnp.finfo(between.dtype).eps

@@ -20,6 +20,7 @@ from jrl.losses.arrays import (
     masked_constants,
     num_true,
     ratio_or_zero,
+    row_mean,
     zero_masked,
 )
 from jrl.losses.diagnostics import tokens
@@ -124,7 +125,7 @@ def terminal_reach(
     reached = last_weight(mask, decay) > threshold
     rows, length = jnp.any(mask, axis=-1), num_true(mask, -1).astype(decay.dtype)
     # A row's horizon from the mean of its decays, which usually are all equal.
-    lost = 1 - tokens.row_mean(decay, mask)
+    lost = 1 - row_mean(decay, mask)[..., 0]
     endless = lost <= 0
     horizon = 1 / jnp.where(endless, jnp.ones_like(lost), lost)
     horizon = jnp.where(endless, jnp.full_like(lost, jnp.inf), horizon)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from jrl.losses.arrays import num_true, ratio_or_zero, row_lengths, zero_masked
+from jrl.losses.arrays import num_true, ratio_or_zero, zero_masked
 
 
 def index(mask: Bool[Array, "*batch time"]) -> Int[Array, "*batch time"]:
@@ -18,13 +18,6 @@ def index(mask: Bool[Array, "*batch time"]) -> Int[Array, "*batch time"]:
 def last(mask: Bool[Array, "*batch time"]) -> Bool[Array, "*batch time"]:
     """True on the last true token of each row."""
     return mask & (index(mask) == num_true(mask, -1)[..., None] - 1)
-
-
-def row_mean(
-    x: Float[Array, "*batch time"], mask: Bool[Array, "*batch time"]
-) -> Float[Array, "*batch"]:
-    """The mean of each row over its true tokens, 0 where it has none."""
-    return jnp.sum(zero_masked(x, mask), axis=-1) / row_lengths(mask, x)[..., 0]
 
 
 def mean(x: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array, ""]:

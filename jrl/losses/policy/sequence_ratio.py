@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Float, Shaped
 
 from jrl.losses import settings
-from jrl.losses.arrays import Number, row_lengths, zero_masked
+from jrl.losses.arrays import Number, row_lengths, row_mean, zero_masked
 from jrl.losses.policy.token_ratio import clipped
 from jrl.losses.policy.tokens import (
     Bound,
@@ -24,7 +24,6 @@ from jrl.losses.policy.tokens import (
     distance,
     prepare,
     reduce_surrogate,
-    row_mean,
 )
 from jrl.losses.reduction import Aggregation, Denominators, Mean
 
@@ -301,7 +300,7 @@ def gmpo_loss(
     above, below = rising & (log_ratio > high), falling & (log_ratio < -low)
     bounded = jnp.where(above, high, jnp.where(below, -low, log_ratio))
     bounded = zero_masked(bounded, rising | falling)
-    loss = -row_mean(tokens.advantages, tokens) * jnp.exp(row_mean(bounded, tokens))
+    loss = -row_mean(tokens.advantages, tokens.mask) * jnp.exp(row_mean(bounded, tokens.mask))
     surrogate = jnp.where(tokens.mask, loss, jnp.zeros_like(log_ratio))
     clipped_tokens = (above | below).astype(log_ratio.dtype)
     statistics = {"pg_clipfrac": clipped_tokens, **statistics}

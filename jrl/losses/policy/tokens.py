@@ -18,7 +18,7 @@ from jrl.losses.arrays import (
     broadcast,
     check_shapes,
     clip,
-    row_lengths,
+    row_mean,
     zero_masked,
 )
 from jrl.losses.reduction import Aggregation, Denominators, Mean, aggregate, check_denominators
@@ -103,7 +103,7 @@ def average_over_rows(
     gradient of its own log-ratio.
     """
     log_ratio, statistics = clamped_log_ratio(tokens, max_log_ratio)
-    mean = row_mean(log_ratio, tokens)
+    mean = row_mean(log_ratio, tokens.mask)
     if gradient == "token":
         # Zero in value: only the gradient is each token's own.
         mean = jax.lax.stop_gradient(mean) + (log_ratio - jax.lax.stop_gradient(log_ratio))
@@ -143,12 +143,6 @@ def distance(name: str, bound: Bound, tokens: Tokens) -> Float[Array, "..."] | s
     if not isinstance(bounds, Tracer) and jnp.any(bounds < 0):
         settings.distance(name, jnp.min(bounds))
     return bounds
-
-
-def row_mean(x: Float[Array, "*batch time"], tokens: Tokens) -> Float[Array, "*batch 1"]:
-    """The mean of each row's true tokens, and 0 for a row without one."""
-    total = jnp.sum(zero_masked(x, tokens.mask), axis=-1, keepdims=True)
-    return total / row_lengths(tokens.mask, tokens.logprobs)
 
 
 def floored_logprobs(tokens: Tokens, max_log_ratio: Number | None) -> Float[Array, "*batch time"]:
