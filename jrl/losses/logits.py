@@ -224,8 +224,8 @@ def _divergence(
     of_second = log_normaliser(chunk_size, second, mask)
 
     def start(begin: Array, counts: Array) -> Array:
-        pieces = (chunk_of(x, mask, begin, counts.size) for x in (first, second))
-        terms = _terms(*pieces, of_first, of_second)
+        first_piece, second_piece = (chunk_of(x, mask, begin, counts.size) for x in (first, second))
+        terms = _terms(first_piece, second_piece, of_first, of_second)
         return jnp.sum(jnp.where(along(counts, terms), terms, jnp.zeros_like(terms)), axis=-1)
 
     # Rows that do not count are 0 in both, and so is their divergence.
