@@ -1,4 +1,23 @@
-"""GRPO and its relatives: no critic; each completion is compared with the others of its prompt."""
+"""GRPO and its relatives: no critic; each completion is compared with the others of its prompt.
+
+Dr. GRPO divides neither by a group's standard deviation nor by a response's length. RLOO's baseline
+is the mean reward of the other completions of the prompt. MaxRL divides what is left of the reward
+by the mean of the prompt. GSPO's ratio and clip apply to the whole response. CISPO's ratio is a
+clipped weight without a gradient, so that every token keeps its gradient.
+
+References:
+  GRPO: Shao et al., "DeepSeekMath", 2024, eq. 3 and section 4.2. https://arxiv.org/abs/2402.03300
+  Dr. GRPO: Liu et al., "Understanding R1-Zero-Like Training: A Critical Perspective", 2025.
+  https://arxiv.org/abs/2503.20783
+  RLOO: Ahmadian et al., "Back to Basics: Revisiting REINFORCE-Style Optimization for Learning from
+  Human Feedback in LLMs", 2024, section 4. https://arxiv.org/abs/2402.14740
+  MaxRL: Tajwar et al., "Maximum likelihood reinforcement learning", 2026.
+  https://arxiv.org/abs/2602.02710
+  GSPO: Zheng et al., "Group Sequence Policy Optimization", 2025, eqs. 5 to 7 and section 5.1.
+  https://arxiv.org/abs/2507.18071
+  CISPO: MiniMax, "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention",
+  2025, eqs. 4 and 5. https://arxiv.org/abs/2506.13585
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -44,11 +63,7 @@ class GroupRelative(Recipe):
 
 @dataclass(frozen=True)
 class Grpo(GroupRelative):
-    """GRPO with the token mean; the defaults fit a laptop.
-
-    References:
-      Shao et al., "DeepSeekMath", 2024, eq. 3 and section 4.2. https://arxiv.org/abs/2402.03300
-    """
+    """GRPO with the token mean; the defaults fit a laptop."""
 
     scale_by_std: bool = True
     """Divide the advantages of a group by the standard deviation of its rewards."""
@@ -76,14 +91,7 @@ class Grpo(GroupRelative):
 
 @dataclass(frozen=True)
 class DrGrpo(GroupRelative):
-    """Dr. GRPO: GRPO without dividing by a group's standard deviation or by a response's length.
-
-    Token losses are divided by the length limit, which is the same in each step.
-
-    References:
-      Liu et al., "Understanding R1-Zero-Like Training: A Critical Perspective", 2025.
-      https://arxiv.org/abs/2503.20783
-    """
+    """Dr. GRPO; token losses are divided by the length limit, which is the same in each step."""
 
     # Divided by its own length, a long wrong response would cost less for each token.
     aggregation: Aggregation = "seq-mean-token-sum-norm"
@@ -94,15 +102,8 @@ class DrGrpo(GroupRelative):
 
 @dataclass(frozen=True)
 class Rloo(GroupRelative):
-    """RLOO: leave-one-out baseline, the mean reward of the other completions of the prompt.
-
-    In the first update of a step its gradient is that of REINFORCE; in later ones the clipped ratio
-    corrects for completions that are off-policy.
-
-    References:
-      Ahmadian et al., "Back to Basics: Revisiting REINFORCE-Style Optimization for Learning from
-      Human Feedback in LLMs", 2024, section 4. https://arxiv.org/abs/2402.14740
-    """
+    """RLOO over tokens. In the first update of a step its gradient is that of REINFORCE; in later
+    ones the clipped ratio corrects for completions that are off-policy."""
 
     def row_advantages(self, batch: Batch[Array]) -> Float[Array, "batch"]:
         # A baseline without the completion's own reward keeps the gradient unbiased.
@@ -111,12 +112,7 @@ class Rloo(GroupRelative):
 
 @dataclass(frozen=True)
 class Maxrl(GroupRelative):
-    """MaxRL: advantages in units of the mean reward of the prompt; one seldom solved weighs more.
-
-    References:
-      Tajwar et al., "Maximum likelihood reinforcement learning", 2026.
-      https://arxiv.org/abs/2602.02710
-    """
+    """MaxRL: a prompt that is seldom solved has a larger weight."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -132,15 +128,8 @@ class Maxrl(GroupRelative):
 
 @dataclass(frozen=True)
 class Gspo(GroupRelative):
-    """GSPO: the probability ratio and its clip apply to the whole response.
-
-    The paper's bounds suit responses of thousands of tokens: the longer a response, the less the
-    geometric mean of its tokens' ratios moves.
-
-    References:
-      Zheng et al., "Group Sequence Policy Optimization", 2025, eqs. 5 to 7 and section 5.1.
-      https://arxiv.org/abs/2507.18071
-    """
+    """GSPO with the paper's bounds, which suit responses of thousands of tokens: the longer a
+    response, the less the geometric mean of its tokens' ratios moves."""
 
     clip_low: float = 3e-4
     """How far the ratio of a response may fall below 1."""
@@ -154,14 +143,7 @@ class Gspo(GroupRelative):
 
 @dataclass(frozen=True)
 class Cispo(GroupRelative):
-    """CISPO: the ratio is a clipped weight without a gradient; every token keeps its gradient.
-
-    With an upper bound only, as in the paper; the value of the bound is verl's.
-
-    References:
-      MiniMax, "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention", 2025,
-      eqs. 4 and 5. https://arxiv.org/abs/2506.13585
-    """
+    """CISPO with an upper bound only, as in the paper; the value of the bound is verl's."""
 
     clip_low: float = 1.0
     """How far the weight may fall below 1; 1 is without a bound."""

@@ -1,4 +1,10 @@
-"""PPO on tokens: a critic, GAE, the clipped surrogate; and what recipes with a critic share."""
+"""PPO on tokens: a critic, GAE, the clipped surrogate; and what recipes with a critic share.
+
+References:
+  Schulman et al., "Proximal Policy Optimization Algorithms", 2017. https://arxiv.org/abs/1707.06347
+  Schulman et al., "High-Dimensional Continuous Control Using GAE", 2015.
+  https://arxiv.org/abs/1506.02438
+"""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
@@ -100,14 +106,7 @@ class ImitatingActorCritic(ActorCritic):
 
 @dataclass(frozen=True)
 class Ppo(ActorCritic):
-    """PPO as used for language models; the defaults fit a laptop.
-
-    References:
-      Schulman et al., "Proximal Policy Optimization Algorithms", 2017.
-      https://arxiv.org/abs/1707.06347
-      Schulman et al., "High-Dimensional Continuous Control Using GAE", 2015.
-      https://arxiv.org/abs/1506.02438
-    """
+    """PPO as used for language models; the defaults fit a laptop."""
 
     prompts: int = 512
     group_size: int = 1
