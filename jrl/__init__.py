@@ -4,5 +4,8 @@ Examples:
   >>> from jrl import gae, ppo_loss, value_loss
 """
 
+from jrl import losses
 from jrl.losses import *  # noqa: F403 - one list of public names, kept there
-from jrl.losses import __all__ as __all__
+
+__all__: list[str] = []
+__all__ += losses.__all__

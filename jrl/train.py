@@ -31,7 +31,7 @@ from jrl.processes.agreement import (
     is_main_process,
     is_multiprocess,
 )
-from jrl.recipes.base.load import source_of
+from jrl.recipes.load import source_of
 from jrl.report.evaluation import summarize_run
 from jrl.runs import records
 from jrl.runs.folder import RunFolder

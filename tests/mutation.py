@@ -36,6 +36,8 @@ import rich.progress
 from jax._src import xla_bridge
 from mutants import ROOT, Mutant, mutants_of
 
+from jrl import losses
+
 HERE = "tests/jrl/losses"
 # Collected once, and run for every mutant before the files that name its functions.
 COLLECTED = ("test_vectors.py", "test_array_contract.py")
@@ -73,13 +75,11 @@ def public_users(path: Path, function: str) -> list[set[str]]:
 
     Code outside of functions counts as all functions of its file.
     """
-    losses = ROOT / "jrl/losses"
-    packages = [losses / "__init__.py", *losses.glob("*/__init__.py")]  # each family has its names
-    package = "".join(file.read_text() for file in packages)
+    names = {*losses.__all__, *losses.diagnostics.__all__}
     known = {function} if function else {name for file, name in definitions() if file == path}
     nearest: set[str] = set()
     while True:
-        public = {name for name in known if f'"{name}"' in package}
+        public = known & names
         nearest = nearest or public
         users = {name for (_, name), mentioned in definitions().items() if mentioned & known}
         if users <= known:

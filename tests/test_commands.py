@@ -207,16 +207,16 @@ def test_scripts_exist_and_have_the_flags(command):
 
 
 def test_a_line_without_mutants_is_said_in_one_line(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["mutation.py", f"{ROOT}/jrl/losses/policy/imitation.py:1"])
-    with pytest.raises(SystemExit, match=r"imitation\.py:1: nothing to change"):
+    monkeypatch.setattr("sys.argv", ["mutation.py", f"{ROOT}/jrl/losses/policy/reinforce.py:1"])
+    with pytest.raises(SystemExit, match=r"reinforce\.py:1: nothing to change"):
         runpy.run_path(str(ROOT / "tests" / "mutation.py"), run_name="__main__")
 
 
 def test_each_objective_that_is_mutated_is_reached_through_a_public_function():
     """And with it which tests may notice."""
     program = runpy.run_path(str(ROOT / "tests" / "mutation.py"))
-    nearest, _ = program["public_users"](Path("jrl/losses/policy/covariance/clip_cov.py"), "")
-    assert nearest == {"clip_cov_loss"}
+    nearest, _ = program["public_users"](Path("jrl/losses/policy/token_ratio.py"), "_dropped")
+    assert nearest == {"dppo_loss"}
     for file, function in program["definitions"]():
         assert program["public_users"](file, function)
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from jrl.checks import flag
 from jrl.config.run import IMPLEMENTATION_SETTINGS, RunConfig
 from jrl.recipes import Recipe
-from jrl.recipes.base.load import load_recipe, reference_of
+from jrl.recipes.load import load_recipe, reference_of
 from jrl.runs.folder import RunFolder
 
 CHANGEABLE = (

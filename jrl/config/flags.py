@@ -13,7 +13,7 @@ from jrl.config.run import AUTO, RunConfig
 from jrl.config.settings_file import Settings, read_settings
 from jrl.processes.coordinator import SINGLE_PROCESS, Processes
 from jrl.recipes import RECIPES, Recipe
-from jrl.recipes.base.load import LIBRARY, load_recipe
+from jrl.recipes.load import LIBRARY, load_recipe
 from jrl.runs.folder import RunFolder
 from jrl.tasks.data.split import check_trains
 from sharding.folding import Layout
@@ -281,7 +281,7 @@ SUPERVISED_HELP = {
         "or a file of other conversations. None is one in ten."
     ),
     "steps": "Training steps, each one optimizer step on a batch. 0 takes as many as --epochs.",
-    "model": "A preset (tiny, tiny-dense or small), or hf:DIR for a public checkpoint, its weights "
+    "model": "A preset (tiny, tiny-dense or small), or a published checkpoint (DIR, gguf:FILE, pip:NAME), its weights "
     "and its tokenizer.",
     "weights": "Run folder whose latest policy to start from.",
     "chat_template": 'Chat template for conversations: "checkpoint" is the one that comes with '

@@ -15,18 +15,10 @@ from jrl.losses.coefficients import adaptive_entropy_coefficient, adaptive_kl_co
 from jrl.losses.conventions import Library, conventions
 from jrl.losses.divergence import KLEstimator, kl_estimate
 from jrl.losses.logits import *  # noqa: F403
-from jrl.losses.metrics import pass_at_k
 from jrl.losses.mismatch import *  # noqa: F403
 from jrl.losses.policy import *  # noqa: F403
-from jrl.losses.reduction import (
-    Aggregation,
-    Denominators,
-    EmptyRows,
-    Mean,
-    aggregate,
-    masked_mean,
-)
-from jrl.losses.rewards import informative_groups, overlong_filter, overlong_penalty
+from jrl.losses.reduction import Aggregation, Denominators, EmptyRows, Mean, aggregate, masked_mean
+from jrl.losses.rewards import informative_groups, overlong_filter, overlong_penalty, pass_at_k
 from jrl.losses.value import ExplainedVariance, bounded_value, explained_variance, value_loss
 
 __all__: list[str] = []

@@ -6,10 +6,11 @@ docstring are written once. What is done with the arrays afterwards is left to t
 
 from typing import TypeAlias
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
-from jaxtyping import Bool, Float, Num, Real, Shaped
+from jaxtyping import Bool, Float, Int, Num, Real, Shaped
 
 # A setting, see jrl/losses/settings.py; and any single number, such as a count or a coefficient.
 Number: TypeAlias = Real[ArrayLike, ""]
@@ -41,6 +42,46 @@ def zero_masked(x: Shaped[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Shap
     cotangent multiplied by it stays one.
     """
     return jnp.where(mask, x, jnp.zeros((), x.dtype))
+
+
+def masked_constants(
+    mask: Shaped[ArrayLike, "*shape"], **arrays: Shaped[ArrayLike, "*shape"]
+) -> tuple[Bool[Array, "*shape"], tuple[Float[Array, "*shape"], ...]]:
+    """The mask as bool, and the named arrays in one precision, 0 under it, without gradients.
+
+    Raises:
+      ValueError: if their shapes differ.
+    """
+    check_shapes(**arrays, mask=mask)
+    mask = as_mask(mask)
+    constants = jax.lax.stop_gradient(tuple(jnp.asarray(x) for x in arrays.values()))
+    return mask, tuple(zero_masked(x, mask) for x in as_floats(*constants))
+
+
+def num_true(mask: Bool[Array, "*shape"], axis: int | None = None) -> Int[Array, "..."]:
+    """Number of true entries, over everything or along one axis."""
+    return jnp.sum(mask, axis=axis, dtype=jnp.int32)
+
+
+def row_lengths(
+    mask: Bool[Array, "*batch time"], like: Float[Array, "..."]
+) -> Float[Array, "*batch 1"]:
+    """The true tokens of each row, at least 1 so that it divides, in the dtype of `like`."""
+    return jnp.maximum(num_true(mask, -1), 1)[..., None].astype(like.dtype)
+
+
+def row_mean(
+    x: Float[Array, "*batch time"], mask: Bool[Array, "*batch time"]
+) -> Float[Array, "*batch 1"]:
+    """The mean of each row over its true tokens, 0 where it has none."""
+    return jnp.sum(zero_masked(x, mask), axis=-1, keepdims=True) / row_lengths(mask, x)
+
+
+def ratio_or_zero(x: Float[Array, "..."], divisor: Shaped[Array, "..."]) -> Float[Array, "..."]:
+    """``x / divisor``, and 0 where the divisor is 0. A NaN in either stays one."""
+    divisor = divisor.astype(x.dtype)
+    nothing = divisor == 0
+    return jnp.where(nothing, 0, x / jnp.where(nothing, 1, divisor))
 
 
 def zero_per_row(x: Float[Array, "*batch time"]) -> Float[Array, "*batch"]:

@@ -1,6 +1,8 @@
 """The settings with which our functions give the numbers of another library."""
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal
+
+from jrl.losses import settings
 
 Library = Literal["verl", "trl", "openrlhf"]
 
@@ -12,6 +14,8 @@ _SEQUENCES = {"aggregation": "seq-mean-token-mean", "empty_rows": "skip"}
 _TRL_TOKENS = {"aggregation": "token-mean", "empty_rows": "count"}
 _TRL_SEQUENCES = {"aggregation": "seq-mean-token-mean", "empty_rows": "count"}
 _CLIP = {"clip_low": 0.2, "clip_high": 0.2}
+_GSPO = {**_CLIP, "clip_dual": None, "max_log_ratio": None}
+_SAPO = {"tau_positive": 1.0, "tau_negative": 1.05, "level": "token"}
 
 _VERL: dict[str, dict[str, Any]] = {
     "aggregate": {"mode": "token-mean", "empty_rows": "skip"},
@@ -33,26 +37,14 @@ _VERL: dict[str, dict[str, Any]] = {
     "gpg_loss": {**_TOKENS},
     "cispo_loss": {**_CLIP, "level": "token", "max_log_ratio": 20.0, **_TOKENS},
     # Its clamp is one of the mean, at +10.
-    "gspo_loss": {
-        **_CLIP,
-        "clip_dual": None,
-        "gradient": "token",
-        "max_log_ratio": None,
-        **_TOKENS,
-    },
+    "gspo_loss": {**_GSPO, "gradient": "token", **_TOKENS},
     "gmpo_loss": {
         **_CLIP,
         "max_log_ratio": None,
         "aggregation": "seq-mean-token-mean",
         "empty_rows": "count",
     },
-    "sapo_loss": {
-        "tau_positive": 1.0,
-        "tau_negative": 1.05,
-        "level": "token",
-        "max_log_ratio": 20.0,
-        **_SEQUENCES,
-    },
+    "sapo_loss": {**_SAPO, "max_log_ratio": 20.0, **_SEQUENCES},
     "dro_loss": {"max_log_ratio": None, **_TOKENS},
     # clip_ratio_low and clip_ratio_high, whatever the kind; the cap is clip_ratio_c.
     "dppo_loss": {
@@ -99,27 +91,9 @@ _TRL: dict[str, dict[str, Any]] = {
         "max_log_ratio": 20.0,
         **_TRL_TOKENS,
     },
-    "gspo_loss": {
-        **_CLIP,
-        "clip_dual": None,
-        "gradient": "sequence",
-        "max_log_ratio": None,
-        **_TRL_SEQUENCES,
-    },
-    "luspo_loss": {
-        **_CLIP,
-        "clip_dual": None,
-        "gradient": "sequence",
-        "max_log_ratio": None,
-        **_TRL_SEQUENCES,
-    },
-    "sapo_loss": {
-        "tau_positive": 1.0,
-        "tau_negative": 1.05,
-        "level": "token",
-        "max_log_ratio": None,
-        **_TRL_SEQUENCES,
-    },
+    "gspo_loss": {**_GSPO, "gradient": "sequence", **_TRL_SEQUENCES},
+    "luspo_loss": {**_GSPO, "gradient": "sequence", **_TRL_SEQUENCES},
+    "sapo_loss": {**_SAPO, "max_log_ratio": None, **_TRL_SEQUENCES},
     "kl_estimate": {"kind": "k3", "max_log_ratio": None, "max_value": None},
     # All tokens, and all sequences: both masks are off.
     "top_entropy_mask": {"fraction": 1.0},
@@ -140,13 +114,7 @@ _OPENRLHF: dict[str, dict[str, Any]] = {
     "reinforce_plus_plus_advantages": {"whitened": False},
     "whiten": {"unbiased": False, "epsilon": 0.0, "min_variance": 1e-8},
     "ppo_loss": {**_CLIP, "clip_dual": None, "max_log_ratio": 20.0, **_TOKENS},
-    "gspo_loss": {
-        **_CLIP,
-        "clip_dual": None,
-        "gradient": "sequence",
-        "max_log_ratio": None,
-        **_SEQUENCES,
-    },
+    "gspo_loss": {**_GSPO, "gradient": "sequence", **_SEQUENCES},
     "value_loss": {"clip": None, **_TOKENS},
     "kl_estimate": {"kind": "k1", "max_log_ratio": None, "max_value": 10.0},
     "mismatch_weights": {"level": "token", "max_log_weight": None},
@@ -203,7 +171,5 @@ def conventions(*, like: Library) -> Conventions:
       >>> conventions(like="trl")["gspo_loss"]["gradient"], "gmpo_loss" in conventions(like="trl")
       ('sequence', False)
     """
-    if like not in get_args(Library):
-        choices = ", ".join(get_args(Library))
-        raise ValueError(f"like={like!r} has no conventions here: choose one of {choices}.")
+    settings.choice("like", like, Library, "a library with conventions here")
     return Conventions(like)

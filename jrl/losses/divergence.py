@@ -1,6 +1,6 @@
 """KL divergence of a policy from another, estimated from the sampled tokens."""
 
-from typing import Literal, get_args
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -70,9 +70,7 @@ def kl_estimate(
       >>> kl_estimate(logprobs, reference, kind="k2").tolist()
       [0.125, 0.5]
     """
-    if kind not in get_args(KLEstimator):
-        choices = ", ".join(get_args(KLEstimator))
-        raise ValueError(f"kind={kind!r} is not an estimator of KL: choose one of {choices}.")
+    settings.choice("kind", kind, KLEstimator, "an estimator of KL")
     max_log_ratio = settings.optional_distance("max_log_ratio", max_log_ratio)
     max_value = settings.optional_distance("max_value", max_value)
     check_shapes(logprobs=logprobs, reference_logprobs=reference_logprobs)

@@ -76,11 +76,3 @@ def group_centred(x: Float[Array, "batch"], index: Int[Array, "batch"]) -> Float
     above_least = x - least
     centred = above_least - group_sum(above_least, index) / group_size(x, index)
     return jnp.where(group_max(x, index) == least, 0, centred)
-
-
-def ratio_or_zero(
-    x: Float[Array, "*shape"], divisor: Float[Array, "*shape"]
-) -> Float[Array, "*shape"]:
-    """``x / divisor``, and 0 where the divisor is 0. A NaN in either stays one."""
-    nothing = divisor == 0
-    return jnp.where(nothing, 0, x / jnp.where(nothing, 1, divisor))

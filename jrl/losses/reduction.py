@@ -10,7 +10,7 @@ import inspect
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypedDict, TypeVar, get_args
+from typing import Any, Generic, Literal, Self, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,16 @@ from jax.typing import ArrayLike
 from jaxtyping import Float, Real, Shaped
 
 from jrl.losses import settings
-from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, zero_masked
+from jrl.losses.arrays import (
+    Number,
+    Scalar,
+    as_floats,
+    as_mask,
+    check_shapes,
+    num_true,
+    row_lengths,
+    zero_masked,
+)
 
 Aggregation = Literal[
     "token-mean",
@@ -45,9 +54,16 @@ class Denominators(TypedDict, total=False):
 Leaf = TypeVar("Leaf")
 
 
+class Additive:
+    """A record of sums: those of pieces add up with ``+``, leaf by leaf."""
+
+    def __add__(self, other: Self) -> Self:
+        return jax.tree.map(operator.add, self, other)
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Mean(Generic[Leaf]):
+class Mean(Additive, Generic[Leaf]):
     """A mean that has not been divided yet, so that means over pieces add up exactly.
 
     Two of them add with ``+``; over devices, ``jax.lax.psum`` takes the record as it is. A mean of
@@ -73,10 +89,7 @@ class Mean(Generic[Leaf]):
         """The mean of `x` where `mask` is true, without a gradient."""
         mask = as_mask(mask)
         (x,) = as_floats(jax.lax.stop_gradient(x))
-        return Mean(sum=jnp.sum(zero_masked(x, mask)), count=jnp.sum(mask, dtype=jnp.int32))
-
-    def __add__(self, other: "Mean[Leaf]") -> "Mean[Leaf]":
-        return jax.tree.map(operator.add, self, other)
+        return Mean(sum=jnp.sum(zero_masked(x, mask)), count=num_true(mask))
 
     def value(self) -> Float[Array, ""]:
         """The mean; 0 where nothing was counted."""
@@ -105,7 +118,7 @@ def masked_mean(
     check_shapes(x=x, mask=mask)
     mask = as_mask(mask)
     (x,) = as_floats(x)
-    count = jnp.sum(mask, axis=axis, dtype=jnp.int32).astype(x.dtype)
+    count = num_true(mask, axis).astype(x.dtype)
     return jnp.sum(zero_masked(x, mask), axis=axis) / jnp.maximum(count, 1)
 
 
@@ -177,11 +190,8 @@ def aggregate(
       >>> round(float(sum(halves)), 4) == round(float(aggregate(loss, mask)), 4)
       True
     """
-    if mode not in get_args(Aggregation):
-        choices = ", ".join(get_args(Aggregation))
-        raise ValueError(f"mode={mode!r} is not an aggregation mode: choose one of {choices}.")
-    if empty_rows not in get_args(EmptyRows):
-        raise ValueError(f"empty_rows={empty_rows!r} is neither 'skip' nor 'count'.")
+    settings.choice("mode", mode, Aggregation, "an aggregation mode")
+    settings.choice("empty_rows", empty_rows, EmptyRows)
     check_shapes(per_token=per_token, mask=mask)
     num_tokens = settings.count("num_tokens", num_tokens, "tokens")
     num_sequences = settings.count("num_sequences", num_sequences, "sequences")
@@ -192,7 +202,7 @@ def aggregate(
     if mode == "token-sum":
         return jnp.sum(per_token)
     if mode == "token-mean":
-        tokens = jnp.sum(mask, dtype=jnp.int32) if num_tokens is None else num_tokens
+        tokens = num_true(mask) if num_tokens is None else num_tokens
         return divide(jnp.sum(per_token), tokens)
 
     if mode == "seq-mean-token-sum-norm":
@@ -203,7 +213,7 @@ def aggregate(
     if mode == "seq-mean-token-mean":
         per_token = per_token / _lengths(per_token, mask, num_sequences, sequence_lengths)
     counted = jnp.any(mask, axis=-1) if empty_rows == "skip" else jnp.ones(mask.shape[:-1], bool)
-    rows = jnp.sum(counted, dtype=jnp.int32)
+    rows = num_true(counted)
     return divide(jnp.sum(per_token), rows if num_sequences is None else num_sequences)
 
 
@@ -232,8 +242,7 @@ def _lengths(
 ) -> Float[Array, "*batch time"] | Float[Array, "*batch 1"]:
     """The tokens in each token's sequence, and 1 where there are none to divide."""
     if sequence_lengths is None:
-        counts = jnp.sum(mask, axis=-1, keepdims=True, dtype=jnp.int32)
-        return jnp.maximum(counts, 1).astype(per_token.dtype)
+        return row_lengths(mask, per_token)
     if num_sequences is None:
         raise ValueError(
             "sequence_lengths without num_sequences: a row is not a sequence here, so rows cannot "

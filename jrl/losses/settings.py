@@ -162,24 +162,41 @@ def integer(name: str, x: SupportsIndex, rule: str, *, at_least: int) -> int:
       ValueError: if it is traced, is not whole or is less than `at_least`.
     """
     setting: Any = x
-    value = static(name, number(name, setting, rule, at_least=at_least))
+    value = static(name, setting, rule, at_least=at_least)
     if value % 1:
         raise ValueError(f"{name}={value} must be a whole number.")
     return int(value)
 
 
-def static(name: str, x: Checked) -> int | float:
-    """A setting whose value decides what is compiled.
+def static(name: str, x: Number, rule: str, **limits: int | float | None) -> int | float:
+    """As `number`, of a setting whose value decides what is compiled.
 
     Raises:
-      ValueError: if it is traced.
+      ValueError: as `number`, or if it is traced.
     """
+    x = number(name, x, rule, **limits)
     if isinstance(x, Array):
         raise ValueError(
             f"{name} is traced, but must be static, as it decides what is compiled: give a "
             "number, or name it in jax.jit(static_argnames=...)."
         )
     return x
+
+
+def choice(name: str, x: str, among: Any, what: str = "one of them") -> None:
+    """Check that `x` is one of the strings of the `Literal` called `among`.
+
+    Args:
+      what: what the message says that `x` is not, where there are more than two.
+
+    Raises:
+      ValueError: if it is not, with all of them.
+    """
+    names = get_args(among)
+    if x not in names:
+        two = f"neither {names[0]!r} nor {names[-1]!r}."
+        more = f"not {what}: choose one of {', '.join(names)}."
+        raise ValueError(f"{name}={x!r} is {two if len(names) == 2 else more}")
 
 
 def check_scalar(name: str, x: Scalar) -> None:

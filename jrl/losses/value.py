@@ -1,6 +1,5 @@
 """The critic's head and its loss, and how much of the returns it explains."""
 
-import operator
 from dataclasses import dataclass
 from typing import Generic, Unpack
 
@@ -11,8 +10,18 @@ from jax.typing import ArrayLike
 from jaxtyping import Float, Shaped
 
 from jrl.losses import settings
-from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, zero_masked
+from jrl.losses.arrays import (
+    Number,
+    Scalar,
+    as_floats,
+    as_mask,
+    check_shapes,
+    masked_constants,
+    num_true,
+    zero_masked,
+)
 from jrl.losses.reduction import (
+    Additive,
     Aggregation,
     Denominators,
     Leaf,
@@ -135,7 +144,7 @@ def value_loss(
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class ExplainedVariance(Generic[Leaf]):
+class ExplainedVariance(Additive, Generic[Leaf]):
     """The sums behind an explained variance, which itself is not additive.
 
     Two of them add with ``+``, over devices ``jax.lax.psum`` takes the record as it is, and
@@ -172,21 +181,16 @@ class ExplainedVariance(Generic[Leaf]):
           centre: a number near the mean return, the same for every piece. It changes no result but
             for rounding, and matters where returns vary by less than a hundredth of their size.
         """
-        mask = as_mask(mask)
-        values, returns = as_floats(*jax.lax.stop_gradient((values, returns)))
-        values, returns = zero_masked(values, mask), zero_masked(returns, mask)
+        mask, (values, returns) = masked_constants(mask, values=values, returns=returns)
         error = returns - values
         centred = zero_masked(returns - jnp.asarray(centre, returns.dtype), mask)
         return ExplainedVariance(
-            count=jnp.sum(mask, dtype=jnp.int32),
+            count=num_true(mask),
             error_sum=jnp.sum(error),
             error_squares=jnp.sum(error**2),
             return_sum=jnp.sum(centred),
             return_squares=jnp.sum(centred**2),
         )
-
-    def __add__(self, other: "ExplainedVariance[Leaf]") -> "ExplainedVariance[Leaf]":
-        return jax.tree.map(operator.add, self, other)
 
     def value(self) -> Float[Array, ""]:
         """``1 - Var(G - V) / Var(G)``; 0 where the returns do not vary, beyond rounding."""

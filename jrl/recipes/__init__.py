@@ -1,24 +1,19 @@
-"""Recipes, one file per paper: its hyperparameter table as code, and its losses and advantages."""
+"""Recipes, one class per paper: its hyperparameter table as code, its losses and advantages."""
 
-from jrl.recipes.base.actor_critic import ActorCritic as ActorCritic
 from jrl.recipes.base.batch import Batch as Batch
 from jrl.recipes.base.batch import Targets as Targets
 from jrl.recipes.base.batch import Totals as Totals
-from jrl.recipes.base.group_relative import GroupRelative as GroupRelative
 from jrl.recipes.base.recipe import Metrics as Metrics
 from jrl.recipes.base.recipe import Recipe
 from jrl.recipes.base.temperature import AdaptiveTemperature as AdaptiveTemperature
-from jrl.recipes.cispo import Cispo
 from jrl.recipes.dapo import Dapo
-from jrl.recipes.dr_grpo import DrGrpo
-from jrl.recipes.grpo import Grpo
-from jrl.recipes.gspo import Gspo
+from jrl.recipes.grpo import Cispo, DrGrpo, Grpo, Gspo, Maxrl, Rloo
+from jrl.recipes.grpo import GroupRelative as GroupRelative
 from jrl.recipes.hapo import Hapo
-from jrl.recipes.maxrl import Maxrl
+from jrl.recipes.ppo import ActorCritic as ActorCritic
 from jrl.recipes.ppo import Ppo
 from jrl.recipes.reinforce_plus_plus import ReinforcePlusPlus
-from jrl.recipes.rloo import Rloo
-from jrl.recipes.supervised.sft import Sft
+from jrl.recipes.sft import Sft
 from jrl.recipes.tppo import Tppo
 from jrl.recipes.vapo import Vapo
 

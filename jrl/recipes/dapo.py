@@ -6,11 +6,13 @@ References:
 """
 
 from dataclasses import dataclass, replace
+from typing import Self
 
 from jaxtyping import Array, Float, Int
 
 from jrl.losses import Aggregation, overlong_penalty
-from jrl.recipes.base.group_relative import GroupRelative
+from jrl.recipes.grpo import GroupRelative
+from sharding.former_names import former_names
 
 
 @dataclass(frozen=True)
@@ -38,18 +40,21 @@ class Dapo(GroupRelative):
         penalty = overlong_penalty(lengths, max_length=response_length, buffer=buffer)
         return super().rewards(scores, lengths, response_length) + penalty
 
+    @classmethod
+    def paper(cls) -> Self:
+        """The paper's table: 512 prompts x 16, mini-batches of 512, lengths 16384 + 4096."""
+        return replace(
+            cls(),
+            prompts=512,
+            group_size=16,
+            mini_batch=512,
+            micro_batch=512,
+            learning_rate=1e-6,
+            learning_rate_warmup=20 * 16,  # 20 rollouts of 16 optimizer steps
+            weight_decay=0.1,
+            max_grad_norm=1.0,
+            overlong_buffer=4096,
+        )
 
-def paper() -> Dapo:
-    """The paper's table: 512 prompts x 16, mini-batches of 512, lengths 16384 + 4096."""
-    return replace(
-        Dapo(),
-        prompts=512,
-        group_size=16,
-        mini_batch=512,
-        micro_batch=512,
-        learning_rate=1e-6,
-        learning_rate_warmup=20 * 16,  # 20 rollouts of 16 optimizer steps
-        weight_decay=0.1,
-        max_grad_norm=1.0,
-        overlong_buffer=4096,
-    )
+
+__getattr__ = former_names(__name__, paper=Dapo.paper)

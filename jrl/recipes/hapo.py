@@ -43,7 +43,7 @@ References:
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from jaxtyping import Array, Float
 
@@ -59,6 +59,7 @@ from jrl.recipes.base.mismatch import Denominator, Weighting
 from jrl.recipes.base.recipe import Metrics
 from jrl.recipes.base.temperature import AdaptiveTemperature, TemperatureSignal
 from jrl.recipes.dapo import Dapo
+from sharding.former_names import former_names
 
 
 @dataclass(frozen=True)
@@ -183,23 +184,17 @@ class Hapo(Dapo):
             aggregation=None,
         )
 
+    @classmethod
+    def paper(cls) -> Self:
+        """The paper's components and the released scripts' sizes: those of DAPO's table."""
+        return replace(
+            super().paper(),
+            learning_rate_warmup=10 * 16,  # 10 rollouts of 16 optimizer steps
+            max_generation_rounds=16,
+            # The paper's temperature; the released code's is the default.
+            tau=0.1,
+            temperature_signal="standardized",
+        )
 
-def paper() -> Hapo:
-    """The paper's components and the released scripts' sizes: 512 prompts x 16, mini-batches of 512
-    responses, 10,240 tokens of which the last 4,096 are punished."""
-    return replace(
-        Hapo(),
-        prompts=512,
-        group_size=16,
-        mini_batch=512,
-        micro_batch=512,
-        learning_rate=1e-6,
-        learning_rate_warmup=10 * 16,  # 10 rollouts of 16 optimizer steps
-        weight_decay=0.1,
-        max_grad_norm=1.0,
-        overlong_buffer=4096,
-        max_generation_rounds=16,
-        # The paper's temperature; the released code's is the default.
-        tau=0.1,
-        temperature_signal="standardized",
-    )
+
+__getattr__ = former_names(__name__, paper=Hapo.paper)

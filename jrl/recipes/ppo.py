@@ -1,4 +1,4 @@
-"""PPO on tokens: a critic, GAE, the clipped surrogate.
+"""PPO on tokens: a critic, GAE, the clipped surrogate; and what recipes with a critic share.
 
 References:
   Schulman et al., "Proximal Policy Optimization Algorithms", 2017. https://arxiv.org/abs/1707.06347
@@ -7,13 +7,101 @@ References:
 """
 
 from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
-from jrl.losses import gae, whiten
-from jrl.recipes.base.actor_critic import ActorCritic
-from jrl.recipes.base.batch import Batch, Targets, required
-from jrl.recipes.base.token_rewards import penalised_rewards
+from jrl.checks import check_range
+from jrl.losses import ExplainedVariance, Mean, gae, positive_example_loss, value_loss, whiten
+from jrl.losses.settings import Sides
+from jrl.recipes.base.batch import Batch, Targets, Totals, penalised_rewards, required
+from jrl.recipes.base.optimizer import Optimizer
+from jrl.recipes.base.recipe import Metrics, Recipe
+from sharding.former_names import former_names
+
+
+@dataclass(frozen=True)
+class ActorCritic(Recipe):
+    """Hyperparameters shared by the recipes that train a value network."""
+
+    critic_learning_rate: float = 1e-3
+    """Learning rate of AdamW for the critic."""
+    value_clip: float | None = None
+    """Clip range of the value loss: how far a value may move from its old one before its gradient
+    stops; None is off."""
+    gamma: float = 1.0
+    """Discount per token."""
+    pretrain_critic: int = 0
+    """Steps at the start that train only the critic, on returns of the frozen policy."""
+
+    uses_critic: ClassVar[bool] = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_range(self, ("critic_learning_rate", "value_clip", "pretrain_critic"), 0)
+        # Not every recipe has each of these lambdas.
+        check_range(self, ("gamma", "lam", "lam_critic", "lam_floor"), 0, 1)
+
+    @property
+    def value_pretraining_steps(self) -> int:
+        return self.pretrain_critic
+
+    @property
+    def critic_optimizer(self) -> Optimizer:
+        """Optimizer of the critic."""
+        return Optimizer(self.critic_learning_rate, 0, self.weight_decay, self.max_grad_norm)
+
+    @property
+    def value_clip_sides(self) -> Sides | None:
+        """Clip range of values around the old ones: one distance for both sides, or one down and
+        one up; None is off."""
+        return self.value_clip
+
+    @property
+    def discount(self) -> float:
+        return self.gamma
+
+    def critic_loss(
+        self,
+        values: Float[Array, "batch time"],
+        batch: Batch[Array],
+        totals: Totals[Array],
+        response_length: int,
+    ) -> tuple[Float[Array, ""], dict[str, Mean | ExplainedVariance]]:
+        """Half the mean squared error of the values, aggregated as the policy's loss."""
+        loss, metrics = value_loss(
+            values,
+            required(batch.old_values),
+            required(batch.returns),
+            batch.mask,
+            clip=self.value_clip_sides,
+            aggregation=self.aggregation,
+            # Counts of the critic's own mask, `critic_mask`, which the trainer passes to it.
+            **self.denominators(totals, response_length),
+        )
+        return loss, {f"critic/{name}": value for name, value in metrics.items()}
+
+
+@dataclass(frozen=True)
+class ImitatingActorCritic(ActorCritic):
+    """Hyperparameters of the recipes with a critic that imitate their correct completions."""
+
+    positive_coef: float = 0.1
+    """Weight of the negative log-likelihood of correct completions, on the tokens of the step in
+    which they were finished."""
+
+    def auxiliary_loss(
+        self,
+        logprobs: Float[Array, "batch time"],
+        batch: Batch[Array],
+        totals: Totals[Array],
+    ) -> tuple[Float[Array, ""], Metrics]:
+        """Negative log-likelihood of the completions with full marks, the mean over their tokens in
+        the mask (VAPO, arXiv:2504.05118, section 4.3)."""
+        imitation, imitated = positive_example_loss(
+            logprobs, required(batch.correct), batch.mask, num_tokens=totals.num_correct_tokens
+        )
+        return self.positive_coef * imitation, {"actor/positive_loss": imitated["positive_nll"]}
 
 
 @dataclass(frozen=True)
@@ -53,21 +141,24 @@ class Ppo(ActorCritic):
             advantages = whiten(advantages, mask)
         return Targets(advantages, returns)
 
+    @classmethod
+    def paper(cls) -> Self:
+        """The vanilla PPO baseline of the VAPO paper: lam 0.95, clip 0.2, one loss per response."""
+        return replace(
+            cls(),
+            prompts=8192,
+            group_size=1,
+            mini_batch=512,
+            micro_batch=512,
+            learning_rate=1e-6,
+            critic_learning_rate=2e-6,
+            lam=0.95,
+            clip_low=0.2,
+            clip_high=0.2,
+            aggregation="seq-mean-token-mean",
+            reward_correct=1.0,
+            reward_wrong=-1.0,
+        )
 
-def paper() -> Ppo:
-    """The vanilla PPO baseline of the VAPO paper: lam 0.95, clip 0.2, one loss per response."""
-    return replace(
-        Ppo(),
-        prompts=8192,
-        group_size=1,
-        mini_batch=512,
-        micro_batch=512,
-        learning_rate=1e-6,
-        critic_learning_rate=2e-6,
-        lam=0.95,
-        clip_low=0.2,
-        clip_high=0.2,
-        aggregation="seq-mean-token-mean",
-        reward_correct=1.0,
-        reward_wrong=-1.0,
-    )
+
+__getattr__ = former_names(__name__, paper=Ppo.paper)

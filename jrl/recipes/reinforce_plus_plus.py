@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from jaxtyping import Array
 
 from jrl.losses import reinforce_plus_plus_advantages
-from jrl.recipes.base.batch import Batch, Targets
+from jrl.recipes.base.batch import Batch, Targets, penalised_rewards
 from jrl.recipes.base.recipe import Recipe
-from jrl.recipes.base.token_rewards import penalised_rewards
 
 
 @dataclass(frozen=True)

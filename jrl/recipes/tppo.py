@@ -12,6 +12,7 @@ References:
 """
 
 from dataclasses import dataclass, replace
+from typing import Self
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -26,10 +27,10 @@ from jrl.losses import (
     whiten,
 )
 from jrl.losses.settings import Sides
-from jrl.recipes.base.actor_critic import ImitatingActorCritic
-from jrl.recipes.base.batch import Batch, Targets, required, responses_of
-from jrl.recipes.base.collection import Windows
-from jrl.recipes.base.token_rewards import terminal_rewards
+from jrl.recipes.base.batch import Batch, Targets, required, responses_of, terminal_rewards
+from jrl.recipes.base.recipe import Windows
+from jrl.recipes.ppo import ImitatingActorCritic
+from sharding.former_names import former_names
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,24 @@ class Tppo(ImitatingActorCritic):
         expected = effective_length(lengths, unfinished, window=required(self.window))
         return length_adaptive_lambda(expected, alpha=self.lam_alpha, floor=self.lam_floor)[:, None]
 
+    @classmethod
+    def paper(cls) -> Self:
+        """512 prompts x 16 in mini-batches of 512, windows of 8k tokens out of 24k."""
+        return replace(
+            cls(),
+            prompts=512,
+            group_size=16,
+            mini_batch=512,
+            micro_batch=512,
+            learning_rate=1e-6,
+            critic_learning_rate=2e-6,
+            pretrain_critic=10,
+            window=8192,
+            lam_alpha=0.05,
+            lam_floor=0.95,
+            positive_coef=0.1,
+        )
+
 
 def _unfinished(batch: Batch[Array]) -> Bool[Array, "batch"]:
     """Mask of the responses that continue in another step."""
@@ -159,19 +178,4 @@ def _unfinished(batch: Batch[Array]) -> Bool[Array, "batch"]:
     return ~batch.finished
 
 
-def paper() -> Tppo:
-    """512 prompts x 16 in mini-batches of 512, windows of 8k tokens out of 24k."""
-    return replace(
-        Tppo(),
-        prompts=512,
-        group_size=16,
-        mini_batch=512,
-        micro_batch=512,
-        learning_rate=1e-6,
-        critic_learning_rate=2e-6,
-        pretrain_critic=10,
-        window=8192,
-        lam_alpha=0.05,
-        lam_floor=0.95,
-        positive_coef=0.1,
-    )
+__getattr__ = former_names(__name__, paper=Tppo.paper)

@@ -8,13 +8,14 @@ References:
 """
 
 from dataclasses import dataclass, replace
+from typing import Self
 
 from jaxtyping import Array, Float, Int
 
 from jrl.losses import Aggregation, gae, length_adaptive_lambda, whiten
-from jrl.recipes.base.actor_critic import ImitatingActorCritic
-from jrl.recipes.base.batch import Batch, Targets, required
-from jrl.recipes.base.token_rewards import per_turn_rewards
+from jrl.recipes.base.batch import Batch, Targets, per_turn_rewards, required
+from jrl.recipes.ppo import ImitatingActorCritic
+from sharding.former_names import former_names
 
 
 @dataclass(frozen=True)
@@ -62,19 +63,22 @@ class Vapo(ImitatingActorCritic):
             advantages = whiten(advantages, mask)
         return Targets(advantages, returns)
 
+    @classmethod
+    def paper(cls) -> Self:
+        """The paper's table: 512 prompts x 16, mini-batches of 512, 50 value pretraining steps."""
+        return replace(
+            cls(),
+            prompts=512,
+            group_size=16,
+            mini_batch=512,
+            micro_batch=512,
+            learning_rate=1e-6,
+            critic_learning_rate=2e-6,
+            pretrain_critic=50,
+            lam_critic=1.0,
+            lam_alpha=0.05,
+            positive_coef=0.1,
+        )
 
-def paper() -> Vapo:
-    """The paper's table: 512 prompts x 16, mini-batches of 512, 50 steps of value pretraining."""
-    return replace(
-        Vapo(),
-        prompts=512,
-        group_size=16,
-        mini_batch=512,
-        micro_batch=512,
-        learning_rate=1e-6,
-        critic_learning_rate=2e-6,
-        pretrain_critic=50,
-        lam_critic=1.0,
-        lam_alpha=0.05,
-        positive_coef=0.1,
-    )
+
+__getattr__ = former_names(__name__, paper=Vapo.paper)

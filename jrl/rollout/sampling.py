@@ -170,7 +170,7 @@ def row_temperatures(
     token and the statistics of the step before."""
     of_rows = entropy_from_logits(policy_logits(logits, sampling))
     everywhere = jnp.ones_like(of_rows, bool)
-    return adaptive.at(of_rows, everywhere, entropy, sampling.temperature)
+    return adaptive.token_temperatures(of_rows, everywhere, entropy, sampling.temperature)
 
 
 def sampler_logits(

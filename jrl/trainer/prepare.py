@@ -326,7 +326,7 @@ def temperatures(
     assert sampling.adaptive is not None
     entropy, base = required(batch.old_entropy), sampling.temperature
     # The sampler's rule applied to the trainer's entropies: no temperatures need be recorded.
-    token_temperatures = sampling.adaptive.at(entropy, sampled, before, base)
+    token_temperatures = sampling.adaptive.token_temperatures(entropy, sampled, before, base)
     fallback = jnp.asarray(base, token_temperatures.dtype)  # reported where no token is in the mask
     low = jnp.min(jnp.where(sampled, token_temperatures, jnp.inf))
     high = jnp.max(jnp.where(sampled, token_temperatures, -jnp.inf))

@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from jrl.losses import EntropyStatistics
 from jrl.processes.agreement import to_devices
-from jrl.recipes.base.collection import Windows
+from jrl.recipes.base.recipe import Windows
 from jrl.rollout.batching import replicated
 from jrl.rollout.collection.async_buffer import AsyncBuffer
 from jrl.rollout.collection.windows import Unfinished, none_unfinished

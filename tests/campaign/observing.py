@@ -11,7 +11,7 @@ from programs import random_weights
 
 from jrl.processes.agreement import to_host
 from jrl.recipes.base.batch import Batch
-from jrl.recipes.base.collection import Windows
+from jrl.recipes.base.recipe import Windows
 from jrl.rollout.batching import over_rows
 from jrl.rollout.decoding.requests import Request, move_to_host
 from jrl.rollout.packing import clear_idle_rows, counts_of

@@ -215,7 +215,7 @@ def test_a_run_without_a_checkpoint_says_so(tmp_path, monkeypatch, capsys):
         ("--slots 0", "slots=0 must be at least 1"),
         ("--verifiers 0", "verifiers=0 must be at least 1"),
         ("--show -1", "show=-1 must be at least 0"),
-        ("--tokenizer a.json", "tokenizer='a.json' is only for hf:DIR; "),
+        ("--tokenizer a.json", "tokenizer='a.json' is only for a published checkpoint; "),
         ("--held-out 2.5", "held_out=2.5 must be a share between 0 and 1"),
         ("--prompt-field q", "prompt_field='q' needs --task jsonl:FILE, not 'sort'"),
         ("--samples /dev/null/folder/a.jsonl", "/dev/null"),

@@ -1,4 +1,4 @@
-"""Members and keywords of the release before lead to those of today."""
+"""Names, members and keywords of the release before lead to those of today."""
 
 import inspect
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jrl.faults.collect.error_codes import error_code
+from jrl.recipes import AdaptiveTemperature, dapo, grpo, hapo, ppo, tppo, vapo
 from jrl.rollout.decoding.requests import Request, Trajectory
 from jrl.runs.folder import RunFolder
 from jrl.trainer.evaluation.evaluate import evaluate
@@ -27,6 +28,7 @@ FOLDER = RunFolder("a run that is not there")
         (FOLDER, "line_marks", "line_offsets"),
         (FOLDER, "file_marks", "file_hashes"),
         (FOLDER, "go_back", "rewind"),
+        (AdaptiveTemperature(), "at", "token_temperatures"),
         (FOLDER, "begin_again", "discard_unsaved"),
     ],
 )
@@ -47,3 +49,9 @@ def test_former_keywords(function, former, present):
         pytest.raises(TypeError, match="missing"),
     ):
         function(**{former: None})
+
+
+@pytest.mark.parametrize("module", [dapo, grpo, hapo, ppo, tppo, vapo])
+def test_former_functions_of_recipes(module):
+    with pytest.warns(DeprecationWarning, match=r"paper is now .*\.[A-Z][a-z]*\.paper"):
+        assert module.paper().prompts > 0

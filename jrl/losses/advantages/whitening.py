@@ -1,14 +1,14 @@
 """Advantages scaled by the statistics of the whole batch."""
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Shaped
 
 from jrl.losses import settings
-from jrl.losses.arrays import Number, as_floats, as_mask, check_shapes, zero_masked
-from jrl.losses.groups import ratio_or_zero
+from jrl.losses.arrays import Number, masked_constants, num_true, ratio_or_zero, zero_masked
+
+__all__ = ["whiten"]
 
 
 def whiten(
@@ -55,14 +55,11 @@ def whiten(
       >>> whiten(jnp.array([1.0, 3.0, 9.0]), jnp.array([1, 1, 0]), unbiased=False).tolist()
       [-1.0, 1.0, 0.0]
     """
-    check_shapes(x=x, mask=mask)
     rule = "must not be negative: a variance is not; 0 leaves it as it is."
     epsilon = settings.number("epsilon", epsilon, rule, at_least=0)
     min_variance = settings.optional("min_variance", min_variance, rule, at_least=0)
-    mask = as_mask(mask)
-    (x,) = as_floats(jax.lax.stop_gradient(x))
-    x = zero_masked(x, mask)
-    count = jnp.sum(mask, dtype=jnp.int32).astype(x.dtype)
+    mask, (x,) = masked_constants(mask, x=x)
+    count = num_true(mask).astype(x.dtype)
     mean = jnp.sum(x) / jnp.maximum(count, 1)
     centred = zero_masked(x - mean, mask)
     variance = jnp.sum(centred**2) / jnp.maximum(count - 1 if unbiased else count, 1)

@@ -20,54 +20,14 @@ Examples:
   [0.25, 0.75]
 """
 
-from jrl.losses.diagnostics.bootstrap import BootstrapBias, bootstrap_bias, bootstrap_bias_bound
-from jrl.losses.diagnostics.calibration import Calibration, calibration
-from jrl.losses.diagnostics.credit import (
-    Concentration,
-    VarianceSplit,
-    outcome_contradiction,
-    td_concentration,
-    within_between_variance,
-)
-from jrl.losses.diagnostics.exploration import GroupDegeneracy, group_degeneracy
-from jrl.losses.diagnostics.lambdas import (
-    LambdaSensitivity,
-    TerminalReach,
-    guard_rate,
-    lambda_sensitivity,
-    terminal_reach,
-)
-from jrl.losses.diagnostics.length import (
-    LengthShare,
-    NegativeShare,
-    length_share,
-    negative_share,
-)
-from jrl.losses.diagnostics.position import ByPosition, by_position, relative_position
+from jrl.losses.diagnostics import composition, credit, critic, lambdas
+from jrl.losses.diagnostics.composition import *  # noqa: F403
+from jrl.losses.diagnostics.credit import *  # noqa: F403
+from jrl.losses.diagnostics.critic import *  # noqa: F403
+from jrl.losses.diagnostics.lambdas import *  # noqa: F403
 
-__all__ = [  # noqa: RUF022 - in the order of the concerns
-    "by_position",
-    "ByPosition",
-    "relative_position",
-    "calibration",
-    "Calibration",
-    "bootstrap_bias",
-    "bootstrap_bias_bound",
-    "BootstrapBias",
-    "terminal_reach",
-    "TerminalReach",
-    "lambda_sensitivity",
-    "LambdaSensitivity",
-    "guard_rate",
-    "within_between_variance",
-    "VarianceSplit",
-    "td_concentration",
-    "Concentration",
-    "outcome_contradiction",
-    "length_share",
-    "LengthShare",
-    "negative_share",
-    "NegativeShare",
-    "group_degeneracy",
-    "GroupDegeneracy",
-]
+__all__: list[str] = []
+__all__ += critic.__all__
+__all__ += lambdas.__all__
+__all__ += credit.__all__
+__all__ += composition.__all__

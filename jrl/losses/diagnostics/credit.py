@@ -9,8 +9,24 @@ from jaxtyping import Bool, Float, Shaped
 
 from jrl.losses import settings
 from jrl.losses.advantages import gae
-from jrl.losses.arrays import Number, Scalar, check_shapes, zero_masked
+from jrl.losses.arrays import (
+    Number,
+    Scalar,
+    masked_constants,
+    num_true,
+    ratio_or_zero,
+    row_mean,
+    zero_masked,
+)
 from jrl.losses.diagnostics import tokens
+
+__all__ = [  # noqa: RUF022 - in reading order
+    "within_between_variance",
+    "VarianceSplit",
+    "td_concentration",
+    "Concentration",
+    "outcome_contradiction",
+]
 
 
 class VarianceSplit(NamedTuple):
@@ -74,10 +90,9 @@ def within_between_variance(
       >>> [float(x) for x in within_between_variance(advantages, jnp.ones((2, 2)))]
       [1.0, 4.0, 0.25]
     """
-    check_shapes(advantages=advantages, mask=mask)
-    mask, (advantages,) = tokens.hidden(mask, advantages)
-    rows, means = jnp.any(mask, axis=-1), tokens.row_mean(advantages, mask)
-    within = tokens.mean(tokens.row_mean((advantages - means[..., None]) ** 2, mask), rows)
+    mask, (advantages,) = masked_constants(mask, advantages=advantages)
+    rows, means = jnp.any(mask, axis=-1), row_mean(advantages, mask)[..., 0]
+    within = tokens.mean(row_mean((advantages - means[..., None]) ** 2, mask)[..., 0], rows)
     between = tokens.mean((means - tokens.mean(means, rows)) ** 2, rows)
     # Equal means differ by what their sums were rounded by, a small part of their size.
     rounding = 64 * jnp.finfo(between.dtype).eps
@@ -131,10 +146,9 @@ def td_concentration(
     """
     rule = "must be in (0, 1]: it is a fraction of the tokens."
     share = settings.number("share", share, rule, above=0, at_most=1)
-    check_shapes(rewards=rewards, values=values, mask=mask)
-    mask, (rewards, values) = tokens.hidden(mask, rewards, values)
+    mask, (rewards, values) = masked_constants(mask, rewards=rewards, values=values)
     errors, _ = gae(rewards, values, mask, gamma=gamma, lam=0.0)
-    rows, length = jnp.any(mask, axis=-1), tokens.count(mask, -1)[..., None]
+    rows, length = jnp.any(mask, axis=-1), num_true(mask, -1)[..., None]
 
     # True tokens first, the smallest error first; what the mask hides follows.
     ordered = jnp.sort(jnp.where(mask, jnp.abs(errors), jnp.inf), axis=-1)
@@ -144,10 +158,10 @@ def td_concentration(
     count = jnp.maximum(length, 1).astype(errors.dtype)
     total = jnp.sum(ordered, axis=-1, keepdims=True)
     weighted = jnp.sum(ordered * rank.astype(errors.dtype), axis=-1, keepdims=True)
-    gini = 2 * tokens.ratio(weighted, count * total) - (count + 1) / count
+    gini = 2 * ratio_or_zero(weighted, count * total) - (count + 1) / count
     # A little less before rounding up: 5 % of 20 tokens is one, whatever 0.05 is in binary.
     top = jnp.ceil(share * count * (1 - 1e-6)).astype(rank.dtype)
-    mass = tokens.ratio(
+    mass = ratio_or_zero(
         jnp.sum(zero_masked(ordered, rank > length - top), axis=-1, keepdims=True), total
     )
 
@@ -202,8 +216,9 @@ def outcome_contradiction(
       >>> float(outcome_contradiction(rewards, values, advantages, jnp.ones(4)))
       0.25
     """
-    check_shapes(rewards=rewards, values=values, advantages=advantages, mask=mask)
-    mask, (rewards, values, advantages) = tokens.hidden(mask, rewards, values, advantages)
+    mask, (rewards, values, advantages) = masked_constants(
+        mask, rewards=rewards, values=values, advantages=advantages
+    )
     surprise = _surprise(rewards, values, mask, gamma)
     other = jnp.sign(advantages) != jnp.sign(surprise)[..., None]
     return tokens.mean(other.astype(advantages.dtype), mask)

@@ -11,8 +11,27 @@ from jaxtyping import Bool, Float, Int, Real, Shaped
 
 from jrl.losses import settings
 from jrl.losses.advantages import gae
-from jrl.losses.arrays import Number, Scalar, as_floats, broadcast, check_shapes, zero_masked
+from jrl.losses.advantages.critic import check_adaptive_lambda
+from jrl.losses.arrays import (
+    Number,
+    Scalar,
+    as_floats,
+    broadcast,
+    masked_constants,
+    num_true,
+    ratio_or_zero,
+    row_mean,
+    zero_masked,
+)
 from jrl.losses.diagnostics import tokens
+
+__all__ = [  # noqa: RUF022 - in reading order
+    "terminal_reach",
+    "TerminalReach",
+    "lambda_sensitivity",
+    "LambdaSensitivity",
+    "guard_rate",
+]
 
 
 class TerminalReach(NamedTuple):
@@ -98,20 +117,21 @@ def terminal_reach(
       (0.7, 2.0, 0.2)
     """
     lam, gamma = settings.discount("lam", lam), settings.discount("gamma", gamma)
-    mask, (shape,) = tokens.hidden(mask, jnp.zeros(jnp.shape(mask), jnp.result_type(lam, float)))
-    decay = broadcast("lam", lam, shape) * broadcast("gamma", gamma, shape)
+    like = jnp.zeros(jnp.shape(mask), jnp.result_type(lam, float))
+    mask, (like,) = masked_constants(mask, like=like)
+    decay = broadcast("lam", lam, like) * broadcast("gamma", gamma, like)
     decay = jax.lax.stop_gradient(decay)
     threshold = settings.distance("threshold", threshold)
     reached = last_weight(mask, decay) > threshold
-    rows, length = jnp.any(mask, axis=-1), tokens.count(mask, -1).astype(decay.dtype)
+    rows, length = jnp.any(mask, axis=-1), num_true(mask, -1).astype(decay.dtype)
     # A row's horizon from the mean of its decays, which usually are all equal.
-    lost = 1 - tokens.row_mean(decay, mask)
+    lost = 1 - row_mean(decay, mask)[..., 0]
     endless = lost <= 0
     horizon = 1 / jnp.where(endless, jnp.ones_like(lost), lost)
     horizon = jnp.where(endless, jnp.full_like(lost, jnp.inf), horizon)
     return TerminalReach(
         share=tokens.mean(reached.astype(decay.dtype), mask),
-        tokens=tokens.mean(tokens.count(reached, -1).astype(decay.dtype), rows),
+        tokens=tokens.mean(num_true(reached, -1).astype(decay.dtype), rows),
         horizon=tokens.mean(horizon, rows),
         relative_horizon=tokens.mean(jnp.minimum(horizon / jnp.maximum(length, 1), 1), rows),
     )
@@ -162,23 +182,24 @@ def lambda_sensitivity(
       >>> lambda_sensitivity(rewards, values, jnp.ones((2, 2)), lam=0.5).sign_agreement.tolist()
       [1.0]
     """
-    check_shapes(rewards=rewards, values=values, mask=mask)
-    mask, (rewards, values) = tokens.hidden(mask, rewards, values)
+    mask, (rewards, values) = masked_constants(mask, rewards=rewards, values=values)
     ours, _ = gae(rewards, values, mask, gamma=gamma, lam=lam)
     unbiased, _ = gae(rewards, values, mask, gamma=gamma, lam=1.0)
-    number = len(edges) + 1
-    bins = tokens.buckets(tokens.count(mask, -1), edges)[..., None]
+    num_buckets = len(edges) + 1
+    bins = tokens.buckets(num_true(mask, -1), edges)[..., None]
     bins = jnp.broadcast_to(bins, mask.shape)
-    count = tokens.counts(bins, mask, number)
+    count = tokens.counts(bins, mask, num_buckets)
 
     def mean_of(x: Float[Array, "*batch time"]) -> Float[Array, "buckets"]:
-        return tokens.ratio(tokens.per_bin(x, bins, mask, number), count)
+        return ratio_or_zero(tokens.per_bin(x, bins, mask, num_buckets), count)
 
     x, y = ours - mean_of(ours)[bins], unbiased - mean_of(unbiased)[bins]
     spread_of_both = jnp.sqrt(mean_of(x**2) * mean_of(y**2))
     agree = (jnp.sign(ours) == jnp.sign(unbiased)).astype(ours.dtype)
     poisoned = jnp.where(jnp.isnan(ours + unbiased), jnp.nan, agree).astype(ours.dtype)
-    return LambdaSensitivity(tokens.ratio(mean_of(x * y), spread_of_both), mean_of(poisoned), count)
+    return LambdaSensitivity(
+        ratio_or_zero(mean_of(x * y), spread_of_both), mean_of(poisoned), count
+    )
 
 
 def guard_rate(
@@ -213,10 +234,7 @@ def guard_rate(
       >>> float(guard_rate(jnp.array([10, 20, 40, 80]), alpha=0.05))
       0.5
     """
-    rule = "must be positive: VAPO uses 0.05, later work 0.4 to 1.5."
-    alpha = settings.number("alpha", alpha, rule, above=0)
-    rule = "must lie in [0, 1], as every lam does."
-    floor = settings.number("floor", floor, rule, at_least=0, at_most=1)
+    alpha, floor = check_adaptive_lambda(alpha, floor)
     (lengths,) = as_floats(jax.lax.stop_gradient(lengths))
     # 1 <= alpha l (1 - floor) without a division, so that whole lengths compare exactly.
     guarded = alpha * lengths * (1 - floor) <= 1

@@ -4,72 +4,28 @@ Arguments come *current policy first, then old*; verl and its descendants have i
 round. Only the current log-probabilities carry a gradient.
 """
 
-from jrl.losses.policy.covariance.clip_cov import clip_cov_loss
-from jrl.losses.policy.covariance.covariances import (
-    CovarianceStatistics,
-    covariance_statistics,
-    covariances,
+from jrl.losses.policy import (
+    covariance,
+    hapo,
+    hapo_signal,
+    reinforce,
+    selection,
+    sequence_ratio,
+    token_ratio,
 )
-from jrl.losses.policy.covariance.kl_cov import kl_cov_loss
-from jrl.losses.policy.entropy.hapo import (
-    asymmetric_clip_bounds,
-    hapo_loss,
-    redistributed_advantages,
-)
-from jrl.losses.policy.entropy.signal import (
-    EntropySign,
-    EntropyStatistics,
-    adaptive_temperature,
-    entropy_signal,
-    entropy_statistics,
-    standardized_entropy,
-)
-from jrl.losses.policy.imitation import positive_example_loss
-from jrl.losses.policy.reinforce.cispo import cispo_loss
-from jrl.losses.policy.reinforce.dro import dro_loss
-from jrl.losses.policy.reinforce.reinforce import gpg_loss, reinforce_loss
-from jrl.losses.policy.reinforce.vespo import vespo_loss
-from jrl.losses.policy.selection import (
-    entropy_threshold,
-    off_policy_sequence_mask,
-    top_entropy_mask,
-)
-from jrl.losses.policy.sequence_ratio.gmpo import gmpo_loss
-from jrl.losses.policy.sequence_ratio.gspo import gspo_loss
-from jrl.losses.policy.sequence_ratio.luspo import luspo_loss
-from jrl.losses.policy.token_ratio.dppo import ProbabilityDistance, dppo_loss
-from jrl.losses.policy.token_ratio.ppo import ppo_loss
-from jrl.losses.policy.token_ratio.sapo import sapo_loss
+from jrl.losses.policy.covariance import *  # noqa: F403
+from jrl.losses.policy.hapo import *  # noqa: F403
+from jrl.losses.policy.hapo_signal import *  # noqa: F403
+from jrl.losses.policy.reinforce import *  # noqa: F403
+from jrl.losses.policy.selection import *  # noqa: F403
+from jrl.losses.policy.sequence_ratio import *  # noqa: F403
+from jrl.losses.policy.token_ratio import *  # noqa: F403
 
-__all__ = [  # noqa: RUF022 - in reading order
-    "ppo_loss",
-    "reinforce_loss",
-    "gpg_loss",
-    "cispo_loss",
-    "vespo_loss",
-    "gspo_loss",
-    "luspo_loss",
-    "gmpo_loss",
-    "sapo_loss",
-    "dro_loss",
-    "entropy_statistics",
-    "EntropyStatistics",
-    "standardized_entropy",
-    "entropy_signal",
-    "EntropySign",
-    "adaptive_temperature",
-    "asymmetric_clip_bounds",
-    "redistributed_advantages",
-    "hapo_loss",
-    "dppo_loss",
-    "ProbabilityDistance",
-    "covariances",
-    "covariance_statistics",
-    "CovarianceStatistics",
-    "clip_cov_loss",
-    "kl_cov_loss",
-    "top_entropy_mask",
-    "entropy_threshold",
-    "off_policy_sequence_mask",
-    "positive_example_loss",
-]
+__all__: list[str] = []
+__all__ += token_ratio.__all__
+__all__ += sequence_ratio.__all__
+__all__ += reinforce.__all__
+__all__ += hapo_signal.__all__
+__all__ += hapo.__all__
+__all__ += covariance.__all__
+__all__ += selection.__all__

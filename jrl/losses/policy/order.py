@@ -31,11 +31,6 @@ def floor_fraction(
     return wholes * numerator + product // denominator, product % denominator, denominator
 
 
-def count(mask: Bool[Array, "*batch time"]) -> Int[Array, ""]:
-    """Number of true tokens."""
-    return jnp.sum(mask, dtype=jnp.int32)
-
-
 def ascending(
     x: Float[Array, "*batch time"], mask: Bool[Array, "*batch time"]
 ) -> Float[Array, "tokens"]:

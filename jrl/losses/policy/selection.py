@@ -1,15 +1,25 @@
 """Selection of the tokens and sequences that a loss is computed on: masks to pass to it."""
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Shaped
 
 from jrl.losses import settings
-from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_shapes, zero_masked
-from jrl.losses.policy.order import ascending, count, floor_fraction, kth
+from jrl.losses.arrays import (
+    Number,
+    Scalar,
+    as_floats,
+    as_mask,
+    check_shapes,
+    masked_constants,
+    num_true,
+    row_lengths,
+)
+from jrl.losses.policy.order import ascending, floor_fraction, kth
 from jrl.losses.policy.tokens import prepare
+
+__all__ = ["top_entropy_mask", "entropy_threshold", "off_policy_sequence_mask"]  # noqa: RUF022
 
 
 def entropy_threshold(
@@ -44,16 +54,11 @@ def entropy_threshold(
       2.0
     """
     rule = "is a share of the tokens, above 0 and up to 1."
-    fraction = settings.static(
-        "fraction", settings.number("fraction", fraction, rule, above=0, at_most=1)
-    )
-    check_shapes(entropy=entropy, mask=mask)
-    mask = as_mask(mask)
-    (entropy,) = as_floats(jax.lax.stop_gradient(jnp.asarray(entropy)))
-    entropy = zero_masked(entropy, mask)
-    last = count(mask) - 1
-    number, _, _ = floor_fraction(fraction, jnp.maximum(last, 0))
-    threshold = kth(ascending(entropy, mask), last - number)
+    fraction = settings.static("fraction", fraction, rule, above=0, at_most=1)
+    mask, (entropy,) = masked_constants(mask, entropy=entropy)
+    last = num_true(mask) - 1
+    rank, _, _ = floor_fraction(fraction, jnp.maximum(last, 0))
+    threshold = kth(ascending(entropy, mask), last - rank)
     # Sorting puts what is not a number last, where it would be overlooked.
     unknown = jnp.any(jnp.isnan(entropy))
     return jnp.where(unknown, jnp.asarray(jnp.nan, threshold.dtype), threshold)
@@ -145,7 +150,6 @@ def off_policy_sequence_mask(
     """
     tokens = prepare(logprobs, behaviour_logprobs, advantages, mask)
     max_divergence = settings.number("max_divergence", max_divergence)
-    length = jnp.sum(tokens.mask, axis=-1, keepdims=True, dtype=jnp.int32)
     total = jnp.sum(tokens.old_logprobs - tokens.logprobs, axis=-1, keepdims=True)
-    far = total > max_divergence * jnp.maximum(length, 1).astype(total.dtype)
+    far = total > max_divergence * row_lengths(tokens.mask, total)
     return tokens.mask & ~((tokens.advantages < 0) & far)

@@ -1,7 +1,7 @@
 """Shared parts of the policy losses: prepared arrays, the ratio, and the reduction."""
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,16 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Shaped
 
 from jrl.losses import settings
-from jrl.losses.arrays import Number, as_floats, as_mask, broadcast, check_shapes, clip, zero_masked
+from jrl.losses.arrays import (
+    Number,
+    as_floats,
+    as_mask,
+    broadcast,
+    check_shapes,
+    clip,
+    row_mean,
+    zero_masked,
+)
 from jrl.losses.reduction import Aggregation, Denominators, Mean, aggregate, check_denominators
 
 # How far a ratio may go: the same for all tokens, or an array with as many axes as the tokens have.
@@ -94,7 +103,7 @@ def average_over_rows(
     gradient of its own log-ratio.
     """
     log_ratio, statistics = clamped_log_ratio(tokens, max_log_ratio)
-    mean = row_mean(log_ratio, tokens)
+    mean = row_mean(log_ratio, tokens.mask)
     if gradient == "token":
         # Zero in value: only the gradient is each token's own.
         mean = jax.lax.stop_gradient(mean) + (log_ratio - jax.lax.stop_gradient(log_ratio))
@@ -113,8 +122,7 @@ def log_ratio_at(
     Raises:
       ValueError: if `level` is unknown.
     """
-    if level not in get_args(RatioLevel):
-        raise ValueError(f"level={level!r} is neither 'token' nor 'sequence'.")
+    settings.choice("level", level, RatioLevel)
     if level == "token":
         return clamped_log_ratio(tokens, max_log_ratio)
     rows, ratio_clamped = average_over_rows(tokens, max_log_ratio, "sequence")
@@ -135,19 +143,6 @@ def distance(name: str, bound: Bound, tokens: Tokens) -> Float[Array, "..."] | s
     if not isinstance(bounds, Tracer) and jnp.any(bounds < 0):
         settings.distance(name, jnp.min(bounds))
     return bounds
-
-
-def lengths(tokens: Tokens) -> Float[Array, "*batch 1"]:
-    """The number of true tokens in each row."""
-    count = jnp.sum(tokens.mask, axis=-1, keepdims=True, dtype=jnp.int32)
-    return count.astype(tokens.logprobs.dtype)
-
-
-def row_mean(x: Float[Array, "*batch time"], tokens: Tokens) -> Float[Array, "*batch 1"]:
-    """The mean of each row's true tokens, and 0 for a row without one."""
-    return jnp.sum(zero_masked(x, tokens.mask), axis=-1, keepdims=True) / jnp.maximum(
-        lengths(tokens), 1
-    )
 
 
 def floored_logprobs(tokens: Tokens, max_log_ratio: Number | None) -> Float[Array, "*batch time"]:

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar, get_args
+from typing import Literal, Self, get_args
 
 from jrl.checks import check_least, check_range
 from jrl.losses import Aggregation, RejectionOver, WeightLevel, WeightMean
@@ -14,8 +14,6 @@ MINI_BATCH, MICRO_BATCH = 128, 64
 
 RouterReplay = Literal["R2", "R3"]
 """Source of the replayed expert ids: R2 the trainer, R3 the sampler."""
-
-RecipeType = TypeVar("RecipeType", bound="Hyperparameters")
 
 
 @dataclass(frozen=True)
@@ -167,7 +165,7 @@ class Hyperparameters:
             return near_divisors(self.mini_batch_size, MICRO_BATCH)[0]
         return min(self.micro_batch, self.mini_batch_size)
 
-    def divided(self: RecipeType, ranks: int) -> RecipeType:
+    def divided(self, ranks: int) -> Self:
         """Copy of the recipe with a mini-batch that divides over `ranks` devices, unless it has one
         of its own or none does. A run keeps it when it is resumed on another number of devices."""
         if self.mini_batch is not None:
@@ -194,12 +192,12 @@ class Hyperparameters:
         )
 
 
-def near_divisors(number: int, aim: int) -> list[int]:
-    """All divisors of `number`, those nearest to `aim` in ratio first; of two, the smaller.
+def near_divisors(total: int, aim: int) -> list[int]:
+    """All divisors of `total`, those nearest to `aim` in ratio first; of two, the smaller.
 
     Examples:
       >>> near_divisors(80, 64)[:3]
       [80, 40, 20]
     """
-    divisors = [size for size in range(1, number + 1) if number % size == 0]
+    divisors = [size for size in range(1, total + 1) if total % size == 0]
     return sorted(divisors, key=lambda size: (abs(math.log(size / aim)), size))

@@ -75,20 +75,11 @@ class Correction:
     top-p as far as possible: tokens that they remove are never sampled. There `old_logprobs` may be
     the sampler's own, and no forward pass is needed.
 
-    Args:
-      weighting: `truncated_weights`, `icepop_weights` or `sequence_masked_weights`; None is off.
-      level: the unit of which the weights are a ratio: token, sequence or geometric mean.
-      denominator: the sampler's probabilities that weights divide by; None is "policy".
-      low: lower end of the range, before `mean`: weights are clamped to it (truncated), set to 0
-        outside (icepop), or a sequence's are where its geometric mean is outside
-        (sequence-masked). None is that of `RANGES`, 0 no bound.
-      high: upper end of the range, likewise; None is that of `RANGES`.
-      mean: the unit, token or sequence, over which weights are normalised to mean 1; None is off.
-      rejection: `geometric_rejection_mask`, or `divergence_rejection_mask` by this estimator; None
-        is off.
-      over: the unit of a divergence: token, or sum, mean or maximum over a sequence.
-      reject_below: the least geometric mean that is accepted; None is that of `ACCEPTED`.
-      reject_above: the greatest geometric mean or divergence that is accepted; likewise.
+    The fields are hyperparameters of a recipe: `mismatch` and what begins with ``mismatch_``, then
+    `rejection`, `rejection_over`, `rejection_low` and `rejection_high`. Weights are those of
+    `truncated_weights`, `icepop_weights` or `sequence_masked_weights`, rejection is by
+    `geometric_rejection_mask` or `divergence_rejection_mask`; bounds that are None are those of
+    `RANGES` and `ACCEPTED`.
     """
 
     weighting: Weighting | None = None
@@ -119,18 +110,13 @@ class Correction:
     def bounds(self) -> tuple[float, float]:
         """The range of weights, of geometric means if sequence-masked."""
         assert self.weighting is not None
-        low, high = RANGES[self.weighting]
-        return low if self.low is None else self.low, high if self.high is None else self.high
+        return _filled((self.low, self.high), RANGES[self.weighting])
 
     @property
     def rejection_bounds(self) -> tuple[float, float]:
         """The least and the greatest value that is not rejected."""
         assert self.rejection is not None
-        low, high = ACCEPTED[self.rejection]
-        return (
-            low if self.reject_below is None else self.reject_below,
-            high if self.reject_above is None else self.reject_above,
-        )
+        return _filled((self.reject_below, self.reject_above), ACCEPTED[self.rejection])
 
     def correct(
         self,
@@ -213,6 +199,13 @@ class Correction:
             "ratio_fraction_low": Mean.of(bounded < low, accepted).value(),
         }
         return weights, {f"rollout_corr/rollout_is_{n}": value for n, value in of_weights.items()}
+
+
+def _filled(
+    bounds: tuple[float | None, float | None], defaults: tuple[float, float]
+) -> tuple[float, float]:
+    low, high = bounds
+    return defaults[0] if low is None else low, defaults[1] if high is None else high
 
 
 def check_correction(correction: Correction, old_logprobs: OldLogprobs) -> None:

@@ -12,6 +12,7 @@ from jrl.losses import (
     entropy_statistics,
     standardized_entropy,
 )
+from sharding.former_names import former_members
 
 TemperatureSignal = Literal["bounded", "standardized"]
 
@@ -75,7 +76,7 @@ class AdaptiveTemperature:
         """
         return entropy_statistics(entropy, mask, quantile=self.entropy_quantile)
 
-    def at(
+    def token_temperatures(
         self,
         entropy: Float[Array, "*shape"],
         mask: Bool[Array, "*shape"],
@@ -99,3 +100,5 @@ class AdaptiveTemperature:
             strength=self.tau,
             max_signal=LARGEST[self.temperature_signal],
         )
+
+    __getattr__ = former_members(at="token_temperatures")

@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from jrl.recipes.base.collection import DynamicSampling
-from jrl.recipes.base.recipe import Recipe
+from jrl.recipes.base.recipe import DynamicSampling, Recipe
 from jrl.rollout.collection.async_buffer import AsyncRollouts, row_of
 from jrl.rollout.collection.collect import (
     generation_metrics,

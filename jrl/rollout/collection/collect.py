@@ -9,8 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jrl.recipes.base.batch import Batch, required
-from jrl.recipes.base.collection import DynamicSampling, Windows
-from jrl.recipes.base.recipe import Recipe
+from jrl.recipes.base.recipe import DynamicSampling, Recipe, Windows
 from jrl.rollout.batching import batch_from_host, batch_of
 from jrl.rollout.collection.dynamic_sampling import DynamicSampler
 from jrl.rollout.collection.windows import Unfinished, sample_windows

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jrl.processes.agreement import to_host
-from jrl.recipes.base.token_rewards import per_turn_rewards
+from jrl.recipes.base.batch import per_turn_rewards
 from jrl.report.critic import CriticRollout
 from jrl.rollout.collection.collect import batch_of_completions, groups_of
 from jrl.rollout.decoding.slots import ranks

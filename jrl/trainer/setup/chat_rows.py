@@ -8,7 +8,7 @@ from jaxtyping import Array
 
 from jrl.processes.agreement import to_devices
 from jrl.recipes.base.batch import Batch
-from jrl.recipes.base.collection import Supervision
+from jrl.recipes.base.recipe import Supervision
 from jrl.rollout.batching import over_rows
 from jrl.tasks import Task
 from jrl.tasks.data.chats import Chat, Chats

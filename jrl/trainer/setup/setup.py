@@ -15,9 +15,8 @@ from jrl.processes.agreement import is_multiprocess
 from jrl.published.location import download_command
 from jrl.published.network import open_checkpoint
 from jrl.recipes.base.batch import required
-from jrl.recipes.base.collection import Windows
 from jrl.recipes.base.optimizer import Optimizer
-from jrl.recipes.base.recipe import Recipe
+from jrl.recipes.base.recipe import Recipe, Windows
 from jrl.rollout.collection.async_buffer import AsyncBufferSpec
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.conversation_engine import ConversationEngine

@@ -19,7 +19,7 @@ from jrl.recipes import (
     Rloo,
     Vapo,
 )
-from jrl.recipes.base.token_rewards import terminal_rewards
+from jrl.recipes.base.batch import terminal_rewards
 
 PROMPT, TIME = 3, 10
 LENGTHS = np.array([4, 2, 6, 7, 3, 1])

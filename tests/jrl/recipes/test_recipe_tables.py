@@ -14,20 +14,16 @@ from jrl.recipes import (
     Dapo,
     GroupRelative,
     Grpo,
+    Hapo,
     Ppo,
     ReinforcePlusPlus,
     Vapo,
-    dapo,
-    grpo,
-    hapo,
-    ppo,
-    vapo,
 )
 
 COMMON = {"temperature": 1.0, "top_p": None, "top_k": None, "epochs": 1, "entropy_coef": None}
 TABLES = {
     # 512 prompts x 16, mini-batches of 512, AdamW 1e-6 after 20 rollouts of warm-up, decay 0.1.
-    dapo: {
+    Dapo: {
         **COMMON,
         "prompts": 512,
         "group_size": 16,
@@ -49,7 +45,7 @@ TABLES = {
         "max_generation_rounds": 10,
     },
     # The paper's four components; sizes, quantile and strengths of the released scripts.
-    hapo: {
+    Hapo: {
         **COMMON,
         "prompts": 512,
         "group_size": 16,
@@ -78,7 +74,7 @@ TABLES = {
         "clip_strength": 1.0,
         "group_average_fallback": None,
     },
-    vapo: {
+    Vapo: {
         **COMMON,
         "prompts": 512,
         "group_size": 16,
@@ -97,7 +93,7 @@ TABLES = {
         "positive_coef": 0.1,
     },
     # The baseline that the VAPO paper compares itself with: as many responses, one per prompt.
-    ppo: {
+    Ppo: {
         **COMMON,
         "completions": 8192,
         "group_size": 1,
@@ -112,7 +108,7 @@ TABLES = {
         "kl_reward_coef": None,
         "aggregation": "seq-mean-token-mean",
     },
-    grpo: {
+    Grpo: {
         **COMMON,
         "group_size": 64,
         "completions": 1024,
@@ -127,10 +123,10 @@ TABLES = {
 }
 
 
-@pytest.mark.parametrize("module", TABLES, ids=lambda module: module.__name__.split(".")[-1])
-def test_paper(module):
-    recipe = module.paper()
-    assert {name: getattr(recipe, name) for name in TABLES[module]} == TABLES[module]
+@pytest.mark.parametrize("kind", TABLES, ids=lambda kind: kind.__name__.lower())
+def test_paper(kind):
+    recipe = kind.paper()
+    assert {name: getattr(recipe, name) for name in TABLES[kind]} == TABLES[kind]
     assert recipe.micro_batch_size == recipe.mini_batch
 
 
@@ -209,7 +205,7 @@ def test_dapo_punishes_length_in_tokens(given, buffer):
 
 def test_dapo_paper_rewards():
     lengths = jnp.array([16384, 17408, 18432, 20480])
-    rewards = dapo.paper().rewards(jnp.ones(4), lengths, 20480)
+    rewards = Dapo.paper().rewards(jnp.ones(4), lengths, 20480)
     np.testing.assert_array_equal(rewards, [1.0, 0.75, 0.5, 0.0])
 
 

@@ -8,8 +8,7 @@ import oracles
 import pytest
 
 from jrl.recipes import Batch, Tppo
-from jrl.recipes.base.collection import Windows
-from jrl.recipes.tppo import paper
+from jrl.recipes.base.recipe import Windows
 
 PROMPT, TIME = 2, 9
 VALUES = [0.1, 0.3, 0.2, 0.5, 0.4]
@@ -163,7 +162,7 @@ def test_what_is_collected():
 
 
 def test_paper():
-    recipe = paper()
+    recipe = Tppo.paper()
     table = {
         "prompts": 512,
         "group_size": 16,

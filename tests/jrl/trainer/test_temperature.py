@@ -81,7 +81,9 @@ def test_a_step_is_sampled_by_the_entropies_of_the_step_before(tmp_path, monkeyp
     kept, mask = again.entropy_statistics, batch.mask
     assert mask.any()
     rule = setup.recipe.temperature_rule
-    temperature = np.asarray(jax.jit(lambda *given: rule.at(*given, 1.0))(entropy, mask, kept))
+    temperature = np.asarray(
+        jax.jit(lambda *given: rule.token_temperatures(*given, 1.0))(entropy, mask, kept)
+    )
     assert np.ptp(temperature[mask]) > 0.1
     assert done.metrics["sampling/temperature/max"] == pytest.approx(temperature[mask].max())
     assert done.metrics["sampling/temperature/min"] == pytest.approx(temperature[mask].min())

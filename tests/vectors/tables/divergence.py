@@ -1,4 +1,4 @@
-"""Rows of jrl/losses/divergence.py and jrl/losses/logits."""
+"""Rows of jrl/losses/divergence.py and jrl/losses/logits.py."""
 
 import jax.numpy as jnp
 import numpy as np

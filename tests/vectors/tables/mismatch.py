@@ -1,4 +1,4 @@
-"""Rows of jrl/losses/mismatch."""
+"""Rows of jrl/losses/mismatch.py."""
 
 import numpy as np
 import oracles

@@ -1,4 +1,4 @@
-"""Rows of jrl/losses/rewards.py, coefficients.py and metrics.py, and the mean of a mask."""
+"""Rows of jrl/losses/rewards.py and coefficients.py, and the mean of a mask."""
 
 import math
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from tiers import full_but
 
 import jrl
-from jrl.losses.advantages.critic.recursion import SHORTEST_BLOCKED, Implementation
+from jrl.losses.advantages.recursion import SHORTEST_BLOCKED, Implementation
 
 ROWS = 4
 # Shorter than a block, a token more than the blocks hold, and whole blocks.
@@ -158,5 +158,5 @@ def test_long_rows_are_run_in_blocks_by_default(time):
 
 def test_an_unknown_implementation_is_refused():
     given = numbers(5, holes=False)
-    with pytest.raises(ValueError, match=r"implementation='pallas' is not one of scan, blocked"):
+    with pytest.raises(ValueError, match="'pallas' is neither 'scan' nor 'blocked'"):
         jrl.gae(**given, implementation="pallas")

@@ -64,7 +64,7 @@ for call in (
         "level='row' is not a level of weights: choose one of token, sequence, geometric",
         "over='batch' is neither 'token' nor 'sequence'",
         "kind='k1' is neither 'k2' nor 'k3'",
-        "over='min' is not a level of a divergence bound: choose token, sum, mean, max",
+        "over='min' is not a level of a divergence bound: choose one of token, sum, mean, max",
         "entropy (2, 3), mask (2, 1)",
         "logprobs (2, 3), signal (2, 1)",
         "logprobs (2, 3), chosen (2, 1)",

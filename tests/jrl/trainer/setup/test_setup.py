@@ -9,7 +9,7 @@ from small_runs import small_model, small_recipe, small_run, small_setup
 
 from jrl.config.run import ROUTER_SETTINGS, RunConfig
 from jrl.recipes import Grpo, Tppo, Vapo
-from jrl.recipes.base.collection import Windows
+from jrl.recipes.base.recipe import Windows
 from jrl.trainer.setup.dry_run import execution
 from jrl.trainer.setup.setup import Setup, build_setup
 from moe.config import tiny

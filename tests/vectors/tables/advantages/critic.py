@@ -1,4 +1,4 @@
-"""Rows of jrl/losses/advantages/critic."""
+"""Rows of jrl/losses/advantages/critic.py."""
 
 import oracles
 

@@ -1,4 +1,4 @@
-"""Rows of jrl/losses/advantages/group."""
+"""Rows of jrl/losses/advantages/group.py and best_of_k.py."""
 
 import jax.numpy as jnp
 import oracles

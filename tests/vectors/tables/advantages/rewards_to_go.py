@@ -1,4 +1,4 @@
-"""Rows of jrl/losses/advantages/rewards_to_go, and of the whitening."""
+"""Rows of jrl/losses/advantages/rewards_to_go.py, and of the whitening."""
 
 import jax.numpy as jnp
 import oracles

@@ -1,4 +1,4 @@
-"""Rows of jrl/losses/policy/covariance."""
+"""Rows of jrl/losses/policy/covariance.py."""
 
 import numpy as np
 import oracles

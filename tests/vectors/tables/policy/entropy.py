@@ -1,4 +1,4 @@
-"""Rows of jrl/losses/policy/entropy."""
+"""Rows of jrl/losses/policy/hapo.py and hapo_signal.py."""
 
 import numpy as np
 import oracles

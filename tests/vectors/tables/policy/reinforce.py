@@ -1,4 +1,4 @@
-"""Rows of jrl/losses/policy/reinforce."""
+"""Rows of jrl/losses/policy/reinforce.py."""
 
 import oracles
 

@@ -1,4 +1,4 @@
-"""Rows of jrl/losses/policy: masks, and imitation."""
+"""Rows of jrl/losses/policy/selection.py, and imitation."""
 
 import oracles
 

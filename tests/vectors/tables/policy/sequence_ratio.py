@@ -1,4 +1,4 @@
-"""Rows of jrl/losses/policy/sequence_ratio."""
+"""Rows of jrl/losses/policy/sequence_ratio.py."""
 
 import oracles
 

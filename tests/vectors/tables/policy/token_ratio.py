@@ -1,4 +1,4 @@
-"""Rows of jrl/losses/policy/token_ratio."""
+"""Rows of jrl/losses/policy/token_ratio.py."""
 
 from math import log
 

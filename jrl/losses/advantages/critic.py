@@ -1,0 +1,357 @@
+"""Advantages from a critic: generalised advantage estimation (GAE), and its lam by length."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+from jaxtyping import Bool, Float, Real, Shaped
+
+from jrl.losses import settings
+from jrl.losses.advantages.recursion import discounted_errors
+from jrl.losses.arrays import (
+    Number,
+    Scalar,
+    as_floats,
+    as_mask,
+    broadcast,
+    broadcastable,
+    check_shapes,
+    zero_masked,
+    zero_per_row,
+)
+from jrl.losses.settings import discount
+
+__all__ = ["gae", "decoupled_gae", "length_adaptive_lambda", "extended_gae", "effective_length"]  # noqa: RUF022
+
+
+def gae(
+    rewards: Real[ArrayLike, "*batch time"],
+    values: Float[ArrayLike, "*batch time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    *,
+    gamma: Scalar | Float[ArrayLike, "*#batch #time"] = 1.0,
+    lam: Scalar | Float[ArrayLike, "*#batch #time"] = 0.95,
+    bootstrap_value: Scalar | Float[ArrayLike, "*#batch"] | None = None,
+    terminated: Shaped[ArrayLike, "*#batch"] | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "*batch time"], Float[Array, "*batch time"]]:
+    """Generalised advantage estimation over the tokens that the policy sampled.
+
+    With t+1 the *next token whose mask is true*, however far away it is,
+
+        delta_t = r_t + gamma_t V_{t+1} - V_t
+        A_t     = delta_t + gamma_t lam_t A_{t+1}
+        G_t     = A_t + V_t
+
+    and, after the last such token, ``A = 0`` and V is 0 where the response ended there and
+    `bootstrap_value` where it was only cut short. This is the estimate
+    on the compressed sequence: a hole in the mask (a tool's answer, another speaker) makes no
+    temporal-difference error and costs no factor of lam.
+
+    **A reward must lie on a token whose mask is true.** Like everything under a false mask, a
+    reward elsewhere is never read. Where a response ends in masked tokens, the terminal reward
+    therefore belongs on the last *sampled* token and not in the last column.
+
+    **Several sequences packed in one row** are cut apart by ``gamma=0`` on the last sampled token
+    of each: that token then sees neither the value nor the advantage that follow.
+
+    What libraries differ in is the hole: verl and NeMo-RL skip it as here, OpenRLHF and older forks
+    of verl take the value there for 0, which makes two errors. Advantages are not whitened here
+    (verl and OpenRLHF do it in the same function); `whiten` does it.
+
+    Args:
+      rewards: one per token; usually zero but for the last sampled one.
+      values: the critic's estimate of the state before each token.
+      mask: true on sampled tokens; holes are legal.
+      gamma: the discount, in [0, 1]; a scalar, or an array with as many axes as `rewards` such as
+        ``gamma[:, None]`` for one per row. It belongs to the step from its token to the next.
+      lam: how far to trust rewards (1) over values (0); of the same shapes as `gamma`.
+      bootstrap_value: the value of the state after the last sampled token, one per row, for
+        responses that were cut short. None for responses that ended, whose value is then 0.
+      terminated: one per row; true where the response ended, so that the value after it is 0
+        whatever `bootstrap_value` holds, false where it was truncated and `bootstrap_value`
+        counts. None lets `bootstrap_value` count everywhere.
+      implementation: "scan" goes token by token. "blocked" gives the same up to rounding and is
+        faster on long rows, most of all where ``gamma lam`` is one number and the mask has no
+        holes. None takes "blocked" from 256 tokens on.
+
+    Returns:
+      `(advantages, returns)`, both 0 where the mask is false and both without a gradient. A row
+      without a true token is all 0.
+
+    Raises:
+      ValueError: if `terminated` is given without `bootstrap_value`, the implementation is unknown,
+        or shapes do not fit.
+
+    References:
+      Schulman et al., "High-dimensional continuous control using generalized advantage
+      estimation", 2016, eq. 16. https://arxiv.org/abs/1506.02438
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> rewards, values = jnp.array([0.0, 0.0, 1.0]), jnp.array([0.5, 0.25, 0.75])
+      >>> advantages, returns = gae(rewards, values, jnp.ones(3), lam=1.0)
+      >>> advantages.tolist(), returns.tolist()
+      ([0.5, 0.75, 0.25], [1.0, 1.0, 1.0])
+    """
+    gamma, lam = discount("gamma", gamma), discount("lam", lam)
+    check_shapes(rewards=rewards, values=values, mask=mask)
+    if terminated is not None and bootstrap_value is None:
+        raise ValueError(
+            "terminated is given without bootstrap_value: without the value after truncated "
+            "responses every response counts as ended; give both, or neither."
+        )
+    mask = as_mask(mask)
+    rewards, values = as_floats(rewards, values)
+    gamma, lam = broadcastable("gamma", gamma, values), broadcastable("lam", lam, values)
+    ended = zero_per_row(values)
+    last = (
+        ended if bootstrap_value is None else broadcast("bootstrap_value", bootstrap_value, ended)
+    )
+    if terminated is not None:
+        last = jnp.where(broadcast("terminated", as_mask(terminated), ended) != 0, ended, last)
+
+    advantages = discounted_errors(rewards, values, mask, gamma, lam, last, implementation)
+    advantages = jax.lax.stop_gradient(advantages)
+    return advantages, jax.lax.stop_gradient(zero_masked(advantages + values, mask))
+
+
+def decoupled_gae(
+    rewards: Real[ArrayLike, "*batch time"],
+    values: Float[ArrayLike, "*batch time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    *,
+    gamma: Scalar | Float[ArrayLike, "*#batch #time"] = 1.0,
+    lam_policy: Scalar | Float[ArrayLike, "*#batch #time"] = 0.95,
+    lam_critic: Scalar | Float[ArrayLike, "*#batch #time"] = 1.0,
+    bootstrap_value: Scalar | Float[ArrayLike, "*#batch"] | None = None,
+    terminated: Shaped[ArrayLike, "*#batch"] | None = None,
+) -> tuple[Float[Array, "*batch time"], Float[Array, "*batch time"]]:
+    """Advantages with one lam and the critic's targets with another: VC-PPO and VAPO.
+
+        A_t = sum_k (prod gamma lam_policy) delta_{t+k}
+        G_t = sum_k (prod gamma lam_critic) delta_{t+k} + V_t
+
+    With a lam below 1 the reward at the end reaches the first tokens of a long response with
+    hardly any weight, so a critic that learns from such targets stays where it was initialised. It
+    learns from undiscounted returns instead (``lam_critic=1``), while the policy keeps the lower
+    variance of a smaller lam. The policy gradient has the same expectation under a perfect critic
+    whatever the two are.
+
+    Args:
+      rewards: one per token; usually zero but for the last sampled one.
+      values: the critic's estimate of the state before each token.
+      mask: true on sampled tokens; holes are legal.
+      gamma: the discount, in [0, 1]; a scalar or an array as for `gae`.
+      lam_policy: the lam of the advantages; 0.95 in VC-PPO, in VAPO that of
+        ``length_adaptive_lambda(mask.sum(-1))[:, None]``.
+      lam_critic: the lam of the returns; 1 in both papers.
+      bootstrap_value: the value after the last sampled token, one per row, as for `gae`.
+      terminated: where `bootstrap_value` does not count, as for `gae`.
+
+    Returns:
+      `(advantages, returns)`, both 0 where the mask is false and both without a gradient. Unless
+      the two lams are equal, the returns are not ``advantages + values``.
+
+    Raises:
+      ValueError: if `terminated` is given without `bootstrap_value`, or shapes do not fit.
+
+    References:
+      Yuan et al., "What's behind PPO's collapse in long-CoT? Value optimization holds the secret"
+      (VC-PPO), 2025. https://arxiv.org/abs/2503.01491
+      Yue et al., "VAPO", 2025. https://arxiv.org/abs/2504.05118
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> rewards, values = jnp.array([0.0, 0.0, 1.0]), jnp.array([0.5, 0.25, 0.75])
+      >>> advantages, returns = decoupled_gae(rewards, values, jnp.ones(3), lam_policy=0.0)
+      >>> advantages.tolist(), returns.tolist()
+      ([-0.25, 0.5, 0.25], [1.0, 1.0, 1.0])
+    """
+    lam_policy, lam_critic = discount("lam_policy", lam_policy), discount("lam_critic", lam_critic)
+    estimate = partial(gae, gamma=gamma, bootstrap_value=bootstrap_value, terminated=terminated)
+    arrays = rewards, values, mask
+    return estimate(*arrays, lam=lam_policy)[0], estimate(*arrays, lam=lam_critic)[1]
+
+
+def as_lengths(lengths: Real[ArrayLike, "*batch"]) -> Float[Array, "*batch"]:
+    """Lengths as floats: whole numbers in float64 where jax has it, as nothing else decides."""
+    lengths = jnp.asarray(jax.lax.stop_gradient(lengths))
+    if jnp.issubdtype(lengths.dtype, jnp.floating):
+        return as_floats(lengths)[0]
+    return lengths.astype(float)
+
+
+def check_adaptive_lambda(
+    alpha: Number, floor: Number
+) -> tuple[settings.Checked, settings.Checked]:
+    """The settings of `length_adaptive_lambda`."""
+    rule = "must be positive: VAPO uses 0.05, later work 0.4 to 1.5."
+    alpha = settings.number("alpha", alpha, rule, above=0)
+    rule = "must lie in [0, 1], as every lam does."
+    return alpha, settings.number("floor", floor, rule, at_least=0, at_most=1)
+
+
+def length_adaptive_lambda(
+    lengths: Real[ArrayLike, "*batch"], *, alpha: Number = 0.05, floor: Number = 0.0
+) -> Float[Array, "*batch"]:
+    """VAPO's lam for a response of each length.
+
+    ``lam(l) = max(1 - 1 / (alpha l), floor)``, so that the geometric weights of the
+    temporal-difference errors sum to ``alpha l``. The weight of the terminal error on the first
+    token tends to ``exp(-1 / alpha)`` whatever the length: the reach is a fixed *share* of the
+    response, about 23 % of it (down to a weight of 1 %) with ``alpha = 0.05``.
+
+    The expression is negative for ``alpha l < 1``. The floor decides what short responses get: 0,
+    the default, is one-step TD (the form of NeMo-RL); 0.95 lets lam adapt only beyond 400 tokens
+    (the form of verl's T-PPO).
+
+    Args:
+      lengths: sampled tokens per row, ``mask.sum(-1)``; 0 gives the floor.
+      alpha: the share of a response that the errors reach, positive.
+      floor: the least lam, in [0, 1].
+
+    Returns:
+      One lam per row, to be passed on with an axis more,
+      ``gae(..., lam=lam[:, None])``.
+
+    Raises:
+      ValueError: if `alpha` is not positive or `floor` is outside [0, 1].
+
+    References:
+      Yue et al., "VAPO", 2025, section 4.2. https://arxiv.org/abs/2504.05118
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> length_adaptive_lambda(jnp.array([10, 40, 100]), alpha=0.05).round(3).tolist()
+      [0.0, 0.5, 0.800000011920929]
+    """
+    alpha, floor = check_adaptive_lambda(alpha, floor)
+    lengths = as_lengths(lengths)
+    return jnp.maximum(1 - 1 / (alpha * lengths), floor)
+
+
+def extended_gae(
+    rewards: Real[ArrayLike, "*batch time"],
+    values: Float[ArrayLike, "*batch time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    truncated: Shaped[ArrayLike, "*#batch"],
+    *,
+    gamma: Scalar | Float[ArrayLike, "*#batch #time"] = 1.0,
+    lam: Scalar | Float[ArrayLike, "*#batch #time"] = 0.95,
+    bootstrap_value: Scalar | Float[ArrayLike, "*#batch"] | None = None,
+    ignore_last: Number = 0,
+) -> tuple[Float[Array, "*batch time"], Float[Array, "*batch time"], Bool[Array, "*batch time"]]:
+    """Generalised advantage estimation when some responses are not finished yet (T-PPO).
+
+    As `gae`, with the value after the last sampled token ``l - 1`` of a *truncated* response
+
+        V_l = V_{l-1}            without `bootstrap_value`, the assumption of the paper
+        V_l = bootstrap_value    with it
+
+    and ``V_l = 0`` for a finished one. Under the assumption the last temporal-difference error is
+    ``r_{l-1} + (gamma_{l-1} - 1) V_{l-1}``, which is 0 at ``gamma = 1`` without a reward. With a
+    perfect critic only that error is biased, by the advantage of the last action, and earlier
+    tokens carry it with weights ``(gamma lam)^k``; the critic's output *after* the last token is
+    usually computed anyway, and as `bootstrap_value` it removes the bias. A cut must not be taken
+    for an end: ``V_l = 0`` would punish every unfinished response.
+
+    The last `ignore_last` tokens of a truncated response, which depend most on the boundary, get
+    advantage 0 and leave the mask that is returned: use that mask for `whiten` and for the policy's
+    loss. The release of T-PPO ignores 8; its whitening and its clamp of advantages to [-10, 10]
+    are not done here.
+
+    Args:
+      rewards: one per token; the verifier's reward only where the response has ended.
+      values: the critic's estimate of the state before each token.
+      mask: true on the sampled tokens of the current window; holes are legal.
+      truncated: one per row; true where the response goes on after the window.
+      gamma: the discount, in [0, 1]; a scalar or an array as for `gae`.
+      lam: how far to trust rewards over values, as for `gae`; in T-PPO
+        ``length_adaptive_lambda(effective_length(...), floor=0.95)[:, None]``.
+      bootstrap_value: the value of the state after the last sampled token, one per row; read on
+        truncated rows only. None assumes it unchanged.
+      ignore_last: how many sampled tokens at the end of truncated rows to leave out.
+
+    Returns:
+      `(advantages, returns, kept_mask)`, the first two 0 where `mask` is false and without a
+      gradient. Returns, ``A + V`` before anything is ignored, cover all of `mask`; the critic of
+      T-PPO learns from finished rows only, ``mask & ~truncated[:, None]``.
+
+    Raises:
+      ValueError: if `ignore_last` is negative, or shapes do not fit.
+
+    References:
+      Fan et al., "Truncated proximal policy optimization", 2025. https://arxiv.org/abs/2506.15050
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> values = jnp.array([0.5, 0.25, 0.75])
+      >>> ones, zeros = jnp.ones(3), jnp.zeros(3)
+      >>> cut = extended_gae(zeros, values, ones, jnp.array(True), lam=1.0, ignore_last=1)
+      >>> cut[0].tolist(), cut[2].tolist()
+      ([0.25, 0.5, 0.0], [True, True, False])
+    """
+    check_shapes(rewards=rewards, values=values, mask=mask)
+    rule = "must not be negative: 0 keeps every token."
+    ignore_last = settings.number("ignore_last", ignore_last, rule, at_least=0)
+    mask = as_mask(mask)
+    rewards, values = as_floats(rewards, values)
+    # With how many true tokens, itself among them, the row ends; the last one has 1.
+    remaining = jnp.flip(jnp.cumsum(jnp.flip(mask, -1), -1, dtype=jnp.int32), -1)
+    nothing = zero_per_row(values)
+    truncated = broadcast("truncated", as_mask(truncated), nothing) != 0
+    if bootstrap_value is None:
+        bootstrap_value = jnp.sum(zero_masked(values, mask & (remaining == 1)), -1)
+    advantages, returns = gae(
+        rewards,
+        values,
+        mask,
+        gamma=gamma,
+        lam=lam,
+        bootstrap_value=bootstrap_value,
+        terminated=~truncated,
+    )
+    retained = mask & ~(truncated[..., None] & (remaining <= ignore_last))
+    return zero_masked(advantages, retained), returns, retained
+
+
+def effective_length(
+    lengths: Real[ArrayLike, "*batch"],
+    truncated: Shaped[ArrayLike, "*batch"],
+    *,
+    window: Number,
+) -> Float[Array, "*batch"]:
+    """The length that a response is taken to have while it is still being written.
+
+    ``l + window / 2`` where it is truncated, ``l`` where it has ended: an unfinished response ends
+    somewhere within the next window, in the middle on average. It is the length from which T-PPO
+    takes its lam, ``length_adaptive_lambda(effective_length(...), alpha=0.05, floor=0.95)``.
+
+    Args:
+      lengths: sampled tokens so far, those of earlier windows included.
+      truncated: one per response; true where it goes on after the window.
+      window: tokens that are sampled per round, positive.
+
+    Returns:
+      One length per response, in tokens.
+
+    Raises:
+      ValueError: if `window` is not positive.
+
+    References:
+      Fan et al., "Truncated proximal policy optimization", 2025, and its release.
+      https://arxiv.org/abs/2506.15050
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> effective_length(jnp.array([300, 8192]), jnp.array([False, True]), window=8192).tolist()
+      [300.0, 12288.0]
+    """
+    check_shapes(lengths=lengths, truncated=truncated)
+    rule = "must be positive: it is the tokens of one round."
+    window = settings.number("window", window, rule, above=0)
+    lengths = as_lengths(lengths)
+    return jnp.where(as_mask(truncated), lengths + window / 2, lengths)

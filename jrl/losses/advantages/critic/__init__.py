@@ -1,1 +1,0 @@
-"""From a critic: generalised advantage estimation."""

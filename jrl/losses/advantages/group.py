@@ -1,0 +1,456 @@
+"""Advantages from a group: each response against the others that answer the same prompt."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+from jaxtyping import Float, Int, Integer, Real, Shaped
+
+from jrl.losses import settings
+from jrl.losses.arrays import (
+    Number,
+    as_floats,
+    as_mask,
+    broadcast,
+    check_responses,
+    check_rows,
+    num_true,
+    ratio_or_zero,
+    zero_masked,
+)
+from jrl.losses.groups import (
+    check_groups,
+    group_centred,
+    group_max,
+    group_min,
+    group_size,
+    group_sum,
+    isolate_uncounted,
+)
+
+__all__ = [  # noqa: RUF022 - in reading order
+    "grpo_advantages",
+    "dr_grpo_advantages",
+    "rloo_advantages",
+    "maxrl_advantages",
+    "opo_advantages",
+    "gpg_advantages",
+    "gdpo_advantages",
+    "token_level_group_average",
+]
+
+
+def grpo_advantages(
+    rewards: Real[ArrayLike, "batch"],
+    groups: Integer[ArrayLike, "batch"],
+    *,
+    scale: Literal["group", "batch"] | None = "group",
+    unbiased: bool = True,
+    epsilon: Number = 1e-6,
+    singleton: Literal["zero", "reward"] = "zero",
+) -> Float[Array, "batch"]:
+    """Group-relative advantages: each response against the others that answer the same prompt.
+
+    ``A_i = (R_i - mean_g) / (std + epsilon)``, with the standard deviation of the group or of the
+    whole batch. A constant added to the rewards of a group changes nothing.
+
+    A group without variance gets exactly 0: rewards are taken relative to the least of their group
+    before anything is averaged, so that rounding cannot be blown up by ``1 / epsilon``. The same
+    holds for a group of one, which has nothing to be compared with. A row that only fills up a
+    batch disturbs no other if its group is its own and `scale` is not "batch".
+
+    Libraries differ: verl has the unbiased deviation and ``epsilon=1e-6`` (the defaults here) and
+    hands a group of one its reward; TRL has the unbiased one and ``epsilon=1e-4``; HAPO's release
+    has the population's.
+
+    Args:
+      rewards: one per response.
+      groups: one integer per response, equal for those that share a prompt; any integers, in any
+        order.
+      scale: "group" divides by the standard deviation of the group; "batch" by that of all the
+        rewards passed, so pass the whole batch (Lite PPO, and TRL under the same name); None by
+        nothing, which is `dr_grpo_advantages`.
+      unbiased: divide the squares by ``n - 1`` rather than by ``n`` in the standard deviation.
+      epsilon: added to the standard deviation.
+      singleton: "zero" gives a group of one 0; "reward" is the rule of verl, which takes its mean
+        for 0 and its standard deviation for 1.
+
+    Returns:
+      One advantage per response, without a gradient. All tokens of a response share it, as in
+      ``ppo_loss(logprobs, old_logprobs, advantages[:, None], mask)``.
+
+    Raises:
+      ValueError: if `scale` or `singleton` is none of the above.
+
+    References:
+      Shao et al., "DeepSeekMath", 2024, section 4.1.2. https://arxiv.org/abs/2402.03300
+      Liu et al., "Part I: Tricks or Traps? A deep dive into RL for LLM reasoning" (Lite PPO), 2025.
+      https://arxiv.org/abs/2508.08221
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> grpo_advantages(jnp.array([1.0, 5.0, 0.0]), jnp.array([7, 2, 7]), scale=None).tolist()
+      [0.5, 0.0, -0.5]
+      >>> pair = jnp.array([3.0, 1.0]), jnp.array([0, 0])
+      >>> grpo_advantages(*pair, unbiased=False, epsilon=0.0).tolist()
+      [1.0, -1.0]
+    """
+    rewards, index = check_groups(groups, rewards=rewards)
+    if scale not in ("group", "batch", None):
+        raise ValueError(f"scale={scale!r} is not a scale: choose 'group', 'batch' or None.")
+    if singleton not in ("zero", "reward"):
+        raise ValueError(f"singleton={singleton!r} is not a rule: choose 'zero' or 'reward'.")
+    epsilon = settings.epsilon("epsilon", epsilon)
+    size = group_size(rewards, index)
+    bias = 1 if unbiased else 0
+    as_rewarded = (size == 1) & (singleton == "reward")
+    centred = group_centred(rewards, index)
+    advantages = jnp.where(as_rewarded, rewards, centred)
+    if scale is None:
+        return advantages
+    if scale == "group":
+        squares = group_sum(centred**2, index)
+        deviation = jnp.sqrt(squares / jnp.maximum(size - bias, 1))
+        deviation = jnp.where(as_rewarded, 1, deviation)
+    else:
+        above_least = rewards - jnp.min(rewards, initial=jnp.inf)
+        squares = jnp.sum((above_least - jnp.mean(above_least)) ** 2)
+        deviation = jnp.sqrt(squares / max(rewards.size - bias, 1))
+    return ratio_or_zero(advantages, jnp.broadcast_to(deviation + epsilon, advantages.shape))
+
+
+def dr_grpo_advantages(
+    rewards: Real[ArrayLike, "batch"], groups: Integer[ArrayLike, "batch"]
+) -> Float[Array, "batch"]:
+    """The advantage of Dr. GRPO: the reward minus the mean of its group, and no scale.
+
+    ``A_i = R_i - mean_g``. Without the division by the group's standard deviation, prompts that are
+    nearly always or nearly never solved are not weighted up. The other half of Dr. GRPO is the
+    aggregation: sums over tokens, divided by a constant length (``seq-mean-token-sum-norm``).
+
+    Args:
+      rewards: one per response.
+      groups: one integer per response, equal for those that share a prompt.
+
+    Returns:
+      One advantage per response, without a gradient; 0 in a group of one.
+
+    References:
+      Liu et al., "Understanding R1-Zero-like training", 2025. https://arxiv.org/abs/2503.20783
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> dr_grpo_advantages(jnp.array([1.0, 0.0, 0.0, 1.0]), jnp.array([0, 0, 0, 0])).tolist()
+      [0.5, -0.5, -0.5, 0.5]
+    """
+    return grpo_advantages(rewards, groups, scale=None)
+
+
+def rloo_advantages(
+    rewards: Real[ArrayLike, "batch"], groups: Integer[ArrayLike, "batch"]
+) -> Float[Array, "batch"]:
+    """REINFORCE leave-one-out: the reward minus the mean of the *other* responses of the group.
+
+    ``A_i = R_i - mean_{j != i} R_j = n / (n - 1) (R_i - mean_g)``. The baseline does not depend on
+    the response itself, so the policy gradient stays unbiased; that of `dr_grpo_advantages` is the
+    same but for the factor ``(n - 1) / n``.
+
+    A group of one has no others and gets 0 (verl hands it its raw reward).
+
+    Args:
+      rewards: one per response.
+      groups: one integer per response, equal for those that share a prompt.
+
+    Returns:
+      One advantage per response, without a gradient.
+
+    References:
+      Ahmadian et al., "Back to basics: revisiting REINFORCE-style optimization for learning from
+      human feedback in LLMs", 2024, section 4. https://arxiv.org/abs/2402.14740
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> rloo_advantages(jnp.array([1.0, 0.0, 2.0, 6.0]), jnp.array([3, 3, 3, 8])).tolist()
+      [0.0, -1.5, 1.5, 0.0]
+    """
+    rewards, index = check_groups(groups, rewards=rewards)
+    size = group_size(rewards, index)
+    return group_centred(rewards, index) * size / jnp.maximum(size - 1, 1)
+
+
+def maxrl_advantages(
+    rewards: Real[ArrayLike, "batch"], groups: Integer[ArrayLike, "batch"]
+) -> Float[Array, "batch"]:
+    """Maximum-likelihood RL: the reward against the mean of its group, in units of that mean.
+
+    ``A_i = (R_i - mean_g) / mean_g``, and 0 where the mean is 0. With rewards in {0, 1} the mean is
+    the success rate p, and dividing the policy gradient by p makes it that of ``log p``: the score
+    function is averaged over the *successes* alone. A prompt that is solved once in sixteen tries
+    counts sixteen times as much as with `dr_grpo_advantages`. With n responses a group the
+    expectation is the gradient of ``log p`` cut after n terms of its series in ``1 - p``.
+
+    **Rewards must not be negative.** A negative mean turns the sign of every advantage of its
+    group around, and a mean near zero between rewards of both signs blows them up; neither can be
+    refused while a program is traced. Rewards of -1 and 1 become 0 and 1 by ``(R + 1) / 2``.
+
+    Args:
+      rewards: one per response, at least 0; usually 0 or 1.
+      groups: one integer per response, equal for those that share a prompt.
+
+    Returns:
+      One advantage per response, without a gradient; 0 in a group of one or without variance.
+
+    References:
+      Tajwar et al., "Maximum likelihood reinforcement learning", 2026.
+      https://arxiv.org/abs/2602.02710
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> rewards, groups = jnp.array([1.0, 0.0, 0.0, 0.0, 0.0]), jnp.array([0, 0, 0, 0, 1])
+      >>> maxrl_advantages(rewards, groups).tolist()
+      [3.0, -1.0, -1.0, -1.0, 0.0]
+    """
+    rewards, index = check_groups(groups, rewards=rewards)
+    mean = group_sum(rewards, index) / group_size(rewards, index)
+    return ratio_or_zero(group_centred(rewards, index), mean)
+
+
+def opo_advantages(
+    rewards: Real[ArrayLike, "batch"],
+    groups: Integer[ArrayLike, "batch"],
+    lengths: Real[ArrayLike, "batch"],
+) -> Float[Array, "batch"]:
+    """On-policy RL with the optimal baseline: the mean of the group, weighted by length.
+
+    ``A_i = R_i - sum_j l_j R_j / sum_j l_j`` over the responses j of the group. The baseline with
+    the least variance weighs each reward by the squared norm of its score function; if tokens
+    contribute to that norm alike and independently, it is proportional to the length.
+
+    A group of one gets 0 (verl hands it its raw reward), and so does one without a token.
+
+    Args:
+      rewards: one per response.
+      groups: one integer per response, equal for those that share a prompt.
+      lengths: sampled tokens per response, ``mask.sum(-1)``. A response of length 0 has no part in
+        the advantages of the others, whatever its reward.
+
+    Returns:
+      One advantage per response, without a gradient. In each group those of all tokens sum to 0.
+
+    References:
+      Hao et al., "On-policy RL with optimal reward baseline", 2025.
+      https://arxiv.org/abs/2505.23585
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> opo_advantages(jnp.array([1.0, 0.0]), jnp.array([0, 0]), jnp.array([1, 3])).tolist()
+      [0.75, -0.25]
+    """
+    return _centred_by_length(*check_groups(groups, rewards=rewards, lengths=lengths))
+
+
+def _centred_by_length(
+    rewards: Float[Array, "batch"], lengths: Float[Array, "batch"], index: Int[Array, "batch"]
+) -> Float[Array, "batch"]:
+    """The rewards minus the mean of their group over its tokens, 0 in a group without a token."""
+    counts = lengths != 0
+    least = group_min(jnp.where(counts, rewards, jnp.inf), index)
+    # Exactly 0 where all are equal, as their mean would not be.
+    above_least = rewards - least
+    tokens = group_sum(lengths, index)
+    weighted = jnp.where(counts, lengths * above_least, 0)
+    baseline = ratio_or_zero(group_sum(weighted, index), tokens)
+    return jnp.where(tokens == 0, 0, above_least - baseline)
+
+
+def gpg_advantages(
+    rewards: Real[ArrayLike, "batch"],
+    groups: Integer[ArrayLike, "batch"],
+    *,
+    alpha: Literal["informative", "nonzero"] | Number = "informative",
+) -> Float[Array, "batch"]:
+    """Group policy gradient: the reward minus the mean of its group, rescaled for empty groups.
+
+    ``A_i = alpha (R_i - mean_g)``. Groups in which all rewards are equal add nothing to the
+    gradient but still count in the mean over the batch; ``alpha = batch / (rows that count)``
+    makes up for them. The loss that goes with it has no ratio and no clip: ``-A log pi``.
+
+    The count is over the array that is passed, so pass the whole batch; rows that only fill it up
+    count too.
+
+    Args:
+      rewards: one per response.
+      groups: one integer per response, equal for those that share a prompt.
+      alpha: "informative" counts the rows of groups with different rewards, which is the purpose
+        the paper gives; "nonzero" counts the rows with a reward other than 0 as verl does, which
+        is always all of them when rewards are -1 and 1; a number is used as it is, such as 1 to
+        leave the scale alone.
+
+    Returns:
+      One advantage per response, without a gradient; 0 in a group of one.
+
+    Raises:
+      ValueError: if `alpha` is none of the above.
+
+    References:
+      Chu et al., "GPG: a simple and strong reinforcement learning baseline for model reasoning",
+      2025. https://arxiv.org/abs/2504.02546
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> gpg_advantages(jnp.array([1.0, 0.0, 1.0, 1.0]), jnp.array([0, 0, 1, 1])).tolist()
+      [1.0, -1.0, 0.0, 0.0]
+    """
+    rewards, index = check_groups(groups, rewards=rewards)
+    if isinstance(alpha, str) and alpha not in ("informative", "nonzero"):
+        raise ValueError(f"alpha={alpha!r} is unknown: 'informative', 'nonzero' or a number.")
+    advantages = group_centred(rewards, index)
+    if not isinstance(alpha, str):
+        return settings.number("alpha", alpha) * advantages
+    differ = group_max(rewards, index) > group_min(rewards, index)
+    counts = differ if alpha == "informative" else rewards != 0
+    num_counted = num_true(counts).astype(rewards.dtype)
+    return advantages * (rewards.size / jnp.maximum(num_counted, 1))
+
+
+def gdpo_advantages(
+    rewards: Real[ArrayLike, "batch component"],
+    groups: Integer[ArrayLike, "batch"],
+    *,
+    weights: Real[ArrayLike, "component"] | None = None,
+    lengths: Real[ArrayLike, "batch"] | None = None,
+    whitened: bool = True,
+    epsilon: Number = 1e-6,
+    whiten_epsilon: Number = 1e-8,
+) -> Float[Array, "batch"]:
+    """Group-relative advantages of several rewards, each normalised before they are added.
+
+        S_i = sum_c w_c (R_ic - mean_g,c) / (std_g,c + epsilon)
+        A_i = (S_i - mean_batch) / sqrt(variance_batch + whiten_epsilon)
+
+    If rewards are added first, different combinations with the same sum (right but too long, wrong
+    but well formatted) become one, and the reward with the widest spread drowns the others. The
+    whitening keeps the scale the same for any number of rewards. Both deviations are unbiased.
+
+    The whitening needs all responses: pass the whole batch, without rows that only fill it up.
+    Libraries differ in what it averages over: the release and verl over tokens (pass `lengths`),
+    TRL over responses, with ``1e-4`` added to the standard deviation.
+
+    Args:
+      rewards: one per response and component, unweighted.
+      groups: one integer per response, equal for those that share a prompt.
+      weights: one per component; None weighs all by 1.
+      lengths: sampled tokens per response, ``mask.sum(-1)``, by which each counts in the mean and
+        the variance of the batch; None counts each once.
+      whitened: False stops at ``S_i``.
+      epsilon: added to the standard deviation of a group.
+      whiten_epsilon: added to the variance of the batch, inside the root.
+
+    Returns:
+      One advantage per response, without a gradient.
+
+    Raises:
+      ValueError: if shapes do not fit.
+
+    References:
+      Liu et al., "GDPO: group reward-decoupled normalization policy optimization for multi-reward
+      RL optimization", 2026. https://arxiv.org/abs/2601.05242
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> rewards = jnp.array([[1.0, 100.0], [0.0, 100.0], [1.0, 300.0], [0.0, 300.0]])
+      >>> groups, weights = jnp.array([0, 0, 0, 0]), jnp.array([1.0, 0.5])
+      >>> result = gdpo_advantages(rewards, groups, weights=weights, whitened=False)
+      >>> [round(x, 2) for x in result.tolist()]
+      [0.43, -1.3, 1.3, -0.43]
+    """
+    (rewards,) = as_floats(rewards)
+    if rewards.ndim != 2:
+        raise ValueError(
+            f"rewards has shape {rewards.shape} and must be [batch, component], one column per "
+            "reward: for a single one give rewards[:, None]."
+        )
+    check_responses(groups=groups)
+    check_rows("rewards", rewards, groups=groups)
+    whiten_epsilon = settings.epsilon("whiten_epsilon", whiten_epsilon)
+    like = jnp.zeros(rewards.shape[1:], rewards.dtype)
+    weights = broadcast("weights", 1.0 if weights is None else weights, like)
+    weights = jax.lax.stop_gradient(weights)
+    normalised = [grpo_advantages(component, groups, epsilon=epsilon) for component in rewards.T]
+    total = jnp.sum(jnp.stack(normalised, axis=1) * weights[None, :], axis=1)
+    if not whitened:
+        return total
+    counts = broadcast("lengths", 1.0 if lengths is None else lengths, total)
+    counts = jax.lax.stop_gradient(counts)
+    num_tokens = jnp.sum(counts)
+    centred = total - jnp.sum(counts * total) / jnp.maximum(num_tokens, 1)
+    variance = jnp.sum(counts * centred**2) / jnp.maximum(num_tokens - 1, 1)
+    deviation = jnp.sqrt(variance + whiten_epsilon)
+    return ratio_or_zero(centred, jnp.broadcast_to(deviation, centred.shape))
+
+
+def token_level_group_average(
+    rewards: Real[ArrayLike, "batch"],
+    groups: Integer[ArrayLike, "batch"],
+    mask: Shaped[ArrayLike, "batch time"],
+    *,
+    epsilon: Number = 1e-6,
+    fallback: Number | None = None,
+) -> Float[Array, "batch time"]:
+    """HAPO's token-level group average: each response counts by its tokens in mean and deviation.
+
+    With every token carrying the reward of its response and l the lengths of the group,
+
+        mean = sum_i l_i R_i / sum_i l_i,    std^2 = sum_i l_i (R_i - mean)^2 / sum_i l_i
+        A_it = (R_i - mean) / (std + epsilon)
+
+    so that the advantages of all tokens of a group sum to 0 and a token-mean loss does not push
+    with the sign of the longer responses. The deviation is the population's. A group without
+    variance gets exactly 0.
+
+    Args:
+      rewards: one per response.
+      groups: one integer per response, equal for those that share a prompt.
+      mask: true on sampled tokens; holes are legal, and responses without a token do not count.
+      epsilon: added to the standard deviation.
+      fallback: if a response of a group gets an advantage of this size or beyond, the whole group
+        gets those of `grpo_advantages` instead, as in HAPO's release with 5; then tokens no longer
+        sum to 0. None never falls back.
+
+    Returns:
+      One advantage per token, 0 where the mask is false and without a gradient.
+
+    Raises:
+      ValueError: if `fallback` is not positive, or the numbers of rows differ.
+
+    References:
+      "HAPO: heterogeneous adaptive policy optimization", 2025, its token-level group average.
+      https://arxiv.org/abs/2509.16591
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> mask = jnp.array([[1, 0, 0, 0], [1, 1, 1, 1]])
+      >>> rewards, groups = jnp.array([5.0, 0.0]), jnp.array([0, 0])
+      >>> token_level_group_average(rewards, groups, mask, epsilon=0.0).tolist()
+      [[2.0, 0.0, 0.0, 0.0], [-0.5, -0.5, -0.5, -0.5]]
+    """
+    mask = as_mask(mask)
+    rewards, index = check_groups(groups, rewards=rewards)
+    check_rows("mask", mask, rewards=rewards)
+    epsilon = settings.epsilon("epsilon", epsilon)
+    rule = "must be positive: HAPO uses 5, None is off."
+    fallback = settings.optional("fallback", fallback, rule, above=0)
+    lengths = num_true(mask, -1).astype(rewards.dtype)
+    counts = lengths > 0
+    centred = zero_masked(_centred_by_length(rewards, lengths, index), counts)
+    tokens = jnp.maximum(group_sum(lengths, index), 1)
+    deviation = jnp.sqrt(group_sum(lengths * centred**2, index) / tokens)
+    advantages = ratio_or_zero(centred, deviation + epsilon)
+    if fallback is not None:
+        beyond = group_max(jnp.abs(advantages), index) >= fallback
+        advantages = jnp.where(
+            beyond, grpo_advantages(*isolate_uncounted(rewards, index, counts)), advantages
+        )
+    return zero_masked(jnp.broadcast_to(advantages[:, None], mask.shape), mask)

@@ -1,1 +1,0 @@
-"""From the rewards that follow each token, against a baseline."""

@@ -1,0 +1,346 @@
+"""Accuracy of a critic along responses and against outcomes, and the bias of its errors."""
+
+from typing import NamedTuple, SupportsIndex
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+from jaxtyping import Float, Int, Shaped
+
+from jrl.losses import settings
+from jrl.losses.advantages import gae
+from jrl.losses.arrays import (
+    Number,
+    Scalar,
+    as_mask,
+    broadcast,
+    masked_constants,
+    num_true,
+    ratio_or_zero,
+)
+from jrl.losses.diagnostics import tokens
+
+__all__ = [  # noqa: RUF022 - in reading order
+    "by_position",
+    "ByPosition",
+    "relative_position",
+    "calibration",
+    "Calibration",
+    "bootstrap_bias",
+    "bootstrap_bias_bound",
+    "BootstrapBias",
+]
+
+
+class ByPosition(NamedTuple):
+    """One entry per bin of relative position, from the first tokens of responses to the last.
+
+    Attributes:
+      explained_variance: ``1 - Var(G - V) / Var(G)`` of the tokens of the bin; 0 where the returns
+        do not vary.
+      bias: mean of ``V - G``.
+      error: root of the mean of ``(V - G)^2``.
+      tokens: how many lie there.
+    """
+
+    explained_variance: Float[Array, "bins"]
+    bias: Float[Array, "bins"]
+    error: Float[Array, "bins"]
+    tokens: Int[Array, "bins"]
+
+
+def relative_position(
+    mask: Shaped[ArrayLike, "*batch time"], *, num_bins: SupportsIndex = 10
+) -> Int[Array, "*batch time"]:
+    """In which part of its response each token lies: ``floor(num_bins t / T)``.
+
+    Args:
+      mask: true on sampled tokens; t and T count these alone.
+      num_bins: parts; 10 are deciles.
+
+    Returns:
+      Integers in ``0..num_bins - 1``, 0 where the mask is false.
+
+    Raises:
+      ValueError: if `num_bins` is not positive.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> relative_position(jnp.array([1, 1, 0, 1, 1]), num_bins=2).tolist()
+      [0, 0, 0, 1, 1]
+    """
+    num_bins = settings.integer("num_bins", num_bins, "must be at least 1.", at_least=1)
+    mask = as_mask(mask)
+    length = jnp.maximum(num_true(mask, -1), 1)[..., None]
+    return jnp.where(mask, num_bins * tokens.index(mask) // length, 0)
+
+
+def by_position(
+    values: Float[ArrayLike, "*batch time"],
+    returns: Float[ArrayLike, "*batch time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    *,
+    num_bins: SupportsIndex = 10,
+) -> ByPosition:
+    """Explained variance and bias of the critic along responses, from their start to their end.
+
+    **Concern**: value approximation over long horizons (2505.17997), and whether one value can
+    stand for a goal that lies far ahead (2506.03038).
+
+    **Reading it.** Near the end a critic sees the answer, and explained variance should come near
+    1. If it falls towards the start faster than the task demands, the critic cannot see ahead. It
+    need not be 1 there: what the first tokens do not determine cannot be explained. A bias far
+    from 0 in the first bins is the failure that value pretraining (VC-PPO) is to prevent; a bias
+    of one sign throughout is a critic that lags behind the policy.
+
+    Args:
+      values: the critic's estimates.
+      returns: Monte-Carlo returns, that is, those of `gae` with ``lam=1``. With a smaller lam they
+        contain the values that they are to judge.
+      mask: true on sampled tokens.
+      num_bins: parts of a response; 10 are deciles.
+
+    Returns:
+      A `ByPosition`.
+
+    Raises:
+      ValueError: if `num_bins` is not positive, or shapes do not agree.
+
+    References:
+      Yuan et al., "VC-PPO", 2025, section 3 (value bias). https://arxiv.org/abs/2503.01491
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> values, returns = jnp.array([[0.5, 1.0], [0.5, 0.0]]), jnp.array([[1.0, 1.0], [0.0, 0.0]])
+      >>> found = by_position(values, returns, jnp.ones((2, 2)), num_bins=2)
+      >>> found.explained_variance.tolist(), found.error.tolist()
+      ([0.0, 1.0], [0.5, 0.0])
+    """
+    num_bins = settings.integer("num_bins", num_bins, "must be at least 1.", at_least=1)
+    bins = relative_position(mask, num_bins=num_bins)
+    mask, (values, returns) = masked_constants(mask, values=values, returns=returns)
+    num_tokens = tokens.counts(bins, mask, num_bins)
+
+    def mean_of(x: Float[Array, "*batch time"]) -> Float[Array, "bins"]:
+        return ratio_or_zero(tokens.per_bin(x, bins, mask, num_bins), num_tokens)
+
+    error = values - returns
+    bias, centre = mean_of(error), mean_of(returns)
+    # Two passes: a variance by the difference of large squares would have no digits left.
+    unexplained = mean_of((error - bias[bins]) ** 2)
+    variance = mean_of((returns - centre[bins]) ** 2)
+    # Equal returns differ from their mean by what it was rounded by, a small part of their size.
+    rounding = 64 * jnp.finfo(variance.dtype).eps
+    flat = variance <= rounding**2 * mean_of(returns**2)
+    explained = 1 - unexplained / jnp.where(flat, jnp.ones_like(variance), variance)
+    return ByPosition(
+        explained_variance=jnp.where(flat, jnp.zeros_like(explained), explained),
+        bias=bias,
+        error=jnp.sqrt(mean_of(error**2)),
+        tokens=num_tokens,
+    )
+
+
+class Calibration(NamedTuple):
+    """How well predicted probabilities of success fit its frequency.
+
+    Attributes:
+      brier: mean of ``(p - success)^2``. Always saying 1/2 scores 0.25; 0 is perfect.
+      ece: expected calibration error, the mean over tokens of ``|predicted - observed|`` of their
+        bin, in [0, 1].
+      predicted: ``[bins]`` mean p of each bin, 0 in empty ones.
+      observed: ``[bins]`` share of successes in each bin, 0 in empty ones.
+      tokens: ``[bins]`` how many lie there.
+    """
+
+    brier: Float[Array, ""]
+    ece: Float[Array, ""]
+    predicted: Float[Array, "bins"]
+    observed: Float[Array, "bins"]
+    tokens: Int[Array, "bins"]
+
+
+def calibration(
+    values: Float[ArrayLike, "*batch time"],
+    successes: Shaped[ArrayLike, "*#batch #time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    *,
+    low: Number = 0.0,
+    high: Number = 1.0,
+    num_bins: SupportsIndex = 10,
+) -> Calibration:
+    """Brier score, calibration error and reliability curve of a critic with binary outcomes.
+
+    With a reward of `low` for failure and `high` for success and no discount, a value says that
+    the response succeeds with probability ``p = (V - low) / (high - low)``, clipped to [0, 1].
+
+    **Concern**: value approximation (2505.17997): a critic may explain some variance and still be
+    wrong about how likely success is, which shifts every advantage that bootstraps from it.
+
+    **Reading it.** On the curve of observed against predicted a calibrated critic lies on the
+    diagonal. Below it the critic is too sure of success, above it not sure enough. A flat curve
+    is a critic that tells nothing apart; its calibration error may still be small, so look at the
+    Brier score as well. Tokens of one response share one outcome: error bars must count responses.
+
+    Args:
+      values: the critic's estimates, in units of reward.
+      successes: whether the response succeeded, bool or 0/1; ``[batch, 1]`` for one per row.
+      mask: true on sampled tokens.
+      low: the return of a failure.
+      high: the return of a success.
+      num_bins: bins of equal width in p.
+
+    Returns:
+      A `Calibration`.
+
+    Raises:
+      ValueError: unless `low` is below `high` and `num_bins` positive, or if shapes do not agree.
+
+    References:
+      Brier, "Verification of forecasts expressed in terms of probability", 1950.
+      Naeini et al., "Obtaining well calibrated probabilities using Bayesian binning", 2015.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> values, success = jnp.array([[0.75, 0.25], [0.25, 0.75]]), jnp.array([[True], [False]])
+      >>> found = calibration(values, success, jnp.ones((2, 2)), num_bins=2)
+      >>> found.predicted.tolist(), found.observed.tolist()
+      ([0.25, 0.75], [0.5, 0.5])
+    """
+    low, high = settings.span(low, high, "returns of failure and success.")
+    num_bins = settings.integer("num_bins", num_bins, "must be at least 1.", at_least=1)
+    mask, (values,) = masked_constants(mask, values=values)
+    outcome = jax.lax.stop_gradient(broadcast("successes", successes, values))
+    p = jnp.clip((values - low) / (high - low), 0, 1)
+    # A NaN has no bin; it shows in the scores, whichever bin it is put into.
+    bins = jnp.clip(jnp.nan_to_num(p * num_bins).astype(jnp.int32), 0, num_bins - 1)
+    num_tokens = tokens.counts(bins, mask, num_bins)
+    predicted = ratio_or_zero(tokens.per_bin(p, bins, mask, num_bins), num_tokens)
+    observed = ratio_or_zero(tokens.per_bin(outcome, bins, mask, num_bins), num_tokens)
+    gaps = jnp.abs(predicted - observed) * num_tokens.astype(predicted.dtype)
+    return Calibration(
+        brier=tokens.mean((p - outcome) ** 2, mask),
+        ece=ratio_or_zero(jnp.sum(gaps), jnp.sum(num_tokens)),
+        predicted=predicted,
+        observed=observed,
+        tokens=num_tokens,
+    )
+
+
+class BootstrapBias(NamedTuple):
+    """How large the bias is, and how large it could be.
+
+    Attributes:
+      bias: mean of ``|B_t|`` over tokens.
+      bound: mean of ``max_k |e_k| (1 - lam^(T-1-t))``, with the maximum over the response; with a
+        discount ``max_k |e_k| gamma (1 - lam) (1 - (gamma lam)^(T-1-t)) / (1 - gamma lam)``.
+      relative: `bias` over the standard deviation of the advantages.
+    """
+
+    bias: Float[Array, ""]
+    bound: Float[Array, ""]
+    relative: Float[Array, ""]
+
+
+def bootstrap_bias(
+    errors: Float[ArrayLike, "*batch time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    lam: Scalar | Float[ArrayLike, "*#batch #time"],
+    *,
+    gamma: Scalar | Float[ArrayLike, "*#batch #time"] = 1.0,
+) -> Float[Array, "*batch time"]:
+    """The part of each advantage's error that biases the policy gradient.
+
+    Let ``e_t = V_t - V^pi_t`` be the errors of the critic, and 0 after the end. Exactly,
+
+        A_t(V) - A_t(V^pi) = -e_t + B_t
+        B_t = (1 - lam) sum_{k >= 1} lam^(k-1) e_{t+k}              (without a discount)
+
+    The first term depends on the state alone, a baseline, and biases nothing. The second depends on
+    the action through the states that follow. ``|B_t| <= max |e| (1 - lam^(T-1-t))``, and in
+    general it vanishes only with ``lam = 1``.
+
+    **Concern**: value approximation (2505.17997), and that decoupling the two lambdas does not take
+    the critic's errors out of the policy's advantages (2506.03038).
+
+    **Reading it.** Compare with the spread of the advantages (`bootstrap_bias_bound`): where the
+    bias comes near it, the policy learns the critic's errors. It is largest early in a response
+    and falls to 0 on the last token.
+
+    Args:
+      errors: of the critic, in units of reward. If V^pi is not known, ``V - G`` with a Monte-Carlo
+        return has these errors as its mean: average the result over responses before taking its
+        size, for the size of a noisy bias is too large.
+      mask: true on sampled tokens.
+      lam: of the advantages; a scalar or an array that spreads, as for `gae`.
+      gamma: their discount.
+
+    Returns:
+      ``B_t`` of each token, 0 where the mask is false; without a gradient.
+
+    Raises:
+      ValueError: if shapes do not agree.
+
+    References:
+      Shao and Cheng, 2025. https://arxiv.org/abs/2505.17997 and https://arxiv.org/abs/2506.03038
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> errors = jnp.array([0.2, 0.15, 0.1, 0.05, 0.02])
+      >>> [round(float(b), 6) for b in bootstrap_bias(errors, jnp.ones(5), 0.9)]
+      [0.029508, 0.01612, 0.0068, 0.002, 0.0]
+    """
+    mask, (errors,) = masked_constants(mask, errors=errors)
+    # Advantages are linear in rewards and values: those of the errors alone are -e_t + B_t.
+    return gae(jnp.zeros_like(errors), errors, mask, gamma=gamma, lam=lam)[1]
+
+
+def bootstrap_bias_bound(
+    errors: Float[ArrayLike, "*batch time"],
+    advantages: Float[ArrayLike, "*batch time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    lam: Scalar | Float[ArrayLike, "*#batch #time"],
+    *,
+    gamma: Scalar | Float[ArrayLike, "*#batch #time"] = 1.0,
+) -> BootstrapBias:
+    """The bias of `bootstrap_bias` in three numbers: its size, its bound, its share of the signal.
+
+    **Concern**: as for `bootstrap_bias`.
+
+    **Reading it.** ``relative`` near 0: whatever is wrong with the critic does not reach the
+    policy. Near 1: what the policy learns is as much the critic's errors as the rewards. Then raise
+    lam, or train the critic longer.
+
+    Args:
+      errors: of the critic, in units of reward, see `bootstrap_bias`.
+      advantages: that the policy learns from, in the same units (before whitening).
+      mask: true on sampled tokens.
+      lam: of the advantages; a scalar or an array that spreads, as for `gae`.
+      gamma: their discount.
+
+    Returns:
+      A `BootstrapBias`.
+
+    Raises:
+      ValueError: if shapes do not agree.
+
+    References:
+      As for `bootstrap_bias`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> errors = jnp.array([[0.5, 0.5]])
+      >>> found = bootstrap_bias_bound(errors, jnp.array([[1.0, -1.0]]), jnp.ones((1, 2)), 0.5)
+      >>> float(found.bias), float(found.bound), float(found.relative)
+      (0.125, 0.125, 0.125)
+    """
+    mask, (errors, advantages) = masked_constants(mask, errors=errors, advantages=advantages)
+    bias = bootstrap_bias(errors, mask, lam, gamma=gamma)
+    largest = jnp.max(jnp.abs(errors), axis=-1, keepdims=True, initial=0)
+    # Errors of one size and sign add up to the most there can be.
+    bound = largest * bootstrap_bias(jnp.ones_like(errors), mask, lam, gamma=gamma)
+    centre = tokens.mean(advantages, mask)
+    deviation = jnp.sqrt(tokens.mean((advantages - centre) ** 2, mask))
+    size = tokens.mean(jnp.abs(bias), mask)
+    return BootstrapBias(size, tokens.mean(bound, mask), ratio_or_zero(size, deviation))

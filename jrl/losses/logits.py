@@ -1,0 +1,281 @@
+"""Exact quantities from logits: log-probability of a token, entropy, KL divergence."""
+
+from functools import partial
+from typing import Literal, SupportsIndex
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+from jaxtyping import Bool, Float, Integer, Shaped
+
+from jrl.losses import settings
+from jrl.losses.arrays import as_floats, check_shapes, zero_masked
+from jrl.losses.vocabulary import (
+    Normaliser,
+    along,
+    checked_chunk_size,
+    chunk_of,
+    contracted,
+    log_normaliser,
+    over_chunks,
+    rows_of_logits,
+    statistics,
+)
+
+__all__ = ["KLDirection", "entropy_from_logits", "kl_from_logits", "logprobs_from_logits"]
+
+KLDirection = Literal["policy||reference", "reference||policy"]
+
+
+def logprobs_from_logits(
+    logits: Float[ArrayLike, "*batch vocab"],
+    tokens: Integer[ArrayLike, "*batch"],
+    mask: Shaped[ArrayLike, "*batch"] | None = None,
+    *,
+    chunk_size: SupportsIndex | None = None,
+) -> Float[Array, "*batch"]:
+    """Log-probabilities of given tokens, from the logits of the positions that predict them.
+
+    ``z_token - log sum_v exp(z_v)``. Nothing is shifted: ``logits[b, t]`` must be what the model
+    says before it sees ``tokens[b, t]``.
+
+    Args:
+      logits: unnormalised log-probabilities of every token of the vocabulary. -inf is an impossible
+        token, which gets no gradient.
+      tokens: the tokens asked about, in ``0..vocab - 1``.
+      mask: true where the result is wanted. If given, it is 0 elsewhere, whatever `tokens` holds,
+        and what lies there reaches no gradient; None computes it everywhere.
+      chunk_size: go through the vocabulary this many entries at a time, so that in half precision
+        only a chunk is ever raised to float32. The result is the same up to rounding. None takes
+        all of it at once.
+
+    Returns:
+      Log-probabilities in nats, with their gradients; -inf for an impossible token.
+
+    Raises:
+      ValueError: if `chunk_size` is not positive, or shapes do not agree.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> logits = jnp.array([[0.0, 0.0, -jnp.inf], [1.0, 1.0, 1.0]])
+      >>> logprobs_from_logits(logits, jnp.array([0, 2]), chunk_size=2).round(4).tolist()
+      [-0.6930999755859375, -1.0986000299453735]
+    """
+    chunk_size = checked_chunk_size(chunk_size)
+    logits, mask = rows_of_logits(logits, mask)
+    check_shapes(tokens=tokens, rows_of_logits=mask)
+    return _token_logprobs(chunk_size, logits, jnp.asarray(tokens), mask)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _token_logprobs(
+    chunk_size: int | None,
+    logits: Float[Array, "*batch vocab"],
+    tokens: Integer[Array, "*batch"],
+    mask: Bool[Array, "*batch"],
+) -> Float[Array, "*batch"]:
+    shift, log_sum = log_normaliser(chunk_size, logits, mask)
+    (chosen,) = as_floats(jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0])
+    return zero_masked(chosen - shift - log_sum, mask)
+
+
+@_token_logprobs.defjvp
+def _token_logprobs_jvp(chunk_size, primals, tangents):
+    logits, tokens, mask = primals
+    normaliser = log_normaliser(chunk_size, logits, mask)
+
+    def slope(logits: Array, normaliser: Normaliser) -> Array:
+        logprobs, possible = normaliser.logprobs(logits)
+        entries = jnp.arange(logits.shape[-1], dtype=tokens.dtype)
+        chosen = along(entries, logits) == tokens[..., None]
+        return zero_masked(chosen.astype(logits.dtype) - jnp.exp(logprobs), possible)
+
+    change = contracted(slope, tangents[0], mask, logits, normaliser)
+    return _token_logprobs(chunk_size, logits, tokens, mask), change
+
+
+def entropy_from_logits(
+    logits: Float[ArrayLike, "*batch vocab"],
+    mask: Shaped[ArrayLike, "*batch"] | None = None,
+    *,
+    chunk_size: SupportsIndex | None = None,
+) -> Float[Array, "*batch"]:
+    """Exact entropy of the distributions whose logits lie along the last axis.
+
+    ``H = -sum_v p_v log p_v`` with ``p = softmax(logits)``. A logit of -inf is an entry of
+    probability 0, which adds nothing to the value or the gradient.
+
+    Args:
+      logits: unnormalised log-probabilities of every token of the vocabulary.
+      mask: true where the entropy is wanted. If given, it is 0 elsewhere, and what lies there
+        reaches no gradient; None computes it everywhere.
+      chunk_size: go through the vocabulary this many entries at a time, so that no second array of
+        the size of `logits` is made; any positive number, whether or not it divides the vocabulary.
+        The result is the same up to rounding. None takes all of it at once.
+
+    Returns:
+      The entropy in nats, between 0 and ``log(vocab)``, with its gradient.
+
+    Raises:
+      ValueError: if `chunk_size` is not positive, or shapes do not agree.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> entropy_from_logits(jnp.array([[0.0, 0.0, -jnp.inf], [9.0, -jnp.inf, -jnp.inf]])).tolist()
+      [0.6931471824645996, 0.0]
+    """
+    chunk_size = checked_chunk_size(chunk_size)
+    logits, mask = rows_of_logits(logits, mask)
+    return _entropy(chunk_size, logits, mask)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _entropy(
+    chunk_size: int | None, logits: Float[Array, "*batch vocab"], mask: Bool[Array, "*batch"]
+) -> Float[Array, "*batch"]:
+    return zero_masked(statistics(chunk_size, logits, mask)[1], mask)
+
+
+@_entropy.defjvp
+def _entropy_jvp(chunk_size, primals, tangents):
+    logits, mask = primals
+    entropy = _entropy(chunk_size, logits, mask)
+    normaliser = log_normaliser(chunk_size, logits, mask)
+
+    def slope(logits: Array, normaliser: Normaliser, entropy: Array) -> Array:
+        logprobs, possible = normaliser.logprobs(logits)
+        return zero_masked(-jnp.exp(logprobs) * (logprobs + entropy[..., None]), possible)
+
+    return entropy, contracted(slope, tangents[0], mask, logits, normaliser, entropy)
+
+
+def kl_from_logits(
+    logits: Float[ArrayLike, "*batch vocab"],
+    ref_logits: Float[ArrayLike, "*batch vocab"],
+    mask: Shaped[ArrayLike, "*batch"] | None = None,
+    *,
+    direction: KLDirection = "policy||reference",
+    chunk_size: SupportsIndex | None = None,
+) -> Float[Array, "*batch"]:
+    """Exact KL divergence between two policies at each position, summed over the vocabulary.
+
+    With ``p = softmax(logits)`` and ``q = softmax(ref_logits)``:
+
+    | direction | value | its gradient by ``logits[v]`` |
+    |---|---|---|
+    | ``policy||reference`` | ``sum_v p_v log p_v/q_v`` | ``p_v (log p_v/q_v - KL)`` |
+    | ``reference||policy`` | ``sum_v q_v log q_v/p_v`` | ``p_v - q_v`` |
+
+    The first is the mean over tokens sampled from the policy of the estimators k1 and k3 of
+    `kl_estimate`. It is summed as ``sum_v (q_v - p_v + p_v log p_v/q_v)``, of which no term is
+    negative, so that the result is not either, and near 0 it keeps its digits.
+
+    Args:
+      logits: of the policy, for every token of the vocabulary. -inf is a token of probability 0.
+      ref_logits: of the reference; no gradient.
+      mask: true where the divergence is wanted. If given, it is 0 elsewhere, and what lies there
+        reaches no gradient; None computes it everywhere.
+      direction: which of the two.
+      chunk_size: go through the vocabulary this many entries at a time, so that no further array of
+        the size of `logits` is made; any positive number, whether or not it divides the vocabulary.
+        The result is the same up to rounding. None takes all of it at once.
+
+    Returns:
+      The divergence in nats, with its gradient; infinite where the first policy allows a token that
+      the second does not.
+
+    Raises:
+      ValueError: if `direction` is unknown, `chunk_size` is not positive, or shapes do not agree.
+
+    References:
+      Schulman, "Approximating KL divergence", 2020. http://joschu.net/blog/kl-approx.html
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> even, certain = jnp.zeros(2), jnp.array([0.0, -jnp.inf])
+      >>> float(kl_from_logits(certain, even).round(4))
+      0.6930999755859375
+      >>> float(kl_from_logits(certain, even, direction="reference||policy"))
+      inf
+    """
+    settings.choice("direction", direction, KLDirection)
+    check_shapes(logits=logits, ref_logits=ref_logits)
+    chunk_size = checked_chunk_size(chunk_size)
+    logits, mask = rows_of_logits(logits, mask)
+    ref_logits = jax.lax.stop_gradient(jnp.asarray(ref_logits))
+    if jnp.float64 in (logits.dtype, ref_logits.dtype):
+        logits, ref_logits = as_floats(logits, ref_logits)
+    return _divergence(chunk_size, direction, logits, ref_logits, mask)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _divergence(
+    chunk_size: int | None,
+    direction: KLDirection,
+    logits: Float[Array, "*batch vocab"],
+    ref_logits: Float[Array, "*batch vocab"],
+    mask: Bool[Array, "*batch"],
+) -> Float[Array, "*batch"]:
+    first, second = (
+        (logits, ref_logits) if direction == "policy||reference" else (ref_logits, logits)
+    )
+    of_first = log_normaliser(chunk_size, first, mask)
+    of_second = log_normaliser(chunk_size, second, mask)
+
+    def start(begin: Array, counts: Array) -> Array:
+        first_piece, second_piece = (chunk_of(x, mask, begin, counts.size) for x in (first, second))
+        terms = _terms(first_piece, second_piece, of_first, of_second)
+        return jnp.sum(jnp.where(along(counts, terms), terms, jnp.zeros_like(terms)), axis=-1)
+
+    # Rows that do not count are 0 in both, and so is their divergence.
+    return over_chunks(start, jnp.add, logits.shape[-1], chunk_size)
+
+
+def _terms(
+    first: Float[Array, "*batch vocab"],
+    second: Float[Array, "*batch vocab"],
+    of_first: Normaliser,
+    of_second: Normaliser,
+) -> Float[Array, "*batch vocab"]:
+    """``q - p + p log(p / q)`` for each entry, with p the first distribution and q the second."""
+    (log_p, p_possible), (log_q, q_possible) = (
+        of_first.logprobs(first),
+        of_second.logprobs(second),
+    )
+    p, q = jnp.exp(log_p), zero_masked(jnp.exp(log_q), q_possible)
+    difference = log_p - log_q
+    # Where p and q are close q - p has no digits left; where p is far below q expm1 overflows.
+    close = p * (jnp.expm1(-difference) + difference)
+    terms = jnp.where(difference > -1, close, q - p + p * difference)
+    terms = jnp.where(p_possible, terms, q)
+    impossible = p_possible & ~q_possible & (p > 0)
+    return jnp.where(impossible, jnp.full_like(terms, jnp.inf), terms)
+
+
+@_divergence.defjvp
+def _divergence_jvp(chunk_size, direction, primals, tangents):
+    logits, ref_logits, mask = primals
+    divergence = _divergence(chunk_size, direction, logits, ref_logits, mask)
+    normaliser = log_normaliser(chunk_size, logits, mask)
+    of_reference = log_normaliser(chunk_size, ref_logits, mask)
+
+    def slope(
+        logits: Array,
+        ref_logits: Array,
+        normaliser: Normaliser,
+        of_reference: Normaliser,
+        divergence: Array,
+    ) -> Array:
+        logits, ref_logits = as_floats(logits, ref_logits)
+        log_p, possible = normaliser.logprobs(logits)
+        log_q, q_possible = of_reference.logprobs(ref_logits)
+        p, q = jnp.exp(log_p), zero_masked(jnp.exp(log_q), q_possible)
+        if direction == "reference||policy":
+            return zero_masked(p - q, possible)
+        return zero_masked(p * (log_p - log_q - divergence[..., None]), possible)
+
+    change = contracted(
+        slope, tangents[0], mask, logits, ref_logits, normaliser, of_reference, divergence
+    )
+    return divergence, change

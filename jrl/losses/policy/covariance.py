@@ -1,0 +1,323 @@
+"""Clip-Cov and KL-Cov, which hold back the few tokens through which entropy collapses.
+
+The entropy of a policy falls where a likely token has a high advantage, that is, by the covariance
+of the two. A handful of tokens carry most of it.
+"""
+
+from dataclasses import dataclass
+from typing import Generic, Unpack
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+from jaxtyping import Bool, Float, Shaped
+
+from jrl.losses import settings
+from jrl.losses.arrays import Number, as_mask, check_shapes, num_true, zero_masked
+from jrl.losses.policy.order import floor_fraction, random_bits, top_k_mask
+from jrl.losses.policy.token_ratio import clipped
+from jrl.losses.policy.tokens import (
+    Bound,
+    Loss,
+    Tokens,
+    clamped_log_ratio,
+    prepare,
+    reduce_surrogate,
+)
+from jrl.losses.reduction import Additive, Aggregation, Denominators, Leaf, Mean
+
+__all__ = [  # noqa: RUF022 - in reading order
+    "covariances",
+    "covariance_statistics",
+    "CovarianceStatistics",
+    "clip_cov_loss",
+    "kl_cov_loss",
+]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class CovarianceStatistics(Additive, Generic[Leaf]):
+    """The two means of a batch around which covariances are taken.
+
+    Those of pieces add up with ``+``, and over devices with ``jax.lax.psum``.
+
+    Attributes:
+      advantages: their mean over the true tokens.
+      logprobs: likewise.
+    """
+
+    advantages: Mean[Leaf]
+    logprobs: Mean[Leaf]
+
+
+def covariance_statistics(
+    logprobs: Float[ArrayLike, "*batch time"],
+    advantages: Float[ArrayLike, "*#batch #time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+) -> CovarianceStatistics[Array]:
+    """The means that `covariances` needs, for batches that are cut.
+
+    Args:
+      logprobs: of the sampled tokens under the current policy, in nats; no gradient.
+      advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
+      mask: true on sampled tokens.
+
+    Returns:
+      The record, which adds up over pieces.
+
+    References:
+      As for `covariances`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> statistics = covariance_statistics(
+      ...     jnp.array([-1.0, -3.0]), jnp.array([2.0, 0.0]), jnp.ones(2)
+      ... )
+      >>> float(statistics.advantages.value()), float(statistics.logprobs.value())
+      (1.0, -2.0)
+    """
+    tokens = prepare(logprobs, logprobs, advantages, mask)
+    return CovarianceStatistics(
+        advantages=Mean.of(tokens.advantages, tokens.mask),
+        logprobs=Mean.of(tokens.logprobs, tokens.mask),
+    )
+
+
+def covariances(
+    logprobs: Float[ArrayLike, "*batch time"],
+    advantages: Float[ArrayLike, "*#batch #time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    *,
+    statistics: CovarianceStatistics[Array] | None = None,
+) -> Float[Array, "*batch time"]:
+    """What each token adds to the covariance of advantage and log-probability.
+
+        cov_t = (A_t - mean A) (logp_t - mean logp)
+
+    Args:
+      logprobs: of the sampled tokens under the current policy, in nats; no gradient.
+      advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
+      mask: true on sampled tokens.
+      statistics: the means over the whole batch, of `covariance_statistics`. None takes them from
+        the arrays given here, which must then be the **whole batch**.
+
+    Returns:
+      One number per token, without a gradient; 0 where the mask is false. Their mean is the
+      covariance.
+
+    References:
+      Cui et al., "The entropy mechanism of reinforcement learning for reasoning language models",
+      2025. https://arxiv.org/abs/2505.22617
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> logprobs, advantages = jnp.array([-1.0, -3.0, -9.0]), jnp.array([2.0, 0.0, 9.0])
+      >>> covariances(logprobs, advantages, jnp.array([1, 1, 0])).tolist()
+      [1.0, 1.0, 0.0]
+    """
+    if statistics is None:
+        statistics = covariance_statistics(logprobs, advantages, mask)
+    tokens = prepare(jax.lax.stop_gradient(jnp.asarray(logprobs)), logprobs, advantages, mask)
+    mean_advantage, mean_logprob = (
+        jax.lax.stop_gradient(mean.value()).astype(tokens.logprobs.dtype)
+        for mean in (statistics.advantages, statistics.logprobs)
+    )
+    product = (tokens.advantages - mean_advantage) * (tokens.logprobs - mean_logprob)
+    return zero_masked(product, tokens.mask)
+
+
+def checked_fraction(fraction: Number) -> int | float:
+    """A fraction of the batch, whose value decides what is compiled."""
+    rule = "is a share of the tokens, from 0 to 1."
+    return settings.static("fraction", fraction, rule, at_least=0, at_most=1)
+
+
+def num_selected(mask: Bool[Array, "*batch time"], fraction: int | float) -> Array:
+    """Number of tokens that a fraction of the batch is: at least one, unless it is 0."""
+    k, _, _ = floor_fraction(fraction, num_true(mask))
+    return k if fraction == 0 else jnp.maximum(k, 1)
+
+
+def selection(
+    chosen: Shaped[ArrayLike, "*batch time"], tokens: Tokens
+) -> Bool[Array, "*batch time"]:
+    """A choice made by the caller, as a mask within the mask."""
+    check_shapes(logprobs=tokens.logprobs, chosen=chosen)
+    return as_mask(chosen) & tokens.mask
+
+
+def clip_cov_loss(
+    logprobs: Float[ArrayLike, "*batch time"],
+    old_logprobs: Float[ArrayLike, "*batch time"],
+    advantages: Float[ArrayLike, "*#batch #time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    *,
+    key: Array | None = None,
+    fraction: Number = 2e-4,
+    low: Number = 1.0,
+    high: Number = 5.0,
+    clip_low: Bound = 1.0,
+    clip_high: Bound = 1.0,
+    chosen: Shaped[ArrayLike, "*batch time"] | None = None,
+    max_log_ratio: Number | None = 20.0,
+    importance_weights: Float[ArrayLike, "*#batch #time"] | None = None,
+    aggregation: Aggregation | None = "token-mean",
+    **denominators: Unpack[Denominators],
+) -> tuple[Loss, dict[str, Mean]]:
+    """Policy loss of Clip-Cov: that of PPO, and 0 on a few tokens of high covariance.
+
+    Among the tokens that the ratio's bounds do not clip and whose covariance lies strictly between
+    `low` and `high`, ``max(1, floor(fraction N))`` are chosen at random, N the true tokens of the
+    batch (all of them, if there are no more). Their loss, and so their gradient, is 0.
+
+    Args:
+      logprobs: of the sampled tokens under the current policy, in nats.
+      old_logprobs: the same under the policy that the ratio is taken against; no gradient.
+      advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
+      mask: true on sampled tokens.
+      key: of `jax.random`. The choice depends on it and on the true tokens in their order, not on
+        padding. Needed unless `fraction` is 0 or 1 or `chosen` is given.
+      fraction: how much of the batch is chosen, from 0, which is none, to 1, which is all in the
+        range. 2e-4 in the paper.
+      low: the covariance above which a token may be chosen; 1 in the recipe.
+      high: that below which it may be; 5 in the recipe.
+      clip_low: as in `ppo_loss`; the recipe has bounds of 1, which hardly ever bind.
+      clip_high: likewise.
+      chosen: true on the tokens whose loss shall be 0, chosen beforehand. None chooses among the
+        tokens given here by their own `covariances`, which is right for a **whole batch**: of each
+        micro-batch at least one token would be chosen, as verl does.
+      max_log_ratio: as in `ppo_loss`; None is off.
+      importance_weights: as in `ppo_loss`; None is off.
+      aggregation: as in `ppo_loss`; None gives one loss per token.
+      denominators: as in `ppo_loss`.
+
+    Returns:
+      `(loss, metrics)` as of `ppo_loss`, and one metric more, ``cov_frac``, the share of tokens
+      that were chosen (verl reports it as ``pg_clipfrac``).
+
+    Raises:
+      ValueError: if `key` is missing where it is needed, `fraction` is not in [0, 1], the range is
+        empty, a bound is negative, the aggregation is unknown or stands beside denominators as
+        None, or shapes do not agree.
+
+    References:
+      Cui et al., "The entropy mechanism of reinforcement learning for reasoning language models",
+      2025. https://arxiv.org/abs/2505.22617
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> logprobs, advantages = jnp.array([-1.0, -4.0, -1.0]), jnp.array([2.0, 0.0, -2.0])
+      >>> arrays = logprobs, logprobs, advantages, jnp.ones(3)
+      >>> losses, _ = clip_cov_loss(*arrays, fraction=1, aggregation=None)
+      >>> losses.tolist()
+      [0.0, -0.0, 2.0]
+      >>> _, metrics = clip_cov_loss(*arrays, key=jax.random.key(0), low=0.5)
+      >>> float(metrics["cov_frac"].sum)
+      1.0
+    """
+    tokens = prepare(logprobs, old_logprobs, advantages, mask)
+    low, high = settings.span(low, high, "no covariance is in between.")
+    fraction = checked_fraction(fraction)
+    if key is None and chosen is None and fraction not in (0, 1):
+        raise ValueError(
+            "key=None cannot select tokens at random: give one of jax.random.key(seed)."
+        )
+    surrogate, statistics = clipped(tokens, clip_low, clip_high, None, max_log_ratio)
+    if chosen is None:
+        k = num_selected(tokens.mask, fraction)
+        covariance = covariances(tokens.logprobs, tokens.advantages, tokens.mask)
+        unclipped = statistics["pg_clipfrac"] == 0
+        candidates = tokens.mask & unclipped & (covariance > low) & (covariance < high)
+        order = () if key is None else (random_bits(key, tokens.mask),)
+        selected = top_k_mask(k, candidates, *order)
+    else:
+        selected = selection(chosen, tokens)
+    surrogate = jnp.where(selected, jnp.zeros_like(surrogate), surrogate)
+    statistics = {**statistics, "cov_frac": selected.astype(surrogate.dtype)}
+    return reduce_surrogate(
+        clip_cov_loss, surrogate, statistics, tokens, aggregation, importance_weights, denominators
+    )
+
+
+def kl_cov_loss(
+    logprobs: Float[ArrayLike, "*batch time"],
+    old_logprobs: Float[ArrayLike, "*batch time"],
+    advantages: Float[ArrayLike, "*#batch #time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    *,
+    fraction: Number = 2e-3,
+    coefficient: Number = 1.0,
+    chosen: Shaped[ArrayLike, "*batch time"] | None = None,
+    max_log_ratio: Number | None = 20.0,
+    importance_weights: Float[ArrayLike, "*#batch #time"] | None = None,
+    aggregation: Aggregation | None = "token-mean",
+    **denominators: Unpack[Denominators],
+) -> tuple[Loss, dict[str, Mean]]:
+    """Policy loss of KL-Cov: unclipped, with a penalty where the covariance is highest.
+
+        l = -A r + coefficient |logprobs - old_logprobs|    on the chosen tokens
+            -A r                                            elsewhere
+
+    Chosen are the ``max(1, floor(fraction N))`` tokens of highest `covariances`, N the true tokens
+    of the batch; of equal ones the earlier. The penalty's gradient is the sign of the difference
+    and 0 where there is none, so that the first on-policy step is REINFORCE.
+
+    Args:
+      logprobs: of the sampled tokens under the current policy, in nats.
+      old_logprobs: the same under the policy that the ratio is taken against; no gradient.
+      advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
+      mask: true on sampled tokens.
+      fraction: how much of the batch is chosen, from 0, which is none, to 1. The paper has 2e-3 for
+        a model of 7B and 2e-4 for 32B; the latter is verl's default.
+      coefficient: of the penalty: 1 in the recipe, 0.1 in verl's dataclass.
+      chosen: true on the tokens that shall be penalised, chosen beforehand. None chooses among the
+        tokens given here by their own `covariances`, which is right for a **whole batch**: of each
+        micro-batch at least one token would be chosen, as verl does.
+      max_log_ratio: as in `ppo_loss`, on the penalty as well; None is off.
+      importance_weights: as in `ppo_loss`; None is off.
+      aggregation: as in `ppo_loss`; None gives one loss per token.
+      denominators: as in `ppo_loss`.
+
+    Returns:
+      `(loss, metrics)` as of `ppo_loss`, without the metrics of clips, which do not exist, and with
+      ``cov_frac``, the share of tokens that were chosen.
+
+    Raises:
+      ValueError: if `fraction` is not in [0, 1] or `coefficient` is negative, the aggregation is
+        unknown or stands beside denominators as None, or shapes do not agree.
+
+    References:
+      Cui et al., "The entropy mechanism of reinforcement learning for reasoning language models",
+      2025. https://arxiv.org/abs/2505.22617
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> logprobs, advantages = jnp.array([-1.0, -4.0, -1.0]), jnp.array([2.0, 0.0, -2.0])
+      >>> losses, _ = kl_cov_loss(logprobs, logprobs, advantages, jnp.ones(3), aggregation=None)
+      >>> losses.tolist()
+      [-2.0, -0.0, 2.0]
+      >>> loss, metrics = kl_cov_loss(logprobs, logprobs - 0.5, advantages, jnp.ones(3))
+      >>> round(float(loss), 4), float(metrics["cov_frac"].sum)
+      (0.1667, 1.0)
+    """
+    tokens = prepare(logprobs, old_logprobs, advantages, mask)
+    rule = "is a penalty's and cannot be negative."
+    coefficient = settings.number("coefficient", coefficient, rule, at_least=0)
+    fraction = checked_fraction(fraction)
+    log_ratio, statistics = clamped_log_ratio(tokens, max_log_ratio)
+    if chosen is None:
+        k = num_selected(tokens.mask, fraction)
+        covariance = covariances(tokens.logprobs, tokens.advantages, tokens.mask)
+        selected = top_k_mask(k, tokens.mask, -covariance)
+    else:
+        selected = selection(chosen, tokens)
+    surrogate = -tokens.advantages * jnp.exp(log_ratio)
+    # By its sign, which is 0 at 0: the derivative of jnp.abs is 1 there.
+    penalty = coefficient * log_ratio * jax.lax.stop_gradient(jnp.sign(log_ratio))
+    surrogate = jnp.where(selected, surrogate + penalty, surrogate)
+    statistics = {**statistics, "cov_frac": selected.astype(surrogate.dtype)}
+    return reduce_surrogate(
+        kl_cov_loss, surrogate, statistics, tokens, aggregation, importance_weights, denominators
+    )

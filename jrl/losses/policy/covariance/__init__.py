@@ -1,1 +1,0 @@
-"""Losses that hold back the few tokens through which entropy collapses."""

@@ -1,1 +1,0 @@
-"""HAPO: advantages and bounds by the entropy of each token."""

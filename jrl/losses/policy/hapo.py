@@ -1,0 +1,232 @@
+"""HAPO's loss: PPO with advantages and bounds that depend on how undecided the policy was."""
+
+from typing import Unpack
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+from jaxtyping import Float, Shaped
+
+from jrl.losses import settings
+from jrl.losses.arrays import Number, as_floats, check_shapes, zero_masked
+from jrl.losses.policy.hapo_signal import check_strength
+from jrl.losses.policy.token_ratio import clipped
+from jrl.losses.policy.tokens import Bound, Loss, Tokens, distance, prepare, reduce_surrogate
+from jrl.losses.reduction import Aggregation, Denominators, Mean
+
+__all__ = ["asymmetric_clip_bounds", "redistributed_advantages", "hapo_loss"]  # noqa: RUF022
+
+
+def asymmetric_clip_bounds(
+    signal: Float[ArrayLike, "*shape"],
+    *,
+    clip_low: Number = 0.2,
+    clip_high: Number = 0.28,
+    strength: Number = 1.0,
+) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
+    """HAPO's bounds on the ratio: room to rise where undecided, room to fall where decided.
+
+        signal > 0:   clip_low,                          clip_high (1 + strength signal)
+        signal <= 0:  clip_low (1 - strength signal),    clip_high
+
+    The defaults are those of the paper; the released scripts set `clip_high` to 0.2.
+
+    Args:
+      signal: of `entropy_signal`.
+      clip_low: how far the ratio may fall below one at a signal of 0 or more.
+      clip_high: how far it may rise above one at a signal of 0 or less.
+      strength: 0 leaves both bounds as they are; with 1 each may double.
+
+    Returns:
+      `(clip_low, clip_high)`, one each per token, without a gradient, as `ppo_loss` takes
+      them.
+
+    Raises:
+      ValueError: if a bound or `strength` is negative.
+
+    References:
+      As for `entropy_statistics`; asymmetric adaptive clipping.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> low, high = asymmetric_clip_bounds(jnp.array([-1.0, 0.0, 1.0]), clip_high=0.25)
+      >>> low.tolist(), high.tolist()
+      ([0.4000000059604645, 0.20000000298023224, 0.20000000298023224], [0.25, 0.25, 0.5])
+    """
+    clip_low = settings.distance("clip_low", clip_low)
+    clip_high = settings.distance("clip_high", clip_high)
+    strength = check_strength("strength", strength)
+    (signal,) = as_floats(jax.lax.stop_gradient(signal))
+    return (
+        clip_low * (1 + strength * jnp.maximum(-signal, 0)),
+        clip_high * (1 + strength * jnp.maximum(signal, 0)),
+    )
+
+
+def redistributed_advantages(
+    logprobs: Float[ArrayLike, "*batch time"],
+    old_logprobs: Float[ArrayLike, "*batch time"],
+    advantages: Float[ArrayLike, "*#batch #time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    signal: Float[ArrayLike, "*batch time"],
+    *,
+    clip_low: Bound = 0.2,
+    clip_high: Bound = 0.28,
+    strength: Number = 1.0,
+) -> Float[Array, "*batch time"]:
+    """HAPO's advantages: amplified where undecided and moving, damped where decided and still.
+
+    With ``r = exp(logprobs - old_logprobs)`` and a zone from ``1 - clip_low / 2`` to
+    ``1 + clip_high / 2``,
+
+        A (1 + strength signal)    where signal > 0 and r lies outside the zone,
+                                   or signal <= 0 and r lies inside it
+        A                          elsewhere, and on the edges of the zone
+
+    Args:
+      logprobs: of the sampled tokens under the current policy, in nats; no gradient.
+      old_logprobs: the same under the policy that the ratio is taken against; no gradient.
+      advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
+      mask: true on sampled tokens.
+      signal: of `entropy_signal`; no gradient.
+      clip_low: of the zone. `hapo_loss` gives the adapted bounds of `asymmetric_clip_bounds`, as
+        the released code does.
+      clip_high: likewise.
+      strength: from 0, which changes nothing, to 1, at which the most decided token has an
+        advantage of 0. Beyond that, signs would flip.
+
+    Returns:
+      One advantage per token, without a gradient; 0 where the mask is false.
+
+    Raises:
+      ValueError: if a bound is negative or `strength` is not in [0, 1].
+
+    References:
+      As for `entropy_statistics`; differential advantage redistribution.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> ratio, signal = jnp.array([1.0, 0.7, 1.3, 1.0]), jnp.array([-0.5, -0.5, 0.5, 0.5])
+      >>> ones = jnp.ones(4)
+      >>> redistributed_advantages(jnp.log(ratio), 0 * ones, ones, ones, signal).tolist()
+      [0.5, 1.0, 1.5, 1.0]
+    """
+    tokens = prepare(logprobs, old_logprobs, advantages, mask)
+    signal = _prepare_signal(tokens, signal)
+    low, high = (
+        distance(name, bound, tokens)
+        for name, bound in (("clip_low", clip_low), ("clip_high", clip_high))
+    )
+    return _redistribute(tokens, signal, low, high, strength)
+
+
+def hapo_loss(
+    logprobs: Float[ArrayLike, "*batch time"],
+    old_logprobs: Float[ArrayLike, "*batch time"],
+    advantages: Float[ArrayLike, "*#batch #time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    signal: Float[ArrayLike, "*batch time"],
+    *,
+    clip_low: Number = 0.2,
+    clip_high: Number = 0.28,
+    clip_strength: Number = 1.0,
+    redistribution: Number = 1.0,
+    clip_dual: Number | None = 10.0,
+    max_log_ratio: Number | None = 20.0,
+    importance_weights: Float[ArrayLike, "*#batch #time"] | None = None,
+    aggregation: Aggregation | None = "token-mean",
+    **denominators: Unpack[Denominators],
+) -> tuple[Loss, dict[str, Mean]]:
+    """Policy loss of HAPO: that of PPO with bounds and advantages of its own.
+
+    In the order of the released code: `asymmetric_clip_bounds` from the signal, then
+    `redistributed_advantages` with the zone of those bounds, then `ppo_loss` with both. No
+    gradient passes through the ratio of the redistribution. With ``clip_strength=0`` and
+    ``redistribution=0`` it is `ppo_loss` exactly.
+
+    Args:
+      logprobs: of the sampled tokens under the current policy, in nats.
+      old_logprobs: the same under the policy that the ratio is taken against; no gradient.
+      advantages: one per token, or ``[batch, 1]`` for one per row; no gradient. HAPO's are
+        normalised over the tokens of a group.
+      mask: true on sampled tokens.
+      signal: of `entropy_signal`, from the current policy's entropy and the statistics of the whole
+        batch; no gradient.
+      clip_low: how far the ratio may fall below one, before it is adapted.
+      clip_high: how far it may rise above one, before it is adapted: 0.28 in the paper, 0.2 in the
+        released scripts.
+      clip_strength: of `asymmetric_clip_bounds`; 0 is off.
+      redistribution: the strength of `redistributed_advantages`; 0 is off.
+      clip_dual: the ratio beyond which a negative advantage stops acting; None is off.
+      max_log_ratio: as in `ppo_loss`; None is off.
+      importance_weights: as in `ppo_loss`; None is off.
+      aggregation: as in `ppo_loss`; None gives one loss per token.
+      denominators: as in `ppo_loss`.
+
+    Returns:
+      `(loss, metrics)` as of `ppo_loss`, and one metric more, ``redistributed``, where an
+      advantage was amplified or damped.
+
+    Raises:
+      ValueError: if a bound or strength is out of its range, the aggregation is unknown or stands
+        beside denominators as None, or shapes do not agree.
+
+    References:
+      "Heterogeneous adaptive policy optimization", 2025. https://arxiv.org/abs/2509.16591
+      https://github.com/starriver030515/HAPO
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> ratio, signal = jnp.array([1.0, 1.5, 1.5]), jnp.array([-0.5, 0.0, 1.0])
+      >>> ones = jnp.ones(3)
+      >>> arrays = jnp.log(ratio), 0 * ones, ones, ones, signal
+      >>> losses, metrics = hapo_loss(*arrays, clip_high=0.25, aggregation=None)
+      >>> losses.tolist(), round(float(metrics["redistributed"].value()), 4)
+      ([-0.5, -1.25, -3.0], 0.6667)
+    """
+    tokens = prepare(logprobs, old_logprobs, advantages, mask)
+    signal = _prepare_signal(tokens, signal)
+    clip_strength = check_strength("clip_strength", clip_strength)
+    low, high = asymmetric_clip_bounds(
+        signal, clip_low=clip_low, clip_high=clip_high, strength=clip_strength
+    )
+    advantages = _redistribute(tokens, signal, low, high, redistribution, "redistribution")
+    changed = advantages != tokens.advantages
+    surrogate, statistics = clipped(
+        tokens._replace(advantages=advantages), low, high, clip_dual, max_log_ratio
+    )
+    statistics = {**statistics, "redistributed": changed.astype(surrogate.dtype)}
+    return reduce_surrogate(
+        hapo_loss, surrogate, statistics, tokens, aggregation, importance_weights, denominators
+    )
+
+
+def _redistribute(
+    tokens: Tokens,
+    signal: Float[Array, "*batch time"],
+    low: Float[Array, "..."] | settings.Checked,
+    high: Float[Array, "..."] | settings.Checked,
+    strength: Number,
+    name: str = "strength",
+) -> Float[Array, "*batch time"]:
+    """The advantages of `redistributed_advantages`."""
+    rule = "must be from 0, which is off, to 1."
+    strength = settings.number(name, strength, rule, at_least=0, at_most=1)
+    # Compared and nothing else, so that it has no gradient.
+    ratio = jnp.exp(tokens.logprobs - tokens.old_logprobs)
+    bottom, top = 1 - low / 2, 1 + high / 2
+    unmoved = (ratio >= bottom) & (ratio <= top)
+    moved = (ratio <= bottom) | (ratio >= top)
+    # What stays is named, not what changes, so that a signal which is no number reaches the result.
+    stays = ((signal > 0) & unmoved) | ((signal <= 0) & moved)
+    return tokens.advantages * jnp.where(stays, jnp.ones_like(signal), 1 + strength * signal)
+
+
+def _prepare_signal(
+    tokens: Tokens, signal: Float[ArrayLike, "*batch time"]
+) -> Float[Array, "*batch time"]:
+    """The signal in the precision of the tokens, 0 under the mask, without a gradient."""
+    check_shapes(logprobs=tokens.logprobs, signal=signal)
+    signal = jax.lax.stop_gradient(jnp.asarray(signal)).astype(tokens.logprobs.dtype)
+    return zero_masked(signal, tokens.mask)

@@ -1,0 +1,401 @@
+"""Losses of the log-probability itself: REINFORCE, alone, with a weight or with a penalty."""
+
+from typing import Unpack
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+from jaxtyping import Float, Shaped
+
+from jrl.losses import settings
+from jrl.losses.arrays import Number, Scalar, as_floats, as_mask, check_rows, check_shapes
+from jrl.losses.policy.tokens import (
+    Bound,
+    Loss,
+    RatioLevel,
+    clamped_log_ratio,
+    distance,
+    floored_logprobs,
+    log_ratio_at,
+    prepare,
+    reduce_surrogate,
+)
+from jrl.losses.reduction import Aggregation, Denominators, Mean, aggregate
+
+__all__ = [  # noqa: RUF022 - in reading order
+    "reinforce_loss",
+    "gpg_loss",
+    "cispo_loss",
+    "vespo_loss",
+    "dro_loss",
+    "positive_example_loss",
+]
+
+
+def reinforce_loss(
+    logprobs: Float[ArrayLike, "*batch time"],
+    advantages: Float[ArrayLike, "*#batch #time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    *,
+    importance_weights: Float[ArrayLike, "*#batch #time"] | None = None,
+    aggregation: Aggregation | None = "token-mean",
+    **denominators: Unpack[Denominators],
+) -> tuple[Loss, dict[str, Mean]]:
+    """Loss of REINFORCE, ``-A logprobs``: the policy gradient without a ratio.
+
+    It is unbiased for data sampled from the current policy, hence for one step per batch. Every
+    loss of this package that has a ratio has this gradient where the ratio is 1: LUSPO times the
+    length, GMPO and the sequence form of GSPO with the mean of a row's advantages.
+
+    With ``aggregation="seq-mean-token-sum"`` its gradient estimates that of the expected return.
+    The default, a mean over tokens, is that of GPG, whose loss this is: GPG is its group-relative
+    advantages followed by this function, and `gpg_loss` is another name for it.
+
+    Args:
+      logprobs: of the sampled tokens under the current policy, in nats. A log-probability of minus
+        infinity gives an infinite loss: there is no old policy to measure it against.
+      advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
+      mask: true on sampled tokens.
+      importance_weights: factors on the tokens' losses, of the shapes of `advantages`, such as
+        corrections for a sampler that differs from the current policy; no gradient. None is off.
+      aggregation: how to weigh tokens and sequences, see `aggregate`; None reduces nothing, and
+        the loss is one per token.
+      denominators: those of `aggregate`: `num_tokens`, `num_sequences`, `max_length`,
+        `sequence_lengths`, `empty_rows`; none of them beside ``aggregation=None``.
+
+    Returns:
+      `(loss, metrics)`. The loss is one number, or one per token, 0 where the mask is false, with
+      ``aggregation=None``. The metric ``nll`` is the mean of ``-logprobs`` over the true tokens,
+      kept as a `Mean`; for tokens of the current policy it estimates the entropy.
+
+    Raises:
+      ValueError: if the aggregation is unknown or stands beside denominators as None, or shapes do
+        not agree.
+
+    References:
+      Williams, "Simple statistical gradient-following algorithms for connectionist reinforcement
+      learning", 1992. https://doi.org/10.1007/BF00992696
+      Chu et al., "GPG: a simple and strong reinforcement learning baseline for model reasoning",
+      2025. https://arxiv.org/abs/2504.02546
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> arrays = jnp.array([-1.0, -2.0]), jnp.array([0.5, -1.0]), jnp.ones(2)
+      >>> losses, _ = reinforce_loss(*arrays, aggregation=None)
+      >>> losses.tolist(), float(reinforce_loss(*arrays)[0])
+      ([0.5, -2.0], -0.75)
+    """
+    check_shapes(logprobs=logprobs, mask=mask)
+    tokens = prepare(logprobs, logprobs, advantages, mask)
+    surrogate = -tokens.advantages * tokens.logprobs
+    nll = {"nll": -tokens.logprobs}
+    return reduce_surrogate(
+        reinforce_loss, surrogate, nll, tokens, aggregation, importance_weights, denominators
+    )
+
+
+# The loss of GPG is that of REINFORCE; what is new in the paper is its advantages.
+gpg_loss = reinforce_loss
+
+
+def cispo_loss(
+    logprobs: Float[ArrayLike, "*batch time"],
+    old_logprobs: Float[ArrayLike, "*batch time"],
+    advantages: Float[ArrayLike, "*#batch #time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    *,
+    clip_low: Bound | None = None,
+    clip_high: Bound | None = 0.2,
+    level: RatioLevel = "token",
+    max_log_ratio: Number | None = 20.0,
+    importance_weights: Float[ArrayLike, "*#batch #time"] | None = None,
+    aggregation: Aggregation | None = "token-mean",
+    **denominators: Unpack[Denominators],
+) -> tuple[Loss, dict[str, Mean]]:
+    """Loss of CISPO: REINFORCE with a clipped importance weight.
+
+    With ``r = exp(logprobs - old_logprobs)``, of the token or of its row, and sg the stop of the
+    gradient,
+
+        l = -sg[clip(r, 1 - clip_low, 1 + clip_high)] A logprobs
+
+    Where PPO drops a token beyond a bound, CISPO keeps its gradient at the weight of the bound.
+    Without bounds the gradient is that of importance-weighted REINFORCE.
+
+    `clip_high` is a distance from one, as in verl and NeMo-RL. **TRL's ``epsilon_high`` is the
+    absolute value**: its 5.0 is ``clip_high=4.0`` here. No lower bound is the paper's setting,
+    which verl writes as a distance of 10.
+
+    Args:
+      logprobs: of the sampled tokens under the current policy, in nats.
+      old_logprobs: the same under the policy that the ratio is taken against; no gradient.
+      advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
+      mask: true on sampled tokens.
+      clip_low: the weight is no less than ``1 - clip_low``; None is no lower bound.
+      clip_high: the weight is no more than ``1 + clip_high``; None is no upper bound.
+      level: over what the ratio is taken: "token", or "sequence" for the geometric mean of a row's
+        ratios, as in `gspo_loss`; a row must then be one whole response. (TRL:
+        ``importance_sampling_level``.)
+      max_log_ratio: the log-ratio is clamped to plus or minus this many nats before the
+        exponential, and the log-probability is no more than this below the old one, where the
+        gradient is then 0; None is off. verl clamps at 20, TRL does not.
+      importance_weights: as in `ppo_loss`; None is off.
+      aggregation: as in `ppo_loss`; None gives one loss per token.
+      denominators: as in `ppo_loss`.
+
+    Returns:
+      `(loss, metrics)` as of `ppo_loss`, with these metrics
+
+      * ``pg_clipfrac``: where the weight was clipped, whatever the advantage; TRL counts positive
+        advantages only;
+      * ``ppo_kl``, ``ratio``, ``ratio_squared``, ``ratio_clamped``: as in `ppo_loss`, or, at the
+        level of sequences, as in `gspo_loss`; before the clip.
+
+    Raises:
+      ValueError: if a bound is negative, `level` or the aggregation is unknown, denominators stand
+        beside ``aggregation=None``, or shapes do not agree.
+
+    References:
+      MiniMax, "MiniMax-M1", 2025, eqs. 4 and 5. https://arxiv.org/abs/2506.13585
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> log_ratio, ones = jnp.array([0.1, 0.5]), jnp.ones(2)
+      >>> logprobs = jnp.array([-1.0, -0.2])
+      >>> arrays = logprobs, logprobs - log_ratio, ones, ones
+      >>> losses, _ = cispo_loss(*arrays, aggregation=None)
+      >>> [round(float(loss), 4) for loss in losses]
+      [1.1052, 0.24]
+      >>> logprobs, old, ones = jnp.array([-1.0, -0.5]), jnp.array([-1.0, -1.5]), jnp.ones(2)
+      >>> loss, metrics = cispo_loss(logprobs, old, ones, ones, clip_high=1.0)
+      >>> float(loss), float(metrics["pg_clipfrac"].value())
+      (1.0, 0.5)
+    """
+    tokens = prepare(logprobs, old_logprobs, advantages, mask)
+    log_ratio, statistics = log_ratio_at(level, tokens, max_log_ratio)
+    ratio = jax.lax.stop_gradient(jnp.exp(log_ratio))
+    weight = ratio
+    if clip_low is not None:
+        weight = jnp.maximum(weight, 1 - distance("clip_low", clip_low, tokens))
+    if clip_high is not None:
+        weight = jnp.minimum(weight, 1 + distance("clip_high", clip_high, tokens))
+    surrogate = -weight * tokens.advantages * floored_logprobs(tokens, max_log_ratio)
+    statistics = {"pg_clipfrac": (weight != ratio).astype(ratio.dtype), **statistics}
+    return reduce_surrogate(
+        cispo_loss, surrogate, statistics, tokens, aggregation, importance_weights, denominators
+    )
+
+
+def vespo_loss(
+    logprobs: Float[ArrayLike, "*batch time"],
+    old_logprobs: Float[ArrayLike, "*batch time"],
+    advantages: Float[ArrayLike, "*#batch #time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    *,
+    k_positive: Number = 2.0,
+    lam_positive: Number = 3.0,
+    k_negative: Number = 3.0,
+    lam_negative: Number = 2.0,
+    max_log_ratio: Number | None = 20.0,
+    importance_weights: Float[ArrayLike, "*#batch #time"] | None = None,
+    aggregation: Aggregation | None = "token-mean",
+    **denominators: Unpack[Denominators],
+) -> tuple[Loss, dict[str, Mean]]:
+    """Loss of VESPO: REINFORCE with a smooth weight of the response's whole ratio.
+
+    With ``W_i = exp(sum_t (logprobs_it - old_logprobs_it))``, a product over the true tokens of row
+    i and not their mean, and sg the stop of the gradient,
+
+        log phi(W) = lam + k log W - lam W
+        l_it = -sg[phi(W_i)] A_it logprobs_it
+
+    ``phi(1) = 1``; phi rises to its maximum at ``W = k / lam`` and vanishes at 0 and infinity, so
+    that responses which have become very likely or very unlikely fade out without a bound. The
+    settings are ``(k_positive, lam_positive)`` where A >= 0 and ``(k_negative, lam_negative)``
+    where A < 0.
+
+    TRL keeps W between 1e-8 and ``exp(20)``, where phi is below 1e-14 anyway, and multiplies it by
+    the importance weights of a mismatched sampler, which here multiply the loss.
+
+    Args:
+      logprobs: of the sampled tokens under the current policy, in nats. A row is one whole
+        response: a batch may be cut by rows but not along time, and rows must not be packed.
+      old_logprobs: the same under the policy that the ratio is taken against; no gradient.
+      advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
+      mask: true on sampled tokens.
+      k_positive: power of W where the advantage is positive or 0; positive, as are the three below.
+      lam_positive: rate of the decay in W there.
+      k_negative: power of W where the advantage is negative.
+      lam_negative: rate of the decay in W there.
+      max_log_ratio: each token's log-ratio is clamped to plus or minus this many nats before the
+        sum, and the log-probability is no more than this below the old one, where the gradient is
+        then 0; None is off. TRL clamps the ratio at 20 as well.
+      importance_weights: as in `ppo_loss`; None is off.
+      aggregation: as in `ppo_loss`; None gives one loss per token. The default is TRL's.
+      denominators: as in `ppo_loss`.
+
+    Returns:
+      `(loss, metrics)` as of `ppo_loss`, with these metrics
+
+      * ``phi``: the weight of the row, counted once for each of its tokens;
+      * ``ppo_kl``, ``ratio``, ``ratio_squared``, ``ratio_clamped``: of the tokens, as in
+        `ppo_loss`.
+
+    Raises:
+      ValueError: if a power or a rate is not positive, the aggregation is unknown or stands beside
+        denominators as None, or shapes do not agree.
+
+    References:
+      "VESPO: variational sequence-level soft policy optimization for stable off-policy LLM
+      training", 2026. https://arxiv.org/abs/2602.10693
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> log_ratio, ones = jnp.array([[0.1, -0.3, 0.0], [9.0, 9.0, 9.0]]), jnp.ones((2, 3))
+      >>> losses, _ = vespo_loss(-ones, -ones - log_ratio, ones, ones, aggregation=None)
+      >>> [round(float(loss), 4) for loss in losses[:, 0]]
+      [1.1547, 0.0]
+      >>> ones = jnp.ones((1, 3))
+      >>> loss, metrics = vespo_loss(-ones, -ones, ones, ones)
+      >>> float(loss), float(metrics["phi"].value())
+      (1.0, 1.0)
+    """
+    tokens = prepare(logprobs, old_logprobs, advantages, mask)
+    parameters = {
+        "k_positive": k_positive,
+        "lam_positive": lam_positive,
+        "k_negative": k_negative,
+        "lam_negative": lam_negative,
+    }
+    rule = "must be positive, so that the weight vanishes far from one."
+    k_positive, lam_positive, k_negative, lam_negative = (
+        settings.number(name, x, rule, above=0) for name, x in parameters.items()
+    )
+    log_ratio, statistics = clamped_log_ratio(tokens, max_log_ratio)
+    dtype, positive = log_ratio.dtype, tokens.advantages >= 0
+    k = jnp.where(positive, k_positive, k_negative).astype(dtype)
+    lam = jnp.where(positive, lam_positive, lam_negative).astype(dtype)
+    log_w = jax.lax.stop_gradient(jnp.sum(log_ratio, axis=-1, keepdims=True))
+    # Beyond what an exponential can hold the weight is 0; expm1 keeps phi exact near W = 1.
+    phi = jnp.exp(k * log_w - lam * jnp.expm1(log_w))
+    phi = jnp.where(log_w == jnp.inf, jnp.zeros_like(phi), phi)
+    surrogate = -phi * tokens.advantages * floored_logprobs(tokens, max_log_ratio)
+    statistics = {"phi": phi, **statistics}
+    return reduce_surrogate(
+        vespo_loss, surrogate, statistics, tokens, aggregation, importance_weights, denominators
+    )
+
+
+def dro_loss(
+    logprobs: Float[ArrayLike, "*batch time"],
+    old_logprobs: Float[ArrayLike, "*batch time"],
+    advantages: Float[ArrayLike, "*#batch #time"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    *,
+    beta: Number,
+    max_log_ratio: Number | None = 20.0,
+    importance_weights: Float[ArrayLike, "*#batch #time"] | None = None,
+    aggregation: Aggregation | None = "token-mean",
+    **denominators: Unpack[Denominators],
+) -> tuple[Loss, dict[str, Mean]]:
+    """Loss of DRO, a policy gradient with a quadratic penalty instead of a clip.
+
+    ``l = -(A logprobs - (beta / 2) (logprobs - old_logprobs)^2)``. Its gradient,
+    ``-(A - beta (logprobs - old_logprobs))``, is that of REINFORCE where the policies are equal and
+    vanishes where the log-ratio is ``A / beta``, the optimum of a KL-regularised objective. There
+    is no exponential, so off-policy data cannot blow it up.
+
+    The paper states it for whole responses and learns a value beside it; as in verl, this is its
+    policy loss per token, with advantages from wherever one likes.
+
+    Args:
+      logprobs: of the sampled tokens under the current policy, in nats.
+      old_logprobs: the same under the policy to stay near; no gradient.
+      advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
+      mask: true on sampled tokens.
+      beta: weight of the penalty, 0 or more, in units of advantage per nat. There is no usual
+        value: it has the scale of the advantages.
+      max_log_ratio: the log-ratio of the penalty is clamped to plus or minus this many nats, and
+        the log-probability to no more than this below the old one, where the gradients are then 0;
+        None is off.
+      importance_weights: as in `ppo_loss`; None is off.
+      aggregation: as in `ppo_loss`; None gives one loss per token.
+      denominators: as in `ppo_loss`.
+
+    Returns:
+      `(loss, metrics)` as of `ppo_loss`, with these metrics
+
+      * ``dro_penalty``: ``(beta / 2) (logprobs - old_logprobs)^2``;
+      * ``ppo_kl``, ``ratio``, ``ratio_squared``, ``ratio_clamped``: as in `ppo_loss`.
+
+    Raises:
+      ValueError: if `beta` is negative, the aggregation is unknown or stands beside denominators as
+        None, or shapes do not agree.
+
+    References:
+      Richemond et al., "Offline regularised reinforcement learning for large language models
+      alignment", 2024. https://arxiv.org/abs/2405.19107
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> ones = jnp.ones(2)
+      >>> arrays = jnp.array([-1.0, -3.0]), -ones, ones, ones
+      >>> losses, _ = dro_loss(*arrays, beta=0.5, aggregation=None)
+      >>> losses.tolist(), float(dro_loss(*arrays, beta=0.5)[0])
+      ([1.0, 4.0], 2.5)
+    """
+    tokens = prepare(logprobs, old_logprobs, advantages, mask)
+    rule = "weighs a penalty and cannot be negative; 0 is off."
+    beta = settings.number("beta", beta, rule, at_least=0)
+    log_ratio, statistics = clamped_log_ratio(tokens, max_log_ratio)
+    penalty = 0.5 * beta * log_ratio**2
+    surrogate = penalty - tokens.advantages * floored_logprobs(tokens, max_log_ratio)
+    statistics = {"dro_penalty": penalty, **statistics}
+    return reduce_surrogate(
+        dro_loss, surrogate, statistics, tokens, aggregation, importance_weights, denominators
+    )
+
+
+def positive_example_loss(
+    logprobs: Float[ArrayLike, "*batch time"],
+    correct: Shaped[ArrayLike, "*batch"],
+    mask: Shaped[ArrayLike, "*batch time"],
+    *,
+    num_tokens: Scalar | None = None,
+) -> tuple[Float[Array, ""], dict[str, Mean]]:
+    """Negative log-likelihood of the correct responses, VAPO's imitation of its own successes.
+
+    ``-sum_{i in T} sum_t logprobs_it / sum_{i in T} n_i`` with T the correct responses: a mean over
+    *their* tokens, not over sequences and not over the tokens of the batch. VAPO adds it to the
+    policy loss with a factor of 0.1.
+
+    Args:
+      logprobs: of the sampled tokens under the current policy, in nats.
+      correct: true for the responses to imitate, one per row.
+      mask: true on sampled tokens.
+      num_tokens: sampled tokens of *correct* responses in the whole batch; counted here if None.
+
+    Returns:
+      `(loss, metrics)`; the loss is 0, and its gradient too, if no response is correct. The metric
+      ``positive_nll`` is the same mean as a `Mean`.
+
+    Raises:
+      ValueError: if shapes do not agree, or there is not one `correct` per row.
+
+    References:
+      Yue et al., "VAPO", 2025, section 4.3. https://arxiv.org/abs/2504.05118
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> logprobs = jnp.array([[-1.0, -2.0], [-3.0, -4.0]])
+      >>> loss, _ = positive_example_loss(logprobs, jnp.array([1, 0]), jnp.ones((2, 2)))
+      >>> float(loss)
+      1.5
+    """
+    check_shapes(logprobs=logprobs, mask=mask)
+    check_rows("mask", mask, correct=correct)
+    imitated = as_mask(mask) & as_mask(correct)[..., None]
+    (logprobs,) = as_floats(logprobs)
+    loss = aggregate(-logprobs, imitated, "token-mean", num_tokens=num_tokens)
+    return loss, {"positive_nll": Mean.of(-logprobs, imitated)}

@@ -1,1 +1,0 @@
-"""Losses of the log-probability itself: REINFORCE, alone, with a weight or with a penalty."""

@@ -1,1 +1,0 @@
-"""Losses with a ratio for each token."""

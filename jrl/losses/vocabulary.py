@@ -1,0 +1,187 @@
+"""Sums over a vocabulary, optionally in chunks.
+
+Nothing else of the size of the logits ``[..., vocab]`` is then made on the way to the result.
+Derivatives are written down in closed form: they are elementwise in the logits once the
+log-normaliser is known, so the backward pass makes the cotangent of the logits and nothing else of
+that size either.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple, SupportsIndex, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import ArrayLike
+from jaxtyping import Bool, Float, Shaped
+
+from jrl.losses import settings
+from jrl.losses.arrays import as_floats, as_mask, zero_masked
+
+Total = TypeVar("Total")
+
+
+def checked_chunk_size(chunk_size: SupportsIndex | None) -> int | None:
+    """The setting as a whole number."""
+    if chunk_size is None:
+        return None
+    return settings.integer(
+        "chunk_size", chunk_size, "must be at least 1; None is off.", at_least=1
+    )
+
+
+def rows_of_logits(
+    logits: Float[ArrayLike, "*batch vocab"],
+    mask: Shaped[ArrayLike, "*batch"] | None,
+) -> tuple[Float[Array, "*batch vocab"], Bool[Array, "*batch"]]:
+    """The logits as they are, and a mask that says which rows of them count."""
+    logits = jnp.asarray(logits)
+    if mask is None:
+        return logits, jnp.ones(logits.shape[:-1], bool)
+    if jnp.shape(mask) != logits.shape[:-1]:
+        raise ValueError(
+            f"mask has shape {jnp.shape(mask)} and must have that of logits {logits.shape} without "
+            "the vocabulary."
+        )
+    return logits, as_mask(mask)
+
+
+class Normaliser(NamedTuple):
+    """Log-normaliser of logits in two terms: ``log p = (z - shift) - log_sum``.
+
+    Kept apart because ``shift + log_sum`` would be rounded to the size of the logits. The shift,
+    the greatest logit, counts as a constant, which changes no derivative of a log-probability.
+    """
+
+    shift: Float[Array, "*batch"]
+    log_sum: Float[Array, "*batch"]
+
+    def logprobs(
+        self, logits: Float[Array, "*batch vocab"]
+    ) -> tuple[Float[Array, "*batch vocab"], Bool[Array, "*batch vocab"]]:
+        """Log-probabilities, 0 in place of -inf, and where they are not that."""
+        possible = logits != -jnp.inf
+        # Made finite before the arithmetic: 0 * -inf is a NaN in the value and in the derivative.
+        logits = jnp.where(possible, logits, self.shift[..., None])
+        return zero_masked(
+            logits - self.shift[..., None] - self.log_sum[..., None], possible
+        ), possible
+
+
+def chunk_of(
+    logits: Float[Array, "*batch vocab"], mask: Bool[Array, "*batch"], first: Array, size: int
+) -> Float[Array, "*batch size"]:
+    """A piece of the logits in the working precision, 0 in rows that do not count."""
+    # Tied to the place in the loop: XLA for CPUs raises half precision before it slices, and would
+    # otherwise move that out of the loop and hold everything in float32.
+    logits, first = jax.lax.optimization_barrier((logits, first))
+    piece = jax.lax.dynamic_slice_in_dim(logits, first, size, axis=-1)
+    (piece,) = as_floats(piece)
+    return zero_masked(piece, jnp.broadcast_to(mask[..., None], piece.shape))
+
+
+def along(x: Shaped[Array, "size"], like: Shaped[Array, "*batch size"]) -> Shaped[Array, "..."]:
+    """One number per entry, with as many axes as `like` has."""
+    return x.reshape((1,) * (like.ndim - 1) + x.shape)
+
+
+def over_chunks(
+    start: Callable[[Array, Array], Total],
+    merge: Callable[[Total, Total], Total],
+    vocab: int,
+    chunk_size: int | None,
+) -> Total:
+    """Folds ``start(first, counts)`` over the vocabulary by `merge`.
+
+    `first` is where a chunk begins, and `counts` tells which of its entries are new: the last one
+    is moved back to end with the vocabulary. The first chunk begins the sum, so that the loop
+    carries what its body makes, under `jax.shard_map` too.
+    """
+    size = vocab if chunk_size is None else min(chunk_size, vocab)
+    everything = jnp.ones(size, bool)
+    total = start(jnp.zeros((), jnp.int32), everything)
+
+    def body(chunk: Array, total: Total) -> Total:
+        wanted = chunk * size
+        first = jnp.minimum(wanted, vocab - size)
+        return merge(total, start(first, first + jnp.arange(size, dtype=jnp.int32) >= wanted))
+
+    num_chunks = -(-vocab // size)
+    return total if num_chunks == 1 else jax.lax.fori_loop(1, num_chunks, body, total)
+
+
+def statistics(
+    chunk_size: int | None, logits: Float[Array, "*batch vocab"], mask: Bool[Array, "*batch"]
+) -> tuple[Normaliser, Float[Array, "*batch"]]:
+    """The normaliser and the entropy in one pass, with a running maximum."""
+
+    def start(first: Array, counts: Array) -> tuple[Array, Array, Array]:
+        piece = chunk_of(logits, mask, first, counts.size)
+        piece = jnp.where(along(counts, piece), piece, jnp.asarray(-jnp.inf, piece.dtype))
+        largest = jnp.max(piece, axis=-1)
+        possible = piece != -jnp.inf
+        relative = zero_masked(piece - largest[..., None], possible)
+        weights = zero_masked(jnp.exp(relative), possible)
+        return largest, jnp.sum(weights, axis=-1), jnp.sum(weights * relative, axis=-1)
+
+    def rescale(part: tuple[Array, Array, Array], largest: Array) -> tuple[Array, Array]:
+        """The sums of a part, relative to another maximum."""
+        maximum, total, moment = part
+        empty = maximum == -jnp.inf
+        down = jnp.where(empty, jnp.zeros_like(maximum), maximum - largest)
+        factor = jnp.where(empty, jnp.zeros_like(maximum), jnp.exp(down))
+        return factor * total, factor * (moment + total * down)
+
+    def merge(
+        left: tuple[Array, Array, Array], right: tuple[Array, Array, Array]
+    ) -> tuple[Array, Array, Array]:
+        largest = jnp.maximum(left[0], right[0])
+        (total, moment), (more, further) = rescale(left, largest), rescale(right, largest)
+        return largest, total + more, moment + further
+
+    largest, total, moment = over_chunks(start, merge, logits.shape[-1], chunk_size)
+    log_sum = jnp.log(total)
+    return Normaliser(largest, log_sum), log_sum - moment / total
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def log_normaliser(
+    chunk_size: int | None, logits: Float[Array, "*batch vocab"], mask: Bool[Array, "*batch"]
+) -> Normaliser:
+    return statistics(chunk_size, logits, mask)[0]
+
+
+@log_normaliser.defjvp
+def _log_normaliser_jvp(chunk_size, primals, tangents):
+    logits, mask = primals
+    normaliser = log_normaliser(chunk_size, logits, mask)
+
+    def slope(logits: Array, normaliser: Normaliser) -> Array:
+        logprobs, possible = normaliser.logprobs(logits)
+        return zero_masked(jnp.exp(logprobs), possible)
+
+    change = contracted(slope, tangents[0], mask, logits, normaliser)
+    return normaliser, Normaliser(jnp.zeros_like(normaliser.shift), change)
+
+
+def contracted(
+    slope: Callable[..., Array],
+    tangent: Float[Array, "*batch vocab"],
+    mask: Bool[Array, "*batch"],
+    logits: Float[Array, "*batch vocab"],
+    *constants: object,
+) -> Float[Array, "*batch"]:
+    """``sum_v slope_v tangent_v``, where the backward pass works the slope out when it needs it.
+
+    Otherwise the slope, as large as the logits, would be kept from the forward pass until then.
+    """
+
+    def contract(tangent: Array, logits: Array, *constants: object) -> Array:
+        rows = jnp.broadcast_to(mask[..., None], logits.shape)
+        logits, _ = as_floats(logits, tangent)
+        weights = zero_masked(slope(zero_masked(logits, rows), *constants), rows)
+        return jnp.sum(weights * zero_masked(tangent.astype(weights.dtype), rows), axis=-1)
+
+    # What the barriers of prevent_cse would prevent is that the slope joins the arithmetic around.
+    return jax.checkpoint(contract, prevent_cse=False)(tangent, logits, *constants)

@@ -1,1 +1,0 @@
-"""Supervised learning from given completions."""
