@@ -98,7 +98,7 @@ class EvaluateOptions:
     response_length: int | None = None
     """Maximum tokens of a completion; None takes the run's limit."""
     tokenizer: str | None = None
-    """Tokenizer for a published checkpoint instead of the checkpoint's: a SentencePiece .model file, or a
+    """Tokenizer for a published checkpoint in place of its own: a SentencePiece .model file, or a
     tokenizer.json with its tokenizer_config.json in the same folder."""
     chat_template: str | None = None
     """Chat template for prompts, as --chat-template of jrl.train: "checkpoint", "none", or the path

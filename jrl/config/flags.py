@@ -281,8 +281,8 @@ SUPERVISED_HELP = {
         "or a file of other conversations. None is one in ten."
     ),
     "steps": "Training steps, each one optimizer step on a batch. 0 takes as many as --epochs.",
-    "model": "A preset (tiny, tiny-dense or small), or a published checkpoint (DIR, gguf:FILE, pip:NAME), its weights "
-    "and its tokenizer.",
+    "model": "A preset (tiny, tiny-dense or small), or a published checkpoint (DIR, gguf:FILE or "
+    "pip:NAME), its weights and its tokenizer.",
     "weights": "Run folder whose latest policy to start from.",
     "chat_template": 'Chat template for conversations: "checkpoint" is the one that comes with '
     'the tokenizer, if there is one; "none" uses none; anything else is the path of a Jinja file.',

@@ -177,8 +177,8 @@ class RunConfig:
     """Number of fake CPU devices, over all processes; None takes the real ones."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of activations and weights. With bfloat16 the optimizer keeps float32 master weights,
-    sharded over the devices that would replicate them (ZeRO). None is float32, and for a checkpoint the
-    checkpoint's."""
+    sharded over the devices that would replicate them (ZeRO). None is float32, or the checkpoint's
+    own."""
     mu_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the optimizer's first moment; bfloat16 takes half the memory."""
     gradient_wire: Literal["float32", "bfloat16"] = "float32"
@@ -268,9 +268,9 @@ class RunConfig:
     prompt_length: int | None = None
     """Tokens that prompts are padded to; None fits the task's longest prompt."""
     response_length: int | None = None
-    """Maximum tokens of a completion; None is a quarter above the task's longest answer, and for
-    a checkpoint 1024 or what the checkpoint's positions leave. In a conversation it bounds the tokens of
-    policy and environment in total."""
+    """Maximum tokens of a completion; None is a quarter above the task's longest answer, and for a
+    checkpoint 1024 or what its positions leave. In a conversation it bounds the tokens of policy
+    and environment in total."""
     max_turns: int | None = None
     """Maximum turns of the policy in a conversation; None leaves its end to the environment and the
     response length."""
@@ -281,13 +281,13 @@ class RunConfig:
     long first turn may use up."""
 
     load_balance_coef: float | None = None
-    """Weight of the load-balancing loss of each sequence; None is the preset's, 0 for a checkpoint."""
+    """Weight of the load-balancing loss of each sequence; None is the preset's (checkpoints: 0)."""
     batch_balance_coef: float | None = None
     """Weight of the load-balancing loss of each micro-batch in a sequence-parallel group."""
     global_balance_coef: float | None = None
     """Weight of the load-balancing loss of each micro-batch over all devices."""
     router_z_coef: float | None = None
-    """Weight of the router z-loss; None is the preset's, 0 for a checkpoint."""
+    """Weight of the router z-loss; None is the preset's; 0 for checkpoints."""
     bias_update_rate: float | None = None
     """Change of the expert selection bias (DeepSeek-V3) in an optimizer step; None keeps the
     checkpoint's bias."""
