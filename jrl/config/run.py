@@ -82,7 +82,7 @@ class RunConfig:
     failed_reward: float = 0.0
     """The score of a completion whose reward took longer, raised an exception, or gave no finite
     number."""
-    steps: int = 80
+    steps: int = 60
     """Training steps; each samples completions once and trains on them. 0 ends after the warm
     start, whose weights other runs can start from."""
     seed: int = 0
