@@ -23,7 +23,7 @@ def read_deepseek(options: Options, fields: Fields) -> Fields:
     qk_rope_head_dim = options.take("qk_rope_head_dim")
     groups, topk = options.take("n_group"), options.take("topk_group")
     k = read_groups(options, groups, topk)
-    first = options.take("first_k_dense_replace", default=0)
+    first = options.take("first_k_dense_replace", default=3)
     width = options.take("intermediate_size")
     return {
         "head_dim": options.take("qk_nope_head_dim") + qk_rope_head_dim,

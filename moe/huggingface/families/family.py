@@ -1,7 +1,7 @@
 """Description of one `transformers` architecture, for reading and writing."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from moe.config import ModelConfig
@@ -40,6 +40,7 @@ class Family:
       also: other names in config.json of the same architecture, which it is not written under.
       predicts_further: a file may hold layers that predict further tokens, after the network's own
         or under ``mtp.``, which are left out.
+      defaults: values of common options that a file leaves out, where no other function has them.
     """
 
     architecture: str
@@ -51,3 +52,4 @@ class Family:
     also: tuple[str, ...] = ()
     predicts_further: bool = False
     fused_in_peft: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)

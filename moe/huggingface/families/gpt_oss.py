@@ -20,6 +20,15 @@ GPT_OSS_NAMES = {
     "experts.down": Stored("mlp.experts.down_proj", "expert, d_expert, d_model"),
     "experts.down_bias": Stored("mlp.experts.down_proj_bias", "expert, d_model"),
 }
+GPT_OSS_SCALING = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+"""What `transformers` takes where the file says nothing."""
 
 
 def read_gpt_oss(options: Options, fields: Fields) -> Fields:

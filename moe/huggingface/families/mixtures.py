@@ -69,7 +69,10 @@ def write_qwen2_moe(config: ModelConfig) -> dict[str, Any]:
 
 
 def read_qwen3_moe(options: Options, fields: Fields) -> Fields:
-    require_no_biases(options, "attention_bias")
+    require_no_biases(options, "attention_bias", "qkv_bias")
+    # What Qwen3-Coder says of what every Qwen3-MoE is.
+    options.require("use_qk_norm", True, default=True)
+    options.require("shared_expert_intermediate_size", 0, None)
     return {
         "head_dim": head_dim_of(options, fields),
         "query_key_norm": "head",

@@ -15,13 +15,17 @@ ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu
 def common_fields(options: Options) -> Fields:
     """Fields that every architecture has under the same names."""
     read_quantisation(options)  # of the tensors, not of the network
+    # Said by files that hold every option of the base class; no network here is made otherwise.
+    require_no_biases(options, "is_encoder_decoder", "add_cross_attention")
+    options.require("pruned_heads", None, {})
     num_heads, d_model = options.take("num_attention_heads"), options.take("hidden_size")
+    num_kv_heads = options.take("num_key_value_heads", default=None)
     return {
         "vocab_size": options.take("vocab_size"),
         "num_layers": options.take("num_hidden_layers"),
         "d_model": d_model,
         "num_heads": num_heads,
-        "num_kv_heads": options.take("num_key_value_heads", default=num_heads),
+        "num_kv_heads": num_heads if num_kv_heads is None else num_kv_heads,
         "norm_epsilon": options.take("rms_norm_eps"),
         "head": "tied" if options.take("tie_word_embeddings", default=False) else "untied",
         "activation": read_activation(options, "hidden_act", "silu"),

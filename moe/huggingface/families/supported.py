@@ -23,7 +23,12 @@ from moe.huggingface.families.gemma import (
     write_gemma3,
 )
 from moe.huggingface.families.glm import read_glm4_moe, write_glm4_moe
-from moe.huggingface.families.gpt_oss import GPT_OSS_NAMES, read_gpt_oss, write_gpt_oss
+from moe.huggingface.families.gpt_oss import (
+    GPT_OSS_NAMES,
+    GPT_OSS_SCALING,
+    read_gpt_oss,
+    write_gpt_oss,
+)
 from moe.huggingface.families.heterogeneous import (
     NEXT_LAST_NORM,
     QWEN3_NEXT_NAMES,
@@ -93,6 +98,7 @@ FAMILIES = (
         read_olmoe,
         write_olmoe,
         {**QUERY_KEY_NORMS, **PROJECTED_EXPERTS},
+        defaults={"rms_norm_eps": 1e-5},  # which the files of 2024 do not have
     ),
     Family(
         "DeepseekV3ForCausalLM",
@@ -133,6 +139,7 @@ FAMILIES = (
         read_gpt_oss,
         write_gpt_oss,
         {**QKV_BIASES, **GPT_OSS_NAMES},
+        defaults={"rope_scaling": GPT_OSS_SCALING},
     ),
     Family(
         "Gemma3ForCausalLM",
