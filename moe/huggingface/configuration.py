@@ -216,7 +216,7 @@ def _family(options: Options) -> Family:
     part_kind = part.get("model_type") if isinstance(part, dict) else None
     if isinstance(part_kind, str) and part_kind in by_name:
         supported = (
-            f"its text network alone, model_type={part_kind!r} of text_config, saved as a "
+            f"the text network in it alone (text_config, model_type={part_kind!r}), saved as a "
             "checkpoint of its own"
         )
     raise options.unsupported("model_type", kind, supported)
