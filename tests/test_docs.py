@@ -40,7 +40,7 @@ REPOSITORIES |= {
     "google/cadvisor",
     "prometheus/node_exporter",
 }
-REPOSITORIES |= {"deepseek-ai/FlashMLA", "meta-pytorch/OpenEnv"}
+REPOSITORIES |= {"deepseek-ai/FlashMLA", "ggml-org/ggml", "meta-pytorch/OpenEnv"}
 
 
 def documented():
