@@ -138,6 +138,7 @@ def _options(path: str | Path) -> Options:
 def _read(path: str | Path, dtype: Dtype | None) -> tuple[ModelConfig, Family, Options]:
     options = _options(path)
     family = _family(options)
+    options = options.with_defaults(family.defaults)
     try:
         model_fields = read_groups((*COMMON, *family.option_groups), options)
     except (TypeError, AttributeError, ArithmeticError) as error:
@@ -234,11 +235,18 @@ def _fits(value: Any, annotation: Any) -> bool:
 
 def _family(options: Options) -> Family:
     kind = options.take("model_type", default=None)
-    for family in FAMILIES:
-        if kind == family.model_type or kind in family.also:
-            return family
-    supported = ", ".join(name for family in FAMILIES for name in (family.model_type, *family.also))
-    raise options.unsupported("model_type", kind, f"one of {supported}")
+    by_name = {name: each for each in FAMILIES for name in (each.model_type, *each.also)}
+    if isinstance(kind, str) and kind in by_name:
+        return by_name[kind]
+    supported = f"one of {', '.join(by_name)}"
+    part = options.values.get("text_config")
+    part_kind = part.get("model_type") if isinstance(part, dict) else None
+    if isinstance(part_kind, str) and part_kind in by_name:
+        supported = (
+            f"the text network in it alone (text_config, model_type={part_kind!r}), saved as a "
+            "checkpoint of its own"
+        )
+    raise options.unsupported("model_type", kind, supported)
 
 
 def _write_options(config: ModelConfig, family: Family) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Description of one `transformers` architecture: its options and the names of its tensors."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from moe.config import ModelConfig
@@ -52,6 +52,7 @@ class Family:
       also: other names in config.json of the same architecture, which it is not written under.
       predicts_further: a file may hold layers that predict further tokens, after the network's own
         or under ``mtp.``, which are left out.
+      defaults: values of common options that a file leaves out, where no other function has them.
     """
 
     architecture: str
@@ -62,6 +63,7 @@ class Family:
     also: tuple[str, ...] = ()
     predicts_further: bool = False
     fused_in_peft: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_groups(groups: Iterable[OptionGroup], options: Options) -> Fields:

@@ -76,12 +76,24 @@ QWEN2_MOE = Family(
     ),
     {**QKV_BIASES, **PROJECTED_EXPERTS, **SHARED_EXPERT},
 )
+
+
+def read_no_shared_expert(options: Options, fields: Fields) -> Fields:
+    """Width of the shared expert, of which there is none."""
+    options.require("shared_expert_intermediate_size", 0, None)
+    return {}
+
+
 QWEN3_MOE = Family(
     "Qwen3MoeForCausalLM",
     "qwen3_moe",
     (
         windows(None),
         NO_ATTENTION_BIAS,
+        # What Qwen3-Coder says of what every Qwen3-MoE is.
+        required("qkv_bias", written=False),
+        required("use_qk_norm", True, written=False),
+        OptionGroup(read_no_shared_expert),
         HEAD_DIM,
         fixed(query_key_norm="head"),
         *experts(normalises=False),
@@ -103,6 +115,7 @@ OLMOE = Family(
         rotary(),
     ),
     {**QUERY_KEY_NORMS, **PROJECTED_EXPERTS},
+    defaults={"rms_norm_eps": 1e-5},  # which the files of 2024 do not have
 )
 
 
@@ -143,7 +156,7 @@ DEEPSEEK_V3 = Family(
         ignored("head_dim"),  # of the rotated part, as qk_rope_head_dim
         OptionGroup(read_latent_attention, write_latent_attention),
         option("rope_interleaved", "rope_interleave", default=True),
-        *grouped_experts(first_k_dense_replace=0),
+        *grouped_experts(first_k_dense_replace=3),
         rotary(temperatures=True),
     ),
     {**LATENT_ATTENTION, **PROJECTED_EXPERTS, **dense_names("mlp.shared_experts")},
@@ -206,6 +219,15 @@ def read_biases(options: Options, fields: Fields) -> Fields:
     return {"qkv_bias": biases, "attention_out_bias": biases}
 
 
+GPT_OSS_SCALING = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+"""What `transformers` takes where the file says nothing."""
 GPT_OSS = Family(
     "GptOssForCausalLM",
     "gpt_oss",
@@ -234,6 +256,7 @@ GPT_OSS = Family(
         "experts.down": Stored("mlp.experts.down_proj", "expert, d_expert, d_model"),
         "experts.down_bias": Stored("mlp.experts.down_proj_bias", "expert, d_model"),
     },
+    defaults={"rope_scaling": GPT_OSS_SCALING},
 )
 
 LINEAR = "linear_attention"

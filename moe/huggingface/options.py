@@ -35,7 +35,9 @@ WITHOUT_EFFECT = {
     *("dtype", "ep_size", "base_model_tp_plan", "base_model_pp_plan", "tp_plan"),
     *("chunk_size_feed_forward", "return_dict", "output_attentions", "output_hidden_states"),
     # What follows from other options, or bounds what is not checked here.
-    *("max_position_embeddings", "max_window_layers", "qk_head_dim"),
+    *("max_position_embeddings", "max_window_layers", "qk_head_dim", "max_sequence_length"),
+    *("model_max_length", "seq_length", "is_decoder", "tie_encoder_decoder"),
+    *("cross_attention_hidden_size", "use_return_dict"),
 }
 """Options that change no logit."""
 
@@ -72,6 +74,10 @@ class Options:
         if not isinstance(values, dict):
             raise ValueError(f"{path} holds a {type(values).__name__}, not a JSON object.")
         return cls(values, str(path))
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> "Options":
+        """The same options, none of them taken, with values for those that are not there."""
+        return Options({**defaults, **self._values}, self._source)
 
     @property
     def values(self) -> Mapping[str, Any]:

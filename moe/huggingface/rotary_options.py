@@ -32,6 +32,9 @@ _KINDS = {
     "llama3": (LlamaScaling, _LLAMA),
     "yarn": (YarnScaling, _YARN),
 }
+_ORIGINAL = "original_max_position_embeddings"
+_BOUNDED = ("llama3", "yarn")
+"""Kinds that need the length the network was first trained for."""
 
 
 def rotary(
@@ -122,6 +125,9 @@ def _rope_parameters(options: Options) -> Mapping[str, Any]:
     parameters = options.take("rope_parameters", "rope_scaling", default=None) or {}
     if not isinstance(parameters, Mapping):
         raise options.unsupported("rope_parameters", parameters, "a JSON object")
+    original = options.take(_ORIGINAL, default=None)
+    if original is not None and parameters.get("rope_type", parameters.get("type")) in _BOUNDED:
+        return {**parameters, _ORIGINAL: original}  # the one beside them counts
     return parameters
 
 

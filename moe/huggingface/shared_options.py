@@ -86,7 +86,12 @@ def head(tied: bool) -> OptionGroup:
 
 def _read_kv_heads(options: Options, fields: Fields) -> Fields:
     read_quantisation(options)  # of the tensors, not of the network
-    return {"num_kv_heads": options.take("num_key_value_heads", default=fields["num_heads"])}
+    # Said by files that hold every option of the base class; no network here is made otherwise.
+    for name in ("is_encoder_decoder", "add_cross_attention"):
+        options.require(name, False, default=False)
+    options.require("pruned_heads", None, {})
+    stated = options.take("num_key_value_heads", default=None)
+    return {"num_kv_heads": fields["num_heads"] if stated is None else stated}
 
 
 def _write_max_positions(config: ModelConfig) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from tiers import full_but
 from jrl.config.run import RunConfig
 from jrl.evaluate import main
 from jrl.recipes import Grpo
+from jrl.rollout.decoding import engine
 from jrl.trainer.setup import memory
 from jrl.trainer.setup.memory import cache_bytes, evaluation_slots
 from jrl.trainer.setup.setup import build_setup
