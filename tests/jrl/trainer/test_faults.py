@@ -41,10 +41,10 @@ def test_a_watched_run_has_the_same_numbers_and_shows_who_stands_out(
     named, seen = threading.Event(), []
     step = loop.train_step
 
-    def patient_step(sampler, networks, recipe, state, *rest, **options):
+    def patient_step(sampler, networks, state, *rest, **options):
         """The second step lasts until somebody has been named."""
         assert int(state.step) != 1 or named.wait(60), "nobody was named"
-        return step(sampler, networks, recipe, state, *rest, **options)
+        return step(sampler, networks, state, *rest, **options)
 
     monkeypatch.setattr(loop, "train_step", patient_step)
     hook = f'printf "%s %s" "$JRL_FAULT_MACHINE" "$JRL_FAULT_METRIC" > "{tmp_path}/hook"'

@@ -67,9 +67,9 @@ class Watched:
             monkeypatch.setattr(Engine, "cancel", counted)
         step = loop.train_step
 
-        def watched(sampler, networks, recipe, state, *rest, **options):
+        def watched(sampler, networks, state, *rest, **options):
             number = int(state.step)
-            after, done = step(sampler, networks, recipe, state, *rest, **options)
+            after, done = step(sampler, networks, state, *rest, **options)
             rows = [completion.trajectory for completion in done.collected.completions]
             found = [
                 (*t.request[:2], len(t.request.response), t.finish, t.versions.tolist())

@@ -123,10 +123,10 @@ def test_a_signal_finishes_the_step_saves_and_draws(number, finished, tmp_path, 
     expected, path = finished("grpo"), tmp_path / "run"
     step, drawn = loop.train_step, []
 
-    def interrupted(sampler, networks, recipe, state, *rest, **options):
+    def interrupted(sampler, networks, state, *rest, **options):
         if int(state.step) == 0:
             os.kill(os.getpid(), number)
-        return step(sampler, networks, recipe, state, *rest, **options)
+        return step(sampler, networks, state, *rest, **options)
 
     before = signal.getsignal(number)
     with monkeypatch.context() as patch:
