@@ -10,7 +10,7 @@ import inspect
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Self, TypedDict, TypeVar
+from typing import Any, Generic, Literal, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -52,12 +52,13 @@ class Denominators(TypedDict, total=False):
 
 
 Leaf = TypeVar("Leaf")
+Sums = TypeVar("Sums", bound="Additive")
 
 
 class Additive:
     """A record of sums: those of pieces add up with ``+``, leaf by leaf."""
 
-    def __add__(self, other: Self) -> Self:
+    def __add__(self: Sums, other: Sums) -> Sums:
         return jax.tree.map(operator.add, self, other)
 
 

@@ -115,7 +115,8 @@ def _sentencepiece(metadata: Metadata) -> dict[str, Any]:
     if merges is not None:
         pairs = [merge.split(" ") for merge in merges]
     else:
-        scores = range(0, -len(tokens), -1) if is_gemma else metadata["tokenizer.ggml.scores"]
+        order = range(0, -len(tokens), -1)
+        scores = map(float, order) if is_gemma else metadata["tokenizer.ggml.scores"]
         pairs = _merges(tokens, vocabulary, scores)
     spaces: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}

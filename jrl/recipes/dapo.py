@@ -6,11 +6,11 @@ References:
 """
 
 from dataclasses import dataclass, replace
-from typing import Self
 
 from jaxtyping import Array, Float, Int
 
 from jrl.losses import Aggregation, overlong_penalty
+from jrl.recipes.base.hyperparameters import RecipeType
 from jrl.recipes.grpo import GroupRelative
 from sharding.former_names import former_names
 
@@ -41,7 +41,7 @@ class Dapo(GroupRelative):
         return super().rewards(scores, lengths, response_length) + penalty
 
     @classmethod
-    def paper(cls) -> Self:
+    def paper(cls: type[RecipeType]) -> RecipeType:
         """The paper's table: 512 prompts x 16, mini-batches of 512, lengths 16384 + 4096."""
         return replace(
             cls(),

@@ -20,7 +20,7 @@ References:
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -75,7 +75,7 @@ class Grpo(GroupRelative):
         return grpo_advantages(required(batch.rewards), required(batch.groups), scale=scale)
 
     @classmethod
-    def paper(cls) -> Self:
+    def paper(cls) -> "Grpo":
         """The table of DeepSeekMath: 16 prompts x 64, one update, KL 0.04, mean per response."""
         return replace(
             cls(),

@@ -43,7 +43,7 @@ References:
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 from jaxtyping import Array, Float
 
@@ -185,7 +185,7 @@ class Hapo(Dapo):
         )
 
     @classmethod
-    def paper(cls) -> Self:
+    def paper(cls) -> "Hapo":
         """The paper's components and the released scripts' sizes: those of DAPO's table."""
         return replace(
             super().paper(),

@@ -7,7 +7,7 @@ References:
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from jaxtyping import Array, Float, Int
 
@@ -142,7 +142,7 @@ class Ppo(ActorCritic):
         return Targets(advantages, returns)
 
     @classmethod
-    def paper(cls) -> Self:
+    def paper(cls) -> "Ppo":
         """The vanilla PPO baseline of the VAPO paper: lam 0.95, clip 0.2, one loss per response."""
         return replace(
             cls(),

@@ -12,7 +12,6 @@ References:
 """
 
 from dataclasses import dataclass, replace
-from typing import Self
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -153,7 +152,7 @@ class Tppo(ImitatingActorCritic):
         return length_adaptive_lambda(expected, alpha=self.lam_alpha, floor=self.lam_floor)[:, None]
 
     @classmethod
-    def paper(cls) -> Self:
+    def paper(cls) -> "Tppo":
         """512 prompts x 16 in mini-batches of 512, windows of 8k tokens out of 24k."""
         return replace(
             cls(),

@@ -8,7 +8,6 @@ References:
 """
 
 from dataclasses import dataclass, replace
-from typing import Self
 
 from jaxtyping import Array, Float, Int
 
@@ -64,7 +63,7 @@ class Vapo(ImitatingActorCritic):
         return Targets(advantages, returns)
 
     @classmethod
-    def paper(cls) -> Self:
+    def paper(cls) -> "Vapo":
         """The paper's table: 512 prompts x 16, mini-batches of 512, 50 value pretraining steps."""
         return replace(
             cls(),

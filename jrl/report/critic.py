@@ -39,19 +39,19 @@ class CriticRollout:
       alpha: of the length-adaptive lambda; None where lam does not adapt.
     """
 
-    values: np.ndarray
-    rewards: np.ndarray
-    mask: np.ndarray
-    correct: np.ndarray
-    groups: np.ndarray
-    lam: float | np.ndarray
+    values: np.ndarray | Array
+    rewards: np.ndarray | Array
+    mask: np.ndarray | Array
+    correct: np.ndarray | Array
+    groups: np.ndarray | Array
+    lam: float | np.ndarray | Array
     gamma: float = 1.0
     low: float = 0.0
     high: float = 1.0
     alpha: float | None = None
 
     @cached_property
-    def lengths(self) -> np.ndarray:
+    def lengths(self) -> np.ndarray | Array:
         """``[batch]`` sampled tokens of each completion."""
         return self.mask.sum(axis=1).astype(np.int32)
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -27,6 +27,7 @@ TAIL = 16
 NO_TOOLS = "has tools, and the model no chat template to write them with: give --chat-template FILE"
 
 
+@runtime_checkable
 class PromptSettings(Protocol):
     """Settings of a run that its prompts are written by, as `jrl.config.run.RunConfig` has them."""
 

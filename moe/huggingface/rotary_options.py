@@ -2,7 +2,7 @@
 ``rope_scaling`` as files had them before."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from moe.architecture.rope import LinearScaling, LlamaScaling, RopeScaling, YarnScaling
 from moe.config import ModelConfig
@@ -151,7 +151,11 @@ def _read_scaling(
         record, names = _KINDS[kind]
         supported = set(names.values()) - (set() if temperatures else {"mscale", "mscale_all_dim"})
         unknown = set(rest) - supported
-        fields = {field: rest[name] for field, name in names.items() if name in rest}
+        fields = {
+            field: _as_declared(record, field, rest[name])
+            for field, name in names.items()
+            if name in rest
+        }
         missing = {"factor", "original_max_position_embeddings"} & supported - set(rest)
         if missing:
             raise options.unsupported(
@@ -165,6 +169,13 @@ def _read_scaling(
             "rope_scaling", parameters, f"parameters without {', '.join(sorted(unknown))}"
         )
     return scaling
+
+
+def _as_declared(record: type, field: str, value: Any) -> Any:
+    """A number as the field of a scaling is declared: files write 32 for 32.0."""
+    declared = get_type_hints(record)[field]
+    is_float = declared is float or float in get_args(declared)
+    return float(value) if is_float and type(value) is int else value
 
 
 def write_rotary(config: ModelConfig) -> dict[str, Any]:

@@ -42,8 +42,6 @@ def inverse_slots(slots: Int[Array, "row"], num_slots: int) -> Int[Array, "slot"
     return empty.at[slots].set(jnp.arange(slots.shape[0], dtype=jnp.int32), mode="drop")
 
 
-def take_rows(
-    x: Shaped[Array, "row *rest"], rows: Int[Array, "slot"]
-) -> Shaped[Array, "slot *rest"]:
-    """`x[rows]`, with zeros where the index is past the end."""
+def take_rows(x: Shaped[Array, "row *rest"], rows: Int[Array, "*slots"]) -> Shaped[Array, "..."]:
+    """`x[rows]`, ``[*slots, *rest]``, with zeros where the index is past the end."""
     return x.at[rows].get(mode="fill", fill_value=0)

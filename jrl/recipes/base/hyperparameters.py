@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, Self, get_args
+from typing import Literal, TypeVar, get_args
 
 from jrl.checks import check_least, check_range
 from jrl.losses import Aggregation, RejectionOver, WeightLevel, WeightMean
@@ -14,6 +14,9 @@ MINI_BATCH, MICRO_BATCH = 128, 64
 
 RouterReplay = Literal["R2", "R3"]
 """Source of the replayed expert ids: R2 the trainer, R3 the sampler."""
+
+
+RecipeType = TypeVar("RecipeType", bound="Hyperparameters")
 
 
 @dataclass(frozen=True)
@@ -165,7 +168,7 @@ class Hyperparameters:
             return near_divisors(self.mini_batch_size, MICRO_BATCH)[0]
         return min(self.micro_batch, self.mini_batch_size)
 
-    def divided(self, ranks: int) -> Self:
+    def divided(self: RecipeType, ranks: int) -> RecipeType:
         """Copy of the recipe with a mini-batch that divides over `ranks` devices, unless it has one
         of its own or none does. A run keeps it when it is resumed on another number of devices."""
         if self.mini_batch is not None:

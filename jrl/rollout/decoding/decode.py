@@ -184,7 +184,8 @@ class Advanced(NamedTuple):
     row_steps: Array
 
 
-class StepLimits(NamedTuple, Generic[Leaf]):
+@struct.dataclass
+class StepLimits(Generic[Leaf]):
     """Limits of `advance`.
 
     Attributes:
@@ -307,11 +308,11 @@ def _advance_local(
     sampler_state: SamplerState,
     limits: StepLimits[Array],
 ) -> tuple[SlotPool[Array], Advanced]:
-    max_steps, min_live, slots = limits
+    slots = limits.slots
     if slots is not None:
         # Gathered once for all steps, whose cost is proportional to the number of rows.
         gathered, sampler_state = _gather_slots(slots, pool, sampler_state)
-        all_gathered = limits._replace(slots=None)
+        all_gathered = replace(limits, slots=None)
         gathered, advanced = _advance_local(
             decoder, sampling, cache_length, policy, gathered, sampler_state, all_gathered
         )
@@ -358,7 +359,9 @@ def _advance_local(
     rows, live = vary((pool.rows, pool.live), mesh.except_sequence)
     loop = _Loop(zero, count(live), zero, rows, live, vary(read, mesh.axes))
     loop = jax.lax.while_loop(
-        lambda loop: (loop.steps < max_steps) & (loop.num_live > min_live), step, loop
+        lambda loop: (loop.steps < limits.max_steps) & (loop.num_live > limits.min_live),
+        step,
+        loop,
     )
     cache = over_columns(_update_cache, pool.cache, loop.cache)
     pool = replace(pool, rows=loop.rows, live=loop.live, cache=cache)

@@ -498,7 +498,7 @@ class Engine:
         self, slot: int, begin: int, recent: RecentTokens[np.ndarray], is_live: bool
     ) -> StreamChunk:
         request, count = self.scheduler.running[slot], int(self.scheduler.lengths[slot] - begin)
-        tokens, logprobs = (np.array(x[slot, :count]) for x in recent[:2])
+        tokens, logprobs = (np.array(x[slot, :count]) for x in (recent.tokens, recent.logprobs))
         top_tokens = None
         if request.needs_top_tokens and recent.top_tokens is not None:
             top_tokens = jax.tree.map(lambda x: np.array(x[slot, :count]), recent.top_tokens)

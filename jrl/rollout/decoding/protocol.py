@@ -1,12 +1,12 @@
-"""Protocol of rollout engines, which answer requests with trajectories."""
+"""Protocols of engines: rollouts poll for trajectories, a server streams tokens."""
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Array
 
 from jrl.losses import EntropyStatistics
-from jrl.rollout.decoding.requests import Request, Trajectory
+from jrl.rollout.decoding.requests import Request, StreamChunk, Trajectory
 from jrl.rollout.decoding.slots import SlotPool
 from jrl.rollout.decoding.usage import Usage
 from jrl.rollout.sampling import Sampling
@@ -95,3 +95,43 @@ class RolloutEngine(Protocol):
     def give_pool(self, pool: SlotPool[Array]) -> None:
         """Returns the pool of `take_pool` to an engine without requests in flight."""
         ...
+
+
+@runtime_checkable
+class StreamingEngine(Protocol):
+    """Interface of an engine that a server drives; `jrl.rollout.decoding.engine.Engine` documents
+    the methods."""
+
+    @property
+    def slots(self) -> int: ...
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def prefill_sizes(self) -> list[tuple[int, int]]: ...
+
+    @property
+    def step_sizes(self) -> list[int]: ...
+
+    @property
+    def cache_sizes(self) -> list[int]: ...
+
+    @property
+    def num_idle(self) -> int: ...
+
+    @property
+    def num_live(self) -> int: ...
+
+    @property
+    def busy(self) -> bool: ...
+
+    def load(self, weights: Any, version: int) -> None: ...
+
+    def submit(self, requests: Sequence[Request]) -> None: ...
+
+    def cancel(
+        self, prompts: Collection[int] = (), *, rows: Collection[tuple[int, int]] = ()
+    ) -> None: ...
+
+    def stream(self, max_tokens: int) -> list[StreamChunk]: ...

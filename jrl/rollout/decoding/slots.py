@@ -95,7 +95,8 @@ class TokenRows(Generic[Leaf]):
     top_tokens: TopTokens[Leaf] | None = None
 
 
-class RecentTokens(NamedTuple, Generic[Leaf]):
+@struct.dataclass
+class RecentTokens(Generic[Leaf]):
     """Latest positions of rows, ``[slot, width]``, from the first that was not returned yet."""
 
     tokens: Leaf

@@ -115,9 +115,9 @@ FAMILIES = {
 """What every network of an architecture has beyond `PLAIN`."""
 
 LLAMA31, LLAMA32 = (LlamaScaling(factor, 1.0, 4.0, 8192) for factor in (8.0, 32.0))
-OLMO_YARN = YarnScaling(8.0, 8192, 32, 1, attention_factor=1.2079441541679836)
+OLMO_YARN = YarnScaling(8.0, 8192, 32.0, 1.0, attention_factor=1.2079441541679836)
 OSS_YARN = YarnScaling(32.0, 4096, 32.0, 1.0, truncate=False)
-V3_YARN = YarnScaling(40, 4096, 32, 1, rotary_temperature=1.0, score_temperature=1.0)
+V3_YARN = YarnScaling(40.0, 4096, 32.0, 1.0, rotary_temperature=1.0, score_temperature=1.0)
 K2_YARN = YarnScaling(32.0, 4096, 1.0, 1.0, rotary_temperature=1.0, score_temperature=1.0)
 TIED = {"head": "tied"}
 

@@ -26,7 +26,7 @@ from jrl.faults.minder.prepare import prepare
 from jrl.faults.simulate import METRICS, PRODUCTION, Settings, simulate
 from jrl.faults.watcher import DetectorOptions
 
-QUICK = Minder(continuity=60, priority=("cpu_usage",))
+QUICK = Minder(continuity=60.0, priority=("cpu_usage",))
 
 
 def noisy(machines=6, seconds=150, seed=0, shifted=None, by=0.0):
@@ -112,7 +112,7 @@ def test_the_baseline_sees_a_machine_of_a_small_fleet():
     """Fewer machines than features: whitened by themselves they would all be equally far."""
     fleet = simulate(Settings(machines=4, seconds=300, faulty=False, disturbances=0), 0).fleet
     fleet.values[2, :, 60:] *= 0.6
-    (alarm,) = Minder(threshold=1.2, continuity=60, method=mahalanobis)(fleet)
+    (alarm,) = Minder(threshold=1.2, continuity=60.0, method=mahalanobis)(fleet)
     assert alarm.machine == fleet.machines[2]
 
 
@@ -140,7 +140,7 @@ def test_detectors_share_what_was_seen_of_a_record(monkeypatch):
 
 @pytest.mark.parametrize("method", [without_vae, mahalanobis])
 def test_the_others_find_a_plain_fault_too(method):
-    minder = Minder(threshold=1.2, continuity=60, method=method)
+    minder = Minder(threshold=1.2, continuity=60.0, method=method)
     (alarm,) = minder(noisy(shifted=2, by=30))
     assert alarm.machine == "host-2"
     (alarm,) = Instant(threshold=3.0)(noisy(shifted=2, by=30))
@@ -283,7 +283,7 @@ def test_every_metric_has_a_model_and_strangers_share_one():
     assert set(models) == {*METRICS, vae.ANY, vae.JOINT}
     fleet = noisy(shifted=4, by=20)
     strange = Fleet(fleet.machines, ("queue/length",), fleet.start, 1.0, fleet.values)
-    assert [alarm.machine for alarm in Minder(continuity=60)(strange)] == ["host-4"]
+    assert [alarm.machine for alarm in Minder(continuity=60.0)(strange)] == ["host-4"]
 
 
 @pytest.mark.slow
@@ -361,7 +361,7 @@ def test_the_models_of_a_file_are_used(tmp_path):
     shifted = noisy(shifted=4, by=20)
     for models, found in ((None, 1), (str(path), 0)):
         options = DetectorOptions(
-            detector="minder", continuity=60, metrics=("cpu_usage",), models=models
+            detector="minder", continuity=60.0, metrics=("cpu_usage",), models=models
         )
         assert len(options.make_detector()(shifted)) == found
 
