@@ -45,10 +45,10 @@ class CriticRollout:
     correct: np.ndarray | Array
     groups: np.ndarray | Array
     lam: float | np.ndarray | Array
-    gamma: float = 1.0
-    low: float = 0.0
-    high: float = 1.0
-    alpha: float | None = None
+    gamma: float | Array = 1.0
+    low: float | Array = 0.0
+    high: float | Array = 1.0
+    alpha: float | Array | None = None
 
     @cached_property
     def lengths(self) -> np.ndarray | Array:
