@@ -41,7 +41,7 @@ class DeviceSplit:
     Attributes:
       mesh: of both device groups.
       micro_batches, expert_slots, replan: as of
-        `jrl.rollout.decoding.disaggregated.engine.DisaggregatedEngine`.
+        `jrl.rollout.decoding.split_backend.SplitBackend`.
     """
 
     mesh: SplitMesh
