@@ -5,6 +5,7 @@ import importlib
 import importlib.metadata
 import os
 import re
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import cast
@@ -104,11 +105,17 @@ def _packaged_gguf(name: str) -> Path:
     if assemble is None:
         raise ValueError(f"pip:{name} has no .gguf file: give gguf:FILE or another package.")
     path = _cache() / "parts" / f"{name}-{distribution.version}.gguf"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        return Path(assemble(path))
-    except OSError as error:
-        raise ValueError(f"pip:{name} cannot be put together from its parts: {error}.") from error
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            try:
+                assembled = Path(assemble(Path(folder) / path.name))
+            except (OSError, ImportError, ValueError) as error:
+                raise ValueError(
+                    f"pip:{name} cannot be put together from its parts: {error}."
+                ) from error
+            assembled.replace(path)  # complete, or not there
+    return path
 
 
 def _assembler(distribution: importlib.metadata.Distribution) -> Callable[[Path], Path] | None:

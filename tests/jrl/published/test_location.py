@@ -103,6 +103,8 @@ def assemble(path):
     files = {"__init__.py": code, "part0": content[:999], "part1": content[999:]}
     install(tmp_path, monkeypatch, "in-parts", files)
     assert config_from(prepare_checkpoint("pip:in-parts")) == config_from(checkpoint)
+    sys.modules["in_parts"].assemble = lambda path: pytest.fail("put together again")
+    assert prepare_checkpoint("pip:in-parts").is_dir()
 
 
 def test_a_package_that_cannot_serve_says_why(tmp_path, monkeypatch):
@@ -111,6 +113,11 @@ def test_a_package_that_cannot_serve_says_why(tmp_path, monkeypatch):
     install(tmp_path, monkeypatch, "no-model", {})
     with pytest.raises(ValueError, match=r"^pip:no-model has no .gguf file"):
         prepare_checkpoint("pip:no-model")
+    install(
+        tmp_path, monkeypatch, "lacks-parts", {"__init__.py": b"def assemble(path): import no_part"}
+    )
+    with pytest.raises(ValueError, match=r"^pip:lacks-parts cannot be put together .* 'no_part'"):
+        prepare_checkpoint("pip:lacks-parts")
     install(tmp_path, monkeypatch, "two-models", {"a.gguf": b"", "b.gguf": b""})
     with pytest.raises(ValueError, match=r"^pip:two-models has several GGUF files: give one of gg"):
         prepare_checkpoint("pip:two-models")
