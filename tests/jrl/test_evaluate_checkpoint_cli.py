@@ -119,7 +119,8 @@ def test_slots_that_cannot_be_are_refused(simple, monkeypatch, capsys):
 
 
 # Another dtype is other programs.
-@pytest.mark.parametrize("dtype", full_but(["float32", "bfloat16"], "float32"))
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_templates_tokenizers_and_dtypes_are_as_in_training(
     dtype, given, simple, made, tmp_path, capsys
 ):

@@ -36,7 +36,7 @@ def test_the_first_signal_is_a_request_and_says_what_happens(number, line, capfd
         stop.doing = "finishing step 3"
         os.kill(os.getpid(), number)
         assert stop
-        assert said(capfd, "at once") == line
+        assert said(capfd, "immediately\n") == line
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
     assert signal.set_wakeup_fd(-1) == -1
 

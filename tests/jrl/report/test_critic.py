@@ -53,6 +53,7 @@ def test_parts_of_a_response_average_to_the_whole():
     assert whole == pytest.approx(report.contradiction, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_the_discount_is_in_every_number():
     """Of a critic that knows the discounted return exactly nothing is left, with its gamma."""
     gamma = 0.8

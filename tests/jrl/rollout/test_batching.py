@@ -55,7 +55,8 @@ def trajectory(shelf, row, n, finish="stop", window=None):
 
 
 # Where the rollout has other axes over the same devices, rows lie on four ranks in place of two.
-@pytest.mark.parametrize("layout", full_but(LAYOUTS, LAYOUTS[1]))
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_trajectories_become_rows_on_the_mesh_of_training(layout):
     training = training_mesh(layout)
     rollout = rollout_mesh(None, training)

@@ -85,6 +85,7 @@ def test_weights_arrive_whole_and_where_decoding_wants_them(training, rollout):
     )
 
 
+@pytest.mark.slow
 def test_a_policy_moves_once_per_load(monkeypatch):
     moves = []
 

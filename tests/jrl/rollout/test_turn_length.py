@@ -101,6 +101,7 @@ def test_the_environment_is_told_which_turn_was_cut(definition, collected):
         assert [number for number, flag in enumerate(flags) if flag] == list(turns.truncated_turns)
 
 
+@pytest.mark.slow
 def test_what_is_drawn_is_what_is_drawn_without_a_limit_up_to_the_cut(weights, collected):
     whole = talked(talking_setup(), weights)
     for one, other in zip(collected.completions, whole.completions, strict=True):

@@ -32,6 +32,7 @@ def test_a_reference_is_kept_only_where_it_is_needed(name):
     assert (state.critic is None) == (name not in ("ppo", "vapo", "tppo"))
 
 
+@pytest.mark.slow
 def test_a_critic_starts_as_the_policy_that_values_nothing():
     state = state_of(small_setup(small_recipe("ppo")))
     critic, policy = state.critic.weights, state.policy.weights

@@ -169,6 +169,7 @@ def test_a_signal_ends_the_warm_start(finished, tmp_path, monkeypatch):
     assert metrics_of(path) == expected.metrics
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_first_evaluation_saves(finished, tmp_path, monkeypatch):
     expected, path = finished("grpo"), tmp_path / "run"
     evaluate = loop.heldout_metrics

@@ -69,6 +69,7 @@ def test_worked_example_with_all_experts_in_one_stage():
     assert axis_groups(mesh, mesh.edp) == [[n] for n in range(16)]
 
 
+@pytest.mark.slow
 def test_every_small_layout_folds():
     """Sizes, ownership of atoms, and Megatron's rank order wherever both sides can have it."""
     refined = paired = 0

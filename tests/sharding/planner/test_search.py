@@ -78,6 +78,7 @@ def test_what_is_legal_is_what_the_network_takes():
     assert refused > 20
 
 
+@pytest.mark.slow
 def test_the_winner_fits_and_nothing_that_fits_is_faster():
     found = search(MIXTRAL, 64, 256, 4096, H100, *MEGATRON, THEIRS)
     best = found.plans[0]

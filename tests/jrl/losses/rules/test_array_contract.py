@@ -266,6 +266,7 @@ def test_jit(name):
     assert_same(result, EVERYTHING[name](batch(4)), "seed 4", tolerance=2e-6)
 
 
+@pytest.mark.slow
 @of_each_kind(PER_TOKEN | LOSSES)
 def test_vmap_and_a_single_row_equal_the_batch(name):
     found, expected = outcome(name).other, outcome(name).plain["seed 5"]

@@ -118,6 +118,7 @@ def test_greedy_rows_of_a_group_are_equal():
     assert np.all(rollout.old_logprobs[rollout.mask] < 0)
 
 
+@pytest.mark.slow
 def test_greedy_rows_are_decoded_by_the_programs_of_sampled_ones():
     plain = Asked(Sampling())
     engine, programs = plain.engine(), (admit, advance)
@@ -190,13 +191,14 @@ def test_the_order_of_arrival_has_no_say_in_any_bit(config):
 
 
 # Of other sizes, products are summed in other blocks: the tokens are the same, the last digit not.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slots", "window"),
     [
         (FEW.slots, 12),
-        pytest.param(5, 6, marks=pytest.mark.slow),
-        pytest.param(ROWS, 4, marks=pytest.mark.slow),
-        pytest.param(1, None, marks=pytest.mark.slow),
+        (5, 6),
+        (ROWS, 4),
+        (1, None),
     ],
 )
 def test_neither_slots_nor_windows_have_a_say(slots, window):

@@ -98,6 +98,7 @@ def test_cutting_changes_nothing(network, layout, num_micro):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_metrics_are_means_over_the_tokens_that_count():
     _, metrics = one_update("policy", "dp1", 2)
     batch = jax.device_get(small_batch(setup_on("dp1")))

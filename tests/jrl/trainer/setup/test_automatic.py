@@ -44,6 +44,7 @@ def test_nothing_that_can_be_had_is_faster(setup):
         assert make_candidate(setup, Grpo(), Layout.parse(text), LAPTOP).seconds >= best.seconds
 
 
+@pytest.mark.slow
 def test_with_less_memory_it_is_another(setup, monkeypatch):
     roomy, _ = choose_layout(setup, Grpo(), 4)
     needs = make_candidate(setup, Grpo(), roomy, LAPTOP).bytes()
