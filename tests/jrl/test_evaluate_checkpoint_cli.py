@@ -56,6 +56,7 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_every_row_is_evaluated_and_all_completions_are_written(flags, tmp_path, capsys):
     written = tmp_path / "made" / "samples.jsonl"
     kept = [f"--samples={written}", f"--json={tmp_path / 'numbers.json'}", "--show=2"]

@@ -228,6 +228,7 @@ def test_r3_replays_what_the_sampler_chose(sampled, scoring, monkeypatch):
         prepared(setup, state, short)
 
 
+@pytest.mark.slow
 def test_masks_of_targets_and_rejection(sampled, scoring, monkeypatch):
     """What is rejected counts for neither network; the critic keeps what is not the policy's."""
     recipe = small_recipe("ppo", rejection="k2", rejection_over="token", rejection_high=0.1)
@@ -266,6 +267,7 @@ def test_truncated_responses_are_filtered(name, sampled):
         np.testing.assert_array_equal(batch.returns, expected.returns)
 
 
+@pytest.mark.slow
 def test_the_sampler_stays_the_anchor_where_samples_are_rejected(sampled, scoring):
     recipe = small_recipe(rejection="geometric", rejection_low=0.9, rejection_high=1.2)
     setup = small_setup(recipe)
