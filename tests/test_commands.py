@@ -116,6 +116,7 @@ OWN_RECIPE = re.findall(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", given("jrl.train"))
 def test_train_reads(command, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)

@@ -91,6 +91,7 @@ def test_what_is_said_of_metrics_is_of_metrics_that_there_are():
         assert describe(name.replace("*", "any").replace("NAME", "any")), name
 
 
+@pytest.mark.slow
 def test_errors_that_are_explained_are_errors_of_the_library():
     """A message in "it says" has a phrase of the sources in it, or is a part of one."""
     phrases = {

@@ -37,6 +37,7 @@ def test_the_distribution_is_not_called_as_another_project_on_the_index():
     assert PROJECT["name"] == "jrl-reasoning"
 
 
+@pytest.mark.slow
 def test_nobody_is_told_to_install_the_other_project():
     assert len(TEXTS) > 100
     other = re.compile(r"""pip install (-\S+ )*["']?jrl\b(?!-)|\bjrl\[[a-z]""")

@@ -170,6 +170,7 @@ def counts() -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 def test_private_words_and_question_openings_only_get_fewer():
     recorded = json.loads(RECORD.read_text())
     assert counts().keys() == recorded.keys(), "write it down: python -m tests.test_terms"
@@ -177,6 +178,7 @@ def test_private_words_and_question_openings_only_get_fewer():
     assert not risen, "docs/glossary.md has the field's words"
 
 
+@pytest.mark.slow
 def test_names_are_in_the_words_of_the_field():
     stays = set().union(*KEPT_NAMES.values())
     private = [

@@ -209,6 +209,7 @@ print("the next one")
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_waits_for_what_a_command_saves():
     with subprocess.Popen(
         [sys.executable, "-c", TWO],

@@ -68,6 +68,7 @@ def test_a_dry_run_shows_the_prompt_and_why_completions_are_as_long_as_they_are(
     assert "the default of a checkpoint" in out
 
 
+@pytest.mark.slow
 def test_a_dry_run_counts_the_prompts_that_are_too_long(given, tmp_path, monkeypatch, capsys):
     folder, flags = given
     monkeypatch.chdir(folder)

@@ -212,6 +212,7 @@ def test_steps_equal_the_whole_sequence(kind, layout):
     assert np.all(np.isfinite(steps))
 
 
+@pytest.mark.slow
 def test_prefill_equals_the_forward_pass_and_keeps_every_column():
     mesh, weights = mesh_of("dp1"), random_weights(ROUTED, 0)
     tokens, lengths, _ = batch()

@@ -140,12 +140,10 @@ CASES = [
     ("tp4", 5, 1, "untied", 0.7),
 ]
 # Chunks and an embedding; columns that every rank holds.
-QUICK = CASES[1], CASES[10]
 
 
-@pytest.mark.parametrize(
-    ("layout", "vocab_size", "chunk", "head", "temperature"), full_but(CASES, *QUICK)
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "vocab_size", "chunk", "head", "temperature"), CASES)
 def test_equals_the_plain_twin(layout, vocab_size, chunk, head, temperature):
     config = config_of(vocab_size, chunk, head)
     weights, batch = random_weights(config, 0), given(vocab_size)

@@ -101,6 +101,7 @@ def test_padding_changes_nothing():
         np.testing.assert_allclose(out[row, places], alone, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_hidden_states_are_normalised():
     weights = random_weights(CONFIG, 1)
     weights = replace(weights, norm=np.ones(CONFIG.d_model, np.float32))

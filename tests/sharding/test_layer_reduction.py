@@ -9,7 +9,6 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from programs import mesh_of, on_mesh
-from tiers import full_but
 
 from sharding.collectives import vary
 from sharding.zero import Reduced, Reduction, shard_dim, weights_of
@@ -27,7 +26,8 @@ def through(layers, x):
     return jnp.sum(lax.scan(layer, x, layers)[0])
 
 
-@pytest.mark.parametrize("wire", full_but(["float32", "bfloat16"], "bfloat16"))
+@pytest.mark.slow
+@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
 def test_the_bits_are_those_of_a_sum_afterwards(wire):
     mesh, draw = mesh_of("cp2 dp2"), np.random.default_rng(0)
     stored, shape = P(None, None, None), (DEPTH, WIDTH, WIDTH)

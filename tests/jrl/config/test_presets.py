@@ -4,7 +4,6 @@ import json
 
 import pytest
 from chat_checkpoint import write_tokenizer
-from tiers import full_but
 
 from jrl.config.flags import parse_arguments
 from jrl.config.settings_file import PRESETS
@@ -35,7 +34,8 @@ def checkpoint(tmp_path_factory):
     return write_tokenizer(tmp_path_factory.mktemp("public"))
 
 
-@pytest.mark.parametrize("name", full_but(NAMES, "qwen3-0.6b-24gb"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_a_preset_fits_its_accelerator(name, checkpoint, tmp_path):
     model, _, room = name.rpartition("-")
     options, sizes = MODELS[model]

@@ -116,6 +116,7 @@ def test_a_process_that_was_gone_before_the_end_is_said(tmp_path):
     assert alarm.end - alarm.start == pytest.approx(131, abs=2)
 
 
+@pytest.mark.slow
 def test_a_fleet_that_cannot_be_compared_is_no_all_clear(tmp_path, capsys):
     path = tmp_path / "fleet.npz"
     simulate_command([str(path), "--machines", "2", "--seconds", "300"])

@@ -121,7 +121,8 @@ def test_a_mask_is_a_selection_of_rows(chunk_size):
         jax.tree.map(check, masked, whole)
 
 
-@pytest.mark.parametrize("name", full_but(NAMES, "logprobs", "reference||policy"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_what_the_mask_hides_reaches_no_gradient_of_a_gradient(name):
     def total(logits):
         return jnp.sum(jnp.sin(ours(logits, reference, TOKENS, ROWS, names=(name,))[name]))

@@ -160,6 +160,7 @@ def test_the_temperature_has_its_switch():
     assert Hapo().rescores and not Hapo(adaptive_temperature=False).rescores
 
 
+@pytest.mark.slow
 def test_decided_tokens_are_damped():
     """The released code loses the sign of their signal, so that nothing is."""
     recipe = replace(Hapo(), asymmetric_clipping=False)

@@ -112,6 +112,7 @@ def test_the_critic_learns_from_monte_carlo_returns(gamma):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)  # float32
 
 
+@pytest.mark.slow
 def test_advantages_are_whitened_over_what_is_kept_and_then_bounded():
     given = windows([7, 7, 6, 2], [4, 0, 3, 0], [True, False, False, True], [1, 0, 0, -1])
     plain = targets_of(Tppo(window=4, **PLAIN), given)

@@ -72,6 +72,7 @@ def test_nothing_to_draw(tmp_path):
     assert not (tmp_path / "plots").exists()
 
 
+@pytest.mark.slow
 def test_one_step_constant_and_nonfinite_values_are_drawn(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with records.Appender(path) as file:

@@ -82,6 +82,7 @@ def test_what_is_drawn_depends_neither_on_slots_nor_on_when_answers_come(weights
         assert np.array_equal(found, expected), name
 
 
+@pytest.mark.slow
 def test_turns_and_tokens_are_bounded(weights, collected):
     setup = talking_setup(max_turns=1)
     completions = talked(setup, weights).completions

@@ -128,6 +128,7 @@ def test_greedy_takes_the_first_likeliest():
     np.testing.assert_allclose(policy, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_one_program_is_greedy_or_not():
     logits = 3 * jax.random.normal(jax.random.key(2), (16, VOCAB))
     logits = logits.at[3].set(1.0)  # all are likeliest: the first is taken
@@ -327,6 +328,7 @@ def test_the_first_step_draws_at_the_base_temperature_in_the_same_program():
     assert not np.array_equal(adapted[1], neutral[1])
 
 
+@pytest.mark.slow
 def test_greedy_ignores_a_temperature_that_adapts():
     logits, statistics = undecided_rows()
     keys = jax.random.split(jax.random.key(4), len(ENTROPIES))

@@ -53,6 +53,7 @@ def test_agreement_is_the_layout_s_too():
     np.testing.assert_allclose(behaviour[drawn], rollout.behaviour_logprobs[drawn], atol=CLOSE)
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_the_token_they_stand_at():
     decoder = Asked()
     rollout, mesh = decode(decoder), decoder.mesh

@@ -110,6 +110,7 @@ ASSIGNMENTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ASSIGNMENTS)
 def test_grouped_experts_equal_the_plain_twin(name):
     ids = np.asarray(ASSIGNMENTS[name])

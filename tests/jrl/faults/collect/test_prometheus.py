@@ -146,6 +146,7 @@ class Server(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
 def test_a_server_is_asked_as_its_interface_says():
     Server.asked = []
     with HTTPServer(("127.0.0.1", 0), Server) as server:

@@ -38,6 +38,7 @@ def noisy(machines=6, seconds=150, seed=0, shifted=None, by=0.0):
     return Fleet(names, ("cpu_usage",), 5000.0, 1.0, values.astype(np.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", [-20, 20])
 def test_a_shift_is_found_where_and_when_it_is(by):
     (alarm,) = QUICK(noisy(shifted=4, by=by))
@@ -234,6 +235,7 @@ KINDS = (
 )
 
 
+@pytest.mark.slow
 @given(st.sampled_from(KINDS), st.integers(0, 2**31))
 @settings(max_examples=25, deadline=None)
 def test_bad_input_names_nobody_and_says_why(kind, seed):

@@ -56,6 +56,7 @@ def test_score_against_a_loop():
     assert (score[7:] == 0).all()
 
 
+@pytest.mark.slow
 def test_equal_machines_score_nothing():
     counted = jnp.ones(16, bool)
     sums = distance_sums(jnp.ones((2, 3, 16)), counted)

@@ -113,6 +113,7 @@ def test_a_long_row_with_as_many_holes_as_a_byte_cannot_count(apart):
     jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=2e-5, atol=2e-5), blocked, scan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [[1, 1, 0, 0], [0, 1, 1, 0], [0, 1, 0, 0], [1, 0, 0, 1]])
 def test_rows_of_one_and_of_two_tokens(row):
     draw = np.random.default_rng(0)
@@ -149,6 +150,7 @@ def test_on_devices_of_which_only_some_have_holes():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("time", [SHORTEST_BLOCKED - 1, SHORTEST_BLOCKED])
 def test_long_rows_are_run_in_blocks_by_default(time):
     given = numbers(time, holes=False)

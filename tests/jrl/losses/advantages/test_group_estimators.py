@@ -43,6 +43,7 @@ def test_the_fallback_is_of_whole_groups_and_at_the_bound():
     np.testing.assert_array_equal(below[5:], tokens[5:])
 
 
+@pytest.mark.slow
 def test_the_fallback_looks_at_what_is_below_too_and_its_bound_belongs_to_it():
     # The other two rows are another group, which nothing befalls.
     mask = np.arange(9)[None] < np.array([1, 9, 9, 9, 9, 1, 1])[:, None]

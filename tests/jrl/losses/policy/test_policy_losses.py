@@ -14,7 +14,6 @@ from batches import MASK, batch, numpy_batch
 from compiled import compiled, jitted, with_slope
 from jax.test_util import check_grads
 from policy_cases import assert_a_cut_sums_to_the_whole, per_token
-from tiers import full_but
 
 import jrl
 
@@ -130,7 +129,8 @@ def test_gradients_by_finite_differences():
         check_grads(losses, (b["logprobs"],), 1)
 
 
-@pytest.mark.parametrize("mode", full_but(MODES, "token-mean"))
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
 def test_a_cut_sums_to_the_whole(mode):
     def loss(b, **denominators):
         arrays = (b["logprobs"], b["old_logprobs"], b["advantages"], b["mask"])

@@ -180,6 +180,7 @@ def test_the_clamp_of_the_log_ratio_is_an_argument(loss):
     assert bounded[0] != free[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mode"),
     [

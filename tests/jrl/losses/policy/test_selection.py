@@ -21,6 +21,7 @@ def _top(entropy, mask, fraction):
     return jrl.top_entropy_mask(entropy, mask, fraction=fraction)
 
 
+@pytest.mark.slow
 @given(st.integers(1, 40), st.sampled_from([0.1, 0.2, 0.25, 0.3, 0.5, 0.8, 1.0]))
 @settings(max_examples=30, deadline=None, derandomize=True, database=None)
 def test_as_many_are_kept_as_reach_the_quantile(count, fraction):

@@ -203,6 +203,7 @@ def meet(name, number, tried):
     compare(actual, expected, *TOLERANCE[tried.split(",")[0]], document["function"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vector", ROWS, ids=lambda vector: vector.function)
 def test_the_files_hold_what_the_oracles_say(vector):
     """From the inputs of the file, which are read and not made again: NumPy's logarithm has other

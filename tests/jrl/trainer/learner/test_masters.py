@@ -177,6 +177,7 @@ def test_steps_below_the_last_digit_add_up():
     assert np.mean(learner.weights.head != 6) > 0.2
 
 
+@pytest.mark.slow
 def test_weights_start_as_masters_cast():
     setup = setup_on("dp2 / ep2")
     weights = random_weights(setup, setup.model)
