@@ -139,7 +139,6 @@ CASES = [
     # A rank that has no column of its own.
     ("tp4", 5, 1, "untied", 0.7),
 ]
-# Chunks and an embedding; columns that every rank holds.
 
 
 @pytest.mark.slow
