@@ -141,7 +141,8 @@ def compile_for(
     jax.clear_caches()
     began = _processor_time()
     try:
-        traced = (function if hasattr(function, "trace") else jax.jit(function)).trace(*operands)
+        trace = getattr(function, "trace", None) or jax.jit(function).trace
+        traced = trace(*operands)
         compiled = traced.lower(lowering_platforms=(platform_of(kind),)).compile()
         return Program(compiled, read_dumps(folder), _processor_time() - began)
     finally:
