@@ -234,43 +234,67 @@ def _body(
     def reduce_rows(reduce, matrix):
         return target.tiled(reduce(matrix, axis=1))
 
-    # One read of the logits: everything below stays in registers, [token, expert].
+    # One matrix, [token, expert], is in registers at a time, beside vectors of a number per token.
+    # What is needed twice is read twice, the second time from the cache.
     token_slice = pl.ds(block * TOKENS, TOKENS)
-    block_logits = target.load(logits.at[token_slice])
-    logs = block_logits
-    if rule.sigmoid:
-        # log sigmoid(x) = min(x, 0) - log(1 + e^-|x|)
-        logs = jnp.minimum(block_logits, full(0)) - jnp.log(1 + jnp.exp(-jnp.abs(block_logits)))
-    powers = jnp.exp(logs - broadcast(reduce_rows(jnp.max, logs)))
-    shares = target.tiled(powers / broadcast(reduce_rows(jnp.sum, powers)))
-    target.store(probabilities.at[token_slice], shares)
 
-    scores = target.tiled(jnp.exp(logs)) if rule.sigmoid else shares
+    def read_logits():
+        return target.load(logits.at[token_slice])
+
+    def read_logs():
+        """Logarithms of the scores but for a constant."""
+        block_logits = read_logits()
+        if not rule.sigmoid:
+            return block_logits
+        # log sigmoid(x) = min(x, 0) - log(1 + e^-|x|)
+        below = jnp.minimum(block_logits, full(0))
+        return below - jnp.log(1 + jnp.exp(-jnp.abs(block_logits)))
+
+    logs = read_logs()
+    most = reduce_rows(jnp.max, logs)
+    powers = jnp.exp(logs - broadcast(most))
+    total = reduce_rows(jnp.sum, powers)
+    shares = target.tiled(powers / broadcast(total))
+    target.store(probabilities.at[token_slice], shares)
     # The bias selects and does not weigh: `ranking` is compared, `weighing` becomes the gate
     # weights.
-    ranking = (block_logits if rule.after_topk else scores) + broadcast(target.load(bias, 1), 1)
-    weighing = block_logits if rule.after_topk else logs if rule.renormalise else scores
+    if rule.after_topk:
+        ranking = read_logits()
+    else:
+        ranking = target.tiled(jnp.exp(read_logs())) if rule.sigmoid else shares
+    ranking = ranking + broadcast(target.load(bias, 1), 1)
     column = target.tiled(lax.broadcasted_iota(jnp.int32, shape, 1))
 
     def find_largest(ranking):
-        """The largest value of each row, the column of its first occurrence, and a mask of it."""
+        """The largest value of each row, and the column of its first occurrence."""
         # Among equal values the first column, as `lax.top_k` selects: an argmax in two reductions.
-        most = reduce_rows(jnp.max, ranking)
-        equal = ranking == broadcast(most)
+        largest = reduce_rows(jnp.max, ranking)
+        equal = ranking == broadcast(largest)
         first = reduce_rows(jnp.min, jnp.where(equal, column, full(experts, jnp.int32)))
-        return most, first, column == broadcast(first)
+        return largest, first
 
     if rule.groups > 1:
         ranking = _mask_closed_groups(rule, experts, target, ranking, column, find_largest)
-    selected, selected_scores = full(0), []
     # k passes over registers; each removes the expert that it found.
+    selected = []
     for rank in range(rule.k):
-        _, first, hit = find_largest(ranking)
+        _, first = find_largest(ranking)
         target.store(expert_ids.at[pl.ds(rank * padded + block * TOKENS, TOKENS)], first)
-        selected_scores.append(reduce_rows(jnp.sum, jnp.where(hit, weighing, full(0))))
-        selected = selected + hit.astype(jnp.float32)
-        ranking = jnp.where(hit, full(-jnp.inf), ranking)
+        selected.append(first)
+        ranking = jnp.where(column == broadcast(first), full(-jnp.inf), ranking)
 
+    if rule.after_topk:
+        weighing = read_logits()
+    elif rule.renormalise:
+        weighing = read_logs()
+    elif rule.sigmoid:
+        weighing = target.tiled(jnp.exp(read_logs()))
+    else:
+        weighing = target.tiled(jnp.exp(read_logs() - broadcast(most)) / broadcast(total))
+    selected_scores = [
+        reduce_rows(jnp.sum, jnp.where(column == broadcast(first), weighing, full(0)))
+        for first in selected
+    ]
     # A softmax over logarithms of scores is the scores over their sum, and does not underflow.
     if rule.after_topk or rule.renormalise:
         most = selected_scores[0]
@@ -284,15 +308,22 @@ def _body(
         target.store(probs.at[rank_slice], target.tiled(score * rule.scaling))
 
     # Counts of this block alone; they are added up after the kernel, in order and without atomics.
-    weighted = selected * broadcast(target.load(weights.at[token_slice], 0))
-    total = target.tiled(jnp.sum(weighted, axis=0), 1)
-    target.store(counts.at[pl.ds(block * experts, experts)], total)
+    weight, weighted = broadcast(target.load(weights.at[token_slice], 0)), full(0)
+    for first in selected:
+        weighted = jnp.where(column == broadcast(first), weight, weighted)
+    target.store(
+        counts.at[pl.ds(block * experts, experts)],
+        target.tiled(jnp.sum(weighted, axis=0), 1),
+    )
 
 
 def _mask_closed_groups(rule: Rule, experts: int, target: Target, ranking, column, find_largest):
     """`ranking`, with -inf for the experts of groups that a token may not select from."""
     width = experts // rule.groups
     minus_infinity = target.tiled(jnp.full(ranking.shape, -jnp.inf, jnp.float32))
+
+    def broadcast(vector):
+        return target.tiled(lax.broadcast_in_dim(vector, ranking.shape, (0,)))
 
     def mask_group(group):
         after = (column >= group * width).astype(jnp.int32)
@@ -303,11 +334,10 @@ def _mask_closed_groups(rule: Rule, experts: int, target: Target, ranking, colum
     for group in range(rule.groups):
         within, best = jnp.where(mask_group(group) > 0, ranking, minus_infinity), []
         for _ in range(rule.k // rule.open_groups):
-            most, _, hit = find_largest(within)
-            best.append(most)
-            within = jnp.where(hit, minus_infinity, within)
+            largest, first = find_largest(within)
+            best.append(largest)
+            within = jnp.where(column == broadcast(first), minus_infinity, within)
         scores.append(sum(best[1:], best[0]))
-    is_open = target.tiled(jnp.zeros(ranking.shape, jnp.int32))
     for group, score in enumerate(scores):
         # The rank of a group is the number of those before it, with a larger score or the same
         # score and a lower index. Comparing all pairs needs no sort; there are few groups.
@@ -316,9 +346,7 @@ def _mask_closed_groups(rule: Rule, experts: int, target: Target, ranking, colum
             for index, other in enumerate(scores)
             if index != group
         ]
-        is_group_open = (sum(before[1:], before[0]) < rule.open_groups).astype(jnp.int32)
-        in_open_group = mask_group(group) * target.tiled(
-            lax.broadcast_in_dim(is_group_open, ranking.shape, (0,))
-        )
-        is_open = is_open + in_open_group
-    return jnp.where(is_open > 0, ranking, minus_infinity)
+        is_closed = (sum(before[1:], before[0]) >= rule.open_groups).astype(jnp.int32)
+        in_closed_group = mask_group(group) * broadcast(is_closed)
+        ranking = jnp.where(in_closed_group > 0, minus_infinity, ranking)
+    return ranking
