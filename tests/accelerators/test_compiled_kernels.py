@@ -31,8 +31,6 @@ NAMES = {
     "latent decode attention": {"latent_decode_attention"},
 }
 """Names of the kernels in profiles, by operation."""
-SPILLS = {"router", "SwiGLU gradient", "SwiGLU gradient, rows gathered", "attention gradient"}
-"""Operations with kernels that need more registers than a thread has."""
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +59,8 @@ def test_a_kernel_is_compiled_to_machine_code(operation, kernels):
     for row in rows:
         assert row["shared"] <= SHARED_MEMORY_OF_BLOCK
         assert row["resident"] >= 1
-        assert operation in SPILLS or row["defects"] == []
+        # Neither spills nor products that wait for one another.
+        assert row["defects"] == []
 
 
 @needs_compiler("cuda")
