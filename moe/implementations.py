@@ -120,10 +120,12 @@ def _experts_obstacle(config: ModelConfig, etp: int) -> str | None:
 
 
 def _router_obstacle(config: ModelConfig, etp: int) -> str | None:
-    most = routing.MAX_EXPERTS_WITHOUT_SPILLS
+    most = routing.MAX_RESIDENT_EXPERTS
     if routing.supports_experts(config.num_experts, most):
         return None
-    return f"{config.num_experts} experts (needs a multiple of 8 up to {most}, or registers spill)"
+    return (
+        f"{config.num_experts} experts (needs a multiple of 8 up to {most}, which fit in registers)"
+    )
 
 
 KERNELS = {

@@ -20,6 +20,8 @@ from moe.ops.mask import Mask, TokenIndices
 Shape = jax.ShapeDtypeStruct
 CACHE_ROWS, CACHE_COLUMNS = 16, 4096
 """Rows and columns of a KV cache."""
+EXPERTS_OF_CHIP = 8
+"""Experts of a TPU chip, at most."""
 
 
 class Case(NamedTuple):
@@ -29,13 +31,11 @@ class Case(NamedTuple):
       operation: what is computed.
       function: calls the kernel.
       operands: their shapes.
-      hopper_only: it uses Hopper's matrix units.
     """
 
     operation: str
     function: Callable[..., Any]
     operands: tuple[Any, ...]
-    hopper_only: bool = True
 
 
 def half(*shape: int) -> Shape:
@@ -114,12 +114,11 @@ def _moves(model: Model) -> Iterator[Case]:
         "sorted layout",
         lambda ids: sorted_layout(ids, model.experts, **named),
         (ids,),
-        hopper_only=False,
     )
     if rows.unsupported_width(model.hidden) is None:
         x, spread = half(model.tokens, model.hidden), half(slots, model.hidden)
         index, probs = integers(slots), single(model.tokens, model.k)
-        yield Case("permute", partial(rows.take, **named), (x, index), hopper_only=False)
+        yield Case("permute", partial(rows.take, **named), (x, index))
         yield Case(
             "unpermute",
             partial(rows.combine, dtype=jnp.bfloat16, **named),
@@ -206,11 +205,13 @@ def tpu_cases(name: str) -> Iterator[Case]:
     from moe.kernels import megablox
 
     model = MODELS[name]
-    slots, sizes = model.tokens * model.k, integers(model.experts)
+    # Tiles do not depend on the number of experts, and all of a large model fit on no chip.
+    experts = min(model.experts, EXPERTS_OF_CHIP)
+    slots, sizes = model.tokens * model.k, integers(experts)
     spread, units = half(slots, model.hidden), half(slots, model.inner)
     both = half(slots, 2 * model.inner)
-    into = half(model.experts, model.hidden, 2 * model.inner)
-    out = half(model.experts, model.inner, model.hidden)
+    into = half(experts, model.hidden, 2 * model.inner)
+    out = half(experts, model.inner, model.hidden)
     product, total = megablox.multiply_rows, megablox.sum_products
     yield Case("gate/up product", partial(product, 0), (spread, into, sizes))
     yield Case("gate/up product, transposed", partial(product, 1), (both, into, sizes))
