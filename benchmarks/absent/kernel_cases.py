@@ -123,13 +123,11 @@ def _moves(model: Model) -> Iterator[Case]:
             "unpermute",
             partial(rows.combine, dtype=jnp.bfloat16, **named),
             (spread, ids, probs),
-            hopper_only=False,
         )
         yield Case(
             "unpermute gradient",
             partial(rows.combine_gradients, **named),
             (spread, x, ids, index, probs),
-            hopper_only=False,
         )
     if supports_experts(model.experts):
         grouped_experts = model.groups > 1
@@ -148,7 +146,6 @@ def _moves(model: Model) -> Iterator[Case]:
                 single(model.experts),
                 single(model.tokens),
             ),
-            hopper_only=False,
         )
 
 
