@@ -120,12 +120,10 @@ def _experts_obstacle(config: ModelConfig, etp: int) -> str | None:
 
 
 def _router_obstacle(config: ModelConfig, etp: int) -> str | None:
-    most = routing.MAX_RESIDENT_EXPERTS
+    most = routing.MAX_EXPERTS_WITHOUT_SPILLS
     if routing.supports_experts(config.num_experts, most):
         return None
-    return (
-        f"{config.num_experts} experts (needs a multiple of 8 up to {most}, which fit in registers)"
-    )
+    return f"{config.num_experts} experts (needs a multiple of 8 up to {most}, or registers spill)"
 
 
 KERNELS = {

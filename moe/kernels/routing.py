@@ -26,8 +26,9 @@ TOKENS = 64
 """Tokens of one program."""
 MAX_EXPERTS = 256
 """Experts of a network, at most."""
-MAX_RESIDENT_EXPERTS = 128
-"""Experts of a network, at most, of which all stay in registers."""
+MAX_EXPERTS_WITHOUT_SPILLS = 128
+"""Experts of a network, at most, that all stay in registers without spills; of more, a chunk is there
+at a time."""
 MAX_CHUNK = 64
 """Experts, at most, that are in registers at a time where not all are."""
 
@@ -200,7 +201,7 @@ def _kernel(
         jax.ShapeDtypeStruct((blocks * experts,), jnp.float32),
     ]
     operands = [jnp.pad(logits, ((0, missing), (0, 0))), bias, jnp.pad(weights, (0, missing))]
-    if experts > MAX_RESIDENT_EXPERTS:
+    if experts > MAX_EXPERTS_WITHOUT_SPILLS:
         outputs.append(jax.ShapeDtypeStruct((padded, experts), jnp.float32))
     expert_ids, probs, probabilities, counts, *_ = launch(
         partial(_body, rule, padded, experts),
@@ -332,7 +333,7 @@ def _body(
 
 def _chunk_width(experts: int) -> int:
     """Columns of a chunk: all where a thread has registers for them, else a divisor."""
-    if experts <= MAX_RESIDENT_EXPERTS:
+    if experts <= MAX_EXPERTS_WITHOUT_SPILLS:
         return experts
     return next(width for width in range(MAX_CHUNK, 0, -8) if experts % width == 0)
 
