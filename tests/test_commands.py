@@ -97,8 +97,8 @@ STUDIES = [
 def test_there_are_commands():
     assert len(FOUND) > 30
     programs = {words_of(command)[1] for command in FOUND if words_of(command)[0] == "-m"}
-    benchmarks = {"benchmarks.agreement", "benchmarks.gpu", "benchmarks.rollout"}
-    benchmarks |= {"benchmarks.dispatch", "benchmarks.serve"}
+    benchmarks = {"benchmarks.absent", "benchmarks.agreement", "benchmarks.gpu"}
+    benchmarks |= {"benchmarks.dispatch", "benchmarks.rollout", "benchmarks.serve"}
     tested = {"jrl.evaluate", "jrl.export", "jrl.faults", "jrl.report", "jrl.serve", "jrl.train"}
     tested |= {"jrl.tasks", "sharding.folding", "sharding.planner", "tests.campaign.crossings"}
     # Without arguments.
@@ -185,6 +185,7 @@ def test_planner_reads(command):
 
 SCRIPTS = [
     *(command for command in FOUND if words_of(command)[0].endswith(".py")),
+    *given("benchmarks.absent"),
     *given("benchmarks.agreement"),
     *given("benchmarks.gpu"),
     *given("benchmarks.rollout"),

@@ -22,8 +22,12 @@ from sharding.collectives import match_varying
 TILE_HEIGHTS = (512, 256, 128, 64, 32, 16)
 """Rows of a tile: the first of these that divides the number of rows."""
 MAX_TILE_COLUMNS = 1024
-"""Columns of a tile, at most. VMEM holds two of each of a program's three tiles and a sum in
-float32, 12 MiB in half precision."""
+"""Columns of a tile, at most."""
+VMEM = 12 * 2**20
+"""Bytes of VMEM that the tiles of a program take, at most. The compiler grants 16 MiB on TPU v5e
+and v5p, and uses some for itself."""
+COLUMN_UNIT = 128
+"""A tile that is narrower than its matrix has a multiple of this many columns."""
 
 
 def multiply_rows(
@@ -71,9 +75,46 @@ def _pad_rows(rows: Array) -> Array:
     return jnp.pad(rows, ((0, -rows.shape[0] % unit), (0, 0)))
 
 
-def _tiling(rows: int, inner: int, outer: int) -> tuple[int, int, int]:
+def product_tiling(rows: Array | jax.ShapeDtypeStruct, outer: int) -> tuple[int, int, int]:
+    """Rows, contracted columns and result columns of the tiles of a product of padded rows."""
+    itemsize = jnp.dtype(rows.dtype).itemsize
+
+    def vmem(height: int, inner: int, outer: int) -> int:
+        # Two of each tile, as the next ones are copied meanwhile, and the sum in float32.
+        tiles = height * inner + inner * outer + height * outer
+        return 2 * itemsize * tiles + 4 * height * outer
+
+    return _fit_tiling(rows.shape[0], rows.shape[1], outer, vmem)
+
+
+def sum_tiling(rows: Array | jax.ShapeDtypeStruct, outer: int) -> tuple[int, int, int]:
+    """Rows, left columns and right columns of the tiles of a sum of products of padded rows."""
+    itemsize = jnp.dtype(rows.dtype).itemsize
+
+    def vmem(height: int, inner: int, outer: int) -> int:
+        # Rows of other groups are set to zero in float32. The result is float32, twice, and so is
+        # the sum.
+        return (2 * itemsize + 4) * height * (inner + outer) + 3 * 4 * inner * outer
+
+    return _fit_tiling(rows.shape[0], rows.shape[1], outer, vmem)
+
+
+def _fit_tiling(
+    rows: int, inner: int, outer: int, vmem: Callable[[int, int, int], int]
+) -> tuple[int, int, int]:
+    """The largest tiles that fit: their wider side is halved until they do."""
     height = next(height for height in TILE_HEIGHTS if rows % height == 0)
-    return height, min(inner, MAX_TILE_COLUMNS), min(outer, MAX_TILE_COLUMNS)
+    inner, outer = min(inner, MAX_TILE_COLUMNS), min(outer, MAX_TILE_COLUMNS)
+    while vmem(height, inner, outer) > VMEM:
+        if inner >= outer:
+            inner = _halve(inner)
+        else:
+            outer = _halve(outer)
+    return height, inner, outer
+
+
+def _halve(columns: int) -> int:
+    return -(-columns // (2 * COLUMN_UNIT)) * COLUMN_UNIT
 
 
 def _gmm(rows: Array, weights: Array, sizes: Array, *, side: int, interpret: bool = False) -> Array:
@@ -85,7 +126,7 @@ def _gmm(rows: Array, weights: Array, sizes: Array, *, side: int, interpret: boo
             weights,
             sizes,
             preferred_element_type=rows.dtype,
-            tiling=_tiling(rows.shape[0], rows.shape[1], weights.shape[2 - side]),
+            tiling=product_tiling(rows, weights.shape[2 - side]),
             transpose_rhs=bool(side),
             interpret=interpret,
         )
@@ -100,7 +141,7 @@ def _tgmm(rows: Array, others: Array, sizes: Array, *, interpret: bool = False) 
             others,
             sizes,
             preferred_element_type=jnp.float32,
-            tiling=_tiling(rows.shape[0], rows.shape[1], others.shape[1]),
+            tiling=sum_tiling(rows, others.shape[1]),
             interpret=interpret,
         )
 

@@ -1,10 +1,12 @@
 """Fused router kernel after the logits: scores, top-k, gate weights and counts in one pass over
 memory.
 
-A program has 64 tokens and all experts in registers and takes the maximum k times; XLA would sort
-every row for a top-k this small.
+A program has 64 tokens and takes the maximum over their experts k times; XLA would sort every row
+for a top-k this small. Up to 128 experts stay in registers all along.
 """
 
+import functools
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,9 +25,12 @@ from sharding.collectives import match_varying
 TOKENS = 64
 """Tokens of one program."""
 MAX_EXPERTS = 256
-"""Experts of a network, at most: more would not stay in registers."""
+"""Experts of a network, at most."""
 MAX_EXPERTS_WITHOUT_SPILLS = 128
-"""Experts of a network, at most, of which all stay in registers."""
+"""Experts of a network, at most, that all stay in registers without spills; of more, a chunk is there
+at a time."""
+MAX_CHUNK = 64
+"""Experts, at most, that are in registers at a time where not all are."""
 
 
 class Rule(NamedTuple):
@@ -196,7 +201,9 @@ def _kernel(
         jax.ShapeDtypeStruct((blocks * experts,), jnp.float32),
     ]
     operands = [jnp.pad(logits, ((0, missing), (0, 0))), bias, jnp.pad(weights, (0, missing))]
-    expert_ids, probs, probabilities, counts = launch(
+    if experts > MAX_EXPERTS_WITHOUT_SPILLS:
+        outputs.append(jax.ShapeDtypeStruct((padded, experts), jnp.float32))
+    expert_ids, probs, probabilities, counts, *_ = launch(
         partial(_body, rule, padded, experts),
         blocks,
         outputs,
@@ -222,93 +229,232 @@ def _body(
     probs,
     probabilities,
     counts,
+    *scratch,
 ):
-    shape = (TOKENS, experts)
-
-    def broadcast(vector, dimension=0):
-        return target.tiled(lax.broadcast_in_dim(vector, shape, (dimension,)))
-
-    def full(value, dtype=jnp.float32):
-        return target.tiled(jnp.full(shape, value, dtype))
-
-    def reduce_rows(reduce, matrix):
-        return target.tiled(reduce(matrix, axis=1))
-
-    # One read of the logits: everything below stays in registers, [token, expert].
+    width = _chunk_width(experts)
     token_slice = pl.ds(block * TOKENS, TOKENS)
-    block_logits = target.load(logits.at[token_slice])
-    logs = block_logits
-    if rule.sigmoid:
+    ranking = Ranking(target, experts, width, token_slice, *scratch)
+    broadcast, full, reduce_rows = ranking.broadcast, ranking.full, ranking.reduce_rows
+
+    # What is needed twice is read twice, the second time from the cache: registers hold one number
+    # for each token and expert of a chunk, beside vectors of a number per token.
+    def read_logits(first):
+        return target.load(logits.at[token_slice, pl.ds(first, width)])
+
+    def read_logs(first):
+        """Logarithms of the scores but for a constant."""
+        block_logits = read_logits(first)
+        if not rule.sigmoid:
+            return block_logits
         # log sigmoid(x) = min(x, 0) - log(1 + e^-|x|)
-        logs = jnp.minimum(block_logits, full(0)) - jnp.log(1 + jnp.exp(-jnp.abs(block_logits)))
-    powers = jnp.exp(logs - broadcast(reduce_rows(jnp.max, logs)))
-    shares = target.tiled(powers / broadcast(reduce_rows(jnp.sum, powers)))
-    target.store(probabilities.at[token_slice], shares)
+        below = jnp.minimum(block_logits, full(0))
+        return below - jnp.log(1 + jnp.exp(-jnp.abs(block_logits)))
 
-    scores = target.tiled(jnp.exp(logs)) if rule.sigmoid else shares
-    # The bias selects and does not weigh: `ranking` is compared, `weighing` becomes the gate
-    # weights.
-    ranking = (block_logits if rule.after_topk else scores) + broadcast(target.load(bias, 1), 1)
-    weighing = block_logits if rule.after_topk else logs if rule.renormalise else scores
-    column = target.tiled(lax.broadcasted_iota(jnp.int32, shape, 1))
+    def vector(value, dtype=jnp.float32):
+        return target.tiled(jnp.full((TOKENS,), value, dtype))
 
-    def find_largest(ranking):
-        """The largest value of each row, the column of its first occurrence, and a mask of it."""
-        # Among equal values the first column, as `lax.top_k` selects: an argmax in two reductions.
-        most = reduce_rows(jnp.max, ranking)
-        equal = ranking == broadcast(most)
-        first = reduce_rows(jnp.min, jnp.where(equal, column, full(experts, jnp.int32)))
-        return most, first, column == broadcast(first)
+    def largest_log(first, most):
+        return jnp.maximum(most, reduce_rows(jnp.max, read_logs(first)))
 
+    most = ranking.over_chunks(largest_log, vector(-jnp.inf))
+
+    def add_powers(first, total):
+        return total + reduce_rows(jnp.sum, jnp.exp(read_logs(first) - broadcast(most)))
+
+    total = ranking.over_chunks(add_powers, vector(0))
+
+    def shares_of(first):
+        return target.tiled(jnp.exp(read_logs(first) - broadcast(most)) / broadcast(total))
+
+    def rank(first, carry):
+        shares, columns = shares_of(first), pl.ds(first, width)
+        target.store(probabilities.at[token_slice, columns], shares)
+        # The bias selects and does not weigh: `ranking` is compared, `weighing` becomes the gate
+        # weights.
+        if rule.after_topk:
+            scores = read_logits(first)
+        else:
+            scores = target.tiled(jnp.exp(read_logs(first))) if rule.sigmoid else shares
+        ranking.write(first, scores + broadcast(target.load(bias.at[columns], 1), 1))
+        return carry
+
+    ranking.over_chunks(rank, 0)
     if rule.groups > 1:
-        ranking = _mask_closed_groups(rule, experts, target, ranking, column, find_largest)
-    selected, selected_scores = full(0), []
-    # k passes over registers; each removes the expert that it found.
-    for rank in range(rule.k):
-        _, first, hit = find_largest(ranking)
-        target.store(expert_ids.at[pl.ds(rank * padded + block * TOKENS, TOKENS)], first)
-        selected_scores.append(reduce_rows(jnp.sum, jnp.where(hit, weighing, full(0))))
-        selected = selected + hit.astype(jnp.float32)
-        ranking = jnp.where(hit, full(-jnp.inf), ranking)
+        _close_groups(rule, ranking)
+    # k passes; each first removes the expert that the one before it found.
+    selected = []
+    for index in range(rule.k):
+        _, first = ranking.find_largest(excluded=selected[-1:], forever=True)
+        target.store(expert_ids.at[pl.ds(index * padded + block * TOKENS, TOKENS)], first)
+        selected.append(first)
 
+    def read_weighing(first):
+        if rule.after_topk:
+            return read_logits(first)
+        if rule.renormalise:
+            return read_logs(first)
+        return target.tiled(jnp.exp(read_logs(first))) if rule.sigmoid else shares_of(first)
+
+    def weigh(first, sums):
+        weighing = read_weighing(first)
+        hits = (ranking.is_expert(first, expert) for expert in selected)
+        return tuple(
+            score + reduce_rows(jnp.sum, jnp.where(hit, weighing, full(0)))
+            for score, hit in zip(sums, hits, strict=True)
+        )
+
+    selected_scores = ranking.over_chunks(weigh, (vector(0),) * rule.k)
     # A softmax over logarithms of scores is the scores over their sum, and does not underflow.
     if rule.after_topk or rule.renormalise:
-        most = selected_scores[0]
-        for score in selected_scores[1:]:
-            most = jnp.maximum(most, score)
+        most = functools.reduce(jnp.maximum, selected_scores)
         selected_scores = [jnp.exp(score - most) for score in selected_scores]
-        total = sum(selected_scores[1:], selected_scores[0])
+        total = functools.reduce(jnp.add, selected_scores)
         selected_scores = [score / total for score in selected_scores]
-    for rank, score in enumerate(selected_scores):
-        rank_slice = pl.ds(rank * padded + block * TOKENS, TOKENS)
+    for index, score in enumerate(selected_scores):
+        rank_slice = pl.ds(index * padded + block * TOKENS, TOKENS)
         target.store(probs.at[rank_slice], target.tiled(score * rule.scaling))
 
-    # Counts of this block alone; they are added up after the kernel, in order and without atomics.
-    weighted = selected * broadcast(target.load(weights.at[token_slice], 0))
-    total = target.tiled(jnp.sum(weighted, axis=0), 1)
-    target.store(counts.at[pl.ds(block * experts, experts)], total)
+    token_weights = target.load(weights.at[token_slice], 0)
+
+    def count(first, carry):
+        weight, weighted = broadcast(token_weights), full(0)
+        for expert in selected:
+            weighted = jnp.where(ranking.is_expert(first, expert), weight, weighted)
+        # Counts of this block alone; they are added up after the kernel, in order and without
+        # atomics.
+        target.store(
+            counts.at[pl.ds(block * experts + first, width)],
+            target.tiled(jnp.sum(weighted, axis=0), 1),
+        )
+        return carry
+
+    ranking.over_chunks(count, 0)
 
 
-def _mask_closed_groups(rule: Rule, experts: int, target: Target, ranking, column, find_largest):
-    """`ranking`, with -inf for the experts of groups that a token may not select from."""
-    width = experts // rule.groups
-    minus_infinity = target.tiled(jnp.full(ranking.shape, -jnp.inf, jnp.float32))
+def _chunk_width(experts: int) -> int:
+    """Columns of a chunk: all where a thread has registers for them, else a divisor."""
+    if experts <= MAX_EXPERTS_WITHOUT_SPILLS:
+        return experts
+    return next(width for width in range(MAX_CHUNK, 0, -8) if experts % width == 0)
 
-    def mask_group(group):
-        after = (column >= group * width).astype(jnp.int32)
-        return after * (column < (group + 1) * width).astype(jnp.int32)
 
+class Ranking:
+    """What the experts of the tokens of a program are selected by, ``[token, expert]``.
+
+    In registers; where these do not suffice in memory, of which a chunk of columns is in registers
+    at a time.
+    """
+
+    def __init__(self, target: Target, experts: int, width: int, token_slice: Any, *scratch: Any):
+        self.experts, self._target, self._width = experts, target, width
+        self._token_slice, self._scratch = token_slice, scratch
+        self._value: Any = None
+
+    def over_chunks(
+        self, step: Callable[[Any, Any], Any], carry: Any, start: int = 0, stop: int | None = None
+    ) -> Any:
+        """Runs ``carry = step(first column, carry)`` for each chunk with columns of a range."""
+        if not self._scratch:
+            return step(0, carry)
+        stop = self.experts if stop is None else stop
+        chunks = start // self._width, -(-stop // self._width)
+        return lax.fori_loop(*chunks, lambda n, carry: step(n * self._width, carry), carry)
+
+    def read(self, first: Any) -> Any:
+        """The chunk from a column on."""
+        if not self._scratch:
+            return self._value
+        return self._target.load(self._scratch[0].at[self._token_slice, pl.ds(first, self._width)])
+
+    def write(self, first: Any, chunk: Any) -> None:
+        """Sets the chunk from a column on."""
+        if not self._scratch:
+            self._value = chunk
+            return
+        columns = pl.ds(first, self._width)
+        self._target.store(self._scratch[0].at[self._token_slice, columns], chunk)
+
+    def find_largest(
+        self,
+        start: int = 0,
+        stop: int | None = None,
+        excluded: Sequence[Any] = (),
+        *,
+        forever: bool = False,
+    ) -> tuple[Any, Any]:
+        """The largest value of each row, and the column of its first occurrence.
+
+        Args:
+          start, stop: range of columns; None is all from `start` on.
+          excluded: columns of each row that count as minus infinity.
+          forever: they are so from here on.
+        """
+        stop = self.experts if stop is None else stop
+        whole = start == 0 and stop == self.experts
+
+        def search(first, carry):
+            chunk, (largest, found) = self.read(first), carry
+            for expert in excluded:
+                chunk = jnp.where(self.is_expert(first, expert), self.full(-jnp.inf), chunk)
+            if excluded and forever:
+                self.write(first, chunk)
+            if not whole:
+                within = self.in_range(first, start, stop) > 0
+                chunk = jnp.where(within, chunk, self.full(-jnp.inf))
+            # Among equal values the first column, as `lax.top_k` selects: an argmax in two
+            # reductions.
+            here = self.reduce_rows(jnp.max, chunk)
+            beyond = self.full(self.experts, jnp.int32)
+            at = jnp.where(chunk == self.broadcast(here), self._columns(first), beyond)
+            at = self.reduce_rows(jnp.min, at)
+            # Chunks come in the order of columns, so that the first of equal values stays.
+            better = here > largest
+            return jnp.where(better, here, largest), jnp.where(better, at, found)
+
+        least = self._target.tiled(jnp.full((TOKENS,), -jnp.inf, jnp.float32))
+        none = self._target.tiled(jnp.full((TOKENS,), self.experts, jnp.int32))
+        return self.over_chunks(search, (least, none), start, stop)
+
+    def is_expert(self, first: Any, expert: Any) -> Any:
+        """Mask of the column of an expert of each row, in the chunk from a column on."""
+        return self._columns(0) == self.broadcast(expert - first)
+
+    def in_range(self, first: Any, start: int, stop: int) -> Any:
+        """1 in the columns of a range, else 0, in the chunk from a column on."""
+        columns = self._columns(first)
+        after = (columns >= start).astype(jnp.int32)
+        return after * (columns < stop).astype(jnp.int32)
+
+    def broadcast(self, vector: Any, dimension: int = 0) -> Any:
+        """A number for each row of a chunk, or for each column, as a chunk."""
+        shape = TOKENS, self._width
+        return self._target.tiled(lax.broadcast_in_dim(vector, shape, (dimension,)))
+
+    def full(self, value: float, dtype: Any = jnp.float32) -> Any:
+        return self._target.tiled(jnp.full((TOKENS, self._width), value, dtype))
+
+    def reduce_rows(self, reduce: Callable[..., Any], chunk: Any) -> Any:
+        return self._target.tiled(reduce(chunk, axis=1))
+
+    def _columns(self, first: Any) -> Any:
+        shape = TOKENS, self._width
+        return self._target.tiled(lax.broadcasted_iota(jnp.int32, shape, 1)) + first
+
+
+def _close_groups(rule: Rule, ranking: Ranking) -> None:
+    """Sets the experts of groups that a token may not select from to minus infinity."""
+    width = ranking.experts // rule.groups
+    bounds = [(group * width, (group + 1) * width) for group in range(rule.groups)]
     # The score of a group is the sum of its best experts, found as the top-k itself is.
     scores = []
-    for group in range(rule.groups):
-        within, best = jnp.where(mask_group(group) > 0, ranking, minus_infinity), []
+    for start, stop in bounds:
+        best, found = [], []
         for _ in range(rule.k // rule.open_groups):
-            most, _, hit = find_largest(within)
-            best.append(most)
-            within = jnp.where(hit, minus_infinity, within)
-        scores.append(sum(best[1:], best[0]))
-    is_open = target.tiled(jnp.zeros(ranking.shape, jnp.int32))
-    for group, score in enumerate(scores):
+            largest, first = ranking.find_largest(start, stop, excluded=found)
+            best.append(largest)
+            found.append(first)
+        scores.append(functools.reduce(jnp.add, best))
+    for group, ((start, stop), score) in enumerate(zip(bounds, scores, strict=True)):
         # The rank of a group is the number of those before it, with a larger score or the same
         # score and a lower index. Comparing all pairs needs no sort; there are few groups.
         before = [
@@ -316,9 +462,12 @@ def _mask_closed_groups(rule: Rule, experts: int, target: Target, ranking, colum
             for index, other in enumerate(scores)
             if index != group
         ]
-        is_group_open = (sum(before[1:], before[0]) < rule.open_groups).astype(jnp.int32)
-        in_open_group = mask_group(group) * target.tiled(
-            lax.broadcast_in_dim(is_group_open, ranking.shape, (0,))
-        )
-        is_open = is_open + in_open_group
-    return jnp.where(is_open > 0, ranking, minus_infinity)
+        is_closed = (functools.reduce(jnp.add, before) >= rule.open_groups).astype(jnp.int32)
+
+        def close(first, carry, is_closed=is_closed, start=start, stop=stop):
+            closed = ranking.broadcast(is_closed) * ranking.in_range(first, start, stop)
+            chunk = ranking.read(first)
+            ranking.write(first, jnp.where(closed > 0, ranking.full(-jnp.inf), chunk))
+            return carry
+
+        ranking.over_chunks(close, 0, start, stop)

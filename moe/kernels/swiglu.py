@@ -177,22 +177,27 @@ def hidden_gradients(
                 )
                 return target.load(gate_up.at[tile_columns]).astype(jnp.float32)
 
-            gate, up = load_half(0), load_half(1)
-            prob = _broadcast(target, target.load(probs.at[pl.ds(start, height)], 0), gate.shape)
+            # In this order no more than three matrices are in registers at a time.
+            gate = load_half(0)
             slope = 1 / (1 + jnp.exp(-gate))
             silu = gate * slope
-            # Before the gate weight multiplies: the gradient of that weight does not contain it.
-            # One sum per program and row, in a place of its own: no atomics.
-            total = target.tiled(jnp.sum(grad_hidden * silu * up, axis=1))
+            # d silu(g) / dg = s + silu(g) (1 - s), with s = sigmoid(g)
+            by_gate = grad_hidden * (slope + silu * (1 - slope))
+            by_up = grad_hidden * silu
+            up = load_half(1)
+            # Without the gate weight: the gradient of that weight does not contain it. One sum per
+            # program and row, in a place of its own: no atomics.
+            total = target.tiled(jnp.sum(by_up * up, axis=1))
             target.store(tile_sums_ref.at[pl.ds((tile * across + column) * height, height)], total)
-            grad_hidden = grad_hidden * prob
+            prob = _broadcast(target, target.load(probs.at[pl.ds(start, height)], 0), gate.shape)
+            grad_gate = (by_gate * up * prob).astype(gate_up.dtype)
+            grad_up = (by_up * prob).astype(gate_up.dtype)
 
             def store(values_tile, column, out):
                 store_rows(values_tile, first[tile], size[tile], start, column, out)
 
-            # d silu(g) / dg = s + silu(g) (1 - s), with s = sigmoid(g)
-            store(grad_hidden * up * (slope + silu * (1 - slope)), column, grad_gate_up_ref)
-            store(grad_hidden * silu, across + column, grad_gate_up_ref)
+            store(grad_gate, column, grad_gate_up_ref)
+            store(grad_up, across + column, grad_gate_up_ref)
 
     grad_gate_up, tile_sums = launch(
         body,

@@ -101,6 +101,8 @@ def attend(
     )
     query_mask, key_mask = mask_operands(block_mask(query_mask, UNIT), sources, mask.window)
     num_blocks, num_sources = table.shape[1], sources.column.shape[1]
+    # The sums of wider values take more registers than a thread of three warpgroups has.
+    has_producer = wide <= 128
 
     def body(target, program, table, query_mask, key_mask, query, key, value, out, log_sum):
         query_block = locate_query_block(program, group, num_blocks, kv_heads)
@@ -153,7 +155,10 @@ def attend(
 
         # Two warpgroups share each block of keys, which halves its loads per query.
         first_queries = query.at[pl.ds(first, CONSUMERS)]
-        run_pipeline(target, [first_queries], blocks, visits.length, [compute] * CONSUMERS)
+        run_pipeline(
+            *(target, [first_queries], blocks, visits.length, [compute] * CONSUMERS),
+            producer=has_producer,
+        )
 
     heads = rows * kv_heads * group
     units = heads * num_blocks * CONSUMERS
@@ -174,7 +179,7 @@ def attend(
         ],
         operation="attention",
         name="attention_forward",
-        threads=CONSUMERS + 1,
+        threads=CONSUMERS + has_producer,
         approximate=True,
         simulated=simulated,
     )

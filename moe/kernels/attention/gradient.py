@@ -160,6 +160,8 @@ def _query_gradients(
     """Gradients of all queries, ``[block, query, head_dim]``."""
     consumers = query_blocks_per_program(sizes.width, sizes.wide)
     num_blocks = sizes.queries // consumers
+    # The sums of wider heads take more registers than a thread of three warpgroups has.
+    has_producer = sizes.width <= 128 or consumers == 1
 
     def body(target, program, table, *refs):
         *refs, grad_query = refs
@@ -207,7 +209,10 @@ def _query_gradients(
 
         resident_blocks = pl.ds(first, consumers)
         resident = block_refs.query.at[resident_blocks], block_refs.out_gradient.at[resident_blocks]
-        run_pipeline(target, resident, blocks, visits.length, [compute] * consumers)
+        run_pipeline(
+            *(target, resident, blocks, visits.length, [compute] * consumers),
+            producer=has_producer,
+        )
 
     heads = sizes.rows * sizes.kv_heads * sizes.group
     shape = jax.ShapeDtypeStruct(operands.query.shape, dtype)
@@ -218,7 +223,7 @@ def _query_gradients(
         [shape],
         table,
         operands,
-        consumers,
+        consumers + has_producer,
         simulated,
     )
     return outputs[0]
@@ -310,7 +315,9 @@ def _key_value_gradients(
             consumers = [partial(compute, gradients=selection) for selection in selections]
         resident_blocks = pl.ds(first, units)
         resident = block_refs.key.at[resident_blocks], block_refs.value.at[resident_blocks]
-        run_pipeline(target, resident, blocks, visits.length * sizes.group, consumers)
+        # Two sums and the scores take more registers than a thread of three warpgroups has.
+        count = visits.length * sizes.group
+        run_pipeline(target, resident, blocks, count, consumers, producer=False)
 
     shapes = [jax.ShapeDtypeStruct(x.shape, dtype) for x in (operands.key, operands.value)]
     programs = sizes.rows * sizes.kv_heads * num_blocks
@@ -326,7 +333,7 @@ def _launch(
     shapes: list[jax.ShapeDtypeStruct],
     table: Array,
     operands: AttentionOperands,
-    consumers: int,
+    threads: int,
     simulated: bool,
 ) -> tuple[Array, ...]:
     return launch(
@@ -336,7 +343,7 @@ def _launch(
         [table.reshape(-1), *operands],
         operation="the gradient of attention",
         name=name,
-        threads=consumers + 1,
+        threads=threads,
         approximate=True,
         simulated=simulated,
     )

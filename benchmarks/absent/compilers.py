@@ -1,0 +1,155 @@
+"""The compilers of absent accelerators: where they are, topologies, and compilation.
+
+Nothing here imports JAX before `prepare` has set the environment that JAX and its plugins read.
+"""
+
+import os
+import shutil
+import sysconfig
+import tempfile
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.absent.descriptions import GPUS, TPUS, target_config
+from benchmarks.absent.machine_code import Kernel, read_dumps
+
+PACKAGES = {
+    "cuda": (
+        *("jax-cuda13-plugin", "jax-cuda13-pjrt"),
+        *("nvidia-cuda-nvcc", "nvidia-cuda-nvdisasm", "nvidia-nvjitlink"),
+    ),
+    "tpu": ("libtpu",),
+}
+"""Packages that compile for a platform; the extra `absent` has them."""
+OTHERS = ("jax", "jaxlib")
+DUMPS = ("PTX", "PTXAS", "SASS", "RESOURCES", "HOST_LLVM")
+"""What Mosaic GPU leaves of each kernel in the folder of ``MOSAIC_GPU_DUMP_TO``."""
+
+
+class Program(NamedTuple):
+    """A program that was compiled for absent devices.
+
+    Attributes:
+      compiled: of JAX, with `memory_analysis` and the scheduled program (`as_text`).
+      kernels: the Mosaic kernels in it, each once.
+      seconds: processor time that compilation took, of all threads and processes.
+    """
+
+    compiled: Any
+    kernels: list[Kernel]
+    seconds: float
+
+    @property
+    def temporaries(self) -> int:
+        """Bytes of temporaries on each device."""
+        return self.compiled.memory_analysis().temp_size_in_bytes
+
+    @property
+    def arguments(self) -> int:
+        """Bytes of arguments on each device."""
+        return self.compiled.memory_analysis().argument_size_in_bytes
+
+
+def installed(package: str) -> str | None:
+    """Version of an installed package, or None."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def missing(platform: str) -> str | None:
+    """The reason why programs for "cuda" or "tpu" cannot be compiled here; None if they can."""
+    absent = [package for package in PACKAGES[platform] if installed(package) is None]
+    if not absent:
+        return None
+    return (
+        f"no compiler for {platform}: {', '.join(absent)} not installed (Python 3.12, "
+        f'pip install -e ".[absent]")'
+    )
+
+
+def versions() -> dict[str, str]:
+    """Versions of the compilers and of JAX, of those that are installed."""
+    names = [*OTHERS, *(name for packages in PACKAGES.values() for name in packages)]
+    return {name: found for name in names if (found := installed(name)) is not None}
+
+
+def prepare() -> None:
+    """Sets the environment in which compilers are found, before JAX is first used."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    # What a cache returns was not compiled: kernels would leave no machine code.
+    os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+    toolkits = sorted(Path(sysconfig.get_paths()["purelib"]).glob("nvidia/cu*/bin/ptxas"))
+    if toolkits:
+        root = toolkits[-1].parent.parent
+        os.environ["PATH"] = f"{root / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        os.environ["CUDA_ROOT"] = str(root)
+        # Autotuning would run candidates on a device.
+        flags = f"--xla_gpu_cuda_data_dir={root} --xla_gpu_autotune_level=0"
+        os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}".strip()
+    for name in DUMPS:
+        os.environ[f"MOSAIC_GPU_DUMP_{name}"] = "1"
+
+
+def devices(kind: str, shape: str | None = None) -> list[Any]:
+    """Absent devices.
+
+    Args:
+      kind: a name of `descriptions.GPUS` or `descriptions.TPUS`.
+      shape: of GPUs "slices x hosts x devices of a host", such as "1x16x8", None one host of eight;
+        of TPUs "v5p:2x2x2", None the topology of the description.
+    """
+    from jax.experimental import topologies
+
+    if kind in TPUS:
+        name = shape or TPUS[kind].topology
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
+    described = topologies.get_topology_desc(
+        platform="cuda",
+        topology_name=kind,
+        topology=shape or "1x1x8",
+        target_config=target_config(GPUS[kind]),
+    )
+    return list(described.devices)
+
+
+def platform_of(kind: str) -> str:
+    """The platform of a kind of device: "cuda" or "tpu"."""
+    return "tpu" if kind in TPUS else "cuda"
+
+
+def compile_for(
+    kind: str, function: Callable[..., Any], *operands: Any, keep: Path | None = None
+) -> Program:
+    """Compiles a function for absent devices.
+
+    Args:
+      kind: of the devices.
+      function: is passed to `jax.jit`, unless it can be traced already.
+      operands: shapes with shardings over `devices`, and static arguments.
+      keep: folder in which PTX, machine code and reports of the kernels stay; None removes them.
+    """
+    import jax
+
+    folder = keep or Path(tempfile.mkdtemp(prefix="absent-"))
+    os.environ["MOSAIC_GPU_DUMP_TO"] = str(folder)
+    # A kernel that this process compiled before would leave nothing.
+    jax.clear_caches()
+    began = _processor_time()
+    try:
+        trace = getattr(function, "trace", None) or jax.jit(function).trace
+        traced = trace(*operands)
+        compiled = traced.lower(lowering_platforms=(platform_of(kind),)).compile()
+        return Program(compiled, read_dumps(folder), _processor_time() - began)
+    finally:
+        if keep is None:
+            shutil.rmtree(folder)
+
+
+def _processor_time() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system

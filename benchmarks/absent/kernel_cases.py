@@ -1,0 +1,218 @@
+"""Every kernel at the shapes of published models: functions and operands to compile."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.absent.shapes import MODELS, ROPE, Model
+from moe.kernels import grouped, rows, swiglu
+from moe.kernels.attention.forward import attend
+from moe.kernels.attention.gradient import attend_gradient
+from moe.kernels.decode_attention import split_attention
+from moe.kernels.latent_decode import split_latent_attention
+from moe.kernels.layout import sorted_layout
+from moe.kernels.routing import Rule, route, supports_experts
+from moe.ops.mask import Mask, TokenIndices
+
+Shape = jax.ShapeDtypeStruct
+CACHE_ROWS, CACHE_COLUMNS = 16, 4096
+"""Rows and columns of a KV cache."""
+EXPERTS_OF_CHIP = 8
+"""Experts of a TPU chip, at most."""
+
+
+class Case(NamedTuple):
+    """A kernel at a shape.
+
+    Attributes:
+      operation: what is computed.
+      function: calls the kernel.
+      operands: their shapes.
+    """
+
+    operation: str
+    function: Callable[..., Any]
+    operands: tuple[Any, ...]
+
+
+def half(*shape: int) -> Shape:
+    return Shape(shape, jnp.bfloat16)
+
+
+def single(*shape: int) -> Shape:
+    return Shape(shape, jnp.float32)
+
+
+def integers(*shape: int) -> Shape:
+    return Shape(shape, jnp.int32)
+
+
+def gpu_cases(name: str) -> Iterator[Case]:
+    """The Mosaic kernels at the shapes of one of `shapes.MODELS`."""
+    model = MODELS[name]
+    yield from _products(model)
+    yield from _moves(model)
+    yield from _attention(model)
+    yield _decoding(model)
+
+
+def _products(model: Model) -> Iterator[Case]:
+    slots, sizes = model.tokens * model.k, integers(model.experts)
+    tokens, spread = half(model.tokens, model.hidden), half(slots, model.hidden)
+    units, both = half(slots, model.inner), half(slots, 2 * model.inner)
+    into = half(model.experts, model.hidden, 2 * model.inner)
+    out = half(model.experts, model.inner, model.hidden)
+    index, probs = integers(slots), single(slots)
+    product, total = grouped.multiply_rows, grouped.sum_products
+    yield Case("gate/up product", partial(product, 0), (spread, into, sizes))
+    yield Case("down product", partial(product, 0), (units, out, sizes))
+    yield Case("transposed product", partial(product, 1), (spread, out, sizes))
+    yield Case(
+        "product, rows gathered",
+        lambda rows, weights, sizes, source: product(0, rows, weights, sizes, source=source),
+        (tokens, into, sizes, index),
+    )
+    yield Case(
+        "product, rows scattered",
+        lambda rows, weights, sizes, to: product(0, rows, weights, sizes, destination=to),
+        (units, out, sizes, index),
+    )
+    yield Case("weight gradient", total, (spread, units, sizes))
+    for gathered, operands in enumerate(((tokens, units), (units, tokens))):
+        yield Case(
+            f"weight gradient, {('left', 'right')[gathered]} gathered",
+            lambda rows, others, sizes, source, gathered=gathered: total(
+                rows, others, sizes, source=source, gathered=gathered
+            ),
+            (*operands, sizes, index),
+        )
+    yield Case("SwiGLU", swiglu.hidden_units, (spread, into, probs, sizes))
+    yield Case(
+        "SwiGLU, rows gathered",
+        lambda rows, weights, probs, sizes, source: swiglu.hidden_units(
+            rows, weights, probs, sizes, source=source
+        ),
+        (tokens, into, probs, sizes, index),
+    )
+    yield Case("SwiGLU gradient", swiglu.hidden_gradients, (spread, out, both, probs, sizes))
+    yield Case(
+        "SwiGLU gradient, rows gathered",
+        lambda grad, weights, gate_up, probs, sizes, source: swiglu.hidden_gradients(
+            grad, weights, gate_up, probs, sizes, source=source
+        ),
+        (tokens, out, both, probs, sizes, index),
+    )
+
+
+def _moves(model: Model) -> Iterator[Case]:
+    slots, ids = model.tokens * model.k, integers(model.tokens, model.k)
+    named: dict[str, Any] = {"implementation": "mosaic"}
+    yield Case(
+        "sorted layout",
+        lambda ids: sorted_layout(ids, model.experts, **named),
+        (ids,),
+    )
+    if rows.unsupported_width(model.hidden) is None:
+        x, spread = half(model.tokens, model.hidden), half(slots, model.hidden)
+        index, probs = integers(slots), single(model.tokens, model.k)
+        yield Case("permute", partial(rows.take, **named), (x, index))
+        yield Case(
+            "unpermute",
+            partial(rows.combine, dtype=jnp.bfloat16, **named),
+            (spread, ids, probs),
+        )
+        yield Case(
+            "unpermute gradient",
+            partial(rows.combine_gradients, **named),
+            (spread, x, ids, index, probs),
+        )
+    if supports_experts(model.experts):
+        grouped_experts = model.groups > 1
+        rule = Rule(
+            model.k,
+            sigmoid=grouped_experts,
+            scaling=2.5 if grouped_experts else 1.0,
+            groups=model.groups,
+            open_groups=model.open_groups,
+        )
+        yield Case(
+            "router",
+            lambda logits, bias, weights: route(logits, bias, weights, rule, **named),
+            (
+                single(model.tokens, model.experts),
+                single(model.experts),
+                single(model.tokens),
+            ),
+        )
+
+
+def _attention(model: Model) -> Iterator[Case]:
+    group = model.heads // model.kv_heads
+    heads = 1, model.kv_heads, group, model.tokens
+    keys = half(1, model.kv_heads, model.tokens, model.width)
+    values = half(1, model.kv_heads, model.tokens, model.wide)
+    query, per_query = half(*heads, model.width), single(*heads)
+    scale = model.width**-0.5
+    # Shapes stand for arrays in it.
+    of_token: Any = integers(1, model.tokens)
+    fields = TokenIndices(*[of_token] * len(TokenIndices._fields))
+    for window in dict.fromkeys((None, model.window)):
+        suffix = "" if window is None else f", window {window}"
+
+        def forward(query, key, value, of_query, of_key, window=window):
+            mask = Mask(of_query, of_key, window)
+            return attend(query, key, value, mask, scale, dtype=jnp.bfloat16)
+
+        def backward(query, key, value, of_query, of_key, log_sum, softmax_d, pull, window=window):
+            mask = Mask(of_query, of_key, window)
+            return attend_gradient(
+                *(query, key, value, mask, log_sum, softmax_d, pull, scale), dtype=jnp.bfloat16
+            )
+
+        given = query, keys, values, fields, fields
+        yield Case(f"attention{suffix}", forward, given)
+        pulled = per_query, per_query, half(*heads, model.wide)
+        yield Case(f"attention gradient{suffix}", backward, (*given, *pulled))
+
+
+def _decoding(model: Model) -> Case:
+    seen = integers(CACHE_ROWS), integers(CACHE_ROWS), integers()
+    if model.rank is not None:
+        width = model.rank + ROPE
+        return Case(
+            "latent decode attention",
+            partial(split_latent_attention, rank=model.rank, scale=0.1),
+            (
+                half(CACHE_ROWS, model.heads, width),
+                half(2, CACHE_ROWS, 1, width, CACHE_COLUMNS),
+                *seen,
+            ),
+        )
+    keys = half(2, CACHE_ROWS, model.kv_heads, model.width, CACHE_COLUMNS)
+    values = half(2, CACHE_ROWS, model.kv_heads, CACHE_COLUMNS, model.wide)
+    query = half(CACHE_ROWS, model.heads, model.width)
+    return Case("decode attention", split_attention, (query, keys, values, *seen))
+
+
+def tpu_cases(name: str) -> Iterator[Case]:
+    """Megablox at the shapes of one of `shapes.MODELS`: products forward and backward."""
+    from moe.kernels import megablox
+
+    model = MODELS[name]
+    # Tiles do not depend on the number of experts, and all of a large model fit on no chip.
+    experts = min(model.experts, EXPERTS_OF_CHIP)
+    slots, sizes = model.tokens * model.k, integers(experts)
+    spread, units = half(slots, model.hidden), half(slots, model.inner)
+    both = half(slots, 2 * model.inner)
+    into = half(experts, model.hidden, 2 * model.inner)
+    out = half(experts, model.inner, model.hidden)
+    product, total = megablox.multiply_rows, megablox.sum_products
+    yield Case("gate/up product", partial(product, 0), (spread, into, sizes))
+    yield Case("gate/up product, transposed", partial(product, 1), (both, into, sizes))
+    yield Case("gate/up weight gradient", total, (spread, both, sizes))
+    yield Case("down product", partial(product, 0), (units, out, sizes))
+    yield Case("down product, transposed", partial(product, 1), (spread, out, sizes))
+    yield Case("down weight gradient", total, (units, spread, sizes))

@@ -1,0 +1,124 @@
+"""The report of compiled kernels and programs: a line for each row, JSON, and Markdown tables."""
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.absent.rows import Figures
+
+KERNELS, MEGABLOX, STEPS = "kernels", "megablox", "steps"
+SHOWN = ("HGMMA", "UTMALDG", "LDGSTS", "BAR")
+"""Instructions in the table; the JSON has more."""
+
+
+def line_of(row: Figures) -> str:
+    """A row in one line."""
+    named = f"{row['device']:6}{row.get('model', row.get('program')):24} "
+    named += f"{row.get('operation', row.get('layout')):36}"
+    if "error" in row:
+        return f"{named}{row['error']}"
+    if "registers" in row:
+        row = row | {"KiB": row["shared"] / 1024}
+        figures = (
+            "{kernel:26}{programs:9} programs x {warpgroups}, {resident} resident, {registers:3} "
+            "registers, {KiB:5.1f} KiB"
+        ).format(**row)
+    else:
+        figures = f"{row['temporaries'] / 2**30:8.2f} GiB of temporaries"
+    defects = "; ".join(row.get("defects", []))
+    return f"{named}{figures}, {row['seconds']:5.1f} s{'  ' + defects if defects else ''}"
+
+
+def summary(figures: Figures) -> str:
+    """How many rows were compiled, how many refused, and how many have a defect."""
+    rows = [row for part in (KERNELS, MEGABLOX, STEPS) for row in figures.get(part, [])]
+    refused = sum("error" in row for row in rows)
+    defective = sum(bool(row.get("defects")) for row in rows)
+    return f"{len(rows) - refused} compiled, {refused} refused, {defective} with defects"
+
+
+def write(folder: Path, figures: Figures) -> None:
+    """``absent.json`` and ``absent.md`` in a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # A row in each line.
+    parts = [f'"{name}": {json.dumps(figures[name])}' for name in ("date", "versions")]
+    for part in (KERNELS, MEGABLOX, STEPS):
+        if part in figures:
+            rows = ",\n".join(map(json.dumps, figures[part]))
+            parts.append(f'"{part}": [\n{rows}\n]')
+    (folder / "absent.json").write_text("{\n" + ",\n".join(parts) + "\n}\n")
+    (folder / "absent.md").write_text(markdown(figures))
+
+
+def today() -> str:
+    return time.strftime("%Y-%m-%d")
+
+
+def markdown(figures: Figures) -> str:
+    """The rows as Markdown tables, with date and versions."""
+    versions = ", ".join(f"{name} {version}" for name, version in figures["versions"].items())
+    parts = [f"{figures['date']}: {versions}. {summary(figures).capitalize()}."]
+    if figures.get(KERNELS):
+        parts.append(_kernel_table(figures[KERNELS]))
+    if figures.get(MEGABLOX):
+        parts.append(_megablox_table(figures[MEGABLOX]))
+    if figures.get(STEPS):
+        parts.append(_step_table(figures[STEPS]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
+
+
+def _kernel_table(rows: Sequence[Figures]) -> str:
+    head = ["device", "model", "operation", "kernel", "programs", "warpgroups", "resident"]
+    head += ["registers", "spilled", "KiB", *SHOWN, "defects"]
+    cells = []
+    for row in rows:
+        named = [row["device"], row["model"], row["operation"]]
+        if "error" in row:
+            cells.append([*named, *[""] * (len(head) - 4), row["error"]])
+            continue
+        cells.append(
+            [
+                *named,
+                f"`{row['kernel']}`",
+                f"{row['programs']:,}",
+                row["warpgroups"],
+                row["resident"],
+                f"{row['registers']} / {row['alone_registers']}",
+                f"{row['spilled']} / {row['alone_spilled']}",
+                f"{row['shared'] / 1024:.1f}",
+                *(row["instructions"][name] for name in SHOWN),
+                "; ".join(row["defects"]),
+            ]
+        )
+    return _table(head, cells)
+
+
+def _megablox_table(rows: Sequence[Figures]) -> str:
+    """A row for each model and product, a column for each generation."""
+    kinds = list(dict.fromkeys(row["device"] for row in rows))
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for row in rows:
+        said = f"refused: {row['error']}" if "error" in row else "compiled"
+        found.setdefault((row["model"], row["operation"]), {})[row["device"]] = said
+    cells = [[*named, *(said.get(kind, "") for kind in kinds)] for named, said in found.items()]
+    return _table(["model", "product of Megablox", *kinds], cells)
+
+
+def _step_table(rows: Sequence[Figures]) -> str:
+    head = ["device", "layout", "program", "arguments, GiB", "temporaries, GiB", "kernels"]
+    cells = []
+    for row in rows:
+        named = [row["device"], row["layout"], row["program"]]
+        if "error" in row:
+            cells.append([*named, "", "", row["error"], ""])
+            continue
+        sizes = (f"{row[name] / 2**30:.1f}" for name in ("arguments", "temporaries"))
+        cells.append([*named, *sizes, len(row["kernels"]), "; ".join(row["defects"])])
+    return _table([*head, "defects"], cells)

@@ -1,0 +1,102 @@
+"""Rows of the report: a kernel or a program at a shape on a device, compiled or refused."""
+
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.absent import compilers
+from benchmarks.absent.descriptions import TPUS
+from benchmarks.absent.shapes import FIRST, MODELS
+
+Figures = dict[str, Any]
+HOPPER = "h100"
+"""The GPU that kernels are compiled for; an H200 gets the same machine code."""
+COUNTED = ("HGMMA", "UTMALDG", "UTMASTG", "LDGSTS", "LDG", "STG", "BAR", "SYNCS", "LDL", "STL")
+"""Instructions of the report: products of the matrix units, copies by the copy engine (in and out),
+asynchronous copies of threads, loads and stores of device memory, barriers, local memory."""
+
+
+def gpu_kernels(only: Sequence[str], *, quick: bool, keep: Path | None) -> Iterator[Figures]:
+    """A row for each Mosaic kernel and shape; quick: at one shape of each."""
+    from benchmarks.absent.kernel_cases import gpu_cases
+
+    for model in MODELS:
+        for case in gpu_cases(model):
+            # The kernel for latent vectors serves another model than the first.
+            if quick and model != FIRST and case.operation != "latent decode attention":
+                continue
+            yield from _rows_of_case(HOPPER, model, case, only, keep)
+
+
+def tpu_kernels(only: Sequence[str], *, quick: bool, keep: Path | None) -> Iterator[Figures]:
+    """A row for each product of Megablox, shape and generation; quick: at one shape."""
+    from benchmarks.absent.kernel_cases import tpu_cases
+
+    for kind in TPUS:
+        for model in (FIRST,) if quick else MODELS:
+            for case in tpu_cases(model):
+                yield from _rows_of_case(kind, model, case, only, keep)
+
+
+def _rows_of_case(
+    kind: str, model: str, case: Any, only: Sequence[str], keep: Path | None
+) -> Iterator[Figures]:
+    about = {"device": kind, "model": model, "operation": case.operation}
+    label = f"{kind} {model} {case.operation}"
+    if not matches(label, only):
+        return
+    folder = None if keep is None else keep / label.replace("/", "-").replace(" ", "_")
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        operands = on_one_device(kind, case.operands)
+        program = compilers.compile_for(kind, case.function, *operands, keep=folder)
+    except Exception as error:
+        yield about | {"error": reason(error)}
+        return
+    figures = about | {"seconds": program.seconds, "temporaries": program.temporaries}
+    if kind in TPUS:
+        yield figures
+    elif not program.kernels:
+        yield about | {"error": "compiled, but no machine code of a kernel was left"}
+    for kernel in program.kernels:
+        yield figures | {
+            "kernel": kernel.name,
+            "programs": kernel.programs,
+            "warpgroups": kernel.warpgroups,
+            "registers": kernel.linked.registers,
+            "spilled": kernel.linked.spilled,
+            "alone_registers": kernel.alone.registers,
+            "alone_spilled": kernel.alone.spilled,
+            "shared": kernel.shared,
+            "resident": kernel.resident,
+            "wide_loads": kernel.wide_loads,
+            "instructions": {name: kernel.instructions.get(name, 0) for name in COUNTED},
+            "defects": kernel.defects(),
+        }
+
+
+def matches(label: str, only: Sequence[str]) -> bool:
+    """True if a row is chosen: all are without names, else those that contain one."""
+    return not only or any(name in label for name in only)
+
+
+def on_one_device(kind: str, operands: Any) -> Any:
+    """The operands on one absent device."""
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    shape = "1x1x1" if kind not in TPUS else None
+    mesh = Mesh(np.array(compilers.devices(kind, shape)[:1]), ("device",))
+    sharding = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), operands
+    )
+
+
+def reason(error: Exception) -> str:
+    """The error in a line, from where it says what is wrong."""
+    lines = "".join(traceback.format_exception_only(error)).split("\n")
+    return " ".join(" ".join(lines).split())[:400]
