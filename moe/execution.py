@@ -41,12 +41,12 @@ class Execution:
       router: scores, top-k and gate weights: "plain", or "mosaic", one kernel for Hopper and later
         GPUs (`moe.kernels.routing`); None is "mosaic" on these for a multiple of 8 experts, up to
         128, else "plain".
-      experts: grouped GEMMs, each row by the matrix of its expert: "tiles", "blocks", "mosaic",
-        "megablox", "ragged_dot" or "plain" (`moe.experts.grouped_dot`), or "mosaic_fused",
-        "mosaic_gathered" or "mosaic_scattered" (`moe.experts.feed_forward.routed_experts`). None is
-        "mosaic" on Hopper in half precision, if `d_model` is a multiple of 128 and ``d_expert /
-        etp`` of 64; otherwise "tiles" on a CPU and "blocks" elsewhere.
-        `moe.implementations` selects the kernels of `decode_attention`, `router` and this.
+      experts: grouped GEMMs, each row by the matrix of its expert: "tiles", "batched", "blocks",
+        "mosaic", "megablox", "ragged_dot" or "plain" (`moe.experts.grouped_dot`), or
+        "mosaic_fused", "mosaic_gathered" or "mosaic_scattered"
+        (`moe.experts.feed_forward.routed_experts`). None is "mosaic" on Hopper in half precision, if `d_model` is a multiple of 128 and ``d_expert /
+        etp`` of 64; otherwise "tiles" on a CPU, "blocks" on a TPU and "batched" on GPUs.
+        The table of `moe.implementations` selects for `decode_attention`, `router` and this.
       remat: activation recomputation (gradient checkpointing) in the backward pass: "none",
         "selective", "projections" or "full" (`moe.remat`).
       fsdp: weights are sharded over the devices that would replicate them, and all-gathered layer

@@ -219,6 +219,7 @@ class RunConfig:
     experts: (
         Literal[
             "tiles",
+            "batched",
             "blocks",
             "mosaic",
             "mosaic_fused",
@@ -232,7 +233,8 @@ class RunConfig:
     ) = None
     """Grouped GEMM of the experts: mosaic, mosaic_fused, mosaic_gathered and mosaic_scattered are
     kernels for NVIDIA's Hopper, megablox are JAX's for TPUs. None is mosaic on Hopper in half
-    precision where widths are multiples of 64, tiles on a CPU, else blocks."""
+    precision where widths are multiples of 64, batched on other GPUs, tiles on a CPU, blocks on a
+    TPU."""
     remat: Literal["none", "selective", "projections", "full"] = "none"
     """Gradient checkpointing: what the backward pass of a layer recomputes instead of storing it;
     each choice stores less than the one before."""

@@ -26,7 +26,7 @@ from jrl.trainer.setup.setup import Setup
 from moe.attention.context_parallel import context_of, received_elements
 from moe.config import ModelConfig
 from moe.execution import Execution
-from moe.implementations import KERNELS, explain_selection
+from moe.implementations import DEFAULTS, explain_selection
 from moe.weights import (
     num_active_parameters,
     num_parameters,
@@ -162,8 +162,9 @@ def execution(setup: Setup) -> dict[str, str]:
     meaning = {"buffer_factor": "worst case", "vocab_chunk": "full vocabulary"}
     meaning |= {"capacity_factor": "any number", "scan_layers": "where there are more than eight"}
     meaning |= {"decode_attention": "plain", "router": "plain"}
-    etp = mesh.layout.etp
-    meaning |= {name: choice for name in KERNELS if (choice := explain_selection(model, name, etp))}
+    meaning |= {
+        name: choice for name in DEFAULTS if (choice := explain_selection(model, name, mesh))
+    }
     meaning |= {"exchange_rate": "the planner's", "activation_wire": "that of activations"}
     rows = {
         flag(name): meaning.get(name, "the best that applies")
