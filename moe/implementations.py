@@ -9,30 +9,16 @@ requires that implementation instead. `benchmarks/results` has the measurements,
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
-
 from moe.attention.latent import caches_latent
 from moe.config import ModelConfig
 from moe.kernels import decode_attention, grouped, latent_decode, routing, rows
-from moe.kernels.choice import NAMES, capability, unsupported_dtype
+from moe.kernels.choice import NAMES, unsupported_dtype
+from moe.kernels.devices import HOPPER, Devices, devices_of
 from sharding.folding import FoldedMesh
 
-HOPPER = 9.0, 10.0
-"""Compute capabilities of GPUs with Hopper's matrix units, the second excluded."""
 FROM_HOPPER = 9.0, float("inf")
+FROM_AMPERE = 8.0, float("inf")
 ANY = 0.0, float("inf")
-
-
-class Devices(NamedTuple):
-    """Devices that an implementation is selected for.
-
-    Attributes:
-      platform: "cpu", "gpu", "tpu", or None if it is not known.
-      capability: lowest compute capability of NVIDIA GPUs; 0 for others, and where it is not known.
-    """
-
-    platform: str | None
-    capability: float
 
 
 class Default(NamedTuple):
@@ -73,25 +59,6 @@ class Selected(NamedTuple):
     explanation: str
 
 
-def devices_of(mesh: FoldedMesh | None = None) -> Devices:
-    """Devices of a mesh; those of this process for None, and for the capability of an abstract
-    mesh."""
-    if mesh is None:
-        platform, found = jax.default_backend(), ()
-    else:
-        platform, found = mesh.platform, _mesh_devices(mesh)
-    if platform != "gpu":
-        return Devices(platform, 0.0)
-    # On GPUs of another vendor it is a name, not a number.
-    texts = [str(getattr(device, "compute_capability", "")) for device in found]
-    numbers = [float(text) if text.replace(".", "", 1).isdigit() else 0.0 for text in texts]
-    return Devices(platform, min(numbers, default=capability()))
-
-
-def _mesh_devices(mesh: FoldedMesh) -> tuple[jax.Device, ...]:
-    return tuple(mesh.mesh.devices.flat) if isinstance(mesh.mesh, jax.sharding.Mesh) else ()
-
-
 def selected_implementation(
     config: ModelConfig, field: str, mesh: FoldedMesh | None = None
 ) -> str | None:
@@ -104,6 +71,7 @@ def selected_implementation(
       A name; None off GPUs, where an operation selects by the platform it is lowered for.
     """
     name = getattr(config.execution, field)
+    # Core attention also depends on the arrays (`moe.attention.core`).
     if name is not None or devices_of(mesh).platform != "gpu":
         return name
     return select(config, field, mesh).name
@@ -136,7 +104,7 @@ def explain_selection(
 
 def explain_selections(config: ModelConfig, mesh: FoldedMesh) -> list[str]:
     """Lines that say what None selects in each field that applies to the network, with its name."""
-    fields = [field for field in DEFAULTS if field == "decode_attention" or config.num_experts]
+    fields = [field for field in DEFAULTS if "attention" in field or config.num_experts]
     explained = ((field, explain_selection(config, field, mesh)) for field in fields)
     return [f"{field} {text}" for field, text in explained if text is not None]
 
@@ -182,6 +150,12 @@ def decode_kernel_obstacle(config: ModelConfig) -> str | None:
     return None if reason is None else f"is not supported: {reason}"
 
 
+def _cudnn_obstacle(config: ModelConfig, etp: int) -> str | None:
+    """The reason why cuDNN does not support the network; arrays may have others
+    (`moe.attention.fused.cudnn_obstacle`)."""
+    return unsupported_dtype("queries", config.dtype)
+
+
 def _experts_obstacle(config: ModelConfig, etp: int) -> str | None:
     # Kernels permute rows of d_model elements, and multiply them.
     hidden = config.d_expert // etp
@@ -202,6 +176,26 @@ def _router_obstacle(config: ModelConfig, etp: int) -> str | None:
 
 
 DEFAULTS: dict[str, tuple[Default, ...]] = {
+    "attention": (
+        Default(
+            "cudnn",
+            "gpu",
+            FROM_AMPERE,
+            "FlashAttention of cuDNN: on an H200 a step of 3.2 billion parameters takes 0.94 of "
+            'the time with "mosaic"; "mosaic" or "blocked" where its mask would be too large',
+            _cudnn_obstacle,
+        ),
+        Default(
+            "mosaic",
+            "gpu",
+            HOPPER,
+            "kernels for Hopper, which need no mask of queries times keys",
+            lambda config, etp: decode_attention.unsupported_heads(
+                config.dtype, 1, config.head_dim, config.v_head_dim
+            ),
+        ),
+        Default("blocked", None, ANY, 'no more scores at a time than fit; "plain" for few scores'),
+    ),
     "experts": (
         Default(
             "mosaic",

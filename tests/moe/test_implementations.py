@@ -9,20 +9,18 @@ import pytest
 from programs import mesh_of
 from whole_network import loss_and_gradient
 
-from moe import implementations
 from moe.architecture.feed_forward import ClampedSwiGLU
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.implementations import (
     DEFAULTS,
-    Devices,
-    devices_of,
     explain_selection,
     explain_selections,
     select,
     selected_implementation,
 )
-from moe.kernels import choice
+from moe.kernels import choice, devices
+from moe.kernels.devices import Devices, devices_of
 from moe.weights import shapes
 from sharding.folding import Layout, fold_abstract
 
@@ -51,7 +49,7 @@ def on(monkeypatch):
 
     def on(capability, layout=""):
         monkeypatch.setattr(choice, "capability", lambda: capability)
-        monkeypatch.setattr(implementations, "capability", lambda: capability)
+        monkeypatch.setattr(devices, "capability", lambda: capability)
         return fold_abstract(Layout.parse(layout) if layout else Layout(), "gpu")
 
     return on
@@ -61,26 +59,32 @@ def names(config, mesh):
     return {field: selected_implementation(config, field, mesh) for field in DEFAULTS}
 
 
-PLAIN = {"experts": "batched", "router": "plain", "decode_attention": "plain"}
+PLAIN = {
+    "attention": "blocked",
+    "experts": "batched",
+    "router": "plain",
+    "decode_attention": "plain",
+}
 
 
 def test_hopper_has_kernels_and_others_have_what_they_can_run(on):
     for platform in ("cpu", "tpu", None):
         assert names(SERVED, fold_abstract(Layout(), platform)) == dict.fromkeys(DEFAULTS)
     assert names(SERVED, None) == dict.fromkeys(DEFAULTS)
-    assert names(SERVED, on(9.0)) == dict.fromkeys(DEFAULTS, "mosaic")
-    for capability in (0.0, 8.0):
-        assert names(SERVED, on(capability)) == PLAIN
-    assert names(SERVED, on(10.0)) == PLAIN | {"router": "mosaic"}
+    kernels = dict.fromkeys(DEFAULTS, "mosaic")
+    assert names(SERVED, on(9.0)) == kernels | {"attention": "cudnn"}
+    assert names(SERVED, on(0.0)) == PLAIN
+    assert names(SERVED, on(8.0)) == PLAIN | {"attention": "cudnn"}
+    assert names(SERVED, on(10.0)) == PLAIN | {"attention": "cudnn", "router": "mosaic"}
 
 
 def test_devices_of_a_mesh_are_asked_and_not_this_process(monkeypatch):
     """As where a program is compiled for GPUs that are not here."""
     mesh = mesh_of("dp2")
-    monkeypatch.setattr(implementations, "_mesh_devices", lambda mesh: (Gpu("9.0"), Gpu("10.0")))
+    monkeypatch.setattr(devices, "_mesh_devices", lambda mesh: (Gpu("9.0"), Gpu("10.0")))
     assert devices_of(mesh) == Devices("cpu", 0.0)
     assert devices_of(replace(mesh, platform="gpu")) == Devices("gpu", 9.0)
-    monkeypatch.setattr(implementations, "_mesh_devices", lambda mesh: (Gpu("gfx942"),))
+    monkeypatch.setattr(devices, "_mesh_devices", lambda mesh: (Gpu("gfx942"),))
     assert devices_of(replace(mesh, platform="gpu")) == Devices("gpu", 0.0)
 
 
@@ -89,14 +93,15 @@ def test_every_field_has_a_row_for_any_devices(on):
     for mesh in (None, *(fold_abstract(Layout(), name) for name in ("cpu", "tpu")), on(9.0)):
         for field in DEFAULTS:
             selected = select(odd, field, mesh)
-            assert selected.name != "mosaic"
+            assert selected.name not in ("cudnn", "mosaic")
             assert selected.explanation.startswith(f"{selected.name} (")
     assert select(SERVED, "experts", fold_abstract(Layout(), "cpu")).name == "tiles"
     assert select(SERVED, "experts", fold_abstract(Layout(), "tpu")).name == "blocks"
 
 
 def test_a_name_that_is_given_stays(on):
-    given = {"experts": "blocks", "router": "plain", "decode_attention": "plain"}
+    given = {"attention": "xla", "experts": "blocks", "router": "plain"}
+    given |= {"decode_attention": "plain"}
     config = replace(SERVED, execution=Execution(**given))
     assert names(config, on(9.0)) == given
     assert explain_selections(config, on(9.0)) == []
@@ -131,7 +136,7 @@ def test_what_a_kernel_cannot_serve_is_left_to_others_and_said(
 
 def test_a_network_without_experts_has_no_line_for_them(on):
     lines = explain_selections(replace(SERVED, num_experts=0, d_ff=64), on(9.0))
-    assert [line.split()[0] for line in lines] == ["decode_attention"]
+    assert [line.split()[0] for line in lines] == ["attention", "decode_attention"]
 
 
 @pytest.mark.slow
