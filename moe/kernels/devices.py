@@ -1,6 +1,6 @@
 """Devices that an implementation is selected for: those of a mesh, present or absent."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -42,5 +42,5 @@ def devices_of(mesh: FoldedMesh | None = None) -> Devices:
     return Devices(platform, min(numbers) if numbers else capability())
 
 
-def _mesh_devices(mesh: FoldedMesh) -> tuple[jax.Device, ...]:
+def _mesh_devices(mesh: FoldedMesh) -> tuple[Any, ...]:
     return tuple(mesh.mesh.devices.flat) if isinstance(mesh.mesh, jax.sharding.Mesh) else ()
