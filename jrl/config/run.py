@@ -247,8 +247,9 @@ class RunConfig:
     Compiles a separate program for that micro-batch. Not supported with pp."""
     buffer_factor: float | None = None
     """Buffer size of the experts of a device, as a multiple of their tokens under balanced routing;
-    1.5 is usual. An update, a scoring pass or a prefill that overflows is discarded and recomputed
-    with worst-case buffers, so that results do not depend on it. None is worst-case buffers."""
+    1.5 is usual, 0 stands for worst-case buffers. An update, a scoring pass or a prefill that
+    overflows is discarded and recomputed with worst-case buffers, so that results do not depend on
+    it. None is 1.5 on GPUs, else worst-case buffers."""
     expert_chunks: int = 1
     """Chunks in which the tokens of a device are sent to the experts and back, so that the
     communication of one overlaps the GEMMs of another."""
