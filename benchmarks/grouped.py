@@ -75,6 +75,7 @@ def forms() -> dict[str, Callable[..., Any]]:
     return {
         "einsum": einsum,
         "tiles": partial(grouped_dot, implementation="tiles"),
+        "batched": partial(grouped_dot, implementation="batched"),
         "blocks": partial(grouped_dot, implementation="blocks"),
         "ragged_dot": jax.lax.ragged_dot,
     }

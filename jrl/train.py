@@ -367,12 +367,19 @@ def _train(
 ) -> int:
     from jrl.report.compilation import CompilationWatch
     from jrl.trainer.loop import train
-    from jrl.trainer.setup.network import dispatch_explained
+    from jrl.trainer.setup.network import buffers_explained, dispatch_explained
+    from moe.implementations import explain_selections
 
     resume = f"{PROGRAM} --resume --run-dir {shlex.quote(str(folder.path))}"
     explanation = dispatch_explained(setup.model, setup.run, setup.mesh)
-    if explanation is not None and is_main_process():
-        print(f"dispatch {explanation}")  # of experts on other devices, if the user chose none
+    if is_main_process():
+        # Of experts on other devices, if the user chose none.
+        if explanation is not None:
+            print(f"dispatch {explanation}")
+        if (buffers := buffers_explained(setup.model, setup.run)) is not None:
+            print(f"buffer_factor {buffers}")
+        for line in explain_selections(setup.model, setup.mesh):
+            print(line)
     print(f"run folder: {folder.path}", flush=True)
     try:
         with CompilationWatch() if is_main_process() else nullcontext():

@@ -346,9 +346,8 @@ def _run_layer(
         )
     else:
         keys, values = before[0], before[1] if len(before) > 1 else None
-        core = StepCore(
-            step.config, layer_index, keys, values, step.positions, step.live, stack_index
-        )
+        rows = step.positions, step.live, stack_index
+        core = StepCore(step.config, layer_index, keys, values, *rows, mesh=step.mesh)
         x, router = block(layer, x, step.packed, core.attend, step.config, step.mesh, layer_index)
         updated = tuple(buffer for buffer in (core.keys, core.values) if buffer is not None)
     return x, updated, None if router is None else router.choices

@@ -20,7 +20,8 @@ class Execution:
     Args:
       attention: core attention on one device: "plain", "blocked", "xla", "cudnn" or "mosaic", our
         kernels for Hopper (`moe.attention.core`). None is "cudnn" on a GPU if it supports the
-        arrays; otherwise "plain" or, for many scores, "blocked".
+        arrays, or "mosaic" on Hopper if that does; otherwise "plain" or, for many scores,
+        "blocked".
       context: context parallelism of attention over ``cp``: "gather", "ring" or "ulysses"
         (`moe.attention.context_parallel`). None is "ulysses" if ``cp`` divides the query
         heads of a ``tp`` rank and it sends fewer elements than "gather"; otherwise "gather".
@@ -41,12 +42,13 @@ class Execution:
       router: scores, top-k and gate weights: "plain", or "mosaic", one kernel for Hopper and later
         GPUs (`moe.kernels.routing`); None is "mosaic" on these for a multiple of 8 experts, up to
         128, else "plain".
-      experts: grouped GEMMs, each row by the matrix of its expert: "tiles", "blocks", "mosaic",
-        "megablox", "ragged_dot" or "plain" (`moe.experts.grouped_dot`), or "mosaic_fused",
-        "mosaic_gathered" or "mosaic_scattered" (`moe.experts.feed_forward.routed_experts`). None is
-        "mosaic" on Hopper in half precision, if `d_model` is a multiple of 128 and ``d_expert /
-        etp`` of 64; otherwise "tiles" on a CPU and "blocks" elsewhere.
-        `moe.implementations` selects the kernels of `decode_attention`, `router` and this.
+      experts: grouped GEMMs, each row by the matrix of its expert: "tiles", "batched", "blocks",
+        "mosaic", "megablox", "ragged_dot" or "plain" (`moe.experts.grouped_dot`), or
+        "mosaic_fused", "mosaic_gathered" or "mosaic_scattered"
+        (`moe.experts.feed_forward.routed_experts`). None is "mosaic" on Hopper in half precision,
+        if `d_model` is a multiple of 128 and ``d_expert / etp`` of 64; otherwise "batched" on GPUs,
+        "tiles" on a CPU and "blocks" on a TPU. The table of `moe.implementations` has this choice,
+        and those of `attention`, `decode_attention` and `router`.
       remat: activation recomputation (gradient checkpointing) in the backward pass: "none",
         "selective", "projections" or "full" (`moe.remat`).
       fsdp: weights are sharded over the devices that would replicate them, and all-gathered layer

@@ -1,8 +1,9 @@
-"""Default implementations: the kernels that None in `moe.execution.Execution` selects on this
-process's devices.
+"""Default implementations: what None in `moe.execution.Execution` selects, by one table.
 
-A kernel is selected if it was measured to be the fastest and supports the network; otherwise the
-default of the operation applies. `benchmarks/results` has the measurements.
+A field has rows for platforms and generations of devices, best first, with a reason for each. The
+first row whose devices they are, and which supports the network, is selected. A name in `Execution`
+requires that implementation instead. `benchmarks/results` has the measurements, and
+`benchmarks.absent` the compiled programs that the reasons refer to.
 """
 
 from collections.abc import Callable
@@ -11,59 +12,101 @@ from typing import NamedTuple
 from moe.attention.latent import caches_latent
 from moe.config import ModelConfig
 from moe.kernels import decode_attention, grouped, latent_decode, routing, rows
-from moe.kernels.choice import NAMES, capability, foreign_gpus, unsupported_dtype
+from moe.kernels.choice import NAMES, unsupported_dtype
+from moe.kernels.devices import HOPPER, Devices, devices_of
+from sharding.folding import FoldedMesh
+
+FROM_HOPPER = 9.0, float("inf")
+FROM_AMPERE = 8.0, float("inf")
+ANY = 0.0, float("inf")
 
 
-class DefaultKernel(NamedTuple):
-    """Kernel that is the default for networks that it supports.
+class Default(NamedTuple):
+    """Row of the table: an implementation, the devices that it is the default of, and why.
 
     Attributes:
       name: name of the implementation.
-      obstacle: from a network and the number of devices that its experts are split over (``etp``)
-        to the reason why the kernel does not support it, or None.
+      platform: platform of the devices; None is any.
+      capabilities: range of compute capabilities, the second excluded.
       reason: reason for the choice, with the measurement.
-      hopper_only: it uses Hopper's matrix units, which later GPUs lack.
+      obstacle: from a network and the number of devices that its experts are split over (``etp``)
+        to the reason why it does not support the network, or None.
     """
 
     name: str
-    obstacle: Callable[[ModelConfig, int], str | None]
+    platform: str | None
+    capabilities: tuple[float, float]
     reason: str
-    hopper_only: bool
+    obstacle: Callable[[ModelConfig, int], str | None] = lambda config, etp: None
+
+    def is_for(self, devices: Devices) -> bool:
+        """True if the row is one of these devices."""
+        if self.platform not in (None, devices.platform):
+            return False
+        lowest, beyond = self.capabilities
+        return lowest <= devices.capability < beyond
 
 
-def selected_implementation(config: ModelConfig, field: str, etp: int = 1) -> str | None:
-    """Implementation for a field of `Execution`: the name there, or the kernel that None selects.
+class Selected(NamedTuple):
+    """The row that None in a field selects, and what kept better ones from it.
+
+    Attributes:
+      name: name of the implementation.
+      explanation: the choice and its reason, in a line.
+    """
+
+    name: str
+    explanation: str
+
+
+def selected_implementation(
+    config: ModelConfig, field: str, mesh: FoldedMesh | None = None
+) -> str | None:
+    """Implementation for a field of `Execution`: the name there, or what None selects.
 
     Args:
-      etp: number of devices that one expert is split over.
+      mesh: mesh of the program; None is this process's devices.
 
     Returns:
-      A name, or None for the default of the operation.
+      A name; None off GPUs, where an operation selects by the platform it is lowered for.
     """
     name = getattr(config.execution, field)
-    if name is not None or selection_obstacle(config, field, etp) is not None:
+    # Core attention also depends on the arrays (`moe.attention.core`).
+    if name is not None or devices_of(mesh).platform != "gpu":
         return name
-    return KERNELS[field].name
+    return select(config, field, mesh).name
 
 
-def selection_obstacle(config: ModelConfig, field: str, etp: int = 1) -> str | None:
-    """The reason why None in a field does not select its kernel; None if it does."""
-    if not capability():
-        return "no NVIDIA GPU"
-    kernel = KERNELS[field]
-    foreign = foreign_gpus(hopper_only=kernel.hopper_only)
-    return foreign if foreign is not None else kernel.obstacle(config, etp)
+def select(config: ModelConfig, field: str, mesh: FoldedMesh | None = None) -> Selected:
+    """What None in a field of `Execution` selects, with the reason."""
+    devices, passed = devices_of(mesh), list[str]()
+    etp = 1 if mesh is None else mesh.size(mesh.etp)
+    for row in DEFAULTS[field]:
+        if not row.is_for(devices):
+            continue
+        obstacle = row.obstacle(config, etp)
+        if obstacle is None:
+            explanation = f"{row.name} ({'; '.join([row.reason, *passed])})"
+            return Selected(row.name, explanation)
+        passed.append(f"not {row.name}: {obstacle}")
+    raise AssertionError(f"no row of {field} is for {devices}")
 
 
-def explain_selection(config: ModelConfig, field: str, etp: int = 1) -> str | None:
-    """Explanation in a line of what None in a field selects; None if there is nothing to select: a
-    name is given, or there is no GPU."""
-    if getattr(config.execution, field) is not None or not capability():
+def explain_selection(
+    config: ModelConfig, field: str, mesh: FoldedMesh | None = None
+) -> str | None:
+    """Explanation in a line of what None in a field selects; None if a name is given, or where
+    there is no GPU and so no kernel to select."""
+    if getattr(config.execution, field) is not None or devices_of(mesh).platform != "gpu":
         return None
-    obstacle, kernel = selection_obstacle(config, field, etp), KERNELS[field]
-    if obstacle is None:
-        return f"{kernel.name} ({kernel.reason})"
-    return f"not {kernel.name}: {obstacle}"
+    return select(config, field, mesh).explanation
+
+
+def explain_selections(config: ModelConfig, mesh: FoldedMesh) -> list[str]:
+    """Lines that say what None selects in each field that applies to the network, with its name."""
+    fields = [field for field in DEFAULTS if "attention" in field or config.num_experts]
+    explained = ((field, explain_selection(config, field, mesh)) for field in fields)
+    return [f"{field} {text}" for field, text in explained if text is not None]
 
 
 def unsupported_by_decode_kernel(config: ModelConfig) -> str | None:
@@ -107,6 +150,12 @@ def decode_kernel_obstacle(config: ModelConfig) -> str | None:
     return None if reason is None else f"is not supported: {reason}"
 
 
+def _cudnn_obstacle(config: ModelConfig, etp: int) -> str | None:
+    """The reason why cuDNN does not support the network; arrays may have others
+    (`moe.attention.fused.cudnn_obstacle`)."""
+    return unsupported_dtype("queries", config.dtype)
+
+
 def _experts_obstacle(config: ModelConfig, etp: int) -> str | None:
     # Kernels permute rows of d_model elements, and multiply them.
     hidden = config.d_expert // etp
@@ -126,24 +175,64 @@ def _router_obstacle(config: ModelConfig, etp: int) -> str | None:
     return f"{config.num_experts} experts (needs a multiple of 8 up to {most}, or registers spill)"
 
 
-KERNELS = {
-    "experts": DefaultKernel(
-        "mosaic",
-        _experts_obstacle,
-        'an eighth of the time of "blocks" with 128 experts on an H200',
-        hopper_only=True,
+DEFAULTS: dict[str, tuple[Default, ...]] = {
+    "attention": (
+        Default(
+            "cudnn",
+            "gpu",
+            FROM_AMPERE,
+            "FlashAttention of cuDNN: on an H200 a step of 3.2 billion parameters takes 0.94 of "
+            'the time with "mosaic"; "mosaic" or "blocked" where its mask would be too large',
+            _cudnn_obstacle,
+        ),
+        Default(
+            "mosaic",
+            "gpu",
+            HOPPER,
+            "kernels for Hopper, which need no mask of queries times keys",
+            lambda config, etp: decode_attention.unsupported_heads(
+                config.dtype, 1, config.head_dim, config.v_head_dim
+            ),
+        ),
+        Default("blocked", None, ANY, 'no more scores at a time than fit; "plain" for few scores'),
     ),
-    "router": DefaultKernel(
-        "mosaic",
-        _router_obstacle,
-        "three quarters of the time of the plain router on an H200",
-        hopper_only=False,
+    "experts": (
+        Default(
+            "mosaic",
+            "gpu",
+            HOPPER,
+            'kernels for Hopper: on an H200 an eighth of the time of "blocks" with 128 experts',
+            _experts_obstacle,
+        ),
+        Default(
+            "batched",
+            "gpu",
+            ANY,
+            'few launches: 131 for a layer of 128 experts, forward and backward, where "blocks" '
+            "are 20,267",
+        ),
+        Default("tiles", "cpu", ANY, "rows that exist, and no others, are multiplied"),
+        Default("blocks", None, ANY, "a loop of static length, which a TPU runs by itself"),
     ),
-    "decode_attention": DefaultKernel(
-        "mosaic",
-        lambda config, etp: unsupported_by_decode_kernel(config),
-        "reads only the tokens of each row",
-        hopper_only=True,
+    "router": (
+        Default(
+            "mosaic",
+            "gpu",
+            FROM_HOPPER,
+            "one kernel: on an H200 three quarters of the time of the plain router",
+            _router_obstacle,
+        ),
+        Default("plain", None, ANY, "XLA's own operations"),
+    ),
+    "decode_attention": (
+        Default(
+            "mosaic",
+            "gpu",
+            HOPPER,
+            "reads only the tokens of each row: on an H200 a step of 256 rows takes half the time",
+            lambda config, etp: unsupported_by_decode_kernel(config),
+        ),
+        Default("plain", None, ANY, "XLA's own operations"),
     ),
 }
-"""By the field of `Execution`."""
+"""By the field of `Execution`, best first; the last row of a field is for any device."""

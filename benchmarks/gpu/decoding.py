@@ -16,7 +16,7 @@ from benchmarks.gpu.shapes import QWEN3_06B, QWEN3_A3B_OF_32, SMALL_DENSE, SMALL
 
 FORMS: dict[str, dict[str, Any]] = {
     "as it is": {},
-    "plain": {"experts": "blocks", "router": "plain", "decode_attention": "plain"},
+    "plain": {"experts": "batched", "router": "plain", "decode_attention": "plain"},
 }
 """Fields of `moe.execution.Execution`; `moe.implementations` chooses what is not named."""
 NETWORKS = {"0.6b dense": (QWEN3_06B, SMALL_DENSE), "3b active": (QWEN3_A3B_OF_32, SMALL_MOE)}

@@ -136,6 +136,7 @@ FORMS = {
     "tokamax": Form(_tokamax, lambda: missing("tokamax")),
     # Every tile looks through a list of all groups.
     "jax's kernel": Form(_shipped, needs_gpu, lambda shape: shape.groups <= 32),
+    "batched": Form(partial(_named, "batched")),
     "blocks": Form(partial(_named, "blocks")),
     "ragged_dot": Form(_xla),
 }

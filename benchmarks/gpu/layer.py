@@ -17,6 +17,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "mosaic_gathered": {"experts": "mosaic_gathered"},
     "mosaic_scattered": {"experts": "mosaic_scattered"},
     "mosaic, plain router": {"experts": "mosaic", "router": "plain"},
+    "batched": {"experts": "batched"},
     "blocks": {"experts": "blocks"},
     "ragged_dot": {"experts": "ragged_dot"},
 }

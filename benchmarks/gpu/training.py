@@ -40,8 +40,8 @@ TRAINED: tuple[tuple[str, dict[str, Any], dict[str, Any], str, dict[str, Any], i
         "3.6b moe",
         MOE_4B,
         SMALL_MOE,
-        "blocks, remat selective",
-        {"experts": "blocks", "remat": "selective"},
+        "batched, remat selective",
+        {"experts": "batched", "remat": "selective"},
         4,
     ),
 )

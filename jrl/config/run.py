@@ -219,6 +219,7 @@ class RunConfig:
     experts: (
         Literal[
             "tiles",
+            "batched",
             "blocks",
             "mosaic",
             "mosaic_fused",
@@ -232,7 +233,8 @@ class RunConfig:
     ) = None
     """Grouped GEMM of the experts: mosaic, mosaic_fused, mosaic_gathered and mosaic_scattered are
     kernels for NVIDIA's Hopper, megablox are JAX's for TPUs. None is mosaic on Hopper in half
-    precision where widths are multiples of 64, tiles on a CPU, else blocks."""
+    precision where widths are multiples of 64, batched on other GPUs, tiles on a CPU, blocks on a
+    TPU."""
     remat: Literal["none", "selective", "projections", "full"] = "none"
     """Gradient checkpointing: what the backward pass of a layer recomputes instead of storing it;
     each choice stores less than the one before."""
@@ -245,8 +247,9 @@ class RunConfig:
     Compiles a separate program for that micro-batch. Not supported with pp."""
     buffer_factor: float | None = None
     """Buffer size of the experts of a device, as a multiple of their tokens under balanced routing;
-    1.5 is usual. An update, a scoring pass or a prefill that overflows is discarded and recomputed
-    with worst-case buffers, so that results do not depend on it. None is worst-case buffers."""
+    1.5 is usual, 0 stands for worst-case buffers. An update, a scoring pass or a prefill that
+    overflows is discarded and recomputed with worst-case buffers, so that results do not depend on
+    it. None is 1.5 on GPUs, else worst-case buffers."""
     expert_chunks: int = 1
     """Chunks in which the tokens of a device are sent to the experts and back, so that the
     communication of one overlaps the GEMMs of another."""

@@ -21,6 +21,7 @@ from moe.attention.core import core_attention, flash_of
 from moe.attention.ring import Key, Output, Query, Sinks, Value, ring
 from moe.config import ModelConfig
 from moe.execution import Execution
+from moe.kernels.devices import devices_of
 from moe.ops.mask import Mask, SegmentMask, TokenIndices, Window
 from moe.remat import OPERAND
 from sharding.collectives import Axes, gather_tokens, local_shard, match_varying, swap_shards
@@ -54,13 +55,16 @@ def context_parallel_attention(
     """
     ranks = mesh.size(mesh.cp)
     name = _checked_method(execution, query.shape[1], key.shape[1], ranks)
-    attend = partial(core_attention, scale=scale, implementation=execution.attention)
+    devices = devices_of(mesh)
+    attend = partial(
+        core_attention, scale=scale, implementation=execution.attention, devices=devices
+    )
     # One rank has whole sequences as they are.
     if name == "ulysses" or ranks == 1:
         return ulysses(query, key, value, mask, attend, mesh, window, sinks)
     if name == "gather":
         return gather(query, key, value, mask, attend, mesh, window, sinks)
-    flash = flash_of(execution.attention, query, key, value)
+    flash = flash_of(execution.attention, query, key, value, devices)
     return ring(query, key, value, mask, mesh, flash, scale, window, sinks)
 
 

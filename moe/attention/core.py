@@ -1,12 +1,12 @@
 """Core attention on one device: the reference implementation, or a faster one that saves no
 scores."""
 
-import jax
 from jaxtyping import Array, Float
 
 from moe.attention.blocked import BLOCKED
 from moe.attention.fused import cudnn_obstacle, fused_attention
 from moe.kernels.attention import FLASH, mosaic_attention, obstacle
+from moe.kernels.devices import Devices, devices_of
 from moe.ops.attention import Flash, flash_attention, plain_attention
 from moe.ops.mask import Mask, visible
 
@@ -25,6 +25,7 @@ def core_attention(
     scale: float | None = None,
     implementation: str | None = None,
     sinks: Float[Array, "heads"] | None = None,
+    devices: Devices | None = None,
 ) -> Float[Array, "batch time heads v_head_dim"]:
     """``softmax(scale q k) v`` over the visible positions, by the named implementation.
 
@@ -37,11 +38,12 @@ def core_attention(
 
     Args:
       scale: multiplies the scores; None is ``head_dim**-0.5``.
-      implementation: None is "cudnn" if it supports the arrays; otherwise "blocked" for more scores
-        than `MAX_PLAIN_SCORES_CPU` on a CPU or `MAX_PLAIN_SCORES_ACCELERATOR` elsewhere, and
-        "plain" for fewer.
+      implementation: None is "cudnn" if it supports the arrays, or on Hopper "mosaic" if that
+        does; otherwise "blocked" for more scores than `MAX_PLAIN_SCORES_CPU` on a CPU or
+        `MAX_PLAIN_SCORES_ACCELERATOR` elsewhere, and "plain" for fewer.
       sinks: as for `plain_attention`; to "xla" and "cudnn" they are keys
         (`moe.attention.fused`).
+      devices: for the choice of None; None is this process's.
 
     Raises:
       ValueError: on an unknown name, and where the named implementation does not support the call.
@@ -50,7 +52,7 @@ def core_attention(
       Dao, "FlashAttention-2", 2023. https://arxiv.org/abs/2307.08691
     """
     if implementation is None:
-        implementation = _select_implementation(query, key, value, mask, sinks)
+        implementation = _select_implementation(query, key, value, mask, sinks, devices)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"execution.attention={implementation!r} is not known: "
@@ -72,16 +74,25 @@ def core_attention(
     return fused_attention(query, key, value, mask, scale, "cudnn", sinks)
 
 
-def flash_of(implementation: str | None, query: Array, key: Array, value: Array) -> Flash:
+def flash_of(
+    implementation: str | None,
+    query: Array,
+    key: Array,
+    value: Array,
+    devices: Devices | None = None,
+) -> Flash:
     """Flash attention over a subset of the keys, for callers that merge the results: "mosaic", and
-    "blocked" for any other name.
+    "blocked" for any other name. None is "mosaic" on Hopper if it supports the arrays.
 
     Args:
       query, key, value: with any number of dimensions before the last.
+      devices: for the choice of None; None is this process's.
 
     Raises:
       ValueError: where "mosaic" is named and does not support the arrays.
     """
+    if implementation is None and _has_kernel(query, key, value, devices or devices_of()):
+        return FLASH
     if implementation != "mosaic":
         return BLOCKED
     _check_kernel(query, key, value)
@@ -97,14 +108,25 @@ def _check_kernel(query: Array, key: Array, value: Array) -> None:
         )
 
 
+def _has_kernel(query: Array, key: Array, value: Array, devices: Devices) -> bool:
+    return devices.is_hopper and obstacle(query, key, value) is None
+
+
 def _select_implementation(
-    query: Array, key: Array, value: Array, mask: Mask, sinks: Array | None = None
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Mask,
+    sinks: Array | None = None,
+    devices: Devices | None = None,
 ) -> str:
-    """Name of the implementation that None selects for these arrays."""
+    """Name of the implementation that None selects for these arrays: the first that supports them
+    of `moe.implementations.DEFAULTS`."""
+    devices = devices_of() if devices is None else devices
     if cudnn_obstacle(query, value, mask, sinks) is None:
         return "cudnn"
+    if _has_kernel(query, key, value, devices):
+        return "mosaic"
     batch, time, heads, _ = query.shape
-    max_scores = (
-        MAX_PLAIN_SCORES_CPU if jax.default_backend() == "cpu" else MAX_PLAIN_SCORES_ACCELERATOR
-    )
+    max_scores = MAX_PLAIN_SCORES_CPU if devices.platform == "cpu" else MAX_PLAIN_SCORES_ACCELERATOR
     return "blocked" if batch * heads * time * key.shape[1] > max_scores else "plain"

@@ -51,7 +51,7 @@ may be in front."""
 def cache_columns(length: int, config: ModelConfig, mesh: FoldedMesh) -> int:
     """Number of columns of a cache for at least `length` of them: a multiple of ``tp``, over which
     the tokens of a prefill are sharded, and of the unit of the decode kernel, if there is one."""
-    named = selected_implementation(config, "decode_attention") not in (None, "plain")
+    named = selected_implementation(config, "decode_attention", mesh) not in (None, "plain")
     unit = math.lcm(mesh.size(mesh.tp), UNIT if named else 1)
     return -(-length // unit) * unit
 
@@ -64,7 +64,7 @@ def kernel_bytes(config: ModelConfig, mesh: FoldedMesh, rows: int, num_positions
       rows: rows that a device decodes at a time.
       num_positions: positions of the cache that are read.
     """
-    if selected_implementation(config, "decode_attention") in (None, "plain"):
+    if selected_implementation(config, "decode_attention", mesh) in (None, "plain"):
         return 0
     tp = mesh.size(mesh.tp)
     heads, kv_heads = config.num_heads // tp, config.num_kv_heads // tp

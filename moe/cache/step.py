@@ -12,6 +12,7 @@ from moe.implementations import check_decode_kernel, selected_implementation
 from moe.kernels.decode_attention import decode_attention
 from moe.kernels.latent_decode import latent_decode_attention
 from moe.ops.attention import cached_attention
+from sharding.folding import FoldedMesh
 
 
 class StepCore:
@@ -27,6 +28,7 @@ class StepCore:
       first: row of the buffers that the first token belongs to.
       num_positions: number of positions that are read, None for all; every live row must be within
         them.
+      mesh: mesh of the program, for the choice of a kernel; None is this process's devices.
 
     Attributes:
       keys, values: the buffers after `attend` has run.
@@ -46,8 +48,10 @@ class StepCore:
         stack_index: tuple[Array, ...] = (),
         first: Array | None = None,
         num_positions: int | None = None,
+        mesh: FoldedMesh | None = None,
     ):
-        self._config, self._name = config, selected_implementation(config, "decode_attention")
+        self._config = config
+        self._name = selected_implementation(config, "decode_attention", mesh)
         check_decode_kernel(config)
         self.keys, self.values = keys, values
         self._stack_index, self._first, self._live = stack_index, first, live

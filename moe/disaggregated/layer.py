@@ -257,7 +257,7 @@ def compute_experts(
     rows, slots, probs = decode_message(message, config.d_model, k, config.dtype)
     # Capacity for any routing: a row has at most min(k, slots) experts on this device.
     num_rows = rows.shape[0] * mesh.size(mesh.etp) * min(k, serving.num_slots)
-    implementation = selected_implementation(config, "experts", mesh.size(mesh.etp))
+    implementation = selected_implementation(config, "experts", mesh)
     options = DispatchOptions(mesh, product=implementation, activation=config.activation)
     sums, _ = sharded_experts(experts, rows, slots, probs, num_rows, options)
     return tuple(jnp.split(vary(sums.astype(rows.dtype), mesh.axes), serving.num_sources))

@@ -313,6 +313,7 @@ class _Core:
                 inputs.live,
                 first=first,
                 num_positions=num_positions,
+                mesh=serving.mesh.attention,
             )
             self.attend: CoreAttention | LatentCore = self._step.attend
             self.packed = _packed(serving, inputs, self.attend)

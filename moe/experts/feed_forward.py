@@ -26,6 +26,7 @@ from moe.experts.gated import apply_activation, apply_gate
 from moe.experts.grouped_dot import IMPLEMENTATIONS, grouped_dot
 from moe.experts.permutation import permute_rows, unpermute_rows
 from moe.kernels.layout import sorted_layout
+from moe.ops.sorting import positions_in
 from moe.remat import PRODUCT
 from moe.weights import Dense, Experts, Layer
 from sharding.collectives import gather_tokens, match_varying, scatter_tokens
@@ -140,7 +141,7 @@ def routed_experts(
     Args:
       weights: the experts, with the biases g, u and d that some have.
       x: tokens.
-      experts: expert ids of each token; ``num_experts`` or more for none.
+      experts: expert ids of each token, none of them twice; ``num_experts`` or more for none.
       probs: gate weights, float32.
       num_rows: capacity in rows; None is enough for every expert id.
       dtype: of the rows, in which the products are computed; None is that of `x`.
@@ -194,8 +195,9 @@ def routed_experts(
         out = fused_experts(rows, weights.gate_up, weights.down, row_probs, sizes)
     else:
         # One product for gate and up: wider products are faster than two narrow ones.
-        dot = partial(_multiply_groups, sizes, implementation)
-        narrow = partial(_multiply_groups, sizes, None)
+        # A token has an expert once: no expert has more rows than there are tokens.
+        dot = partial(_multiply_groups, sizes, implementation, x.shape[0])
+        narrow = partial(_multiply_groups, sizes, None, x.shape[0])
         gate_up = product(dot, rows, weights.gate_up, narrow, narrow)
         gate_up = checkpoint_name(gate_up, PRODUCT)
         if weights.gate_up_bias is not None:
@@ -231,15 +233,15 @@ def _gather_bias(
     Args:
       stop: one past the last row of each expert.
     """
-    expert = jnp.searchsorted(stop, jnp.arange(rows.shape[0]), side="right")
+    expert = positions_in(stop, jnp.arange(rows.shape[0], dtype=stop.dtype), "right")
     flat = bias.reshape(bias.shape[0], -1)
     return flat.at[expert].get(mode="fill", fill_value=0).astype(rows.dtype)
 
 
 def _multiply_groups(
-    sizes: Array, implementation: str | None, rows: Array, matrices: Array
+    sizes: Array, implementation: str | None, most: int, rows: Array, matrices: Array
 ) -> Array:
-    return grouped_dot(rows, matrices, sizes, implementation=implementation)
+    return grouped_dot(rows, matrices, sizes, implementation=implementation, most=most)
 
 
 def dense_reference(

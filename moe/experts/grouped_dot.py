@@ -15,14 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from moe.experts.grouped_loops import (
-    blocks_multiply,
-    blocks_sum,
-    group_of_rows,
-    tiles_multiply,
-    tiles_sum,
-)
+from moe.experts.grouped_batched import batched_multiply, batched_sum
+from moe.experts.grouped_loops import blocks_multiply, blocks_sum, tiles_multiply, tiles_sum
 from moe.kernels import grouped, megablox
+from moe.ops.sorting import group_of_rows
 from sharding.collectives import match_varying
 
 
@@ -99,6 +95,7 @@ def grouped_dot(
     sizes: Int[Array, "group"],
     *,
     implementation: str | None = None,
+    most: int | None = None,
 ) -> Float[Array, "row outer"]:
     """``out[r] = rows[r] @ weights[g]``, ``g`` the group of row ``r``.
 
@@ -113,10 +110,14 @@ def grouped_dot(
         order; they are flattened where they are used, and saved for the gradient as they are.
       sizes: number of rows of each group; none negative, in total at most the number of rows.
       implementation: "tiles" loops over the existing rows, in tiles that each use one matrix;
-        "blocks" loops over a static number of whole blocks, which suits accelerators; "mosaic" are
-        kernels for NVIDIA's Hopper, for rows in half precision and dimensions that are multiples of
-        64; "megablox" are JAX's kernels for TPUs; "ragged_dot" is XLA's; "plain" is the reference
-        implementation, each row times each matrix. None is "tiles" on a CPU and "blocks" elsewhere.
+        "batched" pads the groups to one batched product, in few kernels
+        (`moe.experts.grouped_batched`); "blocks" loops over a static number of whole blocks;
+        "mosaic" are kernels for NVIDIA's Hopper, for rows in half precision and dimensions that are
+        multiples of 64; "megablox" are JAX's kernels for TPUs; "ragged_dot" is XLA's; "plain" is
+        the reference implementation, each row times each matrix. None is "tiles" on a CPU,
+        "blocks" on a TPU and "batched" elsewhere.
+      most: largest number of rows that a group can have, if it is less than all of them: "batched"
+        needs no loop where it is small.
 
     Raises:
       ValueError: `implementation` is none of these, or a kernel that does not support the call.
@@ -130,24 +131,24 @@ def grouped_dot(
             f"{', '.join(map(repr, IMPLEMENTATIONS))}, or None for the best that applies."
         )
     # The loops carry sums of products, which vary over every mesh axis that an operand varies over.
-    return _grouped_dot(*match_varying((rows, weights, sizes)), implementation)
+    return _grouped_dot(*match_varying((rows, weights, sizes)), implementation, most)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _grouped_dot(rows, weights, sizes, implementation):
-    return _select_implementation(implementation).multiply_rows(
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _grouped_dot(rows, weights, sizes, implementation, most):
+    return _select_implementation(implementation, most).multiply_rows(
         0, rows, cast_matrices(weights, rows), sizes
     )
 
 
-def _forward(rows, weights, sizes, implementation):
-    return _grouped_dot(rows, weights, sizes, implementation), (rows, weights, sizes)
+def _forward(rows, weights, sizes, implementation, most):
+    return _grouped_dot(rows, weights, sizes, implementation, most), (rows, weights, sizes)
 
 
-def _backward(implementation, residuals, grad_out):
+def _backward(implementation, most, residuals, grad_out):
     rows, weights, sizes = residuals
     # Both gradients are grouped products again; sizes are integers and have none.
-    product = _select_implementation(implementation)
+    product = _select_implementation(implementation, most)
     grad_rows = product.multiply_rows(1, grad_out, cast_matrices(weights, rows), sizes)
     grad_weights = product.sum_products(rows, grad_out, sizes)
     return grad_rows, grad_weights.astype(weights.dtype).reshape(weights.shape), None
@@ -158,6 +159,7 @@ _grouped_dot.defvjp(_forward, _backward)
 
 IMPLEMENTATIONS = {
     "tiles": Implementation(tiles_multiply, tiles_sum),
+    "batched": Implementation(batched_multiply, batched_sum),
     "blocks": Implementation(blocks_multiply, blocks_sum),
     "mosaic": Implementation(mosaic_multiply, mosaic_sum),
     "megablox": Implementation(megablox.multiply_rows, megablox.sum_products),
@@ -166,21 +168,31 @@ IMPLEMENTATIONS = {
 }
 
 
-def _best_multiply(side, *operands):
+def _best_multiply(most, side, *operands):
     """Forward product by the best implementation of each platform.
 
-    A loop of dynamic length makes a GPU wait for its host in every iteration, so "tiles" is for
-    CPUs only.
+    A GPU launches several kernels in every iteration of a loop and, where its length is dynamic,
+    waits for its host: "tiles" and "blocks" would be tens of thousands of launches a layer there. A
+    TPU runs a loop by itself.
     """
     return lax.platform_dependent(
-        *operands, cpu=partial(tiles_multiply, side), default=partial(blocks_multiply, side)
+        *operands,
+        cpu=partial(tiles_multiply, side),
+        tpu=partial(blocks_multiply, side),
+        default=partial(batched_multiply, side, most=most),
     )
 
 
-def _best_sum(*operands):
-    return lax.platform_dependent(*operands, cpu=tiles_sum, default=blocks_sum)
+def _best_sum(most, *operands):
+    return lax.platform_dependent(
+        *operands, cpu=tiles_sum, tpu=blocks_sum, default=partial(batched_sum, most=most)
+    )
 
 
-def _select_implementation(name: str | None) -> Implementation:
+def _select_implementation(name: str | None, most: int | None) -> Implementation:
     """The named implementation; for None, the best of each platform."""
-    return Implementation(_best_multiply, _best_sum) if name is None else IMPLEMENTATIONS[name]
+    if name is None:
+        return Implementation(partial(_best_multiply, most), partial(_best_sum, most))
+    if name == "batched":
+        return Implementation(partial(batched_multiply, most=most), partial(batched_sum, most=most))
+    return IMPLEMENTATIONS[name]

@@ -13,17 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from moe.ops.sorting import take_rows
+from moe.ops.sorting import group_of_rows, positions_in, take_rows
 from sharding.collectives import match_varying
 
 TILES = (256, 32)
 """Rows of the tiles that cover a group in the loop of "tiles", larger ones first. Large tiles make
 better products, small ones waste less on the end of a group and on short groups."""
-
-
-def group_of_rows(sizes: Int[Array, "group"], num_rows: int) -> Int[Array, "row"]:
-    """Group of each row, one past the last for a row of none."""
-    return jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(num_rows, dtype=sizes.dtype), "right")
 
 
 def _dot(a: Array, b: Array, contract: tuple[int, int]) -> Array:
@@ -135,7 +130,7 @@ def block_layout(sizes: Int[Array, "group"], num_rows: int) -> Blocks:
     start, blocks = jnp.cumsum(sizes) - sizes, -(-sizes // size)
     first = jnp.cumsum(blocks) - blocks
     # Blocks past the last row belong to the last group and hold none of its rows.
-    group = jnp.searchsorted(first, jnp.arange(num_blocks, dtype=first.dtype), "right") - 1
+    group = positions_in(first, jnp.arange(num_blocks, dtype=first.dtype), "right") - 1
     within = (jnp.arange(num_blocks) - first[group])[:, None] * size + jnp.arange(size)[None]
     row = jnp.where(within < sizes[group, None], start[group, None] + within, num_rows)
     row_group = jnp.minimum(group_of_rows(sizes, num_rows), num_groups - 1)

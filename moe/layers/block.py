@@ -50,7 +50,7 @@ def feed_forward(
             mesh,
             capacity=capacity_of(packed.zigzag, config, mesh),
             implementation=config.execution.dispatch,
-            product=selected_implementation(config, "experts", mesh.size(mesh.etp)),
+            product=selected_implementation(config, "experts", mesh),
             buffer_factor=buffer_factor,
             chunks=config.execution.expert_chunks,
             exchange_rate=config.execution.exchange_rate,

@@ -1,7 +1,13 @@
 """Sort of rows by group, and the gathers that follow it, without scatter-adds."""
 
+from functools import partial
+from typing import Literal
+
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Int, Shaped
+
+from sharding.collectives import match_varying
 
 
 def sort_by_group(groups: Int[Array, "row"], num_groups: int) -> tuple[Array, Array]:
@@ -22,8 +28,25 @@ def sort_by_group(groups: Int[Array, "row"], num_groups: int) -> tuple[Array, Ar
     # count per group where there are many groups.
     keys = jnp.minimum(groups, num_groups) * num_rows + jnp.arange(num_rows, dtype=groups.dtype)
     keys = jnp.sort(keys)
-    stop = jnp.searchsorted(keys, jnp.arange(1, num_groups + 1, dtype=keys.dtype) * num_rows)
+    stop = positions_in(keys, jnp.arange(1, num_groups + 1, dtype=keys.dtype) * num_rows)
     return keys % num_rows, jnp.diff(stop, prepend=0)
+
+
+def positions_in(
+    ascending: Int[Array, "element"],
+    values: Int[Array, "value"],
+    side: Literal["left", "right"] = "left",
+) -> Int[Array, "value"]:
+    """`jnp.searchsorted`: a binary search on a CPU, and elsewhere one kernel that compares all
+    pairs. There a search is a loop, whose launches take longer than the comparisons."""
+    search = partial(jnp.searchsorted, side=side)
+    compare = partial(search, method="compare_all")
+    return lax.platform_dependent(*match_varying((ascending, values)), cpu=search, default=compare)
+
+
+def group_of_rows(sizes: Int[Array, "group"], num_rows: int) -> Int[Array, "row"]:
+    """Group of each row, one past the last for a row of none."""
+    return positions_in(jnp.cumsum(sizes), jnp.arange(num_rows, dtype=sizes.dtype), "right")
 
 
 def positions_within(groups: Int[Array, "row"], num_groups: int) -> tuple[Array, Array]:

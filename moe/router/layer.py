@@ -40,7 +40,7 @@ def route(
         multiplicity,
         config,
         bias=experts.bias,
-        implementation=selected_implementation(config, "router"),
+        implementation=selected_implementation(config, "router", mesh),
     )
     agreed = replayed = None
     if packed.replay is not None:

@@ -241,7 +241,7 @@ def execution(draw: Random, model: dict[str, Any], layout: dict[str, int]) -> di
     if "num_experts" in model:
         travels = layout["ep"] * layout["etp"] > 1
         maybe("dispatch", 0.6, "all_to_all", "all_gather")
-        maybe("experts", 0.4, "tiles", "blocks", "ragged_dot", "plain")
+        maybe("experts", 0.4, "tiles", "batched", "blocks", "ragged_dot", "plain")
         maybe("buffer_factor", 0.3, 0.5, 1.0, 8.0)
         maybe("expert_chunks", 0.3, 2, 3)
         maybe("exchange_rate", 0.1, 0.5)

@@ -1,23 +1,26 @@
 """What None of `moe.execution.Execution` stands for, by devices and by network."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import pytest
+from programs import mesh_of
 from whole_network import loss_and_gradient
 
-from moe import implementations
 from moe.architecture.feed_forward import ClampedSwiGLU
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.implementations import (
-    KERNELS,
+    DEFAULTS,
     explain_selection,
+    explain_selections,
+    select,
     selected_implementation,
-    selection_obstacle,
 )
-from moe.kernels import choice
+from moe.kernels import choice, devices
+from moe.kernels.devices import Devices, devices_of
 from moe.weights import shapes
 from sharding.folding import Layout, fold_abstract
 
@@ -34,67 +37,115 @@ SERVED = ModelConfig(
 )
 
 
+class Gpu(NamedTuple):
+    """What an implementation is selected by: a device of a mesh, here or elsewhere."""
+
+    compute_capability: str
+
+
 @pytest.fixture
 def on(monkeypatch):
-    """Makes this process one with GPUs of that capability."""
+    """Mesh of GPUs of a capability; those of an abstract mesh are this process's."""
 
-    def on(capability):
+    def on(capability, layout=""):
         monkeypatch.setattr(choice, "capability", lambda: capability)
-        monkeypatch.setattr(implementations, "capability", lambda: capability)
+        monkeypatch.setattr(devices, "capability", lambda: capability)
+        return fold_abstract(Layout.parse(layout) if layout else Layout(), "gpu")
 
     return on
 
 
-def names(config, etp=1):
-    return {field: selected_implementation(config, field, etp) for field in KERNELS}
+def names(config, mesh):
+    return {field: selected_implementation(config, field, mesh) for field in DEFAULTS}
+
+
+PLAIN = {
+    "attention": "blocked",
+    "experts": "batched",
+    "router": "plain",
+    "decode_attention": "plain",
+}
 
 
 def test_hopper_has_kernels_and_others_have_what_they_can_run(on):
-    none = dict.fromkeys(KERNELS)
-    assert names(SERVED) == none
-    on(9.0)
-    assert names(SERVED) == dict.fromkeys(KERNELS, "mosaic")
-    on(8.0)
-    assert names(SERVED) == none
-    on(10.0)
-    assert names(SERVED) == none | {"router": "mosaic"}
+    for platform in ("cpu", "tpu", None):
+        assert names(SERVED, fold_abstract(Layout(), platform)) == dict.fromkeys(DEFAULTS)
+    assert names(SERVED, None) == dict.fromkeys(DEFAULTS)
+    kernels = dict.fromkeys(DEFAULTS, "mosaic")
+    assert names(SERVED, on(9.0)) == kernels | {"attention": "cudnn"}
+    assert names(SERVED, on(0.0)) == PLAIN
+    assert names(SERVED, on(8.0)) == PLAIN | {"attention": "cudnn"}
+    assert names(SERVED, on(10.0)) == PLAIN | {"attention": "cudnn", "router": "mosaic"}
+
+
+def test_devices_of_a_mesh_are_asked_and_not_this_process(monkeypatch):
+    """As where a program is compiled for GPUs that are not here."""
+    mesh = mesh_of("dp2")
+    monkeypatch.setattr(devices, "_mesh_devices", lambda mesh: (Gpu("9.0"), Gpu("10.0")))
+    assert devices_of(mesh) == Devices("cpu", 0.0)
+    assert devices_of(replace(mesh, platform="gpu")) == Devices("gpu", 9.0)
+    monkeypatch.setattr(devices, "_mesh_devices", lambda mesh: (Gpu("gfx942"),))
+    assert devices_of(replace(mesh, platform="gpu")) == Devices("gpu", 0.0)
+
+
+def test_every_field_has_a_row_for_any_devices(on):
+    odd = replace(SERVED, dtype="float32", d_model=96, num_experts=12, head_dim=32)
+    for mesh in (None, *(fold_abstract(Layout(), name) for name in ("cpu", "tpu")), on(9.0)):
+        for field in DEFAULTS:
+            selected = select(odd, field, mesh)
+            assert selected.name not in ("cudnn", "mosaic")
+            assert selected.explanation.startswith(f"{selected.name} (")
+    assert select(SERVED, "experts", fold_abstract(Layout(), "cpu")).name == "tiles"
+    assert select(SERVED, "experts", fold_abstract(Layout(), "tpu")).name == "blocks"
 
 
 def test_a_name_that_is_given_stays(on):
-    on(9.0)
-    given = {"experts": "blocks", "router": "plain", "decode_attention": "plain"}
-    assert names(replace(SERVED, execution=Execution(**given))) == given
+    given = {"attention": "xla", "experts": "blocks", "router": "plain"}
+    given |= {"decode_attention": "plain"}
+    config = replace(SERVED, execution=Execution(**given))
+    assert names(config, on(9.0)) == given
+    assert explain_selections(config, on(9.0)) == []
 
 
 @pytest.mark.parametrize(
-    ("field", "changed", "etp", "obstacle"),
+    ("field", "changed", "layout", "obstacle"),
     [
-        ("experts", {"dtype": "float32"}, 1, "rows of float32 (needs bfloat16"),
-        ("experts", {"d_model": 192}, 1, "d_model=192 (needs a multiple of 128)"),
-        ("experts", {}, 2, "32 hidden units per device (needs"),
-        ("router", {"num_experts": 12}, 1, "12 experts (needs"),
-        ("router", {"num_experts": 256}, 1, "256 experts (needs"),
-        ("decode_attention", {"attention_sinks": True}, 1, "attention sinks"),
-        ("decode_attention", {"head_dim": 32}, 1, "heads of 32 elements"),
+        ("experts", {"dtype": "float32"}, "", "rows of float32 (needs bfloat16"),
+        ("experts", {"d_model": 192}, "", "d_model=192 (needs a multiple of 128)"),
+        ("experts", {}, "tp2 / etp2", "32 hidden units per device (needs"),
+        ("router", {"num_experts": 12}, "", "12 experts (needs"),
+        ("router", {"num_experts": 256}, "", "256 experts (needs"),
+        ("decode_attention", {"attention_sinks": True}, "", "attention sinks"),
+        ("decode_attention", {"head_dim": 32}, "", "heads of 32 elements"),
     ],
 )
-def test_what_a_kernel_cannot_serve_is_left_to_others_and_said(on, field, changed, etp, obstacle):
+def test_what_a_kernel_cannot_serve_is_left_to_others_and_said(
+    on, field, changed, layout, obstacle
+):
     config = replace(SERVED, **changed)
-    assert explain_selection(config, field, etp) is None
-    on(9.0)
-    assert (selection_obstacle(config, field, etp) or "").startswith(obstacle)
-    assert selected_implementation(config, field, etp) is None
-    assert (explain_selection(config, field, etp) or "").startswith(f"not mosaic: {obstacle}")
-    assert "H200" in (explain_selection(SERVED, "experts") or "")
+    assert explain_selection(config, field) is None
+    mesh = on(9.0, layout)
+    assert selected_implementation(config, field, mesh) == PLAIN[field]
+    explanation = explain_selection(config, field, mesh)
+    assert explanation is not None
+    assert explanation.startswith(f"{PLAIN[field]} (")
+    assert f"not mosaic: {obstacle}" in explanation
+    assert f"{field} {explanation}" in explain_selections(config, mesh)
+    assert "H200" in (explain_selection(SERVED, "experts", on(9.0)) or "")
+
+
+def test_a_network_without_experts_has_no_line_for_them(on):
+    lines = explain_selections(replace(SERVED, num_experts=0, d_ff=64), on(9.0))
+    assert [line.split()[0] for line in lines] == ["attention", "decode_attention"]
 
 
 @pytest.mark.slow
 def test_the_kernels_that_are_chosen_serve_experts_with_biases_and_other_activations(on):
     """Forward and backward are lowered for CUDA without a refusal."""
-    on(9.0)
+    mesh = on(9.0)
     wide = {"expert_bias": True, "activation": ClampedSwiGLU(alpha=1.702, limit=7.0)}
     for config in (SERVED, replace(SERVED, **wide)):
-        program = jax.jit(loss_and_gradient(config, fold_abstract(Layout(), "gpu")))
+        program = jax.jit(loss_and_gradient(config, mesh))
         tokens = jax.ShapeDtypeStruct((2, 16), jnp.int32), jax.ShapeDtypeStruct((2, 16), bool)
         exported = jax.export.export(program, platforms=["cuda"])(shapes(config), tokens)
         # Each of two products and its two gradients, and what moves their rows.

@@ -53,4 +53,6 @@ def buckets(lengths: Int[Array, "*batch"], edges: Sequence[int]) -> Int[Array, "
     """
     if list(edges) != sorted(set(edges)):
         raise ValueError(f"edges={tuple(edges)} must increase: they are lengths in tokens.")
-    return jnp.searchsorted(jnp.asarray(tuple(edges), jnp.int32), lengths.astype(jnp.int32))
+    bounds = jnp.asarray(tuple(edges), jnp.int32)
+    # Edges are few: comparing all pairs is one kernel, a search a loop of several.
+    return jnp.searchsorted(bounds, lengths.astype(jnp.int32), method="compare_all")

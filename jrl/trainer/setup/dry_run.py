@@ -20,13 +20,13 @@ from jrl.text.prompt_format import example_tools, text_of_row
 from jrl.trainer.setup.chat_rows import training_chats
 from jrl.trainer.setup.lengths import describe_left_out, response_origin
 from jrl.trainer.setup.memory import memory, rollout_memory
-from jrl.trainer.setup.network import EXPERT_FIELDS, dispatch_explained
+from jrl.trainer.setup.network import EXPERT_FIELDS, buffers_explained, dispatch_explained
 from jrl.trainer.setup.planner import memory_of_update, time_of_update, times_with_overlap
 from jrl.trainer.setup.setup import Setup
 from moe.attention.context_parallel import context_of, received_elements
 from moe.config import ModelConfig
 from moe.execution import Execution
-from moe.implementations import KERNELS, explain_selection
+from moe.implementations import DEFAULTS, explain_selection
 from moe.weights import (
     num_active_parameters,
     num_parameters,
@@ -147,6 +147,8 @@ def execution(setup: Setup) -> dict[str, str]:
     if settings["context"] is None and mesh.layout.cp > 1:
         settings["context"] = f"{context_of(model, mesh)} (sends least)"
     settings["dispatch"] = dispatch_explained(model, setup.run, mesh) or settings["dispatch"]
+    buffers = buffers_explained(model, setup.run)
+    settings["buffer_factor"] = buffers or settings["buffer_factor"]
     # Settings that do not apply to the network are left out.
     hidden = {"latent"} if model.mla is None else set()
     if mesh.layout.cp == 1:
@@ -162,8 +164,9 @@ def execution(setup: Setup) -> dict[str, str]:
     meaning = {"buffer_factor": "worst case", "vocab_chunk": "full vocabulary"}
     meaning |= {"capacity_factor": "any number", "scan_layers": "where there are more than eight"}
     meaning |= {"decode_attention": "plain", "router": "plain"}
-    etp = mesh.layout.etp
-    meaning |= {name: choice for name in KERNELS if (choice := explain_selection(model, name, etp))}
+    meaning |= {
+        name: choice for name in DEFAULTS if (choice := explain_selection(model, name, mesh))
+    }
     meaning |= {"exchange_rate": "the planner's", "activation_wire": "that of activations"}
     rows = {
         flag(name): meaning.get(name, "the best that applies")

@@ -23,7 +23,7 @@ from moe.experts.dispatch.buffers import (
 )
 from moe.experts.fused import permutation_kernel
 from moe.experts.permutation import permute_rows, unpermute_rows
-from moe.ops.sorting import inverse_slots, take_rows
+from moe.ops.sorting import inverse_slots, positions_in, take_rows
 from moe.remat import DISPATCHED
 from moe.router.routing import Routing
 from moe.weights import Experts
@@ -191,7 +191,7 @@ def _group_of_rows(
     """Scale group of each row of a buffer, `no_group` for rows in no slice."""
     row = jnp.arange(num_rows)
     # Of slices that start at the same row, all but the last are empty.
-    peer = jnp.searchsorted(slices.input_offsets, row, side="right") - 1
+    peer = positions_in(slices.input_offsets, row, "right") - 1
     within = row - slices.input_offsets[peer]
     group = groups.input_offsets[peer] + within // compression.GROUP_TOKENS
     return jnp.where(within < slices.sizes[peer], group, no_group)

@@ -13,6 +13,7 @@ from tiers import full_but
 
 from moe.attention import core
 from moe.attention.core import core_attention
+from moe.kernels.devices import Devices
 from moe.ops.mask import Mask, TokenIndices, visible
 
 BATCH, TIME, SOURCE, HEADS, KV_HEADS = 2, 5, 7, 6, 3
@@ -152,9 +153,9 @@ def rows_of(batch, time, source, window=None, causal=True, single=True):
         (rows_of(1, 2**16, 2**17, window=4096), "cudnn"),
         # Parts of rows and packed ones, whose masks are small enough, or not.
         (rows_of(1, 2**13, 2**13, single=False), "cudnn"),
-        (rows_of(1, 2**14, 2**14, single=False), "blocked"),
+        (rows_of(1, 2**14, 2**14, single=False), "mosaic"),
         (rows_of(1, 2**12, 2**14, causal=False), "cudnn"),
-        (rows_of(8, 2**12, 2**14, causal=False), "blocked"),
+        (rows_of(8, 2**12, 2**14, causal=False), "mosaic"),
         (rows_of(1, 64, 64, jax.ShapeDtypeStruct((), jnp.int32)), "cudnn"),
         # Few queries: a mask is less than computing all the others would be.
         (rows_of(1, 2**14, 2**16), "cudnn"),
@@ -166,13 +167,15 @@ def test_none_on_a_gpu_is_what_fits(mask, chosen, hopper):
         jax.ShapeDtypeStruct((batch, size, 4, 64), jnp.bfloat16) for size in (time, source)
     )
     for sinks in (None, jax.ShapeDtypeStruct((4,), jnp.float32)):
-        found = []
+        for capability, expected in ((9.0, chosen), (8.0, chosen.replace("mosaic", "blocked"))):
+            found, devices = [], Devices("gpu", capability)
 
-        def choose(query, value, sinks, found=found):
-            found.append(core._select_implementation(query, value, value, mask, sinks))
+            def choose(query, value, sinks, found=found, devices=devices):
+                name = core._select_implementation(query, value, value, mask, sinks, devices)
+                found.append(name)
 
-        jax.eval_shape(choose, query, value, sinks)
-        assert found == [chosen]
+            jax.eval_shape(choose, query, value, sinks)
+            assert found == [expected]
 
 
 def test_a_mask_that_is_too_large_is_refused(hopper):

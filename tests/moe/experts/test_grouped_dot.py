@@ -2,7 +2,7 @@
 
 import math
 import re
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -72,6 +72,13 @@ def close(found, expected, rows=ROWS):
     """float32 sums of up to seven products of order one, and of `rows` in the last."""
     for x, y, terms in zip(found, expected, (INNER, OUTER, rows), strict=True):
         np.testing.assert_allclose(x, y, atol=4e-7 * terms, rtol=1e-5)
+
+
+def loops_and_products(text):
+    """Numbers of loops and of products of a lowered program."""
+    # Cumulative sums have one in what stands for them where XLA has no kernel.
+    loops = text.count("stablehlo.while") - text.count("func.func private @chlo.scan.impl")
+    return loops, text.count("stablehlo.dot_general")
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
@@ -190,18 +197,34 @@ def test_fewer_rows_than_a_tile():
 
 @pytest.mark.slow
 def test_products_are_lowered_for_accelerators_without_one():
-    """What runs there are the blocks, with one product in the loop of each."""
+    """What runs on a TPU are the blocks, and on a GPU the batched products: one of each kind before
+    the loop, and one in it."""
     arguments = [*operands(), np.asarray(SIZES["uneven"], np.int32)]
-    for platform in ("cuda", "tpu"):
-        best, blocks, tiles = (
-            jax.export.export(compiled(name), platforms=[platform])(*arguments).mlir_module()
-            for name in (None, "blocks", "tiles")
-        )
-        assert best.count("stablehlo.while") == blocks.count("stablehlo.while")
-        assert best.count("stablehlo.while") < tiles.count("stablehlo.while")
-        assert best.count("stablehlo.dot_general") == blocks.count("stablehlo.dot_general") == 3
-    on_cpu = jax.export.export(compiled(None), platforms=["cpu"])(*arguments).mlir_module()
-    assert on_cpu.count("stablehlo.dot_general") > 3
+
+    def lowered(name, platform):
+        program = jax.export.export(compiled(name), platforms=[platform])(*arguments)
+        return loops_and_products(program.mlir_module())
+
+    assert lowered(None, "tpu") == lowered("blocks", "tpu") != lowered("tiles", "tpu")
+    assert lowered(None, "cuda") == lowered("batched", "cuda") == (3, 6)
+    assert lowered(None, "cpu") == lowered("tiles", "cpu")
+
+
+def test_groups_of_few_rows_are_one_product_without_a_loop():
+    """As in decoding: the caller says how many rows a group has at most."""
+    rows, weights, pull = operands()
+    sizes = np.asarray(SIZES["rows of no group"], np.int32)
+    few = partial(grouped_dot, implementation="batched", most=40)
+
+    @jit
+    def run(rows, weights, pull, sizes):
+        out, back = jax.vjp(lambda rows, weights: few(rows, weights, sizes), rows, weights)
+        return out, *back(pull)
+
+    found = jax.device_get(run(rows, weights, pull, sizes))
+    close(found, looped(rows, weights, pull, sizes))
+    text = jax.export.export(run, platforms=["cuda"])(rows, weights, pull, sizes).mlir_module()
+    assert loops_and_products(text) == (0, 3)
 
 
 @pytest.mark.slow

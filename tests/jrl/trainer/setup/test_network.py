@@ -12,10 +12,12 @@ from jrl.config.run import IMPLEMENTATION_SETTINGS, NETWORK_SETTINGS, RunConfig
 from jrl.recipes import RECIPES
 from jrl.trainer.setup.dry_run import execution
 from jrl.trainer.setup.network import (
+    buffers_explained,
     check_overlaps,
     check_shardable,
     check_supported,
     network_of,
+    with_dispatch,
 )
 from jrl.trainer.setup.setup import build_setup
 from moe.attention import context_parallel as context
@@ -305,3 +307,22 @@ def test_halves_that_cannot_be_had_are_refused_before_anything_is_compiled():
     full = replace(model, capacity_factor=0.8)
     with pytest.raises(ValueError, match=r"capacity_factor=0\.8 would drop other tokens"):
         check_overlaps(full, setup.mesh, *whole.overlap_units(packing=None))
+
+
+def test_gpus_that_share_experts_have_buffers_of_balanced_load_by_default():
+    """A multiple that is given stays, and 0 is buffers for any routing."""
+    base = RunConfig(model="tiny-moe", dtype="bfloat16")
+    shared, alone = Layout.parse("dp2 / ep2"), Layout()
+
+    def buffers(run, layout, platform):
+        mesh = fold_abstract(layout, platform)
+        model = with_dispatch(network_of(ModelConfig(vocab_size=8), run), run, mesh)
+        return model.execution.buffer_factor, buffers_explained(model, run)
+
+    factor, explained = buffers(base, shared, "gpu")
+    assert factor == 1.5
+    assert (explained or "").startswith("1.5 (buffers for any routing are")
+    for layout, platform in ((shared, "cpu"), (shared, "tpu"), (alone, "gpu")):
+        assert buffers(base, layout, platform) == (None, None)
+    assert buffers(replace(base, buffer_factor=2.0), shared, "gpu") == (2.0, None)
+    assert buffers(replace(base, buffer_factor=0.0), shared, "gpu") == (None, None)

@@ -1,0 +1,322 @@
+"""Kernel launches of programs for GPUs, counted in the scheduled program that their compiler makes.
+
+    python -m benchmarks.absent.launches                 # the table, for absent H100s
+    python -m benchmarks.absent.launches --only decoding
+
+A launch takes the host about 3 us: a program of many small kernels runs at the pace of its launches
+and not of its arithmetic. All layers are in a scanned stack, whose loop has a known length, so that
+a program of 48 layers is compiled and counted as it is. A call of a library, such as a sort or a
+collective, counts as one launch.
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.gpu.shapes import QWEN3_A3B
+
+BOUND = 20_000
+"""Launches of a training step of 48 layers, at most, by whatever None selects."""
+WITHOUT_LAUNCH = {
+    *("parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "domain"),
+    *("partition-id", "replica-id", "opt-barrier", "add-dependency", "async-update"),
+}
+"""Operations that launch nothing; nor does the end of an asynchronous one."""
+PLAIN = {
+    "experts": "batched",
+    "router": "plain",
+    "attention": "blocked",
+    "decode_attention": "plain",
+}
+"""Fields of `moe.execution.Execution`: what None selects on GPUs for networks that no kernel
+supports, and for shapes that cuDNN does not."""
+
+
+class Launches(NamedTuple):
+    """Launches of one run of a program.
+
+    Attributes:
+      fixed: those of every run.
+      per_turn: those of one iteration of each loop whose length is not known when compiling. In the
+        products of experts ("batched") it has none if groups are balanced.
+    """
+
+    fixed: int
+    per_turn: int
+
+
+def count_launches(text: str) -> Launches:
+    """Counts the launches of a scheduled program.
+
+    Args:
+      text: of ``compiled.as_text()``, for GPUs.
+    """
+    computations = dict(_computations(text))
+    counted: dict[str, Launches] = {}
+
+    def count(name: str) -> Launches:
+        if name not in counted:
+            each = [_of_instruction(line, count) for line in computations[name]]
+            counted[name] = Launches(
+                sum(one.fixed for one in each), sum(one.per_turn for one in each)
+            )
+        return counted[name]
+
+    return count(ENTRY)
+
+
+ENTRY = "ENTRY"
+_CALLED = re.compile(r"(?:to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+
+
+def _computations(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Name and instructions of each computation."""
+    for one in re.split(r"\n(?=%|ENTRY)", text):
+        head, *lines = one.split("\n")
+        name = ENTRY if head.startswith(ENTRY) else head.split(" ")[0].lstrip("%")
+        yield name, [line for line in lines if " = " in line]
+
+
+def operation(line: str) -> str:
+    """Operation of an instruction."""
+    rest = line.split(" = ", 1)[1]
+    if rest.startswith("("):
+        # The type is a tuple, and may contain tuples.
+        depth = 0
+        for index, character in enumerate(rest):
+            depth += (character == "(") - (character == ")")
+            if depth == 0:
+                rest = rest[index + 1 :]
+                break
+    else:
+        rest = rest.split(" ", 1)[1]
+    return rest.strip().split("(", 1)[0]
+
+
+def _of_instruction(line: str, count: Callable[[str], Launches]) -> Launches:
+    name = operation(line)
+    if name == "while":
+        body, condition = (
+            count(match[1])
+            if (match := re.search(rf"{part}=%?([\w.\-]+)", line))
+            else Launches(0, 0)
+            for part in ("body", "condition")
+        )
+        length = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+        if length:
+            turns = int(length[1])
+            return Launches(turns * body.fixed, turns * body.per_turn)
+        # The host reads the condition before each iteration, and after the last.
+        check = condition.fixed + 1
+        return Launches(check, body.fixed + body.per_turn + check)
+    if name == "conditional":
+        branches = _CALLED.findall(line)
+        if listed := re.search(r"branch_computations=\{([^}]*)\}", line):
+            branches += [one.strip().lstrip("%") for one in listed[1].split(",")]
+        counted = [count(branch) for branch in branches]
+        # The host reads the index of the branch.
+        most = max(counted, key=sum)
+        return Launches(most.fixed + 1, most.per_turn)
+    if name == "call":
+        return count(_CALLED.findall(line)[0])
+    is_free = name in WITHOUT_LAUNCH or name.endswith("-done") or '"AllocateBuffer"' in line
+    return Launches(0 if is_free else 1, 0)
+
+
+class Case(NamedTuple):
+    """A program that is counted.
+
+    Attributes:
+      program: name in the table.
+      form: of the execution.
+      build: compiles it for absent H100s.
+      bound: launches that it may have, with one further turn of each loop; None is any number.
+    """
+
+    program: str
+    form: str
+    build: Callable[[], Any]
+    bound: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.program}, {self.form}"
+
+
+def experts_layer(**execution: Any) -> Any:
+    """Forward and backward pass of the experts of a layer of Qwen3-30B-A3B on "dp8 / ep8", 4,096
+    tokens on each device."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from benchmarks.absent import compilers
+    from benchmarks.gpu.networks import network
+    from moe.experts.dispatch.choice import dispatch
+    from moe.implementations import selected_implementation
+    from moe.router.routing import Routing
+    from moe.weights import Experts
+    from sharding.folding import Layout, fold
+
+    mesh = fold(Layout.parse("dp8 / ep8"), compilers.devices("h100", "1x1x8"))
+    config = network(QWEN3_A3B, **execution)
+    options = {
+        "product": selected_implementation(config, "experts", mesh),
+        "buffer_factor": config.execution.buffer_factor,
+    }
+    by_token, by_expert = PartitionSpec(mesh.dp), PartitionSpec(mesh.ep)
+
+    def layer(gate_up: Any, down: Any, x: Any, ids: Any, probs: Any) -> Any:
+        def run(gate_up: Any, down: Any, x: Any, probs: Any) -> Any:
+            experts = Experts(jnp.zeros(()), gate_up, down)
+            return dispatch(experts, x, Routing(ids, probs), mesh, **options)[0]
+
+        out, back = jax.vjp(run, gate_up, down, x, probs)
+        return out, *back(out)
+
+    def of(dtype: Any, spec: Any, *shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh.mesh, spec))
+
+    tokens, k, experts = 8 * 4096, config.experts_per_token, config.num_experts
+    width, hidden = config.d_model, config.d_expert
+    specs = by_expert, by_expert, by_token, by_token, by_token
+    sharded = jax.shard_map(
+        layer,
+        mesh=mesh.mesh,
+        in_specs=specs,
+        out_specs=(by_token, by_expert, by_expert, by_token, by_token),
+        check_vma=False,
+    )
+    operands = (
+        of(jnp.float32, by_expert, experts, width, 2, hidden),
+        of(jnp.float32, by_expert, experts, hidden, width),
+        of(jnp.bfloat16, by_token, tokens, width),
+        of(jnp.int32, by_token, tokens, k),
+        of(jnp.float32, by_token, tokens, k),
+    )
+    return compilers.compile_for("h100", _with_options(sharded, mesh), *operands).compiled
+
+
+def training_step(**execution: Any) -> Any:
+    """An optimizer step of GRPO of Qwen3-30B-A3B on "dp8 / ep8", two rows of 2,048 tokens on each
+    device."""
+    from benchmarks.absent.programs import Step, compile_step
+
+    execution = {"remat": "selective", **execution}
+    where = "h100", "1x1x8", "dp8 / ep8"
+    return compile_step(Step(*where, "Qwen3-30B-A3B", QWEN3_A3B, execution)).compiled
+
+
+def decode_step(rows: int = 64, length: int = 1024, **execution: Any) -> Any:
+    """A decode step of Qwen3-30B-A3B on one device, weights and cache in bfloat16."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from benchmarks.absent import compilers
+    from benchmarks.gpu.networks import network
+    from moe import decoding
+    from moe.cache.buffers import cache_columns
+    from moe.layers.depth import split_layer_groups
+    from moe.placement import specs
+    from moe.weights import shapes
+    from sharding.folding import Layout, fold
+
+    mesh = fold(Layout(), compilers.devices("h100", "1x1x1"))
+    config = network(QWEN3_A3B, **execution)
+    columns, spec, everywhere = (
+        cache_columns(length, config, mesh),
+        specs(config, mesh),
+        PartitionSpec(),
+    )
+    run = partial(jax.shard_map, mesh=mesh.mesh, out_specs=everywhere, check_vma=False)
+
+    def of(tree: Any, dtype: Any = None) -> Any:
+        sharding = NamedSharding(mesh.mesh, everywhere)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=sharding), tree
+        )
+
+    def prefilled(weights: Any, tokens: Any, lengths: Any) -> Any:
+        return decoding.prefill(weights, tokens, lengths, config, mesh).cache
+
+    def step(weights: Any, cache: Any, tokens: Any, positions: Any, live: Any) -> Any:
+        layers = split_layer_groups(weights, config)
+        return decoding.decode_step(layers, weights, cache, tokens, positions, live, config, mesh)[
+            :2
+        ]
+
+    weights = of(shapes(config), jnp.bfloat16)
+    number = of(jax.ShapeDtypeStruct((rows,), jnp.int32))
+    prompts = jax.ShapeDtypeStruct((rows, columns), jnp.int32)
+    filled = run(prefilled, in_specs=(spec, everywhere, everywhere))
+    cache = of(jax.eval_shape(filled, weights, prompts, number))
+    stepped = run(step, in_specs=(spec, *[everywhere] * 4))
+    program = jax.jit(stepped, donate_argnums=(1,))
+    operands = weights, cache, number, number, of(jax.ShapeDtypeStruct((rows,), bool))
+    return compilers.compile_for("h100", program, *operands).compiled
+
+
+def _with_options(function: Any, mesh: Any) -> Any:
+    import jax
+
+    from sharding.compiler_options import compiler_options
+
+    return jax.jit(function, compiler_options=compiler_options(mesh))
+
+
+CASES = (
+    Case("experts layer", "None", partial(experts_layer, buffer_factor=1.5), 300),
+    Case("experts layer", "None, buffers for any routing", experts_layer, 300),
+    Case("experts layer", "no kernels", partial(experts_layer, **PLAIN), 300),
+    Case("experts layer", "blocks", partial(experts_layer, experts="blocks")),
+    Case("training step", "None", partial(training_step, buffer_factor=1.5), BOUND),
+    Case("training step", "no kernels", partial(training_step, buffer_factor=1.5, **PLAIN), BOUND),
+    Case("decoding step", "None", decode_step, 3_000),
+    Case("decoding step", "no kernels", partial(decode_step, **PLAIN), 3_000),
+)
+"""Programs and forms; "blocks" is not selected by None on GPUs, and is there to compare."""
+
+
+def main() -> None:
+    command = argparse.ArgumentParser(
+        prog="python -m benchmarks.absent.launches", description="Counts launches of programs"
+    )
+    command.add_argument(
+        "--only", nargs="+", default=[], metavar="NAME", help='of "program, form", any part'
+    )
+    command.add_argument("--bounded", action="store_true", help="programs with a bound alone")
+    command.add_argument("--out", type=Path, help="file for the rows as JSON")
+    arguments = command.parse_args()
+
+    from benchmarks.absent import compilers
+
+    if (reason := compilers.missing("cuda")) is not None:
+        command.error(reason)
+    compilers.prepare()
+    print(
+        "| program | form | launches | more for each further turn of loops | GiB of temporaries |"
+    )
+    print("| --- | --- | --- | --- | --- |")
+    rows = list[dict[str, Any]]()
+    for case in CASES:
+        named = not arguments.only or any(name in str(case) for name in arguments.only)
+        if not named or (arguments.bounded and case.bound is None):
+            continue
+        compiled = case.build()
+        launches = count_launches(compiled.as_text())
+        temporaries = compiled.memory_analysis().temp_size_in_bytes / 2**30
+        cells = f"{launches.fixed:,} | {launches.per_turn:,} | {temporaries:.1f}"
+        print(f"| {case.program} | {case.form} | {cells} |", flush=True)
+        row = {"program": case.program, "form": case.form, "launches": launches.fixed}
+        rows.append(row | {"per_turn": launches.per_turn, "temporaries": temporaries})
+        # What was counted is kept when the rest is cut off.
+        if arguments.out:
+            arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
