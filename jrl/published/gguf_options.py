@@ -98,7 +98,7 @@ class Metadata:
             self.options.take(f"{self.kind}.{name}")  # raises, with the name
         return value
 
-    def check_equal(self, name: str, expected: float) -> None:
+    def check_equal(self, name: str, expected: float | int) -> None:
         """Rejects a value that is there and not the one that follows from others."""
         value = self.get(name, expected)
         if not np.isclose(value, expected, rtol=1e-5, atol=0):
