@@ -15,12 +15,13 @@ from jrl.trainer.setup.network import (
     check_overlaps,
     check_shardable,
     check_supported,
+    lora_of,
     network_of,
 )
 from jrl.trainer.setup.setup import build_setup
 from moe.attention import context_parallel as context
 from moe.attention import core, latent
-from moe.config import ModelConfig, MultiHeadLatentAttention
+from moe.config import PRESETS, ModelConfig, MultiHeadLatentAttention
 from moe.execution import Execution
 from moe.experts import feed_forward
 from moe.experts.dispatch import choice as dispatch
@@ -305,3 +306,17 @@ def test_halves_that_cannot_be_had_are_refused_before_anything_is_compiled():
     full = replace(model, capacity_factor=0.8)
     with pytest.raises(ValueError, match=r"capacity_factor=0\.8 would drop other tokens"):
         check_overlaps(full, setup.mesh, *whole.overlap_units(packing=None))
+
+
+def test_adapters_are_aimed_by_module_names():
+    model = PRESETS["tiny-dense"](40)
+
+    def lora(targets):
+        return lora_of(model, RunConfig(lora_rank=2, lora_targets=targets))
+
+    assert lora("q_proj,k_proj,v_proj,o_proj") == lora("attention")
+    assert lora("all-linear") == lora(None)
+    assert lora("q_proj,v_proj").targets == ("attention.query", "attention.value")
+    assert lora("attention.query,attention.value") == lora("q_proj,v_proj")
+    with pytest.raises(ValueError, match=r"has 'query', which .*: choose among down_proj"):
+        lora("query")
