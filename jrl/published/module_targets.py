@@ -48,12 +48,16 @@ def targets_from_modules(config: ModelConfig, names: Sequence[str]) -> tuple[str
                 f"lora_targets={','.join(names)!r} has a part of {listed}, which are one weight "
                 "here: name both, or none."
             )
-    known = {module for parts in modules.values() for part in parts for module in part}
+    named_modules = {module for parts in modules.values() for part in parts for module in part}
     for name in names:
         stated = is_target(name) and any(each.startswith(name) for each in modules)
-        if name != ALL_LINEAR and not stated and not any(_is_meant(each, [name]) for each in known):
-            available = sorted({module.rpartition(".")[2] for module in known})
-            fix = ",".join(available) if known else ",".join(targets_of(config))
+        if (
+            name != ALL_LINEAR
+            and not stated
+            and not any(_is_meant(each, [name]) for each in named_modules)
+        ):
+            available = sorted({module.rpartition(".")[2] for module in named_modules})
+            fix = ",".join(available) if named_modules else ",".join(targets_of(config))
             raise ValueError(
                 f"lora_targets={','.join(names)!r} has {name!r}, which no module with adapters of "
                 f"this network is called: choose among {fix} or {ALL_LINEAR}."
