@@ -81,7 +81,8 @@ def _evaluate(options: EvaluateOptions) -> dict[str, Any]:
             f"run {folder.path} has recipe {recipe.name}, which trains no critic: --diagnostics "
             "needs one, as in ppo and vapo."
         )
-    _print_line(f"evaluating {options.run} on {run.task}")
+    adapted = f" with the adapters of {options.lora}" if options.lora is not None else ""
+    _print_line(f"evaluating {options.run}{adapted} on {run.task}")
     for note in training_data_notes(options, folder):
         _print_line(note)
     setup = _build_setup(options, folder, run, recipe)
@@ -132,6 +133,8 @@ def _evaluate(options: EvaluateOptions) -> dict[str, Any]:
         "seed": options.seed,
         **{name: getattr(setup.recipe, name) for name in SAMPLING_SETTINGS},
     }
+    if options.lora is not None:
+        header["lora"] = options.lora
     if setup.prompts_dropped:
         results["prompts_dropped"] = setup.prompts_dropped
     return {**header, **results}
@@ -190,7 +193,8 @@ def _load(
     _print_line("loading the weights")
     critic = None
     if folder is None:
-        policy, step = load_checkpoint(setup.run.checkpoint or "", setup.networks), 0
+        checkpoint = setup.run.checkpoint or ""
+        policy, step = load_checkpoint(checkpoint, setup.networks, adapters=options.lora), 0
     elif options.diagnostics:
         policy, critic, step = load_both(folder, setup.networks)
     else:

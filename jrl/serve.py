@@ -78,6 +78,8 @@ class ServeOptions:
     chat_template_kwargs: str | None = None
     """A JSON object of default variables for the chat template, such as {"enable_thinking": false};
     None takes the run's."""
+    lora: str | None = None
+    """Folder of LoRA adapters in PEFT's format, which are merged into the published checkpoint."""
     ignore_options: tuple[str, ...] = ()
     """Options of a checkpoint's config.json to pass over, as --ignore-options of jrl.train."""
     layout: str | None = None
@@ -185,7 +187,9 @@ def _build_service(options: ServeOptions):
     split = SplitSettings(
         options.split, options.micro_batches, options.expert_slots, options.replan
     )
-    policy = open_served_model(options.run, options.layout, split, options.ignore_options)
+    policy = open_served_model(
+        options.run, options.layout, split, options.ignore_options, options.lora
+    )
     positions = policy.model.max_positions
     if options.follow and is_checkpoint(options.run):
         raise ValueError(

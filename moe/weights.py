@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from moe.adapters.trees import select_trained, targets_in, with_adapters, with_base
+from moe.adapters.trees import select_trained, targets_in, weights_in, with_adapters, with_base
 from moe.config import ModelConfig
 
 Leaf = TypeVar("Leaf")
@@ -324,6 +324,12 @@ def _delta_net(config: ModelConfig, out_scale: float) -> DeltaNet[Weight]:
 def targets_of(config: ModelConfig) -> tuple[str, ...]:
     """Those of `moe.architecture.lora.TARGETS` that the network has."""
     return targets_in(_without_adapters(config), config)
+
+
+def adaptable_weights(config: ModelConfig) -> dict[str, list[int]]:
+    """The weights that may have adapters, as targets of their own (``attention.query``): which
+    leaves of the table without adapters they are."""
+    return weights_in(_without_adapters(config), config)
 
 
 def _in_first_layers(layer: Layer[Weight]) -> Layer[Weight]:

@@ -11,6 +11,7 @@ from jrl.checks import check_least, check_seed
 from jrl.config.files import configuration_of
 from jrl.config.run import IMPLEMENTATION_SETTINGS, SINGLE_MESH_SETTINGS, RunConfig
 from jrl.processes.coordinator import SINGLE_PROCESS, Processes
+from jrl.published.adapters import check_of_checkpoint
 from jrl.published.location import is_checkpoint
 from jrl.recipes import Recipe
 from jrl.recipes.grpo import Grpo
@@ -62,6 +63,8 @@ class EvaluateOptions:
     show: int = 3
     """Number of prompts whose completions are printed; 0 prints none."""
 
+    lora: str | None = None
+    """Folder of LoRA adapters in PEFT's format, which are merged into the published checkpoint."""
     ignore_options: tuple[str, ...] | None = None
     """Options of a checkpoint's config.json to pass over, as --ignore-options of jrl.train."""
     prompt_field: str | None = None
@@ -153,6 +156,7 @@ class EvaluateOptions:
         check_seed(self.seed)
         if self.temperature is not None and not math.isfinite(self.temperature):
             raise ValueError(f"temperature={self.temperature} must be a number from 0.")
+        check_of_checkpoint(self.lora, self.run, self.is_checkpoint)
         if self.tokenizer is not None and not self.is_checkpoint:
             raise ValueError(
                 f"tokenizer={self.tokenizer!r} is only for a published checkpoint; {self.run} has "

@@ -123,8 +123,8 @@ class RunConfig:
     lora_alpha: float | None = None
     """Alpha of LoRA: adapter outputs are scaled by alpha / rank; None is twice the rank."""
     lora_targets: str | None = None
-    """Layers with adapters, a subset of attention,experts,dense,shared,head; None is all that the
-    network has, except the head."""
+    """Layers with adapters: some of attention,experts,dense,shared,head, or modules as PEFT names
+    them (q_proj,v_proj or all-linear); None is all that the network has, except the head."""
     lora_rank_stabilised: bool = False
     """Scale adapter outputs by alpha / sqrt(rank) (rsLoRA)."""
     lora_from: str | None = None

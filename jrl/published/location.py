@@ -6,13 +6,15 @@ import importlib.metadata
 import os
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import cast
 
 PREFIXES = ("hf:", "gguf:", "pip:")
 PRESET_NAMES = ("tiny", "tiny-dense", "small")
 """Names that mean the networks of `moe.config.PRESETS`, whatever folders there are."""
+CONVERSION = 2
+"""Version of the conversion: folders of another are converted again."""
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -37,20 +39,23 @@ def checkpoint_folder(name: str) -> Path:
     Where the file or the package is gone, the folder that is returned does not exist.
     """
     try:
-        gguf = _gguf_file(name)
+        gguf = gguf_file(name)
     except ValueError:
         return Path(name)
     return Path(name.removeprefix("hf:")) if gguf is None else _converted_folder(gguf)
 
 
-def prepare_checkpoint(name: str) -> Path:
+def prepare_checkpoint(name: str, ignore: Collection[str] = ()) -> Path:
     """`checkpoint_folder`, once a GGUF file is converted into it.
+
+    Args:
+      ignore: names of the file's metadata that have no effect, by the user's word.
 
     Raises:
       ValueError: for a file that is not there or cannot be converted, and a package that is not
         installed or has no GGUF file.
     """
-    gguf = _gguf_file(name)
+    gguf = gguf_file(name)
     if gguf is None:
         return Path(name.removeprefix("hf:"))
     folder = _converted_folder(gguf)
@@ -58,12 +63,16 @@ def prepare_checkpoint(name: str) -> Path:
         from jrl.published.gguf import convert
 
         print(f"converting {gguf} into {folder}", flush=True)
-        convert(gguf, folder)
+        convert(gguf, folder, ignore)
     return folder
 
 
-def _gguf_file(name: str) -> Path | None:
-    """The GGUF file that a name means; None for a folder."""
+def gguf_file(name: str) -> Path | None:
+    """The GGUF file that a name means; None for a folder.
+
+    Raises:
+      ValueError: for a file that is not there, and a package that is not installed or has none.
+    """
     if name.startswith("pip:"):
         return _packaged_gguf(name.removeprefix("pip:"))
     path = Path(name.removeprefix("gguf:"))
@@ -130,7 +139,7 @@ def _assembler(distribution: importlib.metadata.Distribution) -> Callable[[Path]
 
 def _converted_folder(path: Path) -> Path:
     stat = path.resolve().stat()
-    key = f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}"
+    key = f"{CONVERSION} {path.resolve()} {stat.st_size} {stat.st_mtime_ns}"
     return _cache() / f"{path.stem}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 

@@ -1,11 +1,12 @@
 """Network of a published checkpoint, with what of its config.json was passed over."""
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Collection, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from jrl.processes.agreement import is_main_process
-from jrl.published.location import prepare_checkpoint
+from jrl.published.location import gguf_file, prepare_checkpoint
 from moe.config import ModelConfig
 
 
@@ -17,17 +18,38 @@ def open_checkpoint(name: str, ignore: Sequence[str] = ()) -> tuple[Path, ModelC
       ignore: options of config.json that have no effect here, by the user's word.
 
     Raises:
-      ValueError: where there is none, an extra is missing, or the network is not supported.
+      ValueError: where there is none, an extra is missing, the network is not supported, or an
+        option to ignore is not there.
     """
     check_packages(f"model={name}")
-    from moe.huggingface import config_from, idle_options  # needs an extra
+    from moe.huggingface import config_from, idle_options, option_names  # needs an extra
 
-    folder = prepare_checkpoint(name)
+    folder = prepare_checkpoint(name, ignore)
     config = config_from(folder, ignore=ignore)
+    if ignore:
+        _check_ignored(ignore, option_names(folder) | _metadata_names(name), name)
     passed_over = [*idle_options(folder), *ignore]
     if passed_over and is_main_process():
         print(f"passed over in config.json: {', '.join(passed_over)}", flush=True)
     return folder, config
+
+
+def _metadata_names(name: str) -> set[str]:
+    gguf = gguf_file(name)
+    if gguf is None:
+        return set()
+    from jrl.published.gguf import metadata_names
+
+    return metadata_names(gguf)
+
+
+def _check_ignored(ignore: Sequence[str], names: Collection[str], subject: str) -> None:
+    """Rejects a name of an option that a checkpoint does not have."""
+    for option in ignore:
+        if option not in names:
+            near = difflib.get_close_matches(option, names, 1)
+            hint = f": near: {near[0]}" if near else ": leave it out"
+            raise ValueError(f"ignore_options={option!r} is no option of {subject}{hint}.")
 
 
 def check_packages(subject: str) -> None:

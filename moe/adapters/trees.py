@@ -15,17 +15,11 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from moe.adapters.adapted import Adapted
-from moe.architecture.lora import TARGETS
+from moe.architecture.lora import MATRICES, TARGETS
 from moe.config import ModelConfig
 
 Tree = TypeVar("Tree")
 
-MATRICES = {
-    "attention": ("query_down", "query", "key", "value", "down", "up", "out"),
-    "experts": ("gate_up", "down"),
-    "dense": ("gate_up", "down"),
-}
-"""The weights of a record that are operands of its matrix products."""
 STACKS = ("layer", "first_layer", "attention_layer", "expert")
 """Axes along which each entry has an adapter of its own."""
 
@@ -49,7 +43,8 @@ def with_adapters(plain: Tree, config: ModelConfig) -> Tree:
         if names == ["head"] and config.head == "value":
             return weight
         base = replace(weight, frozen=True)
-        if _target_of(names, config) not in lora.targets:
+        target = _target_of(names, config)
+        if target is None or not lora.has_target(target):
             return base
         axes, in_axes = weight.axes.split(), weight.fan_in.split()
         # PEFT adapts gate and up of a dense layer separately, and those of stacked experts as the
@@ -72,9 +67,18 @@ def with_adapters(plain: Tree, config: ModelConfig) -> Tree:
 
 def targets_in(plain: Any, config: ModelConfig) -> tuple[str, ...]:
     """Those of `TARGETS` that a network has, from its table without adapters."""
-    leaves = jax.tree_util.tree_leaves_with_path(plain)
-    present = {_target_of(_names(path), config) for path, _ in leaves}
+    present = {weight.partition(".")[0] for weight in weights_in(plain, config)}
     return tuple(target for target in TARGETS if target in present)
+
+
+def weights_in(plain: Any, config: ModelConfig) -> dict[str, list[int]]:
+    """The weights that may have adapters, as targets of their own, from a network's table without
+    any: which of its leaves they are."""
+    weights: dict[str, list[int]] = {}
+    for index, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(plain)):
+        if (target := _target_of(_names(path), config)) is not None:
+            weights.setdefault(target, []).append(index)
+    return weights
 
 
 def _names(path: Any) -> list[str]:
@@ -82,14 +86,14 @@ def _names(path: Any) -> list[str]:
 
 
 def _target_of(names: Sequence[str], config: ModelConfig) -> str | None:
-    """The entry of `TARGETS` that a weight belongs to, None for none."""
+    """A weight as a target of its own, None where it can have no adapters."""
     if list(names) == ["head"]:
         return "head" if config.head == "untied" else None
     record, name = names[-2:] if len(names) > 1 else ("", names[-1])
     if name not in MATRICES.get(record, ()):
         return None
     is_shared_expert = record == "dense" and names[0] == "layers" and config.num_experts
-    return "shared" if is_shared_expert else record
+    return f"{'shared' if is_shared_expert else record}.{name}"
 
 
 def select_trained(tree: Tree, statement: Any) -> Tree:

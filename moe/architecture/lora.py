@@ -1,10 +1,39 @@
 """LoRA settings: target modules, rank and scale."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 TARGETS = ("attention", "experts", "dense", "shared", "head")
 """Products that may have adapters: those of attention; of routed experts, an adapter for each; of
 dense layers; of the shared expert; of a head that is not the embedding."""
+MATRICES = {
+    "attention": ("query_down", "query", "key", "value", "down", "up", "out"),
+    "experts": ("gate_up", "down"),
+    "dense": ("gate_up", "down"),
+    "shared": ("gate_up", "down"),
+}
+"""The weights of a target, which may be targets alone: ``attention.query``."""
+
+
+def group_targets(weights: Collection[str], available: Collection[str]) -> tuple[str, ...]:
+    """Targets of some weights: the name of a group where all of its weights are among them.
+
+    Args:
+      weights: as targets of their own.
+      available: all weights that the network has, likewise.
+    """
+    targets: list[str] = []
+    for group in TARGETS:
+        members = [each for each in available if each.partition(".")[0] == group]
+        chosen = [each for each in members if each in weights]
+        targets += [group] if chosen == members and members else chosen
+    return tuple(targets)
+
+
+def is_target(target: str) -> bool:
+    """True for the name of a target, of `TARGETS` or a single weight."""
+    group, _, weight = target.partition(".")
+    return target in TARGETS or weight in MATRICES.get(group, ())
 
 
 @dataclass(frozen=True)
@@ -14,7 +43,7 @@ class Lora:
     Args:
       rank: of ``A B``.
       alpha: ``s = alpha / rank``.
-      targets: some of `TARGETS`.
+      targets: some of `TARGETS`, or single weights of them, ``TARGET.WEIGHT`` of `MATRICES`.
       rank_stabilised: ``s = alpha / sqrt(rank)``, so that steps keep their size at higher ranks.
 
     References:
@@ -36,12 +65,19 @@ class Lora:
             )
         if not 0 < self.alpha < float("inf"):
             raise ValueError(f"lora_alpha={self.alpha} must be above 0; 2 x rank is usual.")
-        unknown = [target for target in self.targets if target not in TARGETS]
-        if unknown or not self.targets or len(set(self.targets)) < len(self.targets):
+        unknown = [target for target in self.targets if not is_target(target)]
+        twice = [
+            each for each in self.targets if each.partition(".")[0] in set(self.targets) - {each}
+        ]
+        if unknown or twice or not self.targets or len(set(self.targets)) < len(self.targets):
             raise ValueError(
                 f"lora_targets={','.join(self.targets)!r} must be one or more of "
                 f"{','.join(TARGETS)}, each once."
             )
+
+    def has_target(self, weight: str) -> bool:
+        """True if a weight, by its name as a target of its own, has adapters."""
+        return weight in self.targets or weight.partition(".")[0] in self.targets
 
     @property
     def scale(self) -> float:

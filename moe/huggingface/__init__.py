@@ -6,6 +6,7 @@ from moe.huggingface.configuration import (
     architecture_of,
     config_from,
     idle_options,
+    option_names,
     options_from,
 )
 
@@ -18,6 +19,7 @@ __all__ = [
     "load",
     "load_adapters",
     "load_weights",
+    "option_names",
     "options_from",
     "save",
     "save_adapters",

@@ -27,14 +27,14 @@ from jaxtyping import Array
 
 from moe.adapters.adapted import Adapted
 from moe.adapters.trees import is_adapted, select_trained
-from moe.architecture.lora import Lora
+from moe.architecture.lora import Lora, group_targets
 from moe.config import ModelConfig
 from moe.huggingface.adapter_options import AdapterOptions
 from moe.huggingface.checkpoint import write_tensors
 from moe.huggingface.configuration import family_for
 from moe.huggingface.tensors import Tensors, tensors_of
 from moe.placement import in_chunks, shardings
-from moe.weights import Transformer, axis_sizes, initialise_trained, table, targets_of
+from moe.weights import Transformer, adaptable_weights, axis_sizes, initialise_trained, table
 from sharding.folding import FoldedMesh
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -194,6 +194,8 @@ def adapters_of(
 ) -> Lora:
     """Rank, scale and targets of the adapters in a folder; of ranks that differ the greatest.
 
+    Targets are the weights that some layer has an adapter for.
+
     Args:
       config: the network that they are beside.
       architecture: as for `save_adapters`.
@@ -205,26 +207,28 @@ def adapters_of(
     directory = Path(directory)
     options = AdapterOptions.read(directory / CONFIG)
     plain = config.without_adapters()
-    all_targets = Lora(options.rank, options.alpha, targets_of(plain), options.rank_stabilised)
+    available = tuple(adaptable_weights(plain))
+    every_weight = Lora(options.rank, options.alpha, available, options.rank_stabilised)
     with _open(directory) as file:
         names = set(file.keys())
-    modules_by_target = dict[str, list[_Module]]()
-    for target in all_targets.targets:
-        modules = _modules(_with_targets(plain, all_targets, (target,)), architecture)
+    modules_by_weight = dict[str, list[_Module]]()
+    for weight in available:
+        modules = _modules(_with_targets(plain, every_weight, (weight,)), architecture)
         present = [module for module in modules if f"{PREFIX}{module.name}.lora_A.weight" in names]
         if present:
-            modules_by_target[target] = present
-    if not modules_by_target:
+            modules_by_weight[weight] = present
+    if not modules_by_weight:
         raise ValueError(
             f"{directory} has no adapter for a weight of this model: use the folder of its "
             "adapters."
         )
     widest = max(
-        (module for modules in modules_by_target.values() for module in modules),
+        (module for modules in modules_by_weight.values() for module in modules),
         key=lambda module: options.rank_of(module.key),
     )
     rank, alpha = options.rank_of(widest.key), options.alpha_of(widest.key)
-    return Lora(rank, alpha, tuple(modules_by_target), options.rank_stabilised)
+    targets = group_targets(modules_by_weight, available)
+    return Lora(rank, alpha, targets, options.rank_stabilised)
 
 
 def load_adapters(

@@ -40,6 +40,8 @@ from sharding.former_names import former_keywords
 
 DTYPES = ("F32", "BF16", "F16")
 """Of tensors that can be read, beside those of `moe.huggingface.quantised`; all become float32."""
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
+"""Ends of the names of two tensors."""
 Entry = tuple[str, Tensors, int, tuple[int, ...]]
 """Name, how it is ordered, the index of its weight, its index in the weight's stack."""
 
@@ -122,7 +124,33 @@ def _open(directory: Path, stack: ExitStack) -> dict[str, PlainTensor]:
         except (OSError, safetensors.SafetensorError) as error:
             raise ValueError(f"{path} cannot be read as safetensors: {error}.") from error
         files |= {name: PlainTensor(file, path, name) for name in file.keys()}  # noqa: SIM118
-    return files
+    return _with_usual_names(files)
+
+
+def _with_usual_names(files: dict[str, PlainTensor]) -> dict[str, PlainTensor]:
+    """The tensors of the text network under ``model.`` and ``lm_head.``, whatever the prefix.
+
+    Wrappers have another: ``language_model.model.`` or ``model.language_model.`` of multimodal
+    networks, whose other parts are left out; ``_orig_mod.model.`` of torch.compile,
+    ``module.model.`` of data parallelism; none where a network was saved without its head.
+    """
+    prefixes = {
+        name.removesuffix(EMBEDDING) for name in files if ("." + name).endswith("." + EMBEDDING)
+    }
+    if len(prefixes) != 1 or prefixes == {"model."}:
+        return files
+    (prefix,) = prefixes
+    heads = {f"{prefix.removesuffix('model.')}{HEAD}", f"{prefix}{HEAD}", HEAD}
+    is_part = "language_model." in prefix
+    usual: dict[str, PlainTensor] = {}
+    for name, tensor in files.items():
+        if name in heads:
+            usual[HEAD] = tensor
+        elif name.startswith(prefix):
+            usual[f"model.{name.removeprefix(prefix)}"] = tensor
+        elif not is_part:
+            usual[name] = tensor
+    return usual
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:

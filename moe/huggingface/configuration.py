@@ -121,6 +121,15 @@ def idle_options(path: str | Path) -> list[str]:
     return [f"{name}={json.dumps(options.values[name])}" for name in options.idle()]
 
 
+def option_names(path: str | Path) -> set[str]:
+    """Names of all options of a config.json.
+
+    Args:
+      path: as for `config_from`.
+    """
+    return set(_options(path).values)
+
+
 def family_of(path: str | Path) -> Family:
     """The architecture that names a checkpoint's tensors.
 

@@ -80,6 +80,10 @@ class Options:
         return Options({**defaults, **self._values}, self._source)
 
     @property
+    def source(self) -> str:
+        return self._source
+
+    @property
     def values(self) -> Mapping[str, Any]:
         return self._values
 
@@ -111,6 +115,10 @@ class Options:
 
     def not_fitting(self, why: str) -> ValueError:
         return ValueError(f"{self._source} is not valid: {why}; use the checkpoint's file.")
+
+    def unread(self) -> dict[str, Any]:
+        """Options that were not taken and are not known."""
+        return {name: self._values[name] for name in self._unread()}
 
     def idle(self) -> list[str]:
         """Options that were not taken, are not known, and are off: false, null or empty."""

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jrl.processes.agreement import any_of, is_main_process, is_multiprocess
+from jrl.published.adapters import open_adapters
 from jrl.rollout.resharding import reshard
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
@@ -211,14 +213,42 @@ def _warn(checkpoints: Checkpoints, damaged: Mapping[int, str], step: int) -> No
 
 
 def load_checkpoint(
-    directory: str, networks: Networks, *, float32: bool = False
+    directory: str, networks: Networks, *, float32: bool = False, adapters: str | None = None
 ) -> Transformer[Array]:
-    """Loads the policy of a public checkpoint, without adapters; `float32` as in `load_policy`."""
-    from moe.huggingface import load_weights  # needs an extra
+    """Loads the policy of a published checkpoint, without adapters; `float32` as in `load_policy`.
 
+    Args:
+      adapters: as for `load_published`.
+    """
     model, mesh = networks.policy.config.without_adapters(), networks.mesh
-    weights = load_weights(directory, model, mesh, float32_shardings(model, mesh))
+    weights = load_published(directory, model, mesh, adapters)
     return weights if float32 else weights_of(weights, model, mesh)
+
+
+def load_published(
+    directory: str | Path, model: ModelConfig, mesh: FoldedMesh, adapters: str | None = None
+) -> Transformer[Array]:
+    """Loads the float32 weights of a published checkpoint, on `float32_shardings`.
+
+    Args:
+      model: its network, without adapters.
+      adapters: a folder in PEFT's format whose adapters are merged into them, as an export merges
+        those of a run; None merges none.
+
+    Raises:
+      ValueError: for tensors of another network, and adapters that cannot be read.
+    """
+    from moe.huggingface import architecture_of, load_adapters, load_weights  # needs an extra
+
+    shardings = float32_shardings(model, mesh)
+    if adapters is None:
+        return load_weights(directory, model, mesh, shardings)
+    architecture = architecture_of(directory)
+    adapted = replace(model, lora=open_adapters(adapters, directory, model, "lora"))
+    learned = load_adapters(adapters, adapted, mesh, architecture)
+    base = load_weights(directory, model, mesh)
+    weights = trees.with_base(base, learned, moe_weights.table(adapted))
+    return jax.device_put(reshard(weights, adapted, mesh, mesh), shardings)
 
 
 def load_model(folder: RunFolder) -> ModelConfig | None:

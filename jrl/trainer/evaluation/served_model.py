@@ -12,6 +12,7 @@ from jaxtyping import Array
 
 from jrl.config.files import configuration_of
 from jrl.config.run import IMPLEMENTATION_SETTINGS, RunConfig, SplitSettings
+from jrl.published.adapters import check_of_checkpoint, open_adapters
 from jrl.published.location import is_checkpoint
 from jrl.published.network import open_checkpoint
 from jrl.rollout.decoding.backend import MeshBackend
@@ -24,8 +25,8 @@ from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 from jrl.text.load import load_tokenizer
 from jrl.text.prompt_format import PromptFormat, prompt_format
-from jrl.trainer.evaluation.saved_policy import load_model, load_policy_of
-from jrl.trainer.learner.masters import float32_shardings, weights_of
+from jrl.trainer.evaluation.saved_policy import load_model, load_policy_of, load_published
+from jrl.trainer.learner.masters import weights_of
 from jrl.trainer.setup.network import check_supported, network_of
 from moe.config import PRESETS, ModelConfig
 from moe.disaggregated.split import Split, SplitMesh, devices_of, fold_split
@@ -161,11 +162,13 @@ class CheckpointSource:
       directory: its folder.
       model: its network.
       mesh: the mesh that its weights are loaded on.
+      adapters: a folder in PEFT's format whose adapters are merged into them; None for none.
     """
 
     directory: Path
     model: ModelConfig
     mesh: FoldedMesh
+    adapters: str | None = None
 
     def newest(self) -> int | None:
         """Returns None: there are no later versions."""
@@ -173,10 +176,7 @@ class CheckpointSource:
 
     def load(self) -> tuple[Transformer[Array], int]:
         """Loads its weights, as version 0."""
-        from moe.huggingface import load_weights  # needs an extra
-
-        shardings = float32_shardings(self.model, self.mesh)
-        weights = load_weights(self.directory, self.model, self.mesh, shardings)
+        weights = load_published(self.directory, self.model, self.mesh, self.adapters)
         return weights_of(weights, self.model, self.mesh), 0
 
 
@@ -236,6 +236,7 @@ def open_served_model(
     layout: str | None = None,
     split: SplitSettings | None = None,
     ignore: Sequence[str] = (),
+    adapters: str | None = None,
 ) -> ServedModel:
     """Policy of a run folder, or of a published checkpoint, for serving.
 
@@ -245,6 +246,7 @@ def open_served_model(
       split: of the devices into attention and expert groups; unset values are those of the run,
         unless a layout is given.
       ignore: options of a checkpoint's config.json to pass over.
+      adapters: a folder in PEFT's format with adapters of the checkpoint, which are merged into it.
 
     Raises:
       ValueError: where there is neither a run nor a checkpoint, and for a layout or a split that is
@@ -252,7 +254,8 @@ def open_served_model(
     """
     split = split or SplitSettings()
     if is_checkpoint(location):
-        return _open_checkpoint(location, layout, split, ignore)
+        return _open_checkpoint(location, layout, split, ignore, adapters)
+    check_of_checkpoint(adapters, location, is_checkpoint=False)
     folder = RunFolder.read(location)
     run, _ = configuration_of(folder)
     # Implementations were chosen for the training devices; here the best that applies is used.
@@ -267,17 +270,23 @@ def open_served_model(
 
 
 def _open_checkpoint(
-    location: str, layout: str | None, split: SplitSettings, ignore: Sequence[str]
+    location: str,
+    layout: str | None,
+    split: SplitSettings,
+    ignore: Sequence[str],
+    adapters: str | None,
 ) -> ServedModel:
     run = RunConfig(model=location)
     directory, config = open_checkpoint(location, ignore)
     from jrl.text.json_tokenizer import checkpoint_tokenizer  # needs an extra
 
+    if adapters is not None:
+        open_adapters(adapters, directory, config, "lora")
     model = network_of(config, run)
     device_split = parse_device_split(split, layout, run)
     mesh = _mesh(model, layout or "dp1", device_split)
     format = prompt_format(run, checkpoint_tokenizer(directory, model.vocab_size))
-    name, versions = directory.resolve().name, CheckpointSource(directory, model, mesh)
+    name, versions = directory.resolve().name, CheckpointSource(directory, model, mesh, adapters)
     return ServedModel(name, model, mesh, device_split, format, versions)
 
 

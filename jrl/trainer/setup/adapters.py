@@ -8,6 +8,7 @@ from jaxtyping import Array
 from jrl.checks import flag
 from jrl.config.run import RunConfig
 from jrl.processes.agreement import RaiseInAllProcesses, is_main_process, to_host
+from jrl.published.adapters import open_adapters
 from jrl.runs.folder import RunFolder
 from jrl.trainer.setup.setup import Setup
 from moe import placement
@@ -29,10 +30,10 @@ def resolve_adapter_settings(run: RunConfig) -> RunConfig:
             f"lora_from={directory!r} has adapters of a public checkpoint, not of {run.model!r}: "
             "give --model hf:DIR."
         )
-    from moe.huggingface import adapters_of, architecture_of, config_from  # needs an extra
+    from moe.huggingface import config_from  # needs an extra
 
     network = config_from(run.checkpoint, ignore=run.ignore_options)
-    lora = adapters_of(directory, network, architecture_of(run.checkpoint))
+    lora = open_adapters(directory, run.checkpoint, network, "lora_from")
     adapter_settings = {
         "lora_rank": lora.rank,
         "lora_alpha": lora.alpha,

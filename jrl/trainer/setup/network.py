@@ -6,8 +6,9 @@ from dataclasses import fields, replace
 
 from jrl.checks import flag
 from jrl.config.run import NETWORK_SETTINGS, RunConfig
+from jrl.published.network import check_packages
 from moe.architecture.feed_forward import can_drop
-from moe.architecture.lora import Lora
+from moe.architecture.lora import Lora, is_target
 from moe.attention.context_parallel import context_of
 from moe.config import ModelConfig
 from moe.execution import Execution
@@ -18,7 +19,7 @@ from moe.implementations import decode_kernel_obstacle
 from moe.kernels.choice import foreign_gpus
 from moe.kernels.decode_attention import unsupported_heads
 from moe.placement import specs
-from moe.weights import targets_of
+from moe.weights import adaptable_weights, targets_of
 from sharding.folding import FoldedMesh
 
 GPU_BUFFER_FACTOR = 1.5
@@ -86,15 +87,21 @@ def lora_of(model: ModelConfig, run: RunConfig) -> Lora | None:
     # The head is adapted only where it is named.
     default_targets = tuple(target for target in available if target != "head")
     targets = default_targets if run.lora_targets is None else tuple(run.lora_targets.split(","))
+    if not all(map(is_target, targets)):
+        check_packages(f"lora_targets={run.lora_targets!r}")
+        from jrl.published.module_targets import targets_from_modules  # needs an extra
+
+        targets = targets_from_modules(model, targets)
     alpha = 2.0 * run.lora_rank if run.lora_alpha is None else run.lora_alpha
     lora = Lora(run.lora_rank, alpha, targets, run.lora_rank_stabilised)
-    absent = [target for target in targets if target not in available]
+    weights = (*available, *adaptable_weights(model))
+    absent = [target for target in targets if target not in weights]
     if absent:
         raise ValueError(
             f"lora_targets={run.lora_targets!r} has {', '.join(absent)}, which the network of "
             f"{run.model} does not have: choose among {','.join(available)}."
         )
-    if run.experts in FUSED_KERNELS and "experts" in targets:
+    if run.experts in FUSED_KERNELS and any(target.startswith("experts") for target in targets):
         raise ValueError(
             f"experts={run.experts!r} has no adapters between its two GEMMs: give --experts "
             "mosaic, or leave experts out of --lora-targets."

@@ -10,7 +10,8 @@ from gguf_files import write_gguf
 from programs import random_weights
 from safetensors.numpy import load_file
 
-from jrl.published.gguf import LLAMA3_FACTORS, _llama3_divisors, convert
+from jrl.published.gguf import convert
+from jrl.published.gguf_options import LLAMA3_FACTORS, llama3_divisors
 from moe import huggingface
 
 COMMON = {
@@ -34,6 +35,7 @@ MIXTURE = {
 }
 KINDS = {
     "llama": ("llama", {}, {}),
+    "mistral": ("mistral", {"sliding_window": 16}, {"attention.sliding_window": 16}),
     "qwen2": ("qwen2", {}, {}),
     "qwen3": ("qwen3", {"tie_word_embeddings": True}, {}),
     "qwen3moe": (
@@ -68,7 +70,9 @@ def make_checkpoint(folder, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_comes_back_from_gguf(tmp_path, kind):
     config = make_checkpoint(tmp_path / "before", kind)
-    write_gguf(tmp_path / "model.gguf", kind, tmp_path / "before", KINDS[kind][2])
+    # Mistral's architecture in GGUF is that of Llama.
+    architecture = "llama" if kind == "mistral" else kind
+    write_gguf(tmp_path / "model.gguf", architecture, tmp_path / "before", KINDS[kind][2])
     convert(tmp_path / "model.gguf", tmp_path / "after")
     assert huggingface.config_from(tmp_path / "after") == config
     before = load_file(tmp_path / "before" / "model.safetensors")
@@ -126,7 +130,7 @@ def test_the_scaling_of_llama3_is_recognised_by_its_divisors(tmp_path, factor):
         "original_max_position_embeddings": 8192,
     }
     path = tmp_path / "model.gguf"
-    divisors = _llama3_divisors(scaling, 10_000.0, 8).astype(np.float32)
+    divisors = llama3_divisors(scaling, 10_000.0, 8).astype(np.float32)
     write_gguf(path, "llama", folder, more={"rope_freqs.weight": divisors})
     convert(path, tmp_path / "after")
     written = json.loads((tmp_path / "after" / "config.json").read_text())

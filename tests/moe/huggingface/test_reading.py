@@ -165,3 +165,41 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
     save_file(held | {"mtp.fc.weight": np.zeros((3, 4))}, qwen3 / "model.safetensors")
     with pytest.raises(ValueError, match=r"unknown mtp\.fc\.weight"):
         huggingface.load(qwen3, mesh_of("dp1"))
+
+
+def renamed(path, prefix, head, **more):
+    """A small Qwen2 whose tensors have other names, and others beside them."""
+    folder = copy_of("qwen2", path)
+    stored = {f"{prefix}{k.removeprefix('model.')}": v for k, v in tensors(folder).items()}
+    stored[head] = stored.pop(f"{prefix}lm_head.weight")
+    save_file({**stored, **more}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("prefix", "head"),
+    [
+        ("language_model.model.", "language_model.lm_head.weight"),
+        ("model.language_model.", "lm_head.weight"),
+        ("_orig_mod.model.", "_orig_mod.lm_head.weight"),
+        ("", "lm_head.weight"),
+    ],
+)
+def test_tensors_of_wrappers_are_read_under_their_usual_names(prefix, head, tmp_path):
+    config, expected = loaded("qwen2")
+    picture = {"vision_tower.patch.weight": np.ones((2, 2), np.float32)}
+    folder = renamed(tmp_path / "made", prefix, head, **picture)
+    if "language_model" not in prefix:
+        # It is no part of a network that is text alone.
+        with pytest.raises(ValueError, match=r"\(1 differ\): unknown .*vision_tower.patch.weight"):
+            huggingface.load_weights(folder, config, mesh_of("dp1"))
+        folder = renamed(tmp_path / "alone", prefix, head)
+    found = huggingface.load_weights(folder, config, mesh_of("dp1"))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_two_networks_in_one_checkpoint_are_refused(tmp_path):
+    other = {"draft.embed_tokens.weight": np.ones((2, 2), np.float32)}
+    folder = renamed(tmp_path / "made", "model.", "lm_head.weight", **other)
+    with pytest.raises(ValueError, match=r"\(1 differ\): unknown draft.embed_tokens.weight"):
+        huggingface.load_weights(folder, loaded("qwen2")[0], mesh_of("dp1"))

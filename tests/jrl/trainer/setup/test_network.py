@@ -16,13 +16,14 @@ from jrl.trainer.setup.network import (
     check_overlaps,
     check_shardable,
     check_supported,
+    lora_of,
     network_of,
     with_dispatch,
 )
 from jrl.trainer.setup.setup import build_setup
 from moe.attention import context_parallel as context
 from moe.attention import core, latent
-from moe.config import ModelConfig, MultiHeadLatentAttention
+from moe.config import PRESETS, ModelConfig, MultiHeadLatentAttention
 from moe.execution import Execution
 from moe.experts import feed_forward
 from moe.experts.dispatch import choice as dispatch
@@ -326,3 +327,17 @@ def test_gpus_that_share_experts_have_buffers_of_balanced_load_by_default():
         assert buffers(base, layout, platform) == (None, None)
     assert buffers(replace(base, buffer_factor=2.0), shared, "gpu") == (2.0, None)
     assert buffers(replace(base, buffer_factor=0.0), shared, "gpu") == (None, None)
+
+
+def test_adapters_are_aimed_by_module_names():
+    model = PRESETS["tiny-dense"](40)
+
+    def lora(targets):
+        return lora_of(model, RunConfig(lora_rank=2, lora_targets=targets))
+
+    assert lora("q_proj,k_proj,v_proj,o_proj") == lora("attention")
+    assert lora("all-linear") == lora(None)
+    assert lora("q_proj,v_proj").targets == ("attention.query", "attention.value")
+    assert lora("attention.query,attention.value") == lora("q_proj,v_proj")
+    with pytest.raises(ValueError, match=r"has 'query', which .*: choose among down_proj"):
+        lora("query")
