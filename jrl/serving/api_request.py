@@ -47,7 +47,7 @@ class ApiRequest:
       model: its name as clients know it.
       prompts: texts or token ids to complete; None for a conversation.
       messages: the conversation.
-      max_tokens: of a choice; None takes the server's default.
+      max_tokens: of a choice, 0 generates nothing; None takes the server's default.
       n: choices of each prompt.
       temperature, top_p: of sampling.
       seed: of sampling; None takes a random one.
@@ -81,6 +81,11 @@ class ApiRequest:
         """True if it is a chat request."""
         return self.prompts is None
 
+    @property
+    def scores_prompts(self) -> bool:
+        """True if the log-probabilities of the prompts are returned."""
+        return self.echo and self.logprobs
+
 
 def parse_completion(body: Mapping[str, Any]) -> ApiRequest:
     """Parses the body of ``/v1/completions``.
@@ -92,13 +97,6 @@ def parse_completion(body: Mapping[str, Any]) -> ApiRequest:
         body, (*COMMON_ARGUMENTS, "prompt", "max_tokens", "logprobs", "echo"), NEUTRAL_COMPLETION
     )
     top_logprobs = _integer(body, "logprobs", 0, MAX_TOP_LOGPROBS)
-    echo = _boolean(body, "echo")
-    if echo and top_logprobs is not None:
-        raise invalid_argument(
-            "echo",
-            "echo=true with logprobs would need the log-probabilities of the prompt, which are "
-            "not supported: leave out one of the two.",
-        )
     common, prompts = _common(body), _prompts(body)
     if len(prompts) * common["n"] > MAX_CHOICES:
         raise invalid_argument(
@@ -110,10 +108,10 @@ def parse_completion(body: Mapping[str, Any]) -> ApiRequest:
         **common,
         prompts=prompts,
         messages=(),
-        max_tokens=_integer(body, "max_tokens", 1, None),
+        max_tokens=_integer(body, "max_tokens", 0, None),
         logprobs=top_logprobs is not None,
         top_logprobs=top_logprobs or 0,
-        echo=echo,
+        echo=_boolean(body, "echo"),
     )
 
 

@@ -110,11 +110,12 @@ class ApiModel:
                 f"max_tokens={max_tokens} is more than this server allows: request at most "
                 f"{self.max_tokens}.",
             )
-        if available < max(max_tokens, 1):
+        needed = max_tokens if request.max_tokens == 0 else max(max_tokens, 1)
+        if available < needed:
             raise invalid_argument(
                 param,
-                f"the prompt has {len(prompt)} tokens and max_tokens={max(max_tokens, 1)}, "
-                f"{len(prompt) + max(max_tokens, 1)} in all, and the model is served with a length "
+                f"the prompt has {len(prompt)} tokens and max_tokens={needed}, "
+                f"{len(prompt) + needed} in all, and the model is served with a length "
                 f"of {self.length}: shorten the prompt, or lower max_tokens.",
                 "context_length_exceeded",
             )

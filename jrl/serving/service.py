@@ -15,6 +15,7 @@ from jrl.rollout.sampling import RequestSampling
 from jrl.serving.api_request import ApiError
 from jrl.serving.metrics import CLIENT_GONE, Metrics
 from jrl.serving.policy import ApiModel, Versions
+from jrl.serving.prompt_scoring import PromptScoring
 from jrl.serving.responses import ChoiceDelta, Job
 from jrl.serving.transcript import Transcript
 from jrl.serving.warm_up import WarmUp
@@ -78,6 +79,7 @@ class Service:
         self.version = -1
         self.failure: BaseException | None = None
         """Exception that ended the thread, if any."""
+        self._scoring = PromptScoring(engine, served.format.tokenizer)
         token, longest = served.format.tokenizer.eos_id, served.length - 1
         self._warm_up = WarmUp(engine, self._next_id, token, longest, window)
         self._thread = threading.Thread(target=self._run, name="jrl engine", daemon=True)
@@ -112,6 +114,15 @@ class Service:
             no more requests are accepted.
         """
         count, capacity = job.num_choices, self._engine.slots + self._queue
+        if job.request.scores_prompts and not self._engine.scores_prompts:
+            raise ApiError(
+                400,
+                "echo=true with logprobs needs the log-probabilities of the prompt, which "
+                "disaggregated devices do not compute: leave out one of the two, or serve without "
+                "--split.",
+                "echo",
+                "unsupported_parameter",
+            )
         if count > capacity:
             raise ApiError(
                 400,
@@ -190,7 +201,8 @@ class Service:
             with self._changed:
                 self.failure = error
                 loads, self._loads = self._loads, []
-                jobs = {id(job): job for job in (*self._jobs.values(), *self._waiting)}
+                jobs = (*self._jobs.values(), *self._scoring.jobs(), *self._waiting)
+                jobs = {id(job): job for job in jobs}
                 self._waiting.clear()
             for job in jobs.values():
                 job.on_event(failure)
@@ -204,23 +216,26 @@ class Service:
         """One scheduler step and one decoding window; False when there is nothing left to do."""
         engine = self._engine
         with self._changed:
-            while not (self._waiting or self._cancelled or self._loads or engine.busy):
+            while not (self._waiting or self._cancelled or self._loads or self._busy):
                 if self.closing:
                     return False
                 if self._warm_up.num_left:
                     break
                 self._changed.wait()
             cancelled, self._cancelled = self._cancelled, []
-            idle = not (self._waiting or cancelled or self._loads or engine.busy)
+            idle = not (self._waiting or cancelled or self._loads or self._busy)
         if idle:
             self._warm_up.compile_next()
             return True
         for job in cancelled:
             self._remove(job)
-        if self._loads and not engine.busy:
+        if self._loads and not self._busy:
             self._load()
         elif not self._loads:
             self._admit()
+        if self._scoring.busy:
+            for job in self._scoring.step(self.version):
+                self._generate(job)
         if engine.busy:
             self._emit(engine.stream(self._window))
         with self._changed:
@@ -228,6 +243,11 @@ class Service:
             self._count_waiting()
         self._metrics.live.set(engine.num_live)
         return True
+
+    @property
+    def _busy(self) -> bool:
+        """True if any request is in flight."""
+        return self._engine.busy or self._scoring.busy
 
     def _admit(self) -> None:
         while self._engine.num_idle:
@@ -238,8 +258,15 @@ class Service:
             self._start(job)
 
     def _start(self, job: Job) -> None:
-        request, tokenizer = job.request, self._served.format.tokenizer
         self._metrics.prompt_tokens.inc(job.prompt_tokens)
+        if job.request.scores_prompts:
+            self._scoring.add(job)
+        else:
+            self._generate(job)
+
+    def _generate(self, job: Job) -> None:
+        """Submits the choices of a request to the engine; those of no token are complete."""
+        request, tokenizer = job.request, self._served.format.tokenizer
         seed = secrets.randbits(SEED_BITS) if request.seed is None else request.seed % 2**SEED_BITS
         sampling = RequestSampling(
             request.temperature, request.top_p, seed, request.top_logprobs > 0
@@ -254,9 +281,19 @@ class Service:
             for index in choices:
                 text = Transcript(tokenizer, request.stops, request.logprobs, context)
                 self._choices[prompt_id, index] = _Choice(index, text)
-            self._engine.submit(
-                [Request(prompt_id, index, ids, limit, sampling=sampling) for index in choices]
-            )
+            if limit:
+                self._engine.submit(
+                    [Request(prompt_id, index, ids, limit, sampling=sampling) for index in choices]
+                )
+        if not any(job.limits):
+            self._finish_empty(job)
+
+    def _finish_empty(self, job: Job) -> None:
+        """Finishes a request for no token (max_tokens=0)."""
+        for _, index in job.rows:
+            job.on_event(ChoiceDelta(index, "", [], 0, "length", self.version))
+        for row in job.rows:
+            self._finish(row, "length")
 
     def _next_id(self) -> int:
         """Next id that no prompt in flight has."""
@@ -323,6 +360,8 @@ class Service:
         with self._changed:
             if job in self._waiting:
                 self._waiting.remove(job)
+                self._num_unfinished -= job.num_choices
+            elif self._scoring.drop(job):
                 self._num_unfinished -= job.num_choices
         rows = [row for row in job.rows if row in self._choices]
         if rows:

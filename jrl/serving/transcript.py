@@ -159,13 +159,13 @@ class TokenLogprobs:
 
     Attributes:
       token: its id.
-      logprob: in the policy at temperature 1, nats.
+      logprob: in the policy at temperature 1, nats; None of the first token of a prompt.
       top_logprobs: ids and log-probabilities of the top tokens at this position.
       offset: characters of the choice before it.
     """
 
     token: int
-    logprob: float
+    logprob: float | None
     top_logprobs: tuple[tuple[int, float], ...]
     offset: int
 

@@ -8,6 +8,8 @@ import numpy as np
 from served import numbers
 
 from jrl.rollout.decoding.requests import StreamChunk
+from jrl.rollout.decoding.slots import TopTokens
+from jrl.rollout.prompt_scores import PromptScores
 from jrl.serving.application import FrontEnd
 from jrl.serving.metrics import Metrics
 from jrl.serving.policy import ApiModel
@@ -29,6 +31,7 @@ class Scripted:
         self.step_sizes, self.cache_sizes = [slots], [LENGTH // 2, LENGTH]
         self.waiting, self.sitting, self.loaded, self.held = [], {}, [], False
         self.error, self.asked, self.has_no_room = None, [], False
+        self.scores_prompts, self.scored = True, []
 
     num_idle = property(lambda self: max(0, self.slots - len(self.sitting) - len(self.waiting)))
     num_live = property(lambda self: len(self.sitting))
@@ -54,6 +57,22 @@ class Scripted:
             for key, row in self.sitting.items()
             if key not in set(rows) and key[0] not in prompts
         }
+
+    def score(self, prompts, needs_top_tokens=False):
+        """A token has minus its own id and that of the token before as its log-probability, and the
+        likeliest are the tokens in order."""
+        assert not self.held
+        self.scored.append([len(ids) for ids in prompts])
+        scores = []
+        for ids in prompts:
+            top = None
+            if needs_top_tokens:
+                shape = len(ids) - 1, 3
+                top = TopTokens(
+                    np.broadcast_to(np.arange(4, 7), shape), np.broadcast_to([-1.0, -2, -3], shape)
+                )
+            scores.append(PromptScores(-(ids[1:] + ids[:-1] / 100).astype(np.float32), top))
+        return scores
 
     def stream(self, window):
         if self.error is not None:

@@ -53,6 +53,7 @@ from jrl.rollout.decoding.slots import (
 )
 from jrl.rollout.decoding.split_backend import SplitBackend
 from jrl.rollout.decoding.usage import Usage
+from jrl.rollout.prompt_scores import PromptScores, score_prompts
 from jrl.rollout.sampling import Sampling, stack_sampling
 from moe.cache.buffers import KEY_COLUMN, cache_columns
 from moe.implementations import check_decode_kernel
@@ -326,6 +327,29 @@ class Engine:
                 scheduler.free_slot(slot)
                 self._rows_changed()
         return chunks
+
+    @property
+    def scores_prompts(self) -> bool:
+        """True if `score` is supported."""
+        return self.backend.scores_prompts
+
+    def score(
+        self, prompts: Sequence[np.ndarray], needs_top_tokens: bool = False
+    ) -> list[PromptScores]:
+        """Log-probabilities of the tokens of prompts, in one pass that touches no slot.
+
+        Args:
+          prompts: ids of each, none longer than a row.
+          needs_top_tokens: true to return the top-k tokens of each position.
+        """
+        return score_prompts(
+            self.backend.score,
+            prompts,
+            widths=row_widths(self.max_length, self._unit),
+            ranks=self.ranks,
+            pad_id=self.decoder.pad_id,
+            needs_top_tokens=needs_top_tokens,
+        )
 
     def _admit_waiting(self) -> None:
         """Admits waiting requests to free slots."""
