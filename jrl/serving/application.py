@@ -17,14 +17,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jrl.serving.api_request import (
-    ApiError,
-    ApiRequest,
-    check_model,
-    one_line,
-    parse_chat,
-    parse_completion,
-)
+from jrl.serving.api.errors import ApiError, one_line
+from jrl.serving.api.sampling import with_defaults
+from jrl.serving.api_request import ApiRequest, check_model, parse_chat, parse_completion
 from jrl.serving.metrics import CLIENT_GONE, Metrics
 from jrl.serving.policy import ApiModel
 from jrl.serving.responses import Event, Job, ResponseBuilder, event, fingerprint
@@ -127,7 +122,8 @@ class FrontEnd:
             self._loop = asyncio.get_running_loop()
             try:
                 self._check_key(call)
-                request = parse(await self._body(call))
+                body = with_defaults(await self._body(call), self._served.defaults)
+                request = parse(body)
                 check_model(request, self._served.name)
                 return self._begin(name, request)
             except ApiError as refused:

@@ -1,12 +1,16 @@
 """Served model: a policy, its tokenizer, and the source of later versions."""
 
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Array
 
-from jrl.serving.api_request import ApiError, ApiRequest, invalid_argument
+from jrl.rollout.adjustments import Adjustments
+from jrl.serving.api.errors import ApiError, invalid_argument
+from jrl.serving.api.sampling import check_biases, sampling_parameters
+from jrl.serving.api_request import ApiRequest
 from jrl.tasks import Example
 from jrl.text.prompt_format import PromptFormat
 from moe.weights import Transformer
@@ -42,6 +46,9 @@ class ApiModel:
       length: most tokens of prompt plus completion.
       max_tokens: most tokens of a completion; None is limited by `length` only.
       created: Unix time of its creation, in seconds.
+      defaults: sampling arguments of requests that do not give them.
+      default_max_tokens: most tokens of a chat's completion that does not say; None is limited by
+        `length` only.
     """
 
     name: str
@@ -49,13 +56,22 @@ class ApiModel:
     length: int
     max_tokens: int | None
     created: int
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    default_max_tokens: int | None = None
+
+    @property
+    def default_adjustments(self) -> Adjustments | None:
+        """Adjustments of a request that names none; None if there are none."""
+        return sampling_parameters(self.defaults)["adjustments"]
 
     def prompts(self, request: ApiRequest) -> list[np.ndarray]:
         """Token ids of a request, a row for each prompt.
 
         Raises:
-          ApiError: where template or tokenizer reject it, and for a prompt without any token.
+          ApiError: where template or tokenizer reject it, for a prompt without any token, and for a
+            bias of a token outside of the vocabulary.
         """
+        check_biases(request.adjustments, self.format.tokenizer.vocab_size)
         try:
             rows = (
                 [self._conversation(request)] if request.prompts is None else self._texts(request)
@@ -101,7 +117,8 @@ class ApiModel:
         available = self.length - len(prompt)
         max_tokens = request.max_tokens
         if max_tokens is None:
-            limits = (available, self.max_tokens, None if request.chat else DEFAULT_MAX_TOKENS)
+            default = self.default_max_tokens if request.chat else DEFAULT_MAX_TOKENS
+            limits = (available, self.max_tokens, default)
             max_tokens = min(limit for limit in limits if limit is not None)
         param = "messages" if request.chat else "prompt"
         if self.max_tokens is not None and max_tokens > self.max_tokens:

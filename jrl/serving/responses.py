@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from jrl.serving.api_request import ApiError, ApiRequest
+from jrl.serving.api.errors import ApiError
+from jrl.serving.api_request import ApiRequest
 from jrl.serving.transcript import TokenLogprobs, TokenStrings
 
 DONE_EVENT = "data: [DONE]\n\n"

@@ -12,7 +12,7 @@ from typing import Any
 from jrl.rollout.decoding.protocol import StreamingEngine
 from jrl.rollout.decoding.requests import Request, StreamChunk
 from jrl.rollout.sampling import RequestSampling
-from jrl.serving.api_request import ApiError
+from jrl.serving.api.errors import ApiError
 from jrl.serving.metrics import CLIENT_GONE, Metrics
 from jrl.serving.policy import ApiModel, Versions
 from jrl.serving.prompt_scoring import PromptScoring
@@ -81,7 +81,9 @@ class Service:
         """Exception that ended the thread, if any."""
         self._scoring = PromptScoring(engine, served.format.tokenizer)
         token, longest = served.format.tokenizer.eos_id, served.length - 1
-        self._warm_up = WarmUp(engine, self._next_id, token, longest, window)
+        self._warm_up = WarmUp(
+            engine, self._next_id, token, longest, window, served.default_adjustments
+        )
         self._thread = threading.Thread(target=self._run, name="jrl engine", daemon=True)
 
     def start(self, warm_up: bool = True) -> None:
@@ -269,7 +271,11 @@ class Service:
         request, tokenizer = job.request, self._served.format.tokenizer
         seed = secrets.randbits(SEED_BITS) if request.seed is None else request.seed % 2**SEED_BITS
         sampling = RequestSampling(
-            request.temperature, request.top_p, seed, request.top_logprobs > 0
+            request.temperature,
+            request.top_p,
+            seed,
+            request.top_logprobs > 0,
+            request.adjustments,
         )
         for prompt_index, (ids, limit) in enumerate(zip(job.prompts, job.limits, strict=True)):
             prompt_id = self._next_id()
@@ -279,7 +285,14 @@ class Service:
             # Indices run over all prompts, so that a repeated prompt gets different completions.
             choices = range(prompt_index * request.n, (prompt_index + 1) * request.n)
             for index in choices:
-                text = Transcript(tokenizer, request.stops, request.logprobs, context)
+                text = Transcript(
+                    tokenizer,
+                    request.stops,
+                    request.logprobs,
+                    context,
+                    # Harnesses count on an entry for each token, to tell those of the prompt.
+                    keeps_end=request.scores_prompts,
+                )
                 self._choices[prompt_id, index] = _Choice(index, text)
             if limit:
                 self._engine.submit(

@@ -1,8 +1,13 @@
 """Bodies of requests: what is served is read, all else is refused by its name."""
 
+import json
+
 import pytest
 
-from jrl.serving.api_request import ApiError, parse_chat, parse_completion
+from jrl.rollout.adjustments import Adjustments
+from jrl.serving.api.errors import ApiError
+from jrl.serving.api.sampling import read_generation_config, with_defaults
+from jrl.serving.api_request import parse_chat, parse_completion
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 COMPLETION = {"model": "m", "prompt": "hello"}
@@ -71,6 +76,58 @@ def test_everything_that_is_served_is_read():
     assert (asked.max_tokens, asked.n, asked.seed, asked.stops) == (7, 2, -3, ("a", "b"))
     assert (asked.temperature, asked.top_p) == (0.0, 0.5)
     assert asked.stream and asked.include_usage and asked.logprobs and asked.top_logprobs == 4
+    assert asked.adjustments is None
+
+
+def test_adjustments_are_read_and_neutral_ones_are_none():
+    given = {
+        "top_k": 20,
+        "min_p": 0.1,
+        "presence_penalty": -1,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.05,
+        "logit_bias": {"3": 5, "7": -100, "9": 0},
+    }
+    biases = ((3, 5.0), (7, -100.0))
+    expected = Adjustments(20, 0.1, -1.0, 0.5, 1.05, biases)
+    neutral = {
+        "top_k": -1,
+        "min_p": 0,
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1,
+        "logit_bias": {"9": 0},
+        "length_penalty": 1.0,
+        "best_of": 1,
+    }
+    for parse, body in ((parse_completion, COMPLETION), (parse_chat, CHAT)):
+        assert parse({**body, **given}).adjustments == expected
+        assert parse({**body, **neutral}).adjustments is None
+        assert parse({**body, "top_k": 0}).adjustments is None
+
+
+def test_defaults_of_a_checkpoint_are_those_of_requests_that_do_not_say(tmp_path):
+    path = tmp_path / "generation_config.json"
+    assert read_generation_config(tmp_path) == ({}, None)
+    content = {
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_k": 20,
+        "max_new_tokens": 9,
+        "top_p": None,
+    }
+    path.write_text(json.dumps({**content, "eos_token_id": [2], "bos_token_id": 1}))
+    defaults, longest = read_generation_config(tmp_path)
+    assert (defaults, longest) == ({"temperature": 0.6, "top_k": 20}, 9)
+    asked = parse_chat(with_defaults({**CHAT, "top_p": 0.5, "temperature": None}, defaults))
+    assert (asked.temperature, asked.top_p) == (0.6, 0.5)
+    assert asked.adjustments == Adjustments(top_k=20)
+    asked = parse_chat(with_defaults({**CHAT, "temperature": 0, "top_k": -1}, defaults))
+    assert asked.temperature == 0 and asked.adjustments is None
+    for wrong in ("[]", "{", '{"top_p": 2}', '{"max_new_tokens": 0}'):
+        path.write_text(wrong)
+        with pytest.raises(ValueError, match="or serve with --generation-config none"):
+            read_generation_config(tmp_path)
 
 
 BOTH = [
@@ -89,9 +146,18 @@ BOTH = [
     ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream=true"),
     ({"stream": True, "stream_options": {"x": 1}}, "stream_options", "must be"),
     ({"max_tokens": 10**4299}, "max_tokens", "must be a whole number from [01] to 2147483647"),
-    ({"frequency_penalty": 0.5}, "frequency_penalty", "frequency_penalty=0.5 is not supported"),
-    ({"logit_bias": {"3": 5}}, "logit_bias", "is not supported"),
-    ({"top_k": 5}, "top_k", "top_k=5 is not supported"),
+    ({"frequency_penalty": 2.5}, "frequency_penalty", r"must be a number in -2\.\.2"),
+    ({"presence_penalty": "1"}, "presence_penalty", "presence_penalty='1' must be a number"),
+    ({"repetition_penalty": 0}, "repetition_penalty", r"must be a number in 0\.01\.\.100"),
+    ({"min_p": 1.5}, "min_p", r"must be a number in 0\.\.1"),
+    ({"top_k": -2}, "top_k", "top_k=-2 must be a whole number from -1"),
+    ({"top_k": 2.0}, "top_k", "must be a whole number"),
+    ({"logit_bias": [3]}, "logit_bias", "must be an object of token ids"),
+    ({"logit_bias": {"a": 5}}, "logit_bias", r"logit_bias=\{'a': 5\} must be an object of token"),
+    ({"logit_bias": {"3": 500}}, "logit_bias", "numbers in -100..100"),
+    ({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias", "has 301 tokens: give 300"),
+    ({"length_penalty": 1.2}, "length_penalty", "length_penalty=1.2 is not supported"),
+    ({"use_beam_search": True}, "use_beam_search", "is not supported"),
 ]
 OF_COMPLETIONS = [
     ({"prompt": None}, "prompt", "prompt=None must be a text"),
