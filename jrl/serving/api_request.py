@@ -11,9 +11,10 @@ from typing import Any
 from jrl.rollout.adjustments import Adjustments
 from jrl.serving.api.errors import ApiError, invalid_argument
 from jrl.serving.api.fields import boolean, integer, is_value, stops
-from jrl.serving.api.messages import Message, messages_of
+from jrl.serving.api.messages import messages_of
 from jrl.serving.api.sampling import SAMPLING_ARGUMENTS, sampling_parameters
-from jrl.tasks.data.conversations import checked_arguments
+from jrl.serving.api.tools import TOOL_ARGUMENTS, ToolUse, tools_of
+from jrl.tasks.data.conversations import Turn, checked_arguments
 from jrl.tasks.data.fields import short
 
 MAX_CHOICES = 128
@@ -30,7 +31,7 @@ class ApiRequest:
     Attributes:
       model: its name as clients know it.
       prompts: texts or token ids to complete; None for a conversation.
-      messages: the conversation.
+      messages: the conversation, with all fields of its messages.
       max_tokens: of a choice, 0 generates nothing; None takes the server's default.
       n: choices of each prompt.
       temperature, top_p: of sampling.
@@ -43,11 +44,12 @@ class ApiRequest:
       echo: true if the prompt precedes the completion.
       adjustments: of the logits before sampling; None changes none.
       template_arguments: variables passed to the chat template.
+      tools: that may be called; None without.
     """
 
     model: str
     prompts: tuple[str | tuple[int, ...], ...] | None
-    messages: tuple[Message, ...]
+    messages: tuple[Turn, ...]
     max_tokens: int | None
     n: int
     temperature: float
@@ -61,6 +63,7 @@ class ApiRequest:
     echo: bool
     adjustments: Adjustments | None = None
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    tools: ToolUse | None = None
 
     @property
     def chat(self) -> bool:
@@ -108,7 +111,11 @@ def parse_chat(body: Mapping[str, Any]) -> ApiRequest:
       ApiError: for invalid or unsupported arguments.
     """
     chat_arguments = ("messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs")
-    _check_names(body, (*COMMON_ARGUMENTS, *chat_arguments, TEMPLATE_ARGUMENTS), NEUTRAL_CHAT)
+    _check_names(
+        body,
+        (*COMMON_ARGUMENTS, *chat_arguments, *TOOL_ARGUMENTS, TEMPLATE_ARGUMENTS),
+        NEUTRAL_CHAT,
+    )
     logprobs = boolean(body, "logprobs")
     top_logprobs = integer(body, "top_logprobs", 0, MAX_TOP_LOGPROBS)
     if top_logprobs is not None and not logprobs:
@@ -133,6 +140,7 @@ def parse_chat(body: Mapping[str, Any]) -> ApiRequest:
         top_logprobs=top_logprobs or 0,
         echo=False,
         template_arguments=_template_arguments(body),
+        tools=tools_of(body),
     )
 
 
@@ -170,15 +178,12 @@ NEUTRAL_COMPLETION = {**NEUTRAL_VALUES, "suffix": is_value(""), "add_special_tok
 NEUTRAL_CHAT = {
     **NEUTRAL_VALUES,
     "response_format": is_value({"type": "text"}),
-    "tools": is_value([]),
-    "tool_choice": is_value("none"),
     "functions": is_value([]),
     "function_call": is_value("none"),
     "modalities": is_value(["text"]),
     "store": _FALSE,
     "metadata": is_value({}),
     "service_tier": is_value("auto", "default"),
-    "parallel_tool_calls": is_value(True, False),
     "add_generation_prompt": _TRUE,
     "continue_final_message": _FALSE,
     "add_special_tokens": _FALSE,

@@ -11,7 +11,10 @@ from jrl.rollout.adjustments import Adjustments
 from jrl.serving.api.errors import ApiError, invalid_argument
 from jrl.serving.api.sampling import check_biases, sampling_parameters
 from jrl.serving.api_request import ApiRequest
+from jrl.serving.call_stream import CallStream
 from jrl.tasks import Example
+from jrl.tasks.data.conversations import role_content_pairs
+from jrl.tasks.tools.detection import FORMATS
 from jrl.text.prompt_format import PromptFormat
 from moe.weights import Transformer
 
@@ -90,8 +93,40 @@ class ApiModel:
                 "messages",
                 "no_chat_template",
             )
+        tools = request.tools
+        if tools is not None and tools.choice != "none" and self.format.tool_format is None:
+            known = ", ".join(format.name for format in FORMATS)
+            raise ApiError(
+                400,
+                f"the chat template of {self.name!r} calls tools in an unknown format, so that "
+                f"calls could not be parsed (known are {known}): leave out tools, or give "
+                'tool_choice="none".',
+                "tools",
+                "unsupported_parameter",
+            )
+        if tools is not None and tools.choice == "required":
+            raise invalid_argument(
+                "tool_choice", 'tool_choice is not supported beyond "none" and "auto": give "auto".'
+            )
         return self.format.encode(
-            Example("", "", request.messages, template_arguments=request.template_arguments)
+            Example(
+                "",
+                "",
+                role_content_pairs(request.messages),
+                tools=() if tools is None else tools.texts,
+                opening=request.messages,
+                template_arguments=request.template_arguments,
+            )
+        )
+
+    def call_stream(self, request: ApiRequest) -> CallStream | None:
+        """Reader of the tool calls of a choice; None if it has none, or they stay text."""
+        tools, format = request.tools, self.format.tool_format
+        if tools is None or tools.choice == "none" or format is None:
+            return None
+        num_calls = sum(len(turn.get("tool_calls", ())) for turn in request.messages)
+        return CallStream(
+            self.format.tokenizer, format, tools.parameters, num_calls, tools.parallel
         )
 
     def _texts(self, request: ApiRequest) -> list[list[int]]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from jrl.serving.api.errors import ApiError
 from jrl.serving.api_request import ApiRequest
+from jrl.serving.call_stream import ToolCall
 from jrl.serving.transcript import TokenLogprobs, TokenStrings
 
 DONE_EVENT = "data: [DONE]\n\n"
@@ -29,8 +30,9 @@ class ChoiceDelta:
       text: text that is final.
       logprobs: tokens that start in the text, if log-probabilities were requested.
       num_tokens: sampled so far.
-      finish: "stop" or "length" where it has ended, else None.
+      finish: "stop", "length" or "tool_calls" where it has ended, else None.
       version: of the policy that generates it.
+      calls: tool calls, of a choice that has ended.
     """
 
     index: int
@@ -39,6 +41,7 @@ class ChoiceDelta:
     num_tokens: int
     finish: str | None
     version: int
+    calls: Sequence[ToolCall] = ()
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,7 @@ class ResponseBuilder:
         self._echoes = echoes or [""] * prompts
         self._texts = [self._echoes[index // request.n] for index in range(num_choices)]
         self._logprobs_of_choices: list[list[TokenLogprobs]] = [[] for _ in range(num_choices)]
+        self._calls: list[Sequence[ToolCall]] = [()] * num_choices
         self._finishes: list[str | None] = [None] * num_choices
         self._tokens, self._started = [0] * num_choices, [False] * num_choices
         self._version = 0
@@ -154,6 +158,7 @@ class ResponseBuilder:
         self._texts[index] += delta.text
         self._logprobs_of_choices[index] += self._after_echo(index, delta.logprobs)
         self._tokens[index], self._finishes[index] = delta.num_tokens, delta.finish
+        self._calls[index] = delta.calls
 
     def _after_echo(self, index: int, logprobs: Sequence[TokenLogprobs]) -> list[TokenLogprobs]:
         """Tokens of a choice with offsets in its text, which begins with the echoed prompt."""
@@ -166,7 +171,10 @@ class ResponseBuilder:
         for index, text in enumerate(self._texts):
             content: dict[str, Any] = {"text": text}
             if self._request.chat:
-                content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+                calls = [_call_entry(call) for call in self._calls[index]]
+                message = {"role": "assistant", "content": text or None if calls else text}
+                message |= {"refusal": None} | ({"tool_calls": calls} if calls else {})
+                content = {"message": message}
             choices.append(
                 {
                     "index": index,
@@ -198,6 +206,9 @@ class ResponseBuilder:
                 content = {"delta": {"content": delta.text}}
             content["logprobs"] = self._logprobs(self._after_echo(index, delta.logprobs))
             events += self._chunk(index, content)
+        if delta.calls:
+            calls = [{"index": i, **_call_entry(call)} for i, call in enumerate(delta.calls)]
+            events += self._chunk(index, {"delta": {"tool_calls": calls}})
         if delta.finish is not None:
             content = {"delta": {}} if self._request.chat else {"text": ""}
             events += self._chunk(index, {**content, "finish_reason": delta.finish})
@@ -267,6 +278,11 @@ class ResponseBuilder:
     def _token_entry(self, token: int, logprob: float | None) -> dict[str, Any]:
         content = list(self._token_strings.bytes_of(token))
         return {"token": self._token_strings.string_of(token), "logprob": logprob, "bytes": content}
+
+
+def _call_entry(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def fingerprint(version: int) -> str:

@@ -13,6 +13,7 @@ from jrl.rollout.decoding.protocol import StreamingEngine
 from jrl.rollout.decoding.requests import Request, StreamChunk
 from jrl.rollout.sampling import RequestSampling
 from jrl.serving.api.errors import ApiError
+from jrl.serving.call_stream import CallStream, ToolCall
 from jrl.serving.metrics import CLIENT_GONE, Metrics
 from jrl.serving.policy import ApiModel, Versions
 from jrl.serving.prompt_scoring import PromptScoring
@@ -28,6 +29,8 @@ MAX_PROMPT_ID = 2**31 - 1
 class _Choice:
     index: int
     transcript: Transcript
+    calls: CallStream | None
+    """Reader of its tool calls; None if it has none."""
     seen: float = 0.0
     """Time of its newest token."""
 
@@ -293,7 +296,8 @@ class Service:
                     # Harnesses count on an entry for each token, to tell those of the prompt.
                     keeps_end=request.scores_prompts,
                 )
-                self._choices[prompt_id, index] = _Choice(index, text)
+                calls = self._served.call_stream(request)
+                self._choices[prompt_id, index] = _Choice(index, text, calls)
             if limit:
                 self._engine.submit(
                     [Request(prompt_id, index, ids, limit, sampling=sampling) for index in choices]
@@ -337,11 +341,16 @@ class Service:
                 if finish is None:
                     stopped.append(key)
                 finish = "stop"
-            self._measure(job, choice, transcript.num_tokens - tokens_before, now)
+            count, calls = transcript.num_tokens - tokens_before, list[ToolCall]()
+            if choice.calls is not None:
+                tokens = row.tokens[:count].tolist()
+                text, calls = choice.calls.add(tokens, text, finish is not None)
+                finish = "tool_calls" if calls else finish
+            self._measure(job, choice, count, now)
             if finish is not None:
                 self._finish(key, finish)
             delta = ChoiceDelta(
-                choice.index, text, logprobs, transcript.num_tokens, finish, self.version
+                choice.index, text, logprobs, transcript.num_tokens, finish, self.version, calls
             )
             job.on_event(delta)
         self._engine.cancel(rows=stopped)

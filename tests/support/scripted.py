@@ -26,7 +26,8 @@ class Scripted:
     """An engine whose rows say the same letters, the first choice from the first of them on; rows
     stand still while it is `held`."""
 
-    def __init__(self, slots):
+    def __init__(self, slots, says=SAYS, stop_ids=()):
+        self.says, self.stop_ids = says, stop_ids
         self.slots, self.ranks, self.prefill_sizes = slots, 1, [(LENGTH // 2, 1), (LENGTH, 2)]
         self.step_sizes, self.cache_sizes = [slots], [LENGTH // 2, LENGTH]
         self.waiting, self.sitting, self.loaded, self.held = [], {}, [], False
@@ -87,9 +88,11 @@ class Scripted:
         for key, row in list(self.sitting.items()):
             request, done = row
             count = min(window, request.max_new_tokens - done)
-            ids = np.array(SAYS[key[1] + done : key[1] + done + count], np.int32)
+            ids = np.array(self.says[key[1] + done : key[1] + done + count], np.int32)
             row[1] += count
             finish = "length" if row[1] == request.max_new_tokens else None
+            if ids[-1] in self.stop_ids:
+                finish = "stop"
             written.append(
                 StreamChunk(request, ids, np.full(count, -0.5, np.float32), None, finish)
             )
@@ -116,9 +119,19 @@ class Newer:
 class House:
     """A service, its application, and a client of it."""
 
-    def __init__(self, slots=2, queue=1, api_key=None, most_bytes=400, warm_up=False):
-        self.engine, self.versions, self.metrics = Scripted(slots), Newer(), Metrics(slots)
-        served = ApiModel("m", PromptFormat(TOKENIZER), LENGTH, 30, 0)
+    def __init__(
+        self,
+        slots=2,
+        queue=1,
+        api_key=None,
+        most_bytes=400,
+        warm_up=False,
+        served=None,
+        engine=None,
+    ):
+        self.engine, self.versions = engine or Scripted(slots), Newer()
+        self.metrics = Metrics(slots)
+        served = served or ApiModel("m", PromptFormat(TOKENIZER), LENGTH, 30, 0)
         self.service = Service(
             self.engine,
             served,

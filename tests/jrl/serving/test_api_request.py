@@ -13,6 +13,55 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 COMPLETION = {"model": "m", "prompt": "hello"}
 
 
+def call(name, arguments):
+    return {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def tool(name, parameters=None):
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def chosen(name):
+    return {"type": "function", "function": {"name": name}}
+
+
+def test_messages_have_calls_and_their_answers():
+    messages = [
+        {"role": "user", "content": "What is 1 + 2?", "name": "Ann"},
+        {"role": "assistant", "tool_calls": [call("add", '{"a": 1, "b": 2}')], "refusal": None},
+        {"role": "tool", "content": "3", "tool_call_id": "c"},
+        {"role": "assistant", "content": "3", "reasoning_content": "easy"},
+    ]
+    asked = parse_chat({**CHAT, "messages": messages})
+    first, calls, answer, last = asked.messages
+    assert first == messages[0] and answer == messages[2] and last == messages[3]
+    assert calls["content"] is None
+    arguments = calls["tool_calls"][0]["function"]["arguments"]
+    assert arguments == {"a": 1, "b": 2} and str(arguments) == '{"a": 1, "b": 2}'
+    assert calls["tool_calls"][0]["id"] == "c"
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        (None, ("auto", None)),
+        ("auto", ("auto", None)),
+        ("none", ("none", None)),
+        ("required", ("required", None)),
+        (chosen("b"), ("required", "b")),
+    ],
+)
+def test_tools_and_the_choice_among_them(choice, expected):
+    parameters = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    given = {"tools": [tool("a"), tool("b", parameters)], "tool_choice": choice}
+    tools = parse_chat({**CHAT, **given}).tools
+    assert (tools.choice, tools.name) == expected and tools.parallel
+    assert tools.parameters == {"a": {}, "b": parameters}
+    assert not parse_chat({**CHAT, **given, "parallel_tool_calls": False}).tools.parallel
+    for none in ({"tools": []}, {"tool_choice": "none"}, {"parallel_tool_calls": True}):
+        assert parse_chat({**CHAT, **none}).tools is None
+
+
 def test_what_is_left_out_is_as_openai_has_it():
     asked = parse_completion(COMPLETION)
     assert (asked.prompts, asked.max_tokens, asked.n) == (("hello",), None, 1)
@@ -20,7 +69,7 @@ def test_what_is_left_out_is_as_openai_has_it():
     assert not (asked.stream or asked.logprobs or asked.echo or asked.chat)
     asked = parse_chat(CHAT)
     assert asked.chat and asked.max_tokens is None
-    assert asked.messages == (("user", "hello"),)
+    assert asked.messages == ({"role": "user", "content": "hello"},)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +121,7 @@ def test_everything_that_is_served_is_read():
             "response_format": {"type": "text"},
         }
     )
-    assert asked.messages[0] == ("system", "be be ")
+    assert asked.messages[0] == {"role": "system", "content": "be be "}
     assert (asked.max_tokens, asked.n, asked.seed, asked.stops) == (7, 2, -3, ("a", "b"))
     assert (asked.temperature, asked.top_p) == (0.0, 0.5)
     assert asked.stream and asked.include_usage and asked.logprobs and asked.top_logprobs == 4
@@ -177,10 +226,26 @@ OF_CHATS = [
     ({"messages": ["hello"]}, "messages[0]", "must be"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "must be a text"),
     (
-        {"messages": [{"role": "user", "content": "x", "name": "Ann"}]},
+        {"messages": [{"role": "user", "content": "x", "name": 3}]},
         "messages[0].name",
+        "must be a text",
+    ),
+    (
+        {"messages": [{"role": "user", "content": "x", "audio": {"id": "a"}}]},
+        "messages[0].audio",
         "is not supported",
     ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]},
+        "messages[0].tool_calls[0]",
+        "must be",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [call("add", "[3]")]}]},
+        "messages[0].tool_calls[0].function.arguments",
+        "must be a JSON object as a text",
+    ),
+    ({"messages": [{"role": "tool"}]}, "messages[0].content", "must be a text"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         "messages[0].content[0]",
@@ -189,7 +254,15 @@ OF_CHATS = [
     ({"top_logprobs": 2}, "top_logprobs", "top_logprobs=2 needs logprobs=true"),
     ({"logprobs": 3}, "logprobs", "logprobs=3 must be true or false"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "differ: give one"),
-    ({"tools": [{"type": "function"}]}, "tools", "is not supported"),
+    ({"tools": [{"type": "function"}]}, "tools[0]", "must be"),
+    ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+    ({"tools": "x"}, "tools", "must be a list"),
+    ({"tools": [tool("a b")]}, "tools[0].function.name", "letters, digits"),
+    ({"tools": [tool("a"), tool("a")]}, "tools[1]", "two of the name 'a'"),
+    ({"tools": [tool("a", [])]}, "tools[0].function.parameters", "must be a JSON schema"),
+    ({"tools": [tool("a")], "tool_choice": "any"}, "tool_choice", '"required", or'),
+    ({"tools": [tool("a")], "tool_choice": chosen("b")}, "tool_choice", "with one of a"),
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls", "must be true or false"),
     ({"response_format": {"type": "json_object"}}, "response_format", "is not supported"),
     ({"prompt": "x"}, "prompt", "is not supported"),
 ]
