@@ -12,6 +12,7 @@ from jrl.rollout.adjustments import Adjustments
 from jrl.serving.api.errors import ApiError, invalid_argument
 from jrl.serving.api.fields import boolean, integer, is_value, stops
 from jrl.serving.api.messages import messages_of
+from jrl.serving.api.response_format import response_schema
 from jrl.serving.api.sampling import SAMPLING_ARGUMENTS, sampling_parameters
 from jrl.serving.api.tools import TOOL_ARGUMENTS, ToolUse, tools_of
 from jrl.tasks.data.conversations import Turn, checked_arguments
@@ -45,6 +46,7 @@ class ApiRequest:
       adjustments: of the logits before sampling; None changes none.
       template_arguments: variables passed to the chat template.
       tools: that may be called; None without.
+      schema: JSON schema of the response; None is any text.
     """
 
     model: str
@@ -64,6 +66,7 @@ class ApiRequest:
     adjustments: Adjustments | None = None
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     tools: ToolUse | None = None
+    schema: Mapping[str, Any] | None = None
 
     @property
     def chat(self) -> bool:
@@ -74,6 +77,12 @@ class ApiRequest:
     def scores_prompts(self) -> bool:
         """True if the log-probabilities of the prompts are returned."""
         return self.echo and self.logprobs
+
+    @property
+    def needs_grammar(self) -> bool:
+        """True if only some texts are allowed as responses."""
+        must_call = self.tools is not None and self.tools.choice == "required"
+        return self.schema is not None or must_call
 
 
 def parse_completion(body: Mapping[str, Any]) -> ApiRequest:
@@ -153,6 +162,7 @@ COMMON_ARGUMENTS = (
     "stop",
     "stream",
     "stream_options",
+    "response_format",
     "user",
 )
 """Arguments of both; `user` names the client and has no effect."""
@@ -177,7 +187,6 @@ NEUTRAL_VALUES: Mapping[str, Callable[[Any], bool]] = {
 NEUTRAL_COMPLETION = {**NEUTRAL_VALUES, "suffix": is_value(""), "add_special_tokens": _TRUE}
 NEUTRAL_CHAT = {
     **NEUTRAL_VALUES,
-    "response_format": is_value({"type": "text"}),
     "functions": is_value([]),
     "function_call": is_value("none"),
     "modalities": is_value(["text"]),
@@ -224,6 +233,7 @@ def _common(body: Mapping[str, Any]) -> dict[str, Any]:
         "seed": integer(body, "seed", -(2**63), 2**63 - 1),
         "stops": stops(body),
         "stream": stream,
+        "schema": response_schema(body),
         "include_usage": bool(options) and boolean(options, "include_usage"),
     }
 

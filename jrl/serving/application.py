@@ -125,7 +125,7 @@ class FrontEnd:
                 body = with_defaults(await self._body(call), self._served.defaults)
                 request = parse(body)
                 check_model(request, self._served.name)
-                return self._begin(name, request)
+                return await self._begin(name, request)
             except ApiError as refused:
                 self._count(name, str(refused.status))
                 return error_response(refused)
@@ -138,12 +138,16 @@ class FrontEnd:
 
         return serve
 
-    def _begin(self, name: str, request: ApiRequest) -> ASGIApp:
+    async def _begin(self, name: str, request: ApiRequest) -> ASGIApp:
         """Submits a request, and returns the ASGI app that sends its response."""
         prompts = self._served.prompts(request)
+        # In a thread: the first one takes seconds, and complex ones a second.
+        grammar = None
+        if request.needs_grammar:
+            grammar = await asyncio.to_thread(self._served.grammar, request)
         limits = [self._served.limit(request, prompt) for prompt in prompts]
         events: asyncio.Queue[Event | None] = asyncio.Queue()
-        job = Job(request, prompts, limits, lambda e: self._outbox.append((events, e)))
+        job = Job(request, prompts, limits, lambda e: self._outbox.append((events, e)), grammar)
         self._service.submit(job)
         tokenizer = self._served.format.tokenizer
         echoes = [tokenizer.decode(prompt.tolist()) for prompt in prompts] if request.echo else []

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -12,6 +13,7 @@ from jrl.serving.api.errors import ApiError, invalid_argument
 from jrl.serving.api.sampling import check_biases, sampling_parameters
 from jrl.serving.api_request import ApiRequest
 from jrl.serving.call_stream import CallStream
+from jrl.serving.grammar import Grammar, GrammarCompiler
 from jrl.tasks import Example
 from jrl.tasks.data.conversations import role_content_pairs
 from jrl.tasks.tools.detection import FORMATS
@@ -104,10 +106,6 @@ class ApiModel:
                 "tools",
                 "unsupported_parameter",
             )
-        if tools is not None and tools.choice == "required":
-            raise invalid_argument(
-                "tool_choice", 'tool_choice is not supported beyond "none" and "auto": give "auto".'
-            )
         return self.format.encode(
             Example(
                 "",
@@ -118,6 +116,18 @@ class ApiModel:
                 template_arguments=request.template_arguments,
             )
         )
+
+    @cached_property
+    def _grammars(self) -> GrammarCompiler:
+        return GrammarCompiler(self.format.tokenizer)
+
+    def grammar(self, request: ApiRequest) -> Grammar:
+        """Grammar of a request that needs one.
+
+        Raises:
+          ApiError: as for `GrammarCompiler.compile`.
+        """
+        return self._grammars.compile(request.schema, request.tools, self.format.tool_format)
 
     def call_stream(self, request: ApiRequest) -> CallStream | None:
         """Reader of the tool calls of a choice; None if it has none, or they stay text."""

@@ -15,6 +15,7 @@ import numpy as np
 from jrl.serving.api.errors import ApiError
 from jrl.serving.api_request import ApiRequest
 from jrl.serving.call_stream import ToolCall
+from jrl.serving.grammar import Grammar
 from jrl.serving.transcript import TokenLogprobs, TokenStrings
 
 DONE_EVENT = "data: [DONE]\n\n"
@@ -72,6 +73,7 @@ class Job:
       prompts: token ids of each prompt.
       limits: most tokens of a completion, for each prompt.
       on_event: callback for events, called from the engine's thread.
+      grammar: of the choices; None allows any text.
       arrived: time of arrival by `time.perf_counter`.
       prompt_ids: ids of its prompts in the engine, once it is scheduled.
       num_left: choices that have not finished.
@@ -81,6 +83,7 @@ class Job:
     prompts: Sequence[np.ndarray]
     limits: Sequence[int]
     on_event: Callable[[Event], None]
+    grammar: Grammar | None = None
     arrived: float = field(default_factory=time.perf_counter)
     prompt_ids: tuple[int, ...] = ()
     num_left: int = field(init=False)

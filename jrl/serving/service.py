@@ -9,11 +9,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from jrl.rollout.adjustments import NO_ADJUSTMENTS
 from jrl.rollout.decoding.protocol import StreamingEngine
 from jrl.rollout.decoding.requests import Request, StreamChunk
 from jrl.rollout.sampling import RequestSampling
 from jrl.serving.api.errors import ApiError
 from jrl.serving.call_stream import CallStream, ToolCall
+from jrl.serving.grammar import Grammar
 from jrl.serving.metrics import CLIENT_GONE, Metrics
 from jrl.serving.policy import ApiModel, Versions
 from jrl.serving.prompt_scoring import PromptScoring
@@ -299,9 +301,11 @@ class Service:
                 calls = self._served.call_stream(request)
                 self._choices[prompt_id, index] = _Choice(index, text, calls)
             if limit:
-                self._engine.submit(
-                    [Request(prompt_id, index, ids, limit, sampling=sampling) for index in choices]
-                )
+                requests = list[Request]()
+                for index in choices:
+                    own = _constrain(sampling, job.grammar)
+                    requests.append(Request(prompt_id, index, ids, limit, sampling=own))
+                self._engine.submit(requests)
         if not any(job.limits):
             self._finish_empty(job)
 
@@ -416,6 +420,14 @@ class Service:
             raise
         self._weights, self.version = weights, version
         self._metrics.version.set(version)
+
+
+def _constrain(sampling: RequestSampling, grammar: Grammar | None) -> RequestSampling:
+    """Sampling parameters of one choice, with a constraint of its own if there is a grammar."""
+    if grammar is None:
+        return sampling
+    adjustments = sampling.adjustments or NO_ADJUSTMENTS
+    return sampling._replace(adjustments=adjustments._replace(constraint=grammar.start()))
 
 
 def closing_error() -> ApiError:

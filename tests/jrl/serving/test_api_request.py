@@ -263,7 +263,13 @@ OF_CHATS = [
     ({"tools": [tool("a")], "tool_choice": "any"}, "tool_choice", '"required", or'),
     ({"tools": [tool("a")], "tool_choice": chosen("b")}, "tool_choice", "with one of a"),
     ({"parallel_tool_calls": 1}, "parallel_tool_calls", "must be true or false"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "is not supported"),
+    ({"response_format": "json"}, "response_format", "must be"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "must be"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}},
+        "response_format.json_schema.schema",
+        "must be a JSON schema",
+    ),
     ({"prompt": "x"}, "prompt", "is not supported"),
 ]
 
