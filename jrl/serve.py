@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
@@ -19,6 +19,7 @@ from jrl.published.location import is_checkpoint
 from jrl.tasks.data.conversations import template_arguments
 
 if TYPE_CHECKING:
+    from jrl.trainer.evaluation.served_model import ServedModel
     from moe.config import ModelConfig
 
 KEY_VARIABLE = "JRL_API_KEY"
@@ -82,6 +83,9 @@ class ServeOptions:
     """Folder of LoRA adapters in PEFT's format, which are merged into the published checkpoint."""
     ignore_options: tuple[str, ...] = ()
     """Options of a checkpoint's config.json to pass over, as --ignore-options of jrl.train."""
+    generation_config: Literal["checkpoint", "none"] = "checkpoint"
+    """Sampling defaults of requests: those of a published checkpoint's generation_config.json, or
+    none."""
     layout: str | None = None
     """Layout of the devices (parallelism); None takes the run's layout for sampling, and one device
     for a published checkpoint."""
@@ -217,7 +221,8 @@ def _build_service(options: ServeOptions):
     if options.chat_template_kwargs is not None:
         arguments = template_arguments(options.chat_template_kwargs)
         format = replace(format, template_arguments=arguments)
-    served = ApiModel(name, format, length, options.max_tokens, int(time.time()))
+    defaults, longest = _defaults(options, policy)
+    served = ApiModel(name, format, length, options.max_tokens, int(time.time()), defaults, longest)
     service = Service(
         engine,
         served,
@@ -228,6 +233,26 @@ def _build_service(options: ServeOptions):
     )
     front = FrontEnd(service, served, metrics, api_key=_key(options), max_bytes=options.max_body)
     return service, front, name
+
+
+def _defaults(options: ServeOptions, policy: "ServedModel") -> tuple[dict[str, Any], int | None]:
+    """Default arguments of requests, and most tokens of a chat's completion."""
+    from jrl.serving.api.sampling import GENERATION_CONFIG, read_generation_config
+    from jrl.trainer.evaluation.served_model import CheckpointSource
+
+    if options.generation_config == "none" or not isinstance(policy.versions, CheckpointSource):
+        return {}, None
+    defaults, longest = read_generation_config(policy.versions.directory)
+    stated = [f"{name} {value:g}" for name, value in defaults.items()]
+    if longest is not None:
+        stated.append(f"at most {longest} tokens of a chat")
+    if stated:
+        print(
+            f"defaults of {GENERATION_CONFIG}: {', '.join(stated)} (--generation-config none "
+            "leaves them out)",
+            file=sys.stderr,
+        )
+    return defaults, longest
 
 
 def choose_length(model: "ModelConfig", slots: int) -> tuple[int, str]:

@@ -23,6 +23,14 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jrl.losses import EntropyStatistics, entropy_from_logits
 from jrl.recipes.base.temperature import AdaptiveTemperature
+from jrl.rollout.adjustments import (
+    Adjustments,
+    Constraint,
+    RowAdjustments,
+    apply_top_k_and_min_p,
+    narrows,
+    stack_adjustments,
+)
 
 Leaf = TypeVar("Leaf")
 
@@ -99,12 +107,14 @@ class RowSampling(Generic[Leaf]):
         probability is kept, and ties with the last of them.
       seeds: ``[row, 2]`` words, the low one first.
       needs_top_tokens: ``[row]`` true if the top-k tokens of each position are recorded.
+      adjustments: of the logits; None if no row has any, which is another compiled function.
     """
 
     temperatures: Leaf
     top_ps: Leaf
     seeds: Leaf
     needs_top_tokens: Leaf
+    adjustments: RowAdjustments[Leaf] | None = None
 
 
 class RequestSampling(NamedTuple):
@@ -114,12 +124,19 @@ class RequestSampling(NamedTuple):
       temperature, top_p: as in `RowSampling`.
       seed: in 0..2**64 - 1.
       needs_top_tokens: as in `RowSampling`.
+      adjustments: of the logits; None changes none.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     seed: int = 0
     needs_top_tokens: bool = False
+    adjustments: Adjustments | None = None
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """Tokens that are allowed; None allows all."""
+        return None if self.adjustments is None else self.adjustments.constraint
 
 
 LOW_WORD_MASK = 2**32 - 1
@@ -129,15 +146,16 @@ IDLE_SAMPLING = RequestSampling(temperature=0.0)
 
 
 def stack_sampling(
-    requests: Mapping[int, RequestSampling | None], rows: int
+    requests: Mapping[int, RequestSampling | None], rows: int, vocab_size: int
 ) -> RowSampling[np.ndarray]:
     """Sampling parameters of rows, an entry for each, so that requests of any kind share one
-    compiled function.
+    compiled function; those with adjustments another one.
 
     Args:
       requests: parameters by row, `IDLE_SAMPLING` for the others.
       rows: their number.
     """
+    adjustments = {row: each.adjustments for row, each in requests.items() if each is not None}
     parameters = [requests.get(row) or IDLE_SAMPLING for row in range(rows)]
     return RowSampling(
         temperatures=np.array([each.temperature for each in parameters], np.float32),
@@ -147,6 +165,7 @@ def stack_sampling(
             [(each.seed & LOW_WORD_MASK, each.seed >> 32) for each in parameters], np.uint32
         ),
         needs_top_tokens=np.array([each.needs_top_tokens for each in parameters]),
+        adjustments=stack_adjustments(adjustments, rows, vocab_size),
     )
 
 
@@ -262,18 +281,28 @@ def sample_tokens(
 
 
 def sample_rows(
-    logits: Float[Array, "row vocab"], rows: RowSampling[Array], keys: Array
+    logits: Float[Array, "row vocab"],
+    rows: RowSampling[Array],
+    keys: Array,
+    adjusted: Float[Array, "row vocab"] | None = None,
 ) -> tuple[Int[Array, "row"], Float[Array, "row"], Float[Array, "row"]]:
     """Samples one token per row, each with its own parameters and RNG key.
+
+    Args:
+      adjusted: the logits after `jrl.rollout.adjustments.adjust_logits`; None if rows have no
+        adjustments.
 
     Returns:
       The tokens, their log-probabilities in the distribution sampled from (0 where it is greedy),
       and in the policy at temperature 1.
     """
-    greedy = rows.temperatures == 0
+    greedy, policy = rows.temperatures == 0, logits
+    logits = policy if adjusted is None else adjusted
 
     def sample() -> tuple[Array, Array]:
         scaled = logits / jnp.where(greedy, 1.0, rows.temperatures)[:, None]
+        if rows.adjustments is not None:
+            scaled = _narrow(scaled, rows.adjustments, greedy)
         any_top_p = jnp.any((rows.top_ps < 1) & ~greedy)
         narrowed = jax.lax.cond(
             any_top_p, lambda: _apply_top_p(scaled, rows.top_ps[:, None]), lambda: scaled
@@ -287,7 +316,21 @@ def sample_rows(
         jnp.all(greedy), lambda: (best, jnp.zeros_like(logits[:, 0])), sample
     )
     tokens = jnp.where(greedy, best, tokens)
-    return tokens, jnp.where(greedy, 0.0, behaviour), logprobs_of(logits, tokens)
+    return tokens, jnp.where(greedy, 0.0, behaviour), logprobs_of(policy, tokens)
+
+
+def _narrow(
+    scaled: Float[Array, "row vocab"],
+    adjustments: RowAdjustments[Array],
+    greedy: Bool[Array, "row"],
+) -> Float[Array, "row vocab"]:
+    """Logits after top-k and min-p of rows that have them and are sampled."""
+    narrowed = narrows(adjustments) & ~greedy
+    return jax.lax.cond(
+        jnp.any(narrowed),
+        lambda: jnp.where(narrowed[:, None], apply_top_k_and_min_p(scaled, adjustments), scaled),
+        lambda: scaled,
+    )
 
 
 def _noise(keys: Array, logits: Float[Array, "row vocab"]) -> Float[Array, "row vocab"]:

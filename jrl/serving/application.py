@@ -17,14 +17,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jrl.serving.api_request import (
-    ApiError,
-    ApiRequest,
-    check_model,
-    one_line,
-    parse_chat,
-    parse_completion,
-)
+from jrl.serving.api.errors import ApiError, one_line
+from jrl.serving.api.sampling import with_defaults
+from jrl.serving.api_request import ApiRequest, check_model, parse_chat, parse_completion
 from jrl.serving.metrics import CLIENT_GONE, Metrics
 from jrl.serving.policy import ApiModel
 from jrl.serving.responses import Event, Job, ResponseBuilder, event, fingerprint
@@ -127,9 +122,10 @@ class FrontEnd:
             self._loop = asyncio.get_running_loop()
             try:
                 self._check_key(call)
-                request = parse(await self._body(call))
+                body = with_defaults(await self._body(call), self._served.defaults)
+                request = parse(body)
                 check_model(request, self._served.name)
-                return self._begin(name, request)
+                return await self._begin(name, request)
             except ApiError as refused:
                 self._count(name, str(refused.status))
                 return error_response(refused)
@@ -142,12 +138,16 @@ class FrontEnd:
 
         return serve
 
-    def _begin(self, name: str, request: ApiRequest) -> ASGIApp:
+    async def _begin(self, name: str, request: ApiRequest) -> ASGIApp:
         """Submits a request, and returns the ASGI app that sends its response."""
         prompts = self._served.prompts(request)
+        # In a thread: the first one takes seconds, and complex ones a second.
+        grammar = None
+        if request.needs_grammar:
+            grammar = await asyncio.to_thread(self._served.grammar, request)
         limits = [self._served.limit(request, prompt) for prompt in prompts]
         events: asyncio.Queue[Event | None] = asyncio.Queue()
-        job = Job(request, prompts, limits, lambda e: self._outbox.append((events, e)))
+        job = Job(request, prompts, limits, lambda e: self._outbox.append((events, e)), grammar)
         self._service.submit(job)
         tokenizer = self._served.format.tokenizer
         echoes = [tokenizer.decode(prompt.tolist()) for prompt in prompts] if request.echo else []

@@ -1,13 +1,22 @@
 """Served model: a policy, its tokenizer, and the source of later versions."""
 
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Array
 
-from jrl.serving.api_request import ApiError, ApiRequest, invalid_argument
+from jrl.rollout.adjustments import Adjustments
+from jrl.serving.api.errors import ApiError, invalid_argument
+from jrl.serving.api.sampling import check_biases, sampling_parameters
+from jrl.serving.api_request import ApiRequest
+from jrl.serving.call_stream import CallStream
+from jrl.serving.grammar import Grammar, GrammarCompiler
 from jrl.tasks import Example
+from jrl.tasks.data.conversations import role_content_pairs
+from jrl.tasks.tools.detection import FORMATS
 from jrl.text.prompt_format import PromptFormat
 from moe.weights import Transformer
 
@@ -42,6 +51,9 @@ class ApiModel:
       length: most tokens of prompt plus completion.
       max_tokens: most tokens of a completion; None is limited by `length` only.
       created: Unix time of its creation, in seconds.
+      defaults: sampling arguments of requests that do not give them.
+      default_max_tokens: most tokens of a chat's completion that does not say; None is limited by
+        `length` only.
     """
 
     name: str
@@ -49,13 +61,22 @@ class ApiModel:
     length: int
     max_tokens: int | None
     created: int
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    default_max_tokens: int | None = None
+
+    @property
+    def default_adjustments(self) -> Adjustments | None:
+        """Adjustments of a request that names none; None if there are none."""
+        return sampling_parameters(self.defaults)["adjustments"]
 
     def prompts(self, request: ApiRequest) -> list[np.ndarray]:
         """Token ids of a request, a row for each prompt.
 
         Raises:
-          ApiError: where template or tokenizer reject it, and for a prompt without any token.
+          ApiError: where template or tokenizer reject it, for a prompt without any token, and for a
+            bias of a token outside of the vocabulary.
         """
+        check_biases(request.adjustments, self.format.tokenizer.vocab_size)
         try:
             rows = (
                 [self._conversation(request)] if request.prompts is None else self._texts(request)
@@ -74,8 +95,48 @@ class ApiModel:
                 "messages",
                 "no_chat_template",
             )
+        tools = request.tools
+        if tools is not None and tools.choice != "none" and self.format.tool_format is None:
+            known = ", ".join(format.name for format in FORMATS)
+            raise ApiError(
+                400,
+                f"the chat template of {self.name!r} calls tools in an unknown format, so that "
+                f"calls could not be parsed (known are {known}): leave out tools, or give "
+                'tool_choice="none".',
+                "tools",
+                "unsupported_parameter",
+            )
         return self.format.encode(
-            Example("", "", request.messages, template_arguments=request.template_arguments)
+            Example(
+                "",
+                "",
+                role_content_pairs(request.messages),
+                tools=() if tools is None else tools.texts,
+                opening=request.messages,
+                template_arguments=request.template_arguments,
+            )
+        )
+
+    @cached_property
+    def _grammars(self) -> GrammarCompiler:
+        return GrammarCompiler(self.format.tokenizer)
+
+    def grammar(self, request: ApiRequest) -> Grammar:
+        """Grammar of a request that needs one.
+
+        Raises:
+          ApiError: as for `GrammarCompiler.compile`.
+        """
+        return self._grammars.compile(request.schema, request.tools, self.format.tool_format)
+
+    def call_stream(self, request: ApiRequest) -> CallStream | None:
+        """Reader of the tool calls of a choice; None if it has none, or they stay text."""
+        tools, format = request.tools, self.format.tool_format
+        if tools is None or tools.choice == "none" or format is None:
+            return None
+        num_calls = sum(len(turn.get("tool_calls", ())) for turn in request.messages)
+        return CallStream(
+            self.format.tokenizer, format, tools.parameters, num_calls, tools.parallel
         )
 
     def _texts(self, request: ApiRequest) -> list[list[int]]:
@@ -101,7 +162,8 @@ class ApiModel:
         available = self.length - len(prompt)
         max_tokens = request.max_tokens
         if max_tokens is None:
-            limits = (available, self.max_tokens, None if request.chat else DEFAULT_MAX_TOKENS)
+            default = self.default_max_tokens if request.chat else DEFAULT_MAX_TOKENS
+            limits = (available, self.max_tokens, default)
             max_tokens = min(limit for limit in limits if limit is not None)
         param = "messages" if request.chat else "prompt"
         if self.max_tokens is not None and max_tokens > self.max_tokens:
@@ -110,11 +172,12 @@ class ApiModel:
                 f"max_tokens={max_tokens} is more than this server allows: request at most "
                 f"{self.max_tokens}.",
             )
-        if available < max(max_tokens, 1):
+        needed = max_tokens if request.max_tokens == 0 else max(max_tokens, 1)
+        if available < needed:
             raise invalid_argument(
                 param,
-                f"the prompt has {len(prompt)} tokens and max_tokens={max(max_tokens, 1)}, "
-                f"{len(prompt) + max(max_tokens, 1)} in all, and the model is served with a length "
+                f"the prompt has {len(prompt)} tokens and max_tokens={needed}, "
+                f"{len(prompt) + needed} in all, and the model is served with a length "
                 f"of {self.length}: shorten the prompt, or lower max_tokens.",
                 "context_length_exceeded",
             )

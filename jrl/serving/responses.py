@@ -7,12 +7,15 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from jrl.serving.api_request import ApiError, ApiRequest
+from jrl.serving.api.errors import ApiError
+from jrl.serving.api_request import ApiRequest
+from jrl.serving.call_stream import ToolCall
+from jrl.serving.grammar import Grammar
 from jrl.serving.transcript import TokenLogprobs, TokenStrings
 
 DONE_EVENT = "data: [DONE]\n\n"
@@ -28,8 +31,9 @@ class ChoiceDelta:
       text: text that is final.
       logprobs: tokens that start in the text, if log-probabilities were requested.
       num_tokens: sampled so far.
-      finish: "stop" or "length" where it has ended, else None.
+      finish: "stop", "length" or "tool_calls" where it has ended, else None.
       version: of the policy that generates it.
+      calls: tool calls, of a choice that has ended.
     """
 
     index: int
@@ -38,9 +42,25 @@ class ChoiceDelta:
     num_tokens: int
     finish: str | None
     version: int
+    calls: Sequence[ToolCall] = ()
 
 
-Event = ChoiceDelta | ApiError
+@dataclass(frozen=True)
+class PromptDelta:
+    """Log-probabilities of a prompt, which come before the deltas of its choices.
+
+    Attributes:
+      index: of the prompt.
+      logprobs: of all its tokens.
+      version: of the policy that scored it.
+    """
+
+    index: int
+    logprobs: list[TokenLogprobs]
+    version: int
+
+
+Event = ChoiceDelta | PromptDelta | ApiError
 """Event of a request: a delta, or the error that ends it."""
 
 
@@ -53,6 +73,7 @@ class Job:
       prompts: token ids of each prompt.
       limits: most tokens of a completion, for each prompt.
       on_event: callback for events, called from the engine's thread.
+      grammar: of the choices; None allows any text.
       arrived: time of arrival by `time.perf_counter`.
       prompt_ids: ids of its prompts in the engine, once it is scheduled.
       num_left: choices that have not finished.
@@ -62,6 +83,7 @@ class Job:
     prompts: Sequence[np.ndarray]
     limits: Sequence[int]
     on_event: Callable[[Event], None]
+    grammar: Grammar | None = None
     arrived: float = field(default_factory=time.perf_counter)
     prompt_ids: tuple[int, ...] = ()
     num_left: int = field(init=False)
@@ -115,8 +137,10 @@ class ResponseBuilder:
         self._id, self._created = f"{kind}-{secrets.token_hex(12)}", int(time.time())
         prompts = 1 if request.prompts is None else len(request.prompts)
         num_choices = prompts * request.n
-        self._texts = [echoes[index // request.n] if echoes else "" for index in range(num_choices)]
+        self._echoes = echoes or [""] * prompts
+        self._texts = [self._echoes[index // request.n] for index in range(num_choices)]
         self._logprobs_of_choices: list[list[TokenLogprobs]] = [[] for _ in range(num_choices)]
+        self._calls: list[Sequence[ToolCall]] = [()] * num_choices
         self._finishes: list[str | None] = [None] * num_choices
         self._tokens, self._started = [0] * num_choices, [False] * num_choices
         self._version = 0
@@ -126,13 +150,23 @@ class ResponseBuilder:
         """True if all choices have finished."""
         return None not in self._finishes
 
-    def append(self, delta: ChoiceDelta) -> None:
-        """Appends a delta to its choice."""
-        index = delta.index
+    def append(self, delta: ChoiceDelta | PromptDelta) -> None:
+        """Appends a delta to its choice, or to all choices of its prompt."""
+        index, self._version = delta.index, delta.version
+        if isinstance(delta, PromptDelta):
+            n = self._request.n
+            for choice in range(index * n, (index + 1) * n):
+                self._logprobs_of_choices[choice] += delta.logprobs
+            return
         self._texts[index] += delta.text
-        self._logprobs_of_choices[index] += delta.logprobs
+        self._logprobs_of_choices[index] += self._after_echo(index, delta.logprobs)
         self._tokens[index], self._finishes[index] = delta.num_tokens, delta.finish
-        self._version = delta.version
+        self._calls[index] = delta.calls
+
+    def _after_echo(self, index: int, logprobs: Sequence[TokenLogprobs]) -> list[TokenLogprobs]:
+        """Tokens of a choice with offsets in its text, which begins with the echoed prompt."""
+        length = len(self._echoes[index // self._request.n])
+        return [replace(each, offset=length + each.offset) for each in logprobs]
 
     def body(self) -> dict[str, Any]:
         """Body of a response that is not a stream."""
@@ -140,7 +174,10 @@ class ResponseBuilder:
         for index, text in enumerate(self._texts):
             content: dict[str, Any] = {"text": text}
             if self._request.chat:
-                content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+                calls = [_call_entry(call) for call in self._calls[index]]
+                message = {"role": "assistant", "content": text or None if calls else text}
+                message |= {"refusal": None} | ({"tool_calls": calls} if calls else {})
+                content = {"message": message}
             choices.append(
                 {
                     "index": index,
@@ -152,21 +189,29 @@ class ResponseBuilder:
         kind = "chat.completion" if self._request.chat else "text_completion"
         return {**self._head(kind), "choices": choices, "usage": self._usage()}
 
-    def chunks(self, delta: ChoiceDelta) -> str:
+    def chunks(self, delta: ChoiceDelta | PromptDelta) -> str:
         """Server-sent events of a delta in a stream; `append` it first."""
+        if isinstance(delta, PromptDelta):
+            return ""  # sent with the echo
         index, events = delta.index, ""
         if not self._started[index]:
             self._started[index] = True
             if self._request.chat:
                 events += self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
-            elif echo := self._texts[index][: len(self._texts[index]) - len(delta.text)]:
-                events += self._chunk(index, {"text": echo})
+            elif self._request.echo:
+                all_logprobs = self._logprobs_of_choices[index]
+                of_prompt = all_logprobs[: len(all_logprobs) - len(delta.logprobs)]
+                echo = {"text": self._echoes[index // self._request.n]}
+                events += self._chunk(index, {**echo, "logprobs": self._logprobs(of_prompt)})
         if delta.text or delta.logprobs:
             content: dict[str, Any] = {"text": delta.text}
             if self._request.chat:
                 content = {"delta": {"content": delta.text}}
-            content["logprobs"] = self._logprobs(delta.logprobs)
+            content["logprobs"] = self._logprobs(self._after_echo(index, delta.logprobs))
             events += self._chunk(index, content)
+        if delta.calls:
+            calls = [{"index": i, **_call_entry(call)} for i, call in enumerate(delta.calls)]
+            events += self._chunk(index, {"delta": {"tool_calls": calls}})
         if delta.finish is not None:
             content = {"delta": {}} if self._request.chat else {"text": ""}
             events += self._chunk(index, {**content, "finish_reason": delta.finish})
@@ -211,9 +256,12 @@ class ResponseBuilder:
                 "content": [self._logprobs_entry(position) for position in positions],
                 "refusal": None,
             }
-        strings, top_logprobs = [], []
+        strings, top_logprobs = list[str](), list[dict[str, float] | None]()
         for position in positions:
             strings.append(self._token_strings.string_of(position.token))
+            if position.logprob is None:
+                top_logprobs.append(None)
+                continue
             alternatives = {
                 self._token_strings.string_of(token): value
                 for token, value in position.top_logprobs
@@ -230,9 +278,14 @@ class ResponseBuilder:
         alternatives = [self._token_entry(token, value) for token, value in position.top_logprobs]
         return {**self._token_entry(position.token, position.logprob), "top_logprobs": alternatives}
 
-    def _token_entry(self, token: int, logprob: float) -> dict[str, Any]:
+    def _token_entry(self, token: int, logprob: float | None) -> dict[str, Any]:
         content = list(self._token_strings.bytes_of(token))
         return {"token": self._token_strings.string_of(token), "logprob": logprob, "bytes": content}
+
+
+def _call_entry(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def fingerprint(version: int) -> str:

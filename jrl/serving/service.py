@@ -9,12 +9,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from jrl.rollout.adjustments import NO_ADJUSTMENTS
 from jrl.rollout.decoding.protocol import StreamingEngine
 from jrl.rollout.decoding.requests import Request, StreamChunk
 from jrl.rollout.sampling import RequestSampling
-from jrl.serving.api_request import ApiError
+from jrl.serving.api.errors import ApiError
+from jrl.serving.call_stream import CallStream, ToolCall
+from jrl.serving.grammar import Grammar
 from jrl.serving.metrics import CLIENT_GONE, Metrics
 from jrl.serving.policy import ApiModel, Versions
+from jrl.serving.prompt_scoring import PromptScoring
 from jrl.serving.responses import ChoiceDelta, Job
 from jrl.serving.transcript import Transcript
 from jrl.serving.warm_up import WarmUp
@@ -27,6 +31,8 @@ MAX_PROMPT_ID = 2**31 - 1
 class _Choice:
     index: int
     transcript: Transcript
+    calls: CallStream | None
+    """Reader of its tool calls; None if it has none."""
     seen: float = 0.0
     """Time of its newest token."""
 
@@ -78,8 +84,11 @@ class Service:
         self.version = -1
         self.failure: BaseException | None = None
         """Exception that ended the thread, if any."""
+        self._scoring = PromptScoring(engine, served.format.tokenizer)
         token, longest = served.format.tokenizer.eos_id, served.length - 1
-        self._warm_up = WarmUp(engine, self._next_id, token, longest, window)
+        self._warm_up = WarmUp(
+            engine, self._next_id, token, longest, window, served.default_adjustments
+        )
         self._thread = threading.Thread(target=self._run, name="jrl engine", daemon=True)
 
     def start(self, warm_up: bool = True) -> None:
@@ -112,6 +121,15 @@ class Service:
             no more requests are accepted.
         """
         count, capacity = job.num_choices, self._engine.slots + self._queue
+        if job.request.scores_prompts and not self._engine.scores_prompts:
+            raise ApiError(
+                400,
+                "echo=true with logprobs needs the log-probabilities of the prompt, which "
+                "disaggregated devices do not compute: leave out one of the two, or serve without "
+                "--split.",
+                "echo",
+                "unsupported_parameter",
+            )
         if count > capacity:
             raise ApiError(
                 400,
@@ -190,7 +208,8 @@ class Service:
             with self._changed:
                 self.failure = error
                 loads, self._loads = self._loads, []
-                jobs = {id(job): job for job in (*self._jobs.values(), *self._waiting)}
+                jobs = (*self._jobs.values(), *self._scoring.jobs(), *self._waiting)
+                jobs = {id(job): job for job in jobs}
                 self._waiting.clear()
             for job in jobs.values():
                 job.on_event(failure)
@@ -204,23 +223,26 @@ class Service:
         """One scheduler step and one decoding window; False when there is nothing left to do."""
         engine = self._engine
         with self._changed:
-            while not (self._waiting or self._cancelled or self._loads or engine.busy):
+            while not (self._waiting or self._cancelled or self._loads or self._busy):
                 if self.closing:
                     return False
                 if self._warm_up.num_left:
                     break
                 self._changed.wait()
             cancelled, self._cancelled = self._cancelled, []
-            idle = not (self._waiting or cancelled or self._loads or engine.busy)
+            idle = not (self._waiting or cancelled or self._loads or self._busy)
         if idle:
             self._warm_up.compile_next()
             return True
         for job in cancelled:
             self._remove(job)
-        if self._loads and not engine.busy:
+        if self._loads and not self._busy:
             self._load()
         elif not self._loads:
             self._admit()
+        if self._scoring.busy:
+            for job in self._scoring.step(self.version):
+                self._generate(job)
         if engine.busy:
             self._emit(engine.stream(self._window))
         with self._changed:
@@ -228,6 +250,11 @@ class Service:
             self._count_waiting()
         self._metrics.live.set(engine.num_live)
         return True
+
+    @property
+    def _busy(self) -> bool:
+        """True if any request is in flight."""
+        return self._engine.busy or self._scoring.busy
 
     def _admit(self) -> None:
         while self._engine.num_idle:
@@ -238,11 +265,22 @@ class Service:
             self._start(job)
 
     def _start(self, job: Job) -> None:
-        request, tokenizer = job.request, self._served.format.tokenizer
         self._metrics.prompt_tokens.inc(job.prompt_tokens)
+        if job.request.scores_prompts:
+            self._scoring.add(job)
+        else:
+            self._generate(job)
+
+    def _generate(self, job: Job) -> None:
+        """Submits the choices of a request to the engine; those of no token are complete."""
+        request, tokenizer = job.request, self._served.format.tokenizer
         seed = secrets.randbits(SEED_BITS) if request.seed is None else request.seed % 2**SEED_BITS
         sampling = RequestSampling(
-            request.temperature, request.top_p, seed, request.top_logprobs > 0
+            request.temperature,
+            request.top_p,
+            seed,
+            request.top_logprobs > 0,
+            request.adjustments,
         )
         for prompt_index, (ids, limit) in enumerate(zip(job.prompts, job.limits, strict=True)):
             prompt_id = self._next_id()
@@ -252,11 +290,31 @@ class Service:
             # Indices run over all prompts, so that a repeated prompt gets different completions.
             choices = range(prompt_index * request.n, (prompt_index + 1) * request.n)
             for index in choices:
-                text = Transcript(tokenizer, request.stops, request.logprobs, context)
-                self._choices[prompt_id, index] = _Choice(index, text)
-            self._engine.submit(
-                [Request(prompt_id, index, ids, limit, sampling=sampling) for index in choices]
-            )
+                text = Transcript(
+                    tokenizer,
+                    request.stops,
+                    request.logprobs,
+                    context,
+                    # Harnesses count on an entry for each token, to tell those of the prompt.
+                    keeps_end=request.scores_prompts,
+                )
+                calls = self._served.call_stream(request)
+                self._choices[prompt_id, index] = _Choice(index, text, calls)
+            if limit:
+                requests = list[Request]()
+                for index in choices:
+                    own = _constrain(sampling, job.grammar)
+                    requests.append(Request(prompt_id, index, ids, limit, sampling=own))
+                self._engine.submit(requests)
+        if not any(job.limits):
+            self._finish_empty(job)
+
+    def _finish_empty(self, job: Job) -> None:
+        """Finishes a request for no token (max_tokens=0)."""
+        for _, index in job.rows:
+            job.on_event(ChoiceDelta(index, "", [], 0, "length", self.version))
+        for row in job.rows:
+            self._finish(row, "length")
 
     def _next_id(self) -> int:
         """Next id that no prompt in flight has."""
@@ -287,11 +345,16 @@ class Service:
                 if finish is None:
                     stopped.append(key)
                 finish = "stop"
-            self._measure(job, choice, transcript.num_tokens - tokens_before, now)
+            count, calls = transcript.num_tokens - tokens_before, list[ToolCall]()
+            if choice.calls is not None:
+                tokens = row.tokens[:count].tolist()
+                text, calls = choice.calls.add(tokens, text, finish is not None)
+                finish = "tool_calls" if calls else finish
+            self._measure(job, choice, count, now)
             if finish is not None:
                 self._finish(key, finish)
             delta = ChoiceDelta(
-                choice.index, text, logprobs, transcript.num_tokens, finish, self.version
+                choice.index, text, logprobs, transcript.num_tokens, finish, self.version, calls
             )
             job.on_event(delta)
         self._engine.cancel(rows=stopped)
@@ -324,6 +387,8 @@ class Service:
             if job in self._waiting:
                 self._waiting.remove(job)
                 self._num_unfinished -= job.num_choices
+            elif self._scoring.drop(job):
+                self._num_unfinished -= job.num_choices
         rows = [row for row in job.rows if row in self._choices]
         if rows:
             self._engine.cancel(rows=rows)
@@ -355,6 +420,14 @@ class Service:
             raise
         self._weights, self.version = weights, version
         self._metrics.version.set(version)
+
+
+def _constrain(sampling: RequestSampling, grammar: Grammar | None) -> RequestSampling:
+    """Sampling parameters of one choice, with a constraint of its own if there is a grammar."""
+    if grammar is None:
+        return sampling
+    adjustments = sampling.adjustments or NO_ADJUSTMENTS
+    return sampling._replace(adjustments=adjustments._replace(constraint=grammar.start()))
 
 
 def closing_error() -> ApiError:

@@ -159,13 +159,13 @@ class TokenLogprobs:
 
     Attributes:
       token: its id.
-      logprob: in the policy at temperature 1, nats.
+      logprob: in the policy at temperature 1, nats; None of the first token of a prompt.
       top_logprobs: ids and log-probabilities of the top tokens at this position.
       offset: characters of the choice before it.
     """
 
     token: int
-    logprob: float
+    logprob: float | None
     top_logprobs: tuple[tuple[int, float], ...]
     offset: int
 
@@ -178,6 +178,7 @@ class Transcript:
       stops: stop strings; it ends before the first.
       keeps_logprobs: true if its tokens are returned with log-probabilities.
       before: tokens of the text that it continues.
+      keeps_end: true if the token that ends it is returned with its log-probability too.
     """
 
     def __init__(
@@ -186,12 +187,13 @@ class Transcript:
         stops: Sequence[str],
         keeps_logprobs: bool,
         before: Sequence[int] = (),
+        keeps_end: bool = False,
     ):
         self._detokenizer, self._stops = Detokenizer(tokenizer, before), StopStrings(stops)
         self._ends = frozenset(tokenizer.stop_ids)
         # If the token of each character matters, tokens are decoded one by one.
         self._token_by_token = keeps_logprobs or bool(stops)
-        self._keeps_logprobs = keeps_logprobs
+        self._keeps_logprobs, self._keeps_end = keeps_logprobs, keeps_logprobs and keeps_end
         self._read = 0  # characters unfolded
         self._emitted = 0  # characters that went out
         self._pending: list[TokenLogprobs] = []
@@ -239,6 +241,11 @@ class Transcript:
                 if self.stopped:
                     break
             self.num_tokens += ended and not self.stopped
+            if ended and self._keeps_end:
+                index = len(readable)
+                alternatives = tuple(top_logprobs[index]) if top_logprobs is not None else ()
+                entry = TokenLogprobs(tokens[index], logprobs[index], alternatives, self._read)
+                self._pending.append(entry)
         if last and not self.stopped:
             rest = self._detokenizer.rest()
             text += self._stops.add(rest) + ("" if self.stopped else self._stops.rest())

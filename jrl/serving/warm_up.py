@@ -10,10 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jrl.rollout.adjustments import Adjustments
 from jrl.rollout.decoding.protocol import StreamingEngine
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.sampling import RequestSampling
 
+ANY_ADJUSTMENTS = Adjustments(presence_penalty=0.5)
+"""Adjustments of which the values do not matter: all share the compiled functions."""
 SHORT_PROMPT = 128
 """Tokens of the longest prompt of a short request."""
 
@@ -25,11 +28,13 @@ class Trial(NamedTuple):
       lengths: of the prompts of each rank.
       samples: of each.
       top_logprobs: true if top log-probabilities are requested.
+      other: true for adjustments of the logits if a request by default has none, and the reverse.
     """
 
     lengths: tuple[int, ...]
     samples: int = 1
     top_logprobs: bool = False
+    other: bool = False
 
 
 class WarmUp:
@@ -41,6 +46,7 @@ class WarmUp:
       token: the token of which the prompts consist.
       longest: most tokens of a prompt.
       window: tokens of a row between two scheduler steps.
+      adjustments: of a request that names none; None if there are none.
     """
 
     def __init__(
@@ -50,9 +56,10 @@ class WarmUp:
         token: int,
         longest: int,
         window: int,
+        adjustments: Adjustments | None = None,
     ):
         self._engine, self._next_id, self._token = engine, next_id, token
-        self._window = window
+        self._window, self._adjustments = window, adjustments
         common, later = plan_trials(engine, longest)
         self._common, self._later = deque(common), deque(later)
 
@@ -68,7 +75,8 @@ class WarmUp:
             self._common.popleft()
         # Cancellation, as of a client that leaves: at least one of so many choices is running.
         prompt_id, samples = self._next_id(), range(self._engine.slots)
-        ids, sampling = np.full(1, self._token, np.int32), RequestSampling()
+        ids = np.full(1, self._token, np.int32)
+        sampling = RequestSampling(adjustments=self._adjustments)
         requests = [
             Request(prompt_id, n, ids, self._window + 2, sampling=sampling) for n in samples
         ]
@@ -88,7 +96,12 @@ class WarmUp:
 
     def _run_trial(self, trial: Trial) -> None:
         engine, samples = self._engine, range(trial.samples)
-        sampling = RequestSampling(0.7, 0.9, needs_top_tokens=trial.top_logprobs)
+        adjustments = self._adjustments
+        if trial.other:
+            adjustments = ANY_ADJUSTMENTS if adjustments is None else None
+        sampling = RequestSampling(
+            0.7, 0.9, needs_top_tokens=trial.top_logprobs, adjustments=adjustments
+        )
         for length in np.repeat(trial.lengths, engine.ranks):
             prompt_id, ids = self._next_id(), np.full(length, self._token, np.int32)
             engine.submit(
@@ -100,6 +113,8 @@ class WarmUp:
 
 def plan_trials(engine: StreamingEngine, longest: int) -> tuple[list[Trial], list[Trial]]:
     """Trials of short requests, and all others: each size of the rows, the step and the cache.
+
+    Those that sample are run with adjustments of the logits and without.
 
     Args:
       longest: most tokens of a prompt.
@@ -116,12 +131,16 @@ def plan_trials(engine: StreamingEngine, longest: int) -> tuple[list[Trial], lis
     # More choices than slots: the last starts as a copy of the others.
     copy_trial = Trial((1,), engine.slots + 1)
     later.append(copy_trial)
+    # While the cache has its size; copies too, which sample as well.
+    samples_and_copies = [*samples, engine.slots + 1]
+    later += [Trial((1,), number, other=True) for number in samples_and_copies]
     for size in wider:
         # The widest first: the cache then has this size, and keeps it for some time.
         widest = min(size - 1, longest)
         later += [Trial((widest,), num_samples) for num_samples in samples]
         later += reversed(_prefill_trials(engine, widest))
         later.append(copy_trial)
+        later += [Trial((widest,), number, other=True) for number in samples_and_copies]
     return common, later
 
 

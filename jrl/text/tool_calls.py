@@ -72,11 +72,14 @@ def shows_tools(template: ChatTemplate, tools: list[Any], names: Sequence[str]) 
 
 
 def parse_calls(
-    format: ToolFormat, tools: ToolParameters, texts: Sequence[str]
+    format: ToolFormat, tools: ToolParameters, texts: Sequence[str], first_index: int = 0
 ) -> Iterator[tuple[list[Call], list[str]]]:
     """The calls of each turn of a policy, and their ids: those that it wrote, where a chat template
-    takes them."""
-    first_index = 0
+    takes them.
+
+    Args:
+      first_index: number of calls in the conversation before.
+    """
     for text in texts:
         calls = format.calls(text, tools)
         ids = [

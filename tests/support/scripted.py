@@ -8,6 +8,8 @@ import numpy as np
 from served import numbers
 
 from jrl.rollout.decoding.requests import StreamChunk
+from jrl.rollout.decoding.slots import TopTokens
+from jrl.rollout.prompt_scores import PromptScores
 from jrl.serving.application import FrontEnd
 from jrl.serving.metrics import Metrics
 from jrl.serving.policy import ApiModel
@@ -24,11 +26,13 @@ class Scripted:
     """An engine whose rows say the same letters, the first choice from the first of them on; rows
     stand still while it is `held`."""
 
-    def __init__(self, slots):
+    def __init__(self, slots, says=SAYS, stop_ids=()):
+        self.says, self.stop_ids = says, stop_ids
         self.slots, self.ranks, self.prefill_sizes = slots, 1, [(LENGTH // 2, 1), (LENGTH, 2)]
         self.step_sizes, self.cache_sizes = [slots], [LENGTH // 2, LENGTH]
         self.waiting, self.sitting, self.loaded, self.held = [], {}, [], False
         self.error, self.asked, self.has_no_room = None, [], False
+        self.scores_prompts, self.scored = True, []
 
     num_idle = property(lambda self: max(0, self.slots - len(self.sitting) - len(self.waiting)))
     num_live = property(lambda self: len(self.sitting))
@@ -55,6 +59,22 @@ class Scripted:
             if key not in set(rows) and key[0] not in prompts
         }
 
+    def score(self, prompts, needs_top_tokens=False):
+        """A token has minus its own id and that of the token before as its log-probability, and the
+        likeliest are the tokens in order."""
+        assert not self.held
+        self.scored.append([len(ids) for ids in prompts])
+        scores = []
+        for ids in prompts:
+            top = None
+            if needs_top_tokens:
+                shape = len(ids) - 1, 3
+                top = TopTokens(
+                    np.broadcast_to(np.arange(4, 7), shape), np.broadcast_to([-1.0, -2, -3], shape)
+                )
+            scores.append(PromptScores(-(ids[1:] + ids[:-1] / 100).astype(np.float32), top))
+        return scores
+
     def stream(self, window):
         if self.error is not None:
             raise self.error
@@ -68,9 +88,11 @@ class Scripted:
         for key, row in list(self.sitting.items()):
             request, done = row
             count = min(window, request.max_new_tokens - done)
-            ids = np.array(SAYS[key[1] + done : key[1] + done + count], np.int32)
+            ids = np.array(self.says[key[1] + done : key[1] + done + count], np.int32)
             row[1] += count
             finish = "length" if row[1] == request.max_new_tokens else None
+            if ids[-1] in self.stop_ids:
+                finish = "stop"
             written.append(
                 StreamChunk(request, ids, np.full(count, -0.5, np.float32), None, finish)
             )
@@ -97,9 +119,19 @@ class Newer:
 class House:
     """A service, its application, and a client of it."""
 
-    def __init__(self, slots=2, queue=1, api_key=None, most_bytes=400, warm_up=False):
-        self.engine, self.versions, self.metrics = Scripted(slots), Newer(), Metrics(slots)
-        served = ApiModel("m", PromptFormat(TOKENIZER), LENGTH, 30, 0)
+    def __init__(
+        self,
+        slots=2,
+        queue=1,
+        api_key=None,
+        most_bytes=400,
+        warm_up=False,
+        served=None,
+        engine=None,
+    ):
+        self.engine, self.versions = engine or Scripted(slots), Newer()
+        self.metrics = Metrics(slots)
+        served = served or ApiModel("m", PromptFormat(TOKENIZER), LENGTH, 30, 0)
         self.service = Service(
             self.engine,
             served,

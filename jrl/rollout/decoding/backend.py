@@ -31,6 +31,7 @@ from jrl.rollout.decoding.slots import (
     without_cache,
     write_to_buffer,
 )
+from jrl.rollout.prompt_scores import PackedScores, score_packed
 from jrl.rollout.resharding import rollout_policy
 from jrl.rollout.sampling import Sampling
 from moe.weights import Transformer
@@ -66,9 +67,10 @@ class MeshBackend:
       packs_prompts: true if prompts may share rows of a prefill.
       computes_fewer: true if a step may compute fewer slots than all.
       keeps_cache: true if rows may continue with their KV cache when the weights change.
+      scores_prompts: true if it has `score`.
     """
 
-    packs_prompts = computes_fewer = keeps_cache = True
+    packs_prompts = computes_fewer = keeps_cache = scores_prompts = True
 
     def __init__(self, decoder: Decoder, training: FoldedMesh):
         self._policy_config, self._training = decoder.config, training
@@ -156,6 +158,17 @@ class MeshBackend:
             decoder, sampling, unstacked.rest, pool, prefill, tokens, admission, state
         )
         return replace(pool, cache=cache), repeated
+
+    def score(
+        self, packing: Packing[np.ndarray], needs_top_tokens: bool
+    ) -> PackedScores[np.ndarray]:
+        """Log-probabilities of the tokens of packed rows, on the host, where `scores_prompts`."""
+        decoder, weights = self.decoder, self._loaded()[0]
+        top, rows = decoder.top_logprobs if needs_top_tokens else 0, to_devices(packing, self._rows)
+        scores, overflow = score_packed(decoder, top, weights, rows)
+        if overflow is not None and int(overflow):
+            scores, _ = score_packed(decoder.for_any_routing(), top, weights, rows)
+        return to_host(scores)
 
     def decode(
         self,

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from jrl.losses import EntropyStatistics
+from jrl.rollout.adjustments import adjust_logits
 from jrl.rollout.decoding.slots import (
     Decoder,
     SlotPool,
@@ -98,7 +99,12 @@ def sample_next_tokens(
     if sampler_state.rows is not None:
         row_sampling = jax.tree.map(lambda x: local_shard(x, axes), sampler_state.rows)
         keys = row_keys(key, *row_sampling.seeds.T, samples, positions)
-        sampled = sample_rows(logits, row_sampling, keys)
+        adjusted = None
+        if row_sampling.adjustments is not None:
+            history = rows.tokens, pool.responses, rows.lengths
+            history = (local_shard(x, axes) for x in history)
+            adjusted = adjust_logits(logits, row_sampling.adjustments, *history)
+        sampled = sample_rows(logits, row_sampling, keys, adjusted)
         top_tokens = None
         if decoder.top_logprobs:
             top_tokens = _top_k_tokens(logits, row_sampling.needs_top_tokens, decoder.top_logprobs)

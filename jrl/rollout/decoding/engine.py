@@ -22,6 +22,7 @@ from jrl.rollout.decoding.requests import (
     Request,
     StreamChunk,
     Trajectory,
+    make_chunk,
     read_sampled,
 )
 from jrl.rollout.decoding.scheduler import (
@@ -53,6 +54,7 @@ from jrl.rollout.decoding.slots import (
 )
 from jrl.rollout.decoding.split_backend import SplitBackend
 from jrl.rollout.decoding.usage import Usage
+from jrl.rollout.prompt_scores import PromptScores, score_prompts
 from jrl.rollout.sampling import Sampling, stack_sampling
 from moe.cache.buffers import KEY_COLUMN, cache_columns
 from moe.implementations import check_decode_kernel
@@ -308,7 +310,8 @@ class Engine:
         scheduler = self.scheduler
         # At every scheduler step, where `poll` waits for more free slots: clients wait for an
         # answer.
-        if scheduler.waiting and scheduler.num_free:
+        admits = bool(scheduler.waiting and scheduler.num_free)
+        if admits:
             self._admit_waiting()
         # Including rows that finish below: their new tokens are returned too.
         running_slots = sorted(scheduler.running)
@@ -316,16 +319,54 @@ class Engine:
             return []
         # Rows that were just admitted have their first token already.
         before = scheduler.lengths.copy()
+        is_constrained = any(r.constraint is not None for r in scheduler.running.values())
+        if is_constrained:
+            # Each token decides which ones are allowed next, the first of a row too.
+            max_tokens = 0 if admits else 1
         is_live = self._decode(running_slots, max_tokens, 0, self.step_sizes)
         recent = self._read_recent(before, max_tokens + 1)
         chunks = [
-            self._make_chunk(s, int(before[s]), recent, bool(is_live[s])) for s in running_slots
+            make_chunk(
+                scheduler.running[slot],
+                recent,
+                slot,
+                int(scheduler.lengths[slot] - before[slot]),
+                None if is_live[slot] else self.decoder.stop_ids,
+            )
+            for slot in running_slots
         ]
+        if is_constrained:
+            for chunk in chunks:
+                chunk.accept()
+            self._rows_changed()
         for slot in running_slots:
             if not is_live[slot]:
                 scheduler.free_slot(slot)
                 self._rows_changed()
         return chunks
+
+    @property
+    def scores_prompts(self) -> bool:
+        """True if `score` is supported."""
+        return self.backend.scores_prompts
+
+    def score(
+        self, prompts: Sequence[np.ndarray], needs_top_tokens: bool = False
+    ) -> list[PromptScores]:
+        """Log-probabilities of the tokens of prompts, in one pass that touches no slot.
+
+        Args:
+          prompts: ids of each, none longer than a row.
+          needs_top_tokens: true to return the top-k tokens of each position.
+        """
+        return score_prompts(
+            self.backend.score,
+            prompts,
+            widths=row_widths(self.max_length, self._unit),
+            ranks=self.ranks,
+            pad_id=self.decoder.pad_id,
+            needs_top_tokens=needs_top_tokens,
+        )
 
     def _admit_waiting(self) -> None:
         """Admits waiting requests to free slots."""
@@ -408,19 +449,26 @@ class Engine:
             end = length_after(lengths, limits, max_tokens)
         else:
             max_tokens, end = plan_window(lengths, limits, max_tokens, self.max_length)
+        if not max_tokens:
+            return self._read_rows()
         pool, cache_length = self._resize_cache(end)
         active_slots = scheduler.active_slots(sizes)
         window = DecodingWindow(max_tokens, min_live, cache_length, active_slots)
         self._pool, advanced = self.backend.decode(pool, window, *self._sampler())
-        rows_now = self._pool.rows.lengths, self._pool.live
-        lengths, is_live = self.backend.to_host(rows_now)
+        is_live = self._read_rows()
         steps, row_steps = to_host(advanced)
-        # A writable copy, for rows that are admitted later.
-        scheduler.lengths = np.array(lengths)
         self.usage.steps += int(steps)
         num_active = self.slots if active_slots is None else len(active_slots)
         self.usage.slot_steps += int(steps) * num_active
         self.usage.row_steps += int(row_steps)
+        return is_live
+
+    def _read_rows(self) -> np.ndarray:
+        """Reads the lengths of all rows; returns the mask of live slots."""
+        pool = self._rows_pool
+        lengths, is_live = self.backend.to_host((pool.rows.lengths, pool.live))
+        # A writable copy, for rows that are admitted later.
+        self.scheduler.lengths = np.array(lengths)
         return is_live
 
     def _resize_cache(self, length: int) -> tuple[SlotPool[Array], int]:
@@ -494,19 +542,6 @@ class Engine:
         reached_limit = len(request.response) + len(ids) == request.max_new_tokens
         return "length" if reached_limit else "window"
 
-    def _make_chunk(
-        self, slot: int, begin: int, recent: RecentTokens[np.ndarray], is_live: bool
-    ) -> StreamChunk:
-        request, count = self.scheduler.running[slot], int(self.scheduler.lengths[slot] - begin)
-        tokens, logprobs = (np.array(x[slot, :count]) for x in (recent.tokens, recent.logprobs))
-        top_tokens = None
-        if request.needs_top_tokens and recent.top_tokens is not None:
-            top_tokens = jax.tree.map(lambda x: np.array(x[slot, :count]), recent.top_tokens)
-        finish = None
-        if not is_live:
-            finish = "stop" if tokens[-1] in self.decoder.stop_ids else "length"
-        return StreamChunk(request, tokens, logprobs, top_tokens, finish)
-
     def _read_recent(self, starts: np.ndarray, width: int) -> RecentTokens[np.ndarray]:
         rows = self._rows_pool.rows
         # Top-k tokens are copied to the host only if a row in flight requests them.
@@ -538,7 +573,9 @@ class Engine:
             if sampling is None:
                 running = self.scheduler.running
                 parameters = {slot: request.sampling for slot, request in running.items()}
-                rows = self._shard_over_slots(stack_sampling(parameters, self.slots))
+                vocab_size = self.decoder.config.vocab_size
+                stacked = stack_sampling(parameters, self.slots, vocab_size)
+                rows = self._shard_over_slots(stacked)
             self._sampler_state = SamplerState(self._key, version, entropy, rows, greedy)
         return compiled, self._sampler_state
 

@@ -3,12 +3,14 @@
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 from jaxtyping import Array
 
 from jrl.losses import EntropyStatistics
 from jrl.rollout.decoding.requests import Request, StreamChunk, Trajectory
 from jrl.rollout.decoding.slots import SlotPool
 from jrl.rollout.decoding.usage import Usage
+from jrl.rollout.prompt_scores import PromptScores
 from jrl.rollout.sampling import Sampling
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh
@@ -126,6 +128,9 @@ class StreamingEngine(Protocol):
     @property
     def busy(self) -> bool: ...
 
+    @property
+    def scores_prompts(self) -> bool: ...
+
     def load(self, weights: Any, version: int) -> None: ...
 
     def submit(self, requests: Sequence[Request]) -> None: ...
@@ -133,5 +138,9 @@ class StreamingEngine(Protocol):
     def cancel(
         self, prompts: Collection[int] = (), *, rows: Collection[tuple[int, int]] = ()
     ) -> None: ...
+
+    def score(
+        self, prompts: Sequence[np.ndarray], needs_top_tokens: bool = False
+    ) -> list[PromptScores]: ...
 
     def stream(self, max_tokens: int) -> list[StreamChunk]: ...

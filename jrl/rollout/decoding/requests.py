@@ -5,12 +5,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Array
 
 from jrl.processes.agreement import to_host
+from jrl.rollout.adjustments import Constraint
 from jrl.rollout.conversation import Conversation
-from jrl.rollout.decoding.slots import Decoder, TokenRows, TopTokens
+from jrl.rollout.decoding.slots import Decoder, RecentTokens, TokenRows, TopTokens
 from jrl.rollout.sampling import RequestSampling
 from sharding.former_names import former_members
 
@@ -98,6 +100,11 @@ class Request(NamedTuple):
     def needs_top_tokens(self) -> bool:
         """True if the request asks for the top-k tokens of each position."""
         return self.sampling is not None and self.sampling.needs_top_tokens
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """Tokens that the response may consist of; None allows all."""
+        return None if self.sampling is None else self.sampling.constraint
 
     @property
     def limit(self) -> int:
@@ -205,6 +212,33 @@ class StreamChunk:
     logprobs: np.ndarray
     top_tokens: TopTokens[np.ndarray] | None
     finish: Finish | None
+
+    def accept(self) -> None:
+        """Tells the constraint of the request, if it has one, of the new tokens."""
+        if self.request.constraint is not None:
+            self.request.constraint.accept(self.tokens.tolist())
+
+
+def make_chunk(
+    request: Request,
+    recent: RecentTokens[np.ndarray],
+    slot: int,
+    count: int,
+    stop_ids: Sequence[int] | None,
+) -> StreamChunk:
+    """Chunk of a row from the latest positions of all rows.
+
+    Args:
+      count: number of new tokens.
+      stop_ids: tokens that end a row, where it has ended; else None.
+    """
+    tokens, logprobs = (np.array(x[slot, :count]) for x in (recent.tokens, recent.logprobs))
+    top_tokens, finish = None, None
+    if request.needs_top_tokens and recent.top_tokens is not None:
+        top_tokens = jax.tree.map(lambda x: np.array(x[slot, :count]), recent.top_tokens)
+    if stop_ids is not None:
+        finish = "stop" if tokens[-1] in stop_ids else "length"
+    return StreamChunk(request, tokens, logprobs, top_tokens, finish)
 
 
 def read_sampled(rows: TokenRows[np.ndarray], row: int, request: Request) -> Sampled:

@@ -43,6 +43,7 @@ from jrl.rollout.decoding.slots import (
     write_to_buffer,
 )
 from jrl.rollout.expert_balancer import ExpertBalancer
+from jrl.rollout.prompt_scores import PackedScores
 from jrl.rollout.resharding import split_policy
 from jrl.rollout.sampling import Sampling
 from moe.disaggregated.placement import Placement
@@ -84,7 +85,7 @@ class SplitBackend:
 
     # Packed prefill is for one mesh only, micro-batches are of one size, and the KV cache depends
     # on the placement of experts.
-    packs_prompts = computes_fewer = keeps_cache = False
+    packs_prompts = computes_fewer = keeps_cache = scores_prompts = False
 
     def __init__(
         self,
@@ -206,6 +207,11 @@ class SplitBackend:
         state: SamplerState,
     ) -> tuple[SlotPool[Array], bool]:
         raise NotImplementedError("packed prefill is for one mesh only")
+
+    def score(
+        self, packing: Packing[np.ndarray], needs_top_tokens: bool
+    ) -> PackedScores[np.ndarray]:
+        raise NotImplementedError("prompts are scored on one mesh only")
 
     def decode(
         self,

@@ -1,11 +1,65 @@
 """Bodies of requests: what is served is read, all else is refused by its name."""
 
+import json
+
 import pytest
 
-from jrl.serving.api_request import ApiError, parse_chat, parse_completion
+from jrl.rollout.adjustments import Adjustments
+from jrl.serving.api.errors import ApiError
+from jrl.serving.api.sampling import read_generation_config, with_defaults
+from jrl.serving.api_request import parse_chat, parse_completion
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 COMPLETION = {"model": "m", "prompt": "hello"}
+
+
+def call(name, arguments):
+    return {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def tool(name, parameters=None):
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def chosen(name):
+    return {"type": "function", "function": {"name": name}}
+
+
+def test_messages_have_calls_and_their_answers():
+    messages = [
+        {"role": "user", "content": "What is 1 + 2?", "name": "Ann"},
+        {"role": "assistant", "tool_calls": [call("add", '{"a": 1, "b": 2}')], "refusal": None},
+        {"role": "tool", "content": "3", "tool_call_id": "c"},
+        {"role": "assistant", "content": "3", "reasoning_content": "easy"},
+    ]
+    asked = parse_chat({**CHAT, "messages": messages})
+    first, calls, answer, last = asked.messages
+    assert first == messages[0] and answer == messages[2] and last == messages[3]
+    assert calls["content"] is None
+    arguments = calls["tool_calls"][0]["function"]["arguments"]
+    assert arguments == {"a": 1, "b": 2} and str(arguments) == '{"a": 1, "b": 2}'
+    assert calls["tool_calls"][0]["id"] == "c"
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        (None, ("auto", None)),
+        ("auto", ("auto", None)),
+        ("none", ("none", None)),
+        ("required", ("required", None)),
+        (chosen("b"), ("required", "b")),
+    ],
+)
+def test_tools_and_the_choice_among_them(choice, expected):
+    parameters = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    given = {"tools": [tool("a"), tool("b", parameters)], "tool_choice": choice}
+    tools = parse_chat({**CHAT, **given}).tools
+    assert (tools.choice, tools.name) == expected and tools.parallel
+    assert tools.parameters == {"a": {}, "b": parameters}
+    assert not parse_chat({**CHAT, **given, "parallel_tool_calls": False}).tools.parallel
+    for none in ({"tools": []}, {"tool_choice": "none"}, {"parallel_tool_calls": True}):
+        assert parse_chat({**CHAT, **none}).tools is None
 
 
 def test_what_is_left_out_is_as_openai_has_it():
@@ -15,7 +69,7 @@ def test_what_is_left_out_is_as_openai_has_it():
     assert not (asked.stream or asked.logprobs or asked.echo or asked.chat)
     asked = parse_chat(CHAT)
     assert asked.chat and asked.max_tokens is None
-    assert asked.messages == (("user", "hello"),)
+    assert asked.messages == ({"role": "user", "content": "hello"},)
 
 
 @pytest.mark.parametrize(
@@ -67,10 +121,62 @@ def test_everything_that_is_served_is_read():
             "response_format": {"type": "text"},
         }
     )
-    assert asked.messages[0] == ("system", "be be ")
+    assert asked.messages[0] == {"role": "system", "content": "be be "}
     assert (asked.max_tokens, asked.n, asked.seed, asked.stops) == (7, 2, -3, ("a", "b"))
     assert (asked.temperature, asked.top_p) == (0.0, 0.5)
     assert asked.stream and asked.include_usage and asked.logprobs and asked.top_logprobs == 4
+    assert asked.adjustments is None
+
+
+def test_adjustments_are_read_and_neutral_ones_are_none():
+    given = {
+        "top_k": 20,
+        "min_p": 0.1,
+        "presence_penalty": -1,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.05,
+        "logit_bias": {"3": 5, "7": -100, "9": 0},
+    }
+    biases = ((3, 5.0), (7, -100.0))
+    expected = Adjustments(20, 0.1, -1.0, 0.5, 1.05, biases)
+    neutral = {
+        "top_k": -1,
+        "min_p": 0,
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1,
+        "logit_bias": {"9": 0},
+        "length_penalty": 1.0,
+        "best_of": 1,
+    }
+    for parse, body in ((parse_completion, COMPLETION), (parse_chat, CHAT)):
+        assert parse({**body, **given}).adjustments == expected
+        assert parse({**body, **neutral}).adjustments is None
+        assert parse({**body, "top_k": 0}).adjustments is None
+
+
+def test_defaults_of_a_checkpoint_are_those_of_requests_that_do_not_say(tmp_path):
+    path = tmp_path / "generation_config.json"
+    assert read_generation_config(tmp_path) == ({}, None)
+    content = {
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_k": 20,
+        "max_new_tokens": 9,
+        "top_p": None,
+    }
+    path.write_text(json.dumps({**content, "eos_token_id": [2], "bos_token_id": 1}))
+    defaults, longest = read_generation_config(tmp_path)
+    assert (defaults, longest) == ({"temperature": 0.6, "top_k": 20}, 9)
+    asked = parse_chat(with_defaults({**CHAT, "top_p": 0.5, "temperature": None}, defaults))
+    assert (asked.temperature, asked.top_p) == (0.6, 0.5)
+    assert asked.adjustments == Adjustments(top_k=20)
+    asked = parse_chat(with_defaults({**CHAT, "temperature": 0, "top_k": -1}, defaults))
+    assert asked.temperature == 0 and asked.adjustments is None
+    for wrong in ("[]", "{", '{"top_p": 2}', '{"max_new_tokens": 0}'):
+        path.write_text(wrong)
+        with pytest.raises(ValueError, match="or serve with --generation-config none"):
+            read_generation_config(tmp_path)
 
 
 BOTH = [
@@ -88,11 +194,19 @@ BOTH = [
     ({"stream": 1}, "stream", "stream=1 must be true or false"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream=true"),
     ({"stream": True, "stream_options": {"x": 1}}, "stream_options", "must be"),
-    ({"max_tokens": 0}, "max_tokens", "must be a whole number from 1"),
-    ({"max_tokens": 10**4299}, "max_tokens", "must be a whole number from 1 to 2147483647"),
-    ({"frequency_penalty": 0.5}, "frequency_penalty", "frequency_penalty=0.5 is not supported"),
-    ({"logit_bias": {"3": 5}}, "logit_bias", "is not supported"),
-    ({"top_k": 5}, "top_k", "top_k=5 is not supported"),
+    ({"max_tokens": 10**4299}, "max_tokens", "must be a whole number from [01] to 2147483647"),
+    ({"frequency_penalty": 2.5}, "frequency_penalty", r"must be a number in -2\.\.2"),
+    ({"presence_penalty": "1"}, "presence_penalty", "presence_penalty='1' must be a number"),
+    ({"repetition_penalty": 0}, "repetition_penalty", r"must be a number in 0\.01\.\.100"),
+    ({"min_p": 1.5}, "min_p", r"must be a number in 0\.\.1"),
+    ({"top_k": -2}, "top_k", "top_k=-2 must be a whole number from -1"),
+    ({"top_k": 2.0}, "top_k", "must be a whole number"),
+    ({"logit_bias": [3]}, "logit_bias", "must be an object of token ids"),
+    ({"logit_bias": {"a": 5}}, "logit_bias", r"logit_bias=\{'a': 5\} must be an object of token"),
+    ({"logit_bias": {"3": 500}}, "logit_bias", "numbers in -100..100"),
+    ({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias", "has 301 tokens: give 300"),
+    ({"length_penalty": 1.2}, "length_penalty", "length_penalty=1.2 is not supported"),
+    ({"use_beam_search": True}, "use_beam_search", "is not supported"),
 ]
 OF_COMPLETIONS = [
     ({"prompt": None}, "prompt", "prompt=None must be a text"),
@@ -101,20 +215,37 @@ OF_COMPLETIONS = [
     ({"prompt": ["a"] * 129}, "prompt", "prompt has 129 prompts"),
     ({"prompt": ["a"] * 43, "n": 3}, "n", "n=3 of 43 prompts are 129 choices: request at most 128"),
     ({"logprobs": 21}, "logprobs", r"logprobs=21 must be a whole number in 0\.\.20"),
-    ({"echo": True, "logprobs": 1}, "echo", "not supported"),
+    ({"max_tokens": -1}, "max_tokens", "must be a whole number from 0"),
     ({"best_of": 3}, "best_of", "best_of=3 is not supported"),
     ({"suffix": "x"}, "suffix", "is not supported"),
     ({"messages": []}, "messages", "is not supported"),
 ]
 OF_CHATS = [
+    ({"max_tokens": 0}, "max_tokens", "must be a whole number from 1"),
     ({"messages": []}, "messages", r"messages=\[\] must be a list"),
     ({"messages": ["hello"]}, "messages[0]", "must be"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "must be a text"),
     (
-        {"messages": [{"role": "user", "content": "x", "name": "Ann"}]},
+        {"messages": [{"role": "user", "content": "x", "name": 3}]},
         "messages[0].name",
+        "must be a text",
+    ),
+    (
+        {"messages": [{"role": "user", "content": "x", "audio": {"id": "a"}}]},
+        "messages[0].audio",
         "is not supported",
     ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]},
+        "messages[0].tool_calls[0]",
+        "must be",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [call("add", "[3]")]}]},
+        "messages[0].tool_calls[0].function.arguments",
+        "must be a JSON object as a text",
+    ),
+    ({"messages": [{"role": "tool"}]}, "messages[0].content", "must be a text"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         "messages[0].content[0]",
@@ -123,8 +254,22 @@ OF_CHATS = [
     ({"top_logprobs": 2}, "top_logprobs", "top_logprobs=2 needs logprobs=true"),
     ({"logprobs": 3}, "logprobs", "logprobs=3 must be true or false"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "differ: give one"),
-    ({"tools": [{"type": "function"}]}, "tools", "is not supported"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "is not supported"),
+    ({"tools": [{"type": "function"}]}, "tools[0]", "must be"),
+    ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+    ({"tools": "x"}, "tools", "must be a list"),
+    ({"tools": [tool("a b")]}, "tools[0].function.name", "letters, digits"),
+    ({"tools": [tool("a"), tool("a")]}, "tools[1]", "two of the name 'a'"),
+    ({"tools": [tool("a", [])]}, "tools[0].function.parameters", "must be a JSON schema"),
+    ({"tools": [tool("a")], "tool_choice": "any"}, "tool_choice", '"required", or'),
+    ({"tools": [tool("a")], "tool_choice": chosen("b")}, "tool_choice", "with one of a"),
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls", "must be true or false"),
+    ({"response_format": "json"}, "response_format", "must be"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "must be"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}},
+        "response_format.json_schema.schema",
+        "must be a JSON schema",
+    ),
     ({"prompt": "x"}, "prompt", "is not supported"),
 ]
 

@@ -94,9 +94,9 @@ def test_a_text_ends_before_a_stop(stops, expected, met, size):
     assert cut.stopped == met
 
 
-def written(tokenizer, ids, sizes, stops=(), places=True):
+def written(tokenizer, ids, sizes, stops=(), places=True, **options):
     """Text, places and number of tokens of a choice that is dealt out so."""
-    transcript, text, kept = Transcript(tokenizer, stops, places), "", []
+    transcript, text, kept = Transcript(tokenizer, stops, places, **options), "", []
     parts = dealt(ids, sizes)
     for number, part in enumerate(parts):
         piece, given = transcript.add(
@@ -122,6 +122,15 @@ def test_the_end_is_counted_and_not_shown(tokenizer, sizes, places):
         offsets = [sum(map(len, pieces[:n])) for n in range(len(pieces))]
         assert [place.offset for place in kept] == offsets
         assert {place.top_logprobs for place in kept} == {((7, -0.5),)}
+
+
+@pytest.mark.parametrize("sizes", [[], [1] * 9, [4, 0, 5]])
+def test_the_end_is_among_the_tokens_where_each_is_to_be_told(tokenizer, sizes):
+    ids = [*tokenizer.encode("two pens"), tokenizer.eos_id]
+    text, kept, _ = written(tokenizer, ids, sizes, keeps_end=True)
+    assert text == "two pens"
+    assert [place.token for place in kept] == ids and kept[-1].offset == len(text)
+    assert written(tokenizer, ids, sizes, places=False, keeps_end=True)[1] == []
 
 
 @pytest.mark.parametrize("sizes", [[], [1] * 30, [4, 0, 9]])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from policies import CONFIG, PAD, STOPS, Asked, weights
 
+from jrl.rollout.adjustments import Adjustments
 from jrl.rollout.decoding import engine as engines
 from jrl.rollout.decoding import packed_prefill, scheduler, sizes
 from jrl.rollout.decoding.backend import MeshBackend
@@ -59,11 +60,15 @@ def small(monkeypatch):
         monkeypatch.setattr(module, name, value)
 
 
-def serve(engine, numbers, rng, longest: int, number: int, max_prompts: int) -> None:
+def serve(
+    engine, numbers, rng, longest: int, number: int, max_prompts: int, adjusts: bool = False
+) -> None:
     """Requests of all kinds, some of which are dropped."""
     for _ in range(number):
         length, samples = int(rng.integers(1, longest)), int(rng.integers(1, max_prompts))
-        own = RequestSampling(0.7, 0.9, needs_top_tokens=bool(rng.integers(2)))
+        adjustments = Adjustments(top_k=2) if adjusts and rng.integers(2) else None
+        needs_top_tokens = bool(rng.integers(2))
+        own = RequestSampling(0.7, 0.9, 0, needs_top_tokens, adjustments)
         ids, limit = np.full(length, 4, np.int32), int(rng.integers(1, 5))
         name = next(numbers)
         engine.submit(
@@ -123,11 +128,14 @@ def test_requests_find_their_programs(small, layout):
     everything = common | {
         "run_packed": 9,
         "copy_to_cache": 7 + 7 + 8,
-        "advance": 2 * 3,
-        "admit": 3,
+        # Those that sample are there with adjustments of the logits and without.
+        "admit_prefilled": 2,
+        "advance": 2 * 2 * 3,
+        "admit": 2 * 3,
     }
     assert since(before) == everything
-    serve(engine, numbers, rng, longest=COLUMNS - 6, number=60, max_prompts=2 * SLOTS)
+    longest, most = COLUMNS - 6, 2 * SLOTS
+    serve(engine, numbers, rng, longest=longest, number=60, max_prompts=most, adjusts=True)
     assert since(before) == everything, "a request waited for a compiler"
 
 

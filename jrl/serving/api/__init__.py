@@ -1,0 +1,1 @@
+"""Reading of requests: arguments, messages, tools and sampling parameters."""

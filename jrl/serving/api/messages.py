@@ -1,0 +1,110 @@
+"""Messages of a conversation in a request, with tool calls and their results."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from jrl.serving.api.errors import invalid_argument
+from jrl.tasks.data.conversations import CONTENT_SUBSTITUTES, Turn
+from jrl.tasks.data.fields import short
+from jrl.tasks.tools.calls import Arguments
+
+TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content", "reasoning")
+"""Fields of a message that are passed to the chat template as they are."""
+
+
+def messages_of(body: Mapping[str, Any]) -> tuple[Turn, ...]:
+    """The messages of a request, as chat templates take them.
+
+    Raises:
+      ApiError: for what is no message, and for fields that are not supported.
+    """
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise invalid_argument(
+            "messages",
+            f'messages={short(messages)} must be a list of {{"role": ..., "content": ...}}.',
+        )
+    return tuple(_message(f"messages[{index}]", each) for index, each in enumerate(messages))
+
+
+def _message(path: str, message: Any) -> Turn:
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise invalid_argument(
+            path, f'{path}={short(message)} must be {{"role": ..., "content": ...}}.'
+        )
+    turn: dict[str, Any] = {"role": message["role"], "content": None}
+    for name, value in message.items():
+        if name in turn or value in (None, []):
+            continue
+        if name == "tool_calls":
+            turn[name] = _calls(f"{path}.{name}", value)
+        elif name not in TEXT_FIELDS:
+            raise invalid_argument(
+                f"{path}.{name}",
+                f"{path}.{name}={short(value)} is not supported: leave it out.",
+                "unsupported_parameter",
+            )
+        elif not isinstance(value, str):
+            raise invalid_argument(
+                f"{path}.{name}", f"{path}.{name}={short(value)} must be a text."
+            )
+        else:
+            turn[name] = value
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(_part(f"{path}.content[{i}]", part) for i, part in enumerate(content))
+    replaced = turn["role"] == "assistant" and any(map(turn.get, CONTENT_SUBSTITUTES))
+    if not isinstance(content, str) and not (content is None and replaced):
+        raise invalid_argument(
+            f"{path}.content",
+            f"{path}.content={short(content)} must be a text, or a list of parts that are.",
+        )
+    return {**turn, "content": content}
+
+
+def _part(path: str, part: Any) -> str:
+    if not isinstance(part, dict) or part.get("type") != "text":
+        kind = part.get("type") if isinstance(part, dict) else part
+        raise invalid_argument(
+            path,
+            f'{path} is of type {short(kind)}: only {{"type": "text", "text": ...}} is supported.',
+            "unsupported_parameter",
+        )
+    if not isinstance(part.get("text"), str):
+        raise invalid_argument(path, f"{path}.text={short(part.get('text'))} must be a text.")
+    return part["text"]
+
+
+def _calls(path: str, calls: Any) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise invalid_argument(path, f"{path}={short(calls)} must be a list of calls.")
+    return [_call(f"{path}[{index}]", call) for index, call in enumerate(calls)]
+
+
+def _call(path: str, call: Any) -> dict[str, Any]:
+    """A call with arguments that are a mapping, and JSON text where a template wants text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise invalid_argument(
+            path,
+            f'{path}={short(call)} must be {{"id": ..., "type": "function", "function": '
+            '{"name": ..., "arguments": ...}}.',
+        )
+    written = function.get("arguments") or "{}"
+    arguments = written
+    if isinstance(written, str):
+        try:
+            arguments = json.loads(written)
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, dict):
+        where = f"{path}.function.arguments"
+        raise invalid_argument(where, f"{where}={short(written)} must be a JSON object as a text.")
+    wrapped = Arguments(arguments, written if isinstance(written, str) else None)
+    identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {
+        **identity,
+        "type": "function",
+        "function": {"name": function["name"], "arguments": wrapped},
+    }

@@ -1,0 +1,135 @@
+"""Tool calls in a choice while it is generated: text before them streams, calls come at the end."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jrl.tasks.tools.call_format import ToolFormat, to_json
+from jrl.tasks.tools.calls import Call, ToolParameters
+from jrl.text.prompt_format import special_text_of
+from jrl.text.tokenizer import Tokenizer
+from jrl.text.tool_calls import parse_calls
+
+OPENING = re.compile(r"<[^<>\s]*>|\[[A-Z_]+\]|```\w*|.", re.DOTALL)
+"""The mark at the beginning of a call: a tag, or a bracket of JSON or Python."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A tool call in a response.
+
+    Attributes:
+      id: of the call in its conversation.
+      name: of the tool.
+      arguments: JSON text.
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+
+class CallStream:
+    """Separates the text of a choice from its tool calls, in the format of the checkpoint.
+
+    Text is final up to where a call may begin; the rest is withheld until the choice has ended, as
+    only then it is known what of it are calls.
+
+    Args:
+      tokenizer: of the policy.
+      format: of its calls.
+      tools: that may be called.
+      first_index: number of calls in the conversation so far, for the ids of these.
+      parallel: true if there may be more than one call.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        format: ToolFormat,
+        tools: ToolParameters,
+        first_index: int = 0,
+        parallel: bool = True,
+    ):
+        self._tokenizer, self._format, self._tools = tokenizer, format, tools
+        self._first_index, self._parallel = first_index, parallel
+        self._mark = opening_mark(format)
+        special = tokenizer.special_tokens
+        marks = {self._mark, *format.template_markers}
+        self._mark_ids = frozenset(special[mark] for mark in marks if mark in special)
+        self._ids: list[int] = []
+        self._text, self._emitted = "", 0
+        self._begin: int | None = None  # characters before the first call
+
+    def add(self, tokens: Sequence[int], text: str, last: bool) -> tuple[str, list[ToolCall]]:
+        """Appends tokens.
+
+        Args:
+          text: that they complete.
+          last: true if no more come.
+
+        Returns:
+          The text that is final, and at the end the calls.
+        """
+        num_before = len(self._ids)
+        self._ids += tokens
+        self._text += text
+        if self._begin is None:
+            self._begin = self._find_begin(num_before)
+        if last:
+            calls = self._calls()
+            if calls:
+                end = self._safe_length() if self._begin is None else self._begin
+                return self._emit(len(self._text[:end].rstrip())), calls
+            return self._emit(len(self._text)), []
+        end = self._safe_length() if self._begin is None else self._begin
+        # Blanks before a call are none of the text.
+        return self._emit(len(self._text[:end].rstrip())), []
+
+    def _emit(self, end: int) -> str:
+        text = self._text[self._emitted : end]
+        self._emitted = max(self._emitted, end)
+        return text
+
+    def _find_begin(self, num_before: int) -> int | None:
+        """Characters before the first mark of a call; None if there is none yet."""
+        for index, token in enumerate(self._ids[num_before:], start=num_before):
+            if token in self._mark_ids:
+                return min(len(self._tokenizer.decode(self._ids[:index])), len(self._text))
+        position = self._text.find(self._mark, self._emitted)
+        while position >= 0 and not self._may_open(position):
+            position = self._text.find(self._mark, position + 1)
+        return position if position >= 0 else None
+
+    def _may_open(self, position: int) -> bool:
+        # A bracket by itself opens a call at the beginning of a line only.
+        is_bracket = len(self._mark) == 1
+        line = self._text[self._text.rfind("\n", 0, position) + 1 : position]
+        return not is_bracket or not line.strip()
+
+    def _safe_length(self) -> int:
+        """Length of the text without an end that may be the start of a mark."""
+        longest = min(len(self._mark) - 1, len(self._text))
+        held = (n for n in range(longest, 0, -1) if self._text.endswith(self._mark[:n]))
+        return len(self._text) - next(held, 0)
+
+    def _calls(self) -> list[ToolCall]:
+        """Calls of the whole choice; none where one of them cannot be read."""
+        text = special_text_of(self._tokenizer, np.array(self._ids, np.int32))
+        ((calls, ids),) = parse_calls(self._format, self._tools, [text], self._first_index)
+        if any(call.error for call in calls):
+            return []
+        found = [
+            ToolCall(identity, call.name, to_json(dict(call.arguments)))
+            for call, identity in zip(calls, ids, strict=True)
+        ]
+        return found if self._parallel else found[:1]
+
+
+def opening_mark(format: ToolFormat) -> str:
+    """The mark with which calls of a format begin."""
+    match = OPENING.match(format.render([Call("a", {})]))
+    assert match is not None, format.name
+    return match[0]

@@ -1,0 +1,189 @@
+"""Grammars that constrain a choice: JSON of a schema, and tool calls in the checkpoint's format.
+
+The library is llguidance, which tells the tokens that
+may come next. It needs neither a compiler nor torch.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from jrl.rollout.adjustments import WORD_BITS
+from jrl.serving.api.errors import ApiError, invalid_argument
+from jrl.serving.api.response_format import ANY_OBJECT
+from jrl.serving.api.tools import ToolUse
+from jrl.serving.transcript import TokenStrings
+from jrl.tasks.tools.call_format import ToolFormat, to_json
+from jrl.tasks.tools.calls import Call
+from jrl.text.located import special_pattern
+from jrl.text.tokenizer import Tokenizer
+
+ARGUMENTS = {"probe": 1}
+"""Arguments of a call that is written to find where a format has its JSON."""
+NO_PARAMETERS: Mapping[str, Any] = {"properties": {}, "additionalProperties": False}
+"""Schema of a tool that states none, which takes no arguments."""
+ANYTHING = r"/(.|\n)*/"
+"""Rule of arguments that a format does not write as JSON."""
+
+
+class GrammarConstraint:
+    """Tokens that a choice may continue with in a grammar.
+
+    Args:
+      matcher: of llguidance, at the start of the grammar.
+      vocab_size: of the network.
+      stop_ids: tokens that end a choice.
+    """
+
+    def __init__(self, matcher: Any, vocab_size: int, stop_ids: Sequence[int]):
+        self._matcher, self._num_words = matcher, -(-vocab_size // WORD_BITS)
+        self._ends = np.zeros(self._num_words, np.uint32)
+        for token in stop_ids:
+            self._ends[token // WORD_BITS] |= np.uint32(1 << token % WORD_BITS)
+
+    def allowed(self) -> np.ndarray:
+        if self._matcher.is_stopped():  # also after an error, such as a limit of its resources
+            return self._ends
+        # A copy, with as many words as the network has, whose vocabulary may be larger.
+        words = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: self._num_words]
+        words = np.pad(words, (0, self._num_words - len(words)))
+        return words if words.any() else self._ends
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            self._matcher.consume_token(token)
+
+
+class Grammar:
+    """A grammar, compiled for a tokenizer.
+
+    Args:
+      matcher: of llguidance, at the start.
+      tokenizer: of the choices.
+    """
+
+    def __init__(self, matcher: Any, tokenizer: Tokenizer):
+        self._matcher, self._tokenizer = matcher, tokenizer
+
+    def start(self) -> GrammarConstraint:
+        """Constraint of a choice, at its start."""
+        tokenizer = self._tokenizer
+        return GrammarConstraint(
+            self._matcher.deep_copy(), tokenizer.vocab_size, tokenizer.stop_ids
+        )
+
+
+class GrammarCompiler:
+    """Compiles grammars for a tokenizer, whose tables are made for the first of them.
+
+    Args:
+      tokenizer: of the choices.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+
+    def compile(
+        self, schema: Mapping[str, Any] | None, tools: ToolUse | None, format: ToolFormat | None
+    ) -> Grammar:
+        """Grammar of a choice.
+
+        Args:
+          schema: JSON schema of the text; None if a tool must be called.
+          tools: that may be called in place of the text, or must be; None without.
+          format: of their calls.
+
+        Raises:
+          ApiError: where the library is not installed, and for a schema that it refuses.
+        """
+        must_call = tools is not None and tools.choice == "required"
+        param = "tool_choice" if must_call else "response_format"
+        rules = [] if schema is None or must_call else [json_rule(schema)]
+        if tools is not None and tools.choice != "none":
+            assert format is not None
+            rules += [
+                call_rule(format, self._tokenizer, name, parameters)
+                for name, parameters in tools.parameters.items()
+                if tools.name in (None, name)
+            ]
+        if find_spec("llguidance") is None:
+            raise ApiError(
+                400,
+                f"{param} needs llguidance, which this server does not have: run pip install -e "
+                '".[grammar]" in its clone.',
+                param,
+                "unsupported_parameter",
+            )
+        from llguidance import LLMatcher
+
+        grammar = LLMatcher.grammar_from_lark(f"start: {' | '.join(rules)}")
+        if error := LLMatcher.validate_grammar(grammar, self._tables):
+            reason = " ".join(error.split())[:200]
+            where = "tools" if must_call else param
+            raise invalid_argument(where, f"{where} has a schema that is not supported: {reason}.")
+        return Grammar(LLMatcher(self._tables, grammar, log_level=0), self._tokenizer)
+
+    @cached_property
+    def _tables(self) -> Any:
+        """The vocabulary as llguidance takes it."""
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        return LLTokenizer(
+            TokenizerWrapper(_Vocabulary(self._tokenizer)),
+            eos_token=list(self._tokenizer.stop_ids),
+        )
+
+
+class _Vocabulary:
+    """Vocabulary of a tokenizer, with the members that llguidance asks for."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer, strings = tokenizer, TokenStrings(tokenizer)
+        self.eos_token_id, self.bos_token_id = tokenizer.eos_id, tokenizer.bos_id
+        # An unknown token may have an id outside of the vocabulary.
+        self.special_token_ids = sorted(i for i in tokenizer.special_ids if i >= 0)
+        names = {identity: name for name, identity in tokenizer.special_tokens.items()}
+        self.tokens = [
+            # Each id has bytes of its own, those without a token too.
+            names.get(token, f"<|token {token}|>").encode()
+            if token in tokenizer.special_ids
+            else strings.bytes_of(token)
+            for token in range(tokenizer.vocab_size)
+        ]
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """Rule of a grammar: JSON of a schema."""
+    return f"%json {json.dumps(schema)}"
+
+
+def call_rule(
+    format: ToolFormat, tokenizer: Tokenizer, name: str, parameters: Mapping[str, Any]
+) -> str:
+    """Rule of a grammar: one call of a tool, with arguments of its schema where the format writes
+    them as JSON, and any otherwise."""
+    text, arguments = format.render([Call(name, ARGUMENTS)]), to_json(ARGUMENTS)
+    before, found, after = text.partition(arguments)
+    if found:
+        schema = json_rule({**ANY_OBJECT, **(parameters or NO_PARAMETERS)})
+        return " ".join([*_literals(before, tokenizer), schema, *_literals(after, tokenizer)])
+    before = text[: text.index(name) + len(name)]
+    return " ".join([*_literals(before, tokenizer), ANYTHING])
+
+
+def _literals(text: str, tokenizer: Tokenizer) -> list[str]:
+    """A text as terms of a rule, with special tokens by their ids."""
+    tokens = tokenizer.special_tokens
+    return [
+        f"<[{tokens[part]}]>" if part in tokens else json.dumps(part, ensure_ascii=False)
+        for part in re.split(f"({special_pattern(tokens)})", text)
+        if part
+    ]

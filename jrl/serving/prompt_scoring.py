@@ -1,0 +1,99 @@
+"""Queue of prompts whose log-probabilities are requested: a pass over a few of them at each
+scheduler step, so that choices in flight wait for one pass at most."""
+
+from collections import deque
+from collections.abc import Sequence
+
+from jrl.rollout.decoding.protocol import StreamingEngine
+from jrl.rollout.prompt_scores import PromptScores
+from jrl.serving.responses import Job, PromptDelta
+from jrl.serving.transcript import Detokenizer, TokenLogprobs
+from jrl.text.tokenizer import Tokenizer
+
+MAX_TOKENS_PER_PASS = 1024
+"""Tokens of the prompts of one pass, or a single longer one."""
+
+
+class PromptScoring:
+    """Scores the prompts of requests, first come first served, and sends the results.
+
+    Args:
+      engine: only the scheduler thread calls this.
+      tokenizer: of the prompts.
+    """
+
+    def __init__(self, engine: StreamingEngine, tokenizer: Tokenizer):
+        self._engine, self._tokenizer = engine, tokenizer
+        self._prompts: deque[tuple[Job, int]] = deque()
+
+    @property
+    def busy(self) -> bool:
+        """True if prompts are left to score."""
+        return bool(self._prompts)
+
+    def add(self, job: Job) -> None:
+        """Queues the prompts of a request."""
+        self._prompts += [(job, index) for index in range(len(job.prompts))]
+
+    def drop(self, job: Job) -> bool:
+        """Drops the prompts of a request whose client has left; true if there were any."""
+        left = [prompt for prompt in self._prompts if prompt[0] is not job]
+        was_queued = len(left) < len(self._prompts)
+        self._prompts = deque(left)
+        return was_queued
+
+    def jobs(self) -> list[Job]:
+        """Requests with prompts left to score."""
+        return list({id(job): job for job, _ in self._prompts}.values())
+
+    def step(self, version: int) -> list[Job]:
+        """Runs one pass, sends its results, and returns the requests that are complete.
+
+        Args:
+          version: of the policy.
+        """
+        batch, num_tokens = list[tuple[Job, int]](), 0
+        needs_top_tokens = self._prompts[0][0].request.top_logprobs > 0
+        while self._prompts:
+            job, index = self._prompts[0]
+            num_tokens += len(job.prompts[index])
+            differs = (job.request.top_logprobs > 0) != needs_top_tokens
+            if batch and (differs or num_tokens > MAX_TOKENS_PER_PASS):
+                break
+            batch.append(self._prompts.popleft())
+        prompts = [job.prompts[index] for job, index in batch]
+        left = {id(job) for job, _ in self._prompts}
+        done: dict[int, Job] = {}
+        for (job, index), scores in zip(
+            batch, self._engine.score(prompts, needs_top_tokens), strict=True
+        ):
+            num_top = job.request.top_logprobs
+            logprobs = prompt_logprobs(
+                self._tokenizer, job.prompts[index].tolist(), scores, num_top
+            )
+            job.on_event(PromptDelta(index, logprobs, version))
+            if id(job) not in left:
+                done[id(job)] = job
+        return list(done.values())
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, ids: Sequence[int], scores: PromptScores, num_top: int
+) -> list[TokenLogprobs]:
+    """Tokens of a prompt with their log-probabilities; the first one has none.
+
+    Args:
+      num_top: top tokens of each position.
+    """
+    detokenizer, offset, entries = Detokenizer(tokenizer), 0, list[TokenLogprobs]()
+    for index, token in enumerate(ids):
+        logprob, top = None, ()
+        if index:
+            logprob = float(scores.logprobs[index - 1])
+            if scores.top_tokens is not None:
+                position = scores.top_tokens
+                pairs = zip(position.tokens[index - 1], position.logprobs[index - 1], strict=True)
+                top = tuple((int(each), float(value)) for each, value in pairs)[:num_top]
+        entries.append(TokenLogprobs(token, logprob, top, offset))
+        offset += len(detokenizer.add([token]))
+    return entries
