@@ -21,7 +21,7 @@ from moe.attention.core import core_attention, flash_of
 from moe.attention.ring import Key, Output, Query, Sinks, Value, ring
 from moe.config import ModelConfig
 from moe.execution import Execution
-from moe.ops.mask import Mask, SegmentMask, TokenIndices, Window
+from moe.ops.mask import Mask, SegmentMask, TokenIndices
 from moe.remat import OPERAND
 from sharding.collectives import Axes, gather_tokens, local_shard, match_varying, swap_shards
 from sharding.folding import FoldedMesh
@@ -37,7 +37,6 @@ def context_parallel_attention(
     execution: Execution,
     mesh: FoldedMesh,
     scale: float | None = None,
-    window: Window = None,
     sinks: Sinks = None,
 ) -> Output:
     """Core attention for the tokens of this ``cp`` rank, by the method that `execution` names.
@@ -46,7 +45,6 @@ def context_parallel_attention(
       query, key, value: of this rank's tokens, for the heads of this ``tp`` rank.
       execution: its `context` is as `choose_method` takes it.
       scale: multiplies the scores; None is ``head_dim**-0.5``.
-      window: number of positions that a query may look back, itself included.
       sinks: a score of each head of this ``tp`` rank that belongs to no key.
 
     Raises:
@@ -57,11 +55,11 @@ def context_parallel_attention(
     attend = partial(core_attention, scale=scale, implementation=execution.attention)
     # One rank has whole sequences as they are.
     if name == "ulysses" or ranks == 1:
-        return ulysses(query, key, value, mask, attend, mesh, window, sinks)
+        return ulysses(query, key, value, mask, attend, mesh, sinks)
     if name == "gather":
-        return gather(query, key, value, mask, attend, mesh, window, sinks)
+        return gather(query, key, value, mask, attend, mesh, sinks)
     flash = flash_of(execution.attention, query, key, value)
-    return ring(query, key, value, mask, mesh, flash, scale, window, sinks)
+    return ring(query, key, value, mask, mesh, flash, scale, sinks)
 
 
 def context_of(config: ModelConfig, mesh: FoldedMesh) -> str:
@@ -168,7 +166,6 @@ def gather(
     mask: SegmentMask,
     attend: Callable[..., Array],
     mesh: FoldedMesh,
-    window: Window = None,
     sinks: Sinks = None,
 ) -> Output:
     """All-gathers keys and values to every device, which computes attention of its own queries.
@@ -192,7 +189,7 @@ def gather(
         TokenIndices(*(local_shard(x, mesh.cp) for x in mask.indices))
     )
     masks = (
-        Mask(*indices, window, single=mask.single)
+        Mask(*indices, mask.window, single=mask.single)
         for indices in zip(query_indices, mask.key_indices(mask.full_indices()), strict=True)
     )
     sections = zip(zigzag.split(query), keys, values, masks, strict=True)
@@ -206,7 +203,6 @@ def ulysses(
     mask: SegmentMask,
     attend: Callable[..., Array],
     mesh: FoldedMesh,
-    window: Window = None,
     sinks: Sinks = None,
 ) -> Output:
     """Exchanges tokens for heads and back: each device has whole sequences, for its part of the
@@ -242,7 +238,7 @@ def ulysses(
     # Rows are whole and in order, and a section's own keys come last: the masks are causal, and a
     # kernel can skip the hidden half.
     masks = (
-        Mask(*indices, window, causal=True, single=mask.single)
+        Mask(*indices, mask.window, causal=True, single=mask.single)
         for indices in zip(query_indices, mask.key_indices(query_indices), strict=True)
     )
     sections = zip(queries, mask.key_sections(keys), mask.key_sections(values), masks, strict=True)
