@@ -25,6 +25,15 @@ Leaf = TypeVar("Leaf")
 
 
 @struct.dataclass
+class AttentionHalf(Generic[Leaf]):
+    """What the attention side has of a layer with experts: its weights, and the slots of each
+    expert."""
+
+    layer: Layer[Leaf]
+    slot_table: SlotTable
+
+
+@struct.dataclass
 class SplitWeights(Generic[Leaf]):
     """Unstacked weights of both sides: a record for each layer, so that one compiled program runs
     all layers and copies none out of a stack.
@@ -45,6 +54,10 @@ class SplitWeights(Generic[Leaf]):
     attention: tuple[Layer[Leaf], ...]
     experts: tuple[Experts[Leaf], ...]
     slot_tables: tuple[SlotTable, ...]
+
+    def attention_half(self, layer: int) -> AttentionHalf[Leaf]:
+        """Weights of the attention half of a layer with experts."""
+        return AttentionHalf(self.attention[layer], self.slot_tables[layer])
 
 
 def split_weights(

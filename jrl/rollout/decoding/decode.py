@@ -24,6 +24,7 @@ from jrl.rollout.sampling import RowSampling, Sampling, row_keys, sample_rows, s
 from jrl.rollout.threefry import keys_of
 from moe.attention.rotary import rotary_tables
 from moe.cache.buffers import ROW, Cache, over_columns
+from moe.cache.step import StepTokens
 from moe.decoding import decode_step
 from moe.layers.depth import map_layer_groups, split_layer_groups
 from moe.placement import specs
@@ -334,9 +335,7 @@ def _advance_local(
             layers,
             rest,
             loop.cache,
-            tokens,
-            last,
-            loop.live,
+            StepTokens(tokens, last, loop.live),
             config,
             mesh,
             decoder.records_choices,
