@@ -51,8 +51,8 @@ def read_series(
 
     Raises:
       ValueError: where an answer is not JSON, truncated, an error or not a matrix; where a series
-        lacks its name or that label, or two have the same. A function in the query, such as ``rate``,
-        removes the name: put it back there (``label_replace``).
+        lacks its name or that label, or two have the same. A function in the query, such as
+        ``rate``, removes the name: put it back there (``label_replace``).
     """
     series_by_key: dict[tuple[str, str, str], Series] = {}
     for answer in answers:
