@@ -38,7 +38,7 @@ from moe.router.statistics import RouterStatistics, sums_over_layers
 from moe.tokens.alignment import align_to_tokens
 from moe.tokens.packing import PackedBatch, pack_rows
 from moe.weights import DeltaNet, Layer, Transformer
-from sharding.collectives import join_shards, vary
+from sharding.collectives import join_shards, typed_zeros
 from sharding.folding import FoldedMesh
 from sharding.zero import ShardDim, unshard, weights_of
 
@@ -249,13 +249,7 @@ def _run_if_present(is_present: Array, run_layer: Callable[..., Any]) -> Callabl
 
     def skip(layer: Layer[Array], x: Streams) -> tuple[Streams, Any]:
         _, out = jax.eval_shape(run_layer, layer, x)
-        zeros = jax.tree.map(
-            lambda like: vary(
-                jnp.zeros(like.shape, like.dtype), tuple(sorted(like.manual_axis_type.varying))
-            ),
-            out,
-        )
-        return x, zeros
+        return x, typed_zeros(out)
 
     return lambda layer, x: lax.cond(is_present, run_layer, skip, layer, x)
 
