@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from moe.attention.delta import DeltaCore, DeltaState, run_step
 from moe.attention.latent import LatentCore
 from moe.attention.layer import CoreAttention
 from moe.attention.rotary import RotaryCache
 from moe.cache.buffers import Cache, cache_of, to_cache_layout
-from moe.cache.step import StepCore
+from moe.cache.step import StepCore, StepTokens
 from moe.config import ModelConfig
 from moe.embedding import embed
 from moe.head import logits_of
@@ -158,9 +158,7 @@ def for_step(config: ModelConfig) -> ModelConfig:
 
 
 def packed_step(
-    tokens: Int[Array, "row"],
-    positions: Int[Array, "row"],
-    live: Bool[Array, "row"],
+    inputs: StepTokens,
     core: CoreAttention | LatentCore | None = None,
     record_choices: bool = False,
     rope: RotaryCache | None = None,
@@ -168,9 +166,7 @@ def packed_step(
     """Packed batch of a decode step: one token of each row.
 
     Args:
-      tokens: ids.
-      positions: position of each token in its row, from 0.
-      live: rows that are being decoded; the tokens of the others are padding.
+      inputs: the tokens; those of rows that are not live are padding.
       core: core attention of all layers; None if it is not taken from the batch.
       record_choices: the router statistics contain the expert ids.
       rope: rotary cos/sin tables of these tokens; None computes them.
@@ -183,12 +179,12 @@ def packed_step(
         return core
 
     return PackedBatch(
-        tokens=tokens,
-        positions=positions,
-        multiplicity=live.astype(jnp.float32),
+        tokens=inputs.tokens,
+        positions=inputs.positions,
+        multiplicity=inputs.live.astype(jnp.float32),
         core_attention_of_layer=core_attention_of_layer,
         sequences=None,
-        zigzag=ZigzagLayout(((tokens.shape[0], 1),), ranks=1),
+        zigzag=ZigzagLayout(((inputs.tokens.shape[0], 1),), ranks=1),
         record_choices=record_choices,
         rope=rope,
     )
@@ -198,9 +194,7 @@ def decode_step(
     layers: tuple[Layer[Array], ...],
     weights: Transformer[Array],
     cache: Cache[Array],
-    tokens: Int[Array, "row"],
-    positions: Int[Array, "row"],
-    live: Bool[Array, "row"],
+    inputs: StepTokens,
     config: ModelConfig,
     mesh: FoldedMesh,
     record_choices: bool = False,
@@ -213,9 +207,7 @@ def decode_step(
         unstacked once outside the loop.
       cache: written at `positions` of live rows, in place if the caller donates it; other rows stay
         unchanged.
-      tokens: ids of the tokens to append.
-      positions: position of each token in its row, from 0; less than the cache's columns.
-      live: rows that are being decoded; results of the others are undefined.
+      inputs: the tokens to append; their positions are less than the cache's columns.
       record_choices: also return the expert ids of each token.
       rope: rotary cos/sin tables of all positions, computed once outside the loop; None computes
         them for the tokens.
@@ -228,10 +220,10 @@ def decode_step(
       for rows that are not live; None if they were not requested.
     """
     config = for_step(config)
-    token_rope = None if rope is None else rope.gather(positions)
-    packed = packed_step(tokens, positions, live, record_choices=record_choices, rope=token_rope)
-    step = _Step(packed, positions, live, config, mesh)
-    x, cached_kv, choices, first = embed(weights, tokens, config, mesh), [], [], 0
+    token_rope = None if rope is None else rope.gather(inputs.positions)
+    packed = packed_step(inputs, record_choices=record_choices, rope=token_rope)
+    step = _Step(packed, inputs, config, mesh)
+    x, cached_kv, choices, first = embed(weights, inputs.tokens, config, mesh), [], [], 0
     # Latent vectors are both keys and values: there is one buffer.
     kv_buffers = zip(cache.keys, *[cache.values] * bool(cache.values), strict=True)
     delta_buffers = zip(cache.states, cache.tails, strict=True)
@@ -256,8 +248,7 @@ class _Step(NamedTuple):
     """Inputs of a decode step that all layers share."""
 
     packed: PackedBatch
-    positions: Int[Array, "row"]
-    live: Bool[Array, "row"]
+    inputs: StepTokens
     config: ModelConfig
     mesh: FoldedMesh
 
@@ -335,7 +326,7 @@ def _run_layer(
         # Rows that are not live stay as they are.
         state = DeltaState(*(_index_layer(x, stack_index) for x in before))
         new_states = list[DeltaState]()
-        run_delta = partial(run_step, step.config.delta, state, step.live)
+        run_delta = partial(run_step, step.config.delta, state, step.inputs.live)
         core = DeltaCore(run_delta).record_states(new_states.append)
         x, router = block(layer, x, step.packed, core, step.config, step.mesh, layer_index)
         updated: LayerCache = DeltaState(
@@ -346,8 +337,9 @@ def _run_layer(
         )
     else:
         keys, values = before[0], before[1] if len(before) > 1 else None
-        rows = step.positions, step.live, stack_index
-        core = StepCore(step.config, layer_index, keys, values, *rows, mesh=step.mesh)
+        core = StepCore(
+            step.config, layer_index, keys, values, step.inputs, stack_index, mesh=step.mesh
+        )
         x, router = block(layer, x, step.packed, core.attend, step.config, step.mesh, layer_index)
         updated = tuple(buffer for buffer in (core.keys, core.values) if buffer is not None)
     return x, updated, None if router is None else router.choices

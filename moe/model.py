@@ -7,7 +7,7 @@ decoding use the same block and differ in `core_attention`.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ from moe.router.statistics import RouterStatistics, sums_over_layers
 from moe.tokens.alignment import align_to_tokens
 from moe.tokens.packing import PackedBatch, pack_rows
 from moe.weights import DeltaNet, Layer, Transformer
-from sharding.collectives import join_shards, vary
+from sharding.collectives import join_shards, typed_zeros
 from sharding.folding import FoldedMesh
 from sharding.zero import ShardDim, unshard, weights_of
 
@@ -48,6 +48,20 @@ Choices = Integer[Array, "layer batch time k"]
 KVCollector = Callable[..., Any]
 """(keys and values of a layer's tokens, or latent vectors) -> cached arrays. It is not called for a
 layer with Gated DeltaNet, whose result is its `DeltaState`."""
+
+
+class LayerSpan(NamedTuple):
+    """Consecutive layers of the network that a stack has; both numbers are arrays if they are known
+    only at run time, as in a pipeline stage.
+
+    Attributes:
+      first: index of the first layer.
+      present: number of layers that run, all or all but the last, which is padding then; None is
+        all.
+    """
+
+    first: int | Int[Array, ""] = 0
+    present: Int[Array, ""] | None = None
 
 
 def run(
@@ -87,9 +101,9 @@ def run_with_kv(
     check_num_tokens(packed.tokens.shape[0], mesh)
     x = embed(weights, packed.tokens, config, mesh)
     x, first_cached_kv = first_blocks(weights, x, packed, config, mesh, collect_kv)
-    first = config.num_dense_layers
+    span = LayerSpan(config.num_dense_layers)
     x, stats, cached_kv = blocks(
-        weights.layers, x, packed, config, mesh, first, shard_dims, collect_kv
+        weights.layers, x, packed, config, mesh, span, shard_dims, collect_kv
     )
     return (
         last_norm(weights, restore_row_order(x, packed, mesh), config),
@@ -120,10 +134,9 @@ def blocks(
     packed: PackedBatch,
     config: ModelConfig,
     mesh: FoldedMesh,
-    first: int | Int[Array, ""] = 0,
+    span: LayerSpan = LayerSpan(),  # noqa: B008, of no mutable value
     shard_dims: Layer[ShardDim] | None = None,
     collect_kv: KVCollector | None = None,
-    present: Int[Array, ""] | None = None,
 ) -> tuple[Float[Array, "local d_model"], RouterStatistics[Array] | None, list[Any]]:
     """Runs a stack of consecutive layers on this rank's shard of the residual stream.
 
@@ -131,14 +144,12 @@ def blocks(
       layers: stacked weights, each leaf ``[layer, ...]`` or a `sharding.zero.Reduced` of one.
         Layers may differ in their windows, and in having attention or Gated DeltaNet.
       x: the residual stream; with `packed.half_batches` in their order, as is the result.
-      first: index of the first layer in the network; an array if it is known only at run time, as
-        in a pipeline stage. Layers with Gated DeltaNet are counted from the start of the stack.
+      span: which layers of the network they are. Layers with Gated DeltaNet are counted from the
+        start of the stack.
       shard_dims: with FSDP the sharded dimension of each weight; a layer is unsharded when it runs.
         None if weights are not sharded.
       collect_kv: called with the keys and values, or latent vectors, of each layer; None collects
         nothing. Not with `packed.half_batches`.
-      present: number of layers that run, all or all but the last, which is padding then; None is
-        all.
 
     Returns:
       The residual stream; the router statistics of this device's tokens summed over layers, with
@@ -149,6 +160,7 @@ def blocks(
     execution, depth = config.execution, jax.tree.leaves(layers.norm)[0].shape[0]
     # In a pipeline all chunks are alike in them (`moe.placement.check_delta_layers`).
     of_delta = tuple(layer for layer in delta_layers(config) if layer < depth)
+    first, present = span
     static_first = first if isinstance(first, int) else None
     period = period_of_stack(config, depth, static_first)
     scanned = is_scanned(depth, execution, period)
@@ -237,13 +249,7 @@ def _run_if_present(is_present: Array, run_layer: Callable[..., Any]) -> Callabl
 
     def skip(layer: Layer[Array], x: Streams) -> tuple[Streams, Any]:
         _, out = jax.eval_shape(run_layer, layer, x)
-        zeros = jax.tree.map(
-            lambda like: vary(
-                jnp.zeros(like.shape, like.dtype), tuple(sorted(like.manual_axis_type.varying))
-            ),
-            out,
-        )
-        return x, zeros
+        return x, typed_zeros(out)
 
     return lambda layer, x: lax.cond(is_present, run_layer, skip, layer, x)
 

@@ -6,6 +6,7 @@ at most. Shards of an array have equal size: all chunks are stored with the dept
 and the others end with a layer of zeros that never runs.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -171,6 +172,21 @@ def _map_weights(
         jax.tree.map(lambda _: 0, stored), layers=jax.tree.map(lambda _: stack_dims, stored.layers)
     )
     return jax.tree.map(function, full_specs, stored, first)
+
+
+def local_bytes(shapes: Any, partition_specs: Any, mesh: FoldedMesh) -> Any:
+    """Bytes of each array of a tree on one device.
+
+    Args:
+      shapes: with shapes and dtypes.
+      partition_specs: a PartitionSpec for each.
+    """
+
+    def bytes_of(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> int:
+        sharding = NamedSharding(mesh.mesh, spec)
+        return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+    return jax.tree.map(bytes_of, shapes, partition_specs)
 
 
 def in_chunks(weights: Transformer[jax.Array], mesh: FoldedMesh) -> Transformer[jax.Array]:

@@ -7,7 +7,7 @@ passes the function of the last hidden states. The reference implementation of b
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,11 +35,25 @@ ApplyHead = Callable[[Transformer[Array], Array, MicroBatch], Any]
 """(weights, last hidden states, micro_batch) -> output of a head."""
 
 
+class Ends(NamedTuple):
+    """What is done with a micro-batch before the first layer and after the last.
+
+    Attributes:
+      pack: gives its tokens.
+      apply_head: called on the last stage; with `gradients` it gives a loss and metrics.
+      num_tokens: valid tokens of the whole batch, for the routers' losses; 0 where nobody asks for
+        those.
+    """
+
+    pack: Callable[[MicroBatch], PackedBatch]
+    apply_head: ApplyHead
+    num_tokens: int | Int[Array, ""] = 0
+
+
 def scan_micro_batches(
     weights: Transformer[Array],
     micro_batches: MicroBatch,
-    pack: Callable[[MicroBatch], PackedBatch],
-    apply_head: ApplyHead,
+    ends: Ends,
     config: ModelConfig,
     mesh: FoldedMesh,
 ) -> tuple[Any, RouterStatistics[Array] | None]:
@@ -48,19 +62,14 @@ def scan_micro_batches(
     Args:
       weights: of this device, as `moe.placement.in_chunks` stores them.
       micro_batches: micro-batches, equal on all stages.
-      pack: the tokens of a micro-batch.
-      apply_head: called on the last stage.
 
     Returns:
-      Outputs of `apply_head`, ``[micro_batch, ...]``, equal on all stages; and the router's sums
+      Outputs of the head, ``[micro_batch, ...]``, equal on all stages; and the router's sums
       over micro-batches and layers on this device, as in `moe.model.run`, with requested `choices`
       as ``[layer, micro_batch, token, k]``.
     """
-    num_tokens = jnp.zeros((), jnp.int32)  # the losses of the routers are not asked for
     num_micro_batches = jax.tree.leaves(micro_batches)[0].shape[0]
-    stages = _number_micro_batches(
-        _stages(weights, pack, apply_head, num_tokens, config, mesh), num_micro_batches
-    )
+    stages = _number_micro_batches(_stages(weights, ends, config, mesh), num_micro_batches)
     numbered = jnp.arange(num_micro_batches), micro_batches
     outs, stats = pipeline.apply(
         stages, _ends(weights), _chunks_of(weights, mesh), numbered, _pipeline(mesh)
@@ -71,9 +80,7 @@ def scan_micro_batches(
 def gradients(
     weights: Transformer[Array],
     micro_batches: MicroBatch,
-    pack: Callable[[MicroBatch], PackedBatch],
-    apply_head: ApplyHead,
-    num_tokens: Int[Array, ""],
+    ends: Ends,
     config: ModelConfig,
     mesh: FoldedMesh,
     shard_dims: Layer[ShardDim] | None = None,
@@ -84,9 +91,6 @@ def gradients(
     Args:
       weights: as in `scan_micro_batches`, varying over all mesh axes.
       micro_batches: as in `scan_micro_batches`.
-      pack: as in `scan_micro_batches`.
-      apply_head: gives a loss and metrics.
-      num_tokens: valid tokens of the whole batch, for the routers' losses.
       shard_dims: of the layers, as in `moe.model.blocks`.
       frozen: weights that are not trained, None in `weights` (`moe.adapters.trees.select_frozen`);
         None if all weights are trained.
@@ -96,7 +100,7 @@ def gradients(
       zero where another stage uses them; the metrics ``[micro_batch, ...]``, equal on all stages;
       and the router's sums, as in `scan_micro_batches`.
     """
-    stages = _stages(weights, pack, apply_head, num_tokens, config, mesh, shard_dims)
+    stages = _stages(weights, ends, config, mesh, shard_dims)
     if frozen is not None:
         stages = _with_frozen(stages, frozen, mesh)
     sums = pipeline.gradients(
@@ -110,21 +114,20 @@ def gradients(
 
 def _stages(
     weights: Transformer[Array],
-    pack: Callable[[MicroBatch], PackedBatch],
-    apply_head: ApplyHead,
-    num_tokens: Int[Array, ""],
+    ends: Ends,
     config: ModelConfig,
     mesh: FoldedMesh,
     shard_dims: Layer[ShardDim] | None = None,
 ) -> Stages:
+    pack, apply_head, num_tokens = ends.pack, ends.apply_head, jnp.asarray(ends.num_tokens)
     # The dense first layers run with the embedding: a pipeline needs chunks of equal layers.
     stacked = config.num_layers - config.num_dense_layers
     starts = jnp.asarray(placement.first_layers_of_chunks(stacked, mesh), jnp.int32)
     depths = jnp.asarray(placement.layers_per_chunk(stacked, mesh), jnp.int32)
 
-    def first(ends, micro_batch):
-        # Gradients are taken with respect to `ends`: these, not those of `weights`, must be used.
-        packed, full_weights = pack(micro_batch), _with_ends(weights, ends)
+    def first(end_weights, micro_batch):
+        # Gradients are taken with respect to `end_weights`: they, not `weights`, must be used.
+        packed, full_weights = pack(micro_batch), _with_ends(weights, end_weights)
         model.check_num_tokens(packed.tokens.shape[0], mesh)
         x = embed(full_weights, packed.tokens, config, mesh)
         return model.first_blocks(full_weights, x, packed, config, mesh)[0]
@@ -133,13 +136,15 @@ def _stages(
         # Traced: a stage learns only at run time which model chunk, and so which layers, it runs.
         before = config.num_dense_layers + starts[chunk_index]
         present = None if placement.is_even(stacked, mesh) else depths[chunk_index]
-        x, stats, _ = model.blocks(
-            layers, x, pack(micro_batch), config, mesh, before, shard_dims, present=present
-        )
+        span = model.LayerSpan(before, present)
+        x, stats, _ = model.blocks(layers, x, pack(micro_batch), config, mesh, span, shard_dims)
         return x, router_loss(stats, config, mesh, num_tokens), stats
 
-    def last(ends, x, micro_batch):
-        full_weights, x = _with_ends(weights, ends), restore_row_order(x, pack(micro_batch), mesh)
+    def last(end_weights, x, micro_batch):
+        full_weights, x = (
+            _with_ends(weights, end_weights),
+            restore_row_order(x, pack(micro_batch), mesh),
+        )
         return apply_head(full_weights, model.last_norm(full_weights, x, config), micro_batch)
 
     return Stages(first, chunk, last)

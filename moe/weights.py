@@ -21,7 +21,7 @@ and then their decays; ``delta_channel``, all queries, then all keys, then all v
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -470,6 +470,12 @@ def cast(weights: Transformer[jax.Array], config: ModelConfig) -> Transformer[ja
 def cast_shapes(config: ModelConfig) -> Transformer[jax.ShapeDtypeStruct]:
     """The shape and dtype of each weight as `cast` gives it, without making any."""
     return jax.eval_shape(lambda weights: cast(weights, config), shapes(config))
+
+
+def without_layers(weights: Transformer[Any]) -> Transformer[Any]:
+    """The weights with None for every one of the layers."""
+    absent: Any = jax.tree.map(lambda _: None, weights.layers)
+    return replace(weights, layers=absent, first_layers=None)
 
 
 def num_parameters(config: ModelConfig) -> int:

@@ -55,6 +55,15 @@ def match_varying(tree: Tree, *others: object) -> Tree:
     return vary(tree, tuple(sorted(frozenset[str]().union(*map(varying, arrays)))))
 
 
+def typed_zeros(shapes: Tree) -> Tree:
+    """Zeros of the types that `jax.eval_shape` gives, with the mesh axes that each varies over."""
+
+    def zeros(x: Any) -> Array:
+        return vary(jnp.zeros(x.shape, x.dtype), tuple(sorted(x.manual_axis_type.varying)))
+
+    return jax.tree.map(zeros, shapes)
+
+
 def all_sum(tree: Tree, axes: Axes) -> Tree:
     """All-reduce: the sum over `axes`, equal on every device along them.
 

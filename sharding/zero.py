@@ -32,7 +32,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from sharding.collectives import Axes, vary
+from sharding.collectives import Axes, typed_zeros, vary
 from sharding.compression import compressed_reduce_scatter
 from sharding.folding import FoldedMesh
 
@@ -222,9 +222,7 @@ class Reduction:
         shape = jax.eval_shape(
             lambda weight: self(vary(weight.astype(jnp.float32), self.mesh.axes)), weight
         )
-        return vary(
-            jnp.zeros(shape.shape, shape.dtype), tuple(sorted(shape.manual_axis_type.varying))
-        )
+        return typed_zeros(shape)
 
 
 @partial(

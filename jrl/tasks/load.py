@@ -37,7 +37,6 @@ from jrl.tasks.rewards import (
     Weighing,
     parse_weights,
 )
-from jrl.tasks.sandbox.sandbox import allow_unsafe
 from jrl.tasks.task import Example, Prompts, Task
 
 OUTSIDE = (*KINDS, "gym")
@@ -60,7 +59,6 @@ def load_task(
     rewards: RewardSettings | None = None,
     code_path: Path | None = None,
     answers: str = FINAL,
-    unsafe_tools: bool = False,
 ) -> Task:
     """Makes the task that `spec` asks for.
 
@@ -80,8 +78,6 @@ def load_task(
       code_path: folder with a run's copies of files of the user's own; None reads the originals.
       answers: what the answers of a file's prompts have to be, one of
         `jrl.tasks.answers.verdict.RULES`.
-      unsafe_tools: lets code that a policy writes run without a sandbox, where there is none to be
-        had; from here on, in this process and its workers.
 
     Returns:
       A task; close it when it is no longer needed.
@@ -89,8 +85,6 @@ def load_task(
     Raises:
       ValueError: there is no such task, or it cannot be loaded.
     """
-    if unsafe_tools:
-        allow_unsafe()
     settings = RewardSettings() if rewards is None else rewards
     loader = _Loader(seed, fields, workers, parse_heldout(held_out), settings, code_path, answers)
     specs = _weighted_specs(spec)

@@ -406,9 +406,7 @@ class EscapedTextTokenizer:
             for token in pipeline.get("added_tokens") or ()
         ]
         changed = {**pipeline, "added_tokens": added, "post_processor": None}
-        self._pipeline = tokenizers.Tokenizer.from_str(json.dumps(changed))
-        self._pipeline.no_truncation()
-        self._pipeline.no_padding()
+        self._pipeline = _load_pipeline(changed)
         self._pipeline.encode_special_tokens = True
         self._special = special
         self._names = {text: f"{OPEN}{index}{CLOSE}" for index, text in enumerate(special)}

@@ -39,6 +39,13 @@ class TokenSpans:
         return (self.begins < end) & (np.maximum(self.ends, self.begins + 1) > begin)
 
     @classmethod
+    def from_spans(cls, spans: Sequence[tuple[int, int, int]]) -> "TokenSpans":
+        """Tokens from the id, the first character and the one behind the last of each."""
+        ids = [token for token, _, _ in spans]
+        begins, ends = np.array([span[1:] for span in spans], np.int64).reshape(-1, 2).T
+        return cls(ids, begins, ends)
+
+    @classmethod
     def concatenate(cls, segments: Sequence["TokenSpans"], sizes: Sequence[int]) -> "TokenSpans":
         """The tokens of texts that follow each other, each of which was read alone.
 
@@ -48,11 +55,9 @@ class TokenSpans:
         offsets = np.cumsum([0, *sizes[:-1]])
         return cls(
             [token for segment in segments for token in segment.ids],
-            np.concatenate(
-                [segment.begins + n for segment, n in zip(segments, offsets, strict=True)]
-            ),
-            np.concatenate(
-                [segment.ends + n for segment, n in zip(segments, offsets, strict=True)]
+            *(
+                np.concatenate([x + n for x, n in zip(each, offsets, strict=True)])
+                for each in ([s.begins for s in segments], [s.ends for s in segments])
             ),
         )
 

@@ -285,16 +285,7 @@ def text_of(tokenizer: Tokenizer, ids: np.ndarray) -> str:
 
     Those that open or end reasoning are written out: a verifier has to know where it ends.
     """
-    spelled = {i: name for name, i in tokenizer.special_tokens.items() if name in REASONING_TOKENS}
-    segments: list[str] = []
-    run: list[int] = []
-    for token in _without_end(tokenizer, ids):
-        if token in tokenizer.special_ids:
-            segments += [tokenizer.decode(run), spelled.get(token, UNREADABLE)]
-            run = []
-        else:
-            run.append(token)
-    return "".join([*segments, tokenizer.decode(run)])
+    return tokenizer.decode_special(_without_end(tokenizer, ids), UNREADABLE, REASONING_TOKENS)
 
 
 def opened_reasoning(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:

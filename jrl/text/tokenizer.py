@@ -9,7 +9,7 @@ import base64
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -243,19 +243,15 @@ class Tokenizer:
         Raises:
           ValueError: as for `encode`.
         """
-        ids, begins, ends, offset = list[int](), list[int](), list[int](), 0
+        spans, offset = list[tuple[int, int, int]](), 0
         for segment in re.split(f"({special_pattern(self.special_tokens)})", text):
             if segment in self.special_tokens:
-                spans = [(self.special_tokens[segment], 0, len(segment))]
+                spans.append((self.special_tokens[segment], offset, offset + len(segment)))
             else:
                 segment = segment if escape is None else segment.replace(escape, "")
-                spans = self._spans(segment)
-            for token, begin, end in spans:
-                ids.append(token)
-                begins.append(offset + begin)
-                ends.append(offset + end)
+                spans += [(i, offset + a, offset + b) for i, a, b in self._spans(segment)]
             offset += len(segment)
-        return TokenSpans(ids, np.array(begins, np.int64), np.array(ends, np.int64))
+        return TokenSpans.from_spans(spans)
 
     def encode_spans(self, text: str) -> TokenSpans:
         """As `encode`, with the spans of the tokens in the text.
@@ -263,9 +259,7 @@ class Tokenizer:
         Raises:
           ValueError: as for `encode`.
         """
-        spans = self._spans(text)
-        ids, begins, ends = ([row[column] for row in spans] for column in range(3))
-        return TokenSpans(ids, np.array(begins, np.int64), np.array(ends, np.int64))
+        return TokenSpans.from_spans(self._spans(text))
 
     def with_prefix(self, ids: list[int]) -> list[int]:
         """The ids of a text with what comes before a prompt, unless they begin with it."""
@@ -298,17 +292,24 @@ class Tokenizer:
             [token for token in self._check_ids(ids) if token not in self.special_ids]
         )
 
-    def decode_special(self, ids: Iterable[SupportsInt], unknown: str = "") -> str:
+    def decode_special(
+        self, ids: Iterable[SupportsInt], unknown: str = "", names: Container[str] | None = None
+    ) -> str:
         """Turns ids into text in which special tokens are written out.
 
         Args:
           ids: each in [0, vocab_size).
-          unknown: stands for an id that has no token.
+          unknown: stands for a special token that is not written out, and an id that has none.
+          names: the special tokens that are written out; None is all.
 
         Raises:
           ValueError: an id is outside of the vocabulary.
         """
-        text_by_id = {identity: text for text, identity in self.special_tokens.items()}
+        text_by_id = {
+            identity: text
+            for text, identity in self.special_tokens.items()
+            if names is None or text in names
+        }
         segments: list[str] = []
         run: list[int] = []
         for token in self._check_ids(ids):

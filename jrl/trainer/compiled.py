@@ -1,5 +1,5 @@
-"""Compiled functions: compiler options of a mesh, sharded results, a dynamic number of
-micro-batches, and recomputation after an overflow of the expert buffers.
+"""Compiled functions: compiler options of a mesh, a dynamic number of micro-batches, and
+recomputation after an overflow of the expert buffers.
 
 Under `moe.execution.Execution.buffer_factor` the buffers of the experts of a device hold a multiple
 of the rows of even routing. A pass counts its overflow; if there is any, its result is discarded,
@@ -13,11 +13,10 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Sharding
 from jaxtyping import Array, Int
 
 from moe.router.statistics import run_with_fallback
-from sharding.collectives import vary
+from sharding.collectives import typed_zeros
 from sharding.compiler_options import compiler_options
 from sharding.folding import FoldedMesh
 
@@ -107,22 +106,6 @@ class RetryOnOverflow:
         return self.dropless.lower(scorer.for_any_routing(), *args)
 
 
-def jit_sharded(build: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
-    """Compiles `build`, with its result sharded by `shardings`, a dataclass of the same structure.
-
-    The compiled function itself returns a list: for fields that are None JAX would insert a marker,
-    which the dataclass cannot hold.
-    """
-    leaf_shardings, structure = jax.tree.flatten(shardings)
-    compiled = jax.jit(lambda *args: jax.tree.leaves(build(*args)), out_shardings=leaf_shardings)
-    return lambda *args: structure.unflatten(compiled(*args))
-
-
-def abstract_array(leaf: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and sharding of an array."""
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
 def scan_first(
     body: Callable[[Any, Any], tuple[Any, Any]],
     carry: Any,
@@ -145,12 +128,9 @@ def scan_first(
         # Traced for its types only: skipped iterations must return zeros of the same types.
         _, outs = jax.eval_shape(body, carry, x)
 
-        # Both branches of a `cond` must have one type, which includes the axes a value varies over.
-        def zeros(out: Any) -> Array:
-            return vary(jnp.zeros(out.shape, out.dtype), tuple(out.manual_axis_type.varying))
-
         def skip(carry: Any, x: Any) -> tuple[Any, Any]:
-            return carry, jax.tree.map(zeros, outs)
+            # Both branches of a `cond` must have one type.
+            return carry, typed_zeros(outs)
 
         return jax.lax.cond(index < passes, body, skip, carry, x)
 

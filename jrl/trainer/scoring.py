@@ -300,8 +300,7 @@ class Scorer:
         outs, router = stages.scan_micro_batches(
             weights,
             micro_batches,
-            pack,
-            lambda weights, x, micro_batch: read(weights, x, _rows(micro_batch)),
+            stages.Ends(pack, lambda weights, x, micro_batch: read(weights, x, _rows(micro_batch))),
             config,
             mesh,
         )

@@ -21,7 +21,6 @@ from jrl.rollout.collection.windows import Unfinished, none_unfinished
 from jrl.rollout.decoding.slots import SlotPool, abstract_pool, empty_pool
 from jrl.rollout.resharding import reshard
 from jrl.runs.checkpoints import Checkpoints
-from jrl.trainer.compiled import abstract_array, jit_sharded
 from jrl.trainer.learner import masters
 from jrl.trainer.learner.learner import Learner, copy_arrays, state_shardings
 from jrl.trainer.learner.networks import Network, Networks
@@ -31,6 +30,7 @@ from moe.adapters import trees
 from moe.config import ModelConfig
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh
+from sharding.sharded_jit import abstract_array, jit_sharded
 
 Leaf = TypeVar("Leaf")
 Purpose = Literal["weights", "critic", "rollout", "adapters"]

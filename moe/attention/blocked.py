@@ -153,10 +153,10 @@ def attend(
     """
     time, blocking = query.shape[-2], blocking_of(query.shape[-2], key.shape[-2], mask.causal)
     # Padded queries see nothing, and their results are cut off.
-    query_indices = split_indices(mask.query, blocking)
-    arrays = pad_to_blocks(query, blocking, -2), key, value, query_indices, mask.key
+    indices = _RowIndices(split_indices(mask.query, blocking), mask.key)
+    arrays = pad_to_blocks(query, blocking, -2), key, value, indices
     out, log_sum = _map_rows(
-        partial(_attend_row, blocking, scale, mask.window),
+        partial(_attend_row, _Shared(blocking, scale, mask.window)),
         arrays,
         _rows_per_step(query, key, blocking),
     )
@@ -180,12 +180,12 @@ def attend_gradient(
       softmax_d: `moe.ops.attention.dot_do_o` of the output over all keys.
     """
     time, blocking = query.shape[-2], blocking_of(query.shape[-2], key.shape[-2], mask.causal)
-    query_indices = split_indices(mask.query, blocking)
+    indices = _RowIndices(split_indices(mask.query, blocking), mask.key)
     query, out_gradient = (pad_to_blocks(x, blocking, -2) for x in (query, out_gradient))
     log_sum, softmax_d = (pad_to_blocks(x, blocking, -1) for x in (log_sum, softmax_d))
-    arrays = query, key, value, query_indices, mask.key, log_sum, softmax_d, out_gradient
+    arrays = query, key, value, indices, log_sum, softmax_d, out_gradient
     grads = _map_rows(
-        partial(_attend_row_gradient, blocking, scale, mask.window),
+        partial(_attend_row_gradient, _Shared(blocking, scale, mask.window)),
         arrays,
         _rows_per_step(query, key, blocking),
     )
@@ -194,6 +194,21 @@ def attend_gradient(
 
 BLOCKED = Flash(attend, attend_gradient)
 """The implementation for `moe.ops.attention.flash_attention`."""
+
+
+class _Shared(NamedTuple):
+    """What is the same for all rows: their blocks, the factor of the scores, and the window."""
+
+    blocking: Blocking
+    scale: float
+    window: Window
+
+
+class _RowIndices(NamedTuple):
+    """`TokenIndices` of a row: of its blocks of queries (`split_indices`), and of its keys."""
+
+    query: TokenIndices
+    key: TokenIndices
 
 
 def _rows_per_step(query: Array, key: Array, blocking: Blocking) -> int:
@@ -220,16 +235,14 @@ class _Softmax(NamedTuple):
 
 
 def _attend_row(
-    blocking: Blocking,
-    scale: float,
-    window: Window,
+    shared: _Shared,
     query: Query,
     key: Key,
     value: Value,
-    indices: TokenIndices,
-    key_indices: TokenIndices,
+    row_indices: _RowIndices,
 ) -> tuple[Output, PerQuery]:
     """Attention output of one row's queries, and the log-sum-exp of their scores."""
+    blocking, scale, window = shared
 
     def softmax(query: Query, key: Key, value: Value, seen: Bool[Array, "time source"]) -> _Softmax:
         scores = product("vgtd,vsd->vgts", query, key) * scale
@@ -275,9 +288,9 @@ def _attend_row(
     for span in blocking.spans:
         query_blocks = (
             blocks_of(query, span, blocking, 2),
-            TokenIndices(*(x[blocking.blocks(span)] for x in indices)),
+            TokenIndices(*(x[blocking.blocks(span)] for x in row_indices.query)),
         )
-        span_keys = keys_of(span, key, value, key_indices)
+        span_keys = keys_of(span, key, value, row_indices.key)
         outputs.append(
             lax.map(
                 lambda query_blocks, span=span, span_keys=span_keys: block(
@@ -302,20 +315,17 @@ def _merge(a: _Softmax, b: _Softmax) -> _Softmax:
 
 
 def _attend_row_gradient(
-    blocking: Blocking,
-    scale: float,
-    window: Window,
+    shared: _Shared,
     query: Query,
     key: Key,
     value: Value,
-    indices: TokenIndices,
-    key_indices: TokenIndices,
+    row_indices: _RowIndices,
     log_sum: PerQuery,
     softmax_d: PerQuery,
     out_gradient: Output,
 ) -> tuple[Query, Key, Value]:
     """Gradients of one row's queries, keys and values."""
-    dtype = query.dtype
+    (blocking, scale, window), dtype = shared, query.dtype
 
     def block_gradients(
         query_block, key: Key, value: Value, key_indices: TokenIndices
@@ -372,11 +382,11 @@ def _attend_row_gradient(
     for span in blocking.spans:
         query_blocks = (
             blocks_of(query, span, blocking, 2),
-            TokenIndices(*(x[blocking.blocks(span)] for x in indices)),
+            TokenIndices(*(x[blocking.blocks(span)] for x in row_indices.query)),
             *(blocks_of(x, span, blocking, 2) for x in (log_sum, softmax_d, out_gradient)),
         )
-        span_keys = keys_of(span, key, value, key_indices)
-        so_far = keys_of(span, sums[0], sums[1], key_indices)[:2]
+        span_keys = keys_of(span, key, value, row_indices.key)
+        so_far = keys_of(span, sums[0], sums[1], row_indices.key)[:2]
         key_gradients, query_gradient = lax.scan(
             lambda sums, query_block, span=span, span_keys=span_keys: block(
                 span, *span_keys, sums, query_block

@@ -22,7 +22,7 @@ from moe.attention.ring import Key, Output, Query, Sinks, Value, ring
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.kernels.devices import devices_of
-from moe.ops.mask import Mask, SegmentMask, TokenIndices, Window
+from moe.ops.mask import Mask, SegmentMask, TokenIndices
 from moe.remat import OPERAND
 from sharding.collectives import Axes, gather_tokens, local_shard, match_varying, swap_shards
 from sharding.folding import FoldedMesh
@@ -38,7 +38,6 @@ def context_parallel_attention(
     execution: Execution,
     mesh: FoldedMesh,
     scale: float | None = None,
-    window: Window = None,
     sinks: Sinks = None,
 ) -> Output:
     """Core attention for the tokens of this ``cp`` rank, by the method that `execution` names.
@@ -47,7 +46,6 @@ def context_parallel_attention(
       query, key, value: of this rank's tokens, for the heads of this ``tp`` rank.
       execution: its `context` is as `choose_method` takes it.
       scale: multiplies the scores; None is ``head_dim**-0.5``.
-      window: number of positions that a query may look back, itself included.
       sinks: a score of each head of this ``tp`` rank that belongs to no key.
 
     Raises:
@@ -61,11 +59,11 @@ def context_parallel_attention(
     )
     # One rank has whole sequences as they are.
     if name == "ulysses" or ranks == 1:
-        return ulysses(query, key, value, mask, attend, mesh, window, sinks)
+        return ulysses(query, key, value, mask, attend, mesh, sinks)
     if name == "gather":
-        return gather(query, key, value, mask, attend, mesh, window, sinks)
+        return gather(query, key, value, mask, attend, mesh, sinks)
     flash = flash_of(execution.attention, query, key, value, devices)
-    return ring(query, key, value, mask, mesh, flash, scale, window, sinks)
+    return ring(query, key, value, mask, mesh, flash, scale, sinks)
 
 
 def context_of(config: ModelConfig, mesh: FoldedMesh) -> str:
@@ -172,7 +170,6 @@ def gather(
     mask: SegmentMask,
     attend: Callable[..., Array],
     mesh: FoldedMesh,
-    window: Window = None,
     sinks: Sinks = None,
 ) -> Output:
     """All-gathers keys and values to every device, which computes attention of its own queries.
@@ -196,7 +193,7 @@ def gather(
         TokenIndices(*(local_shard(x, mesh.cp) for x in mask.indices))
     )
     masks = (
-        Mask(*indices, window, single=mask.single)
+        Mask(*indices, mask.window, single=mask.single)
         for indices in zip(query_indices, mask.key_indices(mask.full_indices()), strict=True)
     )
     sections = zip(zigzag.split(query), keys, values, masks, strict=True)
@@ -210,7 +207,6 @@ def ulysses(
     mask: SegmentMask,
     attend: Callable[..., Array],
     mesh: FoldedMesh,
-    window: Window = None,
     sinks: Sinks = None,
 ) -> Output:
     """Exchanges tokens for heads and back: each device has whole sequences, for its part of the
@@ -246,7 +242,7 @@ def ulysses(
     # Rows are whole and in order, and a section's own keys come last: the masks are causal, and a
     # kernel can skip the hidden half.
     masks = (
-        Mask(*indices, window, causal=True, single=mask.single)
+        Mask(*indices, mask.window, causal=True, single=mask.single)
         for indices in zip(query_indices, mask.key_indices(query_indices), strict=True)
     )
     sections = zip(queries, mask.key_sections(keys), mask.key_sections(values), masks, strict=True)

@@ -47,7 +47,6 @@ def ring(
     mesh: FoldedMesh,
     flash: Flash,
     scale: float | None = None,
-    window: Window = None,
     sinks: Sinks = None,
 ) -> Output:
     """Ring attention: keys and values move to another device at each of ``cp - 1`` hops; the
@@ -80,9 +79,9 @@ def ring(
     # The rank, of which the masks are made, varies over cp.
     query = vary(query, mesh.cp)
     query, key, value = (checkpoint_name(x, OPERAND) for x in (query, key, value))
-    query, key, value, sinks = match_varying((query, key, value, sinks), mask.indices, window)
+    query, key, value, sinks = match_varying((query, key, value, sinks), mask.indices, mask.window)
     settings = _RingSettings(mask.zigzag, mask.sources, hops_of(mesh), flash, scale)
-    return _ring(query, key, value, sinks, mask.indices, window, settings)
+    return _ring(query, key, value, sinks, mask.indices, mask.window, settings)
 
 
 class _RingSettings(NamedTuple):
@@ -101,8 +100,8 @@ class _RingSettings(NamedTuple):
     flash: Flash
     scale: float
 
-    def mask(self, indices: TokenIndices) -> SegmentMask:
-        return SegmentMask(self.zigzag, indices, self.sources, single=False)
+    def mask(self, indices: TokenIndices, window: Window) -> SegmentMask:
+        return SegmentMask(self.zigzag, indices, self.sources, single=False, window=window)
 
     def split(self, x: Array) -> tuple[Array, ...]:
         """Splits keys or values of a rank by section."""
@@ -142,14 +141,18 @@ def _ring(
 
 
 def _forward(query, key, value, sinks, indices, window, settings):
-    hops, rank, mask = settings.hops, lax.axis_index(settings.hops.axes), settings.mask(indices)
+    hops, rank, mask = (
+        settings.hops,
+        lax.axis_index(settings.hops.axes),
+        settings.mask(indices, window),
+    )
     queries = [group_query_heads(x, key.shape[1]) for x in settings.zigzag.split(query)]
 
     def visit(states: list[_Softmax], key: Array, value: Array, source: Array, same_rank: bool):
         """Merges the attention over a rank's keys into the result so far, `states`."""
         # A copy, so that the caller's list stays unchanged.
         keys, values, states = settings.split(key), settings.split(value), list(states)
-        for pair in pairs_of(mask, window, rank, source, same_rank):
+        for pair in pairs_of(mask, rank, source, same_rank):
             key, value = (pair.source.rows(x[pair.source.section]) for x in (keys, values))
             added = _softmax(pair, queries[pair.section], key, value, settings)
             states[pair.section] = _merge(states[pair.section], added)
@@ -182,7 +185,11 @@ def _forward(query, key, value, sinks, indices, window, settings):
 
 def _backward(settings, residuals, out_gradient):
     query, key, value, sinks, indices, window, out, log_sums = residuals
-    hops, rank, mask = settings.hops, lax.axis_index(settings.hops.axes), settings.mask(indices)
+    hops, rank, mask = (
+        settings.hops,
+        lax.axis_index(settings.hops.axes),
+        settings.mask(indices, window),
+    )
     queries, outs, out_gradients = (
         [group_query_heads(section, key.shape[1]) for section in settings.zigzag.split(x)]
         for x in (query, out, out_gradient)
@@ -196,7 +203,7 @@ def _backward(settings, residuals, out_gradient):
         keys, values = settings.split(key), settings.split(value)
         grads = [[jnp.zeros(x.shape, jnp.float32) for x in xs] for xs in (queries, keys, values)]
         # Sums are float32 over sections and hops; they are rounded once, at the end.
-        for pair in pairs_of(mask, window, rank, source, same_rank):
+        for pair in pairs_of(mask, rank, source, same_rank):
             section, key_section = pair.section, pair.source.section
             gradients = _gradients(
                 pair,

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from moe.ops.mask import KeySource, Mask, SegmentMask, TokenIndices, Window, may_be_visible
+from moe.ops.mask import KeySource, Mask, SegmentMask, TokenIndices, may_be_visible
 from sharding.collectives import Axes, digit_neighbour, shift
 from sharding.folding import FoldedMesh
 from sharding.folding.layout import prime_factors
@@ -182,9 +182,7 @@ class Pair(NamedTuple):
         return jnp.concatenate([first + early, late], axis)
 
 
-def pairs_of(
-    mask: SegmentMask, window: Window, rank: Array, source: Array, same_rank: bool
-) -> list[Pair]:
+def pairs_of(mask: SegmentMask, rank: Array, source: Array, same_rank: bool) -> list[Pair]:
     """Pairs of sections of the queries of a rank and of keys that they may attend to.
 
     Args:
@@ -208,9 +206,11 @@ def pairs_of(
                 query = TokenIndices(*(_query_chunks(x, 1, before) for x in query))
                 key = TokenIndices(*(_key_chunks(x, 1, before) for x in key))
             # A query sees itself, so a causal pair needs no test.
-            any_visible = None if causal else may_be_visible(query, key, window)
+            any_visible = None if causal else may_be_visible(query, key, mask.window)
             pairs.append(
-                Pair(section, key_source, Mask(query, key, window, causal), any_visible, before)
+                Pair(
+                    section, key_source, Mask(query, key, mask.window, causal), any_visible, before
+                )
             )
     return pairs
 

@@ -1,5 +1,7 @@
 """Core attention of a decode step: one token per row, over the KV cache."""
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
@@ -15,6 +17,20 @@ from moe.ops.attention import cached_attention
 from sharding.folding import FoldedMesh
 
 
+class StepTokens(NamedTuple):
+    """Tokens of a decode step, one of each row.
+
+    Attributes:
+      tokens: ``[row]`` ids.
+      positions: ``[row]`` position of each in its row, from 0.
+      live: ``[row]`` true for rows that are being decoded; results of the others are undefined.
+    """
+
+    tokens: Int[Array, "row"]
+    positions: Int[Array, "row"]
+    live: Bool[Array, "row"]
+
+
 class StepCore:
     """Core attention of one token per row, which is written into the layer's cache first.
 
@@ -22,8 +38,7 @@ class StepCore:
       layer_index: index of the layer in the network.
       keys, values: the layer's buffers, or those of the stack that it is in, in the layout of
         `moe.cache.buffers.Cache`; no values with latent vectors.
-      positions: position of each token in its row, from 0.
-      live: rows that are being decoded; nothing is written for the others.
+      inputs: the tokens; nothing is written for rows that are not live.
       stack_index: index of the layer in a buffer with layers in front.
       first: row of the buffers that the first token belongs to.
       num_positions: number of positions that are read, None for all; every live row must be within
@@ -43,8 +58,7 @@ class StepCore:
         layer_index: int | Array,
         keys: Array,
         values: Array | None,
-        positions: Int[Array, "row"],
-        live: Bool[Array, "row"],
+        inputs: StepTokens,
         stack_index: tuple[Array, ...] = (),
         first: Array | None = None,
         num_positions: int | None = None,
@@ -53,8 +67,9 @@ class StepCore:
         self._config = config
         self._name = selected_implementation(config, "decode_attention", mesh)
         check_decode_kernel(config)
+        positions, live = inputs.positions, inputs.live
         self.keys, self.values = keys, values
-        self._stack_index, self._first, self._live = stack_index, first, live
+        self._stack_index, self._first = stack_index, first
         capacity = keys.shape[KEY_COLUMN]
         self._num_positions = capacity if num_positions is None else num_positions
         # Past the end, where a write has no effect: rows that are not live stay unchanged.

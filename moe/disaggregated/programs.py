@@ -12,7 +12,7 @@ from jaxtyping import Array
 from moe.attention.latent import LatentCore, caches_latent
 from moe.attention.layer import CoreAttention, window_of_layer
 from moe.cache.buffers import to_cache_layout
-from moe.cache.step import StepCore
+from moe.cache.step import StepCore, StepTokens
 from moe.decoding import by_row, packed_prefill, packed_step
 from moe.disaggregated.layer import (
     Serving,
@@ -23,8 +23,13 @@ from moe.disaggregated.layer import (
     initial_state,
     state_specs,
 )
-from moe.disaggregated.placement import SlotTable
-from moe.disaggregated.weights import attention_specs, expert_specs, first_specs, rest_specs
+from moe.disaggregated.weights import (
+    AttentionHalf,
+    attention_specs,
+    expert_specs,
+    first_specs,
+    rest_specs,
+)
 from moe.embedding import embed
 from moe.head import logits_of
 from moe.layers.block import block
@@ -40,15 +45,11 @@ class Steps(NamedTuple):
     """Inputs of a decode step: one token of each row of a micro-batch.
 
     Attributes:
-      tokens: ``[row]`` ids.
-      positions: ``[row]`` position of the token in its row, from 0.
-      live: ``[row]`` true for rows that are being decoded; results of the others are undefined.
+      step: the tokens.
       first: ``[]`` index of the micro-batch's first row in the cache of a device.
     """
 
-    tokens: Array
-    positions: Array
-    live: Array
+    step: StepTokens
     first: Array
 
 
@@ -129,13 +130,12 @@ def dense_layer(
 def attention_half(
     serving: Serving,
     num_positions: int | None,
-    layer: Layer[Array],
+    half: AttentionHalf[Array],
     layer_index: Array,
     buffers: Buffers,
     state: TokenState[Array],
     inputs: Inputs,
     received: Arrays,
-    slot_table: SlotTable,
 ) -> tuple[TokenState[Array], Buffers, Arrays]:
     """Runs the attention half of a layer: combine of the layer before, norm, projections, cache,
     core attention, output projection, router, and the rows for each expert device.
@@ -148,7 +148,6 @@ def attention_half(
       received: for each expert device the sums that it returned for the layer before, ``[rows,
         d_model]`` (`Serving.message_back`) on each attention device; zeros in the first layer with
         experts.
-      slot_table: slots of each expert of the layer, replicated.
 
     Returns:
       The state, the buffers after the layer, and for each expert device the messages to it,
@@ -157,33 +156,34 @@ def attention_half(
     mesh, config = serving.mesh.attention, serving.config
 
     def local(
-        layer: Any,
+        half: Any,
         layer_index: Array,
         buffers: Buffers,
         state: Any,
         inputs: Inputs,
         received: Arrays,
-        slot_table: SlotTable,
     ) -> Any:
         core = _Core(serving, layer_index, vary(buffers, mesh.axes), inputs, num_positions)
         x, expert_layer = combine_outputs(state, received), layer_index - config.num_dense_layers
         state, sent = attend_and_route(
             serving,
-            vary(layer, mesh.axes),
+            vary(half.layer, mesh.axes),
             expert_layer,
             x,
             core.packed,
             core.attend,
-            vary(slot_table, mesh.axes),
+            vary(half.slot_table, mesh.axes),
             state.choices,
         )
         return state, core.updated_buffers, sent
 
     token_spec = PartitionSpec(mesh.axes)
-    in_specs = attention_specs(config, mesh), *_attention_specs(serving, buffers, inputs)
-    in_specs = *in_specs, (token_spec,) * serving.num_targets, PartitionSpec()
+    replicated: Any = PartitionSpec()
+    half_specs = AttentionHalf(attention_specs(config, mesh), replicated)
+    in_specs = half_specs, *_attention_specs(serving, buffers, inputs)
+    in_specs = *in_specs, (token_spec,) * serving.num_targets
     return _shard_map_attention(serving, local, in_specs, buffers_out=True, sends=True)(
-        layer, layer_index, buffers, state, inputs, received, slot_table
+        half, layer_index, buffers, state, inputs, received
     )
 
 
@@ -301,7 +301,7 @@ class _Core:
     ):
         config, self._step, self._recorded = serving.config, None, list[Arrays]()
         if isinstance(inputs, Steps):
-            keys, rows = buffers.keys, inputs.positions.shape[0]
+            keys, rows = buffers.keys, inputs.step.tokens.shape[0]
             assert keys is not None
             first = None if keys.shape[0] == rows else inputs.first
             self._step = StepCore(
@@ -309,8 +309,7 @@ class _Core:
                 layer_index,
                 keys,
                 buffers.values,
-                inputs.positions,
-                inputs.live,
+                inputs.step,
                 first=first,
                 num_positions=num_positions,
                 mesh=serving.mesh.attention,
@@ -340,14 +339,16 @@ def _packed(
 ) -> PackedBatch:
     records = serving.records_choices
     if isinstance(inputs, Steps):
-        return packed_step(inputs.tokens, inputs.positions, inputs.live, core, records)
+        return packed_step(inputs.step, core, records)
     return packed_prefill(*inputs, serving.config, serving.mesh.attention, records)
 
 
 def _input_specs(serving: Serving, inputs: Inputs) -> Any:
     rows: Any = PartitionSpec(serving.mesh.attention.except_sequence)
     replicated: Any = PartitionSpec()
-    return Steps(rows, rows, rows, replicated) if isinstance(inputs, Steps) else Prompts(rows, rows)
+    if isinstance(inputs, Steps):
+        return Steps(StepTokens(rows, rows, rows), replicated)
+    return Prompts(rows, rows)
 
 
 def _buffer_specs(serving: Serving) -> Any:

@@ -9,7 +9,7 @@ devices of one side runs the programs of that side and takes part in the exchang
 from collections import deque
 from collections.abc import Callable
 from functools import cache as remembered
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jaxtyping import Array, Int
 
 from moe.attention.latent import caches_latent
 from moe.cache.buffers import Cache
+from moe.cache.step import StepTokens
 from moe.config import ModelConfig
 from moe.decoding import Prefilled, for_prefill, for_step
 from moe.disaggregated import programs
@@ -29,6 +30,25 @@ from moe.disaggregated.programs import Buffers, Prompts, Steps
 from moe.disaggregated.schedule import Enqueued, order_programs
 from moe.disaggregated.split import SplitMesh, devices_of, has_local_devices
 from moe.disaggregated.weights import SplitWeights
+
+
+class DecodeLoop(NamedTuple):
+    """Functions of the caller of `Runner.decode`: it has the rows, and draws their tokens.
+
+    Attributes:
+      begin: from a micro-batch to the tokens of its rows, sharded over ``dp``.
+      end: takes a micro-batch, the logits of its rows, sharded over all attention devices, and
+        their expert ids, None if they are not recorded. Returns two counts for `on_counts`,
+        replicated over the attention devices; None without `on_counts`.
+      should_continue: true if a token of that index is to be decoded; the same in all processes.
+      on_counts: in a process without attention, takes the micro-batch and the counts of its `end`,
+        ``[1, 2]`` int32, which are sent there. Passed in all processes or in none.
+    """
+
+    begin: Callable[[int], StepTokens]
+    end: Callable[[int, Array, Array | None], tuple[Array, Array] | None]
+    should_continue: Callable[[int], bool]
+    on_counts: Callable[[int, Array], None] | None = None
 
 
 class Runner:
@@ -117,11 +137,8 @@ class Runner:
         cache: Cache[Array] | None,
         num_rows: int,
         micro_batches: int,
-        begin: Callable[[int], tuple[Array, Array, Array]],
-        end: Callable[[int, Array, Array | None], tuple[Array, Array] | None],
-        should_continue: Callable[[int], bool],
+        loop: DecodeLoop,
         num_positions: int | None = None,
-        on_counts: Callable[[int, Array], None] | None = None,
     ) -> Cache[Array] | None:
         """Decode loop: token after token of all rows, in the order of
         `moe.disaggregated.schedule.order_programs`.
@@ -131,17 +148,9 @@ class Runner:
           num_rows: rows of all micro-batches on all devices; a multiple of ``dp x tp`` of the
             attention side times `micro_batches`. Micro-batch i is the i-th part of each device's
             rows.
-          begin: from a micro-batch to the tokens of its rows, their positions and which rows are
-            live, sharded over ``dp``.
-          end: takes a micro-batch, the logits of its rows, sharded over all attention devices, and
-            their expert ids, None if they are not recorded. Returns two counts for `on_counts`,
-            replicated over the attention devices; None without `on_counts`.
-          should_continue: true if a token of that index is to be decoded; the same in all
-            processes.
+          loop: gives the tokens of each step and takes its logits.
           num_positions: number of positions of the cache that are read, more than are decoded; None
             is all.
-          on_counts: in a process without attention, takes the micro-batch and the counts of its
-            `end`, ``[1, 2]`` int32, which are sent there. Passed in all processes or in none.
 
         Returns:
           The cache.
@@ -161,7 +170,7 @@ class Runner:
             if not self._attends:
                 return
             first = self._replicated_int(i * num_rows // (layout.dp * micro_batches))
-            inputs_of[i] = Steps(*begin(i), first)
+            inputs_of[i] = Steps(loop.begin(i), first)
             token_states[i] = self._begin(serving, num_positions, weights, buffers, inputs_of[i])
 
         def attend(i: int, layer: int) -> None:
@@ -179,14 +188,15 @@ class Runner:
                 logits, choices = programs.end_step(
                     serving, weights.rest, token_states.pop(i), received[i]
                 )
-                counts = end(i, logits, choices)
-            if on_counts is not None and self._sends_counts:
+                counts = loop.end(i, logits, choices)
+            if loop.on_counts is not None and self._sends_counts:
                 received_counts = self._send_counts(counts)
                 if not self._attends:
                     assert received_counts is not None
-                    on_counts(i, received_counts[0].addressable_data(0))
+                    loop.on_counts(i, received_counts[0].addressable_data(0))
 
-        for entry in order_programs(self.config.num_expert_layers, micro_batches, should_continue):
+        num_layers = self.config.num_expert_layers
+        for entry in order_programs(num_layers, micro_batches, loop.should_continue):
             if self.keeps_log:
                 self.log.append(entry)
             i = entry.micro_batch
@@ -275,13 +285,12 @@ class Runner:
         after, buffers[index], messages = programs.attention_half(
             serving,
             num_positions,
-            weights.attention[layer],
+            weights.attention_half(layer),
             self._replicated_int(index),
             buffers[index],
             state,
             inputs,
             received,
-            weights.slot_tables[layer],
         )
         return after, messages
 

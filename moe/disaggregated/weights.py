@@ -17,11 +17,21 @@ from jaxtyping import Array
 from moe.config import ModelConfig
 from moe.disaggregated.placement import Placement, SlotTable, layer_placements
 from moe.disaggregated.split import SplitMesh, has_local_devices
-from moe.placement import specs
-from moe.weights import Experts, Layer, Transformer, cast_shapes
+from moe.placement import local_bytes, specs
+from moe.weights import Experts, Layer, Transformer, cast_shapes, without_layers
 from sharding.folding import FoldedMesh
+from sharding.sharded_jit import jit_sharded
 
 Leaf = TypeVar("Leaf")
+
+
+@struct.dataclass
+class AttentionHalf(Generic[Leaf]):
+    """What the attention side has of a layer with experts: its weights, and the slots of each
+    expert."""
+
+    layer: Layer[Leaf]
+    slot_table: SlotTable
 
 
 @struct.dataclass
@@ -45,6 +55,10 @@ class SplitWeights(Generic[Leaf]):
     attention: tuple[Layer[Leaf], ...]
     experts: tuple[Experts[Leaf], ...]
     slot_tables: tuple[SlotTable, ...]
+
+    def attention_half(self, layer: int) -> AttentionHalf[Leaf]:
+        """Weights of the attention half of a layer with experts."""
+        return AttentionHalf(self.attention[layer], self.slot_tables[layer])
 
 
 def split_weights(
@@ -194,19 +208,13 @@ def side_bytes(
     ep, etp = (mesh.experts.size(axes) for axes in (mesh.experts.ep, mesh.experts.etp))
     placement = placement or Placement.identity(config.num_experts, ep)
     shapes = cast_shapes(config)
-
-    def local_bytes(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> int:
-        sharding = NamedSharding(mesh.attention.mesh, spec)
-        return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-
     weight_specs = _without_experts(specs(config, mesh.attention))
-    attention = sum(
-        jax.tree.leaves(jax.tree.map(local_bytes, _without_experts(shapes), weight_specs))
-    )
+    local = local_bytes(_without_experts(shapes), weight_specs, mesh.attention)
     routed = sum(
         math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(_routed_experts(shapes))
     )
-    return attention, routed // config.num_experts * placement.num_slots // etp
+    expert_bytes = routed // config.num_experts * placement.num_slots // etp
+    return sum(jax.tree.leaves(local)), expert_bytes
 
 
 def attention_specs(config: ModelConfig, mesh: FoldedMesh) -> Layer[PartitionSpec]:
@@ -223,7 +231,7 @@ def first_specs(config: ModelConfig, mesh: FoldedMesh) -> Layer[PartitionSpec]:
 
 def rest_specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:
     """PartitionSpecs of embedding, last norm and head."""
-    return _without_layers(specs(config, mesh))
+    return without_layers(specs(config, mesh))
 
 
 def expert_specs(mesh: FoldedMesh, stacked: bool = False) -> Experts[PartitionSpec]:
@@ -242,11 +250,6 @@ def _without_experts(weights: Transformer[Any]) -> Transformer[Any]:
     assert experts is not None
     router_only: Any = replace(experts, gate_up=None, down=None)
     return replace(weights, layers=replace(weights.layers, experts=router_only))
-
-
-def _without_layers(weights: Transformer[Any]) -> Transformer[Any]:
-    absent: Any = jax.tree.map(lambda _: None, weights.layers)
-    return replace(weights, layers=absent, first_layers=None)
 
 
 def _routed_experts(weights: Transformer[Any]) -> Experts[Any]:
@@ -292,7 +295,7 @@ def _unstack_attention(config: ModelConfig, mesh: FoldedMesh) -> Callable[[Any],
 
     def unstack(weights: Transformer[Array]) -> Any:
         return (
-            _without_layers(weights),
+            without_layers(weights),
             _unstack(weights.first_layers, config.num_dense_layers),
             _unstack(weights.layers, layers),
         )
@@ -314,7 +317,4 @@ def _unstack(stack: Any, depth: int) -> tuple[Any, ...]:
 def _unstack_program(
     unstack: Callable[[Any], Any], out: Any, mesh: FoldedMesh
 ) -> Callable[[Any], Any]:
-    leaves, structure = jax.tree.flatten(out)
-    shardings = [NamedSharding(mesh.mesh, spec) for spec in leaves]
-    program = jax.jit(lambda weights: jax.tree.leaves(unstack(weights)), out_shardings=shardings)
-    return lambda weights: structure.unflatten(program(weights))
+    return jit_sharded(unstack, jax.tree.map(lambda spec: NamedSharding(mesh.mesh, spec), out))

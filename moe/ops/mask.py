@@ -142,12 +142,14 @@ class SegmentMask(NamedTuple):
       sources: by section, the sections that its queries may attend to, the last of them itself: the
         columns of a section follow those of the sections before it.
       single: a row has no segments but 1 and padding.
+      window: as of `Mask`.
     """
 
     zigzag: ZigzagLayout
     indices: TokenIndices
     sources: tuple[tuple[KeySource, ...], ...]
     single: bool
+    window: Window = None
 
     def key_sections(self, sections: Sections) -> Sections:
         """Keys for the queries of each section, from an array per token by section: the rows of all

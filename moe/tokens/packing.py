@@ -382,7 +382,7 @@ def _masked_attention(
             sinks: Array | None = None,
         ) -> Array:
             return context_parallel_attention(
-                query, key, value, mask, execution, mesh, scale, window, sinks
+                query, key, value, mask._replace(window=window), execution, mesh, scale, sinks
             )
 
         return core_attention

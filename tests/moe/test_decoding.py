@@ -15,6 +15,7 @@ from moe import model
 from moe.architecture.rope import YarnScaling
 from moe.attention.latent import caches_latent
 from moe.cache.buffers import KEY_COLUMN
+from moe.cache.step import StepTokens
 from moe.config import GatedDeltaNet, MultiHeadLatentAttention
 from moe.decoding import decode_step, prefill
 from moe.execution import Execution
@@ -99,9 +100,8 @@ def stepwise(config, mesh, room=RESPONSE):
         def step(cache, number):
             place = prompts + number
             token = tokens[rows, jnp.minimum(place, tokens.shape[1] - 1)]
-            logits, cache, _ = decode_step(
-                layers, weights, cache, token, place, place < ends, config, mesh
-            )
+            inputs = StepTokens(token, place, place < ends)
+            logits, cache, _ = decode_step(layers, weights, cache, inputs, config, mesh)
             return cache, logits
 
         after, logits = jax.lax.scan(step, cache, jnp.arange(STEPS))

@@ -47,9 +47,11 @@ def carried(layout, remat, number, scan_layers=False, num_layers=ROUTED.num_laye
         loss, *_ = stages.gradients(
             vary(weights, mesh.axes),
             vary(tokens, mesh.except_sequence),
-            lambda tokens: packed(tokens, config, mesh),
-            lambda weights, x, tokens: (jnp.sum(x), {}),
-            jnp.asarray(tokens.size),
+            stages.Ends(
+                lambda tokens: packed(tokens, config, mesh),
+                lambda weights, x, tokens: (jnp.sum(x), {}),
+                tokens.size,
+            ),
             config,
             mesh,
         )

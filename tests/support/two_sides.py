@@ -12,10 +12,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moe.cache.buffers import Cache, over_columns
+from moe.cache.step import StepTokens
 from moe.config import ModelConfig
 from moe.decoding import decode_step, prefill
 from moe.disaggregated.placement import Placement
-from moe.disaggregated.runner import Runner
+from moe.disaggregated.runner import DecodeLoop, Runner
 from moe.disaggregated.split import Split, SplitMesh, fold_split
 from moe.disaggregated.weights import SplitWeights, split_weights
 from moe.layers.depth import split_layer_groups
@@ -116,9 +117,8 @@ def _one_side(config: ModelConfig):
             cache, token = carried
             place = prompts + number
             token = jnp.where(known, tokens[rows, jnp.minimum(place, ROOM - 1)], token)
-            logits, cache, choices = decode_step(
-                layers, weights, cache, token, place, place < ends, config, mesh, True
-            )
+            inputs = StepTokens(token, place, place < ends)
+            logits, cache, choices = decode_step(layers, weights, cache, inputs, config, mesh, True)
             chosen = jnp.argmax(logits + noise[number], axis=-1).astype(token.dtype)
             return vary((cache, chosen), mesh.axes), (logits, choices)
 
@@ -202,7 +202,7 @@ def two_sides(
         own = numbers[i]
         place = prompts[own] + taken[i]
         token = tokens[own, np.minimum(place, ROOM - 1)] if sampled is None else following[own]
-        return put(token), put(place), put(place < ends[own])
+        return StepTokens(put(token), put(place), put(place < ends[own]))
 
     def end(i, *made):
         came.append((taken[i], numbers[i], made))
@@ -215,7 +215,8 @@ def two_sides(
         return None if told is None else (everywhere(taken[i]), everywhere(i))
 
     goes = lambda token: token < steps and goes_on(token)  # noqa: E731
-    runner.decode(weights, cache, ROWS, micro_batches, begin, end, goes, on_counts=told)
+    loop = DecodeLoop(begin, end, goes, told)
+    runner.decode(weights, cache, ROWS, micro_batches, loop)
     logits = np.full((steps, ROWS, config.vocab_size), np.nan, np.float32)
     k = config.experts_per_token
     choices = np.full((steps, ROWS, config.num_expert_layers, k), -1)

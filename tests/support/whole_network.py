@@ -81,17 +81,13 @@ def through_stages(weights, piece, config, mesh):
     """The same through a pipeline, the rows of each device in two micro-batches."""
     num_tokens = all_sum(jnp.sum(piece[1].astype(jnp.int32)), mesh.dp)
     pieces = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), piece)
-    value, grads, _, stats = stages.gradients(
-        vary(weights, mesh.axes),
-        vary(pieces, mesh.except_sequence),
+    ends = stages.Ends(
         lambda piece: pack_rows(*piece[:2], mesh, config, replay_of(piece)),
-        lambda weights, x, piece: (
-            token_loss(weights, x, piece, num_tokens, config, mesh),
-            {},
-        ),
+        lambda weights, x, piece: (token_loss(weights, x, piece, num_tokens, config, mesh), {}),
         num_tokens,
-        config,
-        mesh,
+    )
+    value, grads, _, stats = stages.gradients(
+        vary(weights, mesh.axes), vary(pieces, mesh.except_sequence), ends, config, mesh
     )
     grads = jax.tree.map(
         lambda grad, weight: jax.lax.psum(grad, tuple(sorted(varying(grad) - varying(weight)))),

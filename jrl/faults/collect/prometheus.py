@@ -18,8 +18,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from jrl.faults.collect.exporters import SELECTOR, build_fleet, find_metric, is_ignored
-from jrl.faults.collect.fleet import Fleet
+from jrl.faults.collect.exporters import SELECTOR, find_metric, is_ignored
 from jrl.faults.collect.series import Series, machine_of
 
 Sample = tuple[Mapping[str, str], float, float]
@@ -36,52 +35,33 @@ _ESCAPE = re.compile(r'\\([\\"n])')
 """The escapes of a label's value; any other backslash is one, and a tab may be raw."""
 
 
-def read_answers(
+def read_series(
     answers: Sequence[str | bytes],
     *,
-    machine: str | None = "machine",
-    metric: str = "__name__",
-    period: float | int | None = 1.0,
+    machine: str | None,
     requested: Collection[str] = (),
-) -> Fleet:
-    """Range-query answers, one or several, as one fleet; see `build_fleet` for what is left out.
+) -> list[Series]:
+    """The series of range-query answers, one or several.
 
     Args:
       answers: the JSON as the server sent it; multiple answers are combined.
       machine: the label whose value is the machine's name, often "instance"; None takes the first
         of `MACHINE_LABELS` that a series has.
-      metric: the label whose value is the metric's name. A function in the query, such as ``rate``,
-        removes ``__name__``: put the name under another label there (``label_replace``).
-      period: the ``step`` of the query, in seconds; None takes the usual gap in the answers.
       requested: names of exporters that are included although they are unknown.
 
     Raises:
       ValueError: where an answer is not JSON, truncated, an error or not a matrix; where a series
-        lacks one of the labels, or two have the same; where a value is not a number, or times are
-        days apart.
+        lacks its name or that label, or two have the same. A function in the query, such as
+        ``rate``, removes the name: put it back there (``label_replace``).
     """
-    if period is not None and not (math.isfinite(period) and period > 0):
-        raise ValueError(f"period={period} must be a finite number of seconds above 0.")
-    series = read_series(answers, machine=machine, metric=metric, requested=requested)
-    return build_fleet(series, label=machine, period=period, requested=requested)
-
-
-def read_series(
-    answers: Sequence[str | bytes],
-    *,
-    machine: str | None,
-    metric: str = "__name__",
-    requested: Collection[str] = (),
-) -> list[Series]:
-    """The series of range-query answers; arguments and errors are those of `read_answers`."""
     series_by_key: dict[tuple[str, str, str], Series] = {}
     for answer in answers:
         for labels, samples in read_matrix(answer):
-            name = labels.get(metric)
+            name = labels.get("__name__")
             if name is None:
                 raise ValueError(
-                    f"a series of the answer has no label {metric!r}: it has "
-                    f"{', '.join(labels) or 'none'}; choose another, or keep it in the query."
+                    "a series of the answer has no label '__name__': it has "
+                    f"{', '.join(labels) or 'none'}; keep the name in the query."
                 )
             # Multiple series of a known exporter's metric are aggregated or ignored; those of a
             # requested name are averaged.
@@ -95,31 +75,8 @@ def read_series(
                 )
             ordered = sorted(samples)
             times, values = (np.array([each[field] for each in ordered]) for field in (0, 1))
-            series_by_key[owner, name, distinct] = Series(
-                {**labels, "__name__": name}, times, values
-            )
+            series_by_key[owner, name, distinct] = Series(labels, times, values)
     return list(series_by_key.values())
-
-
-def query_range(
-    server: str,
-    query: str,
-    start: float | int,
-    end: float | int,
-    period: float | int = 1.0,
-    timeout: float | int = 30.0,
-) -> bytes:
-    """Queries a Prometheus server for values between two Unix times.
-
-    Args:
-      server: its address, such as ``http://localhost:9090``.
-
-    Raises:
-      ValueError: where it cannot be reached or rejects the query; as `fetch` says.
-    """
-    check_address("server", server)
-    fields = urllib.parse.urlencode({"query": query, "start": start, "end": end, "step": period})
-    return fetch(f"{server.rstrip('/')}/api/v1/query_range?{fields}", timeout)
 
 
 def read_matrix(answer: str | bytes) -> Iterator[tuple[dict[str, str], list[tuple[float, float]]]]:

@@ -25,12 +25,14 @@ from jrl.rollout.sampling import RowSampling, Sampling, row_keys, sample_rows, s
 from jrl.rollout.threefry import keys_of
 from moe.attention.rotary import rotary_tables
 from moe.cache.buffers import ROW, Cache, over_columns
+from moe.cache.step import StepTokens
 from moe.decoding import decode_step
 from moe.layers.depth import map_layer_groups, split_layer_groups
 from moe.placement import specs
-from moe.weights import Layer, Transformer
+from moe.weights import Layer, Transformer, without_layers
 from sharding.collectives import all_sum, join_shards, local_shard, vary
 from sharding.folding import FoldedMesh
+from sharding.sharded_jit import jit_sharded
 
 Leaf = TypeVar("Leaf")
 
@@ -228,16 +230,13 @@ def unstack_policy(decoder: Decoder, weights: Transformer[Array]) -> UnstackedPo
 @remembered
 def _compiled_unstack(decoder: Decoder) -> Any:
     config, mesh = decoder.config, decoder.mesh
-    leaves, structure = jax.tree.flatten(_policy_specs(decoder))
-    shardings = [NamedSharding(mesh.mesh, spec) for spec in leaves]
 
-    def unstack(weights: Transformer[Array]) -> list[Array]:
+    def unstack(weights: Transformer[Array]) -> UnstackedPolicy[Array]:
         # Once for all steps: no step slices a layer out of its stack.
-        layers = split_layer_groups(weights, config)
-        return jax.tree.leaves(UnstackedPolicy(layers, _without_layers(weights)))
+        return UnstackedPolicy(split_layer_groups(weights, config), without_layers(weights))
 
-    compiled = jax.jit(unstack, out_shardings=shardings)
-    return lambda weights: structure.unflatten(compiled(weights))
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh.mesh, spec), _policy_specs(decoder))
+    return jit_sharded(unstack, shardings)
 
 
 def _policy_specs(decoder: Decoder) -> UnstackedPolicy[PartitionSpec]:
@@ -248,13 +247,8 @@ def _policy_specs(decoder: Decoder) -> UnstackedPolicy[PartitionSpec]:
         return spec if isinstance(index, slice) else PartitionSpec(*spec[1:])
 
     return UnstackedPolicy(
-        map_layer_groups(stacked, decoder.config, layer_spec), _without_layers(stacked)
+        map_layer_groups(stacked, decoder.config, layer_spec), without_layers(stacked)
     )
-
-
-def _without_layers(weights: Transformer[Leaf]) -> Transformer[Leaf]:
-    no_layers: Any = jax.tree.map(lambda _: None, weights.layers)
-    return replace(weights, layers=no_layers, first_layers=None)
 
 
 class _Loop(NamedTuple):
@@ -340,9 +334,7 @@ def _advance_local(
             layers,
             rest,
             loop.cache,
-            tokens,
-            last,
-            loop.live,
+            StepTokens(tokens, last, loop.live),
             config,
             mesh,
             decoder.records_choices,

@@ -26,6 +26,7 @@ from moe.router.routing import choices_dtype
 from moe.weights import DeltaNet, Transformer, cast_shapes, initialise
 from sharding.collectives import vary
 from sharding.folding import FoldedMesh
+from sharding.sharded_jit import abstract_array, jit_sharded
 
 Leaf = TypeVar("Leaf")
 
@@ -227,16 +228,7 @@ def _build_pool_functions(
     shardings = jax.tree.map(
         lambda spec: NamedSharding(mesh.mesh, spec), pool_specs(mesh, abstract)
     )
-    # Leaves instead of the dataclass: for fields that are None, JAX would insert a marker that the
-    # dataclass cannot hold.
-    leaves, structure = jax.tree.flatten(shardings)
-    compiled = jax.jit(lambda: jax.tree.leaves(make()), out_shardings=leaves)
-    described = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        abstract,
-        shardings,
-    )
-    return lambda: structure.unflatten(compiled()), described
+    return jit_sharded(make, shardings), jax.tree.map(abstract_array, abstract, shardings)
 
 
 def pool_specs(mesh: FoldedMesh, pool: SlotPool[Any]) -> SlotPool[PartitionSpec]:

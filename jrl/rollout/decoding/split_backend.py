@@ -46,8 +46,9 @@ from jrl.rollout.expert_balancer import ExpertBalancer
 from jrl.rollout.prompt_scores import PackedScores
 from jrl.rollout.resharding import split_policy
 from jrl.rollout.sampling import Sampling
+from moe.cache.step import StepTokens
 from moe.disaggregated.placement import Placement
-from moe.disaggregated.runner import Runner, check_micro_batches
+from moe.disaggregated.runner import DecodeLoop, Runner, check_micro_batches
 from moe.disaggregated.schedule import AttentionTime, lightest_batch
 from moe.disaggregated.split import SplitMesh, has_local_devices
 from moe.disaggregated.weights import SplitWeights, move_experts
@@ -231,7 +232,7 @@ class SplitBackend:
         counts: list[list[Any]] = [[] for _ in range(num_micro_batches)]
         totals = list[np.ndarray]()
 
-        def begin(i: int) -> tuple[Array, Array, Array]:
+        def begin(i: int) -> StepTokens:
             return _read_step_inputs(self.decoder, num_micro_batches, pool, indices[i])
 
         def end(i: int, logits: Array, choices: Array | None) -> tuple[Array, Array]:
@@ -275,12 +276,9 @@ class SplitBackend:
             cache,
             pool.live.shape[0],
             num_micro_batches,
-            begin,
-            end,
-            continues,
-            window.cache_length,
             # A process without attention receives the counts, and decides as the others do.
-            lambda i, heard: counts[i].append(heard),
+            DecodeLoop(begin, end, continues, lambda i, heard: counts[i].append(heard)),
+            window.cache_length,
         )
         # Tokens that were enqueued after the last count.
         for token in range(len(totals), len(counts[0])):
@@ -359,7 +357,7 @@ def _gather_rows(rows: TokenRows[Array], slots: Array, mesh: FoldedMesh) -> Toke
 @partial(jax.jit, static_argnums=(0, 1))
 def _read_step_inputs(
     decoder: Decoder, num_micro_batches: int, pool: SlotPool[Array], index: Array
-) -> tuple[Array, Array, Array]:
+) -> StepTokens:
     """Last token of each row of a micro-batch, which has not been run yet, its position, and the
     mask of live rows.
 
@@ -369,20 +367,20 @@ def _read_step_inputs(
     """
     mesh = decoder.mesh
 
-    def local(pool: SlotPool[Array], index: Array) -> tuple[Array, Array, Array]:
+    def local(pool: SlotPool[Array], index: Array) -> StepTokens:
         tokens, lengths, live = (
             _slice_micro_batch(x, num_micro_batches, index)
             for x in (pool.rows.tokens, pool.rows.lengths, pool.live)
         )
         last = jnp.maximum(lengths - 1, 0)
-        return jnp.take_along_axis(tokens, last[:, None], axis=1)[:, 0], last, live
+        return StepTokens(jnp.take_along_axis(tokens, last[:, None], axis=1)[:, 0], last, live)
 
-    rows = over_slots(mesh)
+    rows: Any = over_slots(mesh)
     return jax.shard_map(
         local,
         mesh=mesh.mesh,
         in_specs=(pool_specs(mesh, pool), PartitionSpec()),
-        out_specs=(rows, rows, rows),
+        out_specs=StepTokens(rows, rows, rows),
     )(pool, index)
 
 

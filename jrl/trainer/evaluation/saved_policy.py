@@ -17,7 +17,6 @@ from jrl.rollout.resharding import reshard
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 from jrl.runs.provenance import check_files
-from jrl.trainer.compiled import abstract_array
 from jrl.trainer.learner.masters import float32_shardings, weights_of
 from jrl.trainer.learner.networks import Networks
 from jrl.trainer.state import restore_base
@@ -27,6 +26,7 @@ from moe.adapters import trees
 from moe.config import ModelConfig
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh
+from sharding.sharded_jit import abstract_array
 
 
 def load_policy(

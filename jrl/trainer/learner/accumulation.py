@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jrl.trainer.compiled import scan_first
-from moe.weights import Transformer
+from moe.weights import Transformer, without_layers
 from sharding.collectives import Axes, vary
 from sharding.zero import Reduced
 
@@ -92,7 +92,7 @@ def accumulate_with_overlapped_reduction(
     last = jax.tree.map(
         lambda x: lax.dynamic_index_in_dim(x, last_index, keepdims=False), micro_batches
     )
-    outside_layers = _without_layers(local_weights)
+    outside_layers = without_layers(local_weights)
     zeros = jax.tree.map(
         lambda reduction, weight: reduction.sum_zeros(weight), reductions, local_weights
     )
@@ -127,7 +127,7 @@ def accumulate_with_overlapped_reduction(
         gradient = gradient.astype(jnp.float32)
         return reduction(gradient if before is None else before + gradient)
 
-    grads = jax.tree.map(reduce_gradient, *map(_without_layers, (reductions, outer_grads, total)))
+    grads = jax.tree.map(reduce_gradient, *map(without_layers, (reductions, outer_grads, total)))
     metrics = jax.tree.map(
         lambda *stacked: _insert_metric(last_index, *stacked),
         last_metrics,
@@ -138,14 +138,6 @@ def accumulate_with_overlapped_reduction(
 
 def _unwrapped(weights: Transformer[Array]) -> Transformer[Array]:
     return weights
-
-
-def _without_layers(weights: Transformer[Any]) -> Transformer[Any]:
-    """Weights with None instead of every leaf of the layers."""
-    empty_stacks = {
-        name: jax.tree.map(lambda _: None, getattr(weights, name)) for name in LAYER_FIELDS
-    }
-    return replace(weights, **empty_stacks)
 
 
 def _wrap_stack(reductions: Any, weights: Any, before: Any, zeros: Any) -> Any:

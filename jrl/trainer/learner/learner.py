@@ -12,13 +12,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jrl.recipes.base.optimizer import Optimizer
-from jrl.trainer.compiled import jit_sharded
 from jrl.trainer.learner import masters
 from moe import placement
 from moe.adapters import trees
 from moe.config import ModelConfig
 from moe.weights import Transformer, table
 from sharding.folding import FoldedMesh
+from sharding.sharded_jit import jit_sharded
 
 Leaf = TypeVar("Leaf")
 Tree = TypeVar("Tree")
@@ -99,7 +99,7 @@ def copy_arrays(tree: Tree) -> Tree:
 
 @jax.jit
 def _copy_leaves(leaves: list[Array]) -> list[Array]:
-    # A list for the reason of `jrl.trainer.compiled.jit_sharded`.
+    # A list for the reason of `sharding.sharded_jit.jit_sharded`.
     return [jnp.copy(leaf) for leaf in leaves]
 
 

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jrl.trainer.compiled import jit_sharded
 from moe import placement
 from moe.adapters.trees import select_trained
 from moe.config import ModelConfig
 from moe.weights import Transformer, cast, table
 from sharding.folding import FoldedMesh
+from sharding.sharded_jit import jit_sharded
 from sharding.zero import unshard
 
 

@@ -333,9 +333,11 @@ def _pipeline_gradients(
     loss, grads, metrics, router = stages.gradients(
         local_weights,
         vary(micro_batches, mesh.except_sequence),
-        objective.pack,
-        lambda weights, x, micro_batch: objective.loss(weights, x, micro_batch, totals),
-        totals.num_valid,
+        stages.Ends(
+            objective.pack,
+            lambda weights, x, micro_batch: objective.loss(weights, x, micro_batch, totals),
+            totals.num_valid,
+        ),
         config,
         mesh,
         shard_dims,

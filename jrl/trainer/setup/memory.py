@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.decoding.slots import ranks
@@ -24,7 +24,15 @@ from moe.cache.buffers import cache_columns, kernel_bytes
 from moe.config import ModelConfig
 from moe.disaggregated.weights import side_bytes
 from moe.ops.zigzag import ZigzagLayout
-from moe.placement import in_chunks, shard_dims, shard_specs, specs, stored_depth, stored_specs
+from moe.placement import (
+    in_chunks,
+    local_bytes,
+    shard_dims,
+    shard_specs,
+    specs,
+    stored_depth,
+    stored_specs,
+)
 from moe.router.routing import choices_dtype
 from moe.weights import Transformer, cast_shapes, shapes, table
 from sharding.folding import FoldedMesh
@@ -224,14 +232,9 @@ def _local_bytes(
     spec_tree: Transformer[PartitionSpec],
 ) -> Transformer[int]:
     """Bytes of each weight on one device."""
-
-    def local_bytes(leaf: jax.ShapeDtypeStruct, spec: PartitionSpec) -> int:
-        sharding = NamedSharding(mesh.mesh, spec)
-        return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-
     # As stored: uneven pipeline stages are padded to equal depth.
     stored_shapes = jax.eval_shape(lambda weights: in_chunks(weights, mesh), like)
-    return jax.tree.map(local_bytes, stored_shapes, spec_tree)
+    return local_bytes(stored_shapes, spec_tree, mesh)
 
 
 def cache_bytes(model: ModelConfig, mesh: FoldedMesh, slots: int, row_length: int) -> int:

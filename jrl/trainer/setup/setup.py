@@ -33,6 +33,7 @@ from jrl.tasks.data.chats import Chats, load_chats
 from jrl.tasks.data.fields import Fields
 from jrl.tasks.data.split import parse_heldout
 from jrl.tasks.mixture import Mixture, has_environments, part_names
+from jrl.tasks.sandbox.sandbox import allow_unsafe
 from jrl.text.load import load_tokenizer
 from jrl.text.loss_mask import ChatFormat
 from jrl.text.prompt_format import (
@@ -395,6 +396,8 @@ def _task(run: RunConfig, recipe: Recipe, code_path: Path | None) -> Task:
     if recipe.supervision is not None:
         heldout, last = parse_heldout(run.held_out), recipe.supervision.last_turn
         return load_chats(run.task, run.seed, fields, held_out=heldout, last=last)
+    if run.unsafe_tools:
+        allow_unsafe()
     return load_task(
         run.task,
         run.seed,
@@ -404,7 +407,6 @@ def _task(run: RunConfig, recipe: Recipe, code_path: Path | None) -> Task:
         rewards=run.rewards,
         code_path=code_path,
         answers=run.answers,
-        unsafe_tools=run.unsafe_tools,
     )
 
 

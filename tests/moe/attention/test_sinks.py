@@ -13,7 +13,7 @@ from tiers import full_but
 from moe.attention import blocked as blocking
 from moe.attention.core import core_attention
 from moe.attention.fused import with_sinks
-from moe.cache.step import StepCore
+from moe.cache.step import StepCore, StepTokens
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.ops.attention import cached_attention
@@ -179,4 +179,4 @@ def test_what_knows_no_sinks_says_so():
     with pytest.raises(
         ValueError, match="decode_attention='mosaic' is not supported: attention sinks"
     ):
-        StepCore(config, 0, *buffers, jnp.zeros(1, jnp.int32), jnp.ones(1, bool))
+        StepCore(config, 0, *buffers, StepTokens(*jnp.zeros((2, 1), jnp.int32), jnp.ones(1, bool)))

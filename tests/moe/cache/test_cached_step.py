@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from programs import jit
 
-from moe.cache.step import StepCore
+from moe.cache.step import StepCore, StepTokens
 from moe.config import ModelConfig, MultiHeadLatentAttention
 from moe.execution import Execution
 from moe.kernels import latent_decode
@@ -36,8 +36,9 @@ def test_the_kernel_is_given_what_a_step_sees_of_narrow_vectors(monkeypatch):
 
     def attended(name, buffer, query, narrow, up):
         config = replace(LATENT, execution=Execution(decode_attention=name))
-        ends = jnp.asarray(POSITIONS), jnp.asarray(LIVE)
-        step = StepCore(config, 1, buffer, None, *ends, stack_index=(jnp.int32(1),))
+        positions = jnp.asarray(POSITIONS)
+        inputs = StepTokens(jnp.zeros_like(positions), positions, jnp.asarray(LIVE))
+        step = StepCore(config, 1, buffer, None, inputs, stack_index=(jnp.int32(1),))
         return step.attend.attend(query, narrow, up), step.keys
 
     draw = np.random.default_rng(0)

@@ -10,7 +10,7 @@ from jax.extend.core import jaxprs_in_params
 from programs import mesh_of
 
 from moe.cache.buffers import kernel_bytes
-from moe.cache.step import StepCore
+from moe.cache.step import StepCore, StepTokens
 from moe.config import ModelConfig, MultiHeadLatentAttention
 from moe.execution import Execution
 from moe.implementations import check_decode_kernel
@@ -118,7 +118,7 @@ def test_what_a_kernel_writes_is_counted(config, rows, columns):
         given = query, shaped(rows, rank + rope), up
 
     def step(keys, values, positions, live, *given):
-        core = StepCore(config, 0, keys, values, positions, live).attend
+        core = StepCore(config, 0, keys, values, StepTokens(positions, positions, live)).attend
         return (core if values is not None else core.attend)(*given)
 
     ends = shaped(rows, dtype=jnp.int32), shaped(rows, dtype=jnp.bool_)

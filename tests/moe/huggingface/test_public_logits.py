@@ -13,6 +13,7 @@ from public_checkpoints import LATER, MESH, NAMES, QUICK, golden, loaded
 from tiers import full_but
 
 from moe import model
+from moe.cache.step import StepTokens
 from moe.decoding import decode_step, prefill
 from moe.execution import Execution
 from moe.layers.depth import split_layer_groups
@@ -88,9 +89,8 @@ def test_decoding_gives_the_logits_of_the_whole_sequence(name):
                 jax.lax.dynamic_index_in_dim(x, column, axis=1, keepdims=False)
                 for x in (tokens, valid)
             )
-            logits, cache, _ = decode_step(
-                layers, weights, cache, token, column - padding, live, config, mesh
-            )
+            inputs = StepTokens(token, column - padding, live)
+            logits, cache, _ = decode_step(layers, weights, cache, inputs, config, mesh)
             return cache, logits
 
         return jax.lax.scan(step, cache, jnp.arange(prompt, tokens.shape[1]))[1][None]

@@ -14,6 +14,7 @@ from tiers import full_but
 
 from benchmarks.kernel_cases import NARROW
 from moe.cache.buffers import Cache
+from moe.cache.step import StepTokens
 from moe.config import ModelConfig, MultiHeadLatentAttention
 from moe.decoding import decode_step
 from moe.execution import Execution
@@ -137,11 +138,9 @@ def network_by(name):
 
         def step(cache, number):
             place = vary(jnp.asarray(POSITIONS), mesh.axes) + number
-            live = jnp.ones_like(place, bool)
+            inputs = StepTokens(tokens[number], place, jnp.ones_like(place, bool))
             layers = split_layer_groups(weights, config)
-            logits, cache, _ = decode_step(
-                layers, weights, cache, tokens[number], place, live, config, mesh
-            )
+            logits, cache, _ = decode_step(layers, weights, cache, inputs, config, mesh)
             return cache, logits
 
         return jax.lax.scan(step, Cache((vectors,), ()), jnp.arange(STEPS))[1][None]

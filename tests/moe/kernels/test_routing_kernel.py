@@ -14,6 +14,7 @@ from tiers import full_but
 from whole_network import loss_and_gradient
 
 from benchmarks import kernel_cases
+from moe.cache.step import StepTokens
 from moe.config import ModelConfig
 from moe.decoding import packed_step
 from moe.execution import Execution
@@ -149,7 +150,7 @@ def test_where_nothing_is_learned_the_load_is_what_the_kernel_counted(monkeypatc
     """Its twin in its place, which counts as it does."""
     mesh, draw = mesh_of("dp1"), np.random.default_rng(2)
     router, h = (draw.normal(size=shape).astype(np.float32) for shape in ((8, 8), (12, 8)))
-    packed = packed_step(jnp.zeros(12, int), jnp.zeros(12, int), jnp.arange(12) % 3 > 0)
+    packed = packed_step(StepTokens(*jnp.zeros((2, 12), int), jnp.arange(12) % 3 > 0))
 
     def load(config):
         def run(router, h):

@@ -16,6 +16,7 @@ from whole_network import loss_and_gradient
 
 from moe import model
 from moe.architecture.delta import GatedDeltaNet
+from moe.cache.step import StepTokens
 from moe.decoding import decode_step, prefill
 from moe.execution import Execution
 from moe.layers.depth import (
@@ -131,7 +132,7 @@ def decoded(config, layout):
         tokens = vary(tokens, mesh.except_sequence)
         ends = vary(jnp.full(tokens.shape[0], TIME), mesh.except_sequence)
         cache = with_room(prefill(weights, tokens, ends, config, mesh).cache, 1)
-        given = cache, tokens[:, 0], ends, ends > 0
+        given = cache, StepTokens(tokens[:, 0], ends, ends > 0)
         return decode_step(split_layer_groups(weights, config), weights, *given, config, mesh)[0][
             None
         ]

@@ -14,7 +14,7 @@ from confinement import needs_bubblewrap, processes_with, wait_until
 from jrl.tasks.load import load_task
 from jrl.tasks.sandbox import bubblewrap, sandbox
 from jrl.tasks.sandbox.bubblewrap import NoSandbox
-from jrl.tasks.sandbox.sandbox import UNSAFE, Sandbox
+from jrl.tasks.sandbox.sandbox import UNSAFE, Sandbox, allow_unsafe
 
 TRACE = """Traceback (most recent call last):
   File "code.py", line 2, in <module>
@@ -157,9 +157,8 @@ def test_unsafe_tools_run_code_without_it(tmp_path, monkeypatch):
     monkeypatch.setenv(UNSAFE, "0")
     (tmp_path / "sums.py").write_text(TASK)
     monkeypatch.setenv("PATH", str(tmp_path))  # for the workers
-    task = load_task(
-        f"{tmp_path / 'sums.py'}:Sums", seed=0, workers=1, held_out="1", unsafe_tools=True
-    )
+    allow_unsafe()
+    task = load_task(f"{tmp_path / 'sums.py'}:Sums", seed=0, workers=1, held_out="1")
     try:
         said = '<tool_call>{"name": "python", "arguments": {"code": "print(2 + 2)"}}</tool_call>'
         example = task.train(0)
