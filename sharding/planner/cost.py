@@ -215,9 +215,9 @@ def _products_of_layers(
         backward += one_pass(flops, read_parameters, stored.weight)
         backward += one_pass(flops, read_parameters, 2 * stored.gradient)
     layers = layers_on_deepest_stage(model, layout)
-    scores = 2.0 * tokens * layers * model.queries * batch.time / rate
-    # Of queries, keys and values.
-    projections = model.d_model * (model.queries + 2 * model.keys) * layers
+    seen = model.seen(batch.time) * layers / model.num_layers
+    scores = tokens * (model.queries + model.outputs) * seen / rate
+    projections = model.projection_parameters * layers
     recomputed = {
         "none": 0.0,
         "selective": 0.0 if method.resends else scores,
