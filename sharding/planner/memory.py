@@ -80,7 +80,7 @@ def memory(
     if method.repeats(method.remat):
         # The backward pass uses its residuals directly, without copies of them.
         working_bytes -= saved_bytes
-    if method.remat == "full":
+    if method.remat == "full" and method.resends:
         # Its input and the results of collectives are not recomputed; the tokens received by the
         # experts, which are permuted into rows, are not among its values.
         working_bytes -= saved_bytes
@@ -230,7 +230,7 @@ def activation_bytes(
 ) -> float:
     """Bytes of the residuals of one layer.
 
-    "full" keeps the input and the results of collectives over tokens. "selective" and "projections"
+    "full" keeps the input and, with `Method.resends`, the results of collectives over tokens. "selective" and "projections"
     keep `selective_activation_bytes`; the first, if communication is not repeated
     (`Method.resends`), the results of products and of collectives. "none" keeps the results of
     norms, activations and permutations as well. Attention's scores are `saved_score_bytes`.
@@ -251,6 +251,8 @@ def activation_bytes(
     key_shards = {"gather": layout.cp, "ring": 1, "ulysses": kv_replication(model, layout)}
     key_value_width = (model.keys + model.values) * key_shards[method.context]
     if remat == "full":
+        if not method.resends:
+            return float(tokens * h * width)
         if layout.cp > 1:
             # Keys and values of the others; with a ring, the output of attention with a log-sum for
             # each query; with Ulysses, all that is exchanged, in both directions.

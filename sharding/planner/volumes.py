@@ -82,7 +82,9 @@ def experts(
 def _with_repeated(
     forward: list[Transfer], backward: list[Transfer], layout: Layout, method: Method
 ) -> tuple[list[Transfer], list[Transfer]]:
-    if method.repeats(method.remat):
+    if method.repeats_all:
+        backward = forward + backward
+    elif method.repeats(method.remat):
         backward = [t for t in forward if t.repeated] + backward
     return drop_empty(forward, layout), drop_empty(backward, layout)
 
@@ -200,6 +202,7 @@ def dispatch(
             itemsize=method.itemsize,
             buffer=buffer,
             comm_dtype=method.activation_wire,
+            num_experts=model.num_experts,
         ).transfers()
         forward += repeat_transfers(forward_once, count)
         backward += repeat_transfers(backward_once, count)

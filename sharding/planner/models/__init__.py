@@ -211,6 +211,35 @@ MIXTRAL_8X7B = ModelSizes(
     experts_per_token=2,
     d_expert=14336,
 )
+LATENT = LatentAttention(rank=512, query_rank=1536, rope_dim=64, value_dim=128)
+DEEPSEEK_V3 = ModelSizes(
+    num_layers=61,
+    d_model=7168,
+    num_heads=128,
+    num_kv_heads=128,
+    head_dim=192,
+    vocab_size=129280,
+    num_experts=256,
+    experts_per_token=8,
+    d_expert=2048,
+    d_ff=2048,
+    num_dense_layers=3,
+    dense_d_ff=18432,
+    latent=LATENT,
+)
+GPT_OSS_20B = ModelSizes(
+    num_layers=24,
+    d_model=2880,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=64,
+    vocab_size=201088,
+    num_experts=32,
+    experts_per_token=4,
+    d_expert=2880,
+    window=128,
+    num_window_layers=12,
+)
 
 PRESETS: dict[str, ModelSizes] = {
     "mixtral-8x22b": MIXTRAL_8X22B,
@@ -260,7 +289,30 @@ PRESETS: dict[str, ModelSizes] = {
         num_experts=128,
         experts_per_token=8,
         d_expert=1536,
+        query_key_norm=True,
     ),
+    "qwen3-30b-a3b": replace(
+        MIXTRAL_8X7B,
+        num_layers=48,
+        d_model=2048,
+        num_kv_heads=4,
+        vocab_size=151936,
+        num_experts=128,
+        experts_per_token=8,
+        d_expert=768,
+        query_key_norm=True,
+    ),
+    "deepseek-v3": DEEPSEEK_V3,
+    "kimi-k2": replace(
+        DEEPSEEK_V3,
+        num_heads=64,
+        num_kv_heads=64,
+        vocab_size=163840,
+        num_experts=384,
+        num_dense_layers=1,
+    ),
+    "gpt-oss-20b": GPT_OSS_20B,
+    "gpt-oss-120b": replace(GPT_OSS_20B, num_layers=36, num_experts=128, num_window_layers=18),
     "dbrx": replace(
         MIXTRAL_8X22B,
         num_layers=40,
@@ -281,5 +333,6 @@ PRESETS: dict[str, ModelSizes] = {
     ),
 }
 """Liu et al., "MoE Parallel Folding", 2025, section 4 (https://arxiv.org/abs/2504.14960); Jin et
-al., "MegaScale-MoE", 2025, table 1 (https://arxiv.org/abs/2505.11432); Qwen3, 2025; Zhu
-et al., "MegaScale-Infer", 2025, for DBRX and Scaled-MoE (https://arxiv.org/abs/2504.02263)."""
+al., "MegaScale-MoE", 2025, table 1 (https://arxiv.org/abs/2505.11432); the
+config.json of Qwen3, DeepSeek-V3, Kimi-K2 and gpt-oss, without layers that predict further tokens;
+Zhu et al., "MegaScale-Infer", 2025, for DBRX and Scaled-MoE (https://arxiv.org/abs/2504.02263)."""
