@@ -30,6 +30,7 @@ class TokenDispatch:
       comm_dtype: communication dtype of tokens, sums and their gradients (`sharding.compression`);
         None is their own.
       num_experts: of all devices; only "two_level" needs it.
+      block: neighbouring experts that a token is sent to together.
     """
 
     implementation: str
@@ -42,6 +43,7 @@ class TokenDispatch:
     buffer: int | None = None
     comm_dtype: str | None = None
     num_experts: int = 0
+    block: int = 1
 
     def transfers(self) -> tuple[list[Transfer], list[Transfer]]:
         """`token_transfers` and `routing_transfers`, forward and backward."""
@@ -84,7 +86,8 @@ class TokenDispatch:
             return [gather, reduction]
         sent, received = (slots * self.d_model for slots in self._slot_counts())
 
-        routed = (self.num_experts, self.k) if self.implementation == "two_level" else None
+        is_two_level = self.implementation == "two_level"
+        routed = (self.num_experts, self.k, self.block) if is_two_level else None
 
         def make_transfer(
             what: str, kind: Kind, axis: str, elements: int, repeated: bool = False

@@ -23,8 +23,8 @@ class Transfer:
       kind: of collective.
       axes: logical axes of the layout that its groups span.
       side: its groups span only that part of the axes; None is all of it.
-      routed: (experts, k) of an all-to-all whose elements are k copies of each token, if it sends
-        one copy to a domain and there one to a device; None sends all.
+      routed: (experts, k, block) of an all-to-all whose elements are k copies of each token, if it
+        sends one copy to a domain and there one to a device (`copies`); None sends all.
       elements: of the input array of each device.
       itemsize: bytes of an element.
       times: number of calls.
@@ -41,7 +41,7 @@ class Transfer:
     gradient: int = 0
     repeated: bool = False
     side: Side | None = None
-    routed: tuple[int, int] | None = None
+    routed: tuple[int, int, int] | None = None
 
     @property
     def bytes(self) -> int:
@@ -127,10 +127,9 @@ class Transfer:
             to_one = self.bytes / n / hardware.exchange
             latency = hardware.latency_inside if near == n else hardware.latency_outside
             if self.routed is not None:
-                experts, k = self.routed
-                share = self.bytes / k
-                to_devices = share * copies(experts, k, n) * (near - 1) / near
-                to_domains = share * copies(experts, k, n // near) * (1 - near / n)
+                share = self.bytes / self.routed[1]
+                to_devices = share * copies(*self.routed, n) * (near - 1) / near
+                to_domains = share * copies(*self.routed, n // near) * (1 - near / n)
                 return max(to_devices / inside, to_domains / outside) + self.times * latency
             return max(to_one * (near - 1) / inside, to_one * (n - near) / outside) + (
                 self.times * latency
@@ -146,12 +145,18 @@ class Transfer:
 
 
 @functools.lru_cache(maxsize=1024)
-def copies(experts: int, k: int, places: int) -> float:
+def copies(experts: int, k: int, block: int, places: int) -> float:
     """Mean number of places with experts of a token, if all sets of k experts are equally likely.
 
     ``n (1 - C(E - E / n, k) / C(E, k))`` of n places with E / n experts each.
+
+    Args:
+      block: experts that are chosen together, neighbours; 1 chooses each by itself.
     """
-    absent = math.comb(experts - experts // places, k) / math.comb(experts, k)
+    blocks, chosen = experts // block, max(1, k // block)
+    # A block may cover more than one place.
+    whole = min(places, blocks)
+    absent = math.comb(blocks - blocks // whole, chosen) / math.comb(blocks, chosen)
     return places * (1 - absent)
 
 

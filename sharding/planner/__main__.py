@@ -8,7 +8,7 @@ from pathlib import Path
 
 from sharding.compression import ACTIVATION_DTYPES
 from sharding.costs.hardware import HARDWARE, TPUS, Hardware, parse
-from sharding.planner.calibration import METHODS, calibrate, library_system
+from sharding.planner.calibration import METHODS, library_system
 from sharding.planner.cost import System
 from sharding.planner.method import Method
 from sharding.planner.models import PRESETS, ModelSizes
@@ -16,6 +16,7 @@ from sharding.planner.models.checkpoint import sizes_from
 from sharding.planner.report import draw, report
 from sharding.planner.search import Choices, SearchResult, search
 from sharding.planner.serving import command as serving
+from sharding.planner.validation.predicted import DISPATCHES, system_of
 
 PARSER = argparse.ArgumentParser(
     prog="python -m sharding.planner",
@@ -151,7 +152,8 @@ def program_of(args: argparse.Namespace, hardware: Hardware) -> tuple[Method, Sy
             )
     title = {key.lower(): key for key in METHODS}[name]
     method = METHODS[title]
-    return method, calibrate(title), Choices((method.dispatch,), storage=(method.storage,))
+    dispatch = DISPATCHES.get(title, (method.dispatch,))
+    return method, system_of(title, hardware.name), Choices(dispatch, storage=(method.storage,))
 
 
 def main(arguments: list[str] | None = None) -> int:

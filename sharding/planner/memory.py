@@ -230,10 +230,11 @@ def activation_bytes(
 ) -> float:
     """Bytes of the residuals of one layer.
 
-    "full" keeps the input and, with `Method.resends`, the results of collectives over tokens. "selective" and "projections"
-    keep `selective_activation_bytes`; the first, if communication is not repeated
-    (`Method.resends`), the results of products and of collectives. "none" keeps the results of
-    norms, activations and permutations as well. Attention's scores are `saved_score_bytes`.
+    "full" keeps the input and, with `Method.resends`, the results of collectives over tokens.
+    "selective" and "projections" keep `selective_activation_bytes`; the first, if communication is
+    not repeated (`Method.resends`), the results of products and of collectives. "none" keeps the
+    results of norms, activations and permutations as well. Attention's scores are
+    `saved_score_bytes`.
     """
     if method.repeats(remat):
         return selective_activation_bytes(model, layout, tokens, method, remat)

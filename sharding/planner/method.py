@@ -121,6 +121,8 @@ class Method:
         or a capacity bounds them; else that of any routing.
       activation_wire: communication dtype of tokens to the experts and back; None is their own.
       expert_chunks: number of chunks in which they are dispatched.
+      expert_block: neighbouring experts that a token is sent to together, for "two_level"; 1 where
+        all sets of experts are equally likely.
       two_batch_overlap: rows pass through the layers in two halves, see `streams`.
       overlap_grad_reduce: gradients of a layer are reduced when its last backward pass has ended.
       gradient_wire: communication dtype of gradients between sequence-parallel groups; "bfloat16"
@@ -146,6 +148,7 @@ class Method:
     in_place: bool = False
     activation_wire: str | None = None
     expert_chunks: int = 1
+    expert_block: int = 1
     two_batch_overlap: bool = False
     overlap_grad_reduce: bool = False
     gradient_wire: str = "float32"

@@ -203,6 +203,7 @@ def dispatch(
             buffer=buffer,
             comm_dtype=method.activation_wire,
             num_experts=model.num_experts,
+            block=method.expert_block,
         ).transfers()
         forward += repeat_transfers(forward_once, count)
         backward += repeat_transfers(backward_once, count)

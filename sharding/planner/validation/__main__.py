@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterable
 
 from sharding.planner.report import align_columns
-from sharding.planner.validation.accuracy import Accuracy, accuracy_of
+from sharding.planner.validation.accuracy import Accuracy, Row, accuracy_of
 from sharding.planner.validation.evidence import EVIDENCE, Evidence
 from sharding.planner.validation.predicted import predict
 
@@ -51,9 +51,12 @@ def accuracy_by_model() -> dict[str, Accuracy]:
     return by_model | {"all": accuracy_of(_pairs(EVIDENCE))}
 
 
-def _pairs(rows: Iterable[Evidence]) -> list[tuple[float, float, bool]]:
+def _pairs(rows: Iterable[Evidence]) -> list[Row]:
     return [
-        (row.tokens_per_second, found, row.fitted)
+        (
+            *(row.tokens_per_second, found, row.fitted),
+            (row.model, row.hardware, row.num_devices, row.time),
+        )
         for row in rows
         if (found := predict(row)) is not None
     ]
@@ -61,17 +64,19 @@ def _pairs(rows: Iterable[Evidence]) -> list[tuple[float, float, bool]]:
 
 def accuracy_table() -> str:
     """Errors and rank correlations by model."""
-    cells = [
-        ("model", "rows", "not fitted", "median error", "worst", "rank correlation", "verdict")
-    ]
+    head = "model", "rows", "held out", "median error", "worst", "ranks", "same cluster", "verdict"
+    cells = [head]
     for name, found in accuracy_by_model().items():
         number, held_out = found.rows
         cells.append(
             (
-                *(name, str(number), str(held_out)),
+                name,
+                str(number),
+                str(held_out),
                 "" if found.median is None else f"{found.median:.0%}",
                 "" if found.worst is None else f"{found.worst:.0%}",
                 "" if found.correlation is None else f"{found.correlation:.2f}",
+                "" if found.on_cluster is None else f"{found.on_cluster:.2f}",
                 found.verdict if name != "all" else "",
             )
         )

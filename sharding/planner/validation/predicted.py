@@ -13,6 +13,8 @@ from sharding.planner.search import Choices, Plan, best_plan
 from sharding.planner.validation.evidence import EVIDENCE, Evidence
 
 BLACKWELL = ("b200", "gb200", "b300")
+DISPATCHES = {"Megatron-Core": ("ragged", "two_level")}
+"""Dispatches of a program that has more than one."""
 
 
 def system_of(name: str, hardware: str) -> System:
@@ -86,4 +88,9 @@ def method_of(row: Evidence) -> Method:
     method = replace(method, fsdp=row.fsdp)
     if row.micro_rows is None:
         return method
-    return replace(method, dispatch=row.dispatch, remat=row.remat or "none")
+    return replace(
+        method,
+        dispatch=row.dispatch,
+        remat=row.remat or "none",
+        expert_block=row.expert_block,
+    )
