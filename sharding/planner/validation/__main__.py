@@ -30,7 +30,7 @@ def evidence_table() -> str:
 def _cells(row: Evidence) -> tuple[str, ...]:
     settings = f"{row.layout}, {row.rows} x {row.time}"
     if row.micro_rows is not None:
-        settings += f", micro {row.micro_rows}, {row.remat or 'none'}"
+        settings += f", micro {row.micro_rows}" + (f", {row.remat}" if row.remat else "")
     for name, is_on in (
         ("FSDP", row.fsdp),
         ("all-to-all overlapped", row.overlaps_experts),

@@ -7,6 +7,7 @@ from sharding.costs.hardware import HARDWARE
 from sharding.folding import Layout
 from sharding.planner.calibration import METHODS, fit
 from sharding.planner.cost import Cost, System, cost
+from sharding.planner.memory import memory
 from sharding.planner.method import Batch, Method
 from sharding.planner.models import PRESETS
 from sharding.planner.search import Choices, Plan, best_plan
@@ -65,7 +66,10 @@ def predict(row: Evidence) -> float | None:
 
 
 def cost_of(row: Evidence, system: System) -> Cost | None:
-    """Time of a step with a row's settings. Those that are not published are chosen."""
+    """Time of a step with a row's settings.
+
+    Those that are not published are chosen; of rematerialisations the first that fits.
+    """
     model, hardware, layout = PRESETS[row.model], HARDWARE[row.hardware], Layout.parse(row.layout)
     system = replace(system, hides_experts=row.overlaps_experts)
     if row.graphs:
@@ -73,6 +77,13 @@ def cost_of(row: Evidence, system: System) -> Cost | None:
     method = method_of(row)
     if row.micro_rows is not None:
         batch = Batch(row.rows, row.time, row.micro_rows)
+        if row.remat is None:
+            fitting = (
+                each
+                for each in (replace(method, remat=remat) for remat in Choices().remat)
+                if memory(model, layout, batch, each).total <= hardware.memory
+            )
+            method = next(fitting, replace(method, remat="full"))
         return cost(model, layout, batch, method, hardware, system)
     choices = Choices(
         (method.dispatch,), (method.context,), (method.storage,), micro_rows=(1, 2, 4, 8)
