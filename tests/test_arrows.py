@@ -21,6 +21,8 @@ ALLOWED = {
     "sharding.folding.groups": {"sharding", "jax", "numpy", "jaxtyping", "matplotlib"},
     "sharding.planner.report": {"sharding", "jax", "numpy", "jaxtyping", "matplotlib"},
     "sharding.planner.serving.report": {"sharding", "jax", "numpy", "jaxtyping", "matplotlib"},
+    # A checkpoint's config.json has one reader, the network's.
+    "sharding.planner.models.checkpoint": {"sharding", "moe", "safetensors"},
     "sharding": {"jax", "numpy", "jaxtyping"},
     "moe": {"sharding", "jax", "numpy", "jaxtyping", "flax", "safetensors"},
     "jrl.losses": {"jax", "jaxtyping"},
@@ -318,6 +320,20 @@ def test_rooms_of_moe_import_those_below():
     }
     assert upward == set()
     assert arrows["kernels"] < BELOW_KERNELS
+
+
+def test_the_planner_reads_a_checkpoint_for_its_command_alone():
+    """Nothing that a run imports leads from `sharding` to `moe`."""
+    importing = {
+        str(path)
+        for path, targets in arrows_of_files().items()
+        if path.parts[0] == "sharding" and Path("sharding/planner/models/checkpoint.py") in targets
+    }
+    assert importing == {"sharding/planner/__init__.py", "sharding/planner/__main__.py"}
+    inner = ast.parse((ROOT / "sharding/planner/models/checkpoint.py").read_text(encoding="utf-8"))
+    assert not any(
+        "moe" in ast.unparse(line) for line in inner.body if isinstance(line, ast.ImportFrom)
+    )
 
 
 def test_a_circle_is_seen():

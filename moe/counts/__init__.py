@@ -4,7 +4,7 @@ from dataclasses import fields
 
 from moe.architecture.delta import GatedDeltaNet, delta_layers
 from moe.config import ModelConfig
-from sharding.planner.models import ModelSizes
+from sharding.planner.models import LatentAttention, ModelSizes
 
 
 def training_flops(config: ModelConfig, time: int) -> float:
@@ -76,20 +76,32 @@ def _delta_multiplications(delta: GatedDeltaNet, d_model: int) -> int:
 
 
 def sizes_of(config: ModelConfig) -> ModelSizes:
-    """Sizes of a network; biases, norms of heads and after layers, sinks, gates and windows are
-    left out.
+    """Sizes of a network; biases, norms of heads and after layers, sinks and gates are left out.
 
     Raises:
-      ValueError: for multi-head latent attention and Gated DeltaNet, which the planner does not
-        describe.
+      ValueError: for Gated DeltaNet, which the planner does not describe.
     """
-    if config.mla is not None:
-        raise ValueError("the planner does not support latent attention (mla).")
     if config.delta is not None:
-        raise ValueError("the planner does not support Gated DeltaNet (delta).")
-    same = {field.name for field in fields(ModelSizes)} - {"tied"}
+        layers = f"{len(config.delta.layers)} of {config.num_layers} layers"
+        raise ValueError(
+            f"the planner does not support Gated DeltaNet (delta), which {layers} have."
+        )
+    derived = {"tied", "query_key_norm", "latent", "window", "num_window_layers"}
+    same = {field.name for field in fields(ModelSizes)} - derived
     if config.num_experts == 0:
         same -= {"experts_per_token", "d_expert"}
+    latent = config.mla and LatentAttention(
+        config.mla.kv_lora_rank,
+        config.mla.q_lora_rank or 0,
+        config.mla.qk_rope_head_dim,
+        config.mla.v_head_dim,
+    )
+    has_window = config.sliding_window is not None
     return ModelSizes(
-        **{name: getattr(config, name) for name in same}, tied=config.head != "untied"
+        **{name: getattr(config, name) for name in same},
+        tied=config.head != "untied",
+        query_key_norm=config.query_key_norm is not None,
+        latent=latent,
+        window=config.sliding_window or 0,
+        num_window_layers=has_window * (config.num_layers - len(config.full_attention_layers)),
     )

@@ -94,6 +94,17 @@ def _read_kv_heads(options: Options, fields: Fields) -> Fields:
     return {"num_kv_heads": fields["num_heads"] if stated is None else stated}
 
 
+MAX_LAYERS = 10_000
+"""Layers of a network, at most: their kinds are listed one by one while a file is read."""
+
+
+def _read_num_layers(options: Options, fields: Fields) -> Fields:
+    num_layers = options.take("num_hidden_layers")
+    if type(num_layers) is int and num_layers > MAX_LAYERS:
+        raise options.unsupported("num_hidden_layers", num_layers, f"at most {MAX_LAYERS}")
+    return {"num_layers": num_layers}
+
+
 def _write_max_positions(config: ModelConfig) -> dict[str, Any]:
     positions = config.max_positions
     return {} if positions is None else {"max_position_embeddings": positions}
@@ -102,7 +113,7 @@ def _write_max_positions(config: ModelConfig) -> dict[str, Any]:
 COMMON = (
     activation("hidden_act", "silu"),
     option("vocab_size"),
-    option("num_layers", "num_hidden_layers"),
+    OptionGroup(_read_num_layers, lambda config: {"num_hidden_layers": config.num_layers}),
     option("d_model", "hidden_size"),
     option("num_heads", "num_attention_heads"),
     OptionGroup(_read_kv_heads, lambda config: {"num_key_value_heads": config.num_kv_heads}),

@@ -17,7 +17,9 @@ class TokenDispatch:
     """Dispatch of a device's tokens to the devices of their experts, and combine of the outputs.
 
     Attributes:
-      implementation: "all_gather", "all_to_all" or "ragged".
+      implementation: "all_gather", "all_to_all", "ragged", or "two_level": as "ragged", but one
+        copy of a token crosses to a server, and there one goes to a device (DeepEP, HybridEP); its
+        ids and gate weights, under a hundredth, are not counted.
       layout: of the devices.
       tokens: T, of a device.
       per_peer: R, tokens that a device sends to another where buffers are of one size.
@@ -27,6 +29,8 @@ class TokenDispatch:
       buffer: capacity of "ragged" in tokens; None is as many as are received.
       comm_dtype: communication dtype of tokens, sums and their gradients (`sharding.compression`);
         None is their own.
+      num_experts: of all devices; only "two_level" needs it.
+      block: neighbouring experts that a token is sent to together.
     """
 
     implementation: str
@@ -38,6 +42,8 @@ class TokenDispatch:
     itemsize: int
     buffer: int | None = None
     comm_dtype: str | None = None
+    num_experts: int = 0
+    block: int = 1
 
     def transfers(self) -> tuple[list[Transfer], list[Transfer]]:
         """`token_transfers` and `routing_transfers`, forward and backward."""
@@ -80,10 +86,14 @@ class TokenDispatch:
             return [gather, reduction]
         sent, received = (slots * self.d_model for slots in self._slot_counts())
 
+        is_two_level = self.implementation == "two_level"
+        routed = (self.num_experts, self.k, self.block) if is_two_level else None
+
         def make_transfer(
             what: str, kind: Kind, axis: str, elements: int, repeated: bool = False
         ) -> Transfer:
-            return Transfer(what, kind, (axis,), elements, itemsize, 1, itemsize, repeated)
+            transfer = Transfer(what, kind, (axis,), elements, itemsize, 1, itemsize, repeated)
+            return replace(transfer, routed=routed) if kind == "all_to_all" else transfer
 
         return [
             make_transfer(TOKENS, "all_to_all", "ep", sent, repeated=True),
@@ -102,6 +112,8 @@ class TokenDispatch:
         if self.implementation == "all_gather":
             return _routing_transfers("all_gather", ("ep", "etp"), local)
         sent, received = self._slot_counts()
+        if self.implementation == "two_level":
+            return []
         if self.implementation == "ragged":
             over_ep = _routing_transfers("all_gather", ("ep",), local)
         else:
@@ -111,7 +123,7 @@ class TokenDispatch:
     def _slot_counts(self) -> tuple[int, int]:
         """Tokens that a device sends over ``ep``, itself included, and those that it then holds."""
         slots = self.layout.ep * self.per_peer
-        if self.implementation != "ragged":
+        if self.implementation not in ("ragged", "two_level"):
             return slots, slots
         sent = min(slots, self.tokens * self.k)
         return sent, sent if self.buffer is None else self.buffer

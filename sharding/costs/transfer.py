@@ -23,6 +23,8 @@ class Transfer:
       kind: of collective.
       axes: logical axes of the layout that its groups span.
       side: its groups span only that part of the axes; None is all of it.
+      routed: (experts, k, block) of an all-to-all whose elements are k copies of each token, if it
+        sends one copy to a domain and there one to a device (`copies`); None sends all.
       elements: of the input array of each device.
       itemsize: bytes of an element.
       times: number of calls.
@@ -39,6 +41,7 @@ class Transfer:
     gradient: int = 0
     repeated: bool = False
     side: Side | None = None
+    routed: tuple[int, int, int] | None = None
 
     @property
     def bytes(self) -> int:
@@ -58,6 +61,8 @@ class Transfer:
         that (all-reduce), or 1 (permute).
         """
         n = self.group(layout)
+        if self.routed is not None:
+            return self.bytes * copies(*self.routed, n) / self.routed[1] * (n - 1) / n
         share = {
             "all_gather": n - 1.0,
             "reduce_scatter": (n - 1) / n,
@@ -87,6 +92,7 @@ class Transfer:
             gradient=self.gradient,
             repeated=self.repeated,
             side=self.side,
+            routed=self.routed,
         )
 
     def members_in_domain(self, layout: Layout, hardware: Hardware) -> int:
@@ -102,7 +108,9 @@ class Transfer:
         A ring over multiple domains leaves each through the adapters of all its members there, so
         its rate is the smaller of a fast link's and the sum of theirs. An all-to-all sends to each
         member separately, at `Hardware.exchange` of the links' rates; data inside and outside of a
-        domain is sent simultaneously. A permute is as slow as its slowest hop.
+        domain is sent simultaneously. With `routed` the adapters carry one copy of a token for each
+        domain with experts of it, and the fast links one for each device. A permute is as slow as
+        its slowest hop.
         """
         n, near = self.group(layout), self.members_in_domain(layout, hardware)
         if n == 1:
@@ -118,6 +126,11 @@ class Transfer:
         if self.kind == "all_to_all":
             to_one = self.bytes / n / hardware.exchange
             latency = hardware.latency_inside if near == n else hardware.latency_outside
+            if self.routed is not None:
+                share = self.bytes / self.routed[1]
+                to_devices = share * copies(*self.routed, n) * (near - 1) / near
+                to_domains = share * copies(*self.routed, n // near) * (1 - near / n)
+                return max(to_devices / inside, to_domains / outside) + self.times * latency
             return max(to_one * (near - 1) / inside, to_one * (n - near) / outside) + (
                 self.times * latency
             )
@@ -129,6 +142,22 @@ class Transfer:
         if self.kind == "all_reduce":
             latency *= 2
         return self.sent(layout) / rate + self.times * latency
+
+
+@functools.lru_cache(maxsize=1024)
+def copies(experts: int, k: int, block: int, places: int) -> float:
+    """Mean number of places with experts of a token, if all sets of k experts are equally likely.
+
+    ``n (1 - C(E - E / n, k) / C(E, k))`` of n places with E / n experts each.
+
+    Args:
+      block: experts that are chosen together, neighbours; 1 chooses each by itself.
+    """
+    blocks, chosen = experts // block, max(1, k // block)
+    # A block may cover more than one place.
+    whole = min(places, blocks)
+    absent = math.comb(blocks - blocks // whole, chosen) / math.comb(blocks, chosen)
+    return places * (1 - absent)
 
 
 _atoms_of = functools.lru_cache(maxsize=64)(atoms_of)

@@ -5,14 +5,15 @@ Nothing here runs on a device. Its command is
 """
 
 from sharding.costs import hardware
-from sharding.former_names import former_modules
+from sharding.former_names import former_modules, former_names
 from sharding.planner import models
+from sharding.planner.models import checkpoint
 
 former_modules(
     {
         "sharding.planner.hardware": hardware,
-        "sharding.planner.models.checkpoint": models,
         "sharding.planner.models.presets": models,
         "sharding.planner.models.sizes": models,
     }
 )
+models.__getattr__ = former_names(models.__name__, sizes_from=checkpoint.sizes_from)

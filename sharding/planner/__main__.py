@@ -3,17 +3,20 @@
 import argparse
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from sharding.compression import ACTIVATION_DTYPES
-from sharding.costs.hardware import HARDWARE, Hardware, parse
-from sharding.planner.calibration import METHODS, calibrate, library_system
+from sharding.costs.hardware import HARDWARE, TPUS, Hardware, parse
+from sharding.planner.calibration import METHODS, library_system
 from sharding.planner.cost import System
 from sharding.planner.method import Method
-from sharding.planner.models import PRESETS, ModelSizes, sizes_from
+from sharding.planner.models import PRESETS, ModelSizes
+from sharding.planner.models.checkpoint import sizes_from
 from sharding.planner.report import draw, report
 from sharding.planner.search import Choices, SearchResult, search
 from sharding.planner.serving import command as serving
+from sharding.planner.validation.predicted import DISPATCHES, system_of
 
 PARSER = argparse.ArgumentParser(
     prog="python -m sharding.planner",
@@ -25,7 +28,15 @@ PARSER.add_argument(
 PARSER.add_argument(
     "--hardware",
     required=True,
-    help=f"device type and number, for example h100x64; types: {', '.join(HARDWARE)}",
+    help="device type and number, for example h100x64, or a file of one's own and a number, "
+    f'"FILE.json x64"; types: {", ".join(HARDWARE)}',
+)
+PARSER.add_argument(
+    "--ignore-options",
+    nargs="+",
+    default=[],
+    metavar="NAME",
+    help="options of config.json that are passed over although they are not known",
 )
 PARSER.add_argument("--tokens", default="4M", help="tokens per optimizer step; 4M is 4 x 2^20")
 PARSER.add_argument("--seq", default="4096", help="tokens per sequence")
@@ -70,6 +81,17 @@ OVERLAP_FLAGS = ("expert_chunks", "two_batch_overlap", "overlap_grad_reduce")
 """Flags of communication overlapped with matrix products."""
 
 
+def join_numbers(words: Sequence[str]) -> list[str]:
+    """Words of a command line, with ``FILE.json x64`` as one of them, quoted or not."""
+    joined: list[str] = []
+    for word in words:
+        if joined and joined[-1].endswith(".json") and re.fullmatch(r"x[1-9]\d*", word):
+            joined[-1] += f" {word}"
+        else:
+            joined.append(word)
+    return joined
+
+
 def parse_count(text: str) -> int:
     """``"4M"`` as 4 x 2^20, ``"8K"`` as 8 x 2^10, digits as they are.
 
@@ -82,8 +104,11 @@ def parse_count(text: str) -> int:
     return int(match[1]) * {"": 1, "K": 2**10, "M": 2**20}[match[2]]
 
 
-def model_of(text: str) -> ModelSizes:
+def model_of(text: str, ignore: Sequence[str] = ()) -> ModelSizes:
     """A preset, or a checkpoint.
+
+    Args:
+      ignore: options of config.json that are passed over.
 
     Raises:
       ValueError: where there is neither.
@@ -92,7 +117,7 @@ def model_of(text: str) -> ModelSizes:
         return PRESETS[text]
     if not Path(text).exists():
         raise ValueError(f"model {text!r} is neither a checkpoint nor one of {', '.join(PRESETS)}.")
-    return sizes_from(text)
+    return sizes_from(text, ignore)
 
 
 def program_of(args: argparse.Namespace, hardware: Hardware) -> tuple[Method, System, Choices]:
@@ -110,7 +135,7 @@ def program_of(args: argparse.Namespace, hardware: Hardware) -> tuple[Method, Sy
             "in one chunk."
         )
     if name == "jrl":
-        system, has_ragged = library_system(hardware), hardware.name not in ("v5p", "laptop")
+        system, has_ragged = library_system(hardware), hardware.name not in (*TPUS, "laptop")
         comm_dtypes = args.activation_wire
         options["activation_wire"] = [
             None if comm_dtype == "none" else comm_dtype for comm_dtype in comm_dtypes
@@ -127,15 +152,16 @@ def program_of(args: argparse.Namespace, hardware: Hardware) -> tuple[Method, Sy
             )
     title = {key.lower(): key for key in METHODS}[name]
     method = METHODS[title]
-    return method, calibrate(title), Choices((method.dispatch,), storage=(method.storage,))
+    dispatch = DISPATCHES.get(title, (method.dispatch,))
+    return method, system_of(title, hardware.name), Choices(dispatch, storage=(method.storage,))
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The exit status: 0, or 2 when there is no answer, with the reason."""
-    args = PARSER.parse_args(arguments)
+    args = PARSER.parse_args(join_numbers(sys.argv[1:] if arguments is None else arguments))
     try:
         serving.check_flags(PARSER, args)
-        model = model_of(args.model)
+        model = model_of(args.model, args.ignore_options)
         if args.serve:
             print(serving.plan_text(model, args, System().efficiency))
             return 0

@@ -9,7 +9,12 @@ from sharding.planner import communication, volumes
 from sharding.planner.memory import activation_bytes, received_tokens
 from sharding.planner.method import Batch, Method, for_weights, with_fields
 from sharding.planner.models import ModelSizes
-from sharding.planner.weights import layers_on_deepest_stage, sharded_parameters, weight_layout
+from sharding.planner.weights import (
+    layers_on_deepest_stage,
+    layers_on_device,
+    sharded_parameters,
+    weight_layout,
+)
 from sharding.schedule import Schedule
 
 
@@ -29,6 +34,15 @@ class System:
         another, with `Method.expert_chunks`.
       hides_two_batch: communication of one half of the rows is overlapped with the products of the
         other, with `Method.two_batch_overlap`.
+      hides_experts: the all-to-all of one micro-batch is overlapped with the products of another,
+        in four pieces as those of two batches are; the products have `SHARE_OF_PRODUCTS` of the
+        device meanwhile.
+      hides_shards: shards of a layer's weights are gathered while the layer before computes, with
+        `Method.fsdp`.
+      launch: seconds that each expert of a device but the first adds to a pass of a micro-batch
+        through a layer: the host launches its products one by one.
+      fills_stages: where layers do not fill all chunks of a pipeline, the stage with the head has
+        fewer; else all are as deep as the deepest.
     """
 
     efficiency: float = 0.6
@@ -38,6 +52,10 @@ class System:
     hides_embed_and_head: bool = False
     hides_chunks: bool = False
     hides_two_batch: bool = False
+    hides_experts: bool = False
+    hides_shards: bool = True
+    launch: float = 0.0
+    fills_stages: bool = False
 
     def rate(self, hardware: Hardware) -> float:
         """FLOP/s that products reach."""
@@ -49,7 +67,7 @@ class Cost:
     """Seconds of one step on the slowest stage.
 
     Attributes:
-      products: of matrices and of attention, recomputation included.
+      products: of matrices and of attention, recomputation and launches included.
       traffic: norms, activations, permutations and the optimizer, at the rate of memory.
       communication: exposed, by kind.
       bubble: idle time of the pipeline.
@@ -76,6 +94,8 @@ class Cost:
         return self.flops / (self.total * hardware.peak)
 
 
+SHARE_OF_PRODUCTS = 112 / 132
+"""Multiprocessors of an H100 that are left to products while DeepEP sends with 20 of 132."""
 TRAFFIC_FORWARD, TRAFFIC_BACKWARD = 2, 4
 """Memory accesses per value that a layer computes: written and read; read again, its gradient
 written and read, and once more for the sum of two gradients."""
@@ -116,11 +136,12 @@ def cost(
     )
     sent = {what: num_micro_batches * time for what, time in sent.items()}
     if method.fsdp:
-        # Shards are fetched while the previous layer computes: only the excess is exposed.
+        # If shards are fetched while the previous layer computes, only the excess is exposed.
         gathers = num_micro_batches * communication.fully_sharded_seconds(
             model, stage_layout, weight_method, hardware
         )
-        sent["shards of layers"] = max(0.0, gathers - products - traffic)
+        hidden = products + traffic if system.hides_shards else 0.0
+        sent["shards of layers"] = max(0.0, gathers - hidden)
     working = products + traffic + sum(sent.values())
     idle = Schedule(layout.pp, num_micro_batches, layout.vpp).bubble * working
     layer_gradients, other_gradients, new_weights = communication.step_seconds(
@@ -178,9 +199,17 @@ def _pass_seconds(
     """
     tokens = batch.local_tokens(layout)
     in_layer = times_through_memory(method.remat) * value_bytes(model, layout, tokens, method)
+    layers = _products_of_layers(model, layout, batch, method, hardware, system)
+    head = 3 * (2.0 * tokens * model.d_model * model.vocab_size / system.rate(hardware))
+    if system.fills_stages:
+        # The stage with the head is as deep as the others, or less.
+        num_main_layers = model.num_layers - model.num_dense_layers
+        depth = layers_on_device(model, layout)
+        spare = min(layout.pp * depth - num_main_layers, depth // layout.vpp)
+        head = max(0.0, head - layers * spare / depth)
     return (
-        _products_of_layers(model, layout, batch, method, hardware, system),
-        3 * (2.0 * tokens * model.d_model * model.vocab_size / system.rate(hardware)),
+        layers,
+        head,
         in_layer * layers_on_deepest_stage(model, layout) / hardware.memory_bandwidth,
     )
 
@@ -215,9 +244,9 @@ def _products_of_layers(
         backward += one_pass(flops, read_parameters, stored.weight)
         backward += one_pass(flops, read_parameters, 2 * stored.gradient)
     layers = layers_on_deepest_stage(model, layout)
-    scores = 2.0 * tokens * layers * model.queries * batch.time / rate
-    # Of queries, keys and values.
-    projections = model.d_model * (model.queries + 2 * model.keys) * layers
+    seen = model.seen(batch.time) * layers / model.num_layers
+    scores = tokens * (model.queries + model.outputs) * seen / rate
+    projections = model.projection_parameters * layers
     recomputed = {
         "none": 0.0,
         "selective": 0.0 if method.resends else scores,
@@ -226,7 +255,13 @@ def _products_of_layers(
         ),
         "full": forward + scores,
     }
-    return forward + backward + 3 * scores + recomputed[method.remat]
+    launches = 0.0
+    if model.num_experts:
+        passes = (4 if method.remat == "full" else 3) * num_streams * method.expert_chunks
+        local = model.num_experts // layout.ep
+        routed = layers * model.num_expert_layers / model.num_layers
+        launches = passes * routed * (local - 1) * system.launch
+    return forward + backward + 3 * scores + recomputed[method.remat] + launches
 
 
 def _matrices(model: ModelSizes, layout: Layout, tokens: int) -> list[tuple[float, float]]:
@@ -297,6 +332,11 @@ def _exposed_communication(
     chunks = method.expert_chunks if system.hides_chunks else 1
     if system.hides_two_batch and len(method.streams(batch)) > 1:
         sent = communication.exposed_with_two_batches(sent, layer_products, chunks)
+    elif system.hides_experts and "experts" in sent:
+        slower = layer_products * (1 / SHARE_OF_PRODUCTS - 1)
+        sent["experts"] = slower + communication.exposed_seconds(
+            sent["experts"], layer_products / SHARE_OF_PRODUCTS, 4
+        )
     elif chunks > 1 and "experts" in sent:
         flops = 3 * _matrices(model, layout, batch.local_tokens(layout))[1][0]
         expert_seconds = flops / system.rate(hardware)

@@ -80,7 +80,7 @@ def memory(
     if method.repeats(method.remat):
         # The backward pass uses its residuals directly, without copies of them.
         working_bytes -= saved_bytes
-    if method.remat == "full":
+    if method.remat == "full" and method.resends:
         # Its input and the results of collectives are not recomputed; the tokens received by the
         # experts, which are permuted into rows, are not among its values.
         working_bytes -= saved_bytes
@@ -230,10 +230,11 @@ def activation_bytes(
 ) -> float:
     """Bytes of the residuals of one layer.
 
-    "full" keeps the input and the results of collectives over tokens. "selective" and "projections"
-    keep `selective_activation_bytes`; the first, if communication is not repeated
-    (`Method.resends`), the results of products and of collectives. "none" keeps the results of
-    norms, activations and permutations as well. Attention's scores are `saved_score_bytes`.
+    "full" keeps the input and, with `Method.resends`, the results of collectives over tokens.
+    "selective" and "projections" keep `selective_activation_bytes`; the first, if communication is
+    not repeated (`Method.resends`), the results of products and of collectives. "none" keeps the
+    results of norms, activations and permutations as well. Attention's scores are
+    `saved_score_bytes`.
     """
     if method.repeats(remat):
         return selective_activation_bytes(model, layout, tokens, method, remat)
@@ -249,23 +250,26 @@ def activation_bytes(
     # The input; tokens for heads and for hidden units, and the sum of attention's parts.
     elements = tokens * h * (1 + gathered + (gathered if dense_width else 0) + (gathered > 0))
     key_shards = {"gather": layout.cp, "ring": 1, "ulysses": kv_replication(model, layout)}
-    key_value_width = 2 * model.keys * key_shards[method.context]
+    key_value_width = (model.keys + model.values) * key_shards[method.context]
     if remat == "full":
+        if not method.resends:
+            return float(tokens * h * width)
         if layout.cp > 1:
             # Keys and values of the others; with a ring, the output of attention with a log-sum for
             # each query; with Ulysses, all that is exchanged, in both directions.
-            exchanged = 2 * model.queries + key_value_width
-            across = {"gather": key_value_width, "ring": model.queries, "ulysses": exchanged}
+            exchanged = model.queries + model.outputs + key_value_width
+            across = {"gather": key_value_width, "ring": model.outputs, "ulysses": exchanged}
             elements += tokens * across[method.context]
             elements += tokens * model.num_heads * (method.context == "ring") * FLOAT32 // width
         return float(elements * width + dispatched_bytes(model, layout, tokens, method))
     elements += tokens * (model.queries + key_value_width + 2 * dense_width + h * (gathered == 0))
+    elements += tokens * model.latents
     elements += rows * 2 * hidden
     float32_values += tokens * (model.num_heads + model.num_experts)
     if remat == "none":
         # Two norms and their sum, attention's output, rows, and hidden units after activation. The
         # received tokens have no gradient of their own: they are permuted into rows.
-        elements += tokens * (3 * h + model.queries + dense_width) + rows * (h + hidden)
+        elements += tokens * (3 * h + model.outputs + dense_width) + rows * (h + hidden)
         float32_values += tokens * 3 * model.num_experts
     else:
         elements += received * h
@@ -288,16 +292,18 @@ def selective_activation_bytes(
 
     ``(2 k f + 4 + 2 / m) T h`` elements of T tokens where routing is even: the residual stream
     twice, queries, keys, values, the output of attention, gate and up; and in float32 a log-sum for
-    each query head, the router's logits and top-k indices. Under "projections" no queries, keys and
-    values.
+    each query head, the router's logits and top-k indices. Queries, keys and values are those
+    before norms, or the vectors that latent attention expands; under "projections" there are none.
 
     References:
       Jin et al., "MegaScale-MoE", 2025, section 3.3. https://arxiv.org/abs/2505.11432
     """
-    elements = tokens * (2 * model.d_model + model.queries + 2 * model.d_ff)
-    if remat == "selective":
+    elements = tokens * (2 * model.d_model + model.outputs + 2 * model.d_ff)
+    if remat == "selective" and model.keeps_projected:
+        elements += tokens * model.projected
+    elif remat == "selective":
         replication = kv_replication(model, layout) if method.context == "ulysses" else 1
-        elements += tokens * (model.queries + 2 * model.keys * replication)
+        elements += tokens * (model.queries + (model.keys + model.values) * replication)
     float32_values = tokens * model.num_heads
     if model.num_experts:
         elements += expert_rows(model, layout, tokens, method) * 2 * model.d_expert // layout.etp

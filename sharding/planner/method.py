@@ -7,7 +7,7 @@ from sharding.compression import ACTIVATION_DTYPES
 from sharding.folding import Layout
 
 ALLOWED_VALUES: dict[str, tuple[str | None, ...]] = {
-    "dispatch": ("all_gather", "all_to_all", "ragged"),
+    "dispatch": ("all_gather", "all_to_all", "ragged", "two_level"),
     "context": ("gather", "ring", "ulysses"),
     "remat": ("none", "selective", "projections", "full"),
     "activation_wire": (None, *ACTIVATION_DTYPES),
@@ -113,13 +113,16 @@ class Method:
       fsdp: weights are kept in shards and gathered layer by layer.
       itemsize: bytes of an activation.
       storage: of weights, gradients and optimizer, one of `STORAGES`.
-      resends: "selective" is that of `moe.remat`, which gathers tokens and sends them to experts
-        again; else that of Korthikanti et al. (https://arxiv.org/abs/2205.05198), which repeats
-        attention's scores, norms and activations, and no communication.
+      resends: rematerialisation is that of `moe.remat`: "selective" gathers tokens and sends them
+        to experts again, "full" keeps what collectives return. Else it is that of Korthikanti et
+        al. (https://arxiv.org/abs/2205.05198): "selective" repeats attention's scores, norms and
+        activations, and no communication; "full" keeps a layer's input alone and repeats all.
       even: expert buffers have the size of even routing, as where their sizes are known at run time
         or a capacity bounds them; else that of any routing.
       activation_wire: communication dtype of tokens to the experts and back; None is their own.
       expert_chunks: number of chunks in which they are dispatched.
+      expert_block: neighbouring experts that a token is sent to together, for "two_level"; 1 where
+        all sets of experts are equally likely.
       two_batch_overlap: rows pass through the layers in two halves, see `streams`.
       overlap_grad_reduce: gradients of a layer are reduced when its last backward pass has ended.
       gradient_wire: communication dtype of gradients between sequence-parallel groups; "bfloat16"
@@ -145,6 +148,7 @@ class Method:
     in_place: bool = False
     activation_wire: str | None = None
     expert_chunks: int = 1
+    expert_block: int = 1
     two_batch_overlap: bool = False
     overlap_grad_reduce: bool = False
     gradient_wire: str = "float32"
@@ -176,6 +180,11 @@ class Method:
         It then repeats the communication of the rest in the backward pass.
         """
         return remat == "projections" or (remat == "selective" and self.resends)
+
+    @property
+    def repeats_all(self) -> bool:
+        """True if the backward pass repeats all communication of the forward pass."""
+        return self.remat == "full" and not self.resends
 
     @property
     def stored(self) -> Storage:

@@ -82,7 +82,9 @@ def experts(
 def _with_repeated(
     forward: list[Transfer], backward: list[Transfer], layout: Layout, method: Method
 ) -> tuple[list[Transfer], list[Transfer]]:
-    if method.repeats(method.remat):
+    if method.repeats_all:
+        backward = forward + backward
+    elif method.repeats(method.remat):
         backward = [t for t in forward if t.repeated] + backward
     return drop_empty(forward, layout), drop_empty(backward, layout)
 
@@ -104,11 +106,11 @@ def tensor_parallel(
 def context(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> list[Transfer]:
     """Context parallelism: keys and values by all-gather or ring, or Ulysses' all-to-all of heads.
 
-    It is that of a model without norms of queries and keys. With them the values before the norms
-    are kept, and Ulysses' first all-to-all is `repeated` too, as it is where "projections" keeps
-    nothing of it.
+    Where what is kept is not what attention reads (`ModelSizes.keeps_projected`, "projections"),
+    Ulysses' first all-to-all is `repeated` too.
     """
-    keys, queries, width = tokens * model.keys, tokens * model.queries, method.itemsize
+    keys, values = tokens * model.keys, tokens * model.values
+    queries, outputs, width = tokens * model.queries, tokens * model.outputs, method.itemsize
 
     def make_transfer(what: str, kind: Kind, elements: int, repeated: bool = False) -> Transfer:
         return Transfer(what, kind, ("cp",), elements, width, 1, width, repeated)
@@ -117,17 +119,25 @@ def context(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> l
         return []
     if method.context == "gather":
         return [
-            make_transfer(what, "all_gather", keys, repeated=True) for what in ("keys", "values")
+            make_transfer(what, "all_gather", elements, repeated=True)
+            for what, elements in (("keys", keys), ("values", values))
         ]
     if method.context == "ring":
-        sent = 2 * ring_hops(layout)[0]
-        return [replace(make_transfer("keys and values", "permute", keys), times=sent, gradient=0)]
-    exchanged = queries + 2 * keys * kv_replication(model, layout)
+        return [
+            replace(
+                make_transfer(what, "permute", elements), times=ring_hops(layout)[0], gradient=0
+            )
+            for what, elements in (("keys", keys), ("values", values))
+        ]
+    exchanged = queries + (keys + values) * kv_replication(model, layout)
     return [
         make_transfer(
-            "queries, keys and values", "all_to_all", exchanged, method.remat == "projections"
+            "queries, keys and values",
+            "all_to_all",
+            exchanged,
+            repeated=model.keeps_projected or method.remat == "projections",
         ),
-        make_transfer("attention's output", "all_to_all", queries, repeated=True),
+        make_transfer("attention's output", "all_to_all", outputs, repeated=True),
     ]
 
 
@@ -138,7 +148,7 @@ def kv_replication(model: ModelSizes, layout: Layout) -> int:
 
 def ring_backward(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> list[Transfer]:
     """Backward pass of a ring: keys and values again, and their float32 gradients a hop behind."""
-    size, (hops, of_gradients) = 2 * tokens * model.keys, ring_hops(layout)
+    size, (hops, of_gradients) = tokens * (model.keys + model.values), ring_hops(layout)
     what = "keys and values"
     return [
         Transfer(what, "permute", ("cp",), size, method.itemsize, hops),
@@ -192,6 +202,8 @@ def dispatch(
             itemsize=method.itemsize,
             buffer=buffer,
             comm_dtype=method.activation_wire,
+            num_experts=model.num_experts,
+            block=method.expert_block,
         ).transfers()
         forward += repeat_transfers(forward_once, count)
         backward += repeat_transfers(backward_once, count)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from observed_collectives import jaxpr_collectives
 from whole_network import loss_and_gradient
 
-from moe.config import ModelConfig
+from moe.config import ModelConfig, MultiHeadLatentAttention
 from moe.placement import in_chunks
 from moe.weights import shapes
 from sharding.folding import Layout, fold_abstract
@@ -48,6 +48,9 @@ CONFIGS = {
     "dense": replace(TOY, num_experts=0, d_ff=28),
     "full": replace(TOY, capacity_factor=0.8),
     "long": replace(TOY, num_experts=4),
+    "normed": replace(TOY, query_key_norm="head"),
+    "latent": replace(TOY, num_kv_heads=8, mla=MultiHeadLatentAttention(10, 18, 2, 4)),
+    "direct": replace(TOY, num_kv_heads=8, mla=MultiHeadLatentAttention(10, None, 2, 4)),
     "mixtral": MIXTRAL,
     "dropless": replace(MIXTRAL, capacity_factor=None),
     "g8t8": replace(MIXTRAL, num_experts=64, experts_per_token=8, d_expert=2048),

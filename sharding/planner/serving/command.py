@@ -2,10 +2,11 @@
 
 import argparse
 import re
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
-from sharding.costs.hardware import HARDWARE, Hardware
+from sharding.costs.hardware import HARDWARE, Hardware, read_hardware
 from sharding.planner.models import ModelSizes
 from sharding.planner.serving.plan import PREFILL, DevicePair, Load
 from sharding.planner.serving.report import draw_timeline, report
@@ -87,31 +88,37 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_devices(text: str) -> list[Hardware]:
-    """The devices of ``"h20,l40s"``.
+    """The devices of ``"h20,l40s"``, each a known type or a file (`read_hardware`).
 
     Raises:
       ValueError: on an unknown one, or one given twice.
     """
     names = text.split(",")
-    unknown = [name for name in names if name not in HARDWARE]
+    unknown = [name for name in names if name not in HARDWARE and not name.endswith(".json")]
     if unknown or len(set(names)) != len(names):
         raise ValueError(
             f"--hardware {text} with --serve needs a list of different device types without "
             f"numbers: write for example h20,l40s, of {', '.join(HARDWARE)}."
         )
-    return [HARDWARE[name] for name in names]
+    return [read_hardware(name) if name.endswith(".json") else HARDWARE[name] for name in names]
 
 
-def parse_prices(overrides: list[str] | None) -> dict[str, float]:
+def parse_prices(
+    overrides: list[str] | None, hardware_types: Sequence[Hardware] = ()
+) -> dict[str, float]:
     """Prices by device; those in `overrides` override the published ones.
+
+    Args:
+      hardware_types: devices to choose from, which may have prices of their own.
 
     Raises:
       ValueError: on another spelling.
     """
-    price_of = {name: each.price for name, each in HARDWARE.items() if each.price is not None}
+    types = {each.name: each for each in (*HARDWARE.values(), *hardware_types)}
+    price_of = {name: each.price for name, each in types.items() if each.price is not None}
     for text in overrides or ():
         match = re.fullmatch(r"(\w+)=(\d+(?:\.\d+)?)", text)
-        if match is None or match[1] not in HARDWARE or not float(match[2]) > 0:
+        if match is None or match[1] not in types or not float(match[2]) > 0:
             raise ValueError(
                 f"--price {text} is not a device type and a price above 0: write for example "
                 "h100=6."
@@ -143,7 +150,11 @@ def device_pairs(
             f"{missing[0]} has no price to compare it with other device types: set one, as in "
             f"--price {missing[0]}=2.5 (an L20 is 1)."
         )
-    paid = price_of if len(hardware_types) > 1 else dict.fromkeys(HARDWARE, 1.0)
+    paid = (
+        price_of
+        if len(hardware_types) > 1
+        else dict.fromkeys([each.name for each in hardware_types], 1.0)
+    )
     return [
         DevicePair(
             attention,
@@ -191,7 +202,9 @@ def plan_text(model: ModelSizes, args: argparse.Namespace, efficiency: float) ->
     if args.devices is not None and args.devices < 2:
         raise ValueError(f"--devices {args.devices} must be at least 2: one for each group.")
     space = Space(prefill=prefill, most_devices=args.devices)
-    choices = device_pairs(hardware_types, parse_prices(args.price), efficiency, curve, measured)
+    choices = device_pairs(
+        hardware_types, parse_prices(args.price, hardware_types), efficiency, curve, measured
+    )
     plans = search(model, load, choices, space)
     head = (
         f"{args.model}: {model.parameters / 1e9:.4g} B parameters, {model.num_experts} experts, "

@@ -126,10 +126,15 @@ def attention_matrices(model: ModelSizes) -> int:
 
 def check(model: ModelSizes) -> None:
     """Raises:
-    ValueError: on a model whose layers do not all have routed experts.
+    ValueError: on a model whose layers do not all have grouped-query attention and routed experts.
     """
     if not model.num_experts:
         raise ValueError("a dense model has no experts to serve on separate devices.")
+    if model.latent is not None:
+        raise ValueError(
+            "serving plans do not support latent attention: its decode step reads latent vectors, "
+            "which they do not count."
+        )
     if model.num_dense_layers:
         raise ValueError(
             f"num_dense_layers={model.num_dense_layers}: serving plans need routed experts in "

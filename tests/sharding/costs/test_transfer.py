@@ -1,11 +1,12 @@
 """Which links a group uses, and what that takes, on sizes one can follow by hand."""
 
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 
 from sharding.costs.hardware import LINK_EFFICIENCY, Hardware
-from sharding.costs.transfer import Transfer
+from sharding.costs.transfer import Transfer, copies
 from sharding.folding import Layout, fold_abstract
 from sharding.folding.groups import axis_groups
 
@@ -106,3 +107,32 @@ def test_what_a_device_sends():
         "all_reduce": 70,
         "permute": 40,
     }
+
+
+@pytest.mark.parametrize(
+    ("experts", "k", "block", "places"), [(8, 2, 1, 4), (8, 3, 1, 2), (12, 4, 2, 3), (12, 4, 4, 6)]
+)
+def test_copies_of_a_token_are_the_mean_over_all_choices(experts, k, block, places):
+    """Every set of blocks of neighbouring experts, counted one by one."""
+    found = [
+        len({(block * one + n) // (experts // places) for one in chosen for n in range(block)})
+        for chosen in combinations(range(experts // block), k // block)
+    ]
+    assert copies(experts, k, block, places) == pytest.approx(sum(found) / len(found))
+
+
+def test_one_copy_of_a_token_goes_to_a_domain_and_there_to_a_device():
+    """Sixteen devices of one expert each in two domains, two experts of a token: 20 tokens."""
+    layout = Layout.parse("dp16 / ep16")
+    one = Transfer("it", "all_to_all", ("ep",), 40, 1, routed=(16, 2, 1))
+    to_both = 1 - 2 * 28 / 120  # of pairs of experts, those in one domain: 2 C(8, 2) / C(16, 2)
+    outside = 20 * (1 + to_both) / 2 / 10
+    inside = 20 * 2 * 7 / 8 / 100
+    assert one.seconds(layout, CLUSTER) == pytest.approx(max(inside, outside))
+    assert one.seconds(layout, replace(CLUSTER, outside=1e9)) == pytest.approx(inside)
+    # Half of the copies of each token leave a domain where each is sent alone.
+    assert one.seconds(layout, CLUSTER) < replace(one, routed=None).seconds(layout, CLUSTER)
+    assert one.transposed(layout).routed == one.routed
+    # All experts on one device of a block: one copy.
+    block = replace(one, routed=(16, 2, 2), elements=40)
+    assert block.sent(layout) == pytest.approx(20 * 2 * 15 / 16)

@@ -1,23 +1,28 @@
 """After one measurement of each system the planner says what was published of the others."""
 
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 
 from sharding.planner.calibration import (
     CALIBRATION_POINTS,
     CLUSTERS,
+    LAUNCH_POINTS,
     MAPPINGS,
     MEGASCALE,
     SCALING,
     calibrate,
+    fit,
+    predict,
     predicted_mfu,
 )
 from sharding.planner.models import PRESETS
+from sharding.planner.search import MEMORY_FRACTION, Plan
 
 
 def said(row):
-    found = predicted_mfu(row, calibrate(row.system))
+    found = predicted_mfu(row, fit(row.system))
     assert found is not None
     return found
 
@@ -31,15 +36,26 @@ def test_the_point_comes_out_as_measured(system):
 
 @pytest.mark.parametrize("model", list(MAPPINGS))
 def test_folding_is_first_of_the_published_mappings_with_a_pipeline(model):
-    *others, folded = [predicted_mfu(row, calibrate(row.system)) for row in MAPPINGS[model]]
+    *others, folded = [predicted_mfu(row, fit(row.system)) for row in MAPPINGS[model]]
     assert folded is not None
     assert folded == max(found for found in [*others, folded] if found is not None)
 
 
-def test_what_ran_out_of_memory_does_not_fit():
-    for rows in MAPPINGS.values():
-        for row in rows:
-            assert (predicted_mfu(row, calibrate(row.system)) is None) == (row.mfu is None), row
+def test_what_ran_out_of_memory_fits_in_no_more_than_all_of_it():
+    """With full rematerialisation it comes to the limit, and without it is above."""
+    for row in chain(*MAPPINGS.values()):
+        plan = predict(row, fit(row.system))
+        assert isinstance(plan, Plan)
+        near = plan.memory.total > 0.99 * MEMORY_FRACTION * CLUSTERS[row.system].memory
+        if row.mfu is None:
+            assert near
+            assert plan.method.remat == "full"
+
+
+def test_experts_are_launched_as_the_two_models_with_many_say():
+    ratios = [said(row) / row.mfu for row in LAUNCH_POINTS if row.mfu is not None]
+    assert ratios[0] * ratios[1] == pytest.approx(1, abs=0.01)
+    assert 5e-5 < fit("Megatron-Core").launch < 2e-4
 
 
 def gain(model):

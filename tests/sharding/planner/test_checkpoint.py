@@ -1,15 +1,21 @@
-"""A checkpoint's config.json states the sizes that the network reads from it."""
+"""A checkpoint's config.json is counted as the network that its reader makes of it, or refused in
+one true line."""
 
 import json
-from dataclasses import replace
+import math
+import random
+from pathlib import Path
 
+import jax
 import pytest
 
-from moe.architecture.feed_forward import ClampedSwiGLU
 from moe.config import ModelConfig
-from moe.counts import sizes_of
+from moe.counts import training_flops
 from moe.huggingface.configuration import config_from, options_from
-from sharding.planner.models import sizes_from
+from moe.weights import axis_sizes, table
+from sharding.planner.__main__ import main
+from sharding.planner.models import ModelSizes
+from sharding.planner.models.checkpoint import sizes_from
 
 BASE = ModelConfig(
     vocab_size=23,
@@ -25,93 +31,163 @@ BASE = ModelConfig(
 )
 
 
-DENSE = replace(BASE, num_experts=0, d_ff=18)
-GEMMA = replace(
-    DENSE,
-    norm_placement="both",
-    query_key_norm="head",
-    activation="gelu_tanh",
-    embedding_scale=None,
-    head="tied",
-)
-GLM = replace(
-    BASE,
-    router_scores="sigmoid",
-    selection_bias=True,
-    d_ff=14,
-    num_dense_layers=1,
-    dense_d_ff=20,
-    rotary_dim=2,
-)
-OSS = replace(
-    BASE,
-    qkv_bias=True,
-    attention_out_bias=True,
-    attention_sinks=True,
-    router_bias=True,
-    expert_bias=True,
-    activation=ClampedSwiGLU(1.702, 7.0),
+PUBLISHED = json.loads(
+    (Path(__file__).parents[2] / "moe/huggingface/published_configs.json").read_text()
 )
 
 
-@pytest.mark.parametrize(
-    ("architecture", "config"),
-    [
-        ("MixtralForCausalLM", BASE),
-        ("Qwen3MoeForCausalLM", replace(BASE, query_key_norm="head")),
-        ("Qwen2MoeForCausalLM", replace(BASE, d_ff=10, qkv_bias=True, shared_expert_gate=True)),
-        ("LlamaForCausalLM", replace(BASE, num_experts=0, d_ff=18, head="tied")),
-        ("Olmo3ForCausalLM", replace(DENSE, norm_placement="after", query_key_norm="projection")),
-        ("Gemma3ForCausalLM", replace(GEMMA, head="untied")),
-        ("Glm4MoeForCausalLM", GLM),
-        ("GptOssForCausalLM", OSS),
-    ],
-)
-def test_sizes_are_those_of_the_network(architecture, config, tmp_path):
-    if architecture.startswith("Qwen2"):
-        config = replace(config, head_dim=2)
-    options = options_from(config, architecture)
-    (tmp_path / "config.json").write_text(json.dumps(options))
-    assert sizes_from(tmp_path) == sizes_of(config_from(tmp_path))
+def written(folder, options):
+    (folder / "config.json").write_text(json.dumps(options))
+    return folder
 
 
-@pytest.mark.parametrize(
-    ("architecture", "config"),
-    [
-        ("SmolLM3ForCausalLM", replace(DENSE, head="tied", nope_layers=(1,))),
-        ("Gemma3ForCausalLM", GEMMA),
-    ],
-)
-def test_a_head_that_is_not_spoken_of_is_that_of_the_architecture(architecture, config, tmp_path):
-    options = options_from(config, architecture)
-    assert options.pop("tie_word_embeddings")
-    (tmp_path / "config.json").write_text(json.dumps(options))
-    assert sizes_from(tmp_path).tied
-    assert sizes_from(tmp_path) == sizes_of(config_from(tmp_path))
+def parameters_of(config, part):
+    """Numbers in the weights of a network whose path has `part`, without tracing a program."""
+    sizes = axis_sizes(config)
+    weights = jax.tree.leaves_with_path(table(config))
+    return sum(
+        math.prod(sizes[axis] for axis in weight.axes.split())
+        for path, weight in weights
+        if part in jax.tree_util.keystr(path)
+    )
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"kv_lora_rank": 512}, "kv_lora_rank=512 is latent attention"),
-        ({"hidden_size": 3}, "lacks num_hidden_layers, num_attention_heads, vocab_size"),
-    ],
-)
-def test_what_cannot_be_described_is_refused(options, words, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(options))
-    with pytest.raises(ValueError, match=words):
-        sizes_from(tmp_path / "config.json")
+def test_matrices_of_latent_attention_are_those_of_the_network(tmp_path):
+    """Of DeepSeek-V3, and of Moonlight, which has no latent vector for queries."""
+    for name in ("deepseek-ai/DeepSeek-V3.1", "moonshotai/Moonlight-16B-A3B"):
+        folder = written(tmp_path, PUBLISHED["read"][name])
+        model, config = sizes_from(folder), config_from(folder)
+        assert model.latent is not None and config.mla is not None
+        counted = parameters_of(config, "attention")
+        norms = config.d_model + config.mla.kv_lora_rank + (config.mla.q_lora_rank or 0)
+        assert counted == model.num_layers * (model.attention_parameters + norms)
+
+
+@pytest.mark.parametrize("name", [*PUBLISHED["read"]])
+def test_published_files_are_counted_or_refused(name, tmp_path):
+    folder = written(tmp_path, PUBLISHED["read"][name])
+    config = config_from(folder)
+    if config.delta is not None:
+        with pytest.raises(ValueError, match=r"Gated DeltaNet \(delta\), which 36 of 48 layers"):
+            sizes_from(folder)
+        return
+    model = sizes_from(folder)
+    # Biases, norms of heads and after layers, sinks and gates are left out.
+    assert model.parameters == pytest.approx(parameters_of(config, ""), rel=4e-4)
+    if config.mla is None:
+        assert model.training_flops(4096) == pytest.approx(training_flops(config, 4096), rel=1e-9)
+        assert model.training_flops(64) == pytest.approx(training_flops(config, 64), rel=1e-9)
+    else:
+        # Of the products of queries and keys, 192 numbers each, and of outputs, 128.
+        longer = model.training_flops(8192) - model.training_flops(4096)
+        assert longer == 3 * model.num_layers * model.num_heads * (192 + 128) * 4096
+
+
+@pytest.mark.parametrize("name", [*PUBLISHED["refused"]])
+def test_files_that_the_network_refuses_are_refused_in_its_words(name, tmp_path):
+    folder = written(tmp_path, PUBLISHED["refused"][name])
+    with pytest.raises(ValueError) as of_network:
+        config_from(folder)
+    with pytest.raises(ValueError) as caught:
+        sizes_from(folder)
+    assert " ".join(str(of_network.value).split()) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_family_is_read_without_the_options_of_its_training(tmp_path):
+    options = {**options_from(BASE, "MixtralForCausalLM"), "window_of_mine": 3}
+    folder = written(tmp_path, options)
+    with pytest.raises(ValueError, match="window_of_mine=3"):
+        sizes_from(folder)
+    assert sizes_from(folder, ignore=["window_of_mine"]).num_experts == BASE.num_experts
+    del options["num_experts_per_tok"]
+    with pytest.raises(ValueError, match="num_experts_per_tok"):
+        sizes_from(written(tmp_path, options), ignore=["window_of_mine"])
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "config.json is not JSON"),
-        ("[" * 100_000, "config.json is not JSON"),
-        ("[1]", "config.json holds a list, not a model config"),
+        ("{", "config.json"),
+        ("[" * 100_000, "config.json"),
+        ("[1]", "config.json"),
+        (
+            '{"model_type": "llama", "vocab_size": 9, "num_hidden_layers": 3}',
+            "lacks the option hidden",
+        ),
+        (
+            f'{{"model_type": "llama", "vocab_size": 9, "num_hidden_layers": {2**40}}}',
+            "num_hidden_layers=1099511627776 is not supported; supported: at most 10000",
+        ),
+        ('{"model_type": "deepseek_v2"}', "model_type='deepseek_v2' is not supported"),
     ],
 )
 def test_a_file_that_is_no_config_is_refused(text, words, tmp_path):
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=words) as caught:
         sizes_from(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+VALUES = (None, 0, 1, 3, -1, 2**40, 0.5, float("nan"), True, "", "7", [], [1, 2], {}, "silu")
+"""What a file may have in the place of another value."""
+
+
+def variants(seed, number):
+    """Published files with one to three options changed or left out."""
+    rng, names = random.Random(seed), [*PUBLISHED["read"]]
+    for _ in range(number):
+        options = dict(PUBLISHED["read"][rng.choice(names)])
+        for name in rng.sample(sorted(options), rng.randint(1, 3)):
+            if rng.random() < 0.3:
+                del options[name]
+            else:
+                options[name] = rng.choice(VALUES)
+        yield options
+
+
+def test_changed_files_end_in_sizes_or_one_line(tmp_path):
+    ends = {"sizes": 0, "refused": 0}
+    for options in variants(seed=1, number=300):
+        try:
+            assert isinstance(sizes_from(written(tmp_path, options)), ModelSizes)
+            ends["sizes"] += 1
+        except ValueError as reason:
+            assert "\n" not in str(reason)
+            assert len(str(reason)) > 30
+            ends["refused"] += 1
+    assert min(ends.values()) > 50
+
+
+TRAINING = ("--hardware", "b200x8", "--tokens", "64K", "--program", "megatron-core", "--top", "1")
+SERVING = ("--serve", "--hardware", "h200", "--devices", "40")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [TRAINING, SERVING])
+def test_changed_files_end_in_a_plan_or_one_line(flags, tmp_path, capsys):
+    ends = {0: 0, 2: 0}
+    for options in variants(seed=2, number=300):
+        status = main([str(written(tmp_path, options)), *flags])
+        told = capsys.readouterr()
+        ends[status] += 1
+        assert bool(told.out) == (status == 0)
+        assert len(told.err.splitlines()) == (0 if status == 0 else 1)
+    assert min(ends.values()) > (50 if flags == TRAINING else 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("deepseek-ai/DeepSeek-V3.1", "serving plans do not support latent attention"),
+        ("zai-org/GLM-4.5-Air", "serving plans need routed experts in all layers"),
+        ("Qwen/Qwen3-8B", "a dense model has no experts to serve"),
+        ("Qwen/Qwen3-Next-80B-A3B-Thinking", "does not support Gated DeltaNet"),
+    ],
+)
+def test_what_no_server_is_planned_for_is_refused_in_one_line(name, words, tmp_path, capsys):
+    folder = written(tmp_path, PUBLISHED["read"][name])
+    assert main([str(folder), "--serve", "--hardware", "h200"]) == 2
+    told = capsys.readouterr()
+    assert words in told.err
+    assert (told.out, len(told.err.splitlines())) == ("", 1)

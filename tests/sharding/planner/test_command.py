@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 
+from sharding.costs.hardware import HARDWARE, Hardware, parse
 from sharding.planner.__main__ import main, parse_count
 
 ROOT = Path(__file__).parents[3]
@@ -128,6 +129,48 @@ def test_what_no_server_is_planned_for_is_refused_on_one_line(arguments, words, 
 def test_flags_of_a_server_need_serve(capsys):
     assert main(["mixtral-8x7b", "--hardware", "h100x8", "--avg-seq", "9"]) == 2
     assert capsys.readouterr().err == "--avg-seq is only for serving plans: add --serve.\n"
+
+
+def test_a_cluster_of_ones_own_is_read_from_a_file(capsys, tmp_path):
+    file = tmp_path / "mine.json"
+    file.write_text('{"like": "h100", "memory": 141e9, "outside": 25e9}')
+    mine = HARDWARE["h100"].__dict__ | {"name": "mine", "memory": 141e9, "outside": 25e9}
+    assert parse(f"{file} x16") == parse(f"{file}x16") == (Hardware(**mine), 16)
+    given = ["mixtral-8x7b", "--tokens", "64K", "--top", "1", "--program", "megatron-core"]
+    assert main([*given, "--hardware", str(file), "x16"]) == 0
+    assert f"16 x 4,096 tokens on {file} x16" in capsys.readouterr().out
+    assert main(["mixtral-8x7b", "--serve", "--hardware", f"{file},h20", "--devices", "12"]) == 2
+    assert "mine has no price to compare it with" in capsys.readouterr().err
+    file.write_text('{"like": "h100", "price": 3}')
+    assert main(["mixtral-8x7b", "--serve", "--hardware", f"{file},h20", "--devices", "12"]) == 0
+    assert re.search(r"x mine tp\d", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "is not JSON"),
+        ("[3]", "holds no object"),
+        ('{"like": "abacus"}', "like='abacus' is not known: use one of h100"),
+        ('{"like": "h100", "flops": 1}', "'flops' is not known: use like, name, peak"),
+        ('{"peak": 1e15, "domain": 8}', "lacks memory, memory_bandwidth, inside, outside"),
+        ('{"like": "h100", "domain": 8.5}', "domain=8.5 must be a whole number of devices above 0"),
+        ('{"like": "h100", "peak": "1e15"}', "peak='1e15' must be a number of SI units above 0"),
+        (
+            '{"like": "h100", "latency_inside": -1}',
+            "latency_inside=-1 must be a number of SI units",
+        ),
+        ('{"like": "h100", "overlaps": 1}', "overlaps=1 must be true or false"),
+        ('{"like": "h100", "name": 7}', "name=7 must be text"),
+    ],
+)
+def test_a_file_that_describes_no_device_is_refused_on_one_line(text, words, capsys, tmp_path):
+    file = tmp_path / "mine.json"
+    file.write_text(text)
+    assert main(["mixtral-8x7b", "--hardware", str(file), "x16"]) == 2
+    told = capsys.readouterr()
+    assert words in told.err
+    assert (told.out, len(told.err.splitlines())) == ("", 1)
 
 
 def test_numbers_of_tokens():

@@ -9,6 +9,7 @@ from sharding.folding import Layout
 from sharding.planner import volumes
 from sharding.planner.communication import STREAM_GROUPS
 from sharding.planner.cost import System, cost
+from sharding.planner.memory import activation_bytes
 from sharding.planner.method import Batch, Method
 from sharding.planner.models import PRESETS
 from sharding.schedule import Schedule
@@ -203,3 +204,62 @@ def test_gradients_of_the_ends_hide_nowhere_by_themselves(micro_rows):
 def test_micro_batches_divide_the_rows():
     with pytest.raises(ValueError, match="rows=255 cannot be split over dp=8"):
         of("tp2 dp8 pp8 / ep8", rows=255)
+
+
+def test_experts_of_a_device_are_launched_one_by_one():
+    layout, launch = "tp2 dp64 / ep4", 1e-3
+    plain, launched = (of(layout, system=System(launch=each)) for each in (0.0, launch))
+    # The second of two experts, in three passes of four micro-batches through 56 layers.
+    assert launched.products - plain.products == pytest.approx(4 * 3 * 56 * launch)
+    again = replace(MEGATRON, remat="full")
+    plain, launched = (of(layout, again, System(launch=each)) for each in (0.0, launch))
+    assert launched.products - plain.products == pytest.approx(4 * 4 * 56 * launch)
+    # One expert is launched as a dense layer is.
+    assert of("tp2 dp64 / ep8", system=System(launch=1.0)) == of("tp2 dp64 / ep8")
+
+
+def test_a_stage_with_fewer_layers_has_the_head():
+    """Of 56 layers in 16 stages four are on a stage, and the last has none left: 60 fill them."""
+    full, spare = (of("tp2 dp4 pp16", system=System(fills_stages=each)) for each in (False, True))
+    head = 3 * 2.0 * 64 * 2048 * MIXTRAL.d_model * MIXTRAL.vocab_size / (0.6 * H100.peak)
+    assert full.products - spare.products == pytest.approx(head)
+    even = "tp2 dp8 pp8"
+    assert of(even, system=System(fills_stages=True)) == of(even)
+
+
+def test_shards_wait_or_hide():
+    method = replace(MEGATRON, fsdp=True)
+    hidden, waited = (
+        of("tp2 dp64 / ep8", method, System(hides_shards=each), outside=5e12)
+        for each in (True, False)
+    )
+    what = "shards of layers"
+    assert hidden.communication[what] == 0 < waited.communication[what]
+
+
+def test_full_rematerialisation_of_others_sends_again():
+    layout = Layout.parse("tp2 dp64 / ep8")
+    batch = Batch(256, 4096)
+    for resends, passes in ((False, 3), (True, 2)):
+        method = replace(MEGATRON, remat="full", resends=resends)
+        forward, backward = volumes.layer(MIXTRAL, layout, batch, method)
+        of_tokens = [each for each in forward if each.what == "tokens to experts"]
+        again = [each for each in backward if each.what in ("tokens to experts", "sums of experts")]
+        assert len(of_tokens) == 1
+        assert len(again) == 2 * (passes - 2)
+        kept = activation_bytes(MIXTRAL, layout, 2048, method, "full")
+        assert (kept == 2 * 2048 * MIXTRAL.d_model) == (not resends)
+
+
+def test_an_all_to_all_beside_another_micro_batch_takes_part_of_the_device():
+    method = replace(MEGATRON, dispatch="two_level")
+    shown, hidden = (
+        of("tp2 dp64 / ep8", method, System(hides_experts=each)) for each in (False, True)
+    )
+    # Of one of four micro-batches, without the head.
+    sent = shown.communication["experts"] / 4
+    products = shown.products / 4 - 3 * 2.0 * 2048 * 6144 * 32768 / (0.6 * H100.peak)
+    slower = products * (132 / 112 - 1)
+    assert hidden.communication["experts"] / 4 == pytest.approx(slower + sent / 4)
+    # DeepEP's volume is no more than that of all copies.
+    assert shown.communication["experts"] < of("tp2 dp64 / ep8").communication["experts"]

@@ -77,6 +77,20 @@ CASES = [
     ("shared", "pp2 tp2 dp2 / ep4", "all_to_all", "gather", "full"),
     ("dense", "tp2 dp4", "all_gather", "gather", "selective"),
     ("full", "tp2 cp2 / ep4", "all_to_all", "gather", "none"),
+    # Norms of queries and keys, and latent attention: what is kept is not what attention reads.
+    *(
+        ("normed", layout, "all_gather", context, remat)
+        for layout, context, remat in (
+            ("cp4 dp2 / ep8", "ulysses", "selective"),
+            ("tp2 cp2 dp2 / ep4", "gather", "selective"),
+            ("cp2 tp2 pp2", "ring", "selective"),
+            ("cp4 dp2 / ep8", "ulysses", "projections"),
+            ("cp4 dp2 / ep8", "ulysses", "none"),
+        )
+    ),
+    ("latent", "cp4 dp2 / ep8", "all_gather", "ulysses", "selective"),
+    ("latent", "tp2 cp2 dp2 / ep4", "all_to_all", "gather", "selective"),
+    ("direct", "tp2 cp2 pp2", "all_gather", "ring", "full"),
     # The mappings of Liu et al., "MoE Parallel Folding", 2025, tables 1, 3 and 5.
     ("mixtral", "tp2 dp8 pp8 / ep8", "all_to_all", "gather", "none"),
     ("mixtral", "tp2 dp8 pp8 / ep4 etp2", "all_to_all", "gather", "none"),

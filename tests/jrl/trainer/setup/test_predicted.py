@@ -135,5 +135,10 @@ def test_kinds_of_devices():
     assert find_hardware("NVIDIA H100 80GB HBM3") is HARDWARE["h100"]
     assert find_hardware("NVIDIA A100-SXM4-80GB") is HARDWARE["a100"]
     assert find_hardware("NVIDIA L40S") is HARDWARE["l40s"]
+    assert find_hardware("NVIDIA GB200") is HARDWARE["gb200"]
+    kinds = ("TPU v5", "TPU v5p", "TPU v5 lite", "TPU v5e", "TPU v6 lite", "TPU7x")
+    names = ("v5p", "v5p", "v5e", "v5e", "v6e", "v7x")
+    assert [find_hardware(kind) for kind in kinds] == [HARDWARE[name] for name in names]
+    assert find_hardware("TPU v4") is None
     assert find_hardware(jax.devices()[0].device_kind) is None
     assert find_hardware("laptop computer") is None

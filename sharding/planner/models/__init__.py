@@ -1,17 +1,28 @@
-"""Models as the planner sees them: their sizes, read from a checkpoint or published."""
+"""Models as the planner sees them: their sizes, and those of published ones."""
 
-import json
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
-TIED_MODEL_TYPES = ("gemma3_text", "smollm3")
-"""Architectures whose head is the embedding where the file does not say."""
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention: keys and values come from one vector per token.
+
+    Args:
+      rank: width of that vector.
+      query_rank: width of the one that queries come from; 0 makes them directly.
+      rope_dim: elements of a key that all heads share, part of `ModelSizes.head_dim`.
+      value_dim: width of a value head.
+    """
+
+    rank: int
+    query_rank: int
+    rope_dim: int
+    value_dim: int
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Sizes of a decoder-only transformer with grouped-query attention and SwiGLU.
+    """Sizes of a decoder-only transformer with SwiGLU.
 
     Args:
       num_layers: blocks.
@@ -29,6 +40,10 @@ class ModelSizes:
       tied: logits come from the embedding.
       capacity_factor: experts take at most this multiple of what even routing sends them from one
         device; None drops nothing.
+      query_key_norm: queries and keys have norms.
+      latent: makes attention multi-head latent attention; None is grouped-query attention.
+      window: tokens that a query sees in the layers with a window; 0 is all of them.
+      num_window_layers: layers with a window.
     """
 
     num_layers: int
@@ -45,6 +60,10 @@ class ModelSizes:
     dense_d_ff: int = 0
     tied: bool = False
     capacity_factor: float | None = None
+    query_key_norm: bool = False
+    latent: LatentAttention | None = None
+    window: int = 0
+    num_window_layers: int = 0
 
     def __post_init__(self):
         for name in (
@@ -60,9 +79,30 @@ class ModelSizes:
         return self.num_heads * self.head_dim
 
     @property
+    def value_dim(self) -> int:
+        """Width of a value head."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def outputs(self) -> int:
+        """Width of attention's output, of all heads."""
+        return self.num_heads * self.value_dim
+
+    @property
     def keys(self) -> int:
-        """Width of all key heads, and of all value heads."""
+        """Width of all key heads."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def values(self) -> int:
+        """Width of all value heads."""
+        return self.num_kv_heads * self.value_dim
+
+    @property
+    def latents(self) -> int:
+        """Width of the vectors that latent attention expands."""
+        latent = self.latent
+        return 0 if latent is None else latent.query_rank + latent.rank + latent.rope_dim
 
     @property
     def num_expert_layers(self) -> int:
@@ -70,9 +110,32 @@ class ModelSizes:
         return self.num_layers - self.num_dense_layers if self.num_experts else 0
 
     @property
+    def keeps_projected(self) -> bool:
+        """True if rematerialisation by name keeps the first products, before norms and further
+        products, in the place of queries, keys and values."""
+        return self.query_key_norm or self.latent is not None
+
+    @property
+    def projected(self) -> int:
+        """Width of the first products on the way to queries, keys and values."""
+        if self.latent is None:
+            return self.queries + self.keys + self.values
+        return self.latents + (0 if self.latent.query_rank else self.queries)
+
+    @property
     def attention_parameters(self) -> int:
         """Matrices of one attention layer."""
-        return 2 * self.d_model * (self.queries + self.keys)
+        return self.projection_parameters + self.d_model * self.outputs
+
+    @property
+    def projection_parameters(self) -> int:
+        """Matrices of queries, keys and values of one attention layer."""
+        h, latent = self.d_model, self.latent
+        if latent is None:
+            return h * (self.queries + self.keys + self.values)
+        queries = latent.query_rank * (h + self.queries) if latent.query_rank else h * self.queries
+        content = self.keys - self.num_kv_heads * latent.rope_dim
+        return queries + h * (latent.rank + latent.rope_dim) + latent.rank * (content + self.values)
 
     @property
     def expert_parameters(self) -> int:
@@ -103,83 +166,27 @@ class ModelSizes:
         routed = self.experts_per_token * self.d_expert if self.num_experts else 0
         return routed + self.d_ff
 
+    def seen(self, time: int) -> float:
+        """Twice the mean number of tokens that a query sees, summed over layers.
+
+        It is `time` for a layer with causal attention, and ``w (2 - w / time)`` with a window of w.
+        """
+        windows = self.num_window_layers if 0 < self.window < time else 0
+        in_window = self.window * (2 - self.window / time)
+        return (self.num_layers - windows) * time + windows * in_window
+
     def training_flops(self, time: int) -> float:
         """Floating-point operations of one trained token in sequences of `time`.
 
         ``6 (L (h (q + 2 kv) + q h) + sum_layers 3 h f + h V) + 6 L q time``, as
-        `moe.counts.training_flops` counts them without windows, and Megatron-Core.
+        `moe.counts.training_flops` counts them, and Megatron-Core. Latent attention has its own
+        matrices in the place of the first term, and the mean width of queries and outputs as q.
         """
         num_main_layers = self.num_layers - self.num_dense_layers
         width = num_main_layers * self.layer_width + self.num_dense_layers * self.dense_d_ff
         weights = self.num_layers * self.attention_parameters
         weights += 3 * self.d_model * width + self.d_model * self.vocab_size
-        return 6.0 * (weights + self.num_layers * self.queries * time)
-
-
-def sizes_from(path: str | Path) -> ModelSizes:
-    """The sizes that a checkpoint's config.json states, in the words of `transformers`.
-
-    Args:
-      path: the checkpoint's directory, or its config.json.
-
-    Raises:
-      ValueError: where the file is none of settings, sizes are missing, or attention is multi-head
-        latent attention.
-    """
-    path = Path(path)
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        options = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: use the config.json of a checkpoint.") from error
-    if not isinstance(options, dict):
-        raise ValueError(
-            f"{path} holds a {type(options).__name__}, not a model config: use the config.json "
-            "of a checkpoint."
-        )
-    if options.get("kv_lora_rank") is not None:
-        raise ValueError(
-            f"{path}: kv_lora_rank={options['kv_lora_rank']} is latent attention (MLA), which "
-            "the planner does not support."
-        )
-    names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
-    missing = [name for name in names if name not in options]
-    if missing:
-        raise ValueError(
-            f"{path} lacks {', '.join(missing)}: it must be the config.json of a decoder."
-        )
-    heads, d_model = options["num_attention_heads"], options["hidden_size"]
-    return ModelSizes(
-        num_layers=options["num_hidden_layers"],
-        d_model=d_model,
-        num_heads=heads,
-        num_kv_heads=options.get("num_key_value_heads") or heads,
-        head_dim=options.get("head_dim") or d_model // heads,
-        vocab_size=options["vocab_size"],
-        tied=bool(
-            options.get("tie_word_embeddings", options.get("model_type") in TIED_MODEL_TYPES)
-        ),
-        **_feed_forward(options),
-    )
-
-
-def _feed_forward(options: dict[str, Any]) -> dict[str, int]:
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    num_experts = next((options[name] for name in names if options.get(name)), 0)
-    dense = options.get("intermediate_size", 0)
-    if not num_experts:
-        return {"d_ff": dense}
-    width = options.get("moe_intermediate_size") or dense
-    shared = options.get("shared_expert_intermediate_size") or 0
-    shared = shared or (options.get("n_shared_experts") or 0) * width
-    return {
-        "num_experts": num_experts,
-        "experts_per_token": options["num_experts_per_tok"],
-        "d_expert": width,
-        "d_ff": shared,
-        "num_dense_layers": options.get("first_k_dense_replace") or 0,
-        "dense_d_ff": dense if options.get("first_k_dense_replace") else 0,
-    }
+        return 6.0 * weights + 3.0 * (self.queries + self.outputs) * self.seen(time)
 
 
 MIXTRAL_8X22B = ModelSizes(
@@ -203,6 +210,35 @@ MIXTRAL_8X7B = ModelSizes(
     num_experts=8,
     experts_per_token=2,
     d_expert=14336,
+)
+LATENT = LatentAttention(rank=512, query_rank=1536, rope_dim=64, value_dim=128)
+DEEPSEEK_V3 = ModelSizes(
+    num_layers=61,
+    d_model=7168,
+    num_heads=128,
+    num_kv_heads=128,
+    head_dim=192,
+    vocab_size=129280,
+    num_experts=256,
+    experts_per_token=8,
+    d_expert=2048,
+    d_ff=2048,
+    num_dense_layers=3,
+    dense_d_ff=18432,
+    latent=LATENT,
+)
+GPT_OSS_20B = ModelSizes(
+    num_layers=24,
+    d_model=2880,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=64,
+    vocab_size=201088,
+    num_experts=32,
+    experts_per_token=4,
+    d_expert=2880,
+    window=128,
+    num_window_layers=12,
 )
 
 PRESETS: dict[str, ModelSizes] = {
@@ -253,7 +289,30 @@ PRESETS: dict[str, ModelSizes] = {
         num_experts=128,
         experts_per_token=8,
         d_expert=1536,
+        query_key_norm=True,
     ),
+    "qwen3-30b-a3b": replace(
+        MIXTRAL_8X7B,
+        num_layers=48,
+        d_model=2048,
+        num_kv_heads=4,
+        vocab_size=151936,
+        num_experts=128,
+        experts_per_token=8,
+        d_expert=768,
+        query_key_norm=True,
+    ),
+    "deepseek-v3": DEEPSEEK_V3,
+    "kimi-k2": replace(
+        DEEPSEEK_V3,
+        num_heads=64,
+        num_kv_heads=64,
+        vocab_size=163840,
+        num_experts=384,
+        num_dense_layers=1,
+    ),
+    "gpt-oss-20b": GPT_OSS_20B,
+    "gpt-oss-120b": replace(GPT_OSS_20B, num_layers=36, num_experts=128, num_window_layers=18),
     "dbrx": replace(
         MIXTRAL_8X22B,
         num_layers=40,
@@ -274,5 +333,6 @@ PRESETS: dict[str, ModelSizes] = {
     ),
 }
 """Liu et al., "MoE Parallel Folding", 2025, section 4 (https://arxiv.org/abs/2504.14960); Jin et
-al., "MegaScale-MoE", 2025, table 1 (https://arxiv.org/abs/2505.11432); Qwen3, 2025; Zhu
-et al., "MegaScale-Infer", 2025, for DBRX and Scaled-MoE (https://arxiv.org/abs/2504.02263)."""
+al., "MegaScale-MoE", 2025, table 1 (https://arxiv.org/abs/2505.11432); the
+config.json of Qwen3, DeepSeek-V3, Kimi-K2 and gpt-oss, without layers that predict further tokens;
+Zhu et al., "MegaScale-Infer", 2025, for DBRX and Scaled-MoE (https://arxiv.org/abs/2504.02263)."""

@@ -1,0 +1,1 @@
+"""Validation: published measurements and what the planner predicts for them."""

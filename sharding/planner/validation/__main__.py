@@ -1,0 +1,87 @@
+"""Command line: prints published measurements beside predictions, and errors by model."""
+
+import sys
+from collections.abc import Iterable
+
+from sharding.planner.report import align_columns
+from sharding.planner.validation.accuracy import Accuracy, Row, accuracy_of
+from sharding.planner.validation.evidence import EVIDENCE, Evidence
+from sharding.planner.validation.predicted import predict
+
+
+def main() -> int:
+    """The exit status."""
+    print(evidence_table())
+    print()
+    print(accuracy_table())
+    return 0
+
+
+def evidence_table() -> str:
+    """All rows with their settings, by source."""
+    lines = []
+    for source in dict.fromkeys(row.source for row in EVIDENCE):
+        cells = [("model", "hardware", "settings", "measured", "predicted", "ratio")]
+        cells += [_cells(row) for row in EVIDENCE if row.source == source]
+        lines += [source, align_columns(cells), ""]
+    return "\n".join(lines).rstrip()
+
+
+def _cells(row: Evidence) -> tuple[str, ...]:
+    settings = f"{row.layout}, {row.rows} x {row.time}"
+    if row.micro_rows is not None:
+        settings += f", micro {row.micro_rows}" + (f", {row.remat}" if row.remat else "")
+    for name, is_on in (
+        ("FSDP", row.fsdp),
+        ("all-to-all overlapped", row.overlaps_experts),
+        ("graphs", row.graphs),
+    ):
+        settings += f", {name}" if is_on else ""
+    found, measured = predict(row), row.tokens_per_second
+    if found is None:
+        return row.model, row.hardware, settings, f"{measured:,.0f}", "does not fit", ""
+    ratio = f"{found / measured:.2f}" + (" (fitted)" if row.fitted else "")
+    return row.model, row.hardware, settings, f"{measured:,.0f}", f"{found:,.0f}", ratio
+
+
+def accuracy_by_model() -> dict[str, Accuracy]:
+    """Accuracy on the rows of each model, and on all."""
+    names = dict.fromkeys(row.model for row in EVIDENCE)
+    by_model = {name: accuracy_of(_pairs(r for r in EVIDENCE if r.model == name)) for name in names}
+    return by_model | {"all": accuracy_of(_pairs(EVIDENCE))}
+
+
+def _pairs(rows: Iterable[Evidence]) -> list[Row]:
+    return [
+        (
+            *(row.tokens_per_second, found, row.fitted),
+            (row.model, row.hardware, row.num_devices, row.time),
+        )
+        for row in rows
+        if (found := predict(row)) is not None
+    ]
+
+
+def accuracy_table() -> str:
+    """Errors and rank correlations by model."""
+    head = "model", "rows", "held out", "median error", "worst", "ranks", "same cluster", "verdict"
+    cells = [head]
+    for name, found in accuracy_by_model().items():
+        number, held_out = found.rows
+        cells.append(
+            (
+                name,
+                str(number),
+                str(held_out),
+                "" if found.median is None else f"{found.median:.0%}",
+                "" if found.worst is None else f"{found.worst:.0%}",
+                "" if found.correlation is None else f"{found.correlation:.2f}",
+                "" if found.on_cluster is None else f"{found.on_cluster:.2f}",
+                found.verdict if name != "all" else "",
+            )
+        )
+    return align_columns(cells)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

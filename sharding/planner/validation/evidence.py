@@ -1,0 +1,215 @@
+"""Evidence: published speeds of training runs in bfloat16, each with its settings and source."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Literal
+
+from sharding.costs.hardware import HARDWARE
+from sharding.folding import Layout
+from sharding.planner.calibration import (
+    CALIBRATION_POINTS,
+    LAUNCH_POINTS,
+    MAPPINGS,
+    MEGASCALE,
+    SCALING,
+)
+from sharding.planner.models import PRESETS
+
+Unit = Literal["MFU", "TFLOP/s", "tokens/s", "s"]
+"""Percent of peak; per device; per device; of a step."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """A published measurement.
+
+    Attributes:
+      system: whose program, one of `sharding.planner.validation.predicted.SYSTEMS`.
+      model: one of `PRESETS`.
+      hardware: one of `HARDWARE`.
+      layout: its mapping; ``vpp`` is chosen by the planner where `micro_rows` is None.
+      rows: sequences of a step.
+      time: tokens of each.
+      measured: in `unit`.
+      source: where it is published.
+      micro_rows: sequences of a micro-batch; None where it is not published.
+      remat: rematerialisation; None where it is not published.
+      fsdp: weights in shards.
+      overlaps_experts: the all-to-all of one micro-batch runs while another computes.
+      dispatch: of tokens, where `micro_rows` is published.
+      expert_block: neighbouring experts that a token is sent to together.
+      graphs: layers are launched as CUDA graphs.
+      fitted: used for fitting.
+    """
+
+    system: str
+    model: str
+    hardware: str
+    layout: str
+    rows: int
+    time: int
+    measured: float
+    unit: Unit
+    source: str
+    micro_rows: int | None = None
+    remat: str | None = None
+    fsdp: bool = False
+    overlaps_experts: bool = False
+    dispatch: str = "two_level"
+    expert_block: int = 1
+    graphs: bool = False
+    fitted: bool = False
+
+    @property
+    def num_devices(self) -> int:
+        return Layout.parse(self.layout).num_devices
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of one device, as measured."""
+        flops = PRESETS[self.model].training_flops(self.time)
+        return {
+            "MFU": self.measured / 100 * HARDWARE[self.hardware].peak / flops,
+            "TFLOP/s": self.measured * 1e12 / flops,
+            "tokens/s": self.measured,
+            "s": self.rows * self.time / self.measured / self.num_devices,
+        }[self.unit]
+
+
+FOLDING = "MoE Parallel Folding, arXiv 2504.14960"
+MEGASCALE_MOE = "MegaScale-MoE, arXiv 2505.11432, table 3"
+MODEL_ZOO = "Megatron-MoE-ModelZoo, best_practice/qwen3"
+BRIDGE = "Megatron-Bridge, performance summary"
+AUTOMODEL = "NeMo AutoModel, performance summary, 2025-10"
+TIERING = "MaxText, docs/reference/models/tiering.md"
+
+
+def _of_papers() -> Iterable[Evidence]:
+    """Rows of `sharding.planner.calibration`, without those that ran out of memory."""
+    sources = {"Megatron-Core": FOLDING, "MegaScale-MoE": MEGASCALE_MOE}
+    hardware = {"Megatron-Core": "h100", "MegaScale-MoE": "h800"}
+    for row in chain(*MAPPINGS.values(), *SCALING.values(), MEGASCALE):
+        if row.mfu is not None:
+            yield Evidence(
+                f"{row.system} with FSDP" if row.fsdp else row.system,
+                row.model,
+                hardware[row.system],
+                row.layout,
+                row.rows,
+                row.time,
+                row.mfu,
+                "MFU",
+                sources[row.system],
+                fsdp=row.fsdp,
+                # Of rows with sharded weights: that they are waited for.
+                fitted=row in (*CALIBRATION_POINTS.values(), *LAUNCH_POINTS) or row.fsdp,
+            )
+
+
+def _longer(layout: str, rows: int, time: int, mfu: float) -> Evidence:
+    """A row of table 5 of the paper on folding."""
+    where = f"{FOLDING}, table 5"
+    return Evidence("Megatron-Core", "mixtral-8x22b", "h100", layout, rows, time, mfu, "MFU", where)
+
+
+def _zoo(layout: str, time: int, measured: float, unit: Unit, **settings) -> Evidence:
+    settings = {"rows": 2048, "micro_rows": 1, "remat": "selective"} | settings
+    model = "qwen3-235b-a22b"
+    rows, hardware = settings.pop("rows"), settings.pop("hardware", "h100")
+    return Evidence(
+        "Megatron-Core", model, hardware, layout, rows, time, measured, unit, MODEL_ZOO, **settings
+    )
+
+
+def _bridge(
+    model: str,
+    hardware: str,
+    layout: str,
+    rows: int,
+    time: int,
+    rate: int,
+    version: str,
+    **settings,
+) -> Evidence:
+    return Evidence(
+        *("Megatron-Core", model, hardware, layout, rows, time, rate, "tokens/s"),
+        source=f"{BRIDGE} {version}",
+        **settings,
+    )
+
+
+def _automodel(model: str, layout: str, rows: int, rate: int, **settings) -> Evidence:
+    """Its benchmark's balanced router sends each token to neighbouring experts."""
+    return Evidence(
+        *("AutoModel", model, "h100", layout, rows, 4096, rate, "tokens/s", AUTOMODEL),
+        expert_block=PRESETS[model].experts_per_token,
+        **settings,
+    )
+
+
+EVIDENCE: tuple[Evidence, ...] = (
+    *_of_papers(),
+    _longer("tp2 cp4 dp2 pp8 / ep8", 1024, 16384, 47.6),
+    _longer("tp2 cp8 dp2 pp8 / ep8", 512, 32768, 45.1),
+    _longer("tp4 cp8 dp2 pp8 / ep8", 256, 65536, 44.5),
+    _longer("tp8 cp8 dp2 pp8 / ep8", 128, 131072, 42.9),
+    _zoo("tp2 dp16 pp8 vpp4 / ep32", 4096, 320, "TFLOP/s", overlaps_experts=True, graphs=True),
+    _zoo("tp2 dp16 pp8 vpp4 / ep32", 4096, 17.6, "s", overlaps_experts=True),
+    # The table says tp2 and four micro-batches, the repository's script tp1, hence two.
+    _zoo("tp2 dp128 / ep8", 4096, 17.6, "s", micro_rows=4, remat="full", fsdp=True),
+    _zoo("tp2 dp16 pp8 vpp4 / ep32", 4096, 19.7, "s"),
+    _zoo("tp2 dp4 pp32 vpp3 / ep8", 4096, 24.2, "s", dispatch="ragged"),
+    _zoo("tp4 dp8 pp8 vpp4 / ep8", 4096, 29.0, "s", remat="none"),
+    _zoo("tp4 dp8 pp8 vpp4 / ep8", 16384, 295, "TFLOP/s", rows=256),
+    _zoo("tp4 cp2 dp4 pp8 vpp4 / ep8", 32768, 335, "TFLOP/s", rows=256),
+    _zoo("tp4 cp4 dp2 pp8 vpp4 / ep8", 65536, 368, "TFLOP/s", rows=256),
+    _zoo("tp4 cp8 pp8 vpp4 / ep8", 131072, 389, "TFLOP/s", rows=256),
+    _zoo(
+        *("dp32 pp8 / ep8", 4096, 750, "TFLOP/s"),
+        hardware="gb200",
+        rows=8192,
+        remat="none",
+        graphs=True,
+        fitted=True,
+    ),
+    _bridge(
+        *("qwen3-235b-a22b", "gb200", "dp32 pp8 vpp3 / ep32", 8192, 4096, 4916, "25.11"),
+        micro_rows=1,
+        graphs=True,
+    ),
+    _bridge(
+        *("deepseek-v3", "gb200", "dp64 pp4 vpp4 / ep64", 4096, 4096, 3139, "25.11"),
+        micro_rows=1,
+        graphs=True,
+    ),
+    _bridge("gpt-oss-120b", "h100", "dp16 pp4 / ep8", 1280, 4096, 5984, "26.02.01", micro_rows=1),
+    _bridge("gpt-oss-120b", "h100", "dp16 pp4 / ep8", 512, 4096, 5630, "25.11", micro_rows=4),
+    _bridge("gpt-oss-120b", "gb200", "dp64 / ep64", 1280, 4096, 15754, "26.02.01", micro_rows=4),
+    _bridge("gpt-oss-120b", "gb200", "dp64 / ep64", 1280, 8192, 15876, "25.11", micro_rows=1),
+    _bridge("gpt-oss-120b", "b200", "dp64 / ep8", 1280, 4096, 13722, "26.02.01", micro_rows=4),
+    _bridge("gpt-oss-120b", "b200", "dp64 / ep64", 1280, 4096, 8047, "26.02", micro_rows=4),
+    _bridge("gpt-oss-120b", "b300", "dp64 / ep8", 1280, 4096, 15031, "26.02.01", micro_rows=4),
+    _bridge("gpt-oss-120b", "b300", "dp64 / ep64", 1280, 4096, 8359, "26.02", micro_rows=4),
+    _automodel("deepseek-v3", "dp64 pp4 vpp8 / ep64", 512, 1002, micro_rows=1, remat="full"),
+    _automodel("deepseek-v3", "dp256 pp4 vpp8 / ep64", 8192, 865, micro_rows=1, remat="full"),
+    _automodel("kimi-k2", "dp32 pp8 vpp4 / ep32", 512, 924, micro_rows=1, remat="full"),
+    _automodel(
+        "qwen3-30b-a3b", "dp8 / ep8", 512, 12040, micro_rows=4, remat="full", fsdp=True, fitted=True
+    ),
+    _automodel("gpt-oss-120b", "dp64 / ep64", 512, 7626, micro_rows=2, remat="none", fsdp=True),
+    # Eight sequences of a device: by the logs of tpu-recipes for v6e; for v5p none is published.
+    Evidence(
+        *("MaxText", "mixtral-8x7b", "v6e", "dp256", 2048, 4096, 3899, "tokens/s", TIERING),
+        fsdp=True,
+        fitted=True,
+    ),
+    Evidence(
+        *("MaxText", "mixtral-8x22b", "v6e", "dp256", 2048, 4096, 1326, "tokens/s", TIERING),
+        fsdp=True,
+    ),
+    Evidence(
+        *("MaxText", "mixtral-8x7b", "v5p", "dp256", 2048, 4096, 2909, "tokens/s", TIERING),
+        fsdp=True,
+    ),
+)
