@@ -157,7 +157,6 @@ def _shared_settings(options: TrainOptions) -> dict[str, Any]:
         "the recipe": config["recipe"],
         "the recipe's file": None if source is None else sha256(source).hexdigest()[:12],
         "the files of task and rewards": _file_hashes(options),
-        "the version of JAX": jax.__version__,
         **command,
         **{flag(name): value for name, value in fields.items()},
     }

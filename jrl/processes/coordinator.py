@@ -71,37 +71,44 @@ class Processes:
         Raises:
           ValueError: where `devices` is not divisible by the number of processes.
         """
-        if devices is None or self.coordinator is None:
-            return devices
-        if self.num_processes is None:
+        count = self.num_processes
+        if jax.distributed.is_initialized():  # perhaps by a launcher, without our flags
+            from jax._src.distributed import global_state
+
+            count = global_state.num_processes
+        elif self.coordinator is None:
+            count = 1
+        if devices is None:
+            return None
+        if count is None:
             raise ValueError(f"devices={devices} over multiple processes needs --num-processes.")
-        if devices % self.num_processes:
+        if devices % count:
             raise ValueError(
-                f"devices={devices} cannot be shared by num_processes={self.num_processes}: choose "
-                "a multiple of it."
+                f"devices={devices} cannot be shared by num_processes={count}: choose a multiple "
+                "of it."
             )
-        return devices // self.num_processes
+        return devices // count
 
 
 SINGLE_PROCESS = Processes()
 """A run of one process."""
 
 
-def join_processes(processes: Processes) -> bool:
+def join_processes(processes: Processes) -> None:
     """Connects this process with the others, before JAX touches any device.
 
-    Returns:
-      True if it connected: false in a run of one process, and at a second call.
+    Nothing is done in a run of one process, and where it is connected: by an earlier command, or by
+    a launcher such as Ray.
 
     Raises:
       ValueError: where the coordinator cannot be reached, or not all processes join in time.
     """
     coordinator = processes.coordinator
     if coordinator is None or jax.distributed.is_initialized():
-        return False
+        return
     if coordinator == AUTO:
         _initialize(processes)
-        return True
+        return
     # JAX aborts a process that cannot connect, with a long report: what can be checked is checked
     # before.
     if processes.process_id == 0:
@@ -109,7 +116,6 @@ def join_processes(processes: Processes) -> bool:
     else:
         _await(coordinator, processes.coordinator_timeout)
     _initialize(processes)
-    return True
 
 
 def check_devices() -> None:
