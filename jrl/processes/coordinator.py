@@ -289,3 +289,16 @@ def _await(coordinator: str, seconds: int) -> None:
                     "start process 0 on that host, with the same --coordinator."
                 ) from error
             time.sleep(RETRY_SECONDS)
+
+
+def all_arrive(name: str, seconds: float) -> bool:
+    """True if all processes call this with the same name within `seconds`; no device is used."""
+    from jax._src.distributed import global_state
+
+    if global_state.client is None or jax.process_count() == 1:
+        return True
+    try:
+        global_state.client.wait_at_barrier(name, timeout_in_ms=round(1000 * seconds))
+    except RuntimeError:  # DEADLINE_EXCEEDED, or a process that is gone
+        return False
+    return True
