@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ class RayOptions:
       max_failures: restarts after a failure.
       topology: of a TPU slice, such as 4x4.
       accelerator_type: of a TPU slice, such as TPU-V6E.
+      environment: variables of the processes.
     """
 
     address: str | None = None
@@ -31,6 +32,7 @@ class RayOptions:
     max_failures: int = 3
     topology: str | None = None
     accelerator_type: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,9 @@ def _fit(program: Program, options: RayOptions, found: Accelerators) -> int:
             name=f"{program.run_dir.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}",
             storage_path=str(program.run_dir.absolute().parent / "ray"),
             failure_config=FailureConfig(max_failures=options.max_failures),
-            worker_runtime_env={"env_vars": worker_environment(found.kind)},
+            worker_runtime_env={
+                "env_vars": worker_environment(found.kind) | dict(options.environment)
+            },
         ),
     )
     try:

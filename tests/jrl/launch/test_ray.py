@@ -79,14 +79,15 @@ needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not inst
 
 
 def start(folder, *words):
-    return subprocess.Popen(
-        [sys.executable, *words],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=(folder / "errors").open("w"),
-        text=True,
-    )
+    with (folder / "errors").open("w") as errors:
+        return subprocess.Popen(
+            [sys.executable, *words],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
 
 
 def wait_for(condition, process):
