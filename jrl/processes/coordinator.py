@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import jax
 
+from jrl.processes import rendezvous
+
 AUTO = "auto"
-RETRY_SECONDS = 0.2
-"""Seconds between two attempts to reach the coordinator."""
 SHUTDOWN_SECONDS = 60
 """Seconds that a process waits at its end for processes that have not ended."""
 GRACE_SECONDS = 10.0
@@ -111,10 +111,13 @@ def join_processes(processes: Processes) -> None:
         return
     # JAX aborts a process that cannot connect, with a long report: what can be checked is checked
     # before.
-    if processes.process_id == 0:
-        _check_free(coordinator)
+    address, seconds = _parse_address(coordinator), processes.coordinator_timeout
+    count, index = processes.num_processes, processes.process_id
+    assert count is not None and index is not None  # `check` has looked
+    if index == 0:
+        rendezvous.host(address, coordinator, count, seconds)
     else:
-        _await(coordinator, processes.coordinator_timeout)
+        rendezvous.join(address, coordinator, count, index, seconds)
     _initialize(processes)
 
 
@@ -166,7 +169,7 @@ def _wait_for_others() -> None:
     while sum(connection.getsockname()[1] == port for connection in _connections()) > 1:
         if time.monotonic() > deadline:
             return
-        time.sleep(RETRY_SECONDS / 4)
+        time.sleep(0.05)
 
 
 def _port() -> int:
@@ -259,36 +262,6 @@ def _abort_start(processes: Processes) -> None:
         flush=True,
     )
     os._exit(2)
-
-
-def _check_free(coordinator: str) -> None:
-    """Checks that the port of the coordinator, which this process will be, is free."""
-    _, port = _parse_address(coordinator)
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    try:
-        socket.create_server(("", port), family=family, dualstack_ipv6=dual).close()
-    except OSError as error:
-        raise ValueError(
-            f"coordinator={coordinator!r}: process 0 cannot listen there "
-            f"({error.strerror}): choose another port."
-        ) from error
-
-
-def _await(coordinator: str, seconds: int) -> None:
-    """Waits until the coordinator listens."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            socket.create_connection(_parse_address(coordinator), timeout=seconds).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise ValueError(
-                    f"coordinator={coordinator!r} does not answer within {seconds} s ({error}): "
-                    "start process 0 on that host, with the same --coordinator."
-                ) from error
-            time.sleep(RETRY_SECONDS)
 
 
 def all_arrive(name: str, seconds: float) -> bool:

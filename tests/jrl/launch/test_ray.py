@@ -137,5 +137,5 @@ def test_wrong_input_is_not_repeated(tmp_path):
         launched.wait(60)
     errors = (tmp_path / "errors").read_text()
     assert launched.returncode == 2, errors[-3000:]
-    assert "error: layout 'dp4' takes 4 devices" in errors
+    assert "error: layout 'dp4' needs 4 devices and there are 2" in errors
     assert errors.count("world_rank=1") == 1
