@@ -82,12 +82,12 @@ def test_a_process_that_ends_while_the_others_wait_is_named(port):
             except OSError:
                 time.sleep(0.02)
         with connection:
-            connection.sendall(b'{"jrl": 2, "count": 3}\n')
+            connection.sendall(b'{"jrl": 2, "count": 4}\n')
             time.sleep(0.2)
 
     thread = threading.Thread(target=come_and_go)
     thread.start()
-    said = meet(port, [(3, 1)], count=3, seconds=5)
+    said = meet(port, [(4, 1)], count=4, seconds=5)  # the last never comes
     thread.join()
     line = "process 2 has ended while the processes started: read its output."
     assert said[0] == line
