@@ -10,6 +10,7 @@ from types import TracebackType
 
 import jax
 
+from jrl.processes.addresses import check_reachable
 from jrl.processes.coordinator import (
     SINGLE_PROCESS,
     Processes,
@@ -120,6 +121,7 @@ def start_jax(devices: int | None, processes: Processes = SINGLE_PROCESS) -> Non
 @cache  # once for each process, not for each of its commands
 def _check_processes() -> None:
     """Compares devices and software of the processes; from here on process 0 alone prints."""
+    check_reachable()
     check_devices()
     check_same_software()
 

@@ -8,9 +8,11 @@ import stat
 import sys
 import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import jax
 
@@ -19,6 +21,12 @@ from jrl.processes import rendezvous
 AUTO = "auto"
 SHUTDOWN_SECONDS = 60
 """Seconds that a process waits at its end for processes that have not ended."""
+KUBERNETES_REMEDY = (
+    "give the pods a service account that may read pods, jobs and services; or write the JobSet "
+    "with python -m jrl.launch --jobset, which needs neither."
+)
+SLURM_VARIABLES = ("SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
+"""What JAX needs beside SLURM_JOB_ID."""
 GRACE_SECONDS = 10.0
 """Most seconds for which process 0, without which JAX ends the others, lets them print their own
 errors."""
@@ -160,7 +168,7 @@ def _wait_for_others() -> None:
     The others notice it and end; the wait is until they have left the coordinator too, and at most
     `GRACE_SECONDS` seconds.
     """
-    port = _port()
+    port = coordinator_address()[1]
     for connection in _connections():
         if port not in (connection.getsockname()[1], connection.getpeername()[1]):
             connection.shutdown(socket.SHUT_RDWR)
@@ -172,12 +180,26 @@ def _wait_for_others() -> None:
         time.sleep(0.05)
 
 
-def _port() -> int:
-    """Port of the coordinator, read from JAX, as "auto" does not give it."""
+def coordinator_address() -> tuple[str, int]:
+    """Host and port of the coordinator, read from JAX, as "auto" does not give them."""
     from jax._src.distributed import global_state
 
     assert global_state.coordinator_address is not None
-    return _parse_address(global_state.coordinator_address)[1]
+    return _parse_address(global_state.coordinator_address)
+
+
+def exchange(name: str, value: str) -> list[str]:
+    """Values of all processes, in the order of their ids, through the coordinator: no device is
+    used. To be called once with a name."""
+    from jax._src.distributed import global_state
+
+    client = global_state.client
+    assert client is not None
+    client.key_value_set(f"jrl/{name}/{jax.process_index()}", value)
+    return [
+        client.blocking_key_value_get(f"jrl/{name}/{process}", 1000 * SHUTDOWN_SECONDS)
+        for process in range(jax.process_count())
+    ]
 
 
 def _connections() -> Iterator[socket.socket]:
@@ -228,6 +250,8 @@ def _initialize(processes: Processes) -> None:
     alarm = threading.Timer(seconds, _abort_start, (processes,))
     alarm.daemon = True
     alarm.start()
+    # JAX's warning that a package is missing, which is said in one line below.
+    warnings.filterwarnings("ignore", "Kubernetes environment detected")
     try:
         jax.distributed.initialize(
             None if auto else processes.coordinator,
@@ -240,17 +264,39 @@ def _initialize(processes: Processes) -> None:
     except ValueError as error:
         if not auto:
             raise
-        raise ValueError(
-            f"coordinator='auto' finds no cluster that JAX supports ({error}): give --coordinator "
-            "HOST:PORT, --num-processes and --process-id."
-        ) from error
+        raise ValueError(_no_cluster(str(error))) from error
     except RuntimeError as error:
         line = str(error).splitlines()[0]
+        if line.startswith("Kubernetes API Error"):
+            raise ValueError(f"coordinator='auto': {line}: {KUBERNETES_REMEDY}") from error
         raise ValueError(
             f"coordinator={processes.coordinator!r}: the processes did not connect ({line})."
         ) from error
+    except Exception as error:  # of the client of Kubernetes, which may not be installed
+        if not auto or type(error).__module__.partition(".")[0] != "kubernetes":
+            raise
+        line = str(error).splitlines()[0]
+        raise ValueError(f"coordinator='auto': {line}: {KUBERNETES_REMEDY}") from error
     finally:
         alarm.cancel()
+
+
+def _no_cluster(reason: str) -> str:
+    """Message for a machine where JAX detects no cluster."""
+    by_hand = "give --coordinator HOST:PORT, --num-processes and --process-id."
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
+        if find_spec("kubernetes") is None:
+            return (
+                "coordinator='auto' needs the package kubernetes here: pip install 'jax[k8s]', and "
+                f"{KUBERNETES_REMEDY}"
+            )
+    elif "SLURM_JOB_ID" in os.environ:
+        missing = [name for name in SLURM_VARIABLES if name not in os.environ]
+        return (
+            f"coordinator='auto': {', '.join(missing)} missing, which srun sets: start the "
+            f"processes with srun, or {by_hand}"
+        )
+    return f"coordinator='auto' finds no cluster that JAX supports ({reason}): {by_hand}"
 
 
 def _abort_start(processes: Processes) -> None:
