@@ -1,8 +1,7 @@
 """Launch over Kubernetes: a JobSet of one pod for each machine, restarted as a whole at a failure.
 
-The pods know each other by the names that JobSet gives them, so that no pod needs a service account
-that may read pods, which JAX's own detection of Kubernetes asks for. Pods of a TPU slice are
-described to JAX by GKE.
+The pods reach each other by the names that JobSet gives them, so that none needs a service account
+that may read pods, as for JAX's own detection of Kubernetes. GKE describes a TPU slice to JAX.
 """
 
 import re

@@ -79,14 +79,14 @@ def accelerators(nodes: list[Mapping[str, Any]]) -> Accelerators:
     raise ValueError("the Ray cluster has no node with a CPU, GPU or TPU.")
 
 
-def scaling_settings(options: RayOptions, found: Accelerators) -> dict[str, Any]:
+def scaling_settings(options: RayOptions, cluster: Accelerators) -> dict[str, Any]:
     """Arguments of Ray's ScalingConfig: a process for each node, which has all its accelerators.
 
     Raises:
       ValueError: where the cluster has too few nodes, or a TPU slice is not described.
     """
-    workers = found.nodes if options.workers is None else options.workers
-    if found.kind == "TPU":
+    workers = cluster.nodes if options.workers is None else options.workers
+    if cluster.kind == "TPU":
         if options.topology is None or options.accelerator_type is None:
             raise ValueError(
                 "the Ray cluster has TPUs: describe the slice with --topology, such as 4x4, and "
@@ -98,16 +98,16 @@ def scaling_settings(options: RayOptions, found: Accelerators) -> dict[str, Any]
             "topology": options.topology,
             "accelerator_type": options.accelerator_type,
         }
-    if found.kind == "GPU":
-        if workers > found.nodes:
+    if cluster.kind == "GPU":
+        if workers > cluster.nodes:
             raise ValueError(
                 f"workers={workers}: a process has all GPUs of its node, and the Ray cluster has "
-                f"{found.nodes} nodes with GPUs."
+                f"{cluster.nodes} nodes with GPUs."
             )
         return {
             "num_workers": workers,
             "use_gpu": True,
-            "resources_per_worker": {"GPU": found.per_node},
+            "resources_per_worker": {"GPU": cluster.per_node},
             "placement_strategy": "STRICT_SPREAD",
         }
     return {"num_workers": workers, "placement_strategy": "SPREAD"}
@@ -126,13 +126,13 @@ def worker_environment(kind: str) -> dict[str, str]:
     return variables | ({"JAX_PLATFORMS": "cpu"} if kind == "CPU" else {})
 
 
-def _fit(program: Program, options: RayOptions, found: Accelerators) -> int:
+def _fit(program: Program, options: RayOptions, cluster: Accelerators) -> int:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.v2.api.exceptions import TrainingFailedError
     from ray.train.v2.jax import JaxTrainer
     from ray.train.v2.jax.config import JaxConfig
 
-    scaling = scaling_settings(options, found)
+    scaling = scaling_settings(options, cluster)
     trainer = JaxTrainer(
         train,
         train_loop_config={
@@ -141,7 +141,7 @@ def _fit(program: Program, options: RayOptions, found: Accelerators) -> int:
         },
         # Without either of the two Ray connects nothing, and each worker trains a run of its own;
         # on CPUs JAX_PLATFORMS decides.
-        jax_config=JaxConfig(use_tpu=found.kind == "TPU", use_gpu=found.kind != "TPU"),
+        jax_config=JaxConfig(use_tpu=cluster.kind == "TPU", use_gpu=cluster.kind != "TPU"),
         scaling_config=ScalingConfig(**scaling),
         run_config=RunConfig(
             # A name of its own: Ray would continue an earlier launch of the same name.
@@ -149,7 +149,7 @@ def _fit(program: Program, options: RayOptions, found: Accelerators) -> int:
             storage_path=str(program.run_dir.absolute().parent / "ray"),
             failure_config=FailureConfig(max_failures=options.max_failures),
             worker_runtime_env={
-                "env_vars": worker_environment(found.kind) | dict(options.environment)
+                "env_vars": worker_environment(cluster.kind) | dict(options.environment)
             },
         ),
     )

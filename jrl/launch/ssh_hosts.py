@@ -114,11 +114,11 @@ class _Processes:
                 process_group=0,  # a Ctrl-C in the terminal is the launcher's to pass on
             )
             self._processes.append(process)
-            copies = [
+            printers = [
                 _start_thread(_copy_lines, name, process.stdout, sys.stdout),
                 _start_thread(_copy_lines, name, process.stderr, sys.stderr),
             ]
-            self._threads.append(_start_thread(self._watch, name, process, copies))
+            self._threads.append(_start_thread(self._watch, name, process, printers))
 
     def wait(self) -> int:
         """Waits for all processes; returns 0, or the status of the first that failed."""
@@ -148,11 +148,11 @@ class _Processes:
                 pass
 
     def _watch(
-        self, name: str, process: subprocess.Popen[bytes], copies: Sequence[threading.Thread]
+        self, name: str, process: subprocess.Popen[bytes], printers: Sequence[threading.Thread]
     ) -> None:
         status = process.wait()
-        for copy in copies:
-            copy.join()
+        for printer in printers:
+            printer.join()
         if status == 0:
             return
         with self._ended:

@@ -2,7 +2,7 @@
 
 Gloo announces the address of a machine's own name. On Debian and Ubuntu the hosts file gives that
 name 127.0.1.1, which means another machine on every machine: the processes then wait for each other
-until they give up.
+until a time limit.
 """
 
 import ipaddress
@@ -52,7 +52,7 @@ def unreachable(processes: list[dict[str, str | None]]) -> str | None:
     for index, each in enumerate(processes):
         if not _is_loopback(each["announced"]):
             continue
-        # Process 0 sees itself as itself; the others know its address.
+        # Process 0 sees itself as itself; the others see its address.
         seen = [other["target"] for other in processes[1:]] if index == 0 else [each["local"]]
         address = next((a for a in seen if not _is_loopback(a)), None) or "ITS-ADDRESS"
         return (

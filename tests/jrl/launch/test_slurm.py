@@ -94,8 +94,10 @@ def test_before_the_time_limit_the_run_saves_and_goes_back_into_the_queue(
 
 
 def test_the_file_is_submitted(script, monkeypatch, tmp_path):
-    with pytest.raises(ValueError, match="needs the command sbatch"):
-        slurm.write(PROGRAM, SlurmJob(1), script, submit=True)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("PATH", str(tmp_path / "bin"))
+        with pytest.raises(ValueError, match="needs the command sbatch"):
+            slurm.write(PROGRAM, SlurmJob(1), script, submit=True)
     (tmp_path / "bin" / "sbatch").write_text('#!/bin/sh\necho "$@" > submitted\nexit 4\n')
     (tmp_path / "bin" / "sbatch").chmod(0o755)
     assert slurm.write(PROGRAM, SlurmJob(1), script, submit=True) == 4
