@@ -99,11 +99,11 @@ def manifest(job: JobSet, arguments: Sequence[str]) -> dict[str, Any]:
             *("--coordinator", f"{job.name}-{JOB}-0-0.{job.name}:{job.port}"),
             *("--num-processes", str(job.nodes), "--process-id", "$(JOB_COMPLETION_INDEX)"),
         ]
-    limits: dict[str, int] = {}
+    limits: dict[str, str] = {}  # quantities are texts
     if job.gpus is not None:
-        limits["nvidia.com/gpu"] = job.gpus
+        limits["nvidia.com/gpu"] = str(job.gpus)
     if job.chips is not None:
-        limits["google.com/tpu"] = job.chips
+        limits["google.com/tpu"] = str(job.chips)
     container = {
         "name": "train",
         "image": job.image,
@@ -161,7 +161,7 @@ def manifest(job: JobSet, arguments: Sequence[str]) -> dict[str, Any]:
                 "maxRestarts": job.max_failures,
                 "rules": [
                     {
-                        "name": "wrong-input",
+                        "name": "wrongInput",
                         "action": "FailJobSet",
                         "onJobFailureReasons": ["PodFailurePolicy"],
                     }

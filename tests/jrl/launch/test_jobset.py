@@ -1,5 +1,7 @@
 """Launch over Kubernetes: the manifest, field by field as JobSet, Job and Pod have them."""
 
+import re
+
 import pytest
 import yaml
 
@@ -14,7 +16,7 @@ CONTAINER = {
     "command": [str],
     "ports": [{"containerPort*": int}],
     "env": [{"name*": str, "value": str}],
-    "resources": {"limits": {"nvidia.com/gpu": int, "google.com/tpu": int}},
+    "resources": {"limits": {"nvidia.com/gpu": str, "google.com/tpu": str}},
     "volumeMounts": [{"name*": str, "mountPath*": str}],
 }
 POD = {
@@ -98,7 +100,7 @@ def test_pods_with_gpus_know_each_other_by_name(tmp_path):
         *("--coordinator", "jrl-workers-0-0.jrl:7733", "--num-processes", "4"),
         *("--process-id", "$(JOB_COMPLETION_INDEX)"),
     ]
-    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"}
     assert container["env"] == [{"name": "NCCL_DEBUG", "value": "INFO"}]
     assert "nodeSelector" not in pod_of(value)
 
@@ -112,13 +114,14 @@ def test_pods_of_a_tpu_slice_are_placed_by_gke(tmp_path):
     }
     [container] = pod["containers"]
     assert container["command"][-2:] == ["--coordinator", "auto"]
-    assert container["resources"]["limits"] == {"google.com/tpu": 4}
+    assert container["resources"]["limits"] == {"google.com/tpu": "4"}
 
 
 def test_a_failure_restarts_all_pods_and_wrong_input_none(tmp_path):
     value = written(tmp_path, max_failures=7)
     assert value["spec"]["failurePolicy"]["maxRestarts"] == 7
     [rule] = value["spec"]["failurePolicy"]["rules"]
+    assert re.fullmatch(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?", rule["name"])
     assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
     job = value["spec"]["replicatedJobs"][0]["template"]["spec"]
     [rule] = job["podFailurePolicy"]["rules"]
