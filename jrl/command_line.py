@@ -4,11 +4,13 @@ import dis
 import os
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 
 import jax
 
+from jrl.processes.addresses import check_reachable
 from jrl.processes.coordinator import (
     SINGLE_PROCESS,
     Processes,
@@ -16,6 +18,7 @@ from jrl.processes.coordinator import (
     exit_without_waiting,
     join_processes,
 )
+from jrl.processes.software import check_same_software
 
 OUR_PACKAGES = ("jrl", "moe", "sharding")
 MEMORY_REMEDY = "lower --micro-batch; --dry-run shows what needs the memory"
@@ -100,7 +103,7 @@ def start_jax(devices: int | None, processes: Processes = SINGLE_PROCESS) -> Non
     if share is not None:
         _fake_devices(share)
     keep_compilations()
-    has_joined = join_processes(processes)
+    join_processes(processes)
     try:
         jax.devices()
     except RuntimeError as error:
@@ -111,8 +114,16 @@ def start_jax(devices: int | None, processes: Processes = SINGLE_PROCESS) -> Non
             f"JAX cannot start: it finds no device for JAX_PLATFORMS={platforms!r}: leave that "
             "out, or see with nvidia-smi whether this machine shows its GPUs."
         ) from error
-    if has_joined:
-        check_devices()
+    if jax.distributed.is_initialized():  # by us, or by the launcher
+        _check_processes()
+
+
+@cache  # once for each process, not for each of its commands
+def _check_processes() -> None:
+    """Compares devices and software of the processes; from here on process 0 alone prints."""
+    check_reachable()
+    check_devices()
+    check_same_software()
 
 
 def keep_compilations() -> None:
@@ -143,10 +154,10 @@ def _fake_devices(devices: int) -> None:
         jax.config.update("jax_num_cpu_devices", devices)
         jax.config.update("jax_platforms", "cpu")
     except RuntimeError:  # JAX has started: what it has must do
-        if jax.default_backend() != "cpu" or jax.device_count() < devices:
+        if jax.default_backend() != "cpu" or jax.local_device_count() < devices:
             raise ValueError(
                 f"devices={devices} comes too late: this process has started JAX with "
-                f"{jax.device_count()} devices; start a fresh one."
+                f"{jax.local_device_count()} devices; start a fresh one."
             ) from None
 
 

@@ -4,7 +4,6 @@ Without arguments it is the demonstration: GRPO on sorting digits, in a new fold
 """
 
 import json
-import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -31,10 +30,12 @@ from jrl.processes.agreement import (
     is_main_process,
     is_multiprocess,
 )
+from jrl.processes.supervisor import UNSUPERVISED, Supervisor
 from jrl.recipes.load import source_of
 from jrl.report.evaluation import summarize_run
 from jrl.runs import records
 from jrl.runs.folder import RunFolder
+from jrl.runs.naming import next_run_path
 from jrl.tasks.load import custom_files
 from jrl.text.load import load_tokenizer
 from jrl.text.tokenizer import Tokenizer
@@ -44,16 +45,14 @@ if TYPE_CHECKING:
     from jrl.trainer.setup.setup import Setup
     from moe.weights import Transformer
 
-RUNS_PATH = Path("runs")
-"""Default folder of runs, below the working directory."""
 
-
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, supervisor: Supervisor = UNSUPERVISED) -> int:
     """Runs the command line and returns its exit status."""
-    return exit_status(lambda: _main(sys.argv[1:] if arguments is None else list(arguments)))
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    return exit_status(lambda: _main(words, supervisor))
 
 
-def _main(arguments: list[str]) -> int:
+def _main(arguments: list[str], supervisor: Supervisor) -> int:
     options = parse_arguments(arguments)
     start_jax(options.run.devices, options.processes)
     check_same(_shared_settings(options))
@@ -66,8 +65,8 @@ def _main(arguments: list[str]) -> int:
     if options.command.dry_run:
         return _dry_run(options)
     if options.command.resume:
-        return _resume(options)
-    return _start_run(options)
+        return _resume(options, supervisor)
+    return _start_run(options, supervisor)
 
 
 def _with_chosen_layout(options: TrainOptions) -> TrainOptions:
@@ -97,7 +96,7 @@ def _with_chosen_layout(options: TrainOptions) -> TrainOptions:
     return replace(options, run=replace(run, layout=str(layout)), recipe=recipe.divided(layout.dp))
 
 
-def _start_run(options: TrainOptions) -> int:
+def _start_run(options: TrainOptions, supervisor: Supervisor) -> int:
     """A new run. Its folder is made when all that can be seen to be wrong has been looked at."""
     from jrl.trainer.setup.adapters import load_initial_adapters
 
@@ -108,12 +107,11 @@ def _start_run(options: TrainOptions) -> int:
         with _open(lambda: _create(options)) as folder:
             _save_inputs(setup, folder)
             _print_lengths(setup)
-            return _train(
-                setup, folder, weights, load_initial_adapters(setup), _count_prompts_seen(setup)
-            )
+            adapters, prompts_seen = load_initial_adapters(setup), _count_prompts_seen(setup)
+            return _train(setup, folder, weights, adapters, prompts_seen, supervisor)
 
 
-def _resume(options: TrainOptions) -> int:
+def _resume(options: TrainOptions, supervisor: Supervisor) -> int:
     """An old run from its last checkpoint; from its beginning if it was killed before the first."""
     from jrl.report.page import write_page
     from jrl.report.plots import plot_run
@@ -143,9 +141,10 @@ def _resume(options: TrainOptions) -> int:
                 folder.change_config(config)
             _save_inputs(setup, folder)
             if step is not None:
-                return _train(setup, folder, None, None)
+                return _train(setup, folder, None, None, 0, supervisor)
             weights, adapters = _load_initial_weights(setup), load_initial_adapters(setup)
-            return _train(setup, folder, weights, adapters, _count_prompts_seen(setup))
+            prompts_seen = _count_prompts_seen(setup)
+            return _train(setup, folder, weights, adapters, prompts_seen, supervisor)
 
 
 def _shared_settings(options: TrainOptions) -> dict[str, Any]:
@@ -157,7 +156,6 @@ def _shared_settings(options: TrainOptions) -> dict[str, Any]:
         "the recipe": config["recipe"],
         "the recipe's file": None if source is None else sha256(source).hexdigest()[:12],
         "the files of task and rewards": _file_hashes(options),
-        "the version of JAX": jax.__version__,
         **command,
         **{flag(name): value for name, value in fields.items()},
     }
@@ -341,21 +339,11 @@ def _print_lengths(setup: "Setup") -> None:
 
 
 def _create(options: TrainOptions) -> RunFolder:
-    """The requested folder, or the next with a number: one above the highest that exists."""
+    """The requested folder, or the next with a number."""
     config, source = to_json(options.run, options.recipe), source_of(options.recipe)
     code = custom_files(options.run.task, options.run.reward)
-    if options.command.run_dir is not None:
-        return RunFolder.create(options.command.run_dir, config, source, code)
-    task_kind, _, task_file = options.run.task.partition(":")
-    name_words = [
-        options.recipe.name,
-        Path(task_kind).stem,
-        *([Path(task_file).stem] if task_file else []),
-    ]
-    name = re.sub(r"[^a-z0-9]+", "-", "-".join(name_words).lower())
-    matches = [re.fullmatch(rf"{name}-(\d+)", path.name) for path in RUNS_PATH.glob(f"{name}-*")]
-    run_id = 1 + max((int(match[1]) for match in matches if match), default=0)
-    return RunFolder.create(RUNS_PATH / f"{name}-{run_id}", config, source, code)
+    path = options.command.run_dir or next_run_path(options.recipe.name, options.run.task)
+    return RunFolder.create(path, config, source, code)
 
 
 def _train(
@@ -363,7 +351,8 @@ def _train(
     folder: RunFolder,
     weights: "Transformer[Array] | None",
     adapters: "Transformer[Array] | None",
-    prompts_seen: int = 0,
+    prompts_seen: int,
+    supervisor: Supervisor,
 ) -> int:
     from jrl.report.compilation import CompilationWatch
     from jrl.trainer.loop import train
@@ -383,7 +372,7 @@ def _train(
     print(f"run folder: {folder.path}", flush=True)
     try:
         with CompilationWatch() if is_main_process() else nullcontext():
-            outcome = train(setup, folder, weights, adapters, prompts_seen)
+            outcome = train(setup, folder, weights, adapters, prompts_seen, supervisor=supervisor)
     except KeyboardInterrupt:
         print(f"interrupted; resume from the last checkpoint with: {resume}", file=sys.stderr)
         return 130

@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ROOMS = {"jrl", "moe", "sharding", "experiments", "tests", "notebooks", "benchmarks", "docs"}
+ROOMS |= {"deploy"}
 PACKAGES = ("sharding", "moe", "jrl")
 LOADERS = {"import_module", "__import__", "find_spec", "run_module", "run_path"}
 """Functions that import what a string names."""
@@ -43,6 +44,7 @@ SHARED = ("__init__", "checks", "command_line")
 COMMANDS = (
     *sorted(f"jrl.{path.stem}" for path in (ROOT / "jrl").glob("*.py") if path.stem not in SHARED),
     *sorted(f"jrl.{path.parent.name}.__main__" for path in (ROOT / "jrl").glob("*/__main__.py")),
+    "jrl.launch",  # all of it: it starts another command
 )
 """What is run by `python -m`: the files beside the rooms of jrl, and rooms that are commands."""
 LEARNS = ("jrl.trainer", "jrl.serving", "jrl.rollout")
@@ -199,6 +201,7 @@ def test_arrows_point_one_way(room):
         ("jrl/trainer/loop.py", "from jrl.train import main", "jrl.train.main"),
         ("jrl/trainer/loop.py", "from jrl import export", "jrl.export"),
         ("jrl/config/run.py", "import jrl.faults.__main__", "jrl.faults.__main__"),
+        ("jrl/processes/coordinator.py", "import jrl.launch.program", "jrl.launch.program"),
         ("jrl/serving/service.py", "from jrl.trainer import loop", "jrl.trainer.loop"),
         ("jrl/trainer/loop.py", "import jrl.serving.server", "jrl.serving.server"),
         (

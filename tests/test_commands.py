@@ -17,6 +17,7 @@ from jrl import evaluate, export, serve
 from jrl.config import flags
 from jrl.config.run import AUTO, RunConfig
 from jrl.faults import __main__ as faults
+from jrl.launch import __main__ as launch
 from jrl.recipes import RECIPES
 from jrl.report import __main__ as report
 from jrl.tasks import __main__ as tasks
@@ -100,7 +101,13 @@ def test_there_are_commands():
     benchmarks = {"benchmarks.absent", "benchmarks.agreement", "benchmarks.gpu"}
     benchmarks |= {"benchmarks.dispatch", "benchmarks.rollout", "benchmarks.serve"}
     tested = {"jrl.evaluate", "jrl.export", "jrl.faults", "jrl.report", "jrl.serve", "jrl.train"}
-    tested |= {"jrl.tasks", "sharding.folding", "sharding.planner", "tests.campaign.crossings"}
+    tested |= {
+        "jrl.launch",
+        "jrl.tasks",
+        "sharding.folding",
+        "sharding.planner",
+        "tests.campaign.crossings",
+    }
     # Without arguments.
     alone = {
         "pytest",
@@ -139,6 +146,17 @@ def test_train_reads(command, monkeypatch, tmp_path):
     else:
         layout = flags.parse_arguments(words).run.layout
         assert layout == AUTO or Layout.parse(layout)
+
+
+@pytest.mark.parametrize("command", given("jrl.launch"))
+def test_launch_reads(command, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    words = words_of(command)[2:]
+    if not words:
+        return  # the name of the program alone
+    launcher_words, program_words = launch.split_arguments(words)
+    launch.PARSER.parse_args(launcher_words)
+    flags.parse_arguments(program_words)
 
 
 @pytest.mark.parametrize("command", given("jrl.evaluate"))

@@ -44,6 +44,7 @@ REPOSITORIES |= {
     "prometheus/node_exporter",
 }
 REPOSITORIES |= {"deepseek-ai/FlashMLA", "ggml-org/ggml", "meta-pytorch/OpenEnv"}
+REPOSITORIES |= {"kubernetes-sigs/jobset"}
 
 
 def documented():

@@ -20,7 +20,7 @@ from sharding.folding import Layout
 
 PROGRAM = "python -m jrl.train"
 DEFAULT_RECIPE = "grpo"
-ON_COMMAND_LINE = ("config", "dry_run", "resume")
+ON_COMMAND_LINE = ("config", "dry_run", "resume", "resume_if_exists")
 """Flags that a settings file may not contain."""
 
 REINFORCEMENT = (
@@ -52,6 +52,9 @@ class Command:
     --verifiers, --unsafe-tools), --checkpoint-every, --keep-checkpoints, --samples-every,
     --sample-tokens, --max-nonfinite, --drift-alarm, --log-to and the settings of faults may
     change."""
+    resume_if_exists: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Resume the run in --run-dir if there is one, and start it otherwise: one command for a
+    scheduler, which repeats it after a failure."""
     config: str | None = None
     """A YAML file of flags by name (learning_rate: 1e-6), such as the run.yaml of a run, or
     preset:NAME for one that comes with the library; flags on the command line take precedence."""
@@ -79,6 +82,7 @@ def parse_arguments(arguments: list[str]) -> TrainOptions:
     """
     recipe_word, arguments = _recipe_word(arguments)
     settings = _settings(arguments)
+    arguments = _with_resume(arguments, settings)
     kind = load_recipe(recipe_word) if recipe_word else _recipe_from(settings)
     stored = _stored_configuration(arguments, settings)
     if stored is None:
@@ -149,18 +153,43 @@ def _stored_configuration(
     arguments: list[str], settings: Settings | None
 ) -> tuple[RunConfig, Recipe] | None:
     """Configuration of the run to resume; None without --resume."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--run-dir", "--run_dir", nargs="?")
-    parser.add_argument("-h", "--help", action="store_true")
-    parsed, _ = parser.parse_known_args(arguments)
+    parsed = _parse_resume(arguments)
     if not parsed.resume or parsed.help:
         return None
-    file_command = Command() if settings is None else settings.apply_to(Command())
-    run_dir = parsed.run_dir or file_command.run_dir
+    run_dir = _run_dir(parsed, settings)
     if run_dir is None:
         raise ValueError("--resume needs --run-dir: give the folder of the run to resume.")
     return configuration_of(RunFolder.read(run_dir))
+
+
+def _with_resume(arguments: list[str], settings: Settings | None) -> list[str]:
+    """Adds --resume where --resume-if-exists finds a run.
+
+    All processes of a run find the same: process 0 makes the folder after all have connected.
+    """
+    parsed = _parse_resume(arguments)
+    if not parsed.resume_if_exists or parsed.resume or parsed.help:
+        return arguments
+    run_dir = _run_dir(parsed, settings)
+    if run_dir is None:
+        raise ValueError("--resume-if-exists needs --run-dir: give the folder of the run.")
+    return [*arguments, "--resume"] if RunFolder(run_dir).config_path.is_file() else arguments
+
+
+def _parse_resume(arguments: list[str]) -> argparse.Namespace:
+    """Flags that concern resuming."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--resume-if-exists", "--resume_if_exists", action="store_true")
+    parser.add_argument("--run-dir", "--run_dir", nargs="?")
+    parser.add_argument("-h", "--help", action="store_true")
+    return parser.parse_known_args(arguments)[0]
+
+
+def _run_dir(parsed: argparse.Namespace, settings: Settings | None) -> str | None:
+    """Folder of the run, which a settings file may name."""
+    file_command = Command() if settings is None else settings.apply_to(Command())
+    return parsed.run_dir or file_command.run_dir
 
 
 def _parse_flags(

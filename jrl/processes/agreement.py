@@ -23,6 +23,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from sharding.collectives import all_sum, vary
 from sharding.folding import FoldedMesh
 
+MAX_DIFFERENCES = 8
+"""Differences between two processes that a message lists."""
+
 
 def is_multiprocess() -> bool:
     """True if the run has more than one process."""
@@ -159,11 +162,17 @@ def gather(value: Any) -> list[Any]:
     return [_decode(row, int(size)) for row, size in zip(rows, sizes, strict=True)]
 
 
-def check_same(settings: Mapping[str, Any]) -> None:
-    """Checks that all processes were started for the same run.
+def check_same(
+    settings: Mapping[str, Any],
+    relation: str = "was started for another run than",
+    remedy: str = "Start all processes with the same flags except --process-id.",
+) -> None:
+    """Checks that all processes have the same settings.
 
     Args:
       settings: JSON-serializable values that must be equal in all processes, by name.
+      relation: a differing process's to process 0, for the message.
+      remedy: what to do about it, for the message.
 
     Raises:
       ValueError: in all processes, with the differences to process 0.
@@ -177,10 +186,10 @@ def check_same(settings: Mapping[str, Any]) -> None:
             if first.get(name) != other.get(name)
         ]
         if differences:
+            hidden = differences[MAX_DIFFERENCES:]
+            shown = [*differences[:MAX_DIFFERENCES], *([f"{len(hidden)} more"] if hidden else [])]
             raise ValueError(
-                f"process {process} was started for another run than process 0: "
-                f"{'; '.join(differences)}. Start all processes with the same flags except "
-                "--process-id."
+                f"process {process} {relation} process 0: {'; '.join(shown)}. {remedy}"
             )
 
 

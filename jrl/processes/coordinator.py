@@ -8,17 +8,25 @@ import stat
 import sys
 import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import jax
 
+from jrl.processes import rendezvous
+
 AUTO = "auto"
-RETRY_SECONDS = 0.2
-"""Seconds between two attempts to reach the coordinator."""
 SHUTDOWN_SECONDS = 60
 """Seconds that a process waits at its end for processes that have not ended."""
+KUBERNETES_REMEDY = (
+    "give the pods a service account that may read pods, jobs and services; or write the JobSet "
+    "with python -m jrl.launch --jobset, which needs neither."
+)
+SLURM_VARIABLES = ("SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
+"""What JAX needs beside SLURM_JOB_ID."""
 GRACE_SECONDS = 10.0
 """Most seconds for which process 0, without which JAX ends the others, lets them print their own
 errors."""
@@ -71,45 +79,54 @@ class Processes:
         Raises:
           ValueError: where `devices` is not divisible by the number of processes.
         """
-        if devices is None or self.coordinator is None:
-            return devices
-        if self.num_processes is None:
+        count = self.num_processes
+        if jax.distributed.is_initialized():  # perhaps by a launcher, without our flags
+            from jax._src.distributed import global_state
+
+            count = global_state.num_processes
+        elif self.coordinator is None:
+            count = 1
+        if devices is None:
+            return None
+        if count is None:
             raise ValueError(f"devices={devices} over multiple processes needs --num-processes.")
-        if devices % self.num_processes:
+        if devices % count:
             raise ValueError(
-                f"devices={devices} cannot be shared by num_processes={self.num_processes}: choose "
-                "a multiple of it."
+                f"devices={devices} cannot be shared by num_processes={count}: choose a multiple "
+                "of it."
             )
-        return devices // self.num_processes
+        return devices // count
 
 
 SINGLE_PROCESS = Processes()
 """A run of one process."""
 
 
-def join_processes(processes: Processes) -> bool:
+def join_processes(processes: Processes) -> None:
     """Connects this process with the others, before JAX touches any device.
 
-    Returns:
-      True if it connected: false in a run of one process, and at a second call.
+    Nothing is done in a run of one process, and where it is connected: by an earlier command, or by
+    a launcher such as Ray.
 
     Raises:
       ValueError: where the coordinator cannot be reached, or not all processes join in time.
     """
     coordinator = processes.coordinator
     if coordinator is None or jax.distributed.is_initialized():
-        return False
+        return
     if coordinator == AUTO:
         _initialize(processes)
-        return True
+        return
     # JAX aborts a process that cannot connect, with a long report: what can be checked is checked
     # before.
-    if processes.process_id == 0:
-        _check_free(coordinator)
+    address, seconds = _parse_address(coordinator), processes.coordinator_timeout
+    count, index = processes.num_processes, processes.process_id
+    assert count is not None and index is not None  # `check` has looked
+    if index == 0:
+        rendezvous.host(address, coordinator, count, seconds)
     else:
-        _await(coordinator, processes.coordinator_timeout)
+        rendezvous.join(address, coordinator, count, index, seconds)
     _initialize(processes)
-    return True
 
 
 def check_devices() -> None:
@@ -151,7 +168,7 @@ def _wait_for_others() -> None:
     The others notice it and end; the wait is until they have left the coordinator too, and at most
     `GRACE_SECONDS` seconds.
     """
-    port = _port()
+    port = coordinator_address()[1]
     for connection in _connections():
         if port not in (connection.getsockname()[1], connection.getpeername()[1]):
             connection.shutdown(socket.SHUT_RDWR)
@@ -160,15 +177,29 @@ def _wait_for_others() -> None:
     while sum(connection.getsockname()[1] == port for connection in _connections()) > 1:
         if time.monotonic() > deadline:
             return
-        time.sleep(RETRY_SECONDS / 4)
+        time.sleep(0.05)
 
 
-def _port() -> int:
-    """Port of the coordinator, read from JAX, as "auto" does not give it."""
+def coordinator_address() -> tuple[str, int]:
+    """Host and port of the coordinator, read from JAX, as "auto" does not give them."""
     from jax._src.distributed import global_state
 
     assert global_state.coordinator_address is not None
-    return _parse_address(global_state.coordinator_address)[1]
+    return _parse_address(global_state.coordinator_address)
+
+
+def exchange(name: str, value: str) -> list[str]:
+    """Values of all processes, in the order of their ids, through the coordinator: no device is
+    used. To be called once with a name."""
+    from jax._src.distributed import global_state
+
+    client = global_state.client
+    assert client is not None
+    client.key_value_set(f"jrl/{name}/{jax.process_index()}", value)
+    return [
+        client.blocking_key_value_get(f"jrl/{name}/{process}", 1000 * SHUTDOWN_SECONDS)
+        for process in range(jax.process_count())
+    ]
 
 
 def _connections() -> Iterator[socket.socket]:
@@ -219,6 +250,8 @@ def _initialize(processes: Processes) -> None:
     alarm = threading.Timer(seconds, _abort_start, (processes,))
     alarm.daemon = True
     alarm.start()
+    # JAX's warning that a package is missing, which is said in one line below.
+    warnings.filterwarnings("ignore", "Kubernetes environment detected")
     try:
         jax.distributed.initialize(
             None if auto else processes.coordinator,
@@ -231,17 +264,39 @@ def _initialize(processes: Processes) -> None:
     except ValueError as error:
         if not auto:
             raise
-        raise ValueError(
-            f"coordinator='auto' finds no cluster that JAX supports ({error}): give --coordinator "
-            "HOST:PORT, --num-processes and --process-id."
-        ) from error
+        raise ValueError(_no_cluster(str(error))) from error
     except RuntimeError as error:
         line = str(error).splitlines()[0]
+        if line.startswith("Kubernetes API Error"):
+            raise ValueError(f"coordinator='auto': {line}: {KUBERNETES_REMEDY}") from error
         raise ValueError(
             f"coordinator={processes.coordinator!r}: the processes did not connect ({line})."
         ) from error
+    except Exception as error:  # of the client of Kubernetes, which may not be installed
+        if not auto or type(error).__module__.partition(".")[0] != "kubernetes":
+            raise
+        line = str(error).splitlines()[0]
+        raise ValueError(f"coordinator='auto': {line}: {KUBERNETES_REMEDY}") from error
     finally:
         alarm.cancel()
+
+
+def _no_cluster(reason: str) -> str:
+    """Message for a machine where JAX detects no cluster."""
+    by_hand = "give --coordinator HOST:PORT, --num-processes and --process-id."
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
+        if find_spec("kubernetes") is None:
+            return (
+                "coordinator='auto' needs the package kubernetes here: pip install 'jax[k8s]', and "
+                f"{KUBERNETES_REMEDY}"
+            )
+    elif "SLURM_JOB_ID" in os.environ:
+        missing = [name for name in SLURM_VARIABLES if name not in os.environ]
+        return (
+            f"coordinator='auto': {', '.join(missing)} missing, which srun sets: start the "
+            f"processes with srun, or {by_hand}"
+        )
+    return f"coordinator='auto' finds no cluster that JAX supports ({reason}): {by_hand}"
 
 
 def _abort_start(processes: Processes) -> None:
@@ -255,31 +310,14 @@ def _abort_start(processes: Processes) -> None:
     os._exit(2)
 
 
-def _check_free(coordinator: str) -> None:
-    """Checks that the port of the coordinator, which this process will be, is free."""
-    _, port = _parse_address(coordinator)
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
+def all_arrive(name: str, seconds: float) -> bool:
+    """True if all processes call this with the same name within `seconds`; no device is used."""
+    from jax._src.distributed import global_state
+
+    if global_state.client is None or jax.process_count() == 1:
+        return True
     try:
-        socket.create_server(("", port), family=family, dualstack_ipv6=dual).close()
-    except OSError as error:
-        raise ValueError(
-            f"coordinator={coordinator!r}: process 0 cannot listen there "
-            f"({error.strerror}): choose another port."
-        ) from error
-
-
-def _await(coordinator: str, seconds: int) -> None:
-    """Waits until the coordinator listens."""
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            socket.create_connection(_parse_address(coordinator), timeout=seconds).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise ValueError(
-                    f"coordinator={coordinator!r} does not answer within {seconds} s ({error}): "
-                    "start process 0 on that host, with the same --coordinator."
-                ) from error
-            time.sleep(RETRY_SECONDS)
+        global_state.client.wait_at_barrier(name, timeout_in_ms=round(1000 * seconds))
+    except RuntimeError:  # DEADLINE_EXCEEDED, or a process that is gone
+        return False
+    return True

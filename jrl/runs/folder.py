@@ -14,16 +14,14 @@ import json
 import os
 import platform
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from jrl.processes.software import installed_versions
 from jrl.runs import records
 from sharding.former_names import former_members
 
 LOCK = ".lock"
-PACKAGES = ("jrl-reasoning", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-"""Packages whose versions are written."""
 
 
 class RunFolder:
@@ -140,7 +138,7 @@ class RunFolder:
         """
         versions = {
             "python": platform.python_version(),
-            **{package: _installed_version(package) for package in PACKAGES},
+            **installed_versions(),
             "platform": platform.platform(terse=True),
             "devices": device,
         }
@@ -261,14 +259,6 @@ class RunFolder:
         os.ftruncate(lock, 0)
         os.pwrite(lock, str(os.getpid()).encode(), 0)
         self._lock = lock
-
-
-def _installed_version(package: str) -> str:
-    """Of an installed package; jrl itself may be imported from a checkout."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _config_bytes(config: Mapping[str, Any]) -> bytes:

@@ -17,6 +17,7 @@ from jrl.faults.standard import StandardDetector
 from jrl.faults.watcher import Hook, command_hook
 from jrl.processes.agreement import RaiseInAllProcesses, any_of, is_main_process
 from jrl.processes.stopping import Stop
+from jrl.processes.supervisor import UNSUPERVISED, Supervisor
 from jrl.report.display import WarmStartDisplay
 from jrl.report.metrics import check_defined
 from jrl.report.page import write_page
@@ -77,6 +78,7 @@ def train(
     prompts_seen: int = 0,
     on_fault: Hook | None = None,
     on_step: OnStep = lambda step, metrics: None,
+    supervisor: Supervisor = UNSUPERVISED,
 ) -> Outcome:
     """Trains from the last checkpoint in `folder`, or from the start where there is none.
 
@@ -91,6 +93,7 @@ def train(
         run's own command.
       on_step: called with each step and its metrics when they are written, in the first process;
         in a new run also with step 0, the warm start and the first evaluation.
+      supervisor: of the run's processes; it may ask for a checkpoint after a step.
 
     Raises:
       NonFiniteRun: when updates keep being skipped.
@@ -155,7 +158,8 @@ def train(
             # Before the last checkpoint, like all lines: it records the offsets of all files.
             if step == run.steps:
                 write_heldout_samples(setup, sampler, state, outputs.samples)
-            if step % run.checkpoint_every == 0 or step == run.steps:
+            is_preempted = supervisor.step_ended(step, metrics)
+            if step % run.checkpoint_every == 0 or step == run.steps or is_preempted:
                 save(checkpoints, networks, state, provenance.describe(setup.settings, folder))
                 if is_main_process() and step < run.steps:
                     write_page([folder], folder.report_path)  # of a run that is still going

@@ -4,6 +4,7 @@ import time
 import pytest
 
 from jrl.command_line import start_jax
+from jrl.processes import coordinator
 from jrl.processes.coordinator import Processes, join_processes
 
 
@@ -88,3 +89,42 @@ def test_a_coordinator_that_does_not_answer_is_given_up():
     with pytest.raises(ValueError, match=r"does not answer within 1 s .*: start process 0"):
         join_processes(Processes(address, num_processes=2, process_id=1, coordinator_timeout=1))
     assert 1 <= time.monotonic() - begun < 10
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({}, r"finds no cluster that JAX supports .*: give --coordinator HOST:PORT"),
+        (
+            {"KUBERNETES_SERVICE_HOST": "10.0.0.1"},
+            r"needs the package kubernetes here: pip install 'jax\[k8s\]', and give the pods a "
+            r"service account that may read pods",
+        ),
+        (
+            {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"},
+            r"SLURM_STEP_NODELIST, SLURM_PROCID, SLURM_LOCALID missing, which srun sets",
+        ),
+    ],
+)
+def test_a_cluster_that_is_not_detected_is_one_line(variables, message, monkeypatch):
+    for name in ("KUBERNETES_SERVICE_HOST", "SLURM_JOB_ID", *coordinator.SLURM_VARIABLES):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    def initialize(*arguments, **settings):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(coordinator.jax.distributed, "initialize", initialize)
+    monkeypatch.setattr(coordinator, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=message):
+        join_processes(Processes("auto"))
+
+
+def test_a_service_account_without_rights_is_one_line(monkeypatch):
+    def initialize(*arguments, **settings):
+        raise RuntimeError("Kubernetes API Error: 403 - Forbidden\nIt appears that ...")
+
+    monkeypatch.setattr(coordinator.jax.distributed, "initialize", initialize)
+    with pytest.raises(ValueError, match=r"403 - Forbidden: give the pods a service account"):
+        join_processes(Processes("auto"))

@@ -1,0 +1,1 @@
+"""Launchers: one command that starts the processes of a run on many machines."""

@@ -1,0 +1,168 @@
+"""Launch over Ray: Ray Train's JaxTrainer starts, watches and restarts the processes of a run."""
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jrl.checks import import_extra
+from jrl.launch.program import Program
+from jrl.launch.ray_worker import train
+
+ADDRESS_VARIABLE = "RAY_ADDRESS"
+
+
+@dataclass(frozen=True)
+class RayOptions:
+    """Settings of a launch over Ray.
+
+    Attributes:
+      address: of the cluster; None is that of RAY_ADDRESS, or a cluster on this machine alone.
+      workers: processes of the run; None is one for each node that has the accelerators, or CPUs.
+      max_failures: restarts after a failure.
+      topology: of a TPU slice, such as 4x4.
+      accelerator_type: of a TPU slice, such as TPU-V6E.
+      environment: variables of the processes.
+    """
+
+    address: str | None = None
+    workers: int | None = None
+    max_failures: int = 3
+    topology: str | None = None
+    accelerator_type: str | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Accelerators:
+    """Accelerators of a cluster's nodes: kind ("CPU", "GPU" or "TPU"), nodes that have them, and
+    how many of them each node has at least."""
+
+    kind: str
+    nodes: int
+    per_node: int
+
+
+def launch(program: Program, options: RayOptions) -> int:
+    """Runs the program on a Ray cluster, and returns its exit status.
+
+    Raises:
+      ValueError: where Ray is not installed or not reached, or the cluster lacks nodes.
+    """
+    ray = import_extra("ray", "ray", "--ray")
+    address = options.address or os.environ.get(ADDRESS_VARIABLE)
+    try:
+        if address is None:
+            print("starting Ray on this machine, which takes a minute", flush=True)
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+            ray.init(address="local", include_dashboard=False)
+        else:
+            ray.init(address=address)
+    except ConnectionError as error:
+        line = " ".join(str(error).split())
+        raise ValueError(f"no Ray cluster answers at {address!r}: {line}") from error
+    try:
+        return _fit(program, options, accelerators(ray.nodes()))
+    finally:
+        ray.shutdown()
+
+
+def accelerators(nodes: list[Mapping[str, Any]]) -> Accelerators:
+    """Accelerators of the nodes that Ray lists: TPUs if there are any, else GPUs, else CPUs."""
+    resources = [node["Resources"] for node in nodes if node["Alive"]]
+    for kind in ("TPU", "GPU", "CPU"):
+        counts = [int(each[kind]) for each in resources if each.get(kind, 0) >= 1]
+        if counts:
+            return Accelerators(kind, len(counts), min(counts))
+    raise ValueError("the Ray cluster has no node with a CPU, GPU or TPU.")
+
+
+def scaling_settings(options: RayOptions, cluster: Accelerators) -> dict[str, Any]:
+    """Arguments of Ray's ScalingConfig: a process for each node, which has all its accelerators.
+
+    Raises:
+      ValueError: where the cluster has too few nodes, or a TPU slice is not described.
+    """
+    workers = cluster.nodes if options.workers is None else options.workers
+    if cluster.kind == "TPU":
+        if options.topology is None or options.accelerator_type is None:
+            raise ValueError(
+                "the Ray cluster has TPUs: describe the slice with --topology, such as 4x4, and "
+                "--accelerator-type, such as TPU-V6E."
+            )
+        return {
+            "num_workers": workers,
+            "use_tpu": True,
+            "topology": options.topology,
+            "accelerator_type": options.accelerator_type,
+        }
+    if cluster.kind == "GPU":
+        if workers > cluster.nodes:
+            raise ValueError(
+                f"workers={workers}: a process has all GPUs of its node, and the Ray cluster has "
+                f"{cluster.nodes} nodes with GPUs."
+            )
+        return {
+            "num_workers": workers,
+            "use_gpu": True,
+            "resources_per_worker": {"GPU": cluster.per_node},
+            "placement_strategy": "STRICT_SPREAD",
+        }
+    return {"num_workers": workers, "placement_strategy": "SPREAD"}
+
+
+def worker_environment(kind: str) -> dict[str, str]:
+    """Environment variables of the workers."""
+    variables = {
+        # Its handler of SIGTERM would replace Ray's own.
+        "JAX_ENABLE_PREEMPTION_SERVICE": "0",
+        # Ray would send what a process prints past its standard output, which is muted in all
+        # processes but the first.
+        "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+        "PYTHONUNBUFFERED": "1",
+    }
+    return variables | ({"JAX_PLATFORMS": "cpu"} if kind == "CPU" else {})
+
+
+def _fit(program: Program, options: RayOptions, cluster: Accelerators) -> int:
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.v2.api.exceptions import TrainingFailedError
+    from ray.train.v2.jax import JaxTrainer
+    from ray.train.v2.jax.config import JaxConfig
+
+    scaling = scaling_settings(options, cluster)
+    trainer = JaxTrainer(
+        train,
+        train_loop_config={
+            "arguments": list(program.arguments),
+            "working_directory": str(Path.cwd()),
+        },
+        # Without either of the two Ray connects nothing, and each worker trains a run of its own;
+        # on CPUs JAX_PLATFORMS decides.
+        jax_config=JaxConfig(use_tpu=cluster.kind == "TPU", use_gpu=cluster.kind != "TPU"),
+        scaling_config=ScalingConfig(**scaling),
+        run_config=RunConfig(
+            # A name of its own: Ray would continue an earlier launch of the same name.
+            name=f"{program.run_dir.name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}",
+            storage_path=str(program.run_dir.absolute().parent / "ray"),
+            failure_config=FailureConfig(max_failures=options.max_failures),
+            worker_runtime_env={
+                "env_vars": worker_environment(cluster.kind) | dict(options.environment)
+            },
+        ),
+    )
+    try:
+        result = trainer.fit()
+    except TrainingFailedError as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise LaunchFailed(
+            f"the run failed after {options.max_failures} restarts; continue it with --resume "
+            f"--run-dir {program.run_dir}: {lines[-1]}"
+        ) from error
+    return int(result.return_value)
+
+
+class LaunchFailed(RuntimeError):
+    """Raised where a run failed more often than it may be restarted."""

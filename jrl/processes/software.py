@@ -1,0 +1,62 @@
+"""Software of a process: versions of packages, and hashes of the library's own source files.
+
+Processes of one run compute the same values only with the same software.
+"""
+
+from collections.abc import Mapping
+from hashlib import sha256
+from importlib import metadata
+from pathlib import Path
+
+from jrl.processes.agreement import check_same, gather
+
+PACKAGES = ("jrl-reasoning", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+"""Packages that a run's values and files depend on."""
+SOURCE_ROOT = Path(__file__).parents[2]
+SOURCE_PACKAGES = ("jrl", "moe", "sharding")
+HASH_LENGTH = 12
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of `PACKAGES`; jrl itself may be imported from a checkout."""
+    return {package: _installed_version(package) for package in PACKAGES}
+
+
+def source_hashes() -> dict[str, str]:
+    """Hashes of the library's Python files, by paths such as jrl/train.py."""
+    paths = (path for name in SOURCE_PACKAGES for path in (SOURCE_ROOT / name).rglob("*.py"))
+    return {
+        path.relative_to(SOURCE_ROOT).as_posix(): sha256(path.read_bytes()).hexdigest()[
+            :HASH_LENGTH
+        ]
+        for path in sorted(paths)
+    }
+
+
+def check_same_software() -> None:
+    """Checks that all processes run the same versions of `PACKAGES` and the same source files.
+
+    Raises:
+      ValueError: in all processes, with the differences to process 0.
+    """
+    software, hashes = installed_versions(), source_hashes()
+    # Files are compared one by one only where they differ: then each is named.
+    if len(set(gather(_digest(hashes)))) > 1:
+        software |= hashes
+    check_same(
+        software,
+        "runs other software than",
+        "Install the same version of jrl and of its packages on every machine.",
+    )
+
+
+def _digest(hashes: Mapping[str, str]) -> str:
+    lines = "".join(f"{path} {hashes[path]}\n" for path in sorted(hashes))
+    return sha256(lines.encode()).hexdigest()
+
+
+def _installed_version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

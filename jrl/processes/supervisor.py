@@ -1,0 +1,19 @@
+"""Supervisor of a run: what started its processes, and restarts them after a failure."""
+
+from collections.abc import Mapping
+
+
+class Supervisor:
+    """Supervisor that does nothing: of a run that a person started. Launchers derive theirs."""
+
+    def step_ended(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Is told of every step; may be a collective, as all processes of a run call it.
+
+        Returns:
+          True where this process may end soon, as its machine is taken back: the run then saves a
+          checkpoint. The same in all processes.
+        """
+        return False
+
+
+UNSUPERVISED = Supervisor()

@@ -1,0 +1,141 @@
+"""Launch over Ray: its plan for a cluster, and two workers on a cluster of this machine."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+
+import pytest
+from command_runs import metrics
+from places import ROOT
+
+from jrl.launch.ray_cluster import (
+    Accelerators,
+    RayOptions,
+    accelerators,
+    scaling_settings,
+    worker_environment,
+)
+
+
+def node(alive=True, **resources):
+    return {"Alive": alive, "Resources": resources}
+
+
+def test_accelerators_of_a_cluster_are_counted():
+    assert accelerators([node(CPU=8.0)]) == Accelerators("CPU", 1, 8)
+    head = node(CPU=4.0)
+    machines = [node(CPU=96.0, GPU=8.0), node(CPU=96.0, GPU=4.0), node(alive=False, GPU=1.0)]
+    assert accelerators([head, *machines]) == Accelerators("GPU", 2, 4)
+    assert accelerators([head, node(CPU=96.0, TPU=4.0)]) == Accelerators("TPU", 1, 4)
+    with pytest.raises(ValueError, match="no node with a CPU, GPU or TPU"):
+        accelerators([node(memory=1e9)])
+
+
+def test_a_process_has_all_gpus_of_its_node():
+    gpus = Accelerators("GPU", 2, 8)
+    assert scaling_settings(RayOptions(), gpus) == {
+        "num_workers": 2,
+        "use_gpu": True,
+        "resources_per_worker": {"GPU": 8},
+        "placement_strategy": "STRICT_SPREAD",
+    }
+    with pytest.raises(ValueError, match=r"workers=3: .* has 2 nodes with GPUs"):
+        scaling_settings(RayOptions(workers=3), gpus)
+
+
+def test_a_tpu_slice_is_described():
+    tpus = Accelerators("TPU", 4, 4)
+    options = RayOptions(topology="4x4", accelerator_type="TPU-V6E")
+    settings = scaling_settings(options, tpus)
+    assert settings["use_tpu"] and settings["topology"] == "4x4" and settings["num_workers"] == 4
+    with pytest.raises(ValueError, match="--topology, such as 4x4"):
+        scaling_settings(RayOptions(), tpus)
+
+
+def test_workers_on_cpus_are_connected():
+    """Ray connects no workers unless it is told of an accelerator or of JAX_PLATFORMS."""
+    assert worker_environment("CPU")["JAX_PLATFORMS"] == "cpu"
+    assert "JAX_PLATFORMS" not in worker_environment("GPU")
+
+
+SETTINGS = {
+    "layout": "dp2",
+    "devices": 2,
+    "steps": 4,
+    "warm-start-steps": 0,
+    "warm-start-batch": 4,
+    "prompts": 4,
+    "group-size": 2,
+    "mini-batch": 8,
+    "eval-prompts": 4,
+    "checkpoint-every": 1,
+}
+FLAGS = [f"--{name}={value}" for name, value in SETTINGS.items()]
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
+
+
+def start(folder, *words):
+    with (folder / "errors").open("w") as errors:
+        return subprocess.Popen(
+            [sys.executable, *words],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+
+
+def wait_for(condition, process):
+    deadline = time.monotonic() + 300
+    while not (result := condition()):
+        assert process.poll() is None, "the launch has ended"
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    return result
+
+
+@needs_ray
+@pytest.mark.slow
+def test_two_workers_of_which_one_is_killed_make_the_run_of_one_process(tmp_path):
+    launch = ["-m", "jrl.launch", "--ray", "--workers=2", "--max-failures=1", "--"]
+    launched = start(tmp_path, *launch, *FLAGS, "--run-dir=two")
+    try:
+        lines = tmp_path / "two" / "metrics.jsonl"
+        wait_for(lambda: lines.exists() and len(lines.read_text().splitlines()) > 2, launched)
+        found = re.findall(r"pid=(\d+)\) world_rank=1", (tmp_path / "errors").read_text())
+        os.kill(int(found[-1]), signal.SIGKILL)
+        output, _ = launched.communicate(timeout=400)
+    finally:
+        launched.terminate()
+        launched.wait(60)
+    errors = (tmp_path / "errors").read_text()
+    assert launched.returncode == 0, errors[-3000:]
+    assert len(set(re.findall(r"pid=(\d+)\) world_rank=1", errors))) == 2, errors[-3000:]
+    assert output.count("completed step: 4/4") == 1
+    alone = start(tmp_path, "-m", "jrl.train", *FLAGS, "--run-dir=one")
+    alone.communicate(timeout=400)
+    assert alone.returncode == 0
+    assert metrics(tmp_path / "two") == metrics(tmp_path / "one")
+    assert len(metrics(tmp_path / "two")) == 1 + SETTINGS["steps"]
+
+
+@needs_ray
+@pytest.mark.slow
+def test_wrong_input_is_not_repeated(tmp_path):
+    """What all workers reject is the command's end, and no failure to restart after."""
+    launch = ["-m", "jrl.launch", "--ray", "--workers=2", "--", "--devices=2", "--layout=dp4"]
+    launched = start(tmp_path, *launch, "--run-dir=two")
+    try:
+        launched.communicate(timeout=400)
+    finally:
+        launched.terminate()
+        launched.wait(60)
+    errors = (tmp_path / "errors").read_text()
+    assert launched.returncode == 2, errors[-3000:]
+    assert "error: layout 'dp4' needs 4 devices and there are 2" in errors
+    assert errors.count("world_rank=1") == 1
