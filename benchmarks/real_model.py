@@ -26,7 +26,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,7 +45,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("settings", nargs="*", help="flags of jrl.train after --", default=[])
     arguments = parser.parse_args()
-    settings = list(SMOKE) if arguments.smoke else [f"--config={PRESET}", *arguments.settings]
+    settings: list[str] = (
+        [*SMOKE] if arguments.smoke else [f"--config={PRESET}", *arguments.settings]
+    )
     # Before JAX starts: XLA sizes its thread pool by the processors it may use.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -124,10 +125,8 @@ def measure(settings: list[str], steps: int) -> dict[str, Any]:
         if number:
             completions = result.collected.completions
             tokens["response"] += int(lengths_of(completions).sum())
-            tokens["prompt"] += int(
-                batch.valid[:: recipe.group_size, : setup.prompt_length].sum()
-            )
-    head = head_operands(setup, tokens["response"] // steps)
+            tokens["prompt"] += int(batch.valid[:: recipe.group_size, : setup.prompt_length].sum())
+    head = head_of(setup, state.policy.weights, tokens["response"] // steps)
     for number in range(steps + 1):
         with clock({} if number == 0 else rows, "head"):
             jax.block_until_ready(head())
@@ -153,28 +152,31 @@ def with_targets(batch: Any) -> Any:
     import numpy as np
 
     advantages = np.random.default_rng(0).normal(size=batch.tokens.shape).astype(np.float32)
-    return replace(
-        batch, old_logprobs=batch.behaviour_logprobs, advantages=jnp.asarray(advantages)
-    )
+    return replace(batch, old_logprobs=batch.behaviour_logprobs, advantages=jnp.asarray(advantages))
 
 
-def head_operands(setup: Any, tokens: int) -> Callable[[], Any]:
-    """Log-probabilities of random states, and their gradient by the states."""
+def head_of(setup: Any, weights: Any, tokens: int) -> Callable[[], Any]:
+    """Log-probabilities of random states by the LM head, and their gradient by the states."""
     import jax
     import jax.numpy as jnp
+    from jax.sharding import PartitionSpec
 
-    from moe.head import _Chunking, _scores
+    from moe.head import logprobs_and_entropy
+    from moe.placement import specs
 
-    key = jax.random.key(0)
-    model = setup.model
-    states = jax.random.normal(key, (tokens, model.d_model))
-    columns = jax.random.normal(key, (model.d_model, model.vocab_size)) / model.d_model**0.5
+    config, mesh = setup.model, setup.mesh
+    states = jax.random.normal(jax.random.key(0), (tokens, config.d_model))
     ids = jnp.zeros(tokens, jnp.int32)
-    chunking = _Chunking((), model.execution.vocab_chunk, 1.0)
-    function = jax.jit(
-        jax.grad(lambda x: _scores(x, columns, ids, jnp.zeros((), jnp.int32), chunking)[0].sum())
+    rows = PartitionSpec(mesh.axes)
+
+    def local(weights: Any, x: jax.Array, ids: jax.Array) -> jax.Array:
+        return logprobs_and_entropy(weights, x, ids, config, mesh)[0]
+
+    scores = jax.shard_map(
+        local, mesh=mesh.mesh, in_specs=(specs(config, mesh), rows, rows), out_specs=rows
     )
-    return lambda: function(states)
+    function = jax.jit(jax.grad(lambda x, weights: scores(weights, x, ids).sum()))
+    return lambda: function(states, weights)
 
 
 def ceilings(d_model: int, d_ff: int) -> dict[str, float]:
@@ -184,13 +186,14 @@ def ceilings(d_model: int, d_ff: int) -> dict[str, float]:
 
     x, matrix = jnp.ones((2048, d_model)), jnp.ones((d_model, max(d_ff, d_model)))
     numbers = jnp.ones(READ_BYTES // 4)
-    found = {}
-    for name, function, work in (
-        ("product", jax.jit(jnp.dot).lower(x, matrix).compile(), 2.0 * x.size * matrix.shape[1]),
-        ("read", jax.jit(jnp.sum).lower(numbers).compile(), float(READ_BYTES)),
+    found: dict[str, float] = {}
+    rows: dict[str, list[tuple[float, float]]] = {}
+    for name, function, inputs, work in (
+        ("product", jax.jit(jnp.dot), (x, matrix), 2.0 * x.size * matrix.shape[1]),
+        ("read", jax.jit(jnp.sum), (numbers,), float(READ_BYTES)),
     ):
-        inputs = (x, matrix) if name == "product" else (numbers,)
-        repeats, rows = max(1, int(4e9 / work)), {}
+        jax.block_until_ready(function(*inputs))  # compiles
+        repeats = max(1, int(4e9 / work))
         for _ in range(5):
             with clock(rows, name):
                 for _ in range(repeats):
