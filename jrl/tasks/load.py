@@ -38,6 +38,8 @@ from jrl.tasks.rewards import (
     parse_weights,
 )
 from jrl.tasks.task import Example, Prompts, Task
+from jrl.tasks.word_problems import NAME as WORD_PROBLEMS
+from jrl.tasks.word_problems import WordProblems
 
 OUTSIDE = (*KINDS, "gym")
 MIXED = re.compile(r"\s\+\s")
@@ -65,7 +67,7 @@ def load_task(
     Args:
       spec: ``sort``, ``addition``, ``scratchpad``, ``scratchpad:DIGITS`` or
         ``scratchpad:MIN-MAX`` (operands up to so long), ``countdown``, ``progression``,
-        ``guess``, ``calculator``,
+        ``guess``, ``calculator``, ``word-problems``,
         ``jsonl:PATH``, ``parquet:PATH``, ``dataset:DIR``, ``gym:NAME``, ``gym:NAME,OPTION=VALUE``,
         ``path/to/file.py:make`` or ``package.module:make``; or several of them mixed,
         ``3 sort + 1 countdown``, where a weight that is left out is 1.
@@ -138,7 +140,7 @@ def _parse_weighted(text: str) -> tuple[float, str]:
 def _kind(spec: str) -> str | None:
     """The kind of a task of the library, None of any other."""
     kind, _, rest = spec.partition(":")
-    if spec in BUILT_IN or spec in CONVERSATIONS or (kind in OUTSIDE and rest):
+    if spec in (*BUILT_IN, *CONVERSATIONS, WORD_PROBLEMS) or (kind in OUTSIDE and rest):
         return kind
     return "scratchpad" if kind == "scratchpad" and rest else None
 
@@ -244,6 +246,9 @@ class _Loader:
         seed, heldout = self.seed, self.heldout
         if spec in BUILT_IN:
             return self._procedural(BUILT_IN[spec](seed))
+        if spec == WORD_PROBLEMS:
+            heldout.check_no_file(spec, "draws")
+            return WordProblems(seed, heldout)
         if kind == "scratchpad" and (lengths := re.fullmatch(r"(?:(\d+)-)?(\d+)", rest)):
             min_digits, max_digits = int(lengths[1] or MIN_DIGITS), int(lengths[2])
             return self._procedural(scratchpad_of(min_digits, max_digits, seed))
@@ -260,7 +265,7 @@ class _Loader:
         if kind == "gym" and rest:
             name, options = _parse_options(spec, rest)
             return gym(name, seed, workers=self.workers, options=options, heldout=heldout)
-        names = [*BUILT_IN, *CONVERSATIONS]
+        names = [*BUILT_IN, *CONVERSATIONS, WORD_PROBLEMS]
         near = difflib.get_close_matches(kind, [*names, *OUTSIDE], n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         raise ValueError(

@@ -138,3 +138,16 @@ def test_a_step_and_decoding_alone_are_timed():
     figures = json.loads(printed("benchmarks/grpo_step.py", *one))
     assert figures["decode"] > 0 and 0 < figures["gen"] < figures["step"]
     assert figures["active_parameters"] == figures["parameters"] > 400_000
+
+
+@pytest.mark.slow
+def test_a_step_of_a_published_model_is_timed_by_phases(tmp_path):
+    figures = tmp_path / "figures.json"
+    shown = smoke("real_model", figures)
+    for phase in ("prompt pass", "decoding", "forward", "backward", "head", "host"):
+        assert f"\n{phase} " in shown
+    found = json.loads(figures.read_text())
+    assert found["product per processor second"] > 1e8 < found["read per processor second"]
+    # Every completion has at least one token, and prompts count once for their completions.
+    assert found["tokens"]["response"] >= found["rows"] == 4
+    assert found["tokens"]["prompt"] == 2 * (1 + len("40754516="))

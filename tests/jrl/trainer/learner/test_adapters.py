@@ -1,5 +1,6 @@
 """Runs whose adapters learn: what they hold, sample with, keep and go on from."""
 
+import re
 from dataclasses import replace
 
 import jax
@@ -9,6 +10,8 @@ from small_runs import (
     begin_or_go_on,
     fresh_weights,
     metrics_of,
+    small_batch,
+    small_model,
     small_recipe,
     small_run,
     small_setup,
@@ -17,6 +20,8 @@ from small_runs import (
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 from jrl.trainer.evaluation.saved_policy import load_policy
+from jrl.trainer.learner.learner import split
+from jrl.trainer.learner.update import update
 from jrl.trainer.setup.network import network_of
 from jrl.trainer.state import abstract, init_adapters, init_state, reference_of
 from moe import weights as moe_weights
@@ -116,3 +121,30 @@ def test_the_sampler_has_the_probabilities_of_the_trainer(run):
     # Merged and beside each other: sums of a few dozen products, in another order.
     assert all(float(line["sampling/k3_kl"]) < 1e-6 for line in lines if "sampling/k3_kl" in line)
     assert float(lines[1]["actor/kl_loss"]) < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [2, None])
+def test_no_product_of_an_update_is_the_gradient_of_a_frozen_matrix(rank):
+    run = small_run(lora_rank=rank)
+    setup = small_setup(small_recipe("grpo"), run)
+    # No two axes have one size, and none is the number of tokens of the batch, 32.
+    sizes = {"d_model": 20, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6, "d_ff": 44}
+    model = small_model(98, num_layers=2, num_experts=0, d_expert=0, **sizes)
+    model = replace(model, execution=replace(model.execution, vocab_chunk=36, scan_layers=True))
+    setup = replace(setup, model=network_of(model, run))
+    policy, frozen = setup.networks.policy, None
+    if rank is None:
+        learner = policy.init(fresh_weights(setup))
+    else:
+        learner = begun(setup).policy
+        trained, frozen = split(learner.weights, setup.model)
+        learner = replace(learner, weights=trained)
+    rows = policy.objective, policy.optimizer, 1, learner, small_batch(setup), None, None, frozen
+    program = update.lower(*rows)
+    products = re.findall(r"f32\[([\d,]+)\]\S* dot\(", program.compile().as_text())
+    shapes = {tuple(map(int, shape.split(","))) for shape in products}
+    # Of the feed-forward layer and of the chunk of the tied embedding's columns.
+    gradients = {(20, 44), (44, 20), (20, 88), (88, 20), (20, 36), (36, 20)}
+    assert shapes, "the program's products have another name"
+    assert bool(shapes & gradients) == (rank is None)
