@@ -220,6 +220,7 @@ def decode_step(rows: int = 64, length: int = 1024, **execution: Any) -> Any:
     from benchmarks.gpu.networks import network
     from moe import decoding
     from moe.cache.buffers import cache_columns
+    from moe.cache.step import StepTokens
     from moe.layers.depth import split_layer_groups
     from moe.placement import specs
     from moe.weights import shapes
@@ -244,10 +245,8 @@ def decode_step(rows: int = 64, length: int = 1024, **execution: Any) -> Any:
         return decoding.prefill(weights, tokens, lengths, config, mesh).cache
 
     def step(weights: Any, cache: Any, tokens: Any, positions: Any, live: Any) -> Any:
-        layers = split_layer_groups(weights, config)
-        return decoding.decode_step(layers, weights, cache, tokens, positions, live, config, mesh)[
-            :2
-        ]
+        layers, inputs = split_layer_groups(weights, config), StepTokens(tokens, positions, live)
+        return decoding.decode_step(layers, weights, cache, inputs, config, mesh)[:2]
 
     weights = of(shapes(config), jnp.bfloat16)
     number = of(jax.ShapeDtypeStruct((rows,), jnp.int32))
