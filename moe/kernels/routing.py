@@ -27,8 +27,7 @@ TOKENS = 64
 MAX_EXPERTS = 256
 """Experts of a network, at most."""
 MAX_EXPERTS_WITHOUT_SPILLS = 128
-"""Experts of a network, at most, that all stay in registers without spills; of more, a chunk is there
-at a time."""
+"""Experts of a network, at most, that all stay in registers; of more, a chunk is there."""
 MAX_CHUNK = 64
 """Experts, at most, that are in registers at a time where not all are."""
 
