@@ -25,7 +25,7 @@ PACKAGES = {
 """Packages that compile for a platform; the extra `absent` has them."""
 OTHERS = ("jax", "jaxlib")
 DUMPS = ("PTX", "PTXAS", "SASS", "RESOURCES", "HOST_LLVM")
-"""What Mosaic GPU leaves of each kernel in the folder of ``MOSAIC_GPU_DUMP_TO``."""
+"""Files that Mosaic GPU leaves of each kernel in the folder of ``MOSAIC_GPU_DUMP_TO``."""
 
 
 class Program(NamedTuple):
