@@ -338,10 +338,10 @@ def _chunk_width(experts: int) -> int:
 
 
 class Ranking:
-    """What the experts of the tokens of a program are selected by, ``[token, expert]``.
+    """Numbers by which experts are selected, ``[token, expert]``, of the tokens of a program.
 
-    In registers; where these do not suffice in memory, of which a chunk of columns is in registers
-    at a time.
+    They are in registers; where these do not suffice, in memory, of which a chunk of columns is in
+    registers at a time.
     """
 
     def __init__(self, target: Target, experts: int, width: int, token_slice: Any, *scratch: Any):
