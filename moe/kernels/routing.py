@@ -389,15 +389,15 @@ class Ranking:
           forever: they are so from here on.
         """
         stop = self.experts if stop is None else stop
-        whole = start == 0 and stop == self.experts
+        has_others = start > 0 or stop < self.experts
 
         def search(first, carry):
-            chunk, (largest, found) = self.read(first), carry
+            chunk, (largest, column) = self.read(first), carry
             for expert in excluded:
                 chunk = jnp.where(self.is_expert(first, expert), self.full(-jnp.inf), chunk)
             if excluded and forever:
                 self.write(first, chunk)
-            if not whole:
+            if has_others:
                 within = self.in_range(first, start, stop) > 0
                 chunk = jnp.where(within, chunk, self.full(-jnp.inf))
             # Among equal values the first column, as `lax.top_k` selects: an argmax in two
@@ -408,7 +408,7 @@ class Ranking:
             at = self.reduce_rows(jnp.min, at)
             # Chunks come in the order of columns, so that the first of equal values stays.
             better = here > largest
-            return jnp.where(better, here, largest), jnp.where(better, at, found)
+            return jnp.where(better, here, largest), jnp.where(better, at, column)
 
         least = self._target.tiled(jnp.full((TOKENS,), -jnp.inf, jnp.float32))
         none = self._target.tiled(jnp.full((TOKENS,), self.experts, jnp.int32))
@@ -447,11 +447,11 @@ def _close_groups(rule: Rule, ranking: Ranking) -> None:
     # The score of a group is the sum of its best experts, found as the top-k itself is.
     scores = []
     for start, stop in bounds:
-        best, found = [], []
+        best, excluded = [], []
         for _ in range(rule.k // rule.open_groups):
-            largest, first = ranking.find_largest(start, stop, excluded=found)
+            largest, first = ranking.find_largest(start, stop, excluded=excluded)
             best.append(largest)
-            found.append(first)
+            excluded.append(first)
         scores.append(functools.reduce(jnp.add, best))
     for group, ((start, stop), score) in enumerate(zip(bounds, scores, strict=True)):
         # The rank of a group is the number of those before it, with a larger score or the same
