@@ -406,9 +406,8 @@ class Ranking:
             beyond = self.full(self.experts, jnp.int32)
             at = jnp.where(chunk == self.broadcast(here), self._columns(first), beyond)
             at = self.reduce_rows(jnp.min, at)
-            # Chunks come in the order of columns, so that the first of equal values stays.
-            better = here > largest
-            return jnp.where(better, here, largest), jnp.where(better, at, column)
+            equal = jnp.where(here == largest, jnp.minimum(column, at), column)
+            return jnp.maximum(largest, here), jnp.where(here > largest, at, equal)
 
         least = self._target.tiled(jnp.full((TOKENS,), -jnp.inf, jnp.float32))
         none = self._target.tiled(jnp.full((TOKENS,), self.experts, jnp.int32))
