@@ -25,7 +25,7 @@ PACKAGES = {
 """Packages that compile for a platform; the extra `absent` has them."""
 OTHERS = ("jax", "jaxlib")
 DUMPS = ("PTX", "PTXAS", "SASS", "RESOURCES", "HOST_LLVM")
-"""What Mosaic GPU leaves of each kernel in the folder of ``MOSAIC_GPU_DUMP_TO``."""
+"""Files that Mosaic GPU leaves of each kernel in the folder of ``MOSAIC_GPU_DUMP_TO``."""
 
 
 class Program(NamedTuple):
@@ -81,6 +81,8 @@ def prepare() -> None:
     """Sets the environment in which compilers are found, before JAX is first used."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    # A TPU belongs to one process; its compiler need not.
+    os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
     # What a cache returns was not compiled: kernels would leave no machine code.
     os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
     toolkits = sorted(Path(sysconfig.get_paths()["purelib"]).glob("nvidia/cu*/bin/ptxas"))

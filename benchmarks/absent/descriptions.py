@@ -55,7 +55,7 @@ GPUS = {
         *("NVIDIA GB200", (10, 0), 152, 2.062, 197897748480, 7928.064e9, 135528448, 2500e12)
     ),
 }
-"""What drivers report of these devices, as XLA's repository records it in
+"""Figures that drivers report of these devices, as XLA's repository records them in
 ``xla/backends/gpu/target_config/specs``; peaks are those of NVIDIA's datasheets."""
 
 GIB = 2**30

@@ -26,7 +26,7 @@ IGNORES_SETMAXNREG = "C7504"
 
 
 class Assembly(NamedTuple):
-    """What the assembler says of a kernel.
+    """The assembler's report of a kernel.
 
     Attributes:
       registers: of a thread.
@@ -73,7 +73,7 @@ class Kernel(NamedTuple):
         return min(REGISTERS // max(1, registers), by_memory, THREADS // threads)
 
     def defects(self) -> list[str]:
-        """What is wrong with it: spills, serialised products, or too much shared memory."""
+        """Spills, serialised products, or too much shared memory; empty without any."""
         found = []
         for assembly, how in ((self.linked, ""), (self.alone, " by ptxas alone")):
             if assembly.spilled:
@@ -119,7 +119,7 @@ def _read_kernel(report: Path, folder: Path, stem: str) -> Kernel:
 
 
 def read_report(text: str) -> Assembly:
-    """What a report of ``ptxas -v`` says of its kernel.
+    """Registers and spills of the kernel of a report of ``ptxas -v``.
 
     Raises:
       RuntimeError: when it has no number of registers or of spilled bytes.
@@ -133,7 +133,7 @@ def read_report(text: str) -> Assembly:
 
 
 def assemble(ptx: Path) -> Assembly:
-    """What ``ptxas`` alone says of a PTX file."""
+    """Registers and spills of a PTX file that ``ptxas`` alone compiles."""
     architecture = re.search(r"(?m)^\s*\.target\s+(\w+)", ptx.read_text())
     if architecture is None:
         raise RuntimeError(f"{ptx.name} names no target")

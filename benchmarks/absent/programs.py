@@ -44,14 +44,14 @@ class Step(NamedTuple):
     quick: bool = False
 
 
-TWO_LAYERS = QWEN3_A3B | {"num_layers": 2}
+ONE_LAYER, TWO_LAYERS = QWEN3_A3B | {"num_layers": 1}, QWEN3_A3B | {"num_layers": 2}
 STEPS = (
     Step(
         *("h100", "1x1x8", "dp8 / ep8", "Qwen3-30B-A3B, 2 layers, kernels", TWO_LAYERS, KERNELS),
         quick=True,
     ),
     Step(
-        *("v5e", None, "dp8 / ep8", "Qwen3-30B-A3B, 2 layers, megablox", TWO_LAYERS),
+        *("v5p", None, "dp8 / ep8", "Qwen3-30B-A3B, 1 layer, megablox", ONE_LAYER),
         {"experts": "megablox", "remat": "selective", "buffer_factor": 1.5},
         quick=True,
     ),

@@ -32,7 +32,7 @@ def line_of(row: Figures) -> str:
 
 
 def summary(figures: Figures) -> str:
-    """How many rows were compiled, how many refused, and how many have a defect."""
+    """Number of rows that were compiled, that were refused, and that have a defect."""
     rows = [row for part in (KERNELS, MEGABLOX, STEPS) for row in figures.get(part, [])]
     refused = sum("error" in row for row in rows)
     defective = sum(bool(row.get("defects")) for row in rows)

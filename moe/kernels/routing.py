@@ -27,8 +27,7 @@ TOKENS = 64
 MAX_EXPERTS = 256
 """Experts of a network, at most."""
 MAX_EXPERTS_WITHOUT_SPILLS = 128
-"""Experts of a network, at most, that all stay in registers without spills; of more, a chunk is in
-registers at a time."""
+"""Experts of a network, at most, that all stay in registers; of more, a chunk is there."""
 MAX_CHUNK = 64
 """Experts, at most, that are in registers at a time where not all are."""
 
@@ -339,10 +338,10 @@ def _chunk_width(experts: int) -> int:
 
 
 class Ranking:
-    """What the experts of the tokens of a program are selected by, ``[token, expert]``.
+    """Numbers by which experts are selected, ``[token, expert]``, of the tokens of a program.
 
-    In registers; where these do not suffice in memory, of which a chunk of columns is in registers
-    at a time.
+    They are in registers; where these do not suffice, in memory, of which a chunk of columns is in
+    registers at a time.
     """
 
     def __init__(self, target: Target, experts: int, width: int, token_slice: Any, *scratch: Any):
@@ -390,15 +389,15 @@ class Ranking:
           forever: they are so from here on.
         """
         stop = self.experts if stop is None else stop
-        whole = start == 0 and stop == self.experts
+        has_others = start > 0 or stop < self.experts
 
         def search(first, carry):
-            chunk, (largest, found) = self.read(first), carry
+            chunk, (largest, column) = self.read(first), carry
             for expert in excluded:
                 chunk = jnp.where(self.is_expert(first, expert), self.full(-jnp.inf), chunk)
             if excluded and forever:
                 self.write(first, chunk)
-            if not whole:
+            if has_others:
                 within = self.in_range(first, start, stop) > 0
                 chunk = jnp.where(within, chunk, self.full(-jnp.inf))
             # Among equal values the first column, as `lax.top_k` selects: an argmax in two
@@ -407,9 +406,8 @@ class Ranking:
             beyond = self.full(self.experts, jnp.int32)
             at = jnp.where(chunk == self.broadcast(here), self._columns(first), beyond)
             at = self.reduce_rows(jnp.min, at)
-            # Chunks come in the order of columns, so that the first of equal values stays.
-            better = here > largest
-            return jnp.where(better, here, largest), jnp.where(better, at, found)
+            equal = jnp.where(here == largest, jnp.minimum(column, at), column)
+            return jnp.maximum(largest, here), jnp.where(here > largest, at, equal)
 
         least = self._target.tiled(jnp.full((TOKENS,), -jnp.inf, jnp.float32))
         none = self._target.tiled(jnp.full((TOKENS,), self.experts, jnp.int32))
@@ -448,11 +446,11 @@ def _close_groups(rule: Rule, ranking: Ranking) -> None:
     # The score of a group is the sum of its best experts, found as the top-k itself is.
     scores = []
     for start, stop in bounds:
-        best, found = [], []
+        best, excluded = [], []
         for _ in range(rule.k // rule.open_groups):
-            largest, first = ranking.find_largest(start, stop, excluded=found)
+            largest, first = ranking.find_largest(start, stop, excluded=excluded)
             best.append(largest)
-            found.append(first)
+            excluded.append(first)
         scores.append(functools.reduce(jnp.add, best))
     for group, ((start, stop), score) in enumerate(zip(bounds, scores, strict=True)):
         # The rank of a group is the number of those before it, with a larger score or the same

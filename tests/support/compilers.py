@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.absent.compilers import missing
+from benchmarks.absent.descriptions import GPUS, TPUS
 
 ROOT = Path(__file__).parents[2]
 REQUIRED = os.environ.get("JRL_GATE") == "accelerators"
@@ -36,3 +37,12 @@ def compiled(part, folder, *arguments):
     )
     assert done.returncode in (0, 1), done.stdout + done.stderr[-2000:]
     return json.loads((folder / "absent.json").read_text())[part]
+
+
+def compiled_step(kind, folder):
+    """The row of a training step on eight devices, which it fits."""
+    (row,) = compiled("steps", folder, "--only", kind)
+    assert "error" not in row, row["error"]
+    memory = (GPUS | TPUS)[kind].memory
+    assert 0 < row["arguments"] + row["temporaries"] < 0.9 * memory
+    return row

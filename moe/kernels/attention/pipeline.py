@@ -54,7 +54,7 @@ class BlockLoop(NamedTuple):
             mosaic_gpu().barrier_wait(self.arrived.at[slot])
             carry = step(index, [x.at[slot] for x in self.slots], carry)
 
-            # Nobody waits for the last blocks: without a waiter, nothing arrives.
+            # No warpgroup waits for the last blocks: without a waiter, nothing arrives.
             @pl.when(index + SLOTS < self.count)
             def _():
                 mosaic_gpu().barrier_arrive(self.free.at[slot])

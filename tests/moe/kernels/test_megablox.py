@@ -119,3 +119,21 @@ def test_kernels_are_lowered_inside_a_mesh_and_gradients_are_summed_over_it():
     # Neither gradient needs the product itself. The matrices' is summed over those that share them.
     assert text.count(KERNEL) == 2
     assert "stablehlo.all_reduce" in text
+
+
+@pytest.mark.parametrize(
+    ("dtype", "product", "total"),
+    [
+        (jnp.bfloat16, (512, 1024, 1024), (512, 512, 1024)),
+        (jnp.float32, (512, 512, 1024), (512, 512, 512)),
+    ],
+    ids=["bfloat16", "float32"],
+)
+def test_tiles_fit_the_vmem_of_every_tpu(dtype, product, total):
+    rows = jax.ShapeDtypeStruct((32768, 2048), dtype)
+    assert megablox.product_tiling(rows, 1536) == product
+    assert megablox.sum_tiling(rows, 1536) == total
+    # Narrow matrices are one tile, whatever their width.
+    narrow = jax.ShapeDtypeStruct((256, 192), dtype)
+    assert megablox.product_tiling(narrow, 320) == megablox.sum_tiling(narrow, 320)
+    assert megablox.sum_tiling(narrow, 320) == (256, 192, 320)
