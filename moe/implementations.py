@@ -209,7 +209,7 @@ DEFAULTS: dict[str, tuple[Default, ...]] = {
             "batched",
             "gpu",
             ANY,
-            'few launches: 131 for a layer of 128 experts, forward and backward, where "blocks" '
+            'few launches: 99 for a layer of 128 experts, forward and backward, where "blocks" '
             "are 20,267",
         ),
         Default("tiles", "cpu", ANY, "rows that exist, and no others, are multiplied"),
