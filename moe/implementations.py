@@ -68,11 +68,12 @@ def selected_implementation(
       mesh: mesh of the program; None is this process's devices.
 
     Returns:
-      A name; None off GPUs, where an operation selects by the platform it is lowered for.
+      A name; None for devices of an unknown platform, where an operation selects by the one that
+      it is lowered for.
     """
     name = getattr(config.execution, field)
     # Core attention also depends on the arrays (`moe.attention.core`).
-    if name is not None or devices_of(mesh).platform != "gpu":
+    if name is not None or devices_of(mesh).platform is None:
         return name
     return select(config, field, mesh).name
 
@@ -208,7 +209,7 @@ DEFAULTS: dict[str, tuple[Default, ...]] = {
             "batched",
             "gpu",
             ANY,
-            'few launches: 131 for a layer of 128 experts, forward and backward, where "blocks" '
+            'few launches: 99 for a layer of 128 experts, forward and backward, where "blocks" '
             "are 20,267",
         ),
         Default("tiles", "cpu", ANY, "rows that exist, and no others, are multiplied"),

@@ -31,22 +31,37 @@ MAX_BLOCK_SCORES = 2**18
 """Scores of a block of multiple short rows, at most: about as many as a core's cache holds."""
 
 
+class BlockSizes(NamedTuple):
+    """Sizes of blocks, at most: see `MAX_BLOCK_QUERIES`, `MAX_BLOCK_KEYS`, `MAX_BLOCK_SCORES`."""
+
+    queries: int
+    keys: int
+    scores: int
+
+
+GPU_SIZES = BlockSizes(512, 4096, 2**26)
+"""Sizes for GPUs, which launch several kernels for each block: up to 256 MiB of scores for 32
+heads."""
+
+
 class Span(NamedTuple):
     """Consecutive blocks of queries that attend to the same keys: the first `sources` of the row.
 
     Attributes:
       first, stop: range of queries.
       sources: number of keys.
+      most: number of keys of a block, at most.
     """
 
     first: int
     stop: int
     sources: int
+    most: int
 
     @property
     def num_chunks(self) -> int:
         """Number of blocks of keys."""
-        return -(-self.sources // MAX_BLOCK_KEYS)
+        return -(-self.sources // self.most)
 
     @property
     def chunk(self) -> int:
@@ -61,20 +76,27 @@ class Blocking(NamedTuple):
       queries: number of queries of a block.
       num_blocks: number of blocks of queries of the row.
       spans: ranges of these blocks, in order.
+      scores: number of scores of multiple short rows, at most.
     """
 
     queries: int
     num_blocks: int
     spans: tuple[Span, ...]
+    scores: int
 
     def blocks(self, span: Span) -> slice:
         """Slice of the row's blocks that a span covers."""
         return slice(span.first // self.queries, span.stop // self.queries)
 
 
-def blocking_of(time: int, source: int, causal: bool) -> Blocking:
-    """A split into blocks of equal size, with equally many of them in each span."""
-    num_blocks = -(-time // MAX_BLOCK_QUERIES)
+def blocking_of(time: int, source: int, causal: bool, sizes: BlockSizes | None = None) -> Blocking:
+    """A split into blocks of equal size, with equally many of them in each span.
+
+    Args:
+      sizes: sizes of blocks; None is those for a CPU.
+    """
+    sizes = sizes or BlockSizes(MAX_BLOCK_QUERIES, MAX_BLOCK_KEYS, MAX_BLOCK_SCORES)
+    num_blocks = -(-time // sizes.queries)
     blocks_per_span = -(-num_blocks // MAX_SPANS) if causal else num_blocks
     num_spans = -(-num_blocks // blocks_per_span)
     queries = -(-time // (num_spans * blocks_per_span))
@@ -84,9 +106,10 @@ def blocking_of(time: int, source: int, causal: bool) -> Blocking:
     ends = [(index + 1) * width for index in range(num_spans)]
     before = source - time
     spans = tuple(
-        Span(end - width, end, min(before + end, source) if causal else source) for end in ends
+        Span(end - width, end, min(before + end, source) if causal else source, sizes.keys)
+        for end in ends
     )
-    return Blocking(queries, num_spans * blocks_per_span, spans)
+    return Blocking(queries, num_spans * blocks_per_span, spans, sizes.scores)
 
 
 def pad_to_blocks(x: Array, blocking: Blocking, axis: int) -> Array:
@@ -142,7 +165,12 @@ def join_blocks(x: Array) -> Array:
 
 
 def attend(
-    query: Query, key: Key, value: Value, mask: Mask, scale: float
+    query: Query,
+    key: Key,
+    value: Value,
+    mask: Mask,
+    scale: float,
+    sizes: BlockSizes | None = None,
 ) -> tuple[Output, PerQuery]:
     """Attention output over these keys, float32 and not rounded, and the log-sum-exp of the scores:
     `MASK_VALUE`, or little more, where a query sees none of them.
@@ -150,8 +178,10 @@ def attend(
     Args:
       query, key, value: with one batch dimension in front, all varying over the same mesh axes
         (`sharding.collectives.match_varying`).
+      sizes: sizes of blocks; None is those for a CPU.
     """
-    time, blocking = query.shape[-2], blocking_of(query.shape[-2], key.shape[-2], mask.causal)
+    time, source = query.shape[-2], key.shape[-2]
+    blocking = blocking_of(time, source, mask.causal, sizes)
     # Padded queries see nothing, and their results are cut off.
     indices = _RowIndices(split_indices(mask.query, blocking), mask.key)
     arrays = pad_to_blocks(query, blocking, -2), key, value, indices
@@ -172,14 +202,17 @@ def attend_gradient(
     softmax_d: PerQuery,
     out_gradient: Output,
     scale: float,
+    sizes: BlockSizes | None = None,
 ) -> tuple[Query, Key, Value]:
     """Gradients of queries, keys and values from the scores with these keys, in float32.
 
     Args:
+      sizes: sizes of blocks; None is those for a CPU.
       log_sum: log-sum-exp over all the keys of the softmax, not these alone.
       softmax_d: `moe.ops.attention.dot_do_o` of the output over all keys.
     """
-    time, blocking = query.shape[-2], blocking_of(query.shape[-2], key.shape[-2], mask.causal)
+    time, source = query.shape[-2], key.shape[-2]
+    blocking = blocking_of(time, source, mask.causal, sizes)
     indices = _RowIndices(split_indices(mask.query, blocking), mask.key)
     query, out_gradient = (pad_to_blocks(x, blocking, -2) for x in (query, out_gradient))
     log_sum, softmax_d = (pad_to_blocks(x, blocking, -1) for x in (log_sum, softmax_d))
@@ -194,6 +227,8 @@ def attend_gradient(
 
 BLOCKED = Flash(attend, attend_gradient)
 """The implementation for `moe.ops.attention.flash_attention`."""
+BLOCKED_ON_GPU = Flash(partial(attend, sizes=GPU_SIZES), partial(attend_gradient, sizes=GPU_SIZES))
+"""The same for GPUs."""
 
 
 class _Shared(NamedTuple):
@@ -214,7 +249,7 @@ class _RowIndices(NamedTuple):
 def _rows_per_step(query: Array, key: Array, blocking: Blocking) -> int:
     """Number of rows per loop iteration: a divisor of the batch, so that one compiled body does."""
     batch, kv_heads, group = query.shape[:3]
-    max_rows = max(MAX_BLOCK_SCORES // (kv_heads * group * blocking.queries * key.shape[2]), 1)
+    max_rows = max(blocking.scores // (kv_heads * group * blocking.queries * key.shape[2]), 1)
     return max(rows for rows in range(1, min(max_rows, batch) + 1) if batch % rows == 0)
 
 

@@ -3,7 +3,7 @@ scores."""
 
 from jaxtyping import Array, Float
 
-from moe.attention.blocked import BLOCKED
+from moe.attention.blocked import BLOCKED, BLOCKED_ON_GPU
 from moe.attention.fused import cudnn_obstacle, fused_attention
 from moe.kernels.attention import FLASH, mosaic_attention, obstacle
 from moe.kernels.devices import Devices, devices_of
@@ -43,7 +43,7 @@ def core_attention(
         `MAX_PLAIN_SCORES_ACCELERATOR` elsewhere, and "plain" for fewer.
       sinks: as for `plain_attention`; to "xla" and "cudnn" they are keys
         (`moe.attention.fused`).
-      devices: for the choice of None; None is this process's.
+      devices: for the choice of None and of sizes of blocks; None is this process's.
 
     Raises:
       ValueError: on an unknown name, and where the named implementation does not support the call.
@@ -62,7 +62,7 @@ def core_attention(
         seen = visible(mask.query, mask.key, mask.window)
         return plain_attention(query, key, value, seen, scale, sinks)
     if implementation == "blocked":
-        return flash_attention(BLOCKED, query, key, value, mask, scale, sinks)
+        return flash_attention(_blocked(devices), query, key, value, mask, scale, sinks)
     if implementation == "mosaic":
         _check_kernel(query, key, value)
         return mosaic_attention(query, key, value, mask, scale, sinks)
@@ -94,9 +94,14 @@ def flash_of(
     if implementation is None and _has_kernel(query, key, value, devices or devices_of()):
         return FLASH
     if implementation != "mosaic":
-        return BLOCKED
+        return _blocked(devices)
     _check_kernel(query, key, value)
     return FLASH
+
+
+def _blocked(devices: Devices | None) -> Flash:
+    """Attention in blocks of the sizes for these devices."""
+    return BLOCKED_ON_GPU if (devices or devices_of()).platform == "gpu" else BLOCKED
 
 
 def _check_kernel(query: Array, key: Array, value: Array) -> None:

@@ -23,7 +23,7 @@ from moe.experts.fused import (
     permutation_kernel,
 )
 from moe.experts.gated import apply_activation, apply_gate
-from moe.experts.grouped_dot import IMPLEMENTATIONS, grouped_dot
+from moe.experts.grouped_dot import IMPLEMENTATIONS, LOOPS_AND_BATCHES, grouped_dot
 from moe.experts.permutation import permute_rows, unpermute_rows
 from moe.kernels.layout import sorted_layout
 from moe.ops.sorting import positions_in
@@ -197,7 +197,9 @@ def routed_experts(
         # One product for gate and up: wider products are faster than two narrow ones.
         # A token has an expert once: no expert has more rows than there are tokens.
         dot = partial(_multiply_groups, sizes, implementation, x.shape[0])
-        narrow = partial(_multiply_groups, sizes, None, x.shape[0])
+        # Kernels support no products as narrow as the rank of an adapter.
+        plain = implementation if implementation in LOOPS_AND_BATCHES else None
+        narrow = partial(_multiply_groups, sizes, plain, x.shape[0])
         gate_up = product(dot, rows, weights.gate_up, narrow, narrow)
         gate_up = checkpoint_name(gate_up, PRODUCT)
         if weights.gate_up_bias is not None:

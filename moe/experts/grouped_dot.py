@@ -168,6 +168,10 @@ IMPLEMENTATIONS = {
 }
 
 
+LOOPS_AND_BATCHES = ("tiles", "batched", "blocks")
+"""Names of plain JAX, for rows and matrices of any size; None is one of them."""
+
+
 def _best_multiply(most, side, *operands):
     """Forward product by the best implementation of each platform.
 

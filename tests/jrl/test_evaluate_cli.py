@@ -197,7 +197,7 @@ def test_a_checkpoint_that_goes_while_it_is_read_gives_way_to_the_next(run, tmp_
 
 
 def test_a_run_without_a_checkpoint_says_so(tmp_path, monkeypatch, capsys):
-    def interrupt(*_):
+    def interrupt(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(loop, "train", interrupt)

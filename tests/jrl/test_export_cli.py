@@ -154,7 +154,7 @@ def checkpoint_in(folder):
 def begun(flags, run, monkeypatch):
     """A run that saves what it is given as the checkpoints of steps 3 and 7, and stops."""
 
-    def save(setup, folder, weights, *rest):
+    def save(setup, folder, weights, *rest, **_):
         checkpoints = Checkpoints(folder.checkpoints_path)
         for step, factor in ((3, 2.0), (7, 1.0)):
             learned = jax.tree.map(lambda leaf, by=factor: leaf * by, weights)

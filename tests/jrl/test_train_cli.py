@@ -98,7 +98,7 @@ def test_a_run_leaves_everything_behind_and_says_where(finished, pictures, capsy
 
 
 def test_a_run_without_a_folder_gets_the_next_number(monkeypatch, capsys):
-    def interrupt(*_):
+    def interrupt(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(loop, "train", interrupt)
@@ -277,7 +277,7 @@ def test_the_planner_chooses_a_layout(monkeypatch, capsys):
 
 
 def test_a_run_keeps_the_layout_that_was_chosen(monkeypatch, capsys):
-    def interrupted(*_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(jax, "device_count", lambda: 4)

@@ -111,7 +111,7 @@ def test_an_unknown_flag_is_explained(capsys):
 
 
 def test_a_run_that_fails_is_one_line(monkeypatch, capsys):
-    def fail(*_):
+    def fail(*_, **__):
         raise loop.NonFiniteRun("step 7: 5 updates of the policy in a row ...")
 
     monkeypatch.setattr(loop, "train", fail)
@@ -120,6 +120,6 @@ def test_a_run_that_fails_is_one_line(monkeypatch, capsys):
 
 
 def test_a_fault_of_ours_keeps_its_traceback(monkeypatch):
-    monkeypatch.setattr(loop, "train", lambda *_: int("no number"))
+    monkeypatch.setattr(loop, "train", lambda *_, **__: int("no number"))
     with pytest.raises(ValueError, match="invalid literal"):
         main(FLAGS)

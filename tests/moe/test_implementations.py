@@ -68,9 +68,10 @@ PLAIN = {
 
 
 def test_hopper_has_kernels_and_others_have_what_they_can_run(on):
-    for platform in ("cpu", "tpu", None):
-        assert names(SERVED, fold_abstract(Layout(), platform)) == dict.fromkeys(DEFAULTS)
-    assert names(SERVED, None) == dict.fromkeys(DEFAULTS)
+    assert names(SERVED, fold_abstract(Layout(), None)) == dict.fromkeys(DEFAULTS)
+    assert names(SERVED, fold_abstract(Layout(), "tpu")) == PLAIN | {"experts": "blocks"}
+    for mesh in (fold_abstract(Layout(), "cpu"), None):
+        assert names(SERVED, mesh) == PLAIN | {"experts": "tiles"}
     kernels = dict.fromkeys(DEFAULTS, "mosaic")
     assert names(SERVED, on(9.0)) == kernels | {"attention": "cudnn"}
     assert names(SERVED, on(0.0)) == PLAIN

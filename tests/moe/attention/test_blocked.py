@@ -10,7 +10,8 @@ from tiers import full_but
 
 from moe.attention import blocked, core
 from moe.attention import blocked as blocking
-from moe.attention.blocked import BLOCKED
+from moe.attention.blocked import BLOCKED, BLOCKED_ON_GPU, GPU_SIZES, blocking_of
+from moe.kernels.devices import Devices
 from moe.ops.attention import flash_attention, plain_attention
 from moe.ops.mask import Mask, TokenIndices, visible
 
@@ -83,6 +84,28 @@ def outcome(function, given, weight):
     program = jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))
     (_, out), gradients = jax.device_get(program(*given))
     return out, gradients
+
+
+def test_blocks_are_larger_on_gpus_and_the_values_are_the_same():
+    """A GPU launches several kernels for each block."""
+    assert blocking_of(4096, 4096, True, GPU_SIZES).num_blocks == 8
+    assert blocking_of(19, 19, True).num_blocks == 4
+    *given, weight = arrays(19, 19)
+    mask = mask_of(19, 19, True)
+    # The result of a query that sees no key is not defined.
+    sees = np.asarray(visible(mask.query, mask.key, mask.window)).any(-1)[..., None, None]
+    weight = np.where(sees, weight, 0)
+    in_one, in_blocks = (
+        outcome(lambda *x, flash=flash: flash_attention(flash, *x, mask, 0.7), given, weight)
+        for flash in (BLOCKED_ON_GPU, BLOCKED)
+    )
+    np.testing.assert_allclose(
+        *(np.where(sees, out, 0) for out, _ in (in_one, in_blocks)), atol=2e-6
+    )
+    for gradient, expected in zip(in_one[1], in_blocks[1], strict=True):
+        np.testing.assert_allclose(gradient, expected, atol=5e-6)
+    found = [core._blocked(Devices(platform, 0.0)) for platform in ("gpu", "cpu", "tpu")]
+    assert found == [BLOCKED_ON_GPU, BLOCKED, BLOCKED]
 
 
 READINGS = [
