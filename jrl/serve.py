@@ -79,8 +79,13 @@ class ServeOptions:
     chat_template_kwargs: str | None = None
     """A JSON object of default variables for the chat template, such as {"enable_thinking": false};
     None takes the run's."""
+<<<<<<< HEAD
     lora: str | None = None
     """Folder of LoRA adapters in PEFT's format, which are merged into the published checkpoint."""
+=======
+    chat_template: str = "checkpoint"
+    """Chat template: that of the run or checkpoint, a Jinja file, or "none"."""
+>>>>>>> server
     ignore_options: tuple[str, ...] = ()
     """Options of a checkpoint's config.json to pass over, as --ignore-options of jrl.train."""
     generation_config: Literal["checkpoint", "none"] = "checkpoint"
@@ -191,9 +196,14 @@ def _build_service(options: ServeOptions):
     split = SplitSettings(
         options.split, options.micro_batches, options.expert_slots, options.replan
     )
+<<<<<<< HEAD
     policy = open_served_model(
         options.run, options.layout, split, options.ignore_options, options.lora
     )
+=======
+    policy = open_served_model(options.run, options.layout, split, options.ignore_options)
+    policy = _with_template(options, policy)
+>>>>>>> server
     positions = policy.model.max_positions
     if options.follow and is_checkpoint(options.run):
         raise ValueError(
@@ -233,6 +243,18 @@ def _build_service(options: ServeOptions):
     )
     front = FrontEnd(service, served, metrics, api_key=_key(options), max_bytes=options.max_body)
     return service, front, name
+
+
+def _with_template(options: ServeOptions, policy: "ServedModel") -> "ServedModel":
+    """The model with the requested chat template, and its end of a turn."""
+    from jrl.config.run import RunConfig
+    from jrl.text.prompt_format import CHECKPOINT_TEMPLATE, prompt_format, with_template
+
+    if options.chat_template == CHECKPOINT_TEMPLATE:
+        return policy
+    run, format = RunConfig(chat_template=options.chat_template), policy.format
+    made = prompt_format(run, with_template(run, format.tokenizer))
+    return replace(policy, format=replace(format, tokenizer=made.tokenizer, template=made.template))
 
 
 def _defaults(options: ServeOptions, policy: "ServedModel") -> tuple[dict[str, Any], int | None]:

@@ -1,7 +1,6 @@
 """Grammars that constrain a choice: JSON of a schema, and tool calls in the checkpoint's format.
 
-The library is llguidance, which tells the tokens that
-may come next. It needs neither a compiler nor torch.
+The library is llguidance, which tells the tokens that may come next.
 """
 
 import json
@@ -27,6 +26,9 @@ ARGUMENTS = {"probe": 1}
 """Arguments of a call that is written to find where a format has its JSON."""
 NO_PARAMETERS: Mapping[str, Any] = {"properties": {}, "additionalProperties": False}
 """Schema of a tool that states none, which takes no arguments."""
+LAYOUT, ONE_LINE = r"(\n[ \t]{0,32}| )?", " ?"
+"""Blanks between two tokens of JSON: of indented JSON, and of one line. Without a bound, small
+policies write blanks for ever."""
 ANYTHING = r"/(.|\n)*/"
 """Rule of arguments that a format does not write as JSON."""
 
@@ -123,7 +125,8 @@ class GrammarCompiler:
 
         grammar = LLMatcher.grammar_from_lark(f"start: {' | '.join(rules)}")
         if error := LLMatcher.validate_grammar(grammar, self._tables):
-            reason = " ".join(error.split())[:200]
+            # Its first line; the others show the grammar.
+            reason = error.strip().split("\n")[0].rpartition("JSON schema: ")[2][:200]
             where = "tools" if must_call else param
             raise invalid_argument(where, f"{where} has a schema that is not supported: {reason}.")
         return Grammar(LLMatcher(self._tables, grammar, log_level=0), self._tokenizer)
@@ -160,9 +163,9 @@ class _Vocabulary:
         return self._tokenizer.encode(text)
 
 
-def json_rule(schema: Mapping[str, Any]) -> str:
+def json_rule(schema: Mapping[str, Any], blanks: str = LAYOUT) -> str:
     """Rule of a grammar: JSON of a schema."""
-    return f"%json {json.dumps(schema)}"
+    return f"%json {json.dumps({'x-guidance': {'whitespace_pattern': blanks}, **schema})}"
 
 
 def call_rule(
@@ -173,7 +176,7 @@ def call_rule(
     text, arguments = format.render([Call(name, ARGUMENTS)]), to_json(ARGUMENTS)
     before, found, after = text.partition(arguments)
     if found:
-        schema = json_rule({**ANY_OBJECT, **(parameters or NO_PARAMETERS)})
+        schema = json_rule({**ANY_OBJECT, **(parameters or NO_PARAMETERS)}, ONE_LINE)
         return " ".join([*_literals(before, tokenizer), schema, *_literals(after, tokenizer)])
     before = text[: text.index(name) + len(name)]
     return " ".join([*_literals(before, tokenizer), ANYTHING])

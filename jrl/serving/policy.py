@@ -96,6 +96,15 @@ class ApiModel:
                 "no_chat_template",
             )
         tools = request.tools
+        example = Example(
+            "",
+            "",
+            role_content_pairs(request.messages),
+            tools=() if tools is None else tools.texts,
+            opening=request.messages,
+            template_arguments=request.template_arguments,
+        )
+        self.format.check_shown(example)
         if tools is not None and tools.choice != "none" and self.format.tool_format is None:
             known = ", ".join(format.name for format in FORMATS)
             raise ApiError(
@@ -106,16 +115,7 @@ class ApiModel:
                 "tools",
                 "unsupported_parameter",
             )
-        return self.format.encode(
-            Example(
-                "",
-                "",
-                role_content_pairs(request.messages),
-                tools=() if tools is None else tools.texts,
-                opening=request.messages,
-                template_arguments=request.template_arguments,
-            )
-        )
+        return self.format.encode(example)
 
     @cached_property
     def _grammars(self) -> GrammarCompiler:

@@ -154,3 +154,15 @@ def test_without_the_library_the_command_is_named(tokenizer, monkeypatch):
         assert answer.status_code == 400 and answer.json()["error"]["param"] == param
         assert 'pip install -e ".[grammar]"' in answer.json()["error"]["message"]
     assert answer_to(served(tokenizer), response_format={"type": "text"}).status_code == 200
+
+
+@needs_library
+def test_blanks_are_bounded(tokenizer):
+    """A policy that likes them best writes as few as an indentation has."""
+    constraint = GrammarCompiler(tokenizer).compile(SCHEMA, None, None).start()
+    for text, more in (("{\n" + 32 * " ", True), (" ", False), ('"city": "Lima"', True)):
+        for token in tokenizer.encode(text):
+            bits = np.unpackbits(constraint.allowed().view(np.uint8), bitorder="little")
+            assert bool(bits[token]) == more
+            if more:
+                constraint.accept([token])
