@@ -79,13 +79,10 @@ class ServeOptions:
     chat_template_kwargs: str | None = None
     """A JSON object of default variables for the chat template, such as {"enable_thinking": false};
     None takes the run's."""
-<<<<<<< HEAD
     lora: str | None = None
     """Folder of LoRA adapters in PEFT's format, which are merged into the published checkpoint."""
-=======
     chat_template: str = "checkpoint"
     """Chat template: that of the run or checkpoint, a Jinja file, or "none"."""
->>>>>>> server
     ignore_options: tuple[str, ...] = ()
     """Options of a checkpoint's config.json to pass over, as --ignore-options of jrl.train."""
     generation_config: Literal["checkpoint", "none"] = "checkpoint"
@@ -196,14 +193,10 @@ def _build_service(options: ServeOptions):
     split = SplitSettings(
         options.split, options.micro_batches, options.expert_slots, options.replan
     )
-<<<<<<< HEAD
     policy = open_served_model(
         options.run, options.layout, split, options.ignore_options, options.lora
     )
-=======
-    policy = open_served_model(options.run, options.layout, split, options.ignore_options)
     policy = _with_template(options, policy)
->>>>>>> server
     positions = policy.model.max_positions
     if options.follow and is_checkpoint(options.run):
         raise ValueError(
