@@ -8,7 +8,6 @@ import pytest
 from chat_checkpoint import QUESTIONS
 from command_runs import one_line
 from served import write_checkpoint
-from tiers import full_but
 
 from jrl.config.run import RunConfig
 from jrl.evaluate import main

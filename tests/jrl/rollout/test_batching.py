@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiers import full_but
 
 from jrl.recipes import Batch
 from jrl.rollout.batching import batch_of, over_rows, take_rows
