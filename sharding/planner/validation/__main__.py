@@ -65,7 +65,7 @@ def _pairs(rows: Iterable[Evidence]) -> list[Row]:
 def accuracy_table() -> str:
     """Errors and rank correlations by model."""
     head = "model", "rows", "held out", "median error", "worst", "ranks", "same cluster", "verdict"
-    cells = [head]
+    cells: list[tuple[str, ...]] = [head]
     for name, found in accuracy_by_model().items():
         number, held_out = found.rows
         cells.append(
