@@ -107,6 +107,7 @@ def test_there_are_commands():
         "venv",
         "sharding.planner.calibration",
         "sharding.planner.serving.published",
+        "sharding.planner.validation",
     }
     assert programs == benchmarks | tested | set(STUDIES) | alone
 

@@ -62,8 +62,8 @@ def ratio_table() -> list[list[str]]:
     """T_c / T_f with each of `VARIANTS`, and what the published third gain comes to, less one."""
     rows = [["model", *VARIANTS, "by the published gain"]]
     for name in MODELS:
-        found = [f"{communication_ratio(name, variant):.2f}" for variant in VARIANTS]
-        rows.append([name, *found, f"{THIRD_MICRO_BATCH_GAINS[name] - 1:.2f}"])
+        ratios = [f"{communication_ratio(name, variant):.2f}" for variant in VARIANTS]
+        rows.append([name, *ratios, f"{THIRD_MICRO_BATCH_GAINS[name] - 1:.2f}"])
     return rows
 
 
