@@ -24,7 +24,7 @@ class Transfer:
       axes: logical axes of the layout that its groups span.
       side: its groups span only that part of the axes; None is all of it.
       routed: (experts, k, block) of an all-to-all whose elements are k copies of each token, if it
-        sends one copy to a domain and there one to a device (`copies`); None sends all.
+        sends one copy to a domain and there one to a device (`mean_destinations`); None sends all.
       elements: of the input array of each device.
       itemsize: bytes of an element.
       times: number of calls.
@@ -62,7 +62,7 @@ class Transfer:
         """
         n = self.group(layout)
         if self.routed is not None:
-            return self.bytes * copies(*self.routed, n) / self.routed[1] * (n - 1) / n
+            return self.bytes * mean_destinations(*self.routed, n) / self.routed[1] * (n - 1) / n
         share = {
             "all_gather": n - 1.0,
             "reduce_scatter": (n - 1) / n,
@@ -128,8 +128,8 @@ class Transfer:
             latency = hardware.latency_inside if near == n else hardware.latency_outside
             if self.routed is not None:
                 share = self.bytes / self.routed[1]
-                to_devices = share * copies(*self.routed, n) * (near - 1) / near
-                to_domains = share * copies(*self.routed, n // near) * (1 - near / n)
+                to_devices = share * mean_destinations(*self.routed, n) * (near - 1) / near
+                to_domains = share * mean_destinations(*self.routed, n // near) * (1 - near / n)
                 return max(to_devices / inside, to_domains / outside) + self.times * latency
             return max(to_one * (near - 1) / inside, to_one * (n - near) / outside) + (
                 self.times * latency
@@ -145,19 +145,19 @@ class Transfer:
 
 
 @functools.lru_cache(maxsize=1024)
-def copies(experts: int, k: int, block: int, places: int) -> float:
-    """Mean number of places with experts of a token, if all sets of k experts are equally likely.
+def mean_destinations(experts: int, k: int, block: int, groups: int) -> float:
+    """Mean number of groups with experts of a token, if all sets of k experts are equally likely.
 
-    ``n (1 - C(E - E / n, k) / C(E, k))`` of n places with E / n experts each.
+    ``n (1 - C(E - E / n, k) / C(E, k))`` of n groups (devices, domains) with E / n experts each.
 
     Args:
       block: experts that are chosen together, neighbours; 1 chooses each by itself.
     """
     blocks, chosen = experts // block, max(1, k // block)
-    # A block may cover more than one place.
-    whole = min(places, blocks)
-    absent = math.comb(blocks - blocks // whole, chosen) / math.comb(blocks, chosen)
-    return places * (1 - absent)
+    # A block may cover more than one group.
+    per_group = blocks // min(groups, blocks)
+    absent = math.comb(blocks - per_group, chosen) / math.comb(blocks, chosen)
+    return groups * (1 - absent)
 
 
 _atoms_of = functools.lru_cache(maxsize=64)(atoms_of)

@@ -37,11 +37,11 @@ def _cells(row: Evidence) -> tuple[str, ...]:
         ("graphs", row.graphs),
     ):
         settings += f", {name}" if is_on else ""
-    found, measured = predict(row), row.tokens_per_second
-    if found is None:
+    predicted, measured = predict(row), row.tokens_per_second
+    if predicted is None:
         return row.model, row.hardware, settings, f"{measured:,.0f}", "does not fit", ""
-    ratio = f"{found / measured:.2f}" + (" (fitted)" if row.fitted else "")
-    return row.model, row.hardware, settings, f"{measured:,.0f}", f"{found:,.0f}", ratio
+    ratio = f"{predicted / measured:.2f}" + (" (fitted)" if row.fitted else "")
+    return row.model, row.hardware, settings, f"{measured:,.0f}", f"{predicted:,.0f}", ratio
 
 
 def accuracy_by_model() -> dict[str, Accuracy]:
@@ -54,11 +54,11 @@ def accuracy_by_model() -> dict[str, Accuracy]:
 def _pairs(rows: Iterable[Evidence]) -> list[Row]:
     return [
         (
-            *(row.tokens_per_second, found, row.fitted),
+            *(row.tokens_per_second, predicted, row.fitted),
             (row.model, row.hardware, row.num_devices, row.time),
         )
         for row in rows
-        if (found := predict(row)) is not None
+        if (predicted := predict(row)) is not None
     ]
 
 
@@ -66,18 +66,18 @@ def accuracy_table() -> str:
     """Errors and rank correlations by model."""
     head = "model", "rows", "held out", "median error", "worst", "ranks", "same cluster", "verdict"
     cells: list[tuple[str, ...]] = [head]
-    for name, found in accuracy_by_model().items():
-        number, held_out = found.rows
+    for name, accuracy in accuracy_by_model().items():
+        number, held_out = accuracy.rows
         cells.append(
             (
                 name,
                 str(number),
                 str(held_out),
-                "" if found.median is None else f"{found.median:.0%}",
-                "" if found.worst is None else f"{found.worst:.0%}",
-                "" if found.correlation is None else f"{found.correlation:.2f}",
-                "" if found.on_cluster is None else f"{found.on_cluster:.2f}",
-                found.verdict if name != "all" else "",
+                "" if accuracy.median is None else f"{accuracy.median:.0%}",
+                "" if accuracy.worst is None else f"{accuracy.worst:.0%}",
+                "" if accuracy.correlation is None else f"{accuracy.correlation:.2f}",
+                "" if accuracy.on_cluster is None else f"{accuracy.on_cluster:.2f}",
+                accuracy.verdict if name != "all" else "",
             )
         )
     return align_columns(cells)

@@ -41,18 +41,22 @@ class Accuracy:
 
 
 def accuracy_of(rows: Sequence[Row]) -> Accuracy:
-    errors = [abs(found / measured - 1) for measured, found, fitted, _ in rows if not fitted]
+    errors = [
+        abs(predicted / measured - 1) for measured, predicted, fitted, _ in rows if not fitted
+    ]
     clusters: dict[Hashable, list[Row]] = {}
     for row in rows:
         clusters.setdefault(row[3], []).append(row)
-    alike = [group for group in clusters.values() if len(group) > 2]
-    number = sum(map(len, alike))
+    comparable = [group for group in clusters.values() if len(group) > 2]
+    number = sum(map(len, comparable))
     return Accuracy(
         (len(rows), len(errors)),
         statistics.median(errors) if errors else None,
         max(errors) if errors else None,
         _correlation(rows) if len(rows) > 2 else None,
-        sum(len(group) * _correlation(group) for group in alike) / number if alike else None,
+        sum(len(group) * _correlation(group) for group in comparable) / number
+        if comparable
+        else None,
     )
 
 

@@ -46,9 +46,9 @@ def _megatron_or_other(name: str, is_blackwell: bool, waits: bool) -> System:
     low, high = 0.05, 1.5
     for _ in range(30):
         middle = (low + high) / 2
-        found = cost_of(point, replace(system, efficiency=middle))
-        assert found is not None
-        is_slower = tokens_per_second(point, found) < point.tokens_per_second
+        step = cost_of(point, replace(system, efficiency=middle))
+        assert step is not None
+        is_slower = tokens_per_second(point, step) < point.tokens_per_second
         low, high = (middle, high) if is_slower else (low, middle)
     return replace(system, efficiency=(low + high) / 2)
 

@@ -6,7 +6,7 @@ from itertools import combinations
 import pytest
 
 from sharding.costs.hardware import LINK_EFFICIENCY, Hardware
-from sharding.costs.transfer import Transfer, copies
+from sharding.costs.transfer import Transfer, mean_destinations
 from sharding.folding import Layout, fold_abstract
 from sharding.folding.groups import axis_groups
 
@@ -118,7 +118,7 @@ def test_copies_of_a_token_are_the_mean_over_all_choices(experts, k, block, plac
         len({(block * one + n) // (experts // places) for one in chosen for n in range(block)})
         for chosen in combinations(range(experts // block), k // block)
     ]
-    assert copies(experts, k, block, places) == pytest.approx(sum(found) / len(found))
+    assert mean_destinations(experts, k, block, places) == pytest.approx(sum(found) / len(found))
 
 
 def test_one_copy_of_a_token_goes_to_a_domain_and_there_to_a_device():

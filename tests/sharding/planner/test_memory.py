@@ -10,7 +10,7 @@ from programs import mesh_of
 from whole_network import loss_and_gradient
 
 from jrl.trainer.setup.memory import weight_bytes
-from moe.config import ModelConfig
+from moe.config import ModelConfig, MultiHeadLatentAttention
 from moe.counts import sizes_of
 from moe.execution import Execution
 from moe.experts.dispatch import buffers
@@ -188,13 +188,13 @@ def test_buffers_are_as_large_as_the_dispatchers(layout, capacity):
         assert even == buffers.buffer_rows(64, 3, 16 // sizes.ep, mesh, None, buffer_factor=1.0)
 
 
-def compiled_bytes(layout, rows, time, **execution):
+def compiled_bytes(layout, rows, time, model=CONFIG, **execution):
     """Arguments, results and what lies between, compiled as users do, with equal layers scanned:
     elsewhere the CPU compiler computes nothing twice, whatever it is told."""
     execution = Execution(
         dispatch="all_gather", context="gather", scan_layers=True, vocab_chunk=None, **execution
     )
-    config, mesh = replace(CONFIG, execution=execution), mesh_of(layout)
+    config, mesh = replace(model, execution=execution), mesh_of(layout)
 
     def abstract(shape, dtype, spec):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh.mesh, spec))
@@ -235,6 +235,27 @@ def test_a_program_needs_what_is_stated(layout, remat):
     total = compiled_bytes(layout, batch.rows, batch.time, remat=remat, attention="blocked")
     method = Method(remat=remat, itemsize=4, attention="blocked", duplicates_experts=True)
     stated = memory(sizes_of(CONFIG), sizes, batch, method, vocab_chunk=None)
+    assert stated.total - stated.optimizer == pytest.approx(total, rel=0.15)
+
+
+LATENT = replace(CONFIG, num_kv_heads=8, mla=MultiHeadLatentAttention(32, 48, 8, 12))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "remat"),
+    [
+        (LATENT, "none"),
+        (LATENT, "selective"),
+        (LATENT, "full"),
+        (replace(CONFIG, query_key_norm="head"), "selective"),
+    ],
+)
+def test_latent_attention_and_norms_need_what_is_stated(model, remat):
+    sizes, batch = Layout.parse("tp2 dp2 / ep4"), Batch(4, 512, micro_rows=2)
+    total = compiled_bytes(str(sizes), 4, 512, model, remat=remat, attention="blocked")
+    method = Method(remat=remat, itemsize=4, attention="blocked", duplicates_experts=True)
+    stated = memory(sizes_of(model), sizes, batch, method, vocab_chunk=None)
     assert stated.total - stated.optimizer == pytest.approx(total, rel=0.15)
 
 

@@ -46,8 +46,19 @@ def test_the_gains_in_the_text_are_those_of_the_table(slo, gain):
 def test_the_other_numbers_in_the_text():
     assert row("scaled-moe", "50", "ms")[4] == "none"
     assert float(row("scaled-moe", "150", "ms")[5]) < 1.05  # attention replicated: no better
-    text = PAGE[PAGE.index("The third micro-batch") :]
-    assert "The second brings 1.98" in text
+    text = PAGE[PAGE.index("**Communication takes longer") :]
+    assert "The second micro-batch brings 1.99" in text
+    for model in published.MODELS:
+        ratio, second, _, third = PAGE[PAGE.index(f"\n{model} ") :].split()[1:5]
+        assert (second, third) == ("1.99", "1.49")
+        assert float(ratio) > 0.5
+    table = PAGE[PAGE.index("T_c / T_f, and with other adapters") :].splitlines()[2:5]
+    _, *columns = zip(*(line.split() for line in table), strict=True)
+    own, without_latency, twice, said = ([float(cell) for cell in column] for column in columns)
+    changes = [abs(b / a - 1) for a, b in zip(own, without_latency, strict=True)]
+    assert max(changes) < 0.1
+    over = [a / b for a, b in zip(twice, said, strict=True)]
+    assert f"{min(over):.1f} to {max(over):.1f} times as large" in text
     for model in published.MODELS:
         assert row(model, "h20", "l40s")[3] > "1"  # H20 for attention, L40S for experts
         assert float(row(model, "h20", "l40s")[4]) > published.PUBLISHED_PER_COST
