@@ -343,7 +343,8 @@ class RunConfig:
     """Loggers of metrics, in addition to metrics.jsonl."""
     metrics_port: int | None = None
     """Serve Prometheus metrics (/metrics) and a health check (/health) of the run on this port of
-    process 0, on all its networks; None serves nothing."""
+    every machine, on all its networks; further processes of a machine take the next ports. None
+    serves nothing."""
     step_deadline: float | None = None
     """Seconds from the end of a step to that of the next, after which the health check fails; None
     is none. The first step, which compiles, has none."""

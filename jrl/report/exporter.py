@@ -118,7 +118,7 @@ class RunExporter:
     def _memory(self) -> Iterator[Any]:
         family = self._module.metrics_core.GaugeMetricFamily(
             PREFIX + "device_memory_bytes",
-            "Memory of the devices of process 0.",
+            "Memory of the devices of the process.",
             labels=["device", "kind"],
         )
         for device in jax.local_devices():

@@ -15,7 +15,7 @@ from jrl.faults.collect.sources import local_gpus
 from jrl.faults.guard import DETECTION_INTERVAL, Attachment, Guard, machine_name, metrics_of
 from jrl.faults.standard import StandardDetector
 from jrl.faults.watcher import Hook, command_hook
-from jrl.processes.agreement import RaiseInAllProcesses, any_of, is_main_process
+from jrl.processes.agreement import RaiseInAllProcesses, any_of, gather, is_main_process
 from jrl.processes.stopping import Stop
 from jrl.processes.supervisor import UNSUPERVISED, Supervisor
 from jrl.report.display import WarmStartDisplay
@@ -218,22 +218,23 @@ class Reinforcement:
 
 
 def _monitors(setup: Setup, folder: RunFolder, stack: ExitStack) -> list[Logger]:
-    """The endpoint of the first process, which is there before the run has compiled anything."""
-    run = setup.run
+    """Endpoint of this process, which is there before the run has compiled anything."""
+    run, process = setup.run, jax.process_index()
     if run.metrics_port is None:
         return []
+    hosts = gather(socket.gethostname())
+    port = run.metrics_port + hosts[:process].count(hosts[process])
     with RaiseInAllProcesses():
-        if not is_main_process():
-            return []
         labels = {
             "run": folder.path.name,
             "recipe": setup.recipe.name,
             "task": run.task,
+            "process": str(process),
             "devices": str(jax.device_count()),
             **folder.versions(),
         }
         names = {name.replace("-", "_"): text for name, text in labels.items()}
-        monitor = RunExporter(run.metrics_port, names, run.steps, run.step_deadline)
+        monitor = RunExporter(port, names, run.steps, run.step_deadline)
         stack.callback(monitor.close)
         return [monitor]
 

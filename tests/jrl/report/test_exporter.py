@@ -7,9 +7,12 @@ import urllib.error
 import urllib.request
 
 import pytest
+from command_runs import FLAGS, metrics
 from places import ROOT
 from prometheus_client.parser import text_string_to_metric_families
 
+from jrl import train
+from jrl.processes.supervisor import Supervisor
 from jrl.report.exporter import RunExporter, exported_name
 from jrl.report.metrics import TABLE
 
@@ -121,3 +124,28 @@ def test_the_dashboard_asks_for_metrics_that_exist(exporter):
             assert name in known or any(name.startswith(family) for family in families), name
     identities = [panel["id"] for panel in dashboard["panels"]]
     assert len(set(identities)) == len(identities)
+
+
+@pytest.mark.slow
+def test_a_run_serves_its_metrics_while_it_trains(tmp_path):
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+    read = []
+
+    class Reading(Supervisor):
+        def step_ended(self, step, metrics):
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+                read.append(samples(answer.read().decode()))
+            return False
+
+    flags = [*FLAGS, "--steps=2", f"--run-dir={tmp_path / 'run'}"]
+    monitoring = [f"--metrics-port={port}", "--step-deadline=600"]
+    assert train.main([*flags, *monitoring], Reading()) == 0
+    assert [each["jrl_run_step",] for each in read] == [1, 2]
+    lines = metrics(tmp_path / "run")
+    for each, line in zip(read, lines[1:], strict=True):
+        assert each["jrl_run_critic_rewards_mean",] == line["critic/rewards/mean"]
+        [labels] = [dict(key[1:]) for key in each if key[0] == "jrl_run_info"]
+        assert labels["run"] == "run" and labels["recipe"] == "grpo" and "jaxlib" in labels
+    with pytest.raises(OSError):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10)
