@@ -200,6 +200,7 @@ def _build(options: TrainOptions, folder: RunFolder | None = None) -> "Setup":
     """
     from jrl.faults.collect.sampler import import_client
     from jrl.faults.collect.sources import import_psutil
+    from jrl.report import exporter
     from jrl.runs.loggers import check_installed
     from jrl.trainer.evaluation.saved_policy import load_model
     from jrl.trainer.setup.setup import build_setup
@@ -211,6 +212,8 @@ def _build(options: TrainOptions, folder: RunFolder | None = None) -> "Setup":
         import_psutil()
     if options.run.faults_port is not None:
         import_client()
+    if options.run.metrics_port is not None:
+        exporter.import_client()
     model = None if folder is None else load_model(folder)
     code_path = None if folder is None else folder.code_path
     tokenizer = _tokenizer(options.run, folder)
@@ -372,7 +375,7 @@ def _train(
     print(f"run folder: {folder.path}", flush=True)
     try:
         with CompilationWatch() if is_main_process() else nullcontext():
-            outcome = train(setup, folder, weights, adapters, prompts_seen, supervisor=supervisor)
+            outcome = train(setup, folder, weights, adapters, prompts_seen, supervisor)
     except KeyboardInterrupt:
         print(f"interrupted; resume from the last checkpoint with: {resume}", file=sys.stderr)
         return 130

@@ -30,6 +30,7 @@ CHANGEABLE = (
     # Checkpoints and logs.
     *("checkpoint_every", "keep_checkpoints", "samples_every", "sample_tokens", "max_nonfinite"),
     *("drift_alarm", "log_to", "faults", "faults_continuity", "faults_port", "on_fault"),
+    *("metrics_port", "step_deadline"),
 )
 """Fields that a resumed run may change: none of them changes what a step computes. Steps only grow;
 another layout or micro-batch sums in another order, which changes the rounding."""
@@ -39,6 +40,8 @@ LATER_FIELDS = {
     "answers": "evaluated",
     "unsafe_tools": False,
     "turn_length": None,
+    "metrics_port": None,
+    "step_deadline": None,
 }
 """Fields that a config.json of an earlier version lacks, with the values that keep the behaviour of
 that version."""

@@ -344,6 +344,13 @@ class RunConfig:
     """Processes that check answers or run rewards; None is one per processor core, up to 8."""
     log_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Loggers of metrics, in addition to metrics.jsonl."""
+    metrics_port: int | None = None
+    """Serve Prometheus metrics (/metrics) and a health check (/health) of the run on this port of
+    every machine, on all its networks; further processes of a machine take the next ports. None
+    serves nothing."""
+    step_deadline: float | None = None
+    """Seconds from the end of a step to that of the next, after which the health check fails; None
+    is none. The first step, which compiles, has none."""
 
     faults: bool = False
     """Sample each process once a second into faults/ of the run folder, for python -m jrl.faults
@@ -419,8 +426,15 @@ class RunConfig:
         for name in ("faults_port", "on_fault"):
             if getattr(self, name) is not None and not self.faults:
                 raise ValueError(f"{name}={getattr(self, name)!r} needs --faults.")
-        if self.faults_port is not None and not 0 < self.faults_port < 2**16:
-            raise ValueError(f"faults_port={self.faults_port} must lie in 1..65535.")
+        for name in ("faults_port", "metrics_port"):
+            port = getattr(self, name)
+            if port is not None and not 0 < port < 2**16:
+                raise ValueError(f"{name}={port} must lie in 1..65535.")
+        check_range(self, ("step_deadline",), 0, above=True)
+        if self.step_deadline is not None and self.metrics_port is None:
+            raise ValueError(
+                f"step_deadline={self.step_deadline} is of the health check: give --metrics-port."
+            )
 
     def _check_rollout(self) -> None:
         """Raises a ValueError for rollout settings that are incompatible."""

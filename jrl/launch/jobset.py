@@ -18,6 +18,8 @@ JOB = "workers"
 """Name of the job in the JobSet."""
 WRONG_INPUT = 2
 """Exit status that no restart mends."""
+PROBE_SECONDS, START_SECONDS = 10, 900
+"""Seconds between health checks, and until the first has to succeed."""
 GRACE_SECONDS = 120
 """Seconds that a pod may save after SIGTERM."""
 
@@ -104,7 +106,7 @@ def manifest(job: JobSet, arguments: Sequence[str]) -> dict[str, Any]:
         limits["nvidia.com/gpu"] = str(job.gpus)
     if job.chips is not None:
         limits["google.com/tpu"] = str(job.chips)
-    container = {
+    container: dict[str, Any] = {
         "name": "train",
         "image": job.image,
         # Kubernetes reads $(NAME) in arguments as a variable, and $$ as a dollar sign.
@@ -121,6 +123,13 @@ def manifest(job: JobSet, arguments: Sequence[str]) -> dict[str, Any]:
             {"name": "memory", "mountPath": "/dev/shm"},
         ],
     }
+    if (match := re.search(r"--metrics[-_]port[ =](\d+)", " ".join(arguments))) is not None:
+        check = {
+            "httpGet": {"path": "/health", "port": int(match[1])},
+            "periodSeconds": PROBE_SECONDS,
+        }
+        container["startupProbe"] = check | {"failureThreshold": START_SECONDS // PROBE_SECONDS}
+        container["livenessProbe"] = check | {"failureThreshold": 3}
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": GRACE_SECONDS,

@@ -7,7 +7,7 @@ from typing import Any
 from jrl.processes.coordinator import all_arrive
 from jrl.processes.supervisor import Supervisor
 
-END_SECONDS = 30
+END_SECONDS = 30.0
 """Seconds that a process which rejects its arguments waits for the others to reject them too."""
 
 

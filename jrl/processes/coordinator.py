@@ -119,7 +119,7 @@ def join_processes(processes: Processes) -> None:
         return
     # JAX aborts a process that cannot connect, with a long report: what can be checked is checked
     # before.
-    address, seconds = _parse_address(coordinator), processes.coordinator_timeout
+    address, seconds = _parse_address(coordinator), float(processes.coordinator_timeout)
     count, index = processes.num_processes, processes.process_id
     assert count is not None and index is not None  # `check` has looked
     if index == 0:

@@ -15,10 +15,11 @@ from jrl.faults.collect.sources import local_gpus
 from jrl.faults.guard import DETECTION_INTERVAL, Attachment, Guard, machine_name, metrics_of
 from jrl.faults.standard import StandardDetector
 from jrl.faults.watcher import Hook, command_hook
-from jrl.processes.agreement import RaiseInAllProcesses, any_of, is_main_process
+from jrl.processes.agreement import RaiseInAllProcesses, any_of, gather, is_main_process
 from jrl.processes.stopping import Stop
 from jrl.processes.supervisor import UNSUPERVISED, Supervisor
 from jrl.report.display import WarmStartDisplay
+from jrl.report.exporter import RunExporter
 from jrl.report.metrics import check_defined
 from jrl.report.page import write_page
 from jrl.rollout.collection.collect import sampling_of
@@ -26,6 +27,7 @@ from jrl.rollout.sampler import Sampler
 from jrl.runs import provenance
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
+from jrl.runs.loggers import Logger
 from jrl.trainer.evaluation.evaluate import heldout_examples, heldout_metrics
 from jrl.trainer.outputs import (
     NUM_SHOWN,
@@ -76,9 +78,9 @@ def train(
     weights: Transformer[Array] | None = None,
     adapters: Transformer[Array] | None = None,
     prompts_seen: int = 0,
+    supervisor: Supervisor = UNSUPERVISED,
     on_fault: Hook | None = None,
     on_step: OnStep = lambda step, metrics: None,
-    supervisor: Supervisor = UNSUPERVISED,
 ) -> Outcome:
     """Trains from the last checkpoint in `folder`, or from the start where there is none.
 
@@ -89,11 +91,11 @@ def train(
       adapters: of a policy with adapters, to start from; None starts with fresh ones.
       prompts_seen: training prompts that the policy in `weights` was trained on; the run starts
         after them.
+      supervisor: of the run's processes; it may ask for a checkpoint after a step.
       on_fault: called with each alarm of a run with `faults`, in the watcher's thread, before the
         run's own command.
       on_step: called with each step and its metrics when they are written, in the first process;
         in a new run also with step 0, the warm start and the first evaluation.
-      supervisor: of the run's processes; it may ask for a checkpoint after a step.
 
     Raises:
       NonFiniteRun: when updates keep being skipped.
@@ -107,6 +109,7 @@ def train(
     with ExitStack() as stack:
         stop = stack.enter_context(Stop(setup.task.close))
         guard = stack.enter_context(Guard(_attachment(setup.run, folder, on_fault)))
+        monitors = _monitors(setup, folder, stack)
         state = _restored_state(setup, folder, checkpoints)
         if state is None:
             try:
@@ -127,6 +130,7 @@ def train(
             save(checkpoints, networks, state, provenance.describe(setup.settings, folder))
         # After the folder was reset to the checkpoint: totals continue from its last line.
         outputs = stack.enter_context(open_outputs(run, setup.recipe, folder, int(state.step)))
+        outputs.loggers.extend(monitors)
         # Processes stop together: one that left alone would block the others in a collective.
         while int(state.step) < run.steps and not any_of(bool(stop)):
             # A signal ends the run after this step, never during an update.
@@ -211,6 +215,28 @@ class Reinforcement:
         """Writes samples of a step to samples.jsonl."""
         assert isinstance(result, RolloutStepResult)
         outputs.write_samples(self._setup.format, int(state.step), result)
+
+
+def _monitors(setup: Setup, folder: RunFolder, stack: ExitStack) -> list[Logger]:
+    """Endpoint of this process, which is there before the run has compiled anything."""
+    run, process = setup.run, jax.process_index()
+    if run.metrics_port is None:
+        return []
+    hosts = gather(socket.gethostname())
+    port = run.metrics_port + hosts[:process].count(hosts[process])
+    with RaiseInAllProcesses():
+        labels = {
+            "run": folder.path.name,
+            "recipe": setup.recipe.name,
+            "task": run.task,
+            "process": str(process),
+            "devices": str(jax.device_count()),
+            **folder.versions(),
+        }
+        names = {name.replace("-", "_"): text for name, text in labels.items()}
+        monitor = RunExporter(port, names, run.steps, run.step_deadline)
+        stack.callback(monitor.close)
+        return [monitor]
 
 
 def _restored_state(

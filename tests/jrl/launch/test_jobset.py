@@ -10,7 +10,14 @@ from jrl.launch.jobset import JobSet, arguments_of, manifest, parse_volume
 
 # The fields that the manifest uses, with their types; "required" ones are marked by a star. From
 # the API references of jobset.x-k8s.io/v1alpha2, batch/v1 and core/v1.
+PROBE = {
+    "httpGet": {"path": str, "port*": int},
+    "periodSeconds": int,
+    "failureThreshold": int,
+}
 CONTAINER = {
+    "startupProbe": PROBE,
+    "livenessProbe": PROBE,
     "name*": str,
     "image*": str,
     "command": [str],
@@ -103,6 +110,21 @@ def test_pods_with_gpus_know_each_other_by_name(tmp_path):
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"}
     assert container["env"] == [{"name": "NCCL_DEBUG", "value": "INFO"}]
     assert "nodeSelector" not in pod_of(value)
+
+
+def test_a_run_with_a_health_check_is_probed():
+    job = JobSet("jrl", "image", 2, ("claim", "/runs"))
+    for flag in (["--metrics-port", "9400"], ["--metrics_port=9400"]):
+        value = manifest(job, [*ARGUMENTS, *flag])
+        check(value, SCHEMA)
+        [container] = pod_of(value)["containers"]
+        for name, failures in (("startupProbe", 90), ("livenessProbe", 3)):
+            assert container[name] == {
+                "httpGet": {"path": "/health", "port": 9400},
+                "periodSeconds": 10,
+                "failureThreshold": failures,
+            }
+    assert "livenessProbe" not in pod_of(manifest(job, ARGUMENTS))["containers"][0]
 
 
 def test_pods_of_a_tpu_slice_are_placed_by_gke(tmp_path):

@@ -17,7 +17,7 @@ def port():
         return server.getsockname()[1]
 
 
-def meet(port, processes, seconds=20, count=2, host=HOST):
+def meet(port, processes, seconds=20.0, count=2, host=HOST):
     """What process 0 and the others, as (count, index), said."""
     name, said = f"{host}:{port}", {}
 
@@ -38,6 +38,17 @@ def meet(port, processes, seconds=20, count=2, host=HOST):
         thread.join(60)
         assert not thread.is_alive()
     return said
+
+
+def connect(port):
+    """A connection to process 0, once it listens."""
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            return socket.create_connection((HOST, port))
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
 
 
 def test_all_go_on_when_all_are_there(port):
@@ -68,26 +79,21 @@ def test_a_doubled_process_ends_all(port):
 
 
 def test_those_that_do_not_come_are_named(port):
-    said = meet(port, [(4, 2)], seconds=1, count=4)
+    said = meet(port, [(4, 2)], seconds=1.0, count=4)
     assert said[0] == said[1]
     assert "not all of 4 processes connected within 1 s: missing is --process-id 1, 3" in said[0]
 
 
 def test_a_process_that_ends_while_the_others_wait_is_named(port):
     def come_and_go():
-        while True:
-            try:
-                connection = socket.create_connection((HOST, port))
-                break
-            except OSError:
-                time.sleep(0.02)
+        connection = connect(port)
         with connection:
             connection.sendall(b'{"jrl": 2, "count": 4}\n')
             time.sleep(0.2)
 
     thread = threading.Thread(target=come_and_go)
     thread.start()
-    said = meet(port, [(4, 1)], count=4, seconds=5)  # the last never comes
+    said = meet(port, [(4, 1)], count=4, seconds=5.0)  # the last never comes
     thread.join()
     line = "process 2 has ended while the processes started: read its output."
     assert said[0] == line
@@ -97,13 +103,7 @@ def test_a_process_that_ends_while_the_others_wait_is_named(port):
 def test_what_else_connects_is_ignored(port):
     def scan():
         for content in (b"", b"GET / HTTP/1.0\r\n\r\n", b"[1]\n"):
-            while True:
-                try:
-                    connection = socket.create_connection((HOST, port))
-                    break
-                except OSError:
-                    time.sleep(0.02)
-            with connection:
+            with connect(port) as connection:
                 connection.sendall(content)
 
     thread = threading.Thread(target=scan)
@@ -111,12 +111,12 @@ def test_what_else_connects_is_ignored(port):
     said = {}
 
     def host():
-        said[0] = rendezvous.host((HOST, port), "x", 2, 20)
+        said[0] = rendezvous.host((HOST, port), "x", 2, 20.0)
 
     waiting = threading.Thread(target=host)
     waiting.start()
     thread.join()
-    rendezvous.join((HOST, port), "x", 2, 1, 20)
+    rendezvous.join((HOST, port), "x", 2, 1, 20.0)
     waiting.join(20)
     assert said == {0: None}
 
@@ -124,19 +124,19 @@ def test_what_else_connects_is_ignored(port):
 def test_an_address_of_another_machine_is_refused(port):
     """Of the block for documentation, which no machine has."""
     with pytest.raises(ValueError, match="process 0 does not reach itself there"):
-        rendezvous.host(("192.0.2.1", port), f"192.0.2.1:{port}", 2, 20)
+        rendezvous.host(("192.0.2.1", port), f"192.0.2.1:{port}", 2, 20.0)
 
 
 def test_an_address_that_answers_as_something_else_is_refused(port, monkeypatch):
     monkeypatch.setattr(rendezvous, "REPLY_SECONDS", 0.5)
     with socket.create_server((HOST, 0)) as other:
         address = other.getsockname()
-        connect = socket.create_connection
+        create = socket.create_connection
         monkeypatch.setattr(
-            rendezvous.socket, "create_connection", lambda _, timeout: connect(address)
+            rendezvous.socket, "create_connection", lambda _, timeout: create(address)
         )
         with pytest.raises(ValueError, match=r"itself there \(something else listens there\)"):
-            rendezvous.host((HOST, port), "x", 2, 20)
+            rendezvous.host((HOST, port), "x", 2, 20.0)
 
 
 def test_process_0_that_ends_is_named(port):
@@ -149,5 +149,5 @@ def test_process_0_that_ends_is_named(port):
         thread = threading.Thread(target=end)
         thread.start()
         with pytest.raises(ValueError, match="process 0 has ended while the processes started"):
-            rendezvous.join((HOST, port), "x", 2, 1, 20)
+            rendezvous.join((HOST, port), "x", 2, 1, 20.0)
         thread.join()

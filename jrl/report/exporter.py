@@ -1,0 +1,165 @@
+"""HTTP endpoint of a run in progress: Prometheus metrics and a health check.
+
+``/metrics`` has every metric of the last step and the state of the process, for Prometheus;
+``/health`` answers 200, or 503 once a step takes longer than its deadline, for the liveness probe
+of a scheduler.
+"""
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import ModuleType
+from typing import Any
+
+import jax
+
+from jrl.checks import import_extra
+from jrl.report.metrics import describe
+
+PREFIX = "jrl_run_"
+MEMORY_STATISTICS = ("bytes_in_use", "peak_bytes_in_use", "bytes_limit")
+
+
+class RunExporter:
+    """Logger that serves the metrics of the last step, until it is closed.
+
+    Args:
+      port: to listen on, on all interfaces; 0 takes a free one.
+      labels: what tells the run from others, such as its task.
+      steps: of the whole run.
+      deadline: seconds for a step with its evaluation and checkpoint, after which the health check
+        fails; None is none. The first step, which compiles, has none.
+      clock: seconds, monotonic.
+
+    Attributes:
+      port: it listens on.
+
+    Raises:
+      ValueError: where prometheus-client is not installed, or the port is not available.
+    """
+
+    def __init__(
+        self,
+        port: int,
+        labels: Mapping[str, str],
+        steps: int,
+        deadline: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._module = import_client()
+        self._labels, self._steps, self._deadline, self._clock = labels, steps, deadline, clock
+        self._started = time.time()
+        self._last: tuple[int, dict[str, float], float, float] | None = None
+        self._registry = self._module.CollectorRegistry()
+        self._registry.register(self)
+        try:
+            self._server = ThreadingHTTPServer(("", port), _handler(self))
+        except (OSError, OverflowError) as error:
+            raise ValueError(f"metrics_port={port} is not available: {error}") from None
+        self.port: int = self._server.server_port
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+
+    def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
+        # Metrics of an evaluation stay until the next one.
+        values = {} if self._last is None else self._last[1]
+        values = values | {name: float(value) for name, value in metrics.items()}
+        self._last = step, values, time.time(), self._clock()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def health(self) -> tuple[bool, str]:
+        """True if the run is in time, and a line that says so."""
+        last = self._last
+        if last is None:
+            return True, "starting"
+        step, seconds = last[0], self._clock() - last[3]
+        if self._deadline is not None and seconds > self._deadline and step < self._steps:
+            return False, (
+                f"step {step + 1} has taken {seconds:.0f} s, more than "
+                f"step_deadline={self._deadline:g} s"
+            )
+        return True, f"step {step} of {self._steps}, {seconds:.0f} s ago"
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus's text format."""
+        return self._module.generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Any]:
+        """Metrics of a scrape; prometheus-client calls this."""
+        info = self._module.metrics_core.GaugeMetricFamily(
+            PREFIX + "info", "What is trained; always 1.", labels=list(self._labels)
+        )
+        info.add_metric(list(self._labels.values()), 1)
+        yield info
+        yield self._gauge("start_time_seconds", "Unix time at which it started.", self._started)
+        yield self._gauge("steps", "Steps of the whole run.", self._steps)
+        healthy, _ = self.health()
+        yield self._gauge("healthy", "1, or 0 once a step exceeds its deadline.", float(healthy))
+        if self._last is not None:
+            step, metrics, logged, _ = self._last
+            yield self._gauge("step", "Last step that ended.", step)
+            yield self._gauge("last_step_time_seconds", "Unix time at which it ended.", logged)
+            for name, value in metrics.items():
+                definition = describe(name)
+                text = name if definition is None else f"{name}: {definition.definition}"
+                yield self._gauge(exported_name(name).removeprefix(PREFIX), text, value)
+        yield from self._memory()
+
+    def _gauge(self, name: str, text: str, value: float) -> Any:
+        return self._module.metrics_core.GaugeMetricFamily(PREFIX + name, text, value=value)
+
+    def _memory(self) -> Iterator[Any]:
+        family = self._module.metrics_core.GaugeMetricFamily(
+            PREFIX + "device_memory_bytes",
+            "Memory of the devices of the process.",
+            labels=["device", "kind"],
+        )
+        for device in jax.local_devices():
+            statistics = device.memory_stats() or {}  # a CPU has none
+            for kind in MEMORY_STATISTICS:
+                if kind in statistics:
+                    family.add_metric([str(device.id), kind], statistics[kind])
+        yield family
+
+
+def exported_name(name: str) -> str:
+    """Prometheus's name of a metric of a run."""
+    return PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+
+
+def import_client() -> ModuleType:
+    """The package that writes Prometheus's format, see `import_extra`."""
+    return import_extra("prometheus_client", "faults", "--metrics-port")
+
+
+def _handler(exporter: RunExporter) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            path = self.path.partition("?")[0]
+            if path == "/metrics":
+                self._answer(HTTPStatus.OK, exporter.text(), "text/plain; version=0.0.4")
+            elif path == "/health":
+                healthy, line = exporter.health()
+                status = HTTPStatus.OK if healthy else HTTPStatus.SERVICE_UNAVAILABLE
+                self._answer(status, f"{line}\n".encode())
+            else:
+                self._answer(HTTPStatus.NOT_FOUND, b"/metrics or /health\n")
+
+        def _answer(self, status: HTTPStatus, body: bytes, kind: str = "text/plain") -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass  # no line for each scrape
+
+    return Handler
