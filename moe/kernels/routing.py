@@ -428,7 +428,7 @@ class Ranking:
         shape = TOKENS, self._width
         return self._target.tiled(lax.broadcast_in_dim(vector, shape, (dimension,)))
 
-    def full(self, value: float, dtype: Any = jnp.float32) -> Any:
+    def full(self, value: float | int, dtype: Any = jnp.float32) -> Any:
         return self._target.tiled(jnp.full((TOKENS, self._width), value, dtype))
 
     def reduce_rows(self, reduce: Callable[..., Any], chunk: Any) -> Any:
