@@ -98,7 +98,7 @@ def test_there_are_commands():
     assert len(FOUND) > 30
     programs = {words_of(command)[1] for command in FOUND if words_of(command)[0] == "-m"}
     benchmarks = {"benchmarks.agreement", "benchmarks.gpu", "benchmarks.rollout"}
-    benchmarks |= {"benchmarks.dispatch", "benchmarks.serve"}
+    benchmarks |= {"benchmarks.dispatch", "benchmarks.harness", "benchmarks.serve"}
     tested = {"jrl.evaluate", "jrl.export", "jrl.faults", "jrl.report", "jrl.serve", "jrl.train"}
     tested |= {"jrl.tasks", "sharding.folding", "sharding.planner", "tests.campaign.crossings"}
     # Without arguments.

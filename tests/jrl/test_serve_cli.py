@@ -168,8 +168,8 @@ def test_seeds_choices_and_stops(client):
 
 @pytest.mark.slow
 def test_errors_are_the_clients_own(server, client):
-    with pytest.raises(openai.BadRequestError, match="presence_penalty=1 is not supported"):
-        client.completions.create(model="model", prompt="x", presence_penalty=1)
+    with pytest.raises(openai.BadRequestError, match="presence_penalty=3 must be a number in -2"):
+        client.completions.create(model="model", prompt="x", presence_penalty=3)
     with pytest.raises(openai.BadRequestError, match=r"prompt has \d+ tokens and max_tokens=64"):
         client.completions.create(model="model", prompt="x", max_tokens=LENGTH)
     with pytest.raises(openai.NotFoundError, match="model='other' is not served"):
