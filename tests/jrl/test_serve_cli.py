@@ -16,6 +16,7 @@ import numpy as np
 import openai
 import psutil
 import pytest
+from chat_checkpoint import chat_tokenizer
 from command_runs import one_line
 from served import numbers, serving, write_checkpoint
 
@@ -27,8 +28,15 @@ from jrl.rollout.decoding.slots import Decoder
 from jrl.rollout.sampling import GREEDY
 from jrl.serve import main
 from jrl.tasks.data.conversations import Conversation
-from jrl.trainer.evaluation.served_model import open_served_model
+from jrl.text.chat import ChatTemplate
+from jrl.text.prompt_format import PromptFormat
+from jrl.trainer.evaluation.served_model import (
+    CheckpointSource,
+    ServedModel,
+    open_served_model,
+)
 from moe.config import ModelConfig
+from sharding.folding import Layout, fold
 
 KEY, SLOTS, LENGTH = "secret", 8, 64
 PROMPT = "Ann has 3 pens"
@@ -168,8 +176,8 @@ def test_seeds_choices_and_stops(client):
 
 @pytest.mark.slow
 def test_errors_are_the_clients_own(server, client):
-    with pytest.raises(openai.BadRequestError, match="presence_penalty=1 is not supported"):
-        client.completions.create(model="model", prompt="x", presence_penalty=1)
+    with pytest.raises(openai.BadRequestError, match="presence_penalty=3 must be a number in -2"):
+        client.completions.create(model="model", prompt="x", presence_penalty=3)
     with pytest.raises(openai.BadRequestError, match=r"prompt has \d+ tokens and max_tokens=64"):
         client.completions.create(model="model", prompt="x", max_tokens=LENGTH)
     with pytest.raises(openai.NotFoundError, match="model='other' is not served"):
@@ -406,6 +414,45 @@ def test_a_run_is_followed_while_it_is_served(grpo_run, tmp_path):
             answer = http.post("/v1/chat/completions", json=chat)
             assert answer.json()["error"]["code"] == "no_chat_template"
         assert server.end() == 0
+
+
+def test_defaults_of_a_checkpoint_are_told(tmp_path, capsys):
+    mesh = fold(Layout(), jax.devices()[:1])
+    source = CheckpointSource(tmp_path, ModelConfig(**SIZES), mesh)
+    policy = ServedModel(
+        "m", source.model, mesh, None, PromptFormat(chat_tokenizer(tmp_path)), source
+    )
+    assert serve._defaults(serve.ServeOptions("x"), policy) == ({}, None)
+    assert capsys.readouterr().err == ""
+    stated = {"temperature": 0.6, "top_k": 20, "max_new_tokens": 50, "eos_token_id": 2}
+    (tmp_path / "generation_config.json").write_text(json.dumps(stated))
+    found = serve._defaults(serve.ServeOptions("x"), policy)
+    assert found == ({"temperature": 0.6, "top_k": 20}, 50)
+    line = capsys.readouterr().err
+    assert "temperature 0.6, top_k 20, at most 50 tokens of a chat (--generation-config" in line
+    options = serve.ServeOptions("x", generation_config="none")
+    assert serve._defaults(options, policy) == ({}, None)
+
+
+def test_another_template_is_that_of_a_file(tmp_path):
+    mesh = fold(Layout(), jax.devices()[:1])
+    source = CheckpointSource(tmp_path, ModelConfig(**SIZES), mesh)
+    tokenizer = chat_tokenizer(tmp_path)
+    format = PromptFormat(tokenizer, ChatTemplate(tokenizer), template_arguments={"a": 1})
+    policy = ServedModel("m", source.model, mesh, None, format, source)
+    file = tmp_path / "other.jinja"
+    file.write_text("{% for m in messages %}{{ m.content }}<|endoftext|>{% endfor %}")
+    made = serve._with_template(serve.ServeOptions("x", chat_template=str(file)), policy).format
+    assert made.template.render(ASKED) == "How many pens?<|endoftext|>"
+    assert made.tokenizer.turn_end_id == tokenizer.special_tokens["<|endoftext|>"]
+    assert made.template_arguments == {"a": 1}
+    assert (
+        serve._with_template(serve.ServeOptions("x", chat_template="none"), policy).format.template
+        is None
+    )
+    assert serve._with_template(serve.ServeOptions("x"), policy) is policy
+    with pytest.raises(ValueError, match=r"chat_template='missing.jinja' cannot be read"):
+        serve._with_template(serve.ServeOptions("x", chat_template="missing.jinja"), policy)
 
 
 SIZES = {"vocab_size": 8, "num_layers": 32, "num_kv_heads": 4, "head_dim": 128}

@@ -11,6 +11,7 @@ import pytest
 from policies import COLUMNS, CONFIG, PAD, STOPS, prompts, weights
 from tiers import full_but
 
+from jrl.rollout.adjustments import Adjustments, Constraint
 from jrl.rollout.decoding.backend import MeshBackend
 from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.decoding.requests import Request
@@ -27,6 +28,21 @@ CLOSE = 1e-6
 NAMES = "tokens", "logprobs"
 GREEDILY = RequestSampling(temperature=0.0, needs_top_tokens=True)
 BY_CHANCE = RequestSampling(0.7, 0.8, seed=2**40 + 5)
+
+
+class Most(Constraint):
+    """Allows all tokens but one."""
+
+    def allowed(self):
+        return np.array([(1 << CONFIG.vocab_size) - 1 - (1 << 4)], np.uint32)
+
+    def accept(self, tokens):
+        assert 4 not in tokens
+
+
+ADJUSTED = RequestSampling(
+    1.3, 1.0, 9, adjustments=Adjustments(6, frequency_penalty=0.7, constraint=Most())
+)
 GIVEN = {"slots": SLOTS, "max_length": COLUMNS, "key": jax.random.key(0), "streams": True}
 
 
@@ -53,7 +69,7 @@ def scene(engine):
             parts.append(row)
         looks += 1
         if looks == 1:
-            engine.submit([*asked(2, GREEDILY), *asked(3, RequestSampling(1.3, seed=9), samples=3)])
+            engine.submit([*asked(2, GREEDILY), *asked(3, ADJUSTED, samples=3)])
             engine.cancel(rows={(1, 1), (3, 2)})
     assert engine.num_live == 0 and engine.num_idle == SLOTS
     return rows
