@@ -98,13 +98,8 @@ STUDIES = [
 def test_there_are_commands():
     assert len(FOUND) > 30
     programs = {words_of(command)[1] for command in FOUND if words_of(command)[0] == "-m"}
-<<<<<<< HEAD
     benchmarks = {"benchmarks.absent", "benchmarks.agreement", "benchmarks.gpu"}
-    benchmarks |= {"benchmarks.dispatch", "benchmarks.rollout", "benchmarks.serve"}
-=======
-    benchmarks = {"benchmarks.agreement", "benchmarks.gpu", "benchmarks.rollout"}
-    benchmarks |= {"benchmarks.dispatch", "benchmarks.harness", "benchmarks.serve"}
->>>>>>> server
+    benchmarks |= {f"benchmarks.{name}" for name in ("dispatch", "harness", "rollout", "serve")}
     tested = {"jrl.evaluate", "jrl.export", "jrl.faults", "jrl.report", "jrl.serve", "jrl.train"}
     tested |= {
         "jrl.launch",
