@@ -9,6 +9,7 @@ from safetensors.numpy import load_file
 from test_checkpoint_cli import make_checkpoint
 
 from jrl.evaluate import main as evaluate
+from jrl.export import main as export
 from jrl.train import main
 
 pytestmark = pytest.mark.slow
@@ -32,7 +33,7 @@ def test_adapters_of_a_run_are_where_the_next_begins(checkpoint, tmp_path, capsy
     first, second = tmp_path / "first", tmp_path / "second"
     lora = ["--lora-rank=2", "--lora-targets=attention,experts", "--steps=1"]
     # A policy that is never right has nothing else to learn from.
-    lora.append("--entropy-coef=1")
+    lora += ["--entropy-coef=1", "--learning-rate=0.5"]
     assert main(flags_of(checkpoint, first, *lora)) == 0
     written = json.loads((first / "adapters" / "adapter_config.json").read_text())
     assert (written["r"], written["lora_alpha"], written["bias"]) == (2, 4.0, "none")
@@ -52,6 +53,20 @@ def test_adapters_of_a_run_are_where_the_next_begins(checkpoint, tmp_path, capsy
     assert all(np.array_equal(again[name], x) for name, x in tensors.items())
     assert evaluate([str(second), "--prompts=4", f"--json={tmp_path / 'found.json'}"]) == 0
     assert json.loads((tmp_path / "found.json").read_text())["step"] == 0
+    # On their base they answer as the merged export does.
+    exported, found = tmp_path / "exported", []
+    assert export([str(first), "--merge", f"--to={exported}"]) == 0
+    flags = [f"--task=jsonl:{first.parent / 'prompts.jsonl'}", "--k=1", "--temperature=0"]
+    flags += ["--response-length=8", "--show=0", "--verifiers=1", "--prompts=8", "--devices=1"]
+    lora = f"--lora={first / 'adapters'}"
+    for policy in ([str(exported)], [f"hf:{checkpoint}", lora], [f"hf:{checkpoint}"]):
+        samples = tmp_path / f"{len(found)}.jsonl"
+        assert evaluate([*policy, *flags, f"--samples={samples}"]) == 0
+        found.append([json.loads(x)["completion"] for x in samples.read_text().splitlines()])
+    assert found[0] == found[1] != found[2]
+    assert f"with the adapters of {first / 'adapters'}" in capsys.readouterr().out
+    assert evaluate([str(first), lora]) == 2
+    assert "needs a published checkpoint to add adapters to" in capsys.readouterr().err
     # All of the file, training prompts with them, which is said.
     task = f"--task=jsonl:{second.parent / 'prompts.jsonl'}"
     few = ["--k=1", "--response-length=4", "--show=0"]
