@@ -23,6 +23,7 @@ from moe.weights import Leaf, Transformer, Weight, axis_sizes, shapes, table
 from sharding import zero
 from sharding.folding import FoldedMesh
 from sharding.rules import partition_spec, weight_rules
+from sharding.sharded_jit import named_shardings
 
 CHUNKED_AXES = ("layer", "attention_layer", "delta_layer")
 """Axes of layers that the stages of a pipeline share."""
@@ -249,17 +250,9 @@ def stored_specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[Partition
 
 def shardings(config: ModelConfig, mesh: FoldedMesh) -> Transformer[NamedSharding]:
     """`stored_specs` on the devices of `mesh`."""
-    return _to_shardings(stored_specs(config, mesh), mesh)
+    return named_shardings(stored_specs(config, mesh), mesh)
 
 
 def shard_shardings(config: ModelConfig, mesh: FoldedMesh) -> Transformer[NamedSharding]:
     """`shard_specs` on the devices of `mesh`."""
-    return _to_shardings(shard_specs(config, mesh), mesh)
-
-
-def _to_shardings(
-    partition_specs: Transformer[PartitionSpec], mesh: FoldedMesh
-) -> Transformer[NamedSharding]:
-    if not isinstance(mesh.mesh, jax.sharding.Mesh):
-        raise ValueError("shardings need real devices: use fold instead of fold_abstract.")
-    return jax.tree.map(lambda spec: NamedSharding(mesh.mesh, spec), partition_specs)
+    return named_shardings(shard_specs(config, mesh), mesh)

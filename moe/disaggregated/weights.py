@@ -20,7 +20,7 @@ from moe.disaggregated.split import SplitMesh, has_local_devices
 from moe.placement import local_bytes, specs
 from moe.weights import Experts, Layer, Transformer, cast_shapes, without_layers
 from sharding.folding import FoldedMesh
-from sharding.sharded_jit import jit_sharded
+from sharding.sharded_jit import jit_sharded, named_shardings
 
 Leaf = TypeVar("Leaf")
 
@@ -300,21 +300,14 @@ def _unstack_attention(config: ModelConfig, mesh: FoldedMesh) -> Callable[[Any],
             _unstack(weights.layers, layers),
         )
 
-    return _unstack_program(unstack, out, mesh)
+    return jit_sharded(unstack, named_shardings(out, mesh))
 
 
 @cache
 def _unstack_experts(layers: int, mesh: FoldedMesh) -> Callable[[Any], Any]:
-    return _unstack_program(
-        lambda stack: _unstack(stack, layers), (expert_specs(mesh),) * layers, mesh
-    )
+    shardings = named_shardings((expert_specs(mesh),) * layers, mesh)
+    return jit_sharded(lambda stack: _unstack(stack, layers), shardings)
 
 
 def _unstack(stack: Any, depth: int) -> tuple[Any, ...]:
     return tuple(jax.tree.map(lambda leaf, n=n: leaf[n], stack) for n in range(depth))
-
-
-def _unstack_program(
-    unstack: Callable[[Any], Any], out: Any, mesh: FoldedMesh
-) -> Callable[[Any], Any]:
-    return jit_sharded(unstack, jax.tree.map(lambda spec: NamedSharding(mesh.mesh, spec), out))

@@ -8,7 +8,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from jrl.losses import EntropyStatistics
@@ -32,7 +32,7 @@ from moe.placement import specs
 from moe.weights import Layer, Transformer, without_layers
 from sharding.collectives import all_sum, join_shards, local_shard, vary
 from sharding.folding import FoldedMesh
-from sharding.sharded_jit import jit_sharded
+from sharding.sharded_jit import jit_sharded, named_shardings
 
 Leaf = TypeVar("Leaf")
 
@@ -235,8 +235,7 @@ def _compiled_unstack(decoder: Decoder) -> Any:
         # Once for all steps: no step slices a layer out of its stack.
         return UnstackedPolicy(split_layer_groups(weights, config), without_layers(weights))
 
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh.mesh, spec), _policy_specs(decoder))
-    return jit_sharded(unstack, shardings)
+    return jit_sharded(unstack, named_shardings(_policy_specs(decoder), mesh))
 
 
 def _policy_specs(decoder: Decoder) -> UnstackedPolicy[PartitionSpec]:

@@ -26,7 +26,7 @@ from moe.router.routing import choices_dtype
 from moe.weights import DeltaNet, Transformer, cast_shapes, initialise
 from sharding.collectives import vary
 from sharding.folding import FoldedMesh
-from sharding.sharded_jit import abstract_array, jit_sharded
+from sharding.sharded_jit import abstract_array, jit_sharded, named_shardings
 
 Leaf = TypeVar("Leaf")
 
@@ -225,9 +225,7 @@ def _build_pool_functions(
         return SlotPool(rows, cache, states, live, zeros, zeros, zeros, zeros)
 
     abstract = jax.eval_shape(make)
-    shardings = jax.tree.map(
-        lambda spec: NamedSharding(mesh.mesh, spec), pool_specs(mesh, abstract)
-    )
+    shardings = named_shardings(pool_specs(mesh, abstract), mesh)
     return jit_sharded(make, shardings), jax.tree.map(abstract_array, abstract, shardings)
 
 
