@@ -142,7 +142,10 @@ def variants(seed, number):
             if rng.random() < 0.3:
                 del options[name]
             else:
-                options[name] = rng.choice(VALUES)
+                value = rng.choice(VALUES)
+                # Checked annotations take no whole number as a float.
+                is_float = type(options[name]) is float and type(value) is int
+                options[name] = float(value) if is_float else value
         yield options
 
 
