@@ -255,13 +255,19 @@ def _products_of_layers(
         ),
         "full": forward + scores,
     }
+    repeated = recomputed[method.remat]
+    if method.repeats_experts:
+        flops, parameters = expert_matrices
+        reads = num_streams * method.expert_chunks
+        repeated += one_pass(flops, parameters * reads, stored.weight)
     launches = 0.0
     if model.num_experts:
-        passes = (4 if method.remat == "full" else 3) * num_streams * method.expert_chunks
+        again = method.remat == "full" or method.repeats_experts
+        passes = (4 if again else 3) * num_streams * method.expert_chunks
         local = model.num_experts // layout.ep
         routed = layers * model.num_expert_layers / model.num_layers
         launches = passes * routed * (local - 1) * system.launch
-    return forward + backward + 3 * scores + recomputed[method.remat] + launches
+    return forward + backward + 3 * scores + repeated + launches
 
 
 def _matrices(model: ModelSizes, layout: Layout, tokens: int) -> list[tuple[float, float]]:

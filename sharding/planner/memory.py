@@ -264,6 +264,8 @@ def activation_bytes(
         return float(elements * width + dispatched_bytes(model, layout, tokens, method))
     elements += tokens * (model.queries + key_value_width + 2 * dense_width + h * (gathered == 0))
     elements += tokens * model.latents
+    if method.repeats_experts:
+        rows = received = 0
     elements += rows * 2 * hidden
     float32_values += tokens * (model.num_heads + model.num_experts)
     if remat == "none":

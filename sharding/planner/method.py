@@ -117,6 +117,8 @@ class Method:
         to experts again, "full" keeps what collectives return. Else it is that of Korthikanti et
         al. (https://arxiv.org/abs/2205.05198): "selective" repeats attention's scores, norms and
         activations, and no communication; "full" keeps a layer's input alone and repeats all.
+      repeats_experts: the backward pass repeats the experts too, with their dispatch, and keeps
+        nothing of them; with "none" and "selective".
       even: expert buffers have the size of even routing, as where their sizes are known at run time
         or a capacity bounds them; else that of any routing.
       activation_wire: communication dtype of tokens to the experts and back; None is their own.
@@ -144,6 +146,7 @@ class Method:
     itemsize: int = 2
     storage: str = "float32"
     resends: bool = True
+    repeats_experts: bool = False
     even: bool = False
     in_place: bool = False
     activation_wire: str | None = None

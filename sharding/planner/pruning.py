@@ -152,10 +152,8 @@ def _prune(
 ) -> Candidates:
     num_accesses = {times_through_memory(remat) for remat in remats}
     # Exposed shares of communication: all of it, or the rest where most of it is overlapped.
-    exposed_shares = {
-        1.0,
-        0.0 if system.hides_chunks or system.hides_two_batch else 1.0 - system.hidden,
-    }
+    hides_most = system.hides_chunks or system.hides_two_batch or system.hides_experts
+    exposed_shares = {1.0, 0.0 if hides_most else 1.0 - system.hidden}
     in_time = list[tuple[tuple[float, ...], Fields]]()
     in_all = list[tuple[tuple[float, ...], Fields]]()
     for costs, fields in candidates:

@@ -75,8 +75,10 @@ def experts(
 
     They depend on ``ep`` and ``etp`` of the layout only.
     """
-    sent = dispatch(model, layout, tokens, method) if model.num_experts else ([], [])
-    return _with_repeated(*sent, layout, method)
+    forward, backward = dispatch(model, layout, tokens, method) if model.num_experts else ([], [])
+    if method.repeats_experts:
+        backward = [*forward, *backward]
+    return _with_repeated(forward, backward, layout, method)
 
 
 def _with_repeated(

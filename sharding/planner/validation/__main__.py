@@ -32,6 +32,7 @@ def _cells(row: Evidence) -> tuple[str, ...]:
     if row.micro_rows is not None:
         settings += f", micro {row.micro_rows}" + (f", {row.remat}" if row.remat else "")
     for name, is_on in (
+        ("experts again", row.repeats_experts),
         ("FSDP", row.fsdp),
         ("all-to-all overlapped", row.overlaps_experts),
         ("graphs", row.graphs),

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal
 
 from sharding.costs.hardware import HARDWARE
 from sharding.folding import Layout
@@ -35,6 +35,7 @@ class Evidence:
       source: where it is published.
       micro_rows: sequences of a micro-batch; None where it is not published.
       remat: rematerialisation; None where it is not published.
+      repeats_experts: whole layers of experts are recomputed too.
       fsdp: weights in shards.
       overlaps_experts: the all-to-all of one micro-batch runs while another computes.
       dispatch: of tokens, where `micro_rows` is published.
@@ -54,6 +55,7 @@ class Evidence:
     source: str
     micro_rows: int | None = None
     remat: str | None = None
+    repeats_experts: bool = False
     fsdp: bool = False
     overlaps_experts: bool = False
     dispatch: str = "two_level"
@@ -122,6 +124,10 @@ def _zoo(layout: str, time: int, measured: float, unit: Unit, **settings) -> Evi
     )
 
 
+# Norms and whole layers of experts are recomputed.
+LONG: dict[str, Any] = {"rows": 256, "remat": "none", "repeats_experts": True}
+
+
 def _bridge(
     model: str,
     hardware: str,
@@ -161,10 +167,10 @@ EVIDENCE: tuple[Evidence, ...] = (
     _zoo("tp2 dp16 pp8 vpp4 / ep32", 4096, 19.7, "s"),
     _zoo("tp2 dp4 pp32 vpp3 / ep8", 4096, 24.2, "s", dispatch="ragged"),
     _zoo("tp4 dp8 pp8 vpp4 / ep8", 4096, 29.0, "s", remat="none"),
-    _zoo("tp4 dp8 pp8 vpp4 / ep8", 16384, 295, "TFLOP/s", rows=256),
-    _zoo("tp4 cp2 dp4 pp8 vpp4 / ep8", 32768, 335, "TFLOP/s", rows=256),
-    _zoo("tp4 cp4 dp2 pp8 vpp4 / ep8", 65536, 368, "TFLOP/s", rows=256),
-    _zoo("tp4 cp8 pp8 vpp4 / ep8", 131072, 389, "TFLOP/s", rows=256),
+    _zoo("tp4 dp8 pp8 vpp4 / ep8", 16384, 295, "TFLOP/s", **LONG),
+    _zoo("tp4 cp2 dp4 pp8 vpp4 / ep8", 32768, 335, "TFLOP/s", **LONG),
+    _zoo("tp4 cp4 dp2 pp8 vpp4 / ep8", 65536, 368, "TFLOP/s", **LONG),
+    _zoo("tp4 cp8 pp8 vpp4 / ep8", 131072, 389, "TFLOP/s", **LONG),
     _zoo(
         *("dp32 pp8 / ep8", 4096, 750, "TFLOP/s"),
         hardware="gb200",

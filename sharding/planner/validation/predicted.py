@@ -103,5 +103,6 @@ def method_of(row: Evidence) -> Method:
         method,
         dispatch=row.dispatch,
         remat=row.remat or "none",
+        repeats_experts=row.repeats_experts,
         expert_block=row.expert_block,
     )

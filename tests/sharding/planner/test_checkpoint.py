@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from tiers import full_but
 
 from moe.config import ModelConfig
 from moe.counts import training_flops
@@ -63,7 +64,11 @@ def test_matrices_of_latent_attention_are_those_of_the_network(tmp_path):
         assert counted == model.num_layers * (model.attention_parameters + norms)
 
 
-@pytest.mark.parametrize("name", [*PUBLISHED["read"]])
+# One file of each family.
+QUICK = {options["model_type"]: name for name, options in PUBLISHED["read"].items()}
+
+
+@pytest.mark.parametrize("name", full_but(PUBLISHED["read"], *QUICK.values()))
 def test_published_files_are_counted_or_refused(name, tmp_path):
     folder = written(tmp_path, PUBLISHED["read"][name])
     config = config_from(folder)
@@ -142,13 +147,16 @@ def variants(seed, number):
             if rng.random() < 0.3:
                 del options[name]
             else:
-                options[name] = rng.choice(VALUES)
+                value = rng.choice(VALUES)
+                # Checked annotations take no whole number as a float.
+                is_float = type(options[name]) is float and type(value) is int
+                options[name] = float(value) if is_float else value
         yield options
 
 
 def test_changed_files_end_in_sizes_or_one_line(tmp_path):
     ends = {"sizes": 0, "refused": 0}
-    for options in variants(seed=1, number=300):
+    for options in variants(seed=1, number=100):
         try:
             assert isinstance(sizes_from(written(tmp_path, options)), ModelSizes)
             ends["sizes"] += 1
@@ -156,7 +164,7 @@ def test_changed_files_end_in_sizes_or_one_line(tmp_path):
             assert "\n" not in str(reason)
             assert len(str(reason)) > 30
             ends["refused"] += 1
-    assert min(ends.values()) > 50
+    assert min(ends.values()) > 20
 
 
 TRAINING = ("--hardware", "b200x8", "--tokens", "64K", "--program", "megatron-core", "--top", "1")

@@ -263,3 +263,23 @@ def test_an_all_to_all_beside_another_micro_batch_takes_part_of_the_device():
     assert hidden.communication["experts"] / 4 == pytest.approx(slower + sent / 4)
     # DeepEP's volume is no more than that of all copies.
     assert shown.communication["experts"] < of("tp2 dp64 / ep8").communication["experts"]
+
+
+def test_experts_alone_are_repeated():
+    method = replace(MEGATRON, repeats_experts=True)
+    system = System(launch=1e-3)
+    plain, again = (of("tp2 dp64 / ep4", each, system) for each in (MEGATRON, method))
+    flops = 2.0 * 256 * 4096 * 3 * 6144 * 2 * 16384 * 56 / 128
+    # One pass of four micro-batches, with the launch of a second expert in each layer.
+    more = flops / (0.6 * H100.peak) + 4 * 56 * 1e-3
+    assert again.products - plain.products == pytest.approx(more)
+    # Two directions forward and backward, and two again.
+    ratio = again.communication["experts"] / plain.communication["experts"]
+    assert ratio == pytest.approx(1.5, rel=0.01)
+    sizes = Layout.parse("tp2 dp64 / ep4")
+    kept = [
+        activation_bytes(MIXTRAL, sizes, 2048, each, "none")
+        for each in (replace(MEGATRON, repeats_experts=each) for each in (False, True))
+    ]
+    # Two rows of each token: gate, up, their product and the token itself.
+    assert kept[0] - kept[1] == 2 * 2048 * 2 * (3 * 16384 + 6144)
