@@ -57,9 +57,10 @@ def sbatch_text(program: Program, job: SlurmJob) -> str:
         + f"""
 cd {shlex.quote(str(Path.cwd()))} || exit 2
 {exports}
-# Before the time limit: the run saves and ends, and the job goes back into the queue.
+# Before the time limit: the run saves and ends, and the job goes back into the queue. The signal
+# goes to the processes of the run; srun itself would kill them.
 out_of_time=
-trap 'out_of_time=1; kill -TERM "$run"' USR1
+trap 'out_of_time=1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 
 srun --kill-on-bad-exit=1 {command} \\
     {shlex.join(program.arguments)} &

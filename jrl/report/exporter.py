@@ -99,12 +99,12 @@ class RunExporter:
         info.add_metric(list(self._labels.values()), 1)
         yield info
         yield self._gauge("start_time_seconds", "Unix time at which it started.", self._started)
-        yield self._gauge("steps", "Steps of the whole run.", self._steps)
+        yield self._gauge("steps", "Steps of the whole run.", float(self._steps))
         healthy, _ = self.health()
         yield self._gauge("healthy", "1, or 0 once a step exceeds its deadline.", float(healthy))
         if self._last is not None:
             step, metrics, logged, _ = self._last
-            yield self._gauge("step", "Last step that ended.", step)
+            yield self._gauge("step", "Last step that ended.", float(step))
             yield self._gauge("last_step_time_seconds", "Unix time at which it ended.", logged)
             for name, value in metrics.items():
                 definition = describe(name)

@@ -14,10 +14,14 @@ from jrl.launch.slurm import SlurmJob, sbatch_text
 
 PROGRAM = Program(("dapo", "--task", "a b", "--run-dir", "runs/first"), Path("runs/first"))
 SRUN = """#!/bin/bash
+echo $$ > pid
 printf '%s\\n' "$@" > arguments
 trap 'echo saved >> arguments; exit 0' TERM
 if [ "$SRUN_STATUS" = wait ]; then sleep 30 & wait $!; fi
 exit "$SRUN_STATUS"
+"""
+SCANCEL = """#!/bin/bash
+[ "$*" = "--signal=TERM 17" ] && kill -TERM "$(cat pid)"
 """
 SCONTROL = """#!/bin/bash
 echo "$@" > requeued
@@ -26,7 +30,7 @@ echo "$@" > requeued
 
 @pytest.fixture
 def script(monkeypatch, tmp_path):
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("scancel", SCANCEL)):
         (tmp_path / "bin").mkdir(exist_ok=True)
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)

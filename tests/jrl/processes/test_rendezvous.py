@@ -79,9 +79,8 @@ def test_a_doubled_process_ends_all(port):
 
 
 def test_those_that_do_not_come_are_named(port):
-    said = meet(port, [(4, 2)], seconds=1.0, count=4)
-    assert said[0] == said[1]
-    assert "not all of 4 processes connected within 1 s: missing is --process-id 1, 3" in said[0]
+    said = meet(port, [], seconds=0.2, count=4)
+    assert "not all of 4 processes connected within 0.2 s: missing is --process-id 1, 2" in said[0]
 
 
 def test_a_process_that_ends_while_the_others_wait_is_named(port):
@@ -128,7 +127,7 @@ def test_an_address_of_another_machine_is_refused(port):
 
 
 def test_an_address_that_answers_as_something_else_is_refused(port, monkeypatch):
-    monkeypatch.setattr(rendezvous, "REPLY_SECONDS", 0.5)
+    monkeypatch.setattr(rendezvous, "REPLY_SECONDS", 0.1)
     with socket.create_server((HOST, 0)) as other:
         address = other.getsockname()
         create = socket.create_connection
