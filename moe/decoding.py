@@ -336,12 +336,9 @@ def _run_layer(
             )
         )
     else:
-        keys, values = before[0], before[1] if len(before) > 1 else None
-        core = StepCore(
-            step.config, layer_index, keys, values, step.inputs, stack_index, mesh=step.mesh
-        )
+        core = StepCore(step.config, layer_index, before, step.inputs, stack_index, mesh=step.mesh)
         x, router = block(layer, x, step.packed, core.attend, step.config, step.mesh, layer_index)
-        updated = tuple(buffer for buffer in (core.keys, core.values) if buffer is not None)
+        updated = core.buffers
     return x, updated, None if router is None else router.choices
 
 

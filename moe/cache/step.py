@@ -36,8 +36,8 @@ class StepCore:
 
     Args:
       layer_index: index of the layer in the network.
-      keys, values: the layer's buffers, or those of the stack that it is in, in the layout of
-        `moe.cache.buffers.Cache`; no values with latent vectors.
+      buffers: keys and values of the layer, or of the stack that it is in, in the layout of
+        `moe.cache.buffers.Cache`; latent vectors alone where it has those.
       inputs: the tokens; nothing is written for rows that are not live.
       stack_index: index of the layer in a buffer with layers in front.
       first: row of the buffers that the first token belongs to.
@@ -46,7 +46,7 @@ class StepCore:
       mesh: mesh of the program, for the choice of a kernel; None is this process's devices.
 
     Attributes:
-      keys, values: the buffers after `attend` has run.
+      buffers: after `attend` has run.
 
     Raises:
       ValueError: if `Execution.decode_attention` names a kernel that does not support the network.
@@ -56,8 +56,7 @@ class StepCore:
         self,
         config: ModelConfig,
         layer_index: int | Array,
-        keys: Array,
-        values: Array | None,
+        buffers: tuple[Array, ...],
         inputs: StepTokens,
         stack_index: tuple[Array, ...] = (),
         first: Array | None = None,
@@ -68,9 +67,9 @@ class StepCore:
         self._name = selected_implementation(config, "decode_attention", mesh)
         check_decode_kernel(config)
         positions, live = inputs.positions, inputs.live
-        self.keys, self.values = keys, values
+        self.buffers: tuple[Array, ...] = buffers
         self._stack_index, self._first = stack_index, first
-        capacity = keys.shape[KEY_COLUMN]
+        capacity = buffers[0].shape[KEY_COLUMN]
         self._num_positions = capacity if num_positions is None else num_positions
         # Past the end, where a write has no effect: rows that are not live stay unchanged.
         self._write_columns = jnp.where(live, positions, capacity)
@@ -100,27 +99,30 @@ class StepCore:
         scale: float | None = None,
         sinks: Array | None = None,
     ) -> Array:
-        assert self.values is not None
-        self.keys = self._write(self.keys, key, KEY_COLUMN)
-        self.values = self._write(self.values, value, VALUE_COLUMN)
-        if self._name in (None, "plain"):
-            keys, values = (self._slice_layer(x, c) for x, c in self._buffers())
+        keys, values = self.buffers
+        keys = self._write(keys, key, KEY_COLUMN)
+        values = self._write(values, value, VALUE_COLUMN)
+        self.buffers = keys, values
+        is_plain = self._name in (None, "plain")
+        read = self._slice_layer if is_plain else self._slice_rows
+        keys, values = read(keys, KEY_COLUMN), read(values, VALUE_COLUMN)
+        if is_plain:
             return cached_attention(query, keys, values, self._visible, scale, sinks)
-        keys, values = (self._slice_rows(x, c) for x, c in self._buffers())
         return decode_attention(
             query, keys, values, *self._ends, scale, layer=self._layer, implementation=self._name
         )
 
     def _attend_latent(self, query: Array, narrow: Array, up: Array) -> Array:
         config, rank = self._config, up.shape[0]
-        self.keys = self._write(self.keys, narrow[:, None], KEY_COLUMN)
+        vectors = self._write(self.buffers[0], narrow[:, None], KEY_COLUMN)
+        self.buffers = (vectors,)
         query, scale = absorb_keys(query, up, config), config.head_dim**-0.5
         if self._name in (None, "plain"):
-            vectors = self._slice_layer(self.keys, KEY_COLUMN)
+            vectors = self._slice_layer(vectors, KEY_COLUMN)
             values = jnp.swapaxes(vectors[:, :, :rank], 2, 3)
             read = cached_attention(query, vectors, values, self._visible, scale)
         else:
-            vectors, named = self._slice_rows(self.keys, KEY_COLUMN), self._name
+            vectors, named = self._slice_rows(vectors, KEY_COLUMN), self._name
             read = latent_decode_attention(
                 query,
                 vectors,
@@ -135,10 +137,6 @@ class StepCore:
     @property
     def _layer(self) -> Array | None:
         return self._stack_index[0] if self._stack_index else None
-
-    def _buffers(self) -> list[tuple[Array, int]]:
-        assert self.values is not None
-        return [(self.keys, KEY_COLUMN), (self.values, VALUE_COLUMN)]
 
     def _write(self, buffer: Array, new: Array, column: int) -> Array:
         index = (

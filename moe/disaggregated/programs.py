@@ -301,16 +301,14 @@ class _Core:
     ):
         config, self._step, self._recorded = serving.config, None, list[Arrays]()
         if isinstance(inputs, Steps):
-            keys, rows = buffers.keys, inputs.step.tokens.shape[0]
-            assert keys is not None
-            first = None if keys.shape[0] == rows else inputs.first
+            present = tuple(buffer for buffer in buffers if buffer is not None)
+            rows = inputs.step.tokens.shape[0]
             self._step = StepCore(
                 config,
                 layer_index,
-                keys,
-                buffers.values,
+                present,
                 inputs.step,
-                first=first,
+                first=None if present[0].shape[0] == rows else inputs.first,
                 num_positions=num_positions,
                 mesh=serving.mesh.attention,
             )
@@ -328,9 +326,7 @@ class _Core:
     @property
     def updated_buffers(self) -> Buffers:
         """Keys and values of the layer after it has run."""
-        if self._step is not None:
-            return Buffers(self._step.keys, self._step.values)
-        keys, *values = self._recorded[0]
+        keys, *values = self._recorded[0] if self._step is None else self._step.buffers
         return Buffers(keys, values[0] if values else None)
 
 

@@ -179,4 +179,4 @@ def test_what_knows_no_sinks_says_so():
     with pytest.raises(
         ValueError, match="decode_attention='mosaic' is not supported: attention sinks"
     ):
-        StepCore(config, 0, *buffers, StepTokens(*jnp.zeros((2, 1), jnp.int32), jnp.ones(1, bool)))
+        StepCore(config, 0, buffers, StepTokens(*jnp.zeros((2, 1), jnp.int32), jnp.ones(1, bool)))

@@ -38,8 +38,8 @@ def test_the_kernel_is_given_what_a_step_sees_of_narrow_vectors(monkeypatch):
         config = replace(LATENT, execution=Execution(decode_attention=name))
         positions = jnp.asarray(POSITIONS)
         inputs = StepTokens(jnp.zeros_like(positions), positions, jnp.asarray(LIVE))
-        step = StepCore(config, 1, buffer, None, inputs, stack_index=(jnp.int32(1),))
-        return step.attend.attend(query, narrow, up), step.keys
+        step = StepCore(config, 1, (buffer,), inputs, stack_index=(jnp.int32(1),))
+        return step.attend.attend(query, narrow, up), step.buffers[0]
 
     draw = np.random.default_rng(0)
     sizes = (2, ROWS, 1, 192, ROOM), (ROWS, 3, 72), (ROWS, 192), (128, 3, 16)

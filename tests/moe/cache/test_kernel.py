@@ -107,21 +107,20 @@ def test_what_a_kernel_writes_is_counted(config, rows, columns):
 
     heads, kv_heads = config.num_heads // tp, config.num_kv_heads // tp
     width, v_width = config.head_dim, config.v_head_dim
-    keys = shaped(rows, kv_heads, width, columns)
-    values = shaped(rows, kv_heads, columns, v_width)
+    buffers = shaped(rows, kv_heads, width, columns), shaped(rows, kv_heads, columns, v_width)
     query, own = shaped(rows, heads, width), shaped(rows, kv_heads, width)
     given = query, own, shaped(rows, kv_heads, v_width)
     if config.mla is not None and config.execution.latent != "expanded":
         rank, rope = config.mla.kv_lora_rank, config.mla.qk_rope_head_dim
-        keys, values = shaped(rows, 1, rank + rope, columns), None
+        buffers = (shaped(rows, 1, rank + rope, columns),)
         up = shaped(rank, heads, width - rope + v_width)
         given = query, shaped(rows, rank + rope), up
 
-    def step(keys, values, positions, live, *given):
-        core = StepCore(config, 0, keys, values, StepTokens(positions, positions, live)).attend
-        return (core if values is not None else core.attend)(*given)
+    def step(buffers, positions, live, *given):
+        core = StepCore(config, 0, buffers, StepTokens(positions, positions, live)).attend
+        return (core if len(buffers) == 2 else core.attend)(*given)
 
     ends = shaped(rows, dtype=jnp.int32), shaped(rows, dtype=jnp.bool_)
-    traced = jax.make_jaxpr(step)(keys, values, *ends, *given)
+    traced = jax.make_jaxpr(step)(buffers, *ends, *given)
     assert list(bytes_of_kernels(traced.jaxpr)) == [kernel_bytes(config, mesh, rows, columns)]
     assert kernel_bytes(replace(config, execution=Execution()), mesh, rows, columns) == 0
