@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.absent import compilers
 from benchmarks.absent.descriptions import TPUS
+from benchmarks.absent.machine_code import Kernel
 from benchmarks.absent.shapes import FIRST, MODELS
 
 Figures = dict[str, Any]
@@ -15,6 +16,8 @@ HOPPER = "h100"
 COUNTED = ("HGMMA", "UTMALDG", "UTMASTG", "LDGSTS", "LDG", "STG", "BAR", "SYNCS", "LDL", "STL")
 """Instructions of the report: products of the matrix units, copies by the copy engine (in and out),
 asynchronous copies of threads, loads and stores of device memory, barriers, local memory."""
+
+_COMPILED: dict[tuple[str, str, str], list[Kernel]] = {}
 
 
 def gpu_kernels(only: Sequence[str], *, quick: bool, keep: Path | None) -> Iterator[Figures]:
@@ -55,12 +58,16 @@ def _rows_of_case(
     except Exception as error:
         yield about | {"error": reason(error)}
         return
+    # JAX compiles equal kernels of a process once: models with the same shape share one.
+    same = kind, case.operation, str(case.operands)
+    kernels = program.kernels or _COMPILED.get(same, [])
+    _COMPILED[same] = kernels
     figures = about | {"seconds": program.seconds, "temporaries": program.temporaries}
     if kind in TPUS:
         yield figures
-    elif not program.kernels:
+    elif not kernels:
         yield about | {"error": "compiled, but no machine code of a kernel was left"}
-    for kernel in program.kernels:
+    for kernel in kernels:
         yield figures | {
             "kernel": kernel.name,
             "programs": kernel.programs,
