@@ -173,7 +173,7 @@ def _router_obstacle(config: ModelConfig, etp: int) -> str | None:
     most = routing.MAX_EXPERTS_WITHOUT_SPILLS
     if routing.supports_experts(config.num_experts, most):
         return None
-    return f"{config.num_experts} experts (needs a multiple of 8 up to {most}, or registers spill)"
+    return f"{config.num_experts} experts (a multiple of 8 up to {most} stay in registers)"
 
 
 DEFAULTS: dict[str, tuple[Default, ...]] = {
