@@ -246,8 +246,10 @@ def _with_template(options: ServeOptions, policy: "ServedModel") -> "ServedModel
     if options.chat_template == CHECKPOINT_TEMPLATE:
         return policy
     run, format = RunConfig(chat_template=options.chat_template), policy.format
-    made = prompt_format(run, with_template(run, format.tokenizer))
-    return replace(policy, format=replace(format, tokenizer=made.tokenizer, template=made.template))
+    requested = prompt_format(run, with_template(run, format.tokenizer))
+    return replace(
+        policy, format=replace(format, tokenizer=requested.tokenizer, template=requested.template)
+    )
 
 
 def _defaults(options: ServeOptions, policy: "ServedModel") -> tuple[dict[str, Any], int | None]:

@@ -79,7 +79,7 @@ def selected_implementation(
 
 
 def select(config: ModelConfig, field: str, mesh: FoldedMesh | None = None) -> Selected:
-    """What None in a field of `Execution` selects, with the reason."""
+    """The row that None in a field of `Execution` selects, with the reason."""
     devices, passed = devices_of(mesh), list[str]()
     etp = 1 if mesh is None else mesh.size(mesh.etp)
     for row in DEFAULTS[field]:

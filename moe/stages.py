@@ -36,12 +36,12 @@ ApplyHead = Callable[[Transformer[Array], Array, MicroBatch], Any]
 
 
 class Ends(NamedTuple):
-    """What is done with a micro-batch before the first layer and after the last.
+    """Functions of a micro-batch before the first layer and after the last.
 
     Attributes:
       pack: gives its tokens.
       apply_head: called on the last stage; with `gradients` it gives a loss and metrics.
-      num_tokens: valid tokens of the whole batch, for the routers' losses; 0 where nobody asks for
+      num_tokens: valid tokens of the whole batch, for the routers' losses; 0 where no one needs
         those.
     """
 

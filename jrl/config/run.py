@@ -247,7 +247,7 @@ class RunConfig:
     Compiles a separate program for that micro-batch. Not supported with pp."""
     buffer_factor: float | None = None
     """Buffer size of the experts of a device, as a multiple of their tokens under balanced routing;
-    1.5 is usual, 0 stands for worst-case buffers. An update, a scoring pass or a prefill that
+    1.5 is usual, 0 means worst-case buffers. An update, a scoring pass or a prefill that
     overflows is discarded and recomputed with worst-case buffers, so that results do not depend on
     it. None is 1.5 on GPUs, else worst-case buffers."""
     expert_chunks: int = 1
@@ -429,7 +429,7 @@ class RunConfig:
         for name in ("faults_port", "metrics_port"):
             port = getattr(self, name)
             if port is not None and not 0 < port < 2**16:
-                raise ValueError(f"{name}={port} must lie in 1..65535.")
+                raise ValueError(f"{name}={port} must be in 1..65535.")
         check_range(self, ("step_deadline",), 0, above=True)
         if self.step_deadline is not None and self.metrics_port is None:
             raise ValueError(

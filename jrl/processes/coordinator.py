@@ -26,7 +26,7 @@ KUBERNETES_REMEDY = (
     "with python -m jrl.launch --jobset, which needs neither."
 )
 SLURM_VARIABLES = ("SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
-"""What JAX needs beside SLURM_JOB_ID."""
+"""Variables that JAX needs beside SLURM_JOB_ID."""
 GRACE_SECONDS = 10.0
 """Most seconds for which process 0, without which JAX ends the others, lets them print their own
 errors."""

@@ -18,7 +18,7 @@ REPLY_SECONDS = 10.0
 MAX_BYTES = 4096
 GREETING = "jrl"
 SELF = "self"
-"""What process 0 says to itself."""
+"""Message of process 0 to itself."""
 
 
 def host(address: tuple[str, int], name: str, count: int, seconds: float) -> None:

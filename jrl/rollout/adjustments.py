@@ -87,10 +87,10 @@ def stack_adjustments(
     of_rows: Mapping[int, Adjustments | None], rows: int, vocab_size: int
 ) -> RowAdjustments[np.ndarray] | None:
     """Adjustments of rows, an entry for each; None if no row has any."""
-    given = {row: each for row, each in of_rows.items() if each is not None}
-    if not given:
+    adjusted = {row: each for row, each in of_rows.items() if each is not None}
+    if not adjusted:
         return None
-    parameters = [given.get(row, NO_ADJUSTMENTS) for row in range(rows)]
+    parameters = [adjusted.get(row, NO_ADJUSTMENTS) for row in range(rows)]
 
     def column(name: str, dtype: type) -> np.ndarray:
         return np.array([getattr(each, name) for each in parameters], dtype)

@@ -57,8 +57,8 @@ class CallStream:
         self._first_index, self._parallel = first_index, parallel
         self._mark = opening_mark(format)
         special = tokenizer.special_tokens
-        marks = {self._mark, *format.template_markers}
-        self._mark_ids = frozenset(special[mark] for mark in marks if mark in special)
+        markers = {self._mark, *format.template_markers}
+        self._mark_ids = frozenset(special[mark] for mark in markers if mark in special)
         self._ids: list[int] = []
         self._text, self._emitted = "", 0
         self._begin: int | None = None  # characters before the first call
@@ -121,11 +121,11 @@ class CallStream:
         ((calls, ids),) = parse_calls(self._format, self._tools, [text], self._first_index)
         if any(call.error for call in calls):
             return []
-        found = [
+        tool_calls = [
             ToolCall(identity, call.name, to_json(dict(call.arguments)))
             for call, identity in zip(calls, ids, strict=True)
         ]
-        return found if self._parallel else found[:1]
+        return tool_calls if self._parallel else tool_calls[:1]
 
 
 def opening_mark(format: ToolFormat) -> str:

@@ -174,8 +174,8 @@ def call_rule(
     """Rule of a grammar: one call of a tool, with arguments of its schema where the format writes
     them as JSON, and any otherwise."""
     text, arguments = format.render([Call(name, ARGUMENTS)]), to_json(ARGUMENTS)
-    before, found, after = text.partition(arguments)
-    if found:
+    before, separator, after = text.partition(arguments)
+    if separator:
         schema = json_rule({**ANY_OBJECT, **(parameters or NO_PARAMETERS)}, ONE_LINE)
         return " ".join([*_literals(before, tokenizer), schema, *_literals(after, tokenizer)])
     before = text[: text.index(name) + len(name)]

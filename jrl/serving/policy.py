@@ -106,11 +106,11 @@ class ApiModel:
         )
         self.format.check_shown(example)
         if tools is not None and tools.choice != "none" and self.format.tool_format is None:
-            known = ", ".join(format.name for format in FORMATS)
+            supported = ", ".join(format.name for format in FORMATS)
             raise ApiError(
                 400,
                 f"the chat template of {self.name!r} calls tools in an unknown format, so that "
-                f"calls could not be parsed (known are {known}): leave out tools, or give "
+                f"calls could not be parsed (supported: {supported}): leave out tools, or give "
                 'tool_choice="none".',
                 "tools",
                 "unsupported_parameter",

@@ -303,8 +303,8 @@ class Service:
             if limit:
                 requests = list[Request]()
                 for index in choices:
-                    own = _constrain(sampling, job.grammar)
-                    requests.append(Request(prompt_id, index, ids, limit, sampling=own))
+                    row_sampling = _constrain(sampling, job.grammar)
+                    requests.append(Request(prompt_id, index, ids, limit, sampling=row_sampling))
                 self._engine.submit(requests)
         if not any(job.limits):
             self._finish_empty(job)

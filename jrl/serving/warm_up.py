@@ -132,15 +132,15 @@ def plan_trials(engine: StreamingEngine, longest: int) -> tuple[list[Trial], lis
     copy_trial = Trial((1,), engine.slots + 1)
     later.append(copy_trial)
     # While the cache has its size; copies too, which sample as well.
-    samples_and_copies = [*samples, engine.slots + 1]
-    later += [Trial((1,), number, other=True) for number in samples_and_copies]
+    prompt_counts = [*samples, engine.slots + 1]
+    later += [Trial((1,), number, other=True) for number in prompt_counts]
     for size in wider:
         # The widest first: the cache then has this size, and keeps it for some time.
         widest = min(size - 1, longest)
         later += [Trial((widest,), num_samples) for num_samples in samples]
         later += reversed(_prefill_trials(engine, widest))
         later.append(copy_trial)
-        later += [Trial((widest,), number, other=True) for number in samples_and_copies]
+        later += [Trial((widest,), number, other=True) for number in prompt_counts]
     return common, later
 
 

@@ -232,7 +232,7 @@ BLOCKED_ON_GPU = Flash(partial(attend, sizes=GPU_SIZES), partial(attend_gradient
 
 
 class _Shared(NamedTuple):
-    """What is the same for all rows: their blocks, the factor of the scores, and the window."""
+    """Settings of all rows: their blocks, the factor of the scores, and the window."""
 
     blocking: Blocking
     scale: float

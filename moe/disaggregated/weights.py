@@ -27,7 +27,7 @@ Leaf = TypeVar("Leaf")
 
 @struct.dataclass
 class AttentionHalf(Generic[Leaf]):
-    """What the attention side has of a layer with experts: its weights, and the slots of each
+    """The attention side's part of a layer with experts: its weights, and the slots of each
     expert."""
 
     layer: Layer[Leaf]

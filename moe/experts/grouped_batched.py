@@ -58,19 +58,19 @@ def batched_multiply(
     start = jnp.cumsum(sizes) - sizes
     group = group_of_rows(sizes, num_rows)
     within = jnp.arange(num_rows, dtype=sizes.dtype) - take_rows(start, group)
-    is_known = group < num_groups
+    has_group = group < num_groups
 
     def turn(first: Array | int, out: Array | None) -> Array:
         at = _rows_of_turn(sizes, first, padded, num_rows)
         product = jnp.einsum(
             formula, take_rows(rows, at), weights, preferred_element_type=jnp.float32
         ).astype(rows.dtype)
-        is_here = is_known & (within >= first) & (within < first + padded)
+        is_here = has_group & (within >= first) & (within < first + padded)
         slot = jnp.where(is_here, group * padded + within - first, num_groups * padded)
         result = take_rows(product.reshape(-1, product.shape[-1]), slot)
         return result if out is None else jnp.where(is_here[:, None], result, out)
 
-    return _all_turns(turn, sizes, padded, most)
+    return _loop_over_groups(turn, sizes, padded, most)
 
 
 def batched_sum(
@@ -95,7 +95,7 @@ def batched_sum(
         )
         return product if total is None else total + product
 
-    return _all_turns(turn, sizes, padded, most)
+    return _loop_over_groups(turn, sizes, padded, most)
 
 
 def _rows_of_turn(sizes: Array, first: Array | int, padded: int, num_rows: int) -> Array:
@@ -106,7 +106,9 @@ def _rows_of_turn(sizes: Array, first: Array | int, padded: int, num_rows: int) 
     return jnp.where(within < sizes[:, None], start + within, num_rows)
 
 
-def _all_turns(turn: Callable[[Any, Any], Array], sizes: Array, padded: int, most: int) -> Array:
+def _loop_over_groups(
+    turn: Callable[[Any, Any], Array], sizes: Array, padded: int, most: int
+) -> Array:
     """The first turn, and those that the largest group needs after it."""
     out = turn(0, None)
     if most <= padded:

@@ -31,13 +31,13 @@ def devices_of(mesh: FoldedMesh | None = None) -> Devices:
     """Devices of a mesh; those of this process for None, and for the capability of an abstract
     mesh."""
     if mesh is None:
-        platform, found = jax.default_backend(), ()
+        platform, devices = jax.default_backend(), ()
     else:
-        platform, found = mesh.platform, _mesh_devices(mesh)
+        platform, devices = mesh.platform, _mesh_devices(mesh)
     if platform != "gpu":
         return Devices(platform, 0.0)
     # On GPUs of another vendor it is a name, not a number.
-    texts = [str(getattr(device, "compute_capability", "")) for device in found]
+    texts = [str(getattr(device, "compute_capability", "")) for device in devices]
     numbers = [float(text) if text.replace(".", "", 1).isdigit() else 0.0 for text in texts]
     return Devices(platform, min(numbers) if numbers else capability())
 

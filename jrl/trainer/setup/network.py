@@ -64,7 +64,7 @@ def network_of(model: ModelConfig, run: RunConfig) -> ModelConfig:
     if run.latent is not None and model.mla is None:
         raise _no_effect_error("latent", run.latent, run, "latent attention")
     requested_execution = {field.name: getattr(run, field.name) for field in fields(Execution)}
-    # In a run None is the default, and 0 stands for buffers for any routing.
+    # In a run None is the default, and 0 means buffers for any routing.
     if run.buffer_factor == 0:
         requested_execution["buffer_factor"] = None
     execution = Execution(**requested_execution)
