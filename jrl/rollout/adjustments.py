@@ -106,7 +106,7 @@ def stack_adjustments(
         constrained=np.array([each.constraint is not None for each in parameters]),
         allowed=np.zeros((rows, -(-vocab_size // WORD_BITS)), np.uint32),
     )
-    for row, each in given.items():
+    for row, each in adjusted.items():
         if each.biases:
             tokens, values = zip(*each.biases, strict=True)
             stacked.bias_tokens[row, : len(tokens)] = tokens
