@@ -19,6 +19,8 @@ from sharding.folding import FoldedMesh
 FROM_HOPPER = 9.0, float("inf")
 FROM_AMPERE = 8.0, float("inf")
 ANY = 0.0, float("inf")
+MAX_DECODE_WIDTH = 128
+"""Elements of a head of the decode kernel, at most, where it is the default."""
 
 
 class Default(NamedTuple):
@@ -173,7 +175,15 @@ def _router_obstacle(config: ModelConfig, etp: int) -> str | None:
     most = routing.MAX_EXPERTS_WITHOUT_SPILLS
     if routing.supports_experts(config.num_experts, most):
         return None
-    return f"{config.num_experts} experts (a multiple of 8 up to {most} stay in registers)"
+    return f"{config.num_experts} experts (needs a multiple of 8 up to {most})"
+
+
+def _decode_obstacle(config: ModelConfig, etp: int) -> str | None:
+    if config.mla is None and config.head_dim > MAX_DECODE_WIDTH:
+        return (
+            f"heads of {config.head_dim} elements (over {MAX_DECODE_WIDTH} take minutes to compile)"
+        )
+    return unsupported_by_decode_kernel(config)
 
 
 DEFAULTS: dict[str, tuple[Default, ...]] = {
@@ -231,7 +241,7 @@ DEFAULTS: dict[str, tuple[Default, ...]] = {
             "gpu",
             HOPPER,
             "reads only the tokens of each row: on an H200 a step of 256 rows takes half the time",
-            lambda config, etp: unsupported_by_decode_kernel(config),
+            _decode_obstacle,
         ),
         Default("plain", None, ANY, "XLA's own operations"),
     ),
