@@ -23,13 +23,11 @@ from traced_volumes import (
     sent,
     stated,
 )
-from whole_network import loss_and_gradient
 
 from moe import model
 from moe.counts import sizes_of
 from moe.execution import Execution
 from moe.placement import specs
-from moe.weights import shapes
 from sharding.folding import Layout
 from sharding.folding.groups import axis_groups
 from sharding.planner import volumes
@@ -296,27 +294,3 @@ def test_a_compiled_layer_sends_what_is_stated(name, layout, dispatch, overlap):
         axes = [atom for axis in one.axes for atom in getattr(mesh, axis)]
         expected[one.kind, tuple(map(tuple, axis_groups(mesh, axes)))] += one.bytes
     assert found == expected
-
-
-@pytest.mark.slow
-def test_the_compiler_merges_ids_that_are_gathered_again():
-    """In a program of one layer, whose two passes are in no loop; all other gathers remain."""
-    execution = Execution(dispatch="all_gather", context="gather", remat="selective")
-    config = replace(CONFIGS["toy"], num_layers=1, execution=execution)
-    mesh = mesh_of("dp8 / ep8")
-    batch = batch_of(config, mesh.layout)
-    shape = batch.rows, batch.time
-    piece = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.bool_)
-    compiled = jax.jit(loss_and_gradient(config, mesh)).lower(shapes(config), piece).compile()
-    gathers = [one for one in hlo_collectives(compiled.as_text()) if one.kind == "all_gather"]
-    found = {
-        dtype: sum(one.bytes for one in gathers if one.dtype == dtype)
-        for dtype in ("int32", "float32")
-    }
-    forward, backward = volumes.layer(sizes_of(config), mesh.layout, batch, method_of(config))
-    counted = [one for one in (*forward, *backward) if one.kind == "all_gather"]
-    ids = [one.bytes for one in counted if one.what == "ids of experts"]
-    tokens = batch.local_tokens(mesh.layout)
-    assert ids == [4 * config.experts_per_token * tokens] * 2
-    assert found["int32"] == ids[0]
-    assert found["float32"] == sum(one.bytes for one in counted) - sum(ids)
