@@ -429,7 +429,7 @@ class RunConfig:
         for name in ("faults_port", "metrics_port"):
             port = getattr(self, name)
             if port is not None and not 0 < port < 2**16:
-                raise ValueError(f"{name}={port} must be in 1..65535.")
+                raise ValueError(f"{name}={port} must lie in 1..65535.")
         check_range(self, ("step_deadline",), 0, above=True)
         if self.step_deadline is not None and self.metrics_port is None:
             raise ValueError(
