@@ -1,7 +1,9 @@
-"""What the site shows of files that are kept elsewhere, how references are laid out, and formulas:
-TeX between dollars becomes MathML, which browsers draw without a script or a font of ours."""
+"""What the site shows of files that are kept elsewhere, how references are laid out, what its
+search has, and formulas: TeX between dollars becomes MathML, which browsers draw without a script
+or a font of ours."""
 
 import html as entities
+import json
 import re
 from pathlib import Path
 
@@ -16,6 +18,7 @@ FORMULA = re.compile(
     r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL
 )  # what pymdownx.arithmatex makes of TeX
 PLOT = re.compile(r'<img alt="[^"]*" src="([^"]+\.png)" ?/?>')
+NUMBER = re.compile(r"(?<![\w-])[-+(]?\d[\d.,%]*[%)]?(?![\w-])")
 FLAG = re.compile(r"<code>(--[\w-]{2,26}(?: [\w.]{1,8})?)</code>")
 
 
@@ -52,6 +55,19 @@ def on_page_content(html: str, **_) -> str:
         html,
         flags=re.DOTALL,
     )
+
+
+def on_post_build(config, **_) -> None:
+    """Takes bare numbers out of the search index.
+
+    lunr, which searches, may take a digit of a term for the number of a state of its automaton: the
+    search for another word, such as "call", then ends in an exception and finds nothing.
+    """
+    path = Path(config["site_dir"]) / "search" / "search_index.json"
+    index = json.loads(path.read_text(encoding="utf-8"))
+    for document in index["docs"]:
+        document["text"] = NUMBER.sub("", document["text"])
+    path.write_text(json.dumps(index), encoding="utf-8")
 
 
 def mathml(found: re.Match[str]) -> str:

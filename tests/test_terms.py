@@ -114,14 +114,14 @@ REQUIRED = {
         "rope",
         "sliding window",
     ),
-    "conversations.md": ("environment", "multi-turn", "tool calling"),
+    "conversations.md": ("environment", "multi-turn", "tool call", "tool calling"),
     "rewards.md": ("custom reward", "dataset", "reward model"),
     "several_machines.md": ("multi-host", "multi-node"),
     "serving.md": ("continuous batching", "openai"),
     "sft.md": ("loss mask", "packing", "supervised fine-tuning"),
     "faults.md": ("fault detection", "minder"),
     "evaluation.md": ("evaluation", "pass@k"),
-    "glossary.md": ("replay buffer", "rotary position embedding"),
+    "glossary.md": ("replay buffer", "rotary position embedding", "importance sampling"),
 }
 """Terms that people search for, by the page that treats them, in lower case."""
 
