@@ -65,7 +65,7 @@ def kept_on(layout, shape, config):
 
 def mib_per_layer(**execution):
     """What a second layer adds, the weights that it uses left out."""
-    given = Execution(**execution)
+    given = Execution(attention="blocked", **execution)
     config = ModelConfig(num_layers=1, **QWEN3)
     return bytes_beside_weights(LAYOUT, config, kept(2, given) - kept(1, given)) / MIB
 
@@ -106,7 +106,11 @@ def test_a_published_layer_keeps_the_elements_of_the_paper(name):
     and choices, 4 bytes each, and how often a sequence chose each expert."""
     width, heads, share, hidden, experts, k = PUBLISHED[name]
     execution = Execution(
-        remat="selective", context="ulysses", dispatch="all_to_all", buffer_factor=1.0
+        attention="blocked",
+        remat="selective",
+        context="ulysses",
+        dispatch="all_to_all",
+        buffer_factor=1.0,
     )
     config = ModelConfig(
         vocab_size=512,

@@ -94,6 +94,8 @@ def test_what_else_the_metadata_say_is_kept(tmp_path):
     assert tokenizer.usage.stop_ids[:2] == ends and tokenizer.eos_id == ends[0]
     assert tokenizer.usage.chat_template == TEMPLATE
     assert not tokenizer.usage.begins and tokenizer.bos_id == ends[0] - 1
+    pipeline = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert pipeline.encode("hi").ids == tokenizer.encode("hi")
     assert tokenizer.special_tokens["<|im_start|>"] == tokenizer.bos_id
     assert "<think>" not in tokenizer.special_tokens
 
@@ -134,6 +136,9 @@ def test_pieces_are_those_of_sentencepiece(tmp_path, pieces):
     }
     tokenizer = read(tmp_path, metadata)
     assert tokenizer.usage.begins  # llama.cpp's default for these
+    # So it is for programs that read tokenizer.json alone.
+    pipeline = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert pipeline.encode("17 + 25").ids == [1, *pieces.encode("17 + 25")]
     # A special token that is spelled in a text is one to a pipeline, and text to SentencePiece.
     for text in (text for text in TEXTS if text and "<" not in text):
         assert tokenizer.encode(text) == pieces.encode(text)
