@@ -77,7 +77,7 @@ def tokenizer_files(metadata: Metadata) -> dict[str, bytes]:
             "truncation": None,
             "padding": None,
             "added_tokens": _added_tokens(metadata, pipeline["model"]["vocab"]),
-            "post_processor": None,
+            "post_processor": _post_processor(metadata),
             **pipeline,
         },
         "tokenizer_config.json": _config(metadata),
@@ -202,18 +202,38 @@ def _added_tokens(metadata: Metadata, vocabulary: Mapping[str, int]) -> list[dic
     ]
 
 
+def _begins(metadata: Metadata) -> bool:
+    """True if the beginning of sequence comes before a text."""
+    # llama.cpp begins a SentencePiece text with it unless the file says otherwise.
+    is_sentencepiece = metadata["tokenizer.ggml.model"] == "llama"
+    return bool(metadata.get("tokenizer.ggml.add_bos_token", is_sentencepiece))
+
+
+def _post_processor(metadata: Metadata) -> dict[str, Any] | None:
+    """Adds the beginning of sequence in programs that do not read `add_bos_token`, such as
+    `transformers`."""
+    identity = metadata.get("tokenizer.ggml.bos_token_id")
+    if identity is None or not _begins(metadata):
+        return None
+    token = metadata["tokenizer.ggml.tokens"][identity]
+    bos = {"SpecialToken": {"id": token, "type_id": 0}}
+    texts = [{"Sequence": {"id": name, "type_id": 0}} for name in ("A", "B")]
+    return {
+        "type": "TemplateProcessing",
+        "single": [bos, texts[0]],
+        "pair": [bos, texts[0], bos, texts[1]],
+        "special_tokens": {token: {"id": token, "ids": [int(identity)], "tokens": [token]}},
+    }
+
+
 def _config(metadata: Metadata) -> dict[str, Any]:
     tokens = metadata["tokenizer.ggml.tokens"]
     names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     ids = {ours: metadata.get(f"tokenizer.ggml.{name}_token_id") for ours, name in names.items()}
-    # llama.cpp begins a SentencePiece text with it unless the file says otherwise.
-    begins = metadata.get(
-        "tokenizer.ggml.add_bos_token", metadata["tokenizer.ggml.model"] == "llama"
-    )
     template = metadata.get("tokenizer.chat_template")
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "add_bos_token": bool(begins),
+        "add_bos_token": _begins(metadata),
         "clean_up_tokenization_spaces": False,
         **{name: tokens[index] for name, index in ids.items() if index is not None},
         **({} if template is None else {"chat_template": template}),

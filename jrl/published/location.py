@@ -13,7 +13,7 @@ from typing import cast
 PREFIXES = ("hf:", "gguf:", "pip:")
 PRESET_NAMES = ("tiny", "tiny-dense", "small")
 """Names that mean the networks of `moe.config.PRESETS`, whatever folders there are."""
-CONVERSION = 2
+CONVERSION = 3
 """Version of the conversion: folders of another are converted again."""
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
