@@ -188,6 +188,7 @@ def experts_layer(**execution: Any) -> Any:
         mesh=mesh.mesh,
         in_specs=specs,
         out_specs=(by_token, by_expert, by_expert, by_token, by_token),
+        # Only compiled: which axes the results vary over changes no kernel.
         check_vma=False,
     )
     operands = (
@@ -233,6 +234,7 @@ def decode_step(rows: int = 64, length: int = 1024, **execution: Any) -> Any:
         specs(config, mesh),
         PartitionSpec(),
     )
+    # Only compiled: which axes the results vary over changes no kernel.
     run = partial(jax.shard_map, mesh=mesh.mesh, out_specs=everywhere, check_vma=False)
 
     def of(tree: Any, dtype: Any = None) -> Any:

@@ -68,7 +68,7 @@ def steps(only: Sequence[str], *, quick: bool, keep: Path | None) -> Iterator[Fi
         about = {"device": step.device, "layout": step.layout, "program": step.title}
         try:
             program = compile_step(step, keep)
-        except Exception as error:
+        except Exception as error:  # a compiler's refusal has no type of its own; it is a row
             yield about | {"error": reason(error)}
             continue
         yield about | {

@@ -55,7 +55,7 @@ def _rows_of_case(
     try:
         operands = on_one_device(kind, case.operands)
         program = compilers.compile_for(kind, case.function, *operands, keep=folder)
-    except Exception as error:
+    except Exception as error:  # a compiler's refusal has no type of its own; it is a row
         yield about | {"error": reason(error)}
         return
     # JAX compiles equal kernels of a process once: models with the same shape share one.

@@ -100,7 +100,7 @@ class _Processes:
         self._hosts = hosts
         self._processes: list[subprocess.Popen[bytes]] = []
         self._threads: list[threading.Thread] = []
-        self._ended = threading.Condition()
+        self._ended = threading.Lock()
         self._status: int | None = None
         self._interrupts = 0
 

@@ -76,10 +76,10 @@ def score_prompts(
       widths: allowed widths of rows (`jrl.rollout.decoding.sizes.row_widths`).
       ranks: ranks that share the rows.
     """
-    plan, slots_of_prompts = AdmissionPlan([[] for _ in range(ranks)]), list[tuple[int, int]]()
+    plan, placed = AdmissionPlan([[] for _ in range(ranks)]), list[tuple[int, int]]()
     for ids in prompts:
         rank = min(range(ranks), key=lambda rank: sum(map(len, plan.runs[rank])))
-        slots_of_prompts.append((rank, len(plan.runs[rank])))
+        placed.append((rank, len(plan.runs[rank])))
         plan.runs[rank].append(ids)
     rows = plan_rows(plan, widths)
     packed = run(make_packing(rows, plan, ranks, pad_id), needs_top_tokens)
@@ -87,7 +87,7 @@ def score_prompts(
         lambda x: x.reshape(ranks, rows.num_rows * rows.width, *x.shape[2:]), packed
     )
     scores = []
-    for ids, (rank, index) in zip(prompts, slots_of_prompts, strict=True):
+    for ids, (rank, index) in zip(prompts, placed, strict=True):
         start = rows.starts[rank][index]
         span = slice(start + 1, start + len(ids))
         of_prompt = jax.tree.map(lambda x, rank=rank, span=span: np.array(x[rank, span]), by_rank)

@@ -40,7 +40,7 @@ class System:
       hides_shards: shards of a layer's weights are gathered while the layer before computes, with
         `Method.fsdp`.
       launch: seconds that each expert of a device but the first adds to a pass of a micro-batch
-        through a layer: the host launches its products one by one.
+        through a layer, fitted to published speeds of fine experts; probably the host's launches.
       fills_stages: where layers do not fill all chunks of a pipeline, the stage with the head has
         fewer; else all are as deep as the deepest.
     """

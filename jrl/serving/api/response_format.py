@@ -26,7 +26,7 @@ def response_schema(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
     if value == {"type": "json_object"}:
         return ANY_OBJECT
     stated = value.get("json_schema") if isinstance(value, dict) else None
-    if not isinstance(stated, dict) or value["type"] != "json_schema":
+    if not isinstance(stated, dict) or value.get("type") != "json_schema":
         raise invalid_argument(
             "response_format", f"response_format={short(value)} must be {SHAPES}."
         )

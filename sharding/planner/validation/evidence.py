@@ -25,7 +25,7 @@ class Evidence:
     """A published measurement.
 
     Attributes:
-      system: whose program, one of `sharding.planner.validation.predicted.SYSTEMS`.
+      system: whose program, one of `sharding.planner.calibration.SYSTEMS`.
       model: one of `PRESETS`.
       hardware: one of `HARDWARE`.
       layout: its mapping; ``vpp`` is chosen by the planner where `micro_rows` is None.

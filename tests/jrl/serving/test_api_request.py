@@ -265,6 +265,7 @@ OF_CHATS = [
     ({"parallel_tool_calls": 1}, "parallel_tool_calls", "must be true or false"),
     ({"response_format": "json"}, "response_format", "must be"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "must be"),
+    ({"response_format": {"json_schema": {"schema": {}}}}, "response_format", "must be"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}},
         "response_format.json_schema.schema",
