@@ -165,6 +165,13 @@ def test_a_resumed_run_keeps_its_settings(finished, capsys, flags, message):
     assert (finished / "config.json").read_bytes() == before
 
 
+def test_lines_that_are_not_the_run_s_are_refused(copy, capsys):
+    lines = (copy / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_bytes(b"".join([lines[0], *lines[2:]]))
+    assert main(["--resume", "--run-dir", str(copy), "--steps=3"]) == 2
+    assert "metrics.jsonl:2 is of step 2 where step 1 is expected" in one_line(capsys.readouterr())
+
+
 def test_a_resumed_run_keeps_its_recipe(finished, capsys):
     assert main(["dapo", "--resume", "--run-dir", str(finished)]) == 2
     assert "the recipe is grpo in the run, dapo was given" in one_line(capsys.readouterr())

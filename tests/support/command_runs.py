@@ -30,6 +30,8 @@ SETTINGS = {
     "mini-batch": 8,
     "eval-prompts": 4,
     "eval-every": 2,
+    "samples-every": 2,
+    "sample-tokens": 3,
 }
 FLAGS = [f"--{name}={value}" for name, value in SETTINGS.items()]
 

@@ -62,6 +62,7 @@ def collected(setup, weights):
     return talked(setup, weights)
 
 
+@pytest.mark.slow
 def test_no_turn_is_longer_and_the_conversation_goes_on(setup, collected):
     eos, encode = setup.tokenizer.eos_id, setup.tokenizer.encode
     cut = gone_on = 0
@@ -87,6 +88,7 @@ def test_no_turn_is_longer_and_the_conversation_goes_on(setup, collected):
     assert cut > 5 and gone_on > 5
 
 
+@pytest.mark.slow
 def test_the_environment_is_told_which_turn_was_cut(definition, collected):
     talks = [turns_of(completion) for completion in collected.completions]
     told = [message for message in definition.heard if message.get("truncated")]
@@ -122,6 +124,7 @@ def test_the_trainer_gives_the_sampled_tokens_the_same_probabilities(setup, weig
         assert host.tokens[row][host.mask[row]].tolist() == own.tolist()
 
 
+@pytest.mark.slow
 def test_rewards_of_turns_that_were_cut_lie_on_their_last_token(collected):
     for completion in collected.completions:
         turns = turns_of(completion)
@@ -129,6 +132,7 @@ def test_rewards_of_turns_that_were_cut_lie_on_their_last_token(collected):
             assert place == begin - 1
 
 
+@pytest.mark.slow
 def test_they_are_counted(collected):
     found = conversation_metrics(collected.completions)
     cut = [len(turns_of(completion).truncated_turns) for completion in collected.completions]

@@ -1,8 +1,6 @@
 """A run that was killed goes on as if it had not been, bit for bit."""
 
 import os
-import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -186,34 +184,7 @@ def test_a_signal_in_the_first_evaluation_saves(finished, tmp_path, monkeypatch)
     assert metrics_of(path) == expected.metrics[:1]
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(finished, tmp_path, capsys):
-    expected, path = finished("grpo"), tmp_path / "run"
-    shutil.copytree(expected.folder.path, path)
-    array = path / "checkpoints" / "3" / "state" / "manifest.ocdbt"
-    content = bytearray(array.read_bytes())
-    content[len(content) // 2] ^= 1
-    array.write_bytes(content)
-    assert begin_or_go_on(expected.setup, path) == loop.Outcome(step=3, stopped=False)
-    warning = rf"warning: the checkpoint of step 3 is damaged \(.*{path}.*resuming from step 2\n"
-    assert re.fullmatch(warning, capsys.readouterr().err)
-    assert metrics_of(path) == expected.metrics
-    assert read(path / "samples.jsonl") == expected.samples
-    names = sorted(entry.name for entry in (path / "checkpoints").iterdir())
-    assert names == ["2", "3", "3.damaged"]
-
-
-def test_lines_that_are_not_the_run_s_are_refused(finished, tmp_path):
-    expected, path = finished("grpo"), tmp_path / "run"
-    shutil.copytree(expected.folder.path, path)
-    lines = (path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    (path / "metrics.jsonl").write_bytes(b"".join([lines[0], *lines[2:]]))
-    with pytest.raises(ValueError, match=r"metrics\.jsonl:2 is of step 2 where step 1 is expected"):
-        begin_or_go_on(expected.setup, path)
-    other = replace(expected.setup, run=replace(expected.setup.run, seed=5))
-    with pytest.raises(ValueError, match=r"not what it was .* of step 3: --seed is 5 and was 0\."):
-        begin_or_go_on(other, path)
-
-
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     path = tmp_path / "run"
     setup = small_setup(run=small_run(warm_start_steps=0, steps=1, eval_every=5))

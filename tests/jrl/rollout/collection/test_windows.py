@@ -97,6 +97,7 @@ def test_the_batch_is_of_the_window(setup, steps):
             assert batch.truncated[row] == (t.finish == "length")
 
 
+@pytest.mark.slow
 def test_in_the_first_step_rows_are_written_to_different_lengths(steps):
     lengths = {
         len(c.trajectory.tokens) for c in steps[0].completions if c.trajectory.finish == "window"
@@ -104,6 +105,7 @@ def test_in_the_first_step_rows_are_written_to_different_lengths(steps):
     assert lengths == {WINDOW, 2 * WINDOW}
 
 
+@pytest.mark.slow
 def test_a_group_may_be_cut(steps):
     """Rows that a step has no room for begin in the next, in their order."""
     begun = [
@@ -115,6 +117,7 @@ def test_a_group_may_be_cut(steps):
     assert any(rows and rows[-1][1] == 0 for rows in begun), "no group was cut"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [1, 3])
 def test_what_is_under_way_is_all_that_there_is_to_keep(setup, steps, at):
     before = steps[at - 1]

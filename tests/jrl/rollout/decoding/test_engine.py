@@ -234,6 +234,7 @@ def test_the_fewer_are_left_the_fewer_are_computed(monkeypatch, layout):
     assert again.usage.slot_steps == again.usage.steps * ROWS
 
 
+@pytest.mark.slow
 def test_a_prompt_runs_once_for_all_that_share_it():
     engine = LONG.engine()
     answers(engine, LONG.requests, LONG.sampling)
