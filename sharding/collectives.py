@@ -17,6 +17,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Shaped
 
 Axes = tuple[str, ...]
+IndexGroups = tuple[tuple[int, ...], ...]
+"""Groups of indices along axes: `axis_index_groups` of JAX's collectives."""
 Tree = TypeVar("Tree")
 
 COLLECTIVE = "collective"
@@ -171,13 +173,21 @@ def join_shards(x: Shaped[Array, "local *rest"], axes: Axes) -> Shaped[Array, "a
 
 
 def all_to_all(
-    x: Shaped[Array, "peers *rest"], axes: Axes, name: str = COLLECTIVE
+    x: Shaped[Array, "peers *rest"],
+    axes: Axes,
+    name: str = COLLECTIVE,
+    groups: IndexGroups | None = None,
 ) -> Shaped[Array, "peers *rest"]:
     """Row ``i`` goes to device ``i`` along `axes`; row ``j`` of the result came from device ``j``.
 
     Volume sent: (n-1)/n of the array. It is its own reverse.
+
+    Args:
+      groups: groups of n indices along `axes` that exchange among themselves; None is all of them.
     """
-    x = lax.all_to_all(vary(x, axes), axes, split_axis=0, concat_axis=0, tiled=True)
+    x = lax.all_to_all(
+        vary(x, axes), axes, split_axis=0, concat_axis=0, tiled=True, axis_index_groups=groups
+    )
     return _name_result(x, name)
 
 

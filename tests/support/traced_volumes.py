@@ -81,6 +81,7 @@ def method_of(config):
         activation_wire=execution.activation_wire,
         expert_chunks=execution.expert_chunks,
         two_batch_overlap=execution.two_batch_overlap,
+        server_devices=execution.server_devices,
     )
 
 
