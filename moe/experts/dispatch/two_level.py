@@ -1,5 +1,5 @@
-"""Two-level all-to-all token dispatcher: one copy of a token is sent to each server that has some of
-its experts, and there one to each such device.
+"""Two-level all-to-all token dispatcher: one copy of a token is sent to each server that has some
+of its experts, and there one to each such device.
 
 DeepEP and HybridEP send so between servers, whose links are slower than those inside: with k
 experts on the devices of a server, a token crosses once and not k times.
