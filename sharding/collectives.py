@@ -75,17 +75,23 @@ def all_sum(tree: Tree, axes: Axes) -> Tree:
 
 
 def gather_tokens(
-    x: Shaped[Array, "local *rest"], axes: Axes, name: str = COLLECTIVE
+    x: Shaped[Array, "local *rest"],
+    axes: Axes,
+    name: str = COLLECTIVE,
+    groups: IndexGroups | None = None,
 ) -> Shaped[Array, "all *rest"]:
     """All-gather: concatenates shards ``[tokens / n, ...]``.
 
     Volume received: (n-1) shards.
+
+    Args:
+      groups: as in `all_to_all`.
     """
     x = vary(x, axes)
     # The compiler would keep the gather of one shard, which is a copy.
     if lax.axis_size(axes) == 1:
         return x
-    return _name_result(lax.all_gather(x, axes, axis=0, tiled=True), name)
+    return _name_result(lax.all_gather(x, axes, axis=0, tiled=True, axis_index_groups=groups), name)
 
 
 def scatter_tokens(x: Shaped[Array, "all *rest"], axes: Axes) -> Shaped[Array, "local *rest"]:
@@ -189,6 +195,15 @@ def all_to_all(
         vary(x, axes), axes, split_axis=0, concat_axis=0, tiled=True, axis_index_groups=groups
     )
     return _name_result(x, name)
+
+
+def index_in_group(axes: Axes, groups: IndexGroups | None = None) -> Array:
+    """Index of this device in its group of indices along `axes`; None is one group of all."""
+    index = lax.axis_index(axes)
+    if groups is None:
+        return index
+    places = {member: place for group in groups for place, member in enumerate(group)}
+    return jnp.asarray([places[member] for member in sorted(places)], index.dtype)[index]
 
 
 def swap_shards(

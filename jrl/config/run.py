@@ -197,11 +197,14 @@ class RunConfig:
     from tokens to heads and back (Ulysses). None is the one that sends least, or the all-gather.
     This and the following settings, down to vocab_chunk, change time and memory, and results only
     by the order of sums."""
-    dispatch: Literal["all_to_all", "all_gather", "ragged", "two_level"] | None = None
+    dispatch: (
+        Literal["all_to_all", "all_gather", "ragged", "two_level", "two_level_ragged"] | None
+    ) = None
     """Token dispatch to experts on other devices: an all-to-all, an all-gather, a ragged all-to-all
     of exactly sized slices (GPU and TPU), or a two-level all-to-all, which sends one copy of a
-    token to each server of its experts and from there one to each device. None is the fastest of
-    the first three by its bytes and the links between the devices; the run prints which."""
+    token to each server of its experts and from there one to each device, with buffers of one size
+    or in slices (GPU and TPU). None is the fastest of the first three by its bytes and the links
+    between the devices; the run prints which."""
     server_devices: int | None = None
     """Devices of a server, for the two-level dispatch: each server has this many consecutive
     devices. None is the number that fast links join by the planner's table of devices."""

@@ -294,8 +294,8 @@ def dispatched_bytes(model: ModelSizes, layout: Layout, tokens: int, method: Met
 
 
 def relayed_bytes(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> float:
-    """Bytes of tokens that a device passes on inside its server ("two_level"), with expert ids and
-    gate weights, and of the sums that it passes back."""
+    """Bytes of tokens that a device passes on inside its server, in two levels of all-to-alls, with
+    expert ids and gate weights, and of the sums that it passes back."""
     if not model.num_experts:
         return 0.0
     bytes_per_token = 2 * (model.d_model * method.itemsize + model.experts_per_token * FLOAT32)

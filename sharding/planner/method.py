@@ -7,7 +7,7 @@ from sharding.compression import ACTIVATION_DTYPES
 from sharding.folding import Layout
 
 ALLOWED_VALUES: dict[str, tuple[str | None, ...]] = {
-    "dispatch": ("all_gather", "all_to_all", "ragged", "two_level", "deepep"),
+    "dispatch": ("all_gather", "all_to_all", "ragged", "two_level", "two_level_ragged", "deepep"),
     "context": ("gather", "ring", "ulysses"),
     "remat": ("none", "selective", "projections", "full"),
     "activation_wire": (None, *ACTIVATION_DTYPES),
@@ -126,7 +126,7 @@ class Method:
       expert_chunks: number of chunks in which they are dispatched.
       expert_block: neighbouring experts that a token is sent to together, for "deepep"; 1 where
         all sets of experts are equally likely.
-      server_devices: devices of a server, for "two_level"; None is all.
+      server_devices: devices of a server, for two levels; None is all.
       two_batch_overlap: rows pass through the layers in two halves, see `streams`.
       overlap_grad_reduce: gradients of a layer are reduced when its last backward pass has ended.
       gradient_wire: communication dtype of gradients between sequence-parallel groups; "bfloat16"

@@ -220,11 +220,10 @@ def _dispatcher(
 def relayed_tokens(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> int:
     """Tokens that a device receives from other servers for the devices of its own.
 
-    It is 0 without two all-to-alls ("two_level").
+    It is 0 without two levels of all-to-alls.
     """
     per_peer = tokens_per_peer(model, layout, tokens)
-    exchanged = _dispatcher(model, layout, tokens, per_peer, method).exchanged()
-    return exchanged[0][1] if len(exchanged) > 1 else 0
+    return _dispatcher(model, layout, tokens, per_peer, method).relayed
 
 
 def chunk_sizes(tokens: int, chunks: int) -> list[tuple[int, int]]:

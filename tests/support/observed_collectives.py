@@ -42,7 +42,7 @@ class Observed:
       shape: of each device's input.
       times: number of executions, with loops of known length and all branches counted.
       in_branch: true if it is in a branch, which may not be taken.
-      groups: groups of indices along the axes of a traced all-to-all; None is one of all.
+      groups: groups of indices along the axes, in a traced program; None is one of all.
     """
 
     kind: Kind
@@ -74,7 +74,7 @@ def jaxpr_collectives(
             axes = (named,) if isinstance(named, str) else tuple(named)
             operands, kind, hops = equation.invars, PRIMITIVES[name], times
             groups = equation.params.get("axis_index_groups")
-            if groups and kind == "all_gather":
+            if groups and kind == "all_gather" and not equation.params["tiled"]:
                 # Of the arrays of the other members one is used, so it counts as so many permutes.
                 kind, hops, groups = "permute", times * (len(groups[0]) - 1), None
             if name == "ragged_all_to_all":

@@ -18,6 +18,7 @@ from moe.attention.context_parallel import context_of
 from moe.attention.core import MAX_PLAIN_SCORES_ACCELERATOR, MAX_PLAIN_SCORES_CPU
 from moe.config import ModelConfig
 from moe.counts import sizes_of
+from moe.execution import TWO_LEVELS
 from moe.experts.dispatch.cost import hardware_of
 from moe.placement import specs
 from sharding.costs.hardware import HARDWARE, Hardware, find_hardware
@@ -114,7 +115,7 @@ def method_of(config: ModelConfig, mesh: FoldedMesh, batch: Batch, run: RunConfi
 def server_devices_of(config: ModelConfig, mesh: FoldedMesh) -> int | None:
     """Devices of a server for `Method.server_devices`: those of the run, or of the hardware."""
     execution = config.execution
-    if execution.dispatch != "two_level" or execution.server_devices is not None:
+    if execution.dispatch not in TWO_LEVELS or execution.server_devices is not None:
         return execution.server_devices
     return hardware_of(mesh).domain
 

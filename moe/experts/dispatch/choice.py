@@ -1,11 +1,11 @@
 """Token dispatch to the devices of the experts and combine of their outputs, by a chosen method.
 
 Experts are sharded over ``ep`` and the hidden units of each over ``etp``; tokens keep the sharding
-of the residual stream. There are four dispatchers, one file each: `all_to_all` (tokens are sent to
-the devices of their experts), `all_gather` (all tokens are sent everywhere), `ragged` (slices of
+of the residual stream. There are four methods, one file each: `all_to_all` (tokens are sent to the
+devices of their experts), `all_gather` (all tokens are sent everywhere), `ragged` (slices of
 dynamic length; not on CPU) and `two_level` (to the servers of their experts, and there to the
-devices). A token is sent to a device once, however many of its experts are there, and one sum comes
-back.
+devices; with buffers or in slices). A token is sent to a device once, however many of its experts
+are there, and one sum comes back.
 
 Buffers have static shapes. By default they are large enough for any routing, so that the result
 never depends on load balance (Megatron's dropless); with a capacity they shrink to what it admits.
@@ -31,12 +31,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe.architecture.feed_forward import Activation
+from moe.execution import TWO_LEVELS
 from moe.experts.dispatch.all_gather import all_gather_dispatch
 from moe.experts.dispatch.all_to_all import all_to_all_dispatch
 from moe.experts.dispatch.buffers import DispatchOptions, peer_tokens
 from moe.experts.dispatch.cost import TokenExchange, cheapest, peer_capacity_of
 from moe.experts.dispatch.ragged import ragged_dispatch
-from moe.experts.dispatch.two_level import expert_servers, two_level_dispatch
+from moe.experts.dispatch.two_level import (
+    expert_servers,
+    two_level_dispatch,
+    two_level_ragged_dispatch,
+)
 from moe.precision import shared
 from moe.router.routing import Routing, without_repeats
 from moe.weights import Experts
@@ -53,6 +58,7 @@ IMPLEMENTATIONS = {
     "all_gather": all_gather_dispatch,
     "ragged": ragged_dispatch,
     "two_level": two_level_dispatch,
+    "two_level_ragged": two_level_ragged_dispatch,
 }
 
 
@@ -84,8 +90,9 @@ def dispatch(
         expert that a token has twice is sent one row, with the sum of the gate weights.
       capacity: largest number of expert ids that `routing` sends from one device to one expert;
         None if nothing was dropped. Any beyond that contribute nothing to the result.
-      implementation: "all_to_all", "all_gather", "ragged" or "two_level"; None is the one of the
-        first three whose collectives take the least time (`moe.experts.dispatch.cost`).
+      implementation: "all_to_all", "all_gather", "ragged", "two_level" or "two_level_ragged"; None
+        is the one of the first three whose collectives take the least time
+        (`moe.experts.dispatch.cost`).
       product: implementation of the grouped GEMMs, see
         `moe.experts.feed_forward.routed_experts`; with kernels, kernels also permute and sum the
         tokens that are sent.
@@ -98,7 +105,7 @@ def dispatch(
       comm_dtype: communication dtype: "float8_e4m3fn" sends tokens, sums and their gradients in one
         byte per element (`sharding.compression`); None is their own. The routing is sent unchanged.
       activation: of the experts, see `moe.experts.gated.apply_activation`.
-      server_devices: devices of a server, for "two_level"
+      server_devices: devices of a server, for two levels
         (`moe.experts.dispatch.two_level.expert_servers`).
 
     Returns:
@@ -150,15 +157,16 @@ def rows_received(
     * "all_gather": ``2 T (n - 1)``, whatever k is;
     * "ragged": at most as much as "all_to_all" and with even routing ``2 T k (ep - 1) / ep`` or
       less over ``ep``; over ``etp`` it is the same. What is given here is the bound;
-    * "two_level": over S servers of D devices along ``ep``, ``2 min(T, D R) (S - 1)`` across and
-      ``2 R S (D - 1)`` inside; over ``etp`` as "all_to_all".
+    * "two_level", and at most as much "two_level_ragged": over S servers of D devices along ``ep``,
+      ``2 min(T, D R) (S - 1)`` across and ``2 R S (D - 1)`` inside; over ``etp`` as "all_to_all".
 
     The backward pass moves as much again, and half of that once more where tokens are not kept for
     it (`moe.remat`). In half precision the sums of "all_gather", forward and backward, travel as
     float32, twice as wide as what is counted here.
     """
     sizes = num_tokens, k, num_local, mesh, capacity, buffer_factor
-    bound = "all_to_all" if implementation == "ragged" else implementation
+    bounds = {"ragged": "all_to_all", "two_level_ragged": "two_level"}
+    bound = bounds.get(implementation, implementation)
     per_peer = peer_tokens(*sizes)
     sent = TokenDispatch(
         bound,
@@ -180,8 +188,8 @@ def check_dispatch(name: str, mesh: FoldedMesh, server_devices: int | None = Non
     """Checks that a dispatcher exists, and that the devices of a mesh support it.
 
     Raises:
-      ValueError: on an unknown name, for "ragged" on CPU devices, and for "two_level" if servers
-        are unknown or have unequal parts of the devices along ``ep``.
+      ValueError: on an unknown name, for "ragged" and "two_level_ragged" on CPU devices, and for
+        two levels if servers are unknown or have unequal parts of the devices along ``ep``.
     """
     if name not in IMPLEMENTATIONS:
         raise ValueError(
@@ -189,13 +197,16 @@ def check_dispatch(name: str, mesh: FoldedMesh, server_devices: int | None = Non
             "for the best that applies."
         )
     # A mesh of absent devices may stand for any platform: it is lowered without asking.
-    if name == "ragged" and mesh.platform == "cpu":
+    if name in ("ragged", "two_level_ragged") and mesh.platform == "cpu":
         raise ValueError(
-            'dispatch="ragged" needs jax.lax.ragged_all_to_all, which CPU devices do not have: '
-            'use "all_to_all", "all_gather" or None.'
+            f'dispatch="{name}" needs jax.lax.ragged_all_to_all, which CPU devices do not have: '
+            'use "all_to_all", "all_gather", "two_level" or None.'
         )
-    if name == "two_level":
-        expert_servers(mesh, server_devices)
+    if name in TWO_LEVELS:
+        try:
+            expert_servers(mesh, server_devices)
+        except ValueError as error:
+            raise ValueError(f"dispatch={name!r}: {error}") from error
 
 
 def chunk_sizes(num_tokens: int, chunks: int) -> list[int]:

@@ -164,6 +164,12 @@ SERVERS = [
     ("half", "tp2 dp4 / ep8", 2, {"two_batch_overlap": True, "remat": "selective"}),
     ("long", "dp4 / ep4", 2, {"activation_wire": "float8_e4m3fn"}),
     ("toy", "pp2 dp4 / ep4", 2, {"remat": "full"}),
+    ("g8t8", "dp64 / ep64", 8, {"dispatch": "two_level_ragged"}),
+    ("toy", "tp2 cp2 dp4 / ep8 etp2", 8, {"dispatch": "two_level_ragged", "remat": "selective"}),
+    (
+        *("long", "dp4 / ep4", 2),
+        {"dispatch": "two_level_ragged", "activation_wire": "float8_e4m3fn"},
+    ),
     # One device of each server, and one server.
     ("toy", "tp2 dp4 / ep4 etp2", 2, {}),
     ("toy", "dp8 / ep8", 8, {}),

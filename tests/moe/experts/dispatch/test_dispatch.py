@@ -17,6 +17,7 @@ from programs import jit, mesh_of
 from ragged import ragged_by_gathering
 from tiers import full_but
 
+from moe.execution import TWO_LEVELS
 from moe.experts.dispatch import ragged as ragged_dispatcher
 from moe.experts.dispatch.buffers import DispatchOptions, peer_assignments, peer_tokens, slots_of
 from moe.experts.dispatch.choice import dispatch, rows_received
@@ -39,14 +40,14 @@ LAYOUTS = [
 ]
 
 
-NAMES = ["all_to_all", "all_gather", "ragged", "two_level"]
+NAMES = ["all_to_all", "all_gather", "ragged", "two_level", "two_level_ragged"]
 
 
 def by(name, server_devices=2):
     """The arguments of a dispatcher."""
     return {
         "implementation": name,
-        "server_devices": server_devices if name == "two_level" else None,
+        "server_devices": server_devices if name in TWO_LEVELS else None,
     }
 
 
@@ -187,17 +188,18 @@ SERVERS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "server_devices"), SERVERS)
-def test_two_levels_equal_the_dense_oracle(layout, server_devices):
-    equals_the_oracle(mesh_of(layout), by("two_level", server_devices))
+@pytest.mark.parametrize("name", TWO_LEVELS)
+def test_two_levels_equal_the_dense_oracle(name, layout, server_devices, emulated):
+    equals_the_oracle(mesh_of(layout), by(name, server_devices))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "capacity"),
-    list(itertools.product(["all_to_all", "all_gather", "two_level"], [1, 2])),
+    list(itertools.product(["all_to_all", "all_gather", *TWO_LEVELS], [1, 2])),
 )
-def test_smaller_buffers_hold_what_a_capacity_lets_through(name, capacity):
-    mesh = mesh_of("tp2 dp4 / ep2 etp2" if name != "two_level" else "tp2 dp4 / ep4 etp2")
+def test_smaller_buffers_hold_what_a_capacity_lets_through(name, capacity, emulated):
+    mesh = mesh_of("tp2 dp4 / ep4 etp2" if name in TWO_LEVELS else "tp2 dp4 / ep2 etp2")
     options = by(name, server_devices=4)
     program = pulled(on(mesh, partial(dispatch, mesh=mesh, capacity=capacity, **options)))
     for kind in ("any", "one device gets all"):
@@ -244,7 +246,7 @@ def test_half_precision_is_rounded_where_the_contract_says(name, emulated):
     allowed = half_unit(exact) + 1e-6
     if name != "all_gather":
         allowed = allowed + np.sum(half_unit(parts), axis=0)
-    if name == "two_level":
+    if name in TWO_LEVELS:
         servers = parts.reshape(2, 2, *parts.shape[1:]).sum(axis=1)
         allowed = allowed + np.sum(half_unit(servers), axis=0)
     np.testing.assert_array_less(np.abs(out - exact), allowed)

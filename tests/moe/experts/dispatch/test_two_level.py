@@ -39,7 +39,7 @@ def on(mesh, **options):
     return jax.shard_map(local, mesh=mesh.mesh, in_specs=(spec, rows, rows), out_specs=(rows, P()))
 
 
-def crossing_bytes(mesh, server_devices, **options):
+def crossing_bytes(mesh, of_server, **options):
     """Bytes that the busiest device of a compiled program sends to others, in all-to-alls: to
     those of its server, and to those of other servers."""
     text = jit(on(mesh, **options)).lower(*drawn()).compile().as_text()
@@ -50,7 +50,7 @@ def crossing_bytes(mesh, server_devices, **options):
         for group in one.over:
             for rank in group:
                 for other in group:
-                    crosses = int(rank // server_devices != other // server_devices)
+                    crosses = int(rank // of_server != other // of_server)
                     sent[crosses, rank] += (rank != other) * one.bytes / len(group)
     return sent.max(axis=1).tolist()
 
@@ -125,8 +125,8 @@ def test_space_that_one_server_leaves_free_is_anothers():
     ("layout", "server_devices", "message"),
     [
         ("dp6 / ep6", 4, r"servers of 4 devices cut groups of 6 of .* unequal parts, such as 4, 2"),
-        ("dp8 / ep4", 3, r"two_level\": servers of 3 devices cut groups of 4"),
-        ("dp8 / ep8", None, r"does not know how many devices a server has.*give server_devices"),
+        ("dp8 / ep4", 3, r"two_level': servers of 3 devices cut groups of 4"),
+        ("dp8 / ep8", None, r"number of devices of a server is not known.*give server_devices"),
     ],
 )
 def test_servers_that_do_not_divide_are_refused(layout, server_devices, message):
