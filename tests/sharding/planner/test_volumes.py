@@ -158,7 +158,7 @@ SERVERS = [
     # Eight servers of eight, and with capacities and without.
     ("g8t8", "dp64 / ep64", 8, {}),
     ("large", "dp64 / ep64", 8, {"remat": "selective"}),
-    ("qwen2", "tp8 dp8 / ep32 etp2", 8, {"remat": "full"}),
+    ("qwen2", "tp4 dp16 / ep32 etp2", 8, {"remat": "full"}),
     ("toy", "tp2 cp2 dp4 / ep8 etp2", 8, {"remat": "none"}),
     ("full", "dp8 / ep8", 4, {"expert_chunks": 3}),
     ("half", "tp2 dp4 / ep8", 2, {"two_batch_overlap": True, "remat": "selective"}),
