@@ -224,8 +224,11 @@ def shift(x: Shaped[Array, "*shape"], axes: Axes) -> Shaped[Array, "*shape"]:
 
     Volume sent: the array.
     """
-    n = lax.axis_size(axes)
-    return _name_result(lax.ppermute(vary(x, axes), axes, [(i, (i + 1) % n) for i in range(n)]))
+    x, n = vary(x, axes), lax.axis_size(axes)
+    # The compiler would keep the permute of one device, which is a copy.
+    if n == 1:
+        return x
+    return _name_result(lax.ppermute(x, axes, [(i, (i + 1) % n) for i in range(n)]))
 
 
 def digit_neighbour(

@@ -21,7 +21,7 @@ METHODS = ("all_gather", "all_to_all", "two_level", "two_level_ragged")
 BYTES = {"bf16": 2, "f32": 4, "s32": 4, "s64": 8}
 _COLLECTIVE = re.compile(
     r" = (?P<result>.*?) (?P<kind>all-gather|reduce-scatter|all-to-all|ragged-all-to-all)"
-    r"(?P<start>-start)?\(.*replica_groups=(?:\{\{(?P<group>[\d,]+)\}|\[1,(?P<all>\d+)\])"
+    r"(?P<start>-start)?\(.*replica_groups=(?:\{\{(?P<group>[\d,]+)\}|mesh\['pp'=1,'dp_ep'=(?P<all>\d+))"
 )
 Sent = dict[str, int]
 """Bytes that a device receives from its server ("inside") and from others ("across")."""
@@ -37,7 +37,7 @@ def compiled_bytes(text: str) -> Sent:
     for match in map(_COLLECTIVE.search, text.splitlines()):
         if match is None:
             continue
-        # All devices, or written out.
+        # All devices of the mesh, or written out.
         listed = match["group"].split(",") if match["all"] is None else range(int(match["all"]))
         group = [int(device) for device in listed]
         arrays = re.findall(r"(\w+)\[([\d,]*)\]", match["result"])
