@@ -83,7 +83,8 @@ def all_to_all_dispatch(
       Liu et al., "MoE Parallel Folding", 2025, figure 2. https://arxiv.org/abs/2504.14960
     """
     mesh, num_local = options.mesh, weights.down.shape[0]
-    sizes = *routing.experts.shape, num_local, mesh, options.capacity, options.buffer_factor
+    num_tokens, k = routing.experts.shape
+    sizes = num_tokens, k, num_local, mesh, options.capacity, options.buffer_factor
     experts = partial(sharded_experts, weights, num_rows=buffer_rows(*sizes), options=options)
     ep = mesh.size(mesh.ep)
     peers = Peers(ep, num_local, peer_tokens(*sizes), ep * num_local)
