@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from sharding.compression import ACTIVATION_DTYPES
 
+TWO_LEVELS = ("two_level", "two_level_ragged")
+"""Token dispatchers that know servers."""
+
 
 @dataclass(frozen=True)
 class Execution:
@@ -31,8 +34,12 @@ class Execution:
         for Hopper that reads no more of a row than its tokens (`moe.kernels.decode_attention`, and
         `moe.kernels.latent_decode` for latent vectors); None is "mosaic" on Hopper if it supports
         the network's heads, else "plain".
-      dispatch: token dispatch to the experts of other devices: "all_to_all", "all_gather" or
-        "ragged"; None is the one with the least predicted time (`moe.experts.dispatch.cost`).
+      dispatch: token dispatch to the experts of other devices: "all_to_all", "all_gather",
+        "ragged", or "two_level" and "two_level_ragged", which send one copy of a token to a server;
+        None is the one of the first three with the least predicted time
+        (`moe.experts.dispatch.cost`).
+      server_devices: devices of a server, for `TWO_LEVELS`; None is the number that the fast links
+        of such devices join (`sharding.costs.hardware`).
       exchange_rate: for that prediction, the rate of an all-to-all as a fraction of that of a ring
         over the same devices, as `benchmarks/dispatch.py` measures it; None is the planner's
         number.
@@ -81,6 +88,7 @@ class Execution:
     latent: str | None = None
     decode_attention: str | None = None
     dispatch: str | None = None
+    server_devices: int | None = None
     exchange_rate: float | None = None
     activation_wire: str | None = None
     router: str | None = None
@@ -109,6 +117,16 @@ class Execution:
             raise ValueError(
                 f"activation_wire={self.activation_wire!r} is not a communication dtype: use "
                 f"{', '.join(ACTIVATION_DTYPES)}, or None for the dtype of activations."
+            )
+        if self.server_devices is not None and self.server_devices < 1:
+            raise ValueError(
+                f"server_devices={self.server_devices} must be at least 1: 8 is usual, and None is "
+                "the number of such devices that fast links join."
+            )
+        if self.server_devices is not None and self.dispatch not in TWO_LEVELS:
+            raise ValueError(
+                f"server_devices={self.server_devices} changes nothing with dispatch="
+                f'{self.dispatch!r}: leave it out, or choose dispatch="two_level".'
             )
         if self.exchange_rate is not None and not 0 < self.exchange_rate < math.inf:
             raise ValueError(

@@ -17,6 +17,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Shaped
 
 Axes = tuple[str, ...]
+IndexGroups = tuple[tuple[int, ...], ...]
+"""Groups of indices along axes: `axis_index_groups` of JAX's collectives."""
 Tree = TypeVar("Tree")
 
 COLLECTIVE = "collective"
@@ -73,17 +75,23 @@ def all_sum(tree: Tree, axes: Axes) -> Tree:
 
 
 def gather_tokens(
-    x: Shaped[Array, "local *rest"], axes: Axes, name: str = COLLECTIVE
+    x: Shaped[Array, "local *rest"],
+    axes: Axes,
+    name: str = COLLECTIVE,
+    groups: IndexGroups | None = None,
 ) -> Shaped[Array, "all *rest"]:
     """All-gather: concatenates shards ``[tokens / n, ...]``.
 
     Volume received: (n-1) shards.
+
+    Args:
+      groups: as in `all_to_all`.
     """
     x = vary(x, axes)
     # The compiler would keep the gather of one shard, which is a copy.
     if lax.axis_size(axes) == 1:
         return x
-    return _name_result(lax.all_gather(x, axes, axis=0, tiled=True), name)
+    return _name_result(lax.all_gather(x, axes, axis=0, tiled=True, axis_index_groups=groups), name)
 
 
 def scatter_tokens(x: Shaped[Array, "all *rest"], axes: Axes) -> Shaped[Array, "local *rest"]:
@@ -171,14 +179,31 @@ def join_shards(x: Shaped[Array, "local *rest"], axes: Axes) -> Shaped[Array, "a
 
 
 def all_to_all(
-    x: Shaped[Array, "peers *rest"], axes: Axes, name: str = COLLECTIVE
+    x: Shaped[Array, "peers *rest"],
+    axes: Axes,
+    name: str = COLLECTIVE,
+    groups: IndexGroups | None = None,
 ) -> Shaped[Array, "peers *rest"]:
     """Row ``i`` goes to device ``i`` along `axes`; row ``j`` of the result came from device ``j``.
 
     Volume sent: (n-1)/n of the array. It is its own reverse.
+
+    Args:
+      groups: groups of n indices along `axes` that exchange among themselves; None is all of them.
     """
-    x = lax.all_to_all(vary(x, axes), axes, split_axis=0, concat_axis=0, tiled=True)
+    x = lax.all_to_all(
+        vary(x, axes), axes, split_axis=0, concat_axis=0, tiled=True, axis_index_groups=groups
+    )
     return _name_result(x, name)
+
+
+def index_in_group(axes: Axes, groups: IndexGroups | None = None) -> Array:
+    """Index of this device in its group of indices along `axes`; None is one group of all."""
+    index = lax.axis_index(axes)
+    if groups is None:
+        return index
+    places = {member: place for group in groups for place, member in enumerate(group)}
+    return jnp.asarray([places[member] for member in sorted(places)], index.dtype)[index]
 
 
 def swap_shards(
@@ -199,8 +224,11 @@ def shift(x: Shaped[Array, "*shape"], axes: Axes) -> Shaped[Array, "*shape"]:
 
     Volume sent: the array.
     """
-    n = lax.axis_size(axes)
-    return _name_result(lax.ppermute(vary(x, axes), axes, [(i, (i + 1) % n) for i in range(n)]))
+    x, n = vary(x, axes), lax.axis_size(axes)
+    # The compiler would keep the permute of one device, which is a copy.
+    if n == 1:
+        return x
+    return _name_result(lax.ppermute(x, axes, [(i, (i + 1) % n) for i in range(n)]))
 
 
 def digit_neighbour(

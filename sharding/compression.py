@@ -27,7 +27,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from sharding.collectives import COLLECTIVE, Axes, vary
+from sharding.collectives import COLLECTIVE, Axes, IndexGroups, vary
 
 ACTIVATION_DTYPES = ("float8_e4m3fn",)
 """Communication dtypes of activations, besides their own."""
@@ -88,10 +88,12 @@ def _repeat_scale(scale: Array, num_tokens: int) -> Array:
     return jnp.repeat(scale, GROUP_TOKENS, axis=-2)[..., :num_tokens, :]
 
 
-def _all_to_all(encoded: Encoded, axes: Axes, name: str = COLLECTIVE) -> Encoded:
+def _all_to_all(
+    encoded: Encoded, axes: Axes, name: str = COLLECTIVE, groups: IndexGroups | None = None
+) -> Encoded:
+    exchange = partial(lax.all_to_all, split_axis=0, concat_axis=0, tiled=True)
     sent, scale = (
-        checkpoint_name(lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True), name)
-        for x in encoded
+        checkpoint_name(exchange(x, axes, axis_index_groups=groups), name) for x in encoded
     )
     return sent, scale
 
@@ -113,27 +115,33 @@ def _split_by_device(x: Array, axes: Axes) -> Array:
 
 
 def exchange_fp8(
-    x: Float[Array, "peer slot width"], axes: Axes, name: str = COLLECTIVE
+    x: Float[Array, "peer slot width"],
+    axes: Axes,
+    name: str = COLLECTIVE,
+    groups: IndexGroups | None = None,
 ) -> Float[Array, "peer slot width"]:
     """`sharding.collectives.all_to_all` of blocks of tokens.
 
     Volume sent: (n-1)/n of the elements, and of a float32 number for each token; backward, for each
     group and channel.
     """
-    return x if lax.axis_size(axes) == 1 else _exchange(vary(x, axes), axes, x.dtype, name)
+    return x if x.shape[0] == 1 else _exchange(vary(x, axes), axes, x.dtype, name, groups)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _exchange(x: Array, axes: Axes, dtype: Any, name: str) -> Array:
-    return _exchange_forward(x, axes, dtype, name)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _exchange(x: Array, axes: Axes, dtype: Any, name: str, groups: IndexGroups | None) -> Array:
+    return _exchange_forward(x, axes, dtype, name, groups)[0]
 
 
-def _exchange_forward(x: Array, axes: Axes, dtype: Any, name: str) -> tuple[Array, None]:
-    return decode_tokens(_all_to_all(encode_tokens(x), axes, name)).astype(dtype), None
+def _exchange_forward(x: Array, axes: Axes, dtype: Any, name: str, groups: IndexGroups | None):
+    return decode_tokens(_all_to_all(encode_tokens(x), axes, name, groups)).astype(dtype), None
 
 
-def _exchange_backward(axes: Axes, dtype: Any, name: str, _: None, gradient: Array):
-    return (decode_channels(_all_to_all(encode_channels(gradient), axes)).astype(dtype),)
+def _exchange_backward(
+    axes: Axes, dtype: Any, name: str, groups: IndexGroups | None, _: None, gradient: Array
+):
+    sent = _all_to_all(encode_channels(gradient), axes, groups=groups)
+    return (decode_channels(sent).astype(dtype),)
 
 
 _exchange.defvjp(_exchange_forward, _exchange_backward)

@@ -47,11 +47,11 @@ class Command:
     """Resume the run in --run-dir from its last checkpoint, with its settings. Only --steps
     (upwards), settings of the machine (--layout, --rollout-layout, --rollout-devices,
     --rollout-engine, --rollout-split, --rollout-micro-batches, --devices, --slots, --micro-batch,
-    --context, --dispatch, --attention, --decode-attention, --latent, --router, --experts,
-    --expert-chunks, --remat, --fsdp, --buffer-factor, --scan-layers, --vocab-chunk, --packing,
-    --verifiers, --unsafe-tools), --checkpoint-every, --keep-checkpoints, --samples-every,
-    --sample-tokens, --max-nonfinite, --drift-alarm, --log-to, --metrics-port, --step-deadline and
-    the settings of faults may change."""
+    --context, --dispatch, --server-devices, --attention, --decode-attention, --latent, --router,
+    --experts, --expert-chunks, --remat, --fsdp, --buffer-factor, --scan-layers, --vocab-chunk,
+    --packing, --verifiers, --unsafe-tools), --checkpoint-every, --keep-checkpoints,
+    --samples-every, --sample-tokens, --max-nonfinite, --drift-alarm, --log-to, --metrics-port,
+    --step-deadline and the settings of faults may change."""
     resume_if_exists: tyro.conf.FlagCreatePairsOff[bool] = False
     """Resume the run in --run-dir if there is one, and start it otherwise: one command for a
     scheduler, which repeats it after a failure."""

@@ -24,6 +24,7 @@ numbers from 0."""
 IMPLEMENTATION_SETTINGS = (
     "context",
     "dispatch",
+    "server_devices",
     "attention",
     "decode_attention",
     "router",
@@ -32,7 +33,7 @@ IMPLEMENTATION_SETTINGS = (
 """Fields of `RunConfig` that select an implementation for the devices; None is the best that
 applies."""
 POSITIVE_SETTINGS = (
-    *("devices", "rollout_devices", "verifiers"),
+    *("devices", "server_devices", "rollout_devices", "verifiers"),
     *("max_turns", "turn_length", "max_nonfinite"),
     *("rollout_micro_batches", "rollout_expert_slots", "rollout_replan"),
     *("warm_start_batch", "eval_every", "eval_prompts", "checkpoint_every"),
@@ -196,10 +197,17 @@ class RunConfig:
     from tokens to heads and back (Ulysses). None is the one that sends least, or the all-gather.
     This and the following settings, down to vocab_chunk, change time and memory, and results only
     by the order of sums."""
-    dispatch: Literal["all_to_all", "all_gather", "ragged"] | None = None
-    """Token dispatch to experts on other devices: an all-to-all, an all-gather, or a ragged
-    all-to-all of exactly sized slices (GPU and TPU). None is the fastest by its bytes and the links
+    dispatch: (
+        Literal["all_to_all", "all_gather", "ragged", "two_level", "two_level_ragged"] | None
+    ) = None
+    """Token dispatch to experts on other devices: an all-to-all, an all-gather, a ragged all-to-all
+    of exactly sized slices (GPU and TPU), or a two-level all-to-all, which sends one copy of a
+    token to each server of its experts and from there one to each device, with buffers of one size
+    or in slices (GPU and TPU). None is the fastest of the first three by its bytes and the links
     between the devices; the run prints which."""
+    server_devices: int | None = None
+    """Devices of a server, for the two-level dispatch: each server has this many consecutive
+    devices. None is the number that fast links join by the planner's table of devices."""
     exchange_rate: float | None = None
     """For that choice, the rate of an all-to-all as a fraction of a ring's: python -m
     benchmarks.dispatch measures it. None is the planner's number for such devices."""

@@ -56,6 +56,7 @@ def feed_forward(
             exchange_rate=config.execution.exchange_rate,
             comm_dtype=config.execution.activation_wire,
             activation=config.activation,
+            server_devices=config.execution.server_devices,
         )
         if buffer_factor is not None:
             stats = replace(stats, overflow=vary(overflow.astype(jnp.float32), mesh.axes))

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from sharding.compression import GROUP_TOKENS
-from sharding.costs.transfer import Kind, Transfer
+from sharding.costs.transfer import Kind, Side, Transfer
 from sharding.folding import Layout
 
 TOKENS, SUMS = "tokens to experts", "sums of experts"
@@ -17,20 +17,23 @@ class TokenDispatch:
     """Dispatch of a device's tokens to the devices of their experts, and combine of the outputs.
 
     Attributes:
-      implementation: "all_gather", "all_to_all", "ragged", or "two_level": as "ragged", but one
-        copy of a token crosses to a server, and there one goes to a device (DeepEP, HybridEP); its
-        ids and gate weights, under a hundredth, are not counted.
+      implementation: "all_gather", "all_to_all", "ragged", "two_level", "two_level_ragged", or
+        "deepep", which no dispatcher here is: as "ragged", but one copy of a token crosses to a
+        server, and there one goes to a device (DeepEP, HybridEP); its ids and gate weights, under a
+        hundredth, are not counted.
       layout: of the devices.
       tokens: T, of a device.
       per_peer: R, tokens that a device sends to another where buffers are of one size.
       k: experts of a token.
       d_model: elements of a token.
       itemsize: bytes of an element of a token.
-      buffer: capacity of "ragged" in tokens; None is as many as are received.
+      buffer: capacity of a device in tokens, where it exchanges slices (`has_slices`); None is as
+        many as are received.
       comm_dtype: communication dtype of tokens, sums and their gradients (`sharding.compression`);
         None is their own.
-      num_experts: of all devices; only "two_level" needs it.
-      block: neighbouring experts that a token is sent to together.
+      num_experts: of all devices; only "deepep" needs it.
+      block: neighbouring experts that a token is sent to together, for "deepep".
+      server_devices: devices of a server, for two levels; None is all.
     """
 
     implementation: str
@@ -44,14 +47,20 @@ class TokenDispatch:
     comm_dtype: str | None = None
     num_experts: int = 0
     block: int = 1
+    server_devices: int | None = None
+
+    @property
+    def has_slices(self) -> bool:
+        """True if it exchanges slices of dynamic length, planned from gathered routing."""
+        return self.implementation in ("ragged", "two_level_ragged")
 
     def transfers(self) -> tuple[list[Transfer], list[Transfer]]:
         """`token_transfers` and `routing_transfers`, forward and backward."""
-        layout, is_ragged = self.layout, self.implementation == "ragged"
+        layout, is_ragged = self.layout, self.has_slices
         tokens, routing = self.token_transfers(), self.routing_transfers()
         if self.comm_dtype is None:
             forward = [*tokens, *routing]
-            if is_ragged:
+            if is_ragged and len(self.exchanged()) == 1:
                 # Only backward: offsets of slices in the other buffer, two vectors per direction.
                 what = "offsets to experts"
                 forward.append(
@@ -61,8 +70,8 @@ class TokenDispatch:
         forward = []
         backward = [each.transposed(layout) for each in routing if each.gradient]
         for transfer in tokens:
-            has_slices = is_ragged and transfer.kind == "all_to_all"
-            fp8_forward, fp8_backward = to_fp8(transfer, layout, self.d_model, has_slices)
+            in_slices = is_ragged and transfer.kind == "all_to_all"
+            fp8_forward, fp8_backward = to_fp8(transfer, layout, self.d_model, in_slices)
             forward += fp8_forward
             backward += fp8_backward
         return [*forward, *routing], backward
@@ -72,7 +81,9 @@ class TokenDispatch:
 
         With ``n = ep etp``, in tokens: "all_gather" receives ``2 T (n - 1)``, half of it sums of
         float32; "all_to_all" ``2 R (n - 1)``; "ragged" no more than ``2 T k (ep - 1) / ep`` over
-        ``ep`` with even routing, and over ``etp`` its whole buffer.
+        ``ep`` with even routing, and over ``etp`` its whole buffer; "two_level" over S servers of D
+        devices ``2 min(T, D R) (S - 1)`` across and ``2 R S (D - 1)`` inside, and over ``etp`` as
+        "all_to_all"; "two_level_ragged" no more.
         """
         layout, itemsize = self.layout, self.itemsize
         if self.implementation == "all_gather":
@@ -84,46 +95,91 @@ class TokenDispatch:
                 SUMS, "reduce_scatter", group, n * size, FLOAT32, gradient=itemsize
             )
             return [gather, reduction]
-        sent, received = (slots * self.d_model for slots in self._slot_counts())
-
-        is_two_level = self.implementation == "two_level"
-        routed = (self.num_experts, self.k, self.block) if is_two_level else None
+        _, received = self._slot_counts()
 
         def make_transfer(
-            what: str, kind: Kind, axis: str, elements: int, repeated: bool = False
+            what: str, kind: Kind, axis: str, tokens: int, repeated: bool = False
         ) -> Transfer:
-            transfer = Transfer(what, kind, (axis,), elements, itemsize, 1, itemsize, repeated)
-            return replace(transfer, routed=routed) if kind == "all_to_all" else transfer
+            elements = tokens * self.d_model
+            return Transfer(what, kind, (axis,), elements, itemsize, 1, itemsize, repeated)
 
+        routed = (self.num_experts, self.k, self.block)
+        exchanges = [
+            replace(
+                make_transfer(TOKENS, "all_to_all", "ep", slots, repeated=True),
+                side=side,
+                server_devices=None if side is None else self.server_devices,
+                routed=routed if self.implementation == "deepep" else None,
+            )
+            for side, slots in self.exchanged()
+        ]
         return [
-            make_transfer(TOKENS, "all_to_all", "ep", sent, repeated=True),
+            *exchanges,
             make_transfer(f"{TOKENS}, over etp", "all_gather", "etp", received, repeated=True),
             make_transfer(f"{SUMS}, over etp", "reduce_scatter", "etp", layout.etp * received),
-            make_transfer(SUMS, "all_to_all", "ep", sent),
+            *(replace(each, what=SUMS, repeated=False) for each in reversed(exchanges)),
         ]
 
     def routing_transfers(self) -> list[Transfer]:
         """Exchange of k expert ids and k gate weights of each token.
 
-        They are sent with it, except in "ragged", where they are sent first and to all devices,
+        They are sent with it, except before slices, where they are sent first and to all devices,
         which count from them the tokens that they will receive.
         """
         local = self.tokens * self.k
         if self.implementation == "all_gather":
             return _routing_transfers("all_gather", ("ep", "etp"), local)
-        sent, received = self._slot_counts()
-        if self.implementation == "two_level":
+        _, received = self._slot_counts()
+        if self.implementation == "deepep":
             return []
-        if self.implementation == "ragged":
-            over_ep = _routing_transfers("all_gather", ("ep",), local)
-        else:
-            over_ep = _routing_transfers("all_to_all", ("ep",), sent * self.k)
+        over_ep, held = [], self.tokens
+        for side, slots in self.exchanged():
+            kind, tokens = ("all_gather", held) if self.has_slices else ("all_to_all", slots)
+            server_devices = None if side is None else self.server_devices
+            over_ep += [
+                replace(each, side=side, server_devices=server_devices)
+                for each in _routing_transfers(kind, ("ep",), tokens * self.k)
+            ]
+            held = self.relayed
         return [*over_ep, *_routing_transfers("all_gather", ("etp",), received * self.k)]
+
+    def exchanged(self) -> list[tuple[Side | None, int]]:
+        """All-to-alls over ``ep`` in their order: the side of servers, and the tokens of a device's
+        input, itself included."""
+        sent, _ = self._slot_counts()
+        if 1 in self.servers:
+            return [(None, sent)]
+        servers, devices = self.servers
+        if not self.has_slices:
+            return [("across", self.relayed), ("inside", sent)]
+        copies = self.tokens * min(self.k, servers), self.relayed * min(self.k, devices)
+        slots = self.layout.ep * self.per_peer
+        inside = sent if self.buffer is None else min(copies[1], slots)
+        return [("across", min(copies[0], self.relayed)), ("inside", inside)]
+
+    @property
+    def servers(self) -> tuple[int, int]:
+        """Servers along ``ep`` and devices of each; without two levels one of all."""
+        ep = self.layout.ep
+        if not self.implementation.startswith("two_level") or self.server_devices is None:
+            return 1, ep
+        over_ep = Transfer("", "all_to_all", ("ep",), 0, 0, server_devices=self.server_devices)
+        across, inside = (replace(over_ep, side=side) for side in ("across", "inside"))
+        return across.group(self.layout), inside.group(self.layout)
+
+    @property
+    def relayed(self) -> int:
+        """Slots for tokens that a device receives for the devices of its server; 0 without two
+        levels."""
+        servers, devices = self.servers
+        if 1 in (servers, devices):
+            return 0
+        return servers * min(self.tokens, devices * self.per_peer)
 
     def _slot_counts(self) -> tuple[int, int]:
         """Tokens that a device sends over ``ep``, itself included, and those that it then holds."""
         slots = self.layout.ep * self.per_peer
-        if self.implementation not in ("ragged", "two_level"):
+        if not self.has_slices and self.implementation != "deepep":
             return slots, slots
         sent = min(slots, self.tokens * self.k)
         return sent, sent if self.buffer is None else self.buffer

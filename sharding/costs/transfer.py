@@ -10,7 +10,8 @@ from sharding.folding import Layout
 from sharding.folding.mesh import atoms_of
 
 Side = Literal["inside", "across"]
-"""Side of a sequence-parallel group, ``cp x tp``: among its ranks, or among such groups."""
+"""Side of a sequence-parallel group, ``cp x tp``, or of a server: among its ranks, or among such
+groups."""
 Kind = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce", "permute"]
 
 
@@ -23,6 +24,7 @@ class Transfer:
       kind: of collective.
       axes: logical axes of the layout that its groups span.
       side: its groups span only that part of the axes; None is all of it.
+      server_devices: devices of a server, of which `side` is; None is a sequence-parallel group.
       routed: (experts, k, block) of an all-to-all whose elements are k copies of each token, if it
         sends one copy to a domain and there one to a device (`mean_destinations`); None sends all.
       elements: of the input array of each device.
@@ -42,6 +44,7 @@ class Transfer:
     repeated: bool = False
     side: Side | None = None
     routed: tuple[int, int, int] | None = None
+    server_devices: int | None = None
 
     @property
     def bytes(self) -> int:
@@ -52,7 +55,11 @@ class Transfer:
         """Devices of a group."""
         if self.side is None:
             return math.prod(getattr(layout, axis) for axis in self.axes)
-        return math.prod(size for _, size in group_strides(self.axes, self.side, layout))
+        return math.prod(size for _, size in self.strides(layout))
+
+    def strides(self, layout: Layout) -> list[tuple[int, int]]:
+        """Strides and sizes of its groups (`group_strides`)."""
+        return group_strides(self.axes, self.side, layout, self.server_devices)
 
     def sent(self, layout: Layout) -> float:
         """Bytes that a device sends, with ring algorithms.
@@ -93,12 +100,13 @@ class Transfer:
             repeated=self.repeated,
             side=self.side,
             routed=self.routed,
+            server_devices=self.server_devices,
         )
 
     def members_in_domain(self, layout: Layout, hardware: Hardware) -> int:
         """Members of a group in one fast domain."""
         members = 1
-        for stride, size in group_strides(self.axes, self.side, layout):
+        for stride, size in self.strides(layout):
             members *= max(1, min(size, hardware.domain // stride))
         return members
 
@@ -165,12 +173,18 @@ _atoms_of = functools.lru_cache(maxsize=64)(atoms_of)
 
 @functools.lru_cache(maxsize=8192)
 def group_strides(
-    axes: tuple[str, ...], side: Side | None, layout: Layout
+    axes: tuple[str, ...], side: Side | None, layout: Layout, server_devices: int | None = None
 ) -> list[tuple[int, int]]:
     """Strides and sizes of groups over logical axes, as (ranks between neighbours, number of them).
 
     The smallest stride comes first.
+
+    Args:
+      server_devices: devices of a server, of which `side` is; None is a sequence-parallel group.
     """
+    if server_devices is not None:
+        groups = group_strides(axes, None, layout)
+        return [_part_in_servers(*group, server_devices, side) for group in groups]
     groups: list[tuple[int, int]] = []
     stride = 1
     for atom in reversed(_atoms_of(layout)):
@@ -184,3 +198,11 @@ def group_strides(
                 groups.append((stride, atom.size))
         stride *= atom.size
     return groups
+
+
+def _part_in_servers(
+    stride: int, size: int, server_devices: int, side: Side | None
+) -> tuple[int, int]:
+    """Stride and size of the part of a group inside a server, or of that across servers."""
+    inside = max(1, min(size, server_devices // stride))
+    return (stride, inside) if side == "inside" else (stride * inside, size // inside)

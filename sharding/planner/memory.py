@@ -9,7 +9,12 @@ from sharding.costs.transfer import group_strides
 from sharding.folding import Layout
 from sharding.planner.method import Batch, Method, for_weights
 from sharding.planner.models import ModelSizes
-from sharding.planner.volumes import kv_replication, tokens_per_expert, tokens_per_peer
+from sharding.planner.volumes import (
+    kv_replication,
+    relayed_tokens,
+    tokens_per_expert,
+    tokens_per_peer,
+)
 from sharding.planner.weights import layers_on_device, weight_groups, weight_layout
 
 FLOAT32, BFLOAT16 = 4, 2
@@ -88,6 +93,7 @@ def memory(
     if layout.pp > 1 and not method.in_place:
         working_bytes += depth // layout.vpp * saved_bytes
     working_bytes += partial_gradient_bytes(model, layout, batch, method)
+    working_bytes += relayed_bytes(model, layout, tokens, method)
     saved_per_layer = saved_bytes + saved_score_bytes(model, layout, batch, method)
     activations = layers_in_flight(model, layout, num_micro_batches) * saved_per_layer
     if (
@@ -285,6 +291,15 @@ def dispatched_bytes(model: ModelSizes, layout: Layout, tokens: int, method: Met
         bytes_per_token = model.d_model + FLOAT32
     bytes_per_token += 2 * model.experts_per_token * FLOAT32
     return float(received_tokens(model, layout, tokens, method) * bytes_per_token)
+
+
+def relayed_bytes(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> float:
+    """Bytes of tokens that a device passes on inside its server, in two levels of all-to-alls, with
+    expert ids and gate weights, and of the sums that it passes back."""
+    if not model.num_experts:
+        return 0.0
+    bytes_per_token = 2 * (model.d_model * method.itemsize + model.experts_per_token * FLOAT32)
+    return float(relayed_tokens(model, layout, tokens, method) * bytes_per_token)
 
 
 def selective_activation_bytes(

@@ -7,7 +7,7 @@ from sharding.compression import ACTIVATION_DTYPES
 from sharding.folding import Layout
 
 ALLOWED_VALUES: dict[str, tuple[str | None, ...]] = {
-    "dispatch": ("all_gather", "all_to_all", "ragged", "two_level"),
+    "dispatch": ("all_gather", "all_to_all", "ragged", "two_level", "two_level_ragged", "deepep"),
     "context": ("gather", "ring", "ulysses"),
     "remat": ("none", "selective", "projections", "full"),
     "activation_wire": (None, *ACTIVATION_DTYPES),
@@ -107,7 +107,8 @@ class Method:
     """Choices besides the layout; fields as in `moe.execution.Execution`.
 
     Attributes:
-      dispatch: token dispatch method, how tokens are sent to experts.
+      dispatch: token dispatch method, how tokens are sent to experts; "deepep" is that of other
+        systems (`sharding.costs.dispatch.TokenDispatch`).
       context: context-parallel method, how attention crosses ``cp``.
       remat: rematerialisation, what the backward pass recomputes.
       fsdp: weights are kept in shards and gathered layer by layer.
@@ -123,8 +124,9 @@ class Method:
         or a capacity bounds them; else that of any routing.
       activation_wire: communication dtype of tokens to the experts and back; None is their own.
       expert_chunks: number of chunks in which they are dispatched.
-      expert_block: neighbouring experts that a token is sent to together, for "two_level"; 1 where
+      expert_block: neighbouring experts that a token is sent to together, for "deepep"; 1 where
         all sets of experts are equally likely.
+      server_devices: devices of a server, for two levels; None is all.
       two_batch_overlap: rows pass through the layers in two halves, see `streams`.
       overlap_grad_reduce: gradients of a layer are reduced when its last backward pass has ended.
       gradient_wire: communication dtype of gradients between sequence-parallel groups; "bfloat16"
@@ -152,6 +154,7 @@ class Method:
     activation_wire: str | None = None
     expert_chunks: int = 1
     expert_block: int = 1
+    server_devices: int | None = None
     two_batch_overlap: bool = False
     overlap_grad_reduce: bool = False
     gradient_wire: str = "float32"

@@ -188,28 +188,42 @@ def dispatch(
 
     Returns the collectives of the forward and of the backward pass.
     """
-    per_peer, k = tokens_per_peer(model, layout, tokens), model.experts_per_token
-    forward, backward = [], []
+    per_peer, forward, backward = tokens_per_peer(model, layout, tokens), [], []
     for size, count in chunk_sizes(tokens, method.expert_chunks):
-        slots = min(size, per_peer)
-        # With buffers of the size of even routing, as much is received.
-        buffer = None if method.even else layout.ep * slots
-        forward_once, backward_once = TokenDispatch(
-            method.dispatch,
-            layout,
-            tokens=size,
-            per_peer=slots,
-            k=k,
-            d_model=model.d_model,
-            itemsize=method.itemsize,
-            buffer=buffer,
-            comm_dtype=method.activation_wire,
-            num_experts=model.num_experts,
-            block=method.expert_block,
-        ).transfers()
+        chunk = _dispatcher(model, layout, size, min(size, per_peer), method)
+        forward_once, backward_once = chunk.transfers()
         forward += repeat_transfers(forward_once, count)
         backward += repeat_transfers(backward_once, count)
     return forward, backward
+
+
+def _dispatcher(
+    model: ModelSizes, layout: Layout, tokens: int, per_peer: int, method: Method
+) -> TokenDispatch:
+    return TokenDispatch(
+        method.dispatch,
+        layout,
+        tokens=tokens,
+        per_peer=per_peer,
+        k=model.experts_per_token,
+        d_model=model.d_model,
+        itemsize=method.itemsize,
+        # With buffers of the size of even routing, as much is received.
+        buffer=None if method.even else layout.ep * per_peer,
+        comm_dtype=method.activation_wire,
+        num_experts=model.num_experts,
+        block=method.expert_block,
+        server_devices=method.server_devices,
+    )
+
+
+def relayed_tokens(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> int:
+    """Tokens that a device receives from other servers for the devices of its own.
+
+    It is 0 without two levels of all-to-alls.
+    """
+    per_peer = tokens_per_peer(model, layout, tokens)
+    return _dispatcher(model, layout, tokens, per_peer, method).relayed
 
 
 def chunk_sizes(tokens: int, chunks: int) -> list[tuple[int, int]]:

@@ -240,7 +240,10 @@ def execution(draw: Random, model: dict[str, Any], layout: dict[str, int]) -> di
         maybe("latent", 0.5, "expanded", "absorbed")
     if "num_experts" in model:
         travels = layout["ep"] * layout["etp"] > 1
-        maybe("dispatch", 0.6, "all_to_all", "all_gather")
+        chosen = maybe("dispatch", 0.6, "all_to_all", "all_gather", "two_level")
+        if chosen and run["dispatch"] == "two_level":
+            # Now and then servers that devices do not fill.
+            maybe("server_devices", 0.95, 1, 2, 2, 2, 2, 4, 4, 3)
         maybe("experts", 0.4, "tiles", "batched", "blocks", "ragged_dot", "plain")
         maybe("buffer_factor", 0.3, 0.5, 1.0, 8.0)
         maybe("expert_chunks", 0.3, 2, 3)

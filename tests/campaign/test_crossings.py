@@ -45,6 +45,12 @@ SMALL = {
         {"experts": "ragged_dot", "two_batch_overlap": True},
         {"micro_batch": 8},
     ),
+    "servers": (
+        {"dp": 4, "ep": 4},
+        ROUTED,
+        {"dispatch": "two_level", "server_devices": 2, "buffer_factor": 1.0},
+        REPLAYED,
+    ),
     "room": ({"dp": 2, "ep": 2}, ROUTED, {"buffer_factor": 0.5}, REPLAYED),
     "ring of stages": (
         {"cp": 2, "pp": 2, "ep": 2},

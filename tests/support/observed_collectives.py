@@ -42,6 +42,7 @@ class Observed:
       shape: of each device's input.
       times: number of executions, with loops of known length and all branches counted.
       in_branch: true if it is in a branch, which may not be taken.
+      groups: groups of indices along the axes, in a traced program; None is one of all.
     """
 
     kind: Kind
@@ -50,6 +51,7 @@ class Observed:
     shape: tuple[int, ...]
     times: int = 1
     in_branch: bool = False
+    groups: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def bytes(self) -> int:
@@ -71,15 +73,16 @@ def jaxpr_collectives(
             named = equation.params.get("axes") or equation.params["axis_name"]
             axes = (named,) if isinstance(named, str) else tuple(named)
             operands, kind, hops = equation.invars, PRIMITIVES[name], times
-            if groups := equation.params.get("axis_index_groups"):
+            groups = equation.params.get("axis_index_groups")
+            if groups and kind == "all_gather" and not equation.params["tiled"]:
                 # Of the arrays of the other members one is used, so it counts as so many permutes.
-                kind, hops = "permute", times * (len(groups[0]) - 1)
+                kind, hops, groups = "permute", times * (len(groups[0]) - 1), None
             if name == "ragged_all_to_all":
                 # The sent data fits in both buffers, the input and the output.
                 operands = [min(operands[:2], key=lambda buffer: buffer.aval.size)]  # pyright: ignore
             for operand in operands:
                 aval: Any = operand.aval
-                yield Observed(kind, axes, aval.dtype.name, aval.shape, hops, in_branch)
+                yield Observed(kind, axes, aval.dtype.name, aval.shape, hops, in_branch, groups)
         inner_times = times * equation.params["length"] if name == "scan" else times
         for inner in jaxprs_in_params(equation.params):
             collectives = jaxpr_collectives(inner, inner_times, in_branch or name == "cond")

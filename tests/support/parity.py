@@ -91,6 +91,18 @@ CONFIGS = {
         full_attention_layers=(1,),
         execution=Execution(expert_chunks=2),
     ),
+    # One copy of a token crosses to a server of four devices.
+    "servers": replace(
+        MOE, num_layers=2, execution=Execution(dispatch="two_level", server_devices=4)
+    ),
+    "servers full": replace(
+        MOE,
+        capacity_factor=0.8,
+        drop_scope="full_sequence",
+        execution=Execution(
+            dispatch="two_level", server_devices=2, remat="selective", expert_chunks=2
+        ),
+    ),
     # Experts that are full drop the later tokens of the rows, wherever these are.
     "full": replace(MOE, capacity_factor=0.8, drop_policy="position", drop_scope="full_sequence"),
     # Tokens traded for heads, of which those of keys and values are sent twice: a rank of tp has
@@ -166,9 +178,11 @@ CASES = [
     ("delta two", "pp2 tp2 / ep2"),
     ("chunks", "tp2 dp4 / ep2 etp2"),
     ("two_in_chunks", "pp2 dp4 / ep4"),
+    ("servers", "tp2 cp2 dp4 / ep8 etp2"),
+    ("servers", "pp2 dp2 cp2 tp2 / ep8"),
 ]
 # Who is dropped does not depend on cp and tp: `tests/moe/router/test_capacity.py` has it by itself.
-FULL = [("full", "tp2 cp2 / ep4"), ("traded full", "cp4 / ep4")]
+FULL = [("full", "tp2 cp2 / ep4"), ("traded full", "cp4 / ep4"), ("servers full", "tp2 cp2 / ep4")]
 BATCH, TIME = 8, 5
 
 

@@ -3,14 +3,25 @@
 import jax.numpy as jnp
 from jax import lax
 
+from sharding.collectives import index_in_group
+
 
 def ragged_by_gathering(
-    operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name
+    operand,
+    output,
+    input_offsets,
+    send_sizes,
+    output_offsets,
+    recv_sizes,
+    *,
+    axis_name,
+    axis_index_groups=None,
 ):
     """`jax.lax.ragged_all_to_all` as its documentation states it, by gathering everything."""
-    me, num_peers = lax.axis_index(axis_name), lax.axis_size(axis_name)
+    me, num_peers = index_in_group(axis_name, axis_index_groups), input_offsets.shape[0]
     everything = [
-        lax.all_gather(x, axis_name) for x in (operand, input_offsets, send_sizes, output_offsets)
+        lax.all_gather(x, axis_name, axis_index_groups=axis_index_groups)
+        for x in (operand, input_offsets, send_sizes, output_offsets)
     ]
     place = jnp.arange(output.shape[0])
     for peer in range(num_peers):

@@ -13,6 +13,7 @@ from moe.config import ModelConfig, MultiHeadLatentAttention
 from moe.placement import in_chunks
 from moe.weights import shapes
 from sharding.folding import Layout, fold_abstract
+from sharding.folding.servers import server_groups
 from sharding.planner.method import Batch, Method
 from sharding.schedule import Schedule
 
@@ -54,6 +55,9 @@ CONFIGS = {
     "mixtral": MIXTRAL,
     "dropless": replace(MIXTRAL, capacity_factor=None),
     "g8t8": replace(MIXTRAL, num_experts=64, experts_per_token=8, d_expert=2048),
+    "large": replace(
+        MIXTRAL, num_experts=64, experts_per_token=8, d_expert=2048, capacity_factor=None
+    ),
     "llama": replace(MIXTRAL, vocab_size=128256, d_model=8192, num_heads=64, d_expert=28672),
     "qwen2": replace(
         MIXTRAL,
@@ -81,6 +85,7 @@ def method_of(config):
         activation_wire=execution.activation_wire,
         expert_chunks=execution.expert_chunks,
         two_batch_overlap=execution.two_batch_overlap,
+        server_devices=execution.server_devices,
     )
 
 
@@ -109,6 +114,21 @@ def atoms(mesh, transfer):
     return frozenset(atom for atom in named if mesh.size((atom,)) > 1)
 
 
+def observed_group(one, mesh):
+    """The mesh axes of more than one device of a collective, and the groups of their indices."""
+    over = frozenset(axis for axis in one.over if mesh.size((axis,)) > 1)
+    return over if one.groups is None else (over, one.groups)
+
+
+def stated_group(transfer, mesh):
+    """`observed_group` of a transfer."""
+    if transfer.server_devices is None:
+        return atoms(mesh, transfer)
+    split = server_groups(mesh, mesh.ep, transfer.server_devices)
+    groups = split.inside if transfer.side == "inside" else split.across
+    return atoms(mesh, replace(transfer, side=None)), groups
+
+
 def schedule_of(batch, layout):
     return Schedule(layout.pp, batch.num_micro_batches(layout), layout.vpp)
 
@@ -133,7 +153,7 @@ def sent(config, layout):
     streams = method_of(config).streams(batch_of(config, sizes))
     of_routers = [(rows.micro_rows, config.num_experts) for rows in streams]
     for one in traced(config, layout):
-        over = frozenset(axis for axis in one.over if mesh.size((axis,)) > 1)
+        over = observed_group(one, mesh)
         is_load = sizes.pp == 1 and one.shape in of_routers
         if over and (one.kind != "all_reduce" or is_load):
             found[one.kind, over] += one.bytes
@@ -144,7 +164,7 @@ def given_to_collectives(program, mesh):
     """Bytes that a device gives to all collectives of a traced program, as `sent`."""
     found = Counter()
     for one in jaxpr_collectives(program.jaxpr):
-        over = frozenset(axis for axis in one.over if mesh.size((axis,)) > 1)
+        over = observed_group(one, mesh)
         if over:
             found[one.kind, over] += one.bytes
     return found
@@ -156,5 +176,5 @@ def stated(transfers, layout):
     for transfer in transfers:
         if transfer.kind == "all_reduce" and (layout.pp > 1 or "load" not in transfer.what):
             continue
-        found[transfer.kind, atoms(mesh, transfer)] += transfer.bytes
+        found[transfer.kind, stated_group(transfer, mesh)] += transfer.bytes
     return found

@@ -25,7 +25,7 @@ from jrl.trainer.setup.planner import memory_of_update, time_of_update, times_wi
 from jrl.trainer.setup.setup import Setup
 from moe.attention.context_parallel import context_of, received_elements
 from moe.config import ModelConfig
-from moe.execution import Execution
+from moe.execution import TWO_LEVELS, Execution
 from moe.implementations import DEFAULTS, explain_selection
 from moe.weights import (
     num_active_parameters,
@@ -157,6 +157,8 @@ def execution(setup: Setup) -> dict[str, str]:
         hidden |= set(EXPERT_FIELDS)
     else:
         settings |= {name: getattr(model, name) for name in NETWORK_SETTINGS}
+    if settings["dispatch"] not in TWO_LEVELS:
+        hidden.add("server_devices")
     if model.capacity_factor is None:
         hidden |= {"drop_policy", "drop_scope"}
     if not model.selection_bias:
@@ -167,6 +169,7 @@ def execution(setup: Setup) -> dict[str, str]:
     meaning |= {
         name: choice for name in DEFAULTS if (choice := explain_selection(model, name, mesh))
     }
+    meaning |= {"server_devices": "those that fast links join"}
     meaning |= {"exchange_rate": "the planner's", "activation_wire": "that of activations"}
     rows = {
         flag(name): meaning.get(name, "the best that applies")

@@ -28,6 +28,7 @@ GPU_BUFFER_FACTOR = 1.5
 
 EXPERT_FIELDS = (
     "dispatch",
+    "server_devices",
     "exchange_rate",
     "activation_wire",
     "router",
@@ -178,8 +179,7 @@ def check_supported(model: ModelConfig, mesh: FoldedMesh) -> None:
     """
     execution = model.execution
     context_of(model, mesh)
-    if execution.dispatch is not None:
-        check_dispatch(execution.dispatch, mesh)
+    check_dispatchers(model, mesh)
     if execution.activation_wire is not None and not dispatches_tokens(model, mesh):
         raise ValueError(
             f"activation_wire={execution.activation_wire!r} changes nothing on layout "
@@ -220,6 +220,18 @@ def check_supported(model: ModelConfig, mesh: FoldedMesh) -> None:
             raise ValueError(
                 f"{name}={getattr(execution, name)!r} {obstacle}: leave out {flag(name)}{instead}."
             )
+
+
+def check_dispatchers(model: ModelConfig, *meshes: FoldedMesh) -> None:
+    """Rejects meshes on which the token dispatcher that was chosen is not supported.
+
+    Raises:
+      ValueError: naming the dispatcher.
+    """
+    execution = model.execution
+    if execution.dispatch is not None:
+        for mesh in meshes:
+            check_dispatch(execution.dispatch, mesh, execution.server_devices)
 
 
 def check_shardable(model: ModelConfig, *meshes: FoldedMesh) -> None:

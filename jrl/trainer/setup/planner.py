@@ -11,13 +11,15 @@ from jrl.recipes.base.recipe import Recipe
 from jrl.trainer.learner.masters import keeps_masters
 from jrl.trainer.setup.geometry import Geometry
 from jrl.trainer.setup.memory import DECODE_PARTIALS, GRADIENTS_SENT, LOGITS, STAGE_INPUTS, memory
-from jrl.trainer.setup.network import check_overlaps, with_dispatch
+from jrl.trainer.setup.network import check_dispatchers, check_overlaps, with_dispatch
 from jrl.trainer.setup.setup import Setup
 from moe.architecture.feed_forward import can_drop
 from moe.attention.context_parallel import context_of
 from moe.attention.core import MAX_PLAIN_SCORES_ACCELERATOR, MAX_PLAIN_SCORES_CPU
 from moe.config import ModelConfig
 from moe.counts import sizes_of
+from moe.execution import TWO_LEVELS
+from moe.experts.dispatch.cost import hardware_of
 from moe.placement import specs
 from sharding.costs.hardware import HARDWARE, Hardware, find_hardware
 from sharding.folding import FoldedMesh, Layout, fold
@@ -106,7 +108,16 @@ def method_of(config: ModelConfig, mesh: FoldedMesh, batch: Batch, run: RunConfi
         mu_dtype=run.mu_dtype,
         attention=attention_of(config, mesh, batch),
         duplicates_experts=mesh.platform == "cpu",
+        server_devices=server_devices_of(config, mesh),
     )
+
+
+def server_devices_of(config: ModelConfig, mesh: FoldedMesh) -> int | None:
+    """Devices of a server for `Method.server_devices`: those of the run, or of the hardware."""
+    execution = config.execution
+    if execution.dispatch not in TWO_LEVELS or execution.server_devices is not None:
+        return execution.server_devices
+    return hardware_of(mesh).domain
 
 
 def attention_of(config: ModelConfig, mesh: FoldedMesh, batch: Batch) -> str | None:
@@ -249,6 +260,7 @@ def with_layout(setup: Setup, recipe: Recipe, layout: Layout) -> Setup:
     # As in a run on this layout: its mini-batch may differ, so time is compared per sequence.
     divided_recipe = recipe.divided(layout.dp).fitted(setup.response_length)
     model = with_dispatch(setup.model, run, mesh)
+    check_dispatchers(model, mesh)
     new_setup = replace(setup, run=run, recipe=divided_recipe, mesh=mesh, model=model)
     new_setup = replace(new_setup, recipe=new_setup.geometry.with_micro_batch().recipe)
     new_setup.geometry.check()

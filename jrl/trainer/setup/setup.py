@@ -51,6 +51,7 @@ from jrl.trainer.setup.chat_rows import ChatRows, chat_rows, sampled_lengths
 from jrl.trainer.setup.geometry import Geometry
 from jrl.trainer.setup.lengths import check_answers, fit_prompts, response_length
 from jrl.trainer.setup.network import (
+    check_dispatchers,
     check_overlaps,
     check_shardable,
     check_supported,
@@ -374,6 +375,7 @@ def build_setup(
         setup = replace(setup, recipe=recipe.fitted(setup.response_length))
         setup = replace(setup, recipe=setup.geometry.with_micro_batch().recipe)
         check_supported(network, setup.mesh)
+        check_dispatchers(network, setup.rollout_mesh)
         check_shardable(network, setup.mesh, setup.rollout_mesh)
         setup.geometry.check()
         check_overlaps(network, setup.mesh, *setup.geometry.overlap_units(run.packing))

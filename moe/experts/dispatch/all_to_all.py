@@ -6,6 +6,10 @@ time; XLA's all-to-all has equal splits, so each peer has `peer_tokens` slots of
 empty.
 """
 
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -25,8 +29,38 @@ from moe.ops.sorting import take_rows
 from moe.remat import DISPATCHED
 from moe.router.routing import Routing
 from moe.weights import Experts
-from sharding.collectives import all_to_all, gather_tokens, scatter_tokens
+from sharding.collectives import (
+    COLLECTIVE,
+    IndexGroups,
+    all_to_all,
+    gather_tokens,
+    scatter_tokens,
+)
 from sharding.compression import exchange_fp8, gather_fp8, scatter_fp8
+
+
+class Peers(NamedTuple):
+    """Peers of a token exchange over ``ep``, and the buffers for them.
+
+    Attributes:
+      number: of peers, this one included.
+      num_local: experts of each.
+      slots: largest number of tokens that are sent to one.
+      num_experts: of all devices, and the id of no expert.
+      first: first expert of the first peer.
+      groups: groups of indices along ``ep`` that exchange among themselves; None is one of all.
+    """
+
+    number: int
+    num_local: int
+    slots: int
+    num_experts: int
+    first: int | Int[Array, ""] = 0
+    groups: IndexGroups | None = None
+
+
+Compute = Callable[[Array, Array, Array], tuple[Array, Array]]
+"""(rows, expert ids, gate weights) -> sums of the rows, in their dtype, and the overflow."""
 
 
 def all_to_all_dispatch(
@@ -49,37 +83,59 @@ def all_to_all_dispatch(
       Liu et al., "MoE Parallel Folding", 2025, figure 2. https://arxiv.org/abs/2504.14960
     """
     mesh, num_local = options.mesh, weights.down.shape[0]
-    num_peers, (num_tokens, k) = mesh.size(mesh.ep), routing.experts.shape
+    num_tokens, k = routing.experts.shape
     sizes = num_tokens, k, num_local, mesh, options.capacity, options.buffer_factor
-    per_peer = peer_tokens(*sizes)
-    num_slots, kernels = num_peers * per_peer, permutation_kernel(options.product)
+    experts = partial(sharded_experts, weights, num_rows=buffer_rows(*sizes), options=options)
+    ep = mesh.size(mesh.ep)
+    peers = Peers(ep, num_local, peer_tokens(*sizes), ep * num_local)
+    return exchange_tokens(x, routing, peers, experts, options)
 
-    is_sent = has_experts_at(routing.experts, num_local, num_peers)
+
+def exchange_tokens(
+    x: Float[Array, "local d_model"],
+    routing: Routing,
+    peers: Peers,
+    compute: Compute,
+    options: DispatchOptions,
+) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
+    """Sends each token once to each peer that has some of its experts, computes, and sums what
+    comes back.
+
+    Args:
+      routing: expert ids over the experts of all devices; those of other peers than `peers` are
+        passed over.
+      compute: of the tokens that this device receives.
+
+    Returns:
+      The sums, and the overflow here and in `compute`.
+    """
+    mesh, (num_tokens, k) = options.mesh, routing.experts.shape
+    num_slots, kernels = peers.number * peers.slots, permutation_kernel(options.product)
+
+    is_sent = has_experts_at(routing.experts - peers.first, peers.num_local, peers.number)
     position = jnp.cumsum(is_sent, axis=0) - 1
     # Overflow must not take the slots of another peer.
-    fits = is_sent & (position < per_peer)
-    slot = jnp.where(fits, jnp.arange(num_peers)[None] * per_peer + position, num_slots)
+    fits = is_sent & (position < peers.slots)
+    slot = jnp.where(fits, jnp.arange(peers.number)[None] * peers.slots + position, num_slots)
     token, slots = slots_of(slot, num_slots, k)
 
-    def exchange(rows: Array, name: str | None = None) -> Array:
-        names = () if name is None else (name,)
-        rows = all_to_all(rows.reshape(num_peers, per_peer, -1), mesh.ep, *names)
-        return rows.reshape(num_slots, -1)
+    def exchange(rows: Array, name: str = COLLECTIVE) -> Array:
+        rows = rows.reshape(peers.number, peers.slots, -1)
+        return all_to_all(rows, mesh.ep, name, peers.groups).reshape(num_slots, -1)
 
-    def exchange_rows(rows: Array, *name: str) -> Array:
+    def exchange_rows(rows: Array, name: str = COLLECTIVE) -> Array:
         if options.comm_dtype is None:
-            return exchange(rows, *name)
-        rows = exchange_fp8(rows.reshape(num_peers, per_peer, -1), mesh.ep, *name)
-        return rows.reshape(num_slots, -1)
+            return exchange(rows, name)
+        rows = rows.reshape(peers.number, peers.slots, -1)
+        return exchange_fp8(rows, mesh.ep, name, peers.groups).reshape(num_slots, -1)
 
     # In an empty slot every id is past the last expert, so no expert computes it.
-    no_expert = num_peers * num_local
-    ids = jnp.where(token[:, None] < num_tokens, take_rows(routing.experts, token), no_expert)
+    ids = take_rows(routing.experts, token)
+    ids = jnp.where(token[:, None] < num_tokens, ids, peers.num_experts)
     rows = exchange_rows(permute_rows(x, token, slots, None, kernels), DISPATCHED)
     experts, probs = exchange(ids), exchange(permute_rows(routing.probs, token, slots))
 
-    num_rows = buffer_rows(*sizes)
-    outputs, overflow = sharded_experts(weights, rows, experts, probs, num_rows, options)
+    outputs, overflow = compute(rows, experts, probs)
 
     # The all-to-all is its own reverse: a sum comes back to the slot its token was sent from.
     out = unpermute_rows(exchange_rows(outputs), slots, token, kernels).astype(x.dtype)

@@ -27,6 +27,7 @@ class DispatchOptions(NamedTuple):
     buffer_factor: float | None = None
     comm_dtype: str | None = None
     activation: Activation = "silu"
+    server_devices: int | None = None
 
 
 def peer_assignments(num_tokens: int, k: int, num_local: int, capacity: int | None) -> int:

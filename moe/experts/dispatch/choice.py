@@ -1,10 +1,11 @@
 """Token dispatch to the devices of the experts and combine of their outputs, by a chosen method.
 
 Experts are sharded over ``ep`` and the hidden units of each over ``etp``; tokens keep the sharding
-of the residual stream. There are three dispatchers, one file each: `all_to_all` (tokens are sent to
-the devices of their experts), `all_gather` (all tokens are sent everywhere) and `ragged` (slices of
-dynamic length; not on CPU). A token is sent to a device once, however many of its experts are
-there, and one sum comes back.
+of the residual stream. There are four methods, one file each: `all_to_all` (tokens are sent to the
+devices of their experts), `all_gather` (all tokens are sent everywhere), `ragged` (slices of
+dynamic length; not on CPU) and `two_level` (to the servers of their experts, and there to the
+devices; with buffers or in slices). A token is sent to a device once, however many of its experts
+are there, and one sum comes back.
 
 Buffers have static shapes. By default they are large enough for any routing, so that the result
 never depends on load balance (Megatron's dropless); with a capacity they shrink to what it admits.
@@ -15,7 +16,8 @@ caller must recompute it with larger buffers.
 Rounded to the dtype of the tokens are: a row after each of its two products, and its hidden units
 after the multiplication by the gate weight in float32. The rows of a token on one device are summed
 in float32. Across devices "all_gather" sums these float32 sums; the others round them once for the
-way back and sum them in float32 again. The total is rounded once. Sums over ``etp`` are partial
+way back and sum them in float32 again, "two_level" once more in a server. The total is rounded
+once. Sums over ``etp`` are partial
 sums of one product, in the dtype of the tokens, as over ``tp``.
 """
 
@@ -29,11 +31,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe.architecture.feed_forward import Activation
+from moe.execution import TWO_LEVELS
 from moe.experts.dispatch.all_gather import all_gather_dispatch
 from moe.experts.dispatch.all_to_all import all_to_all_dispatch
 from moe.experts.dispatch.buffers import DispatchOptions, peer_tokens
 from moe.experts.dispatch.cost import TokenExchange, cheapest, peer_capacity_of
 from moe.experts.dispatch.ragged import ragged_dispatch
+from moe.experts.dispatch.two_level import (
+    expert_servers,
+    two_level_dispatch,
+    two_level_ragged_dispatch,
+)
 from moe.precision import shared
 from moe.router.routing import Routing, without_repeats
 from moe.weights import Experts
@@ -49,6 +57,8 @@ IMPLEMENTATIONS = {
     "all_to_all": all_to_all_dispatch,
     "all_gather": all_gather_dispatch,
     "ragged": ragged_dispatch,
+    "two_level": two_level_dispatch,
+    "two_level_ragged": two_level_ragged_dispatch,
 }
 
 
@@ -66,6 +76,7 @@ def dispatch(
     exchange_rate: float | None = None,
     comm_dtype: str | None = None,
     activation: Activation = "silu",
+    server_devices: int | None = None,
 ) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
     """``sum_k p_k expert_k(x)`` for this device's tokens.
 
@@ -79,8 +90,9 @@ def dispatch(
         expert that a token has twice is sent one row, with the sum of the gate weights.
       capacity: largest number of expert ids that `routing` sends from one device to one expert;
         None if nothing was dropped. Any beyond that contribute nothing to the result.
-      implementation: "all_to_all", "all_gather" or "ragged"; None is the one whose collectives take
-        the least time (`moe.experts.dispatch.cost`).
+      implementation: "all_to_all", "all_gather", "ragged", "two_level" or "two_level_ragged"; None
+        is the one of the first three whose collectives take the least time
+        (`moe.experts.dispatch.cost`).
       product: implementation of the grouped GEMMs, see
         `moe.experts.feed_forward.routed_experts`; with kernels, kernels also permute and sum the
         tokens that are sent.
@@ -93,6 +105,8 @@ def dispatch(
       comm_dtype: communication dtype: "float8_e4m3fn" sends tokens, sums and their gradients in one
         byte per element (`sharding.compression`); None is their own. The routing is sent unchanged.
       activation: of the experts, see `moe.experts.gated.apply_activation`.
+      server_devices: devices of a server, for two levels
+        (`moe.experts.dispatch.two_level.expert_servers`).
 
     Returns:
       The sums, and the number of expert ids that overflowed at this device, as sender or receiver;
@@ -100,7 +114,7 @@ def dispatch(
       are not those of the routing.
 
     Raises:
-      ValueError: on an unknown name, and for "ragged" on CPU devices.
+      ValueError: see `check_dispatch`.
     """
     name, num_local = implementation, weights.down.shape[0]
     if name is None:
@@ -112,10 +126,12 @@ def dispatch(
             )
         sizes = num_local * ep, k, x.shape[1], x.dtype.itemsize
         name = cheapest(TokenExchange(*sizes, peer_capacity, exchange_rate, comm_dtype), mesh)
-    check_dispatch(name, mesh)
+    check_dispatch(name, mesh, server_devices)
     # Buffers count on it; a replayed routing may name an expert twice.
     routing = without_repeats(routing, num_local * mesh.size(mesh.ep))
-    options = DispatchOptions(mesh, capacity, product, buffer_factor, comm_dtype, activation)
+    options = DispatchOptions(
+        mesh, capacity, product, buffer_factor, comm_dtype, activation, server_devices
+    )
     send = partial(IMPLEMENTATIONS[name], options=options)
     return dispatch_chunks(send, chunks, weights, x, routing, mesh)
 
@@ -128,6 +144,7 @@ def rows_received(
     mesh: FoldedMesh,
     capacity: int | None = None,
     buffer_factor: float | None = None,
+    server_devices: int | None = None,
 ) -> int:
     """Number of rows of ``d_model`` elements that one device receives per layer in the forward
     pass.
@@ -139,27 +156,40 @@ def rows_received(
       ``2 R (n - 1)``;
     * "all_gather": ``2 T (n - 1)``, whatever k is;
     * "ragged": at most as much as "all_to_all" and with even routing ``2 T k (ep - 1) / ep`` or
-      less over ``ep``; over ``etp`` it is the same. What is given here is the bound.
+      less over ``ep``; over ``etp`` it is the same. What is given here is the bound;
+    * "two_level", and at most as much "two_level_ragged": over S servers of D devices along ``ep``,
+      ``2 min(T, D R) (S - 1)`` across and ``2 R S (D - 1)`` inside; over ``etp`` as "all_to_all".
 
     The backward pass moves as much again, and half of that once more where tokens are not kept for
     it (`moe.remat`). In half precision the sums of "all_gather", forward and backward, travel as
     float32, twice as wide as what is counted here.
     """
     sizes = num_tokens, k, num_local, mesh, capacity, buffer_factor
-    bound = "all_to_all" if implementation == "ragged" else implementation
+    bounds = {"ragged": "all_to_all", "two_level_ragged": "two_level"}
+    bound = bounds.get(implementation, implementation)
     per_peer = peer_tokens(*sizes)
-    sent = TokenDispatch(bound, mesh.layout, num_tokens, per_peer, k, d_model=1, itemsize=1)
+    sent = TokenDispatch(
+        bound,
+        mesh.layout,
+        num_tokens,
+        per_peer,
+        k,
+        d_model=1,
+        itemsize=1,
+        server_devices=server_devices,
+    )
     # Of tokens of one element, whatever its width.
     return round(
         sum(replace(each, itemsize=1).sent(mesh.layout) for each in sent.token_transfers())
     )
 
 
-def check_dispatch(name: str, mesh: FoldedMesh) -> None:
+def check_dispatch(name: str, mesh: FoldedMesh, server_devices: int | None = None) -> None:
     """Checks that a dispatcher exists, and that the devices of a mesh support it.
 
     Raises:
-      ValueError: on an unknown name, and for "ragged" on CPU devices.
+      ValueError: on an unknown name, for "ragged" and "two_level_ragged" on CPU devices, and for
+        two levels if servers are unknown or have unequal parts of the devices along ``ep``.
     """
     if name not in IMPLEMENTATIONS:
         raise ValueError(
@@ -167,11 +197,16 @@ def check_dispatch(name: str, mesh: FoldedMesh) -> None:
             "for the best that applies."
         )
     # A mesh of absent devices may stand for any platform: it is lowered without asking.
-    if name == "ragged" and mesh.platform == "cpu":
+    if name in ("ragged", "two_level_ragged") and mesh.platform == "cpu":
         raise ValueError(
-            'dispatch="ragged" needs jax.lax.ragged_all_to_all, which CPU devices do not have: '
-            'use "all_to_all", "all_gather" or None.'
+            f'dispatch="{name}" needs jax.lax.ragged_all_to_all, which CPU devices do not have: '
+            'use "all_to_all", "all_gather", "two_level" or None.'
         )
+    if name in TWO_LEVELS:
+        try:
+            expert_servers(mesh, server_devices)
+        except ValueError as error:
+            raise ValueError(f"dispatch={name!r}: {error}") from error
 
 
 def chunk_sizes(num_tokens: int, chunks: int) -> list[int]:

@@ -13,7 +13,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from moe.experts.dispatch.all_to_all import sharded_experts
+from moe.experts.dispatch.all_to_all import Compute, Peers, sharded_experts
 from moe.experts.dispatch.buffers import (
     DispatchOptions,
     buffer_rows,
@@ -28,13 +28,20 @@ from moe.remat import DISPATCHED
 from moe.router.routing import Routing
 from moe.weights import Experts
 from sharding import compression
-from sharding.collectives import COLLECTIVE, gather_tokens, match_varying, vary
+from sharding.collectives import (
+    COLLECTIVE,
+    Axes,
+    IndexGroups,
+    gather_tokens,
+    index_in_group,
+    match_varying,
+    vary,
+)
 from sharding.compression import decode, decode_tokens, e4m3_scale, encode, encode_tokens
-from sharding.folding import FoldedMesh
 
 
 class PeerSlices(NamedTuple):
-    """One side of a ragged all-to-all, an entry per peer along ``ep``.
+    """One side of a ragged all-to-all, an entry per peer.
 
     Attributes:
       input_offsets: first row of the slice for each peer in the local buffer.
@@ -67,14 +74,14 @@ class ExchangePlan(NamedTuple):
 
 
 def plan_exchange(
-    counts: Int[Array, "peer peer"], num_slots: int, mesh: FoldedMesh
+    counts: Int[Array, "peer peer"], num_slots: int, rank: Int[Array, ""]
 ) -> ExchangePlan:
     """Slices of `peer_slices`, and those of their scale groups."""
     at_receiver = jnp.minimum(jnp.cumsum(counts, axis=0) - counts, num_slots)
     group_counts = -(-jnp.minimum(counts, num_slots - at_receiver) // compression.GROUP_TOKENS)
-    group_slots = num_groups(num_slots, mesh.size(mesh.ep))
+    group_slots = num_groups(num_slots, counts.shape[0])
     return ExchangePlan(
-        *peer_slices(counts, num_slots, mesh), *peer_slices(group_counts, group_slots, mesh)
+        *peer_slices(counts, num_slots, rank), *peer_slices(group_counts, group_slots, rank)
     )
 
 
@@ -85,7 +92,7 @@ def num_groups(rows: int, peers: int) -> int:
 
 
 def peer_slices(
-    counts: Int[Array, "peer peer"], num_slots: int, mesh: FoldedMesh
+    counts: Int[Array, "peer peer"], num_slots: int, rank: Int[Array, ""]
 ) -> tuple[PeerSlices, PeerSlices]:
     """Slices that are sent to each peer, and slices that are sent back.
 
@@ -93,12 +100,12 @@ def peer_slices(
       counts: number of rows from each device (first axis) to each (second axis); the sender's
         buffer is in the order of receivers.
       num_slots: capacity of a receiver in rows; its buffer is in the order of senders.
+      rank: of this device among its peers.
     """
     at_sender = jnp.cumsum(counts, axis=1) - counts
     at_receiver = jnp.minimum(jnp.cumsum(counts, axis=0) - counts, num_slots)
     # Overflow is not sent; the offsets in the sender's buffer stay the same.
     counts = jnp.minimum(counts, num_slots - at_receiver)
-    rank = lax.axis_index(mesh.ep)
     return (
         PeerSlices(at_sender[rank], counts[rank], at_receiver[rank]),
         PeerSlices(at_receiver[:, rank], counts[:, rank], at_sender[:, rank]),
@@ -110,8 +117,9 @@ def exchange_rows(
     plan: ExchangePlan,
     num_slots: int,
     name: str,
-    mesh: FoldedMesh,
+    axes: Axes,
     comm_dtype: str | None = None,
+    groups: IndexGroups | None = None,
 ) -> Float[Array, "slot width"]:
     """Sends rows to peers, and returns the received ones in a buffer of `num_slots` rows, padded
     with zeros.
@@ -120,12 +128,16 @@ def exchange_rows(
       name: checkpoint name of the result, for `moe.remat`.
       comm_dtype: communication dtype. None is that of the rows; FP8 sends bytes and a scale for
         each row, and backward a scale for each channel of a group of rows (`sharding.compression`).
+      groups: of the peers, as in `sharding.collectives.all_to_all`.
     """
-    rows = vary(rows, mesh.ep)
-    if comm_dtype is None:
-        return _exchange_slices(rows, plan.sent, plan.received, num_slots, mesh.ep, name)
+    rows = vary(rows, axes)
+    if comm_dtype is None and groups is None:
+        return _exchange_slices(rows, plan.sent, plan.received, num_slots, axes, name)
     plan = match_varying(plan, rows)
-    return _exchange_fp8(rows, plan, num_slots, rows.shape[0], rows.dtype, mesh.ep, name)
+    sizes = num_slots, rows.shape[0]
+    if comm_dtype is None:
+        return _exchange_in_groups(rows, plan, *sizes, axes, name, groups)
+    return _exchange_fp8(rows, plan, *sizes, rows.dtype, axes, name, groups)
 
 
 def _exchange_slices(
@@ -133,37 +145,66 @@ def _exchange_slices(
     sent: PeerSlices,
     received: PeerSlices,
     num_slots: int,
-    axes: tuple[str, ...],
+    axes: Axes,
     name: str = COLLECTIVE,
+    groups: IndexGroups | None = None,
 ) -> Array:
     output = jnp.zeros((num_slots, rows.shape[1]), rows.dtype)
     output = match_varying(output, rows)
     sizes = (sent.input_offsets, sent.sizes, sent.output_offsets, received.sizes)
-    return checkpoint_name(lax.ragged_all_to_all(rows, output, *sizes, axis_name=axes), name)
+    result = lax.ragged_all_to_all(rows, output, *sizes, axis_name=axes, axis_index_groups=groups)
+    return checkpoint_name(result, name)
 
 
+# JAX's own gradient exchanges offsets without regard to groups.
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5, 6))
+def _exchange_in_groups(
+    rows: Array,
+    plan: ExchangePlan,
+    num_slots: int,
+    num_rows: int,
+    axes: Axes,
+    name: str,
+    groups: IndexGroups | None,
+) -> Array:
+    return _exchange_slices(rows, plan.sent, plan.received, num_slots, axes, name, groups)
+
+
+def _forward_in_groups(rows, plan, num_slots, num_rows, axes, name, groups):
+    return _exchange_slices(rows, plan.sent, plan.received, num_slots, axes, name, groups), plan
+
+
+def _backward_in_groups(num_slots, num_rows, axes, name, groups, plan, gradient):
+    slices = plan.reverse.sent, plan.reverse.received
+    return _exchange_slices(gradient, *slices, num_rows, axes, groups=groups), None
+
+
+_exchange_in_groups.defvjp(_forward_in_groups, _backward_in_groups)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5, 6, 7))
 def _exchange_fp8(
     rows: Array,
     plan: ExchangePlan,
     num_slots: int,
     num_rows: int,
     dtype: Any,
-    axes: tuple[str, ...],
+    axes: Axes,
     name: str,
+    groups: IndexGroups | None,
 ) -> Array:
-    return _forward(rows, plan, num_slots, num_rows, dtype, axes, name)[0]
+    return _forward(rows, plan, num_slots, num_rows, dtype, axes, name, groups)[0]
 
 
-def _forward(rows, plan, num_slots, num_rows, dtype, axes, name):
+def _forward(rows, plan, num_slots, num_rows, dtype, axes, name, groups):
     content, scales = (
-        _exchange_slices(array, plan.sent, plan.received, num_slots, axes, name)
+        _exchange_slices(array, plan.sent, plan.received, num_slots, axes, name, groups)
         for array in encode_tokens(rows)
     )
     return decode_tokens((content, scales)).astype(dtype), plan
 
 
-def _backward(num_slots, num_rows, dtype, axes, name, plan, gradient):
+def _backward(num_slots, num_rows, dtype, axes, name, groups, plan, gradient):
     peers, reverse = plan.sent.sizes.shape[0], plan.reverse
     group_slots = num_groups(num_slots, peers)
     group = _group_of_rows(num_slots, reverse.sent, reverse.groups_sent, group_slots)
@@ -172,11 +213,10 @@ def _backward(num_slots, num_rows, dtype, axes, name, plan, gradient):
     # `segment_max` gives the lowest number for a group without rows.
     scales = e4m3_scale(jnp.maximum(largest, 0))
     content = encode(gradient, scales[group])
-    returned = _exchange_slices(content, reverse.sent, reverse.received, num_rows, axes)
+    exchange = partial(_exchange_slices, axes=axes, groups=groups)
+    returned = exchange(content, reverse.sent, reverse.received, num_rows)
     group_slots = num_groups(num_rows, peers)
-    scales = _exchange_slices(
-        scales[:-1], reverse.groups_sent, reverse.groups_received, group_slots, axes
-    )
+    scales = exchange(scales[:-1], reverse.groups_sent, reverse.groups_received, group_slots)
     group = _group_of_rows(num_rows, reverse.received, reverse.groups_received, group_slots)
     row_scales = jnp.take(scales, group, axis=0, mode="fill", fill_value=0)
     return decode(returned, row_scales).astype(dtype), None
@@ -213,38 +253,58 @@ def ragged_dispatch(
     balanced routing at most ``2 T k (ep - 1) / ep`` of them. Over ``etp`` full buffers are sent,
     ``2 B (etp - 1)`` tokens with ``B = ep`` times `peer_tokens`.
     """
-    mesh, comm_dtype, num_local = options.mesh, options.comm_dtype, weights.down.shape[0]
-    num_peers, (num_tokens, k) = mesh.size(mesh.ep), routing.experts.shape
+    mesh, num_local = options.mesh, weights.down.shape[0]
+    num_tokens, k = routing.experts.shape
     sizes = num_tokens, k, num_local, mesh, options.capacity, options.buffer_factor
-    # One buffer for all senders: space that one leaves free another may use.
-    num_slots = num_peers * peer_tokens(*sizes)
+    experts = partial(sharded_experts, weights, num_rows=buffer_rows(*sizes), options=options)
+    ep = mesh.size(mesh.ep)
+    peers = Peers(ep, num_local, peer_tokens(*sizes), ep * num_local)
+    return exchange_slices(x, routing, peers, experts, options)
 
-    experts, probs = (gather_tokens(array, mesh.ep) for array in routing)
-    is_sent = has_experts_at(experts, num_local, num_peers)
+
+def exchange_slices(
+    x: Float[Array, "local d_model"],
+    routing: Routing,
+    peers: Peers,
+    compute: Compute,
+    options: DispatchOptions,
+) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
+    """`moe.experts.dispatch.all_to_all.exchange_tokens` in slices of dynamic length: space that one
+    sender leaves free in a peer's buffer another may use."""
+    mesh, (num_tokens, k) = options.mesh, routing.experts.shape
+    num_slots, num_peers = peers.number * peers.slots, peers.number
+
+    experts, probs = (gather_tokens(array, mesh.ep, groups=peers.groups) for array in routing)
+    is_sent = has_experts_at(experts - peers.first, peers.num_local, num_peers)
     # Tokens from each device (first axis) to each device (second axis).
     counts = jnp.sum(is_sent.reshape(num_peers, num_tokens, num_peers), axis=1, dtype=jnp.int32)
-    plan = plan_exchange(counts, num_slots, mesh)
+    rank = index_in_group(mesh.ep, peers.groups)
+    plan = plan_exchange(counts, num_slots, rank)
+    exchange = partial(
+        exchange_rows, axes=mesh.ep, comm_dtype=options.comm_dtype, groups=peers.groups
+    )
 
     # One peer after the other, each one's tokens in their own order.
-    is_sent_here = has_experts_at(routing.experts, num_local, num_peers)
+    is_sent_here = has_experts_at(routing.experts - peers.first, peers.num_local, num_peers)
     position = plan.sent.input_offsets[None] + jnp.cumsum(is_sent_here, axis=0) - 1
     most = num_tokens * min(k, num_peers)
     token, slots = slots_of(jnp.where(is_sent_here, position, most), most, k)
     kernels = permutation_kernel(options.product)
     rows = permute_rows(x, token, slots, None, kernels)
-    rows = exchange_rows(rows, plan, num_slots, DISPATCHED, mesh, comm_dtype)
+    rows = exchange(rows, plan, num_slots, DISPATCHED)
 
     # The slots of the tokens that come here, in the order in which their senders have them.
-    is_received = is_sent[:, lax.axis_index(mesh.ep)]
+    is_received = is_sent[:, rank]
     slot = jnp.where(is_received, jnp.cumsum(is_received) - 1, num_slots)
     received_token = inverse_slots(slot, num_slots)
-    no_expert = num_peers * num_local
     ids = jnp.where(
-        received_token[:, None] < experts.shape[0], take_rows(experts, received_token), no_expert
+        received_token[:, None] < experts.shape[0],
+        take_rows(experts, received_token),
+        peers.num_experts,
     )
     probs = permute_rows(probs, received_token, slot[:, None])
-    outputs, overflow = sharded_experts(weights, rows, ids, probs, buffer_rows(*sizes), options)
+    outputs, overflow = compute(rows, ids, probs)
 
-    returned = exchange_rows(outputs, plan.reverse, most, COLLECTIVE, mesh, comm_dtype)
+    returned = exchange(outputs, plan.reverse, most, COLLECTIVE)
     out = unpermute_rows(returned, slots, token, kernels).astype(x.dtype)
     return out, overflow + jnp.maximum(jnp.sum(is_received) - num_slots, 0)

@@ -58,7 +58,7 @@ class Evidence:
     repeats_experts: bool = False
     fsdp: bool = False
     overlaps_experts: bool = False
-    dispatch: str = "two_level"
+    dispatch: str = "deepep"
     expert_block: int = 1
     graphs: bool = False
     fitted: bool = False

@@ -14,7 +14,7 @@ from sharding.planner.search import Choices, Plan, best_plan
 from sharding.planner.validation.evidence import EVIDENCE, Evidence
 
 BLACKWELL = ("b200", "gb200", "b300")
-DISPATCHES = {"Megatron-Core": ("ragged", "two_level")}
+DISPATCHES = {"Megatron-Core": ("ragged", "deepep")}
 """Dispatches of a program that has more than one."""
 
 

@@ -73,6 +73,10 @@ CASES = [
         "tp2 cp2 dp2 / ep4",
         {"dispatch": "all_to_all", "remat": "selective", "expert_chunks": 2},
     ),
+    (
+        "tp2 cp2 dp2 / ep8",
+        {"dispatch": "two_level", "server_devices": 2, "remat": "selective", "expert_chunks": 2},
+    ),
     # Of two stages the last has a layer less.
     ("pp2 dp2 / ep2", {"remat": "full", "scan_layers": True}),
 ]

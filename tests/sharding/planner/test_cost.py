@@ -252,7 +252,7 @@ def test_full_rematerialisation_of_others_sends_again():
 
 
 def test_an_all_to_all_beside_another_micro_batch_takes_part_of_the_device():
-    method = replace(MEGATRON, dispatch="two_level")
+    method = replace(MEGATRON, dispatch="deepep")
     shown, hidden = (
         of("tp2 dp64 / ep8", method, System(hides_experts=each)) for each in (False, True)
     )

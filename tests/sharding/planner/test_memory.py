@@ -191,9 +191,8 @@ def test_buffers_are_as_large_as_the_dispatchers(layout, capacity):
 def compiled_bytes(layout, rows, time, model=CONFIG, **execution):
     """Arguments, results and what lies between, compiled as users do, with equal layers scanned:
     elsewhere the CPU compiler computes nothing twice, whatever it is told."""
-    execution = Execution(
-        dispatch="all_gather", context="gather", scan_layers=True, vocab_chunk=None, **execution
-    )
+    options = {"dispatch": "all_gather", "context": "gather", **execution}
+    execution = Execution(scan_layers=True, vocab_chunk=None, **options)
     config, mesh = replace(model, execution=execution), mesh_of(layout)
 
     def abstract(shape, dtype, spec):
@@ -234,6 +233,18 @@ def test_a_program_needs_what_is_stated(layout, remat):
     batch = Batch((4 if sizes.pp > 1 else 2) * sizes.dp, 512, micro_rows=2)
     total = compiled_bytes(layout, batch.rows, batch.time, remat=remat, attention="blocked")
     method = Method(remat=remat, itemsize=4, attention="blocked", duplicates_experts=True)
+    stated = memory(sizes_of(CONFIG), sizes, batch, method, vocab_chunk=None)
+    assert stated.total - stated.optimizer == pytest.approx(total, rel=0.15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["none", "selective", "full"])
+def test_two_levels_of_dispatch_need_what_is_stated(remat):
+    sizes, batch = Layout.parse("dp8 / ep8"), Batch(16, 512, micro_rows=2)
+    options = {"remat": remat, "attention": "blocked", "dispatch": "two_level"}
+    options |= {"server_devices": 4}
+    total = compiled_bytes(str(sizes), 16, 512, **options)
+    method = Method(**options, itemsize=4, duplicates_experts=True)
     stated = memory(sizes_of(CONFIG), sizes, batch, method, vocab_chunk=None)
     assert stated.total - stated.optimizer == pytest.approx(total, rel=0.15)
 

@@ -132,7 +132,7 @@ IN_PARTS = Choices(
 )
 BESIDE = System(hides_gradients=True, hides_chunks=True, hides_two_batch=True)
 
-TWO_LEVEL = Choices(("ragged", "two_level"), storage=("mixed",), micro_rows=(1, 2))
+DEEPEP = Choices(("ragged", "deepep"), storage=("mixed",), micro_rows=(1, 2))
 LAUNCHES = System(hides_hops=True, launch=1e-4, fills_stages=True, hides_experts=True)
 
 
@@ -141,7 +141,7 @@ WALKS = [
     ("mixtral-8x7b", 16, 32, Method(storage="mixed"), *MEGATRON[1:], THEIRS),
     ("mixtral-8x7b", 16, 32, Method(even=True), BESIDE, IN_PARTS),
     ("mixtral-8x7b", 16, 32, Method(fsdp=True), System(hidden=0.5), Choices(micro_rows=(1,))),
-    ("qwen2-57b-a14b", 24, 48, Method(even=True, resends=False), LAUNCHES, TWO_LEVEL),
+    ("qwen2-57b-a14b", 24, 48, Method(even=True, resends=False), LAUNCHES, DEEPEP),
 ]
 
 

@@ -22,6 +22,7 @@ from traced_volumes import (
     schedule_of,
     sent,
     stated,
+    stated_group,
 )
 
 from moe import model
@@ -153,6 +154,35 @@ def test_chunks_send_what_is_stated(dispatch):
     check_layer("full", "dp4 / ep4", execution)
 
 
+SERVERS = [
+    # Eight servers of eight, and with capacities and without.
+    ("g8t8", "dp64 / ep64", 8, {}),
+    ("large", "dp64 / ep64", 8, {"remat": "selective"}),
+    ("qwen2", "tp4 dp16 / ep32 etp2", 8, {"remat": "full"}),
+    ("toy", "tp2 cp2 dp4 / ep8 etp2", 8, {"remat": "none"}),
+    ("full", "dp8 / ep8", 4, {"expert_chunks": 3}),
+    ("half", "tp2 dp4 / ep8", 2, {"two_batch_overlap": True, "remat": "selective"}),
+    ("long", "dp4 / ep4", 2, {"activation_wire": "float8_e4m3fn"}),
+    ("toy", "pp2 dp4 / ep4", 2, {"remat": "full"}),
+    ("g8t8", "dp64 / ep64", 8, {"dispatch": "two_level_ragged"}),
+    ("toy", "tp2 cp2 dp4 / ep8 etp2", 8, {"dispatch": "two_level_ragged", "remat": "selective"}),
+    (
+        *("long", "dp4 / ep4", 2),
+        {"dispatch": "two_level_ragged", "activation_wire": "float8_e4m3fn"},
+    ),
+    # One device of each server, and one server.
+    ("toy", "tp2 dp4 / ep4 etp2", 2, {}),
+    ("toy", "dp8 / ep8", 8, {}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "layout", "server_devices", "execution"), SERVERS)
+def test_two_levels_send_what_is_stated(name, layout, server_devices, execution):
+    options = {"context": "gather", "dispatch": "two_level", **execution}
+    check_layer(name, layout, Execution(**options, server_devices=server_devices))
+
+
 HALVES = [
     # Of seven rows four go first; of their tokens, in chunks, some have one more.
     ("toy", "tp2 dp4 / ep4 etp2", {"dispatch": "all_to_all", "expert_chunks": 3}),
@@ -265,6 +295,8 @@ def test_a_step_has_the_layers_of_the_deepest_stage():
         ("dense", "tp2 dp4 / ep8", "all_gather", {}),
         ("toy", "tp2 dp4 / ep4 etp2", "all_to_all", {"expert_chunks": 3}),
         ("toy", "tp2 cp2 dp2 / ep4", "all_gather", {"two_batch_overlap": True}),
+        ("toy", "tp2 cp2 dp4 / ep8 etp2", "two_level", {"server_devices": 8}),
+        ("full", "tp2 dp8 / ep16", "two_level", {"server_devices": 4}),
     ],
 )
 def test_a_compiled_layer_sends_what_is_stated(name, layout, dispatch, overlap):
@@ -282,7 +314,7 @@ def test_a_compiled_layer_sends_what_is_stated(name, layout, dispatch, overlap):
     compiled = forward.lower(random_weights(config, 0), tokens, tokens > 0).compile()
     found, expected = Counter(), Counter()
     for one in hlo_collectives(compiled.as_text()):
-        found[one.kind, one.over] += one.bytes
+        found[one.kind, tuple(sorted(one.over))] += one.bytes
     sizes, tokens = (sizes_of(config), mesh.layout), batch.local_tokens(mesh.layout)
     transfers = [
         *volumes.embedding(*sizes, tokens, method_of(config))[:1],
@@ -291,6 +323,14 @@ def test_a_compiled_layer_sends_what_is_stated(name, layout, dispatch, overlap):
     back = volumes.row_reordering(*sizes, batch, method_of(config))
     transfers += [one for one in back if one.kind == "all_gather"]
     for one in transfers:
-        axes = [atom for axis in one.axes for atom in getattr(mesh, axis)]
-        expected[one.kind, tuple(map(tuple, axis_groups(mesh, axes)))] += one.bytes
+        expected[one.kind, device_groups(one, mesh)] += one.bytes
     assert found == expected
+
+
+def device_groups(transfer, mesh):
+    axes = [atom for axis in transfer.axes for atom in getattr(mesh, axis)]
+    groups = axis_groups(mesh, axes)
+    if transfer.server_devices is not None:
+        _, indices = stated_group(transfer, mesh)
+        groups = [[group[index] for index in part] for group in groups for part in indices]
+    return tuple(sorted(map(tuple, groups)))

@@ -33,7 +33,8 @@ from sharding.folding import Layout, fold_abstract
 # Other than the default, all of them.
 FLAGS = {
     "context": "ring",
-    "dispatch": "all_to_all",
+    "dispatch": "two_level",
+    "server_devices": 4,
     "exchange_rate": 0.75,
     "activation_wire": "float8_e4m3fn",
     "attention": "blocked",

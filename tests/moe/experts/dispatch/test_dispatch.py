@@ -17,6 +17,7 @@ from programs import jit, mesh_of
 from ragged import ragged_by_gathering
 from tiers import full_but
 
+from moe.execution import TWO_LEVELS
 from moe.experts.dispatch import ragged as ragged_dispatcher
 from moe.experts.dispatch.buffers import DispatchOptions, peer_assignments, peer_tokens, slots_of
 from moe.experts.dispatch.choice import dispatch, rows_received
@@ -37,6 +38,17 @@ LAYOUTS = [
     "tp2 dp4 / ep2 etp2",
     "dp8 / ep4 etp2",
 ]
+
+
+NAMES = ["all_to_all", "all_gather", "ragged", "two_level", "two_level_ragged"]
+
+
+def by(name, server_devices=2):
+    """The arguments of a dispatcher."""
+    return {
+        "implementation": name,
+        "server_devices": server_devices if name in TWO_LEVELS else None,
+    }
 
 
 def expert_weights():
@@ -153,22 +165,43 @@ def test_a_token_is_at_the_peers_that_it_goes_to_in_their_order():
 @pytest.mark.parametrize("layout", full_but(LAYOUTS, "tp2 dp4 / ep2 etp2"))
 @pytest.mark.parametrize("name", ["all_to_all", "all_gather"])
 def test_dispatch_equals_the_dense_oracle(name, layout):
-    mesh = mesh_of(layout)
-    program = pulled(on(mesh, lambda *given: dispatch(*given, mesh, implementation=name)))
+    equals_the_oracle(mesh_of(layout), by(name))
+
+
+def equals_the_oracle(mesh, options):
+    program = pulled(on(mesh, partial(dispatch, mesh=mesh, **options)))
     for kind in ("any", "one device gets all", "a device of padding"):
         agrees(program, routing_of(kind), kind)
+
+
+SERVERS = [
+    ("dp1", 2),
+    ("dp8 / ep8", 4),
+    ("dp8 / ep8", 2),
+    ("tp2 dp4 / ep4", 2),
+    ("dp8 / ep4 etp2", 4),
+    # All of a server share experts, or none do.
+    ("dp8 / ep4 etp2", 8),
+    ("tp2 dp4 / ep2 etp2", 2),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "server_devices"), SERVERS)
+@pytest.mark.parametrize("name", TWO_LEVELS)
+def test_two_levels_equal_the_dense_oracle(name, layout, server_devices, emulated):
+    equals_the_oracle(mesh_of(layout), by(name, server_devices))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "capacity"),
-    list(itertools.product(["all_to_all", "all_gather"], [1, 2])),
+    list(itertools.product(["all_to_all", "all_gather", *TWO_LEVELS], [1, 2])),
 )
-def test_smaller_buffers_hold_what_a_capacity_lets_through(name, capacity):
-    mesh = mesh_of("tp2 dp4 / ep2 etp2")
-    program = pulled(
-        on(mesh, lambda *given: dispatch(*given, mesh, capacity=capacity, implementation=name))
-    )
+def test_smaller_buffers_hold_what_a_capacity_lets_through(name, capacity, emulated):
+    mesh = mesh_of("tp2 dp4 / ep4 etp2" if name in TWO_LEVELS else "tp2 dp4 / ep2 etp2")
+    options = by(name, server_devices=4)
+    program = pulled(on(mesh, partial(dispatch, mesh=mesh, capacity=capacity, **options)))
     for kind in ("any", "one device gets all"):
         routing = routing_of(kind, num_devices=8, capacity=capacity)
         agrees(program, routing, kind)
@@ -200,11 +233,11 @@ def half_unit(x):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["all_to_all", "all_gather", "ragged"])
+@pytest.mark.parametrize("name", NAMES)
 def test_half_precision_is_rounded_where_the_contract_says(name, emulated):
     """Neither what a device adds up is rounded before the sum is, nor what devices add up."""
     mesh = mesh_of("dp4 / ep4")
-    function = on(mesh, partial(dispatch, mesh=mesh, implementation=name))
+    function = on(mesh, partial(dispatch, mesh=mesh, **by(name)))
     out, rows, experts = in_half_precision(function)
     peers = np.moveaxis(experts, 1, 0)[..., None] // 2
     parts = np.stack([np.sum(rows, axis=0, where=peers == peer) for peer in range(4)])
@@ -213,11 +246,14 @@ def test_half_precision_is_rounded_where_the_contract_says(name, emulated):
     allowed = half_unit(exact) + 1e-6
     if name != "all_gather":
         allowed = allowed + np.sum(half_unit(parts), axis=0)
+    if name in TWO_LEVELS:
+        servers = parts.reshape(2, 2, *parts.shape[1:]).sum(axis=1)
+        allowed = allowed + np.sum(half_unit(servers), axis=0)
     np.testing.assert_array_less(np.abs(out - exact), allowed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["all_to_all", "all_gather", "ragged"])
+@pytest.mark.parametrize("name", NAMES)
 def test_an_expert_chosen_twice_counts_twice(name, emulated):
     """As a replayed routing may have it: more choices than a peer has slots for, and none lost."""
     mesh = mesh_of("dp4 / ep4")
@@ -228,11 +264,11 @@ def test_an_expert_chosen_twice_counts_twice(name, emulated):
     assert peer_assignments(4, CHOSEN, 2, None) == 8 < 9
     scale = np.random.default_rng(3).random(experts.shape)
     routing = Routing(experts.astype(np.int32), scale.astype(np.float32))
-    agrees(pulled(on(mesh, partial(dispatch, mesh=mesh, implementation=name))), routing, name)
+    agrees(pulled(on(mesh, partial(dispatch, mesh=mesh, **by(name)))), routing, name)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", full_but(["all_to_all", "all_gather", "ragged"], "ragged"))
+@pytest.mark.parametrize("name", full_but(NAMES, "ragged"))
 def test_more_than_the_capacity_promised_takes_nobodys_place(name, emulated):
     """What has no slot adds nothing, and rows for another device are not written over."""
     mesh = mesh_of("dp4 / ep4")
@@ -241,8 +277,7 @@ def test_more_than_the_capacity_promised_takes_nobodys_place(name, emulated):
     assert peer_assignments(4, CHOSEN, 2, 1) == 2 < 6
     scale = np.where(experts < ROUTE, 0.25, 0.0)
     routing = Routing(experts.astype(np.int32), scale.astype(np.float32))
-    options = {"mesh": mesh, "capacity": 1, "implementation": name}
-    program = jit(counting(mesh, partial(dispatch, **options)))
+    program = jit(counting(mesh, partial(dispatch, mesh=mesh, capacity=1, **by(name))))
     given = expert_weights(), tokens(), routing
     out, overflow = jax.device_get(program(*given))
     assert overflow > 0
@@ -287,7 +322,7 @@ def test_what_cannot_be_had_is_refused():
         ("ragged", r'dispatch="ragged" needs jax.lax.ragged_all_to_all, which CPU devices do not'),
         (
             "alltoall",
-            r"dispatch='alltoall' is not known: choose among all_to_all, all_gather, ragged",
+            r"dispatch='alltoall' is not known: choose among all_to_all, all_gather, ragged, two_l",
         ),
     ):
         function = on(mesh, partial(_named, mesh, name))

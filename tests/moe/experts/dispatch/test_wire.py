@@ -137,6 +137,8 @@ def test_equals_the_twin(name, peers, emulated, monkeypatch):
         ("all_gather", "dp4 / ep2 etp2", {"capacity": 5}),
         ("ragged", "dp4 / ep2 etp2", {"buffer_factor": 4.0}),
         ("all_to_all", "dp4 / ep4", {"chunks": 2}),
+        ("two_level", "dp4 / ep4", {"server_devices": 2}),
+        ("two_level_ragged", "dp4 / ep4", {"server_devices": 2, "chunks": 2}),
         ("ragged", "dp4 / ep4", {"chunks": 2}),
     ],
 )

@@ -1,0 +1,120 @@
+"""Two-level all-to-all token dispatcher: one copy of a token is sent to each server that has some
+of its experts, and there one to each such device.
+
+DeepEP and HybridEP send so between servers, whose links are slower than those inside: with k
+experts on the devices of a server, a token crosses once and not k times.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from moe.experts.dispatch.all_to_all import Peers, exchange_tokens, sharded_experts
+from moe.experts.dispatch.buffers import DispatchOptions, buffer_rows, peer_tokens
+from moe.experts.dispatch.cost import hardware_of
+from moe.experts.dispatch.ragged import exchange_slices
+from moe.router.routing import Routing
+from moe.weights import Experts
+from sharding.costs.hardware import UNKNOWN
+from sharding.folding import FoldedMesh
+from sharding.folding.servers import ServerGroups, server_groups
+
+
+def two_level_dispatch(
+    weights: Experts[Array],
+    x: Float[Array, "local d_model"],
+    routing: Routing,
+    options: DispatchOptions,
+) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
+    """Dispatches as `moe.experts.dispatch.all_to_all.all_to_all_dispatch`, in two all-to-alls: over
+    servers, between devices of equal rank in them, and over the devices of a server.
+
+    Both carry the expert ids and gate weights of a token. On the way back the outputs of a server's
+    devices are summed there, in float32, and one row for each token and server returns. Devices of
+    one server, or one device of each, have one all-to-all.
+
+    Communication per device and layer, forward, with S servers of D devices along ``ep``, T local
+    tokens and R from `peer_tokens`: all-to-alls of ``S min(T, D R)`` tokens between servers, out
+    and back, of which ``1 / S`` stay, and of ``ep R`` inside, out and back, of which ``1 / D``
+    stay. With one all-to-all ``R D (S - 1)`` tokens cross.
+
+    References:
+      DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.2.2.
+      https://arxiv.org/abs/2412.19437
+    """
+    return _dispatch(exchange_tokens, weights, x, routing, options)
+
+
+def two_level_ragged_dispatch(
+    weights: Experts[Array],
+    x: Float[Array, "local d_model"],
+    routing: Routing,
+    options: DispatchOptions,
+) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
+    """`two_level_dispatch` in slices of dynamic length, as
+    `moe.experts.dispatch.ragged.ragged_dispatch`.
+
+    Communication per device and layer, forward: all-gathers of the routing over servers, ``2 T k (S
+    - 1)`` numbers, and inside, ``2 S min(T, D R) k (D - 1)``; a token once to each other server
+    with some of its experts, and there once to each other such device, and back.
+    """
+    return _dispatch(exchange_slices, weights, x, routing, options)
+
+
+def _dispatch(
+    exchange: Callable[..., tuple[Array, Array]],
+    weights: Experts[Array],
+    x: Array,
+    routing: Routing,
+    options: DispatchOptions,
+) -> tuple[Array, Array]:
+    mesh, num_local = options.mesh, weights.down.shape[0]
+    (num_tokens, k), num_experts = routing.experts.shape, mesh.size(mesh.ep) * num_local
+    sizes = num_tokens, k, num_local, mesh, options.capacity, options.buffer_factor
+    experts = partial(sharded_experts, weights, num_rows=buffer_rows(*sizes), options=options)
+    per_device, split = peer_tokens(*sizes), expert_servers(mesh, options.server_devices)
+    if 1 in split:
+        peers = Peers(mesh.size(mesh.ep), num_local, per_device, num_experts)
+        return exchange(x, routing, peers, experts, options)
+    experts_of_server = split.devices * num_local
+    # No more tokens go to a server than there are.
+    per_server = min(num_tokens, split.devices * per_device)
+    servers = Peers(split.servers, experts_of_server, per_server, num_experts, groups=split.across)
+    devices = Peers(
+        split.devices,
+        num_local,
+        # Space that one server leaves free another may use.
+        split.servers * per_device,
+        num_experts,
+        lax.axis_index(mesh.ep) // split.devices * experts_of_server,
+        split.inside,
+    )
+
+    def in_server(rows: Array, ids: Array, probs: Array) -> tuple[Array, Array]:
+        return exchange(rows, Routing(ids, probs), devices, experts, options)
+
+    return exchange(x, routing, servers, in_server, options)
+
+
+def expert_servers(mesh: FoldedMesh, server_devices: int | None) -> ServerGroups:
+    """Servers of the devices along ``ep``.
+
+    Args:
+      server_devices: devices of a server; None is the number that the fast links of such devices
+        join (`sharding.costs.hardware`).
+
+    Raises:
+      ValueError: for devices of an unknown kind without a number, and where servers have unequal
+        parts of the devices along ``ep``.
+    """
+    if server_devices is None:
+        hardware = hardware_of(mesh)
+        if hardware is UNKNOWN:
+            raise ValueError(
+                "the number of devices of a server is not known, for a kind that is not in "
+                "sharding.costs.hardware: give server_devices."
+            )
+        server_devices = hardware.domain
+    return server_groups(mesh, mesh.ep, server_devices)
