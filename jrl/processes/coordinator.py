@@ -153,20 +153,29 @@ def exit_without_waiting(status: int) -> None:
         atexit.register(_exit, status)
 
 
-def _exit(status: int) -> None:
-    # JAX would wait for the others, and they for this process, in the middle of a collective.
+def exit_now(status: int, silent: int = 0) -> None:
+    """Ends this process from any thread, without waiting for its others.
+
+    Args:
+      silent: processes that cannot end by themselves, which process 0 does not wait for.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
-    if jax.process_index() == 0:
-        _wait_for_others()
+    if jax.distributed.is_initialized() and jax.process_index() == 0:
+        _wait_for_others(silent)
     os._exit(status)
 
 
-def _wait_for_others() -> None:
+def _exit(status: int) -> None:
+    # JAX would wait for the others, and they for this process, in the middle of a collective.
+    exit_now(status)
+
+
+def _wait_for_others(silent: int) -> None:
     """Closes this process's connections except those of the coordinator, and waits for the others.
 
-    The others notice it and end; the wait is until they have left the coordinator too, and at most
-    `GRACE_SECONDS` seconds.
+    The others notice it and end; the wait is until they have left the coordinator too, except
+    `silent` of them, and at most `GRACE_SECONDS` seconds.
     """
     port = coordinator_address()[1]
     for connection in _connections():
@@ -174,7 +183,7 @@ def _wait_for_others() -> None:
             connection.shutdown(socket.SHUT_RDWR)
     deadline = time.monotonic() + GRACE_SECONDS
     # One of those that are connected with the coordinator is this process.
-    while sum(connection.getsockname()[1] == port for connection in _connections()) > 1:
+    while sum(each.getsockname()[1] == port for each in _connections()) > 1 + silent:
         if time.monotonic() > deadline:
             return
         time.sleep(0.05)
@@ -200,6 +209,36 @@ def exchange(name: str, value: str) -> list[str]:
         client.blocking_key_value_get(f"jrl/{name}/{process}", 1000 * SHUTDOWN_SECONDS)
         for process in range(jax.process_count())
     ]
+
+
+class KeyValueStore:
+    """Texts of the processes of a run in JAX's coordination service, which process 0 has.
+
+    No device is used. Calls block without holding up Python while process 0 does not answer.
+
+    Args:
+      name: of the texts; the same in all processes.
+
+    Raises:
+      RuntimeError: of all methods, where the service cannot be reached.
+    """
+
+    def __init__(self, name: str):
+        from jax._src.distributed import global_state
+
+        assert global_state.client is not None
+        self._client, self._name = global_state.client, f"jrl/{name}"
+
+    def publish(self, text: str) -> None:
+        """Replaces the text of this process."""
+        self._client.key_value_set(
+            f"{self._name}/{jax.process_index()}", text, allow_overwrite=True
+        )
+
+    def read(self) -> dict[int, str]:
+        """Texts by process, of those that have published one."""
+        texts = self._client.key_value_dir_get(self._name)
+        return {int(key.rpartition("/")[2]): text for key, text in texts}
 
 
 def _connections() -> Iterator[socket.socket]:
