@@ -92,6 +92,9 @@ class Watchdog:
       store: of the heartbeats of all processes; None in a run of one.
       end: ends this process, given the number of processes that are silent; it does not return.
       print_line: prints a line for the user.
+
+    Attributes:
+      progress: record of this process, of which `__enter__` starts a new one.
     """
 
     def __init__(
@@ -104,8 +107,8 @@ class Watchdog:
         self._settings, self._store = settings, store
         self._end, self._print_line = end, print_line
         self._base = BASE_DEADLINE if settings.deadline is None else settings.deadline
-        self._progress = Progress()
-        self._position = self._progress.position()
+        self.progress = Progress()
+        self._position = self.progress.position()
         self._idle, self._longest = 0.0, dict[str, float]()
         self._own = self._make_record()
         self._peers: dict[int, _Peer] = {}
@@ -118,8 +121,8 @@ class Watchdog:
     def __enter__(self) -> "Watchdog":
         if self._base == 0:
             return self
-        self._progress = progress.start()
-        self._stack.enter_context(self._progress.watching_compilation())
+        self.progress = progress.start()
+        self._stack.enter_context(self.progress.watching_compilation())
         threads = [threading.Thread(target=self._watch, name="jrl watchdog", daemon=True)]
         if self._store is not None:
             threads.append(threading.Thread(target=self._beat, name="jrl heartbeat", daemon=True))
@@ -134,16 +137,17 @@ class Watchdog:
         self._stack.close()
 
     def status(self) -> tuple[str, float, str | None]:
-        """Phase of this process, the seconds since it was entered, and a line if it is late."""
-        position, own = self._progress.position(), self._own
+        """Phase of this process, the seconds since it was entered, and a line if it hangs."""
+        position, hang = self.progress.position(), self._hang
         line = None
-        if self._base and own.idle > own.deadline:
-            line = describe(Hang((own,), (), is_silent=False), str(self._settings.stacks))
+        # One that waits for another process is not to be restarted alone.
+        if hang is not None and self._settings.process in hang.processes:
+            line = describe(hang, str(self._settings.stacks))
         return position.phase, position.seconds, line
 
     def tick(self, seconds: float) -> None:
         """Looks at this process and at what has been received, `seconds` after the last time."""
-        position = self._progress.position()
+        position = self.progress.position()
         if position.signs == self._position.signs:
             self._idle += seconds
         else:
@@ -197,7 +201,7 @@ class Watchdog:
         return [
             replace(
                 peer.record,
-                silence=self._store_silence if process == 0 else peer.silence,
+                silence=max(peer.silence, self._store_silence if process == 0 else 0.0),
             )
             for process, peer in sorted(self._peers.items())
         ]
@@ -226,7 +230,8 @@ class Watchdog:
 
     def _speaks_of(self, hang: Hang) -> bool:
         """True in the first process that can speak of a hang; the others print only their end."""
-        return self._settings.process == min(r.process for r in hang.others or hang.late)
+        able = hang.others if hang.is_silent else (*hang.late, *hang.others)
+        return self._settings.process == min(record.process for record in able)
 
     def _end_run(self, hang: Hang) -> None:
         if not hang.can_end:
