@@ -60,6 +60,8 @@ class Command:
     preset:NAME for one that comes with the library; flags on the command line take precedence."""
     dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print batch arithmetic, parameters, memory and layout, and exit."""
+    log_json: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Print each line of the run as a JSON object with time, level, host, process and message."""
 
 
 @dataclass(frozen=True)

@@ -353,8 +353,8 @@ class RunConfig:
     is none. The first step, which compiles, has none."""
     hang_deadline: float | None = None
     """Seconds that a phase (rollout, reward, update, ...) may take without a sign of progress: the
-    process that hangs is then named, stacks are written to the run folder, and after 30 s more the
-    run ends. Checkpoints have six times as many, compilations and the first of each phase twelve
+    process that hangs is then named, stacks are written to the run folder, and after 30 s more (at
+    most as many) the run ends. Checkpoints have six times as many, compilations and the first of each phase twelve
     times. 0 watches nothing. None is 300, and then a run of one process is not ended."""
 
     faults: bool = False

@@ -197,6 +197,13 @@ def coordinator_address() -> tuple[str, int]:
     return _parse_address(global_state.coordinator_address)
 
 
+def process_id() -> int:
+    """Index of this process, without starting JAX's devices; 0 before it has joined."""
+    from jax._src.distributed import global_state
+
+    return global_state.process_id
+
+
 def exchange(name: str, value: str) -> list[str]:
     """Values of all processes, in the order of their ids, through the coordinator: no device is
     used. To be called once with a name."""

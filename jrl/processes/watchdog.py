@@ -35,7 +35,7 @@ SILENCE = 45.0
 """Most seconds without a heartbeat before the run is ended; the process is named after half of it.
 XLA and JAX end a run without naming a process after 54 s or more."""
 GRACE = 30.0
-"""Seconds for which a process that is late may still come back, after it has been named."""
+"""Most seconds for which a process that is late may still come back after it has been named."""
 STACKS_SECONDS = 10.0
 """Seconds for writing stacks to a file, which may be on a file system that hangs."""
 END_SECONDS = 20.0
@@ -72,6 +72,11 @@ class WatchdogSettings:
     def silence(self) -> float:
         """Seconds without a heartbeat after which the run is ended."""
         return SILENCE if self.deadline is None else min(SILENCE, self.deadline)
+
+    @property
+    def grace(self) -> float:
+        """Seconds from the line that names a late process to the end of the run."""
+        return GRACE if self.deadline is None else min(GRACE, self.deadline)
 
 
 @dataclass
@@ -224,7 +229,7 @@ class Watchdog:
             self._write_stacks(line, [*hang.late, *hang.others])
             return
         self._hang_seconds += seconds
-        lasts = self._hang_seconds > GRACE
+        lasts = self._hang_seconds > self._settings.grace
         if hang.exceeds(self._settings.silence) if hang.is_silent else lasts:
             self._end_run(hang)
 

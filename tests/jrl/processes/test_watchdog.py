@@ -14,7 +14,7 @@ class Watched:
     def __init__(self, folder, process=0, num_processes=2, deadline=None):
         settings = WatchdogSettings(process, num_processes, "here", folder / "stacks", deadline)
         self.lines, self.ends, self.beat = [], [], 0
-        self.folder, self.process = folder, process
+        self.folder, self.texts = folder, {}
         self.dog = Watchdog(settings, None, self.ends.append, self.lines.append)
         self.phase = self.dog.progress.phase
 
@@ -22,11 +22,9 @@ class Watched:
         """A second, with heartbeats of those peers."""
         self.beat += 1
         texts = {peer.process: replace(peer, beat=self.beat).to_text() for peer in peers}
-        self.dog.receive({**self.texts, **texts}, 1.0)
-        self.texts = {**self.texts, **texts}
+        self.texts |= texts
+        self.dog.receive(self.texts, 1.0)
         self.dog.tick(1.0)
-
-    texts: dict[int, str] = {}
 
     def seconds(self, number, *peers):
         for _ in range(number):
