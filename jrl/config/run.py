@@ -352,10 +352,11 @@ class RunConfig:
     """Seconds from the end of a step to that of the next, after which the health check fails; None
     is none. The first step, which compiles, has none."""
     hang_deadline: float | None = None
-    """Seconds that a phase (rollout, reward, update, ...) may take without a sign of progress: the
-    process that hangs is then named, stacks are written to the run folder, and after 30 s more (at
-    most as many) the run ends. Checkpoints have six times as many, compilations and the first of each phase twelve
-    times. 0 watches nothing. None is 300, and then a run of one process is not ended."""
+    """Seconds that a phase (rollout, reward, update, ...) may take without a sign of progress. Then
+    the process that hangs is named and stacks are written to the run folder, and after 30 s more
+    (at most the deadline) the run ends. It is six times as long for checkpoints, and twelve times
+    for compilations and for the first of each phase. 0 watches nothing. None is 300; a run of one
+    process is then named but not ended."""
 
     faults: bool = False
     """Sample each process once a second into faults/ of the run folder, for python -m jrl.faults

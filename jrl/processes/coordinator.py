@@ -154,7 +154,7 @@ def exit_without_waiting(status: int) -> None:
 
 
 def exit_now(status: int, silent: int = 0) -> None:
-    """Ends this process from any thread, without waiting for its others.
+    """Ends this process immediately, from any thread.
 
     Args:
       silent: processes that cannot end by themselves, which process 0 does not wait for.
