@@ -139,6 +139,10 @@ class Watchdog:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the watch, before the end of its block too; more than once does no harm."""
         self._stack.close()
 
     def status(self) -> tuple[str, float, str | None]:

@@ -191,6 +191,7 @@ def train(
             save(checkpoints, networks, state, provenance.describe(setup.settings, folder))
         write_adapters(setup, folder, state.policy.weights)
         outputs.warn(guard.alarms())  # since the last step: shown, but no line of metrics is left
+        watchdog.close()  # loggers may take their time to send the rest
     if is_main_process():
         finish(folder, f"{run.task}, {setup.recipe.name}", stopped=step < run.steps)
     return Outcome(step, stopped=step < run.steps)
