@@ -32,6 +32,7 @@ from jrl.processes.agreement import (
 )
 from jrl.processes.coordinator import process_id
 from jrl.processes.supervisor import UNSUPERVISED, Supervisor
+from jrl.processes.watchdog import jax_heartbeat
 from jrl.recipes.load import source_of
 from jrl.report.evaluation import summarize_run
 from jrl.runs import records
@@ -59,7 +60,7 @@ def _main(arguments: list[str], supervisor: Supervisor) -> int:
     options = parse_arguments(arguments)
     if options.command.log_json:
         start_json_lines("stderr", process_id)
-    start_jax(options.run.devices, options.processes)
+    start_jax(options.run.devices, options.processes, jax_heartbeat(options.run.hang_deadline))
     if options.command.log_json:
         start_json_lines("stdout", process_id)  # which `start_jax` may replace
     check_same(_shared_settings(options))

@@ -21,6 +21,8 @@ from jrl.processes import rendezvous
 AUTO = "auto"
 SHUTDOWN_SECONDS = 60
 """Seconds that a process waits at its end for processes that have not ended."""
+HEARTBEAT_SECONDS = 100
+"""Default of the seconds without a heartbeat after which JAX ends all processes."""
 KUBERNETES_REMEDY = (
     "give the pods a service account that may read pods, jobs and services; or write the JobSet "
     "with python -m jrl.launch --jobset, which needs neither."
@@ -102,11 +104,15 @@ SINGLE_PROCESS = Processes()
 """A run of one process."""
 
 
-def join_processes(processes: Processes) -> None:
+def join_processes(processes: Processes, heartbeat: int = HEARTBEAT_SECONDS) -> None:
     """Connects this process with the others, before JAX touches any device.
 
     Nothing is done in a run of one process, and where it is connected: by an earlier command, or by
     a launcher such as Ray.
+
+    Args:
+      processes: settings of this one.
+      heartbeat: seconds without a heartbeat after which JAX ends all processes, without a name.
 
     Raises:
       ValueError: where the coordinator cannot be reached, or not all processes join in time.
@@ -115,7 +121,7 @@ def join_processes(processes: Processes) -> None:
     if coordinator is None or jax.distributed.is_initialized():
         return
     if coordinator == AUTO:
-        _initialize(processes)
+        _initialize(processes, heartbeat)
         return
     # JAX aborts a process that cannot connect, with a long report: what can be checked is checked
     # before.
@@ -126,7 +132,7 @@ def join_processes(processes: Processes) -> None:
         rendezvous.host(address, coordinator, count, seconds)
     else:
         rendezvous.join(address, coordinator, count, index, seconds)
-    _initialize(processes)
+    _initialize(processes, heartbeat)
 
 
 def check_devices() -> None:
@@ -287,7 +293,7 @@ def _parse_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _initialize(processes: Processes) -> None:
+def _initialize(processes: Processes, heartbeat: int) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # Its handler of SIGTERM would replace the run's own.
     jax.config.update("jax_enable_preemption_service", False)
@@ -304,6 +310,7 @@ def _initialize(processes: Processes) -> None:
             processes.num_processes,
             processes.process_id,
             initialization_timeout=2 * seconds,
+            heartbeat_timeout_seconds=heartbeat,
             shutdown_timeout_seconds=SHUTDOWN_SECONDS,
             cluster_detection_method=None if auto else "deactivate",
         )

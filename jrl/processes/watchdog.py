@@ -32,8 +32,10 @@ INTERVAL = 1.0
 MANY = 64
 """Processes from which on heartbeats become rarer, so that process 0 has as many in a second."""
 SILENCE = 45.0
-"""Most seconds without a heartbeat before the run is ended; the process is named after half of it.
-XLA and JAX end a run without naming a process after 54 s or more."""
+"""Most seconds without a heartbeat until a run is ended; the process is named after half of it."""
+JAX_HEARTBEAT, JAX_NEVER = 400, 10**7
+"""Seconds without a heartbeat after which JAX ends a run, at the earliest after half of them and
+without a line that names a process: later than the watchdog, and never if that is off."""
 GRACE = 30.0
 """Most seconds for which a process that is late may still come back after it has been named."""
 STACKS_SECONDS = 10.0
@@ -290,6 +292,11 @@ class Watchdog:
             ends = self._stop.wait(interval)
         with contextlib.suppress(RuntimeError):
             self._store.publish(replace(self._own, beat=beat + 1, has_ended=True).to_text())
+
+
+def jax_heartbeat(deadline: float | None) -> int:
+    """Seconds without a heartbeat after which JAX itself ends a run, given `hang_deadline`."""
+    return JAX_NEVER if deadline == 0 else JAX_HEARTBEAT
 
 
 def write_stacks(path: Path, header: str) -> None:

@@ -28,7 +28,7 @@ FLAGS = [f"--{name}={value}" for name, value in SETTINGS.items()]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}"}
 ENDLESS = 100_000
 """Steps of a run that does not end by itself."""
-WAIT = 240
+WAIT = 600
 """Seconds for what takes far fewer."""
 SLEEPER = """
 import time
@@ -105,7 +105,8 @@ def test_a_frozen_process_is_named_and_ends_the_other(tmp_path, frozen):
         seconds = time.monotonic() - begin
         run.processes[frozen].send_signal(signal.SIGCONT)
         assert run.end(frozen)[0] != 0
-    assert status == 1 and 12 < seconds < 60
+    # The last heartbeat was up to a second before, and reading it takes as long.
+    assert status == 1 and 9 < seconds < 60
     name = f"process {frozen} (host {socket.gethostname()}) has sent no heartbeat for"
     assert [line.partition(name)[0] for line in lines] == ["warning: ", "error: "], lines
     assert "frozen, or the machine or the link is down; last in `" in lines[1]
@@ -141,10 +142,13 @@ def test_a_verifier_that_does_not_answer_is_named(tmp_path, count):
     with Run(tmp_path / "run", count, *flags) as run:
         ends = [run.end(number) for number in range(count)]
     name = f"process 0 (host {socket.gethostname()}) has been in `reward` of step"
-    for number, (status, lines) in enumerate(ends):
-        assert status == 1
-        begins = ["warning: ", "error: "] if number == 0 else ["error: "]
-        assert [line.partition(name)[0] for line in lines] == begins, lines
-        assert "s, waiting for verifiers or rewards" in lines[0]
-        assert ("; the others wait in `agreement` (`rollout`)" in lines[0]) == (count == 2)
+    assert [status for status, _ in ends] == [1] * count
+    lines = ends[0][1]
+    assert [line.partition(name)[0] for line in lines] == ["warning: ", "error: "], lines
+    assert "s, waiting for verifiers or rewards" in lines[0]
+    assert ("; the others wait in `agreement` (`rollout`)" in lines[0]) == (count == 2)
+    # The other process says the same, or that the first has ended.
+    assert [line.startswith("error: ") for _, other in ends[1:] for line in other] == [True] * (
+        count - 1
+    )
     assert "jrl verification" in stacks(run, 0)
