@@ -172,6 +172,13 @@ def exit_now(status: int, silent: int = 0) -> None:
     os._exit(status)
 
 
+def exit_after(seconds: float, status: int) -> None:
+    """Ends this process after so many seconds, unless it has ended before."""
+    timer = threading.Timer(seconds, os._exit, (status,))
+    timer.daemon = True
+    timer.start()
+
+
 def _exit(status: int) -> None:
     # JAX would wait for the others, and they for this process, in the middle of a collective.
     exit_now(status)

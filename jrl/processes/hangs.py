@@ -26,12 +26,12 @@ REASONS = {
     CHECKPOINT: "writing or reading files",
     COMPILE: "compiling",
 }
-"""What a phase waits for, if that is not another process."""
+"""Texts for phases that wait for something else than another process."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What one process says of itself, and how long nothing has been heard of it.
+    """Heartbeat of one process, and the seconds since.
 
     Attributes:
       process: its index.
@@ -175,14 +175,16 @@ def describe(hang: Hang, stacks: str) -> str:
             f"threads: {stacks}"
         )
     names = ", ".join(f"process {record.process} (host {record.host})" for record in hang.late)
-    verb = "has" if len(hang.late) == 1 else "have"
+    is_one = len(hang.late) == 1
     if hang.is_silent:
+        verb = "has sent no heartbeat for" if is_one else "have sent no heartbeat for"
         text = (
-            f"{names} {verb} sent no heartbeat for {seconds}: frozen, or the machine or the link "
-            f"is down; last in {_phase_text(first)} of step {first.step}"
+            f"{names} {verb} {seconds}: frozen, or the machine or the link is down; last in "
+            f"{_phase_text(first)} of step {first.step}"
         )
     else:
-        text = f"{names} {verb} been in {_phase_text(first)} of step {first.step} for {seconds}"
+        verb = "has been in" if is_one else "have been in"
+        text = f"{names} {verb} {_phase_text(first)} of step {first.step} for {seconds}"
         if (reason := REASONS.get(first.phase)) is not None:
             text += f", {reason}"
     if hang.others:

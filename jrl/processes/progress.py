@@ -19,7 +19,7 @@ ENVIRONMENT = "environment"
 REWARD = "reward"
 START = "start"
 STEP = "step"
-"""What a step does between its phases."""
+"""Rest of a step, between its phases."""
 NEVER_COMPILE = (AGREEMENT, ENVIRONMENT, REWARD, STEP)
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -27,14 +27,14 @@ COMPILED = "/jax/core/compile/backend_compile_duration"
 
 @dataclass(frozen=True)
 class Position:
-    """How far this process has come.
+    """Position of this process in a run.
 
     Attributes:
       phase: of the main thread: "start", "warm start", "step" (what is in none of the following),
         "rollout", "reward", "environment", "scoring", "update", "evaluation", "checkpoint",
         "report", "agreement".
       outer: the phase that `phase` is a part of; empty without one.
-      part: of the phase, where the host knows it, such as "mini-batch 2"; may be empty.
+      part: of the phase, where the host counts them, such as "mini-batch 2"; may be empty.
       step: training step that is in progress, from 1; 0 before the first.
       agreements: collectives on host values that were entered, which all processes enter in the
         same order: of two processes, the one with the lower number has not arrived.
@@ -107,7 +107,7 @@ class Progress:
             self._part = part
 
     def position(self) -> Position:
-        """How far this process has come; from any thread."""
+        """Current position of this process; from any thread."""
         phases = list(self._phases)
         name, entered = phases[-1]
         outer = phases[-2][0] if len(phases) > 2 else ""

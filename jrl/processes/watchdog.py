@@ -6,7 +6,6 @@ heartbeat, and compares all of them once a second, in threads of its own.
 
 import contextlib
 import faulthandler
-import os
 import sys
 import threading
 import time
@@ -40,8 +39,6 @@ GRACE = 30.0
 """Most seconds for which a process that is late may still come back after it has been named."""
 STACKS_SECONDS = 10.0
 """Seconds for writing stacks to a file, which may be on a file system that hangs."""
-END_SECONDS = 20.0
-"""Seconds after which the process ends even if its cleanup does not return."""
 
 
 class Store(Protocol):
@@ -83,7 +80,7 @@ class WatchdogSettings:
 
 @dataclass
 class _Peer:
-    """What was received last from another process, and the seconds since."""
+    """Last record of another process, and the seconds since it came."""
 
     record: Record
     silence: float = 0.0
@@ -97,7 +94,8 @@ class Watchdog:
     Args:
       settings: of this process.
       store: of the heartbeats of all processes; None in a run of one.
-      end: ends this process, given the number of processes that are silent; it does not return.
+      end: ends this process, given a line for the user and the number of processes that are silent;
+        it does not return.
       print_line: prints a line for the user.
 
     Attributes:
@@ -108,7 +106,7 @@ class Watchdog:
         self,
         settings: WatchdogSettings,
         store: Store | None,
-        end: Callable[[int], None],
+        end: Callable[[str, int], None],
         print_line: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
     ):
         self._settings, self._store = settings, store
@@ -191,7 +189,7 @@ class Watchdog:
     def _make_record(self) -> Record:
         position, settings = self._position, self._settings
         is_slow = position.compiles or position.is_first
-        is_given = settings.deadline is not None
+        has_deadline = settings.deadline is not None
         return Record(
             process=settings.process,
             host=settings.host,
@@ -203,12 +201,11 @@ class Watchdog:
             idle=round(self._idle, 1),
             deadline=deadline_of(position, self._base, self._longest.get(position.phase, 0.0)),
             is_slow=is_slow,
-            can_end=is_given or (settings.num_processes > 1 and not is_slow),
+            can_end=has_deadline or (settings.num_processes > 1 and not is_slow),
         )
 
     def _peer_records(self) -> list[Record]:
-        """Records of the others. Process 0 has the store: if that does not answer, it is silent,
-        and of the others nothing is known."""
+        """Records of the others. Process 0 has the store: if that does not answer, it is silent."""
         return [
             replace(
                 peer.record,
@@ -247,13 +244,11 @@ class Watchdog:
     def _end_run(self, hang: Hang) -> None:
         if not hang.can_end:
             return
-        # Whatever hangs in the cleanup too, the process ends.
-        timer = threading.Timer(END_SECONDS, os._exit, (1,))
-        timer.daemon = True
-        timer.start()
         line = describe(hang, str(self._settings.stacks))
-        self._print_line(f"error: {line}; the run is ended, continue it with --resume")
-        self._end(len(hang.late) if hang.is_silent else 0)
+        self._end(
+            f"error: {line}; the run is ended, continue it with --resume",
+            len(hang.late) if hang.is_silent else 0,
+        )
 
     def _write_stacks(self, line: str, records: Sequence[Record]) -> None:
         """Appends the stacks of all threads to this process's file."""

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -23,7 +24,7 @@ from jrl.processes.agreement import (
     is_main_process,
     is_multiprocess,
 )
-from jrl.processes.coordinator import KeyValueStore, exit_now
+from jrl.processes.coordinator import KeyValueStore, exit_after, exit_now
 from jrl.processes.progress import begin_step, phase
 from jrl.processes.stopping import Stop
 from jrl.processes.supervisor import UNSUPERVISED, Supervisor
@@ -59,6 +60,8 @@ from jrl.trainer.warm_start import WarmStartStopped, prompts_imitated, shortfall
 from moe.disaggregated.split import devices_of
 from moe.weights import Transformer
 
+END_SECONDS = 20.0
+"""Most seconds for the cleanup of a process that the watchdog ends."""
 OnStep = Callable[[int, Mapping[str, float]], None]
 """Callback with a step and its metrics."""
 
@@ -237,7 +240,9 @@ class Reinforcement:
 def _watchdog(setup: Setup, folder: RunFolder) -> Watchdog:
     """Watchdog of this process, which ends it without its main thread."""
 
-    def end(silent: int) -> None:
+    def end(line: str, silent: int) -> None:
+        exit_after(END_SECONDS, 1)  # whatever hangs below too
+        print(line, file=sys.stderr, flush=True)
         setup.task.close()
         exit_now(1, silent)
 

@@ -15,8 +15,12 @@ class Watched:
         settings = WatchdogSettings(process, num_processes, "here", folder / "stacks", deadline)
         self.lines, self.ends, self.beat = [], [], 0
         self.folder, self.texts = folder, {}
-        self.dog = Watchdog(settings, None, self.ends.append, self.lines.append)
+        self.dog = Watchdog(settings, None, self.end, self.lines.append)
         self.phase = self.dog.progress.phase
+
+    def end(self, line, silent):
+        self.lines.append(line)
+        self.ends.append(silent)
 
     def second(self, *peers):
         """A second, with heartbeats of those peers."""
