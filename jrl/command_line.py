@@ -12,6 +12,7 @@ import jax
 
 from jrl.processes.addresses import check_reachable
 from jrl.processes.coordinator import (
+    HEARTBEAT_SECONDS,
     SINGLE_PROCESS,
     Processes,
     check_devices,
@@ -87,12 +88,17 @@ def _lost_process(error: Exception) -> str | None:
     return f"another process of the run has ended or cannot be reached: {what}"
 
 
-def start_jax(devices: int | None, processes: Processes = SINGLE_PROCESS) -> None:
+def start_jax(
+    devices: int | None,
+    processes: Processes = SINGLE_PROCESS,
+    heartbeat: int = HEARTBEAT_SECONDS,
+) -> None:
     """Chooses the devices before JAX starts, and turns on the compilation cache.
 
     Args:
       devices: number of fake CPU devices, the total over all processes; None takes the real ones.
       processes: those of the run; this one waits until all have joined.
+      heartbeat: as of `join_processes`.
 
     Raises:
       ValueError: when JAX has started already with fewer, or cannot start, or where the processes
@@ -103,7 +109,7 @@ def start_jax(devices: int | None, processes: Processes = SINGLE_PROCESS) -> Non
     if share is not None:
         _fake_devices(share)
     keep_compilations()
-    join_processes(processes)
+    join_processes(processes, heartbeat)
     try:
         jax.devices()
     except RuntimeError as error:

@@ -30,11 +30,14 @@ from jrl.processes.agreement import (
     is_main_process,
     is_multiprocess,
 )
+from jrl.processes.coordinator import process_id
 from jrl.processes.supervisor import UNSUPERVISED, Supervisor
+from jrl.processes.watchdog import jax_heartbeat
 from jrl.recipes.load import source_of
 from jrl.report.evaluation import summarize_run
 from jrl.runs import records
 from jrl.runs.folder import RunFolder
+from jrl.runs.json_lines import restoring_streams, start_json_lines
 from jrl.runs.naming import next_run_path
 from jrl.tasks.load import custom_files
 from jrl.text.load import load_tokenizer
@@ -49,12 +52,17 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None, supervisor: Supervisor = UNSUPERVISED) -> int:
     """Runs the command line and returns its exit status."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    return exit_status(lambda: _main(words, supervisor))
+    with restoring_streams():
+        return exit_status(lambda: _main(words, supervisor))
 
 
 def _main(arguments: list[str], supervisor: Supervisor) -> int:
     options = parse_arguments(arguments)
-    start_jax(options.run.devices, options.processes)
+    if options.command.log_json:
+        start_json_lines("stderr", process_id)
+    start_jax(options.run.devices, options.processes, jax_heartbeat(options.run.hang_deadline))
+    if options.command.log_json:
+        start_json_lines("stdout", process_id)  # which `start_jax` may replace
     check_same(_shared_settings(options))
     if options.run.lora_from is not None and not options.command.resume:
         from jrl.trainer.setup.adapters import resolve_adapter_settings

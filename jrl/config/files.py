@@ -30,7 +30,7 @@ CHANGEABLE = (
     # Checkpoints and logs.
     *("checkpoint_every", "keep_checkpoints", "samples_every", "sample_tokens", "max_nonfinite"),
     *("drift_alarm", "log_to", "faults", "faults_continuity", "faults_port", "on_fault"),
-    *("metrics_port", "step_deadline"),
+    *("metrics_port", "step_deadline", "hang_deadline"),
 )
 """Fields that a resumed run may change: none of them changes what a step computes. Steps only grow;
 another layout or micro-batch sums in another order, which changes the rounding."""
@@ -42,6 +42,7 @@ LATER_FIELDS = {
     "turn_length": None,
     "metrics_port": None,
     "step_deadline": None,
+    "hang_deadline": None,
 }
 """Fields that a config.json of an earlier version lacks, with the values that keep the behaviour of
 that version."""

@@ -51,7 +51,7 @@ class Command:
     --experts, --expert-chunks, --remat, --fsdp, --buffer-factor, --scan-layers, --vocab-chunk,
     --packing, --verifiers, --unsafe-tools), --checkpoint-every, --keep-checkpoints,
     --samples-every, --sample-tokens, --max-nonfinite, --drift-alarm, --log-to, --metrics-port,
-    --step-deadline and the settings of faults may change."""
+    --step-deadline, --hang-deadline and the settings of faults may change."""
     resume_if_exists: tyro.conf.FlagCreatePairsOff[bool] = False
     """Resume the run in --run-dir if there is one, and start it otherwise: one command for a
     scheduler, which repeats it after a failure."""
@@ -60,6 +60,8 @@ class Command:
     preset:NAME for one that comes with the library; flags on the command line take precedence."""
     dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print batch arithmetic, parameters, memory and layout, and exit."""
+    log_json: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Print each line of the run as a JSON object with time, level, host, process and message."""
 
 
 @dataclass(frozen=True)

@@ -359,6 +359,12 @@ class RunConfig:
     step_deadline: float | None = None
     """Seconds from the end of a step to that of the next, after which the health check fails; None
     is none. The first step, which compiles, has none."""
+    hang_deadline: float | None = None
+    """Seconds that a phase (rollout, reward, update, ...) may take without a sign of progress. Then
+    the process that hangs is named and stacks are written to the run folder, and after 30 s more
+    (at most the deadline) the run ends. It is six times as long for checkpoints, and twelve times
+    for compilations and for the first of each phase. 0 watches nothing. None is 300; a run of one
+    process is then named but not ended."""
 
     faults: bool = False
     """Sample each process once a second into faults/ of the run folder, for python -m jrl.faults
@@ -439,6 +445,7 @@ class RunConfig:
             if port is not None and not 0 < port < 2**16:
                 raise ValueError(f"{name}={port} must lie in 1..65535.")
         check_range(self, ("step_deadline",), 0, above=True)
+        check_range(self, ("hang_deadline",), 0)
         if self.step_deadline is not None and self.metrics_port is None:
             raise ValueError(
                 f"step_deadline={self.step_deadline} is of the health check: give --metrics-port."

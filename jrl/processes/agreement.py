@@ -20,6 +20,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jrl.processes.progress import AGREEMENT, phase
 from sharding.collectives import all_sum, vary
 from sharding.folding import FoldedMesh
 
@@ -79,7 +80,8 @@ def to_host(tree: Any) -> Any:
     def gather_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
             return leaf
-        return multihost_utils.process_allgather(leaf, tiled=True)
+        with phase(AGREEMENT):
+            return multihost_utils.process_allgather(leaf, tiled=True)
 
     return jax.device_get(jax.tree.map(gather_leaf, tree))
 
@@ -99,7 +101,8 @@ def to_every_host(tree: Any, mesh: FoldedMesh) -> Any:
     values = to_host(leaves) if process in owners else [np.zeros(x.shape, x.dtype) for x in leaves]
     # As bytes: they are added to the zeros of the others, and -0.0 + 0.0 is 0.0.
     content = np.concatenate([x.reshape(-1).view(np.uint8) for x in values])
-    received = multihost_utils.broadcast_one_to_all(content, is_source=process == min(owners))
+    with phase(AGREEMENT):
+        received = multihost_utils.broadcast_one_to_all(content, is_source=process == min(owners))
     boundaries = np.cumsum([x.nbytes for x in values])
     segments = np.split(np.asarray(received), boundaries[:-1])
     arrays = [
@@ -131,7 +134,8 @@ def any_of(flag: bool) -> bool:
     """True if the flag is set in at least one process (all-reduce OR)."""
     if not is_multiprocess():
         return flag
-    return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
+    with phase(AGREEMENT):
+        return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
 
 
 def broadcast_from_main(value: Any) -> Any:
@@ -143,8 +147,9 @@ def broadcast_from_main(value: Any) -> Any:
     if not is_multiprocess():
         return value
     content = _encode(value if is_main_process() else None)
-    size = int(multihost_utils.broadcast_one_to_all(np.asarray(content.size, np.int32)))
-    received = multihost_utils.broadcast_one_to_all(_pad(content, size))
+    with phase(AGREEMENT):
+        size = int(multihost_utils.broadcast_one_to_all(np.asarray(content.size, np.int32)))
+        received = multihost_utils.broadcast_one_to_all(_pad(content, size))
     return _decode(received, size)
 
 
@@ -157,8 +162,9 @@ def gather(value: Any) -> list[Any]:
     if not is_multiprocess():
         return [value]
     content = _encode(value)
-    sizes = multihost_utils.process_allgather(np.asarray(content.size, np.int32))
-    rows = multihost_utils.process_allgather(_pad(content, int(max(sizes))))
+    with phase(AGREEMENT):
+        sizes = multihost_utils.process_allgather(np.asarray(content.size, np.int32))
+        rows = multihost_utils.process_allgather(_pad(content, int(max(sizes))))
     return [_decode(row, int(size)) for row, size in zip(rows, sizes, strict=True)]
 
 

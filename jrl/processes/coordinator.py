@@ -21,6 +21,8 @@ from jrl.processes import rendezvous
 AUTO = "auto"
 SHUTDOWN_SECONDS = 60
 """Seconds that a process waits at its end for processes that have not ended."""
+HEARTBEAT_SECONDS = 100
+"""Default of the seconds without a heartbeat after which JAX ends all processes."""
 KUBERNETES_REMEDY = (
     "give the pods a service account that may read pods, jobs and services; or write the JobSet "
     "with python -m jrl.launch --jobset, which needs neither."
@@ -102,11 +104,15 @@ SINGLE_PROCESS = Processes()
 """A run of one process."""
 
 
-def join_processes(processes: Processes) -> None:
+def join_processes(processes: Processes, heartbeat: int = HEARTBEAT_SECONDS) -> None:
     """Connects this process with the others, before JAX touches any device.
 
     Nothing is done in a run of one process, and where it is connected: by an earlier command, or by
     a launcher such as Ray.
+
+    Args:
+      processes: settings of this one.
+      heartbeat: seconds without a heartbeat after which JAX ends all processes, without a name.
 
     Raises:
       ValueError: where the coordinator cannot be reached, or not all processes join in time.
@@ -115,7 +121,7 @@ def join_processes(processes: Processes) -> None:
     if coordinator is None or jax.distributed.is_initialized():
         return
     if coordinator == AUTO:
-        _initialize(processes)
+        _initialize(processes, heartbeat)
         return
     # JAX aborts a process that cannot connect, with a long report: what can be checked is checked
     # before.
@@ -126,7 +132,7 @@ def join_processes(processes: Processes) -> None:
         rendezvous.host(address, coordinator, count, seconds)
     else:
         rendezvous.join(address, coordinator, count, index, seconds)
-    _initialize(processes)
+    _initialize(processes, heartbeat)
 
 
 def check_devices() -> None:
@@ -153,20 +159,36 @@ def exit_without_waiting(status: int) -> None:
         atexit.register(_exit, status)
 
 
-def _exit(status: int) -> None:
-    # JAX would wait for the others, and they for this process, in the middle of a collective.
+def exit_now(status: int, silent: int = 0) -> None:
+    """Ends this process immediately, from any thread.
+
+    Args:
+      silent: processes that cannot end by themselves, which process 0 does not wait for.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
-    if jax.process_index() == 0:
-        _wait_for_others()
+    if jax.distributed.is_initialized() and jax.process_index() == 0:
+        _wait_for_others(silent)
     os._exit(status)
 
 
-def _wait_for_others() -> None:
+def exit_after(seconds: float, status: int) -> None:
+    """Ends this process after so many seconds, unless it has ended before."""
+    timer = threading.Timer(seconds, os._exit, (status,))
+    timer.daemon = True
+    timer.start()
+
+
+def _exit(status: int) -> None:
+    # JAX would wait for the others, and they for this process, in the middle of a collective.
+    exit_now(status)
+
+
+def _wait_for_others(silent: int) -> None:
     """Closes this process's connections except those of the coordinator, and waits for the others.
 
-    The others notice it and end; the wait is until they have left the coordinator too, and at most
-    `GRACE_SECONDS` seconds.
+    The others notice it and end; the wait is until they have left the coordinator too, except
+    `silent` of them, and at most `GRACE_SECONDS` seconds.
     """
     port = coordinator_address()[1]
     for connection in _connections():
@@ -174,7 +196,7 @@ def _wait_for_others() -> None:
             connection.shutdown(socket.SHUT_RDWR)
     deadline = time.monotonic() + GRACE_SECONDS
     # One of those that are connected with the coordinator is this process.
-    while sum(connection.getsockname()[1] == port for connection in _connections()) > 1:
+    while sum(each.getsockname()[1] == port for each in _connections()) > 1 + silent:
         if time.monotonic() > deadline:
             return
         time.sleep(0.05)
@@ -186,6 +208,13 @@ def coordinator_address() -> tuple[str, int]:
 
     assert global_state.coordinator_address is not None
     return _parse_address(global_state.coordinator_address)
+
+
+def process_id() -> int:
+    """Index of this process, without starting JAX's devices; 0 before it has joined."""
+    from jax._src.distributed import global_state
+
+    return global_state.process_id
 
 
 def exchange(name: str, value: str) -> list[str]:
@@ -200,6 +229,36 @@ def exchange(name: str, value: str) -> list[str]:
         client.blocking_key_value_get(f"jrl/{name}/{process}", 1000 * SHUTDOWN_SECONDS)
         for process in range(jax.process_count())
     ]
+
+
+class KeyValueStore:
+    """Texts of the processes of a run in JAX's coordination service, which process 0 has.
+
+    No device is used. Calls block without holding up Python while process 0 does not answer.
+
+    Args:
+      name: of the texts; the same in all processes.
+
+    Raises:
+      RuntimeError: of all methods, where the service cannot be reached.
+    """
+
+    def __init__(self, name: str):
+        from jax._src.distributed import global_state
+
+        assert global_state.client is not None
+        self._client, self._name = global_state.client, f"jrl/{name}"
+
+    def publish(self, text: str) -> None:
+        """Replaces the text of this process."""
+        self._client.key_value_set(
+            f"{self._name}/{jax.process_index()}", text, allow_overwrite=True
+        )
+
+    def read(self) -> dict[int, str]:
+        """Texts by process, of those that have published one."""
+        texts = self._client.key_value_dir_get(self._name)
+        return {int(key.rpartition("/")[2]): text for key, text in texts}
 
 
 def _connections() -> Iterator[socket.socket]:
@@ -241,7 +300,7 @@ def _parse_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _initialize(processes: Processes) -> None:
+def _initialize(processes: Processes, heartbeat: int) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # Its handler of SIGTERM would replace the run's own.
     jax.config.update("jax_enable_preemption_service", False)
@@ -258,6 +317,7 @@ def _initialize(processes: Processes) -> None:
             processes.num_processes,
             processes.process_id,
             initialization_timeout=2 * seconds,
+            heartbeat_timeout_seconds=heartbeat,
             shutdown_timeout_seconds=SHUTDOWN_SECONDS,
             cluster_detection_method=None if auto else "deactivate",
         )

@@ -1,8 +1,8 @@
 """HTTP endpoint of a run in progress: Prometheus metrics and a health check.
 
 ``/metrics`` has every metric of the last step and the state of the process, for Prometheus;
-``/health`` answers 200, or 503 once a step takes longer than its deadline, for the liveness probe
-of a scheduler.
+``/health`` answers 200, or 503 once a step or a phase takes longer than its deadline, for the
+liveness probe of a scheduler.
 """
 
 import re
@@ -20,6 +20,8 @@ from jrl.checks import import_extra
 from jrl.report.metrics import describe
 
 PREFIX = "jrl_run_"
+PhaseStatus = tuple[str, float, str | None]
+"""Phase of a run, seconds since it was entered, and a line if it exceeds its deadline."""
 MEMORY_STATISTICS = ("bytes_in_use", "peak_bytes_in_use", "bytes_limit")
 
 
@@ -32,6 +34,7 @@ class RunExporter:
       steps: of the whole run.
       deadline: seconds for a step with its evaluation and checkpoint, after which the health check
         fails; None is none. The first step, which compiles, has none.
+      phase: status of the phase; None is not known.
       clock: seconds, monotonic.
 
     Attributes:
@@ -47,10 +50,12 @@ class RunExporter:
         labels: Mapping[str, str],
         steps: int,
         deadline: float | None = None,
+        phase: Callable[[], PhaseStatus] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._module = import_client()
         self._labels, self._steps, self._deadline, self._clock = labels, steps, deadline, clock
+        self._phase = phase
         self._started = time.time()
         self._last: tuple[int, dict[str, float], float, float] | None = None
         self._registry = self._module.CollectorRegistry()
@@ -76,7 +81,9 @@ class RunExporter:
 
     def health(self) -> tuple[bool, str]:
         """True if the run is in time, and a line that says so."""
-        last = self._last
+        last, late = self._last, None if self._phase is None else self._phase()[2]
+        if late is not None:
+            return False, late
         if last is None:
             return True, "starting"
         step, seconds = last[0], self._clock() - last[3]
@@ -101,7 +108,17 @@ class RunExporter:
         yield self._gauge("start_time_seconds", "Unix time at which it started.", self._started)
         yield self._gauge("steps", "Steps of the whole run.", float(self._steps))
         healthy, _ = self.health()
-        yield self._gauge("healthy", "1, or 0 once a step exceeds its deadline.", float(healthy))
+        yield self._gauge(
+            "healthy", "1, or 0 once a step or phase exceeds its deadline.", float(healthy)
+        )
+        if self._phase is not None:
+            name, seconds, _ = self._phase()
+            family = self._module.metrics_core.GaugeMetricFamily(
+                PREFIX + "phase", "Phase of the process; always 1.", labels=["phase"]
+            )
+            family.add_metric([name], 1)
+            yield family
+            yield self._gauge("phase_seconds", "Seconds since the phase was entered.", seconds)
         if self._last is not None:
             step, metrics, logged, _ = self._last
             yield self._gauge("step", "Last step that ended.", float(step))

@@ -10,6 +10,7 @@ from jaxtyping import Array
 
 from jrl.losses import EntropyStatistics
 from jrl.processes.agreement import broadcast_from_main, is_main_process
+from jrl.processes.progress import ENVIRONMENT, phase
 from jrl.report.warnings import FewWarnings
 from jrl.rollout.conversation import Conversation
 from jrl.rollout.decoding.protocol import RolloutEngine
@@ -180,7 +181,8 @@ class ConversationEngine:
                     conversation.policy_messages,
                     conversation.truncated_turns,
                 )
-                reply = self._environment_host(example).say(environment, example, messages)
+                with phase(ENVIRONMENT):  # one of the library answers in this thread
+                    reply = self._environment_host(example).say(environment, example, messages)
             self._pending.append(_PendingReply(trajectory, conversation, reply))
         return done
 
@@ -193,7 +195,8 @@ class ConversationEngine:
         if is_main_process():
             futures = [pending.reply for pending in self._pending if pending.reply is not None]
             if block:
-                wait(futures, return_when=FIRST_COMPLETED)
+                with phase(ENVIRONMENT):
+                    wait(futures, return_when=FIRST_COMPLETED)
             indices = [index for index, future in enumerate(futures) if future.done()]
             finished = [[index, list(futures[index].result())] for index in indices]
         replies = {

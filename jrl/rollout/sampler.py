@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from jrl.processes.agreement import broadcast_from_main, is_main_process, is_multiprocess
+from jrl.processes.progress import REWARD, phase
 from jrl.rollout.conversation import Conversation
 from jrl.rollout.decoding.protocol import RolloutEngine
 from jrl.rollout.decoding.requests import Request, Trajectory
@@ -186,7 +187,8 @@ class Unverified:
         # None in the other processes, which wait in the broadcast. An exception of a verifier is
         # raised here, in the thread of the caller.
         futures = [future for *_, future in additions if future is not None]
-        verdicts = [verdict for future in futures for verdict in future.result()]
+        with phase(REWARD):
+            verdicts = [verdict for future in futures for verdict in future.result()]
         # No broadcast of nothing: `num_additions` is the same in all processes, so none waits
         # forever.
         broadcast = iter(_broadcast_verdicts(verdicts) if additions else [])

@@ -54,6 +54,7 @@ class RunFolder:
         self.versions_path = self.path / "versions.json"
         self.checkpoints_path = self.path / "checkpoints"
         self.adapters_path = self.path / "adapters"
+        self.stacks_path = self.path / "stacks"
         self.tensorboard_path = self.path / "tensorboard"
         self._lock: int | None = None
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from jaxtyping import Array
 
 from jrl.processes.agreement import to_devices, to_host
+from jrl.processes.progress import phase
 from jrl.rollout.batching import batch_from_host, replicated
 from jrl.rollout.collection.async_buffer import (
     AsyncBuffer,
@@ -120,7 +121,8 @@ class AsyncStep:
 
             def wait_for_sampler() -> AsyncResult:
                 begin = time.perf_counter()
-                after = future.result()
+                with phase("rollout"):
+                    after = future.result()
                 return self._store(after, time.perf_counter() - begin)
 
             yield wait_for_sampler
@@ -134,7 +136,8 @@ class AsyncStep:
             keep_pool=self._networks.pool_spec is not None,
             seconds=self._seconds,
         )
-        return collector.collect_batch([] if previous is None else previous.pending)
+        with phase("rollout"):
+            return collector.collect_batch([] if previous is None else previous.pending)
 
     def _store(self, async_batch: AsyncRollouts, waited: float) -> AsyncResult:
         seconds = self._seconds | {

@@ -2,10 +2,12 @@
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import count
 
 import jax
 from jaxtyping import Array
@@ -15,9 +17,18 @@ from jrl.faults.collect.sources import local_gpus
 from jrl.faults.guard import DETECTION_INTERVAL, Attachment, Guard, machine_name, metrics_of
 from jrl.faults.standard import StandardDetector
 from jrl.faults.watcher import Hook, command_hook
-from jrl.processes.agreement import RaiseInAllProcesses, any_of, gather, is_main_process
+from jrl.processes.agreement import (
+    RaiseInAllProcesses,
+    any_of,
+    gather,
+    is_main_process,
+    is_multiprocess,
+)
+from jrl.processes.coordinator import KeyValueStore, exit_after, exit_now
+from jrl.processes.progress import begin_step, phase
 from jrl.processes.stopping import Stop
 from jrl.processes.supervisor import UNSUPERVISED, Supervisor
+from jrl.processes.watchdog import Watchdog, WatchdogSettings
 from jrl.report.display import WarmStartDisplay
 from jrl.report.exporter import RunExporter
 from jrl.report.metrics import check_defined
@@ -49,6 +60,8 @@ from jrl.trainer.warm_start import WarmStartStopped, prompts_imitated, shortfall
 from moe.disaggregated.split import devices_of
 from moe.weights import Transformer
 
+END_SECONDS = 20.0
+"""Most seconds for the cleanup of a process that the watchdog ends."""
 OnStep = Callable[[int, Mapping[str, float]], None]
 """Callback with a step and its metrics."""
 
@@ -107,9 +120,10 @@ def train(
     if is_main_process():
         folder.write_versions(f"{jax.device_count()} x {jax.devices()[0].device_kind}")
     with ExitStack() as stack:
+        watchdog = stack.enter_context(_watchdog(setup, folder))
         stop = stack.enter_context(Stop(setup.task.close))
         guard = stack.enter_context(Guard(_attachment(setup.run, folder, on_fault)))
-        monitors = _monitors(setup, folder, stack)
+        monitors = _monitors(setup, folder, watchdog, stack)
         state = _restored_state(setup, folder, checkpoints)
         if state is None:
             try:
@@ -118,13 +132,14 @@ def train(
                 )
             except WarmStartStopped:
                 return Outcome(0, stopped=True, saved=False)
-            metrics |= stage.evaluate(state) | stage.data_metrics()
+            with phase("evaluation"):
+                metrics |= stage.evaluate(state) | stage.data_metrics()
             with appender(folder.metrics_path) as lines:
                 check_defined(metrics)
                 lines.append(0, metrics)
             if is_main_process():
                 on_step(0, metrics)
-            with appender(folder.samples_path) as lines:
+            with appender(folder.samples_path) as lines, phase("evaluation"):
                 write_heldout_samples(setup, sampler, state, lines)
             # A run killed in its first steps need not repeat its warm start.
             save(checkpoints, networks, state, provenance.describe(setup.settings, folder))
@@ -136,13 +151,15 @@ def train(
             # A signal ends the run after this step, never during an update.
             stop.doing = f"finishing step {int(state.step) + 1} and saving it"
             started = time.perf_counter()
+            begin_step(int(state.step) + 1)
             state, result = stage.step(state)
             step, metrics = int(state.step), result.metrics
             # Samples for people and evaluation are not part of the step's time.
             seconds = time.perf_counter() - started - metrics.get(SAMPLES_TIMING, 0.0)
             metrics |= _throughput_metrics(setup, metrics["training/tokens"], seconds)
             if step % run.eval_every == 0 or step == run.steps:
-                metrics |= stage.evaluate(state)
+                with phase("evaluation"):
+                    metrics |= stage.evaluate(state)
             guard.step_ended(seconds)
             alarms = guard.alarms()
             metrics |= metrics_of(alarms) | drift_alarm(metrics, run.drift_alarm)
@@ -161,12 +178,14 @@ def train(
                 save_nonfinite(folder, f"{step}-{index}-{skipped_update.network}", skipped_update)
             # Before the last checkpoint, like all lines: it records the offsets of all files.
             if step == run.steps:
-                write_heldout_samples(setup, sampler, state, outputs.samples)
+                with phase("evaluation"):
+                    write_heldout_samples(setup, sampler, state, outputs.samples)
             is_preempted = supervisor.step_ended(step, metrics)
             if step % run.checkpoint_every == 0 or step == run.steps or is_preempted:
                 save(checkpoints, networks, state, provenance.describe(setup.settings, folder))
                 if is_main_process() and step < run.steps:
-                    write_page([folder], folder.report_path)  # of a run that is still going
+                    with phase("report"):  # of a run that is still going
+                        write_page([folder], folder.report_path)
             # After the checkpoint: a run resumed with a larger --max-nonfinite continues from here.
             _check_finite(state, run.max_nonfinite, folder)
         step = int(state.step)
@@ -175,6 +194,7 @@ def train(
             save(checkpoints, networks, state, provenance.describe(setup.settings, folder))
         write_adapters(setup, folder, state.policy.weights)
         outputs.warn(guard.alarms())  # since the last step: shown, but no line of metrics is left
+        watchdog.close()  # loggers may take their time to send the rest
     if is_main_process():
         finish(folder, f"{run.task}, {setup.recipe.name}", stopped=step < run.steps)
     return Outcome(step, stopped=step < run.steps)
@@ -217,7 +237,33 @@ class Reinforcement:
         outputs.write_samples(self._setup.format, int(state.step), result)
 
 
-def _monitors(setup: Setup, folder: RunFolder, stack: ExitStack) -> list[Logger]:
+def _watchdog(setup: Setup, folder: RunFolder) -> Watchdog:
+    """Watchdog of this process, which ends it without its main thread."""
+
+    def end(line: str, silent: int) -> None:
+        exit_after(END_SECONDS, 1)  # whatever hangs below too
+        print(line, file=sys.stderr, flush=True)
+        setup.task.close()
+        exit_now(1, silent)
+
+    settings = WatchdogSettings(
+        process=jax.process_index(),
+        num_processes=jax.process_count(),
+        host=socket.gethostname(),
+        stacks=folder.stacks_path,
+        deadline=setup.run.hang_deadline,
+    )
+    store = KeyValueStore(f"progress/{next(_watched)}") if is_multiprocess() else None
+    return Watchdog(settings, store, end)
+
+
+_watched = count()
+"""Runs of this process so far; heartbeats of another run are none of this one."""
+
+
+def _monitors(
+    setup: Setup, folder: RunFolder, watchdog: Watchdog, stack: ExitStack
+) -> list[Logger]:
     """Endpoint of this process, which is there before the run has compiled anything."""
     run, process = setup.run, jax.process_index()
     if run.metrics_port is None:
@@ -234,7 +280,7 @@ def _monitors(setup: Setup, folder: RunFolder, stack: ExitStack) -> list[Logger]
             **folder.versions(),
         }
         names = {name.replace("-", "_"): text for name, text in labels.items()}
-        monitor = RunExporter(port, names, run.steps, run.step_deadline)
+        monitor = RunExporter(port, names, run.steps, run.step_deadline, watchdog.status)
         stack.callback(monitor.close)
         return [monitor]
 
@@ -277,7 +323,8 @@ def _first_state(
         if setup.run.warm_start_steps:
             target = setup.run.warm_start_accuracy
             stop.doing = "stopping the warm start, whose progress is discarded"
-            with WarmStartDisplay(setup.run.warm_start_steps, target) as display:
+            display = WarmStartDisplay(setup.run.warm_start_steps, target)
+            with phase("warm start"), display:
                 weights, metrics = warm_start(
                     setup, sampler, weights, display.update, lambda: any_of(bool(stop))
                 )

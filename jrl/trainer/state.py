@@ -14,6 +14,7 @@ from jaxtyping import Array
 
 from jrl.losses import EntropyStatistics
 from jrl.processes.agreement import to_devices
+from jrl.processes.progress import CHECKPOINT, phase
 from jrl.recipes.base.recipe import Windows
 from jrl.rollout.batching import replicated
 from jrl.rollout.collection.async_buffer import AsyncBuffer
@@ -240,13 +241,15 @@ def save(
         like,
         lambda weights: placement.in_layer_order(weights, networks.mesh, num_layers),
     )
-    checkpoints.save(int(state.step), saved_state, meta)
+    with phase(CHECKPOINT):
+        checkpoints.save(int(state.step), saved_state, meta)
 
 
 def restore(checkpoints: Checkpoints, networks: Networks, step: int) -> TrainState[Array]:
     """Restores the state that `save` wrote, on the mesh of `networks`, which may be another."""
     like = _without_cast(networks, abstract(_with_layer_order(networks)))
-    state = checkpoints.restore(step, like)[0]
+    with phase(CHECKPOINT):
+        state = checkpoints.restore(step, like)[0]
     like = _without_cast(networks, abstract(networks))
     state = _restack(
         networks, state, like, lambda weights: placement.in_chunks(weights, networks.mesh)
@@ -275,7 +278,8 @@ def _save_base(checkpoints: Checkpoints, networks: Networks, weights: Transforme
     # Layers in order, as in every checkpoint: a run on another layout reads them too.
     if mesh != plain:
         in_order = reshard(in_order, config, mesh, plain)
-    base_checkpoints.save(0, in_order)
+    with phase(CHECKPOINT):
+        base_checkpoints.save(0, in_order)
 
 
 def restore_base(

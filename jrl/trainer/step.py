@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jrl.processes.agreement import to_devices, to_host
+from jrl.processes.progress import phase, sign
 from jrl.recipes.base.batch import Batch, required
 from jrl.recipes.base.recipe import Recipe
 from jrl.rollout.batching import replicated, take_rows
@@ -98,18 +99,20 @@ def train_step(
         result = replace(result, metrics=result.metrics | async_result.seconds)
         new_state = replace(new_state, ahead=async_result.buffer, pool=async_result.pool)
         return new_state, result
-    # Collect: the policy is frozen while it samples, so all completions of a step are on-policy.
-    sampler.engine.load(state.policy.weights, int(state.step), state.entropy_statistics)
-    # A task returns the same example for an id: the number of prompts used is all its state.
-    collected = collect(
-        sampler,
-        networks.recipe,
-        networks.mesh,
-        int(state.prompts_seen),
-        None if state.unfinished is None else to_host(state.unfinished),
-    )
-    # A rollout with another layout has a copy of the weights, which is freed for the updates.
-    sampler.engine.release()
+    with phase("rollout"):
+        # Collect: the policy is frozen while it samples, so all completions of a step are
+        # on-policy.
+        sampler.engine.load(state.policy.weights, int(state.step), state.entropy_statistics)
+        # A task returns the same example for an id: the number of prompts used is all its state.
+        collected = collect(
+            sampler,
+            networks.recipe,
+            networks.mesh,
+            int(state.prompts_seen),
+            None if state.unfinished is None else to_host(state.unfinished),
+        )
+        # A rollout with another layout has a copy of the weights, which is freed for the updates.
+        sampler.engine.release()
     return train_on(collected)
 
 
@@ -130,7 +133,10 @@ def _train_on_collected(
         scores, correct = scores[order], correct[order]
         # Rewards of turns are dropped: they would not match the permuted scores.
         collected = replace(collected, batch=replace(collected.batch, turn_rewards=None))
-    batch, prepare_metrics = prepare(networks, state, completions, scores, collected.batch, correct)
+    with phase("scoring"):
+        batch, prepare_metrics = prepare(
+            networks, state, completions, scores, collected.batch, correct
+        )
     sampled, sampling = collected.batch.mask, networks.policy.objective.sampling
     # Over all sampled tokens: `prepare` may have removed tokens from the mask of `batch`.
     if state.entropy_statistics is not None:
@@ -146,7 +152,8 @@ def _train_on_collected(
             tokens = token_records(networks, policy, completions, collected.batch, batch, token_log)
     # With the policy that sampled: before the updates, for the sampler of the next step.
     statistics = statistics_of_step(networks, batch, sampled, state.entropy_statistics)
-    state, history, nonfinite, seconds = train_on_batch(networks, state, batch, randomness)
+    with phase("update"):
+        state, history, nonfinite, seconds = train_on_batch(networks, state, batch, randomness)
     state = replace(
         state,
         entropy_statistics=statistics,
@@ -237,6 +244,7 @@ def train_on_batch(
             # A gather on the mesh: the batch is not copied to the host.
             rows = take_rows(batch, row_indices, networks.mesh)
             history.append({})
+            sign(f"mini-batch {len(history)}")
             # The critic comes first; neither update uses the other's new weights in this step.
             if state.critic is not None:
                 state = replace(state, critic=learn("critic", state.critic, rows, row_indices))

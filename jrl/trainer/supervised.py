@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jrl.processes.agreement import to_devices, to_host
+from jrl.processes.progress import phase, sign
 from jrl.rollout.batching import replicated
 from jrl.rollout.sampler import Sampler
 from jrl.tasks.data.chats import Chat, Chats
@@ -56,11 +57,12 @@ class Supervised:
         pad_id = self._setup.tokenizer.pad_id
         batch = self._rows.batch(chats, completions, pad_id, networks.mesh)
         row_counts = (tokens, loss_tokens) if networks.packs else None
-        learner, update_metrics = update_rows(
-            networks.policy, state.policy, batch, row_counts, max_rows_per_bin=MAX_ROWS_PER_BIN
-        )
-        # Reading them blocks until the update has finished, for the timing.
-        history = [{"actor": to_host(update_metrics)}]
+        with phase("update"):
+            learner, update_metrics = update_rows(
+                networks.policy, state.policy, batch, row_counts, max_rows_per_bin=MAX_ROWS_PER_BIN
+            )
+            # Reading them blocks until the update has finished, for the timing.
+            history = [{"actor": to_host(update_metrics)}]
         seconds = time.perf_counter() - begin
         seen += completions
         state = replace(
@@ -131,6 +133,7 @@ def heldout_loss(
         nll -= float(np.sum(logprobs, dtype=np.float64, where=mask))
         num_correct += float(np.sum(is_argmax, dtype=np.float64, where=mask))
         tokens += int(mask.sum())
+        sign()
     return {
         "val/nll": nll / tokens,
         "val/perplexity": math.exp(min(nll / tokens, 700.0)),

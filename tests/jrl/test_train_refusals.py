@@ -1,5 +1,6 @@
 """What `python -m jrl.train` refuses: in one line, with nothing left behind."""
 
+import json
 import os
 import re
 import sys
@@ -19,6 +20,16 @@ def test_an_existing_run_is_not_written_over(grpo_run, capsys):
     assert "already holds a run: continue it with --resume" in one_line(capsys.readouterr())
 
 
+def test_errors_are_json_objects_on_demand(grpo_run, capsys):
+    assert main([*FLAGS, "--log-json", "--run-dir", str(grpo_run)]) == 2
+    captured = capsys.readouterr()
+    record = json.loads(captured.err)
+    assert (record["level"], record["process"]) == ("error", 0)
+    assert "already holds a run: continue it with --resume" in record["message"]
+    assert main([*FLAGS, "--run-dir", str(grpo_run)]) == 2
+    assert one_line(capsys.readouterr()).startswith("error: ")
+
+
 def test_a_line_that_does_not_parse_is_named_with_its_file(tmp_path, capsys):
     Path("data.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", answer}\n')
     assert main(["--task", "jsonl:data.jsonl"]) == 2
@@ -35,6 +46,7 @@ def test_a_line_that_does_not_parse_is_named_with_its_file(tmp_path, capsys):
         ("--prompts 3", r"mini_batch=8 does not divide prompts x group_size = 3 x 4 = 12 compl"),
         ("--micro-batch 3", "micro_batch=3 does not divide mini_batch=8"),
         ("--steps -1", "steps=-1 must not be negative"),
+        ("--hang-deadline -1", r"hang_deadline=-1\.0 must be at least 0"),
         ("--layout dp32", "layout 'dp32' needs 32 devices and there are 16: .* --devices 32"),
         ("--layout dq2", "layout 'dq2': 'dq2' is not an axis and a size"),
         ("--layout dp2 --slots 5", "slots=5 does not divide over dp x tp = 2 of layout 'dp2'"),

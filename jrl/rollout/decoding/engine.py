@@ -11,6 +11,7 @@ from jaxtyping import Array
 
 from jrl.losses import EntropyStatistics
 from jrl.processes.agreement import to_devices, to_host
+from jrl.processes.progress import sign
 from jrl.rollout.batching import replicated
 from jrl.rollout.decoding.backend import DecodingWindow, MeshBackend
 from jrl.rollout.decoding.decode import SamplerState
@@ -469,6 +470,7 @@ class Engine:
         lengths, is_live = self.backend.to_host((pool.rows.lengths, pool.live))
         # A writable copy, for rows that are admitted later.
         self.scheduler.lengths = np.array(lengths)
+        sign()
         return is_live
 
     def _resize_cache(self, length: int) -> tuple[SlotPool[Array], int]:

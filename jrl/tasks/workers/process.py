@@ -18,6 +18,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jrl.processes.progress import sign
+
 Message = dict[str, Any]
 PROGRAM = Path(__file__).with_name("worker.py")
 
@@ -219,6 +221,7 @@ class Worker:
     def _receive(self, seconds: float) -> Message:
         try:
             line = self._lines.get(timeout=seconds)
+            sign()
         except queue.Empty:
             self._kill()
             raise TimeoutError(f"no answer within {seconds} seconds") from None

@@ -96,6 +96,20 @@ def test_health_fails_once_a_step_exceeds_its_deadline(exporter, clock):
     assert get(exporter, "/health")[0] == 200
 
 
+def test_the_phase_is_served_and_a_hang_fails_the_health_check():
+    status = ["reward", 3.5, None]
+    exporter = RunExporter(0, {}, 9, phase=lambda: tuple(status))
+    try:
+        values = samples(get(exporter, "/metrics")[1])
+        assert values["jrl_run_phase", ("phase", "reward")] == 1
+        assert values["jrl_run_phase_seconds",] == 3.5 and values["jrl_run_healthy",] == 1
+        status[2] = "process 0 (host a) has been in `reward` of step 4 for 301 s"
+        assert get(exporter, "/health") == (503, f"{status[2]}\n")
+        assert samples(get(exporter, "/metrics")[1])["jrl_run_healthy",] == 0
+    finally:
+        exporter.close()
+
+
 def test_a_port_that_is_taken_is_refused():
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]

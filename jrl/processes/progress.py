@@ -1,0 +1,168 @@
+"""Progress of this process: the phase that its main thread is in, and signs of progress.
+
+The code of a run enters phases and leaves signs; a `jrl.processes.watchdog.Watchdog` reads them.
+Both cost a few microseconds, and nothing is sent here.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+AGREEMENT = "agreement"
+"""Phase of a collective on host values (`jrl.processes.agreement`): a process waits for others."""
+CHECKPOINT = "checkpoint"
+COMPILE = "compile"
+ENVIRONMENT = "environment"
+REWARD = "reward"
+START = "start"
+STEP = "step"
+"""Rest of a step, between its phases."""
+NEVER_COMPILE = (AGREEMENT, ENVIRONMENT, REWARD, STEP)
+LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+@dataclass(frozen=True)
+class Position:
+    """Position of this process in a run.
+
+    Attributes:
+      phase: of the main thread: "start", "warm start", "step" (what is in none of the following),
+        "rollout", "reward", "environment", "scoring", "update", "evaluation", "checkpoint",
+        "report", "agreement".
+      outer: the phase that `phase` is a part of; empty without one.
+      part: of the phase, where the host counts them, such as "mini-batch 2"; may be empty.
+      step: training step that is in progress, from 1; 0 before the first.
+      agreements: collectives on host values that were entered, which all processes enter in the
+        same order: of two processes, the one with the lower number has not arrived.
+      signs: number of signs of progress so far.
+      compiles: true while a thread compiles.
+      is_first: true if `phase` has not been left before, and may compile or load.
+      seconds: since the phase was entered.
+    """
+
+    phase: str
+    outer: str
+    part: str
+    step: int
+    agreements: int
+    signs: int
+    compiles: bool
+    is_first: bool
+    seconds: float
+
+
+class Progress:
+    """Recorder of the phases of one thread; other threads only leave signs.
+
+    Args:
+      clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._thread = threading.get_ident()
+        self._phases: list[tuple[str, float]] = [(START, clock())]
+        self._part, self._left = "", set[str]()
+        self._compiling = set[int]()
+        self._agreements = self._signs = 0
+        self._step = 0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Context manager of a phase, which may be inside of another one."""
+        self._agreements += name == AGREEMENT
+        self._signs += 1
+        thread = threading.get_ident()
+        is_recorded = thread == self._thread
+        if is_recorded:
+            self._phases.append((name, self._clock()))
+            self._part = ""
+        try:
+            yield
+        finally:
+            if is_recorded:
+                self._phases.pop()
+                self._left.add(name)
+                self._part = ""
+            self._compiling.discard(thread)  # of a function that was lowered only
+            self._signs += 1
+
+    def begin_step(self, step: int) -> None:
+        """Records that a training step begins."""
+        self._step, self._signs = step, self._signs + 1
+        self._phases[0] = STEP, self._clock()
+
+    def sign(self, part: str = "") -> None:
+        """Leaves a sign of progress, from any thread.
+
+        Args:
+          part: of the main thread's phase, where it begins one.
+        """
+        self._signs += 1
+        if part:
+            self._part = part
+
+    def position(self) -> Position:
+        """Current position of this process; from any thread."""
+        phases = list(self._phases)
+        name, entered = phases[-1]
+        outer = phases[-2][0] if len(phases) > 2 else ""
+        return Position(
+            phase=name,
+            outer=outer,
+            part=self._part,
+            step=self._step,
+            agreements=self._agreements,
+            signs=self._signs,
+            compiles=bool(self._compiling),
+            is_first=name not in self._left and name not in NEVER_COMPILE,
+            seconds=self._clock() - entered,
+        )
+
+    @contextmanager
+    def watching_compilation(self) -> Iterator[None]:
+        """Context manager in which compilations of JAX are recorded."""
+        import jax  # here, as programs without JAX leave signs too
+
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+        try:
+            yield
+        finally:
+            jax.monitoring.unregister_event_duration_listener(self._on_event)
+
+    def _on_event(self, event: str, duration_secs: float, **fields: Any) -> None:
+        """JAX lowers a function, then compiles it; each event is the end of one of them."""
+        self._signs += 1
+        if event == LOWERED:
+            self._compiling.add(threading.get_ident())
+        elif event == COMPILED:
+            self._compiling.discard(threading.get_ident())
+
+
+_current = Progress()
+
+
+def phase(name: str) -> Any:
+    """`Progress.phase` of the run in this process."""
+    return _current.phase(name)
+
+
+def sign(part: str = "") -> None:
+    """`Progress.sign` of the run in this process."""
+    _current.sign(part)
+
+
+def begin_step(step: int) -> None:
+    """`Progress.begin_step` of the run in this process."""
+    _current.begin_step(step)
+
+
+def start() -> Progress:
+    """New record of a run whose main thread is the calling one."""
+    global _current
+    _current = Progress()
+    return _current
