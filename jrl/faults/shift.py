@@ -14,6 +14,8 @@ from jaxtyping import Float
 from jrl.faults.collect.fleet import NO_MACHINE, Alarm, Fleet, Report, Trace
 from jrl.faults.collect.vocabulary import PRIORITY, find_recorded, groups_of, search_order
 from jrl.faults.outlier import MAD_TO_STD, nan_median
+from jrl.faults.pauses import measure_work
+from jrl.faults.windows import Grid
 
 LONGEST_PERIOD = 60.0
 """Seconds between two samples beyond which four minutes hold too few of them."""
@@ -88,7 +90,13 @@ class ShiftDetector:
 
     def examine(self, fleet: Fleet) -> Report:
         """The same with what could not be compared, and the greatest score of each moment."""
-        grid = Grid.from_detector(self, fleet.period)
+        grid = Grid.from_seconds(
+            fleet.period,
+            window=self.window,
+            hop=self.hop,
+            continuity=self.continuity,
+            recent=self.recent,
+        )
         names = find_recorded(self.metrics, fleet.metrics)
         if not self.metrics:
             names = search_order(PRIORITY, fleet.metrics)
@@ -217,42 +225,6 @@ class Group(str):
         group = super().__new__(cls, " + ".join(members))
         group.members = tuple(members)
         return group
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Windows of a record in samples, from seconds and the time between two samples.
-
-    Attributes:
-      width: samples of a window.
-      hop: samples from one window to the next.
-      overlap: windows from one to the first that shares no sample with it.
-      length: windows that lie wholly in the time of continuity.
-      recent: windows of what was there just before.
-      lag: windows between the two whose difference measures noise: a minute, at least `overlap`.
-    """
-
-    width: int
-    hop: int
-    overlap: int
-    length: int
-    recent: int
-    lag: int
-
-    @classmethod
-    def from_detector(cls, detector: ShiftDetector, period: float | int) -> "Grid":
-        hop = max(1, round(detector.hop / period))
-        width = max(1, round(detector.window / period))
-        step = hop * period
-        overlap = -(-width // hop)
-        return cls(
-            width=width,
-            hop=hop,
-            overlap=overlap,
-            length=max(1, round(detector.continuity / step) - overlap + 1),
-            recent=max(1, round(detector.recent / step)),
-            lag=max(overlap, round(60.0 / step)),
-        )
 
 
 def deviation(
