@@ -9,20 +9,23 @@ A machine's fault does not look like a pause. Others that wait for it lose a par
 some metrics; in a pause most metrics of most machines fall together.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from jrl.faults.collect.fleet import Fleet
-from jrl.faults.collect.vocabulary import GPU_ACTIVITY, WORK, meaning
+from jrl.faults.collect.vocabulary import GPU_ACTIVITY, meaning
 from jrl.faults.outlier import nan_median, stretches
 from jrl.faults.windows import Grid
 
 SAME_WORK = 1.5
 """Factor within which two levels of a fleet are the same work. A difference in proportion to the
 work changes by less than that factor then, while an onset doubles a deviation at least."""
+UNLIKE = 0.25
+"""Share of the metrics from which on windows that differ by more than that are other work."""
+EXACTLY = 1.2
+"""Factor within which windows are counted, to find the most frequent work."""
+LOW = 0.05
+"""Share of the full level below which differences between levels do not count."""
 STOPPED = 0.25
 """Share of the fleet's full activity below which it does not work; idle GPUs draw less power."""
 RESTART = 120.0
@@ -30,62 +33,47 @@ RESTART = 120.0
 SETTLING = 60.0
 """Seconds after a restart in which machines resume one after the other."""
 MAX_SAMPLED = 128
-"""Machines that the median over a fleet is taken of: more hardly change it."""
+"""Machines that the median over a fleet is taken of: more hardly change it. Also windows whose work
+is tried as that of most others."""
 
 
-@dataclass(frozen=True)
-class Work:
-    """Work of a fleet over the windows of a record.
+def comparable_windows(fleet: Fleet, grid: Grid) -> Int[np.ndarray, "selected"]:
+    """Indices of the windows in which the fleet did the same work, the most frequent of the record.
 
-    Attributes:
-      mask: true on windows in which the fleet works, since its last restart.
-      levels: of each metric that follows the work, the median over the fleet.
-    """
+    The metrics are those of activity (`GPU_ACTIVITY`, or CPU usage without GPUs), each as the median
+    over the fleet. The *full level* of a metric is the one that half of `continuity` reaches, for
+    the record may begin in a long pause. Left out are
 
-    mask: Bool[np.ndarray, "window"]
-    levels: Mapping[str, Float[np.ndarray, "window"]]
-
-    def comparable_windows(self, metric: str) -> Int[np.ndarray, "selected"]:
-        """Indices of the windows of the same work as most others, for one metric."""
-        windows = np.flatnonzero(self.mask)
-        if metric not in self.levels:
-            return windows
-        return windows[_most_alike(self.levels[metric][windows])]
-
-
-def measure_work(fleet: Fleet, grid: Grid) -> Work:
-    """Windows in which the fleet works, and its level in each metric of `WORK`.
-
-    A metric's *full level* is the one that half of `continuity` reaches, for the record may begin in
-    a long pause. The fleet pauses where more than half of the activity metrics (`GPU_ACTIVITY`, CPU
-    usage without GPUs) are below ``1 / SAME_WORK`` of theirs. It has stopped where more than half
-    are below `STOPPED`; after `RESTART` seconds of that, what was before is no longer compared.
+    * pauses: windows of which a quarter or more is below ``1 / SAME_WORK`` of the full level, in
+      more than half of the metrics;
+    * all before the end of a restart: `RESTART` seconds in which more than half of the metrics are
+      below `STOPPED` of it;
+    * other work: windows in which `UNLIKE` of the metrics or more differ by more than `SAME_WORK`
+      from most others.
     """
     rows = np.random.default_rng(0).permutation(len(fleet.machines))[:MAX_SAMPLED]
-    levels = {}
-    for column, name in enumerate(fleet.metrics):
-        if meaning(name) in WORK:
-            fleet_median = nan_median(fleet.values[rows, column], 0)
-            levels[name] = grid.medians(fleet_median[None])[0]
-    activity = [level for name, level in levels.items() if meaning(name) in GPU_ACTIVITY]
-    activity = activity or [level for name, level in levels.items() if meaning(name) == "cpu_usage"]
-    num_windows = grid.count(fleet.num_samples)
-    shares = [share for level in activity if (share := _shares(level, grid)) is not None]
-    if not shares:
-        return Work(np.ones(num_windows, bool), levels)
-    mask = ~_most_below(np.stack(shares), 1 / SAME_WORK)
-    step = grid.hop * fleet.period
-    for begin, end in stretches(stopped := _most_below(np.stack(shares), STOPPED)):
-        if stopped[begin] and (end - begin) * step >= RESTART:
-            mask[: end + round(SETTLING / step)] = False
-    return Work(mask, levels)
+    names = [name for name in fleet.metrics if meaning(name) in GPU_ACTIVITY]
+    names = names or [name for name in fleet.metrics if meaning(name) == "cpu_usage"]
+    shares, lowest = [], []
+    for name in names:
+        fleet_median = nan_median(fleet.values[rows, fleet.metrics.index(name)], 0)[None]
+        level = grid.medians(fleet_median)[0]
+        full = _full_level(level, grid)
+        if full > 0:
+            shares.append(level / full)
+            lowest.append(grid.lower_quartiles(fleet_median)[0] / full)
+    mask = np.ones(grid.count(fleet.num_samples), bool)
+    if shares:
+        mask &= ~_most_below(np.stack(lowest), 1 / SAME_WORK)
+        mask[: _end_of_restart(np.stack(lowest), grid.hop * fleet.period)] = False
+        mask &= _most_frequent(np.stack(shares), mask)
+    return np.flatnonzero(mask)
 
 
-def _shares(level: np.ndarray, grid: Grid) -> np.ndarray | None:
-    """A level relative to its full level; None for a metric without samples or that is 0."""
+def _full_level(level: Float[np.ndarray, "window"], grid: Grid) -> float:
+    """The level that half of `continuity` reaches; 0 without samples."""
     ordered = np.sort(level[np.isfinite(level)])[::-1]
-    full = ordered[min(grid.length // 2, len(ordered) - 1)] if len(ordered) else 0.0
-    return level / full if full > 0 else None
+    return float(ordered[min(grid.length // 2, len(ordered) - 1)]) if len(ordered) else 0.0
 
 
 def _most_below(shares: Float[np.ndarray, "metric window"], limit: float) -> np.ndarray:
@@ -93,13 +81,34 @@ def _most_below(shares: Float[np.ndarray, "metric window"], limit: float) -> np.
     return 2 * (shares < limit).sum(axis=0) > np.isfinite(shares).sum(axis=0)
 
 
-def _most_alike(levels: Float[np.ndarray, "window"]) -> Bool[np.ndarray, "window"]:
-    """True on the largest set of levels within `SAME_WORK` of one of them; of two, the higher."""
-    ordered = np.sort(levels[np.isfinite(levels)])
-    if len(ordered) == 0 or ordered[0] < 0:
-        return np.ones(len(levels), bool)
-    count = np.searchsorted(ordered, ordered * SAME_WORK, "right") - np.searchsorted(
-        ordered, ordered / SAME_WORK, "left"
-    )
-    middle = ordered[len(count) - 1 - int(count[::-1].argmax())]
-    return (levels >= middle / SAME_WORK) & (levels <= middle * SAME_WORK)
+def _end_of_restart(shares: Float[np.ndarray, "metric window"], step: float) -> int:
+    """The first window after the last restart, when all machines work again; 0 without one."""
+    stopped = _most_below(shares, STOPPED)
+    ends = [
+        end + round(SETTLING / step)
+        for begin, end in stretches(stopped)
+        if stopped[begin] and (end - begin) * step >= RESTART
+    ]
+    return max(ends, default=0)
+
+
+def _most_frequent(
+    shares: Float[np.ndarray, "metric window"], mask: Bool[np.ndarray, "window"]
+) -> Bool[np.ndarray, "window"]:
+    """True on the windows that do the same work as the one that most others are like."""
+    logs = np.log(np.maximum(shares, 0) + LOW)
+    windows = np.flatnonzero(mask)
+
+    def alike(window: int, factor: float) -> np.ndarray:
+        differs = np.abs(logs - logs[:, window, None]) > np.log(factor)
+        return mask & (differs.mean(axis=0) < UNLIKE)
+
+    # The last windows first: of two kinds of work that are as frequent, the newer is compared.
+    candidates = windows[:: -max(1, len(windows) // MAX_SAMPLED)].tolist()
+    # A window between two kinds of work is like both, but few are like it exactly.
+    typical = max(candidates, key=lambda window: alike(window, EXACTLY).sum(), default=None)
+    if typical is None:
+        return mask
+    same = alike(typical, SAME_WORK)
+    other = np.concatenate([[False], mask & ~same, [False]])
+    return same & ~other[2:] & ~other[:-2]

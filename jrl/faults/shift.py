@@ -7,20 +7,25 @@ compares it with Minder.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from jrl.faults.collect.fleet import NO_MACHINE, Alarm, Fleet, Report, Trace
 from jrl.faults.collect.vocabulary import PRIORITY, find_recorded, groups_of, search_order
 from jrl.faults.outlier import MAD_TO_STD, nan_median
-from jrl.faults.pauses import measure_work
+from jrl.faults.pauses import comparable_windows
 from jrl.faults.windows import Grid
 
 LONGEST_PERIOD = 60.0
 """Seconds between two samples beyond which four minutes hold too few of them."""
 HEAVY_TAIL_RATIO = 3.0
 """How many times farther from the median the 95th percentile is than the 5th in a heavy tail."""
+STATS = None
+CERTAINTY = 4.0
+"""Standard errors of what was there before that an onset has at least, for there are thousands of
+machines and metrics and a look every few seconds."""
 LOG_OFFSET = 0.1
 """Share of the typical value, added before the logarithm so that zero needs no special case."""
 
@@ -70,6 +75,7 @@ class ShiftDetector:
     hop: float | int = 10.0
     recent: float | int = 60.0
     resolution: float | int = 0.01
+    past: float | int = 0.0
     metrics: Sequence[str] = ()
 
     def __post_init__(self):
@@ -103,8 +109,30 @@ class ShiftDetector:
         reason = self._incomparable_reason(fleet, grid)
         if reason:
             return Report([], (reason,), comparable=False)
+        windows = comparable_windows(fleet, grid)
+        if len(windows) < grid.least:
+            reason = (
+                "the fleet paused or restarted, and has worked for less time since than detecting a "
+                "shift takes: no verdict."
+            )
+            return Report([], (reason,), comparable=False)
+        deviations, notes = self._deviations(fleet, grid, windows, names)
+        if not deviations:
+            notes.append("no metric can be compared: no verdict.")
+            return Report([], tuple(notes), comparable=False)
+        notes += _silent_rows(fleet)
+        for group in groups_of(deviations):
+            together = _combine_deviations([deviations[name] for name in group], grid)
+            if len(together.windows) >= grid.least:
+                deviations[Group(group)] = together
+        return self._verdict(fleet, grid, deviations, tuple(notes))
+
+    def _deviations(
+        self, fleet: Fleet, grid: Grid, windows: np.ndarray, names: Sequence[str]
+    ) -> "tuple[dict[str, Deviations], list[str]]":
+        """Deviations by metric, and what cannot be compared."""
+        deviations: dict[str, Deviations] = {}
         notes: list[str] = []
-        deviations: dict[str, np.ndarray] = {}
         for name in names:
             values = fleet.values[:, fleet.metrics.index(name)]
             finite = np.isfinite(values)
@@ -113,18 +141,10 @@ class ShiftDetector:
             elif np.ptp(values[finite]) == 0:
                 notes.append(f"metric {name!r} is {values[finite][0]:g} everywhere: not compared.")
             else:
-                deviations[name] = deviation(values, grid, self.resolution)
-        if not deviations:
-            notes.append("no metric can be compared: no verdict.")
-            return Report([], tuple(notes), comparable=False)
-        notes += _silent_rows(fleet)
-        for group in groups_of(deviations):
-            deviations[Group(group)] = _combine_deviations(
-                [deviations[name] for name in group], grid
-            )
-        return self._verdict(fleet, grid, deviations, tuple(notes))
+                deviations[name] = measure_deviations(values, grid, self.resolution, windows)
+        return deviations, notes
 
-    def _incomparable_reason(self, fleet: Fleet, grid: "Grid") -> str | None:
+    def _incomparable_reason(self, fleet: Fleet, grid: Grid) -> str | None:
         """Reason for which a fleet cannot be compared; None if it can."""
         if len(fleet.machines) < 3:
             return (
@@ -144,15 +164,22 @@ class ShiftDetector:
             )
         return None
 
+    def _least_past(self, grid: Grid, period=15) -> int:
+        import os
+        return max(0, round(self.past / (grid.hop * period)) - grid.overlap)
+
     def _verdict(
-        self, fleet: Fleet, grid: "Grid", deviations: dict[str, np.ndarray], notes: tuple[str, ...]
+        self, fleet: Fleet, grid: Grid, deviations: "dict[str, Deviations]", notes: tuple[str, ...]
     ) -> Report:
         traces, best = {}, None
-        for name, away in deviations.items():
-            scores, signs = onset_scores(away, grid, self.share)
+        for name, each in deviations.items():
+            scores, signs = onset_scores(each.away, grid, self.share)
+            scores[:, : self._least_past(grid, fleet.period)] = 0
             leader, top = scores.argmax(axis=0), scores.max(axis=0)
+            if STATS is not None: STATS.setdefault(str(name)[:25],[]).append(np.sort(scores.max(axis=1))[::-1][[0,1,5,10,15,20,30]])
             moment = int(top.argmax())
-            times = fleet.start + grid.hop * fleet.period * (grid.overlap + np.arange(len(top)))
+            windows = each.windows[grid.overlap : grid.overlap + len(top)]
+            times = fleet.start + grid.hop * fleet.period * windows
             leader_or_none = np.where(top >= self.threshold, leader, NO_MACHINE)
             traces[name] = Trace(times, top, leader_or_none, float(self.threshold))
             if best is None or top[moment] > best[0]:
@@ -171,15 +198,15 @@ class ShiftDetector:
     def _alarm(
         self,
         fleet: Fleet,
-        grid: "Grid",
-        deviations: dict[str, np.ndarray],
+        grid: Grid,
+        deviations: "dict[str, Deviations]",
         traces: dict[str, Trace],
         best: tuple[float, str, int, int, int],
     ) -> Alarm:
         """The alarm of `best`: its score, metric, row, moment and sign."""
         score, name, row, moment, sign = best
         begin = moment + grid.overlap
-        away = sign * deviations[name][row]
+        windows, away = deviations[name].windows, sign * deviations[name].away[row]
         middle_deviation = float(np.nanmedian(away[begin : begin + grid.length]))
         # From the first window that is nearer to the level than to what was before, while it lasts.
         shifted = away[begin:] >= middle_deviation - score / 2
@@ -198,20 +225,19 @@ class ShiftDetector:
             "scores": traces[name].scores,
         }
         metric = name
+        during = windows[begin : begin + grid.length]
         if isinstance(name, Group):
             # Of a group the metric that is farthest away says what to look at.
             metric = max(
                 name.members,
-                key=lambda each: float(
-                    np.nanmedian(sign * deviations[each][row, begin : begin + grid.length])
-                ),
+                key=lambda each: sign * deviations[each].median(row, during),
             )
             evidence["metrics together"] = len(name.members)
         return Alarm(
             fleet.machines[row],
             metric,
-            fleet.start + (begin + first) * step + middle,
-            min(fleet.end, fleet.start + last * step + grid.width * fleet.period),
+            fleet.start + int(windows[begin + first]) * step + middle,
+            min(fleet.end, fleet.start + int(windows[last]) * step + grid.width * fleet.period),
             evidence,
         )
 
@@ -227,36 +253,63 @@ class Group(str):
         return group
 
 
-def deviation(
-    values: Float[np.ndarray, "machine time"], grid: Grid, resolution: float | int
-) -> Float[np.ndarray, "machine window"]:
-    """Deviation of each machine from the others in each window, in spreads, see `ShiftDetector`.
+@dataclass(frozen=True)
+class Deviations:
+    """Deviations of all machines from the others in one metric.
+
+    Attributes:
+      windows: indices of the windows that are compared, those of the same work.
+      away: deviations in them, in spreads; NaN without samples.
+    """
+
+    windows: Int[np.ndarray, "selected"]
+    away: Float[np.ndarray, "machine selected"]
+
+    def median(self, row: int, windows: Int[np.ndarray, "some"]) -> float:
+        """Median deviation of a machine in those of some windows that are compared."""
+        return float(np.nanmedian(self.away[row, np.isin(self.windows, windows)]))
+
+
+def measure_deviations(
+    values: Float[np.ndarray, "machine time"],
+    grid: Grid,
+    resolution: float | int,
+    windows: Int[np.ndarray, "selected"],
+) -> Deviations:
+    """Deviation of each machine from the others in some windows, in spreads, see `ShiftDetector`.
 
     NaN without samples, and for all machines where fewer than three have any.
     """
-    typical = _typical(values)
-    if heavy_tailed(values):
+    used = np.zeros(values.shape[1], bool)
+    for offset in range(grid.width):
+        used[windows * grid.hop + offset] = True
+    typical = _typical(values[:, used])
+    if heavy_tailed(values[:, used]):
         # In units of the metric again, so that `resolution` means the same.
         logs = np.log(np.maximum(values, 0) / typical + LOG_OFFSET)
         values = (typical * logs).astype(np.float32)
-    windows = np.lib.stride_tricks.sliding_window_view(values, grid.width, axis=1)
-    middle = nan_median(windows[:, :: grid.hop], 2)
+    middle = grid.medians(values)[:, windows]
     enough = np.isfinite(middle).sum(axis=0) >= 3
-    deviations = np.where(enough, middle - nan_median(middle, 0), np.nan)
-    return deviations / _spreads(deviations, grid, resolution * typical)[:, None]
+    away = np.where(enough, middle - nan_median(middle, 0), np.nan)
+    return Deviations(windows, away / _spreads(away, grid, resolution * typical)[:, None])
 
 
 def _spreads(
     away: Float[np.ndarray, "machine window"], grid: Grid, least: float
 ) -> Float[np.ndarray, "machine"]:
-    """The spread of each machine: the larger of its own and the fleet's, at least `least`."""
-    moves = np.abs(away[:, grid.lag :] - away[:, : -grid.lag])
+    """The spread of each machine: the largest of its own and two of the fleet, at least `least`.
+
+    Slow noise is larger over `continuity` than over a minute. A machine's own is not taken over so
+    long a time, in which its fault may begin.
+    """
     scale = MAD_TO_STD / 2**0.5
-    machine_spread, fleet_spread = (
-        scale * nan_median(moves, 1),
-        scale * nan_median(moves.ravel(), 0),
+    moves = np.abs(away[:, grid.lag :] - away[:, : -grid.lag])
+    slow_moves = np.abs(away[:, grid.length :] - away[:, : -grid.length])
+    machine_spread = scale * nan_median(moves, 1)
+    fleet_spread, slow_spread = (
+        scale * nan_median(each.ravel(), 0) for each in (moves, slow_moves)
     )
-    return np.fmax(np.fmax(machine_spread, fleet_spread), least)
+    return np.fmax(np.fmax(machine_spread, np.fmax(fleet_spread, slow_spread)), least)
 
 
 def _typical(values: np.ndarray) -> float:
@@ -281,13 +334,17 @@ def heavy_tailed(values: Float[np.ndarray, "machine time"]) -> bool:
     return bool(high - middle > HEAVY_TAIL_RATIO * (middle - low))
 
 
-def _combine_deviations(deviations: Sequence[np.ndarray], grid: Grid) -> np.ndarray:
+def _combine_deviations(deviations: Sequence[Deviations], grid: Grid) -> Deviations:
     """Mean of deviations that one cause moves together, in units of the mean's own spread.
 
     The mean of independent metrics varies less than each of them, that of equal ones as much.
     """
-    mean = sum(deviations[1:], deviations[0]) / len(deviations)
-    return mean / _spreads(mean, grid, 1.0 / len(deviations))[:, None]
+    windows = reduce(np.intersect1d, [each.windows for each in deviations])
+    parts = [each.away[:, np.isin(each.windows, windows)] for each in deviations]
+    mean = sum(parts[1:], parts[0]) / len(parts)
+    if len(windows) <= grid.lag:
+        return Deviations(windows, mean)
+    return Deviations(windows, mean / _spreads(mean, grid, 1.0 / len(parts))[:, None])
 
 
 def onset_scores(
@@ -305,22 +362,40 @@ def onset_scores(
     spare = ((1 - share) * count + 1e-9).astype(int)
     enough = 2 * count >= grid.length
     scores, signs = np.zeros(enough.shape, np.float32), np.ones(enough.shape, np.float32)
-    before = [_levels_before(away, grid, moment) for moment in range(ordered.shape[1])]
-    long, short = (np.stack(medians, axis=1) for medians in zip(*before, strict=True))
+    long, short = _levels_before(away, grid, ordered.shape[1])
+    least = CERTAINTY * _standard_errors(ordered.shape[1], grid)
     for sign, index in ((1, spare), (-1, np.maximum(count - 1, 0) - spare)):
         level = sign * np.take_along_axis(ordered, index[:, :, None], 2)[:, :, 0]
-        new = level - np.maximum(0, np.fmax(sign * long, sign * short))
-        new = np.where(enough & (new >= level / 2), new, 0)
+        before = np.fmax(sign * long, sign * short)
+        new = level - np.maximum(0, before)
+        onset = (new >= level / 2) & (new >= least) & (level > -np.fmin(sign * long, sign * short))
+        new = np.where(enough & onset, new, 0)
         better = new > scores
         scores, signs = np.where(better, new, scores), np.where(better, sign, signs)
     return scores, signs
 
 
-def _levels_before(away: np.ndarray, grid: Grid, moment: int) -> tuple[np.ndarray, np.ndarray]:
-    """Each machine's median until a moment, and just before it."""
-    until = away[:, : moment + 1]
+def _levels_before(away: np.ndarray, grid: Grid, moments: int) -> tuple[np.ndarray, np.ndarray]:
+    """Each machine's median until each moment, and just before it."""
     # Windows that overlap say little that is new.
-    return nan_median(until[:, :: -grid.overlap], 1), nan_median(until[:, -grid.recent :], 1)
+    long = [nan_median(away[:, moment :: -grid.overlap], 1) for moment in range(moments)]
+    return np.stack(long, axis=1), _trailing_medians(away[:, :moments], grid.recent)
+
+
+def _trailing_medians(away: np.ndarray, width: int) -> np.ndarray:
+    """Median of each entry and those before it, `width` at most."""
+    padding = np.full((len(away), width - 1), np.nan, away.dtype)
+    padded = np.concatenate([padding, away], axis=1)
+    return nan_median(np.lib.stride_tricks.sliding_window_view(padded, width, axis=1), 2)
+
+
+def _standard_errors(moments: int, grid: Grid) -> Float[np.ndarray, "moment"]:
+    """Standard error of the median until each moment, in spreads: ``sqrt(pi / 2 n)`` of n windows.
+
+    Only windows that share no sample count.
+    """
+    num_windows = np.arange(moments) // grid.overlap + 1
+    return np.sqrt(np.pi / 2 / num_windows)
 
 
 def _silent_rows(fleet: Fleet) -> list[str]:

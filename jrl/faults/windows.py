@@ -61,7 +61,18 @@ class Grid:
         """Windows of a record."""
         return max(0, (num_samples - self.width) // self.hop + 1)
 
+    def split(self, values: Float[np.ndarray, "row time"]) -> Float[np.ndarray, "row window width"]:
+        """The samples of each window."""
+        return np.lib.stride_tricks.sliding_window_view(values, self.width, axis=1)[:, :: self.hop]
+
     def medians(self, values: Float[np.ndarray, "row time"]) -> Float[np.ndarray, "row window"]:
         """Median of the samples of each window; NaN where there are none."""
-        windows = np.lib.stride_tricks.sliding_window_view(values, self.width, axis=1)
-        return nan_median(windows[:, :: self.hop], 2)
+        return nan_median(self.split(values), 2)
+
+    def lower_quartiles(
+        self, values: Float[np.ndarray, "row time"]
+    ) -> Float[np.ndarray, "row window"]:
+        """The value that a quarter of the samples of each window is below; NaN without samples."""
+        ordered = np.sort(self.split(values), axis=2)  # NaN comes last
+        index = np.isfinite(ordered).sum(axis=2) // 4
+        return np.take_along_axis(ordered, index[:, :, None], 2)[:, :, 0]

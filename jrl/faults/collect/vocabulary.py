@@ -71,17 +71,6 @@ GPU_ACTIVITY = (
 )
 """Metrics that one cause moves together: a GPU's load."""
 
-WORK = (
-    *GPU_ACTIVITY,
-    "cpu_usage",
-    "nvlink_bandwidth",
-    "pcie_bandwidth",
-    "rdma_throughput",
-    "tcp_throughput",
-)
-"""Metrics that follow the work of all machines. Rates of events and the time of a step do not: one
-faulty machine can change them on all."""
-
 FATAL = frozenset(
     {
         "gpu/xid",
