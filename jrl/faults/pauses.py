@@ -38,11 +38,11 @@ is tried as that of most others."""
 
 
 def comparable_windows(fleet: Fleet, grid: Grid) -> Int[np.ndarray, "selected"]:
-    """Indices of the windows in which the fleet did the same work, the most frequent of the record.
+    """Indices of the windows in which the fleet did the same work, that which was most frequent.
 
-    The metrics are those of activity (`GPU_ACTIVITY`, or CPU usage without GPUs), each as the median
-    over the fleet. The *full level* of a metric is the one that half of `continuity` reaches, for
-    the record may begin in a long pause. Left out are
+    The metrics are those of activity (`GPU_ACTIVITY`, or CPU usage without GPUs), each as the
+    median over the fleet. The *full level* of a metric is the one that half of `continuity`
+    reaches, for the record may begin in a long pause. Left out are
 
     * pauses: windows of which a quarter or more is below ``1 / SAME_WORK`` of the full level, in
       more than half of the metrics;

@@ -7,10 +7,9 @@ compares it with Minder.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float64, Int
 
 from jrl.faults.collect.fleet import NO_MACHINE, Alarm, Fleet, Report, Trace
 from jrl.faults.collect.vocabulary import PRIORITY, find_recorded, groups_of, search_order
@@ -22,10 +21,10 @@ LONGEST_PERIOD = 60.0
 """Seconds between two samples beyond which four minutes hold too few of them."""
 HEAVY_TAIL_RATIO = 3.0
 """How many times farther from the median the 95th percentile is than the 5th in a heavy tail."""
-STATS = None
-CERTAINTY = 4.0
-"""Standard errors of what was there before that an onset has at least, for there are thousands of
-machines and metrics and a look every few seconds."""
+RATIO = 4.0
+"""How many times the score of most others a machine's score is at least."""
+ONE_IN, PIPELINE = 50, 16
+"""Which of the others: one machine of so many, and in small fleets the first beyond a pipeline."""
 LOG_OFFSET = 0.1
 """Share of the typical value, added before the logarithm so that zero needs no special case."""
 
@@ -34,22 +33,27 @@ LOG_OFFSET = 0.1
 class ShiftDetector:
     """Names the machine that moved farthest away from the others, and stayed there.
 
-    For each metric, with medians over `window` seconds and heavy-tailed metrics in logarithms:
+    For each metric, with medians over `window` seconds in which the fleet did the same work
+    (`jrl.faults.pauses.comparable_windows`), and heavy-tailed metrics in logarithms:
 
     1. ``x`` is a machine's median minus the median over all machines, and ``d = x / spread``. The
        spread is ``1.4826 / sqrt(2)`` times the median of ``|x(t + 1 min) - x(t)|``: the larger of
-       the machine's own and that of all machines, at least `resolution` times the metric's typical
-       value.
+       the machine's own and that of all machines, and of that of all machines over `continuity`
+       instead of a minute. It is at least `resolution` times the metric's typical value.
     2. The *level* of the `continuity` seconds from a moment on is what `share` of their windows
        reach, on one side. *Before* is the median of ``d`` until then or over the last `recent`
        seconds, whichever is larger on the side of the level: neither a return nor a slow drift is
-       an onset.
+       an onset. Nor is a machine that was farther away on the other side.
     3. The score is the part of the level that is new, ``level - max(0, before)``, where that is at
        least half of the level, else 0.
+    4. The score of a metric counts if it reaches `threshold`, and `RATIO` times the score that one
+       machine of `ONE_IN` has in that metric (the 17th in small fleets: those of one pipeline share
+       a fault). Where noise is slow, or many machines change, one of them is no outlier. A score of
+       `RATIO` times `threshold` always counts.
 
-    The machine with the greatest score, over metrics and moments, is named if it reaches
-    `threshold`. Metrics that one cause moves together, those of a GPU's activity, count as one more
-    metric, their mean: what is small in each of them is large in all.
+    The machine with the greatest score that counts is named, over metrics and moments. Metrics that
+    one cause moves together, those of a GPU's activity, count as one more metric, their mean: what
+    is small in each of them is large in all.
 
     Attributes:
       threshold: in spreads; chosen by ``python -m jrl.faults benchmark --calibrate``.
@@ -61,6 +65,9 @@ class ShiftDetector:
       recent: seconds before the onset that count as what was there just before.
       resolution: the least spread, as a share of the metric's typical value, so that differences
         of a thousandth do not count.
+      past: seconds that an onset needs before it, of the same work. A single record has what it
+        has (0). Where looks follow each other, as in `watch`, every onset passes through the middle
+        of the record, so `StandardDetector` asks for as much as `continuity`.
       metrics: what is compared, by any name of `jrl.faults.collect.vocabulary`; by default all that
         were recorded but memory in use (`LEVELS` there) and fatal error counters (`FATAL`).
 
@@ -83,6 +90,8 @@ class ShiftDetector:
             value = getattr(self, name)
             if not (np.isfinite(value) and value > 0):
                 raise ValueError(f"{name}={value} must be a finite number above 0.")
+        if not 0 <= self.past < np.inf:
+            raise ValueError(f"past={self.past} must be a finite number of at least 0.")
         if not 0.5 < self.share <= 1:
             raise ValueError(f"share={self.share} must lie in (0.5, 1].")
         if self.continuity < 2 * self.window:
@@ -110,29 +119,13 @@ class ShiftDetector:
         if reason:
             return Report([], (reason,), comparable=False)
         windows = comparable_windows(fleet, grid)
-        if len(windows) < grid.least:
+        if len(windows) < grid.overlap + grid.length + self._first_moment(fleet, grid):
             reason = (
-                "the fleet paused or restarted, and has worked for less time since than detecting a "
-                "shift takes: no verdict."
+                "the fleet did the same work, without a pause, for too short a time: no verdict."
             )
             return Report([], (reason,), comparable=False)
-        deviations, notes = self._deviations(fleet, grid, windows, names)
-        if not deviations:
-            notes.append("no metric can be compared: no verdict.")
-            return Report([], tuple(notes), comparable=False)
-        notes += _silent_rows(fleet)
-        for group in groups_of(deviations):
-            together = _combine_deviations([deviations[name] for name in group], grid)
-            if len(together.windows) >= grid.least:
-                deviations[Group(group)] = together
-        return self._verdict(fleet, grid, deviations, tuple(notes))
-
-    def _deviations(
-        self, fleet: Fleet, grid: Grid, windows: np.ndarray, names: Sequence[str]
-    ) -> "tuple[dict[str, Deviations], list[str]]":
-        """Deviations by metric, and what cannot be compared."""
-        deviations: dict[str, Deviations] = {}
         notes: list[str] = []
+        deviations: dict[str, np.ndarray] = {}
         for name in names:
             values = fleet.values[:, fleet.metrics.index(name)]
             finite = np.isfinite(values)
@@ -141,8 +134,21 @@ class ShiftDetector:
             elif np.ptp(values[finite]) == 0:
                 notes.append(f"metric {name!r} is {values[finite][0]:g} everywhere: not compared.")
             else:
-                deviations[name] = measure_deviations(values, grid, self.resolution, windows)
-        return deviations, notes
+                deviations[name] = deviation(values, grid, windows, self.resolution)
+        if not deviations:
+            notes.append("no metric can be compared: no verdict.")
+            return Report([], tuple(notes), comparable=False)
+        notes += _silent_rows(fleet)
+        for group in groups_of(deviations):
+            deviations[Group(group)] = _combine_deviations(
+                [deviations[name] for name in group], grid
+            )
+        times = fleet.start + grid.hop * fleet.period * windows
+        return self._verdict(fleet, grid, times, deviations, tuple(notes))
+
+    def _first_moment(self, fleet: Fleet, grid: Grid) -> int:
+        """The first moment that has as much before it as `past`."""
+        return max(0, round(self.past / (grid.hop * fleet.period)) - grid.overlap)
 
     def _incomparable_reason(self, fleet: Fleet, grid: Grid) -> str | None:
         """Reason for which a fleet cannot be compared; None if it can."""
@@ -156,7 +162,8 @@ class ShiftDetector:
                 f"samples come every {fleet.period:g} s, which is not often enough for "
                 f"{self.continuity:g} s: scrape at least every {LONGEST_PERIOD:g} s."
             )
-        needed = (grid.hop * (grid.overlap + grid.length - 1) + grid.width) * fleet.period
+        num_windows = grid.overlap + grid.length + self._first_moment(fleet, grid)
+        needed = (grid.hop * (num_windows - 1) + grid.width) * fleet.period
         if fleet.num_samples * fleet.period < needed:
             return (
                 f"the record holds {fleet.num_samples * fleet.period:.0f} s, less than the "
@@ -164,25 +171,26 @@ class ShiftDetector:
             )
         return None
 
-    def _least_past(self, grid: Grid, period=15) -> int:
-        import os
-        return max(0, round(self.past / (grid.hop * period)) - grid.overlap)
-
     def _verdict(
-        self, fleet: Fleet, grid: Grid, deviations: "dict[str, Deviations]", notes: tuple[str, ...]
+        self,
+        fleet: Fleet,
+        grid: Grid,
+        times: Float64[np.ndarray, "selected"],
+        deviations: dict[str, np.ndarray],
+        notes: tuple[str, ...],
     ) -> Report:
+        """The report; `times` are those at which the compared windows begin."""
         traces, best = {}, None
-        for name, each in deviations.items():
-            scores, signs = onset_scores(each.away, grid, self.share)
-            scores[:, : self._least_past(grid, fleet.period)] = 0
+        for name, away in deviations.items():
+            scores, signs = onset_scores(away, grid, self.share)
+            scores[:, : self._first_moment(fleet, grid)] = 0
             leader, top = scores.argmax(axis=0), scores.max(axis=0)
-            if STATS is not None: STATS.setdefault(str(name)[:25],[]).append(np.sort(scores.max(axis=1))[::-1][[0,1,5,10,15,20,30]])
             moment = int(top.argmax())
-            windows = each.windows[grid.overlap : grid.overlap + len(top)]
-            times = fleet.start + grid.hop * fleet.period * windows
-            leader_or_none = np.where(top >= self.threshold, leader, NO_MACHINE)
-            traces[name] = Trace(times, top, leader_or_none, float(self.threshold))
-            if best is None or top[moment] > best[0]:
+            threshold = self._threshold(scores)
+            leader_or_none = np.where(top >= threshold, leader, NO_MACHINE)
+            begins = times[grid.overlap : grid.overlap + len(top)]
+            traces[name] = Trace(begins, top, leader_or_none, threshold)
+            if top[moment] >= threshold and (best is None or top[moment] > best[0]):
                 best = (
                     float(top[moment]),
                     name,
@@ -191,22 +199,30 @@ class ShiftDetector:
                     int(signs[leader[moment], moment]),
                 )
         alarms = []
-        if best is not None and best[0] >= self.threshold:
-            alarms.append(self._alarm(fleet, grid, deviations, traces, best))
+        if best is not None:
+            alarms.append(self._alarm(fleet, grid, times, deviations, traces, best))
         return Report(alarms, notes, True, fleet.machines, traces)
+
+    def _threshold(self, scores: Float[np.ndarray, "machine moment"]) -> float:
+        """The score from which a machine stands out in one metric, see `ShiftDetector`."""
+        greatest = np.sort(scores.max(axis=1))[::-1]
+        rank = max(PIPELINE, len(greatest) // ONE_IN)
+        others = float(greatest[rank]) if rank < len(greatest) else 0.0
+        return float(np.clip(RATIO * others, self.threshold, RATIO * self.threshold))
 
     def _alarm(
         self,
         fleet: Fleet,
         grid: Grid,
-        deviations: "dict[str, Deviations]",
+        times: Float64[np.ndarray, "selected"],
+        deviations: dict[str, np.ndarray],
         traces: dict[str, Trace],
         best: tuple[float, str, int, int, int],
     ) -> Alarm:
         """The alarm of `best`: its score, metric, row, moment and sign."""
         score, name, row, moment, sign = best
         begin = moment + grid.overlap
-        windows, away = deviations[name].windows, sign * deviations[name].away[row]
+        away = sign * deviations[name][row]
         middle_deviation = float(np.nanmedian(away[begin : begin + grid.length]))
         # From the first window that is nearer to the level than to what was before, while it lasts.
         shifted = away[begin:] >= middle_deviation - score / 2
@@ -216,28 +232,28 @@ class ShiftDetector:
         last = begin + grid.length - 2 + int(back[0]) if back.size else len(away) - 1
         last = int(np.flatnonzero(np.isfinite(away[: last + 1]))[-1])
         middle = grid.width * fleet.period / 2
-        step = grid.hop * fleet.period
         evidence = {
             "score": score,
-            "threshold": float(self.threshold),
+            "threshold": float(traces[name].threshold),
             "level": sign * middle_deviation,
             "machines": len(fleet.machines),
             "scores": traces[name].scores,
         }
         metric = name
-        during = windows[begin : begin + grid.length]
         if isinstance(name, Group):
             # Of a group the metric that is farthest away says what to look at.
             metric = max(
                 name.members,
-                key=lambda each: sign * deviations[each].median(row, during),
+                key=lambda each: float(
+                    np.nanmedian(sign * deviations[each][row, begin : begin + grid.length])
+                ),
             )
             evidence["metrics together"] = len(name.members)
         return Alarm(
             fleet.machines[row],
             metric,
-            fleet.start + int(windows[begin + first]) * step + middle,
-            min(fleet.end, fleet.start + int(windows[last]) * step + grid.width * fleet.period),
+            float(times[begin + first]) + middle,
+            min(fleet.end, float(times[last]) + 2 * middle),
             evidence,
         )
 
@@ -253,29 +269,12 @@ class Group(str):
         return group
 
 
-@dataclass(frozen=True)
-class Deviations:
-    """Deviations of all machines from the others in one metric.
-
-    Attributes:
-      windows: indices of the windows that are compared, those of the same work.
-      away: deviations in them, in spreads; NaN without samples.
-    """
-
-    windows: Int[np.ndarray, "selected"]
-    away: Float[np.ndarray, "machine selected"]
-
-    def median(self, row: int, windows: Int[np.ndarray, "some"]) -> float:
-        """Median deviation of a machine in those of some windows that are compared."""
-        return float(np.nanmedian(self.away[row, np.isin(self.windows, windows)]))
-
-
-def measure_deviations(
+def deviation(
     values: Float[np.ndarray, "machine time"],
     grid: Grid,
-    resolution: float | int,
     windows: Int[np.ndarray, "selected"],
-) -> Deviations:
+    resolution: float | int,
+) -> Float[np.ndarray, "machine selected"]:
     """Deviation of each machine from the others in some windows, in spreads, see `ShiftDetector`.
 
     NaN without samples, and for all machines where fewer than three have any.
@@ -291,7 +290,7 @@ def measure_deviations(
     middle = grid.medians(values)[:, windows]
     enough = np.isfinite(middle).sum(axis=0) >= 3
     away = np.where(enough, middle - nan_median(middle, 0), np.nan)
-    return Deviations(windows, away / _spreads(away, grid, resolution * typical)[:, None])
+    return away / _spreads(away, grid, resolution * typical)[:, None]
 
 
 def _spreads(
@@ -334,17 +333,13 @@ def heavy_tailed(values: Float[np.ndarray, "machine time"]) -> bool:
     return bool(high - middle > HEAVY_TAIL_RATIO * (middle - low))
 
 
-def _combine_deviations(deviations: Sequence[Deviations], grid: Grid) -> Deviations:
+def _combine_deviations(deviations: Sequence[np.ndarray], grid: Grid) -> np.ndarray:
     """Mean of deviations that one cause moves together, in units of the mean's own spread.
 
     The mean of independent metrics varies less than each of them, that of equal ones as much.
     """
-    windows = reduce(np.intersect1d, [each.windows for each in deviations])
-    parts = [each.away[:, np.isin(each.windows, windows)] for each in deviations]
-    mean = sum(parts[1:], parts[0]) / len(parts)
-    if len(windows) <= grid.lag:
-        return Deviations(windows, mean)
-    return Deviations(windows, mean / _spreads(mean, grid, 1.0 / len(parts))[:, None])
+    mean = sum(deviations[1:], deviations[0]) / len(deviations)
+    return mean / _spreads(mean, grid, 1.0 / len(deviations))[:, None]
 
 
 def onset_scores(
@@ -363,12 +358,11 @@ def onset_scores(
     enough = 2 * count >= grid.length
     scores, signs = np.zeros(enough.shape, np.float32), np.ones(enough.shape, np.float32)
     long, short = _levels_before(away, grid, ordered.shape[1])
-    least = CERTAINTY * _standard_errors(ordered.shape[1], grid)
     for sign, index in ((1, spare), (-1, np.maximum(count - 1, 0) - spare)):
         level = sign * np.take_along_axis(ordered, index[:, :, None], 2)[:, :, 0]
         before = np.fmax(sign * long, sign * short)
         new = level - np.maximum(0, before)
-        onset = (new >= level / 2) & (new >= least) & (level > -np.fmin(sign * long, sign * short))
+        onset = (new >= level / 2) & (level > -np.fmin(sign * long, sign * short))
         new = np.where(enough & onset, new, 0)
         better = new > scores
         scores, signs = np.where(better, new, scores), np.where(better, sign, signs)
@@ -387,15 +381,6 @@ def _trailing_medians(away: np.ndarray, width: int) -> np.ndarray:
     padding = np.full((len(away), width - 1), np.nan, away.dtype)
     padded = np.concatenate([padding, away], axis=1)
     return nan_median(np.lib.stride_tricks.sliding_window_view(padded, width, axis=1), 2)
-
-
-def _standard_errors(moments: int, grid: Grid) -> Float[np.ndarray, "moment"]:
-    """Standard error of the median until each moment, in spreads: ``sqrt(pi / 2 n)`` of n windows.
-
-    Only windows that share no sample count.
-    """
-    num_windows = np.arange(moments) // grid.overlap + 1
-    return np.sqrt(np.pi / 2 / num_windows)
 
 
 def _silent_rows(fleet: Fleet) -> list[str]:

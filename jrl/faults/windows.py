@@ -16,7 +16,8 @@ class Grid:
       width: samples of a window.
       hop: samples from one window to the next.
       overlap: windows from one to the first that shares no sample with it.
-      length: windows that lie wholly in the time of continuity.
+      length: windows that lie wholly in the time of continuity; two more where a window is one or
+        two samples.
       recent: windows of what was there just before.
       lag: windows between the two whose difference measures noise: a minute, at least `overlap`.
     """
@@ -47,15 +48,11 @@ class Grid:
             width=width,
             hop=num_hop,
             overlap=overlap,
-            length=max(1, round(continuity / step) - overlap + 1),
+            # Every sample that a deviation touches counts in a window of one or two.
+            length=max(1, round(continuity / step) + (1 if width < 3 else 1 - overlap)),
             recent=max(1, round(recent / step)),
             lag=max(overlap, round(60.0 / step)),
         )
-
-    @property
-    def least(self) -> int:
-        """Windows below which no level with anything before it exists."""
-        return self.overlap + self.length
 
     def count(self, num_samples: int) -> int:
         """Windows of a record."""

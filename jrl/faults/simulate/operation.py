@@ -15,9 +15,10 @@ other one, so it also tests what was tuned there. Its rates and sizes are choice
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from jrl.faults.collect.fleet import Fleet
 
@@ -264,7 +265,7 @@ def _roles(
     indices = [0, *(min(shape[1], int(edge // period)) for edge in edges), shape[1]]
     ranks = np.arange(shape[0])
     roles = []
-    for first, last in zip(indices[:-1], indices[1:], strict=True):
+    for first, last in pairwise(indices):
         roles.append((slice(first, last), ranks, (ranks % depth) / depth))
         if random.random() < 0.5:
             ranks = random.permutation(ranks)
@@ -386,14 +387,3 @@ def _scale(
     begin = np.array([random.uniform(0, values.shape[2] * period)])
     when, cover = _cover(begin, begin + length, period, values.shape[2])
     values[row, columns, when] *= 1 + np.float32(max(size, -1)) * cover[0]
-
-
-def looks(
-    fleet: Fleet, seconds: float | int, interval: float | int
-) -> Iterator[Fleet]:
-    """The records that `watch` compares one after the other: the last `seconds`, each `interval`."""
-    width, hop = (max(1, round(each / fleet.period)) for each in (seconds, interval))
-    for last in range(width, fleet.num_samples + 1, hop):
-        start = fleet.start + (last - width) * fleet.period
-        part = fleet.values[:, :, last - width : last]
-        yield Fleet(fleet.machines, fleet.metrics, start, fleet.period, part)
