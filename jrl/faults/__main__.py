@@ -30,7 +30,7 @@ def benchmark(arguments: list[str]) -> int:
 
 
 def sliding(arguments: list[str]) -> int:
-    """measure false alarms per day, and recall, of the looks that watch makes one after the other"""
+    """measure false alarms per day and recall of the looks that watch makes"""
     from jrl.faults.assess.sliding import main
 
     return main(arguments)

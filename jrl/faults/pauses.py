@@ -26,6 +26,8 @@ EXACTLY = 1.2
 """Factor within which windows are counted, to find the most frequent work."""
 LOW = 0.05
 """Share of the full level below which differences between levels do not count."""
+PAUSED = 0.5
+"""Share of the fleet's full activity below which it pauses."""
 STOPPED = 0.25
 """Share of the fleet's full activity below which it does not work; idle GPUs draw less power."""
 RESTART = 120.0
@@ -44,8 +46,8 @@ def comparable_windows(fleet: Fleet, grid: Grid) -> Int[np.ndarray, "selected"]:
     median over the fleet. The *full level* of a metric is the one that half of `continuity`
     reaches, for the record may begin in a long pause. Left out are
 
-    * pauses: windows of which a quarter or more is below ``1 / SAME_WORK`` of the full level, in
-      more than half of the metrics;
+    * pauses: windows of which a quarter or more is below `PAUSED` of the full level, in more than
+      half of the metrics;
     * all before the end of a restart: `RESTART` seconds in which more than half of the metrics are
       below `STOPPED` of it;
     * other work: windows in which `UNLIKE` of the metrics or more differ by more than `SAME_WORK`
@@ -64,7 +66,7 @@ def comparable_windows(fleet: Fleet, grid: Grid) -> Int[np.ndarray, "selected"]:
             lowest.append(grid.lower_quartiles(fleet_median)[0] / full)
     mask = np.ones(grid.count(fleet.num_samples), bool)
     if shares:
-        mask &= ~_most_below(np.stack(lowest), 1 / SAME_WORK)
+        mask &= ~_most_below(np.stack(lowest), PAUSED)
         mask[: _end_of_restart(np.stack(lowest), grid.hop * fleet.period)] = False
         mask &= _most_frequent(np.stack(shares), mask)
     return np.flatnonzero(mask)

@@ -182,7 +182,7 @@ class ShiftDetector:
         """The report; `times` are those at which the compared windows begin."""
         traces, best = {}, None
         for name, away in deviations.items():
-            scores, signs = onset_scores(away, grid, self.share)
+            scores, signs = onset_scores(away, grid, self.share, self.threshold / RATIO)
             scores[:, : self._first_moment(fleet, grid)] = 0
             leader, top = scores.argmax(axis=0), scores.max(axis=0)
             moment = int(top.argmax())
@@ -306,7 +306,8 @@ def _spreads(
     slow_moves = np.abs(away[:, grid.length :] - away[:, : -grid.length])
     machine_spread = scale * nan_median(moves, 1)
     fleet_spread, slow_spread = (
-        scale * nan_median(each.ravel(), 0) for each in (moves, slow_moves)
+        scale * float(np.median(finite)) if (finite := each[np.isfinite(each)]).size else 0.0
+        for each in (moves, slow_moves)
     )
     return np.fmax(np.fmax(machine_spread, np.fmax(fleet_spread, slow_spread)), least)
 
@@ -343,14 +344,46 @@ def _combine_deviations(deviations: Sequence[np.ndarray], grid: Grid) -> np.ndar
 
 
 def onset_scores(
-    away: Float[np.ndarray, "machine window"], grid: Grid, share: float | int
+    away: Float[np.ndarray, "machine window"],
+    grid: Grid,
+    share: float | int,
+    least: float | int = 0.0,
 ) -> tuple[Float[np.ndarray, "machine moment"], Float[np.ndarray, "machine moment"]]:
     """The part of each machine's level that is new, and its sign, for every moment.
 
     Moment k is the window ``overlap + k``: at least one window without a sample of the level
-    precedes it. Machines with samples in less than half of a level's windows score 0. See
-    `ShiftDetector`.
+    precedes it. Machines with samples in less than half of a level's windows score 0. So do those
+    whose scores are all below `least`, which are most, and take little time. See `ShiftDetector`.
     """
+    shape = len(away), away.shape[1] - grid.overlap - grid.length + 1
+    scores, signs = np.zeros(shape, np.float32), np.ones(shape, np.float32)
+    rows = _rows_with_level(away[:, grid.overlap :], grid.length, share, least)
+    scores[rows], signs[rows] = _all_scores(away[rows], grid, share)
+    return scores, signs
+
+
+def _rows_with_level(
+    away: Float[np.ndarray, "machine window"], length: int, share: float | int, least: float | int
+) -> Int[np.ndarray, "row"]:
+    """Rows of machines that may have a level of at least `least` on either side.
+
+    Of a few windows in a row, one more than may be below the level, one reaches it.
+    """
+    few = int((1 - share) * length + 1e-9) + 1
+    rows = np.zeros(len(away), bool)
+    for side in (away, -away):
+        filled = np.where(np.isfinite(side), side, np.inf)
+        greatest = np.lib.stride_tricks.sliding_window_view(filled, few, axis=1).max(axis=2)
+        count = away.shape[1] - length + 1
+        parts = [greatest[:, start : start + count] for start in range(0, length - few + 1, few)]
+        rows |= np.minimum.reduce(parts).max(axis=1) >= least
+    return np.flatnonzero(rows)
+
+
+def _all_scores(
+    away: Float[np.ndarray, "machine window"], grid: Grid, share: float | int
+) -> tuple[Float[np.ndarray, "machine moment"], Float[np.ndarray, "machine moment"]]:
+    """`onset_scores` of every machine."""
     stretch = np.lib.stride_tricks.sliding_window_view(away, grid.length, axis=1)
     ordered = np.sort(stretch[:, grid.overlap :].astype(np.float32), axis=2)  # NaN comes last
     count = np.isfinite(ordered).sum(axis=2)
@@ -361,19 +394,26 @@ def onset_scores(
     for sign, index in ((1, spare), (-1, np.maximum(count - 1, 0) - spare)):
         level = sign * np.take_along_axis(ordered, index[:, :, None], 2)[:, :, 0]
         before = np.fmax(sign * long, sign * short)
+        opposite = -np.fmin(sign * long, sign * short)
         new = level - np.maximum(0, before)
-        onset = (new >= level / 2) & (level > -np.fmin(sign * long, sign * short))
-        new = np.where(enough & onset, new, 0)
+        new = np.where(enough & (new >= level / 2) & (level > opposite), new, 0)
         better = new > scores
         scores, signs = np.where(better, new, scores), np.where(better, sign, signs)
     return scores, signs
 
 
 def _levels_before(away: np.ndarray, grid: Grid, moments: int) -> tuple[np.ndarray, np.ndarray]:
-    """Each machine's median until each moment, and just before it."""
+    """Each machine's median until each moment, and just before it.
+
+    The first hardly changes late in a record: it is computed every `recent` windows there, which
+    bounds the time of a long record.
+    """
+    exact = np.arange(moments) < grid.length
+    computed = np.where(exact, np.arange(moments), np.arange(moments) // grid.recent * grid.recent)
+    distinct, index = np.unique(computed, return_inverse=True)
     # Windows that overlap say little that is new.
-    long = [nan_median(away[:, moment :: -grid.overlap], 1) for moment in range(moments)]
-    return np.stack(long, axis=1), _trailing_medians(away[:, :moments], grid.recent)
+    long = [nan_median(away[:, moment :: -grid.overlap], 1) for moment in distinct.tolist()]
+    return np.stack(long, axis=1)[:, index], _trailing_medians(away[:, :moments], grid.recent)
 
 
 def _trailing_medians(away: np.ndarray, width: int) -> np.ndarray:

@@ -1,6 +1,6 @@
 """``python -m jrl.faults sliding``: false alarms per day, and recall, of the looks of `watch`.
 
-`watch` looks at the last quarter of an hour, again and again. So each look has another beginning,
+`watch` looks at the last half hour, again and again. So each look has another beginning,
 and most begin or end in some checkpoint of the day. The clean hours are those of
 `jrl.faults.simulate.operation`; each machine that is newly alarmed counts. Faults are incidents of
 `jrl.faults.simulate.incident` that begin ten minutes or more after the record does.
@@ -9,7 +9,7 @@ and most begin or end in some checkpoint of the day. The clean hours are those o
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from jrl.faults.collect.fleet import Fleet
 from jrl.faults.simulate import Settings, simulate
 from jrl.faults.simulate.operation import Operation, simulate_operation
 from jrl.faults.standard import StandardDetector
-from jrl.faults.watcher import AlarmTracker
+from jrl.faults.watcher import RECORD_SECONDS, AlarmTracker
 
 CLEAN_SEED, FAULT_SEED = 4_000_000, 5_000_000
 """Where seeds begin that nothing else uses."""
@@ -52,7 +52,7 @@ class SlidingOptions:
     """Seconds between two samples, at least 1."""
     interval: float = 60.0
     """Seconds between two looks."""
-    seconds: float = 900.0
+    seconds: float = RECORD_SECONDS
     """Length of the record of a look."""
     incidents: int = 0
     """Records with one fault each, sampled every second."""
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"hours={request.hours} and incidents={request.incidents} must be at least 0, and "
             f"stretch={request.stretch} above 0."
         )
-    if not (0 < request.interval and request.period <= request.seconds):
+    if not (request.interval > 0 and request.period <= request.seconds):
         raise ValueError(
             f"interval={request.interval} must be above 0, and seconds={request.seconds} at least "
             f"period={request.period}."
@@ -92,10 +92,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def looks(fleet: Fleet, seconds: float | int, interval: float | int) -> Iterator[Fleet]:
     """The records that `watch` compares: the last `seconds` of a fleet, every `interval`."""
     width, hop = (max(1, round(each / fleet.period)) for each in (seconds, interval))
-    for last in range(width, fleet.num_samples + 1, hop):
-        start = fleet.start + (last - width) * fleet.period
-        values = fleet.values[:, :, last - width : last]
-        yield Fleet(fleet.machines, fleet.metrics, start, fleet.period, values)
+    for last in range(hop, fleet.num_samples + 1, hop):
+        first = max(0, last - width)
+        start = fleet.start + first * fleet.period
+        yield replace(fleet, start=start, values=fleet.values[:, :, first:last])
 
 
 def run(request: SlidingOptions) -> dict[str, Any]:
