@@ -45,7 +45,9 @@ class ShiftDetector:
        seconds, whichever is larger on the side of the level: neither a return nor a slow drift is
        an onset. Nor is a machine that was farther away on the other side.
     3. The score is the part of the level that is new, ``level - max(0, before)``, where that is at
-       least half of the level, else 0.
+       least half of the level, else 0. It is divided by ``1 + g / continuity`` where a pause or
+       other work of ``g`` seconds, beyond the first `recent`, lies between the windows just before
+       and the level: a machine that drifts is farther away after it.
     4. The score of a metric counts if it reaches `threshold`, and `RATIO` times the score that one
        machine of `ONE_IN` has in that metric (the 17th in small fleets: those of one pipeline share
        a fault). Where noise is slow, or many machines change, one of them is no outlier. A score of
@@ -184,6 +186,8 @@ class ShiftDetector:
         for name, away in deviations.items():
             scores, signs = onset_scores(away, grid, self.share, self.threshold / RATIO)
             scores[:, : self._first_moment(fleet, grid)] = 0
+            gaps = _gaps(times, grid, grid.hop * fleet.period, self.share)
+            scores /= 1 + gaps / np.float32(self.continuity)
             leader, top = scores.argmax(axis=0), scores.max(axis=0)
             moment = int(top.argmax())
             threshold = self._threshold(scores)
@@ -341,6 +345,20 @@ def _combine_deviations(deviations: Sequence[np.ndarray], grid: Grid) -> np.ndar
     """
     mean = sum(deviations[1:], deviations[0]) / len(deviations)
     return mean / _spreads(mean, grid, 1.0 / len(deviations))[:, None]
+
+
+def _gaps(
+    times: Float64[np.ndarray, "selected"], grid: Grid, step: float, share: float | int
+) -> Float[np.ndarray, "moment"]:
+    """Seconds that are not compared between the windows just before each moment and its level.
+
+    The level begins with its first window that may not be below it.
+    """
+    last = np.arange(len(times) - grid.overlap - grid.length + 1)
+    first = np.maximum(last - grid.recent + 1, 0)
+    reaching = last + grid.overlap + int((1 - share) * grid.length + 1e-9)
+    seconds = times[reaching] - times[first] - step * (reaching - first)
+    return np.maximum(seconds - step * grid.recent, 0).astype(np.float32)
 
 
 def onset_scores(
