@@ -26,6 +26,7 @@ from jrl.faults.assess.outcomes import (
     most_events,
     outcome,
 )
+from jrl.faults.assess.records import read_records
 from jrl.faults.collect.fleet import Fleet
 from jrl.faults.simulate import Settings, simulate
 from jrl.faults.simulate.operation import Operation, simulate_operation
@@ -81,7 +82,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"period={request.period}."
         )
     results = run(request)
-    Path(request.out).mkdir(parents=True, exist_ok=True)
     path = Path(request.out) / "sliding.json"
     path.write_text(json.dumps(results, indent=2) + "\n")
     _print(results)
@@ -99,12 +99,15 @@ def looks(fleet: Fleet, seconds: float | int, interval: float | int) -> Iterator
 
 
 def run(request: SlidingOptions) -> dict[str, Any]:
-    """Looks at all records, and returns the results as they are written."""
+    """Looks at all records, and returns the results as they are written.
+
+    Records are appended to ``sliding.jsonl`` as they complete. An interrupted run is resumed from
+    there, also with more records than it was started with.
+    """
     count = max(1, round(request.hours / request.stretch)) if request.hours > 0 else 0
     jobs = [("clean", CLEAN_SEED + request.seed + i) for i in range(count)]
     jobs += [("fault", FAULT_SEED + request.seed + i) for i in range(request.incidents)]
-    rows = map_in_processes(partial(_look, request), jobs, request.processes)
-    rows = list(track(rows, "records", total=len(jobs)))
+    rows = _run_jobs(request, jobs)
     clean = [row for row in rows if row["kind"] == "clean"]
     faulty = [row for row in rows if row["kind"] == "fault"]
     hours = count * request.stretch
@@ -121,6 +124,24 @@ def run(request: SlidingOptions) -> dict[str, Any]:
         "outcomes": {name: outcomes[name] for name in (DETECTED, WRONG, SILENT)},
         "records": rows,
     }
+
+
+def _run_jobs(request: SlidingOptions, jobs: list[tuple[str, int]]) -> list[dict[str, Any]]:
+    """Rows of the jobs, in their order."""
+    Path(request.out).mkdir(parents=True, exist_ok=True)
+    path = Path(request.out) / "sliding.jsonl"
+    settings = asdict(request) | {"threshold": float(StandardDetector.threshold)}
+    for name in ("hours", "incidents", "processes", "out"):
+        del settings[name]
+    seen = {(row["kind"], row["seed"]): row for row in read_records(path, settings)}
+    due = [job for job in jobs if job not in seen]
+    rows = map_in_processes(partial(_look, request), due, request.processes)
+    with path.open("a") as file:
+        for row in track(rows, "records", total=len(due)):
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            seen[row["kind"], row["seed"]] = row
+    return [seen[job] for job in jobs]
 
 
 def _look(request: SlidingOptions, job: tuple[str, int]) -> dict[str, Any]:
