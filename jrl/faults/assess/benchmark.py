@@ -272,18 +272,14 @@ def _print(results: dict[str, Any]) -> None:
         "recall",
         "F1",
         "paper's F1",
-        "false alarms a look",
-        "precision at 2 faults a day",
+        "alarms on a clean record",
     ):
         table.add_column(name, justify="right")
     for name, row in results["detectors"].items():
         cells = [_interval(row[figure]) for figure in ("precision", "recall", "f1")]
         paper = f"{row['paper'][2]:.3f}" if row["paper"] else ""
-        rate, precision = row["false_alarms_per_look"], row["operational_precision"]
-        clean_cells = (
-            ("not measured",) * 2 if rate is None else (_interval(rate), f"{precision:.3f}")
-        )
-        table.add_row(name, *cells, paper, *clean_cells)
+        rate = row["false_alarms_per_look"]
+        table.add_row(name, *cells, paper, "not measured" if rate is None else _interval(rate))
     Console(width=140).print(table)
     print("F1 by machines of the fleet:")
     for name, row in results["detectors"].items():
