@@ -55,6 +55,8 @@ class SlidingOptions:
     """Seconds between two looks."""
     seconds: float = RECORD_SECONDS
     """Length of the record of a look."""
+    drifts: float = Operation.drifts
+    """Share of healthy machines that drift in one metric over hours."""
     incidents: int = 0
     """Records with one fault each, sampled every second."""
     difficulty: float = 1.0
@@ -150,7 +152,10 @@ def _look(request: SlidingOptions, job: tuple[str, int]) -> dict[str, Any]:
     if kind == "fault":
         return _look_at_fault(request, seed)
     settings = Operation(
-        machines=request.machines, hours=request.stretch, period=float(request.period)
+        machines=request.machines,
+        hours=request.stretch,
+        period=float(request.period),
+        drifts=request.drifts,
     )
     fleet, phases = simulate_operation(settings, seed)
     tracker, counts, alarms = AlarmTracker(StandardDetector()), Counter(), []
