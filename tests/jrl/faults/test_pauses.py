@@ -54,6 +54,18 @@ def test_a_fault_between_pauses_is_named():
     assert alarm.start == pytest.approx(400, abs=40)
 
 
+def test_a_shift_across_a_long_pause_counts_less():
+    scores = {}
+    for end in (520, 590):
+        fleet = working(activity(1200, pause=(500, end)))
+        fleet.values[7, 2, 500:] *= 0.95
+        (alarm,) = ShiftDetector()(fleet)
+        assert alarm.machine == "m7"
+        scores[end] = alarm.evidence["score"]
+    # The windows of 110 s are left out, of which the first 60 s are free.
+    assert scores[590] / scores[520] == pytest.approx(1 / (1 + 50 / 240), rel=0.05)
+
+
 def test_windows_of_a_pause_are_left_out():
     windows = comparable_windows(working(activity(600, one=(200, 220), two=(400, 404))), GRID)
     # A quarter of a window is 8 of 30 samples.

@@ -120,6 +120,25 @@ def test_gaps_and_wild_readings_neither_alarm_nor_hide_a_shift():
     assert [alarm.machine for alarm in DETECTOR(gaps)] == ["m1"]
 
 
+def test_one_of_many_machines_that_shift_is_no_outlier():
+    rack = fleet(60)
+    rack.values[0, 0, 300:] += 4
+    assert [alarm.machine for alarm in DETECTOR(rack)] == ["m0"]
+    rack.values[1:20, 0, 300:] += 4
+    assert DETECTOR(rack) == []
+    rack.values[7, 0, 300:] += 30  # ten spreads always count
+    assert [alarm.machine for alarm in DETECTOR(rack)] == ["m7"]
+
+
+def test_an_onset_needs_as_much_before_it_as_the_setting():
+    early = fleet(seconds=900)
+    early.values[4, 0, 200:] += 10
+    assert [alarm.machine for alarm in ShiftDetector(past=180)(early)] == ["m4"]
+    assert ShiftDetector(past=240)(early) == []
+    report = ShiftDetector(past=240).examine(fleet(seconds=450))
+    assert not report.comparable and "less than the 480 s" in report.notes[0]
+
+
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
@@ -141,6 +160,7 @@ def test_what_cannot_be_compared_is_said(bad, words):
     [
         ({"window": 0.0}, "window=0.0 must be"),
         ({"share": 0.5}, "share=0.5 must lie"),
+        ({"past": -1}, "past=-1 must be"),
         ({"continuity": 50}, "continuity=50 must be at least two windows"),
     ],
 )
