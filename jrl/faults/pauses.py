@@ -101,16 +101,16 @@ def _most_frequent(
     logs = np.log(np.maximum(shares, 0) + LOW)
     windows = np.flatnonzero(mask)
 
-    def alike(window: int, factor: float) -> np.ndarray:
+    def same_work(window: int, factor: float) -> np.ndarray:
         differs = np.abs(logs - logs[:, window, None]) > np.log(factor)
         return mask & (differs.mean(axis=0) < UNLIKE)
 
     # The last windows first: of two kinds of work that are as frequent, the newer is compared.
     candidates = windows[:: -max(1, len(windows) // MAX_SAMPLED)].tolist()
     # A window between two kinds of work is like both, but few are like it exactly.
-    typical = max(candidates, key=lambda window: alike(window, EXACTLY).sum(), default=None)
+    typical = max(candidates, key=lambda window: same_work(window, EXACTLY).sum(), default=None)
     if typical is None:
         return mask
-    same = alike(typical, SAME_WORK)
+    same = same_work(typical, SAME_WORK)
     other = np.concatenate([[False], mask & ~same, [False]])
     return same & ~other[2:] & ~other[:-2]

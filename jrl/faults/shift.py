@@ -46,7 +46,7 @@ class ShiftDetector:
        an onset. Nor is a machine that was farther away on the other side.
     3. The score is the part of the level that is new, ``level - max(0, before)``, where that is at
        least half of the level, else 0. It is divided by ``1 + g / continuity`` where a pause or
-       other work of ``g`` seconds, beyond the first `recent`, lies between the windows just before
+       other work of ``g`` seconds, beyond the first `recent`, is between the windows just before
        and the level: a machine that drifts is farther away after it.
     4. The score of a metric counts if it reaches `threshold`, and `RATIO` times the score that one
        machine of `ONE_IN` has in that metric (the 17th in small fleets: those of one pipeline share
@@ -208,7 +208,7 @@ class ShiftDetector:
         return Report(alarms, notes, True, fleet.machines, traces)
 
     def _threshold(self, scores: Float[np.ndarray, "machine moment"]) -> float:
-        """The score from which a machine stands out in one metric, see `ShiftDetector`."""
+        """The score from which a machine is an outlier in one metric, see `ShiftDetector`."""
         greatest = np.sort(scores.max(axis=1))[::-1]
         rank = max(PIPELINE, len(greatest) // ONE_IN)
         others = float(greatest[rank]) if rank < len(greatest) else 0.0

@@ -16,7 +16,7 @@ class Grid:
       width: samples of a window.
       hop: samples from one window to the next.
       overlap: windows from one to the first that shares no sample with it.
-      length: windows that lie wholly in the time of continuity; two more where a window is one or
+      length: windows wholly inside the time of continuity; two more where a window is one or
         two samples.
       recent: windows of what was there just before.
       lag: windows between the two whose difference measures noise: a minute, at least `overlap`.

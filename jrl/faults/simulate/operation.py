@@ -224,7 +224,7 @@ def _cover(
     period: float | int,
     num_samples: int,
 ) -> tuple[slice, Float[np.ndarray, "machine time"]]:
-    """Share of each sample that lies in ``[begin, end)``, for the samples where any is above 0."""
+    """Share of each sample inside ``[begin, end)``, for the samples where any is above 0."""
     first = int(np.clip(begin.min() // period, 0, num_samples))
     last = int(np.clip(-(-end.max() // period), first, num_samples))
     left = period * np.arange(first, last)
@@ -314,14 +314,14 @@ def _differences(
 ) -> Float[np.ndarray, "machine time"]:
     """Relative differences between machines: GPUs, some machines by a tenth, stages, rank 0."""
     machines = settings.machines
-    own = signal.spread * random.standard_normal(machines)
+    lasting = signal.spread * random.standard_normal(machines)
     unusual = random.random(machines) < 0.006
-    own += unusual * random.choice([-1, 1], machines) * random.lognormal(-2.5, 0.5, machines)
+    lasting += unusual * random.choice([-1, 1], machines) * random.lognormal(-2.5, 0.5, machines)
     stage_effect = random.normal(0, 2 * signal.spread)
     differences = np.empty((machines, roles[-1][0].stop), np.float32)
     for when, ranks, stages in roles:
         of_role = stage_effect * stages + 0.3 * (ranks == 0) * (signal.name == "cpu_usage")
-        differences[:, when] = settings.offsets * (own + of_role)[:, None]
+        differences[:, when] = settings.offsets * (lasting + of_role)[:, None]
     return differences
 
 
