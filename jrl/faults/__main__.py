@@ -29,6 +29,13 @@ def benchmark(arguments: list[str]) -> int:
     return main(arguments)
 
 
+def sliding(arguments: list[str]) -> int:
+    """measure false alarms per day and recall of the looks that watch makes"""
+    from jrl.faults.assess.sliding import main
+
+    return main(arguments)
+
+
 def simulate(arguments: list[str]) -> int:
     """write a simulated fleet, with a fault or without, to replay"""
     from jrl.faults.simulate.incident import main
@@ -48,6 +55,7 @@ COMMANDS = {
     "watch": watch,
     "replay": replay,
     "benchmark": benchmark,
+    "sliding": sliding,
     "simulate": simulate,
     "train": train,
 }

@@ -18,12 +18,16 @@ MAD_TO_STD = 1.4826
 
 def nan_median(values: np.ndarray, axis: int) -> np.ndarray:
     """The median of the numbers along an axis, NaN where there is none; no warning for that."""
-    ordered = np.sort(values, axis=axis)  # NaN comes last
-    count = np.isfinite(ordered).sum(axis=axis, keepdims=True)
-    last = ordered.shape[axis] - 1
-    below, above = (np.clip(index, 0, last) for index in ((count - 1) // 2, count // 2))
-    low, high = (np.take_along_axis(ordered, index, axis) for index in (below, above))
-    return np.where(count > 0, (low + high) / 2, np.nan).squeeze(axis)
+    ordered = np.moveaxis(np.sort(values, axis=axis), axis, -1)  # NaN comes last
+    size = ordered.shape[-1]
+    count = np.isfinite(ordered).sum(axis=-1)
+    if size > 0 and (count == size).all():
+        return (ordered[..., (size - 1) // 2] + ordered[..., size // 2]) / 2
+    below, above = (np.clip(index, 0, size - 1) for index in ((count - 1) // 2, count // 2))
+    low, high = (
+        np.take_along_axis(ordered, index[..., None], -1)[..., 0] for index in (below, above)
+    )
+    return np.where(count > 0, (low + high) / 2, np.nan)
 
 
 def stretches(labels: np.ndarray) -> list[tuple[int, int]]:

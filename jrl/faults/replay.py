@@ -20,7 +20,7 @@ from jrl.faults.collect.exporters import build_fleet, describe_ignored
 from jrl.faults.collect.fleet import INCOMPARABLE, Alarm, Fleet, Report
 from jrl.faults.collect.prometheus import read_series
 from jrl.faults.plots import plot_fleet
-from jrl.faults.standard import SILENCE, SilenceDetector
+from jrl.faults.standard import SILENCE, SilenceDetector, StandardDetector
 from jrl.faults.watcher import DetectorOptions, examine, trim_to_common_start
 
 
@@ -44,7 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     fleet = fleet.last(request.last)
     if request.metrics:
         fleet = fleet.select(request.metrics)
-    report = examine(fleet, request.make_detector())
+    detector = request.make_detector()
+    if isinstance(detector, StandardDetector):
+        # No earlier look had more before an onset than this record has.
+        detector = replace(detector, past=0.0)
+    report = examine(fleet, detector)
     if request.detector != "standard":  # which looks for silence itself
         report = replace(report, alarms=[*report.alarms, *SilenceDetector()(fleet)])
     if Path(request.record).is_dir():

@@ -9,16 +9,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Float64, Int
 
 from jrl.faults.collect.fleet import NO_MACHINE, Alarm, Fleet, Report, Trace
 from jrl.faults.collect.vocabulary import PRIORITY, find_recorded, groups_of, search_order
 from jrl.faults.outlier import MAD_TO_STD, nan_median
+from jrl.faults.pauses import comparable_windows
+from jrl.faults.windows import Grid
 
 LONGEST_PERIOD = 60.0
 """Seconds between two samples beyond which four minutes hold too few of them."""
 HEAVY_TAIL_RATIO = 3.0
 """How many times farther from the median the 95th percentile is than the 5th in a heavy tail."""
+RATIO = 4.0
+"""How many times the score of most others a machine's score is at least."""
+ONE_IN, PIPELINE = 50, 16
+"""Which of the others: one machine of so many, and in small fleets the first beyond a pipeline."""
 LOG_OFFSET = 0.1
 """Share of the typical value, added before the logarithm so that zero needs no special case."""
 
@@ -27,22 +33,29 @@ LOG_OFFSET = 0.1
 class ShiftDetector:
     """Names the machine that moved farthest away from the others, and stayed there.
 
-    For each metric, with medians over `window` seconds and heavy-tailed metrics in logarithms:
+    For each metric, with medians over `window` seconds in which the fleet did the same work
+    (`jrl.faults.pauses.comparable_windows`), and heavy-tailed metrics in logarithms:
 
     1. ``x`` is a machine's median minus the median over all machines, and ``d = x / spread``. The
        spread is ``1.4826 / sqrt(2)`` times the median of ``|x(t + 1 min) - x(t)|``: the larger of
-       the machine's own and that of all machines, at least `resolution` times the metric's typical
-       value.
+       the machine's own and that of all machines, and of that of all machines over `continuity`
+       instead of a minute. It is at least `resolution` times the metric's typical value.
     2. The *level* of the `continuity` seconds from a moment on is what `share` of their windows
        reach, on one side. *Before* is the median of ``d`` until then or over the last `recent`
        seconds, whichever is larger on the side of the level: neither a return nor a slow drift is
-       an onset.
+       an onset. Nor is a machine that was farther away on the other side.
     3. The score is the part of the level that is new, ``level - max(0, before)``, where that is at
-       least half of the level, else 0.
+       least half of the level, else 0. It is divided by ``1 + g / continuity`` where a pause or
+       other work of ``g`` seconds, beyond the first `recent`, is between the windows just before
+       and the level: a machine that drifts is farther away after it.
+    4. The score of a metric counts if it reaches `threshold`, and `RATIO` times the score that one
+       machine of `ONE_IN` has in that metric (the 17th in small fleets: those of one pipeline share
+       a fault). Where noise is slow, or many machines change, one of them is no outlier. A score of
+       `RATIO` times `threshold` always counts.
 
-    The machine with the greatest score, over metrics and moments, is named if it reaches
-    `threshold`. Metrics that one cause moves together, those of a GPU's activity, count as one more
-    metric, their mean: what is small in each of them is large in all.
+    The machine with the greatest score that counts is named, over metrics and moments. Metrics that
+    one cause moves together, those of a GPU's activity, count as one more metric, their mean: what
+    is small in each of them is large in all.
 
     Attributes:
       threshold: in spreads; chosen by ``python -m jrl.faults benchmark --calibrate``.
@@ -54,6 +67,9 @@ class ShiftDetector:
       recent: seconds before the onset that count as what was there just before.
       resolution: the least spread, as a share of the metric's typical value, so that differences
         of a thousandth do not count.
+      past: seconds that an onset needs before it, of the same work. A single record has what it
+        has (0). Where looks follow each other, as in `watch`, every onset passes through the middle
+        of the record, so `StandardDetector` asks for as much as `continuity`.
       metrics: what is compared, by any name of `jrl.faults.collect.vocabulary`; by default all that
         were recorded but memory in use (`LEVELS` there) and fatal error counters (`FATAL`).
 
@@ -68,6 +84,7 @@ class ShiftDetector:
     hop: float | int = 10.0
     recent: float | int = 60.0
     resolution: float | int = 0.01
+    past: float | int = 0.0
     metrics: Sequence[str] = ()
 
     def __post_init__(self):
@@ -75,6 +92,8 @@ class ShiftDetector:
             value = getattr(self, name)
             if not (np.isfinite(value) and value > 0):
                 raise ValueError(f"{name}={value} must be a finite number above 0.")
+        if not 0 <= self.past < np.inf:
+            raise ValueError(f"past={self.past} must be a finite number of at least 0.")
         if not 0.5 < self.share <= 1:
             raise ValueError(f"share={self.share} must lie in (0.5, 1].")
         if self.continuity < 2 * self.window:
@@ -88,12 +107,24 @@ class ShiftDetector:
 
     def examine(self, fleet: Fleet) -> Report:
         """The same with what could not be compared, and the greatest score of each moment."""
-        grid = Grid.from_detector(self, fleet.period)
+        grid = Grid.from_seconds(
+            fleet.period,
+            window=self.window,
+            hop=self.hop,
+            continuity=self.continuity,
+            recent=self.recent,
+        )
         names = find_recorded(self.metrics, fleet.metrics)
         if not self.metrics:
             names = search_order(PRIORITY, fleet.metrics)
         reason = self._incomparable_reason(fleet, grid)
         if reason:
+            return Report([], (reason,), comparable=False)
+        windows = comparable_windows(fleet, grid)
+        if len(windows) < grid.overlap + grid.length + self._first_moment(fleet, grid):
+            reason = (
+                "the fleet did the same work, without a pause, for too short a time: no verdict."
+            )
             return Report([], (reason,), comparable=False)
         notes: list[str] = []
         deviations: dict[str, np.ndarray] = {}
@@ -105,7 +136,7 @@ class ShiftDetector:
             elif np.ptp(values[finite]) == 0:
                 notes.append(f"metric {name!r} is {values[finite][0]:g} everywhere: not compared.")
             else:
-                deviations[name] = deviation(values, grid, self.resolution)
+                deviations[name] = deviation(values, grid, windows, self.resolution)
         if not deviations:
             notes.append("no metric can be compared: no verdict.")
             return Report([], tuple(notes), comparable=False)
@@ -114,9 +145,14 @@ class ShiftDetector:
             deviations[Group(group)] = _combine_deviations(
                 [deviations[name] for name in group], grid
             )
-        return self._verdict(fleet, grid, deviations, tuple(notes))
+        times = fleet.start + grid.hop * fleet.period * windows
+        return self._verdict(fleet, grid, times, deviations, tuple(notes))
 
-    def _incomparable_reason(self, fleet: Fleet, grid: "Grid") -> str | None:
+    def _first_moment(self, fleet: Fleet, grid: Grid) -> int:
+        """The first moment that has as much before it as `past`."""
+        return max(0, round(self.past / (grid.hop * fleet.period)) - grid.overlap)
+
+    def _incomparable_reason(self, fleet: Fleet, grid: Grid) -> str | None:
         """Reason for which a fleet cannot be compared; None if it can."""
         if len(fleet.machines) < 3:
             return (
@@ -128,7 +164,8 @@ class ShiftDetector:
                 f"samples come every {fleet.period:g} s, which is not often enough for "
                 f"{self.continuity:g} s: scrape at least every {LONGEST_PERIOD:g} s."
             )
-        needed = (grid.hop * (grid.overlap + grid.length - 1) + grid.width) * fleet.period
+        num_windows = grid.overlap + grid.length + self._first_moment(fleet, grid)
+        needed = (grid.hop * (num_windows - 1) + grid.width) * fleet.period
         if fleet.num_samples * fleet.period < needed:
             return (
                 f"the record holds {fleet.num_samples * fleet.period:.0f} s, less than the "
@@ -137,17 +174,27 @@ class ShiftDetector:
         return None
 
     def _verdict(
-        self, fleet: Fleet, grid: "Grid", deviations: dict[str, np.ndarray], notes: tuple[str, ...]
+        self,
+        fleet: Fleet,
+        grid: Grid,
+        times: Float64[np.ndarray, "selected"],
+        deviations: dict[str, np.ndarray],
+        notes: tuple[str, ...],
     ) -> Report:
+        """The report; `times` are those at which the compared windows begin."""
         traces, best = {}, None
         for name, away in deviations.items():
-            scores, signs = onset_scores(away, grid, self.share)
+            scores, signs = onset_scores(away, grid, self.share, self.threshold / RATIO)
+            scores[:, : self._first_moment(fleet, grid)] = 0
+            gaps = _gaps(times, grid, grid.hop * fleet.period, self.share)
+            scores /= 1 + gaps / np.float32(self.continuity)
             leader, top = scores.argmax(axis=0), scores.max(axis=0)
             moment = int(top.argmax())
-            times = fleet.start + grid.hop * fleet.period * (grid.overlap + np.arange(len(top)))
-            leader_or_none = np.where(top >= self.threshold, leader, NO_MACHINE)
-            traces[name] = Trace(times, top, leader_or_none, float(self.threshold))
-            if best is None or top[moment] > best[0]:
+            threshold = self._threshold(scores)
+            leader_or_none = np.where(top >= threshold, leader, NO_MACHINE)
+            begins = times[grid.overlap : grid.overlap + len(top)]
+            traces[name] = Trace(begins, top, leader_or_none, threshold)
+            if top[moment] >= threshold and (best is None or top[moment] > best[0]):
                 best = (
                     float(top[moment]),
                     name,
@@ -156,14 +203,22 @@ class ShiftDetector:
                     int(signs[leader[moment], moment]),
                 )
         alarms = []
-        if best is not None and best[0] >= self.threshold:
-            alarms.append(self._alarm(fleet, grid, deviations, traces, best))
+        if best is not None:
+            alarms.append(self._alarm(fleet, grid, times, deviations, traces, best))
         return Report(alarms, notes, True, fleet.machines, traces)
+
+    def _threshold(self, scores: Float[np.ndarray, "machine moment"]) -> float:
+        """The score from which a machine is an outlier in one metric, see `ShiftDetector`."""
+        greatest = np.sort(scores.max(axis=1))[::-1]
+        rank = max(PIPELINE, len(greatest) // ONE_IN)
+        others = float(greatest[rank]) if rank < len(greatest) else 0.0
+        return float(np.clip(RATIO * others, self.threshold, RATIO * self.threshold))
 
     def _alarm(
         self,
         fleet: Fleet,
-        grid: "Grid",
+        grid: Grid,
+        times: Float64[np.ndarray, "selected"],
         deviations: dict[str, np.ndarray],
         traces: dict[str, Trace],
         best: tuple[float, str, int, int, int],
@@ -181,10 +236,9 @@ class ShiftDetector:
         last = begin + grid.length - 2 + int(back[0]) if back.size else len(away) - 1
         last = int(np.flatnonzero(np.isfinite(away[: last + 1]))[-1])
         middle = grid.width * fleet.period / 2
-        step = grid.hop * fleet.period
         evidence = {
             "score": score,
-            "threshold": float(self.threshold),
+            "threshold": float(traces[name].threshold),
             "level": sign * middle_deviation,
             "machines": len(fleet.machines),
             "scores": traces[name].scores,
@@ -202,8 +256,8 @@ class ShiftDetector:
         return Alarm(
             fleet.machines[row],
             metric,
-            fleet.start + (begin + first) * step + middle,
-            min(fleet.end, fleet.start + last * step + grid.width * fleet.period),
+            float(times[begin + first]) + middle,
+            min(fleet.end, float(times[last]) + 2 * middle),
             evidence,
         )
 
@@ -219,72 +273,47 @@ class Group(str):
         return group
 
 
-@dataclass(frozen=True)
-class Grid:
-    """Windows of a record in samples, from seconds and the time between two samples.
-
-    Attributes:
-      width: samples of a window.
-      hop: samples from one window to the next.
-      overlap: windows from one to the first that shares no sample with it.
-      length: windows that lie wholly in the time of continuity.
-      recent: windows of what was there just before.
-      lag: windows between the two whose difference measures noise: a minute, at least `overlap`.
-    """
-
-    width: int
-    hop: int
-    overlap: int
-    length: int
-    recent: int
-    lag: int
-
-    @classmethod
-    def from_detector(cls, detector: ShiftDetector, period: float | int) -> "Grid":
-        hop = max(1, round(detector.hop / period))
-        width = max(1, round(detector.window / period))
-        step = hop * period
-        overlap = -(-width // hop)
-        return cls(
-            width=width,
-            hop=hop,
-            overlap=overlap,
-            length=max(1, round(detector.continuity / step) - overlap + 1),
-            recent=max(1, round(detector.recent / step)),
-            lag=max(overlap, round(60.0 / step)),
-        )
-
-
 def deviation(
-    values: Float[np.ndarray, "machine time"], grid: Grid, resolution: float | int
-) -> Float[np.ndarray, "machine window"]:
-    """Deviation of each machine from the others in each window, in spreads, see `ShiftDetector`.
+    values: Float[np.ndarray, "machine time"],
+    grid: Grid,
+    windows: Int[np.ndarray, "selected"],
+    resolution: float | int,
+) -> Float[np.ndarray, "machine selected"]:
+    """Deviation of each machine from the others in some windows, in spreads, see `ShiftDetector`.
 
     NaN without samples, and for all machines where fewer than three have any.
     """
-    typical = _typical(values)
-    if heavy_tailed(values):
+    used = np.zeros(values.shape[1], bool)
+    for offset in range(grid.width):
+        used[windows * grid.hop + offset] = True
+    typical = _typical(values[:, used])
+    if heavy_tailed(values[:, used]):
         # In units of the metric again, so that `resolution` means the same.
         logs = np.log(np.maximum(values, 0) / typical + LOG_OFFSET)
         values = (typical * logs).astype(np.float32)
-    windows = np.lib.stride_tricks.sliding_window_view(values, grid.width, axis=1)
-    middle = nan_median(windows[:, :: grid.hop], 2)
+    middle = grid.medians(values)[:, windows]
     enough = np.isfinite(middle).sum(axis=0) >= 3
-    deviations = np.where(enough, middle - nan_median(middle, 0), np.nan)
-    return deviations / _spreads(deviations, grid, resolution * typical)[:, None]
+    away = np.where(enough, middle - nan_median(middle, 0), np.nan)
+    return away / _spreads(away, grid, resolution * typical)[:, None]
 
 
 def _spreads(
     away: Float[np.ndarray, "machine window"], grid: Grid, least: float
 ) -> Float[np.ndarray, "machine"]:
-    """The spread of each machine: the larger of its own and the fleet's, at least `least`."""
-    moves = np.abs(away[:, grid.lag :] - away[:, : -grid.lag])
+    """The spread of each machine: the largest of its own and two of the fleet, at least `least`.
+
+    Slow noise is larger over `continuity` than over a minute. A machine's own is not taken over so
+    long a time, in which its fault may begin.
+    """
     scale = MAD_TO_STD / 2**0.5
-    machine_spread, fleet_spread = (
-        scale * nan_median(moves, 1),
-        scale * nan_median(moves.ravel(), 0),
+    moves = np.abs(away[:, grid.lag :] - away[:, : -grid.lag])
+    slow_moves = np.abs(away[:, grid.length :] - away[:, : -grid.length])
+    machine_spread = scale * nan_median(moves, 1)
+    fleet_spread, slow_spread = (
+        scale * float(np.median(finite)) if (finite := each[np.isfinite(each)]).size else 0.0
+        for each in (moves, slow_moves)
     )
-    return np.fmax(np.fmax(machine_spread, fleet_spread), least)
+    return np.fmax(np.fmax(machine_spread, np.fmax(fleet_spread, slow_spread)), least)
 
 
 def _typical(values: np.ndarray) -> float:
@@ -318,37 +347,98 @@ def _combine_deviations(deviations: Sequence[np.ndarray], grid: Grid) -> np.ndar
     return mean / _spreads(mean, grid, 1.0 / len(deviations))[:, None]
 
 
+def _gaps(
+    times: Float64[np.ndarray, "selected"], grid: Grid, step: float, share: float | int
+) -> Float[np.ndarray, "moment"]:
+    """Seconds that are not compared between the windows just before each moment and its level.
+
+    The level begins with its first window that may not be below it.
+    """
+    last = np.arange(len(times) - grid.overlap - grid.length + 1)
+    first = np.maximum(last - grid.recent + 1, 0)
+    reaching = last + grid.overlap + int((1 - share) * grid.length + 1e-9)
+    seconds = times[reaching] - times[first] - step * (reaching - first)
+    return np.maximum(seconds - step * grid.recent, 0).astype(np.float32)
+
+
 def onset_scores(
-    away: Float[np.ndarray, "machine window"], grid: Grid, share: float | int
+    away: Float[np.ndarray, "machine window"],
+    grid: Grid,
+    share: float | int,
+    least: float | int = 0.0,
 ) -> tuple[Float[np.ndarray, "machine moment"], Float[np.ndarray, "machine moment"]]:
     """The part of each machine's level that is new, and its sign, for every moment.
 
     Moment k is the window ``overlap + k``: at least one window without a sample of the level
-    precedes it. Machines with samples in less than half of a level's windows score 0. See
-    `ShiftDetector`.
+    precedes it. Machines with samples in less than half of a level's windows score 0. So do those
+    whose scores are all below `least`, which are most, and take little time. See `ShiftDetector`.
     """
+    shape = len(away), away.shape[1] - grid.overlap - grid.length + 1
+    scores, signs = np.zeros(shape, np.float32), np.ones(shape, np.float32)
+    rows = _rows_with_level(away[:, grid.overlap :], grid.length, share, least)
+    scores[rows], signs[rows] = _all_scores(away[rows], grid, share)
+    return scores, signs
+
+
+def _rows_with_level(
+    away: Float[np.ndarray, "machine window"], length: int, share: float | int, least: float | int
+) -> Int[np.ndarray, "row"]:
+    """Rows of machines that may have a level of at least `least` on either side.
+
+    Of a few windows in a row, one more than may be below the level, one reaches it.
+    """
+    few = int((1 - share) * length + 1e-9) + 1
+    rows = np.zeros(len(away), bool)
+    for side in (away, -away):
+        filled = np.where(np.isfinite(side), side, np.inf)
+        greatest = np.lib.stride_tricks.sliding_window_view(filled, few, axis=1).max(axis=2)
+        count = away.shape[1] - length + 1
+        parts = [greatest[:, start : start + count] for start in range(0, length - few + 1, few)]
+        rows |= np.minimum.reduce(parts).max(axis=1) >= least
+    return np.flatnonzero(rows)
+
+
+def _all_scores(
+    away: Float[np.ndarray, "machine window"], grid: Grid, share: float | int
+) -> tuple[Float[np.ndarray, "machine moment"], Float[np.ndarray, "machine moment"]]:
+    """`onset_scores` of every machine."""
     stretch = np.lib.stride_tricks.sliding_window_view(away, grid.length, axis=1)
     ordered = np.sort(stretch[:, grid.overlap :].astype(np.float32), axis=2)  # NaN comes last
     count = np.isfinite(ordered).sum(axis=2)
     spare = ((1 - share) * count + 1e-9).astype(int)
     enough = 2 * count >= grid.length
     scores, signs = np.zeros(enough.shape, np.float32), np.ones(enough.shape, np.float32)
-    before = [_levels_before(away, grid, moment) for moment in range(ordered.shape[1])]
-    long, short = (np.stack(medians, axis=1) for medians in zip(*before, strict=True))
+    long, short = _levels_before(away, grid, ordered.shape[1])
     for sign, index in ((1, spare), (-1, np.maximum(count - 1, 0) - spare)):
         level = sign * np.take_along_axis(ordered, index[:, :, None], 2)[:, :, 0]
-        new = level - np.maximum(0, np.fmax(sign * long, sign * short))
-        new = np.where(enough & (new >= level / 2), new, 0)
+        before = np.fmax(sign * long, sign * short)
+        opposite = -np.fmin(sign * long, sign * short)
+        new = level - np.maximum(0, before)
+        new = np.where(enough & (new >= level / 2) & (level > opposite), new, 0)
         better = new > scores
         scores, signs = np.where(better, new, scores), np.where(better, sign, signs)
     return scores, signs
 
 
-def _levels_before(away: np.ndarray, grid: Grid, moment: int) -> tuple[np.ndarray, np.ndarray]:
-    """Each machine's median until a moment, and just before it."""
-    until = away[:, : moment + 1]
+def _levels_before(away: np.ndarray, grid: Grid, moments: int) -> tuple[np.ndarray, np.ndarray]:
+    """Each machine's median until each moment, and just before it.
+
+    The first hardly changes late in a record: it is computed every `recent` windows there, which
+    bounds the time of a long record.
+    """
+    exact = np.arange(moments) < grid.length
+    computed = np.where(exact, np.arange(moments), np.arange(moments) // grid.recent * grid.recent)
+    distinct, index = np.unique(computed, return_inverse=True)
     # Windows that overlap say little that is new.
-    return nan_median(until[:, :: -grid.overlap], 1), nan_median(until[:, -grid.recent :], 1)
+    long = [nan_median(away[:, moment :: -grid.overlap], 1) for moment in distinct.tolist()]
+    return np.stack(long, axis=1)[:, index], _trailing_medians(away[:, :moments], grid.recent)
+
+
+def _trailing_medians(away: np.ndarray, width: int) -> np.ndarray:
+    """Median of each entry and those before it, `width` at most."""
+    padding = np.full((len(away), width - 1), np.nan, away.dtype)
+    padded = np.concatenate([padding, away], axis=1)
+    return nan_median(np.lib.stride_tricks.sliding_window_view(padded, width, axis=1), 2)
 
 
 def _silent_rows(fleet: Fleet) -> list[str]:

@@ -35,6 +35,7 @@ class StandardDetector:
       silence: seconds without a sample.
       window: seconds of a window of the third.
       metrics: what is compared, by any name of `jrl.faults.collect.vocabulary`; all by default.
+      past: seconds that the onset of a shift needs before it, see `ShiftDetector`.
       codes: causes, a subset of `CAUSES`, for which an error code names its machine in the first
         question. The others are reported in the notes.
     """
@@ -45,6 +46,7 @@ class StandardDetector:
     window: float | int = 8.0
     metrics: Sequence[str] = ()
     codes: Sequence[str] = ("machine",)
+    past: float | int = 240.0
 
     def __post_init__(self):
         self._detectors()
@@ -58,7 +60,10 @@ class StandardDetector:
             SilenceDetector(self.silence),
             OutlierDetector(times, self.window, self.continuity),
             ShiftDetector(
-                self.threshold, max(self.continuity, MIN_SHIFT_CONTINUITY), metrics=self.metrics
+                self.threshold,
+                max(self.continuity, MIN_SHIFT_CONTINUITY),
+                past=self.past,
+                metrics=self.metrics,
             ),
         )
 

@@ -26,6 +26,7 @@ from jrl.faults.collect.prometheus import Pages, Prometheus
 from jrl.faults.collect.vocabulary import find_recorded
 from jrl.faults.watcher import (
     MIN_MACHINES,
+    RECORD_SECONDS,
     DetectionPass,
     DetectorOptions,
     RemoteWatcher,
@@ -59,7 +60,7 @@ class WatchOptions(DetectorOptions):
     """Run one detection pass and exit."""
     until_fault: tyro.conf.FlagCreatePairsOff[bool] = False
     """Stop at the first alarm."""
-    seconds: float = 900.0
+    seconds: float = RECORD_SECONDS
     """Length of the time window of each detection pass, up to now."""
     silence: float = 60.0
     """Seconds without a sample after which a process that did not report its end raises an

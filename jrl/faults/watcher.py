@@ -23,6 +23,9 @@ from jrl.faults.collect.vocabulary import PRIORITY
 from jrl.faults.outlier import OutlierDetector
 from jrl.faults.standard import SILENCE, StandardDetector
 
+RECORD_SECONDS = 1800.0
+"""Length of the record of a detection pass. A job that alternates between rollouts and training has
+enough of either in it, see `jrl.faults.pauses`."""
 MIN_MACHINES = 3
 """Minimum for a comparison: of two machines that differ, either may be the faulty one."""
 HOOK_TIMEOUT = 300.0
@@ -189,7 +192,7 @@ class Watcher:
         folders: Mapping[str, Path],
         detector: Detector,
         *,
-        seconds: float | int = 900.0,
+        seconds: float | int = RECORD_SECONDS,
         silence: float | int = 10.0,
         silence_timeout: float | int | None = 60.0,
         acknowledged: Callable[[], Collection[str]] | None = None,
@@ -266,7 +269,7 @@ class RemoteWatcher:
         source: SampleSource,
         detector: Detector,
         *,
-        seconds: float | int = 900.0,
+        seconds: float | int = RECORD_SECONDS,
         silence: float | int = 60.0,
         label: str | None = None,
         requested: Collection[str] = (),

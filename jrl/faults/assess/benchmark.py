@@ -34,6 +34,7 @@ from jrl.faults.assess.outcomes import (
     operational_precision,
     outcome,
 )
+from jrl.faults.assess.records import read_records
 from jrl.faults.collect.fleet import Fleet
 from jrl.faults.minder.detect import Minder
 from jrl.faults.plots import plot_benchmark, plot_scale
@@ -137,7 +138,7 @@ def run(request: BenchmarkOptions) -> dict[str, Any]:
     jobs = [(CLEAN_SEED + request.seed + i, False) for i in range(request.clean)]
     jobs += [(TEST_SEED + request.seed + i, True) for i in range(request.incidents)]
     path = Path(request.out) / "records.jsonl"
-    seen = {row["seed"]: row for row in _read_records(path, _record_settings(request, detectors))}
+    seen = {row["seed"]: row for row in read_records(path, _record_settings(request, detectors))}
     due = [job for job in jobs if job[0] not in seen]
     with path.open("a") as file:
         for row in _with_progress(request, detectors, due):
@@ -153,19 +154,6 @@ def run(request: BenchmarkOptions) -> dict[str, Any]:
         "detectors": {name: _summary(name, faulty, clean, request) for name in detectors},
         "records": records,
     }
-
-
-def _read_records(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Records that an interrupted run has completed; a new file begins with `settings`."""
-    content = path.read_text() if path.exists() else ""
-    first, *rows = content.splitlines() or [json.dumps(settings)]
-    if json.loads(first) != settings:
-        raise ValueError(
-            f"{path} belongs to other settings or thresholds: give another --out, or delete it."
-        )
-    complete = rows if content.endswith("\n") else rows[:-1]
-    path.write_text("\n".join([first, *complete]) + "\n")  # without what a kill has torn
-    return [json.loads(row) for row in complete]
 
 
 def _record_settings(
@@ -284,18 +272,14 @@ def _print(results: dict[str, Any]) -> None:
         "recall",
         "F1",
         "paper's F1",
-        "false alarms a look",
-        "precision at 2 faults a day",
+        "alarms on a clean record",
     ):
         table.add_column(name, justify="right")
     for name, row in results["detectors"].items():
         cells = [_interval(row[figure]) for figure in ("precision", "recall", "f1")]
         paper = f"{row['paper'][2]:.3f}" if row["paper"] else ""
-        rate, precision = row["false_alarms_per_look"], row["operational_precision"]
-        clean_cells = (
-            ("not measured",) * 2 if rate is None else (_interval(rate), f"{precision:.3f}")
-        )
-        table.add_row(name, *cells, paper, *clean_cells)
+        rate = row["false_alarms_per_look"]
+        table.add_row(name, *cells, paper, "not measured" if rate is None else _interval(rate))
     Console(width=140).print(table)
     print("F1 by machines of the fleet:")
     for name, row in results["detectors"].items():

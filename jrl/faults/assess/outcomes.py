@@ -79,6 +79,21 @@ def false_alarm_rate(alarms: int, passes: int) -> tuple[float, float, float]:
     return share, max(0.0, middle - half), min(1.0, middle + half)
 
 
+def most_events(count: int, confidence: float = 0.95) -> float:
+    """Upper confidence bound of the mean of a Poisson distribution of which `count` was seen.
+
+    The mean at which so few or fewer have the probability ``1 - confidence``: 3.0 for none.
+    """
+    low, high = 0.0, 10.0 + 4 * count
+    while high - low > 1e-6:
+        mean = (low + high) / 2
+        few = sum(
+            math.exp(k * math.log(mean) - mean - math.lgamma(k + 1)) for k in range(count + 1)
+        )
+        low, high = (mean, high) if few > 1 - confidence else (low, mean)
+    return high
+
+
 def operational_precision(
     recall: float | int,
     wrong: float | int,

@@ -5,6 +5,7 @@ import math
 import os
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -47,7 +48,7 @@ class Fleet:
     def __post_init__(self):
         for name in ("machines", "metrics"):
             names = getattr(self, name)
-            twice = sorted({entry for entry in names if names.count(entry) > 1})
+            twice = sorted(entry for entry, count in Counter(names).items() if count > 1)
             if twice:
                 raise ValueError(f"{name}: {twice[0]!r} occurs twice: names must be unique.")
         shape = (len(self.machines), len(self.metrics))

@@ -162,7 +162,7 @@ class Store:
 class Prometheus:
     """Prometheus server, queried for raw samples with the times at which they were scraped.
 
-    An instant query of a range vector (``selector[900s]``) returns these; ``query_range`` would
+    An instant query of a range vector (``selector[1800s]``) returns these; ``query_range`` would
     resample them at every step.
 
     Args:

@@ -84,7 +84,8 @@ def _fail(
     seconds = values.shape[2]
     machine = int(random.integers(len(names)))
     duration = int(np.clip(random.lognormal(np.log(480), 0.37), 240, 1200))
-    begin = int(random.integers(30, max(31, min(seconds - duration, seconds // 2))))
+    latest = max(settings.earliest + 1, min(seconds - duration, seconds // 2))
+    begin = int(random.integers(settings.earliest, latest))
     end = min(seconds, begin + duration)
     envelope = _envelope(seconds, begin, end, random.uniform(2, 20))
     effect = np.full(len(names), fault.fleet, np.float32)

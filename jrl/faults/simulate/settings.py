@@ -202,6 +202,7 @@ class Settings:
       metrics: recorded metrics, names of `METRICS`.
       faulty: true if one machine fails.
       fault: the fault; None samples one from the published mix.
+      earliest: seconds before which no fault begins, at least 0.
       difficulty: divides how far a fault moves the metrics, above 0.
       disturbances: scales how often readings are off, metrics burst and transient slowdowns come,
         and how many healthy machines differ from the others for good, at least 0.
@@ -221,6 +222,7 @@ class Settings:
     metrics: tuple[str, ...] = PRODUCTION
     faulty: bool = True
     fault: str | None = None
+    earliest: int = 30
     difficulty: float | int = 1.0
     disturbances: float | int = 1.0
     offsets: float | int = 1.0
@@ -247,7 +249,7 @@ class Settings:
             raise ValueError(f"fault={self.fault!r} is unknown: choose among {', '.join(MIX)}.")
         if not self.difficulty > 0:
             raise ValueError(f"difficulty={self.difficulty} must be above 0.")
-        for name in ("disturbances", "offsets", "clock_skew"):
+        for name in ("earliest", "disturbances", "offsets", "clock_skew"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0.")
         for name, most in (("missing", 0.99), ("outages", 1.0), ("drifts", 1.0)):

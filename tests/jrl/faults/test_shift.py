@@ -26,19 +26,23 @@ def test_the_scores_against_the_definition_in_loops():
     away[2, 12:] += 6
     grid = Grid(width=3, hop=1, overlap=3, length=8, recent=4, lag=6)
     scores, sides = onset_scores(away, grid, 0.75)
+    few, _ = onset_scores(away, grid, 0.75, 1.0)
+    np.testing.assert_array_equal(few[scores.max(axis=1) >= 1], scores[scores.max(axis=1) >= 1])
+    assert (few.max(axis=1) > 0).any() and (few <= scores).all()
     assert scores.shape == (4, 30 - 3 - 8 + 1)
     for row in range(4):
         for moment in range(scores.shape[1]):
             best = 0.0
-            until = away[row, : moment + 1]
+            # After a level's length the past is that until the last `recent` windows.
+            last = moment if moment < 8 else moment // 4 * 4
             for side in (1, -1):
                 stretch = np.sort(side * away[row, moment + 3 : moment + 11])
                 stretch = stretch[np.isfinite(stretch)]
                 level = stretch[int(0.25 * len(stretch) + 1e-9)]
-                parts = (until[::-3], until[-4:])
+                parts = (away[row, last::-3], away[row, max(0, moment - 3) : moment + 1])
                 means = [np.median(side * p[np.isfinite(p)]) for p in parts if np.isfinite(p).any()]
                 new = level - max(0.0, *means, 0.0)
-                if new >= level / 2:
+                if new >= level / 2 and level > -min(means, default=0.0):
                     best = max(best, new)
             assert scores[row, moment] == pytest.approx(best, abs=1e-5)
     assert scores.max(axis=1).argmax() == 2 and sides[2, scores[2].argmax()] == 1
@@ -116,6 +120,25 @@ def test_gaps_and_wild_readings_neither_alarm_nor_hide_a_shift():
     assert [alarm.machine for alarm in DETECTOR(gaps)] == ["m1"]
 
 
+def test_one_of_many_machines_that_shift_is_no_outlier():
+    rack = fleet(60)
+    rack.values[0, 0, 300:] += 4
+    assert [alarm.machine for alarm in DETECTOR(rack)] == ["m0"]
+    rack.values[1:20, 0, 300:] += 4
+    assert DETECTOR(rack) == []
+    rack.values[7, 0, 300:] += 30  # ten spreads always count
+    assert [alarm.machine for alarm in DETECTOR(rack)] == ["m7"]
+
+
+def test_an_onset_needs_as_much_before_it_as_the_setting():
+    early = fleet(seconds=900)
+    early.values[4, 0, 200:] += 10
+    assert [alarm.machine for alarm in ShiftDetector(past=180)(early)] == ["m4"]
+    assert ShiftDetector(past=240)(early) == []
+    report = ShiftDetector(past=240).examine(fleet(seconds=450))
+    assert not report.comparable and "less than the 480 s" in report.notes[0]
+
+
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
@@ -137,6 +160,7 @@ def test_what_cannot_be_compared_is_said(bad, words):
     [
         ({"window": 0.0}, "window=0.0 must be"),
         ({"share": 0.5}, "share=0.5 must lie"),
+        ({"past": -1}, "past=-1 must be"),
         ({"continuity": 50}, "continuity=50 must be at least two windows"),
     ],
 )
