@@ -90,6 +90,7 @@ def test_one_copy_crosses_to_a_server(layout, options):
     assert rows - over_etp == sum(two) / row * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "server_devices"), [("dp8 / ep4", 4), ("dp8 / ep8", 1)])
 def test_one_server_or_one_device_of_each_is_one_level(layout, server_devices):
     mesh = fold_abstract(Layout.parse(layout))
