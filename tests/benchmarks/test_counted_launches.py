@@ -1,8 +1,6 @@
 """Launches of a scheduled program, counted in its text."""
 
-import pytest
-
-from benchmarks.absent.launches import Launches, count_launches, operation
+from benchmarks.absent.launches import Launches, count_launches
 
 PROGRAM = """HloModule jit_step, is_scheduled=true
 
@@ -51,15 +49,3 @@ def test_a_loop_of_known_length_counts_as_often_as_it_runs():
     # The all-gather; 7 x 2 of the loop; the other's condition and its copy to the host; the
     # commands; the branch with the most, and the copy of its index.
     assert count_launches(PROGRAM) == Launches(1 + 7 * 2 + 2 + 2 + (2 + 1), 2 + 2)
-
-
-@pytest.mark.parametrize(
-    ("line", "name"),
-    [
-        ("  %a = f32[2,3]{1,0} fusion(%b), kind=kLoop", "fusion"),
-        ("  ROOT %a = ((f32[2]{0:T(128)}, s32[]), u8[4]{0:S(1)}) async-start(%b)", "async-start"),
-        ("  %a = s32[] constant(3)", "constant"),
-    ],
-)
-def test_an_operation_follows_its_type(line, name):
-    assert operation(line) == name
