@@ -55,10 +55,8 @@ class Instruction:
     @cached_property
     def called(self) -> tuple[str, ...]:
         """Computations that it runs; of a loop its condition and its body."""
-        found: list[str] = []
-        for several, one in _CALLED.findall(self.attributes):
-            found += [name.strip().lstrip("%") for name in (several or one).split(",")]
-        return tuple(found)
+        names = [listed or single for listed, single in _CALLED.findall(self.attributes)]
+        return tuple(name.strip().lstrip("%") for text in names for name in text.split(","))
 
     def computation(self, role: str) -> str:
         """The computation that it runs as "body", "condition" or "to_apply"."""
@@ -89,12 +87,12 @@ _BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128}
 
 def shapes_of_type(text: str) -> list[tuple[int, tuple[int, ...]]]:
     """Bits of an element and shape of each array of a type, as printed."""
-    found = []
+    arrays = []
     for dtype, sizes in _ARRAY.findall(text):
         bits = _BITS.get(dtype) or int(re.findall(r"\d+", dtype)[0])
         shape = tuple(int(size.strip("<= ")) for size in sizes.split(",") if size.strip())
-        found.append((bits, shape))
-    return found
+        arrays.append((bits, shape))
+    return arrays
 
 
 def bytes_of_type(text: str) -> int:
@@ -108,15 +106,15 @@ def computations(text: str) -> dict[str, list[Instruction]]:
     Args:
       text: of ``compiled.as_text()``.
     """
-    found: dict[str, list[Instruction]] = {}
-    own: list[Instruction] = []
+    program: dict[str, list[Instruction]] = {}
+    instructions: list[Instruction] = []
     for line in text.split("\n"):
         if line.startswith(("%", ENTRY)) and line.endswith("{"):
             name = ENTRY if line.startswith(ENTRY) else re.split(r"[ (]", line)[0].lstrip("%")
-            own = found.setdefault(name, [])
+            instructions = program.setdefault(name, [])
         elif line.startswith(" ") and " = " in line:
-            own.append(parse_instruction(line))
-    return found
+            instructions.append(parse_instruction(line))
+    return program
 
 
 def parse_instruction(line: str) -> Instruction:
@@ -159,18 +157,21 @@ class Collective:
 
 def collective_of(
     instruction: Instruction,
-    own: dict[str, Instruction],
+    by_name: dict[str, Instruction],
     program: dict[str, list[Instruction]],
 ) -> Collective | None:
     """The collective that an instruction starts or runs; None if it is another instruction.
 
     Args:
-      own: instructions of its computation by name.
+      by_name: instructions of its computation by name.
       program: of `computations`.
     """
     operation = instruction.operation
     is_start = operation.endswith("-start")
-    inner, operands = instruction, [own[name] for name in instruction.operands if name in own]
+    inner, operands = (
+        instruction,
+        [by_name[name] for name in instruction.operands if name in by_name],
+    )
     if operation == "async-start":
         # A collective in a computation of its own, alone or with slices of its operands.
         parts = program.get(instruction.called[0], []) if instruction.called else []
@@ -183,7 +184,7 @@ def collective_of(
         return None
     sizes = [operand.bytes for operand in operands]
     if inner.operation.startswith("ragged"):
-        # Rows of the input that are sent fit in the output too; the others are offsets and sizes.
+        # The rows that are sent fit in the input and in the output; the rest is offsets and sizes.
         sizes = [min(sizes[:2])] if len(sizes) > 1 else sizes
     is_marked = '"is_sync":true' in instruction.attributes
     return Collective(kind, sum(sizes), _group_size(inner), is_start and not is_marked)
@@ -223,18 +224,17 @@ def collectives(text: str) -> list[Collective]:
     # What an asynchronous instruction calls is counted by its start.
     wrapped = {
         name
-        for own in program.values()
-        for one in own
+        for instructions in program.values()
+        for one in instructions
         if one.operation.startswith("async-")
         for name in one.called
     }
-    found = []
+    listed: list[Collective | None] = []
     for name, instructions in program.items():
-        if name in wrapped:
-            continue
-        own = {one.name: one for one in instructions}
-        found += [collective_of(one, own, program) for one in instructions]
-    return [one for one in found if one is not None and one.devices > 1]
+        if name not in wrapped:
+            by_name = {one.name: one for one in instructions}
+            listed += [collective_of(one, by_name, program) for one in instructions]
+    return [one for one in listed if one is not None and one.devices > 1]
 
 
 def is_synchronous(text: str) -> bool:
@@ -244,5 +244,5 @@ def is_synchronous(text: str) -> bool:
     Args:
       text: of ``compiled.as_text()``.
     """
-    found = collectives(text)
-    return bool(found) and not any(one.is_asynchronous for one in found)
+    listed = collectives(text)
+    return bool(listed) and not any(one.is_asynchronous for one in listed)

@@ -68,23 +68,25 @@ STEPS = (
     ),
     Step(*EIGHT, "Qwen3-30B-A3B, kernels", QWEN3_A3B, KERNELS),
     Step(*("h100", "1x1x1", "dp1"), "Qwen3-0.6B", QWEN3_06B, SELECTIVE, rows=32, micro_batches=8),
-    Step(*EIGHT, "Qwen3-30B-A3B", QWEN3_A3B, FULL | {"fsdp": True}, rows=8),
-    Step(*EIGHT, "Qwen3-30B-A3B, scoring", QWEN3_A3B, FULL, SCORING, rows=64),
+    Step(
+        *("h100", "1x1x8", "tp4 pp2 vpp12 / ep4", "Qwen3-30B-A3B", QWEN3_A3B, SELECTIVE),
+        micro_batches=16,
+    ),
+    Step(*EIGHT, "Qwen3-30B-A3B, scoring", QWEN3_A3B, SELECTIVE, SCORING, rows=64),
     Step(*EIGHT, "Qwen3-30B-A3B, decoding", QWEN3_A3B, {}, DECODING, rows=256),
     Step(
-        *("h100", "1x16x8", "dp16 pp8 / ep8", "Mixtral-8x22B", MIXTRAL_8X22B, SELECTIVE),
+        *("h100", "1x16x8", "cp2 dp8 pp8 vpp7 / ep8", "Mixtral-8x22B", MIXTRAL_8X22B, {}),
         rows=256,
-        micro_batches=16,
+        micro_batches=32,
     ),
     Step(
-        *("h100", "1x8x8", "dp8 pp8 / ep8", "Qwen3-235B-A22B", QWEN3_235B, FULL),
-        rows=128,
-        micro_batches=16,
+        *("h100", "1x8x8", "tp4 dp16 / ep64", "Qwen3-235B-A22B", QWEN3_235B),
+        FULL | {"fsdp": True},
     ),
     Step(
-        *("h100", "1x64x8", "dp64 pp8 / ep64", "DeepSeek-V3", DEEPSEEK_V3, FULL),
+        *("h100", "1x64x8", "tp4 dp4 pp32 / ep8", "DeepSeek-V3", DEEPSEEK_V3, SELECTIVE),
         rows=1024,
-        micro_batches=16,
+        micro_batches=128,
     ),
 )
 
@@ -101,11 +103,14 @@ def steps(only: Sequence[str], *, quick: bool, keep: Path | None) -> Iterator[Fi
             yield about | {"error": reason(error)}
             continue
         predicted = predicted_bytes(step)
+        total, asynchronous = collectives_of(program.compiled.as_text())
         yield about | {
             "seconds": program.seconds,
             "arguments": program.arguments,
             "temporaries": program.temporaries,
             **({} if predicted is None else {"predicted": predicted}),
+            "collectives": total,
+            "asynchronous": asynchronous,
             "kernels": sorted(kernel.name for kernel in program.kernels),
             "defects": [
                 f"{kernel.name} {defect}"
@@ -113,6 +118,15 @@ def steps(only: Sequence[str], *, quick: bool, keep: Path | None) -> Iterator[Fi
                 for defect in kernel.defects()
             ],
         }
+
+
+def collectives_of(text: str) -> tuple[int, int]:
+    """Number of collectives in a scheduled program, those of a loop once, and how many of them are
+    asynchronous."""
+    from sharding.overlap import collectives
+
+    found = collectives(text)
+    return len(found), sum(one.is_asynchronous for one in found)
 
 
 def compile_step(step: Step, keep: Path | None = None) -> compilers.Program:

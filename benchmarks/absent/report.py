@@ -51,10 +51,14 @@ def summary(figures: Figures) -> str:
     return f"{len(rows) - refused} compiled, {refused} refused, {defective} with defects"
 
 
-def hidden_share(row: Figures) -> float:
-    """Share of the time of collectives that computation does not wait for."""
-    communication = row["communication"]
-    return 1 - row["exposed"] / communication if communication else 1.0
+def hidden_share(row: Figures, part: str = "") -> float:
+    """Share of the time of collectives that computation does not wait for.
+
+    Args:
+      part: "" for all, "_of_layers" for those of the layers.
+    """
+    communication = row[f"communication{part}"]
+    return 1 - row[f"exposed{part}"] / communication if communication else 1.0
 
 
 def read(folder: Path, figures: Figures) -> Figures:
@@ -157,7 +161,7 @@ def _megablox_table(rows: Sequence[Figures]) -> str:
 
 def _step_table(rows: Sequence[Figures]) -> str:
     head = ["device", "layout", "program", "arguments, GiB", "temporaries, GiB", "of memory"]
-    head += ["predicted, GiB", "ratio", "kernels", "defects"]
+    head += ["predicted, GiB", "ratio", "collectives", "asynchronous", "kernels", "defects"]
     cells = []
     for row in rows:
         named = [row["device"], row["layout"], row["program"]]
@@ -171,26 +175,29 @@ def _step_table(rows: Sequence[Figures]) -> str:
         if "predicted" in row:
             predicted = [f"{row['predicted'] / 2**30:.1f}", f"{row['predicted'] / needed:.2f}"]
         kernels, defects = len(row["kernels"]), "; ".join(row["defects"])
-        cells.append([*named, *sizes, share, *predicted, kernels, defects])
+        counts = (row.get(name, "") for name in ("collectives", "asynchronous"))
+        cells.append([*named, *sizes, share, *predicted, *counts, kernels, defects])
     return _table(head, cells)
 
 
 def _schedule_table(rows: Sequence[Figures]) -> str:
     head = ["device", "layout", "program", "flags", "collectives", "asynchronous"]
-    head += ["communication, ms", "hidden, ms", "share", "temporaries, GiB"]
+    head += ["communication, ms", "hidden", "of layers, ms", "hidden", "temporaries, GiB"]
     cells = []
     for row in rows:
-        named = [row["device"], row["layout"], row["program"], f"`{row['flags']}`"]
-        if row["flags"][0] != "-":
-            named[-1] = row["flags"]
+        # Pages have flags as code.
+        flags = f"`{row['flags']}`" if row["flags"].startswith("-") else row["flags"]
+        named = [row["device"], row["layout"], row["program"], flags]
         if "error" in row:
             cells.append([*named, *[""] * (len(head) - 5), row["error"]])
             continue
-        hidden = row["communication"] - row["exposed"]
-        times = (f"{seconds * 1e3:.1f}" for seconds in (row["communication"], hidden))
-        counts = row["collectives"], row["asynchronous"]
-        share, gib = f"{hidden_share(row):.0%}", f"{row['temporaries'] / 2**30:.1f}"
-        cells.append([*named, *counts, *times, share, gib])
+        figures: list[Any] = [row["collectives"], row["asynchronous"]]
+        for part in ("", "_of_layers"):
+            figures += [
+                f"{row[f'communication{part}'] * 1e3:.1f}",
+                f"{hidden_share(row, part):.0%}",
+            ]
+        cells.append([*named, *figures, f"{row['temporaries'] / 2**30:.1f}"])
     return _table(head, cells)
 
 

@@ -87,11 +87,15 @@ def overlap(text: str, hardware: str) -> Figures:
     several = [one for one in found.collectives if one.collective.devices > 1]
     runs = sum(one.times for one in several)
     asynchronous = sum(one.times for one in several if one.collective.is_asynchronous)
+    # Those of a loop: a deeper network has more of them, and of the others as many.
+    repeated = [one for one in several if one.times > 1]
     return {
         "collectives": runs,
         "asynchronous": asynchronous,
         "communication": found.communication,
         "exposed": found.exposed,
+        "communication_of_layers": sum(one.times * one.seconds for one in repeated),
+        "exposed_of_layers": sum(one.times * one.exposed for one in repeated),
         "step": found.seconds,
         "flops": found.work.flops,
         "bytes": found.work.bytes,

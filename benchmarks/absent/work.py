@@ -17,6 +17,7 @@ FREE = {
     *("partition-id", "replica-id", "opt-barrier", "add-dependency", "async-update", "iota"),
 }
 """Operations that move no data."""
+UPDATE = "dynamic-update-slice"
 SLICES = {"slice", "dynamic-slice", "gather"}
 ATTENTION_PRODUCTS = {
     "attention_forward": 2,
@@ -169,7 +170,7 @@ def _bytes(instruction: Instruction, operands: list[Instruction], program: Progr
     operation, result = instruction.operation, float(instruction.bytes)
     if operation in SLICES:
         return 2 * result
-    if operation == "dynamic-update-slice":
+    if operation == UPDATE:
         return 2.0 * operands[1].bytes
     if operation != "fusion":
         return result + sum(one.bytes for one in operands)
@@ -178,7 +179,7 @@ def _bytes(instruction: Instruction, operands: list[Instruction], program: Progr
     total = 0.0
     for index, operand in enumerate(operands):
         total += _read(parameters[index], inner) if index in parameters else operand.bytes
-    updates = [one for one in inner if one.operation == "dynamic-update-slice"]
+    updates = [one for one in inner if one.operation == UPDATE]
     if updates and bytes_of_type(updates[-1].result) == result:
         # The buffer is updated in place.
         by_name = {one.name: one for one in inner}
@@ -189,11 +190,10 @@ def _bytes(instruction: Instruction, operands: list[Instruction], program: Progr
 def _read(parameter: Instruction, inner: list[Instruction]) -> float:
     """Bytes of a parameter of a fusion that are read."""
     users = [one for one in inner if parameter.name in one.operands]
-    if users and all(one.operation in SLICES for one in users):
+    # Not as an index, which is read whole.
+    sources = [one for one in users if one.operands[0] == parameter.name]
+    if users and sources == users and all(one.operation in SLICES for one in users):
         return float(sum(one.bytes for one in users))
-    if users and all(
-        one.operation == "dynamic-update-slice" and one.operands[0] == parameter.name
-        for one in users
-    ):
+    if users and sources == users and all(one.operation == UPDATE for one in users):
         return 0.0
     return float(parameter.bytes)

@@ -94,7 +94,7 @@ class Network(Generic[ObjectiveT]):
 
 
 def _update(*args: Any) -> tuple[Learner[Array], dict[str, Any]]:
-    """`update`, whose first call says if the compiled program lacks the overlap asked for."""
+    """`update`; its first call says if the compiled program lacks the requested overlap."""
     warn_if_synchronous(update, 3, *args)
     return update(*args)
 

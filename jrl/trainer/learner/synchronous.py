@@ -1,7 +1,7 @@
-"""Warning about an update whose collectives are all synchronous although its flags ask for overlap.
+"""Warning about an update whose collectives are all synchronous although its flags request overlap.
 
-XLA's scheduler gives up overlap where a program that overlaps does not fit the device memory, and
-says nothing.
+XLA's scheduler makes them synchronous, without a message, where a program that overlaps would not
+fit the device memory.
 """
 
 from typing import Any
@@ -20,25 +20,28 @@ _CHECKED: set[tuple[Any, ...]] = set()
 
 
 def overlap_flags(execution: Execution) -> list[str]:
-    """Flags of the settings that ask for overlap of communication with computation."""
-    asked = {
+    """Flags of the settings that request overlap of communication with computation."""
+    requested = {
         "expert_chunks": execution.expert_chunks > 1,
         "two_batch_overlap": execution.two_batch_overlap,
         "overlap_grad_reduce": execution.overlap_grad_reduce,
     }
-    return [flag(name) for name, is_asked in asked.items() if is_asked]
+    return [flag(name) for name, is_on in requested.items() if is_on]
 
 
 def can_overlap(execution: Execution, mesh: FoldedMesh) -> bool:
-    """True if overlap is asked for on accelerators that communicate; a CPU runs its collectives one
+    """True if overlap is requested on accelerators that communicate; a CPU runs its collectives one
     by one."""
-    several = mesh.layout.num_devices > 1 and mesh.platform not in (None, "cpu")
-    return several and bool(overlap_flags(execution))
+    if mesh.layout.num_devices == 1 or mesh.platform in (None, "cpu"):
+        return False
+    return bool(overlap_flags(execution))
 
 
 def warn_if_synchronous(program: MeshJit[..., Any], num_static: int, *args: Any) -> None:
-    """Prints one line if overlap is asked for and all collectives of an update are synchronous;
-    looked up once for each compiled program, which the next call of `program` runs.
+    """Prints one line if overlap is requested and all collectives of an update are synchronous.
+
+    It compiles the program once for each set of static arguments; the next call of `program` runs
+    it.
 
     Args:
       num_static: number of static arguments, the objective first.
