@@ -150,7 +150,7 @@ def compile_for(
         traced = trace(*operands)
         compiled = traced.lower(lowering_platforms=(platform_of(kind),)).compile()
         if keep is not None:
-            (keep / SCHEDULED).write_text(compiled.as_text())
+            (keep / SCHEDULED).write_text(compiled.as_text() or "")
         return Program(compiled, read_dumps(folder), _processor_time() - began)
     finally:
         if keep is None:

@@ -1,6 +1,7 @@
 """An update whose flags ask for overlap says so if its program has none."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -61,7 +62,7 @@ def said(capsys, text, platform="gpu", layout="dp2", **execution):
     """What is said of an update, and how often its program is compiled."""
     mesh = fold_abstract(Layout.parse(layout), platform)
     config = ModelConfig(vocab_size=16, execution=Execution(**execution))
-    program = Program(text)
+    program: Any = Program(text)
     for _ in range(2):
         warn_if_synchronous(program, 1, Objective(config, mesh), "weights")
     return capsys.readouterr().err, program.compiled
