@@ -48,8 +48,7 @@ def _steps() -> Iterator[Scheduled]:
     tpus = Step(*("v5p", None, "dp8 / ep8", title, FOUR_LAYERS), megablox | {"scan_layers": True})
     for flags in FLAGS:
         yield Scheduled(gpus, flags, "h100")
-    for flags in (NO_FLAG, "all three"):
-        yield Scheduled(tpus, flags, "v5p")
+    yield Scheduled(tpus, NO_FLAG, "v5p")
 
 
 SCHEDULED = tuple(_steps())

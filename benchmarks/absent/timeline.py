@@ -152,7 +152,7 @@ class _Run:
         """Timeline of what control flow runs; None for another instruction."""
         if one.operation == "while":
             body = self.run(one.computation("body"))
-            times = one.trip_count or 1
+            times = self._iterations(one)
             return Timeline(
                 body.seconds * times,
                 body.work * times,
@@ -173,6 +173,22 @@ class _Run:
         if one.operation == "call":
             return self.run(one.computation("to_apply"))
         return None
+
+    def _iterations(self, loop: Instruction) -> int:
+        """Iterations of a loop; 1 if they are not known.
+
+        A TPU's compiler does not write them down. The condition of a scan compares its index, which
+        starts at 0, with a constant.
+        """
+        if loop.trip_count is not None:
+            return loop.trip_count
+        condition = self._program.get(loop.computation("condition"), [])
+        if not condition or condition[-1].operation != "compare":
+            return 1
+        constants = {one.name: one for one in condition if one.operation == "constant"}
+        limit = constants.get(condition[-1].operands[-1])
+        is_below = "direction=LT" in condition[-1].attributes
+        return int(limit.arguments) if limit is not None and is_below else 1
 
     def _seconds(self, collective: Collective) -> float:
         """Time of a collective over neighbouring devices, by its bytes."""

@@ -74,6 +74,24 @@ def test_a_collective_hides_behind_the_work_before_its_done():
     assert found.seconds == pytest.approx(expected, rel=1e-6)
 
 
+CONDITION = """
+%condition (t: (s32[], f32[8])) -> pred[] {
+  %t.2 = (s32[], f32[8]{0}) parameter(0)
+  %limit = s32[]{:T(128)} constant(5)
+  %index = s32[]{:T(128)} get-tuple-element(%t.2), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%index, %limit), direction=LT
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("condition", "times"), [("", 1), (CONDITION, 5), (CONDITION.replace("=LT", "=NE"), 1)]
+)
+def test_a_loop_without_a_known_length_has_that_of_its_condition(condition, times):
+    text = PROGRAM.replace('{"known_trip_count":{"n":"3"}}', "{}") + condition
+    assert timeline(text, H100).collectives[0].times == times
+
+
 def test_a_fusion_reads_the_slice_of_an_operand():
     program = computations(PROGRAM)
     own = {one.name: one for one in program[ENTRY]}
