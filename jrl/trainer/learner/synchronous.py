@@ -58,6 +58,6 @@ def warn_if_synchronous(program: MeshJit[..., Any], num_static: int, *args: Any)
     _WARNINGS.warn(
         "synchronous",
         f"{', '.join(overlap_flags(execution))}: the compiler overlaps nothing, all collectives of "
-        "the update are synchronous, as where memory is tight. Choose a smaller --micro-batch or "
-        "--remat full, or leave out what overlaps.",
+        "the update are synchronous. On a GPU its memory is too tight then: choose a smaller "
+        "--micro-batch or --remat full, or leave out what overlaps.",
     )
