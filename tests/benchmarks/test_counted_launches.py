@@ -1,6 +1,10 @@
 """Launches of a scheduled program, counted in its text."""
 
-from benchmarks.absent.launches import Launches, count_launches
+from types import SimpleNamespace
+
+from benchmarks.absent import launches
+from benchmarks.absent.compilers import Program
+from benchmarks.absent.launches import Case, Launches, count_launches
 
 PROGRAM = """HloModule jit_step, is_scheduled=true
 
@@ -49,3 +53,26 @@ def test_a_loop_of_known_length_counts_as_often_as_it_runs():
     # The all-gather; 7 x 2 of the loop; the other's condition and its copy to the host; the
     # commands; the branch with the most, and the copy of its index.
     assert count_launches(PROGRAM) == Launches(1 + 7 * 2 + 2 + 2 + (2 + 1), 2 + 2)
+
+
+class Compiled:
+    """A compiled program of a given text."""
+
+    def as_text(self):
+        return PROGRAM
+
+    def memory_analysis(self):
+        return SimpleNamespace(temp_size_in_bytes=2**20)
+
+
+def test_a_row_for_each_program_and_form(monkeypatch):
+    def refuse():
+        raise ValueError("no kernel\nfor it")
+
+    cases = Case("step", "None", lambda: Program(Compiled(), [], 2.0)), Case("step", "odd", refuse)
+    monkeypatch.setattr(launches, "CASES", cases)
+    first, refused = launches.launches([], quick=False, keep=None)
+    assert (first["launches"], first["per_turn"], first["temporaries"]) == (22, 4, 2**20)
+    assert refused["form"] == "odd" and "no kernel for it" in refused["error"]
+    assert [row["form"] for row in launches.launches([], quick=True, keep=None)] == ["None"]
+    assert [*launches.launches(["step, odd"], quick=True, keep=None)] == [refused]
