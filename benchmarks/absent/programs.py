@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.absent import compilers
-from benchmarks.absent.networks import DEEPSEEK_V3, MIXTRAL_8X22B, QWEN3_235B, network
 from benchmarks.absent.rows import Figures, folder_of, matches, reason
-from benchmarks.gpu.shapes import QWEN3_06B, QWEN3_A3B
+from benchmarks.gpu.networks import network
+from benchmarks.gpu.shapes import QWEN3_06B, QWEN3_235B, QWEN3_A3B
 
 KERNELS = {
     "experts": "mosaic_gathered",
@@ -68,25 +68,11 @@ STEPS = (
     ),
     Step(*EIGHT, "Qwen3-30B-A3B, kernels", QWEN3_A3B, KERNELS),
     Step(*("h100", "1x1x1", "dp1"), "Qwen3-0.6B", QWEN3_06B, SELECTIVE, rows=32, micro_batches=8),
-    Step(
-        *("h100", "1x1x8", "tp4 pp2 vpp12 / ep4", "Qwen3-30B-A3B", QWEN3_A3B, SELECTIVE),
-        micro_batches=16,
-    ),
     Step(*EIGHT, "Qwen3-30B-A3B, scoring", QWEN3_A3B, SELECTIVE, SCORING, rows=64),
     Step(*EIGHT, "Qwen3-30B-A3B, decoding", QWEN3_A3B, {}, DECODING, rows=256),
     Step(
-        *("h100", "1x16x8", "cp2 dp8 pp8 vpp7 / ep8", "Mixtral-8x22B", MIXTRAL_8X22B, {}),
-        rows=256,
-        micro_batches=32,
-    ),
-    Step(
         *("h100", "1x8x8", "tp4 dp16 / ep64", "Qwen3-235B-A22B", QWEN3_235B),
         FULL | {"fsdp": True},
-    ),
-    Step(
-        *("h100", "1x64x8", "tp4 dp4 pp32 / ep8", "DeepSeek-V3", DEEPSEEK_V3, SELECTIVE),
-        rows=1024,
-        micro_batches=128,
     ),
 )
 
