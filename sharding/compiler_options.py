@@ -15,8 +15,8 @@ BY_PLATFORM: dict[str, Options] = {
     # work. That they are asynchronous is XLA's default.
     "gpu": {"xla_gpu_enable_latency_hiding_scheduler": True},
 }
-"""Options for more than one device; a CPU runs its collectives one by one, and a TPU's compiler
-overlaps them by default."""
+"""Options for more than one device. A CPU runs its collectives one by one. The compiler of a TPU
+v5p makes ragged all-to-alls asynchronous by default, and no others (libtpu 0.0.52)."""
 
 
 LEAST_EFFORT: dict[str, Options] = {

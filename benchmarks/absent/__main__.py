@@ -2,7 +2,8 @@
 
     python -m benchmarks.absent                      # everything
     python -m benchmarks.absent kernels              # the table of Mosaic GPU kernels
-    python -m benchmarks.absent steps --only v5e
+    python -m benchmarks.absent steps --only v5p
+    python -m benchmarks.absent schedule launches    # overlap, and number of kernel launches
 
 The status is 1 where a compiler refuses one.
 """
@@ -12,15 +13,42 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.absent import compilers, programs, rows
-from benchmarks.absent.report import KERNELS, MEGABLOX, STEPS, line_of, summary, today, write
+from benchmarks.absent import compilers
+from benchmarks.absent.report import (
+    KERNELS,
+    LAUNCHES,
+    MEGABLOX,
+    SCHEDULE,
+    STEPS,
+    line_of,
+    read,
+    summary,
+    today,
+    write,
+)
+from benchmarks.absent.rows import merged
 
-PARTS: dict[str, tuple[Callable[..., Iterator[dict[str, Any]]], tuple[str, ...]]] = {
-    KERNELS: (rows.gpu_kernels, ("cuda",)),
-    MEGABLOX: (rows.tpu_kernels, ("tpu",)),
-    STEPS: (programs.steps, ("cuda", "tpu")),
+PARTS: dict[str, tuple[str, ...]] = {
+    KERNELS: ("cuda",),
+    MEGABLOX: ("tpu",),
+    STEPS: ("cuda", "tpu"),
+    SCHEDULE: ("cuda", "tpu"),
+    LAUNCHES: ("cuda",),
 }
-"""Rows of each part, and the platforms whose compilers it needs."""
+"""Parts, and the platforms whose compilers each needs."""
+
+
+def rows_of(part: str) -> Callable[..., Iterator[dict[str, Any]]]:
+    """The rows of a part; imports JAX."""
+    from benchmarks.absent import launches, programs, rows, schedule
+
+    return {
+        KERNELS: rows.gpu_kernels,
+        MEGABLOX: rows.tpu_kernels,
+        STEPS: programs.steps,
+        SCHEDULE: schedule.schedules,
+        LAUNCHES: launches.launches,
+    }[part]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -41,7 +69,9 @@ def parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--quick", action="store_true", help="each kernel at one shape, few steps")
     command.add_argument("--out", type=Path, help="folder for absent.json and absent.md")
-    command.add_argument("--keep", type=Path, help="folder for PTX and machine code of kernels")
+    command.add_argument(
+        "--keep", type=Path, help="folder for PTX, machine code and scheduled programs"
+    )
     return command
 
 
@@ -51,21 +81,31 @@ def main() -> None:
     for part in parts:
         if part not in PARTS:
             parser().error(f"PART {part!r}: choose among {', '.join(PARTS)}.")
-    for platform in dict.fromkeys(platform for part in parts for platform in PARTS[part][1]):
+    for platform in dict.fromkeys(platform for part in parts for platform in PARTS[part]):
         if (reason := compilers.missing(platform)) is not None:
             parser().error(reason)
-    compilers.prepare()
     figures: dict[str, Any] = {"date": today(), "versions": compilers.versions()}
+    if arguments.out is not None:
+        try:
+            figures = read(arguments.out, figures)
+        except ValueError as error:
+            parser().error(str(error))
+    compilers.prepare()
+    refused = False
     for part in parts:
-        figures[part] = []
-        for row in PARTS[part][0](arguments.only, quick=arguments.quick, keep=arguments.keep):
+        # With names, the rows of all others stay as they were.
+        before = figures.get(part, []) if arguments.only else []
+        found: list[dict[str, Any]] = []
+        for row in rows_of(part)(arguments.only, quick=arguments.quick, keep=arguments.keep):
             print(line_of(row), flush=True)
-            figures[part].append(row)
+            found.append(row)
+            refused |= "error" in row
+            figures[part] = merged(before, found)
             # What was compiled is kept when the rest is cut off.
             if arguments.out:
                 write(arguments.out, figures)
     print(summary(figures))
-    if any("error" in row for part in parts for row in figures[part]):
+    if refused:
         raise SystemExit(1)
 
 

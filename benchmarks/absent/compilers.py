@@ -24,6 +24,8 @@ PACKAGES = {
 }
 """Packages that compile for a platform; the extra `absent` has them."""
 OTHERS = ("jax", "jaxlib")
+SCHEDULED = "scheduled.txt"
+"""File with the scheduled program in a folder that is kept."""
 DUMPS = ("PTX", "PTXAS", "SASS", "RESOURCES", "HOST_LLVM")
 """Files that Mosaic GPU leaves of each kernel in the folder of ``MOSAIC_GPU_DUMP_TO``."""
 
@@ -133,7 +135,8 @@ def compile_for(
       kind: of the devices.
       function: is passed to `jax.jit`, unless it can be traced already.
       operands: shapes with shardings over `devices`, and static arguments.
-      keep: folder in which PTX, machine code and reports of the kernels stay; None removes them.
+      keep: folder in which PTX, machine code and reports of the kernels stay, and the scheduled
+        program; None removes them.
     """
     import jax
 
@@ -146,6 +149,8 @@ def compile_for(
         trace = getattr(function, "trace", None) or jax.jit(function).trace
         traced = trace(*operands)
         compiled = traced.lower(lowering_platforms=(platform_of(kind),)).compile()
+        if keep is not None:
+            (keep / SCHEDULED).write_text(compiled.as_text() or "")
         return Program(compiled, read_dumps(folder), _processor_time() - began)
     finally:
         if keep is None:

@@ -1,7 +1,7 @@
 """Kernel launches of programs for GPUs, counted in the scheduled program that their compiler makes.
 
-    python -m benchmarks.absent.launches                 # the table, for absent H100s
-    python -m benchmarks.absent.launches --only decoding
+    python -m benchmarks.absent launches                 # the table, for absent H100s
+    python -m benchmarks.absent launches --only decoding
 
 A launch takes the host about 3 us: a program of many small kernels runs at the pace of its launches
 and not of its arithmetic. All layers are in a scanned stack, whose loop has a known length, so that
@@ -9,15 +9,15 @@ a program of 48 layers is compiled and counted as it is. A call of a library, su
 collective, counts as one launch.
 """
 
-import argparse
-import json
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.absent.compilers import Program
+from benchmarks.absent.rows import HOPPER, Figures, matches, reason
 from benchmarks.gpu.shapes import QWEN3_A3B
+from sharding.overlap import ENTRY, Instruction, computations
 
 BOUND = 20_000
 """Launches of a training step of 48 layers, at most, by whatever None selects."""
@@ -55,12 +55,12 @@ def count_launches(text: str) -> Launches:
     Args:
       text: of ``compiled.as_text()``, for GPUs.
     """
-    computations = dict(_computations(text))
+    program = computations(text)
     counted: dict[str, Launches] = {}
 
     def count(name: str) -> Launches:
         if name not in counted:
-            each = [_of_instruction(line, count) for line in computations[name]]
+            each = [_of_instruction(one, count) for one in program[name]]
             counted[name] = Launches(
                 sum(one.fixed for one in each), sum(one.per_turn for one in each)
             )
@@ -69,61 +69,23 @@ def count_launches(text: str) -> Launches:
     return count(ENTRY)
 
 
-ENTRY = "ENTRY"
-_CALLED = re.compile(r"(?:to_apply|true_computation|false_computation)=%?([\w.\-]+)")
-
-
-def _computations(text: str) -> Iterator[tuple[str, list[str]]]:
-    """Name and instructions of each computation."""
-    for one in re.split(r"\n(?=%|ENTRY)", text):
-        head, *lines = one.split("\n")
-        name = ENTRY if head.startswith(ENTRY) else head.split(" ")[0].lstrip("%")
-        yield name, [line for line in lines if " = " in line]
-
-
-def operation(line: str) -> str:
-    """Operation of an instruction."""
-    rest = line.split(" = ", 1)[1]
-    if rest.startswith("("):
-        # The type is a tuple, and may contain tuples.
-        depth = 0
-        for index, character in enumerate(rest):
-            depth += (character == "(") - (character == ")")
-            if depth == 0:
-                rest = rest[index + 1 :]
-                break
-    else:
-        rest = rest.split(" ", 1)[1]
-    return rest.strip().split("(", 1)[0]
-
-
-def _of_instruction(line: str, count: Callable[[str], Launches]) -> Launches:
-    name = operation(line)
+def _of_instruction(one: Instruction, count: Callable[[str], Launches]) -> Launches:
+    name = one.operation
     if name == "while":
-        body, condition = (
-            count(match[1])
-            if (match := re.search(rf"{part}=%?([\w.\-]+)", line))
-            else Launches(0, 0)
-            for part in ("body", "condition")
-        )
-        length = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
-        if length:
-            turns = int(length[1])
-            return Launches(turns * body.fixed, turns * body.per_turn)
+        body, condition = count(one.computation("body")), count(one.computation("condition"))
+        if one.trip_count is not None:
+            return Launches(one.trip_count * body.fixed, one.trip_count * body.per_turn)
         # The host reads the condition before each iteration, and after the last.
         check = condition.fixed + 1
         return Launches(check, body.fixed + body.per_turn + check)
     if name == "conditional":
-        branches = _CALLED.findall(line)
-        if listed := re.search(r"branch_computations=\{([^}]*)\}", line):
-            branches += [one.strip().lstrip("%") for one in listed[1].split(",")]
-        counted = [count(branch) for branch in branches]
         # The host reads the index of the branch.
-        most = max(counted, key=sum)
+        most = max((count(branch) for branch in one.called), key=sum)
         return Launches(most.fixed + 1, most.per_turn)
     if name == "call":
-        return count(_CALLED.findall(line)[0])
-    is_free = name in WITHOUT_LAUNCH or name.endswith("-done") or '"AllocateBuffer"' in line
+        return count(one.computation("to_apply"))
+    is_free = name in WITHOUT_LAUNCH or name.endswith("-done")
+    is_free = is_free or '"AllocateBuffer"' in one.attributes
     return Launches(0 if is_free else 1, 0)
 
 
@@ -139,14 +101,14 @@ class Case(NamedTuple):
 
     program: str
     form: str
-    build: Callable[[], Any]
+    build: Callable[[], Program]
     bound: int | None = None
 
     def __str__(self) -> str:
         return f"{self.program}, {self.form}"
 
 
-def experts_layer(**execution: Any) -> Any:
+def experts_layer(**execution: Any) -> Program:
     """Forward and backward pass of the experts of a layer of Qwen3-30B-A3B on "dp8 / ep8", 4,096
     tokens on each device."""
     import jax
@@ -198,20 +160,20 @@ def experts_layer(**execution: Any) -> Any:
         of(jnp.int32, by_token, tokens, k),
         of(jnp.float32, by_token, tokens, k),
     )
-    return compilers.compile_for("h100", _with_options(sharded, mesh), *operands).compiled
+    return compilers.compile_for("h100", _with_options(sharded, mesh), *operands)
 
 
-def training_step(**execution: Any) -> Any:
+def training_step(**execution: Any) -> Program:
     """An optimizer step of GRPO of Qwen3-30B-A3B on "dp8 / ep8", two rows of 2,048 tokens on each
     device."""
     from benchmarks.absent.programs import Step, compile_step
 
     execution = {"remat": "selective", **execution}
     where = "h100", "1x1x8", "dp8 / ep8"
-    return compile_step(Step(*where, "Qwen3-30B-A3B", QWEN3_A3B, execution)).compiled
+    return compile_step(Step(*where, "Qwen3-30B-A3B", QWEN3_A3B, execution))
 
 
-def decode_step(rows: int = 64, length: int = 1024, **execution: Any) -> Any:
+def decode_step(rows: int = 64, length: int = 1024, **execution: Any) -> Program:
     """A decode step of Qwen3-30B-A3B on one device, weights and cache in bfloat16."""
     import jax
     import jax.numpy as jnp
@@ -258,7 +220,7 @@ def decode_step(rows: int = 64, length: int = 1024, **execution: Any) -> Any:
     stepped = run(step, in_specs=(spec, *[everywhere] * 4))
     program = jax.jit(stepped, donate_argnums=(1,))
     operands = weights, cache, number, number, of(jax.ShapeDtypeStruct((rows,), bool))
-    return compilers.compile_for("h100", program, *operands).compiled
+    return compilers.compile_for("h100", program, *operands)
 
 
 def _with_options(function: Any, mesh: Any) -> Any:
@@ -282,43 +244,21 @@ CASES = (
 """Programs and forms; "blocks" is not selected by None on GPUs, and is there to compare."""
 
 
-def main() -> None:
-    command = argparse.ArgumentParser(
-        prog="python -m benchmarks.absent.launches", description="Counts launches of programs"
-    )
-    command.add_argument(
-        "--only", nargs="+", default=[], metavar="NAME", help='of "program, form", any part'
-    )
-    command.add_argument("--out", type=Path, help="file for the rows as JSON")
-    arguments = command.parse_args()
-
-    from benchmarks.absent import compilers
-
-    if (reason := compilers.missing("cuda")) is not None:
-        command.error(reason)
-    compilers.prepare()
-    print(
-        "| program | form | launches | more for each further turn of loops | GiB of temporaries |"
-    )
-    print("| --- | --- | --- | --- | --- |")
-    rows = list[dict[str, Any]]()
-    for case in CASES:
-        if arguments.only and not any(name in str(case) for name in arguments.only):
+def launches(only: Sequence[str], *, quick: bool, keep: Path | None) -> Iterator[Figures]:
+    """A row for each program and form; quick: the first. Kernels of whole programs are not kept."""
+    for case in CASES[:1] if quick and not only else CASES:
+        if not matches(f"{HOPPER} {case}", only):
             continue
-        compiled = case.build()
-        launches = count_launches(compiled.as_text())
-        temporaries = compiled.memory_analysis().temp_size_in_bytes / 2**30
-        cells = f"{launches.fixed:,} | {launches.per_turn:,} | {temporaries:.1f}"
-        print(f"| {case.program} | {case.form} | {cells} |", flush=True)
-        row = {"program": case.program, "form": case.form, "launches": launches.fixed}
-        rows.append(row | {"per_turn": launches.per_turn, "temporaries": temporaries})
-        # What was counted is kept when the rest is cut off.
-        if arguments.out:
-            arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+        about = {"device": HOPPER, "program": case.program, "form": case.form}
+        try:
+            program = case.build()
+        except Exception as error:
+            yield about | {"error": reason(error)}
+            continue
+        counted = count_launches(program.compiled.as_text())
+        yield about | {
+            "seconds": program.seconds,
+            "launches": counted.fixed,
+            "per_turn": counted.per_turn,
+            "temporaries": program.temporaries,
+        }

@@ -1,12 +1,14 @@
-"""Whole programs for absent devices: the update of a training step, over many of them."""
+"""Whole programs for absent devices: updates, scoring passes and decoding steps of published
+networks, over one device and over hundreds."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.absent import compilers
-from benchmarks.absent.rows import Figures, matches, reason
-from benchmarks.gpu.shapes import QWEN3_A3B
+from benchmarks.absent.rows import Figures, folder_of, matches, reason
+from benchmarks.gpu.networks import network
+from benchmarks.gpu.shapes import QWEN3_06B, QWEN3_235B, QWEN3_A3B
 
 KERNELS = {
     "experts": "mosaic_gathered",
@@ -16,18 +18,21 @@ KERNELS = {
     "buffer_factor": 1.5,
 }
 """Fields of `moe.execution.Execution` that name every kernel for Hopper."""
+UPDATE, SCORING, DECODING = "update", "scoring", "decoding"
 
 
 class Step(NamedTuple):
-    """An optimizer step of GRPO.
+    """A program of GRPO.
 
     Attributes:
       device, shape: of `compilers.devices`.
       layout: of the devices.
       title: of the network and its settings.
       sizes: of the network.
-      execution: fields of `moe.execution.Execution`.
-      rows: completions of the mini-batch, as many on each device.
+      execution: fields of `moe.execution.Execution`; what is not given is selected as in a run.
+      kind: the update of an optimizer step, a scoring pass, or decoding steps in their loop.
+      rows: completions of the mini-batch, as many on each device; slots in decoding.
+      micro_batches: of the mini-batch.
       prompt, response: tokens of each.
       quick: it is one of the quick check.
     """
@@ -38,43 +43,60 @@ class Step(NamedTuple):
     title: str
     sizes: dict[str, Any]
     execution: dict[str, Any]
+    kind: str = UPDATE
     rows: int = 16
+    micro_batches: int = 1
     prompt: int = 512
     response: int = 1536
     quick: bool = False
 
+    @property
+    def label(self) -> str:
+        """Device, program and layout."""
+        return f"{self.device} {self.title} {self.layout}"
+
 
 ONE_LAYER, TWO_LAYERS = QWEN3_A3B | {"num_layers": 1}, QWEN3_A3B | {"num_layers": 2}
+SELECTIVE, FULL = {"remat": "selective"}, {"remat": "full"}
+EIGHT = "h100", "1x1x8", "dp8 / ep8"
 STEPS = (
-    Step(
-        *("h100", "1x1x8", "dp8 / ep8", "Qwen3-30B-A3B, 2 layers, kernels", TWO_LAYERS, KERNELS),
-        quick=True,
-    ),
+    Step(*EIGHT, "Qwen3-30B-A3B, 2 layers, kernels", TWO_LAYERS, KERNELS, quick=True),
     Step(
         *("v5p", None, "dp8 / ep8", "Qwen3-30B-A3B, 1 layer, megablox", ONE_LAYER),
         {"experts": "megablox", "remat": "selective", "buffer_factor": 1.5},
         quick=True,
     ),
-    Step("h100", "1x1x8", "dp8 / ep8", "Qwen3-30B-A3B, kernels", QWEN3_A3B, KERNELS),
+    Step(*EIGHT, "Qwen3-30B-A3B, kernels", QWEN3_A3B, KERNELS),
+    Step(*("h100", "1x1x1", "dp1"), "Qwen3-0.6B", QWEN3_06B, SELECTIVE, rows=32, micro_batches=8),
+    Step(*EIGHT, "Qwen3-30B-A3B, scoring", QWEN3_A3B, SELECTIVE, SCORING, rows=64),
+    Step(*EIGHT, "Qwen3-30B-A3B, decoding", QWEN3_A3B, {}, DECODING, rows=256),
+    Step(
+        *("h100", "1x8x8", "tp4 dp16 / ep64", "Qwen3-235B-A22B", QWEN3_235B),
+        FULL | {"fsdp": True},
+    ),
 )
 
 
 def steps(only: Sequence[str], *, quick: bool, keep: Path | None) -> Iterator[Figures]:
-    """A row for each training step; quick: one on eight GPUs and one on eight TPUs."""
+    """A row for each program; quick: an update on eight GPUs and one on eight TPUs."""
     for step in STEPS:
-        label = f"{step.device} {step.title} {step.layout}"
-        if (quick and not step.quick) or not matches(label, only):
+        if (quick and not step.quick) or not matches(step.label, only):
             continue
         about = {"device": step.device, "layout": step.layout, "program": step.title}
         try:
-            program = compile_step(step, keep)
+            program = compile_step(step, folder_of(keep, step.label))
         except Exception as error:  # a compiler's refusal has no type of its own; it is a row
             yield about | {"error": reason(error)}
             continue
+        predicted = predicted_bytes(step)
+        total, asynchronous = collectives_of(program.compiled.as_text())
         yield about | {
             "seconds": program.seconds,
             "arguments": program.arguments,
             "temporaries": program.temporaries,
+            **({} if predicted is None else {"predicted": predicted}),
+            "collectives": total,
+            "asynchronous": asynchronous,
             "kernels": sorted(kernel.name for kernel in program.kernels),
             "defects": [
                 f"{kernel.name} {defect}"
@@ -84,32 +106,87 @@ def steps(only: Sequence[str], *, quick: bool, keep: Path | None) -> Iterator[Fi
         }
 
 
-def compile_step(step: Step, keep: Path | None = None) -> compilers.Program:
-    """Compiles the update of a step for its devices."""
-    import jax
-    import jax.numpy as jnp
-    from jax.sharding import NamedSharding, PartitionSpec
+def collectives_of(text: str) -> tuple[int, int]:
+    """Number of collectives in a scheduled program, those of a loop once, and how many of them are
+    asynchronous."""
+    from sharding.overlap import collectives
 
-    from benchmarks.gpu.networks import network
-    from jrl.recipes import RECIPES, Batch
-    from jrl.trainer import state
-    from jrl.trainer.learner.networks import Network, Networks
-    from jrl.trainer.learner.objectives import PolicyObjective
-    from jrl.trainer.learner.update import update
-    from jrl.trainer.scoring import PromptLayout
+    found = collectives(text)
+    return len(found), sum(one.is_asynchronous for one in found)
+
+
+def compile_step(step: Step, keep: Path | None = None) -> compilers.Program:
+    """Compiles a program for its devices."""
+    build = {UPDATE: _update, SCORING: _scoring, DECODING: _decoding}[step.kind]
+    program, *given = build(step)
+    return compilers.compile_for(step.device, program, *given, keep=keep)
+
+
+def predicted_bytes(step: Step) -> float | None:
+    """Bytes on a device during an update as the planner predicts them, which a dry run prints; None
+    for other programs."""
+    if step.kind != UPDATE:
+        return None
+    from jrl.config.run import RunConfig
+    from jrl.trainer.setup.planner import method_of
+    from moe.counts import sizes_of
+    from sharding.planner.memory import memory
+    from sharding.planner.method import Batch
+
+    config, mesh = _network(step)
+    layout = mesh.layout
+    batch = Batch(
+        step.rows, step.prompt + step.response, step.rows // step.micro_batches // layout.dp
+    )
+    method = method_of(config, mesh, batch, RunConfig())
+    return memory(sizes_of(config), layout, batch, method, config.execution.vocab_chunk).total
+
+
+def _network(step: Step) -> tuple[Any, Any]:
+    """The network with what a run selects for its devices, and its mesh."""
+    from jrl.config.run import RunConfig
+    from jrl.trainer.setup.network import with_dispatch
     from sharding.folding import Layout, fold
 
     mesh = fold(Layout.parse(step.layout), compilers.devices(step.device, step.shape))
-    recipe = RECIPES["grpo"]()
     config = network(step.sizes, **step.execution)
+    return with_dispatch(config, RunConfig(), mesh), mesh
+
+
+def _policy(step: Step) -> tuple[Any, Any, Any]:
+    """Objective of the policy, optimizer settings and its state as shapes."""
+    from jrl.recipes import RECIPES
+    from jrl.trainer import state
+    from jrl.trainer.learner.networks import Network, Networks
+    from jrl.trainer.learner.objectives import PolicyObjective
+    from jrl.trainer.scoring import PromptLayout
+
+    config, mesh = _network(step)
+    recipe = RECIPES["grpo"]()
     objective = PolicyObjective(config, mesh, PromptLayout(step.prompt, 1), recipe, step.response)
-    networks = Networks(Network(objective, recipe.optimizer, 1), None)
-    learner = state.abstract(networks).policy
+    networks = Networks(Network(objective, recipe.optimizer, step.micro_batches), None)
+    return objective, recipe.optimizer, state.abstract(networks).policy
+
+
+def _of_rows(step: Step, mesh: Any, dtype: Any, *shape: int) -> Any:
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
     rows = NamedSharding(mesh.mesh, PartitionSpec(mesh.dp))
+    return jax.ShapeDtypeStruct((step.rows, *shape), dtype, sharding=rows)
+
+
+def _update(step: Step) -> tuple[Any, ...]:
+    import jax.numpy as jnp
+
+    from jrl.recipes import Batch
+    from jrl.trainer.learner.update import update
+
+    objective, optimizer, learner = _policy(step)
     time = step.prompt + step.response
 
     def of(dtype: Any, *shape: int) -> Any:
-        return jax.ShapeDtypeStruct((step.rows, *shape), dtype, sharding=rows)
+        return _of_rows(step, objective.mesh, dtype, *shape)
 
     batch = Batch(
         tokens=of(jnp.int32, time),
@@ -120,5 +197,56 @@ def compile_step(step: Step, keep: Path | None = None) -> compilers.Program:
         advantages=of(jnp.float32, time),
         correct=of(jnp.bool_),
     )
-    given = objective, recipe.optimizer, 1, learner, batch
-    return compilers.compile_for(step.device, update, *given, keep=keep)
+    return update, objective, optimizer, step.micro_batches, learner, batch
+
+
+def _scoring(step: Step) -> tuple[Any, ...]:
+    import jax.numpy as jnp
+
+    from jrl.trainer.scoring import logprobs_of
+
+    objective, _, learner = _policy(step)
+    time, mesh = step.prompt + step.response, objective.mesh
+    tokens = _of_rows(step, mesh, jnp.int32, time), _of_rows(step, mesh, jnp.bool_, time)
+    return logprobs_of.with_overflow, objective, learner.weights, *tokens
+
+
+def _decoding(step: Step) -> tuple[Any, ...]:
+    import jax
+    import jax.numpy as jnp
+
+    from jrl.rollout.batching import replicated
+    from jrl.rollout.decoding.decode import (
+        SamplerState,
+        StepLimits,
+        UnstackedPolicy,
+        _policy_specs,
+        advance,
+    )
+    from jrl.rollout.decoding.slots import Decoder, abstract_pool
+    from jrl.rollout.sampling import Sampling
+    from moe.layers.depth import split_layer_groups
+    from moe.weights import cast_shapes, without_layers
+    from sharding.sharded_jit import abstract_array, named_shardings
+
+    config, mesh = _network(step)
+    columns = step.prompt + step.response
+    decoder = Decoder(config, mesh, pad_id=0, stop_ids=(1,))
+    policy = jax.eval_shape(
+        lambda weights: UnstackedPolicy(
+            split_layer_groups(weights, config), without_layers(weights)
+        ),
+        cast_shapes(config),
+    )
+    policy = jax.tree.map(abstract_array, policy, named_shardings(_policy_specs(decoder), mesh))
+
+    def everywhere(dtype: Any, *shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(mesh))
+
+    number = everywhere(jnp.int32)
+    return (
+        *(advance, decoder, Sampling(), columns, policy),
+        abstract_pool(decoder, step.rows, columns),
+        SamplerState(everywhere(jnp.uint32, 2), number),
+        StepLimits(number, number),
+    )

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.absent.descriptions import GPUS, TPUS
 from benchmarks.absent.rows import Figures
 
 KERNELS, MEGABLOX, STEPS = "kernels", "megablox", "steps"
+SCHEDULE, LAUNCHES = "schedule", "launches"
+PARTS = KERNELS, MEGABLOX, STEPS, SCHEDULE, LAUNCHES
 SHOWN = ("HGMMA", "UTMALDG", "LDGSTS", "BAR")
 """Instructions in the table; the JSON has more."""
 
@@ -16,7 +19,9 @@ SHOWN = ("HGMMA", "UTMALDG", "LDGSTS", "BAR")
 def line_of(row: Figures) -> str:
     """A row in one line."""
     named = f"{row['device']:6}{row.get('model', row.get('program')):24} "
-    named += f"{row.get('operation', row.get('layout')):36}"
+    named += f"{row.get('operation', row.get('layout', row.get('form'))):36}"
+    if "flags" in row:
+        named += f"{row['flags']:24}"
     if "error" in row:
         return f"{named}{row['error']}"
     if "registers" in row:
@@ -25,6 +30,13 @@ def line_of(row: Figures) -> str:
             "{kernel:26}{programs:9} programs x {warpgroups}, {resident} resident, {registers:3} "
             "registers, {KiB:5.1f} KiB"
         ).format(**row)
+    elif "exposed" in row:
+        figures = (
+            f"{row['asynchronous']} of {row['collectives']} collectives asynchronous, "
+            f"{hidden_share(row):.0%} of {row['communication'] * 1e3:.2f} ms hidden"
+        )
+    elif "launches" in row:
+        figures = f"{row['launches']:,} launches, {row['per_turn']:,} for each further turn"
     else:
         figures = f"{row['temporaries'] / 2**30:8.2f} GiB of temporaries"
     defects = "; ".join(row.get("defects", []))
@@ -33,10 +45,38 @@ def line_of(row: Figures) -> str:
 
 def summary(figures: Figures) -> str:
     """Number of rows that were compiled, that were refused, and that have a defect."""
-    rows = [row for part in (KERNELS, MEGABLOX, STEPS) for row in figures.get(part, [])]
+    rows = [row for part in PARTS for row in figures.get(part, [])]
     refused = sum("error" in row for row in rows)
     defective = sum(bool(row.get("defects")) for row in rows)
     return f"{len(rows) - refused} compiled, {refused} refused, {defective} with defects"
+
+
+def hidden_share(row: Figures, part: str = "") -> float:
+    """Share of the time of collectives that computation does not wait for.
+
+    Args:
+      part: "" for all, "_of_layers" for those of the layers.
+    """
+    communication = row[f"communication{part}"]
+    return 1 - row[f"exposed{part}"] / communication if communication else 1.0
+
+
+def read(folder: Path, figures: Figures) -> Figures:
+    """The figures that a folder has already, with date and versions of `figures`.
+
+    Raises:
+      ValueError: if other versions have made them.
+    """
+    path = folder / "absent.json"
+    if not path.exists():
+        return figures
+    before = json.loads(path.read_text())
+    if before["versions"] != figures["versions"]:
+        raise ValueError(
+            f"{path} was made by other versions ({_versions_text(before)}): remove it, and compile "
+            "all parts, or give another --out."
+        )
+    return before | figures
 
 
 def write(folder: Path, figures: Figures) -> None:
@@ -44,7 +84,7 @@ def write(folder: Path, figures: Figures) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     # A row in each line.
     parts = [f'"{name}": {json.dumps(figures[name])}' for name in ("date", "versions")]
-    for part in (KERNELS, MEGABLOX, STEPS):
+    for part in PARTS:
         if part in figures:
             rows = ",\n".join(map(json.dumps, figures[part]))
             parts.append(f'"{part}": [\n{rows}\n]')
@@ -58,7 +98,7 @@ def today() -> str:
 
 def markdown(figures: Figures) -> str:
     """The rows as Markdown tables, with date and versions."""
-    versions = ", ".join(f"{name} {version}" for name, version in figures["versions"].items())
+    versions = _versions_text(figures)
     parts = [f"{figures['date']}: {versions}. {summary(figures).capitalize()}."]
     if figures.get(KERNELS):
         parts.append(_kernel_table(figures[KERNELS]))
@@ -66,7 +106,15 @@ def markdown(figures: Figures) -> str:
         parts.append(_megablox_table(figures[MEGABLOX]))
     if figures.get(STEPS):
         parts.append(_step_table(figures[STEPS]))
+    if figures.get(SCHEDULE):
+        parts.append(_schedule_table(figures[SCHEDULE]))
+    if figures.get(LAUNCHES):
+        parts.append(_launch_table(figures[LAUNCHES]))
     return "\n\n".join(parts) + "\n"
+
+
+def _versions_text(figures: Figures) -> str:
+    return ", ".join(f"{name} {version}" for name, version in figures["versions"].items())
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -112,13 +160,56 @@ def _megablox_table(rows: Sequence[Figures]) -> str:
 
 
 def _step_table(rows: Sequence[Figures]) -> str:
-    head = ["device", "layout", "program", "arguments, GiB", "temporaries, GiB", "kernels"]
+    head = ["device", "layout", "program", "arguments, GiB", "temporaries, GiB", "of memory"]
+    head += ["predicted, GiB", "ratio", "collectives", "asynchronous", "kernels", "defects"]
     cells = []
     for row in rows:
         named = [row["device"], row["layout"], row["program"]]
         if "error" in row:
-            cells.append([*named, "", "", row["error"], ""])
+            cells.append([*named, *[""] * (len(head) - 4), row["error"]])
             continue
+        needed = row["arguments"] + row["temporaries"]
         sizes = (f"{row[name] / 2**30:.1f}" for name in ("arguments", "temporaries"))
-        cells.append([*named, *sizes, len(row["kernels"]), "; ".join(row["defects"])])
-    return _table([*head, "defects"], cells)
+        share = f"{needed / (GPUS | TPUS)[row['device']].memory:.0%}"
+        predicted = ["", ""]
+        if "predicted" in row:
+            predicted = [f"{row['predicted'] / 2**30:.1f}", f"{row['predicted'] / needed:.2f}"]
+        kernels, defects = len(row["kernels"]), "; ".join(row["defects"])
+        counts = (row.get(name, "") for name in ("collectives", "asynchronous"))
+        cells.append([*named, *sizes, share, *predicted, *counts, kernels, defects])
+    return _table(head, cells)
+
+
+def _schedule_table(rows: Sequence[Figures]) -> str:
+    head = ["device", "layout", "program", "flags", "collectives", "asynchronous"]
+    head += ["communication, ms", "hidden", "of layers, ms", "hidden", "temporaries, GiB"]
+    cells = []
+    for row in rows:
+        # Pages have flags as code.
+        flags = f"`{row['flags']}`" if row["flags"].startswith("-") else row["flags"]
+        named = [row["device"], row["layout"], row["program"], flags]
+        if "error" in row:
+            cells.append([*named, *[""] * (len(head) - 5), row["error"]])
+            continue
+        figures: list[Any] = [row["collectives"], row["asynchronous"]]
+        for part in ("", "_of_layers"):
+            figures += [
+                f"{row[f'communication{part}'] * 1e3:.1f}",
+                f"{hidden_share(row, part):.0%}",
+            ]
+        cells.append([*named, *figures, f"{row['temporaries'] / 2**30:.1f}"])
+    return _table(head, cells)
+
+
+def _launch_table(rows: Sequence[Figures]) -> str:
+    head = ["device", "program", "form", "launches", "more for a further turn of loops"]
+    head += ["temporaries, GiB"]
+    cells = []
+    for row in rows:
+        named = [row["device"], row["program"], row["form"]]
+        if "error" in row:
+            cells.append([*named, "", "", row["error"]])
+            continue
+        gib = f"{row['temporaries'] / 2**30:.1f}"
+        cells.append([*named, f"{row['launches']:,}", f"{row['per_turn']:,}", gib])
+    return _table(head, cells)

@@ -49,9 +49,7 @@ def _rows_of_case(
     label = f"{kind} {model} {case.operation}"
     if not matches(label, only):
         return
-    folder = None if keep is None else keep / label.replace("/", "-").replace(" ", "_")
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
+    folder = folder_of(keep, label)
     try:
         operands = on_one_device(kind, case.operands)
         program = compilers.compile_for(kind, case.function, *operands, keep=folder)
@@ -84,9 +82,32 @@ def _rows_of_case(
         }
 
 
+def folder_of(keep: Path | None, label: str) -> Path | None:
+    """Folder of a row in that of all rows, which is made; None without one."""
+    if keep is None:
+        return None
+    folder = keep / label.replace("/", "-").replace(" ", "_")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 def matches(label: str, only: Sequence[str]) -> bool:
     """True if a row is chosen: all are without names, else those that contain one."""
     return not only or any(name in label for name in only)
+
+
+NAMES = ("device", "model", "operation", "layout", "program", "flags", "form")
+"""Fields that say what a row is of."""
+
+
+def merged(before: Sequence[Figures], found: Sequence[Figures]) -> list[Figures]:
+    """Rows of an earlier run and of this one, which replaces those of the same name."""
+
+    def name(row: Figures) -> tuple[Any, ...]:
+        return tuple(row.get(field) for field in NAMES)
+
+    new = {name(row) for row in found}
+    return [*(row for row in before if name(row) not in new), *found]
 
 
 def on_one_device(kind: str, operands: Any) -> Any:

@@ -127,5 +127,7 @@ QWEN3_A3B: dict[str, Any] = {
     "rope_base": 1000000.0,
 }
 """Qwen3-30B-A3B: a token meets 3.3 billion of its parameters."""
+QWEN3_235B = QWEN3_A3B | {"num_layers": 94, "d_model": 4096, "num_heads": 64, "d_expert": 1536}
+"""Qwen3-235B-A22B: a token meets 22 billion of its parameters."""
 QWEN3_A3B_OF_32 = QWEN3_A3B | {"num_experts": 32}
 """The same with 32 of the experts: those of 128 and a cache of 256 rows are larger than 80 GB."""

@@ -1,8 +1,10 @@
 """Launches of a scheduled program, counted in its text."""
 
-import pytest
+from types import SimpleNamespace
 
-from benchmarks.absent.launches import Launches, count_launches, operation
+from benchmarks.absent import launches
+from benchmarks.absent.compilers import Program
+from benchmarks.absent.launches import Case, Launches, count_launches
 
 PROGRAM = """HloModule jit_step, is_scheduled=true
 
@@ -53,13 +55,24 @@ def test_a_loop_of_known_length_counts_as_often_as_it_runs():
     assert count_launches(PROGRAM) == Launches(1 + 7 * 2 + 2 + 2 + (2 + 1), 2 + 2)
 
 
-@pytest.mark.parametrize(
-    ("line", "name"),
-    [
-        ("  %a = f32[2,3]{1,0} fusion(%b), kind=kLoop", "fusion"),
-        ("  ROOT %a = ((f32[2]{0:T(128)}, s32[]), u8[4]{0:S(1)}) async-start(%b)", "async-start"),
-        ("  %a = s32[] constant(3)", "constant"),
-    ],
-)
-def test_an_operation_follows_its_type(line, name):
-    assert operation(line) == name
+class Compiled:
+    """A compiled program of a given text."""
+
+    def as_text(self):
+        return PROGRAM
+
+    def memory_analysis(self):
+        return SimpleNamespace(temp_size_in_bytes=2**20)
+
+
+def test_a_row_for_each_program_and_form(monkeypatch):
+    def refuse():
+        raise ValueError("no kernel\nfor it")
+
+    cases = Case("step", "None", lambda: Program(Compiled(), [], 2.0)), Case("step", "odd", refuse)
+    monkeypatch.setattr(launches, "CASES", cases)
+    first, refused = launches.launches([], quick=False, keep=None)
+    assert (first["launches"], first["per_turn"], first["temporaries"]) == (22, 4, 2**20)
+    assert refused["form"] == "odd" and "no kernel for it" in refused["error"]
+    assert [row["form"] for row in launches.launches([], quick=True, keep=None)] == ["None"]
+    assert [*launches.launches(["step, odd"], quick=True, keep=None)] == [refused]

@@ -12,6 +12,7 @@ from jrl.rollout.collection.async_buffer import AsyncBufferSpec
 from jrl.rollout.decoding.slots import Decoder
 from jrl.trainer.learner.learner import Learner, init_learner, split
 from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective, SupervisedObjective
+from jrl.trainer.learner.synchronous import warn_if_synchronous
 from jrl.trainer.learner.update import update
 from moe.adapters import trees
 from moe.architecture.lora import Lora
@@ -69,11 +70,11 @@ class Network(Generic[ObjectiveT]):
         ) -> tuple[tuple[Learner[Array], dict[str, Any]], Array | None]:
             settings = objective, self.optimizer, self.num_micro_batches
             if objective.config.lora is None:
-                learner, metrics = update(*settings, learner, batch, statistics, passes)
+                learner, metrics = _update(*settings, learner, batch, statistics, passes)
                 return (learner, metrics), metrics.get("overflow")
             adapters, frozen = split(learner.weights, objective.config)
             learner = replace(learner, weights=adapters)
-            learner, metrics = update(*settings, learner, batch, statistics, passes, frozen)
+            learner, metrics = _update(*settings, learner, batch, statistics, passes, frozen)
             learner = replace(learner, weights=trees.combine_trees(learner.weights, frozen))
             return (learner, metrics), metrics.get("overflow")
 
@@ -90,6 +91,12 @@ class Network(Generic[ObjectiveT]):
     def with_mesh(self, mesh: FoldedMesh) -> "Network[ObjectiveT]":
         """Copy on another mesh."""
         return replace(self, objective=replace(self.objective, mesh=mesh))
+
+
+def _update(*args: Any) -> tuple[Learner[Array], dict[str, Any]]:
+    """`update`; its first call says if the compiled program lacks the requested overlap."""
+    warn_if_synchronous(update, 3, *args)
+    return update(*args)
 
 
 class PoolSpec(NamedTuple):

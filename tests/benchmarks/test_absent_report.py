@@ -1,0 +1,64 @@
+"""The report of compiled programs: rows of earlier runs stay, and tables have a cell for each."""
+
+import json
+
+import pytest
+
+from benchmarks.absent.report import LAUNCHES, SCHEDULE, STEPS, line_of, markdown, read, write
+from benchmarks.absent.rows import NAMES, merged
+
+VERSIONS = {"date": "2026-01-01", "versions": {"jax": "1.2"}}
+UPDATE = {
+    **{"device": "h100", "layout": "dp8 / ep8", "program": "a network", "seconds": 3.0},
+    **{"arguments": 30 * 2**30, "temporaries": 10 * 2**30, "predicted": 50.0 * 2**30},
+    **{"collectives": 24, "asynchronous": 23, "kernels": ["route"], "defects": []},
+}
+OVERLAPPED = {
+    **{"device": "v5p", "layout": "dp8 / ep8", "program": "a network", "flags": "--overlap-it"},
+    **{"seconds": 3.0, "temporaries": 2**30, "collectives": 9, "asynchronous": 7},
+    **{"communication": 8e-3, "exposed": 2e-3},
+    **{"communication_of_layers": 4e-3, "exposed_of_layers": 0.0},
+}
+COUNTED = {
+    **{"device": "h100", "program": "decoding step", "form": "None", "seconds": 3.0},
+    **{"launches": 2790, "per_turn": 3, "temporaries": 2**29},
+}
+
+
+def test_each_row_is_a_line_and_a_row_of_its_table():
+    figures = VERSIONS | {STEPS: [UPDATE], SCHEDULE: [OVERLAPPED], LAUNCHES: [COUNTED]}
+    text = markdown(figures)
+    assert "3 compiled, 0 refused" in text
+    assert "| a network | 30.0 | 10.0 | 51% | 50.0 | 1.25 | 24 | 23 | 1 |  |" in text
+    assert "| `--overlap-it` | 9 | 7 | 8.0 | 75% | 4.0 | 100% | 1.0 |" in text
+    assert "| decoding step | None | 2,790 | 3 | 0.5 |" in text
+    assert "7 of 9 collectives asynchronous, 75% of 8.00 ms hidden" in line_of(OVERLAPPED)
+    assert "2,790 launches, 3 for each further turn" in line_of(COUNTED)
+    tables = [block for block in text.split("\n\n") if block.startswith("|")]
+    assert len(tables) == 3
+    for table in tables:
+        assert len({line.count("|") for line in table.splitlines()}) == 1
+
+
+@pytest.mark.parametrize(
+    ("part", "row"), [(STEPS, UPDATE), (SCHEDULE, OVERLAPPED), (LAUNCHES, COUNTED)]
+)
+def test_a_refused_row_has_as_many_cells(part, row):
+    refused = {name: row[name] for name in NAMES if name in row} | {"error": "no memory"}
+    text = markdown(VERSIONS | {part: [refused]})
+    assert "1 refused" in text
+    assert len({line.count("|") for line in text.splitlines() if line.startswith("|")}) == 1
+    assert line_of(refused).endswith("no memory")
+
+
+def test_rows_of_an_earlier_run_stay_unless_they_are_compiled_again():
+    before = [UPDATE, UPDATE | {"program": "another"}]
+    assert merged(before, [UPDATE | {"seconds": 4.0}]) == [before[1], UPDATE | {"seconds": 4.0}]
+
+
+def test_rows_of_other_versions_are_not_mixed(tmp_path):
+    write(tmp_path, VERSIONS | {STEPS: [UPDATE]})
+    assert json.loads((tmp_path / "absent.json").read_text())[STEPS] == [UPDATE]
+    assert read(tmp_path, VERSIONS | {"date": "2026-02-02"})[STEPS] == [UPDATE]
+    with pytest.raises(ValueError, match=r"absent\.json was made by other versions \(jax 1\.2\): "):
+        read(tmp_path, VERSIONS | {"versions": {"jax": "1.3"}})
