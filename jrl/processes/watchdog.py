@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jrl.processes import progress
 from jrl.processes.hangs import (
@@ -41,6 +41,7 @@ STACKS_SECONDS = 10.0
 """Seconds for writing stacks to a file, which may be on a file system that hangs."""
 
 
+@runtime_checkable
 class Store(Protocol):
     """Texts of all processes of a run, of which each replaces its own. Calls may block."""
 

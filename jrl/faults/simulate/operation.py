@@ -66,15 +66,15 @@ class Signal:
 
 
 SIGNALS = (
-    Signal("pfc_tx_packet_rate", 2, 300, 0.1, 0.4, 0.3, 0.6, 0.08, 0.1, -0.5, events=True),
-    Signal("cpu_usage", 4, 38, 1.3, 0.8, 1.4, 0.08, 0.015, 0.02),
-    Signal("gpu_duty_cycle", 0, 95, 0.02, 0.85, 0.95, 0.02, 0.002, 0.003, 0.05),
-    Signal("gpu_power_draw", 110, 620, 0.05, 0.6, 0.55, 0.04, 0.003, 0.02, 0.2),
-    Signal("graphics_engine_activity", 0, 88, 0.0, 0.75, 0.85, 0.04, 0.003, 0.005, 0.2),
-    Signal("tensor_core_activity", 0, 46, 0.0, 0.45, 0.2, 0.05, 0.004, 0.01, 0.4),
-    Signal("nvlink_bandwidth", 0, 210, 0.0, 0.4, 0.5, 0.08, 0.005, 0.01, -0.5),
-    Signal("gpu_temperature", 34, 64, 0.05, 0.65, 0.6, 0.01, 0.005, 0.08, lag=True),
-    Signal("gpu_clock", 1980, 1740, 0.1, 0.7, 0.7, 0.03, 0.01, 0.08),
+    Signal("pfc_tx_packet_rate", 2.0, 300.0, 0.1, 0.4, 0.3, 0.6, 0.08, 0.1, -0.5, events=True),
+    Signal("cpu_usage", 4.0, 38.0, 1.3, 0.8, 1.4, 0.08, 0.015, 0.02),
+    Signal("gpu_duty_cycle", 0.0, 95.0, 0.02, 0.85, 0.95, 0.02, 0.002, 0.003, 0.05),
+    Signal("gpu_power_draw", 110.0, 620.0, 0.05, 0.6, 0.55, 0.04, 0.003, 0.02, 0.2),
+    Signal("graphics_engine_activity", 0.0, 88.0, 0.0, 0.75, 0.85, 0.04, 0.003, 0.005, 0.2),
+    Signal("tensor_core_activity", 0.0, 46.0, 0.0, 0.45, 0.2, 0.05, 0.004, 0.01, 0.4),
+    Signal("nvlink_bandwidth", 0.0, 210.0, 0.0, 0.4, 0.5, 0.08, 0.005, 0.01, -0.5),
+    Signal("gpu_temperature", 34.0, 64.0, 0.05, 0.65, 0.6, 0.01, 0.005, 0.08, lag=True),
+    Signal("gpu_clock", 1980.0, 1740.0, 0.1, 0.7, 0.7, 0.03, 0.01, 0.08),
 )
 """The metrics, of one GPU or the mean of all GPUs of a machine."""
 
