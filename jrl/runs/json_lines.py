@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import TextIO
+from typing import Any
 
 LEVELS = {"error:": "error", "warning:": "warning", "ALARM:": "warning"}
 """Levels of lines, by their first word; that of others is info."""
@@ -21,14 +21,14 @@ class JsonLines(io.TextIOBase):
     of ISO 8601. Blank lines are left out.
 
     Args:
-      stream: that is written to.
+      stream: text stream that is written to.
       process: index of this process, read for each line.
       now: the current time.
     """
 
     def __init__(
         self,
-        stream: TextIO,
+        stream: Any,
         process: Callable[[], int],
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ):

@@ -9,7 +9,6 @@ from typing import Any
 from jrl.checks import flag
 from jrl.processes.agreement import is_main_process
 from jrl.report.warnings import FewWarnings
-from jrl.trainer.compiled import MeshJit
 from moe.execution import Execution
 from sharding.folding import FoldedMesh
 from sharding.overlap import is_synchronous
@@ -37,13 +36,14 @@ def can_overlap(execution: Execution, mesh: FoldedMesh) -> bool:
     return bool(overlap_flags(execution))
 
 
-def warn_if_synchronous(program: MeshJit[..., Any], num_static: int, *args: Any) -> None:
+def warn_if_synchronous(program: Any, num_static: int, *args: Any) -> None:
     """Prints one line if overlap is requested and all collectives of an update are synchronous.
 
     It compiles the program once for each set of static arguments; the next call of `program` runs
     it.
 
     Args:
+      program: jitted function of the update (`jrl.trainer.compiled`).
       num_static: number of static arguments, the objective first.
       args: of `program`.
     """
