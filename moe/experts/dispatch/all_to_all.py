@@ -61,6 +61,8 @@ class Peers(NamedTuple):
 
 Compute = Callable[[Array, Array, Array], tuple[Array, Array]]
 """(rows, expert ids, gate weights) -> sums of the rows, in their dtype, and the overflow."""
+Exchange = Callable[[Array, Routing, Peers, Compute, DispatchOptions], tuple[Array, Array]]
+"""Function such as `exchange_tokens`."""
 
 
 def all_to_all_dispatch(
@@ -82,13 +84,24 @@ def all_to_all_dispatch(
     References:
       Liu et al., "MoE Parallel Folding", 2025, figure 2. https://arxiv.org/abs/2504.14960
     """
+    return one_level_dispatch(exchange_tokens, weights, x, routing, options)
+
+
+def one_level_dispatch(
+    exchange: Exchange,
+    weights: Experts[Array],
+    x: Float[Array, "local d_model"],
+    routing: Routing,
+    options: DispatchOptions,
+) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
+    """Dispatches by one exchange among all devices along ``ep``, such as `exchange_tokens`."""
     mesh, num_local = options.mesh, weights.down.shape[0]
     num_tokens, k = routing.experts.shape
     sizes = num_tokens, k, num_local, mesh, options.capacity, options.buffer_factor
     experts = partial(sharded_experts, weights, num_rows=buffer_rows(*sizes), options=options)
     ep = mesh.size(mesh.ep)
     peers = Peers(ep, num_local, peer_tokens(*sizes), ep * num_local)
-    return exchange_tokens(x, routing, peers, experts, options)
+    return exchange(x, routing, peers, experts, options)
 
 
 def exchange_tokens(

@@ -13,12 +13,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from moe.experts.dispatch.all_to_all import Compute, Peers, sharded_experts
+from moe.experts.dispatch.all_to_all import Compute, Peers, one_level_dispatch
 from moe.experts.dispatch.buffers import (
     DispatchOptions,
-    buffer_rows,
     has_experts_at,
-    peer_tokens,
     slots_of,
 )
 from moe.experts.fused import permutation_kernel
@@ -253,13 +251,7 @@ def ragged_dispatch(
     balanced routing at most ``2 T k (ep - 1) / ep`` of them. Over ``etp`` full buffers are sent,
     ``2 B (etp - 1)`` tokens with ``B = ep`` times `peer_tokens`.
     """
-    mesh, num_local = options.mesh, weights.down.shape[0]
-    num_tokens, k = routing.experts.shape
-    sizes = num_tokens, k, num_local, mesh, options.capacity, options.buffer_factor
-    experts = partial(sharded_experts, weights, num_rows=buffer_rows(*sizes), options=options)
-    ep = mesh.size(mesh.ep)
-    peers = Peers(ep, num_local, peer_tokens(*sizes), ep * num_local)
-    return exchange_slices(x, routing, peers, experts, options)
+    return one_level_dispatch(exchange_slices, weights, x, routing, options)
 
 
 def exchange_slices(

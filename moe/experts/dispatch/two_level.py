@@ -5,13 +5,18 @@ DeepEP and HybridEP send so between servers, whose links are slower than those i
 experts on the devices of a server, a token crosses once and not k times.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from moe.experts.dispatch.all_to_all import Peers, exchange_tokens, sharded_experts
+from moe.experts.dispatch.all_to_all import (
+    Exchange,
+    Peers,
+    exchange_tokens,
+    one_level_dispatch,
+    sharded_experts,
+)
 from moe.experts.dispatch.buffers import DispatchOptions, buffer_rows, peer_tokens
 from moe.experts.dispatch.cost import hardware_of
 from moe.experts.dispatch.ragged import exchange_slices
@@ -64,20 +69,20 @@ def two_level_ragged_dispatch(
 
 
 def _dispatch(
-    exchange: Callable[..., tuple[Array, Array]],
+    exchange: Exchange,
     weights: Experts[Array],
     x: Array,
     routing: Routing,
     options: DispatchOptions,
 ) -> tuple[Array, Array]:
     mesh, num_local = options.mesh, weights.down.shape[0]
+    split = expert_servers(mesh, options.server_devices)
+    if 1 in split:
+        return one_level_dispatch(exchange, weights, x, routing, options)
     (num_tokens, k), num_experts = routing.experts.shape, mesh.size(mesh.ep) * num_local
     sizes = num_tokens, k, num_local, mesh, options.capacity, options.buffer_factor
     experts = partial(sharded_experts, weights, num_rows=buffer_rows(*sizes), options=options)
-    per_device, split = peer_tokens(*sizes), expert_servers(mesh, options.server_devices)
-    if 1 in split:
-        peers = Peers(mesh.size(mesh.ep), num_local, per_device, num_experts)
-        return exchange(x, routing, peers, experts, options)
+    per_device = peer_tokens(*sizes)
     experts_of_server = split.devices * num_local
     # No more tokens go to a server than there are.
     per_server = min(num_tokens, split.devices * per_device)
