@@ -142,6 +142,7 @@ CONFIGS["delta two"] = replace(
     delta=replace(CONFIGS["delta"].delta, layers=(0, 2)),
     execution=Execution(fsdp=True, remat="selective"),
 )
+CONFIGS["servers four"] = replace(CONFIGS["four"], execution=CONFIGS["servers"].execution)
 # What is part of a larger layout has no case of its own: experts on the devices of dp, on those of
 # tp and of cp, parts of experts on those of tp.
 LAYOUTS = [
@@ -179,7 +180,10 @@ CASES = [
     ("chunks", "tp2 dp4 / ep2 etp2"),
     ("two_in_chunks", "pp2 dp4 / ep4"),
     ("servers", "tp2 cp2 dp4 / ep8 etp2"),
+    ("servers", "tp4 cp2 dp2 / ep16"),
     ("servers", "pp2 dp2 cp2 tp2 / ep8"),
+    ("servers", PIPELINES[0]),
+    ("servers four", PIPELINES[1]),
 ]
 # Who is dropped does not depend on cp and tp: `tests/moe/router/test_capacity.py` has it by itself.
 FULL = [("full", "tp2 cp2 / ep4"), ("traded full", "cp4 / ep4"), ("servers full", "tp2 cp2 / ep4")]
