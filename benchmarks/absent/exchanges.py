@@ -7,6 +7,7 @@ used or not. Beside them is what the planner says (`sharding.costs.dispatch`).
 """
 
 import argparse
+import itertools
 import json
 import math
 import re
@@ -18,11 +19,9 @@ SERVERS, DEVICES = 8, 8
 TOKENS, EXPERTS, K, WIDTH, HIDDEN = 256, 128, 8, 512, 256
 """Tokens of a device; experts of all, and of a token; elements of a token, and of an expert."""
 METHODS = ("all_gather", "all_to_all", "two_level", "two_level_ragged")
-BYTES = {"bf16": 2, "f32": 4, "s32": 4, "s64": 8}
-_COLLECTIVE = re.compile(
-    r" = (?P<result>.*?) (?P<kind>all-gather|reduce-scatter|all-to-all|ragged-all-to-all)"
-    r"(?P<start>-start)?\(.*replica_groups=(?:\{\{(?P<group>[\d,]+)\}|mesh\['pp'=1,'dp_ep'=(?P<all>\d+))"
-)
+KINDS = ("all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all")
+_GROUP = re.compile(r"replica_groups=(?:\{\{([\d,]+)\}|mesh\['pp'=1,'dp_ep'=(\d+))")
+"""The first group, written out, or all devices of the mesh."""
 Sent = dict[str, int]
 """Bytes that a device receives from its server ("inside") and from others ("across")."""
 
@@ -33,19 +32,21 @@ def compiled_bytes(text: str) -> Sent:
     Args:
       text: of ``compiled.as_text()``, for GPUs.
     """
+    from sharding.overlap import computations, shapes_of_type
+
     total = {"inside": 0, "across": 0}
-    for match in map(_COLLECTIVE.search, text.splitlines()):
-        if match is None:
+    for one in itertools.chain.from_iterable(computations(text).values()):
+        kind = one.operation.removesuffix("-start")
+        if kind not in KINDS:
             continue
-        # All devices of the mesh, or written out.
-        listed = match["group"].split(",") if match["all"] is None else range(int(match["all"]))
-        group = [int(device) for device in listed]
-        arrays = re.findall(r"(\w+)\[([\d,]*)\]", match["result"])
-        if match["start"]:
+        listed, number = _GROUP.findall(one.attributes)[0]
+        group = list(map(int, listed.split(","))) if listed else list(range(int(number)))
+        arrays = [bits * math.prod(shape) // 8 for bits, shape in shapes_of_type(one.result)]
+        if kind != one.operation:
             # Operands, and then as many results; of slices, one.
-            arrays = arrays[-1:] if "ragged" in match["kind"] else arrays[len(arrays) // 2 :]
-        size = sum(BYTES[dtype] * math.prod(map(int, dims.split(","))) for dtype, dims in arrays)
-        shard = size if match["kind"] == "reduce-scatter" else size // len(group)
+            arrays = arrays[-1:] if "ragged" in kind else arrays[len(arrays) // 2 :]
+        size = sum(arrays)
+        shard = size if kind == "reduce-scatter" else size // len(group)
         near = sum(device // DEVICES == group[0] // DEVICES for device in group)
         total["inside"] += shard * (near - 1)
         total["across"] += shard * (len(group) - near)
@@ -106,6 +107,7 @@ def compile_layer(method: str) -> str:
         mesh=mesh.mesh,
         in_specs=(experts, experts, rows, rows, rows),
         out_specs=(rows, experts, experts, rows, rows),
+        # Only compiled: which axes the results vary over changes no collective.
         check_vma=False,
     )
     tokens = SERVERS * DEVICES * TOKENS

@@ -252,7 +252,7 @@ def launches(only: Sequence[str], *, quick: bool, keep: Path | None) -> Iterator
         about = {"device": HOPPER, "program": case.program, "form": case.form}
         try:
             program = case.build()
-        except Exception as error:
+        except Exception as error:  # a compiler's refusal has no type of its own; it is a row
             yield about | {"error": reason(error)}
             continue
         counted = count_launches(program.compiled.as_text())

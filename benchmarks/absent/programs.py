@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.absent import compilers
 from benchmarks.absent.rows import Figures, folder_of, matches, reason
+from benchmarks.absent.work import PROMPT, RESPONSE
 from benchmarks.gpu.networks import network
 from benchmarks.gpu.shapes import QWEN3_06B, QWEN3_235B, QWEN3_A3B
 
@@ -46,8 +47,8 @@ class Step(NamedTuple):
     kind: str = UPDATE
     rows: int = 16
     micro_batches: int = 1
-    prompt: int = 512
-    response: int = 1536
+    prompt: int = PROMPT
+    response: int = RESPONSE
     quick: bool = False
 
     @property

@@ -66,7 +66,7 @@ def schedules(only: Sequence[str], *, quick: bool, keep: Path | None) -> Iterato
         step = step._replace(execution=step.execution | FLAGS[one.flags])
         try:
             program = compile_step(step, folder_of(keep, label))
-        except Exception as error:
+        except Exception as error:  # a compiler's refusal has no type of its own; it is a row
             yield about | {"error": reason(error)}
             continue
         text = program.compiled.as_text()

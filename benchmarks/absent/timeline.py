@@ -8,7 +8,7 @@ on a chip, so that more can hide behind it; how collectives and kernels slow eac
 in it.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.absent.work import FREE, Program, Work, work_of
@@ -110,8 +110,6 @@ class _Run:
         now = links_free = 0.0
         total = Work()
         for one in instructions:
-            if one.operation in FREE and not _starts(one, in_flight):
-                continue
             started = _starts(one, in_flight)
             if one.operation.endswith(("-done", "-update")) or one.operation in FREE:
                 if started is None:
@@ -156,17 +154,7 @@ class _Run:
             return Timeline(
                 body.seconds * times,
                 body.work * times,
-                [
-                    Beside(
-                        each.name,
-                        each.collective,
-                        each.seconds,
-                        each.work,
-                        each.exposed,
-                        each.times * times,
-                    )
-                    for each in body.collectives
-                ],
+                [replace(each, times=each.times * times) for each in body.collectives],
             )
         if one.operation == "conditional":
             return max((self.run(name) for name in one.called), key=lambda each: each.seconds)

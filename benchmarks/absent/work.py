@@ -7,7 +7,7 @@ fusion reads a slice, the slice.
 
 import math
 import re
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from sharding.overlap import Instruction, bytes_of_type, shapes_of_type
 
@@ -26,10 +26,12 @@ ATTENTION_PRODUCTS = {
 }
 """Products of queries by keys, or of equal size, in each kernel."""
 PROMPT, RESPONSE = 512, 1536
-"""Tokens of the sequences of a step, which is what no shape of an attention kernel tells."""
+"""Tokens of the sequences of a step (`benchmarks.absent.programs.Step`), which is what no shape of
+an attention kernel tells."""
 
 
-class Work(NamedTuple):
+@dataclass(frozen=True)
+class Work:
     """Work of instructions.
 
     Attributes:
@@ -40,10 +42,10 @@ class Work(NamedTuple):
     flops: float = 0.0
     bytes: float = 0.0
 
-    def __add__(self, other: "Work") -> "Work":  # type: ignore[override]
+    def __add__(self, other: "Work") -> "Work":
         return Work(self.flops + other.flops, self.bytes + other.bytes)
 
-    def __mul__(self, times: float) -> "Work":  # type: ignore[override]
+    def __mul__(self, times: float) -> "Work":
         return Work(self.flops * times, self.bytes * times)
 
     def seconds(self, peak: float, bandwidth: float) -> float:
