@@ -202,8 +202,8 @@ def index_in_group(axes: Axes, groups: IndexGroups | None = None) -> Array:
     index = lax.axis_index(axes)
     if groups is None:
         return index
-    places = {member: place for group in groups for place, member in enumerate(group)}
-    return jnp.asarray([places[member] for member in sorted(places)], index.dtype)[index]
+    ranks = {member: rank for group in groups for rank, member in enumerate(group)}
+    return jnp.asarray([ranks[member] for member in sorted(ranks)], index.dtype)[index]
 
 
 def swap_shards(

