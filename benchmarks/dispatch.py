@@ -101,6 +101,7 @@ def program(way: str, k: int, mesh: Any, given: argparse.Namespace) -> Any:
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
 
+    from moe.execution import Execution
     from moe.experts.dispatch.choice import dispatch
     from moe.router.routing import Routing
     from moe.weights import Experts
@@ -122,7 +123,7 @@ def program(way: str, k: int, mesh: Any, given: argparse.Namespace) -> Any:
     own, rows = P(mesh.ep, mesh.etp), P(mesh.axes)
 
     def layer(weights, x, routing):
-        out, _ = dispatch(weights, x, routing, mesh, implementation=way, buffer_factor=1.0)
+        out, _ = dispatch(weights, x, routing, mesh, Execution(dispatch=way, buffer_factor=1.0))
         return out
 
     def total(weights, x, routing):

@@ -81,19 +81,20 @@ def compile_layer(method: str) -> str:
     from jax.sharding import NamedSharding, PartitionSpec
 
     from benchmarks.absent import compilers
-    from moe.execution import TWO_LEVELS
+    from moe.execution import TWO_LEVELS, Execution
     from moe.experts.dispatch.choice import dispatch
     from moe.router.routing import Routing
     from moe.weights import Experts
     from sharding.folding import Layout, fold
 
     mesh = fold(Layout.parse(_layout()), compilers.devices("h100", f"1x{SERVERS}x{DEVICES}"))
-    options = {"server_devices": DEVICES if method in TWO_LEVELS else None, "product": "batched"}
+    server_devices = DEVICES if method in TWO_LEVELS else None
+    execution = Execution(dispatch=method, server_devices=server_devices)
 
     def layer(gate_up: Any, down: Any, x: Any, ids: Any, probs: Any) -> Any:
         def run(gate_up: Any, down: Any, x: Any, probs: Any) -> Any:
             experts = Experts(jnp.zeros(()), gate_up, down)
-            return dispatch(experts, x, Routing(ids, probs), mesh, implementation=method, **options)
+            return dispatch(experts, x, Routing(ids, probs), mesh, execution, product="batched")
 
         out, back, _ = jax.vjp(run, gate_up, down, x, probs, has_aux=True)
         return out, *back(out)

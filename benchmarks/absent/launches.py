@@ -125,16 +125,15 @@ def experts_layer(**execution: Any) -> Program:
 
     mesh = fold(Layout.parse("dp8 / ep8"), compilers.devices("h100", "1x1x8"))
     config = network(QWEN3_A3B, **execution)
-    options = {
-        "product": selected_implementation(config, "experts", mesh),
-        "buffer_factor": config.execution.buffer_factor,
-    }
+    product = selected_implementation(config, "experts", mesh)
     by_token, by_expert = PartitionSpec(mesh.dp), PartitionSpec(mesh.ep)
 
     def layer(gate_up: Any, down: Any, x: Any, ids: Any, probs: Any) -> Any:
         def run(gate_up: Any, down: Any, x: Any, probs: Any) -> Any:
             experts = Experts(jnp.zeros(()), gate_up, down)
-            return dispatch(experts, x, Routing(ids, probs), mesh, **options)[0]
+            return dispatch(
+                experts, x, Routing(ids, probs), mesh, config.execution, product=product
+            )[0]
 
         out, back = jax.vjp(run, gate_up, down, x, probs)
         return out, *back(out)

@@ -177,7 +177,7 @@ def routed_experts(
         experts, weights.down.shape[0], num_slots=num_rows, implementation=kernels
     )
     # Rows are in the order of experts, so those beyond the capacity come last.
-    stop = jnp.minimum(jnp.cumsum(layout.sizes), num_rows)
+    stop = layout.stops
     overflow = jnp.sum(layout.sizes) - stop[-1]
     sizes = jnp.diff(stop, prepend=0)
     token, slots = layout.tokens, layout.slots
@@ -186,9 +186,7 @@ def routed_experts(
     if is_fused and implementation != FUSED:
         matrices = weights.gate_up, weights.down
         scattered = implementation == SCATTERED
-        sums = gathered_experts(
-            x, layout, *matrices, row_probs, sizes, scattered=scattered, dtype=dtype
-        )
+        sums = gathered_experts(x, layout, *matrices, row_probs, scattered=scattered, dtype=dtype)
         return sums, overflow
     rows = permute_rows(x, token, slots, dtype, kernels)
     if implementation == FUSED:

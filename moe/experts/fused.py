@@ -68,7 +68,6 @@ def gathered_experts(
     gate_up_weights: Float[Array, "expert d_model half d_expert"],
     down_weights: Float[Array, "expert d_expert d_model"],
     probs: Float[Array, "slot"],
-    sizes: Int[Array, "expert"],
     *,
     scattered: bool = False,
     dtype: DTypeLike | None = None,
@@ -83,7 +82,6 @@ def gathered_experts(
     Args:
       layout: sorted layout of the tokens' expert ids.
       probs: gate weight of each slot.
-      sizes: number of slots of each expert in the layout.
       scattered: each row is written to index ``token * k + column`` of an array with ``tokens * k``
         rows, however few of them have a slot.
       dtype: of the products and of their rounded rows; None is that of `x`.
@@ -92,6 +90,7 @@ def gathered_experts(
     Raises:
       ValueError: where the kernels do not support the call, as "mosaic" of `grouped_dot`.
     """
+    sizes = jnp.diff(layout.stops, prepend=0)
     operands = x, gate_up_weights, down_weights, probs, sizes, layout
     options = FusedOptions(x.dtype, x.dtype if dtype is None else dtype, scattered, simulated)
     return _check_and_run(SCATTERED if scattered else GATHERED, operands, options)

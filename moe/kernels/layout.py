@@ -51,6 +51,11 @@ class SortedLayout(NamedTuple):
         """``[slot]`` index of the token in each slot; one past the last in an empty slot."""
         return self.assignments // self.slots.shape[1]
 
+    @property
+    def stops(self) -> Array:
+        """``[expert]`` one past the last slot of each expert, in a layout without tiles."""
+        return jnp.minimum(jnp.cumsum(self.sizes), self.assignments.size)
+
 
 def slots_needed(num_assignments: int, num_experts: int, tile: int = 1) -> int:
     """Number of slots that is enough for any assignments: each expert may leave one tile all but

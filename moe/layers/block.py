@@ -42,23 +42,17 @@ def feed_forward(
     out, stats = jnp.zeros_like(h), None
     if layer.experts is not None:
         routing, stats = route(layer.experts, h, packed, config, mesh)
-        buffer_factor = config.execution.buffer_factor
         routed, overflow = dispatch(
             layer.experts,
             h,
             routing,
             mesh,
+            config.execution,
             capacity=capacity_of(packed.zigzag, config, mesh),
-            implementation=config.execution.dispatch,
             product=selected_implementation(config, "experts", mesh),
-            buffer_factor=buffer_factor,
-            chunks=config.execution.expert_chunks,
-            exchange_rate=config.execution.exchange_rate,
-            comm_dtype=config.execution.activation_wire,
             activation=config.activation,
-            server_devices=config.execution.server_devices,
         )
-        if buffer_factor is not None:
+        if config.execution.buffer_factor is not None:
             stats = replace(stats, overflow=vary(overflow.astype(jnp.float32), mesh.axes))
         out = out + routed
     dense_out = dense_term(layer, h, mesh, config.activation)

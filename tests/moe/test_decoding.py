@@ -276,9 +276,9 @@ def test_a_step_sends_its_few_tokens_at_once_with_room_for_any_routing(
     again, and nobody would run a step again."""
     given_to = []
 
-    def noting(*given, **options):
-        given_to.append(options[option.removeprefix("expert_")])
-        return dispatch(*given, **options)
+    def noting(weights, x, routing, mesh, execution, **options):
+        given_to.append(getattr(execution, option))
+        return dispatch(weights, x, routing, mesh, execution, **options)
 
     monkeypatch.setattr(block, "dispatch", noting)
     config, mesh = replace(ROUTED, execution=Execution(**{option: value})), mesh_of("dp1")

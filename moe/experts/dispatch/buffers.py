@@ -19,7 +19,7 @@ ROW_TILE = 32
 
 
 class DispatchOptions(NamedTuple):
-    """Options of a dispatcher; arguments of `moe.experts.dispatch.choice.dispatch`."""
+    """Options of a dispatcher, see `moe.experts.dispatch.choice.dispatch`."""
 
     mesh: FoldedMesh
     capacity: int | None = None

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe.architecture.feed_forward import Activation
-from moe.execution import TWO_LEVELS
+from moe.execution import TWO_LEVELS, Execution
 from moe.experts.dispatch.all_gather import all_gather_dispatch
 from moe.experts.dispatch.all_to_all import all_to_all_dispatch
 from moe.experts.dispatch.buffers import DispatchOptions, peer_tokens
@@ -67,16 +67,11 @@ def dispatch(
     x: Float[Array, "local d_model"],
     routing: Routing,
     mesh: FoldedMesh,
+    execution: Execution,
     *,
     capacity: int | None = None,
-    implementation: str | None = None,
     product: str | None = None,
-    buffer_factor: float | None = None,
-    chunks: int = 1,
-    exchange_rate: float | None = None,
-    comm_dtype: str | None = None,
     activation: Activation = "silu",
-    server_devices: int | None = None,
 ) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
     """``sum_k p_k expert_k(x)`` for this device's tokens.
 
@@ -88,25 +83,19 @@ def dispatch(
       x: normalised tokens of this device.
       routing: expert ids over the experts of all devices, and gate weights. Ids may repeat: an
         expert that a token has twice is sent one row, with the sum of the gate weights.
+      execution: `dispatch` is the method, and None the one of "all_to_all", "all_gather" and
+        "ragged" whose collectives take the least time (`moe.experts.dispatch.cost`), by
+        `exchange_rate`. `server_devices` is for two levels. `buffer_factor` is the largest number
+        of rows that a device computes, as a multiple of balanced load
+        (`moe.experts.dispatch.buffers.buffer_rows`). Each of `expert_chunks` (`dispatch_chunks`)
+        has buffers of its own size. `activation_wire` is the communication dtype of tokens, sums
+        and their gradients; the routing is sent unchanged.
       capacity: largest number of expert ids that `routing` sends from one device to one expert;
         None if nothing was dropped. Any beyond that contribute nothing to the result.
-      implementation: "all_to_all", "all_gather", "ragged", "two_level" or "two_level_ragged"; None
-        is the one of the first three whose collectives take the least time
-        (`moe.experts.dispatch.cost`).
       product: implementation of the grouped GEMMs, see
         `moe.experts.feed_forward.routed_experts`; with kernels, kernels also permute and sum the
         tokens that are sent.
-      buffer_factor: largest number of rows that a device computes, as a multiple of balanced load
-        (`moe.experts.dispatch.buffers.buffer_rows`); None is enough for any routing.
-      chunks: number of independent chunks of tokens (`dispatch_chunks`). Each has buffers of its
-        own size.
-      exchange_rate: rate of an all-to-all relative to a ring's
-        (`moe.experts.dispatch.cost.TokenExchange`).
-      comm_dtype: communication dtype: "float8_e4m3fn" sends tokens, sums and their gradients in one
-        byte per element (`sharding.compression`); None is their own. The routing is sent unchanged.
       activation: of the experts, see `moe.experts.gated.apply_activation`.
-      server_devices: devices of a server, for two levels
-        (`moe.experts.dispatch.two_level.expert_servers`).
 
     Returns:
       The sums, and the number of expert ids that overflowed at this device, as sender or receiver;
@@ -116,21 +105,29 @@ def dispatch(
     Raises:
       ValueError: see `check_dispatch`.
     """
-    name, num_local = implementation, weights.down.shape[0]
+    name, num_local = execution.dispatch, weights.down.shape[0]
+    chunks, comm_dtype = execution.expert_chunks, execution.activation_wire
     if name is None:
         (num_tokens, k), ep = routing.experts.shape, mesh.size(mesh.ep)
-        peer_capacity = peer_capacity_of(k, ep, None, buffer_factor)
+        peer_capacity = peer_capacity_of(k, ep, None, execution.buffer_factor)
         if capacity is not None:
             peer_capacity = min(
                 peer_capacity, capacity * num_local / chunk_sizes(num_tokens, chunks)[0]
             )
         sizes = num_local * ep, k, x.shape[1], x.dtype.itemsize
-        name = cheapest(TokenExchange(*sizes, peer_capacity, exchange_rate, comm_dtype), mesh)
-    check_dispatch(name, mesh, server_devices)
+        exchange = TokenExchange(*sizes, peer_capacity, execution.exchange_rate, comm_dtype)
+        name = cheapest(exchange, mesh)
+    check_dispatch(name, mesh, execution.server_devices)
     # Buffers count on it; a replayed routing may name an expert twice.
     routing = without_repeats(routing, num_local * mesh.size(mesh.ep))
     options = DispatchOptions(
-        mesh, capacity, product, buffer_factor, comm_dtype, activation, server_devices
+        mesh,
+        capacity,
+        product,
+        execution.buffer_factor,
+        comm_dtype,
+        activation,
+        execution.server_devices,
     )
     send = partial(IMPLEMENTATIONS[name], options=options)
     return dispatch_chunks(send, chunks, weights, x, routing, mesh)

@@ -50,7 +50,7 @@ def test_values_and_gradients_are_those_of_rows_that_are_spread_and_summed(room,
 
     def gathered(x, *of):
         options = {"dtype": jnp.bfloat16, "scattered": scattered, "simulated": True}
-        return gathered_experts(x, layout, *of, sizes, **options)
+        return gathered_experts(x, layout, *of, **options)
 
     found, expected = (
         (out, *back(pull)) for out, back in (jax.vjp(way, *operands) for way in (gathered, spread))
@@ -66,9 +66,7 @@ def exported(scattered, remat, tokens, k, slots, width, hidden, experts):
 
     def run(x, gate_up, down, probs, pull, layout):
         function = rematerialise(
-            lambda x, layout, *of: gathered_experts(
-                x, layout, *of, layout.sizes, scattered=scattered
-            ),
+            lambda x, layout, *of: gathered_experts(x, layout, *of, scattered=scattered),
             remat,
         )
         out, back = jax.vjp(lambda x, *of: function(x, layout, *of), x, gate_up, down, probs)

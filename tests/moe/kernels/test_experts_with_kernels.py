@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from programs import jit
 from tiers import full_but
 
+from moe.execution import Execution
 from moe.experts import fused
 from moe.experts.dispatch.choice import dispatch
 from moe.experts.feed_forward import dense_reference, routed_experts
@@ -87,7 +88,7 @@ def test_dispatch_over_a_mesh_is_lowered_with_kernels_and_its_gradient(name, pro
     routing = Routing(shaped(tokens, k, dtype=jnp.int32), shaped(tokens, k, dtype=jnp.float32))
 
     def total(weights, x, routing):
-        out, _ = dispatch(weights, x, routing, mesh, implementation=name, product=product)
+        out, _ = dispatch(weights, x, routing, mesh, Execution(dispatch=name), product=product)
         return all_sum(jnp.sum(out.astype(jnp.float32)), mesh.axes)
 
     sharded = jax.shard_map(

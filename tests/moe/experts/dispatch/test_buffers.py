@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of
 from tiers import full_but
 
+from moe.execution import Execution
 from moe.experts.dispatch.buffers import ROW_TILE, buffer_rows, peer_assignments, peer_tokens
 from moe.experts.dispatch.choice import dispatch, rows_received
 from moe.experts.dispatch.cost import TokenExchange, cheapest, peer_capacity_of
@@ -87,12 +88,12 @@ def routing_of(kind):
     return Routing(experts.astype(np.int32), probs.astype(np.float32))
 
 
-def program(mesh, **options):
+def program(mesh, **execution):
     """Sums, gradients, and what found no room on all devices together."""
     spec = Experts(P(), P(mesh.ep, None, None, mesh.etp), P(mesh.ep, mesh.etp))
 
     def local(weights, x, routing):
-        out, overflow = dispatch(weights, x, routing, mesh, **options)
+        out, overflow = dispatch(weights, x, routing, mesh, Execution(**execution))
         return out, all_sum(overflow, mesh.axes)
 
     sharded = jax.shard_map(
@@ -126,7 +127,7 @@ def test_even_routing_fits_and_overflow_is_counted(name, layout, emulated):
     """48 rows a device with even routing, and 64 of room: those of the third expert fit, and of
     the 128 of the first two a half."""
     mesh = mesh_of(layout)
-    run = program(mesh, implementation=name, buffer_factor=1.0)
+    run = program(mesh, dispatch=name, buffer_factor=1.0)
     given = weights(), tokens()
     for kind, expected_overflow in (("even", 0), ("all to the same", 64)):
         routing = routing_of(kind)
@@ -148,7 +149,7 @@ def test_even_routing_fits_and_overflow_is_counted(name, layout, emulated):
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_that_found_no_slot_are_counted_too(name, emulated):
     """Room for 32 rows a device, and for less than the tokens of all."""
-    run = program(mesh_of("dp4 / ep4"), implementation=name, buffer_factor=0.25)
+    run = program(mesh_of("dp4 / ep4"), dispatch=name, buffer_factor=0.25)
     for kind in ("even", "all to the same"):
         out, overflow, gradients = run(weights(), tokens(), routing_of(kind))
         assert int(overflow) > 0

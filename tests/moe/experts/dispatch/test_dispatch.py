@@ -17,7 +17,7 @@ from programs import jit, mesh_of
 from ragged import ragged_by_gathering
 from tiers import full_but
 
-from moe.execution import TWO_LEVELS
+from moe.execution import TWO_LEVELS, Execution
 from moe.experts.dispatch import ragged as ragged_dispatcher
 from moe.experts.dispatch.buffers import DispatchOptions, peer_assignments, peer_tokens, slots_of
 from moe.experts.dispatch.choice import dispatch, rows_received
@@ -44,11 +44,8 @@ NAMES = ["all_to_all", "all_gather", "ragged", "two_level", "two_level_ragged"]
 
 
 def by(name, server_devices=2):
-    """The arguments of a dispatcher."""
-    return {
-        "implementation": name,
-        "server_devices": server_devices if name in TWO_LEVELS else None,
-    }
+    """The execution with a dispatcher."""
+    return Execution(dispatch=name, server_devices=server_devices if name in TWO_LEVELS else None)
 
 
 def expert_weights():
@@ -168,8 +165,8 @@ def test_dispatch_equals_the_dense_oracle(name, layout):
     equals_the_oracle(mesh_of(layout), by(name))
 
 
-def equals_the_oracle(mesh, options):
-    program = pulled(on(mesh, partial(dispatch, mesh=mesh, **options)))
+def equals_the_oracle(mesh, execution):
+    program = pulled(on(mesh, partial(dispatch, mesh=mesh, execution=execution)))
     for kind in ("any", "one device gets all", "a device of padding"):
         agrees(program, routing_of(kind), kind)
 
@@ -200,8 +197,8 @@ def test_two_levels_equal_the_dense_oracle(name, layout, server_devices, emulate
 )
 def test_smaller_buffers_hold_what_a_capacity_lets_through(name, capacity, emulated):
     mesh = mesh_of("tp2 dp4 / ep4 etp2" if name in TWO_LEVELS else "tp2 dp4 / ep2 etp2")
-    options = by(name, server_devices=4)
-    program = pulled(on(mesh, partial(dispatch, mesh=mesh, capacity=capacity, **options)))
+    options = {"execution": by(name, server_devices=4), "capacity": capacity}
+    program = pulled(on(mesh, partial(dispatch, mesh=mesh, **options)))
     for kind in ("any", "one device gets all"):
         routing = routing_of(kind, num_devices=8, capacity=capacity)
         agrees(program, routing, kind)
@@ -237,7 +234,7 @@ def half_unit(x):
 def test_half_precision_is_rounded_where_the_contract_says(name, emulated):
     """Neither what a device adds up is rounded before the sum is, nor what devices add up."""
     mesh = mesh_of("dp4 / ep4")
-    function = on(mesh, partial(dispatch, mesh=mesh, **by(name)))
+    function = on(mesh, partial(dispatch, mesh=mesh, execution=by(name)))
     out, rows, experts = in_half_precision(function)
     peers = np.moveaxis(experts, 1, 0)[..., None] // 2
     parts = np.stack([np.sum(rows, axis=0, where=peers == peer) for peer in range(4)])
@@ -264,7 +261,7 @@ def test_an_expert_chosen_twice_counts_twice(name, emulated):
     assert peer_assignments(4, CHOSEN, 2, None) == 8 < 9
     scale = np.random.default_rng(3).random(experts.shape)
     routing = Routing(experts.astype(np.int32), scale.astype(np.float32))
-    agrees(pulled(on(mesh, partial(dispatch, mesh=mesh, **by(name)))), routing, name)
+    agrees(pulled(on(mesh, partial(dispatch, mesh=mesh, execution=by(name)))), routing, name)
 
 
 @pytest.mark.slow
@@ -277,7 +274,8 @@ def test_more_than_the_capacity_promised_takes_nobodys_place(name, emulated):
     assert peer_assignments(4, CHOSEN, 2, 1) == 2 < 6
     scale = np.where(experts < ROUTE, 0.25, 0.0)
     routing = Routing(experts.astype(np.int32), scale.astype(np.float32))
-    program = jit(counting(mesh, partial(dispatch, mesh=mesh, capacity=1, **by(name))))
+    options = {"execution": by(name), "capacity": 1}
+    program = jit(counting(mesh, partial(dispatch, mesh=mesh, **options)))
     given = expert_weights(), tokens(), routing
     out, overflow = jax.device_get(program(*given))
     assert overflow > 0
@@ -300,7 +298,7 @@ def test_ragged_equals_the_dense_oracle_on_emulated_collectives(layout, monkeypa
 def test_ragged_is_lowered_for_cuda_with_its_gradient():
     """As what None picks there."""
     mesh = fold_abstract(Layout.parse("dp8 / ep4 etp2"), "gpu")
-    function = on(mesh, partial(dispatch, mesh=mesh, buffer_factor=1.5))
+    function = on(mesh, partial(dispatch, mesh=mesh, execution=Execution(buffer_factor=1.5)))
     given = (expert_weights(), tokens(), routing_of("any"))
 
     def total(weights, x, routing):
@@ -331,7 +329,7 @@ def test_what_cannot_be_had_is_refused():
 
 
 def _named(mesh, name, *given):
-    return dispatch(*given, mesh, implementation=name)
+    return dispatch(*given, mesh, Execution(dispatch=name))
 
 
 COLLECTIVE = r"= (.*?) (all-gather|reduce-scatter|all-to-all)\("
@@ -399,7 +397,7 @@ def test_volume_of_all_gather_is_that_of_its_formula():
 
 def _compiled(name, capacity, mesh):
     function = on(
-        mesh, lambda *given: dispatch(*given, mesh, capacity=capacity, implementation=name)
+        mesh, lambda *given: dispatch(*given, mesh, Execution(dispatch=name), capacity=capacity)
     )
     given = expert_weights(), tokens(), routing_of("any", 8, capacity)
     return jit(function).lower(*given).compile().as_text()
@@ -408,7 +406,7 @@ def _compiled(name, capacity, mesh):
 @functools.cache
 def free_program(layout):
     mesh = mesh_of(layout)
-    return jit(on(mesh, lambda *given: dispatch(*given, mesh)))
+    return jit(on(mesh, lambda *given: dispatch(*given, mesh, Execution())))
 
 
 @pytest.mark.slow

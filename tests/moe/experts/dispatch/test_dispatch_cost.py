@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from observed_collectives import jaxpr_collectives
 
-from moe.execution import TWO_LEVELS
+from moe.execution import TWO_LEVELS, Execution
 from moe.experts.dispatch.choice import IMPLEMENTATIONS, dispatch
 from moe.experts.dispatch.cost import (
     MANY_TOKENS,
@@ -150,7 +150,7 @@ def test_few_tokens_travel_as_many_do(tokens, dtype, factor, kind):
     rows = P(mesh.axes)
     spec = Experts(router=P(), gate_up=P(mesh.ep, None, None, mesh.etp), down=P(mesh.ep, mesh.etp))
     program = jax.shard_map(
-        lambda *given: dispatch(*given, mesh, buffer_factor=factor)[0],
+        lambda *given: dispatch(*given, mesh, Execution(buffer_factor=factor))[0],
         mesh=mesh.mesh,
         in_specs=(spec, rows, rows),
         out_specs=rows,

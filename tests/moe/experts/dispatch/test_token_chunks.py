@@ -42,8 +42,9 @@ def routing():
     return Routing(experts.astype(np.int32), probs.astype(np.float32))
 
 
-def forward(mesh, remat="none", **options):
+def forward(mesh, remat="none", product=None, capacity=None, **execution):
     """(experts, tokens, routing) -> sums, and what found no room on all devices."""
+    options = {"execution": Execution(**execution), "product": product, "capacity": capacity}
     spec = Experts(P(), P(mesh.ep, None, None, mesh.etp), P(mesh.ep, mesh.etp))
 
     def local(weights, x, routing):
@@ -88,7 +89,7 @@ CHUNKS = 3
 
 @functools.cache
 def compiled(name, remat, product, chunks, layout="dp4 / ep4"):
-    program = on(mesh_of(layout), remat, implementation=name, product=product, chunks=chunks)
+    program = on(mesh_of(layout), remat, dispatch=name, product=product, expert_chunks=chunks)
     return program.lower(weights(), tokens(), routing()).compile()
 
 
@@ -144,7 +145,7 @@ UNEVEN = [
 @pytest.mark.parametrize(("name", "product", "layout", "chunks"), UNEVEN)
 def test_uneven_chunks_do_on_every_mesh(name, product, layout, chunks, emulated):
     given = weights(), tokens()[:40], Routing(*(array[:40] for array in routing()))
-    program = on(mesh_of(layout), implementation=name, product=product, chunks=chunks)
+    program = on(mesh_of(layout), dispatch=name, product=product, expert_chunks=chunks)
     same(program(*given), given)
 
 
@@ -157,7 +158,7 @@ def test_a_capacity_holds_for_all_chunks_together():
     experts[np.arange(14) % 7 < 2] = [0, 1, 5]
     probs = np.where(experts < ROUTE, np.random.default_rng(2).random(experts.shape), 0.0)
     given = Routing(experts.astype(np.int32), probs.astype(np.float32))
-    program = forward(mesh, implementation="all_to_all", product="plain", capacity=2, chunks=2)
+    program = forward(mesh, dispatch="all_to_all", product="plain", capacity=2, expert_chunks=2)
     out, overflow = jit(program)(weights(), tokens()[:14], given)
     assert overflow == 0
     expected, *_ = reference(weights(), tokens()[:14], given)
@@ -170,8 +171,8 @@ def test_what_a_chunk_has_no_room_for_is_counted():
     mesh = mesh_of("dp2 / ep2")
     experts = np.where(np.arange(TOKENS)[:, None] % 24 < 12, [[0, 1, 2]], [[4, 5, 6]])
     given = Routing(experts.astype(np.int32), np.ones(experts.shape, np.float32))
-    options = {"implementation": "all_gather", "product": "plain", "buffer_factor": 1.0}
-    programs = (jit(forward(mesh, chunks=chunks, **options)) for chunks in (1, 2))
+    options = {"dispatch": "all_gather", "product": "plain", "buffer_factor": 1.0}
+    programs = (jit(forward(mesh, expert_chunks=chunks, **options)) for chunks in (1, 2))
     found = [program(weights(), tokens(), given) for program in programs]
     # 72 choices of each device, 96 rows of room; of a chunk 72 come to one, which has 64.
     assert [int(overflow) for _, overflow in found] == [0, 16]
@@ -245,7 +246,7 @@ def test_each_chunk_is_sent_again_by_itself_for_the_backward_pass(name):
     """By tracing: what is sent twice is an input here, which the compiler sees to be the same."""
 
     def sent(remat, chunks):
-        options = {"implementation": name, "product": "plain", "chunks": chunks}
+        options = {"dispatch": name, "product": "plain", "expert_chunks": chunks}
         program = on(mesh_of("dp4 / ep4"), remat, **options)
         return program.lower(weights(), tokens(), routing()).as_text().count(f"stablehlo.{name}")
 

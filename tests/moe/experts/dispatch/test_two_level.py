@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec as P
 from observed_collectives import hlo_collectives, jaxpr_collectives
 from programs import jit, mesh_of
 
+from moe.execution import Execution
 from moe.experts.dispatch.buffers import peer_tokens
 from moe.experts.dispatch.choice import check_dispatch, dispatch, rows_received
 from moe.experts.feed_forward import dense_reference
@@ -28,12 +29,12 @@ def drawn(seed=0):
     return weights, x, routing
 
 
-def on(mesh, **options):
+def on(mesh, capacity=None, **execution):
     """(experts, tokens, routing) -> sums, and what found no room on all devices."""
     spec = Experts(P(), P(mesh.ep, None, None, mesh.etp), P(mesh.ep, mesh.etp))
 
     def local(*given):
-        out, overflow = dispatch(*given, mesh, **options)
+        out, overflow = dispatch(*given, mesh, Execution(**execution), capacity=capacity)
         return out, all_sum(overflow, mesh.axes)
 
     rows = P(mesh.axes)
@@ -74,12 +75,12 @@ def test_one_copy_crosses_to_a_server(layout, options):
     per_server = min(tokens, devices * per_device)
     # A token, its ids and gate weights out and a sum back, four bytes each.
     row = 4 * (2 * D_MODEL + 2 * CHOSEN)
-    two = crossing_bytes(mesh, 4, implementation="two_level", server_devices=4, **options)
+    two = crossing_bytes(mesh, 4, dispatch="two_level", server_devices=4, **options)
     assert two == [
         row * servers * per_device * (devices - 1),
         row * per_server * (servers - 1),
     ]
-    one = crossing_bytes(mesh, 4, implementation="all_to_all", **options)
+    one = crossing_bytes(mesh, 4, dispatch="all_to_all", **options)
     assert one == [
         row * per_device * (devices - 1),
         row * per_device * devices * (servers - 1),
@@ -97,10 +98,8 @@ def test_one_server_or_one_device_of_each_is_one_level(layout, server_devices):
     kinds = [
         [(one.kind, one.over, one.shape) for one in jaxpr_collectives(program.jaxpr)]
         for program in (
-            jax.make_jaxpr(on(mesh, implementation="all_to_all"))(*drawn()),
-            jax.make_jaxpr(on(mesh, implementation="two_level", server_devices=server_devices))(
-                *drawn()
-            ),
+            jax.make_jaxpr(on(mesh, dispatch="all_to_all"))(*drawn()),
+            jax.make_jaxpr(on(mesh, dispatch="two_level", server_devices=server_devices))(*drawn()),
         )
     ]
     assert kinds[0] == kinds[1]
@@ -115,7 +114,7 @@ def test_even_routing_fits():
     experts = (CHOSEN * np.arange(TOKENS)[:, None] + np.arange(CHOSEN)) % ROUTE
     routing = Routing(experts.astype(np.int32), routing.probs)
     assert peer_tokens(16, CHOSEN, 1, mesh, None, 1.0) == 6
-    options = {"implementation": "two_level", "server_devices": 4, "buffer_factor": 1.0}
+    options = {"dispatch": "two_level", "server_devices": 4, "buffer_factor": 1.0}
     out, overflow = jit(on(mesh, **options))(weights, x, routing)
     assert int(overflow) == 0
     # float32 sums of five experts' outputs.
@@ -134,7 +133,7 @@ def test_space_that_one_server_leaves_free_is_anothers():
     assert peer_tokens(64, CHOSEN, 4, mesh, None, 0.4) == 32
     options = {"mesh": mesh, "buffer_factor": 0.4}
     for name, server_devices, expected in (("two_level", 2, 0), ("all_to_all", None, 32)):
-        chosen = {"implementation": name, "server_devices": server_devices}
+        chosen = {"dispatch": name, "server_devices": server_devices}
         _, overflow = jit(on(**options, **chosen))(weights, x, routing)
         assert int(overflow) == expected
 

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of
 from tiers import full_but
 
+from moe.execution import Execution
 from moe.experts.dispatch.choice import dispatch
 from moe.experts.feed_forward import dense_reference
 from moe.router.routing import Routing
@@ -88,13 +89,14 @@ def pulled(function):
     return jax.grad(total, argnums=(0, 1, 2), has_aux=True)
 
 
-def on(layout, name, **options):
+def on(layout, name, capacity=None, **options):
     mesh = mesh_of(layout)
+    execution = Execution(dispatch=name, activation_wire=FP8, **options)
     inner, rows = P(mesh.ep, None, None, mesh.etp), P(mesh.axes)
     spec = Experts(router=P(), gate_up=inner, down=P(mesh.ep, mesh.etp))
 
     def local(*given):
-        return dispatch(*given, mesh, implementation=name, comm_dtype=FP8, **options)[0]
+        return dispatch(*given, mesh, execution, capacity=capacity)[0]
 
     return jax.shard_map(local, mesh=mesh.mesh, in_specs=(spec, rows, rows), out_specs=rows)
 
@@ -136,10 +138,10 @@ def test_equals_the_twin(name, peers, emulated, monkeypatch):
         ("all_to_all", "dp4 / ep2 etp2", {"capacity": 5}),
         ("all_gather", "dp4 / ep2 etp2", {"capacity": 5}),
         ("ragged", "dp4 / ep2 etp2", {"buffer_factor": 4.0}),
-        ("all_to_all", "dp4 / ep4", {"chunks": 2}),
+        ("all_to_all", "dp4 / ep4", {"expert_chunks": 2}),
         ("two_level", "dp4 / ep4", {"server_devices": 2}),
-        ("two_level_ragged", "dp4 / ep4", {"server_devices": 2, "chunks": 2}),
-        ("ragged", "dp4 / ep4", {"chunks": 2}),
+        ("two_level_ragged", "dp4 / ep4", {"server_devices": 2, "expert_chunks": 2}),
+        ("ragged", "dp4 / ep4", {"expert_chunks": 2}),
     ],
 )
 def test_is_as_far_from_the_experts_as_rounding_explains(name, layout, options, emulated):
