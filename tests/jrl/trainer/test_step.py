@@ -261,6 +261,7 @@ class Handed(Exception):
     """What `prepare` was given."""
 
 
+@pytest.mark.slow
 def test_shuffled_rewards(monkeypatch):
     """The same scores, dealt out by seed and step."""
 

@@ -68,13 +68,15 @@ REDUCED = {"token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-t
 GENERAL = [case for case in CASES if not is_reduced(case) and not is_written_out(case)]
 
 
-def is_first_or_last(case):
-    """Whether it is the first of its function in the file, or the last."""
-    numbers = [n for name, n in GENERAL if name == case[0]]
-    return case[1] in (numbers[0], numbers[-1])
+def largest(name):
+    """The case of a function with the most numbers and settings."""
+    sizes = {
+        n: len(json.dumps(DOCUMENTS[name]["cases"][n])) for owner, n in GENERAL if owner == name
+    }
+    return name, max(sizes, key=sizes.get)
 
 
-FEW = [case for case in GENERAL if is_first_or_last(case)]
+FEW = [largest(name) for name in DOCUMENTS]
 TRIED = {
     "float64": FEW,
     "float64, others": [case for case in CASES if case not in FEW],

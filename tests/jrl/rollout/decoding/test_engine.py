@@ -252,6 +252,7 @@ def test_a_prompt_runs_once_for_all_that_share_it():
     assert engine.usage.prefilled == 6
 
 
+@pytest.mark.slow
 def test_rows_are_shelved_at_places_of_their_own(monkeypatch):
     """Those that stay in their slots too: the scatter is told that no two are alike."""
     engine, seen = FEW.engine(), []
