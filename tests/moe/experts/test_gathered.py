@@ -113,10 +113,7 @@ def test_tokens_and_what_pulls_at_them_are_copied_nowhere_on_cuda(name, remat, s
 
 
 def test_what_the_kernels_cannot_serve_is_refused():
-    operands, layout, sizes, _ = given()
+    (x, *others), layout, *_ = given()
     for scattered, name in ((False, "mosaic_gathered"), (True, "mosaic_scattered")):
         with pytest.raises(ValueError, match=rf"\"{name}\" of routed_experts .* rows of float32"):
-            jax.eval_shape(
-                partial(gathered_experts, scattered=scattered),
-                *(operands[0], layout, *operands[1:], sizes),
-            )
+            jax.eval_shape(partial(gathered_experts, scattered=scattered), x, layout, *others)

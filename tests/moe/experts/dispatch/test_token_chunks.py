@@ -273,7 +273,7 @@ def test_the_gradient_of_the_weights_is_summed_over_devices_once():
 def test_none_picks_what_moves_less_of_a_chunk(chunks, expected):
     """Of six tokens a capacity of 2 lets a third through to a peer with one expert; of three, two
     thirds."""
-    program = jit(forward(mesh_of("dp8 / ep8"), capacity=2, chunks=chunks))
+    program = jit(forward(mesh_of("dp8 / ep8"), capacity=2, expert_chunks=chunks))
     text = program.lower(weights(), tokens(), routing()).as_text()
     others = {"all_to_all", "all_gather"} - {expected}
     assert f"stablehlo.{expected}" in text
