@@ -69,9 +69,9 @@ def test_more_than_may_wait_are_turned_away_and_nobody_is_lost():
         calls = []
         for number in range(3):  # two are seated, one waits
             calls.append(asyncio.create_task(client.post("/v1/completions", json=asking())))
-            waiting = max(0, number - 1)
-            await until(lambda n=waiting: house.number("jrl_queue_length") == n)
-            await asyncio.sleep(0.02)
+            seated = min(2, number + 1)
+            await until(lambda n=seated: len(house.engine.sitting) == n)
+            await until(lambda n=number + 1 - seated: house.number("jrl_queue_length") == n)
         refused = await client.post("/v1/completions", json=asking())
         house.engine.held = False
         return refused, await asyncio.gather(*calls)
@@ -173,9 +173,10 @@ def test_who_leaves_frees_a_slot_and_a_place_in_the_queue():
 
     async def scene(client):
         left = []
-        for _ in range(2):
+        for number in range(2):
             left.append(call(house.application, json.dumps(asking()).encode()))
-            await asyncio.sleep(0.02)
+            await until(lambda: house.engine.sitting)
+            await until(lambda n=number: house.number("jrl_queue_length") == n)
         for gone, _, task in left:
             gone.set()
             await task
@@ -197,12 +198,12 @@ def test_a_later_policy_waits_for_what_runs_and_those_who_wait_get_it():
     async def scene(client):
         post = client.post
         early = asyncio.create_task(post("/v1/completions", json=asking(), headers=head))
-        await asyncio.sleep(0.02)
+        await until(lambda: house.engine.sitting)
         house.versions.version = 5
         load = asyncio.create_task(post("/v1/load", headers=head))
-        await asyncio.sleep(0.02)
+        await until(lambda: house.service._loads)
         late = asyncio.create_task(post("/v1/completions", json=asking(), headers=head))
-        await asyncio.sleep(0.02)
+        await until(lambda: house.number("jrl_queue_length") == 1)
         assert not load.done() and house.engine.loaded == [0]
         house.engine.held = False
         answers = [(await each).json() for each in (early, load, late)]
@@ -307,7 +308,7 @@ def test_a_server_that_ends_takes_nothing_more_and_finishes_what_runs():
 
     async def scene(client):
         running = asyncio.create_task(client.post("/v1/completions", json=asking()))
-        await asyncio.sleep(0.02)
+        await until(lambda: house.engine.sitting)
         house.service.close()
         refused = await client.post("/v1/completions", json=asking())
         health = await client.get("/health")
