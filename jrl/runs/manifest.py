@@ -8,14 +8,15 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jrl.processes.agreement import broadcast_from_main, gather, is_main_process
+from jrl.processes import agreement
+from jrl.processes.agreement import broadcast_from_main, is_main_process
 from jrl.runs import records
 
 MANIFEST_NAME = "manifest.json"
@@ -23,14 +24,15 @@ THREADS = min(8, os.cpu_count() or 1)
 """Files read at once: hashing leaves the interpreter free."""
 
 
-def write(folder: Path, step: int) -> None:
+def write(folder: Path, step: int, gather: Callable[[Any], list[Any]] = agreement.gather) -> None:
     """Writes the manifest of all files in the folder.
 
     Args:
       folder: what another writer of the same processes has completed.
       step: what the folder is of, so that one under the name of another step is noticed.
+      gather: all-gather of JSON values; in a background thread one that uses no device.
     """
-    names = broadcast_from_main(_files(folder) if is_main_process() else None)
+    names = gather(_files(folder) if is_main_process() else None)[0]
     manifests = gather(
         dict(_map_files(_local_files(names), lambda name: _size_and_hash(folder / name)))
     )
@@ -53,7 +55,7 @@ def find_damage(folder: Path, step: int) -> str | None:
     )
     damaged = sorted(
         f"{name} {reason}"
-        for damages in gather(dict(damage_of_files))
+        for damages in agreement.gather(dict(damage_of_files))
         for name, reason in damages.items()
         if reason
     )

@@ -222,7 +222,7 @@ def save(
     state: TrainState[Array],
     meta: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes a checkpoint, with the layers in order whatever the layout of the run.
+    """Saves a checkpoint asynchronously, with the layers in order whatever the layout of the run.
 
     Trained weights are stored in float32: masters where there are any, from which the weights are
     cast again on restoring. The base weights of adapters are shared by all checkpoints and written
@@ -280,6 +280,7 @@ def _save_base(checkpoints: Checkpoints, networks: Networks, weights: Transforme
         in_order = reshard(in_order, config, mesh, plain)
     with phase(CHECKPOINT):
         base_checkpoints.save(0, in_order)
+        base_checkpoints.close()
 
 
 def restore_base(

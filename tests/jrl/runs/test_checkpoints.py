@@ -53,7 +53,8 @@ def assert_same(one, other):
 
 def test_restores_every_bit(tmp_path):
     state = make_state()
-    Checkpoints(tmp_path / "checkpoints").save(3, state, {"cursor": 5, "notes": ["a", None, 0.1]})
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(3, state, {"cursor": 5, "notes": ["a", None, 0.1]})
     restored, meta = Checkpoints(tmp_path / "checkpoints").restore(None, like=make_state(seed=1))
     assert_same(restored, state)
     assert meta == {"cursor": 5, "notes": ["a", None, 0.1]}
@@ -108,6 +109,7 @@ def test_keeps_the_newest(tmp_path):
     assert checkpoints.latest_step() is None
     for step in (0, 9, 10, 30):
         checkpoints.save(step, {"w": jnp.full((2,), float(step))})
+    checkpoints.wait()
     assert checkpoints.steps() == [10, 30]
     like = {"w": jnp.zeros(2)}
     assert checkpoints.restore(10, like)[0]["w"][0] == 10.0
@@ -176,12 +178,14 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path):
 def test_leftovers_are_ignored_by_readers_and_removed_by_the_next_save(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, {"w": jnp.zeros(2)})
+    checkpoints.wait()
     for name in ("2.writing", "2.writing.orbax-checkpoint-tmp", "0.deleting"):
         (tmp_path / name / "state").mkdir(parents=True)
     (tmp_path / "notes").mkdir()
     assert Checkpoints(tmp_path).steps() == [1]
     assert (tmp_path / "2.writing.orbax-checkpoint-tmp").exists()
-    Checkpoints(tmp_path).save(2, {"w": jnp.ones(2)})
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(2, {"w": jnp.ones(2)})
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["1", "2", "notes"]
 
 
@@ -216,6 +220,7 @@ def test_a_kill_while_saving_leaves_a_whole_checkpoint(tmp_path, milliseconds):
     for leaf in restored.values():
         np.testing.assert_array_equal(leaf, step)
     checkpoints.save(step + 1, restored)
+    checkpoints.wait()
     assert [entry.name for entry in tmp_path.iterdir()] == [str(step + 1)]
 
 
@@ -227,7 +232,8 @@ warnings.simplefilter("error")
 import jax, jax.numpy as jnp
 from jrl.runs.checkpoints import Checkpoints
 state = {"w": jnp.ones((3, 5)), "key": jax.random.key(0)}
-Checkpoints(sys.argv[1]).save(1, state)
+with Checkpoints(sys.argv[1]) as checkpoints:
+    checkpoints.save(1, state)
 Checkpoints(sys.argv[1]).restore(1, state)
 """
     done = subprocess.run(
