@@ -76,15 +76,18 @@ class BackgroundGather:
         _client().key_value_set(self._key(self._process), json.dumps(message), allow_overwrite=True)
 
     def _receive(self, process: int) -> dict[str, Any]:
-        while not self._abandoned.is_set():
+        while True:
             try:
-                text = _client().blocking_key_value_get(self._key(process), 1000 * PATIENCE_SECONDS)
+                text = _client().blocking_key_value_get(
+                    self._key(process), 1000 * PATIENCE_SECONDS
+                )
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise ProcessFailed(f"process {process} cannot be reached") from error
             else:
                 return json.loads(text)
-        raise ProcessFailed(f"process {process} was not waited for, as this one ends")
+            if self._abandoned.is_set():
+                raise ProcessFailed(f"process {process} was not waited for, as this one ends")
 
 
 def _client() -> Any:

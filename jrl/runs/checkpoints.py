@@ -68,6 +68,7 @@ class Checkpoints:
         self._valid: set[int] = set()  # found so by this object
         self._had_parent = self.directory.parent.is_dir()
         self._in_flight: BackgroundSave | None = None
+        self._silence = ExitStack()
         self._last_gather: BackgroundGather | None = None
         self._orbax = ocp.Checkpointer(_handler())
 
@@ -82,8 +83,8 @@ class Checkpoints:
             self._in_flight.abandon()
         try:
             self.close()
-        except Exception as error_of_save:  # the error of the block is the one to raise
-            print(f"warning: {error_of_save}", file=sys.stderr)
+        except Exception as reason:  # the error of the block is the one to raise
+            print(f"warning: the last checkpoint was not completed: {reason}", file=sys.stderr)
 
     def steps(self) -> list[int]:
         """Return the steps of which a checkpoint was completed, oldest first: what the first
@@ -188,12 +189,13 @@ class Checkpoints:
             with writing(self.directory, remedy):
                 self._remove_leftovers()
                 write = self._copy(step, leaves, meta, gather)
-            silence = stack.pop_all()
+            silence = self._silence = stack.pop_all()
 
         def complete() -> None:
-            with silence, writing(self.directory, remedy):
+            with writing(self.directory, remedy):
                 write()
                 self._publish(step, gather)
+            silence.close()
             if is_main_process():
                 self._delete(self._steps()[: -self.keep])
 
@@ -205,13 +207,15 @@ class Checkpoints:
         Raises:
           StorageError: where the file system refused to hold it; the checkpoints before it stay.
         """
-        if (in_flight := self._in_flight) is not None:
-            try:
-                in_flight.wait()
-            except Exception:
-                self._in_flight = None
-                raise
+        if self._in_flight is None:
+            return
+        try:
+            self._in_flight.wait()
+        except Exception:
             self._in_flight = None
+            self._silence.close()  # what failed has been reported from here on
+            raise
+        self._in_flight = None
 
     def close(self) -> None:
         """`wait`, at the end of a run."""

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from jrl.processes.background import ProcessFailed
+
 REMEDIES = {
     errno.ENOSPC: "free space on that disk",
     errno.EDQUOT: "free space in the quota",
@@ -61,7 +63,7 @@ def writing(path: Path, remedy: str) -> Iterator[None]:
             yield
     except Exception as error:
         code = errno_of(error)
-        if code is None:
+        if code is None or isinstance(error, ProcessFailed):  # whose files are another process's
             raise
         # What Orbax left half done complains once more when the interpreter ends.
         atexit.register(_silence_stderr)
