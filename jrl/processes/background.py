@@ -78,9 +78,7 @@ class BackgroundGather:
     def _receive(self, process: int) -> dict[str, Any]:
         while True:
             try:
-                text = _client().blocking_key_value_get(
-                    self._key(process), 1000 * PATIENCE_SECONDS
-                )
+                text = _client().blocking_key_value_get(self._key(process), 1000 * PATIENCE_SECONDS)
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise ProcessFailed(f"process {process} cannot be reached") from error
