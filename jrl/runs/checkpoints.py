@@ -303,7 +303,12 @@ class Checkpoints:
     def drop_after(self, step: int) -> None:
         """Remove the checkpoints newer than `step`, to train on from an older one."""
         self.wait()
-        self._delete(later for later in self.steps() if later > step)
+        self.drop(later for later in self.steps() if later > step)
+
+    def drop(self, steps: Iterable[int]) -> None:
+        """Remove the checkpoints of these steps."""
+        self.wait()
+        self._delete(steps)
 
     def _find(self, step: int | None) -> tuple[int, dict[str, Any]]:
         """Return the requested step and the two JSON items of its checkpoint, which is valid."""

@@ -65,6 +65,18 @@ def find_damage(folder: Path, step: int) -> str | None:
     return damaged[0] + more
 
 
+def find_incomplete(folder: Path, step: int) -> str | None:
+    """Reason why files are missing or have other sizes than were written; None if all are there.
+
+    No file is read but the manifest. In the first process of several.
+    """
+    files = _read(folder, step)
+    if isinstance(files, str):
+        return files
+    reasons = ((name, _size_damage(folder / name, files[name][0])) for name in files)
+    return next((f"{name} {reason}" for name, reason in reasons if reason), None)
+
+
 def _files(folder: Path) -> list[str]:
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     names = [path.relative_to(folder).as_posix() for path in paths]
@@ -118,13 +130,16 @@ def _content_hash(content: dict[str, Any]) -> str:
 
 def _file_damage(path: Path, expected: list[int | str]) -> str | None:
     try:
-        if not path.is_file():
-            return "is a directory" if path.is_dir() else "is missing"
-        actual = _size_and_hash(path)
+        reason = _size_damage(path, expected[0])
+        if reason is not None or _size_and_hash(path) == expected:
+            return reason
     except OSError as error:
         return f"cannot be read ({error.strerror})"
-    if actual == expected:
-        return None
-    if actual[0] != expected[0]:
-        return f"has {actual[0]} bytes instead of {expected[0]}"
     return "has other content than was written"
+
+
+def _size_damage(path: Path, expected: int | str) -> str | None:
+    if not path.is_file():
+        return "is a directory" if path.is_dir() else "is missing"
+    size = path.stat().st_size
+    return None if size == expected else f"has {size} bytes instead of {expected}"
