@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ def default_run(arguments: argparse.Namespace) -> dict[str, float]:
         checkpoints, numbers = checkpoints_in(folder), count()
 
         def save() -> None:
-            numbered = state.replace(step=jax.numpy.int32(next(numbers)))
+            numbered = replace(state, step=jax.numpy.int32(next(numbers)))
             states.save(checkpoints, setup.networks, jax.block_until_ready(numbered))
 
         figures = measure("default run", size, save, checkpoints.wait, arguments.rounds)
@@ -97,7 +98,8 @@ def arrays(arguments: argparse.Namespace) -> dict[str, float]:
 
     shape = arguments.mebibytes * MEBIBYTE // (4 * ARRAYS * 1024), 1024
     keys = jax.random.split(jax.random.key(0), ARRAYS)
-    state = jax.block_until_ready({str(i): jax.random.normal(keys[i], shape) for i in range(ARRAYS)})
+    state = {str(i): jax.random.normal(keys[i], shape) for i in range(ARRAYS)}
+    jax.block_until_ready(state)
     size = sum(leaf.nbytes for leaf in state.values())
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         checkpoints, numbers = checkpoints_in(folder), count()

@@ -7,6 +7,8 @@ import sys
 import threading
 import time
 import weakref
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from tiers import full_but
 
 from jrl.processes import progress
+from jrl.runs import background_save
 from jrl.runs import checkpoints as module
 from jrl.runs.checkpoints import Checkpoints
 
@@ -103,6 +106,29 @@ def test_a_wait_is_a_phase_that_the_watchdog_names(gate, tmp_path):
     checkpoints.wait()
     looker.join()
     assert phases == ["checkpoint"]
+
+
+def test_a_process_whose_own_part_is_written_waits_for_the_others(monkeypatch):
+    """The watchdog then names the one that is still in the phase of the checkpoint."""
+    monkeypatch.setattr(background_save, "is_multiprocess", lambda: True)
+    record, done = progress.start(), threading.Event()
+    gather: Any = SimpleNamespace(waits=threading.Event())
+    save = background_save.BackgroundSave(lambda: done.wait(60) and None, gather)
+    found = []
+
+    def look():
+        for phase, event in (("checkpoint", gather.waits), ("agreement", done)):
+            deadline = time.monotonic() + 60
+            while record.position().phase != phase and time.monotonic() < deadline:
+                time.sleep(0.001)
+            found.append((record.position().phase, record.position().agreements))
+            event.set()
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    save.wait()
+    looker.join()
+    assert found == [("checkpoint", 0), ("agreement", 1)]
 
 
 @pytest.mark.parametrize("error", [None, KeyError("of the block")])
