@@ -163,22 +163,8 @@ class Checkpoints:
         latest = self.latest_step()
         if self._last_gather is not None:
             self._last_gather.clear()  # all processes have passed a collective since
-        if step < 0 or (latest is not None and step <= latest):
-            raise ValueError(
-                f"step={step} is not newer than the checkpoint of step {latest} in "
-                f"{self.directory}: save later steps only, or call drop_after first"
-            )
-        leaves = _named_leaves(state)
-        try:
-            meta = json.loads(json.dumps({} if meta is None else dict(meta), allow_nan=False))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"meta cannot be written as JSON: {error}") from None
-        if self._had_parent and not self.directory.parent.is_dir():
-            # Orbax would make it again, and half a run would be there.
-            raise StorageError(
-                f"{self.directory.parent} no longer exists: the checkpoint of step {step} cannot "
-                "be written. Restore the folder, or start a run in another."
-            )
+        self._check_step(step, latest)
+        leaves, meta = _named_leaves(state), _json_copy({} if meta is None else dict(meta))
         remaining = (
             "there is no earlier one" if latest is None else f"that of step {latest} stays intact"
         )
@@ -220,6 +206,19 @@ class Checkpoints:
     def close(self) -> None:
         """`wait`, at the end of a run."""
         self.wait()
+
+    def _check_step(self, step: int, latest: int | None) -> None:
+        if step < 0 or (latest is not None and step <= latest):
+            raise ValueError(
+                f"step={step} is not newer than the checkpoint of step {latest} in "
+                f"{self.directory}: save later steps only, or call drop_after first"
+            )
+        if self._had_parent and not self.directory.parent.is_dir():
+            # Orbax would make it again, and half a run would be there.
+            raise StorageError(
+                f"{self.directory.parent} no longer exists: the checkpoint of step {step} cannot "
+                "be written. Restore the folder, or start a run in another."
+            )
 
     def _copy(
         self, step: int, leaves: Mapping[str, Any], meta: Any, gather: BackgroundGather
@@ -389,6 +388,13 @@ def _writer_of_shards(gather: BackgroundGather) -> ocp.AsyncCheckpointer:
         timeout_secs=NO_TIMEOUT, barrier_sync_fn=barrier, create_directories_asynchronously=False
     )
     return ocp.AsyncCheckpointer(_handler(options=options), async_options=options)
+
+
+def _json_copy(meta: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return json.loads(json.dumps(meta, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"meta cannot be written as JSON: {error}") from None
 
 
 def _transfers(leaves: Mapping[str, Any]) -> dict[str, Any]:
