@@ -39,7 +39,10 @@ from jrl.runs.storage import StorageError, quiet, writing
 
 TEMPORARY = re.compile(r"\d+\.(writing.*|deleting)")
 CHUNK_BYTES = 2**26
-"""Most bytes of an array that are read at once: a reader with another layout needs parts of it."""
+"""Bytes of an array on the host that are stored together, as readers on meshes need parts of it."""
+CHUNK_FACTOR = 16
+"""Factor of the axes of arrays that are stored in chunks: Orbax chooses divisors, and those of a
+prime number would be millions of chunks."""
 NO_TIMEOUT = 10**6
 """Seconds that Orbax waits: a write that hangs is the watchdog's to name and end."""
 _saves = count()
@@ -229,7 +232,7 @@ class Checkpoints:
         path = self._temporary_path(step)
         items = ocp.args.Composite(
             state=ocp.args.PyTreeSave(
-                arrays, {name: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES) for name in arrays}
+                arrays, {name: _save_args(array) for name, array in arrays.items()}
             ),
             tree=ocp.args.JsonSave({name: _describe(leaf) for name, leaf in leaves.items()}),
             meta=ocp.args.JsonSave(meta),
@@ -414,6 +417,13 @@ def _host_copy(array: Any) -> Any:
     # A view is of memory that may be overwritten: of a device that is the host, or of the caller.
     is_own = host.flags.owndata and isinstance(array, jax.Array)
     return host if is_own else host.copy()
+
+
+def _save_args(array: Any) -> ocp.SaveArgs:
+    is_divisible = all(size < CHUNK_FACTOR or size % CHUNK_FACTOR == 0 for size in array.shape)
+    if isinstance(array, np.ndarray) and is_divisible:
+        return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)
+    return ocp.SaveArgs()  # whole, or as it is sharded
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:

@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jrl.runs import checkpoints as module
 from jrl.runs.checkpoints import Checkpoints
 
 
@@ -89,6 +91,30 @@ def test_restores_into_another_layout(tmp_path):
     assert_same(restored, state)
     assert restored["w"].sharding == wanted
     assert restored["keys"].sharding.is_equivalent_to(wanted, 1)
+
+
+@pytest.mark.slow
+def test_large_arrays_are_stored_in_chunks(tmp_path, monkeypatch):
+    """From which a reader on a mesh takes what it needs; an axis of prime size is not cut."""
+    monkeypatch.setattr(module, "CHUNK_BYTES", 1024)
+    state = {"w": jnp.arange(16.0 * 96).reshape(16, 96), "prime": jnp.arange(1009.0)}
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, state)
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))
+    like = {
+        "w": jax.ShapeDtypeStruct(
+            (16, 96), jnp.float32, sharding=NamedSharding(mesh, P(None, "a"))
+        ),
+        "prime": jax.ShapeDtypeStruct((1009,), jnp.float32),
+    }
+    assert_same(checkpoints.restore(1, like)[0], state)
+    stored = {"driver": "ocdbt", "base": (tmp_path / "1" / "state").as_uri()}
+    arrays = {
+        name: tensorstore.open({"driver": "zarr", "kvstore": {**stored, "path": name}}).result()
+        for name in state
+    }
+    chunks = {name: array.chunk_layout.write_chunk.shape for name, array in arrays.items()}
+    assert chunks == {"w": (16, 16), "prime": (1009,)}
 
 
 def test_restores_a_part_alone(tmp_path):
