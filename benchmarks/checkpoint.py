@@ -1,8 +1,9 @@
 """Times how long saving a checkpoint holds up a run, beside a save that is waited for.
 
 "held" is the time until `Checkpoints.save` returns, "saved" the time until the checkpoint is on
-disk: what a synchronous save would hold up. Each is the median of the rounds, beside the least, on
-which other work of the machine has less say. The states are those of the default run and arrays of
+disk: what a synchronous save would hold up. Each is the median of the rounds, beside the least.
+"processor" is the processor time of the calling thread in "held", on which other work of the
+machine has little say. The states are those of the default run and arrays of
 `--mebibytes` in all, which are saved `--rounds` times after one that is not counted. With `--steps`
 the default run also takes as many steps with nothing to write, and as many that begin with a save.
 The folder of `--folder` says which disk is measured.
@@ -42,7 +43,10 @@ def main() -> None:
     import jax
 
     print(f"jax {jax.__version__}, {jax.devices()[0].device_kind}, {arguments.threads} thread(s)")
-    print(f"{'state':12}{'MiB':>9}{'held ms':>10}{'least':>9}{'saved ms':>10}{'least':>9}")
+    print(
+        f"{'state':12}{'MiB':>9}{'held ms':>10}{'least':>9}{'processor':>11}{'saved ms':>10}"
+        f"{'least':>9}"
+    )
     figures = [default_run(arguments), arrays(arguments)]
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
@@ -123,20 +127,21 @@ def measure(
     name: str, size: int, save: Callable[[], None], wait: Callable[[], None], rounds: int
 ) -> dict[str, Any]:
     """Milliseconds until a save returns, and until it is on disk: median and least."""
-    held, saved = [], []
+    held, processor, saved = [], [], []
     for _ in range(rounds + 1):
-        started = time.perf_counter()
+        started, started_thread = time.perf_counter(), time.thread_time()
         save()
         held.append(time.perf_counter() - started)
+        processor.append(time.thread_time() - started_thread)
         wait()
         saved.append(time.perf_counter() - started)
     figures: dict[str, Any] = {"state": name, "bytes": size}
-    for what, seconds in (("held", held[1:]), ("saved", saved[1:])):
-        figures[f"{what}_ms"] = 1e3 * statistics.median(seconds)
-        figures[f"{what}_least_ms"] = 1e3 * min(seconds)
+    for what, seconds in (("held", held), ("processor", processor), ("saved", saved)):
+        figures[f"{what}_ms"] = 1e3 * statistics.median(seconds[1:])
+        figures[f"{what}_least_ms"] = 1e3 * min(seconds[1:])
     print(
         f"{name:12}{size / MEBIBYTE:9.1f}{figures['held_ms']:10.1f}"
-        f"{figures['held_least_ms']:9.1f}{figures['saved_ms']:10.1f}"
+        f"{figures['held_least_ms']:9.1f}{figures['processor_ms']:11.1f}{figures['saved_ms']:10.1f}"
         f"{figures['saved_least_ms']:9.1f}",
         flush=True,
     )
