@@ -20,6 +20,7 @@ from jrl.faults import __main__ as faults
 from jrl.launch import __main__ as launch
 from jrl.recipes import RECIPES
 from jrl.report import __main__ as report
+from jrl.runs import __main__ as runs
 from jrl.tasks import __main__ as tasks
 from sharding import Layout
 from sharding.folding.__main__ import PARSER as FOLDING
@@ -103,6 +104,7 @@ def test_there_are_commands():
     tested = {"jrl.evaluate", "jrl.export", "jrl.faults", "jrl.report", "jrl.serve", "jrl.train"}
     tested |= {
         "jrl.launch",
+        "jrl.runs",
         "jrl.tasks",
         "sharding.folding",
         "sharding.planner",
@@ -190,6 +192,13 @@ def test_faults_reads(command, monkeypatch):
 @pytest.mark.parametrize("command", given("jrl.report"))
 def test_report_reads(command, monkeypatch):
     read_by(report._main, command, monkeypatch)
+
+
+@pytest.mark.parametrize("command", given("jrl.runs"))
+def test_runs_reads(command, monkeypatch):
+    if len(words_of(command)) == 2:
+        return  # the name of the program alone
+    read_by(runs._main, command, monkeypatch)
 
 
 @pytest.mark.parametrize("command", given("sharding.folding"))

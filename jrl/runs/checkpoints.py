@@ -6,18 +6,19 @@ flat names such as ``policy/layers/w``), ``tree`` (shape and dtype of every leaf
 which every reader verifies. It is written under a temporary name and renamed, so that a kill at any
 moment leaves a complete checkpoint or none; leftovers are never read, and the next `save` removes
 them. A checkpoint that is found damaged later can be set aside as ``<step>.damaged``.
+
+Saving is asynchronous: the state is copied to the host, and a thread writes it while the run goes
+on.
 """
 
-import atexit
-import errno
 import json
-import logging
-import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,29 +26,37 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jrl.processes.agreement import RaiseInAllProcesses, broadcast_from_main, is_main_process
+from jrl.processes.agreement import (
+    RaiseInAllProcesses,
+    broadcast_from_main,
+    is_main_process,
+    is_multiprocess,
+)
+from jrl.processes.background import BackgroundGather
 from jrl.runs import manifest
+from jrl.runs.background_save import BackgroundSave
+from jrl.runs.storage import StorageError, quiet, writing
 
 TEMPORARY = re.compile(r"\d+\.(writing.*|deleting)")
-REMEDIES = {
-    errno.ENOSPC: "free space on that disk",
-    errno.EDQUOT: "free space in the quota",
-    errno.EMFILE: "raise the limit of open files (ulimit -n 4096)",
-    errno.ENFILE: "close other programs, as the machine has no more files to open",
-    errno.EROFS: "make the disk writable",
-    errno.EACCES: "make the folder writable for this user",
-    errno.EPERM: "make the folder writable for this user",
-    errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
-    errno.EIO: "check that disk",
-}
-"""Remedies of a user for errors of the operating system."""
+CHUNK_BYTES = 2**26
+"""Bytes of an array on the host that are stored together, as readers on meshes need parts of it."""
+CHUNK_FACTOR = 16
+"""Factor of the axes of arrays that are stored in chunks: Orbax chooses divisors, and those of a
+prime number would be millions of chunks."""
+NO_TIMEOUT = 10**6
+"""Seconds that Orbax waits: a write that hangs is the watchdog's to name and end."""
+_saves = count()
+"""Saves of this program so far, which all processes make in the same order."""
 
 
 class Checkpoints:
     """The checkpoints of one run.
 
-    Every process of a multi-process program makes one of these and calls `save` and `restore`
-    together. One run has one writer; other programs may restore meanwhile.
+    Every process of a multi-process program makes one of these and calls `save`, `wait` and
+    `restore` together. One run has one writer; other programs may restore meanwhile.
+
+    `save` returns before the checkpoint is on disk: call `wait` or `close` before the program ends,
+    or use a ``with`` block. One checkpoint at most is being written.
 
     Args:
       directory: of the checkpoints; created by the first `save`.
@@ -61,13 +70,24 @@ class Checkpoints:
         self.keep = keep
         self._valid: set[int] = set()  # found so by this object
         self._had_parent = self.directory.parent.is_dir()
-        self._orbax = ocp.Checkpointer(
-            ocp.CompositeCheckpointHandler(
-                state=ocp.PyTreeCheckpointHandler(),
-                tree=ocp.JsonCheckpointHandler(),
-                meta=ocp.JsonCheckpointHandler(),
-            )
-        )
+        self._in_flight: BackgroundSave | None = None
+        self._silence = ExitStack()
+        self._last_gather: BackgroundGather | None = None
+        self._orbax = ocp.Checkpointer(_handler())
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if kind is None:
+            self.close()
+            return
+        if self._in_flight is not None:
+            self._in_flight.abandon()
+        try:
+            self.close()
+        except Exception as reason:  # the error of the block is the one to raise
+            print(f"warning: the last checkpoint was not completed: {reason}", file=sys.stderr)
 
     def steps(self) -> list[int]:
         """Return the steps of which a checkpoint was completed, oldest first: what the first
@@ -112,6 +132,7 @@ class Checkpoints:
 
         Only the writer of the run may call this.
         """
+        self.wait()
         path = self.directory / f"{step}.damaged"
         with RaiseInAllProcesses():
             if is_main_process():
@@ -123,7 +144,12 @@ class Checkpoints:
         return Path(broadcast_from_main(str(path)))
 
     def save(self, step: int, state: Any, meta: Mapping[str, Any] | None = None) -> None:
-        """Write a checkpoint and return when it is on disk, then drop those beyond `keep`.
+        """Copy the state to the host and return; a thread then writes the checkpoint, and drops
+        those beyond `keep`.
+
+        The checkpoint holds the state of now: its buffers may be donated or overwritten directly
+        after. The host needs memory for one copy of it. A save that is still in flight is waited
+        for first.
 
         Args:
           step: at least 0, and newer than every checkpoint there is.
@@ -133,51 +159,101 @@ class Checkpoints:
         Raises:
           ValueError: for a step that is not newer, a leaf that is not an array, or a `meta` that
             JSON cannot hold.
-          StorageError: where the file system refuses to hold it; the checkpoints before it stay.
+          StorageError: where the file system refuses to hold it, or refused to hold the one before
+            it; the checkpoints before stay.
         """
+        self.wait()
         latest = self.latest_step()
+        if self._last_gather is not None:
+            self._last_gather.clear()  # all processes have passed a collective since
+        self._check_step(step, latest)
+        leaves, meta = _named_leaves(state), _json_copy({} if meta is None else dict(meta))
+        remaining = (
+            "there is no earlier one" if latest is None else f"that of step {latest} stays intact"
+        )
+        remedy = f"The checkpoint of step {step} was not written, {remaining}."
+        self._last_gather = gather = BackgroundGather(f"checkpoint/{next(_saves)}")
+        with ExitStack() as stack:
+            stack.enter_context(quiet())
+            with writing(self.directory, remedy):
+                self._remove_leftovers()
+                write = self._copy(step, leaves, meta, gather)
+            silence = self._silence = stack.pop_all()
+
+        def complete() -> None:
+            with writing(self.directory, remedy):
+                write()
+                self._publish(step, gather)
+            silence.close()
+            if is_main_process():
+                self._delete(self._steps()[: -self.keep])
+
+        self._in_flight = BackgroundSave(complete, gather)
+
+    def wait(self) -> None:
+        """Wait until the checkpoint that is being written is complete; without one, return.
+
+        Raises:
+          StorageError: where the file system refused to hold it; the checkpoints before it stay.
+        """
+        if self._in_flight is None:
+            return
+        try:
+            self._in_flight.wait()
+        except Exception:
+            self._in_flight = None
+            self._silence.close()  # what failed has been reported from here on
+            raise
+        self._in_flight = None
+
+    def close(self) -> None:
+        """`wait`, at the end of a run."""
+        self.wait()
+
+    def _check_step(self, step: int, latest: int | None) -> None:
         if step < 0 or (latest is not None and step <= latest):
             raise ValueError(
                 f"step={step} is not newer than the checkpoint of step {latest} in "
                 f"{self.directory}: save later steps only, or call drop_after first"
             )
-        leaves = _named_leaves(state)
-        meta = {} if meta is None else dict(meta)
-        try:
-            json.dumps(meta, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"meta cannot be written as JSON: {error}") from None
         if self._had_parent and not self.directory.parent.is_dir():
             # Orbax would make it again, and half a run would be there.
             raise StorageError(
                 f"{self.directory.parent} no longer exists: the checkpoint of step {step} cannot "
                 "be written. Restore the folder, or start a run in another."
             )
-        path = self.directory / f"{step}.writing"
-        remaining = (
-            "there is no earlier one" if latest is None else f"that of step {latest} stays intact"
+
+    def _copy(
+        self, step: int, leaves: Mapping[str, Any], meta: Any, gather: BackgroundGather
+    ) -> Callable[[], None]:
+        """Copies the arrays to the host, and returns what writes them in another thread."""
+        # Orbax refuses arrays without elements; their shape in `tree` says it all.
+        arrays = {name: _host_copy(leaf) for name, leaf in _transfers(leaves).items()}
+        path = self._temporary_path(step)
+        items = ocp.args.Composite(
+            state=ocp.args.PyTreeSave(
+                arrays, {name: _save_args(array) for name, array in arrays.items()}
+            ),
+            tree=ocp.args.JsonSave({name: _describe(leaf) for name, leaf in leaves.items()}),
+            meta=ocp.args.JsonSave(meta),
         )
-        with writing(
-            self.directory, f"The checkpoint of step {step} was not written, {remaining}."
-        ):
-            self._remove_leftovers()
-            self._orbax.save(
-                path,
-                args=ocp.args.Composite(
-                    # Orbax refuses arrays without elements; their shape in `tree` says it all.
-                    state=ocp.args.PyTreeSave(
-                        {name: _raw(leaf) for name, leaf in leaves.items() if leaf.size}
-                    ),
-                    tree=ocp.args.JsonSave(
-                        {name: _describe(leaf) for name, leaf in leaves.items()}
-                    ),
-                    meta=ocp.args.JsonSave(meta),
-                ),
-            )
-            manifest.write(path, step)
-            if is_main_process():
-                path.rename(self.directory / str(step))
-        self._delete(self.steps()[: -self.keep])
+        if not is_multiprocess():
+            return partial(_write_host_arrays, path, items)
+        # Orbax copies the shards that this process writes before `save` returns.
+        writer = _writer_of_shards(gather)
+        writer.save(path, args=items)
+        return writer.close
+
+    def _publish(self, step: int, gather: BackgroundGather) -> None:
+        """Gives a checkpoint that is written its hashes and its name."""
+        path = self._temporary_path(step)
+        manifest.write(path, step, gather)
+        if is_main_process():
+            path.rename(self.directory / str(step))
+        gather(None)  # until it is there
+
+    def _temporary_path(self, step: int) -> Path:
+        return self.directory / f"{step}.writing"
 
     def restore(self, step: int | None, like: Any, part: str = "") -> tuple[Any, dict[str, Any]]:
         """Read a checkpoint.
@@ -228,10 +304,17 @@ class Checkpoints:
 
     def drop_after(self, step: int) -> None:
         """Remove the checkpoints newer than `step`, to train on from an older one."""
-        self._delete(later for later in self.steps() if later > step)
+        self.wait()
+        self.drop(later for later in self.steps() if later > step)
+
+    def drop(self, steps: Iterable[int]) -> None:
+        """Remove the checkpoints of these steps."""
+        self.wait()
+        self._delete(steps)
 
     def _find(self, step: int | None) -> tuple[int, dict[str, Any]]:
         """Return the requested step and the two JSON items of its checkpoint, which is valid."""
+        self.wait()
         steps = self.steps()
         if not steps or (step is not None and step not in steps):
             missing_text = "no checkpoint" if step is None else f"no checkpoint of step {step}"
@@ -272,6 +355,75 @@ class Checkpoints:
         for entry in self.directory.iterdir():
             if TEMPORARY.fullmatch(entry.name):
                 shutil.rmtree(entry)
+
+
+def _handler(
+    registry: ocp.type_handlers.TypeHandlerRegistry | None = None,
+    options: ocp.options.AsyncOptions | None = None,
+) -> ocp.CompositeCheckpointHandler:
+    arrays = ocp.PyTreeCheckpointHandler()
+    if registry is not None:
+        arrays = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    return ocp.CompositeCheckpointHandler(
+        state=arrays,
+        tree=ocp.JsonCheckpointHandler(),
+        meta=ocp.JsonCheckpointHandler(),
+        composite_options=ocp.CompositeOptions(async_options=options),
+    )
+
+
+def _write_host_arrays(path: Path, items: ocp.args.Composite) -> None:
+    """Writes NumPy arrays, in any thread of a run of one process."""
+    # By default Orbax would copy them once more.
+    handler = ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)
+    registry = ocp.type_handlers.create_type_handler_registry((np.ndarray, handler))
+    with ocp.Checkpointer(_handler(registry)) as writer:
+        writer.save(path, args=items)
+
+
+def _writer_of_shards(gather: BackgroundGather) -> ocp.AsyncCheckpointer:
+    """Writer of a run of several processes, of which each writes its part in threads of Orbax."""
+
+    def barrier(*, key: str, timeout_ms: int) -> None:
+        gather(None)  # unlike Orbax's own it ends where another process fails
+
+    options = ocp.options.AsyncOptions(
+        timeout_secs=NO_TIMEOUT, barrier_sync_fn=barrier, create_directories_asynchronously=False
+    )
+    return ocp.AsyncCheckpointer(_handler(options=options), async_options=options)
+
+
+def _json_copy(meta: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return json.loads(json.dumps(meta, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"meta cannot be written as JSON: {error}") from None
+
+
+def _transfers(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrays with elements, whose copies to the host have begun together."""
+    arrays = {name: _raw(leaf) for name, leaf in leaves.items() if leaf.size}
+    for array in arrays.values():
+        if isinstance(array, jax.Array) and not is_multiprocess():
+            array.copy_to_host_async()
+    return arrays
+
+
+def _host_copy(array: Any) -> Any:
+    """Copy of an array on the host; of one over several processes, Orbax makes it."""
+    if isinstance(array, jax.Array) and is_multiprocess():
+        return array
+    host = np.asarray(array)
+    # A view is of memory that may be overwritten: of a device that is the host, or of the caller.
+    is_own = host.flags.owndata and isinstance(array, jax.Array)
+    return host if is_own else host.copy()
+
+
+def _save_args(array: Any) -> ocp.SaveArgs:
+    is_divisible = all(size < CHUNK_FACTOR or size % CHUNK_FACTOR == 0 for size in array.shape)
+    if isinstance(array, np.ndarray) and is_divisible:
+        return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)
+    return ocp.SaveArgs()  # whole, or as it is sharded
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
@@ -348,59 +500,3 @@ def _check_same(path: Path, saved: Mapping[str, Any], requested: Mapping[str, An
             f"checkpoint {path} is of another model: {'; '.join(differences)}; "
             "use the configuration, and the version of jrl, that it was saved with"
         )
-
-
-class StorageError(RuntimeError):
-    """A file that the operating system did not let the run write."""
-
-
-def errno_of(error: BaseException) -> int | None:
-    """The number of the operating system's error that an exception, or what caused it, comes from:
-    libraries in C++ have it in their text alone."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in REMEDIES:
-            return seen.errno
-        text = str(seen)
-        for code in REMEDIES:
-            if re.search(rf"{re.escape(os.strerror(code))}|\b{errno.errorcode[code]}\b", text):
-                return code
-        seen = seen.__cause__ or seen.__context__
-    return None
-
-
-@contextmanager
-def writing(path: Path, remedy: str) -> Iterator[None]:
-    """Context in which `path` is written; a refused write raises an error of one line.
-
-    Args:
-      remedy: what is left, and how to continue.
-
-    Raises:
-      StorageError: where the operating system refused something.
-    """
-    # Threads of Orbax write each failure with its stack beside the exception.
-    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
-    levels, hook = [logger.level for logger in loggers], sys.unraisablehook
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    sys.unraisablehook = lambda _: None
-    try:
-        yield
-    except Exception as error:
-        code = errno_of(error)
-        if code is None:
-            raise
-        # What Orbax left half done complains once more when the interpreter ends.
-        atexit.register(_silence_stderr)
-        raise StorageError(f"{path}: {os.strerror(code)}: {REMEDIES[code]}. {remedy}") from None
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        sys.unraisablehook = hook
-
-
-def _silence_stderr() -> None:
-    sys.stderr.flush()
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)

@@ -8,14 +8,16 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jrl.processes.agreement import broadcast_from_main, gather, is_main_process
+from jrl.processes import agreement
+from jrl.processes.agreement import broadcast_from_main, is_main_process
+from jrl.processes.progress import sign
 from jrl.runs import records
 
 MANIFEST_NAME = "manifest.json"
@@ -23,14 +25,15 @@ THREADS = min(8, os.cpu_count() or 1)
 """Files read at once: hashing leaves the interpreter free."""
 
 
-def write(folder: Path, step: int) -> None:
+def write(folder: Path, step: int, gather: Callable[[Any], list[Any]] = agreement.gather) -> None:
     """Writes the manifest of all files in the folder.
 
     Args:
       folder: what another writer of the same processes has completed.
       step: what the folder is of, so that one under the name of another step is noticed.
+      gather: all-gather of JSON values; in a background thread one that uses no device.
     """
-    names = broadcast_from_main(_files(folder) if is_main_process() else None)
+    names = gather(_files(folder) if is_main_process() else None)[0]
     manifests = gather(
         dict(_map_files(_local_files(names), lambda name: _size_and_hash(folder / name)))
     )
@@ -53,7 +56,7 @@ def find_damage(folder: Path, step: int) -> str | None:
     )
     damaged = sorted(
         f"{name} {reason}"
-        for damages in gather(dict(damage_of_files))
+        for damages in agreement.gather(dict(damage_of_files))
         for name, reason in damages.items()
         if reason
     )
@@ -61,6 +64,18 @@ def find_damage(folder: Path, step: int) -> str | None:
         return None
     more = f", and {len(damaged) - 1} more of its files are damaged" if len(damaged) > 1 else ""
     return damaged[0] + more
+
+
+def find_incomplete(folder: Path, step: int) -> str | None:
+    """Reason why files are missing or have other sizes than were written; None if all are there.
+
+    No file is read but the manifest. In the first process of several.
+    """
+    files = _read(folder, step)
+    if isinstance(files, str):
+        return files
+    reasons = ((name, _size_damage(folder / name, files[name][0])) for name in files)
+    return next((f"{name} {reason}" for name, reason in reasons if reason), None)
 
 
 def _files(folder: Path) -> list[str]:
@@ -89,6 +104,7 @@ def _size_and_hash(path: Path) -> list[int | str]:
     """Size in bytes and SHA-256 of a file."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
+        sign()  # all files of a large checkpoint take longer than a phase may
         return [file.tell(), digest]
 
 
@@ -116,13 +132,16 @@ def _content_hash(content: dict[str, Any]) -> str:
 
 def _file_damage(path: Path, expected: list[int | str]) -> str | None:
     try:
-        if not path.is_file():
-            return "is a directory" if path.is_dir() else "is missing"
-        actual = _size_and_hash(path)
+        reason = _size_damage(path, expected[0])
+        if reason is not None or _size_and_hash(path) == expected:
+            return reason
     except OSError as error:
         return f"cannot be read ({error.strerror})"
-    if actual == expected:
-        return None
-    if actual[0] != expected[0]:
-        return f"has {actual[0]} bytes instead of {expected[0]}"
     return "has other content than was written"
+
+
+def _size_damage(path: Path, expected: int | str) -> str | None:
+    if not path.is_file():
+        return "is a directory" if path.is_dir() else "is missing"
+    size = path.stat().st_size
+    return None if size == expected else f"has {size} bytes instead of {expected}"

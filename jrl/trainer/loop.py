@@ -116,7 +116,6 @@ def train(
     run, sampler, networks = setup.run, setup.sampler(), setup.networks
     # Two stages with the same methods.
     stage = Supervised(setup, sampler) if setup.recipe.supervised else Reinforcement(setup, sampler)
-    checkpoints = Checkpoints(folder.checkpoints_path, run.keep_checkpoints)
     if is_main_process():
         folder.write_versions(f"{jax.device_count()} x {jax.devices()[0].device_kind}")
     with ExitStack() as stack:
@@ -124,6 +123,10 @@ def train(
         stop = stack.enter_context(Stop(setup.task.close))
         guard = stack.enter_context(Guard(_attachment(setup.run, folder, on_fault)))
         monitors = _monitors(setup, folder, watchdog, stack)
+        # Within the watchdog and the signals: a save in flight is completed while both are there.
+        checkpoints = stack.enter_context(
+            Checkpoints(folder.checkpoints_path, run.keep_checkpoints)
+        )
         state = _restored_state(setup, folder, checkpoints)
         if state is None:
             try:
@@ -143,6 +146,8 @@ def train(
                 write_heldout_samples(setup, sampler, state, lines)
             # A run killed in its first steps need not repeat its warm start.
             save(checkpoints, networks, state, provenance.describe(setup.settings, folder))
+            # Without a checkpoint there may be no line of a step: the run would begin again.
+            checkpoints.wait()
         # After the folder was reset to the checkpoint: totals continue from its last line.
         outputs = stack.enter_context(open_outputs(run, setup.recipe, folder, int(state.step)))
         outputs.loggers.extend(monitors)
@@ -183,15 +188,19 @@ def train(
             is_preempted = supervisor.step_ended(step, metrics)
             if step % run.checkpoint_every == 0 or step == run.steps or is_preempted:
                 save(checkpoints, networks, state, provenance.describe(setup.settings, folder))
+                if is_preempted:
+                    checkpoints.wait()  # this process may end at any time from here on
                 if is_main_process() and step < run.steps:
                     with phase("report"):  # of a run that is still going
                         write_page([folder], folder.report_path)
             # After the checkpoint: a run resumed with a larger --max-nonfinite continues from here.
-            _check_finite(state, run.max_nonfinite, folder)
+            _check_finite(state, run.max_nonfinite, folder, checkpoints)
         step = int(state.step)
+        checkpoints.wait()
         # A signal may end the run between two checkpoints.
         if checkpoints.latest_step() != step:
             save(checkpoints, networks, state, provenance.describe(setup.settings, folder))
+            checkpoints.wait()
         write_adapters(setup, folder, state.policy.weights)
         outputs.warn(guard.alarms())  # since the last step: shown, but no line of metrics is left
         watchdog.close()  # loggers may take their time to send the rest
@@ -374,12 +383,15 @@ def _throughput_metrics(setup: Setup, tokens: float, seconds: float) -> dict[str
     }
 
 
-def _check_finite(state: TrainState[Array], max_nonfinite: int, folder: RunFolder) -> None:
+def _check_finite(
+    state: TrainState[Array], max_nonfinite: int, folder: RunFolder, checkpoints: Checkpoints
+) -> None:
     for network, learner in (("policy", state.policy), ("critic", state.critic)):
         if learner is None:
             continue
         skipped = int(learner.skipped_in_a_row)
         if skipped >= max_nonfinite:
+            checkpoints.wait()
             raise NonFiniteRun(
                 f"step {int(state.step)}: {skipped} updates of the {network} in a row had a loss "
                 "or gradient that is not finite; their batches are in "

@@ -222,7 +222,7 @@ def save(
     state: TrainState[Array],
     meta: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes a checkpoint, with the layers in order whatever the layout of the run.
+    """Saves a checkpoint asynchronously, with the layers in order whatever the layout of the run.
 
     Trained weights are stored in float32: masters where there are any, from which the weights are
     cast again on restoring. The base weights of adapters are shared by all checkpoints and written
@@ -233,12 +233,11 @@ def save(
         _save_base(checkpoints, networks, state.policy.weights)
     # Pipeline stages may store layers out of order or with padding, which must not affect a reader
     # with another layout.
-    like = _without_cast(networks, abstract(_with_layer_order(networks)))
     num_layers = moe_weights.axis_sizes(networks.policy.config)["layer"]
     saved_state = _restack(
         networks,
         _without_cast(networks, state),
-        like,
+        lambda: _without_cast(networks, abstract(_with_layer_order(networks))),
         lambda weights: placement.in_layer_order(weights, networks.mesh, num_layers),
     )
     with phase(CHECKPOINT):
@@ -250,9 +249,11 @@ def restore(checkpoints: Checkpoints, networks: Networks, step: int) -> TrainSta
     like = _without_cast(networks, abstract(_with_layer_order(networks)))
     with phase(CHECKPOINT):
         state = checkpoints.restore(step, like)[0]
-    like = _without_cast(networks, abstract(networks))
     state = _restack(
-        networks, state, like, lambda weights: placement.in_chunks(weights, networks.mesh)
+        networks,
+        state,
+        lambda: _without_cast(networks, abstract(networks)),
+        lambda weights: placement.in_chunks(weights, networks.mesh),
     )
     if networks.policy.config.lora is not None:
         base_weights = restore_base(checkpoints, networks.policy.config, networks.mesh)
@@ -280,6 +281,7 @@ def _save_base(checkpoints: Checkpoints, networks: Networks, weights: Transforme
         in_order = reshard(in_order, config, mesh, plain)
     with phase(CHECKPOINT):
         base_checkpoints.save(0, in_order)
+        base_checkpoints.close()
 
 
 def restore_base(
@@ -374,11 +376,12 @@ def _with_layer_order(networks: Networks) -> Networks:
 def _restack(
     networks: Networks,
     state: TrainState[Array],
-    like: TrainState[Any],
+    like: Callable[[], TrainState[Any]],
     stack: Callable[[Transformer[Array]], Transformer[Array]],
 ) -> TrainState[Array]:
-    """Applies `stack` to all weight trees of the state, with the shapes and shardings of `like`."""
-    # Only a pipeline stacks layers differently.
+    """Applies `stack` to all weight trees of the state, with the shapes and shardings that `like`
+    returns."""
+    # Only a pipeline stacks layers differently; `like` takes as long as a step of a small network.
     if networks.mesh == _with_layer_order(networks).mesh:
         return state
 
@@ -388,7 +391,7 @@ def _restack(
     # The pool has no stacked layers, and may be on other devices.
     restack = jit_sharded(
         lambda state: jax.tree.map(stack_node, state, is_leaf=_is_network),
-        jax.tree.map(lambda leaf: leaf.sharding, replace(like, pool=None)),
+        jax.tree.map(lambda leaf: leaf.sharding, replace(like(), pool=None)),
     )
     return replace(restack(replace(state, pool=None)), pool=state.pool)
 

@@ -64,7 +64,7 @@ def test_the_page_has_every_benchmark():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["depth", "grouped", "vocabulary"])
+@pytest.mark.parametrize("name", ["checkpoint", "depth", "grouped", "vocabulary"])
 def test_a_benchmark_compares_and_writes_its_figures(name, tmp_path):
     figures = tmp_path / "figures.json"
     assert "ms" in smoke(name, figures)

@@ -8,6 +8,7 @@ import pytest
 from command_runs import FLAGS, metrics, one_line
 
 from jrl import evaluate, train
+from jrl.runs import checkpoints
 
 pytestmark = pytest.mark.slow
 
@@ -64,6 +65,28 @@ def test_a_damaged_checkpoint_gives_way_and_the_run_is_the_same(run, copy, capsy
     assert names == ["1", "2", "2.damaged"]
     assert resume(copy) == 0
     assert "is finished after 2 steps" in capsys.readouterr().out
+
+
+def test_a_full_disk_ends_the_run_in_one_line(run, copy, capsys, monkeypatch):
+    write = checkpoints._write_host_arrays
+
+    def full(path, items):
+        if path.name.startswith("3"):
+            raise ValueError("RESOURCE_EXHAUSTED: Error writing: No space left on device")
+        write(path, items)
+
+    monkeypatch.setattr(checkpoints, "_write_host_arrays", full)
+    # In flight at step 3: the save of step 4 raises it, or the end of the run.
+    for steps in (4, 3):
+        shutil.rmtree(copy)
+        shutil.copytree(run, copy)
+        assert resume(copy, f"--steps={steps}") == 1
+        line = one_line(capsys.readouterr())
+        assert line.startswith(f"error: {copy}/checkpoints: No space left on device: free space on")
+        assert line.endswith("step 3 was not written, that of step 2 stays intact.")
+    monkeypatch.undo()
+    assert resume(copy, "--steps=3") == 0
+    assert sorted(path.name for path in (copy / "checkpoints").iterdir()) == ["2", "3"]
 
 
 def test_without_a_whole_checkpoint_both_commands_say_what_can_be_done(copy, capsys):

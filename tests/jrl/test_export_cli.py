@@ -160,6 +160,7 @@ def begun(flags, run, monkeypatch):
             learned = jax.tree.map(lambda leaf, by=factor: leaf * by, weights)
             state = {"policy": {"weights": learned}, "prompts_seen": np.zeros((), np.int32)}
             checkpoints.save(step, state)
+        checkpoints.wait()
         raise KeyboardInterrupt
 
     monkeypatch.setattr(loop, "train", save)

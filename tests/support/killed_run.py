@@ -3,13 +3,15 @@
     python killed_run.py FOLDER RECIPE[:MAX_STALENESS] MOMENT NUMBER DELAY
 
 MOMENT is what happens for the NUMBER-th time, and DELAY the seconds from there to the kill: 0
-kills on the spot, more kills from another thread while the run goes on.
+kills on the spot, more kills from another thread while the run goes on. A "write" of a checkpoint,
+which has a thread of its own, does not go on until the kill.
 """
 
 import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import jax
@@ -20,6 +22,7 @@ jax.config.update("jax_num_cpu_devices", 16)  # as the tests have: what they com
 from small_runs import begin_or_go_on, small_recipe, small_run, small_setup  # noqa: E402
 
 from jrl.rollout.decoding.engine import Engine  # noqa: E402
+from jrl.runs import checkpoints  # noqa: E402
 from jrl.runs.checkpoints import Checkpoints  # noqa: E402
 from jrl.runs.records import Appender  # noqa: E402
 from jrl.trainer import loop  # noqa: E402
@@ -31,6 +34,7 @@ MOMENTS = {
     "window": (Engine, "poll"),
     "line": (Appender, "append"),
     "checkpoint": (Checkpoints, "save"),
+    "write": (checkpoints, "_write_host_arrays"),
 }
 
 
@@ -45,7 +49,9 @@ def kill_at(moment: str, number: int, delay: float) -> None:
 
     def counted(*args, **kwargs):
         if next(calls) == number:
-            if delay == 0:
+            if moment == "write":
+                time.sleep(delay)
+            if delay == 0 or moment == "write":
                 kill()
             threading.Timer(delay, kill).start()
         return function(*args, **kwargs)

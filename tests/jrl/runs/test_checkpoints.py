@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jrl.runs import checkpoints as module
 from jrl.runs.checkpoints import Checkpoints
 
 
@@ -53,7 +55,8 @@ def assert_same(one, other):
 
 def test_restores_every_bit(tmp_path):
     state = make_state()
-    Checkpoints(tmp_path / "checkpoints").save(3, state, {"cursor": 5, "notes": ["a", None, 0.1]})
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(3, state, {"cursor": 5, "notes": ["a", None, 0.1]})
     restored, meta = Checkpoints(tmp_path / "checkpoints").restore(None, like=make_state(seed=1))
     assert_same(restored, state)
     assert meta == {"cursor": 5, "notes": ["a", None, 0.1]}
@@ -90,6 +93,30 @@ def test_restores_into_another_layout(tmp_path):
     assert restored["keys"].sharding.is_equivalent_to(wanted, 1)
 
 
+@pytest.mark.slow
+def test_large_arrays_are_stored_in_chunks(tmp_path, monkeypatch):
+    """From which a reader on a mesh takes what it needs; an axis of prime size is not cut."""
+    monkeypatch.setattr(module, "CHUNK_BYTES", 1024)
+    state = {"w": jnp.arange(16.0 * 96).reshape(16, 96), "prime": jnp.arange(1009.0)}
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, state)
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))
+    like = {
+        "w": jax.ShapeDtypeStruct(
+            (16, 96), jnp.float32, sharding=NamedSharding(mesh, P(None, "a"))
+        ),
+        "prime": jax.ShapeDtypeStruct((1009,), jnp.float32),
+    }
+    assert_same(checkpoints.restore(1, like)[0], state)
+    stored = {"driver": "ocdbt", "base": (tmp_path / "1" / "state").as_uri()}
+    arrays = {
+        name: tensorstore.open({"driver": "zarr", "kvstore": {**stored, "path": name}}).result()
+        for name in state
+    }
+    chunks = {name: array.chunk_layout.write_chunk.shape for name, array in arrays.items()}
+    assert chunks == {"w": (16, 16), "prime": (1009,)}
+
+
 def test_restores_a_part_alone(tmp_path):
     state = make_state()
     checkpoints = Checkpoints(tmp_path)
@@ -108,6 +135,7 @@ def test_keeps_the_newest(tmp_path):
     assert checkpoints.latest_step() is None
     for step in (0, 9, 10, 30):
         checkpoints.save(step, {"w": jnp.full((2,), float(step))})
+    checkpoints.wait()
     assert checkpoints.steps() == [10, 30]
     like = {"w": jnp.zeros(2)}
     assert checkpoints.restore(10, like)[0]["w"][0] == 10.0
@@ -176,12 +204,14 @@ def test_what_cannot_be_saved_is_refused_by_name(tmp_path):
 def test_leftovers_are_ignored_by_readers_and_removed_by_the_next_save(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, {"w": jnp.zeros(2)})
+    checkpoints.wait()
     for name in ("2.writing", "2.writing.orbax-checkpoint-tmp", "0.deleting"):
         (tmp_path / name / "state").mkdir(parents=True)
     (tmp_path / "notes").mkdir()
     assert Checkpoints(tmp_path).steps() == [1]
     assert (tmp_path / "2.writing.orbax-checkpoint-tmp").exists()
-    Checkpoints(tmp_path).save(2, {"w": jnp.ones(2)})
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(2, {"w": jnp.ones(2)})
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["1", "2", "notes"]
 
 
@@ -216,6 +246,7 @@ def test_a_kill_while_saving_leaves_a_whole_checkpoint(tmp_path, milliseconds):
     for leaf in restored.values():
         np.testing.assert_array_equal(leaf, step)
     checkpoints.save(step + 1, restored)
+    checkpoints.wait()
     assert [entry.name for entry in tmp_path.iterdir()] == [str(step + 1)]
 
 
@@ -227,7 +258,8 @@ warnings.simplefilter("error")
 import jax, jax.numpy as jnp
 from jrl.runs.checkpoints import Checkpoints
 state = {"w": jnp.ones((3, 5)), "key": jax.random.key(0)}
-Checkpoints(sys.argv[1]).save(1, state)
+with Checkpoints(sys.argv[1]) as checkpoints:
+    checkpoints.save(1, state)
 Checkpoints(sys.argv[1]).restore(1, state)
 """
     done = subprocess.run(

@@ -28,7 +28,8 @@ def two(tmp_path_factory):
     """The checkpoints of steps 3 and 7."""
     directory = tmp_path_factory.mktemp("checkpoints")
     for step in (3, 7):
-        Checkpoints(directory).save(step, state(step), META)
+        with Checkpoints(directory) as checkpoints:
+            checkpoints.save(step, state(step), META)
     return directory
 
 
@@ -100,7 +101,7 @@ def test_reading_what_is_damaged_says_what_is(copy, damage, why):
 
 
 def test_several_files_are_counted(copy):
-    for name in ("_METADATA", "_sharding", "manifest.ocdbt"):
+    for name in ("_METADATA", "commit_success.txt", "manifest.ocdbt"):
         flip_a_bit(copy / "7" / "state" / name)
     _, damaged = Checkpoints(copy).latest_valid_step()
     assert damaged[7].startswith("state/_METADATA has other content than was written, and 2 more")
@@ -133,6 +134,7 @@ def test_what_is_set_aside_is_kept_and_is_no_checkpoint(copy):
     checkpoints.save(7, state(7))
     assert checkpoints.set_aside(7) == copy / "7.damaged-2"
     checkpoints.save(8, state(8))
+    checkpoints.wait()
     names = sorted(entry.name for entry in copy.iterdir())
     assert names == ["7.damaged", "7.damaged-2", "8"]
     assert (copy / "7.damaged" / "state" / "_METADATA").read_bytes() == content

@@ -7,7 +7,9 @@ import shutil
 import numpy as np
 import pytest
 
-from jrl.runs.checkpoints import Checkpoints, StorageError, errno_of, writing
+from jrl.runs import checkpoints as module
+from jrl.runs.checkpoints import Checkpoints
+from jrl.runs.storage import StorageError, errno_of, writing
 
 
 @pytest.mark.parametrize(
@@ -39,13 +41,22 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch):
     state = {"x": np.arange(3)}
     checkpoints.save(1, state)
 
-    def full(*_, **__):
+    checkpoints.wait()
+
+    def full(*_):
         raise ValueError("RESOURCE_EXHAUSTED: Error writing: No space left on device")
 
-    monkeypatch.setattr(checkpoints._orbax, "save", full)
-    with pytest.raises(StorageError, match=r"No space left.*free space.*step 1 stays intact"):
+    monkeypatch.setattr(module, "_write_host_arrays", full)
+    for then in (checkpoints.wait, lambda: checkpoints.save(3, state), checkpoints.close):
         checkpoints.save(2, state)
+        with pytest.raises(StorageError, match=r"No space left.*free space.*step 1 stays intact"):
+            then()
+        checkpoints.wait()  # said once
     assert checkpoints.latest_valid_step()[0] == 1
+    monkeypatch.undo()
+    checkpoints.save(2, state)
+    checkpoints.close()
+    assert [entry.name for entry in sorted(checkpoints.directory.iterdir())] == ["1", "2"]
 
 
 def test_a_run_folder_that_is_gone_does_not_come_back(tmp_path):
@@ -53,6 +64,7 @@ def test_a_run_folder_that_is_gone_does_not_come_back(tmp_path):
     folder.mkdir()
     checkpoints = Checkpoints(folder / "checkpoints")
     checkpoints.save(1, {"x": np.arange(3)})
+    checkpoints.wait()
     shutil.rmtree(folder)
     with pytest.raises(
         StorageError, match="run no longer exists: the checkpoint of step 2 cannot be written"
@@ -64,4 +76,5 @@ def test_a_run_folder_that_is_gone_does_not_come_back(tmp_path):
 def test_folders_above_are_made_where_there_were_none(tmp_path):
     checkpoints = Checkpoints(tmp_path / "new" / "base")
     checkpoints.save(0, {"x": np.arange(3)})
+    checkpoints.wait()
     assert checkpoints.latest_step() == 0

@@ -73,6 +73,20 @@ def test_killed_again_and_again(finished, tmp_path):
 
 
 @pytest.mark.slow
+def test_killed_with_a_checkpoint_in_flight(finished, tmp_path):
+    """The run goes on from the checkpoint before; what it wrote meanwhile is written again."""
+    expected, path = finished("grpo"), tmp_path / "run"
+    killed = run_killed(path, "grpo", "write", 2, 2)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
+    assert len(metrics_of(path)) >= 3
+    assert Checkpoints(path / "checkpoints").steps() == [0]
+    assert begin_or_go_on(expected.setup, path) == loop.Outcome(step=3, stopped=False)
+    assert metrics_of(path) == expected.metrics
+    assert read(path / "samples.jsonl") == expected.samples
+    assert sorted(entry.name for entry in (path / "checkpoints").iterdir()) == ["2", "3"]
+
+
+@pytest.mark.slow
 def test_killed_with_rows_in_flight(tmp_path):
     expected = finish("grpo", tmp_path / "whole", max_staleness=2, slots=6)
     path = tmp_path / "run"

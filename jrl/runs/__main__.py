@@ -1,0 +1,155 @@
+"""``python -m jrl.runs list|verify|prune RUN`` looks after the checkpoints of a run."""
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from jrl.command_line import exit_status, start_jax
+from jrl.runs import manifest
+from jrl.runs.checkpoints import TEMPORARY, Checkpoints
+from jrl.runs.folder import RunFolder
+
+BASE = "base"
+"""Folder of the base weights of a run with adapters, a checkpoint of step 0."""
+
+
+@dataclass(frozen=True)
+class RunsOptions:
+    """Arguments of ``python -m jrl.runs``."""
+
+    command: tyro.conf.Positional[Literal["list", "verify", "prune"]]
+    """list: step, size, date and state of each checkpoint. verify: read all files and compare their
+    hashes; the exit status is 1 if a checkpoint is damaged. prune: remove all checkpoints but the
+    newest undamaged ones, of a run that no process is writing."""
+    run: tyro.conf.Positional[str]
+    """Run folder."""
+    keep: int | None = None
+    """Checkpoints that prune keeps, at least 1."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status."""
+    return exit_status(lambda: _main(sys.argv[1:] if arguments is None else list(arguments)))
+
+
+def _main(arguments: list[str]) -> int:
+    request = tyro.cli(
+        RunsOptions,
+        prog="python -m jrl.runs",
+        description="Lists, verifies and prunes the checkpoints of a run.",
+        args=arguments,
+    )
+    _check_keep(request)
+    start_jax(1)  # of the host: the accelerators may be in use by the run
+    if request.command == "prune":
+        assert request.keep is not None  # checked above
+        with RunFolder.resume(request.run) as folder:
+            return prune(folder, request.keep)
+    folder = RunFolder.read(request.run)
+    return list_checkpoints(folder) if request.command == "list" else verify(folder)
+
+
+def _check_keep(request: RunsOptions) -> None:
+    if request.command != "prune":
+        if request.keep is not None:
+            raise ValueError(f"keep={request.keep} is for prune only: leave out --keep")
+    elif request.keep is None or request.keep < 1:
+        raise ValueError(f"keep={request.keep} must be at least 1: give prune --keep N")
+
+
+def list_checkpoints(folder: RunFolder) -> int:
+    """Prints step, size, date and state of each checkpoint; only sizes of files are compared."""
+    print(f"{'checkpoint':>12} {'size':>12}  {'written':19}  state")
+    for label, path, step in _stored(folder):
+        reason = manifest.find_incomplete(path, step)
+        state = "complete, hashes not read" if reason is None else f"damaged: {reason}"
+        print(_row(label, path, state))
+    for path in sorted(folder.checkpoints_path.iterdir()):
+        if TEMPORARY.fullmatch(path.name):
+            print(_row(_label(path), path, "in flight, or left by a killed run"))
+        elif ".damaged" in path.name:
+            print(_row(_label(path), path, f"set aside as damaged ({path.name})"))
+    return 0
+
+
+def verify(folder: RunFolder) -> int:
+    """Compares the hashes of all files, prints a line for each checkpoint, and returns 1 if one is
+    damaged."""
+    status = 0
+    for label, path, step in _stored(folder):
+        reason = manifest.find_damage(path, step)
+        if reason is not None and not path.is_dir():
+            continue  # dropped meanwhile, by a run that goes on
+        status |= reason is not None
+        print(f"{label}: {'intact' if reason is None else f'damaged: {reason}'}", flush=True)
+    return int(status)
+
+
+def prune(folder: RunFolder, keep: int) -> int:
+    """Removes all checkpoints but the newest `keep` whose hashes are right.
+
+    Raises:
+      ValueError: where all are damaged; nothing is removed.
+    """
+    checkpoints = Checkpoints(folder.checkpoints_path)
+    steps, kept, damaged = checkpoints.steps(), list[int](), dict[int, str]()
+    for step in reversed(steps):
+        if len(kept) == keep:
+            break
+        reason = manifest.find_damage(folder.checkpoints_path / str(step), step)
+        if reason is None:
+            kept.append(step)
+        else:
+            damaged[step] = reason
+    if not kept:
+        raise ValueError(
+            f"no checkpoint in {folder.checkpoints_path} is intact, and nothing was removed: "
+            "restore a copy of one"
+        )
+    for step in steps:
+        if step not in kept:
+            why = f", damaged: {damaged[step]}" if step in damaged else ""
+            line = f"step {step}: removed ({_size(folder.checkpoints_path / str(step))}{why})"
+            checkpoints.drop([step])
+            print(line)
+        else:
+            print(f"step {step}: kept")
+    return 0
+
+
+def _stored(folder: RunFolder) -> Iterator[tuple[str, Path, int]]:
+    """Label, folder and step of each checkpoint, and of the base weights of a run with adapters.
+
+    Raises:
+      ValueError: where the run has none.
+    """
+    path = folder.checkpoints_path
+    steps = Checkpoints(path).steps()
+    if not steps:
+        raise ValueError(f"no checkpoint in {path} yet: the first is written before the first step")
+    if (path / BASE / "0").is_dir():
+        yield "base weights", path / BASE / "0", 0
+    yield from ((f"step {step}", path / str(step), step) for step in steps)
+
+
+def _label(path: Path) -> str:
+    return f"step {path.name.partition('.')[0]}"
+
+
+def _row(label: str, path: Path, state: str) -> str:
+    written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))
+    return f"{label:>12} {_size(path):>12}  {written}  {state}"
+
+
+def _size(path: Path) -> str:
+    files = [entry for entry in path.rglob("*") if entry.is_file()]
+    return f"{sum(entry.stat().st_size for entry in files) / 1e6:,.1f} MB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""Errors of the operating system while files are written, as one line with a remedy."""
+
+import atexit
+import errno
+import logging
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from jrl.processes.background import ProcessFailed
+
+REMEDIES = {
+    errno.ENOSPC: "free space on that disk",
+    errno.EDQUOT: "free space in the quota",
+    errno.EMFILE: "raise the limit of open files (ulimit -n 4096)",
+    errno.ENFILE: "close other programs, as the machine has no more files to open",
+    errno.EROFS: "make the disk writable",
+    errno.EACCES: "make the folder writable for this user",
+    errno.EPERM: "make the folder writable for this user",
+    errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
+    errno.EIO: "check that disk",
+}
+"""Remedies of a user for errors of the operating system."""
+LOGGERS = [logging.getLogger(name) for name in ("absl", "asyncio")]
+"""Loggers in which threads of Orbax write each failure, with its stack, beside the exception."""
+
+
+class StorageError(RuntimeError):
+    """A file that the operating system did not let the run write."""
+
+
+def errno_of(error: BaseException) -> int | None:
+    """The number of the operating system's error that an exception, or what caused it, comes from:
+    libraries in C++ have it in their text alone."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.errno in REMEDIES:
+            return seen.errno
+        text = str(seen)
+        for code in REMEDIES:
+            if re.search(rf"{re.escape(os.strerror(code))}|\b{errno.errorcode[code]}\b", text):
+                return code
+        seen = seen.__cause__ or seen.__context__
+    return None
+
+
+@contextmanager
+def writing(path: Path, remedy: str) -> Iterator[None]:
+    """Context in which `path` is written; a refused write raises an error of one line.
+
+    Args:
+      remedy: what is left, and how to continue.
+
+    Raises:
+      StorageError: where the operating system refused something.
+    """
+    try:
+        with quiet():
+            yield
+    except Exception as error:
+        code = errno_of(error)
+        if code is None or isinstance(error, ProcessFailed):  # whose files are another process's
+            raise
+        # What Orbax left half done complains once more when the interpreter ends.
+        atexit.register(_silence_stderr)
+        raise StorageError(f"{path}: {os.strerror(code)}: {REMEDIES[code]}. {remedy}") from None
+
+
+class _Quiet:
+    """Silence of Orbax's threads, from the first of those that ask for it to the last."""
+
+    def __init__(self) -> None:
+        self._lock, self._count = threading.Lock(), 0
+        self._levels, self._hook = list[int](), sys.unraisablehook
+
+    def begin(self) -> None:
+        with self._lock:
+            self._count += 1
+            if self._count > 1:
+                return
+            self._levels, self._hook = [each.level for each in LOGGERS], sys.unraisablehook
+            for logger in LOGGERS:
+                logger.setLevel(logging.CRITICAL)
+            sys.unraisablehook = lambda _: None
+
+    def end(self) -> None:
+        with self._lock:
+            self._count -= 1
+            if self._count:
+                return
+            for logger, level in zip(LOGGERS, self._levels, strict=True):
+                logger.setLevel(level)
+            sys.unraisablehook = self._hook
+
+
+_quiet = _Quiet()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Context in which threads of Orbax log no failure; it may begin in one thread and end in
+    another, and several may overlap."""
+    _quiet.begin()
+    try:
+        yield
+    finally:
+        _quiet.end()
+
+
+def _silence_stderr() -> None:
+    sys.stderr.flush()
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
