@@ -147,6 +147,10 @@ def _main(arguments: list[str]) -> int:
     _check_drain(program, launcher, options.elastic)
     if launcher == "hosts":
         names = ssh_hosts.parse_hosts(options.hosts)
+        if options.elastic is not None and options.elastic >= len(names):
+            raise ValueError(
+                f"elastic={options.elastic} leaves none of {len(names)} hosts to drain: lower it."
+            )
         return ssh_hosts.launch(program, ssh_hosts.Hosts(names, port, environment))
     if launcher == "slurm":
         nodes = _required(options, launcher, "nodes")
