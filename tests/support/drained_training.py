@@ -2,9 +2,9 @@
 
     python -m drained_training FLAGS...
 
-Steps are paced, so that four processes leave room on two cores. The process whose host part of
---process-id is SICK computes without need while there is a file `sick` in the working directory.
-The detector is the run's own, over shorter times.
+Steps of the four processes are paced, so that they leave room on two cores. Process SICK of them
+computes without need while there is a file `sick` in the working directory. The detector is the
+run's own, over shorter times.
 """
 
 import sys
@@ -24,9 +24,10 @@ SICK = 2
 STEP_SECONDS = 0.5
 BUSY, PERIOD = 0.15, 0.25
 """Seconds of computation in each period of the fault."""
-CONTINUITY, PAST, THRESHOLD = 60.0, 30.0, 10.0
+CONTINUITY, PAST, THRESHOLD = 30.0, 30.0, 10.0
 """Seconds of a shift and of what has to be before it, and its spreads: the fault's are dozens, and
 other programs on the same cores make a few."""
+WINDOWS = {"window": 10.0, "hop": 2.0, "recent": 30.0}
 
 train_step = loop.train_step
 
@@ -50,6 +51,7 @@ def keep_busy():
 
 def main(words):
     standard.MIN_SHIFT_CONTINUITY = CONTINUITY
+    standard.ShiftDetector = partial(standard.ShiftDetector, **WINDOWS)
     loop.StandardDetector = partial(standard.StandardDetector, past=PAST, threshold=THRESHOLD)
     count, index = (words[words.index(name) + 1] for name in ("--num-processes", "--process-id"))
     if int(count) == 4:

@@ -5,7 +5,6 @@ import time
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
 from jrl.faults.collect.fleet import Alarm, Fleet
 from jrl.faults.drain import Drainer, Restart, process_of, read_drains

@@ -11,32 +11,10 @@ from pathlib import Path
 
 import pytest
 from command_runs import metrics
-from places import ROOT, SUPPORT
 
 from jrl.launch import ssh_hosts
 from jrl.launch.program import Program
 from jrl.launch.ssh_hosts import Hosts, launch, parse_hosts
-
-SSH = """#!/bin/sh
-while [ "$1" = -o ]; do shift 2; done
-if [ "$1" = down ]; then
-    echo "ssh: connect to host down port 22: No route to host" >&2
-    exit 255
-fi
-shift
-exec sh -c "$1"
-"""
-
-
-@pytest.fixture
-def ssh(monkeypatch, tmp_path):
-    path = tmp_path / "bin" / "ssh"
-    path.parent.mkdir()
-    path.write_text(SSH)
-    path.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{path.parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SUPPORT), str(ROOT)]))
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
@@ -115,9 +93,12 @@ def test_a_drained_run_continues_without_the_host(program, capfd, tmp_path):
     lines = captured.out.splitlines()
     assert line in lines and "ending the others" not in captured.err
     index = lines.index(line)
-    before = "--layout tp2 dp3 --drained-of 3 --coordinator a:7001 --num-processes 3 --process-id"
+    words = "--layout tp2 dp3 --drained-of 3"
+    before = f"{words} --coordinator a:7001 --num-processes 3 --process-id"
     assert sorted(lines[:index]) == [f"a: {before} 0", f"b: {before} 1", f"c: {before} 2"]
-    after = before.replace(" --coord", " --layout tp2 dp2 --coord").replace("processes 3", "processes 2")
+    after = before.replace(" --coord", " --layout tp2 dp2 --coord").replace(
+        "processes 3", "processes 2"
+    )
     assert sorted(lines[index + 1 :]) == [f"a: {after} 0", f"c: {after} 1"]
 
 

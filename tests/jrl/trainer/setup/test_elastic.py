@@ -31,7 +31,7 @@ def flags(restart):
 )
 def test_dp_is_reduced_and_the_other_axes_stay(layout, processes, continues, smaller):
     if smaller is None:
-        with pytest.raises(ValueError, match="no layout with a smaller dp is legal: on 1 processes"):
+        with pytest.raises(ValueError, match="no layout with a smaller dp is legal: on 1 "):
             restart(layout, processes=processes)
         return
     found = restart(layout, processes=processes)
