@@ -1,4 +1,4 @@
-"""The training program with four processes that can be watched: its steps are paced.
+"""The training program of a run that can be watched: with three processes its steps are paced.
 
     python -m drained_training FLAGS...
 
@@ -31,7 +31,7 @@ def paced_step(*arguments, **options):
 
 def main(words):
     guard.Watcher = partial(guard.Watcher, silence_timeout=SILENT_SECONDS)
-    if words[words.index("--num-processes") + 1] == "4":
+    if words[words.index("--num-processes") + 1] == "3":
         loop.train_step = paced_step
     return train.main(words)
 
