@@ -20,6 +20,7 @@ from jrl.processes.coordinator import (
     join_processes,
 )
 from jrl.processes.software import check_same_software
+from jrl.processes.supervisor import DRAINED
 
 OUR_PACKAGES = ("jrl", "moe", "sharding")
 MEMORY_REMEDY = "lower --micro-batch; --dry-run shows what needs the memory"
@@ -46,7 +47,8 @@ def exit_status(command: Callable[[], int], remedy: str = MEMORY_REMEDY) -> int:
         status = _exit_status(command, remedy)
         return status
     finally:
-        if status not in (0, 2):
+        # Processes end together with these, and close their connections in order.
+        if status not in (0, 2, DRAINED):
             exit_without_waiting(1 if status is None else status)
 
 

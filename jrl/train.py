@@ -31,7 +31,7 @@ from jrl.processes.agreement import (
     is_multiprocess,
 )
 from jrl.processes.coordinator import process_id
-from jrl.processes.supervisor import UNSUPERVISED, Supervisor
+from jrl.processes.supervisor import DRAINED, UNSUPERVISED, Supervisor
 from jrl.processes.watchdog import jax_heartbeat
 from jrl.recipes.load import source_of
 from jrl.report.evaluation import summarize_run
@@ -387,6 +387,9 @@ def _train(
     except KeyboardInterrupt:
         print(f"interrupted; resume from the last checkpoint with: {resume}", file=sys.stderr)
         return 130
+    if outcome.drained is not None:
+        print(f"{outcome.drained}; resume without that machine with: {resume}")
+        return DRAINED
     if not outcome.saved:
         print(f"stopped in the warm start, before the first checkpoint; restart with: {resume}")
     elif outcome.stopped:

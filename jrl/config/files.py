@@ -30,6 +30,7 @@ CHANGEABLE = (
     # Checkpoints and logs.
     *("checkpoint_every", "keep_checkpoints", "samples_every", "sample_tokens", "max_nonfinite"),
     *("drift_alarm", "log_to", "faults", "faults_continuity", "faults_port", "on_fault"),
+    *("drain_every", "min_processes"),
     *("metrics_port", "step_deadline", "hang_deadline"),
 )
 """Fields that a resumed run may change: none of them changes what a step computes. Steps only grow;
@@ -43,6 +44,8 @@ LATER_FIELDS = {
     "metrics_port": None,
     "step_deadline": None,
     "hang_deadline": None,
+    "drain_every": 3600.0,
+    "min_processes": None,
 }
 """Fields that a config.json of an earlier version lacks, with the values that keep the behaviour of
 that version."""

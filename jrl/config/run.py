@@ -37,7 +37,7 @@ POSITIVE_SETTINGS = (
     *("max_turns", "turn_length", "max_nonfinite"),
     *("rollout_micro_batches", "rollout_expert_slots", "rollout_replan"),
     *("warm_start_batch", "eval_every", "eval_prompts", "checkpoint_every"),
-    *("keep_checkpoints", "samples_every"),
+    *("keep_checkpoints", "samples_every", "min_processes"),
 )
 """Fields of `RunConfig` that are numbers from 1, where they are given."""
 
@@ -45,6 +45,8 @@ AUTO = "auto"
 """The layout of a command line that leaves the choice to the planner; no run has it."""
 DISAGGREGATED_SETTINGS = ("rollout_split", "rollout_m2n", "rollout_expert_slots", "rollout_replan")
 """Settings that apply to `rollout_engine="disaggregated"` only."""
+TELL, DRAIN = "tell", "drain"
+"""Actions of `RunConfig.on_fault`; any other text is a command."""
 SINGLE_MESH_SETTINGS: dict[str, Any] = {
     "rollout_engine": "slots",
     **dict.fromkeys(DISAGGREGATED_SETTINGS),
@@ -375,13 +377,26 @@ class RunConfig:
     """Serve the newest sample to Prometheus on this port of localhost, plus the number of the
     process; None serves nothing."""
     on_fault: str | None = None
-    """A shell command for each alarm; its environment has JRL_FAULT_MACHINE, JRL_FAULT_METRIC,
-    JRL_FAULT_START, JRL_FAULT_END (Unix times) and JRL_FAULT_LINE."""
+    """Action at an alarm, in addition to the line that tells it: "tell" is none, "drain" saves a
+    checkpoint and ends the run with status 75, for a restart without that machine, and any other
+    text is a shell command, whose environment has JRL_FAULT_MACHINE, JRL_FAULT_METRIC,
+    JRL_FAULT_START, JRL_FAULT_END (Unix times) and JRL_FAULT_LINE. None is tell."""
+    drain_every: float = 3600.0
+    """Fewest seconds between two drains of the run; alarms in between are told."""
+    min_processes: int | None = None
+    """Fewest processes with which a drained run continues, on a layout with a smaller dp; without a
+    legal one alarms are told. python -m jrl.launch --hosts sets it with --elastic. None leaves
+    the restart and its processes to the scheduler."""
 
     @property
     def checkpoint(self) -> str | None:
         """Directory of the model's published checkpoint; None for a preset."""
         return str(checkpoint_folder(self.model)) if is_checkpoint(self.model) else None
+
+    @property
+    def fault_command(self) -> str | None:
+        """Shell command for each alarm; None without one."""
+        return None if self.on_fault in (None, TELL, DRAIN) else self.on_fault
 
     @property
     def template_arguments(self) -> dict[str, Any]:
@@ -440,6 +455,7 @@ class RunConfig:
         for name in ("faults_port", "on_fault"):
             if getattr(self, name) is not None and not self.faults:
                 raise ValueError(f"{name}={getattr(self, name)!r} needs --faults.")
+        self._check_drain()
         for name in ("faults_port", "metrics_port"):
             port = getattr(self, name)
             if port is not None and not 0 < port < 2**16:
@@ -450,6 +466,21 @@ class RunConfig:
             raise ValueError(
                 f"step_deadline={self.step_deadline} is of the health check: give --metrics-port."
             )
+
+    def _check_drain(self) -> None:
+        """Raises a ValueError for settings of drains that cannot be."""
+        if not 0 < self.drain_every < math.inf:
+            raise ValueError(f"drain_every={self.drain_every} must be above 0 seconds.")
+        if self.min_processes is None:
+            return
+        if self.on_fault != DRAIN:
+            raise ValueError(f"min_processes={self.min_processes} needs --on-fault {DRAIN}.")
+        for name in ("rollout_devices", "rollout_split", "stale_cache"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"min_processes={self.min_processes} cannot be combined with {flag(name)}, "
+                    "whose devices do not shrink with dp: leave out one of them."
+                )
 
     def _check_rollout(self) -> None:
         """Raises a ValueError for rollout settings that are incompatible."""

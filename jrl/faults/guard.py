@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from jrl.faults.collect.fleet import Alarm, Detector
+from jrl.faults.collect.fleet import Alarm, Detector, Fleet
 from jrl.faults.collect.sampler import Exporter, Sampler
 from jrl.faults.collect.sources import available_sources
 from jrl.faults.watcher import Hook, Watcher
@@ -65,6 +65,7 @@ class Guard:
         self._stack = ExitStack()
         self._sampler: Sampler | None = None
         self._raised: queue.SimpleQueue[Alarm] = queue.SimpleQueue()
+        self._fleet: Fleet | None = None
         self._stop = threading.Event()
 
     def step_ended(self, seconds: float) -> None:
@@ -75,6 +76,11 @@ class Guard:
     def alarms(self) -> list[Alarm]:
         """The alarms raised since the last call."""
         return [self._raised.get() for _ in range(self._raised.qsize())]
+
+    @property
+    def fleet(self) -> Fleet | None:
+        """Samples that the detector compared when it last raised an alarm; None before."""
+        return self._fleet
 
     def __enter__(self) -> "Guard":
         if self._attachment is None:
@@ -106,7 +112,10 @@ class Guard:
     def _watch(self, settings: Attachment) -> None:
         watcher = Watcher({"": settings.folder / "faults"}, settings.detector)
         while not self._stop.wait(settings.interval):
-            for alarm in watcher.detect().raised:
+            result = watcher.detect()
+            if result.raised:
+                self._fleet = result.fleet
+            for alarm in result.raised:
                 self._raised.put(alarm)
                 for hook in settings.hooks:
                     hook(alarm)

@@ -20,6 +20,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from jrl.config.run import DRAIN, TELL
 from jrl.faults.collect.exporters import SELECTOR
 from jrl.faults.collect.fleet import INCOMPARABLE, Detector
 from jrl.faults.collect.prometheus import Pages, Prometheus
@@ -97,6 +98,11 @@ def main(arguments: list[str]) -> int:
     if not interval > 0:
         raise ValueError(f"interval={interval} must be above 0 seconds.")
     watcher = _watcher(request)
+    if request.on_fault in (TELL, DRAIN):
+        raise ValueError(
+            f"on_fault={request.on_fault!r} is an action of a run: give it to python -m jrl.train, "
+            "or a shell command here."
+        )
     hooks = [] if request.on_fault is None else [command_hook(request.on_fault)]
     alarmed = False
     with _open_screen(Console(), live=not request.once) as show:

@@ -12,7 +12,7 @@ from typing import Any
 
 from jrl.command_line import exit_status
 from jrl.launch import jobset, ray_cluster, slurm, ssh_hosts
-from jrl.launch.program import prepare
+from jrl.launch.program import Program, prepare
 
 SEPARATOR = "--"
 RESTARTS = 3
@@ -81,6 +81,13 @@ _option(
     f"restarts from the last checkpoint after a failure, default {RESTARTS}",
     **NUMBER,
 )
+_option(
+    "--elastic",
+    ("hosts",),
+    "fewest hosts with which a run of --on-fault drain continues without the host of an alarm",
+    type=int,
+    metavar="MIN",
+)
 _option("--port", ("hosts", "jobset"), f"of the coordinator, default {PORT}", **NUMBER)
 _option(
     "--env",
@@ -134,9 +141,16 @@ def _main(arguments: list[str]) -> int:
         )
         # Its files are those of the image: only there can the arguments be checked.
         return jobset.write(job, jobset.arguments_of(program_words, volume), Path(options.jobset))
+    if options.elastic is not None:
+        program_words += ["--min-processes", str(options.elastic)]
     program = prepare(program_words)
+    _check_drain(program, launcher, options.elastic)
     if launcher == "hosts":
         names = ssh_hosts.parse_hosts(options.hosts)
+        if options.elastic is not None and options.elastic >= len(names):
+            raise ValueError(
+                f"elastic={options.elastic} leaves none of {len(names)} hosts to drain: lower it."
+            )
         return ssh_hosts.launch(program, ssh_hosts.Hosts(names, port, environment))
     if launcher == "slurm":
         nodes = _required(options, launcher, "nodes")
@@ -177,6 +191,21 @@ def _check(options: argparse.Namespace, launcher: str) -> None:
         least = 0 if name == "max_failures" else 1
         if isinstance(value, int) and value < least:
             raise ValueError(f"{name}={value} must be at least {least}.")
+
+
+def _check_drain(program: Program, launcher: str, elastic: int | None) -> None:
+    """Rejects drains whose machine the restart would not leave out."""
+    if not program.drains or elastic is not None:
+        return
+    if launcher == "hosts":
+        raise ValueError(
+            "on_fault='drain' needs --elastic MIN before --, the fewest hosts to continue with."
+        )
+    raise ValueError(
+        f"on_fault='drain' is not supported with --{launcher}, which would restart the run on the "
+        "same machines: use --hosts with --elastic, or a command as --on-fault that takes the "
+        "machine out of service."
+    )
 
 
 def _required(options: argparse.Namespace, launcher: str, name: str) -> Any:

@@ -80,9 +80,14 @@ def arguments_of(words: Sequence[str], volume: tuple[str, str]) -> list[str]:
     """Arguments of the training program, whose run folder has to be on the volume.
 
     Raises:
-      ValueError: where it is not.
+      ValueError: where it is not, or for drains, whose machine JobSet would not leave out.
     """
     joined = " ".join(words)
+    if re.search(r"--on[-_]fault[ =]drain( |$)", joined):
+        raise ValueError(
+            "on_fault='drain' is not supported with --jobset, which would restart the run on the "
+            "same machines: use a command as --on-fault that takes the machine out of service."
+        )
     match = re.search(r"--run[-_]dir[ =](\S+)", joined)
     if match is None or not Path(match[1]).is_relative_to(volume[1]):
         raise ValueError(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jrl.config.flags import parse_arguments
+from jrl.config.run import DRAIN
 from jrl.processes.coordinator import SINGLE_PROCESS
 from jrl.runs.folder import RunFolder
 from jrl.runs.naming import next_run_path
@@ -19,10 +20,12 @@ class Program:
     Attributes:
       arguments: with a run folder, and --resume-if-exists.
       run_dir: the run folder.
+      drains: true if an alarm of its fault detector ends it for a restart (--on-fault drain).
     """
 
     arguments: tuple[str, ...]
     run_dir: Path
+    drains: bool = False
 
 
 def prepare(arguments: Sequence[str]) -> Program:
@@ -52,4 +55,5 @@ def prepare(arguments: Sequence[str]) -> Program:
         raise ValueError(
             f"run folder {run_dir} already holds a run: continue it with --resume, or name another."
         )
-    return Program((*words, "--resume-if-exists"), run_dir)
+    drains = options.run.on_fault == DRAIN
+    return Program((*words, "--resume-if-exists"), run_dir, drains)

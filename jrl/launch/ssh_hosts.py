@@ -1,23 +1,33 @@
-"""Launch over ssh: one process of the run on each host, all of which end when one fails."""
+"""Launch over ssh: one process of the run on each host, all of which end when one fails.
+
+A run that is drained (`jrl.faults.drain`) is started again without the host of the alarm. Nothing
+else is restarted.
+"""
 
 import shlex
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
+from jrl.faults.drain import Drain, read_drains
 from jrl.launch.program import MODULE, Program
+from jrl.processes.supervisor import DRAINED
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
 """Without passwords, and with an end when a host does not answer for a minute."""
 CONNECTION_FAILED = 255
 """Exit status of ssh where it does not connect."""
 KILL_SECONDS = 60
-"""Seconds that a process may save after SIGTERM, before it is killed."""
+"""Seconds that a process may save after SIGTERM, before it is killed; also those that the others
+may take to end by themselves once one has ended with `DRAINED`."""
+RECORD_SECONDS = 60.0
+"""Seconds until a file of another host is seen on a shared file system, whose clients cache it."""
 
 
 @dataclass(frozen=True)
@@ -80,17 +90,49 @@ def launch(program: Program, hosts: Hosts) -> int:
     """Runs the program on all hosts, and returns the exit status.
 
     It is 0 if all processes end with 0, and otherwise the status of the first that failed. Lines
-    are printed with the name of their host.
+    are printed with the name of their host. A run that drained one of its hosts is started again on
+    the others, with the layout that it chose for them.
     """
+    while True:
+        drains = len(read_drains(program.run_dir))
+        status, interrupted = _run(program, hosts)
+        if status != DRAINED or interrupted:
+            return status
+        drain = _wait_for_drain(program.run_dir, drains)
+        if drain is None or drain.restart is None:
+            return status
+        names = tuple(hosts.names[process] for process in drain.restart.processes)
+        print(
+            f"{hosts.names[drain.process]} is drained: the run continues after step {drain.step} "
+            f"on {', '.join(names)} with layout {drain.restart.layout!r}",
+            flush=True,
+        )
+        hosts = replace(hosts, names=names)
+        program = replace(program, arguments=(*program.arguments, *drain.restart.flags))
+
+
+def _run(program: Program, hosts: Hosts) -> tuple[int, bool]:
+    """Exit status of the program on all hosts, and whether a signal ended it."""
     run = _Processes(hosts)
     previous = {n: signal.signal(n, run.interrupt) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
         run.start([remote_command(program, hosts, n) for n in range(len(hosts.names))])
-        return run.wait()
+        return run.wait(), run.interrupted
     finally:
         for signum, handler in previous.items():
             signal.signal(signum, handler)
         run.close()
+
+
+def _wait_for_drain(run_dir: Path, known: int) -> Drain | None:
+    """The newest drain of a run, once it has more than `known`; None if none comes."""
+    deadline = time.monotonic() + RECORD_SECONDS
+    while len(drains := read_drains(run_dir)) <= known:
+        if time.monotonic() > deadline:
+            print(f"error: {run_dir} has no record of the drain", file=sys.stderr, flush=True)
+            return None
+        time.sleep(0.5)
+    return drains[-1]
 
 
 class _Processes:
@@ -119,6 +161,11 @@ class _Processes:
                 _start_thread(_copy_lines, name, process.stderr, sys.stderr),
             ]
             self._threads.append(_start_thread(self._watch, name, process, printers))
+
+    @property
+    def interrupted(self) -> bool:
+        """True after a signal."""
+        return self._interrupts > 0
 
     def wait(self) -> int:
         """Waits for all processes; returns 0, or the status of the first that failed."""
@@ -159,6 +206,12 @@ class _Processes:
             if self._status is not None:
                 return
             self._status = status if status > 0 else 128 - status
+        if status == DRAINED:
+            # The others end by themselves, with the same status.
+            timer = threading.Timer(KILL_SECONDS, self._close_inputs)
+            timer.daemon = True
+            timer.start()
+            return
         reason = f"ended with status {self._status}"
         if status == CONNECTION_FAILED:
             reason = "cannot be reached by ssh, or the connection was lost"

@@ -2,6 +2,10 @@
 
 from collections.abc import Mapping
 
+DRAINED = 75
+"""Exit status of a run that ended for a restart without a faulty machine (EX_TEMPFAIL of
+sysexits.h). All of its processes have it."""
+
 
 class Supervisor:
     """Supervisor that does nothing: of a run that a person started. Launchers derive theirs."""

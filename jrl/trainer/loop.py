@@ -7,19 +7,22 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 import jax
 from jaxtyping import Array
 
-from jrl.config.run import RunConfig
+from jrl.config.run import DRAIN, RunConfig
 from jrl.faults.collect.sources import local_gpus
+from jrl.faults.drain import Drainer
 from jrl.faults.guard import DETECTION_INTERVAL, Attachment, Guard, machine_name, metrics_of
 from jrl.faults.standard import StandardDetector
 from jrl.faults.watcher import Hook, command_hook
 from jrl.processes.agreement import (
     RaiseInAllProcesses,
     any_of,
+    broadcast_from_main,
     gather,
     is_main_process,
     is_multiprocess,
@@ -50,6 +53,7 @@ from jrl.trainer.outputs import (
     write_heldout_samples,
 )
 from jrl.trainer.setup.adapters import write_adapters
+from jrl.trainer.setup.elastic import restart_without
 from jrl.trainer.setup.setup import Setup
 from jrl.trainer.state import TrainState, init_adapters, init_state, init_weights, restore, save
 from jrl.trainer.step import SAMPLES_TIMING, RolloutStepResult, StepResult, train_step
@@ -76,13 +80,15 @@ class Outcome:
 
     Attributes:
       step: steps done.
-      stopped: true if a signal ended it early.
+      stopped: true if a signal or an alarm ended it early.
       saved: true if there is a checkpoint; false for a run that was stopped in its warm start.
+      drained: the alarm that ended it, in a line; None without one.
     """
 
     step: int
     stopped: bool
     saved: bool = True
+    drained: str | None = None
 
 
 def train(
@@ -122,6 +128,7 @@ def train(
         watchdog = stack.enter_context(_watchdog(setup, folder))
         stop = stack.enter_context(Stop(setup.task.close))
         guard = stack.enter_context(Guard(_attachment(setup.run, folder, on_fault)))
+        drainer = _drainer(setup, folder)
         monitors = _monitors(setup, folder, watchdog, stack)
         # Within the watchdog and the signals: a save in flight is completed while both are there.
         checkpoints = stack.enter_context(
@@ -152,7 +159,7 @@ def train(
         outputs = stack.enter_context(open_outputs(run, setup.recipe, folder, int(state.step)))
         outputs.loggers.extend(monitors)
         # Processes stop together: one that left alone would block the others in a collective.
-        while int(state.step) < run.steps and not any_of(bool(stop)):
+        while int(state.step) < run.steps and not any_of(bool(stop) or drainer.requested):
             # A signal ends the run after this step, never during an update.
             stop.doing = f"finishing step {int(state.step) + 1} and saving it"
             started = time.perf_counter()
@@ -169,6 +176,8 @@ def train(
             alarms = guard.alarms()
             metrics |= metrics_of(alarms) | drift_alarm(metrics, run.drift_alarm)
             outputs.warn(alarms)
+            if run.on_fault == DRAIN and step < run.steps:
+                outputs.warn_of_refusal(drainer.consider(alarms, guard.fleet))
             outputs.warn_of_drift(step, metrics)
             if outputs.warn_of_suspicion(step, metrics) and isinstance(result, RolloutStepResult):
                 outputs.write_suspicious(setup.format, step, result)
@@ -201,12 +210,13 @@ def train(
         if checkpoints.latest_step() != step:
             save(checkpoints, networks, state, provenance.describe(setup.settings, folder))
             checkpoints.wait()
+        drained = _drained(run, drainer, stop, step)
         write_adapters(setup, folder, state.policy.weights)
         outputs.warn(guard.alarms())  # since the last step: shown, but no line of metrics is left
         watchdog.close()  # loggers may take their time to send the rest
     if is_main_process():
         finish(folder, f"{run.task}, {setup.recipe.name}", stopped=step < run.steps)
-    return Outcome(step, stopped=step < run.steps)
+    return Outcome(step, stopped=step < run.steps, drained=drained)
 
 
 class Reinforcement:
@@ -355,8 +365,8 @@ def _attachment(run: RunConfig, folder: RunFolder, on_fault: Hook | None) -> Att
         return None
     process = jax.process_index()
     hooks = [] if on_fault is None else [on_fault]
-    if run.on_fault is not None:
-        hooks.append(command_hook(run.on_fault))
+    if run.fault_command is not None:
+        hooks.append(command_hook(run.fault_command))
     return Attachment(
         folder=folder.path,
         machine=machine_name(socket.gethostname(), process),
@@ -369,6 +379,29 @@ def _attachment(run: RunConfig, folder: RunFolder, on_fault: Hook | None) -> Att
         interval=min(DETECTION_INTERVAL, run.faults_continuity),
         port=None if run.faults_port is None else run.faults_port + process,
     )
+
+
+def _drainer(setup: Setup, folder: RunFolder) -> Drainer:
+    """Drains of this run, which its first process decides."""
+    run, num_processes = setup.run, jax.process_count()
+    plan = None
+    if run.min_processes is not None:
+        plan = partial(
+            restart_without, setup, num_processes=num_processes, minimum=run.min_processes
+        )
+    return Drainer(folder.path, num_processes, run.drain_every, plan)
+
+
+def _drained(run: RunConfig, drainer: Drainer, stop: Stop, step: int) -> str | None:
+    """The alarm that ended the run, in a line, in all processes; None if none did."""
+    # After a signal, whatever sent it decides how the run continues.
+    if run.on_fault != DRAIN or step == run.steps or any_of(bool(stop)):
+        return None
+    line = None
+    with RaiseInAllProcesses():
+        if drainer.requested:
+            line = drainer.write(step)
+    return broadcast_from_main(line)
 
 
 def _throughput_metrics(setup: Setup, tokens: float, seconds: float) -> dict[str, float]:

@@ -73,6 +73,11 @@ class Outputs:
         for alarm in alarms:
             self.display.alarm(alarm.describe())
 
+    def warn_of_refusal(self, line: str | None) -> None:
+        """Shows why a run is not drained; nothing for None."""
+        if line is not None:
+            self.display.alarm(line)
+
     def warn_of_drift(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows an alarm at the first step of a drift of the sampler from the trainer."""
         if "sampling/drift_alarm" not in metrics:

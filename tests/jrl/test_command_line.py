@@ -6,8 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jrl import command_line
 from jrl.command_line import exit_status, keep_compilations, start_jax
 from jrl.config.run import RunConfig
+from jrl.processes.supervisor import DRAINED
 from jrl.trainer.loop import NonFiniteRun
 from jrl.trainer.warm_start import WarmStartFailed
 
@@ -30,6 +32,11 @@ def setting(name):
 
 def test_a_command_has_its_own_status():
     assert exit_status(lambda: 3) == 3
+
+
+def test_processes_with_the_status_of_a_drain_end_together(monkeypatch):
+    monkeypatch.setattr(command_line, "exit_without_waiting", pytest.fail)
+    assert [exit_status(lambda status=status: status) for status in (0, 2, DRAINED)] == [0, 2, 75]
 
 
 def test_what_our_code_says_is_one_line(capsys):

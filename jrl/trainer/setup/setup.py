@@ -374,18 +374,28 @@ def build_setup(
         # lengths.
         setup = replace(setup, recipe=recipe.fitted(setup.response_length))
         setup = replace(setup, recipe=setup.geometry.with_micro_batch().recipe)
-        check_supported(network, setup.mesh)
-        check_dispatchers(network, setup.rollout_mesh)
-        check_shardable(network, setup.mesh, setup.rollout_mesh)
-        setup.geometry.check()
-        check_overlaps(network, setup.mesh, *setup.geometry.overlap_units(run.packing))
-        setup.geometry.slots(run.slots)
+        check_layout(replace(setup, model=network))
         _check_fits(setup)
     # Worker processes must not outlive a run that is rejected or interrupted.
     except BaseException:
         task.close()
         raise
     return setup
+
+
+def check_layout(setup: Setup) -> None:
+    """Checks that the network and the batches of a run divide over its layout.
+
+    Raises:
+      ValueError: naming what does not.
+    """
+    network, geometry = setup.model, setup.geometry
+    check_supported(network, setup.mesh)
+    check_dispatchers(network, setup.rollout_mesh)
+    check_shardable(network, setup.mesh, setup.rollout_mesh)
+    geometry.check()
+    check_overlaps(network, setup.mesh, *geometry.overlap_units(setup.run.packing))
+    geometry.slots(setup.run.slots)
 
 
 def _task(run: RunConfig, recipe: Recipe, code_path: Path | None) -> Task:

@@ -111,6 +111,7 @@ def test_what_cannot_be_read_or_compared_is_said(tmp_path, capsys):
         (["watch", "{run}", "--continuity=-1"], "continuity=-1.0 must be"),
         (["watch", "{run}", "{run}"], "two of the runs are called"),
         (["watch", "{run}", "--on-fault= "], "on_fault is an empty command"),
+        (["watch", "{run}", "--on-fault=drain"], "on_fault='drain' is an action of a run"),
     ],
 )
 def test_what_is_wrong_is_one_line(tmp_path, capsys, arguments, message):

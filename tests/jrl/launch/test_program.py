@@ -68,6 +68,11 @@ def test_resume_if_exists_needs_a_folder():
         ("--hosts a,,b", "hosts='a,,b' must be names"),
         ("--hosts a --gpus 8", "--gpus is of --slurm and --jobset, and has no meaning"),
         ("--hosts a --env x", "env='x' must be NAME=VALUE"),
+        ("--ray --elastic 1 --", "--elastic is of --hosts, and has no meaning"),
+        (
+            "--jobset --nodes 2 --image x --volume c:/r -- --run-dir /r/a --on-fault drain",
+            "on_fault='drain' is not supported with --jobset",
+        ),
         ("--ray --workers 0", "workers=0 must be at least 1"),
         ("--slurm", "--slurm needs --nodes"),
         ("--jobset --nodes 2 --image x", "--jobset needs --volume"),
@@ -85,6 +90,37 @@ def test_bad_input_is_one_line(line, message, capsys, monkeypatch):
     else:
         assert command.main(line.split()) == 2
         assert message in one_line(capsys.readouterr())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--hosts a,b -- --faults --on-fault drain", "on_fault='drain' needs --elastic MIN"),
+        ("--hosts a,b --elastic 1 --", "min_processes=1 needs --on-fault drain"),
+        ("--hosts a,b --elastic 2 -- --faults --on-fault drain", "elastic=2 leaves none of 2"),
+        ("--ray -- --faults --on-fault drain", "on_fault='drain' is not supported with --ray"),
+        (
+            "--slurm --nodes 2 -- --faults --on-fault drain",
+            "on_fault='drain' is not supported with --slurm",
+        ),
+    ],
+)
+def test_drains_that_no_restart_would_follow_are_refused(line, message, capsys):
+    assert command.main(line.split()) == 2
+    assert message in one_line(capsys.readouterr())
+
+
+@pytest.mark.slow
+def test_hosts_get_the_fewest_processes_of_a_restart(monkeypatch):
+    launched = []
+    monkeypatch.setattr(ssh_hosts, "launch", lambda *given: launched.append(given) or 0)
+    line = "--hosts a,b,c --elastic 2 -- --faults --on-fault drain --run-dir first"
+    assert command.main(line.split()) == 0
+    [(program, hosts)] = launched
+    assert hosts.names == ("a", "b", "c") and program.drains
+    run = parse_arguments(list(program.arguments)).run
+    assert (run.on_fault, run.min_processes) == ("drain", 2)
 
 
 def test_slurm_and_jobset_write_files(tmp_path, capsys):

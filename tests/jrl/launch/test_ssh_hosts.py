@@ -1,5 +1,6 @@
 """Launch over ssh, with an `ssh` on the PATH that runs the command on this machine."""
 
+import json
 import os
 import signal
 import subprocess
@@ -10,32 +11,10 @@ from pathlib import Path
 
 import pytest
 from command_runs import metrics
-from places import ROOT, SUPPORT
 
 from jrl.launch import ssh_hosts
 from jrl.launch.program import Program
 from jrl.launch.ssh_hosts import Hosts, launch, parse_hosts
-
-SSH = """#!/bin/sh
-while [ "$1" = -o ]; do shift 2; done
-if [ "$1" = down ]; then
-    echo "ssh: connect to host down port 22: No route to host" >&2
-    exit 255
-fi
-shift
-exec sh -c "$1"
-"""
-
-
-@pytest.fixture
-def ssh(monkeypatch, tmp_path):
-    path = tmp_path / "bin" / "ssh"
-    path.parent.mkdir()
-    path.write_text(SSH)
-    path.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{path.parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(SUPPORT), str(ROOT)]))
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
@@ -96,6 +75,41 @@ def test_a_signal_asks_all_to_save(program, capfd, tmp_path):
     threading.Thread(target=interrupt).start()
     assert launch(program("--wait"), Hosts(("a", "b"))) == 0
     assert {"a: saved", "b: saved"} < set(capfd.readouterr().out.splitlines())
+
+
+def record_of_drain(restart):
+    alarm = {"machine": "b-1", "line": "b-1 stands out"}
+    record = {"number": 1, "time": 0.0, "step": 7, "num_processes": 3, "process": 1}
+    return json.dumps(record | {"alarm": alarm, "restart": restart})
+
+
+def test_a_drained_run_continues_without_the_host(program, capfd, tmp_path):
+    restart = {"processes": [0, 2], "flags": ["--layout", "tp2 dp2"], "layout": "tp2 dp2"}
+    (tmp_path / "drain.json").write_text(record_of_drain(restart))
+    words = ("--layout", "tp2 dp3", "--drained-of", "3")
+    assert launch(program(*words), Hosts(("a", "b", "c"), 7001)) == 0
+    captured = capfd.readouterr()
+    line = "b is drained: the run continues after step 7 on a, c with layout 'tp2 dp2'"
+    lines = captured.out.splitlines()
+    assert line in lines and "ending the others" not in captured.err
+    index = lines.index(line)
+    words = "--layout tp2 dp3 --drained-of 3"
+    before = f"{words} --coordinator a:7001 --num-processes 3 --process-id"
+    assert sorted(lines[:index]) == [f"a: {before} 0", f"b: {before} 1", f"c: {before} 2"]
+    after = before.replace(" --coord", " --layout tp2 dp2 --coord").replace(
+        "processes 3", "processes 2"
+    )
+    assert sorted(lines[index + 1 :]) == [f"a: {after} 0", f"c: {after} 1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_record", [True, False])
+def test_a_drained_run_without_a_restart_ends(program, capfd, tmp_path, monkeypatch, has_record):
+    monkeypatch.setattr(ssh_hosts, "RECORD_SECONDS", 0.1)
+    if has_record:
+        (tmp_path / "drain.json").write_text(record_of_drain(None))
+    assert launch(program("--drained-of", "1"), Hosts(("a",))) == 75
+    assert ("error: run has no record of the drain" in capfd.readouterr().err) != has_record
 
 
 @pytest.mark.slow

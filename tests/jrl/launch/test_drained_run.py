@@ -1,0 +1,90 @@
+"""A run on three hosts, one of which freezes for a while: it is drained, and the others finish."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+from command_runs import metrics
+
+from jrl.faults.collect.align import read_folder
+from jrl.faults.drain import process_of, read_drains
+from jrl.faults.standard import SILENCE
+from jrl.launch import __main__ as command
+from jrl.launch import ssh_hosts
+
+SETTINGS = {
+    "model": "micro",
+    "layout": "dp3",
+    "devices": 3,
+    "steps": 120,
+    "warm-start-steps": 0,
+    "warm-start-batch": 4,
+    "prompts": 6,
+    "group-size": 2,
+    "mini-batch": 12,
+    "eval-prompts": 4,
+    "eval-every": 1000,
+    "checkpoint-every": 1000,
+    "samples-every": 1000,
+    "run-dir": "run",
+    "faults-continuity": 5,  # and so the seconds between two looks of the detector
+    "on-fault": "drain",
+    "hang-deadline": 0,  # its watchdog would end a run one process of which is frozen
+}
+FLAGS = [f"--{name}={value}" for name, value in SETTINGS.items()]
+# Three processes on a few cores: each computes on one. All are on this machine.
+ONE_THREAD = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+HOSTS = ("localhost", "node1", "node2")
+SICK = 1
+CLEAN_STEPS = 60
+"""Steps of half a second before the fault: an alarm could come after 20 seconds."""
+FROZEN_SECONDS = 45.0
+"""Twice as long as it takes to name a process: the machine may have other work."""
+WAIT = 1800
+"""Seconds for what takes a few dozen."""
+
+
+def count_steps(run):
+    path = run / "metrics.jsonl"
+    return len(path.read_text().splitlines()) - 1 if path.exists() else 0
+
+
+@pytest.mark.slow
+def test_the_others_finish_the_run_without_a_faulty_host(
+    ssh, monkeypatch, tmp_path, free_port, capfd
+):
+    monkeypatch.setattr(ssh_hosts, "MODULE", "drained_training")
+    run, seen = tmp_path / "run", []
+
+    def freeze():
+        deadline = time.monotonic() + WAIT
+        while count_steps(run) < CLEAN_STEPS and time.monotonic() < deadline:
+            time.sleep(0.2)
+        records = read_folder(run / "faults")[0]
+        [pid] = [each.pid for each in records if process_of(each.machine) == SICK]
+        seen.append((len(read_drains(run)), count_steps(run)))
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(FROZEN_SECONDS)
+        os.kill(pid, signal.SIGCONT)
+
+    threading.Thread(target=freeze, daemon=True).start()
+    options = [f"--hosts={','.join(HOSTS)}", "--elastic=2", f"--port={free_port}"]
+    environment = [f"--env=XLA_FLAGS={os.environ.get('XLA_FLAGS', '')} {ONE_THREAD}"]
+    status = command.main([*options, *environment, "--", *FLAGS, "--faults"])
+    captured = capfd.readouterr()
+    assert status == 0, captured.err[-3000:]
+    [(drains_before, step_before)] = seen
+    assert drains_before == 0  # a clean run is not touched
+    [drain] = read_drains(run)
+    assert (drain.process, drain.alarm["metric"]) == (SICK, SILENCE), drain
+    assert step_before <= drain.step <= step_before + 3
+    assert drain.restart.processes == (0, 2) and drain.restart.layout.startswith("tp1 cp1 dp2")
+    line = f"node1 is drained: the run continues after step {drain.step} on localhost, node2 with"
+    assert line in captured.out
+    machine = drain.alarm["machine"]
+    assert f"drained {machine} after step {drain.step}: {machine} stands out in" in captured.out
+    assert "ending the others" not in captured.err
+    steps = [line["step"] for line in metrics(run)]
+    assert steps == list(range(SETTINGS["steps"] + 1))

@@ -1,0 +1,65 @@
+"""Restarts on fewer processes: the layout with a smaller dp, or the reason why there is none."""
+
+import pytest
+from small_runs import small_recipe, small_run, small_setup
+
+from jrl.trainer.setup.elastic import restart_without
+from sharding.folding import Layout
+
+
+def restart(layout, minimum=1, processes=4, process=1, run=None, **recipe):
+    recipe = small_recipe(**{"prompts": 12, "mini_batch": 24, "micro_batch": None, **recipe})
+    setup = small_setup(recipe, small_run(layout=layout, **(run or {})))
+    return restart_without(setup, process, processes, minimum)
+
+
+def flags(restart):
+    return dict(zip(restart.flags[::2], restart.flags[1::2], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("layout", "processes", "continues", "smaller"),
+    [
+        ("dp4", 4, (0, 2, 3), "dp3"),
+        ("tp2 dp4 / ep2", 4, (0, 2, 3), "tp2 dp3 / ep2"),
+        ("dp4 / ep2", 4, (0, 2), "dp2 / ep2"),  # ep2 does not divide dp3
+        ("tp2 dp2 / ep4", 2, None, None),  # nor ep4 tp2 dp1
+        ("tp2 dp2 / ep2", 2, (0,), "tp2 / ep2"),
+        ("cp2 dp2", 2, (0,), "cp2"),
+        ("tp4 dp1", 2, None, None),
+    ],
+)
+def test_dp_is_reduced_and_the_other_axes_stay(layout, processes, continues, smaller):
+    if smaller is None:
+        with pytest.raises(ValueError, match="no layout with a smaller dp is legal: on 1 "):
+            restart(layout, processes=processes)
+        return
+    found = restart(layout, processes=processes)
+    assert found.processes == continues
+    assert found.layout == flags(found)["--layout"] == str(Layout.parse(smaller))
+
+
+def test_the_mini_batch_has_to_divide():
+    assert restart("dp4", mini_batch=8).processes == (0, 2)  # not by dp3
+    with pytest.raises(ValueError, match=r"on 3 processes mini_batch=8 does not divide over dp=3"):
+        restart("dp4", minimum=3, mini_batch=8)
+
+
+def test_fewer_processes_than_the_minimum_are_refused():
+    with pytest.raises(ValueError, match="it would leave 3 processes, and min_processes=4 are"):
+        restart("dp4", minimum=4)
+
+
+def test_devices_have_no_more_rows_and_slots_than_before():
+    found = flags(restart("dp4", micro_batch=8, run={"devices": 4, "slots": 8}))
+    assert found["--micro-batch"] == "6"  # two rows on each device
+    assert (found["--devices"], found["--slots"]) == ("3", "6")
+    found = flags(restart("dp4", micro_batch=12, mini_batch=12))
+    assert found == {"--layout": str(Layout.parse("dp3")), "--micro-batch": "6"}
+
+
+def test_the_rollout_layout_shrinks_too():
+    found = flags(restart("dp4", run={"rollout_layout": "tp2 dp2"}, process=0, processes=2))
+    assert Layout.parse(found["--rollout-layout"]) == Layout.parse("tp2 dp1")
+    with pytest.raises(ValueError, match=r"3 devices do not divide by tp x cp x pp = 2"):
+        restart("dp4", minimum=3, run={"rollout_layout": "tp2 dp2"})
