@@ -4,6 +4,7 @@
     python -m benchmarks.absent kernels              # the table of Mosaic GPU kernels
     python -m benchmarks.absent steps --only v5p
     python -m benchmarks.absent schedule launches    # overlap, and number of kernel launches
+    python -m benchmarks.absent exchanges            # bytes of token dispatch between servers
 
 The status is 1 where a compiler refuses one.
 """
@@ -15,6 +16,7 @@ from typing import Any
 
 from benchmarks.absent import compilers
 from benchmarks.absent.report import (
+    EXCHANGES,
     KERNELS,
     LAUNCHES,
     MEGABLOX,
@@ -34,13 +36,14 @@ PARTS: dict[str, tuple[str, ...]] = {
     STEPS: ("cuda", "tpu"),
     SCHEDULE: ("cuda", "tpu"),
     LAUNCHES: ("cuda",),
+    EXCHANGES: ("cuda",),
 }
 """Parts, and the platforms whose compilers each needs."""
 
 
 def rows_of(part: str) -> Callable[..., Iterator[dict[str, Any]]]:
     """The rows of a part; imports JAX."""
-    from benchmarks.absent import launches, programs, rows, schedule
+    from benchmarks.absent import exchanges, launches, programs, rows, schedule
 
     return {
         KERNELS: rows.gpu_kernels,
@@ -48,6 +51,7 @@ def rows_of(part: str) -> Callable[..., Iterator[dict[str, Any]]]:
         STEPS: programs.steps,
         SCHEDULE: schedule.schedules,
         LAUNCHES: launches.launches,
+        EXCHANGES: exchanges.exchanges,
     }[part]
 
 
