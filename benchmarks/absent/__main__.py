@@ -5,11 +5,13 @@
     python -m benchmarks.absent steps --only v5p
     python -m benchmarks.absent schedule launches    # overlap, and number of kernel launches
     python -m benchmarks.absent exchanges            # bytes of token dispatch between servers
+    python -m benchmarks.absent plan ...             # layouts of the planner, with its arguments
 
 The status is 1 where a compiler refuses one.
 """
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     EXCHANGES: ("cuda",),
 }
 """Parts, and the platforms whose compilers each needs."""
+PLAN = "plan"
+"""A command of its own, with the arguments of the planner (`benchmarks.absent.plan`)."""
 
 
 def rows_of(part: str) -> Callable[..., Iterator[dict[str, Any]]]:
@@ -62,7 +66,11 @@ def parser() -> argparse.ArgumentParser:
         description="Compiles kernels and training steps for accelerators that are not here",
     )
     command.add_argument(
-        "parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; default: all"
+        "parts",
+        nargs="*",
+        metavar="PART",
+        help=f"{', '.join(PARTS)}; default: all. Or {PLAN} and the arguments of sharding.planner, "
+        "whose layouts are compiled",
     )
     command.add_argument(
         "--only",
@@ -80,6 +88,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
+    if sys.argv[1:2] == [PLAN]:
+        from benchmarks.absent.plan import main as compile_plans
+
+        raise SystemExit(compile_plans(sys.argv[2:]))
     arguments = parser().parse_args()
     parts = arguments.parts or list(PARTS)
     for part in parts:
