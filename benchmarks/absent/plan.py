@@ -37,7 +37,6 @@ def main(arguments: Sequence[str]) -> int:
     from sharding.planner.__main__ import PARSER, batch_sizes, join_numbers, model_of, result_of
     from sharding.planner.report import align_columns
 
-    PARSER.prog = "python -m benchmarks.absent plan"
     args = PARSER.parse_args(join_numbers(arguments))
     try:
         hardware, devices = parse(args.hardware)

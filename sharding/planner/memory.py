@@ -37,7 +37,7 @@ class Memory:
       weights: as they are used, under full sharding their shards.
       optimizer: moments and master weights, in shards (ZeRO-1).
       gradients: their sum over micro-batches, and that of the current micro-batch where they are
-        accumulated.
+        accumulated; of a single micro-batch that alone.
       activations: residuals of the layers for the backward pass, of all micro-batches in flight.
       buffers: temporary values: those of the current layer, logits, gathered shards, and the new
         residuals of a pipeline chunk.
@@ -145,8 +145,13 @@ def model_states(model: ModelSizes, layout: Layout, method: Method, adds_up: boo
         stored, full, shard = group.stored(method), group.parameters, group.shard_size(layout)
         weights += (shard if method.fsdp else full) * stored.weight
         optimizer += shard * (stored.master + stored.moments)
-        # A sum over micro-batches and the gradient that is added to it.
-        gradient_bytes = stored.gradient + (stored.summand if adds_up else 0)
+        # A sum over micro-batches and the gradient that is added to it; the gradient of a single
+        # one keeps its dtype until the optimizer reads it. A pipeline always sums.
+        gradient_bytes = stored.gradient
+        if adds_up:
+            gradient_bytes += stored.summand
+        elif layout.pp == 1 and stored.summand:
+            gradient_bytes = stored.summand
         gradients += (shard if method.fsdp and group.in_layers else full) * gradient_bytes
         if method.fsdp:
             # The current layer, embedding and head, gathered.

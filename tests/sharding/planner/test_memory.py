@@ -87,6 +87,15 @@ def test_several_micro_batches_need_a_gradient_of_one_beside_their_sum(storage, 
         assert found.gradients == sum(each)
 
 
+@pytest.mark.parametrize(("storage", "each"), [("float32", 4), ("bfloat16", 2), ("mixed", 4)])
+def test_the_gradient_of_a_single_micro_batch_keeps_its_dtype(storage, each):
+    """As in programs for absent GPUs: benchmarks/results/absent.md, Qwen3-235B-A22B."""
+    layout = Layout.parse("tp2 dp4 / ep8")
+    found = memory(MIXTRAL, layout, Batch(4, 4096), Method(storage=storage)).gradients
+    groups = weight_groups(MIXTRAL, layout)
+    assert found == sum(one.parameters * (4 if one.is_precise else each) for one in groups)
+
+
 def test_states_are_18_bytes_of_which_12_are_cut():
     layout = Layout.parse("tp2 dp8 pp8 / ep8")
     found = memory(MIXTRAL, layout, Batch(256, 4096), Method(storage="mixed"))
