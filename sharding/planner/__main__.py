@@ -78,7 +78,7 @@ serving.add_flags(PARSER)
 
 
 COMPILE = "python -m benchmarks.absent plan"
-"""Command of a checkout that compiles layouts for absent devices."""
+"""Command of a checkout that compiles layouts for absent devices, of the kinds that it names."""
 OVERLAP_FLAGS = ("expert_chunks", "two_batch_overlap", "overlap_grad_reduce")
 """Flags of communication overlapped with matrix products."""
 
@@ -180,7 +180,7 @@ def main(arguments: list[str] | None = None) -> int:
             title = f"{args.model} on {args.hardware}, {rows:,} x {time:,} tokens"
             draw(result.plans[: args.top], hardware, args.picture, title)
         if args.program == "jrl" and hardware.name != "laptop":
-            print(f"\nTo compile them without the devices: {COMPILE} with these arguments.")
+            print(f"\n{COMPILE} with these arguments compiles them without the devices.")
     except (ValueError, OSError) as reason:
         print(reason, file=sys.stderr)
         return 2

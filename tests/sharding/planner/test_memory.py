@@ -33,7 +33,7 @@ from sharding.planner.memory import (
 )
 from sharding.planner.method import ALLOWED_VALUES, Batch, Method, for_weights
 from sharding.planner.models import PRESETS
-from sharding.planner.volumes import tokens_per_peer
+from sharding.planner.volumes import balanced_tokens_per_peer, tokens_per_peer
 from sharding.planner.weights import (
     parameters_on_device,
     sharded_parameters,
@@ -195,6 +195,10 @@ def test_buffers_are_as_large_as_the_dispatchers(layout, capacity):
     if capacity is None:
         even = expert_rows(model, sizes, 64, Method(even=True))
         assert even == buffers.buffer_rows(64, 3, 16 // sizes.ep, mesh, None, buffer_factor=1.0)
+        for factor in (0.8, 1.5, 9.0):
+            expected = buffers.peer_tokens(64, 3, 16 // sizes.ep, mesh, None, factor)
+            method = Method(buffer_factor=factor)
+            assert balanced_tokens_per_peer(model, sizes, 64, method) == expected
 
 
 def compiled_bytes(layout, rows, time, model=CONFIG, **execution):
