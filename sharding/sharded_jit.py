@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
+from jax.core import Tracer
 from jax.sharding import NamedSharding, Sharding
 
 from sharding.compiler_options import Options, compiler_options, device_options
@@ -70,7 +71,7 @@ class DeviceJit(Generic[Params, Result]):
 
     def _jit_of(self, args: tuple[Any, ...]) -> Any:
         # Traced as a part of another program, it has the options of that one.
-        is_part = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args))
+        is_part = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(args))
         return self.jit_with({} if is_part else self.settings_of(args))
 
 
