@@ -10,14 +10,7 @@ from benchmarks.absent import compilers
 from benchmarks.absent.rows import Figures, folder_of, matches, reason
 from benchmarks.absent.work import PROMPT, RESPONSE
 from benchmarks.gpu.networks import network
-from benchmarks.gpu.shapes import (
-    DEEPSEEK_V3,
-    LATENT,
-    MIXTRAL_8X22B,
-    QWEN3_06B,
-    QWEN3_235B,
-    QWEN3_A3B,
-)
+from benchmarks.gpu.shapes import QWEN3_06B, QWEN3_235B, QWEN3_A3B
 
 KERNELS = {
     "experts": "mosaic_gathered",
@@ -91,18 +84,6 @@ STEPS = (
         micro_batches=16,
         run={"mu_dtype": "bfloat16"},
     ),
-    Step(
-        *("h100", "1x16x8", "cp2 dp8 pp8 / ep8", "Mixtral-8x22B", MIXTRAL_8X22B),
-        {"remat": "none", "context": "gather"},
-        rows=1024,
-        micro_batches=128,
-    ),
-    Step(
-        *("h100", "1x64x8", "tp4 dp4 pp32 / ep8", "DeepSeek-V3", DEEPSEEK_V3 | {"mla": LATENT}),
-        SELECTIVE,
-        rows=2048,
-        micro_batches=256,
-    ),
 )
 
 
@@ -173,14 +154,10 @@ def predicted_bytes(step: Step) -> float | None:
 def _network(step: Step) -> tuple[Any, Any]:
     """The network with what a run selects for its devices, and its mesh."""
     from jrl.trainer.setup.network import with_dispatch
-    from moe.architecture.attention import MultiHeadLatentAttention
     from sharding.folding import Layout, fold
 
     mesh = fold(Layout.parse(step.layout), compilers.devices(step.device, step.shape))
-    sizes = step.sizes
-    if isinstance(sizes.get("mla"), dict):
-        sizes = sizes | {"mla": MultiHeadLatentAttention(**sizes["mla"])}
-    config = network(sizes, **step.execution)
+    config = network(step.sizes, **step.execution)
     return with_dispatch(config, _run_config(step), mesh), mesh
 
 

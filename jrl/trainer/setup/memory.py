@@ -109,7 +109,9 @@ def memory(setup: Setup) -> dict[str, int]:
     gradients = max(gradient_bytes(network, mesh, shapes(network)) for network in networks)
     # Those of a micro-batch are in the dtypes of the weights; their sum, which a pipeline has of
     # one as well, is float32.
-    summand = max(gradient_bytes(network, mesh, cast_shapes(network)) for network in networks)
+    summand = max(
+        gradient_bytes(network, mesh, cast_shapes(network), mesh.layout.vpp) for network in networks
+    )
     if setup.geometry.num_micro_batches > 1:
         gradients += summand
     elif mesh.layout.pp == 1:
@@ -200,14 +202,18 @@ def float32_shard_bytes(config: ModelConfig, mesh: FoldedMesh) -> int:
 
 
 def gradient_bytes(
-    config: ModelConfig, mesh: FoldedMesh, like: Transformer[jax.ShapeDtypeStruct]
+    config: ModelConfig,
+    mesh: FoldedMesh,
+    like: Transformer[jax.ShapeDtypeStruct],
+    chunks: int = 1,
 ) -> int:
     """Bytes of the gradients of trained weights on one device, in the dtypes of `like`; those of
-    layers are sharded under fsdp."""
+    layers are sharded under fsdp, and of one of `chunks` of them."""
     # Under fsdp a layer's gradient is reduce-scattered immediately; those of embedding and LM head
     # are unsharded until the end.
     unsharded = _local_bytes(like, mesh, specs(config, mesh))
     layers = _local_bytes(like, mesh, stored_specs(config, mesh)).layers
+    layers = jax.tree.map(lambda size: size // chunks, layers)
     return _total(trees.select_trained(replace(unsharded, layers=layers), table(config)))
 
 

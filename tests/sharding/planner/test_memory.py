@@ -96,6 +96,16 @@ def test_the_gradient_of_a_single_micro_batch_keeps_its_dtype(storage, each):
     assert found == sum(one.parameters * (4 if one.is_precise else each) for one in groups)
 
 
+def test_a_pipeline_adds_up_the_gradient_of_a_chunk():
+    whole, chunks = (
+        memory(MIXTRAL, Layout.parse(layout), Batch(8, 512), Method(storage="bfloat16")).gradients
+        for layout in ("pp4", "pp4 vpp7")
+    )
+    groups = weight_groups(MIXTRAL, Layout.parse("pp4"))
+    added = sum(one.parameters * (4 if one.is_precise else 2) for one in groups if one.in_layers)
+    assert whole - chunks == pytest.approx(added * 6 / 7)
+
+
 def test_states_are_18_bytes_of_which_12_are_cut():
     layout = Layout.parse("tp2 dp8 pp8 / ep8")
     found = memory(MIXTRAL, layout, Batch(256, 4096), Method(storage="mixed"))
