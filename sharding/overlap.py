@@ -8,11 +8,14 @@ References:
   OpenXLA, "Operation semantics". https://openxla.org/xla/operation_semantics
 """
 
+import itertools
 import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+
+import numpy as np
 
 from sharding.costs.transfer import Kind
 
@@ -85,14 +88,20 @@ _ARRAY = re.compile(r"\b(pred|bf16|[fsu]\d+(?:e\d\w+)?|c64|c128)\[([\d,<= ]*)\]"
 _BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128}
 
 
+def arrays_of_type(text: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Dtype, such as "bf16", and shape of each array of a type, as printed."""
+    return [
+        (dtype, tuple(int(size.strip("<= ")) for size in sizes.split(",") if size.strip()))
+        for dtype, sizes in _ARRAY.findall(text)
+    ]
+
+
 def shapes_of_type(text: str) -> list[tuple[int, tuple[int, ...]]]:
     """Bits of an element and shape of each array of a type, as printed."""
-    arrays = []
-    for dtype, sizes in _ARRAY.findall(text):
-        bits = _BITS.get(dtype) or int(re.findall(r"\d+", dtype)[0])
-        shape = tuple(int(size.strip("<= ")) for size in sizes.split(",") if size.strip())
-        arrays.append((bits, shape))
-    return arrays
+    return [
+        (_BITS.get(dtype) or int(re.findall(r"\d+", dtype)[0]), shape)
+        for dtype, shape in arrays_of_type(text)
+    ]
 
 
 def bytes_of_type(text: str) -> int:
@@ -200,18 +209,77 @@ def _flattened(
 
 
 def _group_size(instruction: Instruction) -> int:
-    """Devices of a group, of three printed forms of replica groups; 2 for a permute."""
-    text = instruction.attributes
+    """Devices of a group; 2 for a permute, and 1 where no group is printed."""
     if instruction.operation.startswith("collective-permute"):
         return 2
-    if match := re.search(r"replica_groups=mesh\[([^\]]*)\].*?\{([^}]*)\}", text):
-        sizes = {axis: int(size) for axis, size in re.findall(r"'([^']+)'=(\d+)", match[1])}
-        return math.prod(sizes[axis] for axis in re.findall(r"'([^']+)'", match[2]))
-    if match := re.search(r"replica_groups=\[([\d,]+)\]", text):
-        return int(match[1].split(",")[-1])
-    if match := re.search(r"replica_groups=\{\{([\d,]+)\}", text):
-        return match[1].count(",") + 1
-    return 1
+    groups = device_groups(instruction)
+    return len(groups[0]) if groups else 1
+
+
+_MESH = re.compile(
+    r"replica_groups=mesh\[(?P<sizes>[^\]]*)\](?:, device_ids=\((?P<ids>.*?)\))?"
+    r" \{(?P<axes>[^}]*)\}"
+)
+_IOTA = r"\[(?P<dims>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?"
+_LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}")
+
+
+def device_groups(instruction: Instruction) -> tuple[tuple[int, ...], ...]:
+    """Groups of devices of a collective, of a permute the (from, to) pairs.
+
+    They are printed in one of three forms: listed; an iota, reshaped and transposed
+    (``[2,4]<=[4,2]T(1,0)``); and axes of a mesh (``mesh['dp'=4,'tp'=2] {'tp'}``), of which a part
+    may be taken (``'dp':(2)2``, the second factor of two).
+    """
+    text = instruction.attributes
+    if match := _MESH.search(text):
+        return _mesh_groups(match["sizes"], match["ids"], match["axes"])
+    if match := re.search(rf"replica_groups=\[(?P<shape>[\d,]+)\]<={_IOTA}", text):
+        return _as_groups(_iota(match["dims"], match["order"]).reshape(_numbers(match["shape"])))
+    if match := _LISTED.search(text):
+        return tuple(tuple(_numbers(group)) for group in re.findall(r"\{([\d,]+)\}", match[1]))
+    return ()
+
+
+def _mesh_groups(sizes: str, ids: str | None, axes: str) -> tuple[tuple[int, ...], ...]:
+    """Groups of a mesh along some of its axes.
+
+    Args:
+      sizes: of the axes, as printed.
+      ids: order of the devices, as printed; None is that of their numbers.
+      axes: of a group, as printed, with factors before a part and of it.
+    """
+    mesh = {axis: int(size) for axis, size in re.findall(r"'([^']+)'=(\d+)", sizes)}
+    parts = [
+        (axis, int(before or 1), int(size or mesh[axis]))
+        for axis, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", axes)
+    ]
+    dims: dict[tuple[str, int], int] = {}
+    for axis, size in mesh.items():
+        ends = {1, size}.union(*({b, b * n} for each, b, n in parts if each == axis))
+        dims |= {(axis, low): high // low for low, high in itertools.pairwise(sorted(ends))}
+    within = [(axis, before) for axis, before, _ in parts if (axis, before) in dims]
+    names = [*(name for name in dims if name not in within), *within]
+    devices = np.arange(math.prod(mesh.values()))
+    if ids is not None:
+        match = re.match(_IOTA, ids)
+        devices = np.array(_numbers(ids)) if match is None else _iota(match["dims"], match["order"])
+    ranks = devices.reshape(tuple(dims.values())).transpose([list(dims).index(n) for n in names])
+    return _as_groups(ranks.reshape(-1, math.prod(dims[name] for name in within)))
+
+
+def _iota(dims: str, order: str | None) -> np.ndarray:
+    """Numbers from 0 on, reshaped and transposed."""
+    numbers = np.arange(math.prod(_numbers(dims))).reshape(_numbers(dims))
+    return numbers if order is None else numbers.transpose(_numbers(order))
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def _as_groups(ranks: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(group) for group in ranks.tolist())
 
 
 def collectives(text: str) -> list[Collective]:

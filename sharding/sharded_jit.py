@@ -1,12 +1,128 @@
-"""Compiled functions whose results are trees of sharded arrays."""
+"""Compiled functions of several devices: with the compiler options of their mesh or devices
+(`sharding.compiler_options`), and with results that are trees of sharded arrays."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
+from jax.core import Tracer
 from jax.sharding import NamedSharding, Sharding
 
+from sharding.compiler_options import Options, compiler_options, device_options
 from sharding.folding import FoldedMesh
+
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+
+
+class DeviceJit(Generic[Params, Result]):
+    """Jitted function with the compiler options of its devices
+    (`sharding.compiler_options.device_options`).
+
+    Args:
+      function: of arrays.
+      devices: of the program; None is those of the first array among the arguments.
+      options: of `jax.jit`.
+    """
+
+    def __init__(
+        self,
+        function: Callable[Params, Result],
+        *,
+        devices: Collection[Any] | None = None,
+        **options: Any,
+    ):
+        self._function, self._devices, self._options = function, devices, options
+        self._jitted: dict[tuple[tuple[str, Any], ...], Any] = {}
+        self.__doc__ = function.__doc__
+
+    def settings_of(self, args: tuple[Any, ...]) -> Options:
+        """Compiler options for these arguments."""
+        devices = self._devices
+        if devices is None:
+            arrays = (leaf for leaf in jax.tree.leaves(args) if isinstance(leaf, jax.Array))
+            devices = next((array.sharding.device_set for array in arrays), ())
+        return device_options(devices)
+
+    def jit_with(self, settings: Options) -> Any:
+        """Jitted function with compiler options; the same for equal ones."""
+        # Options belong to `jax.jit` and not to a call, so there is one function for each set.
+        key = tuple(sorted(settings.items()))
+        if key not in self._jitted:
+            self._jitted[key] = jax.jit(
+                self._function, compiler_options=settings or None, **self._options
+            )
+        return self._jitted[key]
+
+    def __call__(self, *args: Params.args, **kwargs: Params.kwargs) -> Result:
+        return self._jit_of(args)(*args, **kwargs)
+
+    def lower(self, *args: Params.args, **kwargs: Params.kwargs) -> Any:
+        """Lowers the function, as `jax.jit`'s `lower`."""
+        return self._jit_of(args).lower(*args, **kwargs)
+
+    def trace(self, *args: Params.args, **kwargs: Params.kwargs) -> Any:
+        """Traces the function, as `jax.jit`'s `trace`."""
+        return self._jit_of(args).trace(*args, **kwargs)
+
+    def cache_size(self) -> int:
+        """Number of programs that were traced."""
+        return sum(jitted._cache_size() for jitted in self._jitted.values())
+
+    def _jit_of(self, args: tuple[Any, ...]) -> Any:
+        # Traced as a part of another program, it has the options of that one.
+        is_part = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(args))
+        return self.jit_with({} if is_part else self.settings_of(args))
+
+
+class MeshJit(DeviceJit[Params, Result]):
+    """Jitted function of an objective, a decoder or another record, whose mesh determines the
+    compiler options (`sharding.compiler_options.compiler_options`).
+
+    Args:
+      function: its first argument is static and has a `mesh`.
+      mesh_of: the mesh of the first argument; None is its `mesh`.
+      overlap: it is a pass over many tokens, see `sharding.compiler_options.OVERLAP`.
+      least_effort: of the compiler, see `sharding.compiler_options.LEAST_EFFORT`.
+      options: of `jax.jit`.
+    """
+
+    def __init__(
+        self,
+        function: Callable[Params, Result],
+        *,
+        mesh_of: Callable[[Any], FoldedMesh] | None = None,
+        overlap: bool = True,
+        least_effort: bool = False,
+        **options: Any,
+    ):
+        super().__init__(function, **options)
+        self._mesh_of = mesh_of or (lambda record: record.mesh)
+        self._asked = {"overlap": overlap, "least_effort": least_effort}
+
+    def settings_of(self, args: tuple[Any, ...]) -> Options:
+        """Compiler options for these arguments."""
+        return self._settings(self._mesh_of(args[0]))
+
+    def jit_for(self, mesh: FoldedMesh) -> Any:
+        """Jitted function for a mesh; the same for meshes with the same options."""
+        return self.jit_with(self._settings(mesh))
+
+    def _settings(self, mesh: FoldedMesh) -> Options:
+        return compiler_options(mesh, **self._asked)
+
+
+def jit_onto(
+    function: Callable[Params, Result], shardings: Any, **options: Any
+) -> DeviceJit[Params, Result]:
+    """Jitted function with the shardings of its results, and the compiler options of their devices.
+
+    Args:
+      shardings: a tree, all over the same devices.
+      options: of `jax.jit`.
+    """
+    devices = next((one.device_set for one in jax.tree.leaves(shardings)), ())
+    return DeviceJit(function, devices=devices, out_shardings=shardings, **options)
 
 
 def jit_sharded(build: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
@@ -16,7 +132,7 @@ def jit_sharded(build: Callable[..., Any], shardings: Any) -> Callable[..., Any]
     which a dataclass cannot hold.
     """
     leaf_shardings, structure = jax.tree.flatten(shardings)
-    compiled = jax.jit(lambda *args: jax.tree.leaves(build(*args)), out_shardings=leaf_shardings)
+    compiled = jit_onto(lambda *args: jax.tree.leaves(build(*args)), leaf_shardings)
     return lambda *args: structure.unflatten(compiled(*args))
 
 

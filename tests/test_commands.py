@@ -211,9 +211,17 @@ def test_planner_reads(command):
     PLANNER.parse_args(words_of(command)[2:])
 
 
+COMPILED_PLANS = [one for one in given("benchmarks.absent") if words_of(one)[2:3] == ["plan"]]
+
+
+@pytest.mark.parametrize("command", COMPILED_PLANS)
+def test_plans_are_compiled_with_the_arguments_of_the_planner(command):
+    PLANNER.parse_args(words_of(command)[3:])
+
+
 SCRIPTS = [
     *(command for command in FOUND if words_of(command)[0].endswith(".py")),
-    *given("benchmarks.absent"),
+    *(command for command in given("benchmarks.absent") if command not in COMPILED_PLANS),
     *given("benchmarks.agreement"),
     *given("benchmarks.gpu"),
     *given("benchmarks.rollout"),

@@ -4,17 +4,21 @@
     python -m benchmarks.absent kernels              # the table of Mosaic GPU kernels
     python -m benchmarks.absent steps --only v5p
     python -m benchmarks.absent schedule launches    # overlap, and number of kernel launches
+    python -m benchmarks.absent exchanges            # bytes of token dispatch between servers
+    python -m benchmarks.absent plan ...             # layouts of the planner, with its arguments
 
 The status is 1 where a compiler refuses one.
 """
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks.absent import compilers
 from benchmarks.absent.report import (
+    EXCHANGES,
     KERNELS,
     LAUNCHES,
     MEGABLOX,
@@ -34,13 +38,16 @@ PARTS: dict[str, tuple[str, ...]] = {
     STEPS: ("cuda", "tpu"),
     SCHEDULE: ("cuda", "tpu"),
     LAUNCHES: ("cuda",),
+    EXCHANGES: ("cuda",),
 }
 """Parts, and the platforms whose compilers each needs."""
+PLAN = "plan"
+"""A command of its own, with the arguments of the planner (`benchmarks.absent.plan`)."""
 
 
 def rows_of(part: str) -> Callable[..., Iterator[dict[str, Any]]]:
     """The rows of a part; imports JAX."""
-    from benchmarks.absent import launches, programs, rows, schedule
+    from benchmarks.absent import exchanges, launches, programs, rows, schedule
 
     return {
         KERNELS: rows.gpu_kernels,
@@ -48,6 +55,7 @@ def rows_of(part: str) -> Callable[..., Iterator[dict[str, Any]]]:
         STEPS: programs.steps,
         SCHEDULE: schedule.schedules,
         LAUNCHES: launches.launches,
+        EXCHANGES: exchanges.exchanges,
     }[part]
 
 
@@ -58,7 +66,11 @@ def parser() -> argparse.ArgumentParser:
         description="Compiles kernels and training steps for accelerators that are not here",
     )
     command.add_argument(
-        "parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; default: all"
+        "parts",
+        nargs="*",
+        metavar="PART",
+        help=f"{', '.join(PARTS)}; default: all. Or {PLAN} and the arguments of sharding.planner, "
+        "whose layouts are compiled",
     )
     command.add_argument(
         "--only",
@@ -76,6 +88,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
+    if sys.argv[1:2] == [PLAN]:
+        from benchmarks.absent.plan import main as compile_plans
+
+        raise SystemExit(compile_plans(sys.argv[2:]))
     arguments = parser().parse_args()
     parts = arguments.parts or list(PARTS)
     for part in parts:

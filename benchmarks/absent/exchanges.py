@@ -1,29 +1,51 @@
 """Bytes that token dispatch sends inside servers and between them, read off programs for GPUs.
 
-    python -m benchmarks.absent.exchanges                # every method, for eight servers of eight
+    python -m benchmarks.absent exchanges                # every method, for eight servers of eight
 
 Programs are compiled for absent H100s, an experts layer forward and backward. Buffers count whole,
 used or not. Beside them is what the planner says (`sharding.costs.dispatch`).
 """
 
-import argparse
-import itertools
-import json
-import math
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.absent import compilers
+from benchmarks.absent.rows import HOPPER, Figures, folder_of, matches, reason
+from sharding.costs.dispatch import TokenDispatch
+from sharding.costs.hardware import HARDWARE
+from sharding.folding import Layout
+from sharding.overlap import collective_of, computations, device_groups
+
 SERVERS, DEVICES = 8, 8
+LAYOUT = Layout(dp=SERVERS * DEVICES, ep=SERVERS * DEVICES)
 TOKENS, EXPERTS, K, WIDTH, HIDDEN = 256, 128, 8, 512, 256
 """Tokens of a device; experts of all, and of a token; elements of a token, and of an expert."""
+PROGRAM = "experts layer"
 METHODS = ("all_gather", "all_to_all", "two_level", "two_level_ragged")
-KINDS = ("all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all")
-_GROUP = re.compile(r"replica_groups=(?:\{\{([\d,]+)\}|mesh\['pp'=1,'dp_ep'=(\d+))")
-"""The first group, written out, or all devices of the mesh."""
+COUNTED = ("all_gather", "reduce_scatter", "all_to_all")
+"""Kinds of collectives of tokens; an all-reduce is that of a gradient."""
 Sent = dict[str, int]
 """Bytes that a device receives from its server ("inside") and from others ("across")."""
+
+
+def exchanges(only: Sequence[str], *, quick: bool, keep: Path | None) -> Iterator[Figures]:
+    """A row for each method; quick: two levels."""
+    for method in ("two_level",) if quick and not only else METHODS:
+        label = f"{HOPPER} {PROGRAM}, {method}, {LAYOUT}"
+        if not matches(label, only):
+            continue
+        about = {"device": HOPPER, "layout": str(LAYOUT), "program": PROGRAM, "form": method}
+        try:
+            compiled = compile_layer(method, folder_of(keep, label))
+        except Exception as error:  # a compiler's refusal has no type of its own; it is a row
+            yield about | {"error": reason(error)}
+            continue
+        yield about | {
+            "seconds": compiled.seconds,
+            "compiled": compiled_bytes(compiled.compiled.as_text()),
+            "planned": planned_bytes(method),
+        }
 
 
 def compiled_bytes(text: str) -> Sent:
@@ -32,62 +54,54 @@ def compiled_bytes(text: str) -> Sent:
     Args:
       text: of ``compiled.as_text()``, for GPUs.
     """
-    from sharding.overlap import computations, shapes_of_type
-
-    total = {"inside": 0, "across": 0}
-    for one in itertools.chain.from_iterable(computations(text).values()):
-        kind = one.operation.removesuffix("-start")
-        if kind not in KINDS:
-            continue
-        listed, number = _GROUP.findall(one.attributes)[0]
-        group = list(map(int, listed.split(","))) if listed else list(range(int(number)))
-        arrays = [bits * math.prod(shape) // 8 for bits, shape in shapes_of_type(one.result)]
-        if kind != one.operation:
-            # Operands, and then as many results; of slices, one.
-            arrays = arrays[-1:] if "ragged" in kind else arrays[len(arrays) // 2 :]
-        size = sum(arrays)
-        shard = size if kind == "reduce-scatter" else size // len(group)
-        near = sum(device // DEVICES == group[0] // DEVICES for device in group)
-        total["inside"] += shard * (near - 1)
-        total["across"] += shard * (len(group) - near)
+    total, program = {"inside": 0, "across": 0}, computations(text)
+    for instructions in program.values():
+        by_name = {one.name: one for one in instructions}
+        for one in instructions:
+            collective = collective_of(one, by_name, program)
+            # An asynchronous instruction calls a collective, which is counted there.
+            if collective is None or one.operation == "async-start":
+                continue
+            if collective.kind not in COUNTED:
+                continue
+            group, size = device_groups(one)[0], collective.bytes
+            shard = size if collective.kind == "all_gather" else size // len(group)
+            near = sum(device // DEVICES == group[0] // DEVICES for device in group)
+            total["inside"] += shard * (near - 1)
+            total["across"] += shard * (len(group) - near)
     return total
 
 
 def planned_bytes(method: str) -> Sent:
     """The same of the planner's collectives."""
-    from sharding.costs.dispatch import TokenDispatch
-    from sharding.costs.hardware import HARDWARE
-    from sharding.folding import Layout
-
-    layout = Layout.parse(_layout())
+    buffer = LAYOUT.ep * TOKENS
     dispatch = TokenDispatch(
-        method, layout, TOKENS, TOKENS, K, WIDTH, 2, layout.ep * TOKENS, server_devices=DEVICES
+        method, LAYOUT, TOKENS, TOKENS, K, WIDTH, 2, buffer, server_devices=DEVICES
     )
     total = {"inside": 0, "across": 0}
     forward, backward = dispatch.transfers()
     for transfer in [*forward, *backward]:
-        n = transfer.group(layout)
+        n = transfer.group(LAYOUT)
         shard = transfer.bytes if transfer.kind == "all_gather" else transfer.bytes // n
-        near = transfer.members_in_domain(layout, HARDWARE["h100"])
+        near = transfer.members_in_domain(LAYOUT, HARDWARE[HOPPER])
         total["inside"] += shard * (near - 1)
         total["across"] += shard * (n - near)
     return total
 
 
-def compile_layer(method: str) -> str:
-    """Scheduled program of an experts layer, forward and backward."""
+def compile_layer(method: str, keep: Path | None = None) -> compilers.Program:
+    """Compiles an experts layer, forward and backward."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from benchmarks.absent import compilers
     from moe.execution import TWO_LEVELS, Execution
     from moe.experts.dispatch.choice import dispatch
     from moe.router.routing import Routing
     from moe.weights import Experts
-    from sharding.folding import Layout, fold
+    from sharding.folding import fold
 
-    mesh = fold(Layout.parse(_layout()), compilers.devices("h100", f"1x{SERVERS}x{DEVICES}"))
+    mesh = fold(LAYOUT, compilers.devices(HOPPER, f"1x{SERVERS}x{DEVICES}"))
     server_devices = DEVICES if method in TWO_LEVELS else None
     execution = Execution(dispatch=method, server_devices=server_devices)
 
@@ -119,54 +133,4 @@ def compile_layer(method: str) -> str:
         of(jnp.int32, rows, tokens, K),
         of(jnp.float32, rows, tokens, K),
     )
-    return compilers.compile_for("h100", sharded, *operands).compiled.as_text()
-
-
-def _layout() -> str:
-    return f"dp{SERVERS * DEVICES} / ep{SERVERS * DEVICES}"
-
-
-def rows_of(methods: list[str]) -> Iterator[dict[str, Any]]:
-    """A row for each method."""
-    for method in methods:
-        yield {
-            "method": method,
-            "compiled": compiled_bytes(compile_layer(method)),
-            "planned": planned_bytes(method),
-        }
-
-
-def main() -> None:
-    command = argparse.ArgumentParser(
-        prog="python -m benchmarks.absent.exchanges",
-        description="Bytes of token dispatch inside servers and between them",
-    )
-    command.add_argument("--only", nargs="+", default=METHODS, choices=METHODS, metavar="METHOD")
-    command.add_argument("--out", type=Path, help="file for the rows as JSON")
-    arguments = command.parse_args()
-
-    from benchmarks.absent import compilers
-
-    if (reason := compilers.missing("cuda")) is not None:
-        command.error(reason)
-    compilers.prepare()
-    print("| method | KiB inside a server | planned | KiB between servers | planned |")
-    print("| --- | --- | --- | --- | --- |")
-    rows = []
-    for row in rows_of(list(arguments.only)):
-        cells = [
-            f"{row[source][side] / 1024:,.0f}"
-            for side in ("inside", "across")
-            for source in ("compiled", "planned")
-        ]
-        print(f"| {row['method']} | {' | '.join(cells)} |", flush=True)
-        rows.append(row)
-    if arguments.out:
-        arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    return compilers.compile_for(HOPPER, sharded, *operands, keep=keep)

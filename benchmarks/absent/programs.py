@@ -2,6 +2,7 @@
 networks, over one device and over hundreds."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +36,8 @@ class Step(NamedTuple):
       rows: completions of the mini-batch, as many on each device; slots in decoding.
       micro_batches: of the mini-batch.
       prompt, response: tokens of each.
+      run: fields of `jrl.config.run.RunConfig` besides: dispatch, and dtypes of gradients and
+        moments.
       quick: it is one of the quick check.
     """
 
@@ -49,6 +52,7 @@ class Step(NamedTuple):
     micro_batches: int = 1
     prompt: int = PROMPT
     response: int = RESPONSE
+    run: dict[str, Any] | None = None
     quick: bool = False
 
     @property
@@ -74,6 +78,11 @@ STEPS = (
     Step(
         *("h100", "1x8x8", "tp4 dp16 / ep64", "Qwen3-235B-A22B", QWEN3_235B),
         FULL | {"fsdp": True},
+    ),
+    Step(
+        *("h100", "1x1x8", "tp4 pp2 vpp12 / ep4", "Qwen3-30B-A3B", QWEN3_A3B, SELECTIVE),
+        micro_batches=16,
+        run={"mu_dtype": "bfloat16"},
     ),
 )
 
@@ -128,7 +137,6 @@ def predicted_bytes(step: Step) -> float | None:
     for other programs."""
     if step.kind != UPDATE:
         return None
-    from jrl.config.run import RunConfig
     from jrl.trainer.setup.planner import method_of
     from moe.counts import sizes_of
     from sharding.planner.memory import memory
@@ -139,19 +147,24 @@ def predicted_bytes(step: Step) -> float | None:
     batch = Batch(
         step.rows, step.prompt + step.response, step.rows // step.micro_batches // layout.dp
     )
-    method = method_of(config, mesh, batch, RunConfig())
+    method = method_of(config, mesh, batch, _run_config(step))
     return memory(sizes_of(config), layout, batch, method, config.execution.vocab_chunk).total
 
 
 def _network(step: Step) -> tuple[Any, Any]:
     """The network with what a run selects for its devices, and its mesh."""
-    from jrl.config.run import RunConfig
     from jrl.trainer.setup.network import with_dispatch
     from sharding.folding import Layout, fold
 
     mesh = fold(Layout.parse(step.layout), compilers.devices(step.device, step.shape))
     config = network(step.sizes, **step.execution)
-    return with_dispatch(config, RunConfig(), mesh), mesh
+    return with_dispatch(config, _run_config(step), mesh), mesh
+
+
+def _run_config(step: Step) -> Any:
+    from jrl.config.run import RunConfig
+
+    return RunConfig(**(step.run or {}))
 
 
 def _policy(step: Step) -> tuple[Any, Any, Any]:
@@ -164,9 +177,11 @@ def _policy(step: Step) -> tuple[Any, Any, Any]:
 
     config, mesh = _network(step)
     recipe = RECIPES["grpo"]()
+    run = _run_config(step)
+    optimizer = replace(recipe.optimizer, mu_dtype=run.mu_dtype, gradient_wire=run.gradient_wire)
     objective = PolicyObjective(config, mesh, PromptLayout(step.prompt, 1), recipe, step.response)
-    networks = Networks(Network(objective, recipe.optimizer, step.micro_batches), None)
-    return objective, recipe.optimizer, state.abstract(networks).policy
+    networks = Networks(Network(objective, optimizer, step.micro_batches), None)
+    return objective, optimizer, state.abstract(networks).policy
 
 
 def _of_rows(step: Step, mesh: Any, dtype: Any, *shape: int) -> Any:

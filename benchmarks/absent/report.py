@@ -10,8 +10,10 @@ from benchmarks.absent.descriptions import GPUS, TPUS
 from benchmarks.absent.rows import Figures
 
 KERNELS, MEGABLOX, STEPS = "kernels", "megablox", "steps"
-SCHEDULE, LAUNCHES = "schedule", "launches"
-PARTS = KERNELS, MEGABLOX, STEPS, SCHEDULE, LAUNCHES
+SCHEDULE, LAUNCHES, EXCHANGES = "schedule", "launches", "exchanges"
+PARTS = KERNELS, MEGABLOX, STEPS, SCHEDULE, LAUNCHES, EXCHANGES
+SIDES = "inside", "across"
+"""Bytes of an exchange: of a device's own server, and of others."""
 SHOWN = ("HGMMA", "UTMALDG", "LDGSTS", "BAR")
 """Instructions in the table; the JSON has more."""
 
@@ -19,7 +21,7 @@ SHOWN = ("HGMMA", "UTMALDG", "LDGSTS", "BAR")
 def line_of(row: Figures) -> str:
     """A row in one line."""
     named = f"{row['device']:6}{row.get('model', row.get('program')):24} "
-    named += f"{row.get('operation', row.get('layout', row.get('form'))):36}"
+    named += f"{row.get('operation', row.get('form', row.get('layout'))):36}"
     if "flags" in row:
         named += f"{row['flags']:24}"
     if "error" in row:
@@ -37,6 +39,12 @@ def line_of(row: Figures) -> str:
         )
     elif "launches" in row:
         figures = f"{row['launches']:,} launches, {row['per_turn']:,} for each further turn"
+    elif "planned" in row:
+        inside, across = (
+            f"{row['compiled'][side] / 1024:,.0f} KiB (planned {row['planned'][side] / 1024:,.0f})"
+            for side in SIDES
+        )
+        figures = f"{inside} inside a server, {across} between servers"
     else:
         figures = f"{row['temporaries'] / 2**30:8.2f} GiB of temporaries"
     defects = "; ".join(row.get("defects", []))
@@ -110,6 +118,8 @@ def markdown(figures: Figures) -> str:
         parts.append(_schedule_table(figures[SCHEDULE]))
     if figures.get(LAUNCHES):
         parts.append(_launch_table(figures[LAUNCHES]))
+    if figures.get(EXCHANGES):
+        parts.append(_exchange_table(figures[EXCHANGES]))
     return "\n\n".join(parts) + "\n"
 
 
@@ -212,4 +222,18 @@ def _launch_table(rows: Sequence[Figures]) -> str:
             continue
         gib = f"{row['temporaries'] / 2**30:.1f}"
         cells.append([*named, f"{row['launches']:,}", f"{row['per_turn']:,}", gib])
+    return _table(head, cells)
+
+
+def _exchange_table(rows: Sequence[Figures]) -> str:
+    head = ["device", "layout", "dispatch", "KiB inside a server", "planned"]
+    head += ["KiB between servers", "planned"]
+    cells = []
+    for row in rows:
+        named = [row["device"], row["layout"], row["form"]]
+        if "error" in row:
+            cells.append([*named, "", "", "", row["error"]])
+            continue
+        sent = [row[source][side] for side in SIDES for source in ("compiled", "planned")]
+        cells.append([*named, *(f"{size / 1024:,.0f}" for size in sent)])
     return _table(head, cells)

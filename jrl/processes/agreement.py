@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jrl.processes.progress import AGREEMENT, phase
 from sharding.collectives import all_sum, vary
 from sharding.folding import FoldedMesh
+from sharding.sharded_jit import DeviceJit
 
 MAX_DIFFERENCES = 8
 """Differences between two processes that a message lists."""
@@ -67,7 +68,7 @@ def _compiled_group_sums(mesh: FoldedMesh) -> Callable[[jax.Array], jax.Array]:
         in_specs=PartitionSpec(mesh.axes),
         out_specs=PartitionSpec(mesh.axes),
     )
-    return jax.jit(local)
+    return DeviceJit(local)
 
 
 def to_host(tree: Any) -> Any:

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jrl.losses import diagnostics, explained_variance, gae
+from sharding.sharded_jit import DeviceJit
 
 BINS = 10
 """Parts of a response, and of the range of predicted probabilities."""
@@ -196,7 +197,7 @@ class _DiagnosticArrays(NamedTuple):
     report_fields: dict[str, Any]
 
 
-@functools.partial(jax.jit, static_argnames="edges")
+@functools.partial(DeviceJit, static_argnames="edges")
 def _compute_diagnostics(rollout: CriticRollout, *, edges: tuple[int, ...]) -> _DiagnosticArrays:
     """The part of the report that is made of arrays, as one program."""
     values, rewards, mask, correct, groups, lam, lengths = map(

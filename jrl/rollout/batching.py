@@ -15,6 +15,7 @@ from jrl.recipes.base.batch import Batch
 from jrl.rollout.decoding.requests import Trajectory
 from jrl.rollout.decoding.slots import TokenRows
 from sharding.folding import FoldedMesh
+from sharding.sharded_jit import jit_onto
 
 
 def over_rows(mesh: FoldedMesh) -> NamedSharding:
@@ -42,7 +43,7 @@ def _compiled_take(sharding: NamedSharding) -> Callable[[Any, Array], Any]:
     def take(batch: Any, rows: Array) -> Any:
         return jax.tree.map(lambda array: jnp.take(array, rows, axis=0), batch)
 
-    return jax.jit(take, out_shardings=sharding)
+    return jit_onto(take, sharding)
 
 
 def batch_of(
@@ -168,7 +169,7 @@ def _compiled_batch(
         )
         return _as_batch(rows, row_fields, layout)
 
-    return jax.jit(make_batch, out_shardings=sharding)
+    return jit_onto(make_batch, sharding)
 
 
 def _as_batch(

@@ -26,6 +26,7 @@ from moe.router.statistics import overflow_of
 from moe.tokens.packing import pack_segments
 from moe.weights import Transformer
 from sharding.collectives import join_shards, local_shard, vary
+from sharding.sharded_jit import MeshJit
 
 Leaf = TypeVar("Leaf")
 
@@ -95,7 +96,7 @@ def score_prompts(
     return scores
 
 
-@partial(jax.jit, static_argnums=(0, 1))
+@partial(MeshJit, static_argnums=(0, 1))
 def score_packed(
     decoder: Decoder, top: int, weights: Transformer[Array], packing: Packing[Array]
 ) -> tuple[PackedScores[Array], Array | None]:

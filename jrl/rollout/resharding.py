@@ -17,6 +17,7 @@ from moe.disaggregated.split import Split, SplitMesh, devices_of, fold_split
 from moe.disaggregated.weights import SplitWeights, split_weights
 from moe.weights import Transformer, axis_sizes, table
 from sharding.folding import FoldedMesh, Layout, fold
+from sharding.sharded_jit import jit_onto
 
 
 def rollout_layout(training: Layout) -> Layout:
@@ -222,7 +223,7 @@ def _resharding(
             in_order = merge_adapters(in_order, table(config))
         return jax.tree.leaves(placement.in_chunks(in_order, target))
 
-    return jax.jit(move, out_shardings=shardings, static_argnums=1)
+    return jit_onto(move, shardings, static_argnums=1)
 
 
 def _without_fsdp(config: ModelConfig) -> ModelConfig:

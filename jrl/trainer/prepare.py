@@ -33,19 +33,20 @@ from jrl.trainer.scoring import (
 from jrl.trainer.state import TrainState, reference_of
 from moe.config import ModelConfig
 from moe.weights import Transformer
+from sharding.sharded_jit import DeviceJit, jit_onto
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(DeviceJit, static_argnums=0)
 def targets_of(recipe: Recipe, batch: Batch[Array]) -> Targets[Array]:
     """Recipe's advantages and returns over the whole batch."""
     return recipe.targets(batch)
 
 
-correct_mismatch = jax.jit(Correction.correct, static_argnums=0)
+correct_mismatch = DeviceJit(Correction.correct, static_argnums=0)
 """Mismatch correction of a step's batch, `Correction.correct`, compiled."""
 
 
-@jax.jit
+@DeviceJit
 def mismatch_metrics(logprobs: Array, old_logprobs: Array, mask: Array) -> dict[str, Array]:
     """Metrics of the mismatch between sampler and trainer, in the full policy of both."""
     differences = sampling_differences(logprobs, old_logprobs, mask)
@@ -309,10 +310,10 @@ def _statistics(recipe: Recipe, sharding: NamedSharding) -> Callable[..., Any]:
             before,
         )
 
-    return jax.jit(latest, out_shardings=sharding)
+    return jit_onto(latest, sharding)
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(DeviceJit, static_argnums=0)
 def temperatures(
     sampling: Sampling, batch: Batch[Array], sampled: Array, before: EntropyStatistics[Array]
 ) -> dict[str, Array]:

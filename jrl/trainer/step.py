@@ -4,7 +4,6 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
@@ -26,6 +25,7 @@ from jrl.trainer.scoring import logprobs_of
 from jrl.trainer.state import Randomness, TrainState
 from jrl.trainer.summary import count_updates, describe, summarise
 from jrl.trainer.token_records import TokenLogConfig, TokenRecord, token_records
+from sharding.sharded_jit import DeviceJit
 
 SAMPLES_TIMING = "timing_s/samples"
 """Seconds spent on samples for people, which are no part of the step."""
@@ -323,7 +323,7 @@ def sampling_difference(
     }
 
 
-@jax.jit
+@DeviceJit
 def _mismatch_of(logprobs: Array, sampled: Array, mask: Array) -> dict[str, Any]:
     """Mismatch metrics of two log-probabilities, and true if any token is in the mask."""
     return {"differences": mismatch_metrics(logprobs, sampled, mask), "any_token": jnp.any(mask)}

@@ -37,6 +37,7 @@ from moe.model import last_norm, record_kv
 from moe.tokens.packing import PackedBatch
 from moe.weights import Experts, Layer, Transformer
 from sharding.collectives import join_shards, vary
+from sharding.sharded_jit import MeshJit
 
 Arrays = tuple[Array, ...]
 
@@ -76,7 +77,12 @@ class Buffers(NamedTuple):
     values: Array | None
 
 
-@partial(jax.jit, static_argnums=0)
+_on_attention = partial(MeshJit, mesh_of=lambda serving: serving.mesh.attention, overlap=False)
+"""Compiled functions on the attention devices, of one half of a layer: the other half is elsewhere,
+so that communication has nothing to overlap with."""
+
+
+@partial(_on_attention, static_argnums=0)
 def begin(serving: Serving, rest: Transformer[Array], inputs: Inputs) -> TokenState[Array]:
     """Embeds the tokens: returns their state before the first layer."""
     mesh = serving.mesh.attention
@@ -90,7 +96,7 @@ def begin(serving: Serving, rest: Transformer[Array], inputs: Inputs) -> TokenSt
     )(rest, inputs)
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=(4, 5))
+@partial(_on_attention, static_argnums=(0, 1), donate_argnums=(4, 5))
 def dense_layer(
     serving: Serving,
     num_positions: int | None,
@@ -126,7 +132,7 @@ def dense_layer(
     )
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=(4, 5))
+@partial(_on_attention, static_argnums=(0, 1), donate_argnums=(4, 5))
 def attention_half(
     serving: Serving,
     num_positions: int | None,
@@ -187,7 +193,7 @@ def attention_half(
     )
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(MeshJit, mesh_of=lambda serving: serving.mesh.experts, overlap=False, static_argnums=0)
 def experts_half(serving: Serving, experts: Experts[Array], received: Arrays) -> Arrays:
     """Runs the expert half of a layer: its grouped GEMMs on the received rows, with gate weights.
 
@@ -214,7 +220,7 @@ def experts_half(serving: Serving, experts: Experts[Array], received: Arrays) ->
     )(experts, received)
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(_on_attention, static_argnums=0)
 def end_step(
     serving: Serving, rest: Transformer[Array], state: TokenState[Array], received: Arrays
 ) -> tuple[Array, Array | None]:
@@ -253,7 +259,7 @@ def end_step(
     )(rest, state, received)
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(_on_attention, static_argnums=0)
 def end_prefill(
     serving: Serving,
     rest: Transformer[Array],

@@ -20,7 +20,7 @@ from moe.disaggregated.split import SplitMesh, has_local_devices
 from moe.placement import local_bytes, specs
 from moe.weights import Experts, Layer, Transformer, cast_shapes, without_layers
 from sharding.folding import FoldedMesh
-from sharding.sharded_jit import jit_sharded, named_shardings
+from sharding.sharded_jit import jit_onto, jit_sharded, named_shardings
 
 Leaf = TypeVar("Leaf")
 
@@ -148,7 +148,7 @@ def _gather_program(mesh: FoldedMesh) -> Callable[[Experts[Array], Array], Exper
     def take(experts: Experts[Array], slots: Array) -> Experts[Array]:
         return jax.tree.map(lambda x: x[slots], experts)
 
-    return jax.jit(take, out_shardings=shardings, donate_argnums=0)
+    return jit_onto(take, shardings, donate_argnums=0)
 
 
 def check_splits(config: ModelConfig, mesh: SplitMesh, placement: Placement | None = None) -> None:

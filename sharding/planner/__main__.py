@@ -77,6 +77,8 @@ PARSER.add_argument("--picture", type=Path, metavar="FILE", help="also write a p
 serving.add_flags(PARSER)
 
 
+COMPILE = "python -m benchmarks.absent plan"
+"""Command of a checkout that compiles layouts for absent devices, of the kinds that it names."""
 OVERLAP_FLAGS = ("expert_chunks", "two_batch_overlap", "overlap_grad_reduce")
 """Flags of communication overlapped with matrix products."""
 
@@ -165,16 +167,9 @@ def main(arguments: list[str] | None = None) -> int:
         if args.serve:
             print(serving.plan_text(model, args, System().efficiency))
             return 0
-        hardware, devices = parse(args.hardware)
-        time, tokens = parse_count(args.seq), parse_count(args.tokens)
-        if tokens % time:
-            raise ValueError(
-                f"--tokens {args.tokens} is not a multiple of --seq {args.seq}: choose one."
-            )
-        rows = tokens // time
-        method, system, choices = program_of(args, hardware)
-        result = search(model, devices, rows, time, hardware, method, system, choices)
-        _check_result(result, args.hardware)
+        hardware, _ = parse(args.hardware)
+        rows, time = batch_sizes(args)
+        result = result_of(args, model)
         print(
             f"{args.model}: {model.parameters / 1e9:.4g} B parameters, "
             f"{model.training_flops(time) / 1e9:.4g} GFLOP per token, "
@@ -184,10 +179,40 @@ def main(arguments: list[str] | None = None) -> int:
         if args.picture is not None:
             title = f"{args.model} on {args.hardware}, {rows:,} x {time:,} tokens"
             draw(result.plans[: args.top], hardware, args.picture, title)
+        if args.program == "jrl" and hardware.name != "laptop":
+            print(f"\n{COMPILE} with these arguments compiles them without the devices.")
     except (ValueError, OSError) as reason:
         print(reason, file=sys.stderr)
         return 2
     return 0
+
+
+def batch_sizes(args: argparse.Namespace) -> tuple[int, int]:
+    """Sequences of an optimizer step, and tokens of each.
+
+    Raises:
+      ValueError: where the tokens are no whole number of sequences.
+    """
+    time, tokens = parse_count(args.seq), parse_count(args.tokens)
+    if tokens % time:
+        raise ValueError(
+            f"--tokens {args.tokens} is not a multiple of --seq {args.seq}: choose one."
+        )
+    return tokens // time, time
+
+
+def result_of(args: argparse.Namespace, model: ModelSizes) -> SearchResult:
+    """The search that a command line asks for.
+
+    Raises:
+      ValueError: for arguments that are not valid, and where no layout fits.
+    """
+    hardware, devices = parse(args.hardware)
+    rows, time = batch_sizes(args)
+    method, system, choices = program_of(args, hardware)
+    result = search(model, devices, rows, time, hardware, method, system, choices)
+    _check_result(result, args.hardware)
+    return result
 
 
 def _check_result(result: SearchResult, cluster: str) -> None:

@@ -37,7 +37,7 @@ class Memory:
       weights: as they are used, under full sharding their shards.
       optimizer: moments and master weights, in shards (ZeRO-1).
       gradients: their sum over micro-batches, and that of the current micro-batch where they are
-        accumulated.
+        accumulated; of a single micro-batch that alone.
       activations: residuals of the layers for the backward pass, of all micro-batches in flight.
       buffers: temporary values: those of the current layer, logits, gathered shards, and the new
         residuals of a pipeline chunk.
@@ -109,7 +109,8 @@ def memory(
     return Memory(
         weights=resident.weights,
         optimizer=resident.optimizer,
-        gradients=resident.gradients,
+        # A pipeline adds up the gradient of a chunk of its layers at a time.
+        gradients=resident.gradients - resident.added * (1 - 1 / layout.vpp),
         activations=activations,
         # Gradients are sent after layers and logits are done.
         buffers=resident.gathered + max(logits + working_bytes, resident.comm_buffer),
@@ -123,6 +124,7 @@ class States(NamedTuple):
       weights, optimizer, gradients: as in `Memory`.
       gathered: weights that full sharding has gathered at a time.
       comm_buffer: `comm_buffer_bytes`.
+      added: of `gradients`, those of all layers that are added to their sum.
     """
 
     weights: float
@@ -130,6 +132,7 @@ class States(NamedTuple):
     gradients: float
     gathered: float
     comm_buffer: float
+    added: float
 
 
 @functools.lru_cache(maxsize=1024)
@@ -140,18 +143,26 @@ def model_states(model: ModelSizes, layout: Layout, method: Method, adds_up: boo
       adds_up: true with gradient accumulation over multiple micro-batches.
     """
     depth = layers_on_device(model, layout)
-    weights = optimizer = gradients = gathered = 0.0
+    weights = optimizer = gradients = gathered = added = 0.0
     for group in weight_groups(model, layout):
         stored, full, shard = group.stored(method), group.parameters, group.shard_size(layout)
         weights += (shard if method.fsdp else full) * stored.weight
         optimizer += shard * (stored.master + stored.moments)
-        # A sum over micro-batches and the gradient that is added to it.
-        gradient_bytes = stored.gradient + (stored.summand if adds_up else 0)
-        gradients += (shard if method.fsdp and group.in_layers else full) * gradient_bytes
+        # A sum over micro-batches and the gradient that is added to it; the gradient of a single
+        # one keeps its dtype until the optimizer reads it. A pipeline always sums.
+        gradient_bytes = stored.gradient
+        if adds_up:
+            gradient_bytes += stored.summand
+        elif layout.pp == 1 and stored.summand:
+            gradient_bytes = stored.summand
+        held = shard if method.fsdp and group.in_layers else full
+        gradients += held * gradient_bytes
+        added += held * stored.summand * (adds_up and group.in_layers)
         if method.fsdp:
             # The current layer, embedding and head, gathered.
             gathered += full * stored.weight_comm / (depth if group.in_layers else 1)
-    return States(weights, optimizer, gradients, gathered, comm_buffer_bytes(model, layout, method))
+    comm_buffer = comm_buffer_bytes(model, layout, method)
+    return States(weights, optimizer, gradients, gathered, comm_buffer, added)
 
 
 def partial_gradient_bytes(

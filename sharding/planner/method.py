@@ -122,6 +122,8 @@ class Method:
         nothing of them; with "none" and "selective".
       even: expert buffers have the size of even routing, as where their sizes are known at run time
         or a capacity bounds them; else that of any routing.
+      buffer_factor: expert buffers of one size as a multiple of balanced load, which bounds what
+        devices send to one another; None is any routing.
       activation_wire: communication dtype of tokens to the experts and back; None is their own.
       expert_chunks: number of chunks in which they are dispatched.
       expert_block: neighbouring experts that a token is sent to together, for "deepep"; 1 where
@@ -151,6 +153,7 @@ class Method:
     repeats_experts: bool = False
     even: bool = False
     in_place: bool = False
+    buffer_factor: float | None = None
     activation_wire: str | None = None
     expert_chunks: int = 1
     expert_block: int = 1

@@ -26,6 +26,8 @@ from sharding.planner.weights import (
 from sharding.schedule import Schedule
 
 BFLOAT16 = 2
+ROW_TILE = 32
+"""Rows that expert buffers are rounded up to (`moe.experts.dispatch.buffers`)."""
 
 
 def layer(
@@ -190,7 +192,8 @@ def dispatch(
     """
     per_peer, forward, backward = tokens_per_peer(model, layout, tokens), [], []
     for size, count in chunk_sizes(tokens, method.expert_chunks):
-        chunk = _dispatcher(model, layout, size, min(size, per_peer), method)
+        each = min(per_peer, balanced_tokens_per_peer(model, layout, size, method))
+        chunk = _dispatcher(model, layout, size, each, method)
         forward_once, backward_once = chunk.transfers()
         forward += repeat_transfers(forward_once, count)
         backward += repeat_transfers(backward_once, count)
@@ -223,6 +226,7 @@ def relayed_tokens(model: ModelSizes, layout: Layout, tokens: int, method: Metho
     It is 0 without two levels of all-to-alls.
     """
     per_peer = tokens_per_peer(model, layout, tokens)
+    per_peer = min(per_peer, balanced_tokens_per_peer(model, layout, tokens, method))
     return _dispatcher(model, layout, tokens, per_peer, method).relayed
 
 
@@ -249,6 +253,20 @@ def tokens_per_peer(model: ModelSizes, layout: Layout, tokens: int) -> int:
     if model.capacity_factor is None:
         return tokens
     return min(tokens, tokens_per_expert(model, tokens) * (model.num_experts // layout.ep))
+
+
+def balanced_tokens_per_peer(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> int:
+    """Tokens that a device sends to another at most under `Method.buffer_factor`.
+
+    With a factor F and n devices that share experts ``F T k etp / n``, in tiles of `ROW_TILE` rows
+    that these can share, and at most T.
+    """
+    if method.buffer_factor is None:
+        return tokens
+    num_sharing = layout.ep * layout.etp
+    unit = math.lcm(ROW_TILE, num_sharing)
+    rows = round(method.buffer_factor * tokens * model.experts_per_token * layout.etp, 9)
+    return min(tokens, math.ceil(rows / unit) * unit // num_sharing)
 
 
 def hop(model: ModelSizes, tokens: int, method: Method) -> Transfer:

@@ -4,7 +4,16 @@ import json
 
 import pytest
 
-from benchmarks.absent.report import LAUNCHES, SCHEDULE, STEPS, line_of, markdown, read, write
+from benchmarks.absent.report import (
+    EXCHANGES,
+    LAUNCHES,
+    SCHEDULE,
+    STEPS,
+    line_of,
+    markdown,
+    read,
+    write,
+)
 from benchmarks.absent.rows import NAMES, merged
 
 VERSIONS = {"date": "2026-01-01", "versions": {"jax": "1.2"}}
@@ -23,25 +32,34 @@ COUNTED = {
     **{"device": "h100", "program": "decoding step", "form": "None", "seconds": 3.0},
     **{"launches": 2790, "per_turn": 3, "temporaries": 2**29},
 }
+SENT = {
+    **{"device": "h100", "layout": "dp64 / ep64", "program": "experts layer", "form": "two_level"},
+    **{"compiled": {"inside": 2048, "across": 1 << 20}, "seconds": 3.0},
+    **{"planned": {"inside": 2048, "across": 3 << 20}},
+}
 
 
 def test_each_row_is_a_line_and_a_row_of_its_table():
     figures = VERSIONS | {STEPS: [UPDATE], SCHEDULE: [OVERLAPPED], LAUNCHES: [COUNTED]}
+    figures |= {EXCHANGES: [SENT]}
     text = markdown(figures)
-    assert "3 compiled, 0 refused" in text
+    assert "4 compiled, 0 refused" in text
     assert "| a network | 30.0 | 10.0 | 51% | 50.0 | 1.25 | 24 | 23 | 1 |  |" in text
     assert "| `--overlap-it` | 9 | 7 | 8.0 | 75% | 4.0 | 100% | 1.0 |" in text
     assert "| decoding step | None | 2,790 | 3 | 0.5 |" in text
     assert "7 of 9 collectives asynchronous, 75% of 8.00 ms hidden" in line_of(OVERLAPPED)
     assert "2,790 launches, 3 for each further turn" in line_of(COUNTED)
+    assert "| dp64 / ep64 | two_level | 2 | 2 | 1,024 | 3,072 |" in text
+    assert "2 KiB (planned 2) inside a server, 1,024 KiB (planned 3,072)" in line_of(SENT)
     tables = [block for block in text.split("\n\n") if block.startswith("|")]
-    assert len(tables) == 3
+    assert len(tables) == 4
     for table in tables:
         assert len({line.count("|") for line in table.splitlines()}) == 1
 
 
 @pytest.mark.parametrize(
-    ("part", "row"), [(STEPS, UPDATE), (SCHEDULE, OVERLAPPED), (LAUNCHES, COUNTED)]
+    ("part", "row"),
+    [(STEPS, UPDATE), (SCHEDULE, OVERLAPPED), (LAUNCHES, COUNTED), (EXCHANGES, SENT)],
 )
 def test_a_refused_row_has_as_many_cells(part, row):
     refused = {name: row[name] for name in NAMES if name in row} | {"error": "no memory"}

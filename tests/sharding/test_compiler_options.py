@@ -5,10 +5,17 @@ import jax.numpy as jnp
 import pytest
 from programs import mesh_of
 
-from sharding.compiler_options import BY_PLATFORM, LEAST_EFFORT, compiler_options
+from sharding.compiler_options import (
+    LEAST_EFFORT,
+    OVERLAP,
+    REQUIRED,
+    compiler_options,
+    device_options,
+)
 from sharding.folding import Layout, fold_abstract
 
-NAMED = [o for table in (BY_PLATFORM, LEAST_EFFORT) for p in table.values() for o in p.items()]
+TABLES = OVERLAP, REQUIRED, LEAST_EFFORT
+NAMED = [o for table in TABLES for p in table.values() for o in p.items()]
 
 
 @pytest.mark.parametrize(("name", "value"), NAMED)
@@ -20,8 +27,10 @@ def test_the_compiler_knows_every_name(name, value):
 
 
 def test_devices_that_communicate_hide_it_and_others_are_left_alone():
-    hidden = {"xla_gpu_enable_latency_hiding_scheduler": True}
-    assert compiler_options(fold_abstract(Layout.parse("dp2 / ep2"), "gpu")) == hidden
+    hidden, two = {"xla_gpu_enable_latency_hiding_scheduler": True}, Layout.parse("dp2 / ep2")
+    required = REQUIRED["gpu"]
+    assert compiler_options(fold_abstract(two, "gpu")) == required | hidden
+    assert compiler_options(fold_abstract(two, "gpu"), overlap=False) == required
     assert compiler_options(fold_abstract(Layout.parse("dp1"), "gpu")) == {}
     assert compiler_options(mesh_of("dp2 / ep2")) == {}
     assert compiler_options(fold_abstract(Layout.parse("dp2"))) == {}
@@ -34,3 +43,10 @@ def test_the_least_effort_is_asked_for_beside_what_devices_have_anyway():
     hidden = compiler_options(fold_abstract(two, "gpu"))
     assert compiler_options(fold_abstract(two, "gpu"), least_effort=True) == hidden
     assert compiler_options(fold_abstract(one), least_effort=True) == {}
+
+
+def test_devices_alone_say_what_is_required(monkeypatch):
+    monkeypatch.setitem(REQUIRED, "cpu", {"xla_of_nobody": True})
+    assert device_options(jax.devices()[:2]) == {"xla_of_nobody": True}
+    assert device_options(jax.devices()[:1]) == {}
+    assert device_options([]) == {}

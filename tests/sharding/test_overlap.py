@@ -8,6 +8,7 @@ from sharding.overlap import (
     bytes_of_type,
     collectives,
     computations,
+    device_groups,
     is_synchronous,
     parse_instruction,
 )
@@ -91,6 +92,29 @@ def test_a_loop_has_its_length_and_its_body():
 def test_an_operation_follows_its_type(line, operation, operands):
     found = parse_instruction(line)
     assert (found.name, found.operation, found.operands) == ("a", operation, operands)
+
+
+@pytest.mark.parametrize(
+    ("printed", "expected"),
+    [
+        ("replica_groups={{0,3},{1,2}}", ((0, 3), (1, 2))),
+        ("source_target_pairs={{0,1},{1,0}}", ((0, 1), (1, 0))),
+        ("replica_groups=[2,2]<=[4]", ((0, 1), (2, 3))),
+        ("replica_groups=[2,2]<=[2,2]T(1,0)", ((0, 2), (1, 3))),
+        ("replica_groups=mesh['pp'=1,'a'=2,'b'=2] {'a'}", ((0, 2), (1, 3))),
+        ("replica_groups=mesh['a'=2,'b'=2] {'b','a'}", ((0, 2, 1, 3),)),
+        ("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}", ((0, 2), (1, 3))),
+        ("replica_groups=mesh['a'=4], device_ids=(3,2,1,0) {'a'}", ((3, 2, 1, 0),)),
+        # The first factor of two of an axis of four, and the second.
+        ("replica_groups=mesh['a'=4] {'a':(1)2}", ((0, 2), (1, 3))),
+        ("replica_groups=mesh['a'=4] {'a':(2)2}", ((0, 1), (2, 3))),
+        ("replica_groups=mesh['pp'=1,'a'=2] {'pp'}", ((0,), (1,))),
+        ("channel_id=1", ()),
+    ],
+)
+def test_groups_of_devices_are_read_in_every_form(printed, expected):
+    line = f"  %a = f32[8]{{0}} all-gather(%x), channel_id=1, {printed}, dimensions={{0}}"
+    assert device_groups(parse_instruction(line)) == expected
 
 
 def test_branches_of_a_conditional_are_called():

@@ -22,13 +22,12 @@ def needs_compiler(platform):
     return pytest.mark.skipif(reason is not None and not REQUIRED, reason=str(reason))
 
 
-def compiled(part, folder, *arguments):
-    """The rows of a part of `benchmarks.absent`, compiled in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.absent", part, "--quick", "--out", str(folder)]
+def run(*arguments):
+    """`python -m benchmarks.absent` with arguments, in a process of its own."""
     # Tests compile with few optimisations and for many CPU devices; users do not.
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     done = subprocess.run(
-        [*command, *arguments],
+        [sys.executable, "-m", "benchmarks.absent", *arguments],
         cwd=ROOT,
         env=environment | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -36,6 +35,12 @@ def compiled(part, folder, *arguments):
         timeout=1800,
     )
     assert done.returncode in (0, 1), done.stdout + done.stderr[-2000:]
+    return done
+
+
+def compiled(part, folder, *arguments):
+    """The rows of a part of `benchmarks.absent`."""
+    run(part, "--quick", "--out", str(folder), *arguments)
     return json.loads((folder / "absent.json").read_text())[part]
 
 

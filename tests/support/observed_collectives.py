@@ -6,7 +6,6 @@ left some out.
 """
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from jax.extend import core
 from jax.extend.core import jaxprs_in_params
 
 from sharding.costs.transfer import Kind
+from sharding.overlap import KINDS, arrays_of_type, computations, device_groups
 
 PRIMITIVES: dict[str, Kind] = {
     "all_gather": "all_gather",
@@ -95,17 +95,6 @@ def jaxpr_collectives(
                 )
 
 
-_HLO = re.compile(
-    r"= (?P<result>.*?) (?P<kind>all-gather|reduce-scatter|all-to-all|all-reduce|"
-    r"collective-permute)(?:-start)?\((?P<rest>.*)"
-)
-_KINDS: dict[str, Kind] = {
-    "all-gather": "all_gather",
-    "reduce-scatter": "reduce_scatter",
-    "all-to-all": "all_to_all",
-    "all-reduce": "all_reduce",
-    "collective-permute": "permute",
-}
 _DTYPES = {
     "pred": "bool",
     "bf16": "bfloat16",
@@ -118,60 +107,15 @@ _DTYPES = {
 
 
 def hlo_collectives(text: str) -> Iterator[Observed]:
-    """Every collective of a compiled program (``compiled.as_text()``), each once, also in loops.
+    """Every collective of a compiled program (``compiled.as_text()``), each once, also in loops, an
+    entry for each input array.
 
     `Observed.over` are its groups; of a permute the (from, to) pairs.
     """
-    for line in text.splitlines():
-        match = _HLO.search(line)
-        if match is None:
-            continue
-        kind, over = _KINDS[match["kind"]], _groups(match["rest"])
-        n = len(over[0]) if kind != "permute" else 1
-        for dtype, sizes in re.findall(r"(\w+)\[([\d,]*)\]", match["result"]):
-            shape = tuple(int(size) for size in sizes.split(",") if size)
-            # The line has the output's shape, from which that of the input follows.
-            if kind == "all_gather":
-                shape = _scale_dim(shape, match["rest"], 1, n)
-            elif kind == "reduce_scatter":
-                shape = _scale_dim(shape, match["rest"], n, 1)
-            yield Observed(kind, over, _DTYPES[dtype], shape)
-
-
-def _scale_dim(shape: tuple[int, ...], rest: str, times: int, over: int) -> tuple[int, ...]:
-    match = re.search(r"dimensions=\{(\d+)\}", rest)
-    assert match is not None, rest
-    dim = int(match[1])
-    return tuple(size * times // over if i == dim else size for i, size in enumerate(shape))
-
-
-def _groups(rest: str) -> tuple[tuple[int, ...], ...]:
-    """Groups of devices, parsed from one of three forms.
-
-    The forms are: written out; an iota, reshaped and transposed (``[2,4]<=[4,2]T(1,0)``); and axes
-    of a mesh (``mesh['dp'=4,'tp'=2] {'tp'}``).
-    """
-    named = re.search(r"replica_groups=mesh\[([^\]]*)\](.*?)\{([^}]*)\}", rest)
-    if named is not None:
-        # In another order than the mesh's, or over a part of an axis, it would be another list.
-        if named[2].strip() or ":" in named[3]:
-            raise ValueError(f"device groups have a form that is not supported: {named[0]}")
-        mesh = {axis: int(n) for axis, n in re.findall(r"'([^']+)'=(\d+)", named[1])}
-        within = re.findall(r"'([^']+)'", named[3])
-        across = [axis for axis in mesh if axis not in within]
-        ranks = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values()))
-        ranks = ranks.transpose([list(mesh).index(axis) for axis in (*across, *within)])
-        n = math.prod(mesh[axis] for axis in within)
-        return tuple(tuple(group) for group in ranks.reshape(-1, n).tolist())
-    short = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest)
-    if short is not None:
-        shape, dims = ([int(n) for n in short[i].split(",")] for i in (1, 2))
-        ranks = np.arange(math.prod(dims)).reshape(dims)
-        if short[3] is not None:
-            ranks = ranks.transpose([int(n) for n in short[3].split(",")])
-        return tuple(tuple(group) for group in ranks.reshape(shape).tolist())
-    long = re.search(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}", rest)
-    assert long is not None, rest
-    return tuple(
-        tuple(int(n) for n in group.split(",")) for group in re.findall(r"\{([\d,]+)\}", long[1])
-    )
+    for instructions in computations(text).values():
+        by_name = {one.name: one for one in instructions}
+        for one in instructions:
+            kind = KINDS.get(one.operation.removesuffix("-start"))
+            for name in one.operands if kind is not None else ():
+                for dtype, shape in arrays_of_type(by_name[name].result):
+                    yield Observed(kind, device_groups(one), _DTYPES[dtype], shape)

@@ -86,6 +86,7 @@ def method_of(config):
         expert_chunks=execution.expert_chunks,
         two_batch_overlap=execution.two_batch_overlap,
         server_devices=execution.server_devices,
+        buffer_factor=execution.buffer_factor,
     )
 
 

@@ -32,7 +32,7 @@ from moe.placement import specs
 from moe.weights import Layer, Transformer, without_layers
 from sharding.collectives import all_sum, join_shards, local_shard, vary
 from sharding.folding import FoldedMesh
-from sharding.sharded_jit import jit_sharded, named_shardings
+from sharding.sharded_jit import MeshJit, jit_sharded, named_shardings
 
 Leaf = TypeVar("Leaf")
 
@@ -261,7 +261,7 @@ class _Loop(NamedTuple):
     cache: Cache[Array]
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
+@partial(MeshJit, overlap=False, static_argnums=(0, 1, 2), donate_argnums=4)
 def advance(
     decoder: Decoder,
     sampling: Sampling,

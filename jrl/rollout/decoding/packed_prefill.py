@@ -31,6 +31,7 @@ from moe.router.statistics import overflow_of
 from moe.tokens.packing import pack_segments
 from moe.weights import Transformer
 from sharding.collectives import join_shards, vary
+from sharding.sharded_jit import MeshJit
 
 Leaf = TypeVar("Leaf")
 
@@ -162,7 +163,7 @@ def plan_cache_copies(
     return CacheCopies(targets, sources, positions, counts)
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(MeshJit, static_argnums=0)
 def run_packed(decoder: Decoder, weights: Transformer[Array], packing: Packing[Array]) -> Prefilled:
     """Runs the prefill of packed prompts.
 

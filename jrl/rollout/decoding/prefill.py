@@ -36,6 +36,7 @@ from moe.placement import specs
 from moe.router.routing import choices_dtype
 from moe.weights import Transformer
 from sharding.collectives import local_shard, vary
+from sharding.sharded_jit import MeshJit
 
 Leaf = TypeVar("Leaf")
 
@@ -142,7 +143,7 @@ def no_choices(config: ModelConfig, rows: int, length: int) -> np.ndarray:
     return np.full(shape, config.num_experts, choices_dtype(config.num_experts))
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+@partial(MeshJit, static_argnums=(0, 1), donate_argnums=3)
 def admit(
     decoder: Decoder,
     sampling: Sampling,
@@ -190,7 +191,7 @@ def admit(
     )(weights, pool, tokens, lengths, admission, sampler_state)
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+@partial(MeshJit, overlap=False, static_argnums=(0, 1), donate_argnums=3)
 def admit_prefilled(
     decoder: Decoder,
     sampling: Sampling,

@@ -26,7 +26,7 @@ from moe.router.routing import choices_dtype
 from moe.weights import DeltaNet, Transformer, cast_shapes, initialise
 from sharding.collectives import vary
 from sharding.folding import FoldedMesh
-from sharding.sharded_jit import abstract_array, jit_sharded, named_shardings
+from sharding.sharded_jit import abstract_array, jit_onto, jit_sharded, named_shardings
 
 Leaf = TypeVar("Leaf")
 
@@ -384,4 +384,4 @@ def _compiled_write(sharding: NamedSharding) -> Any:
             rows,
         )
 
-    return jax.jit(write, donate_argnums=0, out_shardings=sharding)
+    return jit_onto(write, sharding, donate_argnums=0)

@@ -56,6 +56,7 @@ from moe.router.routing import choices_dtype
 from moe.weights import Transformer
 from sharding.collectives import all_sum, vary
 from sharding.folding import FoldedMesh
+from sharding.sharded_jit import DeviceJit, MeshJit
 
 STEPS_BEFORE_COUNT = 2
 """Decoding steps that the host enqueues before it checks that rows are left to decode."""
@@ -347,7 +348,7 @@ class LightestMicroBatch(NamedTuple):
         return free_slots[lightest_batch(times, list(map(len, free_slots)))][0]
 
 
-@partial(jax.jit, static_argnums=2)
+@partial(DeviceJit, static_argnums=2)
 def _gather_rows(rows: TokenRows[Array], slots: Array, mesh: FoldedMesh) -> TokenRows[Array]:
     """Rows of the given slots, replicated on every device."""
     gathered = jax.tree.map(lambda column: jnp.take(column, slots, axis=0), rows)
@@ -384,7 +385,7 @@ def _read_step_inputs(
     )(pool, index)
 
 
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+@partial(MeshJit, overlap=False, static_argnums=(0, 1), donate_argnums=2)
 def _add_expert_loads(
     decoder: Decoder,
     num_micro_batches: int,
@@ -418,7 +419,7 @@ def _add_expert_loads(
     )(loads, live, choices, index)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
+@partial(MeshJit, overlap=False, static_argnums=(0, 1, 2), donate_argnums=3)
 def _sample_micro_batch(
     decoder: Decoder,
     sampling: Sampling,

@@ -23,7 +23,6 @@ from jaxtyping import Array
 
 from jrl.recipes.base.batch import Batch, Totals
 from jrl.recipes.base.optimizer import Optimizer
-from jrl.trainer.compiled import MeshJit
 from jrl.trainer.learner import masters
 from jrl.trainer.learner.accumulation import (
     accumulate_gradients,
@@ -38,6 +37,7 @@ from moe.router.statistics import RouterStatistics
 from moe.weights import Layer, Transformer
 from sharding import zero
 from sharding.collectives import all_sum, vary
+from sharding.sharded_jit import MeshJit
 from sharding.zero import Reduction
 
 Leaf = TypeVar("Leaf")

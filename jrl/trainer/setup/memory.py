@@ -61,7 +61,8 @@ def memory(setup: Setup) -> dict[str, int]:
     * Adam's two moments, sharded in the same way: ``2 F / G`` and ``2 E / G``, a quarter less with
       a first moment in bfloat16;
     * gradients ``max(F, E)``, float32, and with gradient accumulation ``max(W, V)`` for that of one
-      micro-batch, in which the layers count by their shards under `Execution.fsdp`;
+      micro-batch, in which the layers count by their shards under `Execution.fsdp`; for a single
+      micro-batch without a pipeline ``max(W, V)`` alone;
     * KV cache ``layers x slots x (prompt + response) x kv_heads / tp x (head_dim + v_head_dim) x
       itemsize``, with the slots per device; for latent attention the latent vectors in place of
       keys and values, and for layers with Gated DeltaNet a state per row;
@@ -83,8 +84,8 @@ def memory(setup: Setup) -> dict[str, int]:
     addition to the policy's weights, and there is no reference model. While it samples, there is a
     merged copy of the policy.
 
-    Per parameter, weight, gradient, master and moments take ``6 + 12 / G`` bytes in bfloat16, as in
-    Megatron-Core, and ``8 + 8 / G`` in float32.
+    Per parameter, weight, summed gradient, master and moments take ``6 + 12 / G`` bytes in
+    bfloat16, as in Megatron-Core, and ``8 + 8 / G`` in float32.
 
     Activations and temporary buffers of the compiler come in addition.
     """
@@ -106,8 +107,15 @@ def memory(setup: Setup) -> dict[str, int]:
     moment_bf16_units = 2 + jax.numpy.dtype(run.mu_dtype).itemsize // 2
     # Policy and critic are updated one after the other: the larger one counts.
     gradients = max(gradient_bytes(network, mesh, shapes(network)) for network in networks)
-    # Those of a micro-batch are in the dtypes of the weights; their sum is float32.
-    summand = max(gradient_bytes(network, mesh, cast_shapes(network)) for network in networks)
+    # Those of a micro-batch are in the dtypes of the weights; their sum, which a pipeline has of
+    # one as well, is float32.
+    summand = max(
+        gradient_bytes(network, mesh, cast_shapes(network), mesh.layout.vpp) for network in networks
+    )
+    if setup.geometry.num_micro_batches > 1:
+        gradients += summand
+    elif mesh.layout.pp == 1:
+        gradients = summand
     gathered = max(weight_bytes(network, mesh) for network in networks)
     # Rows on all devices, of passes that do not overlap: the largest counts.
     forward = [recipe.mini_batch_size // setup.geometry.num_micro_batches]
@@ -122,7 +130,7 @@ def memory(setup: Setup) -> dict[str, int]:
     rollout = rollout_memory(setup) if run.rollout_devices is None else {}
     rows = {
         "weights": weights,
-        "gradients": gradients + (summand if setup.geometry.num_micro_batches > 1 else 0),
+        "gradients": gradients,
         "float32 masters": shard_bytes if keeps_masters(setup.model) else 0,
         "optimizer moments": shard_bytes * moment_bf16_units // 2,
         "critic": critic,
@@ -194,14 +202,18 @@ def float32_shard_bytes(config: ModelConfig, mesh: FoldedMesh) -> int:
 
 
 def gradient_bytes(
-    config: ModelConfig, mesh: FoldedMesh, like: Transformer[jax.ShapeDtypeStruct]
+    config: ModelConfig,
+    mesh: FoldedMesh,
+    like: Transformer[jax.ShapeDtypeStruct],
+    chunks: int = 1,
 ) -> int:
     """Bytes of the gradients of trained weights on one device, in the dtypes of `like`; those of
-    layers are sharded under fsdp."""
+    layers are sharded under fsdp, and of one of `chunks` of them."""
     # Under fsdp a layer's gradient is reduce-scattered immediately; those of embedding and LM head
     # are unsharded until the end.
     unsharded = _local_bytes(like, mesh, specs(config, mesh))
     layers = _local_bytes(like, mesh, stored_specs(config, mesh)).layers
+    layers = jax.tree.map(lambda size: size // chunks, layers)
     return _total(trees.select_trained(replace(unsharded, layers=layers), table(config)))
 
 

@@ -100,6 +100,7 @@ def method_of(config: ModelConfig, mesh: FoldedMesh, batch: Batch, run: RunConfi
         itemsize=2 if config.dtype == "bfloat16" else 4,
         storage="bfloat16" if keeps_masters(config) else "float32",
         even=execution.buffer_factor is not None,
+        buffer_factor=execution.buffer_factor,
         activation_wire=execution.activation_wire,
         expert_chunks=execution.expert_chunks,
         two_batch_overlap=execution.two_batch_overlap,

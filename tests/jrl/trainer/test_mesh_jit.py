@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import pytest
 from programs import mesh_of
 
-from jrl.trainer.compiled import MeshJit, RetryOnOverflow
+from jrl.trainer.compiled import RetryOnOverflow
 from jrl.trainer.learner.update import update
 from jrl.trainer.scoring import _score_packed, logprobs_of, values_of
 from sharding import compiler_options as asked
 from sharding.folding import FoldedMesh
+from sharding.sharded_jit import MeshJit
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def test_a_mesh_says_what_its_programs_are_compiled_with(monkeypatch):
     assert program(two, x)[4] == program.lower(two, x).compile()(x)[4] == 12.0
     assert program.jit_for(one.mesh) is program.jit_for(two.mesh)
     assert program.__doc__ == "What it says." and traced == [two]
-    monkeypatch.setitem(asked.BY_PLATFORM, "cpu", {"xla_of_nobody": True})
+    monkeypatch.setitem(asked.OVERLAP, "cpu", {"xla_of_nobody": True})
     # Of one device there is nothing to ask.
     assert program(one, x)[4] == 12.0
     for run in (program, lambda *given: program.lower(*given).compile()):

@@ -33,7 +33,7 @@ from sharding.planner.memory import (
 )
 from sharding.planner.method import ALLOWED_VALUES, Batch, Method, for_weights
 from sharding.planner.models import PRESETS
-from sharding.planner.volumes import tokens_per_peer
+from sharding.planner.volumes import balanced_tokens_per_peer, tokens_per_peer
 from sharding.planner.weights import (
     parameters_on_device,
     sharded_parameters,
@@ -85,6 +85,25 @@ def test_several_micro_batches_need_a_gradient_of_one_beside_their_sum(storage, 
         # Norms and routers are float32 among the others, and so are their gradients.
         each = [one.parameters * (of_float32 if one.is_precise else of_gradient) for one in of]
         assert found.gradients == sum(each)
+
+
+@pytest.mark.parametrize(("storage", "each"), [("float32", 4), ("bfloat16", 2), ("mixed", 4)])
+def test_the_gradient_of_a_single_micro_batch_keeps_its_dtype(storage, each):
+    """As in programs for absent GPUs: benchmarks/results/absent.md, Qwen3-235B-A22B."""
+    layout = Layout.parse("tp2 dp4 / ep8")
+    found = memory(MIXTRAL, layout, Batch(4, 4096), Method(storage=storage)).gradients
+    groups = weight_groups(MIXTRAL, layout)
+    assert found == sum(one.parameters * (4 if one.is_precise else each) for one in groups)
+
+
+def test_a_pipeline_adds_up_the_gradient_of_a_chunk():
+    whole, chunks = (
+        memory(MIXTRAL, Layout.parse(layout), Batch(8, 512), Method(storage="bfloat16")).gradients
+        for layout in ("pp4", "pp4 vpp7")
+    )
+    groups = weight_groups(MIXTRAL, Layout.parse("pp4"))
+    added = sum(one.parameters * (4 if one.is_precise else 2) for one in groups if one.in_layers)
+    assert whole - chunks == pytest.approx(added * 6 / 7)
 
 
 def test_states_are_18_bytes_of_which_12_are_cut():
@@ -186,6 +205,10 @@ def test_buffers_are_as_large_as_the_dispatchers(layout, capacity):
     if capacity is None:
         even = expert_rows(model, sizes, 64, Method(even=True))
         assert even == buffers.buffer_rows(64, 3, 16 // sizes.ep, mesh, None, buffer_factor=1.0)
+        for factor in (0.8, 1.5, 9.0):
+            expected = buffers.peer_tokens(64, 3, 16 // sizes.ep, mesh, None, factor)
+            method = Method(buffer_factor=factor)
+            assert balanced_tokens_per_peer(model, sizes, 64, method) == expected
 
 
 def compiled_bytes(layout, rows, time, model=CONFIG, **execution):

@@ -128,9 +128,9 @@ def test_greedy_rows_are_decoded_by_the_programs_of_sampled_ones():
         return [t.tokens.tolist() for t in answers(engine, plain.requests, sampling)]
 
     groups = [tokens_of(Sampling())]
-    known = [tokens_of(Sampling()), *(program._cache_size() for program in programs)]
+    known = [tokens_of(Sampling()), *(program.cache_size() for program in programs)]
     groups += [tokens_of(GREEDY), tokens_of(Sampling())]
-    assert [groups[0], *(program._cache_size() for program in programs)] == known
+    assert [groups[0], *(program.cache_size() for program in programs)] == known
     assert groups[0] == groups[2] != groups[1]
     of_prompts = [groups[1][i : i + COPIES] for i in range(0, ROWS, COPIES)]
     assert all(row == group[0] for group in of_prompts for row in group)

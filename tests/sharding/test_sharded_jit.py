@@ -1,0 +1,106 @@
+"""Programs of several devices are compiled with the options of these devices."""
+
+import ast
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from programs import mesh_of
+
+from jrl.rollout.decoding.decode import advance
+from jrl.rollout.decoding.packed_prefill import run_packed
+from jrl.rollout.decoding.prefill import admit, admit_prefilled
+from jrl.rollout.prompt_scores import score_packed
+from jrl.trainer.learner.update import update
+from moe.disaggregated.programs import attention_half, experts_half
+from sharding.compiler_options import OVERLAP, REQUIRED
+from sharding.folding import Layout, fold_abstract
+from sharding.sharded_jit import DeviceJit, MeshJit, jit_onto, jit_sharded
+
+ROOT = Path(__file__).parents[2]
+WITHOUT_COLLECTIVES = {
+    # Elementwise, or each row by itself.
+    "jrl/trainer/evaluation/critic.py": {"_rewards"},
+    "jrl/trainer/learner/learner.py": {"_copy_leaves"},
+    "jrl/trainer/prepare.py": {"_clear_unfinished"},
+    "jrl/rollout/packing.py": {"clear_idle_rows", "_counts", "_mask_empty_slots"},
+    "jrl/rollout/decoding/slots.py": {"halt", "_resize", "recent_tokens", "_compiled_zeros"},
+    "jrl/rollout/decoding/packed_prefill.py": {"copy_to_cache"},
+    "jrl/rollout/decoding/split_backend.py": {"_read_step_inputs"},
+    "moe/disaggregated/runner.py": {"_broadcast_program", "_zeros_program"},
+    # Permutes alone, which are no sums.
+    "moe/disaggregated/m2n.py": {"_permute_program"},
+    # Traced inside other programs.
+    "moe/kernels/mosaic.py": {""},
+    "moe/kernels/megablox.py": {"_make_tpu_primitive"},
+    # The programs with options.
+    "sharding/sharded_jit.py": {"jit_with"},
+}
+"""Functions that `jax.jit` compiles without options, by file."""
+
+
+def jitted_by_jax(path):
+    """Names of the functions of a file that `jax.jit` compiles, or that call it."""
+    text, names = path.read_text(), set()
+    if "jax.jit" not in text:
+        return names
+
+    def visit(node, name):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "jax.jit":
+            names.add(name)
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef):
+                visit(child, child.name)
+            elif isinstance(child, ast.Assign) and not name:
+                visit(child, ast.unparse(child.targets[0]))
+            else:
+                visit(child, name)
+
+    visit(ast.parse(text), "")
+    return names
+
+
+def test_programs_with_collectives_have_options():
+    found = {}
+    for package in ("jrl", "moe", "sharding"):
+        for path in (ROOT / package).rglob("*.py"):
+            name = str(path.relative_to(ROOT))
+            if not name.startswith(("jrl/losses", "jrl/faults")) and (names := jitted_by_jax(path)):
+                found[name] = names
+    assert set(found) == set(WITHOUT_COLLECTIVES)
+    for name, names in found.items():
+        assert names <= WITHOUT_COLLECTIVES[name], name
+
+
+@pytest.mark.parametrize("program", [update, admit, run_packed, score_packed])
+def test_passes_over_many_tokens_overlap(program):
+    mesh = fold_abstract(Layout.parse("dp2 / ep2"), "gpu")
+    options = program.jit_for(mesh), program.jit_with(REQUIRED["gpu"] | OVERLAP["gpu"])
+    assert options[0] is options[1]
+
+
+@pytest.mark.parametrize("program", [advance, admit_prefilled, attention_half, experts_half])
+def test_other_programs_have_what_is_required(program):
+    mesh = fold_abstract(Layout.parse("dp2 / ep2"), "gpu")
+    assert program.jit_for(mesh) is program.jit_with(REQUIRED["gpu"])
+
+
+def test_arrays_and_shardings_tell_the_devices(monkeypatch):
+    monkeypatch.setitem(REQUIRED, "cpu", {"xla_of_nobody": True})
+    unknown = pytest.raises(jax.errors.JaxRuntimeError, match=r"No such compile option.*of_nobody")
+    one, two = (NamedSharding(mesh_of(name).mesh, PartitionSpec()) for name in ("dp1", "dp2"))
+    double = DeviceJit(lambda x: 2 * x)
+    x = jnp.arange(3)
+    assert double(x)[2] == double.lower(x).compile()(x)[2] == 4
+    assert jit_onto(lambda x: x + 1, one)(x)[2] == jit_sharded(lambda x: x + 1, one)(x)[2] == 3
+    with unknown:
+        double(jax.device_put(x, two))
+    # As a part of another program it has the options of that one.
+    part = jit_onto(lambda x: x + 1, two)
+    assert jax.jit(lambda x: double(part(x)))(x)[2] == 6
+    for compiled in (jit_onto(lambda x: x + 1, two), jit_sharded(lambda x: x + 1, two)):
+        with unknown:
+            compiled(x)
+    assert isinstance(update, MeshJit)
