@@ -157,8 +157,12 @@ def answering() -> tuple[Turn, dict[str, Any]]:
         (trajectory,) = engine.poll()
         return {"tokens": trajectory.length, "ids": trajectory.response.tolist()}
 
-    checkpoint = str(served.versions.directory)
-    request = {"checkpoint": checkpoint, "prompts": [prompt], "response_length": NEW_TOKENS}
+    source: Any = served.versions
+    request = {
+        "checkpoint": str(source.directory),
+        "prompts": [prompt],
+        "response_length": NEW_TOKENS,
+    }
     return answer, request
 
 
