@@ -124,10 +124,10 @@ def _run(program: Program, hosts: Hosts) -> tuple[int, bool]:
         run.close()
 
 
-def _wait_for_drain(run_dir: Path, known: int) -> Drain | None:
-    """The newest drain of a run, once it has more than `known`; None if none comes."""
+def _wait_for_drain(run_dir: Path, num_before: int) -> Drain | None:
+    """The newest drain of a run, once it has more than `num_before`; None if none comes."""
     deadline = time.monotonic() + RECORD_SECONDS
-    while len(drains := read_drains(run_dir)) <= known:
+    while len(drains := read_drains(run_dir)) <= num_before:
         if time.monotonic() > deadline:
             print(f"error: {run_dir} has no record of the drain", file=sys.stderr, flush=True)
             return None

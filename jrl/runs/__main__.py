@@ -97,22 +97,22 @@ def prune(folder: RunFolder, keep: int) -> int:
       ValueError: where all are damaged; nothing is removed.
     """
     checkpoints = Checkpoints(folder.checkpoints_path)
-    steps, kept, damaged = checkpoints.steps(), list[int](), dict[int, str]()
+    steps, intact, damaged = checkpoints.steps(), list[int](), dict[int, str]()
     for step in reversed(steps):
-        if len(kept) == keep:
+        if len(intact) == keep:
             break
         reason = manifest.find_damage(folder.checkpoints_path / str(step), step)
         if reason is None:
-            kept.append(step)
+            intact.append(step)
         else:
             damaged[step] = reason
-    if not kept:
+    if not intact:
         raise ValueError(
             f"no checkpoint in {folder.checkpoints_path} is intact, and nothing was removed: "
             "restore a copy of one"
         )
     for step in steps:
-        if step not in kept:
+        if step not in intact:
             why = f", damaged: {damaged[step]}" if step in damaged else ""
             line = f"step {step}: removed ({_size(folder.checkpoints_path / str(step))}{why})"
             checkpoints.drop([step])

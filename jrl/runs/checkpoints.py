@@ -415,8 +415,8 @@ def _host_copy(array: Any) -> Any:
         return array
     host = np.asarray(array)
     # A view is of memory that may be overwritten: of a device that is the host, or of the caller.
-    is_own = host.flags.owndata and isinstance(array, jax.Array)
-    return host if is_own else host.copy()
+    owns_memory = host.flags.owndata and isinstance(array, jax.Array)
+    return host if owns_memory else host.copy()
 
 
 def _save_args(array: Any) -> ocp.SaveArgs:

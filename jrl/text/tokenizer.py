@@ -408,7 +408,7 @@ def piece_spans(message: bytes, text: str) -> list[tuple[int, int, int]]:
         changed their names between versions; the message has not.
     """
     sizes = [len(character.encode()) for character in text]
-    # The character in which each byte lies, and the number of them behind the last.
+    # The character of each byte, and the number of characters behind the last.
     characters = [*np.repeat(np.arange(len(text)), sizes).tolist(), len(text)]
     spans = []
     for field, value in _message_fields(message):
