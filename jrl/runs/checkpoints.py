@@ -358,7 +358,7 @@ class Checkpoints:
 
 
 def _handler(
-    registry: ocp.type_handlers.TypeHandlerRegistry | None = None,
+    registry: Any = None,  # a protocol that cannot be checked at run time
     options: ocp.options.AsyncOptions | None = None,
 ) -> ocp.CompositeCheckpointHandler:
     arrays = ocp.PyTreeCheckpointHandler()

@@ -38,7 +38,9 @@ def printed(*arguments: str, wait: float = 300) -> str:
 
 
 PROGRAMS = sorted(
-    path for path in (ROOT / "benchmarks").rglob("*.py") if "__main__" in path.read_text()
+    path
+    for path in (ROOT / "benchmarks").rglob("*.py")
+    if '__name__ == "__main__"' in path.read_text()
 )
 
 
