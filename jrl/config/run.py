@@ -385,8 +385,8 @@ class RunConfig:
     """Fewest seconds between two drains of the run; alarms in between are told."""
     min_processes: int | None = None
     """Fewest processes with which a drained run continues, on a layout with a smaller dp; without a
-    legal one alarms are told. python -m jrl.launch --hosts sets it with --elastic. None leaves
-    the restart and its processes to the scheduler."""
+    legal one alarms are told. `elastic` of python -m jrl.launch sets it. None leaves the restart
+    and its processes to the scheduler."""
 
     @property
     def checkpoint(self) -> str | None:

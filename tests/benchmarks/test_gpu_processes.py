@@ -11,8 +11,7 @@ from benchmarks.gpu.processes import BROKEN, MARK, figures_of
 from benchmarks.gpu.rows import Settings
 
 # Stands for the interpreter: what it does is asked for by the part, from the row to begin with on.
-CHILD = """#!{python} -S
-import json, sys, time
+CHILD = """import json, sys, time
 asked = json.loads(sys.argv[-1])
 
 def say(line):
@@ -47,8 +46,10 @@ def no_rows(settings):
 @pytest.fixture
 def measured(tmp_path, monkeypatch):
     """The figures of a part, its rows by what happens in them."""
-    child = tmp_path / "python"
-    child.write_text(CHILD.format(python=sys.executable, mark=MARK, broken=BROKEN))
+    script, child = tmp_path / "script.py", tmp_path / "python"
+    script.write_text(CHILD.format(mark=MARK, broken=BROKEN))
+    # Through a shell: the path of an interpreter after #! may have no spaces.
+    child.write_text(f"#!/bin/sh\nexec '{sys.executable}' -S '{script}' \"$@\"\n")
     child.chmod(0o755)
 
     def run(part, seconds=0.7, until=60.0):
