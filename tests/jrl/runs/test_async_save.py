@@ -7,8 +7,6 @@ import sys
 import threading
 import time
 import weakref
-from types import SimpleNamespace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from tiers import full_but
 
 from jrl.processes import progress
+from jrl.processes.background import BackgroundGather
 from jrl.runs import background_save
 from jrl.runs import checkpoints as module
 from jrl.runs.checkpoints import Checkpoints
@@ -112,7 +111,7 @@ def test_a_process_whose_own_part_is_written_waits_for_the_others(monkeypatch):
     """The watchdog then names the one that is still in the phase of the checkpoint."""
     monkeypatch.setattr(background_save, "is_multiprocess", lambda: True)
     record, done = progress.start(), threading.Event()
-    gather: Any = SimpleNamespace(waits=threading.Event())
+    gather = BackgroundGather("test")
     save = background_save.BackgroundSave(lambda: done.wait(60) and None, gather)
     found = []
 
