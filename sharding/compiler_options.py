@@ -6,6 +6,7 @@ not set here. An unknown name is an error at compilation: every name here is kno
 jaxlib (`tests/sharding/test_compiler_options.py`).
 """
 
+import re
 from collections.abc import Collection
 from importlib.metadata import version
 from typing import Any
@@ -14,7 +15,8 @@ from sharding.folding import FoldedMesh
 
 Options = dict[str, bool | int | str]
 
-JAXLIB = tuple(int(number) for number in version("jaxlib").split(".")[:3])
+# Releases before a final one have a suffix, such as 0.12.0rc1.
+JAXLIB = tuple(map(int, re.findall(r"\d+", version("jaxlib"))[:3]))
 REQUIRED: dict[str, Options] = {
     # An empty list of kernels. With that of all-reduces, the compiler of jaxlib 0.12.0.1 aborts
     # the process for a sum of few elements over groups of 64 devices. Not known before 0.11.2.
