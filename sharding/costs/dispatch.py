@@ -10,6 +10,19 @@ from sharding.folding import Layout
 TOKENS, SUMS = "tokens to experts", "sums of experts"
 FLOAT32 = INT32 = 4
 FP8_BYTES, SCALE_BYTES = 1, 4
+ROW_TILE = 32
+"""Rows that expert buffers are rounded up to: the smaller tile of the grouped product "tiles"."""
+
+
+def balanced_rows(factor: float, tokens: int, k: int, layout: Layout) -> int:
+    """Rows of the expert buffers of a device, a multiple `factor` F of balanced load.
+
+    With T tokens of a device these are ``F T k etp``, rounded up to whole tiles of `ROW_TILE` rows
+    that the ``ep etp`` devices that share experts can share.
+    """
+    unit = math.lcm(ROW_TILE, layout.ep * layout.etp)
+    # A product that is an integer up to rounding counts as that integer.
+    return math.ceil(round(factor * tokens * k * layout.etp, 9) / unit) * unit
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
 
-from sharding.costs.dispatch import FLOAT32, INT32, TokenDispatch
+from sharding.costs.dispatch import FLOAT32, INT32, TokenDispatch, balanced_rows
 from sharding.costs.transfer import Kind, Transfer
 from sharding.folding import Layout
 from sharding.folding.layout import prime_factors
@@ -26,8 +26,6 @@ from sharding.planner.weights import (
 from sharding.schedule import Schedule
 
 BFLOAT16 = 2
-ROW_TILE = 32
-"""Rows that expert buffers are rounded up to (`moe.experts.dispatch.buffers`)."""
 
 
 def layer(
@@ -258,15 +256,12 @@ def tokens_per_peer(model: ModelSizes, layout: Layout, tokens: int) -> int:
 def balanced_tokens_per_peer(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> int:
     """Tokens that a device sends to another at most under `Method.buffer_factor`.
 
-    With a factor F and n devices that share experts ``F T k etp / n``, in tiles of `ROW_TILE` rows
-    that these can share, and at most T.
+    These are the `balanced_rows`, shared among the devices that share experts, and at most T.
     """
     if method.buffer_factor is None:
         return tokens
-    num_sharing = layout.ep * layout.etp
-    unit = math.lcm(ROW_TILE, num_sharing)
-    rows = round(method.buffer_factor * tokens * model.experts_per_token * layout.etp, 9)
-    return min(tokens, math.ceil(rows / unit) * unit // num_sharing)
+    rows = balanced_rows(method.buffer_factor, tokens, model.experts_per_token, layout)
+    return min(tokens, rows // (layout.ep * layout.etp))
 
 
 def hop(model: ModelSizes, tokens: int, method: Method) -> Transfer:

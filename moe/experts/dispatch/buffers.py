@@ -1,7 +1,6 @@
 """Buffers of token dispatch: their sizes, in tokens per peer and rows per device, and the slots of
 tokens and expert ids in them."""
 
-import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,10 +11,8 @@ from jaxtyping import Array, Bool, Float, Int
 from moe.architecture.feed_forward import Activation
 from moe.ops.sorting import inverse_slots
 from moe.weights import Experts
+from sharding.costs.dispatch import balanced_rows
 from sharding.folding import FoldedMesh
-
-ROW_TILE = 32
-"""Rows that budgets are rounded up to: the smaller tile of the grouped product "tiles"."""
 
 
 class DispatchOptions(NamedTuple):
@@ -51,17 +48,13 @@ def buffer_rows(
     """Largest number of rows that the experts of one device compute, for any routing.
 
     With ``n = ep etp`` devices that share experts these are the `peer_assignments` of each, or with
-    a `buffer_factor` F and if that is less ``F T k etp``, as even routing gives with F = 1, rounded
-    up to whole tiles that the n devices can share.
+    a `buffer_factor` and if that is less the `sharding.costs.dispatch.balanced_rows`.
     """
     devices = mesh.size(mesh.ep) * mesh.size(mesh.etp)
     most = devices * peer_assignments(num_tokens, k, num_local, capacity)
     if buffer_factor is None:
         return most
-    unit = math.lcm(ROW_TILE, devices)
-    # A product that is an integer up to rounding counts as that integer.
-    even = round(buffer_factor * num_tokens * k * mesh.size(mesh.etp), 9)
-    return min(most, math.ceil(even / unit) * unit)
+    return min(most, balanced_rows(buffer_factor, num_tokens, k, mesh.layout))
 
 
 def peer_tokens(

@@ -9,13 +9,14 @@ from programs import jit, mesh_of
 from tiers import full_but
 
 from moe.execution import Execution
-from moe.experts.dispatch.buffers import ROW_TILE, buffer_rows, peer_assignments, peer_tokens
+from moe.experts.dispatch.buffers import buffer_rows, peer_assignments, peer_tokens
 from moe.experts.dispatch.choice import dispatch, rows_received
 from moe.experts.dispatch.cost import TokenExchange, cheapest, peer_capacity_of
 from moe.experts.feed_forward import dense_reference
 from moe.router.routing import Routing
 from moe.weights import Experts
 from sharding.collectives import all_sum
+from sharding.costs.dispatch import ROW_TILE
 from sharding.folding import Layout, fold_abstract
 
 TOKENS, ROUTE, CHOSEN, D_MODEL, D_EXPERT = 64, 8, 3, 6, 4
