@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 
+from jrl.processes.coordinator import service_client
+
 PATIENCE_SECONDS = 2
 """Seconds of one request for a value of another process; requests are repeated."""
 
@@ -66,19 +68,23 @@ class BackgroundGather:
     def clear(self) -> None:
         """Removes the values from the service, when all processes have received them."""
         if self._count > 1 and self._process == 0:
-            _client().key_value_delete(f"{self._prefix}/")
+            service_client().key_value_delete(f"{self._prefix}/")
 
     def _key(self, process: int) -> str:
         return f"{self._prefix}/{self._round}/{process}"
 
     def _publish(self, message: dict[str, Any]) -> None:
         # A process that fails after it has published a value of this round is heard in the next.
-        _client().key_value_set(self._key(self._process), json.dumps(message), allow_overwrite=True)
+        service_client().key_value_set(
+            self._key(self._process), json.dumps(message), allow_overwrite=True
+        )
 
     def _receive(self, process: int) -> dict[str, Any]:
         while True:
             try:
-                text = _client().blocking_key_value_get(self._key(process), 1000 * PATIENCE_SECONDS)
+                text = service_client().blocking_key_value_get(
+                    self._key(process), 1000 * PATIENCE_SECONDS
+                )
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise ProcessFailed(f"process {process} cannot be reached") from error
@@ -86,10 +92,3 @@ class BackgroundGather:
                 return json.loads(text)
             if self._abandoned.is_set():
                 raise ProcessFailed(f"process {process} was not waited for, as this one ends")
-
-
-def _client() -> Any:
-    from jax._src.distributed import global_state
-
-    assert global_state.client is not None
-    return global_state.client

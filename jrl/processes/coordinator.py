@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 import jax
 
@@ -217,13 +218,18 @@ def process_id() -> int:
     return global_state.process_id
 
 
+def service_client() -> Any:
+    """Client of JAX's coordination service, in a program of several processes."""
+    from jax._src.distributed import global_state
+
+    assert global_state.client is not None
+    return global_state.client
+
+
 def exchange(name: str, value: str) -> list[str]:
     """Values of all processes, in the order of their ids, through the coordinator: no device is
     used. To be called once with a name."""
-    from jax._src.distributed import global_state
-
-    client = global_state.client
-    assert client is not None
+    client = service_client()
     client.key_value_set(f"jrl/{name}/{jax.process_index()}", value)
     return [
         client.blocking_key_value_get(f"jrl/{name}/{process}", 1000 * SHUTDOWN_SECONDS)
@@ -244,10 +250,7 @@ class KeyValueStore:
     """
 
     def __init__(self, name: str):
-        from jax._src.distributed import global_state
-
-        assert global_state.client is not None
-        self._client, self._name = global_state.client, f"jrl/{name}"
+        self._client, self._name = service_client(), f"jrl/{name}"
 
     def publish(self, text: str) -> None:
         """Replaces the text of this process."""
