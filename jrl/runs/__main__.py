@@ -11,11 +11,8 @@ import tyro
 
 from jrl.command_line import exit_status, start_jax
 from jrl.runs import manifest
-from jrl.runs.checkpoints import TEMPORARY, Checkpoints
+from jrl.runs.checkpoints import BASE, TEMPORARY, Checkpoints
 from jrl.runs.folder import RunFolder
-
-BASE = "base"
-"""Folder of the base weights of a run with adapters, a checkpoint of step 0."""
 
 
 @dataclass(frozen=True)

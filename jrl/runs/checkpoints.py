@@ -38,6 +38,8 @@ from jrl.runs.background_save import BackgroundSave
 from jrl.runs.storage import StorageError, quiet, writing
 
 TEMPORARY = re.compile(r"\d+\.(writing.*|deleting)")
+BASE = "base"
+"""Folder of the base weights of a run with adapters, among its checkpoints: one of step 0."""
 CHUNK_BYTES = 2**26
 """Bytes of an array on the host that are stored together, as readers on meshes need parts of it."""
 CHUNK_FACTOR = 16

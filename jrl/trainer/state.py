@@ -21,7 +21,7 @@ from jrl.rollout.collection.async_buffer import AsyncBuffer
 from jrl.rollout.collection.windows import Unfinished, none_unfinished
 from jrl.rollout.decoding.slots import SlotPool, abstract_pool, empty_pool
 from jrl.rollout.resharding import reshard
-from jrl.runs.checkpoints import Checkpoints
+from jrl.runs.checkpoints import BASE, Checkpoints
 from jrl.trainer.learner import masters
 from jrl.trainer.learner.learner import Learner, copy_arrays, state_shardings
 from jrl.trainer.learner.networks import Network, Networks
@@ -309,7 +309,7 @@ def restore_base(
 
 
 def _base_checkpoints(checkpoints: Checkpoints) -> Checkpoints:
-    return Checkpoints(checkpoints.directory / "base")
+    return Checkpoints(checkpoints.directory / BASE)
 
 
 def _without_cast(networks: Networks, state: TrainState[Leaf]) -> TrainState[Leaf]:
