@@ -98,7 +98,7 @@ class MeshJit(DeviceJit[Params, Result]):
     ):
         super().__init__(function, **options)
         self._mesh_of = mesh_of or (lambda record: record.mesh)
-        self._asked = {"overlap": overlap, "least_effort": least_effort}
+        self._flags = {"overlap": overlap, "least_effort": least_effort}
 
     def settings_of(self, args: tuple[Any, ...]) -> Options:
         """Compiler options for these arguments."""
@@ -109,7 +109,7 @@ class MeshJit(DeviceJit[Params, Result]):
         return self.jit_with(self._settings(mesh))
 
     def _settings(self, mesh: FoldedMesh) -> Options:
-        return compiler_options(mesh, **self._asked)
+        return compiler_options(mesh, **self._flags)
 
 
 def jit_onto(
