@@ -198,8 +198,16 @@ def test_links_lead_somewhere(path):
             reached = ROOT / target  # the site has the notebook under its own path
         assert reached.exists(), link
         assert reached.is_relative_to(ROOT), link
+        if path.is_relative_to(ROOT / "docs"):
+            assert reached.is_relative_to(reached_by_the_site(reached)), link
         if anchor:
             assert anchor in set(anchors(reached)), link
+
+
+def reached_by_the_site(reached):
+    """The folder of the site that may have a file: its pages, or what docs/hooks.py adds to them."""
+    folders = [ROOT / name for name in ("notebooks", "experiments", "tests/vectors")]
+    return next((folder for folder in folders if folder in reached.parents), ROOT / "docs")
 
 
 def test_addresses_in_the_sources_are_well_formed():
