@@ -160,8 +160,9 @@ def _query_gradients(
     """Gradients of all queries, ``[block, query, head_dim]``."""
     consumers = query_blocks_per_program(sizes.width, sizes.wide)
     num_blocks = sizes.queries // consumers
-    # The sums of wider heads take more registers than a thread of three warpgroups has.
-    has_producer = sizes.width <= 128 or consumers == 1
+    # The sums and addresses of wider heads take more registers than a thread of three warpgroups
+    # has.
+    has_producer = max(sizes.width, sizes.wide) <= 128 or consumers == 1
 
     def body(target, program, table, *refs):
         *refs, grad_query = refs
