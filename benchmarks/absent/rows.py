@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.absent import compilers
 from benchmarks.absent.descriptions import TPUS
 from benchmarks.absent.machine_code import Kernel
-from benchmarks.absent.shapes import FIRST, MODELS
+from benchmarks.absent.shapes import FIRST, MODELS, QUICK
 
 Figures = dict[str, Any]
 HOPPER = "h100"
@@ -21,13 +21,12 @@ _COMPILED: dict[tuple[str, str, str], list[Kernel]] = {}
 
 
 def gpu_kernels(only: Sequence[str], *, quick: bool, keep: Path | None) -> Iterator[Figures]:
-    """A row for each Mosaic kernel and shape; quick: at one shape of each."""
+    """A row for each Mosaic kernel and shape; quick: those of `shapes.FIRST` and `shapes.QUICK`."""
     from benchmarks.absent.kernel_cases import gpu_cases
 
     for model in MODELS:
         for case in gpu_cases(model):
-            # The kernel for latent vectors serves another model than the first.
-            if quick and model != FIRST and case.operation != "latent decode attention":
+            if quick and model != FIRST and case.operation not in QUICK.get(model, ()):
                 continue
             yield from _rows_of_case(HOPPER, model, case, only, keep)
 

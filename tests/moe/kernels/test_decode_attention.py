@@ -74,8 +74,11 @@ def test_the_plain_twin_equals_float64(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("room", full_but([192, 4096], 192))
-@pytest.mark.parametrize(("heads", "kv_heads"), full_but([(6, 2), (64, 4)], (6, 2)))
-def test_it_is_one_kernel_on_cuda(room, heads, kv_heads):
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width"),
+    full_but([(6, 2, HEAD_DIM), (64, 4, HEAD_DIM), (8, 2, 256)], (6, 2, HEAD_DIM)),
+)
+def test_it_is_one_kernel_on_cuda(room, heads, kv_heads, width):
     def shaped(*shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype)
 
@@ -85,9 +88,9 @@ def test_it_is_one_kernel_on_cuda(room, heads, kv_heads):
         )
 
     exported = jax.export.export(jax.jit(run), platforms=["cuda"])(
-        shaped(5, heads, HEAD_DIM),
-        shaped(3, 5, kv_heads, HEAD_DIM, room),
-        shaped(3, 5, kv_heads, room, HEAD_DIM),
+        shaped(5, heads, width),
+        shaped(3, 5, kv_heads, width, room),
+        shaped(3, 5, kv_heads, room, width),
         shaped(5, dtype=jnp.int32),
         shaped(5, dtype=jnp.int32),
         shaped(dtype=jnp.int32),
