@@ -100,13 +100,18 @@ NAMES = ("device", "model", "operation", "layout", "program", "flags", "form")
 
 
 def merged(before: Sequence[Figures], found: Sequence[Figures]) -> list[Figures]:
-    """Rows of an earlier run and of this one, which replaces those of the same name."""
+    """Rows of an earlier run and of this one, which replaces those of the same name where they are;
+    others are the last."""
+    by_name = _by_name(before) | _by_name(found)
+    return [row for rows in by_name.values() for row in rows]
 
-    def name(row: Figures) -> tuple[Any, ...]:
-        return tuple(row.get(field) for field in NAMES)
 
-    new = {name(row) for row in found}
-    return [*(row for row in before if name(row) not in new), *found]
+def _by_name(rows: Sequence[Figures]) -> dict[tuple[Any, ...], list[Figures]]:
+    # An operation of more than one kernel has a row for each.
+    found: dict[tuple[Any, ...], list[Figures]] = {}
+    for row in rows:
+        found.setdefault(tuple(row.get(field) for field in NAMES), []).append(row)
+    return found
 
 
 def on_one_device(kind: str, operands: Any) -> Any:

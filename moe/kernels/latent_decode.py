@@ -8,10 +8,10 @@ queries share it.
 
 The output of 64 heads with 512 elements does not fit into the registers of one warpgroup. A program
 has two warpgroups, as FlashMLA's have. The first multiplies queries and columns, writes the
-exponentials to shared memory for both, and sums a quarter of the elements; the second loads the
-columns, a block ahead, and sums the others (`value_slices`). A program loops over multiple blocks
-with an online softmax, since its output is about as large as two blocks. The splits of a row are
-merged as in `moe.kernels.decode_attention`.
+exponentials to shared memory for both, and sums few of the elements; the second loads the columns,
+a block ahead, and sums the others (`value_slices`). A program loops over multiple blocks with an
+online softmax, since its output is about as large as two blocks. The splits of a row are merged as
+in `moe.kernels.decode_attention`.
 
 References:
   DeepSeek-AI, "FlashMLA", 2025. https://github.com/deepseek-ai/FlashMLA
@@ -230,8 +230,9 @@ def split_length(tiles: int, num_columns: int) -> int:
 def value_slices(rank: int) -> tuple[Slices, Slices]:
     """Slices of the values that each of the two warpgroups sums.
 
-    The first also computes the scores, for which it needs registers and time: of 512 elements it
-    sums 128, and then both multiply ``[64, 64]`` exponentials, or queries, by about as much.
+    The first also computes the scores, for which it needs registers: 32 for them, and more for the
+    addresses of 36 products. So it sums 128 of 512 elements, in 64 registers. It has more to
+    multiply than the second even so.
     """
     share = UNIT * max(1, rank // 256)
     rest = [(at, min(MAX_PRODUCT, rank - at)) for at in range(share, rank, MAX_PRODUCT)]
