@@ -73,6 +73,8 @@ COLUMNS = {
     # They end in the first part of their columns, in the second and at the end of one.
     "rows of several lengths": Columns((0, 0, 0), (3, 136, 128)),
     "windows": Columns((130, 0, 100), (136, 5, 131)),
+    # A program has fewer columns of them.
+    "wide heads": Columns((0, 60, 100), (3, 192, 128), head_dim=256, v_head_dim=256),
 }
 
 
@@ -98,6 +100,8 @@ NARROW = {
     "rows of several lengths": Narrow((0, 0), (1, 256), room=256, length=192),
     # Of one block and of all three; two tiles of heads.
     "windows": Narrow((130, 3), (136, 190), heads=70),
+    # DeepSeek-V3's vectors, whose values one warpgroup sums in two slices.
+    "wide": Narrow((5, 70), (190, 71), width=576, rank=512),
 }
 
 

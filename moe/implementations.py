@@ -19,8 +19,6 @@ from sharding.folding import FoldedMesh
 FROM_HOPPER = 9.0, float("inf")
 FROM_AMPERE = 8.0, float("inf")
 ANY = 0.0, float("inf")
-MAX_DECODE_WIDTH = 128
-"""Elements of a head of the decode kernel, at most, where it is the default."""
 
 
 class Default(NamedTuple):
@@ -178,14 +176,6 @@ def _router_obstacle(config: ModelConfig, etp: int) -> str | None:
     return f"{config.num_experts} experts (needs a multiple of 8 up to {most})"
 
 
-def _decode_obstacle(config: ModelConfig, etp: int) -> str | None:
-    if config.mla is None and config.head_dim > MAX_DECODE_WIDTH:
-        return (
-            f"heads of {config.head_dim} elements (over {MAX_DECODE_WIDTH} take minutes to compile)"
-        )
-    return unsupported_by_decode_kernel(config)
-
-
 DEFAULTS: dict[str, tuple[Default, ...]] = {
     "attention": (
         Default(
@@ -241,7 +231,7 @@ DEFAULTS: dict[str, tuple[Default, ...]] = {
             "gpu",
             HOPPER,
             "reads only the tokens of each row: on an H200 a step of 256 rows takes half the time",
-            _decode_obstacle,
+            lambda config, etp: unsupported_by_decode_kernel(config),
         ),
         Default("plain", None, ANY, "XLA's own operations"),
     ),

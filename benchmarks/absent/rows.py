@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.absent import compilers
 from benchmarks.absent.descriptions import TPUS
 from benchmarks.absent.machine_code import Kernel
-from benchmarks.absent.shapes import FIRST, MODELS
+from benchmarks.absent.shapes import FIRST, MODELS, QUICK
 
 Figures = dict[str, Any]
 HOPPER = "h100"
@@ -21,13 +21,12 @@ _COMPILED: dict[tuple[str, str, str], list[Kernel]] = {}
 
 
 def gpu_kernels(only: Sequence[str], *, quick: bool, keep: Path | None) -> Iterator[Figures]:
-    """A row for each Mosaic kernel and shape; quick: at one shape of each."""
+    """A row for each Mosaic kernel and shape; quick: those of `shapes.FIRST` and `shapes.QUICK`."""
     from benchmarks.absent.kernel_cases import gpu_cases
 
     for model in MODELS:
         for case in gpu_cases(model):
-            # The kernel for latent vectors serves another model than the first.
-            if quick and model != FIRST and case.operation != "latent decode attention":
+            if quick and model != FIRST and case.operation not in QUICK.get(model, ()):
                 continue
             yield from _rows_of_case(HOPPER, model, case, only, keep)
 
@@ -101,13 +100,18 @@ NAMES = ("device", "model", "operation", "layout", "program", "flags", "form")
 
 
 def merged(before: Sequence[Figures], found: Sequence[Figures]) -> list[Figures]:
-    """Rows of an earlier run and of this one, which replaces those of the same name."""
+    """Rows of an earlier run and of this one, which replaces those of the same name where they are;
+    others are the last."""
+    by_name = _by_name(before) | _by_name(found)
+    return [row for rows in by_name.values() for row in rows]
 
-    def name(row: Figures) -> tuple[Any, ...]:
-        return tuple(row.get(field) for field in NAMES)
 
-    new = {name(row) for row in found}
-    return [*(row for row in before if name(row) not in new), *found]
+def _by_name(rows: Sequence[Figures]) -> dict[tuple[Any, ...], list[Figures]]:
+    # An operation of more than one kernel has a row for each.
+    found: dict[tuple[Any, ...], list[Figures]] = {}
+    for row in rows:
+        found.setdefault(tuple(row.get(field) for field in NAMES), []).append(row)
+    return found
 
 
 def on_one_device(kind: str, operands: Any) -> Any:

@@ -47,5 +47,12 @@ MODELS = {
 """The models' own configurations on Hugging Face."""
 FIRST = "Qwen3-30B-A3B"
 """The model that a quick check compiles every kernel for."""
+QUICK = {
+    # Latent vectors, which the first model lacks.
+    "DeepSeek-V3": ("latent decode attention",),
+    # Heads of 256 elements, which take the most registers.
+    "odd": ("attention", "attention gradient", "decode attention"),
+}
+"""Operations that a quick check compiles for other models too."""
 ROPE = 64
 """Elements of a latent vector beside its values, in multi-head latent attention."""

@@ -74,7 +74,7 @@ def kernel_bytes(config: ModelConfig, mesh: FoldedMesh, rows: int, num_positions
         )
     else:
         partial_results = decode_attention.output_shapes(
-            rows, heads, kv_heads, config.v_head_dim, num_positions
+            rows, heads, kv_heads, config.head_dim, config.v_head_dim, num_positions
         )
     return sum(math.prod(array.shape) * array.dtype.itemsize for array in partial_results)
 

@@ -1,10 +1,10 @@
 """Decode attention kernel: one query token per row over a KV cache (flash decoding, split-KV).
 
-A program has the queries of one key/value head of a row and 128 columns of the cache: it computes
-scores, their softmax among these columns and the weighted sum of values, both products by the
-matrix units. The splits of a row are merged by the largest score and the sum of exponentials of
-each. A program whose columns are all hidden reads nothing: the time of a step follows the lengths
-of the rows, not the size of the cache.
+A program has the queries of one key/value head of a row and 128 columns of the cache, or 64 of wide
+heads: it computes scores, their softmax among these columns and the weighted sum of values, both
+products by the matrix units. The splits of a row are merged by the largest score and the sum of
+exponentials of each. A program whose columns are all hidden reads nothing: the time of a step
+follows the lengths of the rows, not the size of the cache.
 
 References:
   Dao et al., "Flash-Decoding for long-context inference", 2023.
@@ -21,16 +21,19 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from moe.kernels.choice import call_implementation, unsupported_dtype, unsupported_dtypes
-from moe.kernels.grouped import store_rows, zero_outside
+from moe.kernels.grouped import store_rows, tile_width, zero_outside
 from moe.kernels.mosaic import Target, launch, mosaic_gpu, product
 from moe.ops.attention import cached_attention
 
-COLUMNS = 128
-"""Columns of one program."""
+MAX_COLUMNS = 128
+"""Columns of one program, at most (`columns_per_program`)."""
 UNIT = 64
 """The number of columns of a cache is a multiple of this: the least that the matrix units take."""
 MIN_QUERIES = 64
 """Rows that the matrix units multiply at least; the queries of a head are padded to them."""
+MAX_TILE = 128
+"""Elements of a head's output in a tile, at most: with 256 in one tile, Mosaic GPU of JAX 0.12
+infers layouts of registers and shared memory for minutes."""
 MAX_HEAD_DIM = 256
 """Elements of a head, at most: a wider one does not fit into registers and shared memory."""
 
@@ -148,7 +151,8 @@ def split_attention(
     """
     rows, heads, head_dim = query.shape
     kv_heads, width, num_columns = keys.shape[2], values.shape[-1], keys.shape[-1]
-    group, splits = heads // kv_heads, -(-num_columns // COLUMNS)
+    columns = columns_per_program(head_dim, width)
+    group, splits = heads // kv_heads, -(-num_columns // columns)
     factor = head_dim**-0.5 if scale is None else scale
     by_kv_head = query.reshape(rows * kv_heads, group, head_dim)
     # All query heads of a key/value head in one product: its keys are then read once.
@@ -160,19 +164,20 @@ def split_attention(
         head = lax.div(program, jnp.int32(splits))
         row, kv_head = lax.div(head, jnp.int32(kv_heads)), lax.rem(head, jnp.int32(kv_heads))
         # The visible range relative to this split; it may start before it or end after it.
-        begin, end = first[row] - split * COLUMNS, stop[row] - split * COLUMNS
+        begin, end = first[row] - split * columns, stop[row] - split * columns
 
         # Hidden splits leave their outputs unwritten; `merge_splits` does not read them.
-        @pl.when((begin < COLUMNS) & (end > 0))
+        @pl.when((begin < columns) & (end > 0))
         def _():
             sources = (
                 query.at[head],
-                keys.at[layer[0], row, kv_head, :, pl.ds(split * COLUMNS, COLUMNS)],
-                values.at[layer[0], row, kv_head, pl.ds(split * COLUMNS, COLUMNS)],
+                keys.at[layer[0], row, kv_head, :, pl.ds(split * columns, columns)],
+                values.at[layer[0], row, kv_head, pl.ds(split * columns, columns)],
             )
-            weighted_values, largest, sums = _attend_columns(target, sources, begin, end, factor)
+            tiles, largest, sums = _attend_columns(target, sources, begin, end, factor)
             # Only the rows of real queries: the padding would be most of what is written.
-            store_rows(weighted_values, 0, jnp.int32(group), program * group, 0, out)
+            for index, weighted_values in enumerate(tiles):
+                store_rows(weighted_values, 0, jnp.int32(group), program * group, index, out)
             queries = pl.ds(program * MIN_QUERIES, MIN_QUERIES)
             target.store(most.at[queries], largest)
             target.store(total.at[queries], sums)
@@ -180,7 +185,7 @@ def split_attention(
     out, most, total = launch(
         body,
         rows * kv_heads * splits,
-        output_shapes(rows, heads, kv_heads, width, num_columns),
+        output_shapes(rows, heads, kv_heads, head_dim, width, num_columns),
         [
             layer.reshape(1),
             first.astype(jnp.int32),
@@ -200,23 +205,29 @@ def split_attention(
         total.reshape(split_shape)[..., :group],
         first,
         stop,
-        COLUMNS,
+        columns,
     )
     return attention.reshape(rows, heads, width).astype(values.dtype)
 
 
+def columns_per_program(head_dim: int, width: int) -> int:
+    """Columns of a program, for the widths of a key head and of a value head. With 64 of wide heads
+    two programs fit on a multiprocessor, so that one multiplies while the other's copies arrive."""
+    return MAX_COLUMNS if head_dim + width <= 256 else UNIT
+
+
 def output_shapes(
-    rows: int, heads: int, kv_heads: int, width: int, num_columns: int
+    rows: int, heads: int, kv_heads: int, head_dim: int, width: int, num_columns: int
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Shapes of the kernel's outputs, which `merge_splits` reads: sums of values, largest scores
     and sums of exponentials.
 
     Args:
       heads: query heads.
-      width: width of a value head.
+      head_dim, width: width of a key head and of a value head.
       num_columns: columns of the cache.
     """
-    programs = rows * kv_heads * -(-num_columns // COLUMNS)
+    programs = rows * kv_heads * -(-num_columns // columns_per_program(head_dim, width))
     shapes = (
         (programs * (heads // kv_heads), width),
         (programs * MIN_QUERIES,),
@@ -227,7 +238,8 @@ def output_shapes(
 
 def _attend_columns(target: Target, sources, begin, end, factor: float):
     """Attention over the columns of a program: for each query the sum of values weighted by
-    exponentials, the largest score, and the sum of exponentials relative to it."""
+    exponentials, in tiles of at most `MAX_TILE` elements, the largest score, and the sum of
+    exponentials relative to it."""
 
     def attend_loaded(query, keys, values, arrived):
         # A program has one block, so there is nothing to overlap a copy with inside it; several
@@ -237,10 +249,13 @@ def _attend_columns(target: Target, sources, begin, end, factor: float):
         mosaic_gpu().barrier_wait(arrived)
 
         # Hidden columns may hold NaN or infinity, and zero times these is not zero. Keys need no
-        # such care: their scores are replaced below.
-        @pl.when((begin > 0) | (end < COLUMNS))
+        # such care: their scores are replaced below. A slice at a time, as registers are few.
+        @pl.when((begin > 0) | (end < values.shape[0]))
         def _():
-            zero_outside(target, values, begin, end)
+            def clear(tile, _):
+                zero_outside(target, values.at[:, pl.ds(tile * UNIT, UNIT)], begin, end)
+
+            lax.fori_loop(0, values.shape[1] // UNIT, clear, None)
             mosaic_gpu().commit_smem()
 
         scores = product(query, keys) * factor
@@ -260,7 +275,9 @@ def _attend_columns(target: Target, sources, begin, end, factor: float):
         def weigh_values(staged):
             staged[...] = powers.astype(staged.dtype)
             mosaic_gpu().commit_smem()
-            return product(staged, values)
+            size = tile_width(values.shape[1], MAX_TILE)
+            starts = range(0, values.shape[1], size)
+            return tuple(product(staged, values.at[:, pl.ds(start, size)]) for start in starts)
 
         staged = mosaic_gpu().SMEM(scores.shape, sources[2].dtype)
         return pl.run_scoped(weigh_values, staged), largest, sums

@@ -7,11 +7,11 @@ byte at DeepSeek-V3's sizes, where a key/value head of grouped-query attention h
 queries share it.
 
 The output of 64 heads with 512 elements does not fit into the registers of one warpgroup. A program
-has two warpgroups, as FlashMLA's have, and each sums half of the elements. The first multiplies
-queries and columns and writes the exponentials to shared memory for both; the second loads the
-columns, a block ahead. A program loops over multiple blocks with an online softmax, since its
-output is about as large as two blocks. The splits of a row are merged as in
-`moe.kernels.decode_attention`.
+has two warpgroups, as FlashMLA's have. The first multiplies queries and columns, writes the
+exponentials to shared memory for both, and sums few of the elements; the second loads the columns,
+a block ahead, and sums the others (`value_slices`). A program loops over multiple blocks with an
+online softmax, since its output is about as large as two blocks. The splits of a row are merged as
+in `moe.kernels.decode_attention`.
 
 References:
   DeepSeek-AI, "FlashMLA", 2025. https://github.com/deepseek-ai/FlashMLA
@@ -41,11 +41,16 @@ SLOTS = 2
 """Blocks in shared memory: one is read while the other is being filled."""
 MAX_WIDTH, MAX_RANK = 576, 512
 """Elements of a vector, at most: two blocks and the queries fill the shared memory. And elements of
-its values, at most: each warpgroup sums 256 in its registers."""
+its values, at most: the second warpgroup sums 384 in 192 registers of each thread."""
+MAX_PRODUCT = 256
+"""Columns of a product, at most, by one instruction of the matrix units."""
 MIN_PROGRAMS, MIN_COLUMNS = 4 * 132, 256
 """Least number of programs, where rows have enough columns: four for each multiprocessor of an
 H100, so that rows of different lengths keep all of them busy. And least number of columns of a
 program: with fewer, writing and merging the splits costs more than reading them."""
+
+Slices = tuple[tuple[int, int], ...]
+"""The first element and the number of elements of each of several slices of a vector."""
 
 
 def latent_decode_attention(
@@ -222,6 +227,18 @@ def split_length(tiles: int, num_columns: int) -> int:
     return -(-num_columns // (splits * BLOCK)) * BLOCK
 
 
+def value_slices(rank: int) -> tuple[Slices, Slices]:
+    """Slices of the values that each of the two warpgroups sums.
+
+    The first also computes the scores, for which it needs registers: 32 for them, and more for the
+    addresses of 36 products. So it sums 128 of 512 elements, in 64 registers. It has more to
+    multiply than the second even so.
+    """
+    share = UNIT * max(1, rank // 256)
+    rest = [(at, min(MAX_PRODUCT, rank - at)) for at in range(share, rank, MAX_PRODUCT)]
+    return ((0, share),), tuple(rest)
+
+
 class SplitInputs(NamedTuple):
     """Inputs of a program: queries of a tile of heads, and a split of a row's columns.
 
@@ -248,15 +265,28 @@ class SplitInputs(NamedTuple):
         size = jnp.int32(BLOCK)
         return lax.div(self.begin, size), lax.div(self.end + BLOCK - 1, size)
 
-    @property
-    def half(self) -> int:
-        return self.rank // 2
+    def zero_sums(self, slices: Slices) -> tuple[Any, ...]:
+        """Sums of no column, ``[head, element]`` for each slice of the values."""
+        return tuple(self.full((self.query.shape[0], size), 0.0) for _, size in slices)
 
-    def add_values(self, total: Any, shrink: Any, powers: Any, columns: Any, half: int) -> Any:
-        """``shrink * total`` plus the weighted sum of these columns, for one half of the values."""
-        values = columns.at[pl.ds(half * self.half, self.half)]
-        total = total * self.broadcast(shrink, total.shape)
-        return self.target.add_product(total, powers, self.target.transpose(values))
+    def add_values(
+        self, sums: tuple[Any, ...], slices: Slices, shrink: Any, powers: Any, columns: Any
+    ) -> tuple[Any, ...]:
+        """``shrink * total`` plus the weighted sum of these columns, for each slice of the
+        values."""
+
+        def add(total, start, size):
+            values = self.target.transpose(columns.at[pl.ds(start, size)])
+            return self.target.add_product(
+                total * self.broadcast(shrink, total.shape), powers, values
+            )
+
+        return tuple(add(total, *part) for total, part in zip(sums, slices, strict=True))
+
+    def store_sums(self, out: Any, sums: tuple[Any, ...], slices: Slices) -> None:
+        """Writes the sums of these slices to the rows of the output."""
+        for total, (start, size) in zip(sums, slices, strict=True):
+            self.target.store(out.at[:, pl.ds(start, size)], total)
 
     def broadcast(self, vector: Any, shape: tuple[int, ...]) -> Any:
         """Broadcasts a number for each row to a matrix."""
@@ -304,22 +334,23 @@ def _attend(inputs: SplitInputs, out, most, total) -> None:
 
     # For each block, in this order:
     #   first:  wait arrived, compute exponentials, wait taken (of the block before), write them,
-    #           arrive weighed, add the first half, arrive summed
-    #   second: wait arrived and weighed, add the second half, wait summed, refill the slot,
+    #           arrive weighed, add its slice, arrive summed
+    #   second: wait arrived and weighed, add its slices, wait summed, refill the slot,
     #           arrive taken
     # A slot is refilled only after both have read it, and there is one buffer of exponentials, so
     # the second warpgroup is at most one block behind.
     def split(*shared):
         warpgroup = lax.axis_index(THREAD)
-        first, second = (out.at[:, pl.ds(half * inputs.half, inputs.half)] for half in (0, 1))
-        pl.when(warpgroup == 0)(partial(_score, inputs, SharedMemory(*shared), first, most, total))
-        pl.when(warpgroup == 1)(partial(_load_and_sum, inputs, SharedMemory(*shared), second))
+        first, second = value_slices(inputs.rank)
+        outputs = out, most, total
+        pl.when(warpgroup == 0)(partial(_score, inputs, SharedMemory(*shared), first, *outputs))
+        pl.when(warpgroup == 1)(partial(_load_and_sum, inputs, SharedMemory(*shared), second, out))
 
     pl.run_scoped(split, *memory, *barriers, collective_axes=THREAD)
 
 
-def _score(inputs: SplitInputs, shared: SharedMemory, out, most, total) -> None:
-    """First warpgroup: scores, exponentials, and the first half of the values."""
+def _score(inputs: SplitInputs, shared: SharedMemory, slices: Slices, out, most, total) -> None:
+    """First warpgroup: scores, exponentials, and the first slice of the values."""
     gpu, target = mosaic_gpu(), inputs.target
     heads, (lowest, highest) = inputs.query.shape[0], inputs.blocks
 
@@ -361,27 +392,27 @@ def _score(inputs: SplitInputs, shared: SharedMemory, out, most, total) -> None:
         # The matrix units read shared memory through another proxy: writes are fenced first.
         gpu.commit_smem()
         gpu.barrier_arrive(shared.powers_written)
-        sums = inputs.add_values(sums, shrink, shared.powers, columns, 0)
+        sums = inputs.add_values(sums, slices, shrink, shared.powers, columns)
         gpu.barrier_arrive(shared.first_summed)
         return sums, new_largest, powers_so_far
 
     # The queries are copied once, by the other warpgroup, and stay in shared memory.
     gpu.barrier_wait(shared.query_arrived)
     start = (
-        inputs.full((heads, inputs.half), 0.0),
+        inputs.zero_sums(slices),
         inputs.full((heads,), -jnp.inf),
         inputs.full((heads,), 0.0),
     )
     sums, largest, powers = lax.fori_loop(lowest, highest, step, start)
     # The wait for the last block: arrivals and waits are then equally many.
     gpu.barrier_wait(shared.second_summed)
-    target.store(out, sums)
+    inputs.store_sums(out, sums, slices)
     target.store(most, largest)
     target.store(total, powers)
 
 
-def _load_and_sum(inputs: SplitInputs, shared: SharedMemory, out) -> None:
-    """Second warpgroup: copies blocks to shared memory, and adds the second half of their
+def _load_and_sum(inputs: SplitInputs, shared: SharedMemory, slices: Slices, out) -> None:
+    """Second warpgroup: copies blocks to shared memory, and adds the other slices of their
     values."""
     gpu, target = mosaic_gpu(), inputs.target
     lowest, highest = inputs.blocks
@@ -399,7 +430,7 @@ def _load_and_sum(inputs: SplitInputs, shared: SharedMemory, out) -> None:
         gpu.barrier_wait(shared.arrived.at[slot])
         gpu.barrier_wait(shared.powers_written)
         shrink = target.load(shared.shrink, 0)
-        sums = inputs.add_values(sums, shrink, shared.powers, shared.slots.at[slot], 1)
+        sums = inputs.add_values(sums, slices, shrink, shared.powers, shared.slots.at[slot])
         # Both warpgroups are done with this slot, so the copy may overwrite it.
         gpu.barrier_wait(shared.first_summed)
         load_block(index + SLOTS)
@@ -410,8 +441,8 @@ def _load_and_sum(inputs: SplitInputs, shared: SharedMemory, out) -> None:
     # Both slots are filled before the loop, which then stays one block ahead.
     for ahead in range(SLOTS):
         load_block(lowest + ahead)
-    start = inputs.full((inputs.query.shape[0], inputs.half), 0.0)
-    target.store(out, lax.fori_loop(lowest, highest, step, start))
+    sums = lax.fori_loop(lowest, highest, step, inputs.zero_sums(slices))
+    inputs.store_sums(out, sums, slices)
 
 
 def _slot(index: Any, lowest: Any) -> Any:

@@ -71,7 +71,7 @@ def test_a_refused_row_has_as_many_cells(part, row):
 
 def test_rows_of_an_earlier_run_stay_unless_they_are_compiled_again():
     before = [UPDATE, UPDATE | {"program": "another"}]
-    assert merged(before, [UPDATE | {"seconds": 4.0}]) == [before[1], UPDATE | {"seconds": 4.0}]
+    assert merged(before, [UPDATE | {"seconds": 4.0}]) == [UPDATE | {"seconds": 4.0}, before[1]]
 
 
 def test_rows_of_other_versions_are_not_mixed(tmp_path):
@@ -80,3 +80,14 @@ def test_rows_of_other_versions_are_not_mixed(tmp_path):
     assert read(tmp_path, VERSIONS | {"date": "2026-02-02"})[STEPS] == [UPDATE]
     with pytest.raises(ValueError, match=r"absent\.json was made by other versions \(jax 1\.2\): "):
         read(tmp_path, VERSIONS | {"versions": {"jax": "1.3"}})
+
+
+def test_rows_of_another_run_replace_those_of_the_same_name_where_they_are():
+    def rows(*names):
+        return [{"operation": name, "kernel": kernel} for name, kernel in names]
+
+    before = rows(("a", "x"), ("b", "y"), ("b", "z"), ("c", "v"))
+    found = rows(("d", "w"), ("b", "u"), ("b", "t"))
+    expected = rows(("a", "x"), ("b", "u"), ("b", "t"), ("c", "v"), ("d", "w"))
+    assert merged(before, found) == expected
+    assert merged([], found) == found

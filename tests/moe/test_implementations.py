@@ -118,7 +118,7 @@ def test_a_name_that_is_given_stays(on):
         ("router", {"num_experts": 256}, "", "256 experts (needs"),
         ("decode_attention", {"attention_sinks": True}, "", "attention sinks"),
         ("decode_attention", {"head_dim": 32}, "", "heads of 32 elements"),
-        ("decode_attention", {"head_dim": 256}, "", "heads of 256 elements (over 128"),
+        ("decode_attention", {"head_dim": 320}, "", "heads of 320 elements (needs"),
     ],
 )
 def test_what_a_kernel_cannot_serve_is_left_to_others_and_said(

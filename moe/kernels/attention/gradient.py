@@ -160,8 +160,9 @@ def _query_gradients(
     """Gradients of all queries, ``[block, query, head_dim]``."""
     consumers = query_blocks_per_program(sizes.width, sizes.wide)
     num_blocks = sizes.queries // consumers
-    # The sums of wider heads take more registers than a thread of three warpgroups has.
-    has_producer = sizes.width <= 128 or consumers == 1
+    # The sums and addresses of wider heads take more registers than a thread of three warpgroups
+    # has.
+    has_producer = max(sizes.width, sizes.wide) <= 128 or consumers == 1
 
     def body(target, program, table, *refs):
         *refs, grad_query = refs
@@ -179,11 +180,14 @@ def _query_gradients(
             return block_refs.key.at[kv_block], block_refs.value.at[kv_block], key_mask
 
         def compute(warpgroup, resident, visit):
-            query, out_gradient = (x.at[warpgroup] for x in resident)
+            # A single consumer is the first warpgroup. As a constant the index keeps addresses of
+            # its blocks out of registers, of which the sums of wide heads leave few.
+            unit = warpgroup if consumers > 1 else 0
+            query, out_gradient = (x.at[unit] for x in resident)
             # Mask fields and both numbers per query are loaded once: they stay in registers all
             # along.
-            row_mask = load_mask(target, block_refs.query_mask.at[in_row + warpgroup], 0)
-            log_sum, softmax_d = load_mask(target, block_refs.row_stats.at[first + warpgroup], 0)
+            row_mask = load_mask(target, block_refs.query_mask.at[in_row + unit], 0)
+            log_sum, softmax_d = load_mask(target, block_refs.row_stats.at[first + unit], 0)
 
             def step(index, block, total):
                 keys, values, key_mask = block
@@ -205,7 +209,7 @@ def _query_gradients(
 
             # The scale once per sum, not once per score.
             total = visit(step, full(target, (UNIT, sizes.width), 0.0)) * sizes.scale
-            target.store(grad_query.at[first + warpgroup], total.astype(grad_query.dtype))
+            target.store(grad_query.at[first + unit], total.astype(grad_query.dtype))
 
         resident_blocks = pl.ds(first, consumers)
         resident = block_refs.query.at[resident_blocks], block_refs.out_gradient.at[resident_blocks]

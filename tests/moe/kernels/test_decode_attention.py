@@ -13,16 +13,16 @@ from benchmarks.kernel_cases import COLUMNS
 from moe.kernels.decode_attention import decode_attention, split_attention
 
 KERNEL = "custom_call @mosaic_gpu_v2"
-ROWS, (_, _, HEADS, KV_HEADS, HEAD_DIM, V_HEAD_DIM, ROOM) = 3, COLUMNS["windows"]
+ROWS, (_, _, HEADS, KV_HEADS, HEAD_DIM, _, ROOM) = 3, COLUMNS["windows"]
 
 
 def given(name, dtype=jnp.bfloat16):
     """Query, keys and values, NaN in the columns that a row does not see, and these columns."""
-    draw = np.random.default_rng(0)
-    first, stop, *_ = COLUMNS[name]
-    query = draw.normal(size=(ROWS, HEADS, HEAD_DIM))
-    keys = draw.normal(size=(ROWS, KV_HEADS, HEAD_DIM, ROOM))
-    values = draw.normal(size=(ROWS, KV_HEADS, ROOM, V_HEAD_DIM))
+    draw, case = np.random.default_rng(0), COLUMNS[name]
+    first, stop = case.first, case.stop
+    query = draw.normal(size=(ROWS, HEADS, case.head_dim))
+    keys = draw.normal(size=(ROWS, KV_HEADS, case.head_dim, ROOM))
+    values = draw.normal(size=(ROWS, KV_HEADS, ROOM, case.v_head_dim))
     for row in range(ROWS):
         unseen = np.r_[: first[row], stop[row] : ROOM]
         keys[row, :, :, unseen] = np.nan
@@ -34,7 +34,7 @@ def given(name, dtype=jnp.bfloat16):
 def looped(query, keys, values, first, stop, scale):
     """In float64, a query at a time."""
     query, keys, values = (np.asarray(x, np.float64) for x in (query, keys, values))
-    out = np.zeros((ROWS, HEADS, V_HEAD_DIM))
+    out = np.zeros((ROWS, HEADS, values.shape[3]))
     for row in range(ROWS):
         seen = slice(int(first[row]), int(stop[row]))
         for head in range(HEADS):
@@ -60,7 +60,7 @@ def test_the_kernel_equals_float64(name):
     np.testing.assert_allclose(np.float32(found), expected, rtol=2**-6, atol=2**-8)
 
 
-@pytest.mark.parametrize("name", COLUMNS)
+@pytest.mark.parametrize("name", full_but(COLUMNS, "rows of several lengths", "windows"))
 def test_the_plain_twin_equals_float64(name):
     query, keys, values, first, stop = given(name, np.float32)
     # Zero times what is hidden need be zero there: a cache holds no NaN.
@@ -74,8 +74,11 @@ def test_the_plain_twin_equals_float64(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("room", full_but([192, 4096], 192))
-@pytest.mark.parametrize(("heads", "kv_heads"), full_but([(6, 2), (64, 4)], (6, 2)))
-def test_it_is_one_kernel_on_cuda(room, heads, kv_heads):
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width"),
+    full_but([(6, 2, HEAD_DIM), (64, 4, HEAD_DIM), (8, 2, 256)], (6, 2, HEAD_DIM)),
+)
+def test_it_is_one_kernel_on_cuda(room, heads, kv_heads, width):
     def shaped(*shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype)
 
@@ -85,9 +88,9 @@ def test_it_is_one_kernel_on_cuda(room, heads, kv_heads):
         )
 
     exported = jax.export.export(jax.jit(run), platforms=["cuda"])(
-        shaped(5, heads, HEAD_DIM),
-        shaped(3, 5, kv_heads, HEAD_DIM, room),
-        shaped(3, 5, kv_heads, room, HEAD_DIM),
+        shaped(5, heads, width),
+        shaped(3, 5, kv_heads, width, room),
+        shaped(3, 5, kv_heads, room, width),
         shaped(5, dtype=jnp.int32),
         shaped(5, dtype=jnp.int32),
         shaped(dtype=jnp.int32),

@@ -20,10 +20,12 @@ from moe.decoding import decode_step
 from moe.execution import Execution
 from moe.kernels import latent_decode
 from moe.kernels.latent_decode import (
+    MAX_PRODUCT,
     MIN_PROGRAMS,
     latent_decode_attention,
     split_latent_attention,
     split_length,
+    value_slices,
 )
 from moe.layers.depth import split_layer_groups
 from moe.placement import specs
@@ -58,7 +60,7 @@ def looped(query, vectors, first, stop, scale, rank):
 
 
 @simulates_transposes
-@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize("name", full_but(NARROW, "rows of several lengths", "windows"))
 def test_the_kernel_equals_float64(name):
     query, vectors, first, stop = given(name)
     rank, length = NARROW[name].rank, NARROW[name].length
@@ -73,7 +75,7 @@ def test_the_kernel_equals_float64(name):
     np.testing.assert_allclose(np.float32(found), expected, rtol=2**-6, atol=2**-8)
 
 
-@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize("name", ["rows of several lengths", "windows"])
 def test_the_plain_twin_equals_float64(name):
     query, vectors, first, stop = given(name, np.float32)
     # Zero times what is hidden need be zero there: a cache holds no NaN.
@@ -180,6 +182,16 @@ def test_parts_keep_a_gpu_busy_and_are_no_shorter_than_worth_it():
     assert split_length(1, 192) == 192
     assert split_length(64, 8192) == 960 and MIN_PROGRAMS <= 64 * -(-8192 // 960)
     assert split_length(256, 4160) == 1408 and split_length(1024, 4160) == 4160
+
+
+@pytest.mark.parametrize("rank", [128, 256, 384, 512])
+def test_two_warpgroups_sum_all_values(rank):
+    first, second = value_slices(rank)
+    elements = [at for start, size in (*first, *second) for at in range(start, start + size)]
+    assert elements == list(range(rank))
+    assert all(size % 64 == 0 and 0 < size <= MAX_PRODUCT for _, size in (*first, *second))
+    # The first has the scores beside them.
+    assert len(first) == 1 and first[0][1] <= rank // 2
 
 
 def test_what_the_kernel_cannot_serve_is_refused():
