@@ -20,8 +20,6 @@ from typing import Any
 from jrl.tasks.workers.process import Worker, program_worker
 from jrl.tasks.workers.user_code import build_from, load_source
 
-STARTUP_SECONDS = 300.0
-"""Seconds in which a worker must load the code, with the libraries that it imports."""
 _FILE = re.compile(r"(.+\.py):([A-Za-z_]\w*)")
 _MODULE = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
 
@@ -60,9 +58,7 @@ class CodeReference:
         copy.write_bytes(self.source or b"")
         about = {"file": self.file, "module": self.module, "name": self.name, "makes": makes}
         described = json.dumps({**about, "copy": str(copy), "path": sys.path})
-        return lambda: program_worker(
-            kind, described, seconds=seconds, startup_seconds=STARTUP_SECONDS
-        )
+        return lambda: program_worker(kind, described, seconds=seconds)
 
     def make(self) -> Any:
         """The task that it makes, in this process.

@@ -26,6 +26,9 @@ PROGRAM = Path(__file__).with_name("worker.py")
 # The same order of sets in every worker, and no pool of threads (its stacks count as memory).
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
+STARTUP_SECONDS = 300.0
+"""Seconds in which a worker must load its code, with the libraries that it imports: long, as what
+loads in seconds takes minutes on a machine with much other work."""
 GRACE = 0.5
 """Seconds past the limit of a question after which a program that answers several at a time is
 taken to be stuck: it watches the limits itself."""
@@ -36,7 +39,7 @@ class WorkerEnded(RuntimeError):
 
 
 def program_worker(
-    kind: str, *arguments: str, seconds: float, startup_seconds: float = 60.0
+    kind: str, *arguments: str, seconds: float, startup_seconds: float = STARTUP_SECONDS
 ) -> "Worker":
     """A worker of the program beside this file (`jrl.tasks.workers.worker`).
 
@@ -68,7 +71,7 @@ class Worker:
     """
 
     def __init__(
-        self, command: Sequence[str], *, seconds: float = 5.0, startup_seconds: float = 60.0
+        self, command: Sequence[str], *, seconds: float = 5.0, startup_seconds: float = STARTUP_SECONDS
     ):
         """Describes the worker; the first question starts it.
 
