@@ -71,7 +71,11 @@ class Worker:
     """
 
     def __init__(
-        self, command: Sequence[str], *, seconds: float = 5.0, startup_seconds: float = STARTUP_SECONDS
+        self,
+        command: Sequence[str],
+        *,
+        seconds: float = 5.0,
+        startup_seconds: float = STARTUP_SECONDS,
     ):
         """Describes the worker; the first question starts it.
 
