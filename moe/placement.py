@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from moe.architecture.delta import delta_layers
@@ -90,16 +89,6 @@ def first_layers_of_chunks(num_layers: int, mesh: FoldedMesh) -> tuple[int, ...]
     """Index of the first layer of each model chunk."""
     depths = layers_per_chunk(num_layers, mesh)
     return tuple(sum(depths[:chunk]) for chunk in range(len(depths)))
-
-
-def storage_indices(num_layers: int, mesh: FoldedMesh) -> Sequence[int]:
-    """Storage index of each layer, among ``pp x vpp x stored_depth``."""
-    depth = stored_depth(num_layers, mesh)
-    return [
-        chunk * depth + layer
-        for chunk, depth_of_chunk in enumerate(layers_per_chunk(num_layers, mesh))
-        for layer in range(depth_of_chunk)
-    ]
 
 
 def specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:
@@ -206,11 +195,24 @@ def stack_chunks(mesh: FoldedMesh, x: Any) -> Any:
     num_layers, num_chunks = x.shape[0], mesh.layout.vpp
     if not is_even(num_layers, mesh):
         depth = stored_depth(num_layers, mesh)
-        source = np.full(mesh.layout.pp * num_chunks * depth, -1)
-        source[storage_indices(num_layers, mesh)] = np.arange(num_layers)
-        is_layer = (source >= 0).reshape(-1, *(1,) * (x.ndim - 1))
-        x = jnp.where(is_layer, x[np.maximum(source, 0)], jnp.zeros((), x.dtype))
+        padding = jnp.zeros((1, *x.shape[1:]), x.dtype)
+        parts, first = [], 0
+        for layers in layers_per_chunk(num_layers, mesh):
+            parts += [x[first : first + layers], padding[: depth - layers]]
+            first += layers
+        x = jnp.concatenate(parts)
     return x if num_chunks == 1 else x.reshape(num_chunks, -1, *x.shape[1:])
+
+
+def without_padding(x: Any, num_layers: int, mesh: FoldedMesh) -> Any:
+    """``[layer, ...]`` of chunks one after the other, without the zeros that shorter ones end with.
+
+    By slices: JAX 0.11 ends the process when it partitions a gather over layers that are sharded.
+    """
+    if is_even(num_layers, mesh):
+        return x
+    depth, layers = stored_depth(num_layers, mesh), layers_per_chunk(num_layers, mesh)
+    return jnp.concatenate([x[chunk * depth :][:count] for chunk, count in enumerate(layers)])
 
 
 def in_layer_order(
@@ -225,9 +227,7 @@ def in_layer_order(
 
     def in_order(x: Any) -> Any:
         x = x if mesh.layout.vpp == 1 else x.reshape(-1, *x.shape[2:])
-        if num_layers is None or is_even(num_layers, mesh):
-            return x
-        return x[np.asarray(storage_indices(num_layers, mesh))]
+        return x if num_layers is None else without_padding(x, num_layers, mesh)
 
     return replace(weights, layers=jax.tree.map(in_order, weights.layers))
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
 
 from moe import model, placement
@@ -222,10 +221,7 @@ def _join_statistics(
         x = join_shards(x[None], mesh.pp)  # [stage, chunk, layer, ...]
         # Model chunk c is on stage c % stages, so that chunks in order alternate between stages.
         x = jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[3:])
-        stacked = config.num_layers - config.num_dense_layers
-        if placement.is_even(stacked, mesh):
-            return x
-        return x[np.asarray(placement.storage_indices(stacked, mesh))]
+        return placement.without_padding(x, config.num_layers - config.num_dense_layers, mesh)
 
     choices = stats.choices
     if choices is not None:  # [chunk, micro_batch, layer, token, k]

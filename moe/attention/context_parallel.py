@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Shaped
@@ -28,6 +29,9 @@ from sharding.collectives import Axes, gather_tokens, local_shard, match_varying
 from sharding.folding import FoldedMesh
 
 IMPLEMENTATIONS = ("gather", "ring", "ulysses")
+CRASHES = "0.11."
+"""Versions of JAX whose partitioner (Shardy) ends the process with a segmentation fault when it
+imports the gradient of a ring in the stages of a pipeline. Those before and after compile it."""
 
 
 def context_parallel_attention(
@@ -52,7 +56,7 @@ def context_parallel_attention(
       ValueError: on an unknown name, and where the named method is not supported.
     """
     ranks = mesh.size(mesh.cp)
-    name = _checked_method(execution, query.shape[1], key.shape[1], ranks)
+    name = _checked_method(execution, query.shape[1], key.shape[1], mesh)
     devices = devices_of(mesh)
     attend = partial(
         core_attention, scale=scale, implementation=execution.attention, devices=devices
@@ -72,7 +76,7 @@ def context_of(config: ModelConfig, mesh: FoldedMesh) -> str:
     Raises:
       ValueError: on an unknown name, and where the named method is not supported.
     """
-    return _checked_method(config.execution, *_heads(config, mesh), mesh.size(mesh.cp))
+    return _checked_method(config.execution, *_heads(config, mesh), mesh)
 
 
 def prefers_contiguous(config: ModelConfig, mesh: FoldedMesh) -> bool:
@@ -138,12 +142,13 @@ def _heads(config: ModelConfig, mesh: FoldedMesh) -> tuple[int, int]:
     return config.num_heads // tp, config.num_kv_heads // tp
 
 
-def _checked_method(execution: Execution, heads: int, kv_heads: int, ranks: int) -> str:
+def _checked_method(execution: Execution, heads: int, kv_heads: int, mesh: FoldedMesh) -> str:
     """`choose_method`, after a check that the method is supported.
 
     Raises:
       ValueError: where it is not, with the fix.
     """
+    ranks = mesh.size(mesh.cp)
     name = choose_method(execution, heads, kv_heads, ranks)
     # One rank has whole sequences, and nothing to trade.
     if ranks == 1:
@@ -159,6 +164,12 @@ def _checked_method(execution: Execution, heads: int, kv_heads: int, ranks: int)
             f'execution.context="ring" needs blockwise attention, not execution.attention='
             f'{execution.attention!r}: choose context="gather" or "ulysses", or '
             'attention="blocked" or "mosaic".'
+        )
+    if name == "ring" and mesh.layout.pp > 1 and jax.__version__.startswith(CRASHES):
+        raise ValueError(
+            f'execution.context="ring" under a pipeline (pp={mesh.layout.pp}) crashes the compiler '
+            f'of JAX {jax.__version__}: install another version, or choose context="gather" or '
+            '"ulysses".'
         )
     return name
 

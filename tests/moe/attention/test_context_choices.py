@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from programs import array_sizes, mesh_of, on_mesh
 from tiers import full_but
 
+from moe.attention.context_parallel import context_of
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.remat import rematerialise
@@ -207,3 +208,13 @@ def test_what_cannot_serve_is_refused(execution, message):
     step = jax.shard_map(local, mesh=mesh.mesh, in_specs=P(mesh.cp), out_specs=P(mesh.cp))
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(step, jnp.zeros((8, 6, 6)), jnp.zeros((8, 2, 6)))
+
+
+def test_a_version_of_jax_that_crashes_is_refused(monkeypatch):
+    config = network(6, 2, Execution(context="ring"))
+    monkeypatch.setattr(jax, "__version__", "0.11.2")
+    assert context_of(config, fold_abstract(Layout(cp=2))) == "ring"
+    with pytest.raises(ValueError, match=r"\(pp=2\) crashes the compiler of JAX 0.11.2: install"):
+        context_of(config, fold_abstract(Layout(cp=2, pp=2)))
+    monkeypatch.setattr(jax, "__version__", "0.12.0.1")
+    assert context_of(config, fold_abstract(Layout(cp=2, pp=2))) == "ring"
