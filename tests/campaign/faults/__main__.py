@@ -27,7 +27,7 @@ from tests.campaign.faults.attempt import Host
 from tests.campaign.faults.disturbed import DisturbedRun, Try, Undisturbed, make_undisturbed
 from tests.campaign.faults.kinds import KINDS, Kind
 from tests.campaign.faults.machines import Link, Unavailable, check_disk, check_link
-from tests.campaign.faults.settings import LAYOUTS
+from tests.campaign.faults.settings import LAYOUTS, write_inputs
 from tests.campaign.faults.table import table
 
 CHECKS = {"disk": check_disk, "link": check_link}
@@ -56,6 +56,7 @@ def _campaign(options: argparse.Namespace, folder: Path, stack: ExitStack) -> in
         link = Link(folder)
         hosts = list(stack.enter_context(link.connected()))
     cache = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or _default_cache())
+    inputs = write_inputs(folder / "inputs")
     undisturbed: Undisturbed | None = None
     failed = 0
     for kind in kinds:
@@ -65,11 +66,11 @@ def _campaign(options: argparse.Namespace, folder: Path, stack: ExitStack) -> in
         while number < options.tries:
             if undisturbed is None:
                 where = folder / f"undisturbed-{os.getpid()}"
-                undisturbed = make_undisturbed(hosts, where, cache)
+                undisturbed = make_undisturbed(hosts, inputs, where, cache)
             blank = Try(kind.name, processes, options.link, options.seed, run, "", 0)
             place = folder / f"{kind.name}-{os.getpid()}-{run}"
             begun, spent = time.monotonic(), _processor_seconds()
-            disturbed = DisturbedRun(kind, hosts, link, undisturbed, place, cache)
+            disturbed = DisturbedRun(kind, hosts, link, inputs, undisturbed, place, cache)
             wanted = min(options.faults, options.tries - number)
             tries = disturbed.meet(blank, wanted)
             _write(options.record, tries)

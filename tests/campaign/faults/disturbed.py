@@ -16,7 +16,7 @@ from tests.campaign.faults.kinds import END_SECONDS, Kind, Missed, Scene
 from tests.campaign.faults.machines import Disk, Link
 from tests.campaign.faults.moments import LIMIT, Moment, Rhythm, draw_moment, reach, rhythm_of
 from tests.campaign.faults.program import ENDED, STEP
-from tests.campaign.faults.settings import flags, write_inputs
+from tests.campaign.faults.settings import Inputs, flags
 
 START_SECONDS = 10.0
 """Seconds from a fault in a start until what still waits is killed, as launchers do."""
@@ -68,7 +68,7 @@ class Undisturbed:
 
 
 def make_undisturbed(
-    processes: int, hosts: Sequence[Host], folder: Path, cache: Path
+    hosts: Sequence[Host], inputs: Inputs, folder: Path, cache: Path
 ) -> Undisturbed:
     """Makes a run without faults, twice: the first fills the cache, the second is timed.
 
@@ -76,11 +76,10 @@ def make_undisturbed(
       RuntimeError: where it fails, or the two differ.
     """
     runs, rhythm = [folder / "first" / "run", folder / "second" / "run"], None
-    inputs = write_inputs(folder / "inputs")
     for run in runs:
-        attempt = Attempt(
-            hosts, flags(len(hosts), inputs, run, 300), run.with_name("output"), cache
-        )
+        run.parent.mkdir(parents=True)
+        words = flags(len(hosts), inputs, run, deadline=300)
+        attempt = Attempt(hosts, words, run.with_name("output"), cache)
         ends = attempt.end(LIMIT)
         if any(end.status != 0 or end.lines for end in ends):
             raise RuntimeError(f"the undisturbed run failed: {ends}")
@@ -98,7 +97,8 @@ class DisturbedRun:
       kind: of the faults.
       hosts: of its processes.
       link: between them, for kinds that need one.
-      undisturbed: the run that it must equal.
+      inputs: files that it reads.
+      undisturbed: the run that it must equal, of the same files.
       folder: for everything that it leaves; it does not exist.
       cache: folder of compiled programs.
     """
@@ -108,12 +108,14 @@ class DisturbedRun:
         kind: Kind,
         hosts: Sequence[Host],
         link: Link | None,
+        inputs: Inputs,
         undisturbed: Undisturbed,
         folder: Path,
         cache: Path,
     ):
         self._kind, self._hosts, self._link = kind, hosts, link
         self._undisturbed, self._folder, self._cache = undisturbed, folder, cache
+        self._inputs = inputs
         self._attempts: list[Attempt] = []
         self._tries: list[Try] = []
         self._disk: Disk | None = None
@@ -128,7 +130,6 @@ class DisturbedRun:
         """
         draw = Random(f"{blank.kind} {blank.processes} {blank.link} {blank.seed} {blank.run}")
         self._folder.mkdir(parents=True)
-        self._inputs = write_inputs(self._folder / "inputs")
         with self._place():
             try:
                 self._start()
@@ -242,8 +243,8 @@ class DisturbedRun:
 
     def _note_recoveries(self, until: float) -> None:
         """Notes the seconds that faults cost, of those after which the run has made a step."""
-        for one, following in zip(self._tries, [*self._tries[1:], None], strict=True):
-            end = until if following is None else following.time
+        ends = [one.time for one in self._tries[1:]] + [until]
+        for one, end in zip(self._tries, ends, strict=False):
             for event in (event for attempt in self._attempts for event in attempt.events):
                 if one.seconds_lost is None and self._recovers(one, event) and event.time <= end:
                     seconds = event.time - one.time - self._undisturbed.rhythm.step

@@ -23,7 +23,7 @@ class Rhythm:
     """Durations of a run without faults.
 
     Attributes:
-      start: seconds from its start to its first step.
+      start: seconds from its start to its second step.
       step: seconds of a step.
       phases: most seconds of each phase of a process, up to what the process announces next.
     """
@@ -55,7 +55,8 @@ def rhythm_of(begun: float, events: Sequence[Event]) -> Rhythm:
       begun: time of its start.
       events: its announcements.
     """
-    first = min(event.time for event in events if event.phase == STEP)
+    # The first step of an attempt compiles.
+    first = min(event.time for event in events if (event.phase, event.step) == (STEP, 2))
     last = max(event.time for event in events if event.phase == STEP)
     phases: dict[str, float] = {}
     for process in {event.process for event in events}:
@@ -64,7 +65,7 @@ def rhythm_of(begun: float, events: Sequence[Event]) -> Rhythm:
             if event.phase not in (SAVED, ENDED):
                 seconds = following.time - event.time
                 phases[event.phase] = max(phases.get(event.phase, 0.0), seconds)
-    return Rhythm(first - begun, (last - first) / (STEPS - 1), phases)
+    return Rhythm(first - begun, (last - first) / (STEPS - 2), phases)
 
 
 def draw_moment(

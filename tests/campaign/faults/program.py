@@ -12,6 +12,10 @@ import sys
 import threading
 import time
 
+MODEL = "smallest"
+"""Preset of this program, most of whose time is that of tracing it."""
+SIZES = {"num_layers": 1, "d_model": 8, "num_heads": 4, "num_kv_heads": 2, "head_dim": 2}
+SIZES |= {"num_experts": 0, "d_ff": 8}
 EVENTS = "CAMPAIGN_EVENTS"
 """Variable with the number of the pipe for announcements."""
 BEGUN, ENDED, STEP, SAVING, SAVED = "begun", "ended", "step", "saving", "saved"
@@ -77,11 +81,14 @@ def main() -> int:
     clock = Clock()
     clock.install()
     threading.Thread(target=obey, args=(clock,), daemon=True).start()
-    import command_runs  # noqa: F401, the micro model
+    from compiling import trace_quickly
 
     from jrl import train
     from jrl.report import plots
+    from moe.config import PRESETS, ModelConfig
 
+    trace_quickly()
+    PRESETS[MODEL] = lambda vocab_size: ModelConfig(vocab_size, **SIZES)
     plots.plot_run = lambda *arguments, **options: []  # most of the time of so small a run
     observe()
     status = train.main()

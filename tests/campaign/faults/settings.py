@@ -4,12 +4,13 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.campaign.faults.program import MODEL
+
 STEPS = 10
 SETTINGS = {
-    "model": "micro",
+    "model": MODEL,
     "steps": STEPS,
-    "warm-start-steps": 2,
-    "warm-start-batch": 4,
+    "warm-start-steps": 0,
     # As many rows as a step shows: samples.jsonl has all prompts that were trained on.
     "prompts": 2,
     "group-size": 2,
@@ -22,7 +23,7 @@ SETTINGS = {
     "verifiers": 1,
     "coordinator-timeout": 60,
 }
-LAYOUTS = {1: "dp1", 2: "dp2 / ep2", 4: "tp2 dp2 / ep4"}
+LAYOUTS = {1: "dp1", 2: "dp2", 4: "tp2 dp2"}
 """Layout of the devices, of which each process has one."""
 ROWS = SETTINGS["prompts"] * SETTINGS["group-size"]
 PROMPTS = 40
@@ -50,8 +51,8 @@ class Inputs:
 
 
 def write_inputs(folder: Path) -> Inputs:
-    """Writes the files of a run."""
-    folder.mkdir(parents=True)
+    """Writes the files of a run; the order of its prompts depends on their path."""
+    folder.mkdir(parents=True, exist_ok=True)
     inputs = Inputs(folder / "prompts.jsonl", folder / "reward.py")
     pairs = [(number * 7 % 31, number) for number in range(PROMPTS)]
     lines = [json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) for a, b in pairs]
