@@ -35,6 +35,10 @@ class WorkerEnded(RuntimeError):
     """The worker process ended before it answered; the next question starts another."""
 
 
+class WorkerNotStarted(WorkerEnded):
+    """The program said that it cannot answer at all."""
+
+
 def program_worker(
     kind: str, *arguments: str, seconds: float, startup_seconds: float = 60.0
 ) -> "Worker":
@@ -216,7 +220,7 @@ class Worker:
         self._greeting = self._receive(self._startup_seconds)
         if "error" in self._greeting:
             self._kill()
-            raise WorkerEnded(self._greeting["error"])
+            raise WorkerNotStarted(self._greeting["error"])
 
     def _receive(self, seconds: float) -> Message:
         try:

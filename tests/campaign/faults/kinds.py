@@ -136,7 +136,9 @@ def fill(scene: Scene, process: int, draw: Random) -> Effect:
 def refuse_writes(scene: Scene, process: int, draw: Random) -> Effect:
     assert scene.disk is not None
     scene.disk.refuse_writes()
-    return Effect(ends=None, said="Read-only file system", repair=scene.disk.repair)
+    return Effect(
+        ends=None, said="Read-only file system|Input/output error", repair=scene.disk.repair
+    )
 
 
 def slow_down(scene: Scene, process: int, draw: Random) -> Effect:
