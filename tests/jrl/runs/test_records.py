@@ -85,7 +85,7 @@ def test_a_line_that_a_full_disk_refuses_is_an_error_with_the_file():
 
 def test_an_error_of_opening_keeps_its_file(tmp_path):
     with pytest.raises(FileNotFoundError) as error, records.naming(tmp_path / "written"):
-        open(tmp_path / "missing")
+        (tmp_path / "missing").read_bytes()
     assert error.value.filename == str(tmp_path / "missing")
 
 
