@@ -14,6 +14,8 @@ from pathlib import Path
 from tests.campaign.faults.program import EVENTS
 
 ROOT = Path(__file__).parents[3]
+BY_JAX = "Terminating process because the JAX distributed service detected fatal errors"
+"""Line of JAX, which ends a process when it notices the end of process 0 before Gloo does."""
 OURS = ("error: ", "warning: ", "process ", "Traceback")
 """Beginnings of lines of jrl's own; Gloo, XLA and JAX print others."""
 
@@ -34,7 +36,7 @@ class End:
 
     Attributes:
       status: its exit status, negative for a signal.
-      lines: what jrl printed on standard error.
+      lines: what jrl printed on standard error, and `BY_JAX`.
       by_itself: false if it was killed because it did not end.
     """
 
@@ -44,7 +46,12 @@ class End:
 
     @property
     def errors(self) -> list[str]:
-        return [line for line in self.lines if line.startswith(("error: ", "Traceback"))]
+        return [line for line in self.lines if line.startswith("error: ")]
+
+    @property
+    def is_by_jax(self) -> bool:
+        """True if JAX ended it with a line of its own, and SIGABRT."""
+        return self.status == -signal.SIGABRT and any(BY_JAX in line for line in self.lines)
 
 
 @dataclass(frozen=True)
@@ -177,7 +184,7 @@ class Attempt:
 
 def own_lines(path: Path) -> tuple[str, ...]:
     lines = path.read_text(errors="replace").splitlines()
-    return tuple(line for line in lines if line.startswith(OURS))
+    return tuple(line for line in lines if line.startswith(OURS) or BY_JAX in line)
 
 
 def free_port() -> int:

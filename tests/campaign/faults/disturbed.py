@@ -34,6 +34,7 @@ class Try:
       step: the last step that had begun.
       survived: false where something was wrong.
       reason: what was; empty where nothing was.
+      by_jax: processes that JAX ended with its own line.
       refused: the line that had to be said, where the run could not be continued at first.
       seconds_lost: from the fault to the end of the step in progress, without an undisturbed step;
         None where another fault came before.
@@ -48,6 +49,7 @@ class Try:
     step: int
     survived: bool = True
     reason: str = ""
+    by_jax: int = 0
     refused: str = ""
     seconds_lost: float | None = None
     time: float = field(default=0.0, repr=False)
@@ -201,6 +203,7 @@ class DisturbedRun:
         reason = wrong_ends(ends, attempt.struck, finished, bool(moment.step))
         if reason is not None:
             one.fail(reason)
+        one.by_jax = sum(end.is_by_jax for end in ends)
         errors = [line for end in ends for line in end.errors]
         if said and not any(re.search(said, line) for line in errors):
             one.fail(f"no process said {said!r}: {' | '.join(errors) or 'nothing'}")

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from tests.campaign.faults import __main__ as campaign
-from tests.campaign.faults.attempt import End, Event
+from tests.campaign.faults.attempt import BY_JAX, End, Event
 from tests.campaign.faults.judging import prompts_difference, wrong_ends
 from tests.campaign.faults.machines import Unavailable, check_disk, check_link
 from tests.campaign.faults.moments import draw_moment, rhythm_of
@@ -22,7 +22,7 @@ LOST = ("error: another process of the run has ended or cannot be reached: Gloo"
 
 def test_moments_are_in_the_run():
     rhythm = rhythm_of(97.0, EVENTS)
-    assert rhythm.start == 3.0 and rhythm.step == pytest.approx(0.5)
+    assert rhythm.start == 3.5 and rhythm.step == pytest.approx(0.5)
     assert rhythm.phases == pytest.approx({"step": 0.1, "rollout": 0.3, "update": 0.1})
     draw = Random(0)
     moments = [draw_moment(draw, rhythm, 2, 4, at_start=True) for _ in range(200)]
@@ -48,6 +48,7 @@ def test_a_lost_prompt_is_no_doubled_one():
         (End(1, (*LOST, *LOST), True), "process 1 ended with status 1 and said"),
         (End(1, (), True), "process 1 ended with status 1 and said: nothing"),
         (End(-6, LOST, True), "process 1 ended with status -6"),
+        (End(-6, (f"F1127 client.h:80] {BY_JAX}.",), True), None),
         (End(1, ("Traceback (most recent call last):",), True), "process 1 ended with a traceback"),
         (End(-9, (), False), "process 1 did not end by itself"),
     ],
