@@ -188,6 +188,7 @@ class DisturbedRun:
         effect.repair()
         if all(end.status == 0 for end in ends):
             return False  # it was too late for a fault
+        one.step = self._last_step()  # which may have begun after the fault
         self._tries.append(one)
         self._judge(one, ends, moment, effect.said)
         if effect.refused:

@@ -92,7 +92,8 @@ def main() -> int:
     plots.plot_run = lambda *arguments, **options: []  # most of the time of so small a run
     observe()
     status = train.main()
-    announce(ENDED)
+    if status == 0:
+        announce(ENDED)
     return status
 
 
