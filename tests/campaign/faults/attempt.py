@@ -88,6 +88,7 @@ class Attempt:
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": " ".join(FLAGS),
         }
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # or each start compiles what it imports
         port = free_port()
         for number, host in enumerate(hosts):
             command = [*host.prefix, sys.executable, "-m", "tests.campaign.faults.program", *flags]
