@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,10 @@ _ENVIRONMENT = {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THR
 GRACE = 0.5
 """Seconds past the limit of a question after which a program that answers several at a time is
 taken to be stuck: it watches the limits itself."""
+
+
+LOOK = 0.5
+"""Seconds of a wait after which it is seen whether this process was frozen."""
 
 
 class WorkerEnded(RuntimeError):
@@ -224,7 +228,7 @@ class Worker:
 
     def _receive(self, seconds: float) -> Message:
         try:
-            line = self._lines.get(timeout=seconds)
+            line = next_line(self._lines, seconds)
             sign()
         except queue.Empty:
             self._kill()
@@ -242,6 +246,32 @@ class Worker:
         if self._stop is not None:
             self._stop()
             self._stop = None
+
+
+def next_line(
+    lines: "queue.SimpleQueue[str]", seconds: float, clock: Callable[[], float] = time.monotonic
+) -> str:
+    """The next of the lines that a thread passes on.
+
+    Time in which this process itself is frozen (SIGSTOP, a machine that sleeps) does not count: the
+    thread could not pass on what was there.
+
+    Args:
+      seconds: how long it may take.
+      clock: seconds, monotonic.
+
+    Raises:
+      queue.Empty: none came in time.
+    """
+    while True:
+        wait, before = min(seconds, LOOK), clock()
+        try:
+            return lines.get(timeout=wait)
+        except queue.Empty:
+            if clock() - before < wait + LOOK:
+                seconds -= wait
+                if seconds <= 0:
+                    raise
 
 
 def _read(stream: Iterable[str], lines: "queue.SimpleQueue[str]") -> None:

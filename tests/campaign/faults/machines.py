@@ -79,8 +79,10 @@ class Disk:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             do("fsfreeze", "--freeze", str(self.path))
-            time.sleep(STALL)
-            do("fsfreeze", "--unfreeze", str(self.path))
+            try:
+                time.sleep(STALL)
+            finally:
+                do("fsfreeze", "--unfreeze", str(self.path))
             time.sleep(GAP)
 
     def _mount(self) -> None:
