@@ -1,7 +1,6 @@
 """Setup that all command lines share: one-line errors, JAX devices, the compilation cache."""
 
 import dis
-import errno
 import os
 import sys
 from collections.abc import Callable
@@ -22,7 +21,6 @@ from jrl.processes.coordinator import (
 )
 from jrl.processes.software import check_same_software
 from jrl.processes.supervisor import DRAINED
-from jrl.runs.storage import REMEDIES
 
 OUR_PACKAGES = ("jrl", "moe", "sharding")
 MEMORY_REMEDY = "lower --micro-batch; --dry-run shows what needs the memory"
@@ -72,7 +70,7 @@ def _exit_status(command: Callable[[], int], remedy: str) -> int:
     except OSError as error:
         if error.filename is None:
             raise
-        return _print_error(f"{error.filename}: {error.strerror}{_storage_remedy(error)}", 1)
+        return _print_error(f"{error.filename}: {error.strerror}", 1)
     except RuntimeError as error:
         if type(error).__module__.split(".")[0] in OUR_PACKAGES:
             return _print_error(error, 1)
@@ -82,13 +80,6 @@ def _exit_status(command: Callable[[], int], remedy: str) -> int:
         if "RESOURCE_EXHAUSTED" not in message:
             raise
         return _print_error(f"{message}: {remedy}.", 1)
-
-
-def _storage_remedy(error: OSError) -> str:
-    """What to do about a disk that is full or fails, empty for other errors."""
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
-        return ""
-    return f": {REMEDIES[error.errno]}; a run is continued with --resume"
 
 
 def _lost_process(error: Exception) -> str | None:

@@ -21,6 +21,18 @@ from pathlib import Path
 from typing import Any, SupportsFloat
 
 FileOffset = dict[str, Any]
+REMEDIES = {
+    errno.ENOSPC: "free space on that disk",
+    errno.EDQUOT: "free space in the quota",
+    errno.EMFILE: "raise the limit of open files (ulimit -n 4096)",
+    errno.ENFILE: "close other programs, as the machine has no more files to open",
+    errno.EROFS: "make the disk writable",
+    errno.EACCES: "make the folder writable for this user",
+    errno.EPERM: "make the folder writable for this user",
+    errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
+    errno.EIO: "check that disk",
+}
+"""Remedies of a user for errors of the operating system."""
 NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 """Errors of file systems that sync no folders, or need not."""
 
@@ -67,13 +79,15 @@ class Appender:
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
     """Context in which errors of the operating system have the name of a file, as those of opening
-    it have; those of writing have none."""
+    it have, and a remedy; those of writing have neither."""
     try:
         yield
     except OSError as error:
         if error.filename is not None or error.errno is None:
             raise
-        raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+        reason, remedy = os.strerror(error.errno), REMEDIES.get(error.errno)
+        text = reason if remedy is None else f"{reason}: {remedy}, then continue with --resume"
+        raise OSError(error.errno, text, str(path)) from error
 
 
 def sync_folder(path: Path) -> None:

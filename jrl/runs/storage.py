@@ -13,19 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from jrl.processes.background import ProcessFailed
+from jrl.runs.records import REMEDIES
 
-REMEDIES = {
-    errno.ENOSPC: "free space on that disk",
-    errno.EDQUOT: "free space in the quota",
-    errno.EMFILE: "raise the limit of open files (ulimit -n 4096)",
-    errno.ENFILE: "close other programs, as the machine has no more files to open",
-    errno.EROFS: "make the disk writable",
-    errno.EACCES: "make the folder writable for this user",
-    errno.EPERM: "make the folder writable for this user",
-    errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
-    errno.EIO: "check that disk",
-}
-"""Remedies of a user for errors of the operating system."""
 LOGGERS = [logging.getLogger(name) for name in ("absl", "asyncio")]
 """Loggers in which threads of Orbax write each failure, with its stack, beside the exception."""
 

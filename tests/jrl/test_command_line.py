@@ -95,12 +95,6 @@ def test_what_others_raise_is_their_own(capsys):
         (NonFiniteRun("step 3:\n  5 updates"), 1, "step 3: 5 updates"),
         (WarmStartFailed("the loss is nan"), 1, "the loss is nan"),
         (PermissionError(13, "Permission denied", "/runs"), 1, "/runs: Permission denied"),
-        (
-            OSError(28, "No space left on device", "/runs/metrics.jsonl"),
-            1,
-            "/runs/metrics.jsonl: No space left on device: free space on that disk; a run is "
-            "continued with --resume",
-        ),
         (KeyboardInterrupt(), 130, "interrupted"),
         (
             jax.errors.JaxRuntimeError(

@@ -14,7 +14,7 @@ from tests.campaign.faults.attempt import Attempt, End, Event, Host
 from tests.campaign.faults.judging import difference, wrong_ends
 from tests.campaign.faults.kinds import END_SECONDS, Kind, Missed, Scene
 from tests.campaign.faults.machines import Disk, Link
-from tests.campaign.faults.moments import LIMIT, Moment, Rhythm, draw_moment, reach, rhythm_of
+from tests.campaign.faults.moments import LIMIT, Rhythm, draw_moment, reach, rhythm_of
 from tests.campaign.faults.program import ENDED, STEP
 from tests.campaign.faults.settings import Inputs, flags
 
@@ -184,13 +184,14 @@ class DisturbedRun:
             self._tries.append(one)
             # Or the next fault would meet what this one left.
             return attempt.wait_for(partial(self._recovers, one), LIMIT) is not None
-        ends = attempt.end(END_SECONDS if moment.step else START_SECONDS)
+        is_watched = bool(moment.step) or not attempt.struck
+        ends = attempt.end(END_SECONDS if is_watched else START_SECONDS)
         effect.repair()
         if all(end.status == 0 for end in ends):
             return False  # it was too late for a fault
         one.step = self._last_step()  # which may have begun after the fault
         self._tries.append(one)
-        self._judge(one, ends, moment, effect.said)
+        self._judge(one, ends, is_watched, effect.said)
         if effect.refused:
             self._start()
             self._judge_refusal(one, effect.refused)
@@ -198,10 +199,10 @@ class DisturbedRun:
         self._start()
         return True
 
-    def _judge(self, one: Try, ends: list[End], moment: Moment, said: str) -> None:
+    def _judge(self, one: Try, ends: list[End], is_watched: bool, said: str) -> None:
         attempt = self._attempts[-1]
         finished = {event.process for event in attempt.events if event.phase == ENDED}
-        reason = wrong_ends(ends, attempt.struck, finished, bool(moment.step))
+        reason = wrong_ends(ends, attempt.struck, finished, is_watched)
         if reason is not None:
             one.fail(reason)
         one.by_jax = sum(end.is_by_jax for end in ends)
@@ -224,13 +225,13 @@ class DisturbedRun:
         """Runs to the end, and compares what came of it."""
         ends = self._attempts[-1].end(LIMIT)
         self._note_recoveries(time.monotonic())
-        if not self._tries:
-            return
         failed = [number for number, end in enumerate(ends) if end.status != 0]
         if failed:
             said = " | ".join(ends[failed[0]].lines) or "nothing"
-            status = ends[failed[0]].status
-            self._tries[-1].fail(f"process {failed[0]} ended with status {status}, saying: {said}")
+            reason = f"process {failed[0]} ended with status {ends[failed[0]].status}: {said}"
+            if not self._tries:
+                raise RuntimeError(f"the run ended before any fault: {reason}")
+            self._tries[-1].fail(reason)
         elif (reason := difference(self._run, self._undisturbed.run)) is not None:
             for each in self._tries:
                 each.fail(reason)

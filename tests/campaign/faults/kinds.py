@@ -225,9 +225,9 @@ KINDS = {
     kind.name: kind
     for kind in (
         Kind("kill", "`kill -9` of a process", kill, at_start=True),
-        Kind("stop", "SIGSTOP for longer than the deadline", stop, deadline=10),
+        Kind("stop", "SIGSTOP for longer than the deadline", stop, deadline=15),
         Kind("cut", "link cut for 10 s", cut, (2,), "link"),
-        Kind("cut-for-good", "link cut for good", cut_for_good, (2,), "link", deadline=10),
+        Kind("cut-for-good", "link cut for good", cut_for_good, (2,), "link", deadline=15),
         Kind("full", "full disk", fill, needs="disk", at_start=True),
         Kind("read-only", "read-only disk", refuse_writes, needs="disk", at_start=True),
         Kind("slow", "slow disk", slow_down, needs="disk", at_start=True),

@@ -14,7 +14,7 @@ START_SHARE = 0.3
 AHEAD = 2
 """Most steps from the last one to the step of a moment."""
 START = "start"
-LIMIT = 300.0
+LIMIT = 600.0
 """Most seconds until a run reaches a moment."""
 
 

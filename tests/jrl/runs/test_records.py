@@ -78,7 +78,9 @@ def test_each_line_is_on_disk_before_append_returns(path):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs the device of a full disk")
 def test_a_line_that_a_full_disk_refuses_is_an_error_with_the_file():
     with records.Appender("/dev/full") as file:  # whose end writes nothing more
-        with pytest.raises(OSError, match="No space left") as refused:
+        with pytest.raises(
+            OSError, match="No space left on device: free space on that disk, then"
+        ) as refused:
             file.append(1, {"x": 1})
         assert refused.value.filename == "/dev/full"
 
