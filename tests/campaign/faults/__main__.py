@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -39,7 +40,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(table(_records(options.table)))
         return 0
     jax.config.update("jax_platforms", "cpu")
+    # Processes, disks and links of a run go with the command, however it is ended.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ExitStack() as stack:
+        stack.callback(signal.signal, signal.SIGTERM, before)
         folder = options.keep
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="jrl-faults-")))
