@@ -23,7 +23,7 @@ SETTINGS = {
     "verifiers": 1,
     "coordinator-timeout": 60,
 }
-LAYOUTS = {1: "dp1", 2: "dp2", 4: "tp2 dp2"}
+LAYOUTS = {1: "dp1", 2: "dp2", 4: "dp4"}
 """Layout of the devices, of which each process has one."""
 ROWS = SETTINGS["prompts"] * SETTINGS["group-size"]
 PROMPTS = 40
