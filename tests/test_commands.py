@@ -109,6 +109,7 @@ def test_there_are_commands():
         "sharding.folding",
         "sharding.planner",
         "tests.campaign.crossings",
+        "tests.campaign.faults",
     }
     # Without arguments.
     alone = {
@@ -227,6 +228,7 @@ SCRIPTS = [
     *given("benchmarks.rollout"),
     *given("benchmarks.serve"),
     *given("tests.campaign.crossings"),
+    *given("tests.campaign.faults"),
     *(command for program in STUDIES for command in given(program)),
 ]
 

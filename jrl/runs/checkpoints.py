@@ -33,7 +33,7 @@ from jrl.processes.agreement import (
     is_multiprocess,
 )
 from jrl.processes.background import BackgroundGather
-from jrl.runs import manifest
+from jrl.runs import manifest, records
 from jrl.runs.background_save import BackgroundSave
 from jrl.runs.storage import StorageError, quiet, writing
 
@@ -252,6 +252,7 @@ class Checkpoints:
         manifest.write(path, step, gather)
         if is_main_process():
             path.rename(self.directory / str(step))
+            records.sync_folder(self.directory)  # before older checkpoints are deleted
         gather(None)  # until it is there
 
     def _temporary_path(self, step: int) -> Path:

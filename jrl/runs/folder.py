@@ -257,9 +257,10 @@ class RunFolder:
                 f"run folder {self.path} is being written by another process (pid {holder}): "
                 "wait for it, stop it, or choose another --run-dir"
             ) from None
-        os.ftruncate(lock, 0)
-        os.pwrite(lock, str(os.getpid()).encode(), 0)
         self._lock = lock
+        with records.naming(self.path / LOCK):
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, str(os.getpid()).encode(), 0)
 
 
 def _config_bytes(config: Mapping[str, Any]) -> bytes:

@@ -1,6 +1,7 @@
 """Manifest of a folder, ``manifest.json``: sizes and SHA-256 of the files written, and its own.
 
-It is written last, so that a folder without one is incomplete. With multiple processes, each reads
+It is written last, when all files are synced to disk, so that a folder without one is incomplete,
+and one with it survives the loss of power. With multiple processes, each reads
 the files that it wrote, a block at a time; every process must call all functions.
 """
 
@@ -35,13 +36,15 @@ def write(folder: Path, step: int, gather: Callable[[Any], list[Any]] = agreemen
     """
     names = gather(_files(folder) if is_main_process() else None)[0]
     manifests = gather(
-        dict(_map_files(_local_files(names), lambda name: _size_and_hash(folder / name)))
+        dict(_map_files(_local_files(names), lambda name: _sync_and_hash(folder / name)))
     )
     if is_main_process():
         files = {name: entry for manifest in manifests for name, entry in manifest.items()}
         content = {"step": step, "files": dict(sorted(files.items()))}
         content["sha256"] = _content_hash(content)
         records.replace(folder / MANIFEST_NAME, json.dumps(content, indent=1).encode())
+        for path in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
+            records.sync_folder(path)
     gather(None)  # until it is there
 
 
@@ -98,6 +101,13 @@ def _local_files(names: Iterable[str]) -> list[str]:
 def _map_files(names: list[str], function: Any) -> Iterable[tuple[str, Any]]:
     with ThreadPoolExecutor(THREADS) as pool:
         return list(zip(names, pool.map(function, names), strict=True))
+
+
+def _sync_and_hash(path: Path) -> list[int | str]:
+    """`_size_and_hash` of a file that is on disk then, as Orbax does not sync all of its files."""
+    with records.naming(path), path.open("rb") as file:
+        os.fsync(file.fileno())
+    return _size_and_hash(path)
 
 
 def _size_and_hash(path: Path) -> list[int | str]:

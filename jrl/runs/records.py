@@ -9,27 +9,44 @@ An offset is the length and the SHA-256 of a file at a checkpoint. The run resum
 checkpoint with exactly these bytes; later lines are written again.
 """
 
+import errno
 import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from io import RawIOBase
 from pathlib import Path
 from typing import Any, SupportsFloat
 
 FileOffset = dict[str, Any]
+REMEDIES = {
+    errno.ENOSPC: "free space on that disk",
+    errno.EDQUOT: "free space in the quota",
+    errno.EMFILE: "raise the limit of open files (ulimit -n 4096)",
+    errno.ENFILE: "close other programs, as the machine has no more files to open",
+    errno.EROFS: "make the disk writable",
+    errno.EACCES: "make the folder writable for this user",
+    errno.EPERM: "make the folder writable for this user",
+    errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
+    errno.EIO: "check that disk",
+}
+"""Remedies of a user for errors of the operating system."""
+NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
+"""Errors of file systems that sync no folders, or need not."""
 
 
 class Appender:
-    """Appends records to a file, each flushed to the operating system before `append` returns.
+    """Appends records to a file, each passed to the operating system before `append` returns.
 
     A kill can therefore lose the line being written and no other.
     """
 
     def __init__(self, path: Path | str):
         self.path = Path(path)
-        # A lone surrogate has no UTF-8, but its backslash escape is also the JSON escape.
-        self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace")
+        # Without a buffer: what a full disk refused would be written, and refused, at the end too.
+        self._file = self.path.open("ab", buffering=0)
 
     def append(self, step: int, record: Mapping[str, Any]) -> None:
         """Write one line.
@@ -37,12 +54,17 @@ class Appender:
         Args:
           step: the step the record belongs to; several lines may share one.
           record: JSON values and scalars of numpy or jax. It must not hold "step" itself.
+
+        Raises:
+          OSError: with the name of the file, where it cannot be written.
         """
         if "step" in record:
             raise ValueError('record holds "step", which is the first argument: leave it out')
         line = json.dumps({"step": int(step), **plain(record)}, ensure_ascii=False, allow_nan=False)
-        self._file.write(line + "\n")
-        self._file.flush()
+        # A lone surrogate has no UTF-8, but its backslash escape is also the JSON escape.
+        content = (line + "\n").encode(errors="backslashreplace")
+        with naming(self.path):
+            _write_all(self._file, content)
 
     def close(self) -> None:
         self._file.close()
@@ -52,6 +74,33 @@ class Appender:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Context in which errors of the operating system have the name of a file, as those of opening
+    it have, and a remedy; those of writing have neither."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        reason, remedy = os.strerror(error.errno), REMEDIES.get(error.errno)
+        text = reason if remedy is None else f"{reason}: {remedy}, then continue with --resume"
+        raise OSError(error.errno, text, str(path)) from error
+
+
+def sync_folder(path: Path) -> None:
+    """Writes the names in a folder to disk, where the file system can."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with naming(path):
+            os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in NO_FOLDER_SYNC:
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def plain(value: Any) -> Any:
@@ -142,9 +191,8 @@ def replace(path: Path, content: bytes) -> None:
     temporary = path.with_name(path.name + ".tmp")
     try:
         # Not by `tempfile`, whose files are their owner's alone, whatever the umask says.
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
+        with naming(path), temporary.open("wb", buffering=0) as file:
+            _write_all(file, content)
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
@@ -201,7 +249,7 @@ def read_offset(path: Path) -> FileOffset:
     """Length and SHA-256 of a file, synced first: the checkpoint must not outlive its lines."""
     if not path.exists():
         return _offset_of(b"")
-    with path.open("rb") as file:
+    with naming(path), path.open("rb") as file:
         os.fsync(file.fileno())
         return _offset_of(file.read())
 
@@ -236,6 +284,13 @@ def truncate(path: Path, offset: FileOffset, step: int, *, every_step: bool) -> 
         "written up to it, in order and unchanged. Put the file back as it was, or start a new "
         f"run from this policy with --weights {path.parent}"
     )
+
+
+def _write_all(file: RawIOBase, content: bytes) -> None:
+    """Writes bytes to a file without a buffer, which may take a part of them at a time."""
+    rest = memoryview(content)
+    while rest:
+        rest = rest[file.write(rest) or 0 :]
 
 
 def _offset_of(content: bytes) -> FileOffset:

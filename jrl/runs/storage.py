@@ -7,24 +7,14 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from jrl.processes.background import ProcessFailed
+from jrl.runs.records import REMEDIES
 
-REMEDIES = {
-    errno.ENOSPC: "free space on that disk",
-    errno.EDQUOT: "free space in the quota",
-    errno.EMFILE: "raise the limit of open files (ulimit -n 4096)",
-    errno.ENFILE: "close other programs, as the machine has no more files to open",
-    errno.EROFS: "make the disk writable",
-    errno.EACCES: "make the folder writable for this user",
-    errno.EPERM: "make the folder writable for this user",
-    errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
-    errno.EIO: "check that disk",
-}
-"""Remedies of a user for errors of the operating system."""
 LOGGERS = [logging.getLogger(name) for name in ("absl", "asyncio")]
 """Loggers in which threads of Orbax write each failure, with its stack, beside the exception."""
 
@@ -65,9 +55,26 @@ def writing(path: Path, remedy: str) -> Iterator[None]:
         code = errno_of(error)
         if code is None or isinstance(error, ProcessFailed):  # whose files are another process's
             raise
+        _quiet.ignore_late_writes()
         # What Orbax left half done complains once more when the interpreter ends.
         atexit.register(_silence_stderr)
         raise StorageError(f"{path}: {os.strerror(code)}: {REMEDIES[code]}. {remedy}") from None
+
+
+class _WithoutLateWrites:
+    """Hook for exceptions that nobody can catch, without those of writes that end after the save
+    to which they belong has failed: its event loop is closed.
+
+    Args:
+      hook: for all others.
+    """
+
+    def __init__(self, hook: Callable[[Any], Any]):
+        self._hook = hook
+
+    def __call__(self, unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            self._hook(unraisable)
 
 
 class _Quiet:
@@ -75,7 +82,18 @@ class _Quiet:
 
     def __init__(self) -> None:
         self._lock, self._count = threading.Lock(), 0
-        self._levels, self._hook = list[int](), sys.unraisablehook
+        self._levels = list[int]()
+        self._hook: Callable[[Any], Any] = sys.unraisablehook
+
+    def ignore_late_writes(self) -> None:
+        """Makes writes of a failed save silent for good, beside what is silent now."""
+        with self._lock:
+            hook = self._hook if self._count else sys.unraisablehook
+            if not isinstance(hook, _WithoutLateWrites):
+                hook = _WithoutLateWrites(hook)
+            self._hook = hook
+            if not self._count:
+                sys.unraisablehook = hook
 
     def begin(self) -> None:
         with self._lock:

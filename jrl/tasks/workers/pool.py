@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from jrl.tasks.workers.process import Message, Worker, WorkerEnded
+from jrl.tasks.workers.process import Message, Worker, WorkerEnded, WorkerNotStarted
 
 MAX_DEFAULT_WORKERS = 8
 """Workers at most where nobody chose their number: each takes some 150 MB."""
@@ -29,7 +29,8 @@ class Pool:
     """Workers that all run the same program, started as they are needed.
 
     The answers come in the order of the questions, from any worker. A worker that does not answer
-    in time is killed and restarted while the others continue. It may be shared between threads.
+    in time is killed and restarted while the others continue. A question during which a worker
+    ended is asked once more. It may be shared between threads.
 
     Args:
       make: makes a worker.
@@ -77,7 +78,8 @@ class Pool:
         """All questions, spread over the workers.
 
         Returns:
-          For each its answer, or the TimeoutError or WorkerEnded that came in its place.
+          For each its answer, or the TimeoutError, or the WorkerEnded of its second time, that
+          came in its place.
 
         Raises:
           ValueError: the pool was closed.
@@ -121,6 +123,15 @@ class Pool:
             return 1  # as the question will say
 
     def _try_ask(self, questions: Sequence[Message]) -> list[Message | Exception]:
+        answers = self._ask_once(questions)
+        # Any process may be killed, as by a kernel that is out of memory: that is no fault of the
+        # question, unless it ends a second worker.
+        return [
+            self._ask_once([question])[0] if _has_lost_worker(answer) else answer
+            for question, answer in zip(questions, answers, strict=True)
+        ]
+
+    def _ask_once(self, questions: Sequence[Message]) -> list[Message | Exception]:
         try:
             if len(questions) == 1:
                 return [self.ask(questions[0])]
@@ -142,6 +153,10 @@ class Pool:
         """Ends all processes, at work or not; more than once does no harm."""
         for worker in self._workers:
             worker.close()
+
+
+def _has_lost_worker(answer: Message | Exception) -> bool:
+    return isinstance(answer, WorkerEnded) and not isinstance(answer, WorkerNotStarted)
 
 
 def _take_batch(pending: deque[tuple[int, Message]], max_batch: int) -> list[tuple[int, Message]]:

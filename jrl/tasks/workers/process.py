@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,16 @@ GRACE = 0.5
 taken to be stuck: it watches the limits itself."""
 
 
+LOOK = 0.5
+"""Seconds of a wait after which it is seen whether this process was frozen."""
+
+
 class WorkerEnded(RuntimeError):
     """The worker process ended before it answered; the next question starts another."""
+
+
+class WorkerNotStarted(WorkerEnded):
+    """The program said that it cannot answer at all."""
 
 
 def program_worker(
@@ -223,11 +231,11 @@ class Worker:
         self._greeting = self._receive(self._startup_seconds)
         if "error" in self._greeting:
             self._kill()
-            raise WorkerEnded(self._greeting["error"])
+            raise WorkerNotStarted(self._greeting["error"])
 
     def _receive(self, seconds: float) -> Message:
         try:
-            line = self._lines.get(timeout=seconds)
+            line = next_line(self._lines, seconds)
             sign()
         except queue.Empty:
             self._kill()
@@ -245,6 +253,32 @@ class Worker:
         if self._stop is not None:
             self._stop()
             self._stop = None
+
+
+def next_line(
+    lines: "queue.SimpleQueue[str]", seconds: float, clock: Callable[[], float] = time.monotonic
+) -> str:
+    """The next of the lines that a thread passes on.
+
+    Time in which this process itself is frozen (SIGSTOP, a machine that sleeps) does not count: the
+    thread could not pass on what was there.
+
+    Args:
+      seconds: how long it may take.
+      clock: seconds, monotonic.
+
+    Raises:
+      queue.Empty: none came in time.
+    """
+    while True:
+        wait, before = min(seconds, LOOK), clock()
+        try:
+            return lines.get(timeout=wait)
+        except queue.Empty:
+            if clock() - before < wait + LOOK:
+                seconds -= wait
+                if seconds <= 0:
+                    raise
 
 
 def _read(stream: Iterable[str], lines: "queue.SimpleQueue[str]") -> None:

@@ -1,6 +1,7 @@
 """Damage to a checkpoint is noticed, wherever it is, and the one before is taken."""
 
 import json
+import os
 import re
 import shutil
 import socket
@@ -195,3 +196,19 @@ def test_two_processes_share_the_files(tmp_path):
     assert [text.splitlines()[-1] for text in said] == ["process_1 has 4 bytes instead of 9"] * 2
     listed = json.loads((tmp_path / manifest.MANIFEST_NAME).read_text())["files"]
     assert sorted(listed) == ["process_0", "process_1", "whole"]
+
+
+def test_all_is_on_disk_before_a_checkpoint_has_its_name(tmp_path, monkeypatch):
+    synced = []
+
+    def sync(descriptor):
+        synced.append((os.fstat(descriptor).st_ino, (directory / "1").exists()))
+        fsync(descriptor)
+
+    fsync, directory = os.fsync, tmp_path / "checkpoints"
+    monkeypatch.setattr(os, "fsync", sync)
+    with Checkpoints(directory) as checkpoints:
+        checkpoints.save(1, state(1))
+    inodes = {path.stat().st_ino for path in [directory / "1", *(directory / "1").rglob("*")]}
+    assert inodes <= {inode for inode, is_named in synced if not is_named}
+    assert synced[-1] == (directory.stat().st_ino, True)

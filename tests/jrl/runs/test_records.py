@@ -75,6 +75,22 @@ def test_each_line_is_on_disk_before_append_returns(path):
         assert records.read(path) == [{"step": 1, "a": 1.0}]
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs the device of a full disk")
+def test_a_line_that_a_full_disk_refuses_is_an_error_with_the_file():
+    with records.Appender("/dev/full") as file:  # whose end writes nothing more
+        with pytest.raises(
+            OSError, match="No space left on device: free space on that disk, then"
+        ) as refused:
+            file.append(1, {"x": 1})
+        assert refused.value.filename == "/dev/full"
+
+
+def test_an_error_of_opening_keeps_its_file(tmp_path):
+    with pytest.raises(FileNotFoundError) as error, records.naming(tmp_path / "written"):
+        (tmp_path / "missing").read_bytes()
+    assert error.value.filename == str(tmp_path / "missing")
+
+
 def test_what_json_cannot_hold_is_refused(path):
     with records.Appender(path) as file:
         with pytest.raises(ValueError, match="of type object: JSON cannot"):

@@ -3,13 +3,18 @@
 import errno
 import os
 import shutil
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from jrl.runs import checkpoints as module
 from jrl.runs.checkpoints import Checkpoints
-from jrl.runs.storage import StorageError, errno_of, writing
+from jrl.runs.storage import StorageError, errno_of, quiet, writing
+
+LATE = "Event loop is closed"
+"""Of writes that cannot say to their save that they have ended."""
 
 
 @pytest.mark.parametrize(
@@ -57,6 +62,19 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path, monkeypatch):
     checkpoints.save(2, state)
     checkpoints.close()
     assert [entry.name for entry in sorted(checkpoints.directory.iterdir())] == ["1", "2"]
+
+
+def test_writes_that_end_after_a_failed_save_say_nothing(tmp_path, monkeypatch):
+    heard = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: heard.append(unraisable))
+    late, other = (SimpleNamespace(exc_value=RuntimeError(text)) for text in (LATE, "another"))
+    with quiet():
+        with pytest.raises(StorageError), writing(tmp_path, ""):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sys.unraisablehook(other)
+    for unraisable in (late, other):
+        sys.unraisablehook(unraisable)
+    assert heard == [other]
 
 
 def test_a_run_folder_that_is_gone_does_not_come_back(tmp_path):

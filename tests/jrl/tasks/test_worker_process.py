@@ -1,6 +1,7 @@
 """A worker that hangs, dies or does not start costs one answer, and leaves no process behind."""
 
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import warnings
 import pytest
 from tiers import full_but
 
-from jrl.tasks.workers.process import Worker, WorkerEnded
+from jrl.tasks.workers.process import Worker, WorkerEnded, next_line
 
 # Echoes, and does on demand what third-party code may do.
 PROGRAM = """
@@ -158,3 +159,27 @@ def test_the_worker_ends_with_a_killed_parent(tmp_path):
     while runs(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not runs(pid)
+
+
+def test_time_in_which_this_process_is_frozen_does_not_count():
+    class Lines:
+        """Each wait lasts as long as it says, and the answer comes with the last."""
+
+        def __init__(self, *lasting):
+            self.lasting, self.now, self.waits = list(lasting), 0.0, []
+
+        def get(self, timeout):
+            self.waits.append(timeout)
+            self.now += self.lasting.pop(0)
+            if self.lasting:
+                raise queue.Empty
+            return "answer"
+
+    def received(seconds, *lasting):
+        lines = Lines(*lasting)
+        return next_line(lines, seconds, lambda: lines.now), lines.waits
+
+    assert received(1.2, 0.5, 0.5, 0.1) == ("answer", pytest.approx([0.5, 0.5, 0.2]))
+    assert received(0.2, 60.0, 0.1) == ("answer", [0.2, 0.2])
+    with pytest.raises(queue.Empty):
+        received(0.7, 60.0, 0.5, 0.25, 0.1)

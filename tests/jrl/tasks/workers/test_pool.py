@@ -24,6 +24,9 @@ for line in sys.stdin:
         continue
     asked += 1
     time.sleep(question.get("sleep", 0))
+    if "once" in question and not os.path.exists(question["once"]):
+        open(question["once"], "w").close()
+        os.kill(os.getpid(), 9)
     if "exit" in question:
         os._exit(question["exit"])
     answer = {"pid": os.getpid(), "asked": asked, "ready": sorted(ready)}
@@ -93,6 +96,12 @@ def test_a_worker_that_dies_costs_its_answer(make):
         *range(4),
         *range(5, 9),
     ]
+
+
+def test_a_worker_that_is_killed_costs_nothing(make, tmp_path):
+    questions = [{"n": n, **({"once": str(tmp_path / "killed")} if n == 2 else {})} for n in (1, 2)]
+    assert [answer["n"] for answer in make(1).ask_all(questions)] == [1, 2]
+    assert (tmp_path / "killed").exists()
 
 
 def test_few_questions_start_few_workers(make):
