@@ -32,8 +32,6 @@ loads in seconds takes minutes on a machine with much other work."""
 GRACE = 0.5
 """Seconds past the limit of a question after which a program that answers several at a time is
 taken to be stuck: it watches the limits itself."""
-
-
 LOOK = 0.5
 """Seconds of a wait after which it is seen whether this process was frozen."""
 
