@@ -62,7 +62,7 @@ def writing(path: Path, remedy: str) -> Iterator[None]:
 
 
 class _WithoutLateWrites:
-    """Hook for exceptions that nobody can catch, without those of writes that end after the save
+    """Hook for exceptions that no code can catch, without those of writes that end after the save
     to which they belong has failed: its event loop is closed.
 
     Args:
