@@ -233,7 +233,7 @@ class Worker:
 
     def _receive(self, seconds: float) -> Message:
         try:
-            line = next_line(self._lines, seconds)
+            line = next_line(self._lines.get, seconds)
             sign()
         except queue.Empty:
             self._kill()
@@ -254,7 +254,7 @@ class Worker:
 
 
 def next_line(
-    lines: "queue.SimpleQueue[str]", seconds: float, clock: Callable[[], float] = time.monotonic
+    get: Callable[..., str], seconds: float, clock: Callable[[], float] = time.monotonic
 ) -> str:
     """The next of the lines that a thread passes on.
 
@@ -262,6 +262,7 @@ def next_line(
     thread could not pass on what was there.
 
     Args:
+      get: of the queue of lines.
       seconds: how long it may take.
       clock: seconds, monotonic.
 
@@ -271,7 +272,7 @@ def next_line(
     while True:
         wait, before = min(seconds, LOOK), clock()
         try:
-            return lines.get(timeout=wait)
+            return get(timeout=wait)
         except queue.Empty:
             if clock() - before < wait + LOOK:
                 seconds -= wait

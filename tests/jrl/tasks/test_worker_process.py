@@ -177,7 +177,7 @@ def test_time_in_which_this_process_is_frozen_does_not_count():
 
     def received(seconds, *lasting):
         lines = Lines(*lasting)
-        return next_line(lines, seconds, lambda: lines.now), lines.waits
+        return next_line(lines.get, seconds, lambda: lines.now), lines.waits
 
     assert received(1.2, 0.5, 0.5, 0.1) == ("answer", pytest.approx([0.5, 0.5, 0.2]))
     assert received(0.2, 60.0, 0.1) == ("answer", [0.2, 0.2])
