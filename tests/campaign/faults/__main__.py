@@ -37,10 +37,18 @@ CHECKS = {"disk": check_disk, "link": check_link}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
-    if options.table is not None:
-        print(table(_records(options.table)))
-        return 0
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.link and options.processes != 2:
+        parser.error(f"--link connects two processes, not {options.processes}: give --processes 2")
+    try:
+        if options.table is not None:
+            print(table(_records(options.table)))
+            return 0
+        if options.link:
+            check_link()
+    except (OSError, Unavailable) as error:
+        parser.error(str(error))
     jax.config.update("jax_platforms", "cpu")
     # Processes, disks and links of a run go with the command, however it is ended.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -56,9 +64,10 @@ def _campaign(options: argparse.Namespace, folder: Path, stack: ExitStack) -> in
     processes, link = options.processes, None
     hosts = [Host()] * processes
     kinds = [kind for kind in options.kinds if _applies(kind, processes, options.link)]
+    if not kinds:
+        return 2
     folder.mkdir(parents=True, exist_ok=True)
     if options.link:
-        check_link()
         link = Link(folder)
         hosts = list(stack.enter_context(link.connected()))
     cache = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or _default_cache())
@@ -95,10 +104,12 @@ def _campaign(options: argparse.Namespace, folder: Path, stack: ExitStack) -> in
 
 
 def _applies(kind: Kind, processes: int, link: bool) -> bool:
-    """True if a run can meet the kind; says what is missing where it cannot here."""
-    if processes not in kind.processes or (kind.needs and (kind.needs == "link") != link):
-        return False
+    """True if a run can meet the kind; says why where it cannot."""
     try:
+        if processes not in kind.processes:
+            raise Unavailable(f"is for {' or '.join(map(str, kind.processes))} processes")
+        if kind.needs and (kind.needs == "link") != link:
+            raise Unavailable("needs --link" if kind.needs == "link" else "is without --link")
         if kind.needs:
             CHECKS[kind.needs]()
     except Unavailable as reason:

@@ -83,6 +83,27 @@ def test_the_page_has_the_table_of_the_tries():
     assert campaign.table(campaign._records(record)) in page
 
 
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--link"], "--link connects two processes, not 1: give --processes 2"),
+        (["--table", "missing.jsonl"], "No such file or directory: 'missing.jsonl'"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, line, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        campaign.main(arguments)
+    assert line in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_kinds_that_no_run_can_meet_are_no_success(tmp_path, capsys):
+    folder = ["--keep", str(tmp_path)]
+    assert campaign.main([*folder, "--kinds", "cut", "--processes", "2"]) == 2
+    assert campaign.main([*folder, "--kinds", "cut"]) == 2
+    said = capsys.readouterr().out.splitlines()
+    assert said == ["cut: skipped: needs --link", "cut: skipped: is for 2 processes"]
+
+
 def run(record, *arguments):
     """Tries of the command, each of which survived."""
     assert campaign.main([*arguments, "--record", str(record)]) == 0
