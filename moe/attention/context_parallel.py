@@ -29,7 +29,7 @@ from sharding.collectives import Axes, gather_tokens, local_shard, match_varying
 from sharding.folding import FoldedMesh
 
 IMPLEMENTATIONS = ("gather", "ring", "ulysses")
-CRASHES = "0.11."
+CRASHING_JAX = "0.11."
 """Versions of JAX whose partitioner (Shardy) ends the process with a segmentation fault when it
 imports the gradient of a ring in the stages of a pipeline. Those before and after compile it."""
 
@@ -165,7 +165,7 @@ def _checked_method(execution: Execution, heads: int, kv_heads: int, mesh: Folde
             f'{execution.attention!r}: choose context="gather" or "ulysses", or '
             'attention="blocked" or "mosaic".'
         )
-    if name == "ring" and mesh.layout.pp > 1 and jax.__version__.startswith(CRASHES):
+    if name == "ring" and mesh.layout.pp > 1 and jax.__version__.startswith(CRASHING_JAX):
         raise ValueError(
             f'execution.context="ring" under a pipeline (pp={mesh.layout.pp}) crashes the compiler '
             f'of JAX {jax.__version__}: install another version, or choose context="gather" or '
