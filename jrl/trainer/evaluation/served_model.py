@@ -209,7 +209,7 @@ class ServedModel:
         """
         split, tokenizer = self.device_split, self.format.tokenizer
         decoder = Decoder(
-            self.model,
+            _unrolled_on_cpus(self.model, self.mesh),
             self.mesh if split is None else split.mesh.attention,
             tokenizer.pad_id,
             tokenizer.stop_ids,
@@ -288,6 +288,18 @@ def _open_checkpoint(
     format = prompt_format(run, checkpoint_tokenizer(directory, model.vocab_size))
     name, versions = directory.resolve().name, CheckpointSource(directory, model, mesh, adapters)
     return ServedModel(name, model, mesh, device_split, format, versions)
+
+
+def _unrolled_on_cpus(model: ModelConfig, mesh: FoldedMesh) -> ModelConfig:
+    """Model whose layers are unrolled in decoding on a CPU, unless `scan_layers` is set.
+
+    XLA copies a layer's weights out of a scanned stack in each decode step on a CPU, which takes as
+    long as its products when there are few rows. Prefills are scanned in either case.
+    """
+    (platform,) = {device.platform for device in mesh.mesh.devices.flat}
+    if platform != "cpu" or model.execution.scan_layers is not None:
+        return model
+    return replace(model, execution=replace(model.execution, scan_layers=False))
 
 
 def _default_layout(run: RunConfig) -> str:
