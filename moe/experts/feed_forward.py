@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from moe.adapters.adapted import Adapted, product
+from moe.adapters import Adapted, product
 from moe.architecture.feed_forward import Activation
 from moe.experts.fused import (
     FUSED,

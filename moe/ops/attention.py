@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
 from moe.ops.mask import Mask
-from moe.precision import MASK_VALUE
+from moe.ops.precision import MASK_VALUE
 from moe.remat import ATTENDED
 from sharding.collectives import match_varying
 
@@ -103,7 +103,7 @@ def cached_attention(
     sinks: Float[Array, "heads"] | None = None,
 ) -> Float[Array, "row heads v_head_dim"]:
     """`plain_attention` of one query per row, on keys and values in the layout of
-    `moe.cache.buffers.Cache`.
+    `moe.cache.Cache`.
 
     Both products run along the axis that is contiguous in memory, so that a step reads the cache
     once, sequentially.

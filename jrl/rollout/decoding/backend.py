@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from jrl.processes.agreement import to_devices, to_host
-from jrl.rollout.batching import replicated
+from jrl.recipes.base.batch import replicated
 from jrl.rollout.decoding.decode import (
     Advanced,
     SamplerState,

@@ -12,7 +12,7 @@ from jaxtyping import Array
 from jrl.losses import EntropyStatistics
 from jrl.processes.agreement import to_devices, to_host
 from jrl.processes.progress import sign
-from jrl.rollout.batching import replicated
+from jrl.recipes.base.batch import replicated
 from jrl.rollout.decoding.backend import DecodingWindow, MeshBackend
 from jrl.rollout.decoding.decode import SamplerState
 from jrl.rollout.decoding.packed_prefill import make_packing, plan_cache_copies, plan_rows
@@ -57,7 +57,7 @@ from jrl.rollout.decoding.split_backend import SplitBackend
 from jrl.rollout.decoding.usage import Usage
 from jrl.rollout.prompt_scores import PromptScores, score_prompts
 from jrl.rollout.sampling import Sampling, stack_sampling
-from moe.cache.buffers import KEY_COLUMN, cache_columns
+from moe.cache import KEY_COLUMN, cache_columns
 from moe.implementations import check_decode_kernel
 from moe.weights import Transformer
 

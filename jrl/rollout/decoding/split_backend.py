@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jrl.processes.agreement import any_of, is_multiprocess, to_devices, to_every_host
-from jrl.rollout.batching import replicated
+from jrl.recipes.base.batch import replicated
 from jrl.rollout.decoding.backend import DecodingWindow
 from jrl.rollout.decoding.decode import (
     Advanced,
@@ -46,7 +46,7 @@ from jrl.rollout.expert_balancer import ExpertBalancer
 from jrl.rollout.prompt_scores import PackedScores
 from jrl.rollout.resharding import split_policy
 from jrl.rollout.sampling import Sampling
-from moe.cache.step import StepTokens
+from moe.cache import StepTokens
 from moe.disaggregated.placement import Placement
 from moe.disaggregated.runner import DecodeLoop, Runner, check_micro_batches
 from moe.disaggregated.schedule import AttentionTime, lightest_batch

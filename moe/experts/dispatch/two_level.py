@@ -24,7 +24,7 @@ from moe.router.routing import Routing
 from moe.weights import Experts
 from sharding.costs.hardware import UNKNOWN
 from sharding.folding import FoldedMesh
-from sharding.folding.servers import ServerGroups, server_groups
+from sharding.folding.groups import ServerGroups, server_groups
 
 
 def two_level_dispatch(
