@@ -87,13 +87,6 @@ def scaled_scores(
     return scores * (head_dim**-0.5 if scale is None else scale)
 
 
-def causal_mask(valid: Bool[Array, "batch time"]) -> Bool[Array, "batch time time"]:
-    """Causal mask without padding: each position sees itself and earlier ones that are valid."""
-    time = valid.shape[1]
-    order = jnp.arange(time)
-    return valid[:, None, :] & (order[:, None] >= order[None, :])[None]
-
-
 def cached_attention(
     query: Float[Array, "row heads head_dim"],
     keys: Float[Array, "row kv_heads head_dim column"],
