@@ -100,7 +100,7 @@ def one_level_dispatch(
     """Dispatches by one exchange among all devices along ``ep``, such as `exchange_tokens`."""
     mesh, num_local = options.mesh, weights.down.shape[0]
     num_tokens, k = routing.experts.shape
-    sizes = num_tokens, k, num_local, mesh, options.capacity, options.buffer_factor
+    sizes = num_tokens, k, num_local, mesh, options.capacity, options.execution.buffer_factor
     experts = partial(sharded_experts, weights, num_rows=buffer_rows(*sizes), options=options)
     ep = mesh.size(mesh.ep)
     peers = Peers(ep, num_local, peer_tokens(*sizes), ep * num_local)
@@ -140,7 +140,7 @@ def exchange_tokens(
         return all_to_all(rows, mesh.ep, name, peers.groups).reshape(num_slots, -1)
 
     def exchange_rows(rows: Array, name: str = COLLECTIVE) -> Array:
-        if options.comm_dtype is None:
+        if options.execution.activation_wire is None:
             return exchange(rows, name)
         rows = rows.reshape(peers.number, peers.slots, -1)
         return exchange_fp8(rows, mesh.ep, name, peers.groups).reshape(num_slots, -1)
@@ -174,7 +174,7 @@ def sharded_experts(
     Args:
       experts: ids over the experts of all devices.
     """
-    dtype, mesh, comm_dtype = rows.dtype, options.mesh, options.comm_dtype
+    dtype, mesh, comm_dtype = rows.dtype, options.mesh, options.execution.activation_wire
     gather = gather_tokens if comm_dtype is None else gather_fp8
     rows = gather(rows, mesh.etp, name=DISPATCHED)
     experts, probs = (gather_tokens(array, mesh.etp) for array in (experts, probs))
@@ -206,7 +206,11 @@ def all_gather_dispatch(
     References:
       Jin et al., "MegaScale-MoE", 2025, section 3.2. https://arxiv.org/abs/2505.11432
     """
-    mesh, comm_dtype, num_local = options.mesh, options.comm_dtype, weights.down.shape[0]
+    mesh, comm_dtype, num_local = (
+        options.mesh,
+        options.execution.activation_wire,
+        weights.down.shape[0],
+    )
     group = *mesh.ep, *mesh.etp
     num_tokens, k = routing.experts.shape
     # In float32 from here: a token's gradient is a sum over devices, rounded once at its own.
@@ -221,7 +225,7 @@ def all_gather_dispatch(
         x,
         *local_assignments(experts, probs, num_local, mesh),
         num_rows=buffer_rows(
-            num_tokens, k, num_local, mesh, options.capacity, options.buffer_factor
+            num_tokens, k, num_local, mesh, options.capacity, options.execution.buffer_factor
         ),
         dtype=dtype,
         implementation=options.product,

@@ -104,8 +104,7 @@ def dispatch(
     Raises:
       ValueError: see `check_dispatch`.
     """
-    name, num_local = execution.dispatch, weights.down.shape[0]
-    chunks, comm_dtype = execution.expert_chunks, execution.activation_wire
+    name, chunks, num_local = execution.dispatch, execution.expert_chunks, weights.down.shape[0]
     if name is None:
         (num_tokens, k), ep = routing.experts.shape, mesh.size(mesh.ep)
         peer_capacity = peer_capacity_of(k, ep, None, execution.buffer_factor)
@@ -114,20 +113,14 @@ def dispatch(
                 peer_capacity, capacity * num_local / chunk_sizes(num_tokens, chunks)[0]
             )
         sizes = num_local * ep, k, x.shape[1], x.dtype.itemsize
-        exchange = TokenExchange(*sizes, peer_capacity, execution.exchange_rate, comm_dtype)
+        exchange = TokenExchange(
+            *sizes, peer_capacity, execution.exchange_rate, execution.activation_wire
+        )
         name = cheapest(exchange, mesh)
     check_dispatch(name, mesh, execution.server_devices)
     # Buffers count on it; a replayed routing may name an expert twice.
     routing = without_repeats(routing, num_local * mesh.size(mesh.ep))
-    options = DispatchOptions(
-        mesh,
-        capacity,
-        product,
-        execution.buffer_factor,
-        comm_dtype,
-        activation,
-        execution.server_devices,
-    )
+    options = DispatchOptions(mesh, execution, capacity, product, activation)
     send = partial(IMPLEMENTATIONS[name], options=options)
     return dispatch_chunks(send, chunks, weights, x, routing, mesh)
 
