@@ -2,7 +2,7 @@
 functions. `jrl.rollout.decoding.split_backend` has another."""
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jax.sharding import NamedSharding
@@ -38,23 +38,6 @@ from moe.decoding import Prefilled
 from moe.router.statistics import run_with_fallback
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh
-
-
-class DecodingWindow(NamedTuple):
-    """Decoding until the scheduler runs again.
-
-    Attributes:
-      max_tokens: maximum new tokens of a row.
-      min_live: stops when at most this many rows are live.
-      cache_length: positions of the cache that attention reads; all rows must fit into them.
-      slots: the slots to compute, of each ``dp`` rank, counted from its first; they include all
-        live rows. None is all.
-    """
-
-    max_tokens: int
-    min_live: int
-    cache_length: int
-    slots: np.ndarray | None
 
 
 class MeshBackend:
@@ -179,21 +162,27 @@ class MeshBackend:
     def decode(
         self,
         pool: SlotPool[Array],
-        window: DecodingWindow,
+        cache_length: int,
+        limits: StepLimits[Any],
         sampling: Sampling,
         state: SamplerState,
     ) -> tuple[SlotPool[Array], Advanced]:
-        """Decodes all live rows of the pool, which is donated."""
-        limits = np.int32(window.max_tokens), np.int32(window.min_live)
-        max_steps, min_live = to_devices(limits, replicated(self.decoder.mesh))
+        """Decodes all live rows of the pool, which is donated, until the scheduler runs again.
+
+        Args:
+          cache_length: positions of the cache that attention reads; all rows must fit into them.
+          limits: on the host.
+        """
+        numbers = np.int32(limits.max_steps), np.int32(limits.min_live)
+        max_steps, min_live = to_devices(numbers, replicated(self.decoder.mesh))
         return advance(
             self.decoder,
             sampling,
-            window.cache_length,
+            cache_length,
             self._loaded()[1],
             pool,
             state,
-            StepLimits(max_steps, min_live, to_devices(window.slots, self._rows)),
+            StepLimits(max_steps, min_live, to_devices(limits.slots, self._rows)),
         )
 
     def output_buffer(self, rows: TokenRows[Array], size: int) -> TokenRows[Array]:

@@ -18,10 +18,10 @@ from jaxtyping import Array
 
 from jrl.processes.agreement import any_of, is_multiprocess, to_devices, to_every_host
 from jrl.recipes.base.batch import replicated
-from jrl.rollout.decoding.backend import DecodingWindow
 from jrl.rollout.decoding.decode import (
     Advanced,
     SamplerState,
+    StepLimits,
     append_tokens,
     sample_next_tokens,
     sampler_state_specs,
@@ -218,12 +218,13 @@ class SplitBackend:
     def decode(
         self,
         pool: SlotPool[Array],
-        window: DecodingWindow,
+        cache_length: int,
+        limits: StepLimits[Any],
         sampling: Sampling,
         state: SamplerState,
     ) -> tuple[SlotPool[Array], Advanced]:
-        num_micro_batches, min_live = self._micro_batches, window.min_live
-        max_tokens = self.expert_balancer.limit_tokens(window.max_tokens)
+        num_micro_batches, min_live = self._micro_batches, limits.min_live
+        max_tokens = self.expert_balancer.limit_tokens(limits.max_steps)
         indices = [self._replicate(np.int32(i)) for i in range(num_micro_batches)]
         cache = None
         if self._has_attention:
@@ -279,7 +280,7 @@ class SplitBackend:
             num_micro_batches,
             # A process without attention receives the counts, and decides as the others do.
             DecodeLoop(begin, end, continues, lambda i, heard: counts[i].append(heard)),
-            window.cache_length,
+            cache_length,
         )
         # Tokens that were enqueued after the last count.
         for token in range(len(totals), len(counts[0])):

@@ -25,7 +25,15 @@ from jaxtyping import Array
 
 from jrl.recipes.base.batch import Batch, Totals
 from jrl.recipes.base.optimizer import Optimizer
-from jrl.trainer.learner.learner import Learner, split, state_shardings, transformation
+from jrl.trainer.learner.learner import (
+    Learner,
+    cast_and_gather,
+    constrain_sharding,
+    keeps_masters,
+    split,
+    state_shardings,
+    transformation,
+)
 from jrl.trainer.scoring import Scorer, scan_first
 from moe import model, placement, stages
 from moe.adapters import combine_trees
