@@ -34,11 +34,7 @@ from jrl.text.prompt_format import PromptFormat
 from jrl.trainer.learner.networks import CriticObjective, Network
 from jrl.trainer.prepare import add_verdicts
 from jrl.trainer.scoring import values_of
-from jrl.trainer.summary import (
-    conversation_metrics,
-    reward_means,
-    task_metrics,
-)
+from jrl.trainer.summary import conversation_metrics, reward_means, task_metrics
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh
 from sharding.former_names import former_keywords
