@@ -92,7 +92,7 @@ def measure(name: str, depth: int, scanned: bool, arguments: argparse.Namespace)
 
 
 def config_of(depth: int, scanned: bool, d_model: int, kinds: str) -> Any:
-    from moe.architecture.delta import GatedDeltaNet
+    from moe.architecture.attention import GatedDeltaNet
     from moe.config import ModelConfig
     from moe.execution import Execution
 
@@ -144,7 +144,7 @@ def decoding(config: Any) -> tuple[Callable[[], Any], Callable[[Any], float]]:
     import jax
     import jax.numpy as jnp
 
-    from jrl.rollout.batching import replicated
+    from jrl.recipes.base.batch import replicated
     from jrl.rollout.decoding.decode import SamplerState, StepLimits, advance, unstack_policy
     from jrl.rollout.decoding.slots import Decoder, empty_pool
     from jrl.rollout.sampling import Sampling

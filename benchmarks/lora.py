@@ -20,8 +20,7 @@ import numpy as np
 
 from jrl.config.run import RunConfig
 from jrl.recipes import Grpo
-from jrl.recipes.base.batch import Batch
-from jrl.rollout.batching import over_rows
+from jrl.recipes.base.batch import Batch, over_rows
 from jrl.trainer.setup.setup import Setup, build_setup
 from jrl.trainer.state import init_adapters, init_state, init_weights
 from moe.weights import num_parameters, num_trained_parameters

@@ -226,7 +226,7 @@ def _diagnose(
     from jrl.report.critic import critic_diagnostics
     from jrl.report.critic_plots import plot_diagnostics
     from jrl.rollout.collection.collect import sampling_of
-    from jrl.trainer.evaluation.critic import evaluate_critic
+    from jrl.trainer.evaluation.evaluate import evaluate_critic
 
     weights, step = critic
     network = setup.networks.critic

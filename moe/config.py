@@ -3,8 +3,12 @@
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from moe.architecture.attention import MultiHeadLatentAttention, check_attention
-from moe.architecture.delta import GatedDeltaNet, check_delta
+from moe.architecture.attention import (
+    GatedDeltaNet,
+    MultiHeadLatentAttention,
+    check_attention,
+    check_delta,
+)
 from moe.architecture.feed_forward import Activation, check_first_layers, check_routing
 from moe.architecture.lora import Lora
 from moe.architecture.rope import RopeScaling

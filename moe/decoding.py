@@ -21,17 +21,15 @@ from moe.attention.delta import DeltaCore, DeltaState, run_step
 from moe.attention.latent import LatentCore
 from moe.attention.layer import CoreAttention
 from moe.attention.rotary import RotaryCache
-from moe.cache.buffers import Cache, cache_of, to_cache_layout
-from moe.cache.step import StepCore, StepTokens
+from moe.cache import Cache, StepCore, StepTokens, cache_of, to_cache_layout
 from moe.config import ModelConfig
-from moe.embedding import embed
 from moe.head import logits_of
 from moe.layers.block import block
 from moe.layers.depth import depth_of, is_stack, runs_of
-from moe.model import run_with_kv
+from moe.model import embed, run_with_kv
 from moe.ops.mask import Window
+from moe.ops.precision import rms_norm
 from moe.ops.zigzag import ZigzagLayout
-from moe.precision import rms_norm
 from moe.router.statistics import layers_in_order, overflow_of
 from moe.tokens.packing import PackedBatch, pack_rows
 from moe.weights import DeltaNet, Layer, Transformer

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from moe.adapters.adapted import Adapted
+from moe.adapters import Adapted
 from moe.config import ModelConfig
-from moe.precision import MASK_VALUE, float32_product
+from moe.ops.precision import MASK_VALUE, float32_product
 from moe.weights import Transformer
 from sharding.collectives import (
     Axes,

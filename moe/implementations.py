@@ -12,8 +12,7 @@ from typing import NamedTuple
 from moe.attention.latent import caches_latent
 from moe.config import ModelConfig
 from moe.kernels import decode_attention, grouped, latent_decode, routing, rows
-from moe.kernels.choice import NAMES, unsupported_dtype
-from moe.kernels.devices import HOPPER, Devices, devices_of
+from moe.kernels.choice import HOPPER, NAMES, Devices, devices_of, unsupported_dtype
 from sharding.folding import FoldedMesh
 
 FROM_HOPPER = 9.0, float("inf")

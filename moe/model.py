@@ -3,6 +3,10 @@
 Sequences are sharded over ``dp``; within a sequence-parallel group the flattened tokens are sharded
 over ``cp`` and ``tp`` (`FoldedMesh.sequence`), in the order of a `PackedBatch`. Training and
 decoding use the same block and differ in `core_attention`.
+
+The rows of the token embedding, one per token of the vocabulary, are sharded over ``tp`` if it
+divides them (vocab-parallel, in Megatron's words); otherwise every rank has all of them and looks
+up its own tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,12 +18,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from moe.architecture.delta import delta_layers
+from moe.architecture.attention import delta_layers
 from moe.attention.delta import DeltaCore, delta_core
 from moe.attention.latent import LatentCore, caches_latent, expand_latent
 from moe.attention.layer import CoreAttention, window_of_layer
 from moe.config import ModelConfig
-from moe.embedding import embed
 from moe.head import logits_of, value_of
 from moe.layers.block import block
 from moe.layers.depth import is_scanned, period_of_stack, run_layers, select_attention
@@ -32,13 +35,20 @@ from moe.layers.two_batch_overlap import (
     split_streams,
 )
 from moe.ops.mask import Window
-from moe.precision import rms_norm
+from moe.ops.precision import rms_norm
 from moe.remat import SAVED, SAVED_BEFORE_NORMS, UNSAVED, rematerialise
 from moe.router.statistics import RouterStatistics, sums_over_layers
 from moe.tokens.alignment import align_to_tokens
 from moe.tokens.packing import PackedBatch, pack_rows
 from moe.weights import DeltaNet, Layer, Transformer
-from sharding.collectives import join_shards, typed_zeros
+from sharding.collectives import (
+    join_shards,
+    local_shard,
+    match_varying,
+    scatter_tokens,
+    typed_zeros,
+    vary,
+)
 from sharding.folding import FoldedMesh
 from sharding.zero import ShardDim, unshard, weights_of
 
@@ -48,6 +58,75 @@ Choices = Integer[Array, "layer batch time k"]
 KVCollector = Callable[..., Any]
 """(keys and values of a layer's tokens, or latent vectors) -> cached arrays. It is not called for a
 layer with Gated DeltaNet, whose result is its `DeltaState`."""
+
+
+def embed(
+    weights: Transformer[Array], tokens: Int[Array, "token"], config: ModelConfig, mesh: FoldedMesh
+) -> Float[Array, "local d_model"]:
+    """Embeds tokens: the residual stream of this rank's shard of the flattened tokens.
+
+    With sharded rows each ``tp`` rank finds some of the tokens of its ``cp`` rank and gives zeros
+    for the others; the sum over ranks is one number and zeros, which is exact.
+
+    Communication per device if the rows are sharded: one `scatter_tokens` over ``tp``, backward one
+    `gather_tokens`, of ``tokens x d_model (tp - 1) / tp`` elements each, for the tokens of a ``cp``
+    rank. Otherwise none.
+
+    Args:
+      tokens: ids, all those of the sequence-parallel group, on each of its devices.
+
+    References:
+      Shoeybi et al., "Megatron-LM", 2019, section 3 (the input embedding, parallel over the
+      vocabulary). https://arxiv.org/abs/1909.08053
+    """
+    # The table starts with variance 1 / d_model, right for a tied head; the residual stream
+    # starts with 1.
+    scale = config.d_model**0.5 if config.embedding_scale is None else config.embedding_scale
+    num_rows = weights.embedding.shape[0]
+    if num_rows == config.vocab_size:
+        tokens = vary(local_shard(tokens, mesh.sequence), mesh.axes)
+        return (lookup(weights.embedding, tokens) * scale).astype(config.dtype)
+    tokens = vary(local_shard(tokens, mesh.cp), mesh.axes)
+    row = tokens - lax.axis_index(mesh.tp).astype(tokens.dtype) * num_rows
+    # Past the end the lookup gives zeros and no gradient; a negative index would count from the
+    # end.
+    row = jnp.where(row < 0, num_rows, row)
+    rows = lookup(weights.embedding, row)
+    return scatter_tokens((rows * scale).astype(config.dtype), mesh.tp)
+
+
+def lookup(
+    table: Float[Array, "vocab d_model"], tokens: Int[Array, "token"]
+) -> Float[Array, "token d_model"]:
+    """Looks up ``table[tokens]``, float32; zeros without a gradient for ids past the end.
+
+    The gradient of a row is the sum over the tokens with its id, in float32 and rounded to the
+    dtype of the table once: for a frequent token a sum in bfloat16 would stop growing.
+    """
+    table, tokens = match_varying((table, tokens))
+    return _lookup(table, tokens, table.shape, table.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _lookup(table: Array, tokens: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    return _lookup_forward(table, tokens, shape, dtype)[0]
+
+
+def _lookup_forward(
+    table: Array, tokens: Array, shape: tuple[int, ...], dtype: Any
+) -> tuple[Array, Array]:
+    rows = table.at[tokens].get(mode="fill", fill_value=0)
+    return rows.astype(jnp.float32), tokens
+
+
+def _lookup_backward(
+    shape: tuple[int, ...], dtype: Any, tokens: Array, gradient: Array
+) -> tuple[Array, None]:
+    zeros = match_varying(jnp.zeros(shape, jnp.float32), gradient)
+    return zeros.at[tokens].add(gradient, mode="drop").astype(dtype), None
+
+
+_lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
 class LayerSpan(NamedTuple):

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from moe.architecture.delta import delta_layers
+from moe.architecture.attention import delta_layers
 from moe.config import ModelConfig
 from moe.weights import Leaf, Transformer, Weight, axis_sizes, shapes, table
 from sharding import zero

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe import model, placement
-from moe.adapters.trees import combine_trees
+from moe.adapters import combine_trees
 from moe.config import ModelConfig
-from moe.embedding import embed
 from moe.layers.two_batch_overlap import restore_row_order
+from moe.model import embed
 from moe.router.balance import router_loss
 from moe.router.statistics import RouterStatistics
 from moe.tokens.packing import PackedBatch
@@ -91,7 +91,7 @@ def gradients(
       weights: as in `scan_micro_batches`, varying over all mesh axes.
       micro_batches: as in `scan_micro_batches`.
       shard_dims: of the layers, as in `moe.model.blocks`.
-      frozen: weights that are not trained, None in `weights` (`moe.adapters.trees.select_frozen`);
+      frozen: weights that are not trained, None in `weights` (`moe.adapters.select_frozen`);
         None if all weights are trained.
 
     Returns:

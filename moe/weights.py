@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from moe.adapters.trees import select_trained, targets_in, weights_in, with_adapters, with_base
+from moe.adapters import select_trained, targets_in, weights_in, with_adapters, with_base
 from moe.config import ModelConfig
 
 Leaf = TypeVar("Leaf")
@@ -52,7 +52,7 @@ class Weight:
         weights are.
       float32: it is used in float32, whatever `ModelConfig.dtype` is: the scale of a norm, as a
         bfloat16 near 1 has no more than two decimal places, and weights on which the selection of
-        experts or a critic value depends (`moe.precision`). They are few: a vector or a narrow
+        experts or a critic value depends (`moe.ops.precision`). They are few: a vector or a narrow
         matrix per layer, and adapters, which are their own float32 master weights.
       frozen: it is not trained and has no gradient: a base weight of adapters.
     """
@@ -192,7 +192,7 @@ class Transformer(Generic[Leaf]):
 
 def table(config: ModelConfig) -> Transformer[Weight]:
     """Table of every weight of a network. A weight with an adapter is an
-    `moe.adapters.adapted.Adapted` of three `Weight`s."""
+    `moe.adapters.Adapted` of three `Weight`s."""
     return with_adapters(_without_adapters(config), config)
 
 

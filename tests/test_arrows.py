@@ -71,11 +71,11 @@ ABOVE = {
 
 # Rooms of moe from below: one imports those of the lines before its own.
 MOE_ROOMS = (
-    ("architecture", "execution", "precision", "remat"),
+    ("architecture", "execution", "remat"),
     ("config",),
     ("adapters", "counts", "ops"),
     ("kernels", "weights"),
-    ("attention", "embedding", "head", "placement"),
+    ("attention", "head", "placement"),
     ("huggingface", "implementations", "tokens"),
     ("cache", "router"),
     ("experts",),
@@ -84,7 +84,7 @@ MOE_ROOMS = (
     ("decoding", "stages"),
     ("disaggregated",),
 )
-BELOW_KERNELS = {"kernels", "ops", "precision", "remat"}
+BELOW_KERNELS = {"kernels", "ops", "remat"}
 """All that kernels import of moe."""
 
 

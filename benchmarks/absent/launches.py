@@ -181,8 +181,7 @@ def decode_step(rows: int = 64, length: int = 1024, **execution: Any) -> Program
     from benchmarks.absent import compilers
     from benchmarks.gpu.networks import network
     from moe import decoding
-    from moe.cache.buffers import cache_columns
-    from moe.cache.step import StepTokens
+    from moe.cache import StepTokens, cache_columns
     from moe.layers.depth import split_layer_groups
     from moe.placement import specs
     from moe.weights import shapes
@@ -225,7 +224,7 @@ def decode_step(rows: int = 64, length: int = 1024, **execution: Any) -> Program
 def _with_options(function: Any, mesh: Any) -> Any:
     import jax
 
-    from sharding.compiler_options import compiler_options
+    from sharding.sharded_jit import compiler_options
 
     return jax.jit(function, compiler_options=compiler_options(mesh))
 

@@ -171,8 +171,7 @@ def _policy(step: Step) -> tuple[Any, Any, Any]:
     """Objective of the policy, optimizer settings and its state as shapes."""
     from jrl.recipes import RECIPES
     from jrl.trainer import state
-    from jrl.trainer.learner.networks import Network, Networks
-    from jrl.trainer.learner.objectives import PolicyObjective
+    from jrl.trainer.learner.networks import Network, Networks, PolicyObjective
     from jrl.trainer.scoring import PromptLayout
 
     config, mesh = _network(step)
@@ -231,7 +230,7 @@ def _decoding(step: Step) -> tuple[Any, ...]:
     import jax
     import jax.numpy as jnp
 
-    from jrl.rollout.batching import replicated
+    from jrl.recipes.base.batch import replicated
     from jrl.rollout.decoding.decode import (
         SamplerState,
         StepLimits,

@@ -8,8 +8,8 @@ import numpy as np
 from jax import monitoring
 from jaxtyping import Array
 
-from jrl.rollout.decoding.backend import DecodingWindow, MeshBackend
-from jrl.rollout.decoding.decode import Advanced, SamplerState
+from jrl.rollout.decoding.backend import MeshBackend
+from jrl.rollout.decoding.decode import Advanced, SamplerState, StepLimits
 from jrl.rollout.decoding.prefill import AdmissionArrays
 from jrl.rollout.decoding.slots import Decoder, SlotPool
 from jrl.rollout.sampling import Sampling
@@ -77,14 +77,15 @@ class TimedBackend(MeshBackend):
     def decode(
         self,
         pool: SlotPool[Array],
-        window: DecodingWindow,
+        cache_length: int,
+        limits: StepLimits[Any],
         sampling: Sampling,
         state: SamplerState,
     ) -> tuple[SlotPool[Array], Advanced]:
         # A row that has just come has one token more than the host has been told of.
         before = np.asarray(pool.rows.lengths, np.float64)
         compiled, began = self._compilations.number, time.perf_counter()
-        pool, did = super().decode(pool, window, sampling, state)
+        pool, did = super().decode(pool, cache_length, limits, sampling, state)
         jax.block_until_ready(pool)
         seconds = time.perf_counter() - began
         # A row that grows from a to b tokens is read at a, a + 1, ..., b - 1.

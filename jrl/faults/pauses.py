@@ -1,4 +1,5 @@
-"""Pauses of a fleet: windows that are no evidence about one machine, for all machines pause there.
+"""Windows of a record, medians over them, and pauses of the fleet: windows that are no evidence
+about one machine, for all machines pause there.
 
 Machines that differ permanently, by a per cent or by a tenth, differ in proportion to their work:
 not at all during a checkpoint, less during an evaluation. A detector that takes such a pause for
@@ -9,13 +10,14 @@ A machine's fault does not look like a pause. Others that wait for it lose a par
 some metrics; in a pause most metrics of most machines fall together.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from jrl.faults.collect.fleet import Fleet
 from jrl.faults.collect.vocabulary import GPU_ACTIVITY, meaning
 from jrl.faults.outlier import nan_median, stretches
-from jrl.faults.windows import Grid
 
 SAME_WORK = 1.5
 """Factor within which two levels of a fleet are the same work. A difference in proportion to the
@@ -37,6 +39,73 @@ SETTLING = 60.0
 MAX_SAMPLED = 128
 """Machines that the median over a fleet is taken of: more hardly change it. Also windows whose work
 is tried as that of most others."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Windows of a record in samples, from seconds and the time between two samples.
+
+    Attributes:
+      width: samples of a window.
+      hop: samples from one window to the next.
+      overlap: windows from one to the first that shares no sample with it.
+      length: windows wholly inside the time of continuity; two more where a window is one or
+        two samples.
+      recent: windows of what was there just before.
+      lag: windows between the two whose difference measures noise: a minute, at least `overlap`.
+    """
+
+    width: int
+    hop: int
+    overlap: int
+    length: int
+    recent: int
+    lag: int
+
+    @classmethod
+    def from_seconds(
+        cls,
+        period: float | int,
+        *,
+        window: float | int,
+        hop: float | int,
+        continuity: float | int,
+        recent: float | int,
+    ) -> "Grid":
+        """The grid of these seconds, see `jrl.faults.shift.ShiftDetector`."""
+        num_hop = max(1, round(hop / period))
+        width = max(1, round(window / period))
+        step = num_hop * period
+        overlap = -(-width // num_hop)
+        return cls(
+            width=width,
+            hop=num_hop,
+            overlap=overlap,
+            # Every sample that a deviation touches counts in a window of one or two.
+            length=max(1, round(continuity / step) + (1 if width < 3 else 1 - overlap)),
+            recent=max(1, round(recent / step)),
+            lag=max(overlap, round(60.0 / step)),
+        )
+
+    def count(self, num_samples: int) -> int:
+        """Windows of a record."""
+        return max(0, (num_samples - self.width) // self.hop + 1)
+
+    def split(self, values: Float[np.ndarray, "row time"]) -> Float[np.ndarray, "row window width"]:
+        """The samples of each window."""
+        return np.lib.stride_tricks.sliding_window_view(values, self.width, axis=1)[:, :: self.hop]
+
+    def medians(self, values: Float[np.ndarray, "row time"]) -> Float[np.ndarray, "row window"]:
+        """Median of the samples of each window; NaN where there are none."""
+        return nan_median(self.split(values), 2)
+
+    def lower_quartiles(
+        self, values: Float[np.ndarray, "row time"]
+    ) -> Float[np.ndarray, "row window"]:
+        """The value that a quarter of the samples of each window is below; NaN without samples."""
+        ordered = np.sort(self.split(values), axis=2)  # NaN comes last
+        index = np.isfinite(ordered).sum(axis=2) // 4
+        return np.take_along_axis(ordered, index[:, :, None], 2)[:, :, 0]
 
 
 def comparable_windows(fleet: Fleet, grid: Grid) -> Int[np.ndarray, "selected"]:

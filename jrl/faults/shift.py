@@ -14,8 +14,7 @@ from jaxtyping import Float, Float64, Int
 from jrl.faults.collect.fleet import NO_MACHINE, Alarm, Fleet, Report, Trace
 from jrl.faults.collect.vocabulary import PRIORITY, find_recorded, groups_of, search_order
 from jrl.faults.outlier import MAD_TO_STD, nan_median
-from jrl.faults.pauses import comparable_windows
-from jrl.faults.windows import Grid
+from jrl.faults.pauses import Grid, comparable_windows
 
 LONGEST_PERIOD = 60.0
 """Seconds between two samples beyond which four minutes hold too few of them."""

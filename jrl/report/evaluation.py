@@ -187,9 +187,9 @@ class EvaluationDisplay:
             self._progress = None
 
 
-def print_results(results: Mapping[str, Any], console: Console | None = None) -> None:
+def print_results(results: Mapping[str, Any]) -> None:
     """Print the numbers of `jrl.trainer.evaluation.evaluate`, with what was evaluated."""
-    console = console or Console()
+    console = Console()
     # Not through the console: it would cut lines at 80 columns.
     print("{run}: {recipe} on {task}, step {step}".format(**results), file=console.file)
     print(_prompts(results), file=console.file)
@@ -222,14 +222,13 @@ def print_results(results: Mapping[str, Any], console: Console | None = None) ->
     console.print(table)
 
 
-def print_completions(records: Sequence[Mapping[str, Any]], console: Console | None = None) -> None:
+def print_completions(records: Sequence[Mapping[str, Any]]) -> None:
     """Print completions with their prompts, reference answers and verdicts.
 
     Args:
       records: as a file of samples has them (`jrl.rollout.sampler.Completion.record`).
-      console: where to print; standard output by default.
     """
-    console = console or Console()
+    console = Console()
     if not records:
         return
     table = Table(box=box.ROUNDED, title="Completions", show_lines=True)

@@ -3,7 +3,7 @@
 The valid tokens of rows are concatenated into bins of one length, so that padding costs next to
 nothing; rows that take no part in a pass are in no bin. Rows are assigned on the host, by their
 token counts (`TokenCounts`), which all processes have. Shapes are static; the number of
-micro-batches is dynamic (`jrl.trainer.compiled.scan_first`), so that one compiled function serves
+micro-batches is dynamic (`jrl.trainer.scoring.scan_first`), so that one compiled function serves
 every mini-batch.
 """
 
@@ -16,8 +16,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jrl.processes.agreement import to_devices, to_host
-from jrl.recipes.base.batch import Batch
-from jrl.rollout.batching import over_rows, take_rows
+from jrl.recipes.base.batch import Batch, over_rows, take_rows
 from jrl.rollout.decoding.scheduler import first_fit
 from moe.ops.zigzag import ZigzagLayout
 from sharding.folding import FoldedMesh

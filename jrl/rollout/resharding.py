@@ -10,7 +10,7 @@ import jax
 from jaxtyping import Array
 
 from moe import placement
-from moe.adapters.trees import has_adapters, merge_adapters, without_adapters
+from moe.adapters import has_adapters, merge_adapters, without_adapters
 from moe.config import ModelConfig
 from moe.disaggregated.placement import Placement
 from moe.disaggregated.split import Split, SplitMesh, devices_of, fold_split
@@ -174,7 +174,7 @@ def reshard(
     weights: Transformer[Array], config: ModelConfig, source: FoldedMesh, target: FoldedMesh
 ) -> Transformer[Array]:
     """Reshards weights from `source` to `target`, with equal bits; adapters are merged
-    (`moe.adapters.trees.merge_adapters`).
+    (`moe.adapters.merge_adapters`).
 
     Args:
       config: the network of the weights.

@@ -34,8 +34,7 @@ from jrl.processes.agreement import (
 )
 from jrl.processes.background import BackgroundGather
 from jrl.runs import manifest, records
-from jrl.runs.background_save import BackgroundSave
-from jrl.runs.storage import StorageError, quiet, writing
+from jrl.runs.storage import BackgroundSave, StorageError, quiet, writing
 
 TEMPORARY = re.compile(r"\d+\.(writing.*|deleting)")
 BASE = "base"

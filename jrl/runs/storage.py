@@ -1,6 +1,8 @@
-"""Errors of the operating system while files are written, as one line with a remedy."""
+"""Storage of checkpoints: the thread that completes a save while the run goes on, and errors of the
+operating system while files are written, as one line with a remedy."""
 
 import atexit
+import contextlib
 import errno
 import logging
 import os
@@ -12,7 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jrl.processes.background import ProcessFailed
+from jrl.processes.agreement import is_multiprocess
+from jrl.processes.background import BackgroundGather, ProcessFailed
+from jrl.processes.progress import AGREEMENT, CHECKPOINT, phase
 from jrl.runs.records import REMEDIES
 
 LOGGERS = [logging.getLogger(name) for name in ("absl", "asyncio")]
@@ -133,3 +137,49 @@ def _silence_stderr() -> None:
     sys.stderr.flush()
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
+
+
+class BackgroundSave:
+    """Thread that completes the checkpoint of one step; every process has one.
+
+    Args:
+      complete: writes what was copied; ends when the checkpoint is complete in all processes.
+      gather: of the threads of all processes, which `complete` uses.
+    """
+
+    def __init__(self, complete: Callable[[], None], gather: BackgroundGather):
+        self._gather = gather
+        self._error: Exception | None = None
+        # As an argument: a thread drops them at its end, and with them the copy of the state.
+        self._thread = threading.Thread(target=self._run, args=(complete,), name="jrl checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Waits until the checkpoint is complete, and raises its error.
+
+        A process that waits for the others is in the phase of an agreement, so that the watchdog
+        names the one whose files are late.
+        """
+        with phase(CHECKPOINT):
+            self._gather.waits.wait()
+            if not is_multiprocess():
+                self._thread.join()
+        if is_multiprocess():
+            with phase(AGREEMENT):
+                self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def abandon(self) -> None:
+        """Ends the wait for the other processes, which may have ended."""
+        self._gather.abandon()
+
+    def _run(self, complete: Callable[[], None]) -> None:
+        try:
+            complete()
+        except Exception as error:  # raised again by `wait`, whatever it is
+            self._error = error
+            with contextlib.suppress(RuntimeError):  # of a service that has ended
+                self._gather.fail(str(error))
+        finally:
+            self._gather.waits.set()

@@ -9,12 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jrl.rollout.adjustments import Adjustments
-from jrl.serving.api.errors import ApiError, invalid_argument
-from jrl.serving.api.fields import boolean, integer, is_value, stops
+from jrl.serving.api.fields import ApiError, boolean, integer, invalid_argument, is_value, stops
 from jrl.serving.api.messages import messages_of
-from jrl.serving.api.response_format import response_schema
 from jrl.serving.api.sampling import SAMPLING_ARGUMENTS, sampling_parameters
-from jrl.serving.api.tools import TOOL_ARGUMENTS, ToolUse, tools_of
+from jrl.serving.api.tools import TOOL_ARGUMENTS, ToolUse, response_schema, tools_of
 from jrl.tasks.data.conversations import Turn, checked_arguments
 from jrl.tasks.data.fields import short
 

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jrl.serving.api.errors import ApiError, one_line
+from jrl.serving.api.fields import ApiError, one_line
 from jrl.serving.api.sampling import with_defaults
 from jrl.serving.api_request import ApiRequest, check_model, parse_chat, parse_completion
 from jrl.serving.metrics import CLIENT_GONE, Metrics

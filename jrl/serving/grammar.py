@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from jrl.rollout.adjustments import WORD_BITS
-from jrl.serving.api.errors import ApiError, invalid_argument
-from jrl.serving.api.response_format import ANY_OBJECT
-from jrl.serving.api.tools import ToolUse
+from jrl.serving.api.fields import ApiError, invalid_argument
+from jrl.serving.api.tools import ANY_OBJECT, ToolUse
 from jrl.serving.transcript import TokenStrings
 from jrl.tasks.tools.call_format import ToolFormat, to_json
 from jrl.tasks.tools.calls import Call

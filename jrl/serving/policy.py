@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jrl.rollout.adjustments import Adjustments
-from jrl.serving.api.errors import ApiError, invalid_argument
+from jrl.serving.api.fields import ApiError, invalid_argument
 from jrl.serving.api.sampling import check_biases, sampling_parameters
 from jrl.serving.api_request import ApiRequest
 from jrl.serving.call_stream import CallStream

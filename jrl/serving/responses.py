@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jrl.serving.api.errors import ApiError
+from jrl.serving.api.fields import ApiError
 from jrl.serving.api_request import ApiRequest
 from jrl.serving.call_stream import ToolCall
 from jrl.serving.grammar import Grammar

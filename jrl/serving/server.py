@@ -19,7 +19,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jrl.processes.stopping import Stop
-from jrl.serving.api.errors import one_line
+from jrl.serving.api.fields import one_line
 from jrl.serving.application import FrontEnd
 from jrl.serving.service import Service
 

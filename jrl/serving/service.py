@@ -13,7 +13,7 @@ from jrl.rollout.adjustments import NO_ADJUSTMENTS
 from jrl.rollout.decoding.protocol import StreamingEngine
 from jrl.rollout.decoding.requests import Request, StreamChunk
 from jrl.rollout.sampling import RequestSampling
-from jrl.serving.api.errors import ApiError
+from jrl.serving.api.fields import ApiError
 from jrl.serving.call_stream import CallStream, ToolCall
 from jrl.serving.grammar import Grammar
 from jrl.serving.metrics import CLIENT_GONE, Metrics

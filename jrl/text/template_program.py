@@ -43,7 +43,7 @@ class Templates:
     """Compiled templates, by key.
 
     Args:
-      calls: path of `jrl.tasks.tools.calls`.
+      calls: path of `jrl.tasks.tools.call_format`.
       seconds: of the processor, for each template and each text.
     """
 

@@ -20,7 +20,6 @@ from jrl.report.page import write_page
 from jrl.report.plots import plot_run
 from jrl.report.suspicion import Lookout
 from jrl.rollout.collection.collect import sampling_of, shown_rows
-from jrl.rollout.completion_metrics import single_turn_answers
 from jrl.rollout.sampler import Completion, Sampler, numbered_heldout
 from jrl.runs import loggers
 from jrl.runs.folder import RunFolder
@@ -31,6 +30,7 @@ from jrl.trainer.evaluation.evaluate import heldout_examples
 from jrl.trainer.setup.setup import Setup
 from jrl.trainer.state import TrainState
 from jrl.trainer.step import NonFinite, RolloutStepResult
+from jrl.trainer.summary import single_turn_answers
 
 NUM_SHOWN = 4
 """Held-out prompts shown before and after, and completions per step in samples.jsonl."""

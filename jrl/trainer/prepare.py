@@ -14,15 +14,19 @@ from jaxtyping import Array
 
 from jrl.losses import EntropyStatistics, Mean, overlong_filter
 from jrl.processes.agreement import to_devices, to_host
-from jrl.recipes.base.batch import Batch, Targets, required, responses_of
+from jrl.recipes.base.batch import Batch, Targets, over_rows, replicated, required, responses_of
 from jrl.recipes.base.mismatch import Corrected, Correction
 from jrl.recipes.base.recipe import Recipe
-from jrl.rollout.batching import over_rows, replicated
 from jrl.rollout.collection.collect import groups_of
 from jrl.rollout.sampler import Completion, lengths_of, sampled_lengths_of, timed
 from jrl.rollout.sampling import Sampling
-from jrl.trainer.learner.networks import Network, Networks
-from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective, sampling_differences
+from jrl.trainer.learner.networks import (
+    CriticObjective,
+    Network,
+    Networks,
+    PolicyObjective,
+    sampling_differences,
+)
 from jrl.trainer.scoring import (
     logprobs_and_choices_of,
     logprobs_and_entropy_of,

@@ -1,11 +1,16 @@
 """Scoring: forward passes over given tokens for log-probabilities, entropies and critic values.
 
 `Scorer` runs rows and reads the last hidden states of the network, inside the `jax.shard_map`; the
-losses of the updates are `Scorer`s too (`jrl.trainer.learner.objectives`). Rows run as they are,
+losses of the updates are `Scorer`s too (`jrl.trainer.learner.networks`). Rows run as they are,
 except that rows that share a prompt run it once; or packed into bins, without computation on
-padding (`jrl.rollout.packing`). The functions below are whole passes over global arrays. Each
-returns its result with the overflow of the expert buffers; as decorated, it returns the result
-alone, recomputed with dropless buffers after an overflow (`jrl.trainer.compiled.RetryOnOverflow`).
+padding (`jrl.rollout.packing`).
+
+The functions below are whole passes over global arrays. Under
+`moe.execution.Execution.buffer_factor` the buffers of the experts of a device hold a multiple of
+the rows of even routing. A pass counts its overflow; if there is any, its result is discarded, and
+the same pass is run with buffers for any routing (`RetryOnOverflow`). Both functions are compiled
+once, the second when it is first needed. So only time and memory depend on the balance of the
+routing, and no result does.
 """
 
 from collections.abc import Callable
@@ -20,18 +25,16 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jrl.processes.agreement import to_devices
-from jrl.recipes.base.batch import Batch, required
-from jrl.rollout.batching import replicated, take_rows
+from jrl.recipes.base.batch import Batch, replicated, required, take_rows
 from jrl.rollout.packing import PackedSizes, counts_of, pack_rows, plan
 from jrl.rollout.sampling import Sampling, sampler_logits
 from jrl.rollout.sampling import logprobs_of as logprobs_in
-from jrl.trainer.compiled import RetryOnOverflow, scan_first
 from moe import model, placement, stages
 from moe.config import ModelConfig
 from moe.head import is_argmax, logits_of, logprobs_and_entropy, value_of
 from moe.ops.zigzag import ZigzagLayout
 from moe.router.routing import choices_dtype
-from moe.router.statistics import RouterStatistics, overflow_of
+from moe.router.statistics import RouterStatistics, overflow_of, run_with_fallback
 from moe.tokens import alignment
 from moe.tokens.packing import (
     PackedBatch,
@@ -41,8 +44,9 @@ from moe.tokens.packing import (
     zigzag_of_rows,
 )
 from moe.weights import Transformer
-from sharding.collectives import gather_tokens, join_shards, local_shard, vary
+from sharding.collectives import gather_tokens, join_shards, local_shard, typed_zeros, vary
 from sharding.folding import FoldedMesh
+from sharding.sharded_jit import MeshJit
 
 Choices = Integer[Array, "batch time layer k"]
 Read = Callable[[Transformer[Array], Array, Batch[Array]], Any]
@@ -51,6 +55,76 @@ Pass = Callable[..., tuple[Any, Array | None]]
 """(scorer, weights, arrays with a row per sequence) -> its result, and the expert buffers'
 overflow."""
 ScorerT = TypeVar("ScorerT", bound="Scorer")
+
+
+class RetryOnOverflow:
+    """Compiled pass without a gradient that is recomputed with dropless buffers on overflow; also a
+    decorator. A call returns the result without the overflow.
+
+    Args:
+      function: the pass, ``(scorer, *args) -> (result, overflow)`` of a
+        `jrl.trainer.scoring.Scorer`; `overflow` is that of `moe.router.statistics.overflow_of`.
+      num_static: number of leading static arguments, the scorer first.
+      least_effort: true for a pass that runs rarely on a few rows, see
+        `sharding.sharded_jit.LEAST_EFFORT`.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., tuple[Any, Array | None]],
+        num_static: int = 1,
+        least_effort: bool = False,
+    ):
+        options: Any = {"static_argnums": tuple(range(num_static)), "least_effort": least_effort}
+        self.with_overflow = MeshJit(function, **options)
+        # Dropless buffers count no overflow: the second result is None.
+        self.dropless = MeshJit(lambda *args: function(*args)[0], **options)
+        self.__doc__ = function.__doc__
+
+    def __call__(self, scorer: Any, *args: Any) -> Any:
+        if scorer.config.execution.buffer_factor is None:
+            return self.dropless(scorer, *args)
+        result, _ = run_with_fallback(
+            lambda: self.with_overflow(scorer, *args),
+            lambda _: self.dropless(scorer.for_any_routing(), *args),
+        )
+        return result
+
+    def lower(self, scorer: Any, *args: Any) -> Any:
+        """Lowers the pass with dropless buffers."""
+        return self.dropless.lower(scorer.for_any_routing(), *args)
+
+
+def scan_first(
+    body: Callable[[Any, Any], tuple[Any, Any]],
+    carry: Any,
+    xs: Any,
+    passes: Int[Array, ""] | None,
+) -> tuple[Any, Any]:
+    """Runs the first `passes` iterations of a `jax.lax.scan`; the others keep the carry and return
+    zeros. None runs all of them.
+
+    The number is dynamic: skipped iterations cost nothing, and nothing is recompiled.
+
+    Args:
+      passes: the same on all devices, as `body` has collectives.
+    """
+    if passes is None:
+        return jax.lax.scan(body, carry, xs)
+
+    def step(carry: Any, indexed_x: tuple[Array, Any]) -> tuple[Any, Any]:
+        index, x = indexed_x
+        # Traced for its types only: skipped iterations must return zeros of the same types.
+        _, outs = jax.eval_shape(body, carry, x)
+
+        def skip(carry: Any, x: Any) -> tuple[Any, Any]:
+            # Both branches of a `cond` must have one type.
+            return carry, typed_zeros(outs)
+
+        return jax.lax.cond(index < passes, body, skip, carry, x)
+
+    length = jax.tree.leaves(xs)[0].shape[0]
+    return jax.lax.scan(step, carry, (jnp.arange(length, dtype=jnp.int32), xs))
 
 
 class PromptLayout(NamedTuple):

@@ -15,19 +15,25 @@ from jaxtyping import Array
 from jrl.losses import EntropyStatistics
 from jrl.processes.agreement import to_devices
 from jrl.processes.progress import CHECKPOINT, phase
+from jrl.recipes.base.batch import replicated
 from jrl.recipes.base.recipe import Windows
-from jrl.rollout.batching import replicated
-from jrl.rollout.collection.async_buffer import AsyncBuffer
+from jrl.rollout.collection.async_collector import AsyncBuffer
 from jrl.rollout.collection.windows import Unfinished, none_unfinished
 from jrl.rollout.decoding.slots import SlotPool, abstract_pool, empty_pool
 from jrl.rollout.resharding import reshard
 from jrl.runs.checkpoints import BASE, Checkpoints
-from jrl.trainer.learner import masters
-from jrl.trainer.learner.learner import Learner, copy_arrays, state_shardings
+from jrl.trainer.learner.learner import (
+    Learner,
+    copy_arrays,
+    float32_shardings,
+    keeps_masters,
+    state_shardings,
+    weights_of,
+)
 from jrl.trainer.learner.networks import Network, Networks
 from moe import placement
 from moe import weights as moe_weights
-from moe.adapters import trees
+from moe.adapters import select_trained, with_base, without_adapters
 from moe.config import ModelConfig
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh
@@ -88,7 +94,7 @@ class TrainState(Generic[Leaf]):
 
 
 def init_weights(config: ModelConfig, mesh: FoldedMesh, key: Array) -> Transformer[Array]:
-    """Initialises weights, float32, sharded as `jrl.trainer.learner.masters` defines."""
+    """Initialises weights, float32, sharded as `jrl.trainer.learner.learner` defines."""
     return _initialiser(config, mesh)(key)
 
 
@@ -97,7 +103,7 @@ def _initialiser(config: ModelConfig, mesh: FoldedMesh) -> Callable[[Array], Tra
     """Compiled function of `init_weights`, cached."""
     return jit_sharded(
         lambda key: placement.in_chunks(moe_weights.initialise(config, key), mesh),
-        masters.float32_shardings(config, mesh),
+        float32_shardings(config, mesh),
     )
 
 
@@ -106,7 +112,7 @@ def init_adapters(config: ModelConfig, mesh: FoldedMesh, key: Array) -> Transfor
     of frozen weights."""
     make = jit_sharded(
         lambda key: placement.in_chunks(moe_weights.initialise_trained(config, key), mesh),
-        trees.select_trained(placement.shardings(config, mesh), moe_weights.table(config)),
+        select_trained(placement.shardings(config, mesh), moe_weights.table(config)),
     )
     return make(key)
 
@@ -131,12 +137,12 @@ def init_state(
     # Frozen weights have no masters: they are cast once, and policy and critic share the arrays.
     if config.lora is not None:
         assert adapters is not None, "a policy with adapters needs initial adapters"
-        base_weights = masters.weights_of(policy, config.without_adapters(), networks.mesh)
-        policy = trees.with_base(base_weights, adapters, moe_weights.table(config))
+        base_weights = weights_of(policy, config.without_adapters(), networks.mesh)
+        policy = with_base(base_weights, adapters, moe_weights.table(config))
         if networks.critic is not None:
             critic_config = networks.critic.config
             critic_adapters = init_adapters(critic_config, networks.mesh, critic_key)
-            critic_weights = trees.with_base(
+            critic_weights = with_base(
                 base_weights, critic_adapters, moe_weights.table(critic_config)
             )
             critic = networks.critic.init(critic_weights)
@@ -275,7 +281,7 @@ def _save_base(checkpoints: Checkpoints, networks: Networks, weights: Transforme
         base_checkpoints.drop_after(-1)  # of a run that was killed before its first checkpoint
     if base_checkpoints.steps():
         return
-    in_order, plain = trees.without_adapters(weights), placement.without_chunks(config, mesh)
+    in_order, plain = without_adapters(weights), placement.without_chunks(config, mesh)
     # Layers in order, as in every checkpoint: a run on another layout reads them too.
     if mesh != plain:
         in_order = reshard(in_order, config, mesh, plain)
@@ -318,9 +324,7 @@ def _without_cast(networks: Networks, state: TrainState[Leaf]) -> TrainState[Lea
     def keep_trained(learner: Learner[Leaf], network: Network[Any]) -> Learner[Leaf]:
         # Neither cast nor frozen weights: both can be restored otherwise, and would double the size
         # of a checkpoint.
-        trained_weights = trees.select_trained(
-            learner.float32_weights, moe_weights.table(network.config)
-        )
+        trained_weights = select_trained(learner.float32_weights, moe_weights.table(network.config))
         return replace(learner, weights=trained_weights, masters=None)
 
     return _map_learners(keep_trained, networks, state)
@@ -330,7 +334,7 @@ def _with_base(
     base_weights: Transformer[Array], learner: Learner[Array], network: Network[Any]
 ) -> Learner[Array]:
     """Inverse of `_without_cast` for a network with adapters."""
-    weights = trees.with_base(base_weights, learner.weights, moe_weights.table(network.config))
+    weights = with_base(base_weights, learner.weights, moe_weights.table(network.config))
     return replace(learner, weights=weights)
 
 
@@ -357,14 +361,14 @@ def reference_of(
         return None
     if state.reference is not None:
         return networks, state.reference
-    return networks.with_adapters(None), trees.without_adapters(state.policy.weights)
+    return networks.with_adapters(None), without_adapters(state.policy.weights)
 
 
 def _with_cast(learner: Learner[Array], network: Network[Any]) -> Learner[Array]:
     """Inverse of `_without_cast`: casts the weights from their masters."""
-    if not masters.keeps_masters(network.config):
+    if not keeps_masters(network.config):
         return learner
-    weights = masters.weights_of(learner.weights, network.config, network.mesh)
+    weights = weights_of(learner.weights, network.config, network.mesh)
     return replace(learner, weights=weights, masters=learner.weights)
 
 

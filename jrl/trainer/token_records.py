@@ -9,8 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jrl.processes.agreement import to_host
-from jrl.recipes.base.batch import Batch, required
-from jrl.rollout.batching import take_rows
+from jrl.recipes.base.batch import Batch, required, take_rows
 from jrl.rollout.collection.collect import shown_rows
 from jrl.rollout.decoding.slots import ranks
 from jrl.rollout.sampler import Completion

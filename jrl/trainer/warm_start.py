@@ -6,8 +6,7 @@ from jaxtyping import Array
 
 from jrl.config.run import RunConfig
 from jrl.processes.agreement import is_multiprocess, to_devices
-from jrl.recipes.base.batch import Batch
-from jrl.rollout.batching import over_rows
+from jrl.recipes.base.batch import Batch, over_rows
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.sampler import Sampler, accuracy, numbered
 from jrl.tasks import Example

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool
 
 from moe.ops.attention import Flash, Key, Output, PerQuery, Query, Value, product
 from moe.ops.mask import Mask, TokenIndices, Window, may_be_visible, visible
-from moe.precision import MASK_VALUE
+from moe.ops.precision import MASK_VALUE
 from sharding.collectives import match_varying
 
 MAX_BLOCK_QUERIES = 128

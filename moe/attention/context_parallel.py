@@ -22,7 +22,7 @@ from moe.attention.core import core_attention, flash_of
 from moe.attention.ring import Key, Output, Query, Sinks, Value, ring
 from moe.config import ModelConfig
 from moe.execution import Execution
-from moe.kernels.devices import devices_of
+from moe.kernels.choice import devices_of
 from moe.ops.mask import Mask, SegmentMask, TokenIndices
 from moe.remat import OPERAND
 from sharding.collectives import Axes, gather_tokens, local_shard, match_varying, swap_shards

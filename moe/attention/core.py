@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 from moe.attention.blocked import BLOCKED, BLOCKED_ON_GPU
 from moe.attention.fused import cudnn_obstacle, fused_attention
 from moe.kernels.attention import FLASH, mosaic_attention, obstacle
-from moe.kernels.devices import Devices, devices_of
+from moe.kernels.choice import Devices, devices_of
 from moe.ops.attention import Flash, flash_attention, plain_attention
 from moe.ops.mask import Mask, visible
 

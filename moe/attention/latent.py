@@ -20,11 +20,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from moe.adapters.adapted import Matrix, product
+from moe.adapters import Matrix, product
 from moe.attention.projections import Heads, heads, scale_queries
 from moe.attention.rotary import Positions, apply_rotary
 from moe.config import ModelConfig, MultiHeadLatentAttention
-from moe.precision import rms_norm
+from moe.ops.precision import rms_norm
 from moe.remat import PROJECTED
 from moe.weights import LatentAttention
 

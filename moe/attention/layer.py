@@ -20,7 +20,7 @@ from moe.attention.projections import join_heads, queries_keys_values
 from moe.attention.rotary import Positions
 from moe.config import ModelConfig
 from moe.ops.mask import MAX_INDEX, Window
-from moe.precision import rms_norm
+from moe.ops.precision import rms_norm
 from moe.remat import STREAM
 from moe.weights import Attention, DeltaNet, LatentAttention
 from sharding.collectives import gather_tokens, scatter_tokens

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from moe.adapters.adapted import Matrix, product
+from moe.adapters import Matrix, product
 from moe.attention.rotary import Positions, apply_rotary
 from moe.config import ModelConfig
 from moe.remat import PROJECTED

@@ -25,8 +25,8 @@ from moe.ops.attention import (
     sinks_gradient,
 )
 from moe.ops.mask import KeySource, SegmentMask, TokenIndices, Window
+from moe.ops.precision import MASK_VALUE
 from moe.ops.zigzag import ZigzagLayout
-from moe.precision import MASK_VALUE
 from moe.remat import OPERAND, RING
 from sharding.collectives import match_varying, vary
 from sharding.folding import FoldedMesh

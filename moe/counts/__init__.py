@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 
-from moe.architecture.delta import GatedDeltaNet, delta_layers
+from moe.architecture.attention import GatedDeltaNet, delta_layers
 from moe.config import ModelConfig
 from sharding.planner.models import LatentAttention, ModelSizes
 

@@ -27,8 +27,8 @@ from moe.experts.feed_forward import dense_term
 from moe.experts.permutation import permute_rows
 from moe.implementations import selected_implementation
 from moe.kernels.rows import combine
+from moe.ops.precision import rms_norm
 from moe.ops.sorting import take_rows
-from moe.precision import rms_norm
 from moe.router.layer import route
 from moe.tokens.packing import PackedBatch
 from moe.weights import Experts, Layer

@@ -59,15 +59,6 @@ class Placement:
                 seen[device, slot] = expert
 
     @classmethod
-    def from_replicas(
-        cls, replicas: Sequence[Sequence[tuple[int, int]]], num_devices: int
-    ) -> "Placement":
-        """Placement with as many slots per device as the largest slot index needs."""
-        slots_of_experts = tuple(tuple((int(d), int(s)) for d, s in slots) for slots in replicas)
-        num_slots = 1 + max((slot for slots in slots_of_experts for _, slot in slots), default=0)
-        return cls(slots_of_experts, num_devices, num_slots)
-
-    @classmethod
     def identity(cls, num_experts: int, num_devices: int) -> "Placement":
         """Placement of each expert once, in order.
 

@@ -11,8 +11,7 @@ from jaxtyping import Array
 
 from moe.attention.latent import LatentCore, caches_latent
 from moe.attention.layer import CoreAttention, window_of_layer
-from moe.cache.buffers import to_cache_layout
-from moe.cache.step import StepCore, StepTokens
+from moe.cache import StepCore, StepTokens, to_cache_layout
 from moe.decoding import by_row, packed_prefill, packed_step
 from moe.disaggregated.layer import (
     Serving,
@@ -30,10 +29,9 @@ from moe.disaggregated.weights import (
     first_specs,
     rest_specs,
 )
-from moe.embedding import embed
 from moe.head import logits_of
 from moe.layers.block import block
-from moe.model import last_norm, record_kv
+from moe.model import embed, last_norm, record_kv
 from moe.tokens.packing import PackedBatch
 from moe.weights import Experts, Layer, Transformer
 from sharding.collectives import join_shards, vary

@@ -18,8 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from moe.attention.latent import caches_latent
-from moe.cache.buffers import Cache
-from moe.cache.step import StepTokens
+from moe.cache import Cache, StepTokens
 from moe.config import ModelConfig
 from moe.decoding import Prefilled, for_prefill, for_step
 from moe.disaggregated import programs

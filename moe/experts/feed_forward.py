@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from moe.adapters.adapted import Adapted, product
+from moe.adapters import Adapted, product
 from moe.architecture.feed_forward import Activation
 from moe.experts.fused import (
     FUSED,
@@ -242,28 +242,3 @@ def _multiply_groups(
     sizes: Array, implementation: str | None, most: int, rows: Array, matrices: Array
 ) -> Array:
     return grouped_dot(rows, matrices, sizes, implementation=implementation, most=most)
-
-
-def dense_reference(
-    weights: Experts[Array],
-    x: Float[Array, "token d_model"],
-    experts: Int[Array, "token k"],
-    probs: Float[Array, "token k"],
-    activation: Activation = "silu",
-) -> Float[Array, "token d_model"]:
-    """Reference implementation of `routed_experts`: every token through every expert, and the
-    outputs multiplied by the gate weights."""
-    gate, up = (
-        jnp.einsum("nd,edf->nef", x, weights.gate_up[:, :, half].astype(x.dtype))
-        for half in range(2)
-    )
-    if weights.gate_up_bias is not None:
-        gate = gate + weights.gate_up_bias[None, :, 0].astype(x.dtype)
-        up = up + weights.gate_up_bias[None, :, 1].astype(x.dtype)
-    hidden = apply_activation(gate, up, activation)
-    out = jnp.einsum("nef,efd->ned", hidden, weights.down.astype(x.dtype))
-    if weights.down_bias is not None:
-        out = out + weights.down_bias[None].astype(x.dtype)
-    combine_weights = jax.nn.one_hot(experts, weights.down.shape[0], dtype=jnp.float32)
-    combine_weights = jnp.einsum("nke,nk->ne", combine_weights, probs)
-    return jnp.einsum("ne,ned->nd", combine_weights, out.astype(jnp.float32))

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from moe.architecture.delta import delta_layers
+from moe.architecture.attention import delta_layers
 from moe.config import ModelConfig
 from moe.huggingface.family import COMMON_NAMES, Family, Stored
 from moe.weights import Weight, axis_sizes, table

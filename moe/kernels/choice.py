@@ -1,16 +1,22 @@
-"""Selection of an implementation by name: reference implementation, kernel or interpreter."""
+"""Selection of an implementation by name (reference implementation, kernel or interpreter), and the
+devices that it is for, present or absent."""
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike
 
+from sharding.folding import FoldedMesh
+
 NAMES = ("mosaic", "plain", "interpreted")
 HALF_PRECISION = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 """Dtypes that the matrix units multiply."""
+
+HOPPER = 9.0, 10.0
+"""Compute capabilities of GPUs with Hopper's matrix units, the second excluded."""
 
 
 def call_implementation(
@@ -89,3 +95,38 @@ def unsupported_dtypes(names: str, *arrays: Array) -> str | None:
         return None
     listed = ", ".join(str(x.dtype) for x in arrays)
     return f"{names} of {listed} (needs all bfloat16 or all float16)"
+
+
+class Devices(NamedTuple):
+    """Platform and generation of devices.
+
+    Attributes:
+      platform: "cpu", "gpu", "tpu", or None if it is not known.
+      capability: lowest compute capability of NVIDIA GPUs; 0 for others, and where it is not known.
+    """
+
+    platform: str | None
+    capability: float
+
+    @property
+    def is_hopper(self) -> bool:
+        return self.platform == "gpu" and HOPPER[0] <= self.capability < HOPPER[1]
+
+
+def devices_of(mesh: FoldedMesh | None = None) -> Devices:
+    """Devices of a mesh; those of this process for None, and for the capability of an abstract
+    mesh."""
+    if mesh is None:
+        platform, devices = jax.default_backend(), ()
+    else:
+        platform, devices = mesh.platform, _mesh_devices(mesh)
+    if platform != "gpu":
+        return Devices(platform, 0.0)
+    # On GPUs of another vendor it is a name, not a number.
+    texts = [str(getattr(device, "compute_capability", "")) for device in devices]
+    numbers = [float(text) if text.replace(".", "", 1).isdigit() else 0.0 for text in texts]
+    return Devices(platform, min(numbers) if numbers else capability())
+
+
+def _mesh_devices(mesh: FoldedMesh) -> tuple[Any, ...]:
+    return tuple(mesh.mesh.devices.flat) if isinstance(mesh.mesh, jax.sharding.Mesh) else ()

@@ -55,7 +55,7 @@ def decode_attention(
     are float32. The contents of other columns have no effect, even NaN. It has no gradient.
 
     Args:
-      keys, values: in the layout of `moe.cache.buffers.Cache`.
+      keys, values: in the layout of `moe.cache.Cache`.
       first, stop: range of columns that a row sees, at least one.
       scale: multiplies the scores; None is ``head_dim**-0.5``.
       layer: index of the layer, where the buffers hold all layers: a slice would be a copy.

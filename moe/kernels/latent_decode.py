@@ -72,7 +72,7 @@ def latent_decode_attention(
 
     Args:
       query: absorbed (`moe.attention.latent.absorb_keys`).
-      vectors: in the layout of `moe.cache.buffers.Cache`.
+      vectors: in the layout of `moe.cache.Cache`.
       first, stop: range of columns that a row sees, at least one.
       scale: multiplies the scores.
       layer: index of the layer, where the buffer holds all layers: a slice would be a copy.

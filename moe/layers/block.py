@@ -14,8 +14,7 @@ from moe.experts.dispatch.choice import dispatch
 from moe.experts.feed_forward import dense_term
 from moe.implementations import selected_implementation
 from moe.remat import STREAM
-from moe.router.capacity import capacity_of
-from moe.router.layer import route
+from moe.router.layer import capacity_of, route
 from moe.router.statistics import RouterStatistics
 from moe.tokens.packing import PackedBatch
 from moe.weights import Layer

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from moe.architecture.delta import delta_layers as delta_layers_of
-from moe.architecture.delta import period_of
+from moe.architecture.attention import delta_layers as delta_layers_of
+from moe.architecture.attention import period_of
 from moe.attention.layer import window_of_layer
 from moe.config import ModelConfig
 from moe.execution import Execution

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
 from moe.config import ModelConfig
-from moe.precision import shared
+from moe.ops.precision import shared
 from moe.router.balance import merge_half_batches
 from moe.router.statistics import RouterStatistics
 from moe.tokens.packing import PackedBatch

@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
 from moe.ops.mask import Mask
-from moe.precision import MASK_VALUE
+from moe.ops.precision import MASK_VALUE
 from moe.remat import ATTENDED
 from sharding.collectives import match_varying
 
@@ -87,13 +87,6 @@ def scaled_scores(
     return scores * (head_dim**-0.5 if scale is None else scale)
 
 
-def causal_mask(valid: Bool[Array, "batch time"]) -> Bool[Array, "batch time time"]:
-    """Causal mask without padding: each position sees itself and earlier ones that are valid."""
-    time = valid.shape[1]
-    order = jnp.arange(time)
-    return valid[:, None, :] & (order[:, None] >= order[None, :])[None]
-
-
 def cached_attention(
     query: Float[Array, "row heads head_dim"],
     keys: Float[Array, "row kv_heads head_dim column"],
@@ -103,7 +96,7 @@ def cached_attention(
     sinks: Float[Array, "heads"] | None = None,
 ) -> Float[Array, "row heads v_head_dim"]:
     """`plain_attention` of one query per row, on keys and values in the layout of
-    `moe.cache.buffers.Cache`.
+    `moe.cache.Cache`.
 
     Both products run along the axis that is contiguous in memory, so that a step reads the cache
     once, sequentially.

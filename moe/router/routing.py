@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 
 from moe.config import ModelConfig
 from moe.kernels import routing as kernel
-from moe.precision import float32_product
+from moe.ops.precision import float32_product
 from moe.remat import ROUTED
 
 

@@ -10,7 +10,7 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from moe.config import ModelConfig
-from moe.precision import float32_product
+from moe.ops.precision import float32_product
 from moe.router.routing import log_scores
 from sharding.collectives import all_sum, varying
 

@@ -88,7 +88,7 @@ class Storage:
 STORAGES = {
     # Float32 weights, which are their own masters.
     "float32": Storage(4, 4, 0, 8, 4, 4, summand=4),
-    # Weights in bfloat16 with float32 masters (`jrl.trainer.learner.masters`): 6 + 12 / G in shards
+    # Weights in bfloat16 with float32 masters (`jrl.trainer.learner.learner`): 6 + 12 / G in shards
     # of G.
     "bfloat16": Storage(2, 4, 4, 8, 4, 2, summand=2),
     # Megatron-Core's mixed precision: the same, with products that add to the sum of gradients.

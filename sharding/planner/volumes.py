@@ -17,12 +17,7 @@ from sharding.folding import Layout
 from sharding.folding.layout import prime_factors
 from sharding.planner.method import Batch, Method
 from sharding.planner.models import ModelSizes
-from sharding.planner.weights import (
-    WeightGroup,
-    layers_on_device,
-    shards_vocabulary,
-    weight_groups,
-)
+from sharding.planner.weights import WeightGroup, layers_on_device, shards_vocabulary, weight_groups
 from sharding.schedule import Schedule
 
 BFLOAT16 = 2

@@ -10,14 +10,12 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from programs import random_weights
 
 from jrl.processes.agreement import to_host
-from jrl.recipes.base.batch import Batch
+from jrl.recipes.base.batch import Batch, over_rows
 from jrl.recipes.base.recipe import Windows
-from jrl.rollout.batching import over_rows
 from jrl.rollout.decoding.requests import Request, move_to_host
 from jrl.rollout.packing import clear_idle_rows, counts_of
 from jrl.trainer.learner.learner import Learner
-from jrl.trainer.learner.networks import Network, Networks
-from jrl.trainer.learner.objectives import statistics_of
+from jrl.trainer.learner.networks import Network, Networks, statistics_of
 from jrl.trainer.scoring import logprobs_and_choices_of, logprobs_of, packed_scores, values_of
 from jrl.trainer.setup.setup import Setup
 from jrl.trainer.step import update_rows

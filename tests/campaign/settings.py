@@ -13,8 +13,7 @@ from jrl.recipes.base.recipe import Recipe
 from jrl.text.tokenizer import Tokenizer
 from jrl.trainer.setup import setup as setups
 from jrl.trainer.setup.setup import Setup
-from moe.architecture.attention import MultiHeadLatentAttention
-from moe.architecture.delta import GatedDeltaNet
+from moe.architecture.attention import GatedDeltaNet, MultiHeadLatentAttention
 from moe.architecture.feed_forward import ClampedSwiGLU
 from moe.architecture.rope import LinearScaling, YarnScaling
 from moe.config import ModelConfig

@@ -9,7 +9,7 @@ from command_runs import FLAGS, one_line
 from jrl import evaluate, train
 from jrl.report import critic
 from jrl.runs.checkpoints import Checkpoints
-from jrl.trainer.evaluation import critic as critic_evaluation
+from jrl.trainer.evaluation import evaluate as critic_evaluation
 
 
 @pytest.fixture(scope="module", params=["vapo"])

@@ -14,8 +14,7 @@ from tiers import full_but
 from moe import model
 from moe.architecture.rope import YarnScaling
 from moe.attention.latent import caches_latent
-from moe.cache.buffers import KEY_COLUMN
-from moe.cache.step import StepTokens
+from moe.cache import KEY_COLUMN, StepTokens
 from moe.config import GatedDeltaNet, MultiHeadLatentAttention
 from moe.decoding import decode_step, prefill
 from moe.execution import Execution

@@ -14,7 +14,7 @@ from programs import jit, mesh_of, on_mesh, random_weights
 from tiers import full_but
 
 from moe.config import ModelConfig
-from moe.embedding import embed, lookup
+from moe.model import embed, lookup
 from moe.placement import specs
 from sharding.collectives import all_sum
 

@@ -19,8 +19,8 @@ from moe.implementations import (
     select,
     selected_implementation,
 )
-from moe.kernels import choice, devices
-from moe.kernels.devices import Devices, devices_of
+from moe.kernels import choice
+from moe.kernels.choice import Devices, devices_of
 from moe.weights import shapes
 from sharding.folding import Layout, fold_abstract
 
@@ -49,7 +49,7 @@ def on(monkeypatch):
 
     def on(capability, layout=""):
         monkeypatch.setattr(choice, "capability", lambda: capability)
-        monkeypatch.setattr(devices, "capability", lambda: capability)
+        monkeypatch.setattr(choice, "capability", lambda: capability)
         return fold_abstract(Layout.parse(layout) if layout else Layout(), "gpu")
 
     return on
@@ -82,10 +82,10 @@ def test_hopper_has_kernels_and_others_have_what_they_can_run(on):
 def test_devices_of_a_mesh_are_asked_and_not_this_process(monkeypatch):
     """As where a program is compiled for GPUs that are not here."""
     mesh = mesh_of("dp2")
-    monkeypatch.setattr(devices, "_mesh_devices", lambda mesh: (Gpu("9.0"), Gpu("10.0")))
+    monkeypatch.setattr(choice, "_mesh_devices", lambda mesh: (Gpu("9.0"), Gpu("10.0")))
     assert devices_of(mesh) == Devices("cpu", 0.0)
     assert devices_of(replace(mesh, platform="gpu")) == Devices("gpu", 9.0)
-    monkeypatch.setattr(devices, "_mesh_devices", lambda mesh: (Gpu("gfx942"),))
+    monkeypatch.setattr(choice, "_mesh_devices", lambda mesh: (Gpu("gfx942"),))
     assert devices_of(replace(mesh, platform="gpu")) == Devices("gpu", 0.0)
 
 

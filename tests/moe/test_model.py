@@ -17,8 +17,8 @@ from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.head import logits_of, value_of
 from moe.layers.depth import split_layer_groups
+from moe.ops.precision import rms_norm
 from moe.placement import specs
-from moe.precision import rms_norm
 from moe.router.balance import router_loss
 from moe.router.layer import route
 from moe.router.statistics import RouterStatistics

@@ -5,14 +5,14 @@ import jax.numpy as jnp
 import pytest
 from programs import mesh_of
 
-from sharding.compiler_options import (
+from sharding.folding import Layout, fold_abstract
+from sharding.sharded_jit import (
     LEAST_EFFORT,
     OVERLAP,
     REQUIRED,
     compiler_options,
     device_options,
 )
-from sharding.folding import Layout, fold_abstract
 
 TABLES = OVERLAP, REQUIRED, LEAST_EFFORT
 NAMED = [o for table in TABLES for p in table.values() for o in p.items()]

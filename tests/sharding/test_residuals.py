@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from tiers import full_but
 
-from sharding.residuals import split_passes
+from sharding.pipeline import split_passes
 
 DEPTH, WIDTH, TOKENS = 4, 5, 3
 

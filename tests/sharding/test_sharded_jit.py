@@ -15,14 +15,13 @@ from jrl.rollout.decoding.prefill import admit, admit_prefilled
 from jrl.rollout.prompt_scores import score_packed
 from jrl.trainer.learner.update import update
 from moe.disaggregated.programs import attention_half, experts_half
-from sharding.compiler_options import OVERLAP, REQUIRED
 from sharding.folding import Layout, fold_abstract
-from sharding.sharded_jit import DeviceJit, MeshJit, jit_onto, jit_sharded
+from sharding.sharded_jit import OVERLAP, REQUIRED, DeviceJit, MeshJit, jit_onto, jit_sharded
 
 ROOT = Path(__file__).parents[2]
 WITHOUT_COLLECTIVES = {
     # Elementwise, or each row by itself.
-    "jrl/trainer/evaluation/critic.py": {"_rewards"},
+    "jrl/trainer/evaluation/evaluate.py": {"_rewards"},
     "jrl/trainer/learner/learner.py": {"_copy_leaves"},
     "jrl/trainer/prepare.py": {"_clear_unfinished"},
     "jrl/rollout/packing.py": {"clear_idle_rows", "_counts", "_mask_empty_slots"},

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jrl.recipes.base.batch import Batch
-from jrl.rollout.batching import batch_of
+from jrl.rollout.collection.collect import batch_of
 from jrl.rollout.decoding.backend import MeshBackend
 from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.decoding.requests import Request, Trajectory

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Var, jaxprs_in_params
 
-from moe.cache.buffers import over_columns
+from moe.cache import over_columns
 from moe.config import ModelConfig
 from moe.weights import Transformer, axis_sizes, shapes, table
 from sharding.folding import FoldedMesh, Layout, fold

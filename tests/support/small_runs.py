@@ -14,8 +14,8 @@ import numpy as np
 from jrl.config.run import RunConfig
 from jrl.processes.agreement import to_host
 from jrl.recipes import RECIPES, ActorCritic, Batch
+from jrl.recipes.base.batch import over_rows
 from jrl.report.metrics import without_timings
-from jrl.rollout.batching import over_rows
 from jrl.rollout.collection.collect import collect
 from jrl.runs.folder import RunFolder
 from jrl.runs.records import read, read_metrics

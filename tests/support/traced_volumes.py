@@ -13,7 +13,7 @@ from moe.config import ModelConfig, MultiHeadLatentAttention
 from moe.placement import in_chunks
 from moe.weights import shapes
 from sharding.folding import Layout, fold_abstract
-from sharding.folding.servers import server_groups
+from sharding.folding.groups import server_groups
 from sharding.planner.method import Batch, Method
 from sharding.schedule import Schedule
 

@@ -11,8 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moe.cache.buffers import Cache, over_columns
-from moe.cache.step import StepTokens
+from moe.cache import Cache, StepTokens, over_columns
 from moe.config import ModelConfig
 from moe.decoding import decode_step, prefill
 from moe.disaggregated.placement import Placement

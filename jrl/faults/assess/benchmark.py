@@ -33,8 +33,8 @@ from jrl.faults.assess.outcomes import (
     map_in_processes,
     operational_precision,
     outcome,
+    read_records,
 )
-from jrl.faults.assess.records import read_records
 from jrl.faults.collect.fleet import Fleet
 from jrl.faults.minder.detect import Minder
 from jrl.faults.plots import plot_benchmark, plot_scale

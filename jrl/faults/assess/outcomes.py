@@ -6,13 +6,15 @@ the incident is missed as well. The paper does not say how it counts wrong names
 twice is the strictest reading.
 """
 
+import json
 import math
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import Float
@@ -141,3 +143,20 @@ def map_in_processes(
 def _one_thread() -> None:
     """Sets XLA to one thread; called before the first use of JAX, whose backend reads the flag."""
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {ONE_THREAD}".strip()
+
+
+def read_records(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Records that an interrupted run has completed; a new file begins with `settings`.
+
+    Raises:
+      ValueError: where the file begins with other settings.
+    """
+    content = path.read_text() if path.exists() else ""
+    first, *rows = content.splitlines() or [json.dumps(settings)]
+    if json.loads(first) != settings:
+        raise ValueError(
+            f"{path} belongs to other settings or thresholds: give another --out, or delete it."
+        )
+    complete = rows if content.endswith("\n") else rows[:-1]
+    path.write_text("\n".join([first, *complete]) + "\n")  # without what a kill has torn
+    return [json.loads(row) for row in complete]

@@ -25,8 +25,8 @@ from jrl.faults.assess.outcomes import (
     map_in_processes,
     most_events,
     outcome,
+    read_records,
 )
-from jrl.faults.assess.records import read_records
 from jrl.faults.collect.fleet import Fleet
 from jrl.faults.simulate import Settings, simulate
 from jrl.faults.simulate.operation import Operation, simulate_operation

@@ -15,15 +15,17 @@ from jaxtyping import Bool, Float, Shaped
 
 from jrl.losses import settings
 from jrl.losses.arrays import Number, as_mask, check_shapes, num_true, zero_masked
-from jrl.losses.policy.order import floor_fraction, random_bits, top_k_mask
 from jrl.losses.policy.token_ratio import clipped
 from jrl.losses.policy.tokens import (
     Bound,
     Loss,
     Tokens,
     clamped_log_ratio,
+    floor_fraction,
     prepare,
+    random_bits,
     reduce_surrogate,
+    top_k_mask,
 )
 from jrl.losses.reduction import Additive, Aggregation, Denominators, Leaf, Mean
 

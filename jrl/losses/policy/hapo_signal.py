@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Shaped
 
 from jrl.losses import settings
 from jrl.losses.arrays import Number, as_floats, masked_constants, num_true, zero_masked
-from jrl.losses.policy.order import ascending, floor_fraction, kth
+from jrl.losses.policy.tokens import ascending, floor_fraction, kth
 from jrl.losses.reduction import Leaf, divide
 
 __all__ = [  # noqa: RUF022 - in reading order

@@ -16,8 +16,7 @@ from jrl.losses.arrays import (
     num_true,
     row_lengths,
 )
-from jrl.losses.policy.order import ascending, floor_fraction, kth
-from jrl.losses.policy.tokens import prepare
+from jrl.losses.policy.tokens import ascending, floor_fraction, kth, prepare
 
 __all__ = ["top_entropy_mask", "entropy_threshold", "off_policy_sequence_mask"]  # noqa: RUF022
 

@@ -1,12 +1,20 @@
 """Batch of a step's completions on the mesh, from the end of the rollout to the last update."""
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any, Generic, TypeVar
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from jrl.losses import kl_estimate
+from jrl.processes.agreement import to_devices
+from sharding.folding import FoldedMesh
+from sharding.sharded_jit import jit_onto
 
 Leaf = TypeVar("Leaf")
 
@@ -107,6 +115,34 @@ class Totals(Generic[Leaf]):
     num_correct_tokens: Leaf
     num_valid: Leaf
     statistics: Any = None
+
+
+def over_rows(mesh: FoldedMesh) -> NamedSharding:
+    """Sharding of arrays with a row per sequence, over dp."""
+    return NamedSharding(mesh.mesh, PartitionSpec(mesh.dp))
+
+
+def replicated(mesh: FoldedMesh) -> NamedSharding:
+    """Sharding of arrays that are replicated on every device."""
+    return NamedSharding(mesh.mesh, PartitionSpec())
+
+
+def take_rows(batch: Batch[Array], rows: np.ndarray, mesh: FoldedMesh) -> Batch[Array]:
+    """Selects rows of a batch in one compiled function; no data moves through the host.
+
+    Args:
+      rows: their indices.
+    """
+    indices = to_devices(rows.astype(np.int32), replicated(mesh))
+    return _compiled_take(over_rows(mesh))(batch, indices)
+
+
+@cache
+def _compiled_take(sharding: NamedSharding) -> Callable[[Any, Array], Any]:
+    def take(batch: Any, rows: Array) -> Any:
+        return jax.tree.map(lambda array: jnp.take(array, rows, axis=0), batch)
+
+    return jit_onto(take, sharding)
 
 
 def required(leaf: Leaf | None) -> Leaf:

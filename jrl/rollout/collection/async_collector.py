@@ -2,24 +2,320 @@
 
 The schedule of sampling depends on counts and never on the clock: a run has the same result whether
 it samples and trains alternately or concurrently, and when it is resumed after a kill.
+Between two steps the rows are a part of the state of the run (`AsyncBuffer`).
 """
 
+import math
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
+from flax import struct
 
 from jrl.recipes.base.recipe import DynamicSampling, Recipe
-from jrl.rollout.collection.async_buffer import AsyncRollouts, row_of
 from jrl.rollout.collection.collect import (
+    METRICS,
     generation_metrics,
     sampling_of,
     select_completions,
     verifier_counts,
 )
 from jrl.rollout.collection.dynamic_sampling import Groups
-from jrl.rollout.decoding.requests import Request, move_to_host
+from jrl.rollout.decoding.prefill import no_choices
+from jrl.rollout.decoding.requests import Finish, Request, Sampled, Trajectory, move_to_host
 from jrl.rollout.sampler import Completion, Sampler, Unverified, sort_completions
+from jrl.tasks import REASONS, Example, Verdict
+from jrl.text.prompt_format import text_of
+from moe.config import ModelConfig
+
+Leaf = TypeVar("Leaf")
+# No "window": recipes with partial rollouts in windows do not sample ahead.
+FINISH_REASONS: tuple[Finish, ...] = ("stop", "length")
+"""Finish reasons of a response, by number."""
+
+
+@dataclass
+class AsyncRollouts:
+    """Rows sampled ahead of training: the complete next batch, and rows of later batches.
+
+    Attributes:
+      ready: the completions that the next step trains on, all on the host.
+      counts: ``[ready]`` bool; true if their tokens are in the loss mask.
+      prompts_seen: training prompts used so far, including theirs.
+      metrics: of their sampling and verification.
+      pending: rows of prompts after those, in the order of prompts and samples: completions, and
+        unfinished requests.
+    """
+
+    ready: list[Completion]
+    counts: np.ndarray
+    prompts_seen: int
+    metrics: dict[str, float]
+    pending: list[Completion | Request]
+
+
+@struct.dataclass
+class AsyncBuffer(Generic[Leaf]):
+    """`AsyncRollouts` as arrays of fixed size: an entry for each completion of the next step,
+    then those of the pending rows.
+
+    Attributes:
+      prompts_seen: ``[]`` as in `AsyncRollouts`.
+      metrics: ``[metric, 2]`` those of `jrl.rollout.collection.collect.METRICS`, NaN where there is
+        none. Float64 values are stored exactly, as two int32 words.
+      prompts: ``[entry]`` id of the prompt.
+      samples: ``[entry]`` sample id, the index of the response to its prompt.
+      lengths: ``[entry]`` tokens so far, 0 where it was not started; -1 where the entry is empty.
+      finishes: ``[entry]`` index of the finish reason in `FINISH_REASONS`; -1 for unfinished rows.
+      slots: ``[entry]`` the slot that a row in flight keeps; -1 where it keeps none.
+      reasons: ``[entry]`` index of the verdict's reason; -1 without a verdict.
+      scores: ``[entry, 2]`` of the verdict, stored as `metrics` are.
+      parts: ``[entry, 1 + component, 2]`` likewise: 1 where the verdict has reward components, else
+        0, and their values, NaN for missing ones; None where no verdict can have any.
+      counts: ``[entry]`` true if its tokens are in the loss mask.
+      tokens, behaviour_logprobs, old_logprobs, versions: ``[entry, response]`` as in
+        `jrl.rollout.decoding.requests.Sampled`, 0 after its tokens.
+      choices: ``[entry, position, layer, k]`` expert ids, likewise, `num_experts` where there is
+        none; None where they are not recorded.
+    """
+
+    prompts_seen: Leaf
+    metrics: Leaf
+    prompts: Leaf
+    samples: Leaf
+    lengths: Leaf
+    finishes: Leaf
+    slots: Leaf
+    reasons: Leaf
+    scores: Leaf
+    counts: Leaf
+    tokens: Leaf
+    behaviour_logprobs: Leaf
+    old_logprobs: Leaf
+    versions: Leaf
+    choices: Leaf | None
+    parts: Leaf | None = None
+
+
+class AsyncBufferSpec(NamedTuple):
+    """Sizes of `AsyncBuffer`, and the conversion from and to `AsyncRollouts`.
+
+    Attributes:
+      recipe: determines the rows of a batch.
+      batches: maximum number of batches sampled ahead.
+      prompt_length, response_length: maximum tokens of a row.
+      config: the policy network if expert ids are recorded, else None.
+      reward_components: names of the reward components that a verdict can have.
+    """
+
+    recipe: Recipe
+    batches: int
+    prompt_length: int
+    response_length: int
+    config: ModelConfig | None
+    reward_components: tuple[str, ...] = ()
+
+    @property
+    def num_entries(self) -> int:
+        return self.batches * self.recipe.completions
+
+    def empty(self) -> AsyncBuffer[np.ndarray]:
+        """Initial arrays, before anything was sampled."""
+        num_entries, response = self.num_entries, self.response_length
+
+        def full(value: int, *shape: int) -> np.ndarray:
+            return np.full(shape, value, np.int32)
+
+        choices = None
+        if self.config is not None:
+            choices = no_choices(self.config, num_entries, self.prompt_length + response)
+        return AsyncBuffer(
+            prompts_seen=np.zeros((), np.int32),
+            metrics=_to_words(np.full(len(METRICS), np.nan)),
+            prompts=full(0, num_entries),
+            samples=full(0, num_entries),
+            lengths=full(-1, num_entries),
+            finishes=full(-1, num_entries),
+            slots=full(-1, num_entries),
+            reasons=full(-1, num_entries),
+            scores=_to_words(np.zeros(num_entries)),
+            counts=np.zeros(num_entries, bool),
+            tokens=full(0, num_entries, response),
+            behaviour_logprobs=np.zeros((num_entries, response), np.float32),
+            old_logprobs=np.zeros((num_entries, response), np.float32),
+            versions=full(0, num_entries, response),
+            choices=choices,
+            parts=_to_words(_reward_components([], num_entries, self.reward_components))
+            if self.reward_components
+            else None,
+        )
+
+    def pack(self, rollouts: AsyncRollouts) -> AsyncBuffer[np.ndarray]:
+        """Converts sampled rows to arrays."""
+        # Of fixed size: a checkpoint is restored into arrays of known shapes.
+        buffer, rows = self.empty(), [*rollouts.ready, *rollouts.pending]
+        assert len(rows) <= self.num_entries, (
+            f"{len(rows)} rows exceed the {self.num_entries} entries of the buffer"
+        )
+        scores = np.zeros(self.num_entries)
+        scores[: len(rows)] = [0.0 if isinstance(row, Request) else row.score for row in rows]
+        buffer = replace(
+            buffer,
+            prompts_seen=np.asarray(rollouts.prompts_seen, np.int32),
+            metrics=_to_words(np.array([rollouts.metrics.get(name, np.nan) for name in METRICS])),
+            scores=_to_words(scores),
+        )
+        if self.reward_components:
+            components = _reward_components(rows, self.num_entries, self.reward_components)
+            buffer = replace(buffer, parts=_to_words(components))
+        buffer.counts[: len(rollouts.counts)] = rollouts.counts
+        for entry, row in enumerate(rows):
+            _write(buffer, entry, row)
+        return buffer
+
+    def unpack(self, buffer: AsyncBuffer[np.ndarray], sampler: Sampler) -> AsyncRollouts | None:
+        """Restores the argument of `pack`; None where nothing was sampled yet."""
+        # The first entry is the next step's, whose batch is complete except before the first step.
+        if buffer.lengths[0] < 0:
+            return None
+        entries = np.flatnonzero(buffer.lengths >= 0).tolist()
+        prompts = {int(prompt) for prompt in buffer.prompts[entries]}
+        # Prompts and answers are not stored: the task returns them again by their ids.
+        examples = {prompt: sampler.task.train(prompt) for prompt in sorted(prompts)}
+        ids = {prompt: sampler.encoded(example) for prompt, example in examples.items()}
+        rows = [
+            _read(buffer, entry, sampler, examples, ids, self.reward_components)
+            for entry in entries
+        ]
+        # The entries of the next step come first: their number separates them from pending rows.
+        ready = [row for row in rows[: self.recipe.completions] if isinstance(row, Completion)]
+        metrics = dict(zip(METRICS, _from_words(buffer.metrics).tolist(), strict=True))
+        return AsyncRollouts(
+            ready=ready,
+            counts=buffer.counts[: len(ready)],
+            prompts_seen=int(buffer.prompts_seen),
+            metrics={name: value for name, value in metrics.items() if not math.isnan(value)},
+            pending=rows[self.recipe.completions :],
+        )
+
+
+def row_of(row: Completion | Request) -> Request:
+    """Request of a row, finished or not."""
+    return row if isinstance(row, Request) else row.trajectory.request
+
+
+def check_staleness(completions: Sequence[Completion], version: int, bound: int) -> np.ndarray:
+    """Staleness of each token, in versions of the weights, over all completions; checks its bound.
+
+    Args:
+      completions: the batch that updates the weights of `version`.
+      bound: the maximum staleness.
+
+    Raises:
+      RuntimeError: for a token that is staler, or whose version is later than `version`.
+    """
+    sampled = [completion.trajectory.versions for completion in completions]
+    # Per token, not per row: a row in flight has tokens of multiple versions.
+    staleness = version - np.concatenate(sampled)
+    if staleness.min() < 0 or staleness.max() > bound:
+        raise RuntimeError(
+            f"step {version + 1} would train on tokens that are {staleness.min()} to "
+            f"{staleness.max()} versions behind, and max_staleness={bound} allows 0 to {bound}: "
+            "the checkpoint is not of this run, or the rollout engine mixes up its versions."
+        )
+    return staleness
+
+
+def _reward_components(
+    rows: Sequence[Completion | Request], num_entries: int, names: tuple[str, ...]
+) -> np.ndarray:
+    """Reward components ``[entry, 1 + component]`` as `AsyncBuffer.parts`, in float64."""
+    components = np.full((num_entries, 1 + len(names)), np.nan)
+    components[:, 0] = 0
+    for entry, row in enumerate(rows):
+        verdict = row.verdict if isinstance(row, Completion) else None
+        if verdict is not None and verdict.parts is not None:
+            values = dict(verdict.parts)
+            components[entry] = [1, *(values.get(name, np.nan) for name in names)]
+    return components
+
+
+def _write(buffer: AsyncBuffer[np.ndarray], entry: int, row: Completion | Request) -> None:
+    request = row_of(row)
+    buffer.prompts[entry], buffer.samples[entry] = request.prompt, request.sample
+    # 0 is a request that was not started; -1 would be an empty entry.
+    buffer.lengths[entry], sampled = 0, request.sampled
+    if isinstance(row, Completion):
+        assert row.verdict is not None
+        buffer.finishes[entry] = FINISH_REASONS.index(row.trajectory.finish)
+        buffer.reasons[entry] = REASONS.index(row.verdict.reason)
+    if request.slot is not None:
+        buffer.slots[entry] = request.slot
+    if sampled is None:
+        return
+    length = buffer.lengths[entry] = len(sampled.tokens)
+    buffer.tokens[entry, :length] = sampled.tokens
+    buffer.behaviour_logprobs[entry, :length] = sampled.behaviour_logprobs
+    buffer.old_logprobs[entry, :length] = sampled.old_logprobs
+    buffer.versions[entry, :length] = sampled.versions
+    if buffer.choices is not None and sampled.choices is not None:
+        buffer.choices[entry, : len(sampled.choices)] = sampled.choices
+
+
+def _read(
+    buffer: AsyncBuffer[np.ndarray],
+    entry: int,
+    sampler: Sampler,
+    examples: Mapping[int, Example],
+    prompts: Mapping[int, np.ndarray],
+    names: tuple[str, ...],
+) -> Completion | Request:
+    """Row of one entry.
+
+    Args:
+      examples, prompts: by prompt id; `prompts` are token ids.
+      names: of the reward components of verdicts.
+    """
+    prompt, sample = int(buffer.prompts[entry]), int(buffer.samples[entry])
+    ids, length = prompts[prompt], int(buffer.lengths[entry])
+    sampled = None
+    if length:
+        sampled = Sampled(
+            buffer.tokens[entry, :length],
+            buffer.behaviour_logprobs[entry, :length],
+            buffer.old_logprobs[entry, :length],
+            buffer.versions[entry, :length],
+            None if buffer.choices is None else buffer.choices[entry, : len(ids) + length],
+        )
+    request = Request(prompt, sample, ids, sampler.response_length, sampled=sampled)
+    # Still in flight: requested again, with its tokens so far, and its slot if that was kept.
+    if buffer.finishes[entry] < 0 or sampled is None:
+        slot = int(buffer.slots[entry])
+        return request._replace(slot=None if slot < 0 else slot)
+    finish = FINISH_REASONS[buffer.finishes[entry]]
+    trajectory = Trajectory(request, sampled.tokens, finish, buffer=None, row=0)
+    # The text is decoded again from the tokens; the verdict was stored.
+    text = text_of(sampler.format.tokenizer, sampled.tokens)
+    score = float(_from_words(buffer.scores[entry]))
+    components = None
+    if buffer.parts is not None and (values := _from_words(buffer.parts[entry]).tolist())[0]:
+        pairs = zip(names, values[1:], strict=True)
+        components = tuple((name, value) for name, value in pairs if not math.isnan(value))
+    verdict = Verdict(score, REASONS[buffer.reasons[entry]], components)
+    return Completion(trajectory, examples[prompt], text, verdict)
+
+
+def _to_words(values: np.ndarray) -> np.ndarray:
+    """Float64 numbers as pairs of int32 words, which no device rounds."""
+    return values.astype(np.float64).view(np.int32).reshape(*values.shape, 2)
+
+
+def _from_words(words: np.ndarray) -> np.ndarray:
+    """Inverse of `_to_words`: float64 numbers from pairs of int32 words."""
+    values = np.ascontiguousarray(words, np.int32).view(np.float64)
+    return values.reshape(words.shape[:-1])
 
 
 class AsyncCollector(Groups):

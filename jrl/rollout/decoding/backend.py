@@ -2,14 +2,14 @@
 functions. `jrl.rollout.decoding.split_backend` has another."""
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from jrl.processes.agreement import to_devices, to_host
-from jrl.rollout.batching import replicated
+from jrl.recipes.base.batch import replicated
 from jrl.rollout.decoding.decode import (
     Advanced,
     SamplerState,
@@ -34,25 +34,10 @@ from jrl.rollout.decoding.slots import (
 from jrl.rollout.prompt_scores import PackedScores, score_packed
 from jrl.rollout.resharding import rollout_policy
 from jrl.rollout.sampling import Sampling
+from moe.decoding import Prefilled
+from moe.router.statistics import run_with_fallback
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh
-
-
-class DecodingWindow(NamedTuple):
-    """Decoding until the scheduler runs again.
-
-    Attributes:
-      max_tokens: maximum new tokens of a row.
-      min_live: stops when at most this many rows are live.
-      cache_length: positions of the cache that attention reads; all rows must fit into them.
-      slots: the slots to compute, of each ``dp`` rank, counted from its first; they include all
-        live rows. None is all.
-    """
-
-    max_tokens: int
-    min_live: int
-    cache_length: int
-    slots: np.ndarray | None
 
 
 class MeshBackend:
@@ -122,13 +107,11 @@ class MeshBackend:
           The pool, and true if the prefill was repeated with dropless expert buffers.
         """
         weights, arrays = self._loaded()[0], (tokens, lengths, admission, state)
-        pool, overflow = admit(self.decoder, sampling, weights, pool, *arrays)
-        # A sum over all devices, so that all processes decide alike; reading it blocks.
-        if overflow is None or not int(overflow):
-            return pool, False
-        decoder = self.decoder.for_any_routing()
-        pool, _ = admit(decoder, sampling, weights, pool, *arrays)
-        return pool, True
+        dropless = self.decoder.for_any_routing()
+        return run_with_fallback(
+            lambda: admit(self.decoder, sampling, weights, pool, *arrays),
+            lambda pool: admit(dropless, sampling, weights, pool, *arrays)[0],
+        )
 
     def admit_packed(
         self,
@@ -146,9 +129,14 @@ class MeshBackend:
           tokens: ``[slot, position]`` ids.
         """
         decoder, (weights, unstacked), (packing, cache_copies) = self.decoder, self._loaded(), rows
-        prefill, repeated = run_packed(decoder, weights, packing), False
-        if prefill.overflow is not None and int(prefill.overflow):
-            prefill, repeated = run_packed(decoder.for_any_routing(), weights, packing), True
+
+        def run(decoder: Decoder) -> tuple[Prefilled, Array | None]:
+            prefill = run_packed(decoder, weights, packing)
+            return prefill, prefill.overflow
+
+        prefill, repeated = run_with_fallback(
+            lambda: run(decoder), lambda _: run(decoder.for_any_routing())[0]
+        )
         # The cache is handled separately: `admit_prefilled` would be compiled for each of its
         # lengths.
         cache = copy_to_cache(decoder, pool.cache, prefill.cache, cache_copies)
@@ -165,29 +153,36 @@ class MeshBackend:
         """Log-probabilities of the tokens of packed rows, on the host, where `scores_prompts`."""
         decoder, weights = self.decoder, self._loaded()[0]
         top, rows = decoder.top_logprobs if needs_top_tokens else 0, to_devices(packing, self._rows)
-        scores, overflow = score_packed(decoder, top, weights, rows)
-        if overflow is not None and int(overflow):
-            scores, _ = score_packed(decoder.for_any_routing(), top, weights, rows)
+        scores, _ = run_with_fallback(
+            lambda: score_packed(decoder, top, weights, rows),
+            lambda _: score_packed(decoder.for_any_routing(), top, weights, rows)[0],
+        )
         return to_host(scores)
 
     def decode(
         self,
         pool: SlotPool[Array],
-        window: DecodingWindow,
+        cache_length: int,
+        limits: StepLimits[Any],
         sampling: Sampling,
         state: SamplerState,
     ) -> tuple[SlotPool[Array], Advanced]:
-        """Decodes all live rows of the pool, which is donated."""
-        limits = np.int32(window.max_tokens), np.int32(window.min_live)
-        max_steps, min_live = to_devices(limits, replicated(self.decoder.mesh))
+        """Decodes all live rows of the pool, which is donated, until the scheduler runs again.
+
+        Args:
+          cache_length: positions of the cache that attention reads; all rows must fit into them.
+          limits: on the host.
+        """
+        numbers = np.int32(limits.max_steps), np.int32(limits.min_live)
+        max_steps, min_live = to_devices(numbers, replicated(self.decoder.mesh))
         return advance(
             self.decoder,
             sampling,
-            window.cache_length,
+            cache_length,
             self._loaded()[1],
             pool,
             state,
-            StepLimits(max_steps, min_live, to_devices(window.slots, self._rows)),
+            StepLimits(max_steps, min_live, to_devices(limits.slots, self._rows)),
         )
 
     def output_buffer(self, rows: TokenRows[Array], size: int) -> TokenRows[Array]:

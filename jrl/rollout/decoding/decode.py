@@ -24,8 +24,7 @@ from jrl.rollout.decoding.slots import (
 from jrl.rollout.sampling import RowSampling, Sampling, row_keys, sample_rows, sample_tokens
 from jrl.rollout.threefry import keys_of
 from moe.attention.rotary import rotary_tables
-from moe.cache.buffers import ROW, Cache, over_columns
-from moe.cache.step import StepTokens
+from moe.cache import ROW, Cache, StepTokens, over_columns
 from moe.decoding import decode_step
 from moe.layers.depth import map_layer_groups, split_layer_groups
 from moe.placement import specs

@@ -12,9 +12,9 @@ from jaxtyping import Array
 from jrl.losses import EntropyStatistics
 from jrl.processes.agreement import to_devices, to_host
 from jrl.processes.progress import sign
-from jrl.rollout.batching import replicated
-from jrl.rollout.decoding.backend import DecodingWindow, MeshBackend
-from jrl.rollout.decoding.decode import SamplerState
+from jrl.recipes.base.batch import replicated
+from jrl.rollout.decoding.backend import MeshBackend
+from jrl.rollout.decoding.decode import SamplerState, StepLimits
 from jrl.rollout.decoding.packed_prefill import make_packing, plan_cache_copies, plan_rows
 from jrl.rollout.decoding.prefill import AdmissionArrays, make_admission
 from jrl.rollout.decoding.requests import (
@@ -57,7 +57,7 @@ from jrl.rollout.decoding.split_backend import SplitBackend
 from jrl.rollout.decoding.usage import Usage
 from jrl.rollout.prompt_scores import PromptScores, score_prompts
 from jrl.rollout.sampling import Sampling, stack_sampling
-from moe.cache.buffers import KEY_COLUMN, cache_columns
+from moe.cache import KEY_COLUMN, cache_columns
 from moe.implementations import check_decode_kernel
 from moe.weights import Transformer
 
@@ -454,8 +454,10 @@ class Engine:
             return self._read_rows()
         pool, cache_length = self._resize_cache(end)
         active_slots = scheduler.active_slots(sizes)
-        window = DecodingWindow(max_tokens, min_live, cache_length, active_slots)
-        self._pool, advanced = self.backend.decode(pool, window, *self._sampler())
+        step_limits = StepLimits(max_tokens, min_live, active_slots)
+        self._pool, advanced = self.backend.decode(
+            pool, cache_length, step_limits, *self._sampler()
+        )
         is_live = self._read_rows()
         steps, row_steps = to_host(advanced)
         self.usage.steps += int(steps)

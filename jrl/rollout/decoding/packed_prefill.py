@@ -21,7 +21,7 @@ from jaxtyping import Array
 from jrl.rollout.decoding.scheduler import AdmissionPlan, first_fit
 from jrl.rollout.decoding.sizes import row_count, shared_width, single_row_widths
 from jrl.rollout.decoding.slots import Decoder, cache_specs, over_slots
-from moe.cache.buffers import KEY_COLUMN, ROW, VALUE_COLUMN, Cache, cache_of, over_columns
+from moe.cache import KEY_COLUMN, ROW, VALUE_COLUMN, Cache, cache_of, over_columns
 from moe.config import ModelConfig
 from moe.decoding import Prefilled, for_prefill
 from moe.layers.depth import is_scanned, period_of_stack

@@ -27,7 +27,7 @@ from jrl.rollout.decoding.slots import (
     run_prefill_local,
 )
 from jrl.rollout.sampling import Sampling
-from moe.cache.buffers import ROW, over_columns
+from moe.cache import ROW, over_columns
 from moe.config import ModelConfig
 from moe.decoding import Prefilled
 from moe.disaggregated.weights import rest_specs

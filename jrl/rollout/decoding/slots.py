@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int
 
 from moe.attention.latent import caches_latent
-from moe.cache.buffers import ROW, Cache, over_columns
+from moe.cache import ROW, Cache, over_columns
 from moe.config import ModelConfig
 from moe.decoding import Prefilled, prefill
 from moe.layers.depth import is_stack, split_layer_groups

@@ -17,11 +17,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jrl.processes.agreement import any_of, is_multiprocess, to_devices, to_every_host
-from jrl.rollout.batching import replicated
-from jrl.rollout.decoding.backend import DecodingWindow
+from jrl.recipes.base.batch import replicated
 from jrl.rollout.decoding.decode import (
     Advanced,
     SamplerState,
+    StepLimits,
     append_tokens,
     sample_next_tokens,
     sampler_state_specs,
@@ -46,7 +46,7 @@ from jrl.rollout.expert_balancer import ExpertBalancer
 from jrl.rollout.prompt_scores import PackedScores
 from jrl.rollout.resharding import split_policy
 from jrl.rollout.sampling import Sampling
-from moe.cache.step import StepTokens
+from moe.cache import StepTokens
 from moe.disaggregated.placement import Placement
 from moe.disaggregated.runner import DecodeLoop, Runner, check_micro_batches
 from moe.disaggregated.schedule import AttentionTime, lightest_batch
@@ -218,12 +218,13 @@ class SplitBackend:
     def decode(
         self,
         pool: SlotPool[Array],
-        window: DecodingWindow,
+        cache_length: int,
+        limits: StepLimits[Any],
         sampling: Sampling,
         state: SamplerState,
     ) -> tuple[SlotPool[Array], Advanced]:
-        num_micro_batches, min_live = self._micro_batches, window.min_live
-        max_tokens = self.expert_balancer.limit_tokens(window.max_tokens)
+        num_micro_batches, min_live = self._micro_batches, limits.min_live
+        max_tokens = self.expert_balancer.limit_tokens(limits.max_steps)
         indices = [self._replicate(np.int32(i)) for i in range(num_micro_batches)]
         cache = None
         if self._has_attention:
@@ -279,7 +280,7 @@ class SplitBackend:
             num_micro_batches,
             # A process without attention receives the counts, and decides as the others do.
             DecodeLoop(begin, end, continues, lambda i, heard: counts[i].append(heard)),
-            window.cache_length,
+            cache_length,
         )
         # Tokens that were enqueued after the last count.
         for token in range(len(totals), len(counts[0])):

@@ -1,15 +1,86 @@
-"""Values of arguments: checks of their types and ranges."""
+"""Values of arguments: checks of their types and ranges, and the errors that reject requests, in
+OpenAI's format."""
 
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jrl.serving.api.errors import invalid_argument
 from jrl.tasks.data.fields import short
+
+MAX_MESSAGE_LENGTH = 300
+"""Most characters of an exception's message that a client receives."""
+KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+}
+"""The type of an error by its status."""
 
 MAX_TOKENS = 2**31 - 1
 """Limit of a completion's tokens, as counts are 32-bit integers."""
 MAX_STOPS = 4
+
+
+class ApiError(Exception):
+    """A rejected request, with the error that its client receives.
+
+    Args:
+      status: HTTP status.
+      message: the argument, its value, the rule and the usual fix.
+      param: the argument; None where no single one is wrong.
+      code: machine-readable code, such as "model_not_found"; None without one.
+      retry_after: seconds after which to retry; None sends no such header.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.retry_after = retry_after
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """JSON body, from which OpenAI's clients raise an exception."""
+        kind = KINDS.get(self.status, "server_error")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        # After 408 the rest of a body would be taken for the next request.
+        headers = {401: {"WWW-Authenticate": "Bearer"}, 408: {"Connection": "close"}}
+        headers = headers.get(self.status, {})
+        if self.retry_after is not None:
+            headers = {**headers, "Retry-After": str(self.retry_after)}
+        return headers
+
+
+def one_line(error: BaseException) -> str:
+    """Message of an exception in one line of limited length.
+
+    The exception's class precedes it, unless the message is written for the caller (ValueError,
+    OSError, ApiError).
+    """
+    text = " ".join(str(error).split())
+    text = text if len(text) <= MAX_MESSAGE_LENGTH else text[: MAX_MESSAGE_LENGTH - 3] + "..."
+    is_plain = isinstance(error, ValueError | OSError | ApiError)
+    return text if is_plain else f"{type(error).__name__}: {text}"
+
+
+def invalid_argument(param: str, message: str, code: str | None = None) -> ApiError:
+    """Error 400 for an invalid argument."""
+    return ApiError(400, message, param, code)
 
 
 def is_value(*values: Any) -> Callable[[Any], bool]:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jrl.serving.api.errors import invalid_argument
+from jrl.serving.api.fields import invalid_argument
 from jrl.tasks.data.conversations import CONTENT_SUBSTITUTES, Turn
 from jrl.tasks.data.fields import short
 from jrl.tasks.tools.calls import Arguments

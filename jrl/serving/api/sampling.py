@@ -8,8 +8,7 @@ from typing import Any
 
 from jrl.rollout.adjustments import MAX_BIASES, NO_ADJUSTMENTS, Adjustments
 from jrl.rollout.sampling import LEAST_TEMPERATURE, LEAST_TOP_P
-from jrl.serving.api.errors import ApiError, invalid_argument
-from jrl.serving.api.fields import integer, number
+from jrl.serving.api.fields import ApiError, integer, invalid_argument, number
 from jrl.tasks.data.fields import short
 
 SAMPLING_ARGUMENTS = (

@@ -1,4 +1,4 @@
-"""Tools of a request, and the choice among them."""
+"""Tools of a request and the choice among them, and the JSON schema that its response has."""
 
 import json
 import re
@@ -6,15 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jrl.serving.api.errors import invalid_argument
-from jrl.serving.api.fields import boolean
+from jrl.serving.api.fields import boolean, invalid_argument
 from jrl.tasks.data.fields import short
-from jrl.tasks.tools.calls import ToolParameters, parameters_by_tool
+from jrl.tasks.tools.call_format import ToolParameters
+from jrl.tasks.tools.calls import parameters_by_tool
 
 MAX_TOOLS = 128
 TOOL_ARGUMENTS = ("tools", "tool_choice", "parallel_tool_calls")
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 SHAPE = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
+
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+"""Schema of `json_object`."""
+SHAPES = (
+    '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": '
+    '{"name": ..., "schema": {...}}}'
+)
 
 
 @dataclass(frozen=True)
@@ -105,3 +112,26 @@ def _choice(value: Any, names: list[str]) -> tuple[Literal["none", "auto", "requ
             f'"function", "function": {{"name": ...}}}} with one of {", ".join(names)}.',
         )
     return "required", name
+
+
+def response_schema(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """JSON schema of the response; None for any text.
+
+    Raises:
+      ApiError: for an unknown format, and for a schema that is no object.
+    """
+    value = body.get("response_format")
+    if value is None or value == {"type": "text"}:
+        return None
+    if value == {"type": "json_object"}:
+        return ANY_OBJECT
+    stated = value.get("json_schema") if isinstance(value, dict) else None
+    if not isinstance(stated, dict) or value.get("type") != "json_schema":
+        raise invalid_argument(
+            "response_format", f"response_format={short(value)} must be {SHAPES}."
+        )
+    schema = stated.get("schema")
+    if not isinstance(schema, dict):
+        where = "response_format.json_schema.schema"
+        raise invalid_argument(where, f"{where}={short(schema)} must be a JSON schema.")
+    return schema

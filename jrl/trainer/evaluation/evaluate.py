@@ -1,4 +1,4 @@
-"""Evaluation of a policy on held-out prompts: during training, and of a saved policy."""
+"""Evaluation on held-out prompts: of a policy, in training or saved, and of a critic."""
 
 import json
 import math
@@ -8,14 +8,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import IO, Any, TypeVar
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from jrl.losses import pass_at_k
-from jrl.rollout.completion_metrics import (
-    conversation_metrics,
-    reward_means,
-    task_metrics,
-)
+from jrl.processes.agreement import to_host
+from jrl.recipes.base.batch import per_turn_rewards
+from jrl.report.critic import CriticRollout
+from jrl.rollout.collection.collect import batch_of_completions, groups_of
+from jrl.rollout.decoding.slots import ranks
 from jrl.rollout.sampler import (
     Completion,
     Sampler,
@@ -28,7 +31,25 @@ from jrl.rollout.sampler import (
 from jrl.rollout.sampling import GREEDY, Sampling
 from jrl.tasks import REASONS, Example, Task
 from jrl.text.prompt_format import PromptFormat
+from jrl.trainer.learner.networks import CriticObjective, Network
+from jrl.trainer.prepare import add_verdicts
+from jrl.trainer.scoring import values_of
+from jrl.trainer.summary import conversation_metrics, reward_means, task_metrics
+from moe.weights import Transformer
+from sharding.folding import FoldedMesh
 from sharding.former_names import former_keywords
+
+Row = TypeVar("Row")
+
+Report = Callable[[str, int, int], None]
+"""Callback for the progress of an evaluation: the phase, completions done, and their total."""
+OnCompletions = Callable[[str, list[Completion]], None]
+"""Callback with the completions of a phase, when all of them are verified."""
+
+MAX_ROWS_PER_CALL = 1024
+"""Approximate number of completions decoded and scored in one call; bounds the memory."""
+
+_rewards = jax.jit(per_turn_rewards)
 
 
 def heldout_examples(task: Task, num_examples: int) -> list[Example]:
@@ -36,9 +57,6 @@ def heldout_examples(task: Task, num_examples: int) -> list[Example]:
     size = task.heldout_size
     num_examples = num_examples if size is None else min(num_examples, size)
     return [task.heldout(index) for index in range(num_examples)]
-
-
-Row = TypeVar("Row")
 
 
 def pad_with_repeats(examples: Sequence[Row], unit: int) -> list[Row]:
@@ -71,12 +89,6 @@ def heldout_metrics(
         "val/response_length/clip_ratio": float(np.mean([c.truncated for c in sampled])),
         "timing_s/testing": time.perf_counter() - begin,
     }
-
-
-Report = Callable[[str, int, int], None]
-"""Callback for the progress of an evaluation: the phase, completions done, and their total."""
-OnCompletions = Callable[[str, list[Completion]], None]
-"""Callback with the completions of a phase, when all of them are verified."""
 
 
 @former_keywords(found="on_completions")
@@ -201,3 +213,71 @@ class Completions:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
         self._file = None
+
+
+def evaluate_critic(
+    sampler: Sampler,
+    network: Network[CriticObjective],
+    critic: Transformer[Array],
+    sampling: Sampling,
+    *,
+    num_prompts: int,
+    k: int,
+    report: Callable[[str, int, int], None] = lambda phase, done, total: None,
+) -> CriticRollout:
+    """Samples `k` completions of each held-out prompt, and scores them with the critic.
+
+    Rewards are those of training, in a multi-turn conversation on the last token of each turn,
+    without a KL penalty, which needs the reference model.
+
+    Args:
+      sampler: with the policy loaded.
+      network: the critic's network.
+      critic: its weights.
+      sampling: sampling parameters.
+      num_prompts: held-out prompts, or all there are if they are fewer.
+      k: completions per prompt.
+      report: called with "critic", the completions done and all there will be.
+    """
+    # Training shares prompts in groups of its own size, which `k` need not be.
+    recipe, objective = network.objective.recipe, network.objective.for_separate_rows()
+    examples = numbered_heldout(heldout_examples(sampler.task, num_prompts))
+    report("critic", 0, len(examples) * k)
+    size = _batch_size(network.mesh, len(examples), k)
+    batches, prompt_ids = [], list(examples)
+    for start in range(0, len(prompt_ids), size):
+        batch_examples = {
+            prompt_id: examples[prompt_id] for prompt_id in prompt_ids[start : start + size]
+        }
+        completions = sampler.sample(batch_examples, sampling, k)
+        # The last batch is padded to divide over the devices; padding is removed below.
+        rows = pad_with_repeats(completions, size * k)
+        all_rows = np.ones(len(rows), bool)
+        batch = batch_of_completions(sampler, rows, all_rows, network.mesh)
+        batch = add_verdicts(objective, rows, scores_of(rows), correct_of(rows), batch)
+        values = values_of(objective, critic, batch.tokens, batch.valid)
+        # The critic was trained to predict rewards of the recipe, not scores.
+        arrays = to_host((values, _rewards(batch), batch.mask, batch.lengths))
+        columns = (*arrays, correct_of(rows), groups_of(rows))
+        batches.append([column[: len(completions)] for column in columns])
+        report("critic", min(start + size, len(examples)) * k, len(examples) * k)
+    arrays_of_all = map(np.concatenate, zip(*batches, strict=True))
+    values, rewards, mask, lengths, correct, groups = arrays_of_all
+    return CriticRollout(
+        values=values,
+        rewards=rewards,
+        mask=np.asarray(mask, bool),
+        correct=correct,
+        groups=-1 - groups,  # ids of held-out prompts count down from -1
+        lam=np.asarray(recipe.policy_lambda(jnp.asarray(lengths))),
+        gamma=recipe.discount,
+        low=recipe.reward_wrong,
+        high=recipe.reward_correct,
+        alpha=recipe.length_adaptive_alpha,
+    )
+
+
+def _batch_size(mesh: FoldedMesh, num_prompts: int, k: int) -> int:
+    """Number of prompts that are decoded and scored at a time, divisible over the devices."""
+    unit = ranks(mesh)
+    return min(num_prompts, max(1, MAX_ROWS_PER_CALL // k)) // unit * unit or unit

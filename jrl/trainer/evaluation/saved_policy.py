@@ -17,12 +17,12 @@ from jrl.rollout.resharding import reshard
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 from jrl.runs.provenance import check_files
-from jrl.trainer.learner.masters import float32_shardings, weights_of
+from jrl.trainer.learner.learner import float32_shardings, weights_of
 from jrl.trainer.learner.networks import Networks
 from jrl.trainer.state import restore_base
 from moe import placement
 from moe import weights as moe_weights
-from moe.adapters import trees
+from moe.adapters import select_trained, with_base
 from moe.config import ModelConfig
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh
@@ -165,7 +165,7 @@ def _abstract_weights(model: ModelConfig, mesh: FoldedMesh) -> Any:
     plain = placement.without_chunks(model, mesh)
     shardings = float32_shardings(model, plain)
     all_weights = jax.tree.map(abstract_array, moe_weights.shapes(model), shardings)
-    return trees.select_trained(all_weights, moe_weights.table(model))
+    return select_trained(all_weights, moe_weights.table(model))
 
 
 def _shard_weights(
@@ -182,8 +182,8 @@ def _shard_weights(
         weights = jax.device_put(weights, float32_shardings(model, mesh))
         return weights if float32 else weights_of(weights, model, mesh)
     weight_table = moe_weights.table(model)
-    shardings = trees.select_trained(placement.shardings(model, mesh), weight_table)
-    weights = trees.with_base(frozen, jax.device_put(weights, shardings), weight_table)
+    shardings = select_trained(placement.shardings(model, mesh), weight_table)
+    weights = with_base(frozen, jax.device_put(weights, shardings), weight_table)
     if not float32:
         return weights
     # Widened first, so that `reshard` merges adapters without rounding to the dtype of the base.
@@ -247,7 +247,7 @@ def load_published(
     adapted = replace(model, lora=open_adapters(adapters, directory, model, "lora"))
     learned = load_adapters(adapters, adapted, mesh, architecture)
     base = load_weights(directory, model, mesh)
-    weights = trees.with_base(base, learned, moe_weights.table(adapted))
+    weights = with_base(base, learned, moe_weights.table(adapted))
     return jax.device_put(reshard(weights, adapted, mesh, mesh), shardings)
 
 

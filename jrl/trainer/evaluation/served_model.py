@@ -26,7 +26,7 @@ from jrl.runs.folder import RunFolder
 from jrl.text.load import load_tokenizer
 from jrl.text.prompt_format import PromptFormat, prompt_format
 from jrl.trainer.evaluation.saved_policy import load_model, load_policy_of, load_published
-from jrl.trainer.learner.masters import weights_of
+from jrl.trainer.learner.learner import weights_of
 from jrl.trainer.setup.network import check_supported, network_of
 from moe.config import PRESETS, ModelConfig
 from moe.disaggregated.split import Split, SplitMesh, devices_of, fold_split

@@ -12,7 +12,7 @@ from jrl.published.adapters import open_adapters
 from jrl.runs.folder import RunFolder
 from jrl.trainer.setup.setup import Setup
 from moe import placement
-from moe.adapters.trees import select_trained
+from moe.adapters import select_trained
 from moe.weights import Transformer, axis_sizes, table
 
 

@@ -7,9 +7,8 @@ import numpy as np
 from jaxtyping import Array
 
 from jrl.processes.agreement import to_devices
-from jrl.recipes.base.batch import Batch
+from jrl.recipes.base.batch import Batch, over_rows
 from jrl.recipes.base.recipe import Supervision
-from jrl.rollout.batching import over_rows
 from jrl.tasks import Task
 from jrl.tasks.data.chats import Chat, Chats
 from jrl.text.loss_mask import ChatFormat, Encoded, encode_chat

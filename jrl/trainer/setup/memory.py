@@ -13,14 +13,14 @@ from jax.sharding import PartitionSpec
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.decoding.slots import ranks
 from jrl.rollout.expert_balancer import first_placement
-from jrl.trainer.learner.masters import keeps_masters
+from jrl.trainer.learner.learner import keeps_masters
 from jrl.trainer.scoring import num_micro_batches
 from jrl.trainer.setup.geometry import MAX_SLOTS, Geometry
 from jrl.trainer.setup.setup import Setup
-from moe.adapters import trees
-from moe.architecture.delta import delta_layers
+from moe.adapters import select_frozen, select_trained
+from moe.architecture.attention import delta_layers
 from moe.attention.latent import caches_latent
-from moe.cache.buffers import cache_columns, kernel_bytes
+from moe.cache import cache_columns, kernel_bytes
 from moe.config import ModelConfig
 from moe.disaggregated.weights import side_bytes
 from moe.ops.zigzag import ZigzagLayout
@@ -55,7 +55,7 @@ def memory(setup: Setup) -> dict[str, int]:
     * weights ``W``, reference model ``W``, critic ``V``; under `Execution.fsdp` their shards, and
       ``W`` again where they are gathered for scoring; while it samples, the policy unstacked by
       layers, and on another rollout layout a copy sharded by that;
-    * float32 masters of weights in bfloat16 (`jrl.trainer.learner.masters`), each sharded over the
+    * float32 masters of weights in bfloat16 (`jrl.trainer.learner.learner`), each sharded over the
       devices that hold the weight where a dimension divides (`sharding.zero`): ``F / G`` with G
       replicas of everything, and ``E / G``; none where the weights are float32;
     * Adam's two moments, sharded in the same way: ``2 F / G`` and ``2 E / G``, a quarter less with
@@ -67,7 +67,7 @@ def memory(setup: Setup) -> dict[str, int]:
       itemsize``, with the slots per device; for latent attention the latent vectors in place of
       keys and values, and for layers with Gated DeltaNet a state per row;
     * under an `Execution.decode_attention` of "mosaic" the float32 partial results that the kernel
-      writes for a layer before they are merged (`moe.cache.buffers.kernel_bytes`), where a step
+      writes for a layer before they are merged (`moe.cache.kernel_bytes`), where a step
       computes all slots and reads the whole cache;
     * logits ``4 x rows x response / cp x min(chunk, vocab / tp)`` of a vocabulary chunk, or
       ``4 x rows x response / (cp tp) x vocab`` where the sampler truncates and that is more, with
@@ -189,16 +189,14 @@ def weight_bytes(
     """
     shard_or_full_specs = shard_specs(config, mesh) if shards else specs(config, mesh)
     bytes_of_weights = _local_bytes(cast_shapes(config), mesh, shard_or_full_specs)
-    return _total(
-        trees.select_frozen(bytes_of_weights, table(config)) if frozen else bytes_of_weights
-    )
+    return _total(select_frozen(bytes_of_weights, table(config)) if frozen else bytes_of_weights)
 
 
 def float32_shard_bytes(config: ModelConfig, mesh: FoldedMesh) -> int:
     """Bytes of the float32 shard of trained weights: masters, or one of the moments."""
     # `shapes` are float32, `cast_shapes` have the dtypes of computation.
     bytes_of_weights = _local_bytes(shapes(config), mesh, shard_specs(config, mesh))
-    return _total(trees.select_trained(bytes_of_weights, table(config)))
+    return _total(select_trained(bytes_of_weights, table(config)))
 
 
 def gradient_bytes(
@@ -214,7 +212,7 @@ def gradient_bytes(
     unsharded = _local_bytes(like, mesh, specs(config, mesh))
     layers = _local_bytes(like, mesh, stored_specs(config, mesh)).layers
     layers = jax.tree.map(lambda size: size // chunks, layers)
-    return _total(trees.select_trained(replace(unsharded, layers=layers), table(config)))
+    return _total(select_trained(replace(unsharded, layers=layers), table(config)))
 
 
 def sent_bytes(config: ModelConfig, mesh: FoldedMesh, comm_dtype: str) -> int:
@@ -250,7 +248,7 @@ def _local_bytes(
 
 
 def cache_bytes(model: ModelConfig, mesh: FoldedMesh, slots: int, row_length: int) -> int:
-    """Bytes of the KV cache on one device, see `moe.cache.buffers.Cache`.
+    """Bytes of the KV cache on one device, see `moe.cache.Cache`.
 
     Args:
       mesh: of sampling.

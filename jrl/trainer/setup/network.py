@@ -90,7 +90,7 @@ def lora_of(model: ModelConfig, run: RunConfig) -> Lora | None:
     targets = default_targets if run.lora_targets is None else tuple(run.lora_targets.split(","))
     if not all(map(is_target, targets)):
         check_packages(f"lora_targets={run.lora_targets!r}")
-        from jrl.published.module_targets import targets_from_modules  # needs an extra
+        from jrl.published.adapters import targets_from_modules  # needs an extra
 
         targets = targets_from_modules(model, targets)
     alpha = 2.0 * run.lora_rank if run.lora_alpha is None else run.lora_alpha

@@ -8,7 +8,7 @@ import jax
 
 from jrl.config.run import RunConfig
 from jrl.recipes.base.recipe import Recipe
-from jrl.trainer.learner.masters import keeps_masters
+from jrl.trainer.learner.learner import keeps_masters
 from jrl.trainer.setup.geometry import Geometry
 from jrl.trainer.setup.memory import DECODE_PARTIALS, GRADIENTS_SENT, LOGITS, STAGE_INPUTS, memory
 from jrl.trainer.setup.network import check_dispatchers, check_overlaps, with_dispatch

@@ -17,7 +17,7 @@ from jrl.published.network import open_checkpoint
 from jrl.recipes.base.batch import required
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.recipes.base.recipe import Recipe, Windows
-from jrl.rollout.collection.async_buffer import AsyncBufferSpec
+from jrl.rollout.collection.async_collector import AsyncBufferSpec
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.conversation_engine import ConversationEngine
 from jrl.rollout.decoding.backend import MeshBackend
@@ -44,8 +44,14 @@ from jrl.text.prompt_format import (
     with_template,
 )
 from jrl.text.tokenizer import Tokenizer
-from jrl.trainer.learner.networks import Network, Networks, PoolSpec
-from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective, SupervisedObjective
+from jrl.trainer.learner.networks import (
+    CriticObjective,
+    Network,
+    Networks,
+    PolicyObjective,
+    PoolSpec,
+    SupervisedObjective,
+)
 from jrl.trainer.scoring import PromptLayout
 from jrl.trainer.setup.chat_rows import ChatRows, chat_rows, sampled_lengths
 from jrl.trainer.setup.geometry import Geometry
@@ -88,7 +94,7 @@ class Setup:
         completions that are sampled for display.
 
     Raises:
-      ValueError: for a network whose experts drop tokens, see `moe.router.capacity`, and for router
+      ValueError: for a network whose experts drop tokens, see `moe.router.layer`, and for router
         replay in a network without experts.
     """
 

@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from moe.architecture.feed_forward import Activation
+from moe.execution import Execution
 from moe.ops.sorting import inverse_slots
 from moe.weights import Experts
 from sharding.costs.dispatch import balanced_rows
@@ -19,12 +20,10 @@ class DispatchOptions(NamedTuple):
     """Options of a dispatcher, see `moe.experts.dispatch.choice.dispatch`."""
 
     mesh: FoldedMesh
+    execution: Execution = Execution()
     capacity: int | None = None
     product: str | None = None
-    buffer_factor: float | None = None
-    comm_dtype: str | None = None
     activation: Activation = "silu"
-    server_devices: int | None = None
 
 
 def peer_assignments(num_tokens: int, k: int, num_local: int, capacity: int | None) -> int:

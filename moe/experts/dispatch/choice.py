@@ -32,8 +32,7 @@ from jaxtyping import Array, Float, Int
 
 from moe.architecture.feed_forward import Activation
 from moe.execution import TWO_LEVELS, Execution
-from moe.experts.dispatch.all_gather import all_gather_dispatch
-from moe.experts.dispatch.all_to_all import all_to_all_dispatch
+from moe.experts.dispatch.all_to_all import all_gather_dispatch, all_to_all_dispatch
 from moe.experts.dispatch.buffers import DispatchOptions, peer_tokens
 from moe.experts.dispatch.cost import TokenExchange, cheapest, peer_capacity_of
 from moe.experts.dispatch.ragged import ragged_dispatch
@@ -42,7 +41,7 @@ from moe.experts.dispatch.two_level import (
     two_level_dispatch,
     two_level_ragged_dispatch,
 )
-from moe.precision import shared
+from moe.ops.precision import shared
 from moe.router.routing import Routing, without_repeats
 from moe.weights import Experts
 from sharding.collectives import vary, varying
@@ -105,8 +104,7 @@ def dispatch(
     Raises:
       ValueError: see `check_dispatch`.
     """
-    name, num_local = execution.dispatch, weights.down.shape[0]
-    chunks, comm_dtype = execution.expert_chunks, execution.activation_wire
+    name, chunks, num_local = execution.dispatch, execution.expert_chunks, weights.down.shape[0]
     if name is None:
         (num_tokens, k), ep = routing.experts.shape, mesh.size(mesh.ep)
         peer_capacity = peer_capacity_of(k, ep, None, execution.buffer_factor)
@@ -115,20 +113,14 @@ def dispatch(
                 peer_capacity, capacity * num_local / chunk_sizes(num_tokens, chunks)[0]
             )
         sizes = num_local * ep, k, x.shape[1], x.dtype.itemsize
-        exchange = TokenExchange(*sizes, peer_capacity, execution.exchange_rate, comm_dtype)
+        exchange = TokenExchange(
+            *sizes, peer_capacity, execution.exchange_rate, execution.activation_wire
+        )
         name = cheapest(exchange, mesh)
     check_dispatch(name, mesh, execution.server_devices)
     # Buffers count on it; a replayed routing may name an expert twice.
     routing = without_repeats(routing, num_local * mesh.size(mesh.ep))
-    options = DispatchOptions(
-        mesh,
-        capacity,
-        product,
-        execution.buffer_factor,
-        comm_dtype,
-        activation,
-        execution.server_devices,
-    )
+    options = DispatchOptions(mesh, execution, capacity, product, activation)
     send = partial(IMPLEMENTATIONS[name], options=options)
     return dispatch_chunks(send, chunks, weights, x, routing, mesh)
 
@@ -232,7 +224,7 @@ def dispatch_chunks(
 
     The output of a token does not depend on other tokens, so chunks change no output; gradients of
     weights are sums over chunks and differ in rounding. Dropping is decided before
-    (`moe.router.capacity`), for all chunks together. Buffers are sized for the tokens of a chunk: a
+    (`moe.router.layer`), for all chunks together. Buffers are sized for the tokens of a chunk: a
     capacity C limits what all chunks send to an expert and so what one of them may send, ``min(t /
     c, C L)`` tokens to a peer with L experts, and shrinks nothing if ``t / c <= C L``; a
     `buffer_factor` is a multiple of the balanced load of a chunk, which a chunk exceeds more easily

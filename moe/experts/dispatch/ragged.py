@@ -273,7 +273,10 @@ def exchange_slices(
     rank = index_in_group(mesh.ep, peers.groups)
     plan = plan_exchange(counts, num_slots, rank)
     exchange = partial(
-        exchange_rows, axes=mesh.ep, comm_dtype=options.comm_dtype, groups=peers.groups
+        exchange_rows,
+        axes=mesh.ep,
+        comm_dtype=options.execution.activation_wire,
+        groups=peers.groups,
     )
 
     # One peer after the other, each one's tokens in their own order.

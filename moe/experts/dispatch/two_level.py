@@ -24,7 +24,7 @@ from moe.router.routing import Routing
 from moe.weights import Experts
 from sharding.costs.hardware import UNKNOWN
 from sharding.folding import FoldedMesh
-from sharding.folding.servers import ServerGroups, server_groups
+from sharding.folding.groups import ServerGroups, server_groups
 
 
 def two_level_dispatch(
@@ -76,11 +76,11 @@ def _dispatch(
     options: DispatchOptions,
 ) -> tuple[Array, Array]:
     mesh, num_local = options.mesh, weights.down.shape[0]
-    split = expert_servers(mesh, options.server_devices)
+    split = expert_servers(mesh, options.execution.server_devices)
     if 1 in split:
         return one_level_dispatch(exchange, weights, x, routing, options)
     (num_tokens, k), num_experts = routing.experts.shape, mesh.size(mesh.ep) * num_local
-    sizes = num_tokens, k, num_local, mesh, options.capacity, options.buffer_factor
+    sizes = num_tokens, k, num_local, mesh, options.capacity, options.execution.buffer_factor
     experts = partial(sharded_experts, weights, num_rows=buffer_rows(*sizes), options=options)
     per_device = peer_tokens(*sizes)
     experts_of_server = split.devices * num_local

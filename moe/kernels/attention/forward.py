@@ -35,7 +35,7 @@ from moe.kernels.attention.pipeline import run_pipeline
 from moe.kernels.mosaic import launch, product
 from moe.ops.attention import Key, Output, PerQuery, Query, Value
 from moe.ops.mask import Mask
-from moe.precision import MASK_VALUE
+from moe.ops.precision import MASK_VALUE
 
 CONSUMERS = MAX_BLOCK_TOKENS // UNIT
 """Warpgroups of a program that compute."""

@@ -4,9 +4,8 @@ import sys
 from collections.abc import Iterable
 
 from sharding.planner.report import align_columns
-from sharding.planner.validation.accuracy import Accuracy, Row, accuracy_of
 from sharding.planner.validation.evidence import EVIDENCE, Evidence
-from sharding.planner.validation.predicted import predict
+from sharding.planner.validation.predicted import Accuracy, Row, accuracy_of, predict
 
 
 def main() -> int:

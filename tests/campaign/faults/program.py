@@ -55,7 +55,7 @@ def obey(clock: Clock) -> None:
 def observe() -> None:
     """Announces each phase, each step and each save in flight."""
     from jrl.processes.progress import Progress
-    from jrl.runs.background_save import BackgroundSave
+    from jrl.runs.storage import BackgroundSave
 
     phase, begin_step, save = Progress.phase, Progress.begin_step, BackgroundSave._run
 

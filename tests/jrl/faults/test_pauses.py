@@ -5,9 +5,8 @@ import pytest
 
 from jrl.faults import shift
 from jrl.faults.collect.fleet import Fleet
-from jrl.faults.pauses import comparable_windows
+from jrl.faults.pauses import Grid, comparable_windows
 from jrl.faults.shift import ShiftDetector
-from jrl.faults.windows import Grid
 
 METRICS = ("gpu0/duty_cycle", "gpu0/power", "gpu0/tensor_activity", "cpu/process")
 LEVELS = np.array([95.0, 600.0, 0.5, 0.4])[:, None]

@@ -10,7 +10,7 @@ import pytest
 from programs import mesh_of
 from safetensors.numpy import load_file
 
-from jrl.published.module_targets import targets_from_modules
+from jrl.published.adapters import targets_from_modules
 from moe import huggingface
 from moe.architecture.lora import Lora
 from moe.config import PRESETS

@@ -16,7 +16,7 @@ from tiers import full_but
 from jrl import Mean, sapo_loss
 from jrl.recipes import RECIPES, Batch, GroupRelative, Metrics, Recipe, Targets
 from jrl.report.metrics import check_defined
-from jrl.trainer.learner.objectives import policy_loss, statistics_of
+from jrl.trainer.learner.networks import policy_loss, statistics_of
 from jrl.trainer.learner.update import count
 
 ROWS, PROMPT, TIME = 6, 2, 7

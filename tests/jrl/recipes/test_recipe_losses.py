@@ -24,7 +24,7 @@ from jrl.recipes import (
     Tppo,
     Vapo,
 )
-from jrl.trainer.learner.objectives import policy_loss
+from jrl.trainer.learner.networks import policy_loss
 from jrl.trainer.learner.update import count
 
 ROWS, TIME = 6, 7

@@ -12,7 +12,7 @@ from jrl.losses import aggregate
 from jrl.recipes import RECIPES, Batch, Grpo
 from jrl.recipes.base.mismatch import Correction
 from jrl.report.metrics import check_defined
-from jrl.trainer.learner.objectives import policy_loss
+from jrl.trainer.learner.networks import policy_loss
 from jrl.trainer.learner.update import count
 
 # Three tokens and four; what lies under the mask is far off.

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jrl.recipes import Batch
-from jrl.rollout.batching import batch_of, over_rows, take_rows
+from jrl.recipes.base.batch import over_rows, take_rows
+from jrl.rollout.collection.collect import batch_of
 from jrl.rollout.decoding.requests import OutputBuffer, Request, Trajectory
 from jrl.rollout.decoding.slots import Decoder, TokenRows
 from jrl.rollout.resharding import rollout_mesh

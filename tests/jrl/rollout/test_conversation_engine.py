@@ -11,7 +11,7 @@ from talks import RESPONSE, LateHost, echo, talked, talking_setup, turns_of
 from three_updates import random_weights
 
 from jrl.processes.agreement import to_host
-from jrl.rollout.batching import over_rows
+from jrl.recipes.base.batch import over_rows
 from jrl.rollout.sampler import scores_of
 from jrl.text.tokenizer import Tokenizer
 from jrl.trainer.learner.update import update

@@ -8,8 +8,8 @@ from talks import RESPONSE, Echo, Echoing, LateHost, echo, talked, talking_setup
 from three_updates import random_weights
 
 from jrl.processes.agreement import to_host
-from jrl.rollout.completion_metrics import conversation_metrics
 from jrl.trainer.scoring import logprobs_of
+from jrl.trainer.summary import conversation_metrics
 
 TURN = 3
 

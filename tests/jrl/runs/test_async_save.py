@@ -18,8 +18,8 @@ from tiers import full_but
 
 from jrl.processes import progress
 from jrl.processes.background import BackgroundGather
-from jrl.runs import background_save
 from jrl.runs import checkpoints as module
+from jrl.runs import storage
 from jrl.runs.checkpoints import Checkpoints
 
 
@@ -111,10 +111,10 @@ def test_a_wait_is_a_phase_that_the_watchdog_names(gate, tmp_path):
 
 def test_a_process_whose_own_part_is_written_waits_for_the_others(monkeypatch):
     """The watchdog then names the one that is still in the phase of the checkpoint."""
-    monkeypatch.setattr(background_save, "is_multiprocess", lambda: True)
+    monkeypatch.setattr(storage, "is_multiprocess", lambda: True)
     record, done = progress.start(), threading.Event()
     gather = BackgroundGather("test")
-    save = background_save.BackgroundSave(lambda: done.wait(60) and None, gather)
+    save = storage.BackgroundSave(lambda: done.wait(60) and None, gather)
     found = []
 
     def look():

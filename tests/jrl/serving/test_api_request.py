@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jrl.rollout.adjustments import Adjustments
-from jrl.serving.api.errors import ApiError
+from jrl.serving.api.fields import ApiError
 from jrl.serving.api.sampling import read_generation_config, with_defaults
 from jrl.serving.api_request import parse_chat, parse_completion
 

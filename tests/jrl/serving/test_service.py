@@ -7,7 +7,7 @@ import pytest
 from scripted import LENGTH, House, asking, until
 
 from jrl.serving import application
-from jrl.serving.api.errors import ApiError
+from jrl.serving.api.fields import ApiError
 
 
 def events(text):

@@ -18,11 +18,10 @@ from confinement import wait_until
 from jrl.config.run import RunConfig
 from jrl.tasks.data.conversations import Conversation
 from jrl.tasks.tools.calls import Arguments
-from jrl.text import renderer
+from jrl.text import chat
 from jrl.text import template_program as program
-from jrl.text.chat import ChatTemplate, with_turn_end
+from jrl.text.chat import ChatTemplate, Renderer, TemplateLimit, TemplateSyntax, with_turn_end
 from jrl.text.prompt_format import PromptFormat, prompt_format, template_file, with_template
-from jrl.text.renderer import Renderer, TemplateLimit, TemplateSyntax
 
 DAY = "2026-11-25"
 LOOPS = (
@@ -40,8 +39,8 @@ def tokenizer(tmp_path_factory):
 @pytest.fixture
 def process(monkeypatch):
     """A process of the test's own, which waits for a fifth of a second."""
-    made = renderer.worker(0.2)
-    monkeypatch.setattr(renderer, "_worker", lambda: made)
+    made = chat.worker(0.2)
+    monkeypatch.setattr(chat, "_worker", lambda: made)
     yield made
     made.close()
 
@@ -84,9 +83,9 @@ def test_to_be_compiled_is_limited_too(process, tokenizer):
 
 
 def test_a_call_that_does_not_come_back_is_ended(monkeypatch):
-    made = renderer.worker(1000)
-    monkeypatch.setattr(renderer, "_worker", lambda: made)
-    monkeypatch.setattr(renderer, "SECONDS", 0.5)
+    made = chat.worker(1000)
+    monkeypatch.setattr(chat, "_worker", lambda: made)
+    monkeypatch.setattr(chat, "SECONDS", 0.5)
     try:
         hangs, works = Renderer(LOOPS, DAY), Renderer("{{ a }}", DAY)
         with pytest.raises(TemplateLimit, match=r"^took more than 0\.5 seconds$"):
@@ -201,7 +200,7 @@ def test_a_run_names_the_file(process, tokenizer, tmp_path):
 
 TRAINER = """
 import sys, time
-from jrl.text.renderer import Renderer
+from jrl.text.chat import Renderer
 print(*Renderer("{{ a }}", "2026-11-25").render([{"a": 1}]), flush=True)
 time.sleep(600)
 """

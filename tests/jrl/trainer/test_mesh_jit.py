@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import pytest
 from programs import mesh_of
 
-from jrl.trainer.compiled import RetryOnOverflow
 from jrl.trainer.learner.update import update
-from jrl.trainer.scoring import _score_packed, logprobs_of, values_of
-from sharding import compiler_options as asked
+from jrl.trainer.scoring import RetryOnOverflow, _score_packed, logprobs_of, values_of
+from sharding import sharded_jit as asked
 from sharding.folding import FoldedMesh
 from sharding.sharded_jit import MeshJit
 

@@ -23,7 +23,7 @@ from tiers import full_but
 from jrl.losses import ExplainedVariance, Mean
 from jrl.processes.agreement import to_devices
 from jrl.recipes import Tppo
-from jrl.rollout.batching import replicated
+from jrl.recipes.base.batch import replicated
 from jrl.rollout.packing import (
     bin_length,
     clear_idle_rows,
@@ -32,7 +32,7 @@ from jrl.rollout.packing import (
     plan,
     round_up_size,
 )
-from jrl.trainer.learner.objectives import CriticObjective, PolicyObjective
+from jrl.trainer.learner.networks import CriticObjective, PolicyObjective
 from jrl.trainer.learner.update import Max
 from jrl.trainer.prepare import targets_of
 from jrl.trainer.scoring import logprobs_of, packed_scores, values_of

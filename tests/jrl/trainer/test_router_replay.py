@@ -23,10 +23,10 @@ from small_runs import (
 from three_updates import FAST_COMPILE, compiled_update, gradient_of, random_weights
 
 from jrl.recipes import GroupRelative
+from jrl.recipes.base.batch import over_rows
 from jrl.report.metrics import check_defined, without_timings
-from jrl.rollout.batching import over_rows
 from jrl.trainer import step as stepping
-from jrl.trainer.learner.objectives import statistics_of
+from jrl.trainer.learner.networks import statistics_of
 from jrl.trainer.scoring import logprobs_and_choices_of, logprobs_of
 from moe import model
 from moe.execution import Execution

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from programs import mesh_of, on_mesh
+from references import causal_mask
 
 from moe.attention.layer import attention
 from moe.config import ModelConfig
-from moe.ops.attention import causal_mask, plain_attention
+from moe.ops.attention import plain_attention
 from moe.weights import Attention
 
 BATCH, TIME, HEADS, KV_HEADS, HEAD_DIM, D_MODEL = 3, 5, 6, 2, 4, 7

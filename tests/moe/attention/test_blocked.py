@@ -11,7 +11,7 @@ from tiers import full_but
 from moe.attention import blocked, core
 from moe.attention import blocked as blocking
 from moe.attention.blocked import BLOCKED, BLOCKED_ON_GPU, GPU_SIZES, blocking_of
-from moe.kernels.devices import Devices
+from moe.kernels.choice import Devices
 from moe.ops.attention import flash_attention, plain_attention
 from moe.ops.mask import Mask, TokenIndices, visible
 

@@ -13,7 +13,7 @@ from tiers import full_but
 
 from moe.attention import core
 from moe.attention.core import core_attention
-from moe.kernels.devices import Devices
+from moe.kernels.choice import Devices
 from moe.ops.mask import Mask, TokenIndices, visible
 
 BATCH, TIME, SOURCE, HEADS, KV_HEADS = 2, 5, 7, 6, 3

@@ -7,8 +7,8 @@ import pytest
 from programs import jit
 from tiers import full_but
 
-from moe.attention import delta_rule as rule
-from moe.attention.delta_rule import Tokens, gated_delta_rule
+from moe.attention import delta as rule
+from moe.attention.delta import Tokens, gated_delta_rule
 
 ROWS, KEY_HEADS, GROUP, KEY_DIM, VALUE_DIM = 2, 2, 3, 5, 4
 

@@ -7,7 +7,7 @@ import pytest
 from programs import jit, mesh_of
 from tiers import full_but
 
-from moe.architecture.delta import GatedDeltaNet
+from moe.architecture.attention import GatedDeltaNet
 from moe.attention.delta import Mixed, run_sections
 from moe.tokens.packing import pack_rows, pack_segments, pack_shared_prompts
 

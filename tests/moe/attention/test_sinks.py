@@ -13,7 +13,7 @@ from tiers import full_but
 from moe.attention import blocked as blocking
 from moe.attention.core import core_attention
 from moe.attention.fused import with_sinks
-from moe.cache.step import StepCore, StepTokens
+from moe.cache import StepCore, StepTokens
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.ops.attention import cached_attention

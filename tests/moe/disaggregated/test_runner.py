@@ -6,6 +6,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from references import placement_of
 from tiers import full_but
 from two_sides import (
     CONFIG,
@@ -39,7 +40,7 @@ LATENT = replace(
     mla=MultiHeadLatentAttention(kv_lora_rank=5, q_lora_rank=7, qk_rope_head_dim=4, v_head_dim=3),
     rope_scaling=YarnScaling(4.0, 2, score_temperature=1.0),
 )
-REPLICATED = Placement.from_replicas(
+REPLICATED = placement_of(
     [
         *[[(expert % 2, expert // 2)] for expert in range(10)],
         [(0, 5), (1, 6)],

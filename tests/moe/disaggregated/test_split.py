@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from references import placement_of
 from two_sides import CONFIG, MIXED, host_weights, sides, split_mesh
 
 from moe.config import GatedDeltaNet
@@ -92,7 +93,7 @@ def test_each_device_holds_what_it_computes_with_and_no_more():
 
 
 def test_copies_of_an_expert_share_its_tokens():
-    placement = Placement.from_replicas([[(0, 0), (1, 1)], [(0, 1)], [(1, 0)]], num_devices=2)
+    placement = placement_of([[(0, 0), (1, 1)], [(0, 1)], [(1, 0)]], num_devices=2)
     assert placement.experts.tolist() == [0, 1, 2, 0] and not placement.is_identity
     choices = jnp.array([[0, 1], [0, 2], [3, 0], [3, 3]])
     table = jax.tree.map(jnp.asarray, placement.slot_table())
@@ -138,5 +139,5 @@ def test_layers_have_a_placement_each_of_as_many_slots():
 )
 def test_placements_that_cannot_be_are_refused_in_one_line(copies, message):
     with pytest.raises(ValueError, match=message) as error:
-        Placement.from_replicas(copies, num_devices=2)
+        placement_of(copies, num_devices=2)
     assert "\n" not in str(error.value)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from programs import jit
 
-from moe.experts.grouped_loops import block_layout, block_size
+from moe.experts.grouped_dot import block_layout, block_size
 
 # More rows than the larger tile, so that both are used; a group may be all of them or none.
 ROWS, GROUPS, INNER, OUTER = 300, 5, 6, 7

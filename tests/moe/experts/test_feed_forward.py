@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of, on_mesh
+from references import dense_reference
 
 from moe.architecture.feed_forward import ClampedSwiGLU
-from moe.experts.feed_forward import dense, dense_reference, routed_experts
+from moe.experts.feed_forward import dense, routed_experts
 from moe.weights import Dense, Experts
 
 NUM_EXPERTS, D_MODEL, D_EXPERT = 5, 6, 7

@@ -15,7 +15,7 @@ from public_checkpoints import FIXTURES, MESH, golden, loaded, tensors
 from tiers import full_but
 
 from moe import huggingface, model, weights
-from moe.adapters import trees
+from moe.adapters import merge_adapters, with_base
 from moe.placement import specs
 
 ADAPTERS, OF_KINDS = FIXTURES / "adapters", FIXTURES / "adapters_of_kinds"
@@ -29,7 +29,7 @@ def adapted(name, layout="dp1"):
     config, base = loaded(name, layout)
     config = replace(config, lora=huggingface.adapters_of(ADAPTERS / name, config))
     learned = huggingface.load_adapters(ADAPTERS / name, config, mesh_of(layout))
-    return config, trees.with_base(base, learned, weights.table(config))
+    return config, with_base(base, learned, weights.table(config))
 
 
 @functools.cache
@@ -67,7 +67,7 @@ def test_logits_are_those_of_peft(name, layout):
     atol = 2e-5 if name == "qwen3_next" else 1e-5
     np.testing.assert_allclose(found[valid], expected[valid], atol=atol)
     if layout == "dp1" and name == "qwen2":
-        merged = trees.merge_adapters(given, weights.table(config))
+        merged = merge_adapters(given, weights.table(config))
         found = logits_of(config.without_adapters(), merged, name, layout)
         np.testing.assert_allclose(found[valid], expected[valid], atol=1e-5)
 
@@ -108,7 +108,7 @@ def test_ranks_scales_and_modules_of_their_own_give_the_logits_of_peft(kind, tmp
         ours = replace(config, lora=huggingface.adapters_of(path, config))
         learned = huggingface.load_adapters(path, ours, mesh_of("dp1"))
         statement = weights.table(ours)
-        merged = trees.merge_adapters(trees.with_base(base, learned, statement), statement)
+        merged = merge_adapters(with_base(base, learned, statement), statement)
         return ours, learned, logits_of(config, merged, name, "dp1")[valid]
 
     ours, learned, found = logits(folder)

@@ -13,7 +13,7 @@ from public_checkpoints import LATER, MESH, NAMES, QUICK, golden, loaded
 from tiers import full_but
 
 from moe import model
-from moe.cache.step import StepTokens
+from moe.cache import StepTokens
 from moe.decoding import decode_step, prefill
 from moe.execution import Execution
 from moe.layers.depth import split_layer_groups

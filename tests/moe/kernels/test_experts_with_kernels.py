@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from programs import jit
+from references import dense_reference
 from tiers import full_but
 
 from moe.execution import Execution
 from moe.experts import fused
 from moe.experts.dispatch.choice import dispatch
-from moe.experts.feed_forward import dense_reference, routed_experts
+from moe.experts.feed_forward import routed_experts
 from moe.experts.gated import apply_gate
 from moe.experts.grouped_dot import plain_multiply, plain_sum
 from moe.experts.permutation import permute_rows, unpermute_rows

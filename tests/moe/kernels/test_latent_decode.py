@@ -13,8 +13,7 @@ from simulator import simulates_transposes
 from tiers import full_but
 
 from benchmarks.kernel_cases import NARROW
-from moe.cache.buffers import Cache
-from moe.cache.step import StepTokens
+from moe.cache import Cache, StepTokens
 from moe.config import ModelConfig, MultiHeadLatentAttention
 from moe.decoding import decode_step
 from moe.execution import Execution

@@ -14,7 +14,7 @@ from tiers import full_but
 from whole_network import loss_and_gradient
 
 from benchmarks import kernel_cases
-from moe.cache.step import StepTokens
+from moe.cache import StepTokens
 from moe.config import ModelConfig
 from moe.decoding import packed_step
 from moe.execution import Execution

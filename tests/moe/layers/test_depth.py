@@ -15,8 +15,8 @@ from tiers import full_but
 from whole_network import loss_and_gradient
 
 from moe import model
-from moe.architecture.delta import GatedDeltaNet
-from moe.cache.step import StepTokens
+from moe.architecture.attention import GatedDeltaNet
+from moe.cache import StepTokens
 from moe.decoding import decode_step, prefill
 from moe.execution import Execution
 from moe.layers.depth import (

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from programs import jit
+from references import causal_mask
 
 from moe.attention import core
 from moe.attention.blocked import BLOCKED
-from moe.ops.attention import causal_mask, flash_attention, plain_attention
+from moe.ops.attention import flash_attention, plain_attention
 from moe.ops.mask import Mask, TokenIndices
 
 BATCH, TIME, HEADS, KV_HEADS, HEAD_DIM, D_MODEL = 3, 5, 6, 2, 4, 7

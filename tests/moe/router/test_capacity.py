@@ -14,7 +14,7 @@ from tiers import full_but
 from moe.architecture.feed_forward import can_drop
 from moe.config import ModelConfig
 from moe.ops.zigzag import ZigzagLayout
-from moe.router.capacity import capacity_of, drop
+from moe.router.layer import capacity_of, drop
 from moe.router.routing import Routing
 from sharding.folding import Layout, fold_abstract
 

@@ -9,7 +9,7 @@ import numpy as np
 from programs import jit
 
 from moe.config import ModelConfig
-from moe.precision import float32_product
+from moe.ops.precision import float32_product
 from moe.router.routing import assignments, topk_routing
 from moe.router.statistics import LoadFractions, statistics
 from moe.tokens.sequences import load_fraction

@@ -6,8 +6,7 @@ import pytest
 
 from sharding.costs.transfer import group_strides
 from sharding.folding import Layout, fold_abstract
-from sharding.folding.groups import axis_groups
-from sharding.folding.servers import server_groups
+from sharding.folding.groups import axis_groups, server_groups
 
 LAYOUTS = [
     "dp64 / ep64",

@@ -11,11 +11,15 @@ from sharding.planner.validation.__main__ import (
     accuracy_table,
     evidence_table,
 )
-from sharding.planner.validation.accuracy import MEDIAN, RANKS, WORST, accuracy_of, rank_correlation
 from sharding.planner.validation.evidence import EVIDENCE
 from sharding.planner.validation.predicted import (
+    MEDIAN,
+    RANKS,
+    WORST,
+    accuracy_of,
     cost_of,
     predict,
+    rank_correlation,
     system_of,
     tokens_per_second,
 )

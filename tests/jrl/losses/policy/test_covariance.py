@@ -17,7 +17,7 @@ from jax.test_util import check_grads
 from policy_cases import per_token
 
 import jrl
-from jrl.losses.policy.order import random_bits
+from jrl.losses.policy.tokens import random_bits
 
 NAMES = ("logprobs", "old_logprobs", "advantages", "mask")
 A = np.array([2, -1, 0.5, -1.5, 0, 0])

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from small_runs import GROUP_SIZE, PROMPTS, fresh_weights, small_recipe, small_run, small_setup
 
-from jrl.rollout.collection.async_buffer import check_staleness, row_of
-from jrl.rollout.collection.async_collector import AsyncCollector
+from jrl.rollout.collection.async_collector import AsyncCollector, check_staleness, row_of
 from jrl.rollout.collection.collect import METRICS
 from jrl.rollout.sampler import Completion
 from jrl.tasks import Verdict

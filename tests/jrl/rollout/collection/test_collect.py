@@ -19,7 +19,7 @@ from small_runs import (
 from tiers import full_but
 
 from jrl.recipes import RECIPES
-from jrl.rollout.batching import over_rows
+from jrl.recipes.base.batch import over_rows
 from jrl.rollout.collection.collect import collect, groups_of, shown_rows
 from jrl.rollout.decoding.requests import OutputBuffer, Request, Trajectory
 from jrl.rollout.decoding.slots import TokenRows

@@ -63,8 +63,7 @@ def test_rows_of_any_length_are_decoded_by_the_kernel(name, monkeypatch):
     monkeypatch.setattr(backend, "advance", lowered)
     engine.submit(Asked().requests[:1], Sampling())
     pool, columns = engine._resize_cache(reached)
-    window = backend.DecodingWindow(1, 0, columns, None)
-    engine.backend.decode(pool, window, *engine._sampler())
+    engine.backend.decode(pool, columns, StepLimits(1, 0), *engine._sampler())
     assert engine.max_length == 1152 and columns == read
     assert shown[0].count("custom_call @mosaic_gpu_v2") == 1
 

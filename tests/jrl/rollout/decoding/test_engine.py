@@ -27,7 +27,7 @@ from jrl.rollout.decoding.decode import advance
 from jrl.rollout.decoding.prefill import admit
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.sampling import GREEDY, Sampling
-from moe.cache.buffers import over_columns
+from moe.cache import over_columns
 from moe.config import GatedDeltaNet
 from moe.model import routing_choices
 from moe.placement import specs

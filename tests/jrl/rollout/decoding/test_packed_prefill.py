@@ -17,7 +17,7 @@ from jrl.rollout.decoding.scheduler import AdmissionPlan, SlotScheduler
 from jrl.rollout.decoding.sizes import row_count, row_sizes, row_widths, single_row_widths
 from jrl.rollout.decoding.slots import Decoder, empty_pool, over_slots, run_prefill
 from jrl.rollout.sampling import GREEDY
-from moe.cache.buffers import ROW, over_columns
+from moe.cache import ROW, over_columns
 
 
 def arriving(runs: list[list[int]], per_rank: int) -> AdmissionPlan:

@@ -12,7 +12,7 @@ from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.decoding.requests import read_sampled
 from jrl.rollout.decoding.split_backend import SplitBackend
 from jrl.rollout.sampling import Sampling
-from moe.adapters.trees import is_adapted
+from moe.adapters import is_adapted
 from moe.architecture.lora import TARGETS, Lora
 from moe.disaggregated.split import Split, fold_split
 from sharding.folding import Layout, fold

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from policies import EOS, PROMPT, SAMPLING, Asked, answers, weights
 
-from jrl.rollout.batching import batch_from_host, batch_of
+from jrl.rollout.collection.collect import batch_from_host, batch_of
 from jrl.rollout.decoding.requests import move_to_host
 
 PAD = 0

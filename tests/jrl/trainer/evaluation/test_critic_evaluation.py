@@ -8,12 +8,10 @@ from three_updates import random_weights
 
 from jrl.losses import gae
 from jrl.processes.agreement import to_host
-from jrl.rollout.batching import batch_from_host
-from jrl.rollout.collection.collect import groups_of, sampling_of
+from jrl.rollout.collection.collect import batch_from_host, groups_of, sampling_of
 from jrl.rollout.decoding.requests import move_to_host
 from jrl.rollout.sampler import numbered_heldout, scores_of
-from jrl.trainer.evaluation.critic import evaluate_critic
-from jrl.trainer.evaluation.evaluate import heldout_examples
+from jrl.trainer.evaluation.evaluate import evaluate_critic, heldout_examples
 from jrl.trainer.prepare import prepare
 from jrl.trainer.state import init_state
 

@@ -12,7 +12,7 @@ from jrl.published.adapters import check_of_checkpoint
 from jrl.trainer.evaluation.saved_policy import load_published
 from jrl.trainer.evaluation.served_model import open_served_model
 from moe import huggingface
-from moe.adapters import trees
+from moe.adapters import merge_adapters, with_base
 from moe.architecture.lora import Lora
 from moe.weights import initialise_trained, table
 
@@ -28,7 +28,7 @@ def given(tmp_path_factory):
     shapes = jax.eval_shape(lambda: initialise_trained(config, jax.random.key(0)))
     learned = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32), shapes)
     huggingface.save_adapters(folder / "adapters", config, learned)
-    merged = trees.merge_adapters(trees.with_base(base, learned, table(config)), table(config))
+    merged = merge_adapters(with_base(base, learned, table(config)), table(config))
     assert not np.array_equal(merged.layers.dense.down, base.layers.dense.down)
     return checkpoint, folder / "adapters", merged
 

@@ -13,7 +13,7 @@ from three_updates import FAST_COMPILE, random_weights
 from jrl.trainer.learner import update as of_update
 from jrl.trainer.setup.network import network_of
 from moe import placement
-from moe.adapters import trees
+from moe.adapters import select_frozen, select_trained
 from moe.execution import Execution
 from moe.weights import cast, table
 
@@ -52,7 +52,7 @@ def weights_of(setup):
     if setup.model.lora is None:
         return weights, None
     statement = table(setup.model)
-    return trees.select_trained(weights, statement), trees.select_frozen(weights, statement)
+    return select_trained(weights, statement), select_frozen(weights, statement)
 
 
 def equations(jaxpr):

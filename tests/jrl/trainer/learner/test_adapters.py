@@ -25,7 +25,7 @@ from jrl.trainer.learner.update import update
 from jrl.trainer.setup.network import network_of
 from jrl.trainer.state import abstract, init_adapters, init_state, reference_of
 from moe import weights as moe_weights
-from moe.adapters import trees
+from moe.adapters import has_adapters, merge_adapters, without_adapters
 
 
 def lora_setup(recipe="ppo", changes=None, **settings):
@@ -65,11 +65,11 @@ def test_only_adapters_have_moments_and_nobody_has_a_second_copy_of_the_rest(dty
     # The reference and the critic's trunk are the very arrays of the policy.
     networks, reference = reference_of(setup.networks, state)
     assert networks.policy.config == setup.model.without_adapters()
-    own = trees.without_adapters(policy.weights)
+    own = without_adapters(policy.weights)
     assert all(
         a is b for a, b in zip(jax.tree.leaves(reference), jax.tree.leaves(own), strict=True)
     )
-    trunk = replace(trees.without_adapters(critic.weights), head=own.head)
+    trunk = replace(without_adapters(critic.weights), head=own.head)
     assert all(a is b for a, b in zip(jax.tree.leaves(trunk), jax.tree.leaves(own), strict=True))
     matrices = own.layers.experts.gate_up, own.layers.attention.query
     assert {leaf.dtype for leaf in matrices} == {np.dtype(jax.numpy.dtype(dtype))}
@@ -109,8 +109,8 @@ def test_a_run_learns_adapters_alone_and_goes_on_bit_for_bit(run, tmp_path):
     assert np.any(np.asarray(b) != 0)
     # What another run begins from has them merged.
     merged, _ = load_policy(RunFolder.read(path), setup.networks, float32=True)
-    assert not trees.has_adapters(merged)
-    twin = trees.merge_adapters(expected, moe_weights.table(setup.model))
+    assert not has_adapters(merged)
+    twin = merge_adapters(expected, moe_weights.table(setup.model))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), merged, twin)
 
 

@@ -10,8 +10,8 @@ from small_runs import fresh_weights, small_batch, small_recipe, small_run, smal
 from tiers import full_but
 
 from jrl.losses import ExplainedVariance, Mean
+from jrl.recipes.base.batch import replicated
 from jrl.recipes.base.optimizer import Optimizer
-from jrl.rollout.batching import replicated
 from jrl.trainer.learner.learner import init_learner, transformation
 from jrl.trainer.learner.update import Max, update
 from jrl.trainer.state import init_weights

@@ -12,7 +12,7 @@ from tiers import full_but
 
 from jrl.rollout.resharding import rollout_mesh, rollout_policy
 from moe import placement, weights
-from moe.adapters import trees
+from moe.adapters import combine_trees, merge_adapters, select_frozen, select_trained
 from moe.architecture.lora import TARGETS, Lora
 from moe.execution import Execution
 
@@ -44,8 +44,8 @@ def one_update(setup, given, num_micro=1):
     """The gradient, as the first moment has it, and the metrics."""
     network = setup.networks.policy
     learner, statement = network.init(given), weights.table(setup.model)
-    fixed = trees.select_frozen(learner.weights, statement)
-    learner = replace(learner, weights=trees.select_trained(learner.weights, statement))
+    fixed = select_frozen(learner.weights, statement)
+    learner = replace(learner, weights=select_trained(learner.weights, statement))
     arguments = learner, small_batch(setup, ROWS), None, None
     how = network.objective, network.optimizer, num_micro
     if setup.model.lora is None:
@@ -79,10 +79,10 @@ def test_gradients_are_those_of_merged_weights_by_the_chain_rule():
     given, statement = random_weights(setup, setup.model), weights.table(setup.model)
 
     def merge(learned):
-        both = trees.combine_trees(learned, trees.select_frozen(given, statement))
-        return trees.merge_adapters(both, statement)
+        both = combine_trees(learned, select_frozen(given, statement))
+        return merge_adapters(both, statement)
 
-    twin, back = jax.vjp(merge, trees.select_trained(given, statement))
+    twin, back = jax.vjp(merge, select_trained(given, statement))
     by_weights, expected = one_update(plain, twin)
     found, metrics = on_one_device()
     assert_close(found, back(by_weights)[0])

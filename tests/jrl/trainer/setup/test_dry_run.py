@@ -21,9 +21,8 @@ from jrl.trainer.setup.memory import cache_bytes, logits_bytes, memory, weight_b
 from jrl.trainer.setup.setup import build_setup
 from jrl.trainer.state import abstract, init_adapters, init_state, init_weights
 from moe import placement, weights
-from moe.adapters import trees
-from moe.architecture.attention import MultiHeadLatentAttention
-from moe.architecture.delta import GatedDeltaNet
+from moe.adapters import select_trained
+from moe.architecture.attention import GatedDeltaNet, MultiHeadLatentAttention
 from moe.config import tiny
 from moe.execution import Execution
 from moe.head import logits_of
@@ -241,7 +240,7 @@ def test_memory_of_adapters_is_that_of_what_learns(dtype):
     needs, counters = memory(setup), 8  # of steps
     assert needs["weights"] == on(state.policy.weights)
     assert needs["optimizer moments"] == on(state.policy.opt_state) - counters
-    learned = trees.select_trained(state.critic.weights, weights.table(setup.model.as_critic()))
+    learned = select_trained(state.critic.weights, weights.table(setup.model.as_critic()))
     assert needs["critic"] == on(learned)
     assert needs["critic's optimizer moments"] == on(state.critic.opt_state) - counters
     assert needs["gradients"] < needs["weights"] / 2

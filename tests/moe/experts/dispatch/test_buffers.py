@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of
+from references import dense_reference
 from tiers import full_but
 
 from moe.execution import Execution
 from moe.experts.dispatch.buffers import buffer_rows, peer_assignments, peer_tokens
 from moe.experts.dispatch.choice import dispatch, rows_received
 from moe.experts.dispatch.cost import TokenExchange, cheapest, peer_capacity_of
-from moe.experts.feed_forward import dense_reference
 from moe.router.routing import Routing
 from moe.weights import Experts
 from sharding.collectives import all_sum

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of
 from ragged import ragged_by_gathering
+from references import dense_reference
 from tiers import full_but
 
 from moe.execution import TWO_LEVELS, Execution
@@ -22,7 +23,7 @@ from moe.experts.dispatch import ragged as ragged_dispatcher
 from moe.experts.dispatch.buffers import DispatchOptions, peer_assignments, peer_tokens, slots_of
 from moe.experts.dispatch.choice import dispatch, rows_received
 from moe.experts.dispatch.ragged import ragged_dispatch
-from moe.experts.feed_forward import dense_reference, routed_experts
+from moe.experts.feed_forward import routed_experts
 from moe.router.routing import Routing
 from moe.weights import Experts
 from sharding.collectives import all_sum

@@ -11,11 +11,11 @@ import pytest
 from hlo_graph import Graph
 from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of
+from references import dense_reference
 from tiers import full_but
 
 from moe.execution import Execution
 from moe.experts.dispatch.choice import chunk_sizes, dispatch
-from moe.experts.feed_forward import dense_reference
 from moe.remat import rematerialise
 from moe.router.routing import Routing
 from moe.weights import Experts

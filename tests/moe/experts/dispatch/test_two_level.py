@@ -6,11 +6,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from observed_collectives import hlo_collectives, jaxpr_collectives
 from programs import jit, mesh_of
+from references import dense_reference
 
 from moe.execution import Execution
 from moe.experts.dispatch.buffers import peer_tokens
 from moe.experts.dispatch.choice import check_dispatch, dispatch, rows_received
-from moe.experts.feed_forward import dense_reference
 from moe.router.routing import Routing
 from moe.weights import Experts
 from sharding.collectives import all_sum

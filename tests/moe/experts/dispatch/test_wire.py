@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from programs import jit, mesh_of
+from references import dense_reference
 from tiers import full_but
 
 from moe.execution import Execution
 from moe.experts.dispatch.choice import dispatch
-from moe.experts.feed_forward import dense_reference
 from moe.router.routing import Routing
 from moe.weights import Experts
 from sharding import compression

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from programs import jit
 
-from moe.adapters.adapted import Adapted
-from moe.adapters.trees import merge_adapters, select_trained
+from moe.adapters import Adapted, merge_adapters, select_trained
 from moe.architecture.lora import TARGETS, Lora
 from moe.attention.projections import heads, join_heads
 from moe.config import ModelConfig

@@ -9,8 +9,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from programs import mesh_of
 
-from moe.cache.buffers import kernel_bytes
-from moe.cache.step import StepCore, StepTokens
+from moe.cache import StepCore, StepTokens, kernel_bytes
 from moe.config import ModelConfig, MultiHeadLatentAttention
 from moe.execution import Execution
 from moe.implementations import check_decode_kernel

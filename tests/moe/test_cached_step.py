@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from programs import jit
 
-from moe.cache.step import StepCore, StepTokens
+from moe.cache import StepCore, StepTokens
 from moe.config import ModelConfig, MultiHeadLatentAttention
 from moe.execution import Execution
 from moe.kernels import latent_decode

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from programs import jit
 
-from moe.precision import rms_norm, shared
+from moe.ops.precision import rms_norm, shared
 
 BATCH, TIME, HEADS, KV_HEADS, HEAD_DIM, D_MODEL = 3, 5, 6, 2, 4, 7
 norm = jit(rms_norm, static_argnums=2)

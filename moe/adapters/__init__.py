@@ -1,1 +1,0 @@
-"""Low-rank adapters (LoRA): trained matrices added to frozen base weights."""

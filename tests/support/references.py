@@ -1,0 +1,40 @@
+"""Reference implementations, and inputs, that tests of several files share."""
+
+import jax
+import jax.numpy as jnp
+
+from moe.disaggregated.placement import Placement
+from moe.experts.gated import apply_activation
+
+
+def dense_reference(weights, x, experts, probs, activation="silu"):
+    """That of `moe.experts.feed_forward.routed_experts`: every token through every expert, and the
+    outputs multiplied by the gate weights."""
+    gate, up = (
+        jnp.einsum("nd,edf->nef", x, weights.gate_up[:, :, half].astype(x.dtype))
+        for half in range(2)
+    )
+    if weights.gate_up_bias is not None:
+        gate = gate + weights.gate_up_bias[None, :, 0].astype(x.dtype)
+        up = up + weights.gate_up_bias[None, :, 1].astype(x.dtype)
+    hidden = apply_activation(gate, up, activation)
+    out = jnp.einsum("nef,efd->ned", hidden, weights.down.astype(x.dtype))
+    if weights.down_bias is not None:
+        out = out + weights.down_bias[None].astype(x.dtype)
+    combine_weights = jax.nn.one_hot(experts, weights.down.shape[0], dtype=jnp.float32)
+    combine_weights = jnp.einsum("nke,nk->ne", combine_weights, probs)
+    return jnp.einsum("ne,ned->nd", combine_weights, out.astype(jnp.float32))
+
+
+def causal_mask(valid):
+    """Causal mask without padding: each position sees itself and earlier ones that are valid."""
+    time = valid.shape[1]
+    order = jnp.arange(time)
+    return valid[:, None, :] & (order[:, None] >= order[None, :])[None]
+
+
+def placement_of(replicas, num_devices):
+    """Placement of experts with as many slots per device as the largest slot index needs."""
+    slots_of_experts = tuple(tuple((int(d), int(s)) for d, s in slots) for slots in replicas)
+    num_slots = 1 + max((slot for slots in slots_of_experts for _, slot in slots), default=0)
+    return Placement(slots_of_experts, num_devices, num_slots)
