@@ -190,7 +190,7 @@ def compiled_step(step: Any, hardware: Any) -> Figures:
         program = compile_step(step)
     except Exception as error:  # a compiler's refusal has no type of its own; it is a row
         return {"error": reason(error)}
-    text = program.compiled.as_text()
+    text = program.text
     found = timeline(text, hardware)
     return {
         "bytes": program.arguments + program.temporaries,

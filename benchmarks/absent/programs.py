@@ -10,7 +10,13 @@ from benchmarks.absent import compilers
 from benchmarks.absent.rows import Figures, folder_of, matches, reason
 from benchmarks.absent.work import PROMPT, RESPONSE
 from benchmarks.gpu.networks import network
-from benchmarks.gpu.shapes import QWEN3_06B, QWEN3_235B, QWEN3_A3B
+from benchmarks.gpu.shapes import (
+    DEEPSEEK_V3,
+    MIXTRAL_8X22B,
+    QWEN3_06B,
+    QWEN3_235B,
+    QWEN3_A3B,
+)
 
 KERNELS = {
     "experts": "mosaic_gathered",
@@ -38,7 +44,6 @@ class Step(NamedTuple):
       prompt, response: tokens of each.
       run: fields of `jrl.config.run.RunConfig` besides: dispatch, and dtypes of gradients and
         moments.
-      quick: it is one of the quick check.
     """
 
     device: str
@@ -53,7 +58,6 @@ class Step(NamedTuple):
     prompt: int = PROMPT
     response: int = RESPONSE
     run: dict[str, Any] | None = None
-    quick: bool = False
 
     @property
     def label(self) -> str:
@@ -61,17 +65,26 @@ class Step(NamedTuple):
         return f"{self.device} {self.title} {self.layout}"
 
 
-ONE_LAYER, TWO_LAYERS = QWEN3_A3B | {"num_layers": 1}, QWEN3_A3B | {"num_layers": 2}
+ONE_LAYER = QWEN3_A3B | {"num_layers": 1}
 SELECTIVE, FULL = {"remat": "selective"}, {"remat": "full"}
 EIGHT = "h100", "1x1x8", "dp8 / ep8"
+FOUR_LAYERS = "Qwen3-30B-A3B, 4 layers", QWEN3_A3B | {"num_layers": 4}
+MEGABLOX = {"experts": "megablox", "remat": "selective", "buffer_factor": 1.5}
+ON_GPUS = Step(*EIGHT, *FOUR_LAYERS, KERNELS | {"scan_layers": True})
+ON_TPUS = Step(*("v5p", None, "dp8 / ep8"), *FOUR_LAYERS, MEGABLOX | {"scan_layers": True})
+"""Layers in a loop: a deeper network runs the same program for longer."""
+SELECTED = Step(*EIGHT, "Qwen3-30B-A3B", QWEN3_A3B, SELECTIVE)
+"""Implementations are those that None selects."""
+QUICK = (
+    ON_GPUS,
+    # A single layer has no loop, and takes a TPU's compiler less time.
+    Step(*("v5p", None, "dp8 / ep8", "Qwen3-30B-A3B, 1 layer"), ONE_LAYER, MEGABLOX),
+)
+"""Steps of the quick check."""
 STEPS = (
-    Step(*EIGHT, "Qwen3-30B-A3B, 2 layers, kernels", TWO_LAYERS, KERNELS, quick=True),
-    Step(
-        *("v5p", None, "dp8 / ep8", "Qwen3-30B-A3B, 1 layer, megablox", ONE_LAYER),
-        {"experts": "megablox", "remat": "selective", "buffer_factor": 1.5},
-        quick=True,
-    ),
-    Step(*EIGHT, "Qwen3-30B-A3B, kernels", QWEN3_A3B, KERNELS),
+    ON_GPUS,
+    ON_TPUS,
+    SELECTED,
     Step(*("h100", "1x1x1", "dp1"), "Qwen3-0.6B", QWEN3_06B, SELECTIVE, rows=32, micro_batches=8),
     Step(*EIGHT, "Qwen3-30B-A3B, scoring", QWEN3_A3B, SELECTIVE, SCORING, rows=64),
     Step(*EIGHT, "Qwen3-30B-A3B, decoding", QWEN3_A3B, {}, DECODING, rows=256),
@@ -84,13 +97,33 @@ STEPS = (
         micro_batches=16,
         run={"mu_dtype": "bfloat16"},
     ),
+    # Layouts that the planner proposes for 2, 16 and 4 x 2^20 tokens a step.
+    Step(
+        *("h100", "1x16x8", "cp2 dp8 pp8 / ep8", "Mixtral-8x22B", MIXTRAL_8X22B),
+        SELECTIVE | {"scan_layers": True},
+        rows=1024,
+        micro_batches=128,
+    ),
+    Step(
+        *("h100", "1x128x8", "cp2 dp64 pp8 / ep8", "Mixtral-8x22B", MIXTRAL_8X22B),
+        SELECTIVE | {"scan_layers": True},
+        rows=8192,
+        micro_batches=128,
+    ),
+    Step(
+        *("h100", "1x64x8", "tp4 dp4 pp32 / ep8", "DeepSeek-V3", DEEPSEEK_V3),
+        SELECTIVE | {"scan_layers": True},
+        rows=2048,
+        micro_batches=512,
+    ),
+    Step(*("b200", "1x1x8", "dp8 / ep8", "Qwen3-30B-A3B", QWEN3_A3B, SELECTIVE)),
 )
 
 
 def steps(only: Sequence[str], *, quick: bool, keep: Path | None) -> Iterator[Figures]:
     """A row for each program; quick: an update on eight GPUs and one on eight TPUs."""
-    for step in STEPS:
-        if (quick and not step.quick) or not matches(step.label, only):
+    for step in QUICK if quick else STEPS:
+        if not matches(step.label, only):
             continue
         about = {"device": step.device, "layout": step.layout, "program": step.title}
         try:
@@ -99,7 +132,7 @@ def steps(only: Sequence[str], *, quick: bool, keep: Path | None) -> Iterator[Fi
             yield about | {"error": reason(error)}
             continue
         predicted = predicted_bytes(step)
-        total, asynchronous = collectives_of(program.compiled.as_text())
+        total, asynchronous = collectives_of(program.text)
         yield about | {
             "seconds": program.seconds,
             "arguments": program.arguments,
@@ -125,11 +158,20 @@ def collectives_of(text: str) -> tuple[int, int]:
     return len(found), sum(one.is_asynchronous for one in found)
 
 
+_SHARED: dict[str, compilers.Program] = {}
+
+
 def compile_step(step: Step, keep: Path | None = None) -> compilers.Program:
-    """Compiles a program for its devices."""
+    """Compiles a program for its devices, or returns it if this process has compiled it without
+    keeping its files, with no seconds."""
+    same = repr(step._replace(title=""))
+    if keep is None and same in _SHARED:
+        return _SHARED[same]._replace(seconds=0.0)
     build = {UPDATE: _update, SCORING: _scoring, DECODING: _decoding}[step.kind]
-    program, *given = build(step)
-    return compilers.compile_for(step.device, program, *given, keep=keep)
+    function, *given = build(step)
+    program = compilers.compile_for(step.device, function, *given, keep=keep)
+    _SHARED[same] = program
+    return program
 
 
 def predicted_bytes(step: Step) -> float | None:
