@@ -133,4 +133,4 @@ def compile_layer(method: str, keep: Path | None = None) -> compilers.Program:
         of(jnp.int32, rows, tokens, K),
         of(jnp.float32, rows, tokens, K),
     )
-    return compilers.compile_for(HOPPER, sharded, *operands, keep=keep)
+    return compilers.compile_for(HOPPER, sharded, *operands, keep=keep, reads_kernels=False)

@@ -44,6 +44,7 @@ class Step(NamedTuple):
       prompt, response: tokens of each.
       run: fields of `jrl.config.run.RunConfig` besides: dispatch, and dtypes of gradients and
         moments.
+      quick: it is one of the quick check.
     """
 
     device: str
@@ -58,6 +59,7 @@ class Step(NamedTuple):
     prompt: int = PROMPT
     response: int = RESPONSE
     run: dict[str, Any] | None = None
+    quick: bool = False
 
     @property
     def label(self) -> str:
@@ -65,25 +67,18 @@ class Step(NamedTuple):
         return f"{self.device} {self.title} {self.layout}"
 
 
-ONE_LAYER = QWEN3_A3B | {"num_layers": 1}
+ONE_LAYER, TWO_LAYERS = QWEN3_A3B | {"num_layers": 1}, QWEN3_A3B | {"num_layers": 2}
 SELECTIVE, FULL = {"remat": "selective"}, {"remat": "full"}
 EIGHT = "h100", "1x1x8", "dp8 / ep8"
-FOUR_LAYERS = "Qwen3-30B-A3B, 4 layers", QWEN3_A3B | {"num_layers": 4}
-MEGABLOX = {"experts": "megablox", "remat": "selective", "buffer_factor": 1.5}
-ON_GPUS = Step(*EIGHT, *FOUR_LAYERS, KERNELS | {"scan_layers": True})
-ON_TPUS = Step(*("v5p", None, "dp8 / ep8"), *FOUR_LAYERS, MEGABLOX | {"scan_layers": True})
-"""Layers in a loop: a deeper network runs the same program for longer."""
 SELECTED = Step(*EIGHT, "Qwen3-30B-A3B", QWEN3_A3B, SELECTIVE)
 """Implementations are those that None selects."""
-QUICK = (
-    ON_GPUS,
-    # A single layer has no loop, and takes a TPU's compiler less time.
-    Step(*("v5p", None, "dp8 / ep8", "Qwen3-30B-A3B, 1 layer"), ONE_LAYER, MEGABLOX),
-)
-"""Steps of the quick check."""
 STEPS = (
-    ON_GPUS,
-    ON_TPUS,
+    Step(*EIGHT, "Qwen3-30B-A3B, 2 layers, kernels", TWO_LAYERS, KERNELS, quick=True),
+    Step(
+        *("v5p", None, "dp8 / ep8", "Qwen3-30B-A3B, 1 layer, megablox", ONE_LAYER),
+        {"experts": "megablox", "remat": "selective", "buffer_factor": 1.5},
+        quick=True,
+    ),
     SELECTED,
     Step(*("h100", "1x1x1", "dp1"), "Qwen3-0.6B", QWEN3_06B, SELECTIVE, rows=32, micro_batches=8),
     Step(*EIGHT, "Qwen3-30B-A3B, scoring", QWEN3_A3B, SELECTIVE, SCORING, rows=64),
@@ -122,8 +117,8 @@ STEPS = (
 
 def steps(only: Sequence[str], *, quick: bool, keep: Path | None) -> Iterator[Figures]:
     """A row for each program; quick: an update on eight GPUs and one on eight TPUs."""
-    for step in QUICK if quick else STEPS:
-        if not matches(step.label, only):
+    for step in STEPS:
+        if (quick and not step.quick) or not matches(step.label, only):
             continue
         about = {"device": step.device, "layout": step.layout, "program": step.title}
         try:
@@ -158,19 +153,31 @@ def collectives_of(text: str) -> tuple[int, int]:
     return len(found), sum(one.is_asynchronous for one in found)
 
 
-_SHARED: dict[str, compilers.Program] = {}
+_COMPILED: dict[str, compilers.Program] = {}
 
 
-def compile_step(step: Step, keep: Path | None = None) -> compilers.Program:
-    """Compiles a program for its devices, or returns it if this process has compiled it without
-    keeping its files, with no seconds."""
-    same = repr(step._replace(title=""))
-    if keep is None and same in _SHARED:
-        return _SHARED[same]._replace(seconds=0.0)
+def compile_step(
+    step: Step, keep: Path | None = None, *, reads_kernels: bool = True
+) -> compilers.Program:
+    """Compiles a program for its devices.
+
+    A program that this process has compiled already, with its kernels, is not compiled again: it is
+    returned with 0 seconds.
+
+    Args:
+      keep, reads_kernels: as in `compilers.compile_for`; with a folder to keep it is always
+        compiled.
+    """
+    same = repr(step._replace(title="", quick=False))
+    if keep is None and same in _COMPILED:
+        return _COMPILED[same]._replace(seconds=0.0)
     build = {UPDATE: _update, SCORING: _scoring, DECODING: _decoding}[step.kind]
     function, *given = build(step)
-    program = compilers.compile_for(step.device, function, *given, keep=keep)
-    _SHARED[same] = program
+    program = compilers.compile_for(
+        step.device, function, *given, keep=keep, reads_kernels=reads_kernels
+    )
+    if reads_kernels:
+        _COMPILED[same] = program
     return program
 
 

@@ -7,7 +7,6 @@ import pytest
 
 from benchmarks.absent import compilers, programs
 from benchmarks.absent.descriptions import GPUS, TPUS
-from benchmarks.absent.schedule import SCHEDULED
 from benchmarks.gpu.networks import network
 from benchmarks.gpu.shapes import DEEPSEEK_V3, MIXTRAL_8X22B, QWEN3_235B, QWEN3_A3B
 from moe.counts import sizes_of
@@ -40,21 +39,24 @@ def test_layouts_have_all_devices_and_divide_the_rows():
 def test_a_program_of_two_rows_is_compiled_once(monkeypatch, tmp_path):
     compiled = []
 
-    def compile_for(kind, function, *given, keep=None):
-        compiled.append(keep)
+    def compile_for(kind, function, *given, keep, reads_kernels):
+        compiled.append((keep, reads_kernels))
         return compilers.Program("", 1, 2, [], 3.0)
 
-    monkeypatch.setattr(programs, "_SHARED", {})
+    monkeypatch.setattr(programs, "_COMPILED", {})
     monkeypatch.setattr(programs, "_update", lambda step: (len,))
     monkeypatch.setattr(compilers, "compile_for", compile_for)
-    step = SCHEDULED[0].step
+    step = programs.SELECTED
     assert step in programs.STEPS
+    # Without its kernels it is no row of `steps`.
+    assert programs.compile_step(step, reads_kernels=False).seconds == 3.0
     assert programs.compile_step(step).seconds == 3.0
+    assert programs.compile_step(step, reads_kernels=False).seconds == 0.0
     assert programs.compile_step(step._replace(title="the same")).seconds == 0.0
     assert programs.compile_step(step._replace(rows=32)).seconds == 3.0
     # Its kernels are in a folder then.
     assert programs.compile_step(step, tmp_path).seconds == 3.0
-    assert compiled == [None, None, tmp_path]
+    assert compiled == [(None, False), (None, True), (None, True), (tmp_path, True)]
 
 
 def test_committed_programs_fit_their_devices():
