@@ -106,8 +106,7 @@ STEPS = (
         micro_batches=128,
     ),
     Step(
-        *("h100", "1x64x8", "tp4 dp4 pp32 / ep8", "DeepSeek-V3", DEEPSEEK_V3),
-        SELECTIVE | {"scan_layers": True},
+        *("h100", "1x64x8", "tp4 dp4 pp32 / ep8", "DeepSeek-V3", DEEPSEEK_V3, SELECTIVE),
         rows=2048,
         micro_batches=512,
     ),
