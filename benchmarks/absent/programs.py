@@ -92,7 +92,8 @@ STEPS = (
         micro_batches=16,
         run={"mu_dtype": "bfloat16"},
     ),
-    # Layouts that the planner proposes for 2, 16 and 4 x 2^20 tokens a step.
+    # The planner's first layouts for 2 and 4 x 2^20 tokens a step on 128 and on 512; on 1,024 that
+    # of 128 with more dp, the planner's third.
     Step(
         *("h100", "1x16x8", "cp2 dp8 pp8 / ep8", "Mixtral-8x22B", MIXTRAL_8X22B),
         SELECTIVE | {"scan_layers": True},
