@@ -152,6 +152,7 @@ def compile_for(
         traced = trace(*operands)
         compiled = traced.lower(lowering_platforms=(platform_of(kind),)).compile()
         text, memory = compiled.as_text() or "", compiled.memory_analysis()
+        assert memory is not None, "every compiler of absent devices says what memory it takes"
         if keep is not None:
             (keep / SCHEDULED).write_text(text)
         arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
