@@ -415,6 +415,9 @@ class Passes:
         layer_gradient, grad = self.chunk.backward(
             shared, index_tree(residuals[1], slots[1]), (grad, unit_cotangent)
         )
+        # Else XLA stacks the gradients of unrolled layers in the dtype of the sum, which takes
+        # twice the memory where weights are bfloat16.
+        layer_gradient = jax.tree.map(lax.optimization_barrier, layer_gradient)
 
         def enter(embed_and_head: Tree, first_residuals: list[Array], grad: Array) -> Tree:
             embed_and_head_gradient, _ = self.first.backward(

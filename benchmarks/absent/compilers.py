@@ -26,32 +26,28 @@ PACKAGES = {
 OTHERS = ("jax", "jaxlib")
 SCHEDULED = "scheduled.txt"
 """File with the scheduled program in a folder that is kept."""
+DUMP = "MOSAIC_GPU_DUMP_"
+"""Variables that make Mosaic GPU leave files of each kernel start so. It then leaves the code after
+each of its passes too, 30 MB a kernel, and runs a disassembler."""
 DUMPS = ("PTX", "PTXAS", "SASS", "RESOURCES", "HOST_LLVM")
-"""Files that Mosaic GPU leaves of each kernel in the folder of ``MOSAIC_GPU_DUMP_TO``."""
+"""Files that are read."""
 
 
 class Program(NamedTuple):
     """A program that was compiled for absent devices.
 
     Attributes:
-      compiled: of JAX, with `memory_analysis` and the scheduled program (`as_text`).
-      kernels: the Mosaic kernels in it, each once.
+      text: the scheduled program.
+      arguments, temporaries: bytes of each on a device.
+      kernels: the Mosaic kernels in it, each once, where they were read.
       seconds: processor time that compilation took, of all threads and processes.
     """
 
-    compiled: Any
+    text: str
+    arguments: int
+    temporaries: int
     kernels: list[Kernel]
     seconds: float
-
-    @property
-    def temporaries(self) -> int:
-        """Bytes of temporaries on each device."""
-        return self.compiled.memory_analysis().temp_size_in_bytes
-
-    @property
-    def arguments(self) -> int:
-        """Bytes of arguments on each device."""
-        return self.compiled.memory_analysis().argument_size_in_bytes
 
 
 def installed(package: str) -> str | None:
@@ -95,8 +91,6 @@ def prepare() -> None:
         # Autotuning would run candidates on a device.
         flags = f"--xla_gpu_cuda_data_dir={root} --xla_gpu_autotune_level=0"
         os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}".strip()
-    for name in DUMPS:
-        os.environ[f"MOSAIC_GPU_DUMP_{name}"] = "1"
 
 
 def devices(kind: str, shape: str | None = None) -> list[Any]:
@@ -127,7 +121,11 @@ def platform_of(kind: str) -> str:
 
 
 def compile_for(
-    kind: str, function: Callable[..., Any], *operands: Any, keep: Path | None = None
+    kind: str,
+    function: Callable[..., Any],
+    *operands: Any,
+    keep: Path | None = None,
+    reads_kernels: bool = True,
 ) -> Program:
     """Compiles a function for absent devices.
 
@@ -137,11 +135,15 @@ def compile_for(
       operands: shapes with shardings over `devices`, and static arguments.
       keep: folder in which PTX, machine code and reports of the kernels stay, and the scheduled
         program; None removes them.
+      reads_kernels: else `Program.kernels` is empty, unless their files are kept.
     """
     import jax
 
     folder = keep or Path(tempfile.mkdtemp(prefix="absent-"))
-    os.environ["MOSAIC_GPU_DUMP_TO"] = str(folder)
+    for name in (*DUMPS, "TO"):
+        os.environ.pop(f"{DUMP}{name}", None)
+    if reads_kernels or keep is not None:
+        os.environ |= {f"{DUMP}{name}": "1" for name in DUMPS} | {f"{DUMP}TO": str(folder)}
     # A kernel that this process compiled before would leave nothing.
     jax.clear_caches()
     began = _processor_time()
@@ -149,9 +151,13 @@ def compile_for(
         trace = getattr(function, "trace", None) or jax.jit(function).trace
         traced = trace(*operands)
         compiled = traced.lower(lowering_platforms=(platform_of(kind),)).compile()
+        text, memory = compiled.as_text() or "", compiled.memory_analysis()
+        assert memory is not None, "every compiler of absent devices says what memory it takes"
         if keep is not None:
-            (keep / SCHEDULED).write_text(compiled.as_text() or "")
-        return Program(compiled, read_dumps(folder), _processor_time() - began)
+            (keep / SCHEDULED).write_text(text)
+        arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+        kernels = read_dumps(folder)
+        return Program(text, arguments, temporaries, kernels, _processor_time() - began)
     finally:
         if keep is None:
             shutil.rmtree(folder)

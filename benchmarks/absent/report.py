@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.absent.descriptions import GPUS, TPUS
-from benchmarks.absent.rows import Figures
+from benchmarks.absent.rows import Figures, by_name
 
 KERNELS, MEGABLOX, STEPS = "kernels", "megablox", "steps"
 SCHEDULE, LAUNCHES, EXCHANGES = "schedule", "launches", "exchanges"
@@ -59,6 +59,17 @@ def summary(figures: Figures) -> str:
     return f"{len(rows) - refused} compiled, {refused} refused, {defective} with defects"
 
 
+def seconds_text(figures: Figures) -> str:
+    """Processor time that compilation took, of each part and of all."""
+    seconds = {
+        part: sum(rows[0].get("seconds", 0.0) for rows in by_name(figures[part]).values())
+        for part in PARTS
+        if figures.get(part)
+    }
+    parts = ", ".join(f"{part} {total:,.0f} s" for part, total in seconds.items())
+    return f"Processor time: {parts}; {sum(seconds.values()):,.0f} s in all"
+
+
 def hidden_share(row: Figures, part: str = "") -> float:
     """Share of the time of collectives that computation does not wait for.
 
@@ -107,7 +118,8 @@ def today() -> str:
 def markdown(figures: Figures) -> str:
     """The rows as Markdown tables, with date and versions."""
     versions = _versions_text(figures)
-    parts = [f"{figures['date']}: {versions}. {summary(figures).capitalize()}."]
+    said = summary(figures).capitalize(), seconds_text(figures)
+    parts = [f"{figures['date']}: {versions}. {'. '.join(said)}."]
     if figures.get(KERNELS):
         parts.append(_kernel_table(figures[KERNELS]))
     if figures.get(MEGABLOX):

@@ -102,12 +102,12 @@ NAMES = ("device", "model", "operation", "layout", "program", "flags", "form")
 def merged(before: Sequence[Figures], found: Sequence[Figures]) -> list[Figures]:
     """Rows of an earlier run and of this one, which replaces those of the same name where they are;
     others are the last."""
-    by_name = _by_name(before) | _by_name(found)
-    return [row for rows in by_name.values() for row in rows]
+    together = by_name(before) | by_name(found)
+    return [row for rows in together.values() for row in rows]
 
 
-def _by_name(rows: Sequence[Figures]) -> dict[tuple[Any, ...], list[Figures]]:
-    # An operation of more than one kernel has a row for each.
+def by_name(rows: Sequence[Figures]) -> dict[tuple[Any, ...], list[Figures]]:
+    """Rows by what they are of; an operation of more than one kernel has a row for each."""
     found: dict[tuple[Any, ...], list[Figures]] = {}
     for row in rows:
         found.setdefault(tuple(row.get(field) for field in NAMES), []).append(row)

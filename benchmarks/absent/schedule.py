@@ -65,11 +65,11 @@ def schedules(only: Sequence[str], *, quick: bool, keep: Path | None) -> Iterato
         about |= {"flags": one.flags}
         step = step._replace(execution=step.execution | FLAGS[one.flags])
         try:
-            program = compile_step(step, folder_of(keep, label))
+            program = compile_step(step, folder_of(keep, label), reads_kernels=False)
         except Exception as error:  # a compiler's refusal has no type of its own; it is a row
             yield about | {"error": reason(error)}
             continue
-        text = program.compiled.as_text()
+        text = program.text
         yield (
             about
             | {"seconds": program.seconds, "temporaries": program.temporaries}

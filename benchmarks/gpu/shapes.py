@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple
 
+from moe.architecture.attention import MultiHeadLatentAttention
+
 
 class Product(NamedTuple):
     """Rows times the matrix of their group: ``[rows, inner] x [groups, inner, outer]``."""
@@ -131,3 +133,39 @@ QWEN3_235B = QWEN3_A3B | {"num_layers": 94, "d_model": 4096, "num_heads": 64, "d
 """Qwen3-235B-A22B: a token meets 22 billion of its parameters."""
 QWEN3_A3B_OF_32 = QWEN3_A3B | {"num_experts": 32}
 """The same with 32 of the experts: those of 128 and a cache of 256 rows are larger than 80 GB."""
+MIXTRAL_8X22B: dict[str, Any] = {
+    "vocab_size": 32768,
+    "num_layers": 56,
+    "d_model": 6144,
+    "num_heads": 48,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "num_experts": 8,
+    "experts_per_token": 2,
+    "d_expert": 16384,
+    "rope_base": 1000000.0,
+}
+"""Mixtral-8x22B: a token meets 39 billion of its 141 billion parameters."""
+DEEPSEEK_V3: dict[str, Any] = {
+    "vocab_size": 129280,
+    "num_layers": 61,
+    "d_model": 7168,
+    "num_heads": 128,
+    "num_kv_heads": 128,
+    "head_dim": 192,
+    "mla": MultiHeadLatentAttention(512, 1536, 64, 128),
+    "num_experts": 256,
+    "experts_per_token": 8,
+    "d_expert": 2048,
+    "d_ff": 2048,
+    "num_dense_layers": 3,
+    "dense_d_ff": 18432,
+    "router_scores": "sigmoid",
+    "selection_bias": True,
+    "num_expert_groups": 8,
+    "expert_groups_per_token": 4,
+    "routed_scaling": 2.5,
+    "rope_interleaved": True,
+}
+"""DeepSeek-V3, without the scaling of its positions: a token meets 37 billion of its 671 billion
+parameters."""

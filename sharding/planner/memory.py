@@ -5,11 +5,13 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from sharding.costs.dispatch import balanced_rows
 from sharding.costs.transfer import group_strides
 from sharding.folding import Layout
 from sharding.planner.method import Batch, Method, for_weights
 from sharding.planner.models import ModelSizes
 from sharding.planner.volumes import (
+    balanced_tokens_per_peer,
     kv_replication,
     relayed_tokens,
     tokens_per_expert,
@@ -340,14 +342,19 @@ def selective_activation_bytes(
 
 
 def expert_rows(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> int:
-    """Rows that the experts of a device compute: those of even routing, or the worst case."""
-    if method.even:
+    """Rows of the expert buffers of a device: those of even routing, a multiple of them with
+    `Method.buffer_factor`, or the worst case."""
+    if method.even and method.buffer_factor is None:
         return tokens * model.experts_per_token * layout.etp
     local = model.num_experts // layout.ep
     most = tokens * min(model.experts_per_token, local)
     if model.capacity_factor is not None:
         most = min(most, tokens_per_expert(model, tokens) * local)
-    return layout.ep * layout.etp * most
+    most *= layout.ep * layout.etp
+    # Without other devices there are no buffers to bound.
+    if method.buffer_factor is None or layout.ep * layout.etp == 1:
+        return most
+    return min(most, balanced_rows(method.buffer_factor, tokens, model.experts_per_token, layout))
 
 
 def received_tokens(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> int:
@@ -360,9 +367,13 @@ def received_tokens(model: ModelSizes, layout: Layout, tokens: int, method: Meth
         return 0
     if method.dispatch == "all_gather":
         return num_sharing * tokens
+    per_peer = tokens_per_peer(model, layout, tokens)
+    if method.buffer_factor is not None:
+        balanced = balanced_tokens_per_peer(model, layout, tokens, method)
+        return num_sharing * min(per_peer, balanced)
     if method.even:
         return tokens * model.experts_per_token * layout.etp
-    return num_sharing * tokens_per_peer(model, layout, tokens)
+    return num_sharing * per_peer
 
 
 def saved_score_bytes(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> float:

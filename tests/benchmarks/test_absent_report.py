@@ -6,12 +6,14 @@ import pytest
 
 from benchmarks.absent.report import (
     EXCHANGES,
+    KERNELS,
     LAUNCHES,
     SCHEDULE,
     STEPS,
     line_of,
     markdown,
     read,
+    seconds_text,
     write,
 )
 from benchmarks.absent.rows import NAMES, merged
@@ -44,6 +46,7 @@ def test_each_row_is_a_line_and_a_row_of_its_table():
     figures |= {EXCHANGES: [SENT]}
     text = markdown(figures)
     assert "4 compiled, 0 refused" in text
+    assert "steps 3 s, schedule 3 s, launches 3 s, exchanges 3 s; 12 s in all" in text
     assert "| a network | 30.0 | 10.0 | 51% | 50.0 | 1.25 | 24 | 23 | 1 |  |" in text
     assert "| `--overlap-it` | 9 | 7 | 8.0 | 75% | 4.0 | 100% | 1.0 |" in text
     assert "| decoding step | None | 2,790 | 3 | 0.5 |" in text
@@ -80,6 +83,11 @@ def test_rows_of_other_versions_are_not_mixed(tmp_path):
     assert read(tmp_path, VERSIONS | {"date": "2026-02-02"})[STEPS] == [UPDATE]
     with pytest.raises(ValueError, match=r"absent\.json was made by other versions \(jax 1\.2\): "):
         read(tmp_path, VERSIONS | {"versions": {"jax": "1.3"}})
+
+
+def test_an_operation_of_two_kernels_takes_its_time_once():
+    rows = [{"operation": name, "seconds": 2.0} for name in ("a", "b", "b")]
+    assert seconds_text({KERNELS: rows}) == "Processor time: kernels 4 s; 4 s in all"
 
 
 def test_rows_of_another_run_replace_those_of_the_same_name_where_they_are():

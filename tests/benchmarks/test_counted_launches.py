@@ -1,7 +1,5 @@
 """Launches of a scheduled program, counted in its text."""
 
-from types import SimpleNamespace
-
 from benchmarks.absent import launches
 from benchmarks.absent.compilers import Program
 from benchmarks.absent.launches import Case, Launches, count_launches
@@ -55,21 +53,12 @@ def test_a_loop_of_known_length_counts_as_often_as_it_runs():
     assert count_launches(PROGRAM) == Launches(1 + 7 * 2 + 2 + 2 + (2 + 1), 2 + 2)
 
 
-class Compiled:
-    """A compiled program of a given text."""
-
-    def as_text(self):
-        return PROGRAM
-
-    def memory_analysis(self):
-        return SimpleNamespace(temp_size_in_bytes=2**20)
-
-
 def test_a_row_for_each_program_and_form(monkeypatch):
     def refuse():
         raise ValueError("no kernel\nfor it")
 
-    cases = Case("step", "None", lambda: Program(Compiled(), [], 2.0)), Case("step", "odd", refuse)
+    program = Program(PROGRAM, 2**10, 2**20, [], 2.0)
+    cases = Case("step", "None", lambda: program), Case("step", "odd", refuse)
     monkeypatch.setattr(launches, "CASES", cases)
     first, refused = launches.launches([], quick=False, keep=None)
     assert (first["launches"], first["per_turn"], first["temporaries"]) == (22, 4, 2**20)

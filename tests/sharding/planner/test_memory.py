@@ -206,9 +206,14 @@ def test_buffers_are_as_large_as_the_dispatchers(layout, capacity):
         even = expert_rows(model, sizes, 64, Method(even=True))
         assert even == buffers.buffer_rows(64, 3, 16 // sizes.ep, mesh, None, buffer_factor=1.0)
         for factor in (0.8, 1.5, 9.0):
-            expected = buffers.peer_tokens(64, 3, 16 // sizes.ep, mesh, None, factor)
-            method = Method(buffer_factor=factor)
+            given = 64, 3, 16 // sizes.ep, mesh, None, factor
+            expected = buffers.peer_tokens(*given)
+            method = Method("all_to_all", buffer_factor=factor, even=True)
             assert balanced_tokens_per_peer(model, sizes, 64, method) == expected
+            num_sharing = sizes.ep * sizes.etp
+            if num_sharing > 1:
+                assert expert_rows(model, sizes, 64, method) == buffers.buffer_rows(*given)
+                assert received_tokens(model, sizes, 64, method) == num_sharing * expected
 
 
 def compiled_bytes(layout, rows, time, model=CONFIG, **execution):
