@@ -212,12 +212,19 @@ def test_adapters_of_gemma3_change_what_it_says(gemma):
     assert adapted != base
 
 
+def peer_with(*packages: str) -> str:
+    """Python of an environment that has other libraries; without one, the test is skipped by
+    their names."""
+    python = os.environ.get("JRL_PEER_PYTHON", sys.executable)
+    imports = [python, "-c", f"import {', '.join(packages)}"]
+    if subprocess.run(imports, capture_output=True).returncode:
+        pytest.skip(f"{python} lacks one of {', '.join(packages)}: set JRL_PEER_PYTHON")
+    return python
+
+
 @pytest.mark.parametrize("model", ["smollm2", "gemma"])
 def test_completions_are_those_of_transformers_and_peft(model, place, request):
-    python = os.environ.get("JRL_PEER_PYTHON", sys.executable)
-    imports = [python, "-c", "import torch, transformers, peft"]
-    if subprocess.run(imports, capture_output=True).returncode:
-        pytest.skip(f"{python} has no torch, transformers or peft: set JRL_PEER_PYTHON")
+    python = peer_with("torch", "transformers", "peft")
     cases = request.getfixturevalue(model)
     requests = [
         {
@@ -234,3 +241,12 @@ def test_completions_are_those_of_transformers_and_peft(model, place, request):
     done = subprocess.run([python, str(program), str(path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     assert json.loads(done.stdout.splitlines()[-1]) == [texts for *_, texts in cases]
+
+
+def test_an_evaluation_harness_has_the_same_numbers_through_the_server(place, smollm2):
+    """Multiple choice and generation of local files, beside lm-eval's own back end."""
+    harness = Path(peer_with("torch", "transformers", "lm_eval")).with_name("lm_eval")
+    checkpoint = smollm2[0][0]
+    shown = place.run("benchmarks.harness", str(checkpoint), f"--peer={harness}", "--sums=4")
+    assert "64 log-likelihoods" in shown
+    assert shown.endswith("equal\n") and "NOT" not in shown

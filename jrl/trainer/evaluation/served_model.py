@@ -296,8 +296,7 @@ def _unrolled_on_cpus(model: ModelConfig, mesh: FoldedMesh) -> ModelConfig:
     XLA copies a layer's weights out of a scanned stack in each decode step on a CPU, which takes as
     long as its products when there are few rows. Prefills are scanned in either case.
     """
-    (platform,) = {device.platform for device in mesh.mesh.devices.flat}
-    if platform != "cpu" or model.execution.scan_layers is not None:
+    if mesh.platform != "cpu" or model.execution.scan_layers is not None:
         return model
     return replace(model, execution=replace(model.execution, scan_layers=False))
 
