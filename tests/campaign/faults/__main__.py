@@ -88,7 +88,7 @@ def _campaign(options: argparse.Namespace, folder: Path, stack: ExitStack) -> in
             disturbed = DisturbedRun(kind, hosts, link, inputs, undisturbed, place, cache)
             wanted = min(options.faults, options.tries - number)
             tries = disturbed.meet(blank, wanted)
-            _write(options.record, tries)
+            _write(options.record, tries, folder)
             _print(kind, run, tries, time.monotonic() - begun, _processor_seconds() - spent)
             number, run = number + len(tries), run + 1
             # A run that is faster than the undisturbed one may end before its moments.
@@ -131,10 +131,12 @@ def _records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def _write(record: Path | None, tries: list[Try]) -> None:
+def _write(record: Path | None, tries: list[Try], folder: Path) -> None:
+    """Appends tries to the record, with the paths that they name relative to the folder."""
     if record is not None:
+        lines = [json.dumps(each.record()).replace(f"{folder}/", "") for each in tries]
         with record.open("a") as file:
-            file.writelines(json.dumps(each.record()) + "\n" for each in tries)
+            file.writelines(f"{line}\n" for line in lines)
 
 
 def _print(kind: Kind, run: int, tries: list[Try], seconds: float, spent: float) -> None:

@@ -1,6 +1,7 @@
 """Small runs survive faults at random moments, and the campaign tells what does not."""
 
 import json
+import re
 from pathlib import Path
 from random import Random
 
@@ -81,6 +82,7 @@ def test_the_page_has_the_table_of_the_tries():
     record = Path(campaign.__file__).with_name("tries.jsonl")
     page = (ROOT / "docs" / "several_machines.md").read_text()
     assert campaign.table(campaign._records(record)) in page
+    assert not re.search(r'[ "]/', record.read_text()), "a path of the machine that ran it"
 
 
 @pytest.mark.parametrize(
