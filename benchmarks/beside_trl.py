@@ -9,6 +9,9 @@
   tokens must be equal.
 * *SFT loss*: the negative log-likelihood of the assistant's tokens of four conversations, and the
   model's loss in `transformers`. They must be equal up to the rounding of float32.
+* *checks*: the tests that compare what is not timed: completions and adapters in `transformers` and
+  PEFT, a run that is killed and resumed, lm-eval, an agent with tools, published configurations,
+  and prompts that come again. They must pass, and without the peer they are left out.
 
 Both sides train on the same prompts in the same order, in micro-batches of 16 completions, and
 sample on their own, at temperature 1.
@@ -36,6 +39,7 @@ from typing import Any
 
 from real_model import PRESET, SMOKE, started
 
+ROOT = Path(__file__).parents[1]
 ROWS = 16
 """Completions of a forward and backward pass of either side, which bounds memory."""
 TRAINING = {
@@ -61,6 +65,16 @@ ANSWERS = {
     ),
 }
 """Questions and tokens of an answer."""
+CHECKS, TESTS = (
+    "checks",
+    {
+        "completions": "tests/jrl/test_real_models.py",
+        "agent": "tests/jrl/test_serve_agents.py",
+        "config.json": "tests/moe/huggingface/test_published_configs.py",
+        "prompts": "tests/jrl/tasks/data/test_conversations.py",
+    },
+)
+"""Tests of what is compared and not timed."""
 LOSS_TOLERANCE = 1e-4
 """Nats. The sides sum 135 million products in other orders; float32 has 24 bits."""
 PEERS = {"train": "TRL", "generate": "generate", "loss": "transformers"}
@@ -75,7 +89,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="CPU cores to use")
     parser.add_argument("--steps", type=int, default=2, help="measured steps of each side")
     parser.add_argument("--streams", type=int, default=5, help="measured answers of each side")
-    parser.add_argument("--cases", nargs="+", choices=[*TRAINING, *ANSWERS, SFT])
+    parser.add_argument("--cases", nargs="+", choices=[*TRAINING, *ANSWERS, SFT, CHECKS])
     parser.add_argument("--peer", help="Python of an environment with TRL and PEFT")
     parser.add_argument("--smoke", action="store_true", help="a single step at a tiny size")
     parser.add_argument("--json", type=Path, help="file for the results")
@@ -95,6 +109,8 @@ def main() -> None:
             figures["seconds"][name] = found["sides"]
             figures["machine"]["versions"] |= found["versions"]
             report(name, found["sides"])
+    if arguments.peer and not arguments.smoke and CHECKS in (arguments.cases or [CHECKS]):
+        check(arguments.peer)
     print(json.dumps(figures["machine"]))
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
@@ -274,6 +290,18 @@ def check_equal(sides: dict[str, dict[str, Any]]) -> None:
         sys.exit(f"the answers differ: {ids}")
     if max(losses.values()) - min(losses.values()) > LOSS_TOLERANCE:
         sys.exit(f"the losses differ: {losses}")
+
+
+def check(peer: str) -> None:
+    """Runs the tests of `TESTS`, with a line for each, and ends the command if one fails."""
+    environment = {**os.environ, "JRL_PEER_PYTHON": str(Path(peer).absolute())}
+    for name, path in TESTS.items():
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "", path]
+        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+        said = done.stdout.splitlines() or [done.stderr]
+        if done.returncode:
+            sys.exit(f"{done.stdout[-4000:]}\n{name}: {path} failed: see above")
+        print(f"{name:12}{said[-1]}", flush=True)
 
 
 def read(process: Any) -> dict[str, Any]:
