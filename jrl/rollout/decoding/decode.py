@@ -8,7 +8,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import PartitionSpec
+from jax.core import Tracer
+from jax.sharding import PartitionSpec, Sharding
 from jaxtyping import Array, Bool, Float
 
 from jrl.losses import EntropyStatistics
@@ -31,7 +32,7 @@ from moe.placement import specs
 from moe.weights import Layer, Transformer, without_layers
 from sharding.collectives import all_sum, join_shards, local_shard, vary
 from sharding.folding import FoldedMesh
-from sharding.sharded_jit import MeshJit, jit_sharded, named_shardings
+from sharding.sharded_jit import MeshJit, jit_onto, named_shardings
 
 Leaf = TypeVar("Leaf")
 
@@ -222,19 +223,43 @@ class UnstackedPolicy(Generic[Leaf]):
 
 
 def unstack_policy(decoder: Decoder, weights: Transformer[Array]) -> UnstackedPolicy[Array]:
-    """Unstacks the weights, once for all steps."""
-    return _compiled_unstack(decoder)(weights)
+    """Unstacks the weights, once for all steps: no step slices a layer out of its stack.
+
+    A stack that is scanned whole and the weights outside layers are those of `weights`, not copies,
+    unless they are sharded otherwise than for decoding (`Execution.fsdp`).
+    """
+    # A weight that is sliced out of its stack is its index here.
+    index_of: Any = lambda _, index: index  # noqa: E731
+    layers = map_layer_groups(weights, decoder.config, index_of)
+    leaves, structure = jax.tree.flatten(UnstackedPolicy(layers, without_layers(weights)))
+    shardings = jax.tree.leaves(named_shardings(_policy_specs(decoder), decoder.mesh))
+    is_shared = tuple(map(_has_sharding, leaves, shardings))
+    copies = iter(_compiled_unstack(decoder, is_shared)(weights))
+    return structure.unflatten(
+        [leaf if shared else next(copies) for leaf, shared in zip(leaves, is_shared, strict=True)]
+    )
+
+
+def _has_sharding(leaf: Any, sharding: Sharding) -> bool:
+    # Traced weights have any sharding.
+    return isinstance(leaf, Tracer) or (
+        isinstance(leaf, Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+    )
 
 
 @remembered
-def _compiled_unstack(decoder: Decoder) -> Any:
-    config, mesh = decoder.config, decoder.mesh
+def _compiled_unstack(decoder: Decoder, is_shared: tuple[bool, ...]) -> Any:
+    """Compiled function that makes the leaves of an `UnstackedPolicy` which are copies."""
+    shardings = jax.tree.leaves(named_shardings(_policy_specs(decoder), decoder.mesh))
 
-    def unstack(weights: Transformer[Array]) -> UnstackedPolicy[Array]:
-        # Once for all steps: no step slices a layer out of its stack.
-        return UnstackedPolicy(split_layer_groups(weights, config), without_layers(weights))
+    def select(leaves: list[Any]) -> list[Any]:
+        return [leaf for leaf, shared in zip(leaves, is_shared, strict=True) if not shared]
 
-    return jit_sharded(unstack, named_shardings(_policy_specs(decoder), mesh))
+    def unstack(weights: Transformer[Array]) -> list[Array]:
+        layers = split_layer_groups(weights, decoder.config)
+        return select(jax.tree.leaves(UnstackedPolicy(layers, without_layers(weights))))
+
+    return jit_onto(unstack, select(shardings))
 
 
 def _policy_specs(decoder: Decoder) -> UnstackedPolicy[PartitionSpec]:

@@ -23,6 +23,7 @@ from moe.attention.latent import caches_latent
 from moe.cache import cache_columns, kernel_bytes
 from moe.config import ModelConfig
 from moe.disaggregated.weights import side_bytes
+from moe.layers.depth import map_layer_groups
 from moe.ops.zigzag import ZigzagLayout
 from moe.placement import (
     in_chunks,
@@ -53,8 +54,8 @@ def memory(setup: Setup) -> dict[str, int]:
     the same for the critic:
 
     * weights ``W``, reference model ``W``, critic ``V``; under `Execution.fsdp` their shards, and
-      ``W`` again where they are gathered for scoring; while it samples, the policy unstacked by
-      layers, and on another rollout layout a copy sharded by that;
+      ``W`` again where they are gathered for scoring; while it samples, the layers that are not
+      scanned once more, unstacked, and on another rollout layout a copy sharded by that;
     * float32 masters of weights in bfloat16 (`jrl.trainer.learner.learner`), each sharded over the
       devices that hold the weight where a dimension divides (`sharding.zero`): ``F / G`` with G
       replicas of everything, and ``E / G``; none where the weights are float32;
@@ -138,7 +139,6 @@ def memory(setup: Setup) -> dict[str, int]:
         "critic's optimizer moments": critic_shard_bytes * moment_bf16_units // 2,
         "reference": weights if recipe.uses_reference and not has_adapters else 0,
         "weights gathered for scoring": gathered if setup.model.execution.fsdp else 0,
-        # `unstack_policy`: decoding uses unstacked weights.
         "unstacked weights to sample": rollout.get("unstacked weights to sample", 0),
         "key/value cache": rollout.get("key/value cache", 0),
         DECODE_PARTIALS: rollout.get(DECODE_PARTIALS, 0),
@@ -171,8 +171,9 @@ def rollout_memory(setup: Setup) -> dict[str, int]:
         }
     weights = weight_bytes(model, mesh)
     is_copy = mesh != setup.mesh or setup.model.lora is not None
+    gathers = model.execution.fsdp and not is_copy
     return {
-        "unstacked weights to sample": weights,
+        "unstacked weights to sample": weights if gathers else unstacked_bytes(model, mesh),
         **rollout_bytes,
         "rollout policy": weights if is_copy else 0,
     }
@@ -190,6 +191,16 @@ def weight_bytes(
     shard_or_full_specs = shard_specs(config, mesh) if shards else specs(config, mesh)
     bytes_of_weights = _local_bytes(cast_shapes(config), mesh, shard_or_full_specs)
     return _total(select_frozen(bytes_of_weights, table(config)) if frozen else bytes_of_weights)
+
+
+def unstacked_bytes(config: ModelConfig, mesh: FoldedMesh) -> int:
+    """Bytes of the weights that are copied for decoding, those of stacks that are not scanned whole
+    (`jrl.rollout.decoding.decode.unstack_policy`)."""
+    bytes_of_weights = _local_bytes(cast_shapes(config), mesh, specs(config, mesh))
+    groups = map_layer_groups(bytes_of_weights, config, lambda num_bytes, _: num_bytes)
+    stacks = bytes_of_weights.first_layers, bytes_of_weights.layers
+    copied = [stack for stack in stacks if not any(stack is group for group in groups)]
+    return sum(jax.tree.leaves(copied))
 
 
 def float32_shard_bytes(config: ModelConfig, mesh: FoldedMesh) -> int:
@@ -396,8 +407,8 @@ def _budget(setup: Setup, total: int | None) -> int:
     devices = _devices(mesh)
     if total is None or devices[0].platform == "cpu":
         return CPU_CACHE_BYTES // len(devices)
-    # Twice: as loaded, and unstacked by layers for decoding.
-    free = total - 2 * weight_bytes(setup.model.without_adapters(), mesh)
+    model = setup.model.without_adapters()
+    free = total - weight_bytes(model, mesh) - unstacked_bytes(model, mesh)
     return max(free // 2, 0)
 
 

@@ -14,7 +14,10 @@ from jrl.rollout.decoding import backend
 from jrl.rollout.decoding.decode import Advanced, SamplerState, StepLimits, advance, unstack_policy
 from jrl.rollout.decoding.slots import Decoder, abstract_pool
 from jrl.rollout.sampling import Sampling
+from jrl.trainer.setup.memory import unstacked_bytes
 from moe.execution import Execution
+from moe.layers.depth import split_layer_groups
+from moe.placement import shardings
 from moe.weights import shapes
 from sharding.folding import Layout, fold
 
@@ -85,6 +88,34 @@ def test_the_cache_is_written_in_place(scanned):
     # The pool is given up, and no step holds more beside it than one layer's keys and values.
     assert memory.alias_size_in_bytes > cache
     assert memory.temp_size_in_bytes < cache / 2
+
+
+PERIODIC = {"sliding_window": 4, "full_attention_layers": (1, 3)}
+COPIED = {"scanned": (True, {}), "unrolled": (False, {}), "periods": (True, PERIODIC)}
+
+
+@pytest.mark.parametrize("name", full_but(COPIED, "scanned"))
+def test_only_weights_that_are_sliced_out_of_their_stack_are_copied(name):
+    """A copy of all weights would be twice their memory while a policy samples or is served."""
+    scanned, windows = COPIED[name]
+    config = replace(CONFIG, num_layers=4, execution=Execution(scan_layers=scanned), **windows)
+    mesh = fold(Layout(), jax.devices()[:1])
+    weights = jax.device_put(counting(config), shardings(config, mesh))
+    policy = unstack_policy(Decoder(config, mesh, PAD, (EOS,)), weights)
+    given = {id(leaf) for leaf in jax.tree.leaves(weights)}
+    copies = [leaf for leaf in jax.tree.leaves(policy) if id(leaf) not in given]
+    assert sum(leaf.nbytes for leaf in copies) == unstacked_bytes(config, mesh)
+    assert bool(copies) == (name != "scanned")
+    jax.tree.map(np.testing.assert_array_equal, policy.layers, split_layer_groups(weights, config))
+
+
+def counting(config):
+    """Weights that count up, so that each is another."""
+    numbers = iter(range(1000))
+    return jax.tree.map(
+        lambda x: np.arange(x.size, dtype=np.float32).reshape(x.shape) + next(numbers),
+        shapes(config),
+    )
 
 
 DEEP = [("dp1", 1), ("tp2 dp2 / ep4", 3)]
