@@ -8,7 +8,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import PartitionSpec
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from jrl.losses import EntropyStatistics
@@ -31,7 +32,7 @@ from moe.placement import specs
 from moe.weights import Layer, Transformer, without_layers
 from sharding.collectives import all_sum, join_shards, local_shard, vary
 from sharding.folding import FoldedMesh
-from sharding.sharded_jit import MeshJit, jit_sharded, named_shardings
+from sharding.sharded_jit import MeshJit, jit_onto, named_shardings
 
 Leaf = TypeVar("Leaf")
 
@@ -222,19 +223,49 @@ class UnstackedPolicy(Generic[Leaf]):
 
 
 def unstack_policy(decoder: Decoder, weights: Transformer[Array]) -> UnstackedPolicy[Array]:
-    """Unstacks the weights, once for all steps."""
-    return _compiled_unstack(decoder)(weights)
+    """Unstacks the weights, once for all steps.
+
+    A stack that is scanned, and a weight without layers, is the given array itself if it is sharded
+    as decoding needs it: no second copy is in memory.
+    """
+    config = decoder.config
+    given = UnstackedPolicy(
+        map_layer_groups(weights, config, lambda leaf, index: _NEW), without_layers(weights)
+    )
+    leaves, structure = jax.tree.flatten(given)
+    shardings = jax.tree.leaves(named_shardings(_policy_specs(decoder), decoder.mesh))
+    is_kept = tuple(map(_is_sharded_so, leaves, shardings))
+    if all(is_kept):
+        return given
+    made = iter(_compiled_unstack(decoder, is_kept)(weights))
+    kept = zip(leaves, is_kept, strict=True)
+    return structure.unflatten([leaf if keeps else next(made) for leaf, keeps in kept])
+
+
+_NEW = object()
+"""Leaf of a layer that is taken out of its stack."""
+
+
+def _is_sharded_so(leaf: Any, sharding: NamedSharding) -> bool:
+    if leaf is _NEW or isinstance(leaf, Tracer):
+        return False
+    return leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 
 
 @remembered
-def _compiled_unstack(decoder: Decoder) -> Any:
+def _compiled_unstack(decoder: Decoder, is_kept: tuple[bool, ...]) -> Any:
+    """Compiled function of the weights that returns the leaves which are not kept."""
     config, mesh = decoder.config, decoder.mesh
 
-    def unstack(weights: Transformer[Array]) -> UnstackedPolicy[Array]:
-        # Once for all steps: no step slices a layer out of its stack.
-        return UnstackedPolicy(split_layer_groups(weights, config), without_layers(weights))
+    def select(tree: Any) -> list[Any]:
+        leaves = zip(jax.tree.leaves(tree), is_kept, strict=True)
+        return [leaf for leaf, keeps in leaves if not keeps]
 
-    return jit_sharded(unstack, named_shardings(_policy_specs(decoder), mesh))
+    def unstack(weights: Transformer[Array]) -> list[Array]:
+        # Once for all steps: no step slices a layer out of its stack.
+        return select(UnstackedPolicy(split_layer_groups(weights, config), without_layers(weights)))
+
+    return jit_onto(unstack, select(named_shardings(_policy_specs(decoder), mesh)))
 
 
 def _policy_specs(decoder: Decoder) -> UnstackedPolicy[PartitionSpec]:

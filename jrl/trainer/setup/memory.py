@@ -23,6 +23,7 @@ from moe.attention.latent import caches_latent
 from moe.cache import cache_columns, kernel_bytes
 from moe.config import ModelConfig
 from moe.disaggregated.weights import side_bytes
+from moe.layers.depth import map_layer_groups
 from moe.ops.zigzag import ZigzagLayout
 from moe.placement import (
     in_chunks,
@@ -34,7 +35,7 @@ from moe.placement import (
     stored_specs,
 )
 from moe.router.routing import choices_dtype
-from moe.weights import Transformer, cast_shapes, shapes, table
+from moe.weights import Transformer, cast_shapes, shapes, table, without_layers
 from sharding.folding import FoldedMesh
 from sharding.schedule import Schedule
 from sharding.zero import ShardDim
@@ -53,8 +54,9 @@ def memory(setup: Setup) -> dict[str, int]:
     the same for the critic:
 
     * weights ``W``, reference model ``W``, critic ``V``; under `Execution.fsdp` their shards, and
-      ``W`` again where they are gathered for scoring; while it samples, the policy unstacked by
-      layers, and on another rollout layout a copy sharded by that;
+      ``W`` again where they are gathered for scoring; while it samples, the layers of the policy
+      that are not scanned, unstacked, under fsdp all weights, and on another rollout layout a copy
+      sharded by that;
     * float32 masters of weights in bfloat16 (`jrl.trainer.learner.learner`), each sharded over the
       devices that hold the weight where a dimension divides (`sharding.zero`): ``F / G`` with G
       replicas of everything, and ``E / G``; none where the weights are float32;
@@ -138,7 +140,7 @@ def memory(setup: Setup) -> dict[str, int]:
         "critic's optimizer moments": critic_shard_bytes * moment_bf16_units // 2,
         "reference": weights if recipe.uses_reference and not has_adapters else 0,
         "weights gathered for scoring": gathered if setup.model.execution.fsdp else 0,
-        # `unstack_policy`: decoding uses unstacked weights.
+        # Decoding uses unstacked weights.
         "unstacked weights to sample": rollout.get("unstacked weights to sample", 0),
         "key/value cache": rollout.get("key/value cache", 0),
         DECODE_PARTIALS: rollout.get(DECODE_PARTIALS, 0),
@@ -172,10 +174,26 @@ def rollout_memory(setup: Setup) -> dict[str, int]:
     weights = weight_bytes(model, mesh)
     is_copy = mesh != setup.mesh or setup.model.lora is not None
     return {
-        "unstacked weights to sample": weights,
+        "unstacked weights to sample": unstacked_bytes(model, mesh, is_stored=is_copy),
         **rollout_bytes,
         "rollout policy": weights if is_copy else 0,
     }
+
+
+def unstacked_bytes(config: ModelConfig, mesh: FoldedMesh, *, is_stored: bool) -> int:
+    """Bytes on one device of the weights that `jrl.rollout.decoding.decode.unstack_policy` makes.
+
+    Args:
+      config: without adapters.
+      is_stored: true where the policy is a copy in the sharding that decoding needs.
+    """
+    bytes_of_weights = _local_bytes(cast_shapes(config), mesh, specs(config, mesh))
+    total = _total(bytes_of_weights)
+    if config.execution.fsdp and not is_stored:
+        return total
+    # Stacks that are scanned, and weights without layers, are not copied.
+    scanned = map_layer_groups(bytes_of_weights, config, lambda size, index: 0)
+    return total - sum(jax.tree.leaves(scanned)) - _total(without_layers(bytes_of_weights))
 
 
 def weight_bytes(
@@ -396,8 +414,9 @@ def _budget(setup: Setup, total: int | None) -> int:
     devices = _devices(mesh)
     if total is None or devices[0].platform == "cpu":
         return CPU_CACHE_BYTES // len(devices)
-    # Twice: as loaded, and unstacked by layers for decoding.
-    free = total - 2 * weight_bytes(setup.model.without_adapters(), mesh)
+    model = setup.model.without_adapters()
+    # As loaded, and unstacked by layers for decoding.
+    free = total - weight_bytes(model, mesh) - unstacked_bytes(model, mesh, is_stored=False)
     return max(free // 2, 0)
 
 

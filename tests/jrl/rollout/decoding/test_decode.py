@@ -11,12 +11,15 @@ from policies import CONFIG, EOS, PAD, Asked, decode
 from tiers import full_but
 
 from jrl.rollout.decoding import backend
+from jrl.rollout.decoding import decode as decode_steps
 from jrl.rollout.decoding.decode import Advanced, SamplerState, StepLimits, advance, unstack_policy
 from jrl.rollout.decoding.slots import Decoder, abstract_pool
 from jrl.rollout.sampling import Sampling
 from moe.execution import Execution
+from moe.placement import specs
 from moe.weights import shapes
 from sharding.folding import Layout, fold
+from sharding.sharded_jit import named_shardings
 
 COLUMNS = 512
 
@@ -33,6 +36,32 @@ def traced(layers, scanned):
     draws = SamplerState(jax.ShapeDtypeStruct((2,), jnp.uint32), number)
     given = decoder, Sampling(), COLUMNS, policy, pool, draws, StepLimits(number, number)
     return advance.trace(*given), sum(x.size * 4 for x in jax.tree.leaves(pool.cache))
+
+
+@pytest.mark.parametrize("scanned", [True, False])
+def test_weights_that_decoding_takes_as_they_are_stay_the_same_arrays(scanned, monkeypatch):
+    execution = Execution(scan_layers=scanned)
+    config = replace(CONFIG, num_layers=2, execution=execution)
+    mesh = fold(Layout(), jax.devices()[:1])
+    decoder = Decoder(config, mesh, PAD, (EOS,))
+    shardings = named_shardings(specs(config, mesh), mesh)
+    weights = jax.device_put(
+        jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes(config)), shardings
+    )
+    asked = []
+
+    def compiled(_, is_kept):
+        asked.append(is_kept)
+        return lambda _: ["made"] * is_kept.count(False)
+
+    monkeypatch.setattr(decode_steps, "_compiled_unstack", compiled)
+    policy = unstack_policy(decoder, weights)
+    given = {id(leaf) for leaf in jax.tree.leaves(weights)}
+    assert all(id(leaf) in given for leaf in jax.tree.leaves(policy.rest))
+    if scanned:
+        assert not asked and policy.layers[0].norm is weights.layers.norm
+    else:
+        assert {*jax.tree.leaves(policy.layers)} == {"made"} and len(policy.layers) == 2
 
 
 def equations(jaxpr):
