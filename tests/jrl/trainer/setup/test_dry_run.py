@@ -17,7 +17,13 @@ from jrl.recipes import Dapo, Grpo, Ppo, Vapo
 from jrl.rollout.decoding.slots import abstract_pool, empty_pool
 from jrl.trainer.scoring import logprobs_and_choices_of
 from jrl.trainer.setup.dry_run import batch_arithmetic, parameters, print_dry_run, readable_bytes
-from jrl.trainer.setup.memory import cache_bytes, logits_bytes, memory, unstacked_bytes, weight_bytes
+from jrl.trainer.setup.memory import (
+    cache_bytes,
+    logits_bytes,
+    memory,
+    unstacked_bytes,
+    weight_bytes,
+)
 from jrl.trainer.setup.setup import build_setup
 from jrl.trainer.state import abstract, init_adapters, init_state, init_weights
 from moe import placement, weights
