@@ -41,6 +41,8 @@ class Program(NamedTuple):
       arguments, temporaries: bytes of each on a device.
       kernels: the Mosaic kernels in it, each once, where they were read.
       seconds: processor time that compilation took, of all threads and processes.
+      results: bytes of results on a device, without those in the memory of donated arguments.
+      others: bytes that are in use besides; 0 where nothing is known of them.
     """
 
     text: str
@@ -48,6 +50,8 @@ class Program(NamedTuple):
     temporaries: int
     kernels: list[Kernel]
     seconds: float
+    results: int = 0
+    others: int = 0
 
 
 def installed(package: str) -> str | None:
@@ -156,8 +160,10 @@ def compile_for(
         if keep is not None:
             (keep / SCHEDULED).write_text(text)
         arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+        results = memory.output_size_in_bytes - memory.alias_size_in_bytes
         kernels = read_dumps(folder)
-        return Program(text, arguments, temporaries, kernels, _processor_time() - began)
+        seconds = _processor_time() - began
+        return Program(text, arguments, temporaries, kernels, seconds, results)
     finally:
         if keep is None:
             shutil.rmtree(folder)

@@ -166,7 +166,8 @@ def experts_layer(**execution: Any) -> Program:
 def training_step(**execution: Any) -> Program:
     """An optimizer step of GRPO of Qwen3-30B-A3B on "dp8 / ep8", two rows of 2,048 tokens on each
     device."""
-    from benchmarks.absent.programs import SELECTED, compile_step
+    from benchmarks.absent.programs import compile_step
+    from benchmarks.absent.steps import SELECTED
 
     step = SELECTED._replace(execution=SELECTED.execution | execution)
     return compile_step(step, reads_kernels=False)

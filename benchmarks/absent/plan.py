@@ -147,7 +147,7 @@ def _fields_of_sizes(model: Any) -> dict[str, Any]:
 def step_of(
     plan: Any, title: str, sizes: dict[str, Any], device: str, shape: str | None, time: int
 ) -> Any:
-    """The update of a plan, a `benchmarks.absent.programs.Step`.
+    """The update of a plan, a `benchmarks.absent.steps.Step`.
 
     Args:
       plan: of `sharding.planner.search`.
@@ -156,7 +156,7 @@ def step_of(
       device, shape: of `compilers.devices`.
       time: tokens of a sequence.
     """
-    from benchmarks.absent.programs import Step
+    from benchmarks.absent.steps import Step
 
     layout, batch, method = plan.layout, plan.batch, plan.method
     execution = {name: getattr(method, name) for name in EXECUTION}

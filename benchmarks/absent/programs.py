@@ -4,115 +4,24 @@ networks, over one device and over hundreds."""
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks.absent import compilers
+from benchmarks.absent.disaggregated import half_of
 from benchmarks.absent.rows import Figures, folder_of, matches, reason
-from benchmarks.absent.work import PROMPT, RESPONSE
+from benchmarks.absent.steps import (
+    DECODING,
+    DISAGGREGATED,
+    OF_ATTENTION,
+    OF_DECODING,
+    PREFILL,
+    SCORING,
+    STEPS,
+    UPDATE,
+    Step,
+    prompts_of_prefill,
+)
 from benchmarks.gpu.networks import network
-from benchmarks.gpu.shapes import (
-    DEEPSEEK_V3,
-    MIXTRAL_8X22B,
-    QWEN3_06B,
-    QWEN3_235B,
-    QWEN3_A3B,
-)
-
-KERNELS = {
-    "experts": "mosaic_gathered",
-    "attention": "mosaic",
-    "router": "mosaic",
-    "remat": "selective",
-    "buffer_factor": 1.5,
-}
-"""Fields of `moe.execution.Execution` that name every kernel for Hopper."""
-UPDATE, SCORING, DECODING = "update", "scoring", "decoding"
-
-
-class Step(NamedTuple):
-    """A program of GRPO.
-
-    Attributes:
-      device, shape: of `compilers.devices`.
-      layout: of the devices.
-      title: of the network and its settings.
-      sizes: of the network.
-      execution: fields of `moe.execution.Execution`; what is not given is selected as in a run.
-      kind: the update of an optimizer step, a scoring pass, or decoding steps in their loop.
-      rows: completions of the mini-batch, as many on each device; slots in decoding.
-      micro_batches: of the mini-batch.
-      prompt, response: tokens of each.
-      run: fields of `jrl.config.run.RunConfig` besides: dispatch, and dtypes of gradients and
-        moments.
-      quick: it is one of the quick check.
-    """
-
-    device: str
-    shape: str | None
-    layout: str
-    title: str
-    sizes: dict[str, Any]
-    execution: dict[str, Any]
-    kind: str = UPDATE
-    rows: int = 16
-    micro_batches: int = 1
-    prompt: int = PROMPT
-    response: int = RESPONSE
-    run: dict[str, Any] | None = None
-    quick: bool = False
-
-    @property
-    def label(self) -> str:
-        """Device, program and layout."""
-        return f"{self.device} {self.title} {self.layout}"
-
-
-ONE_LAYER, TWO_LAYERS = QWEN3_A3B | {"num_layers": 1}, QWEN3_A3B | {"num_layers": 2}
-SELECTIVE, FULL = {"remat": "selective"}, {"remat": "full"}
-EIGHT = "h100", "1x1x8", "dp8 / ep8"
-SELECTED = Step(*EIGHT, "Qwen3-30B-A3B", QWEN3_A3B, SELECTIVE)
-"""Implementations are those that None selects."""
-STEPS = (
-    Step(*EIGHT, "Qwen3-30B-A3B, 2 layers, kernels", TWO_LAYERS, KERNELS, quick=True),
-    Step(
-        *("v5p", None, "dp8 / ep8", "Qwen3-30B-A3B, 1 layer, megablox", ONE_LAYER),
-        {"experts": "megablox", "remat": "selective", "buffer_factor": 1.5},
-        quick=True,
-    ),
-    SELECTED,
-    Step(*("h100", "1x1x1", "dp1"), "Qwen3-0.6B", QWEN3_06B, SELECTIVE, rows=32, micro_batches=8),
-    Step(*EIGHT, "Qwen3-30B-A3B, scoring", QWEN3_A3B, SELECTIVE, SCORING, rows=64),
-    Step(*EIGHT, "Qwen3-30B-A3B, decoding", QWEN3_A3B, {}, DECODING, rows=256),
-    Step(
-        *("h100", "1x8x8", "tp4 dp16 / ep64", "Qwen3-235B-A22B", QWEN3_235B),
-        FULL | {"fsdp": True},
-    ),
-    Step(
-        *("h100", "1x1x8", "tp4 pp2 vpp12 / ep4", "Qwen3-30B-A3B", QWEN3_A3B, SELECTIVE),
-        micro_batches=16,
-        run={"mu_dtype": "bfloat16"},
-    ),
-    # The planner's first layouts for 2 and 4 x 2^20 tokens a step on 128 and on 512; on 1,024 that
-    # of 128 with more dp, the planner's third.
-    Step(
-        *("h100", "1x16x8", "cp2 dp8 pp8 / ep8", "Mixtral-8x22B", MIXTRAL_8X22B),
-        SELECTIVE | {"scan_layers": True},
-        rows=1024,
-        micro_batches=128,
-    ),
-    Step(
-        *("h100", "1x128x8", "cp2 dp64 pp8 / ep8", "Mixtral-8x22B", MIXTRAL_8X22B),
-        SELECTIVE | {"scan_layers": True},
-        rows=8192,
-        micro_batches=128,
-    ),
-    Step(
-        *("h100", "1x64x8", "tp4 dp4 pp32 / ep8", "DeepSeek-V3", DEEPSEEK_V3, SELECTIVE),
-        rows=2048,
-        micro_batches=512,
-    ),
-    Step(*("b200", "1x1x8", "dp8 / ep8", "Qwen3-30B-A3B", QWEN3_A3B, SELECTIVE)),
-)
 
 
 def steps(only: Sequence[str], *, quick: bool, keep: Path | None) -> Iterator[Figures]:
@@ -132,6 +41,7 @@ def steps(only: Sequence[str], *, quick: bool, keep: Path | None) -> Iterator[Fi
             "seconds": program.seconds,
             "arguments": program.arguments,
             "temporaries": program.temporaries,
+            **({"others": program.others} if step.kind in DISAGGREGATED else {}),
             **({} if predicted is None else {"predicted": predicted}),
             "collectives": total,
             "asynchronous": asynchronous,
@@ -171,19 +81,29 @@ def compile_step(
     same = repr(step._replace(title="", quick=False))
     if keep is None and same in _COMPILED:
         return _COMPILED[same]._replace(seconds=0.0)
-    build = {UPDATE: _update, SCORING: _scoring, DECODING: _decoding}[step.kind]
-    function, *given = build(step)
+    if step.kind in DISAGGREGATED:
+        function, given, others = half_of(step)
+    else:
+        build = {UPDATE: _update, SCORING: _scoring, PREFILL: _prefill, DECODING: _decoding}
+        others = 0
+        function, *given = build[step.kind](step)
     program = compilers.compile_for(
         step.device, function, *given, keep=keep, reads_kernels=reads_kernels
     )
+    if step.kind in DISAGGREGATED:
+        program = program._replace(others=others + program.results)
     if reads_kernels:
         _COMPILED[same] = program
     return program
 
 
 def predicted_bytes(step: Step) -> float | None:
-    """Bytes on a device during an update as the planner predicts them, which a dry run prints; None
-    for other programs."""
+    """Bytes on a device as the planner predicts them: of an update, which a dry run prints too, and
+    of a decoding step with caches of whole rows; None for other programs."""
+    if step.kind == DECODING:
+        return predicted_bytes_of_decoding(step)
+    if step.kind in DISAGGREGATED:
+        return predicted_bytes_of_half(step)
     if step.kind != UPDATE:
         return None
     from jrl.trainer.setup.planner import method_of
@@ -198,6 +118,53 @@ def predicted_bytes(step: Step) -> float | None:
     )
     method = method_of(config, mesh, batch, _run_config(step))
     return memory(sizes_of(config), layout, batch, method, config.execution.vocab_chunk).total
+
+
+def _serving_model(step: Step) -> Any:
+    """Sizes of a network that the planner plans servers for; None for another."""
+    from moe.counts import sizes_of
+    from sharding.planner.serving.times import check
+
+    model = sizes_of(network(step.sizes, **step.execution))
+    try:
+        check(model)
+    except ValueError:
+        return None
+    return model
+
+
+def predicted_bytes_of_decoding(step: Step) -> float | None:
+    """Bytes on a device of a co-located server, weights, keys and values."""
+    from sharding.folding import Layout
+    from sharding.planner.serving.colocated import device_bytes
+
+    layout, model = Layout.parse(step.layout), _serving_model(step)
+    if model is None:
+        return None
+    # A server is as many devices as hold all experts.
+    server = replace(layout, dp=layout.ep * layout.etp // layout.tp)
+    rows = step.rows * server.dp // layout.dp
+    return device_bytes(model, server, rows, step.prompt + step.response)
+
+
+def predicted_bytes_of_half(step: Step) -> float | None:
+    """Bytes on a device of attention or of experts, weights, keys and values."""
+    from moe.disaggregated.split import Split
+    from sharding.costs.hardware import HARDWARE
+    from sharding.planner.serving.plan import DevicePair, Load, Server
+
+    split, model = Split.parse(step.layout), _serving_model(step)
+    if model is None or step.kind not in OF_DECODING:
+        return None
+    attention, experts = split.attention_layout, split.experts_layout
+    hardware, of_node = HARDWARE[step.device], model.num_experts // experts.ep
+    load = Load(context=step.prompt + step.response)
+    server = Server(
+        *(model, load, DevicePair(hardware, hardware), attention.tp, experts.etp, of_node)
+    )
+    if step.kind not in OF_ATTENTION:
+        return server.expert_bytes()
+    return server.attention_bytes(step.rows // attention.dp)
 
 
 def _network(step: Step) -> tuple[Any, Any]:
@@ -275,13 +242,59 @@ def _scoring(step: Step) -> tuple[Any, ...]:
     return logprobs_of.with_overflow, objective, learner.weights, *tokens
 
 
+def _prefill(step: Step) -> tuple[Any, ...]:
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding
+
+    from jrl.rollout.decoding.prefill import AdmissionArrays, admit
+    from jrl.rollout.decoding.slots import Decoder, abstract_pool, over_slots
+    from jrl.rollout.sampling import Sampling
+    from moe.placement import specs
+    from moe.weights import cast_shapes
+    from sharding.sharded_jit import abstract_array, named_shardings
+
+    config, mesh = _network(step)
+    decoder = Decoder(config, mesh, pad_id=0, stop_ids=(1,))
+    dp = mesh.size(mesh.dp)
+    sharding = NamedSharding(mesh.mesh, over_slots(mesh))
+
+    def of(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+
+    shardings = named_shardings(specs(config, mesh), mesh)
+    weights = jax.tree.map(abstract_array, cast_shapes(config), shardings)
+    prompts = dp * prompts_of_prefill(step, dp)
+    return (
+        *(admit, decoder, Sampling(), weights),
+        abstract_pool(decoder, step.rows, step.prompt + step.response),
+        *(of(prompts, step.prompt), of(prompts)),
+        AdmissionArrays(*[of(step.rows)] * 6),
+        _sampler_state(mesh),
+    )
+
+
+def _sampler_state(mesh: Any) -> Any:
+    import jax.numpy as jnp
+
+    from jrl.rollout.decoding.decode import SamplerState
+
+    return SamplerState(_everywhere(mesh, jnp.uint32, 2), _everywhere(mesh, jnp.int32))
+
+
+def _everywhere(mesh: Any, dtype: Any, *shape: int) -> Any:
+    import jax
+
+    from jrl.recipes.base.batch import replicated
+
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(mesh))
+
+
 def _decoding(step: Step) -> tuple[Any, ...]:
     import jax
     import jax.numpy as jnp
 
-    from jrl.recipes.base.batch import replicated
     from jrl.rollout.decoding.decode import (
-        SamplerState,
         StepLimits,
         UnstackedPolicy,
         _policy_specs,
@@ -303,14 +316,10 @@ def _decoding(step: Step) -> tuple[Any, ...]:
         cast_shapes(config),
     )
     policy = jax.tree.map(abstract_array, policy, named_shardings(_policy_specs(decoder), mesh))
-
-    def everywhere(dtype: Any, *shape: int) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(mesh))
-
-    number = everywhere(jnp.int32)
+    number = _everywhere(mesh, jnp.int32)
     return (
         *(advance, decoder, Sampling(), columns, policy),
         abstract_pool(decoder, step.rows, columns),
-        SamplerState(everywhere(jnp.uint32, 2), number),
+        _sampler_state(mesh),
         StepLimits(number, number),
     )

@@ -80,6 +80,11 @@ def hidden_share(row: Figures, part: str = "") -> float:
     return 1 - row[f"exposed{part}"] / communication if communication else 1.0
 
 
+def memory_of(row: Figures) -> int:
+    """Bytes of device memory that a program needs, with what is in use beside it."""
+    return row["arguments"] + row["temporaries"] + row.get("others", 0)
+
+
 def read(folder: Path, figures: Figures) -> Figures:
     """The figures that a folder has already, with date and versions of `figures`.
 
@@ -182,7 +187,8 @@ def _megablox_table(rows: Sequence[Figures]) -> str:
 
 
 def _step_table(rows: Sequence[Figures]) -> str:
-    head = ["device", "layout", "program", "arguments, GiB", "temporaries, GiB", "of memory"]
+    head = ["device", "layout", "program", "arguments, GiB", "temporaries, GiB", "others, GiB"]
+    head += ["of memory"]
     head += ["predicted, GiB", "ratio", "collectives", "asynchronous", "kernels", "defects"]
     cells = []
     for row in rows:
@@ -190,8 +196,11 @@ def _step_table(rows: Sequence[Figures]) -> str:
         if "error" in row:
             cells.append([*named, *[""] * (len(head) - 4), row["error"]])
             continue
-        needed = row["arguments"] + row["temporaries"]
-        sizes = (f"{row[name] / 2**30:.1f}" for name in ("arguments", "temporaries"))
+        needed = memory_of(row)
+        sizes = (
+            f"{row[name] / 2**30:.1f}" if name in row else ""
+            for name in ("arguments", "temporaries", "others")
+        )
         share = f"{needed / (GPUS | TPUS)[row['device']].memory:.0%}"
         predicted = ["", ""]
         if "predicted" in row:

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.absent.programs import KERNELS, Step, compile_step
+from benchmarks.absent.programs import compile_step
 from benchmarks.absent.rows import Figures, folder_of, matches, reason
+from benchmarks.absent.steps import KERNELS, Step
 from benchmarks.gpu.shapes import QWEN3_A3B
 
 FOUR_LAYERS = QWEN3_A3B | {"num_layers": 4}

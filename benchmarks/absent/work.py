@@ -26,7 +26,7 @@ ATTENTION_PRODUCTS = {
 }
 """Products of queries by keys, or of equal size, in each kernel."""
 PROMPT, RESPONSE = 512, 1536
-"""Tokens of the sequences of a step (`benchmarks.absent.programs.Step`), which is what no shape of
+"""Tokens of the sequences of a step (`benchmarks.absent.steps.Step`), which is what no shape of
 an attention kernel tells."""
 
 

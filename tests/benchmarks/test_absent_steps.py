@@ -1,15 +1,19 @@
 """Steps that are compiled for absent devices: networks, and programs that rows share."""
 
 import json
+import math
 from pathlib import Path
 
+import jax
 import pytest
 
-from benchmarks.absent import compilers, programs
+from benchmarks.absent import compilers, disaggregated, programs, steps
 from benchmarks.absent.descriptions import GPUS, TPUS
+from benchmarks.absent.report import memory_of
 from benchmarks.gpu.networks import network
-from benchmarks.gpu.shapes import DEEPSEEK_V3, MIXTRAL_8X22B, QWEN3_235B, QWEN3_A3B
+from benchmarks.gpu.shapes import DEEPSEEK_V3, MIXTRAL_8X22B, QWEN3_235B, QWEN3_A3B, SMALL_MOE
 from moe.counts import sizes_of
+from moe.disaggregated.split import Split
 from sharding.folding import Layout
 from sharding.planner.models import PRESETS
 
@@ -28,12 +32,81 @@ def test_a_network_has_the_sizes_that_the_planner_knows(name):
 
 
 def test_layouts_have_all_devices_and_divide_the_rows():
-    for step in programs.STEPS:
-        layout = Layout.parse(step.layout)
+    for step in steps.STEPS:
+        if step.kind in steps.DISAGGREGATED:
+            split = Split.parse(step.layout)
+            # Each device has its rows of each micro-batch.
+            devices, ranks = split.num_devices, split.attention_layout.num_devices
+        else:
+            layout = Layout.parse(step.layout)
+            devices, ranks = layout.num_devices, layout.dp
         if step.shape is not None:
-            slices, hosts, devices = map(int, step.shape.split("x"))
-            assert slices * hosts * devices == layout.num_devices, step.label
-        assert step.rows % (layout.dp * step.micro_batches) == 0, step.label
+            sizes = map(int, step.shape.removeprefix("v5p:").split("x"))
+            assert math.prod(sizes) == devices, step.label
+        assert step.rows % (ranks * step.micro_batches) == 0, step.label
+
+
+def test_rows_have_names_of_their_own():
+    labels = [step.label for step in steps.STEPS]
+    assert len(labels) == len({*labels})
+
+
+TWO_HEADS = SMALL_MOE | {"num_kv_heads": 2}
+SPLIT = steps.Step("cpu", None, "tp2 dp2 / ep2 etp2", "small", TWO_HEADS, {}, rows=16)
+
+
+@pytest.fixture
+def fake_devices(monkeypatch):
+    monkeypatch.setattr(compilers, "devices", lambda kind, shape: jax.devices()[:8])
+
+
+@pytest.mark.slow
+def test_bytes_of_a_half_are_those_of_its_whole_group(fake_devices):
+    given = {"micro_batches": 2, "prompt": 4, "response": 12}
+    for kind in steps.OF_DECODING:
+        half = disaggregated.half_of(SPLIT._replace(kind=kind, **given))
+        serving, *_, received = half.operands
+        in_flight = 2 * disaggregated._bytes(received)
+        weights = disaggregated.side_bytes_of(serving)[kind not in steps.OF_ATTENTION]
+        if kind in steps.OF_ATTENTION:
+            _, _, layer, _, cache, state, _, _ = half.operands
+            in_flight += 2 * disaggregated._bytes(state)
+            weights += 2 * disaggregated._bytes(cache)
+            here = disaggregated._bytes((layer.layer, cache, state, received))
+        else:
+            here = disaggregated._bytes(half.operands[1:])
+        assert half.others + here == weights + in_flight
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*steps.DISAGGREGATED, steps.PREFILL, steps.DECODING])
+def test_a_program_of_serving_takes_the_arrays_of_its_row(kind, fake_devices):
+    step = SPLIT._replace(kind=kind, micro_batches=2, prompt=4, response=12)
+    if kind in steps.DISAGGREGATED:
+        function, operands, _ = disaggregated.half_of(step)
+    else:
+        build = {steps.PREFILL: programs._prefill, steps.DECODING: programs._decoding}[kind]
+        function, *operands = build(step._replace(layout="tp2 dp4 / ep4"))
+    function.trace(*operands)
+
+
+def test_the_planner_predicts_decoding_of_networks_that_it_plans_servers_for():
+    named = {step.title: step for step in steps.STEPS}
+    experts = 3 * 6144 * 16384 * 8 * 56
+    attention = PRESETS["mixtral-8x22b"].parameters - experts
+    # Keys and values of 8 heads of 128 for each of 2,048 tokens; all in bfloat16.
+    row = 2 * 2 * 8 * 128 * 2048 * 56
+    expected = {
+        # "dp128 / ep8", 32 rows of a device.
+        "decoding": 2 * attention + 2 * experts / 8 + 32 * row,
+        # "tp2 dp8 / ep8 etp2", 240 rows of a node.
+        "attention of decoding": (2 * attention + 240 * row) / 2,
+        "experts of decoding": 2 * experts / 16,
+    }
+    for kind, size in expected.items():
+        assert programs.predicted_bytes(named[f"Mixtral-8x22B, {kind}"]) == pytest.approx(size)
+    for kind in ("decoding", "attention of decoding"):
+        assert programs.predicted_bytes(named[f"DeepSeek-V3, {kind}"]) is None
 
 
 def test_a_program_of_two_rows_is_compiled_once(monkeypatch, tmp_path):
@@ -46,8 +119,8 @@ def test_a_program_of_two_rows_is_compiled_once(monkeypatch, tmp_path):
     monkeypatch.setattr(programs, "_COMPILED", {})
     monkeypatch.setattr(programs, "_update", lambda step: (len,))
     monkeypatch.setattr(compilers, "compile_for", compile_for)
-    step = programs.SELECTED
-    assert step in programs.STEPS
+    step = steps.SELECTED
+    assert step in steps.STEPS
     # Without its kernels it is no row of `steps`.
     assert programs.compile_step(step, reads_kernels=False).seconds == 3.0
     assert programs.compile_step(step).seconds == 3.0
@@ -63,4 +136,4 @@ def test_committed_programs_fit_their_devices():
     rows = json.loads(RESULTS.read_text())["steps"]
     for row in rows:
         memory = (GPUS | TPUS)[row["device"]].memory
-        assert 0 < row["arguments"] + row["temporaries"] < 0.9 * memory, row["program"]
+        assert 0 < memory_of(row) < 0.9 * memory, row["program"]

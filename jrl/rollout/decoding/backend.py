@@ -53,8 +53,11 @@ class MeshBackend:
       computes_fewer: true if a step may compute fewer slots than all.
       keeps_cache: true if rows may continue with their KV cache when the weights change.
       scores_prompts: true if it has `score`.
+      max_prefill_tokens: approximate number of prompt tokens of a rank in one prefill; None where
+        the engine's own bounds suffice.
     """
 
+    max_prefill_tokens: int | None = None
     packs_prompts = computes_fewer = keeps_cache = scores_prompts = True
 
     def __init__(self, decoder: Decoder, training: FoldedMesh):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.core import Tracer
-from jax.sharding import PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from jrl.losses import EntropyStatistics
@@ -225,41 +225,46 @@ class UnstackedPolicy(Generic[Leaf]):
 def unstack_policy(decoder: Decoder, weights: Transformer[Array]) -> UnstackedPolicy[Array]:
     """Unstacks the weights, once for all steps: no step slices a layer out of its stack.
 
-    A stack that is scanned whole and the weights outside layers are those of `weights`, not copies,
+    Stacks that are scanned and the weights outside layers are those of `weights`, not copies,
     unless they are sharded otherwise than for decoding (`Execution.fsdp`).
     """
-    # A weight that is sliced out of its stack is its index here.
-    index_of: Any = lambda _, index: index  # noqa: E731
-    layers = map_layer_groups(weights, decoder.config, index_of)
-    leaves, structure = jax.tree.flatten(UnstackedPolicy(layers, without_layers(weights)))
+    config = decoder.config
+    given = UnstackedPolicy(
+        map_layer_groups(weights, config, lambda leaf, index: _NEW), without_layers(weights)
+    )
+    leaves, structure = jax.tree.flatten(given)
     shardings = jax.tree.leaves(named_shardings(_policy_specs(decoder), decoder.mesh))
-    is_shared = tuple(map(_has_sharding, leaves, shardings))
-    copies = iter(_compiled_unstack(decoder, is_shared)(weights))
-    return structure.unflatten(
-        [leaf if shared else next(copies) for leaf, shared in zip(leaves, is_shared, strict=True)]
-    )
+    is_kept = tuple(map(_has_sharding, leaves, shardings))
+    if all(is_kept):
+        return given
+    made = iter(_compiled_unstack(decoder, is_kept)(weights))
+    kept = zip(leaves, is_kept, strict=True)
+    return structure.unflatten([leaf if keeps else next(made) for leaf, keeps in kept])
 
 
-def _has_sharding(leaf: Any, sharding: Sharding) -> bool:
-    # Traced weights have any sharding.
-    return isinstance(leaf, Tracer) or (
-        isinstance(leaf, Array) and leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
-    )
+_NEW = object()
+"""Leaf of a layer that is taken out of its stack."""
+
+
+def _has_sharding(leaf: Any, sharding: NamedSharding) -> bool:
+    if leaf is _NEW or isinstance(leaf, Tracer):
+        return False
+    return leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 
 
 @remembered
-def _compiled_unstack(decoder: Decoder, is_shared: tuple[bool, ...]) -> Any:
-    """Compiled function that makes the leaves of an `UnstackedPolicy` which are copies."""
-    shardings = jax.tree.leaves(named_shardings(_policy_specs(decoder), decoder.mesh))
+def _compiled_unstack(decoder: Decoder, is_kept: tuple[bool, ...]) -> Any:
+    """Compiled function of the weights that returns the leaves which are not kept."""
+    config, mesh = decoder.config, decoder.mesh
 
-    def select(leaves: list[Any]) -> list[Any]:
-        return [leaf for leaf, shared in zip(leaves, is_shared, strict=True) if not shared]
+    def select(tree: Any) -> list[Any]:
+        leaves = zip(jax.tree.leaves(tree), is_kept, strict=True)
+        return [leaf for leaf, keeps in leaves if not keeps]
 
     def unstack(weights: Transformer[Array]) -> list[Array]:
-        layers = split_layer_groups(weights, decoder.config)
-        return select(jax.tree.leaves(UnstackedPolicy(layers, without_layers(weights))))
+        return select(UnstackedPolicy(split_layer_groups(weights, config), without_layers(weights)))
 
-    return jit_onto(unstack, select(shardings))
+    return jit_onto(unstack, select(named_shardings(_policy_specs(decoder), mesh)))
 
 
 def _policy_specs(decoder: Decoder) -> UnstackedPolicy[PartitionSpec]:

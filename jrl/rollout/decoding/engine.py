@@ -132,6 +132,8 @@ class Engine:
             # Packed rows support neither the states of Gated DeltaNet nor recorded expert ids.
             if backend.packs_prompts and config.delta is None and not self.decoder.records_choices:
                 self._row_widths = row_widths(self.max_length, self._unit)
+        if backend.max_prefill_tokens is not None:
+            self._prefill_tokens = min(self._prefill_tokens, backend.max_prefill_tokens)
         if backend.computes_fewer and streams:
             self.step_sizes = fewer_slots(per_rank, self._unit, STREAM_SHRINK_FACTOR, least=1)
         elif backend.computes_fewer:

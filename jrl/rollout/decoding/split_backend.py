@@ -61,6 +61,21 @@ from sharding.sharded_jit import DeviceJit, MeshJit
 STEPS_BEFORE_COUNT = 2
 """Decoding steps that the host enqueues before it checks that rows are left to decode."""
 
+MAX_EXCHANGED_TOKENS = 2**15
+"""Approximate number of tokens that a device has messages for in one prefill, which bounds its
+memory."""
+
+
+def max_prefill_tokens(mesh: SplitMesh) -> int:
+    """Approximate number of prompt tokens of a ``dp`` rank in one prefill.
+
+    Each attention device has a message with capacity for all its tokens to every expert device, and
+    one back: the memory of either is proportional to the tokens of a device times the number of
+    devices on the other side.
+    """
+    peers = max(side.layout.num_devices for side in (mesh.attention, mesh.experts))
+    return max(1, MAX_EXCHANGED_TOKENS * mesh.attention.layout.tp // peers)
+
 
 class SplitBackend:
     """Two groups of devices, one for attention and one for experts.
@@ -107,7 +122,7 @@ class SplitBackend:
         plain = self._policy_config.without_adapters()
         self.decoder = decoder._replace(config=plain)
         self._training, self._mesh, self._micro_batches = training, mesh, micro_batches
-        self._restarts = restarts
+        self._restarts, self.max_prefill_tokens = restarts, max_prefill_tokens(mesh)
         self.expert_balancer = ExpertBalancer(
             plain, mesh, expert_slots, replan, decays=not restarts
         )

@@ -35,7 +35,7 @@ from moe.placement import (
     stored_specs,
 )
 from moe.router.routing import choices_dtype
-from moe.weights import Transformer, cast_shapes, shapes, table
+from moe.weights import Transformer, cast_shapes, shapes, table, without_layers
 from sharding.folding import FoldedMesh
 from sharding.schedule import Schedule
 from sharding.zero import ShardDim
@@ -54,8 +54,9 @@ def memory(setup: Setup) -> dict[str, int]:
     the same for the critic:
 
     * weights ``W``, reference model ``W``, critic ``V``; under `Execution.fsdp` their shards, and
-      ``W`` again where they are gathered for scoring; while it samples, the layers that are not
-      scanned once more, unstacked, and on another rollout layout a copy sharded by that;
+      ``W`` again where they are gathered for scoring; while it samples, the layers of the policy
+      that are not scanned, unstacked, under fsdp all weights, and on another rollout layout a copy
+      sharded by that;
     * float32 masters of weights in bfloat16 (`jrl.trainer.learner.learner`), each sharded over the
       devices that hold the weight where a dimension divides (`sharding.zero`): ``F / G`` with G
       replicas of everything, and ``E / G``; none where the weights are float32;
@@ -139,6 +140,7 @@ def memory(setup: Setup) -> dict[str, int]:
         "critic's optimizer moments": critic_shard_bytes * moment_bf16_units // 2,
         "reference": weights if recipe.uses_reference and not has_adapters else 0,
         "weights gathered for scoring": gathered if setup.model.execution.fsdp else 0,
+        # Decoding uses unstacked weights.
         "unstacked weights to sample": rollout.get("unstacked weights to sample", 0),
         "key/value cache": rollout.get("key/value cache", 0),
         DECODE_PARTIALS: rollout.get(DECODE_PARTIALS, 0),
@@ -171,12 +173,27 @@ def rollout_memory(setup: Setup) -> dict[str, int]:
         }
     weights = weight_bytes(model, mesh)
     is_copy = mesh != setup.mesh or setup.model.lora is not None
-    gathers = model.execution.fsdp and not is_copy
     return {
-        "unstacked weights to sample": weights if gathers else unstacked_bytes(model, mesh),
+        "unstacked weights to sample": unstacked_bytes(model, mesh, is_stored=is_copy),
         **rollout_bytes,
         "rollout policy": weights if is_copy else 0,
     }
+
+
+def unstacked_bytes(config: ModelConfig, mesh: FoldedMesh, *, is_stored: bool) -> int:
+    """Bytes on one device of the weights that `jrl.rollout.decoding.decode.unstack_policy` makes.
+
+    Args:
+      config: without adapters.
+      is_stored: true where the policy is a copy in the sharding that decoding needs.
+    """
+    bytes_of_weights = _local_bytes(cast_shapes(config), mesh, specs(config, mesh))
+    total = _total(bytes_of_weights)
+    if config.execution.fsdp and not is_stored:
+        return total
+    # Stacks that are scanned, and weights without layers, are not copied.
+    scanned = map_layer_groups(bytes_of_weights, config, lambda size, index: 0)
+    return total - sum(jax.tree.leaves(scanned)) - _total(without_layers(bytes_of_weights))
 
 
 def weight_bytes(
@@ -191,16 +208,6 @@ def weight_bytes(
     shard_or_full_specs = shard_specs(config, mesh) if shards else specs(config, mesh)
     bytes_of_weights = _local_bytes(cast_shapes(config), mesh, shard_or_full_specs)
     return _total(select_frozen(bytes_of_weights, table(config)) if frozen else bytes_of_weights)
-
-
-def unstacked_bytes(config: ModelConfig, mesh: FoldedMesh) -> int:
-    """Bytes of the weights that are copied for decoding, those of stacks that are not scanned whole
-    (`jrl.rollout.decoding.decode.unstack_policy`)."""
-    bytes_of_weights = _local_bytes(cast_shapes(config), mesh, specs(config, mesh))
-    groups = map_layer_groups(bytes_of_weights, config, lambda num_bytes, _: num_bytes)
-    stacks = bytes_of_weights.first_layers, bytes_of_weights.layers
-    copied = [stack for stack in stacks if not any(stack is group for group in groups)]
-    return sum(jax.tree.leaves(copied))
 
 
 def float32_shard_bytes(config: ModelConfig, mesh: FoldedMesh) -> int:
@@ -408,7 +415,8 @@ def _budget(setup: Setup, total: int | None) -> int:
     if total is None or devices[0].platform == "cpu":
         return CPU_CACHE_BYTES // len(devices)
     model = setup.model.without_adapters()
-    free = total - weight_bytes(model, mesh) - unstacked_bytes(model, mesh)
+    # As loaded, and unstacked by layers for decoding.
+    free = total - weight_bytes(model, mesh) - unstacked_bytes(model, mesh, is_stored=False)
     return max(free // 2, 0)
 
 

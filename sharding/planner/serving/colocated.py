@@ -127,20 +127,28 @@ class _Stage:
 
     def most_in_memory(self) -> int:
         """Most tokens of a micro-batch that fit in memory."""
-        model = self.model
-        expert_parameters = model.expert_parameters * model.num_layers
-        weights = (
-            ITEMSIZE
-            * (
-                (model.parameters - expert_parameters) / self.layout.tp
-                + expert_parameters / self.devices
-            )
-            / self.layout.pp
+        budget = MEMORY_FRACTION * self.hardware.memory
+        weights, with_one = (
+            device_bytes(self.model, self.layout, batch, self.load.cached) for batch in (0, 1)
         )
-        budget = MEMORY_FRACTION * self.hardware.memory - weights
-        cache = 2 * ITEMSIZE * self.load.cached * model.keys * model.num_layers
-        # Each token's cache is sharded over its tp devices and the stages; pp micro-batches fit.
-        return max(0, int(budget * self.layout.tp * self.layout.dp / cache))
+        each = with_one - weights
+        return max(0, int((budget - weights) / each))
+
+
+def device_bytes(model: ModelSizes, layout: Layout, batch: int, context: int | float) -> float:
+    """Bytes of weights, keys and values on a device of a co-located plan.
+
+    Args:
+      layout: of one stage's devices and the stages: ``ep x etp`` equals ``tp x dp``.
+      batch: tokens of a micro-batch, of which there are ``pp``.
+      context: tokens that a cache holds.
+    """
+    devices = layout.tp * layout.dp
+    expert_parameters = model.expert_parameters * model.num_layers
+    rest = (model.parameters - expert_parameters) / layout.tp
+    weights = ITEMSIZE * (rest + expert_parameters / devices) / layout.pp
+    # Each token's cache is sharded over its tp devices and the stages; pp micro-batches fit.
+    return weights + 2 * ITEMSIZE * context * model.keys * model.num_layers * batch / devices
 
 
 def _layouts(

@@ -132,22 +132,33 @@ class Server:
 
     def weights_fit(self) -> bool:
         """``tp_a C_a > P_a`` and ``tp_e C_e > P_e``, in bytes."""
+        budget = MEMORY_FRACTION * self.pair.experts.memory
+        return self.most_in_memory() >= 1 and self.expert_bytes() < budget
+
+    def expert_bytes(self) -> float:
+        """Bytes on an expert device: ``P_e / tp_e``."""
+        parameters = self.model.expert_parameters * self.model.num_layers
+        return ITEMSIZE * parameters / self.expert_nodes / self.tp_experts
+
+    def attention_bytes(self, sequences: int) -> float:
+        """Bytes on an attention device: weights, and the keys and values of the sequences of its
+        node, ``(4 m b_a s h L / g + 2 P_a) / tp_a``."""
         model = self.model
-        expert_parameters = model.expert_parameters * model.num_layers
-        on_node = ITEMSIZE * expert_parameters / self.expert_nodes
-        budget = MEMORY_FRACTION * self.pair.experts.memory * self.tp_experts
-        return self.most_in_memory() >= 1 and on_node < budget
+        rest = model.parameters - model.expert_parameters * model.num_layers
+        return (ITEMSIZE * rest + self._sequence_bytes() * sequences) / self.tp_attention
+
+    def _sequence_bytes(self) -> float:
+        """Bytes of the keys and values of a sequence."""
+        return 2 * ITEMSIZE * self.load.cached * self.model.keys * self.model.num_layers
 
     def most_in_memory(self) -> int:
         """Constraint (8): the most sequences that fit on an attention node.
 
         ``4 m b_a s h L / g + 2 P_a < tp_a C_a``; C is `MEMORY_FRACTION` of a device's memory.
         """
-        model = self.model
-        rest = model.parameters - model.expert_parameters * model.num_layers
-        budget = MEMORY_FRACTION * self.pair.attention.memory * self.tp_attention - ITEMSIZE * rest
-        each = 2 * ITEMSIZE * self.load.cached * model.keys * model.num_layers
-        return max(0, int(np.ceil(budget / each)) - 1)
+        budget = MEMORY_FRACTION * self.pair.attention.memory - self.attention_bytes(0)
+        sequences = budget * self.tp_attention / self._sequence_bytes()
+        return max(0, int(np.ceil(sequences)) - 1)
 
     def rows_of_node(self, batch, nodes):
         """Rows of an expert node with even routing: ``b_e = b_a n_a K / E`` times its experts."""

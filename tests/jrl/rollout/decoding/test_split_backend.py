@@ -8,6 +8,7 @@ import pytest
 from policies import CONFIG, Asked, answers, weights
 
 from jrl.rollout import resharding as pushing
+from jrl.rollout.decoding import split_backend
 from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.decoding.requests import read_sampled
 from jrl.rollout.decoding.split_backend import SplitBackend
@@ -39,6 +40,24 @@ def rows_of(trajectories):
         if id(t.buffer) not in rows:
             rows[id(t.buffer)] = jax.tree.map(np.asarray, t.buffer.rows)
     return [read_sampled(rows[id(t.buffer)], t.row, t.request) for t in trajectories]
+
+
+@pytest.mark.parametrize(
+    ("split", "tokens"),
+    # A device has messages from or to every device of the other group.
+    [("tp2 dp2 / ep2", 64 * 2 // 4), ("dp1 / ep4", 64 // 4), ("dp4 / ep1 etp2", 64 // 4)],
+)
+def test_a_prefill_is_bounded_by_the_messages_of_a_device(split, tokens, monkeypatch):
+    monkeypatch.setattr(split_backend, "MAX_EXCHANGED_TOKENS", 64)
+    asked = Asked(slots=8)
+    training = fold(Layout(), jax.devices()[15:])
+    mesh = fold_split(Split.parse(split), jax.devices()[: Split.parse(split).num_devices])
+    backend = SplitBackend(asked.decoder(mesh.attention), training, mesh, micro_batches=1)
+    given = {"slots": 8, "key": jax.random.key(0)}
+    sizes = Engine(backend, max_length=tokens // 2, **given).prefill_sizes
+    assert max(width * rows for width, rows in sizes) == tokens
+    # A longer prompt is run by itself.
+    assert Engine(backend, max_length=2 * tokens, **given).prefill_sizes[-1] == (2 * tokens, 1)
 
 
 @pytest.mark.slow

@@ -17,7 +17,13 @@ from jrl.recipes import Dapo, Grpo, Ppo, Vapo
 from jrl.rollout.decoding.slots import abstract_pool, empty_pool
 from jrl.trainer.scoring import logprobs_and_choices_of
 from jrl.trainer.setup.dry_run import batch_arithmetic, parameters, print_dry_run, readable_bytes
-from jrl.trainer.setup.memory import cache_bytes, logits_bytes, memory, weight_bytes
+from jrl.trainer.setup.memory import (
+    cache_bytes,
+    logits_bytes,
+    memory,
+    unstacked_bytes,
+    weight_bytes,
+)
 from jrl.trainer.setup.setup import build_setup
 from jrl.trainer.state import abstract, init_adapters, init_state, init_weights
 from moe import placement, weights
@@ -371,3 +377,19 @@ def test_memory_of_a_stage_counts_the_padding_of_context_parallelism(apart):
     assert memory(apart)["stored inputs of a stage"] == 6 * tokens // 4 * apart.model.d_model * 4
     columns = -(-apart.model.vocab_size // 2)
     assert logits_of_pass(apart, rows=16) == 4 * 16 * padded(apart.response_length) // 2 * columns
+
+
+def test_only_layers_that_are_not_scanned_are_unstacked_to_sample():
+    mesh = fold_abstract(Layout())
+
+    def sizes(layers, is_stored=False, **execution):
+        execution = Execution(**execution)
+        config = replace(tiny(8), num_layers=layers, execution=execution)
+        return unstacked_bytes(config, mesh, is_stored=is_stored), weight_bytes(config, mesh)
+
+    layer = sizes(3)[1] - sizes(2)[1]
+    assert [sizes(layers)[0] for layers in (2, 8, 9)] == [2 * layer, 8 * layer, 0]
+    # Shards are gathered, with embedding and head; a copy for another layout has none.
+    fully_sharded = {"fsdp": True, "remat": "full"}
+    made, whole = sizes(9, **fully_sharded)
+    assert made == whole and sizes(9, is_stored=True, **fully_sharded)[0] == 0

@@ -1,0 +1,186 @@
+"""Programs of published networks that are compiled whole, over one device and over hundreds: their
+devices, layouts, rows and settings."""
+
+from typing import Any, NamedTuple
+
+from benchmarks.absent.work import PROMPT, RESPONSE
+from benchmarks.gpu.shapes import (
+    DEEPSEEK_V3,
+    MIXTRAL_8X22B,
+    QWEN3_06B,
+    QWEN3_235B,
+    QWEN3_A3B,
+)
+
+KERNELS = {
+    "experts": "mosaic_gathered",
+    "attention": "mosaic",
+    "router": "mosaic",
+    "remat": "selective",
+    "buffer_factor": 1.5,
+}
+"""Fields of `moe.execution.Execution` that name every kernel for Hopper."""
+MEGABLOX = {"experts": "megablox", "remat": "selective", "buffer_factor": 1.5}
+UPDATE, SCORING, PREFILL, DECODING = "update", "scoring", "prefill", "decoding"
+ATTENTION_OF_PREFILL, EXPERTS_OF_PREFILL = "attention of prefill", "experts of prefill"
+ATTENTION_OF_DECODING, EXPERTS_OF_DECODING = "attention of decoding", "experts of decoding"
+OF_PREFILL = ATTENTION_OF_PREFILL, EXPERTS_OF_PREFILL
+OF_DECODING = ATTENTION_OF_DECODING, EXPERTS_OF_DECODING
+OF_ATTENTION = ATTENTION_OF_PREFILL, ATTENTION_OF_DECODING
+DISAGGREGATED = *OF_PREFILL, *OF_DECODING
+"""Programs of attention and experts on separate devices."""
+
+
+class Step(NamedTuple):
+    """A program of GRPO.
+
+    Attributes:
+      device, shape: of `compilers.devices`.
+      layout: of the devices; a split (`moe.disaggregated.split.Split`) of the programs of
+        `DISAGGREGATED`.
+      title: of the network and its settings.
+      sizes: of the network.
+      execution: fields of `moe.execution.Execution`; what is not given is selected as in a run.
+      kind: the update of an optimizer step, a scoring pass, the largest prefill of an engine,
+        decoding steps in their loop, or one of `DISAGGREGATED`.
+      rows: completions of the mini-batch, as many on each device; slots in prefill and decoding.
+      micro_batches: of the mini-batch; in disaggregated decoding those in flight.
+      prompt, response: tokens of each.
+      run: fields of `jrl.config.run.RunConfig` besides: dispatch, and dtypes of gradients and
+        moments.
+      quick: it is one of the quick check.
+    """
+
+    device: str
+    shape: str | None
+    layout: str
+    title: str
+    sizes: dict[str, Any]
+    execution: dict[str, Any]
+    kind: str = UPDATE
+    rows: int = 16
+    micro_batches: int = 1
+    prompt: int = PROMPT
+    response: int = RESPONSE
+    run: dict[str, Any] | None = None
+    quick: bool = False
+
+    @property
+    def label(self) -> str:
+        """Device, program and layout."""
+        return f"{self.device} {self.title} {self.layout}"
+
+
+def prompts_of_prefill(step: Step, dp: int, max_tokens: int | None = None) -> int:
+    """Prompts on each rank of ``dp`` in the largest prefill of an engine.
+
+    Args:
+      max_tokens: bound of the backend, `jrl.rollout.decoding.backend.MeshBackend`.
+    """
+    from jrl.rollout.decoding.engine import MAX_PREFILL_TOKENS
+
+    tokens = MAX_PREFILL_TOKENS if max_tokens is None else min(MAX_PREFILL_TOKENS, max_tokens)
+    return min(max(1, tokens // step.prompt), step.rows // dp)
+
+
+ONE_LAYER, TWO_LAYERS = QWEN3_A3B | {"num_layers": 1}, QWEN3_A3B | {"num_layers": 2}
+SELECTIVE, FULL = {"remat": "selective"}, {"remat": "full"}
+EIGHT = "h100", "1x1x8", "dp8 / ep8"
+SELECTED = Step(*EIGHT, "Qwen3-30B-A3B", QWEN3_A3B, SELECTIVE)
+"""Implementations are those that None selects."""
+
+
+def _served(
+    shape: str, layout: str, name: str, sizes: dict[str, Any], rows: int
+) -> tuple[Step, ...]:
+    """Prefill and decoding on one mesh."""
+    return tuple(
+        Step("h100", shape, layout, f"{name}, {kind}", sizes, {}, kind, rows)
+        for kind in (PREFILL, DECODING)
+    )
+
+
+def _split(
+    shape: str, layout: str, name: str, sizes: dict[str, Any], rows: int, micro_batches: int
+) -> tuple[Step, ...]:
+    """Prefill and decoding with attention and experts on separate devices."""
+    return tuple(
+        Step("h100", shape, layout, f"{name}, {kind}", sizes, {}, kind, rows, micro_batches)
+        for kind in DISAGGREGATED
+    )
+
+
+STEPS = (
+    Step(*EIGHT, "Qwen3-30B-A3B, 2 layers, kernels", TWO_LAYERS, KERNELS, quick=True),
+    Step(
+        *("v5p", None, "dp8 / ep8", "Qwen3-30B-A3B, 1 layer, megablox", ONE_LAYER),
+        MEGABLOX,
+        quick=True,
+    ),
+    SELECTED,
+    Step(*("h100", "1x1x1", "dp1"), "Qwen3-0.6B", QWEN3_06B, SELECTIVE, rows=32, micro_batches=8),
+    Step(*EIGHT, "Qwen3-30B-A3B, scoring", QWEN3_A3B, SELECTIVE, SCORING, rows=64),
+    Step(*EIGHT, "Qwen3-30B-A3B, decoding", QWEN3_A3B, {}, DECODING, rows=256),
+    Step(
+        *("h100", "1x8x8", "tp4 dp16 / ep64", "Qwen3-235B-A22B", QWEN3_235B),
+        FULL | {"fsdp": True},
+    ),
+    Step(
+        *("h100", "1x1x8", "tp4 pp2 vpp12 / ep4", "Qwen3-30B-A3B", QWEN3_A3B, SELECTIVE),
+        micro_batches=16,
+        run={"mu_dtype": "bfloat16"},
+    ),
+    # The planner's first layouts for 2 and 4 x 2^20 tokens a step on 128 and on 512; on 1,024 that
+    # of 128 with more dp, the planner's third.
+    Step(
+        *("h100", "1x16x8", "cp2 dp8 pp8 / ep8", "Mixtral-8x22B", MIXTRAL_8X22B),
+        SELECTIVE | {"scan_layers": True},
+        rows=1024,
+        micro_batches=128,
+    ),
+    Step(
+        *("h100", "1x128x8", "cp2 dp64 pp8 / ep8", "Mixtral-8x22B", MIXTRAL_8X22B),
+        SELECTIVE | {"scan_layers": True},
+        rows=8192,
+        micro_batches=128,
+    ),
+    Step(
+        *("h100", "1x64x8", "tp4 dp4 pp32 / ep8", "DeepSeek-V3", DEEPSEEK_V3, SELECTIVE),
+        rows=2048,
+        micro_batches=512,
+    ),
+    Step(*("b200", "1x1x8", "dp8 / ep8", "Qwen3-30B-A3B", QWEN3_A3B, SELECTIVE)),
+    # Scoring of all completions of a step, in the layouts of the updates.
+    Step(
+        *("h100", "1x8x8", "tp4 dp16 / ep64", "Qwen3-235B-A22B, scoring", QWEN3_235B),
+        *(FULL | {"fsdp": True}, SCORING),
+        rows=256,
+    ),
+    Step(
+        *("h100", "1x16x8", "cp2 dp8 pp8 / ep8", "Mixtral-8x22B, scoring", MIXTRAL_8X22B),
+        *(SELECTIVE, SCORING),
+        rows=1024,
+    ),
+    Step(
+        *("h100", "1x64x8", "tp4 dp4 pp32 / ep8", "DeepSeek-V3, scoring", DEEPSEEK_V3),
+        *(SELECTIVE, SCORING),
+        rows=2048,
+    ),
+    # The layouts that sampling derives from those of the updates. On 512, where experts over 8
+    # devices are larger than a device, experts over 64.
+    *_served(*("1x8x8", "tp4 dp16 / ep64"), "Qwen3-235B-A22B", QWEN3_235B, rows=2048),
+    *_served(*("1x16x8", "dp128 / ep8"), "Mixtral-8x22B", MIXTRAL_8X22B, rows=4096),
+    *_served(*("1x64x8", "tp4 dp128 / ep64"), "DeepSeek-V3", DEEPSEEK_V3, rows=16384),
+    # One server: the planner's first plan for 50 ms between tokens; of Mixtral with 8 of its 9
+    # attention nodes, for whole hosts of eight. Of DeepSeek-V3, which it has no plan for, as few
+    # devices as hold its experts in half of their memory, and as many for attention.
+    *_split(*("1x16x8", "dp64 / ep64"), "Qwen3-235B-A22B", QWEN3_235B, 8192, 4),
+    *_split(*("1x4x8", "tp2 dp8 / ep8 etp2"), "Mixtral-8x22B", MIXTRAL_8X22B, 1920, 3),
+    *_split(*("1x8x8", "tp4 dp8 / ep32"), "DeepSeek-V3", DEEPSEEK_V3, 2048, 4),
+    Step(*("v5p", None, "dp8 / ep8", "Qwen3-30B-A3B, megablox", QWEN3_A3B), MEGABLOX),
+    Step(*("v5p", None, "dp8 / ep8", "Qwen3-30B-A3B, decoding", QWEN3_A3B), {}, DECODING, 256),
+    Step(
+        *("v5p", "v5p:4x4x4", "tp4 dp16 / ep64", "Qwen3-235B-A22B, megablox", QWEN3_235B),
+        MEGABLOX | FULL | {"fsdp": True},
+    ),
+)
