@@ -39,7 +39,8 @@ def _serving(step: Step) -> Any:
     from moe.disaggregated.split import Split, fold_split
 
     mesh = fold_split(Split.parse(step.layout), compilers.devices(step.device, step.shape))
-    config = network(step.sizes, **step.execution | {"scan_layers": False})
+    execution: dict[str, Any] = step.execution | {"scan_layers": False}
+    config = network(step.sizes, **execution)
     placement = Placement.identity(config.num_experts, mesh.experts.size(mesh.experts.ep))
     adapted = for_prefill(config.for_any_routing()) if step.kind in OF_PREFILL else for_step(config)
     return Serving(adapted, mesh, placement.num_slots)

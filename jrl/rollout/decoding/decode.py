@@ -242,7 +242,7 @@ def unstack_policy(decoder: Decoder, weights: Transformer[Array]) -> UnstackedPo
     return structure.unflatten([leaf if keeps else next(made) for leaf, keeps in kept])
 
 
-_NEW = object()
+_NEW: Any = object()
 """Leaf of a layer that is taken out of its stack."""
 
 

@@ -124,16 +124,14 @@ class Engine:
         self._unit, per_rank = mesh.size(mesh.tp), slots // self.ranks
         self.max_length = cache_columns(max_length, config, mesh)
         self._row_widths: Sequence[int] = ()
-        self._prefill_tokens = MAX_PREFILL_TOKENS
+        most_tokens = MAX_STREAM_PREFILL_TOKENS if streams else MAX_PREFILL_TOKENS
+        self._prefill_tokens = min(most_tokens, backend.max_prefill_tokens or most_tokens)
         self.cache_sizes, self.step_sizes = [self.max_length], [per_rank]
         if streams:
-            self._prefill_tokens = MAX_STREAM_PREFILL_TOKENS
             self.cache_sizes = stream_cache_lengths(self.max_length)
             # Packed rows support neither the states of Gated DeltaNet nor recorded expert ids.
             if backend.packs_prompts and config.delta is None and not self.decoder.records_choices:
                 self._row_widths = row_widths(self.max_length, self._unit)
-        if backend.max_prefill_tokens is not None:
-            self._prefill_tokens = min(self._prefill_tokens, backend.max_prefill_tokens)
         if backend.computes_fewer and streams:
             self.step_sizes = fewer_slots(per_rank, self._unit, STREAM_SHRINK_FACTOR, least=1)
         elif backend.computes_fewer:
