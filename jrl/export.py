@@ -109,7 +109,7 @@ def _check(options: ExportOptions, folder: RunFolder) -> None:
 def _export(options: ExportOptions, folder: RunFolder, run: RunConfig) -> None:
     import jax  # its devices are chosen by now
 
-    from jrl.text.load import checkpoint_files
+    from jrl.text.checkpoint_files import checkpoint_files
     from jrl.trainer.evaluation.saved_policy import load_policy_of
     from jrl.trainer.setup.network import network_of
     from moe.huggingface import fold_embedding_scale, save
@@ -156,7 +156,7 @@ def _describe_network(
     run: RunConfig, folder: RunFolder, tokenizer: Tokenizer
 ) -> tuple[ModelConfig, str | None, dict[str, Any]]:
     """The network, the architecture that it came as, and what else config.json shall say."""
-    from jrl.text.load import token_ids
+    from jrl.text.checkpoint_files import token_ids
     from moe.huggingface.configuration import read_config
 
     extra_options = token_ids(tokenizer)

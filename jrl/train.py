@@ -311,7 +311,7 @@ def _save_inputs(setup: "Setup", folder: RunFolder) -> None:
         checkpoint = setup.run.checkpoint
         if checkpoint is not None and not folder.model_path.exists():
             if setup.run.tokenizer is None:
-                from jrl.text.load import copy_checkpoint_files  # needs an extra
+                from jrl.text.checkpoint_files import copy_checkpoint_files
 
                 # The tokenizer is that of the weights.
                 source = setup.run.weights

@@ -353,6 +353,46 @@ def test_importing_jrl_loads_nothing_heavier_than_jax():
     assert done.stdout.split() == []
 
 
+INSTALLED = {"jax", "flax", "optax", "orbax", "jaxtyping", "sentencepiece", "tyro", "rich"}
+INSTALLED |= {"matplotlib", "numpy", "yaml", *PACKAGES}
+"""What `pip install -e .` brings, without an extra."""
+
+
+def imports_at_once(path: Path) -> frozenset[str]:
+    """The names that importing a file imports: those outside functions."""
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+    waiting, kept = [*tree.body], []
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            kept.append(node)
+        elif not isinstance(node, functions):
+            waiting += ast.iter_child_nodes(node)
+    return imports(ast.unparse(ast.Module(kept, [])), path)
+
+
+def test_commands_start_without_an_extra():
+    """An extra is imported by the function that needs it, which says how to install it."""
+    sources = {module_name(path)[0]: path for room in PACKAGES for path in files(room)}
+    commands = [*COMMANDS, "sharding.planner.__main__", "jrl.launch.__main__"]
+    waiting, seen, needed = [name for name in commands if name in sources], set(), {}
+    while waiting:
+        name = waiting.pop()
+        # A module's packages are imported before it.
+        modules = {name.rsplit(".", depth)[0] for depth in range(name.count(".") + 1)}
+        for module in modules - seen:
+            seen.add(module)
+            for imported in imports_at_once(sources[module]):
+                if imported.partition(".")[0] in PACKAGES:
+                    named = imported if imported in sources else imported.rpartition(".")[0]
+                    waiting += [named] if named in sources else []
+                elif imported.partition(".")[0] not in {*INSTALLED, *sys.stdlib_module_names}:
+                    needed[module] = imported
+    assert len(seen) > 200, "the imports were not followed"
+    assert needed == {}
+
+
 def test_top_level_folders_are_the_rooms():
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True

@@ -14,6 +14,7 @@ import tokenizers
 
 from jrl.runs import records
 from jrl.text.chat import today, with_turn_end
+from jrl.text.checkpoint_files import chat_template_in, read_object, read_optional
 from jrl.text.located import TokenSpans, special_pattern
 from jrl.text.tokenizer import Tokenizer, Usage, check_usage, usage_from
 
@@ -203,7 +204,7 @@ def checkpoint_tokenizer(directory: str | Path, vocab_size: int) -> Tokenizer:
             f"{directory}/tokenizer.model has {tokenizer.vocab_size} ids and the network "
             f"{vocab_size}: give the checkpoint's tokenizer.json, which may have fewer."
         )
-    config = _read_optional(directory / "tokenizer_config.json")
+    config = read_optional(directory / "tokenizer_config.json")
     add_bos = config.get("add_bos_token")
     starts_with_bos = bool(config.get("bos_token", True) if add_bos is None else add_bos)
     return with_turn_end(
@@ -227,7 +228,7 @@ def tokenizer_of(
       ValueError: when it is no tokenizer.json, or no file says what ends a sequence.
     """
     backend = _load_pipeline(pipeline)
-    config = _read_optional(path.parent / "tokenizer_config.json")
+    config = read_optional(path.parent / "tokenizer_config.json")
     tokens = {name: _token_text(config.get(name)) for name in TOKENS}
     starts_with_bos = _starts_with_bos(backend, pipeline, config, tokens["bos_token"])
     # Where no file says a word of it, a plain text begins with it, and a template knows better.
@@ -275,7 +276,7 @@ def _usage_of_checkpoint(
 def _stop_ids(directory: Path) -> tuple[int, ...]:
     ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
-        eos = _read_optional(directory / name).get("eos_token_id")
+        eos = read_optional(directory / name).get("eos_token_id")
         eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
         for token in eos_ids:
             if type(token) is not int:
@@ -298,37 +299,6 @@ def _starts_with_bos(
     if bos is None or add_bos is not None or pipeline.get("post_processor") is None:
         return bool(add_bos is None or add_bos)
     return backend.encode("", add_special_tokens=True).tokens[:1] == [bos]
-
-
-def chat_template_in(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """The chat template of a checkpoint, as `checkpoint_tokenizer` looks for it.
-
-    Args:
-      config: its tokenizer_config.json.
-    """
-    jinja_path = directory / "chat_template.jinja"
-    if jinja_path.exists():
-        return _read_text(jinja_path)
-    in_config = config.get("chat_template") is not None
-    json_path = directory / ("tokenizer_config.json" if in_config else "chat_template.json")
-    template = (
-        config["chat_template"] if in_config else _read_optional(json_path).get("chat_template")
-    )
-    if isinstance(template, list):
-        by_name = {entry.get("name"): entry.get("template") for entry in template}
-        if "default" not in by_name:
-            raise ValueError(
-                f"{json_path}: chat_template has {', '.join(map(repr, by_name)) or 'no template'}, "
-                "of which none is called 'default': write one into a file and give --chat-template "
-                "FILE."
-            )
-        template = by_name["default"]
-    if template is not None and not isinstance(template, str):
-        raise ValueError(
-            f"{json_path}: chat_template is a {type(template).__name__}, not a text or a list of "
-            "named texts: take the file of the checkpoint."
-        )
-    return template
 
 
 def _load_pipeline(content: Mapping[str, Any]) -> tokenizers.Tokenizer:
@@ -355,32 +325,6 @@ def _token_text(token: Any) -> str | None:
             'an object with a text "content": take the file of the checkpoint.'
         )
     return text
-
-
-def _read_optional(path: Path) -> dict[str, Any]:
-    return read_object(path) if path.exists() else {}
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Reads the object of a JSON file.
-
-    Raises:
-      ValueError: where it cannot be read, or holds no object.
-    """
-    try:
-        record = json.loads(_read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}.") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"{path} holds a {type(record).__name__}, not an object.")
-    return record
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror}).") from error
 
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"

@@ -26,7 +26,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import safetensors
 from jaxtyping import Array
 
 from moe.adapters import Adapted, is_adapted, select_trained
@@ -554,6 +553,8 @@ def _with_targets(plain: ModelConfig, lora: Lora, targets: tuple[str, ...]) -> M
 
 
 def _open(directory: Path) -> Any:
+    import safetensors  # an extra
+
     path = directory / TENSORS
     try:
         return safetensors.safe_open(path, framework="numpy")

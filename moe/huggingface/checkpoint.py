@@ -16,10 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors
 from jax.sharding import NamedSharding
 from jaxtyping import Array
-from safetensors.numpy import save_file
 
 from moe.config import ModelConfig
 from moe.huggingface.configuration import (
@@ -108,6 +106,8 @@ def load_weights(
 
 def _open(directory: Path, stack: ExitStack) -> dict[str, PlainTensor]:
     """Each tensor in its open file."""
+    import safetensors  # an extra
+
     paths = sorted(directory.glob("*.safetensors"))
     index = directory / "model.safetensors.index.json"
     if index.exists():
@@ -300,6 +300,8 @@ def save(
 def write_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:
     """A safetensors file that others may read as they may read any other new file: the library
     makes it readable for its owner alone."""
+    from safetensors.numpy import save_file  # an extra
+
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
     save_file(tensors, path, metadata={"format": "pt"})

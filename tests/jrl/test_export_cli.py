@@ -26,8 +26,9 @@ from jrl import train as train_module
 from jrl.runs.checkpoints import Checkpoints
 from jrl.tasks.data.conversations import Conversation
 from jrl.text.chat import ChatTemplate, with_turn_end
+from jrl.text.checkpoint_files import checkpoint_files, copy_checkpoint_files
 from jrl.text.json_tokenizer import checkpoint_tokenizer
-from jrl.text.load import checkpoint_files, copy_checkpoint_files, load_tokenizer
+from jrl.text.load import load_tokenizer
 from jrl.train import main as train
 from jrl.trainer import loop
 from moe import huggingface, model

@@ -10,8 +10,9 @@ from jrl.config.run import RunConfig
 from jrl.tasks.data.chats import chat_of
 from jrl.tasks.data.conversations import Conversation
 from jrl.text.chat import ChatTemplate
+from jrl.text.checkpoint_files import checkpoint_files
 from jrl.text.json_tokenizer import checkpoint_tokenizer
-from jrl.text.load import checkpoint_files, load_tokenizer
+from jrl.text.load import load_tokenizer
 from jrl.text.loss_mask import ChatFormat, encode_chat
 from jrl.text.prompt_format import PromptFormat, text_of, with_template
 from jrl.text.tokenizer import Tokenizer
