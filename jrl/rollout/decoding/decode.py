@@ -228,38 +228,36 @@ def unstack_policy(decoder: Decoder, weights: Transformer[Array]) -> UnstackedPo
     Stacks that are scanned and the weights outside layers are those of `weights`, not copies,
     unless they are sharded otherwise than for decoding (`Execution.fsdp`).
     """
-    config = decoder.config
-    given = UnstackedPolicy(
-        map_layer_groups(weights, config, lambda leaf, index: _NEW), without_layers(weights)
-    )
-    leaves, structure = jax.tree.flatten(given)
+    layers = map_layer_groups(weights, decoder.config, lambda leaf, index: _COPY)
+    policy = UnstackedPolicy(layers, without_layers(weights))
+    leaves, structure = jax.tree.flatten(policy)
     shardings = jax.tree.leaves(named_shardings(_policy_specs(decoder), decoder.mesh))
-    is_kept = tuple(map(_has_sharding, leaves, shardings))
-    if all(is_kept):
-        return given
-    made = iter(_compiled_unstack(decoder, is_kept)(weights))
-    kept = zip(leaves, is_kept, strict=True)
-    return structure.unflatten([leaf if keeps else next(made) for leaf, keeps in kept])
+    is_shared = tuple(map(_has_sharding, leaves, shardings))
+    if all(is_shared):
+        return policy
+    copied = iter(_compiled_unstack(decoder, is_shared)(weights))
+    pairs = zip(leaves, is_shared, strict=True)
+    return structure.unflatten([leaf if shared else next(copied) for leaf, shared in pairs])
 
 
-_NEW: Any = object()
-"""Leaf of a layer that is taken out of its stack."""
+_COPY: Any = object()
+"""Leaf of a layer that is sliced out of its stack."""
 
 
 def _has_sharding(leaf: Any, sharding: NamedSharding) -> bool:
-    if leaf is _NEW or isinstance(leaf, Tracer):
+    if leaf is _COPY or isinstance(leaf, Tracer):
         return False
     return leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 
 
 @remembered
-def _compiled_unstack(decoder: Decoder, is_kept: tuple[bool, ...]) -> Any:
-    """Compiled function of the weights that returns the leaves which are not kept."""
+def _compiled_unstack(decoder: Decoder, is_shared: tuple[bool, ...]) -> Any:
+    """Compiled function of the weights that returns the leaves which are not shared."""
     config, mesh = decoder.config, decoder.mesh
 
     def select(tree: Any) -> list[Any]:
-        leaves = zip(jax.tree.leaves(tree), is_kept, strict=True)
-        return [leaf for leaf, keeps in leaves if not keeps]
+        leaves = zip(jax.tree.leaves(tree), is_shared, strict=True)
+        return [leaf for leaf, shared in leaves if not shared]
 
     def unstack(weights: Transformer[Array]) -> list[Array]:
         return select(UnstackedPolicy(split_layer_groups(weights, config), without_layers(weights)))
