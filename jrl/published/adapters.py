@@ -8,6 +8,7 @@ from pathlib import Path
 
 from moe.architecture.lora import Lora, group_targets, is_target
 from moe.config import ModelConfig
+from moe.huggingface import adapters_of, architecture_of
 from moe.huggingface.adapters import EXPERTS, STACKED
 from moe.huggingface.configuration import FAMILIES, family_for
 from moe.huggingface.family import Family
@@ -33,8 +34,6 @@ def open_adapters(directory: str, checkpoint: Path | str, config: ModelConfig, o
     Raises:
       ValueError: where the folder has none, or those of another network.
     """
-    from moe.huggingface import adapters_of, architecture_of  # needs an extra
-
     if not (Path(directory) / "adapter_config.json").is_file():
         inner = Path(directory) / "adapters"
         fix = f"give {inner}" if inner.is_dir() else "give a folder that PEFT or a run wrote"

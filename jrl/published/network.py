@@ -8,6 +8,7 @@ from pathlib import Path
 from jrl.processes.agreement import is_main_process
 from jrl.published.location import gguf_file, prepare_checkpoint
 from moe.config import ModelConfig
+from moe.huggingface import config_from, idle_options, option_names
 
 
 def open_checkpoint(name: str, ignore: Sequence[str] = ()) -> tuple[Path, ModelConfig]:
@@ -22,8 +23,6 @@ def open_checkpoint(name: str, ignore: Sequence[str] = ()) -> tuple[Path, ModelC
         option to ignore is not there.
     """
     check_packages(f"model={name}")
-    from moe.huggingface import config_from, idle_options, option_names  # needs an extra
-
     folder = prepare_checkpoint(name, ignore)
     config = config_from(folder, ignore=ignore)
     if ignore:

@@ -24,6 +24,7 @@ from moe import placement
 from moe import weights as moe_weights
 from moe.adapters import select_trained, with_base
 from moe.config import ModelConfig
+from moe.huggingface import architecture_of, config_from, load_adapters, load_weights
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh
 from sharding.sharded_jit import abstract_array
@@ -238,8 +239,6 @@ def load_published(
     Raises:
       ValueError: for tensors of another network, and adapters that cannot be read.
     """
-    from moe.huggingface import architecture_of, load_adapters, load_weights  # needs an extra
-
     shardings = float32_shardings(model, mesh)
     if adapters is None:
         return load_weights(directory, model, mesh, shardings)
@@ -255,6 +254,4 @@ def load_model(folder: RunFolder) -> ModelConfig | None:
     """Network config of a run that started from a public checkpoint; None for a preset."""
     if not folder.model_path.exists():
         return None
-    from moe.huggingface import config_from  # needs an extra
-
     return config_from(folder.model_path)

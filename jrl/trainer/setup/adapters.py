@@ -13,6 +13,7 @@ from jrl.runs.folder import RunFolder
 from jrl.trainer.setup.setup import Setup
 from moe import placement
 from moe.adapters import select_trained
+from moe.huggingface import architecture_of, config_from, load_adapters, save_adapters
 from moe.weights import Transformer, axis_sizes, table
 
 
@@ -30,8 +31,6 @@ def resolve_adapter_settings(run: RunConfig) -> RunConfig:
             f"lora_from={directory!r} has adapters of a public checkpoint, not of {run.model!r}: "
             "give --model hf:DIR."
         )
-    from moe.huggingface import config_from  # needs an extra
-
     network = config_from(run.checkpoint, ignore=run.ignore_options)
     lora = open_adapters(directory, run.checkpoint, network, "lora_from")
     adapter_settings = {
@@ -55,8 +54,6 @@ def load_initial_adapters(setup: Setup) -> Transformer[Array] | None:
     run = setup.run
     if run.lora_from is None or run.checkpoint is None:
         return None
-    from moe.huggingface import architecture_of, load_adapters  # needs an extra
-
     kind = architecture_of(run.checkpoint)
     adapters = load_adapters(run.lora_from, setup.model, setup.mesh, kind)
     print(f"starting from the adapters in {run.lora_from}")
@@ -68,8 +65,6 @@ def write_adapters(setup: Setup, folder: RunFolder, policy: Transformer[Array]) 
     one that did not start from a public checkpoint."""
     if setup.model.lora is None or setup.run.checkpoint is None:
         return
-    from moe.huggingface import architecture_of, save_adapters  # needs an extra
-
     adapters = select_trained(policy, table(setup.model))
     depth = axis_sizes(setup.model)["layer"]
     # Copied to the host outside of the block below, in which no collective may be called.

@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 
 from jrl.checks import flag
 from jrl.config.run import NETWORK_SETTINGS, RunConfig
+from jrl.published.adapters import targets_from_modules
 from jrl.published.network import check_packages
 from moe.architecture.feed_forward import can_drop
 from moe.architecture.lora import Lora, is_target
@@ -90,8 +91,6 @@ def lora_of(model: ModelConfig, run: RunConfig) -> Lora | None:
     targets = default_targets if run.lora_targets is None else tuple(run.lora_targets.split(","))
     if not all(map(is_target, targets)):
         check_packages(f"lora_targets={run.lora_targets!r}")
-        from jrl.published.adapters import targets_from_modules  # needs an extra
-
         targets = targets_from_modules(model, targets)
     alpha = 2.0 * run.lora_rank if run.lora_alpha is None else run.lora_alpha
     lora = Lora(run.lora_rank, alpha, targets, run.lora_rank_stabilised)
