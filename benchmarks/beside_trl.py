@@ -65,15 +65,13 @@ ANSWERS = {
     ),
 }
 """Questions and tokens of an answer."""
-CHECKS, TESTS = (
-    "checks",
-    {
-        "completions": "tests/jrl/test_real_models.py",
-        "agent": "tests/jrl/test_serve_agents.py",
-        "config.json": "tests/moe/huggingface/test_published_configs.py",
-        "prompts": "tests/jrl/tasks/data/test_conversations.py",
-    },
-)
+CHECKS = "checks"
+TESTS = {
+    "completions": "tests/jrl/test_real_models.py",
+    "agent": "tests/jrl/test_serve_agents.py",
+    "config.json": "tests/moe/huggingface/test_published_configs.py",
+    "prompts": "tests/jrl/tasks/data/test_conversations.py",
+}
 """Tests of what is compared and not timed."""
 LOSS_TOLERANCE = 1e-4
 """Nats. The sides sum 135 million products in other orders; float32 has 24 bits."""
@@ -94,6 +92,8 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="a single step at a tiny size")
     parser.add_argument("--json", type=Path, help="file for the results")
     arguments = parser.parse_args()
+    if CHECKS in (arguments.cases or []) and arguments.peer is None:
+        parser.error(f"--cases {CHECKS} compares with the peer: give --peer PYTHON")
     # Before JAX starts: XLA sizes its thread pool by the processors it may use.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])
     os.environ["JAX_PLATFORMS"] = "cpu"
