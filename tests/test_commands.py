@@ -4,12 +4,9 @@ Nothing is run: each program is followed to where its command line has been read
 """
 
 import json
-import os
 import re
 import runpy
 import shlex
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -123,31 +120,6 @@ def test_there_are_commands():
         "sharding.planner.validation",
     }
     assert programs == benchmarks | tested | set(STUDIES) | alone
-
-
-EXTRAS = ("safetensors", "tokenizers", "jinja2", "gguf", "math_verify", "reasoning_gym", "pyarrow")
-EXTRAS += ("datasets", "tensorboardX", "llguidance", "starlette", "uvicorn", "ray", "wandb")
-
-
-@pytest.mark.slow
-def test_a_run_needs_no_extra(tmp_path):
-    """The first command of a newcomer, after `pip install -e .`."""
-    # A module that is None cannot be imported, and `find_spec` does not find it.
-    hidden = f"import sys\nsys.modules.update(dict.fromkeys({EXTRAS}))\n"
-    (tmp_path / "sitecustomize.py").write_text(hidden)
-    path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    for command in ("jrl.train --dry-run", "jrl.evaluate --help", "jrl.serve missing"):
-        done = subprocess.run(
-            [sys.executable, "-m", *command.split()],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"},
-            capture_output=True,
-            text=True,
-        )
-        if command.startswith("jrl.serve"):
-            assert done.stderr.splitlines()[-1].startswith("error: serving needs starlette")
-        else:
-            assert done.returncode == 0, done.stderr
 
 
 OWN_RECIPE = re.findall(
