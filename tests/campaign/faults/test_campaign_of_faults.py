@@ -10,6 +10,7 @@ from places import ROOT
 
 from tests.campaign.faults import __main__ as campaign
 from tests.campaign.faults.attempt import BY_JAX, End, Event
+from tests.campaign.faults.disturbed import Try
 from tests.campaign.faults.judging import prompts_difference, wrong_ends
 from tests.campaign.faults.machines import Unavailable, check_disk, check_link
 from tests.campaign.faults.moments import draw_moment, rhythm_of
@@ -75,6 +76,13 @@ def test_the_table_counts_what_the_record_has(tmp_path, capsys):
         "| `kill -9` of a process | 2 | 3 | 2 | 4.0, 5.0 |",
         "| link cut for 10 s | 2, two network namespaces | 1 | 1 | 12.0, 12.0 |",
     ]
+
+
+def test_a_record_names_files_relative_to_the_folder_of_the_campaign(tmp_path):
+    one = Try("garbage", 2, False, 0, 0, "a moment", 3, refused=f"error: {tmp_path}/run/m.jsonl:1")
+    campaign._write(tmp_path / "record.jsonl", [one, one], tmp_path)
+    refused = [each["refused"] for each in campaign._records(tmp_path / "record.jsonl")]
+    assert refused == ["error: run/m.jsonl:1"] * 2
 
 
 def test_the_page_has_the_table_of_the_tries():
