@@ -136,7 +136,8 @@ def _serving_model(step: Step) -> Any:
 def predicted_bytes_of_decoding(step: Step) -> float | None:
     """Bytes on a device of a co-located server, weights, keys and values."""
     from sharding.folding import Layout
-    from sharding.planner.serving.colocated import device_bytes
+    from sharding.planner.serving.colocated import cache_bytes, weight_bytes
+    from sharding.planner.serving.plan import Load
 
     layout, model = Layout.parse(step.layout), _serving_model(step)
     if model is None:
@@ -144,7 +145,8 @@ def predicted_bytes_of_decoding(step: Step) -> float | None:
     # A server is as many devices as hold all experts.
     server = replace(layout, dp=layout.ep * layout.etp // layout.tp)
     rows = step.rows * server.dp // layout.dp
-    return device_bytes(model, server, rows, step.prompt + step.response)
+    load = Load(context=step.prompt + step.response)
+    return weight_bytes(model, server) + rows * cache_bytes(model, server, load)
 
 
 def predicted_bytes_of_half(step: Step) -> float | None:

@@ -181,7 +181,7 @@ def rollout_memory(setup: Setup) -> dict[str, int]:
 
 
 def unstacked_bytes(config: ModelConfig, mesh: FoldedMesh, *, is_stored: bool) -> int:
-    """Bytes on one device of the weights that `jrl.rollout.decoding.decode.unstack_policy` makes.
+    """Bytes on one device of the weights that `jrl.rollout.decoding.decode.unstack_policy` copies.
 
     Args:
       config: without adapters.

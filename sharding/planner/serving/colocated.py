@@ -128,27 +128,27 @@ class _Stage:
     def most_in_memory(self) -> int:
         """Most tokens of a micro-batch that fit in memory."""
         budget = MEMORY_FRACTION * self.hardware.memory
-        weights, with_one = (
-            device_bytes(self.model, self.layout, batch, self.load.cached) for batch in (0, 1)
-        )
-        each = with_one - weights
-        return max(0, int((budget - weights) / each))
+        weights = weight_bytes(self.model, self.layout)
+        return max(0, int((budget - weights) / cache_bytes(self.model, self.layout, self.load)))
 
 
-def device_bytes(model: ModelSizes, layout: Layout, batch: int, context: int | float) -> float:
-    """Bytes of weights, keys and values on a device of a co-located plan.
+def weight_bytes(model: ModelSizes, layout: Layout) -> float:
+    """Bytes of the weights on a device of a co-located plan.
 
     Args:
       layout: of one stage's devices and the stages: ``ep x etp`` equals ``tp x dp``.
-      batch: tokens of a micro-batch, of which there are ``pp``.
-      context: tokens that a cache holds.
     """
-    devices = layout.tp * layout.dp
     expert_parameters = model.expert_parameters * model.num_layers
     rest = (model.parameters - expert_parameters) / layout.tp
-    weights = ITEMSIZE * (rest + expert_parameters / devices) / layout.pp
-    # Each token's cache is sharded over its tp devices and the stages; pp micro-batches fit.
-    return weights + 2 * ITEMSIZE * context * model.keys * model.num_layers * batch / devices
+    experts = expert_parameters / (layout.tp * layout.dp)
+    return ITEMSIZE * (rest + experts) / layout.pp
+
+
+def cache_bytes(model: ModelSizes, layout: Layout, load: Load) -> float:
+    """Bytes of keys and values on a device for a token of each of ``pp`` micro-batches."""
+    # The cache of a token is sharded over its tp devices and the stages; pp micro-batches fit.
+    total = 2 * ITEMSIZE * load.cached * model.keys * model.num_layers
+    return total / (layout.tp * layout.dp)
 
 
 def _layouts(
