@@ -12,7 +12,6 @@ The status is 1 where a compiler refuses one.
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from benchmarks.absent.report import (
     write,
 )
 from benchmarks.absent.rows import merged
+from benchmarks.absent.workers import Compiled, Rows, Work, compiled_rows, cores
 
 PARTS: dict[str, tuple[str, ...]] = {
     KERNELS: ("cuda",),
@@ -45,7 +45,7 @@ PLAN = "plan"
 """A command of its own, with the arguments of the planner (`benchmarks.absent.plan`)."""
 
 
-def rows_of(part: str) -> Callable[..., Iterator[dict[str, Any]]]:
+def rows_of(part: str) -> Rows:
     """The rows of a part; imports JAX."""
     from benchmarks.absent import exchanges, launches, programs, rows, schedule
 
@@ -57,6 +57,18 @@ def rows_of(part: str) -> Callable[..., Iterator[dict[str, Any]]]:
         LAUNCHES: launches.launches,
         EXCHANGES: exchanges.exchanges,
     }[part]
+
+
+def positive(text: str) -> int:
+    """A number of processes.
+
+    Raises:
+      ArgumentTypeError: for less than 1.
+    """
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number}: must be at least 1")
+    return number
 
 
 def parser() -> argparse.ArgumentParser:
@@ -80,6 +92,13 @@ def parser() -> argparse.ArgumentParser:
         help='rows whose "device model operation" or "device program layout" contains one of these',
     )
     command.add_argument("--quick", action="store_true", help="each kernel at one shape, few steps")
+    command.add_argument(
+        "--processes",
+        type=positive,
+        default=cores(),
+        metavar="N",
+        help="that compile at a time, with up to 4 GB each; default: one for each core",
+    )
     command.add_argument("--out", type=Path, help="folder for absent.json and absent.md")
     command.add_argument(
         "--keep", type=Path, help="folder for PTX, machine code and scheduled programs"
@@ -107,19 +126,22 @@ def main() -> None:
         except ValueError as error:
             parser().error(str(error))
     compilers.prepare()
+    # With names, the rows of all others stay as they were.
+    before = {part: figures.get(part, []) if arguments.only else [] for part in parts}
+    found: dict[str, list[Compiled]] = {part: [] for part in parts}
+    names = tuple(arguments.only)
+    work = Work(tuple(parts), rows_of, names, arguments.quick, arguments.keep)
     refused = False
-    for part in parts:
-        # With names, the rows of all others stay as they were.
-        before = figures.get(part, []) if arguments.only else []
-        found: list[dict[str, Any]] = []
-        for row in rows_of(part)(arguments.only, quick=arguments.quick, keep=arguments.keep):
-            print(line_of(row), flush=True)
-            found.append(row)
-            refused |= "error" in row
-            figures[part] = merged(before, found)
-            # What was compiled is kept when the rest is cut off.
-            if arguments.out:
-                write(arguments.out, figures)
+    for compiled in compiled_rows(work, arguments.processes):
+        part = compiled.part
+        print(line_of(compiled.row), flush=True)
+        refused |= "error" in compiled.row
+        found[part].append(compiled)
+        in_order = sorted(found[part], key=lambda one: one.place)
+        figures[part] = merged(before[part], [one.row for one in in_order])
+        # What was compiled is kept when the rest is cut off.
+        if arguments.out:
+            write(arguments.out, figures)
     print(summary(figures))
     if refused:
         raise SystemExit(1)

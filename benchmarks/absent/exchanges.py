@@ -6,12 +6,13 @@ Programs are compiled for absent H100s, an experts layer forward and backward. B
 used or not. Beside them is what the planner says (`sharding.costs.dispatch`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from benchmarks.absent import compilers
-from benchmarks.absent.rows import HOPPER, Figures, folder_of, matches, reason
+from benchmarks.absent.rows import HOPPER, Figures, folder_of, reason
+from benchmarks.absent.selection import Selection
 from sharding.costs.dispatch import TokenDispatch
 from sharding.costs.hardware import HARDWARE
 from sharding.folding import Layout
@@ -29,11 +30,11 @@ Sent = dict[str, int]
 """Bytes that a device receives from its server ("inside") and from others ("across")."""
 
 
-def exchanges(only: Sequence[str], *, quick: bool, keep: Path | None) -> Iterator[Figures]:
+def exchanges(selection: Selection, *, quick: bool, keep: Path | None) -> Iterator[Figures]:
     """A row for each method; quick: two levels."""
-    for method in ("two_level",) if quick and not only else METHODS:
+    for method in ("two_level",) if quick and not selection.names else METHODS:
         label = f"{HOPPER} {PROGRAM}, {method}, {LAYOUT}"
-        if not matches(label, only):
+        if not selection.takes(label):
             continue
         about = {"device": HOPPER, "layout": str(LAYOUT), "program": PROGRAM, "form": method}
         try:

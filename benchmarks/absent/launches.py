@@ -9,13 +9,14 @@ a program of 48 layers is compiled and counted as it is. A call of a library, su
 collective, counts as one launch.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.absent.compilers import Program
-from benchmarks.absent.rows import HOPPER, Figures, matches, reason
+from benchmarks.absent.rows import HOPPER, Figures, reason
+from benchmarks.absent.selection import Selection
 from benchmarks.gpu.shapes import QWEN3_A3B
 from sharding.overlap import ENTRY, Instruction, computations
 
@@ -243,10 +244,10 @@ CASES = (
 """Programs and forms; "blocks" is not selected by None on GPUs, and is there to compare."""
 
 
-def launches(only: Sequence[str], *, quick: bool, keep: Path | None) -> Iterator[Figures]:
+def launches(selection: Selection, *, quick: bool, keep: Path | None) -> Iterator[Figures]:
     """A row for each program and form; quick: the first. Kernels of whole programs are not kept."""
-    for case in CASES[:1] if quick and not only else CASES:
-        if not matches(f"{HOPPER} {case}", only):
+    for case in CASES[:1] if quick and not selection.names else CASES:
+        if not selection.takes(f"{HOPPER} {case}"):
             continue
         about = {"device": HOPPER, "program": case.program, "form": case.form}
         try:

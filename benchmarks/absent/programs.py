@@ -1,14 +1,15 @@
 """Whole programs for absent devices: updates, scoring passes and decoding steps of published
 networks, over one device and over hundreds."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.absent import compilers
 from benchmarks.absent.disaggregated import half_of
-from benchmarks.absent.rows import Figures, folder_of, matches, reason
+from benchmarks.absent.rows import Figures, folder_of, reason
+from benchmarks.absent.selection import Selection
 from benchmarks.absent.steps import (
     DECODING,
     DISAGGREGATED,
@@ -24,10 +25,10 @@ from benchmarks.absent.steps import (
 from benchmarks.gpu.networks import network
 
 
-def steps(only: Sequence[str], *, quick: bool, keep: Path | None) -> Iterator[Figures]:
+def steps(selection: Selection, *, quick: bool, keep: Path | None) -> Iterator[Figures]:
     """A row for each program; quick: an update on eight GPUs and one on eight TPUs."""
     for step in STEPS:
-        if (quick and not step.quick) or not matches(step.label, only):
+        if (quick and not step.quick) or not selection.takes(step.label):
             continue
         about = {"device": step.device, "layout": step.layout, "program": step.title}
         try:

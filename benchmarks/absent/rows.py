@@ -8,6 +8,7 @@ from typing import Any
 from benchmarks.absent import compilers
 from benchmarks.absent.descriptions import TPUS
 from benchmarks.absent.machine_code import Kernel
+from benchmarks.absent.selection import Selection
 from benchmarks.absent.shapes import FIRST, MODELS, QUICK
 
 Figures = dict[str, Any]
@@ -20,7 +21,7 @@ asynchronous copies of threads, loads and stores of device memory, barriers, loc
 _COMPILED: dict[tuple[str, str, str], list[Kernel]] = {}
 
 
-def gpu_kernels(only: Sequence[str], *, quick: bool, keep: Path | None) -> Iterator[Figures]:
+def gpu_kernels(selection: Selection, *, quick: bool, keep: Path | None) -> Iterator[Figures]:
     """A row for each Mosaic kernel and shape; quick: those of `shapes.FIRST` and `shapes.QUICK`."""
     from benchmarks.absent.kernel_cases import gpu_cases
 
@@ -28,25 +29,25 @@ def gpu_kernels(only: Sequence[str], *, quick: bool, keep: Path | None) -> Itera
         for case in gpu_cases(model):
             if quick and model != FIRST and case.operation not in QUICK.get(model, ()):
                 continue
-            yield from _rows_of_case(HOPPER, model, case, only, keep)
+            yield from _rows_of_case(HOPPER, model, case, selection, keep)
 
 
-def tpu_kernels(only: Sequence[str], *, quick: bool, keep: Path | None) -> Iterator[Figures]:
+def tpu_kernels(selection: Selection, *, quick: bool, keep: Path | None) -> Iterator[Figures]:
     """A row for each product of Megablox, shape and generation; quick: at one shape."""
     from benchmarks.absent.kernel_cases import tpu_cases
 
     for kind in TPUS:
         for model in (FIRST,) if quick else MODELS:
             for case in tpu_cases(model):
-                yield from _rows_of_case(kind, model, case, only, keep)
+                yield from _rows_of_case(kind, model, case, selection, keep)
 
 
 def _rows_of_case(
-    kind: str, model: str, case: Any, only: Sequence[str], keep: Path | None
+    kind: str, model: str, case: Any, selection: Selection, keep: Path | None
 ) -> Iterator[Figures]:
     about = {"device": kind, "model": model, "operation": case.operation}
     label = f"{kind} {model} {case.operation}"
-    if not matches(label, only):
+    if not selection.takes(label):
         return
     folder = folder_of(keep, label)
     try:
@@ -88,11 +89,6 @@ def folder_of(keep: Path | None, label: str) -> Path | None:
     folder = keep / label.replace("/", "-").replace(" ", "_")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def matches(label: str, only: Sequence[str]) -> bool:
-    """True if a row is chosen: all are without names, else those that contain one."""
-    return not only or any(name in label for name in only)
 
 
 NAMES = ("device", "model", "operation", "layout", "program", "flags", "form")

@@ -7,12 +7,13 @@ A row is a step of GRPO with some of the flags that let communication overlap wi
 layers are few and scanned: a deeper network runs the same loops for longer.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.absent.programs import compile_step
-from benchmarks.absent.rows import Figures, folder_of, matches, reason
+from benchmarks.absent.rows import Figures, folder_of, reason
+from benchmarks.absent.selection import Selection
 from benchmarks.absent.steps import KERNELS, Step
 from benchmarks.gpu.shapes import QWEN3_A3B
 
@@ -55,12 +56,12 @@ def _steps() -> Iterator[Scheduled]:
 SCHEDULED = tuple(_steps())
 
 
-def schedules(only: Sequence[str], *, quick: bool, keep: Path | None) -> Iterator[Figures]:
+def schedules(selection: Selection, *, quick: bool, keep: Path | None) -> Iterator[Figures]:
     """A row for each step and choice of flags; quick: one, on GPUs."""
-    for one in SCHEDULED[:1] if quick and not only else SCHEDULED:
+    for one in SCHEDULED[:1] if quick and not selection.names else SCHEDULED:
         step = one.step
         label = f"{step.label} {one.flags}"
-        if not matches(label, only):
+        if not selection.takes(label):
             continue
         about = {"device": step.device, "layout": step.layout, "program": step.title}
         about |= {"flags": one.flags}

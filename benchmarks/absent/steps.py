@@ -85,103 +85,113 @@ def prompts_of_prefill(step: Step, dp: int, max_tokens: int | None = None) -> in
 
 ONE_LAYER, TWO_LAYERS = QWEN3_A3B | {"num_layers": 1}, QWEN3_A3B | {"num_layers": 2}
 SELECTIVE, FULL = {"remat": "selective"}, {"remat": "full"}
-EIGHT = "h100", "1x1x8", "dp8 / ep8"
+At = tuple[str, str | None, str]
+"""Device, shape and layout of a `Step`."""
+ONE: At = "h100", "1x1x1", "dp1"
+EIGHT: At = "h100", "1x1x8", "dp8 / ep8"
+EIGHT_TPUS: At = "v5p", None, "dp8 / ep8"
+QWEN3_235B_AT: At = "h100", "1x8x8", "tp4 dp16 / ep64"
+QWEN3_235B_AT_TPUS: At = "v5p", "v5p:4x4x4", "tp4 dp16 / ep64"
+# The planner's first layouts for 2 and 4 x 2^20 tokens a step on 128 and on 512; on 1,024 that of
+# 128 with more dp, the planner's third.
+MIXTRAL_AT: At = "h100", "1x16x8", "cp2 dp8 pp8 / ep8"
+MIXTRAL_AT_1024: At = "h100", "1x128x8", "cp2 dp64 pp8 / ep8"
+DEEPSEEK_AT: At = "h100", "1x64x8", "tp4 dp4 pp32 / ep8"
 SELECTED = Step(*EIGHT, "Qwen3-30B-A3B", QWEN3_A3B, SELECTIVE, run={"mu_dtype": "bfloat16"})
 """Implementations are those that None selects. With a float32 first moment it needs 93% of the
 memory."""
 
 
-def _served(
-    shape: str, layout: str, name: str, sizes: dict[str, Any], rows: int
-) -> tuple[Step, ...]:
+def _served(at: At, name: str, sizes: dict[str, Any], rows: int) -> tuple[Step, ...]:
     """Prefill and decoding on one mesh."""
-    return tuple(
-        Step("h100", shape, layout, f"{name}, {kind}", sizes, {}, kind, rows)
-        for kind in (PREFILL, DECODING)
-    )
+    kinds = PREFILL, DECODING
+    return tuple(Step(*at, f"{name}, {kind}", sizes, {}, kind, rows) for kind in kinds)
 
 
 def _split(
-    shape: str, layout: str, name: str, sizes: dict[str, Any], rows: int, micro_batches: int
+    at: At, name: str, sizes: dict[str, Any], rows: int, micro_batches: int
 ) -> tuple[Step, ...]:
     """Prefill and decoding with attention and experts on separate devices."""
     return tuple(
-        Step("h100", shape, layout, f"{name}, {kind}", sizes, {}, kind, rows, micro_batches)
-        for kind in DISAGGREGATED
+        Step(*at, f"{name}, {kind}", sizes, {}, kind, rows, micro_batches) for kind in DISAGGREGATED
     )
 
 
-STEPS = (
+def _scored(at: At, name: str, sizes: dict[str, Any], execution: dict[str, Any], rows: int) -> Step:
+    """Scoring of all completions of a step, in the layout of an update."""
+    return Step(*at, f"{name}, scoring", sizes, execution, SCORING, rows)
+
+
+_QUICK = (
     Step(*EIGHT, "Qwen3-30B-A3B, 2 layers, kernels", TWO_LAYERS, KERNELS, quick=True),
-    Step(
-        *("v5p", None, "dp8 / ep8", "Qwen3-30B-A3B, 1 layer, megablox", ONE_LAYER),
-        MEGABLOX,
-        quick=True,
-    ),
+    Step(*EIGHT_TPUS, "Qwen3-30B-A3B, 1 layer, megablox", ONE_LAYER, MEGABLOX, quick=True),
+)
+_QWEN3_06B = (
+    Step(*ONE, "Qwen3-0.6B", QWEN3_06B, SELECTIVE, rows=32, micro_batches=8),
+    _scored(ONE, "Qwen3-0.6B", QWEN3_06B, SELECTIVE, rows=64),
+    *_served(ONE, "Qwen3-0.6B", QWEN3_06B, rows=256),
+)
+_QWEN3_30B = (
     SELECTED,
-    Step(*("h100", "1x1x1", "dp1"), "Qwen3-0.6B", QWEN3_06B, SELECTIVE, rows=32, micro_batches=8),
-    Step(*EIGHT, "Qwen3-30B-A3B, scoring", QWEN3_A3B, SELECTIVE, SCORING, rows=64),
-    Step(*EIGHT, "Qwen3-30B-A3B, decoding", QWEN3_A3B, {}, DECODING, rows=256),
-    Step(
-        *("h100", "1x8x8", "tp4 dp16 / ep64", "Qwen3-235B-A22B", QWEN3_235B),
-        FULL | {"fsdp": True},
-    ),
+    Step(*("b200", "1x1x8", "dp8 / ep8", "Qwen3-30B-A3B", QWEN3_A3B, SELECTIVE)),
     Step(
         *("h100", "1x1x8", "tp4 pp2 vpp12 / ep4", "Qwen3-30B-A3B", QWEN3_A3B, SELECTIVE),
         micro_batches=16,
         run={"mu_dtype": "bfloat16"},
     ),
-    # The planner's first layouts for 2 and 4 x 2^20 tokens a step on 128 and on 512; on 1,024 that
-    # of 128 with more dp, the planner's third.
+    _scored(EIGHT, "Qwen3-30B-A3B", QWEN3_A3B, SELECTIVE, rows=64),
+    *_served(EIGHT, "Qwen3-30B-A3B", QWEN3_A3B, rows=256),
+    *_split(("h100", "1x1x8", "dp4 / ep4"), "Qwen3-30B-A3B", QWEN3_A3B, 1024, 4),
+)
+_FSDP = FULL | {"fsdp": True}
+_QWEN3_235B = (
+    Step(*QWEN3_235B_AT, "Qwen3-235B-A22B", QWEN3_235B, _FSDP),
+    _scored(QWEN3_235B_AT, "Qwen3-235B-A22B", QWEN3_235B, _FSDP, rows=256),
+    *_served(QWEN3_235B_AT, "Qwen3-235B-A22B", QWEN3_235B, rows=2048),
+    # One server, the planner's first plan for 50 ms between tokens.
+    *_split(("h100", "1x16x8", "dp64 / ep64"), "Qwen3-235B-A22B", QWEN3_235B, 8192, 4),
+)
+_MIXTRAL = (
     Step(
-        *("h100", "1x16x8", "cp2 dp8 pp8 / ep8", "Mixtral-8x22B", MIXTRAL_8X22B),
-        SELECTIVE | {"scan_layers": True},
+        *(*MIXTRAL_AT, "Mixtral-8x22B", MIXTRAL_8X22B, SELECTIVE | {"scan_layers": True}),
         rows=1024,
         micro_batches=128,
     ),
     Step(
-        *("h100", "1x128x8", "cp2 dp64 pp8 / ep8", "Mixtral-8x22B", MIXTRAL_8X22B),
-        SELECTIVE | {"scan_layers": True},
+        *(*MIXTRAL_AT_1024, "Mixtral-8x22B", MIXTRAL_8X22B, SELECTIVE | {"scan_layers": True}),
         rows=8192,
         micro_batches=128,
     ),
+    _scored(MIXTRAL_AT, "Mixtral-8x22B", MIXTRAL_8X22B, SELECTIVE, rows=1024),
+    _scored(MIXTRAL_AT_1024, "Mixtral-8x22B", MIXTRAL_8X22B, SELECTIVE, rows=8192),
+    # The layouts that sampling derives from those of the updates.
+    *_served(("h100", "1x16x8", "dp128 / ep8"), "Mixtral-8x22B", MIXTRAL_8X22B, rows=4096),
+    *_served(("h100", "1x128x8", "dp1024 / ep8"), "Mixtral-8x22B", MIXTRAL_8X22B, rows=32768),
+    # One server, of the planner's first plan 8 of 9 attention nodes: whole hosts of eight.
+    *_split(("h100", "1x4x8", "tp2 dp8 / ep8 etp2"), "Mixtral-8x22B", MIXTRAL_8X22B, 1920, 3),
+)
+_DEEPSEEK = (
     Step(
-        *("h100", "1x64x8", "tp4 dp4 pp32 / ep8", "DeepSeek-V3", DEEPSEEK_V3, SELECTIVE),
+        *(*DEEPSEEK_AT, "DeepSeek-V3", DEEPSEEK_V3, SELECTIVE),
         rows=2048,
         micro_batches=512,
     ),
-    Step(*("b200", "1x1x8", "dp8 / ep8", "Qwen3-30B-A3B", QWEN3_A3B, SELECTIVE)),
-    # Scoring of all completions of a step, in the layouts of the updates.
-    Step(
-        *("h100", "1x8x8", "tp4 dp16 / ep64", "Qwen3-235B-A22B, scoring", QWEN3_235B),
-        *(FULL | {"fsdp": True}, SCORING),
-        rows=256,
-    ),
-    Step(
-        *("h100", "1x16x8", "cp2 dp8 pp8 / ep8", "Mixtral-8x22B, scoring", MIXTRAL_8X22B),
-        *(SELECTIVE, SCORING),
-        rows=1024,
-    ),
-    Step(
-        *("h100", "1x64x8", "tp4 dp4 pp32 / ep8", "DeepSeek-V3, scoring", DEEPSEEK_V3),
-        *(SELECTIVE, SCORING),
-        rows=2048,
-    ),
-    # The layouts that sampling derives from those of the updates. On 512, where experts over 8
-    # devices are larger than a device, experts over 64.
-    *_served(*("1x8x8", "tp4 dp16 / ep64"), "Qwen3-235B-A22B", QWEN3_235B, rows=2048),
-    *_served(*("1x16x8", "dp128 / ep8"), "Mixtral-8x22B", MIXTRAL_8X22B, rows=4096),
-    *_served(*("1x64x8", "tp4 dp128 / ep64"), "DeepSeek-V3", DEEPSEEK_V3, rows=16384),
-    # One server: the planner's first plan for 50 ms between tokens; of Mixtral with 8 of its 9
-    # attention nodes, for whole hosts of eight. Of DeepSeek-V3, which it has no plan for, as few
-    # devices as hold its experts in half of their memory, and as many for attention.
-    *_split(*("1x16x8", "dp64 / ep64"), "Qwen3-235B-A22B", QWEN3_235B, 8192, 4),
-    *_split(*("1x4x8", "tp2 dp8 / ep8 etp2"), "Mixtral-8x22B", MIXTRAL_8X22B, 1920, 3),
-    *_split(*("1x8x8", "tp4 dp8 / ep32"), "DeepSeek-V3", DEEPSEEK_V3, 2048, 4),
-    Step(*("v5p", None, "dp8 / ep8", "Qwen3-30B-A3B, megablox", QWEN3_A3B), MEGABLOX),
-    Step(*("v5p", None, "dp8 / ep8", "Qwen3-30B-A3B, decoding", QWEN3_A3B), {}, DECODING, 256),
-    Step(
-        *("v5p", "v5p:4x4x4", "tp4 dp16 / ep64", "Qwen3-235B-A22B, megablox", QWEN3_235B),
-        MEGABLOX | FULL | {"fsdp": True},
-    ),
+    _scored(DEEPSEEK_AT, "DeepSeek-V3", DEEPSEEK_V3, SELECTIVE, rows=2048),
+    # Experts over the 8 devices of training are larger than a device: over 64.
+    *_served(("h100", "1x64x8", "tp4 dp128 / ep64"), "DeepSeek-V3", DEEPSEEK_V3, rows=16384),
+    # The planner has no plan for it. As few devices as hold the experts in half of their memory,
+    # and as many for attention.
+    *_split(("h100", "1x8x8", "tp4 dp8 / ep32"), "DeepSeek-V3", DEEPSEEK_V3, 2048, 4),
 )
+_TPUS = (
+    Step(*EIGHT_TPUS, "Qwen3-30B-A3B, megablox", QWEN3_A3B, MEGABLOX),
+    _scored(EIGHT_TPUS, "Qwen3-30B-A3B, megablox", QWEN3_A3B, MEGABLOX, rows=64),
+    *_served(EIGHT_TPUS, "Qwen3-30B-A3B", QWEN3_A3B, rows=256),
+    Step(*QWEN3_235B_AT_TPUS, "Qwen3-235B-A22B, megablox", QWEN3_235B, MEGABLOX | _FSDP),
+    _scored(
+        *(QWEN3_235B_AT_TPUS, "Qwen3-235B-A22B, megablox", QWEN3_235B, MEGABLOX | _FSDP), rows=256
+    ),
+    *_served(QWEN3_235B_AT_TPUS, "Qwen3-235B-A22B", QWEN3_235B, rows=2048),
+)
+
+STEPS = _QUICK + _QWEN3_06B + _QWEN3_30B + _QWEN3_235B + _MIXTRAL + _DEEPSEEK + _TPUS

@@ -3,6 +3,7 @@
 from benchmarks.absent import launches
 from benchmarks.absent.compilers import Program
 from benchmarks.absent.launches import Case, Launches, count_launches
+from benchmarks.absent.selection import Selection
 
 PROGRAM = """HloModule jit_step, is_scheduled=true
 
@@ -60,8 +61,10 @@ def test_a_row_for_each_program_and_form(monkeypatch):
     program = Program(PROGRAM, 2**10, 2**20, [], 2.0)
     cases = Case("step", "None", lambda: program), Case("step", "odd", refuse)
     monkeypatch.setattr(launches, "CASES", cases)
-    first, refused = launches.launches([], quick=False, keep=None)
+    first, refused = launches.launches(Selection(), quick=False, keep=None)
     assert (first["launches"], first["per_turn"], first["temporaries"]) == (22, 4, 2**20)
     assert refused["form"] == "odd" and "no kernel for it" in refused["error"]
-    assert [row["form"] for row in launches.launches([], quick=True, keep=None)] == ["None"]
-    assert [*launches.launches(["step, odd"], quick=True, keep=None)] == [refused]
+    assert [row["form"] for row in launches.launches(Selection(), quick=True, keep=None)] == [
+        "None"
+    ]
+    assert [*launches.launches(Selection(["step, odd"]), quick=True, keep=None)] == [refused]
