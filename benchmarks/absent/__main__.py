@@ -16,47 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.absent import compilers
-from benchmarks.absent.report import (
-    EXCHANGES,
-    KERNELS,
-    LAUNCHES,
-    MEGABLOX,
-    SCHEDULE,
-    STEPS,
-    line_of,
-    read,
-    summary,
-    today,
-    write,
-)
+from benchmarks.absent.parts import PARTS, rows_of
+from benchmarks.absent.report import line_of, read, summary, today, write
 from benchmarks.absent.rows import merged
-from benchmarks.absent.workers import Compiled, Rows, Work, compiled_rows, cores
+from benchmarks.absent.workers import Compiled, Work, compiled_rows, cores
 
-PARTS: dict[str, tuple[str, ...]] = {
-    KERNELS: ("cuda",),
-    MEGABLOX: ("tpu",),
-    STEPS: ("cuda", "tpu"),
-    SCHEDULE: ("cuda", "tpu"),
-    LAUNCHES: ("cuda",),
-    EXCHANGES: ("cuda",),
-}
-"""Parts, and the platforms whose compilers each needs."""
 PLAN = "plan"
 """A command of its own, with the arguments of the planner (`benchmarks.absent.plan`)."""
-
-
-def rows_of(part: str) -> Rows:
-    """The rows of a part; imports JAX."""
-    from benchmarks.absent import exchanges, launches, programs, rows, schedule
-
-    return {
-        KERNELS: rows.gpu_kernels,
-        MEGABLOX: rows.tpu_kernels,
-        STEPS: programs.steps,
-        SCHEDULE: schedule.schedules,
-        LAUNCHES: launches.launches,
-        EXCHANGES: exchanges.exchanges,
-    }[part]
 
 
 def positive(text: str) -> int:

@@ -77,13 +77,13 @@ def compiled_rows(work: Work, processes: int) -> Iterator[Compiled]:
 
 
 def _received(open_ends: list[Connection]) -> Iterator[Compiled]:
-    labels = dict.fromkeys(open_ends, "")
+    labels = dict.fromkeys(open_ends, "before its first row")
     while open_ends:
         for end in wait(open_ends):
             try:
                 message = end.recv()
             except EOFError:
-                message = RuntimeError(f"the compiler ended its process: {labels[end]}")
+                message = RuntimeError(f"the compiler ended its process, {labels[end]}")
             if isinstance(message, str):
                 labels[end] = message
             elif isinstance(message, Exception):

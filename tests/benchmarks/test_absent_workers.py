@@ -70,7 +70,7 @@ def test_processes_compile_the_rows_of_one():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "message"),
-    [("crash", "the compiler ended its process: crash 0"), ("error", "error 0: KeyError")],
+    [("crash", "the compiler ended its process, crash 0"), ("error", "error 0: KeyError")],
 )
 def test_a_row_that_ends_its_process_is_named(part, message):
     with pytest.raises(RuntimeError, match=message):
