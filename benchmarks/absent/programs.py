@@ -121,28 +121,14 @@ def predicted_bytes(step: Step) -> float | None:
     return memory(sizes_of(config), layout, batch, method, config.execution.vocab_chunk).total
 
 
-def _serving_model(step: Step) -> Any:
-    """Sizes of a network that the planner plans servers for; None for another."""
+def predicted_bytes_of_decoding(step: Step) -> float:
+    """Bytes on a device of a co-located server, weights and KV cache."""
     from moe.counts import sizes_of
-    from sharding.planner.serving.times import check
-
-    model = sizes_of(network(step.sizes, **step.execution))
-    try:
-        check(model)
-    except ValueError:
-        return None
-    return model
-
-
-def predicted_bytes_of_decoding(step: Step) -> float | None:
-    """Bytes on a device of a co-located server, weights, keys and values."""
     from sharding.folding import Layout
     from sharding.planner.serving.colocated import cache_bytes, weight_bytes
     from sharding.planner.serving.plan import Load
 
-    layout, model = Layout.parse(step.layout), _serving_model(step)
-    if model is None:
-        return None
+    layout, model = Layout.parse(step.layout), sizes_of(network(step.sizes, **step.execution))
     # A server is as many devices as hold all experts.
     server = replace(layout, dp=layout.ep * layout.etp // layout.tp)
     rows = step.rows * server.dp // layout.dp
@@ -151,14 +137,15 @@ def predicted_bytes_of_decoding(step: Step) -> float | None:
 
 
 def predicted_bytes_of_half(step: Step) -> float | None:
-    """Bytes on a device of attention or of experts, weights, keys and values."""
+    """Bytes on a device of attention or of experts, weights and KV cache; None for a prefill."""
+    from moe.counts import sizes_of
     from moe.disaggregated.split import Split
     from sharding.costs.hardware import HARDWARE
     from sharding.planner.serving.plan import DevicePair, Load, Server
 
-    split, model = Split.parse(step.layout), _serving_model(step)
-    if model is None or step.kind not in OF_DECODING:
+    if step.kind not in OF_DECODING:
         return None
+    split, model = Split.parse(step.layout), sizes_of(network(step.sizes, **step.execution))
     attention, experts = split.attention_layout, split.experts_layout
     hardware, of_node = HARDWARE[step.device], model.num_experts // experts.ep
     load = Load(context=step.prompt + step.response)

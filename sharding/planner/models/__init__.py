@@ -104,6 +104,13 @@ class ModelSizes:
         latent = self.latent
         return 0 if latent is None else latent.query_rank + latent.rank + latent.rope_dim
 
+    def cached(self, tp: int) -> float:
+        """Numbers of a token in the KV cache of a layer, on each of ``tp`` ranks: keys and values
+        of its heads, or the latent vector, which every rank has."""
+        if self.latent is not None:
+            return self.latent.rank + self.latent.rope_dim
+        return (self.keys + self.values) / tp
+
     @property
     def num_expert_layers(self) -> int:
         """Blocks that have experts."""

@@ -138,17 +138,16 @@ def weight_bytes(model: ModelSizes, layout: Layout) -> float:
     Args:
       layout: of one stage's devices and the stages: ``ep x etp`` equals ``tp x dp``.
     """
-    expert_parameters = model.expert_parameters * model.num_layers
+    expert_parameters = model.expert_parameters * model.num_expert_layers
     rest = (model.parameters - expert_parameters) / layout.tp
     experts = expert_parameters / (layout.tp * layout.dp)
     return ITEMSIZE * (rest + experts) / layout.pp
 
 
 def cache_bytes(model: ModelSizes, layout: Layout, load: Load) -> float:
-    """Bytes of keys and values on a device for a token of each of ``pp`` micro-batches."""
-    # The cache of a token is sharded over its tp devices and the stages; pp micro-batches fit.
-    total = 2 * ITEMSIZE * load.cached * model.keys * model.num_layers
-    return total / (layout.tp * layout.dp)
+    """Bytes of the KV cache on a device for a token of each of ``pp`` micro-batches."""
+    # The cache of a token is sharded over the stages, and pp micro-batches fit.
+    return ITEMSIZE * load.cached * model.cached(layout.tp) * model.num_layers / layout.dp
 
 
 def _layouts(

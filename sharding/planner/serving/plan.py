@@ -137,19 +137,20 @@ class Server:
 
     def expert_bytes(self) -> float:
         """Bytes on an expert device: ``P_e / tp_e``."""
-        parameters = self.model.expert_parameters * self.model.num_layers
+        parameters = self.model.expert_parameters * self.model.num_expert_layers
         return ITEMSIZE * parameters / self.expert_nodes / self.tp_experts
 
     def attention_bytes(self, sequences: int) -> float:
-        """Bytes on an attention device: weights, and the keys and values of the sequences of its
-        node, ``(4 m b_a s h L / g + 2 P_a) / tp_a``."""
+        """Bytes on an attention device: weights, and the KV cache of the sequences of its node,
+        ``(4 m b_a s h L / g + 2 P_a) / tp_a``."""
         model = self.model
-        rest = model.parameters - model.expert_parameters * model.num_layers
-        return (ITEMSIZE * rest + self._sequence_bytes() * sequences) / self.tp_attention
+        rest = model.parameters - model.expert_parameters * model.num_expert_layers
+        return ITEMSIZE * rest / self.tp_attention + self._sequence_bytes() * sequences
 
     def _sequence_bytes(self) -> float:
-        """Bytes of the keys and values of a sequence."""
-        return 2 * ITEMSIZE * self.load.cached * self.model.keys * self.model.num_layers
+        """Bytes of the KV cache of a sequence on an attention device."""
+        model = self.model
+        return ITEMSIZE * self.load.cached * model.cached(self.tp_attention) * model.num_layers
 
     def most_in_memory(self) -> int:
         """Constraint (8): the most sequences that fit on an attention node.
@@ -157,8 +158,7 @@ class Server:
         ``4 m b_a s h L / g + 2 P_a < tp_a C_a``; C is `MEMORY_FRACTION` of a device's memory.
         """
         budget = MEMORY_FRACTION * self.pair.attention.memory - self.attention_bytes(0)
-        sequences = budget * self.tp_attention / self._sequence_bytes()
-        return max(0, int(np.ceil(sequences)) - 1)
+        return max(0, int(np.ceil(budget / self._sequence_bytes())) - 1)
 
     def rows_of_node(self, batch, nodes):
         """Rows of an expert node with even routing: ``b_e = b_a n_a K / E`` times its experts."""
