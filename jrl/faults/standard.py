@@ -8,7 +8,14 @@ import numpy as np
 
 from jrl.faults.collect.error_codes import CAUSES, ErrorCode, error_code
 from jrl.faults.collect.fleet import Alarm, Fleet, Report
-from jrl.faults.collect.vocabulary import STEP_TIME, gpu_of, is_code, is_error_rate, is_fatal
+from jrl.faults.collect.vocabulary import (
+    SLOWDOWN,
+    STEP_TIME,
+    gpu_of,
+    is_code,
+    is_error_rate,
+    is_fatal,
+)
 from jrl.faults.outlier import OutlierDetector
 from jrl.faults.shift import ShiftDetector
 
@@ -26,7 +33,8 @@ class StandardDetector:
 
     1. Has a counter of fatal errors moved? (`moved_counters`)
     2. Has a machine, or one of its metrics, fallen silent? (`SilenceDetector`)
-    3. Is a training step a multiple of the others'? (`OutlierDetector`)
+    3. Is a training step, or the slowdown of a process, a multiple of the others'?
+       (`OutlierDetector`)
     4. Has a machine shifted away from the others in any metric? (`ShiftDetector`)
 
     Attributes:
@@ -55,7 +63,7 @@ class StandardDetector:
             raise ValueError(f"codes={unknown[0]!r} must be some of {', '.join(CAUSES)}.")
 
     def _detectors(self) -> "tuple[SilenceDetector, OutlierDetector, ShiftDetector]":
-        times = tuple(self.metrics) or (STEP_TIME,)
+        times = tuple(self.metrics) or (STEP_TIME, SLOWDOWN)
         return (
             SilenceDetector(self.silence),
             OutlierDetector(times, self.window, self.continuity),

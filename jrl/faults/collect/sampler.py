@@ -10,6 +10,7 @@ cover the whole pause.
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -18,8 +19,12 @@ from typing import Any
 from jrl.checks import import_extra
 from jrl.faults.collect.record import Writer
 from jrl.faults.collect.sources import Source, available_sources
-from jrl.faults.collect.vocabulary import STEP_TIME, exported_name
+from jrl.faults.collect.vocabulary import SLOWDOWN, STEP_TIME, exported_name
 
+USUAL_DELAY = 0.05
+"""Seconds by which a thread may be late on a host that is merely busy."""
+TICKS = 10
+"""Ticks whose delays count."""
 Latest = Callable[[], tuple[float, Mapping[str, float]]]
 """Unix time and metrics of the newest sample; time 0 where there is none yet."""
 
@@ -69,6 +74,43 @@ class StepClock:
             return {STEP_TIME: max(self._last, now - self._begun)}
 
 
+class Punctuality:
+    """Slowdown of a process, from the delays of the sampler's thread.
+
+    ``process/slowdown`` is ``1 + mean(max(0, delay - 0.05 s)) / period`` over the last ten ticks,
+    ``delay`` the time from when the thread was due until it ran; of a tick that was missed, too.
+    A process that is stopped for nine tenths of each second has some 1.4, one that is stopped for
+    nine of ten seconds some 5. Steps do not show which process of a run is slow: all wait for one
+    another in collectives.
+
+    Args:
+      period: seconds of a tick.
+    """
+
+    columns = (SLOWDOWN,)
+
+    def __init__(self, period: float):
+        self._period = period
+        self._delays: deque[float] = deque(maxlen=TICKS)
+
+    def tick(self, delay: float) -> int:
+        """Records a tick with its delay, and the ticks that were missed meanwhile.
+
+        Returns:
+          How many were missed.
+        """
+        missed = int(max(0.0, delay) // self._period)
+        for number in range(missed + 1):
+            self._delays.append(delay - number * self._period)
+        return missed
+
+    def read(self, now: float) -> Mapping[str, float]:
+        if not self._delays:
+            return {}
+        unusual = [max(0.0, delay - USUAL_DELAY) for delay in self._delays]
+        return {SLOWDOWN: 1 + sum(unusual) / len(unusual) / self._period}
+
+
 class Sampler:
     """Writes a sample every `period` seconds until it is closed.
 
@@ -96,8 +138,10 @@ class Sampler:
         if not 0.01 <= period <= 3600:
             raise ValueError(f"period={period} must lie in 0.01..3600 seconds.")
         self.clock = StepClock()
-        self._sources = [*(available_sources() if read is None else read), self.clock]
         self._period = float(period)
+        self._punctuality = Punctuality(self._period)
+        sources = available_sources() if read is None else read
+        self._sources = [*sources, self.clock, self._punctuality]
         self._stop = threading.Event()
         self._latest: tuple[float, dict[str, float]] = (0.0, {})
         columns = [name for source in self._sources for name in source.columns]
@@ -138,9 +182,9 @@ class Sampler:
     def _run(self) -> None:
         due = time.monotonic()
         while not self._stop.wait(max(0.0, due - time.monotonic())):
+            due += self._period * self._punctuality.tick(time.monotonic() - due)
             self.sample()
-            missed = max(0.0, time.monotonic() - due) // self._period
-            due += (1 + missed) * self._period
+            due += self._period * (1 + max(0.0, time.monotonic() - due) // self._period)
 
     def _read(self) -> dict[str, float]:
         return {

@@ -13,6 +13,9 @@ import numpy as np
 STEP_TIME = "step/time"
 """Duration of a training step in seconds; available in every trainer, whatever the hardware."""
 
+SLOWDOWN = "process/slowdown"
+"""How many times as long as it should a tick of the sampler took; 1 for a process that runs."""
+
 PRODUCTION = (
     "pfc_tx_packet_rate",
     "cpu_usage",

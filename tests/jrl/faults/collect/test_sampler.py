@@ -1,15 +1,20 @@
 """The sampler says what is there, costs next to nothing, and keeps its beat."""
 
 import os
+import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
 import psutil
 import pytest
+from places import ROOT
 
 from jrl.faults.collect.record import read
-from jrl.faults.collect.sampler import STEP_TIME, Sampler, StepClock
+from jrl.faults.collect.sampler import Punctuality, Sampler, StepClock
 from jrl.faults.collect.sources import Gpus, Host, Rates, available_sources, local_gpus
+from jrl.faults.collect.vocabulary import SLOWDOWN, STEP_TIME
 
 
 def test_the_host_counts_what_this_process_does(tmp_path):
@@ -51,6 +56,51 @@ def test_step_time_is_the_mean_or_the_age_of_the_step_under_way():
     np.testing.assert_allclose(values[STEP_TIME], 0.3)
     hanging = clock.read(time.monotonic() + 7.0)
     assert 7.0 <= hanging[STEP_TIME] < 8.0
+
+
+def test_a_stopped_process_is_slow_and_a_busy_one_is_not():
+    busy = Punctuality(1.0)
+    assert busy.read(0.0) == {}
+    assert [busy.tick(0.04) for _ in range(12)] == [0] * 12
+    assert busy.read(0.0) == {SLOWDOWN: 1.0}
+    # Stopped for nine of ten seconds: nine ticks have come late, the tenth runs in time.
+    stopped = Punctuality(1.0)
+    assert stopped.tick(8.55) == 8
+    assert stopped.tick(0.0) == 0
+    delays = [8.5 - number for number in range(9)]
+    assert stopped.read(0.0)[SLOWDOWN] == pytest.approx(1 + sum(delays) / 10)
+    for _ in range(10):
+        stopped.tick(0.0)
+    assert stopped.read(0.0) == {SLOWDOWN: 1.0}
+
+
+@pytest.mark.slow
+def test_a_sampler_measures_how_late_its_thread_is(tmp_path):
+    """Half of the ticks are due in a stop of the process: of 0.5 s in each second."""
+    code = (
+        "import sys, time; from jrl.faults.collect.sampler import Sampler\n"
+        "with Sampler(sys.argv[1], 'host-0', period=0.1) as sampler:\n"
+        "    time.sleep(12)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], env=environment)
+    try:
+        while not list(tmp_path.iterdir()):
+            time.sleep(0.1)
+        for _ in range(4):
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(0.5)
+            process.send_signal(signal.SIGCONT)
+            time.sleep(0.5)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+    (path,) = tmp_path.iterdir()
+    record = read(path)
+    slowdown = record.values[:, list(record.columns).index(SLOWDOWN)]
+    # Of ten ticks five have delays from 0.5 s to 0.1 s, less what is usual: 1.25 of the periods.
+    assert 1.8 < slowdown.max() < 3.5
+    assert slowdown[-30:].min() < 1.5
 
 
 def test_a_sample_costs_less_than_a_hundredth_of_a_core(tmp_path):
