@@ -1,5 +1,6 @@
-"""A run on three hosts, one of which freezes for a while: it is drained, and the others finish."""
+"""A run on four hosts, one of which becomes slow: it is drained, and the others finish."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -9,15 +10,15 @@ import pytest
 from command_runs import metrics
 
 from jrl.faults.collect.align import read_folder
+from jrl.faults.collect.vocabulary import SLOWDOWN
 from jrl.faults.drain import process_of, read_drains
-from jrl.faults.standard import SILENCE
 from jrl.launch import __main__ as command
 from jrl.launch import ssh_hosts
 
 SETTINGS = {
     "model": "micro",
-    "layout": "dp3",
-    "devices": 3,
+    "layout": "dp4",
+    "devices": 4,
     "steps": 120,
     "warm-start-steps": 0,
     "warm-start-batch": 4,
@@ -31,17 +32,17 @@ SETTINGS = {
     "run-dir": "run",
     "faults-continuity": 5,  # and so the seconds between two looks of the detector
     "on-fault": "drain",
-    "hang-deadline": 0,  # its watchdog would end a run one process of which is frozen
 }
 FLAGS = [f"--{name}={value}" for name, value in SETTINGS.items()]
-# Three processes on a few cores: each computes on one. All are on this machine.
+# Four processes on a few cores: each computes on one. All are on this machine.
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
-HOSTS = ("localhost", "node1", "node2")
+HOSTS = ("localhost", "node1", "node2", "node3")
 SICK = 1
 CLEAN_STEPS = 60
 """Steps of half a second before the fault: an alarm could come after 20 seconds."""
-FROZEN_SECONDS = 45.0
-"""Twice as long as it takes to name a process: the machine may have other work."""
+STOPPED, RUNNING = 4.5, 0.5
+"""Seconds of SIGSTOP in turn, as on a host that something else keeps busy. Steps are as slow on all
+others, which wait for it."""
 WAIT = 1800
 """Seconds for what takes a few dozen."""
 
@@ -58,18 +59,21 @@ def test_the_others_finish_the_run_without_a_faulty_host(
     monkeypatch.setattr(ssh_hosts, "MODULE", "drained_training")
     run, seen = tmp_path / "run", []
 
-    def freeze():
+    def slow():
         deadline = time.monotonic() + WAIT
         while count_steps(run) < CLEAN_STEPS and time.monotonic() < deadline:
             time.sleep(0.2)
         records = read_folder(run / "faults")[0]
         [pid] = [each.pid for each in records if process_of(each.machine) == SICK]
         seen.append((len(read_drains(run)), count_steps(run)))
-        os.kill(pid, signal.SIGSTOP)
-        time.sleep(FROZEN_SECONDS)
-        os.kill(pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):
+            while not read_drains(run) and time.monotonic() < deadline:
+                os.kill(pid, signal.SIGSTOP)
+                time.sleep(STOPPED)
+                os.kill(pid, signal.SIGCONT)
+                time.sleep(RUNNING)
 
-    threading.Thread(target=freeze, daemon=True).start()
+    threading.Thread(target=slow, daemon=True).start()
     options = [f"--hosts={','.join(HOSTS)}", "--elastic=2", f"--port={free_port}"]
     environment = [f"--env=XLA_FLAGS={os.environ.get('XLA_FLAGS', '')} {ONE_THREAD}"]
     status = command.main([*options, *environment, "--", *FLAGS, "--faults"])
@@ -78,10 +82,11 @@ def test_the_others_finish_the_run_without_a_faulty_host(
     [(drains_before, step_before)] = seen
     assert drains_before == 0  # a clean run is not touched
     [drain] = read_drains(run)
-    assert (drain.process, drain.alarm["metric"]) == (SICK, SILENCE), drain
-    assert step_before <= drain.step <= step_before + 3
-    assert drain.restart.processes == (0, 2) and drain.restart.layout.startswith("tp1 cp1 dp2")
-    line = f"node1 is drained: the run continues after step {drain.step} on localhost, node2 with"
+    assert (drain.process, drain.alarm["metric"]) == (SICK, SLOWDOWN), drain
+    assert step_before <= drain.step <= step_before + 60
+    assert drain.restart.processes == (0, 2, 3)
+    assert drain.restart.layout.startswith("tp1 cp1 dp3")
+    line = f"node1 is drained: the run continues after step {drain.step} on localhost, node2, node3"
     assert line in captured.out
     machine = drain.alarm["machine"]
     assert f"drained {machine} after step {drain.step}: {machine} stands out in" in captured.out
