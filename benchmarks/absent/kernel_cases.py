@@ -31,11 +31,13 @@ class Case(NamedTuple):
       operation: what is computed.
       function: calls the kernel.
       operands: their shapes.
+      window: positions that a query of an attention looks back; None is no limit.
     """
 
     operation: str
     function: Callable[..., Any]
     operands: tuple[Any, ...]
+    window: int | None = None
 
 
 def half(*shape: int) -> Shape:
@@ -173,9 +175,9 @@ def _attention(model: Model) -> Iterator[Case]:
             )
 
         given = query, keys, values, fields, fields
-        yield Case(f"attention{suffix}", forward, given)
+        yield Case(f"attention{suffix}", forward, given, window)
         pulled = per_query, per_query, half(*heads, model.wide)
-        yield Case(f"attention gradient{suffix}", backward, (*given, *pulled))
+        yield Case(f"attention gradient{suffix}", backward, (*given, *pulled), window)
 
 
 def _decoding(model: Model) -> Case:

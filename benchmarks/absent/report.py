@@ -151,7 +151,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def _kernel_table(rows: Sequence[Figures]) -> str:
     head = ["device", "model", "operation", "kernel", "programs", "warpgroups", "resident"]
-    head += ["registers", "spilled", "KiB", *SHOWN, "defects"]
+    head += ["registers", "spilled", "KiB", *SHOWN, "floor, us", "issued, us", "defects"]
     cells = []
     for row in rows:
         named = [row["device"], row["model"], row["operation"]]
@@ -169,6 +169,8 @@ def _kernel_table(rows: Sequence[Figures]) -> str:
                 f"{row['spilled']} / {row['alone_spilled']}",
                 f"{row['shared'] / 1024:.1f}",
                 *(row["instructions"][name] for name in SHOWN),
+                f"{row['floor'] * 1e6:.1f}",
+                f"{row['issued'] * 1e6:.1f}" if row["issued"] else "",
                 "; ".join(row["defects"]),
             ]
         )

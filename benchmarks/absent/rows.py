@@ -10,6 +10,7 @@ from benchmarks.absent.descriptions import TPUS
 from benchmarks.absent.machine_code import Kernel
 from benchmarks.absent.selection import Selection
 from benchmarks.absent.shapes import FIRST, MODELS, QUICK
+from sharding.costs.hardware import HARDWARE
 
 Figures = dict[str, Any]
 HOPPER = "h100"
@@ -66,8 +67,14 @@ def _rows_of_case(
     elif not kernels:
         yield about | {"error": "compiled, but no machine code of a kernel was left"}
     for kernel in kernels:
+        # Imports JAX, which is ready now.
+        from benchmarks.absent.bounds import bound, defects_of
+
+        bounds = bound(kernel.name, MODELS[model], case, HARDWARE[kind])
         yield figures | {
             "kernel": kernel.name,
+            "floor": bounds.floor,
+            "issued": bounds.issued,
             "programs": kernel.programs,
             "warpgroups": kernel.warpgroups,
             "registers": kernel.linked.registers,
@@ -78,7 +85,7 @@ def _rows_of_case(
             "resident": kernel.resident,
             "wide_loads": kernel.wide_loads,
             "instructions": {name: kernel.instructions.get(name, 0) for name in COUNTED},
-            "defects": kernel.defects(),
+            "defects": [*kernel.defects(), *defects_of(kernel, bounds)],
         }
 
 
