@@ -14,7 +14,7 @@ from jrl.config.settings_file import Settings, read_settings
 from jrl.processes.coordinator import SINGLE_PROCESS, Processes
 from jrl.recipes import RECIPES, Recipe
 from jrl.recipes.load import LIBRARY, load_recipe
-from jrl.runs.folder import RunFolder
+from jrl.runs.folder import RunFolder, local_path
 from jrl.tasks.data.split import check_trains
 from sharding.folding import Layout
 
@@ -105,6 +105,8 @@ def parse_arguments(arguments: list[str]) -> TrainOptions:
     run, recipe = RunConfig(**_values(new_run)), type(recipe)(**_values(new_recipe))
     check_idle(run, recipe)
     check_trains(run.held_out)
+    if command.run_dir is not None:
+        local_path(command.run_dir)
     if run.layout != AUTO:
         recipe = recipe.divided(Layout.parse(run.layout).dp)
     return TrainOptions(command, run, recipe, processes)

@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import platform
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,24 @@ from jrl.runs import records
 from sharding.former_names import former_members
 
 LOCK = ".lock"
+
+
+OBJECT_STORAGE = r"(gs|s3|az|abfss?|hdfs|https?):/"
+"""Beginning of addresses that are no paths; `Path` leaves one slash of two."""
+
+
+def local_path(path: Path | str) -> Path:
+    """The path of a run folder.
+
+    Raises:
+      ValueError: for an address in object storage, which would become a local folder of that name.
+    """
+    if re.match(OBJECT_STORAGE, str(path)):
+        raise ValueError(
+            f"run folder {path} is an address in object storage: give a path of a file system, for "
+            "several machines of one that all of them share (NFS, Lustre)."
+        )
+    return Path(path)
 
 
 class RunFolder:
@@ -39,7 +58,7 @@ class RunFolder:
     )
 
     def __init__(self, path: Path | str):
-        self.path = Path(path)
+        self.path = local_path(path)
         self.config_path = self.path / "config.json"
         self.tokenizer_path = self.path / "tokenizer.model"
         self.model_path = self.path / "model.json"

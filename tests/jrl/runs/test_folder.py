@@ -49,6 +49,14 @@ def test_a_file_is_refused(tmp_path):
         RunFolder.create(tmp_path / "run", CONFIG)
 
 
+@pytest.mark.parametrize("address", ["gs://bucket/run", "s3://bucket/run", "s3:/bucket/run"])
+def test_an_address_in_object_storage_is_no_folder(address, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"run folder {address} is an address in object storage"):
+        RunFolder.create(address, {})
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_creation_killed_before_its_configuration_can_be_repeated(path):
     path.mkdir(parents=True)
     (path / ".lock").touch()
