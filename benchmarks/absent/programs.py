@@ -26,13 +26,17 @@ from benchmarks.gpu.networks import network
 
 
 def steps(selection: Selection, *, quick: bool, keep: Path | None) -> Iterator[Figures]:
-    """A row for each program; quick: an update on eight GPUs and one on eight TPUs."""
+    """A row for each program; quick: an update on eight GPUs and one on eight TPUs, of a layer or
+    two, with their kernels."""
     for step in STEPS:
-        if (quick and not step.quick) or not selection.takes(step.label):
+        # Those of a few layers are compiled where they are named, or quick.
+        if step.quick != quick and (quick or not selection.names):
+            continue
+        if not selection.takes(step.label):
             continue
         about = {"device": step.device, "layout": step.layout, "program": step.title}
         try:
-            program = compile_step(step, folder_of(keep, step.label))
+            program = compile_step(step, folder_of(keep, step.label), reads_kernels=step.quick)
         except Exception as error:  # a compiler's refusal has no type of its own; it is a row
             yield about | {"error": reason(error)}
             continue
@@ -46,13 +50,17 @@ def steps(selection: Selection, *, quick: bool, keep: Path | None) -> Iterator[F
             **({} if predicted is None else {"predicted": predicted}),
             "collectives": total,
             "asynchronous": asynchronous,
-            "kernels": sorted(kernel.name for kernel in program.kernels),
-            "defects": [
-                f"{kernel.name} {defect}"
-                for kernel in program.kernels
-                for defect in kernel.defects()
-            ],
+            **(_kernels_of(program) if step.quick else {}),
         }
+
+
+def _kernels_of(program: compilers.Program) -> Figures:
+    return {
+        "kernels": sorted(kernel.name for kernel in program.kernels),
+        "defects": [
+            f"{kernel.name} {defect}" for kernel in program.kernels for defect in kernel.defects()
+        ],
+    }
 
 
 def collectives_of(text: str) -> tuple[int, int]:
@@ -72,16 +80,17 @@ def compile_step(
 ) -> compilers.Program:
     """Compiles a program for its devices.
 
-    A program that this process has compiled already, with its kernels, is not compiled again: it is
-    returned with 0 seconds.
+    A program that this process has compiled already is not compiled again: it is returned with 0
+    seconds, unless its kernels are to be read now and were not.
 
     Args:
       keep, reads_kernels: as in `compilers.compile_for`; with a folder to keep it is always
         compiled.
     """
     same = repr(step._replace(title="", quick=False))
-    if keep is None and same in _COMPILED:
-        return _COMPILED[same]._replace(seconds=0.0)
+    before = _COMPILED.get(same)
+    if keep is None and before is not None and (before.kernels or not reads_kernels):
+        return before._replace(seconds=0.0)
     if step.kind in DISAGGREGATED:
         function, given, others = half_of(step)
     else:
@@ -93,8 +102,7 @@ def compile_step(
     )
     if step.kind in DISAGGREGATED:
         program = program._replace(others=others + program.results)
-    if reads_kernels:
-        _COMPILED[same] = program
+    _COMPILED[same] = program
     return program
 
 

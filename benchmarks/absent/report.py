@@ -191,7 +191,7 @@ def _megablox_table(rows: Sequence[Figures]) -> str:
 def _step_table(rows: Sequence[Figures]) -> str:
     head = ["device", "layout", "program", "arguments, GiB", "temporaries, GiB", "others, GiB"]
     head += ["of memory"]
-    head += ["predicted, GiB", "ratio", "collectives", "asynchronous", "kernels", "defects"]
+    head += ["predicted, GiB", "ratio", "collectives", "asynchronous", "defects"]
     cells = []
     for row in rows:
         named = [row["device"], row["layout"], row["program"]]
@@ -207,9 +207,9 @@ def _step_table(rows: Sequence[Figures]) -> str:
         predicted = ["", ""]
         if "predicted" in row:
             predicted = [f"{row['predicted'] / 2**30:.1f}", f"{row['predicted'] / needed:.2f}"]
-        kernels, defects = len(row["kernels"]), "; ".join(row["defects"])
         counts = (row.get(name, "") for name in ("collectives", "asynchronous"))
-        cells.append([*named, *sizes, share, *predicted, *counts, kernels, defects])
+        defects = "; ".join(row.get("defects", []))
+        cells.append([*named, *sizes, share, *predicted, *counts, defects])
     return _table(head, cells)
 
 

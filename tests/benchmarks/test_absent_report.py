@@ -48,7 +48,7 @@ def test_each_row_is_a_line_and_a_row_of_its_table():
     text = markdown(figures)
     assert "4 compiled, 0 refused" in text
     assert "steps 3 s, schedule 3 s, launches 3 s, exchanges 3 s; 12 s in all" in text
-    assert "| a network | 30.0 | 10.0 |  | 51% | 50.0 | 1.25 | 24 | 23 | 1 |  |" in text
+    assert "| a network | 30.0 | 10.0 |  | 51% | 50.0 | 1.25 | 24 | 23 |  |" in text
     assert "| `--overlap-it` | 9 | 7 | 8.0 | 75% | 4.0 | 100% | 1.0 |" in text
     assert "| decoding step | None | 2,790 | 3 | 0.5 |" in text
     assert "7 of 9 collectives asynchronous, 75% of 8.00 ms hidden" in line_of(OVERLAPPED)
@@ -65,7 +65,7 @@ def test_what_is_in_use_beside_a_program_counts():
     half = UPDATE | {"others": 10 * 2**30}
     assert memory_of(half) == 50 * 2**30
     text = markdown(VERSIONS | {STEPS: [half]})
-    assert "| a network | 30.0 | 10.0 | 10.0 | 63% | 50.0 | 1.00 | 24 | 23 | 1 |  |" in text
+    assert "| a network | 30.0 | 10.0 | 10.0 | 63% | 50.0 | 1.00 | 24 | 23 |  |" in text
 
 
 @pytest.mark.parametrize(
