@@ -9,11 +9,23 @@ bound. Experts have the rows that a random choice gives them.
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.absent.machine_code import Kernel
 from benchmarks.absent.shapes import Model
 from benchmarks.absent.work import kernel_flops
+from moe.kernels.attention import forward, gradient
+from moe.kernels.attention.blocks import (
+    MAX_BLOCK_TOKENS,
+    UNIT,
+    block_mask,
+    pad_mask,
+    visit_table,
+)
+from moe.kernels.decode_attention import MIN_QUERIES
+from moe.kernels.grouped import TILING, plan_tiles
+from moe.ops.mask import TokenIndices
 from sharding.costs.hardware import Hardware
 
 TILED_ROWS = "grouped_product", "swiglu_forward", "swiglu_backward"
@@ -97,8 +109,6 @@ def _products(kernel: str, model: Model, case: Any, results: list[Any]) -> Produ
 
 def _multiplied_rows(kernel: str, model: Model) -> float:
     """Rows that are multiplied, of each that there is."""
-    from moe.kernels.grouped import TILING, plan_tiles
-
     rows = model.tokens * model.k
     even = np.full(model.experts, 1 / model.experts)
     sizes = np.random.default_rng(0).multinomial(rows, even)
@@ -107,15 +117,12 @@ def _multiplied_rows(kernel: str, model: Model) -> float:
         slices = -(-stop // TILING.depth) - (stop - sizes) // TILING.depth
         return float(np.where(sizes > 0, slices, 0).sum()) * TILING.depth / rows
     padded = max(TILING.rows, -(-rows // 8) * 8)
-    tiles = plan_tiles(jax.numpy.asarray(sizes), padded, TILING.rows)
+    tiles = plan_tiles(jnp.asarray(sizes), padded, TILING.rows)
     return float((np.asarray(tiles.size) > 0).sum()) * TILING.rows / rows
 
 
 def _attention(kernel: str, model: Model, window: int | None) -> Products:
     """Products over pairs of a query and a key: scores, values, and their gradients."""
-    from moe.kernels.attention import forward, gradient
-    from moe.kernels.attention.blocks import MAX_BLOCK_TOKENS, UNIT
-
     width, wide = model.width, model.wide
     seen = np.arange(1, model.tokens + 1)
     pairs = float(np.minimum(seen, window or model.tokens).sum())
@@ -139,11 +146,6 @@ def _visited(
     model: Model, window: int | None, queries: int, keys: int, *, by_query: bool = True
 ) -> float:
     """Pairs in the blocks that the kernel visits, of a sequence with a causal mask."""
-    import jax.numpy as jnp
-
-    from moe.kernels.attention.blocks import block_mask, pad_mask, visit_table
-    from moe.ops.mask import TokenIndices
-
     order = jnp.arange(model.tokens, dtype=jnp.int32)[None]
     fields = TokenIndices(**dict.fromkeys(TokenIndices._fields, order))
     fields = pad_mask(fields._replace(segment=jnp.ones_like(order)))
@@ -156,8 +158,6 @@ def _visited(
 
 def _decoding(kernel: str, model: Model, case: Any) -> Products:
     """Products of the query heads with the keys and values of a cache."""
-    from moe.kernels.decode_attention import MIN_QUERIES
-
     keys = _cache(case)[0]
     rows, columns = keys.shape[1], keys.shape[-1]
     width, wide = model.width, model.wide

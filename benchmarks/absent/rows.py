@@ -10,7 +10,6 @@ from benchmarks.absent.descriptions import TPUS
 from benchmarks.absent.machine_code import Kernel
 from benchmarks.absent.selection import Selection
 from benchmarks.absent.shapes import FIRST, MODELS, QUICK
-from sharding.costs.hardware import HARDWARE
 
 Figures = dict[str, Any]
 HOPPER = "h100"
@@ -46,6 +45,10 @@ def tpu_kernels(selection: Selection, *, quick: bool, keep: Path | None) -> Iter
 def _rows_of_case(
     kind: str, model: str, case: Any, selection: Selection, keep: Path | None
 ) -> Iterator[Figures]:
+    # They import JAX.
+    from benchmarks.absent.bounds import bound, defects_of
+    from sharding.costs.hardware import HARDWARE
+
     about = {"device": kind, "model": model, "operation": case.operation}
     label = f"{kind} {model} {case.operation}"
     if not selection.takes(label):
@@ -67,9 +70,6 @@ def _rows_of_case(
     elif not kernels:
         yield about | {"error": "compiled, but no machine code of a kernel was left"}
     for kernel in kernels:
-        # Imports JAX, which is ready now.
-        from benchmarks.absent.bounds import bound, defects_of
-
         bounds = bound(kernel.name, MODELS[model], case, HARDWARE[kind])
         yield figures | {
             "kernel": kernel.name,

@@ -10,9 +10,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.absent.rows import Figures
 from benchmarks.absent.selection import Claims, Selection
 
-Figures = dict[str, Any]
 Rows = Callable[..., Iterator[Figures]]
 """Rows of a part, by a `Selection`, `quick` and `keep`."""
 

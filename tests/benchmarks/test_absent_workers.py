@@ -2,8 +2,11 @@
 
 import multiprocessing
 import os
+import subprocess
+import sys
 
 import pytest
+from places import ROOT
 
 from benchmarks.absent.selection import Claims, Selection
 from benchmarks.absent.workers import Work, compiled_rows
@@ -35,6 +38,12 @@ def labels(found):
 
 def work(*parts, names=()):
     return Work(parts, rows_of, names, False, None)
+
+
+def test_the_command_is_imported_without_jax():
+    """JAX reads the environment, which the command sets first, when it is imported."""
+    code = "import sys, benchmarks.absent.__main__; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 def test_names_select_rows():
