@@ -130,6 +130,7 @@ def compile_for(
     *operands: Any,
     keep: Path | None = None,
     reads_kernels: bool = True,
+    options: dict[str, Any] | None = None,
 ) -> Program:
     """Compiles a function for absent devices.
 
@@ -140,6 +141,7 @@ def compile_for(
       keep: folder in which PTX, machine code and reports of the kernels stay, and the scheduled
         program; None removes them.
       reads_kernels: else `Program.kernels` is empty, unless their files are kept.
+      options: of the compiler, besides those of the function.
     """
     import jax
 
@@ -154,7 +156,8 @@ def compile_for(
     try:
         trace = getattr(function, "trace", None) or jax.jit(function).trace
         traced = trace(*operands)
-        compiled = traced.lower(lowering_platforms=(platform_of(kind),)).compile()
+        lowered = traced.lower(lowering_platforms=(platform_of(kind),))
+        compiled = lowered.compile(compiler_options=options)
         text, memory = compiled.as_text() or "", compiled.memory_analysis()
         assert memory is not None, "every compiler of absent devices says what memory it takes"
         if keep is not None:

@@ -22,6 +22,7 @@ from benchmarks.absent.steps import (
     Step,
     prompts_of_prefill,
 )
+from benchmarks.absent.timeline import overlap
 from benchmarks.gpu.networks import network
 
 
@@ -51,6 +52,7 @@ def steps(selection: Selection, *, quick: bool, keep: Path | None) -> Iterator[F
             "collectives": total,
             "asynchronous": asynchronous,
             **(_kernels_of(program) if step.quick else {}),
+            **({"overlap": overlap(program.text, step.device)} if step.scheduled else {}),
         }
 
 
@@ -87,7 +89,7 @@ def compile_step(
       keep, reads_kernels: as in `compilers.compile_for`; with a folder to keep it is always
         compiled.
     """
-    same = repr(step._replace(title="", quick=False))
+    same = repr(step._replace(title="", scheduled=False, quick=False))
     before = _COMPILED.get(same)
     if keep is None and before is not None and (before.kernels or not reads_kernels):
         return before._replace(seconds=0.0)
@@ -98,7 +100,10 @@ def compile_step(
         others = 0
         function, *given = build[step.kind](step)
     program = compilers.compile_for(
-        step.device, function, *given, keep=keep, reads_kernels=reads_kernels
+        *(step.device, function, *given),
+        keep=keep,
+        reads_kernels=reads_kernels,
+        options=step.options,
     )
     if step.kind in DISAGGREGATED:
         program = program._replace(others=others + program.results)

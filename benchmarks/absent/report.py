@@ -131,8 +131,8 @@ def markdown(figures: Figures) -> str:
         parts.append(_megablox_table(figures[MEGABLOX]))
     if figures.get(STEPS):
         parts.append(_step_table(figures[STEPS]))
-    if figures.get(SCHEDULE):
-        parts.append(_schedule_table(figures[SCHEDULE]))
+    if scheduled := [*_without_flags(figures.get(STEPS, [])), *figures.get(SCHEDULE, [])]:
+        parts.append(_schedule_table(scheduled))
     if figures.get(LAUNCHES):
         parts.append(_launch_table(figures[LAUNCHES]))
     if figures.get(EXCHANGES):
@@ -213,11 +213,23 @@ def _step_table(rows: Sequence[Figures]) -> str:
     return _table(head, cells)
 
 
+def _without_flags(rows: Sequence[Figures]) -> list[Figures]:
+    """Rows of the table of schedules, of programs of `steps`."""
+    names = "device", "layout", "program", "temporaries"
+    return [
+        {name: row[name] for name in names} | {"flags": "without a flag"} | row["overlap"]
+        for row in rows
+        if "overlap" in row
+    ]
+
+
 def _schedule_table(rows: Sequence[Figures]) -> str:
     head = ["device", "layout", "program", "flags", "collectives", "asynchronous"]
     head += ["communication, ms", "hidden", "of layers, ms", "hidden", "temporaries, GiB"]
     cells = []
-    for row in rows:
+    # Those of a program are neighbours.
+    programs = [*dict.fromkeys((row["device"], row["program"]) for row in rows)]
+    for row in sorted(rows, key=lambda row: programs.index((row["device"], row["program"]))):
         # Pages have flags as code.
         flags = f"`{row['flags']}`" if row["flags"].startswith("-") else row["flags"]
         named = [row["device"], row["layout"], row["program"], flags]

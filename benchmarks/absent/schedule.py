@@ -1,10 +1,8 @@
-"""Overlap of a training step, read off the program that the compiler of absent devices schedules.
+"""Overlap of updates with the flags that let communication overlap with computation, read off the
+programs that the compilers of absent devices schedule. Those without a flag are among `steps`.
 
     python -m benchmarks.absent schedule
-    python -m benchmarks.absent schedule --only v5p
-
-A row is a step of GRPO with some of the flags that let communication overlap with computation. The
-layers are few and scanned: a deeper network runs the same loops for longer.
+    python -m benchmarks.absent schedule --only 235B
 """
 
 from collections.abc import Iterator
@@ -14,91 +12,70 @@ from typing import Any, NamedTuple
 from benchmarks.absent.programs import compile_step
 from benchmarks.absent.rows import Figures, folder_of, reason
 from benchmarks.absent.selection import Selection
-from benchmarks.absent.steps import KERNELS, Step
-from benchmarks.gpu.shapes import QWEN3_A3B
+from benchmarks.absent.steps import ON_64, SELECTED, Step
+from benchmarks.absent.timeline import overlap
 
-FOUR_LAYERS = QWEN3_A3B | {"num_layers": 4}
-NO_FLAG = "without a flag"
+CHUNKS, TWO_BATCHES = "--expert-chunks 2", "--two-batch-overlap"
+REDUCTIONS, ALL = "--overlap-grad-reduce", "all three"
 FLAGS: dict[str, dict[str, Any]] = {
-    NO_FLAG: {},
-    "--expert-chunks 2": {"expert_chunks": 2},
-    "--two-batch-overlap": {"two_batch_overlap": True},
-    "--overlap-grad-reduce": {"overlap_grad_reduce": True},
-    "all three": {"expert_chunks": 2, "two_batch_overlap": True, "overlap_grad_reduce": True},
+    CHUNKS: {"expert_chunks": 2},
+    TWO_BATCHES: {"two_batch_overlap": True},
+    REDUCTIONS: {"overlap_grad_reduce": True},
+    ALL: {"expert_chunks": 2, "two_batch_overlap": True, "overlap_grad_reduce": True},
 }
 """Flags of the rows, as fields of `moe.execution.Execution`."""
+MORE_MEMORY = {"xla_gpu_memory_limit_slop_factor": 130}
+"""Percent of the memory that the compiler's scheduler takes into account, 95 by default, of 80% of
+the device's."""
+WITH_MORE_MEMORY = "memory factor 130"
 
 
 class Scheduled(NamedTuple):
-    """A training step whose schedule is read.
+    """An update whose schedule is read.
 
     Attributes:
-      step: on its devices, without the flags.
-      flags: of `FLAGS`.
-      hardware: of `sharding.costs.hardware.HARDWARE`.
+      step: without the flags.
+      flags: of `FLAGS`, or none.
+      options: of the compiler.
     """
 
     step: Step
     flags: str
-    hardware: str
+    options: dict[str, Any] | None = None
+
+    @property
+    def title(self) -> str:
+        """Flags and options."""
+        named = [self.flags] if self.flags else []
+        return ", ".join([*named, WITH_MORE_MEMORY] if self.options else named)
 
 
-def _steps() -> Iterator[Scheduled]:
-    title = "Qwen3-30B-A3B, 4 layers"
-    gpus = Step("h100", "1x1x8", "dp8 / ep8", title, FOUR_LAYERS, KERNELS | {"scan_layers": True})
-    megablox = {"experts": "megablox", "remat": "selective", "buffer_factor": 1.5}
-    tpus = Step(*("v5p", None, "dp8 / ep8", title, FOUR_LAYERS), megablox | {"scan_layers": True})
-    for flags in FLAGS:
-        yield Scheduled(gpus, flags, "h100")
-    yield Scheduled(tpus, NO_FLAG, "v5p")
-
-
-SCHEDULED = tuple(_steps())
+SCHEDULED = (
+    *(Scheduled(SELECTED, flags) for flags in FLAGS),
+    Scheduled(SELECTED, "", MORE_MEMORY),
+    Scheduled(SELECTED, CHUNKS, MORE_MEMORY),
+    *(Scheduled(ON_64, flags) for flags in (CHUNKS, TWO_BATCHES)),
+)
 
 
 def schedules(selection: Selection, *, quick: bool, keep: Path | None) -> Iterator[Figures]:
-    """A row for each step and choice of flags; quick: one, on GPUs."""
+    """A row for each update and choice of flags; quick: one."""
     for one in SCHEDULED[:1] if quick and not selection.names else SCHEDULED:
         step = one.step
-        label = f"{step.label} {one.flags}"
+        label = f"{step.label} {one.title}"
         if not selection.takes(label):
             continue
         about = {"device": step.device, "layout": step.layout, "program": step.title}
-        about |= {"flags": one.flags}
-        step = step._replace(execution=step.execution | FLAGS[one.flags])
+        about |= {"flags": one.title}
+        execution = step.execution | FLAGS.get(one.flags, {})
+        step = step._replace(execution=execution, options=one.options)
         try:
             program = compile_step(step, folder_of(keep, label), reads_kernels=False)
         except Exception as error:  # a compiler's refusal has no type of its own; it is a row
             yield about | {"error": reason(error)}
             continue
-        text = program.text
         yield (
             about
             | {"seconds": program.seconds, "temporaries": program.temporaries}
-            | overlap(text, one.hardware)
+            | overlap(program.text, step.device)
         )
-
-
-def overlap(text: str, hardware: str) -> Figures:
-    """Figures of the overlap of a scheduled program."""
-    from benchmarks.absent.timeline import timeline
-    from sharding.costs.hardware import HARDWARE
-
-    found = timeline(text, HARDWARE[hardware])
-    several = [one for one in found.collectives if one.collective.devices > 1]
-    runs = sum(one.times for one in several)
-    asynchronous = sum(one.times for one in several if one.collective.is_asynchronous)
-    # Those of a loop: a deeper network has more of them, and of the others as many.
-    repeated = [one for one in several if one.times > 1]
-    return {
-        "collectives": runs,
-        "asynchronous": asynchronous,
-        "communication": found.communication,
-        "exposed": found.exposed,
-        "communication_of_layers": sum(one.times * one.seconds for one in repeated),
-        "exposed_of_layers": sum(one.times * one.exposed for one in repeated),
-        "step": found.seconds,
-        "flops": found.work.flops,
-        "bytes": found.work.bytes,
-        "each": found.rows(),
-    }

@@ -48,6 +48,8 @@ class Step(NamedTuple):
       prompt, response: tokens of each.
       run: fields of `jrl.config.run.RunConfig` besides: dispatch, and dtypes of gradients and
         moments.
+      options: of the compiler, besides those of a run.
+      scheduled: its row has the overlap of its schedule.
       quick: it is one of the quick check.
     """
 
@@ -63,6 +65,8 @@ class Step(NamedTuple):
     prompt: int = PROMPT
     response: int = RESPONSE
     run: dict[str, Any] | None = None
+    options: dict[str, Any] | None = None
+    scheduled: bool = False
     quick: bool = False
 
     @property
@@ -97,9 +101,15 @@ QWEN3_235B_AT_TPUS: At = "v5p", "v5p:4x4x4", "tp4 dp16 / ep64"
 MIXTRAL_AT: At = "h100", "1x16x8", "cp2 dp8 pp8 / ep8"
 MIXTRAL_AT_1024: At = "h100", "1x128x8", "cp2 dp64 pp8 / ep8"
 DEEPSEEK_AT: At = "h100", "1x64x8", "tp4 dp4 pp32 / ep8"
-SELECTED = Step(*EIGHT, "Qwen3-30B-A3B", QWEN3_A3B, SELECTIVE, run={"mu_dtype": "bfloat16"})
+_FSDP = FULL | {"fsdp": True}
+SELECTED = Step(
+    *(*EIGHT, "Qwen3-30B-A3B", QWEN3_A3B, SELECTIVE),
+    run={"mu_dtype": "bfloat16"},
+    scheduled=True,
+)
 """Implementations are those that None selects. With a float32 first moment it needs 93% of the
 memory."""
+ON_64 = Step(*QWEN3_235B_AT, "Qwen3-235B-A22B", QWEN3_235B, _FSDP, scheduled=True)
 
 
 def _served(at: At, name: str, sizes: dict[str, Any], rows: int) -> tuple[Step, ...]:
@@ -143,9 +153,8 @@ _QWEN3_30B = (
     *_served(EIGHT, "Qwen3-30B-A3B", QWEN3_A3B, rows=256),
     *_split(("h100", "1x1x8", "dp4 / ep4"), "Qwen3-30B-A3B", QWEN3_A3B, 1024, 4),
 )
-_FSDP = FULL | {"fsdp": True}
 _QWEN3_235B = (
-    Step(*QWEN3_235B_AT, "Qwen3-235B-A22B", QWEN3_235B, _FSDP),
+    ON_64,
     _scored(QWEN3_235B_AT, "Qwen3-235B-A22B", QWEN3_235B, _FSDP, rows=256),
     *_served(QWEN3_235B_AT, "Qwen3-235B-A22B", QWEN3_235B, rows=2048),
     # One server, the planner's first plan for 50 ms between tokens.
@@ -184,7 +193,7 @@ _DEEPSEEK = (
     *_split(("h100", "1x8x8", "tp4 dp8 / ep32"), "DeepSeek-V3", DEEPSEEK_V3, 2048, 4),
 )
 _TPUS = (
-    Step(*EIGHT_TPUS, "Qwen3-30B-A3B, megablox", QWEN3_A3B, MEGABLOX),
+    Step(*EIGHT_TPUS, "Qwen3-30B-A3B, megablox", QWEN3_A3B, MEGABLOX, scheduled=True),
     _scored(EIGHT_TPUS, "Qwen3-30B-A3B, megablox", QWEN3_A3B, MEGABLOX, rows=64),
     *_served(EIGHT_TPUS, "Qwen3-30B-A3B", QWEN3_A3B, rows=256),
     Step(*QWEN3_235B_AT_TPUS, "Qwen3-235B-A22B, megablox", QWEN3_235B, MEGABLOX | _FSDP),

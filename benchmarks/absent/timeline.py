@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.absent.work import FREE, Program, Work, work_of
-from sharding.costs.hardware import Hardware
+from sharding.costs.hardware import HARDWARE, Hardware
 from sharding.costs.transfer import Transfer
 from sharding.folding import Layout
 from sharding.overlap import ENTRY, Collective, Instruction, collective_of, computations
@@ -188,3 +188,29 @@ class _Run:
 def _starts(one: Instruction, in_flight: dict[str, Any]) -> str | None:
     """Name of the collective in flight that an instruction ends or passes on."""
     return next((name for name in one.operands if name in in_flight), None)
+
+
+def overlap(text: str, hardware: str) -> dict[str, Any]:
+    """Figures of the overlap of a scheduled program.
+
+    Args:
+      hardware: of `sharding.costs.hardware.HARDWARE`.
+    """
+    found = timeline(text, HARDWARE[hardware])
+    several = [one for one in found.collectives if one.collective.devices > 1]
+    runs = sum(one.times for one in several)
+    asynchronous = sum(one.times for one in several if one.collective.is_asynchronous)
+    # Those of a loop: a deeper network has more of them, and of the others as many.
+    repeated = [one for one in several if one.times > 1]
+    return {
+        "collectives": runs,
+        "asynchronous": asynchronous,
+        "communication": found.communication,
+        "exposed": found.exposed,
+        "communication_of_layers": sum(one.times * one.seconds for one in repeated),
+        "exposed_of_layers": sum(one.times * one.exposed for one in repeated),
+        "step": found.seconds,
+        "flops": found.work.flops,
+        "bytes": found.work.bytes,
+        "each": found.rows(),
+    }

@@ -128,7 +128,7 @@ def test_the_planner_predicts_the_bytes_of_decoding():
 def test_a_program_of_two_rows_is_compiled_once(monkeypatch, tmp_path):
     compiled = []
 
-    def compile_for(kind, function, *given, keep, reads_kernels):
+    def compile_for(kind, function, *given, keep, reads_kernels, options):
         compiled.append((keep, reads_kernels))
         return compilers.Program("", 1, 2, ["a kernel"] if reads_kernels else [], 3.0)
 
