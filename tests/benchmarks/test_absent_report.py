@@ -61,6 +61,25 @@ def test_each_row_is_a_line_and_a_row_of_its_table():
         assert len({line.count("|") for line in table.splitlines()}) == 1
 
 
+def test_schedules_without_a_flag_are_those_of_steps():
+    """Rows of a program are neighbours, the one without a flag first."""
+    names = "collectives", "asynchronous", "communication", "exposed"
+    names += "communication_of_layers", "exposed_of_layers"
+    overlap = {name: OVERLAPPED[name] for name in names} | {"exposed": 6e-3}
+    other = UPDATE | {"program": "another"}
+    flagged = OVERLAPPED | {"device": "h100"}
+    steps = [UPDATE | {"overlap": overlap}, other | {"overlap": overlap}, UPDATE]
+    text = markdown(VERSIONS | {STEPS: steps, SCHEDULE: [flagged]})
+    table = text.split("\n\n")[-1].splitlines()[2:]
+    begin = "| h100 | dp8 / ep8 | "
+    assert [line.removeprefix(begin).split(" | ")[:2] for line in table] == [
+        ["a network", "without a flag"],
+        ["a network", "`--overlap-it`"],
+        ["another", "without a flag"],
+    ]
+    assert "| without a flag | 9 | 7 | 8.0 | 25% |" in table[0]
+
+
 def test_what_is_in_use_beside_a_program_counts():
     half = UPDATE | {"others": 10 * 2**30}
     assert memory_of(half) == 50 * 2**30
