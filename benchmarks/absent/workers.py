@@ -79,7 +79,8 @@ def compiled_rows(work: Work, processes: int) -> Iterator[Compiled]:
 def _received(open_ends: list[Connection]) -> Iterator[Compiled]:
     labels = dict.fromkeys(open_ends, "before its first row")
     while open_ends:
-        for end in wait(open_ends):
+        ready: list[Any] = wait(open_ends)
+        for end in ready:
             try:
                 message = end.recv()
             except EOFError:
