@@ -54,7 +54,8 @@ SCHEDULED = (
     *(Scheduled(SELECTED, flags) for flags in FLAGS),
     Scheduled(SELECTED, "", MORE_MEMORY),
     Scheduled(SELECTED, CHUNKS, MORE_MEMORY),
-    *(Scheduled(ON_64, flags) for flags in (CHUNKS, TWO_BATCHES)),
+    # A device has one row of it, which has no halves.
+    Scheduled(ON_64, CHUNKS),
 )
 
 

@@ -70,6 +70,9 @@ def compiled_rows(work: Work, processes: int) -> Iterator[Compiled]:
             open_ends.append(receiver)
             started.append(process)
         yield from _received(open_ends)
+        # They end by themselves; a library of compilers prints its stack at a signal.
+        for process in started:
+            process.join()
     finally:
         for process in started:
             process.terminate()
