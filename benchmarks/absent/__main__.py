@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
         type=positive,
         default=cores(),
         metavar="N",
-        help="that compile at a time, with up to 4 GB each; default: one for each core",
+        help="that compile at a time, with up to 4 GB of memory each; default: one for each core",
     )
     command.add_argument("--out", type=Path, help="folder for absent.json and absent.md")
     command.add_argument(
