@@ -93,6 +93,7 @@ At = tuple[str, str | None, str]
 """Device, shape and layout of a `Step`."""
 ONE: At = "h100", "1x1x1", "dp1"
 EIGHT: At = "h100", "1x1x8", "dp8 / ep8"
+ONE_TPU: At = "v5p", "v5p:1x1x1", "dp1"
 EIGHT_TPUS: At = "v5p", None, "dp8 / ep8"
 QWEN3_235B_AT: At = "h100", "1x8x8", "tp4 dp16 / ep64"
 QWEN3_235B_AT_TPUS: At = "v5p", "v5p:4x4x4", "tp4 dp16 / ep64"
@@ -193,6 +194,9 @@ _DEEPSEEK = (
     *_split(("h100", "1x8x8", "tp4 dp8 / ep32"), "DeepSeek-V3", DEEPSEEK_V3, 2048, 4),
 )
 _TPUS = (
+    Step(*ONE_TPU, "Qwen3-0.6B", QWEN3_06B, SELECTIVE, rows=32, micro_batches=8),
+    _scored(ONE_TPU, "Qwen3-0.6B", QWEN3_06B, SELECTIVE, rows=64),
+    *_served(ONE_TPU, "Qwen3-0.6B", QWEN3_06B, rows=256),
     Step(*EIGHT_TPUS, "Qwen3-30B-A3B, megablox", QWEN3_A3B, MEGABLOX, scheduled=True),
     _scored(EIGHT_TPUS, "Qwen3-30B-A3B, megablox", QWEN3_A3B, MEGABLOX, rows=64),
     *_served(EIGHT_TPUS, "Qwen3-30B-A3B", QWEN3_A3B, rows=256),
