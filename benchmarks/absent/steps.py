@@ -196,7 +196,7 @@ _DEEPSEEK = (
 _TPUS = (
     Step(*ONE_TPU, "Qwen3-0.6B", QWEN3_06B, SELECTIVE, rows=32, micro_batches=8),
     _scored(ONE_TPU, "Qwen3-0.6B", QWEN3_06B, SELECTIVE, rows=64),
-    *_served(ONE_TPU, "Qwen3-0.6B", QWEN3_06B, rows=256),
+    *_served(ONE_TPU, "Qwen3-0.6B", QWEN3_06B, rows=128),
     Step(*EIGHT_TPUS, "Qwen3-30B-A3B, megablox", QWEN3_A3B, MEGABLOX, scheduled=True),
     _scored(EIGHT_TPUS, "Qwen3-30B-A3B, megablox", QWEN3_A3B, MEGABLOX, rows=64),
     *_served(EIGHT_TPUS, "Qwen3-30B-A3B", QWEN3_A3B, rows=256),
