@@ -110,6 +110,7 @@ def test_there_are_commands():
         "sharding.planner",
         "tests.campaign.crossings",
         "tests.campaign.faults",
+        "tests.campaign.faults.clean",
     }
     # Without arguments.
     alone = {
@@ -229,6 +230,7 @@ SCRIPTS = [
     *given("benchmarks.serve"),
     *given("tests.campaign.crossings"),
     *given("tests.campaign.faults"),
+    *given("tests.campaign.faults.clean"),
     *(command for program in STUDIES for command in given(program)),
 ]
 
