@@ -106,7 +106,7 @@ def _send(work: Work, next_row: Any, sender: Connection) -> None:
             sender.send(compiled)
     except KeyboardInterrupt:
         return
-    except Exception as error:
+    except Exception as error:  # whatever it is: the command has to name the row, and end
         sender.send(RuntimeError(f"{claims.label}: {type(error).__name__}: {error}"))
         raise
     sender.send(None)
