@@ -74,7 +74,7 @@ class StepClock:
             return {STEP_TIME: max(self._last, now - self._begun)}
 
 
-class Punctuality:
+class TickDelays:
     """Slowdown of a process, from the delays of the sampler's thread.
 
     ``process/slowdown`` is ``1 + mean(max(0, delay - 0.05 s)) / period`` over the last ten ticks,
@@ -139,9 +139,9 @@ class Sampler:
             raise ValueError(f"period={period} must lie in 0.01..3600 seconds.")
         self.clock = StepClock()
         self._period = float(period)
-        self._punctuality = Punctuality(self._period)
+        self._delays = TickDelays(self._period)
         sources = available_sources() if read is None else read
-        self._sources = [*sources, self.clock, self._punctuality]
+        self._sources = [*sources, self.clock, self._delays]
         self._stop = threading.Event()
         self._latest: tuple[float, dict[str, float]] = (0.0, {})
         columns = [name for source in self._sources for name in source.columns]
@@ -182,7 +182,7 @@ class Sampler:
     def _run(self) -> None:
         due = time.monotonic()
         while not self._stop.wait(max(0.0, due - time.monotonic())):
-            due += self._period * self._punctuality.tick(time.monotonic() - due)
+            due += self._period * self._delays.tick(time.monotonic() - due)
             self.sample()
             due += self._period * (1 + max(0.0, time.monotonic() - due) // self._period)
 

@@ -12,7 +12,7 @@ import pytest
 from places import ROOT
 
 from jrl.faults.collect.record import read
-from jrl.faults.collect.sampler import Punctuality, Sampler, StepClock
+from jrl.faults.collect.sampler import Sampler, StepClock, TickDelays
 from jrl.faults.collect.sources import Gpus, Host, Rates, available_sources, local_gpus
 from jrl.faults.collect.vocabulary import SLOWDOWN, STEP_TIME
 
@@ -59,12 +59,12 @@ def test_step_time_is_the_mean_or_the_age_of_the_step_under_way():
 
 
 def test_a_stopped_process_is_slow_and_a_busy_one_is_not():
-    busy = Punctuality(1.0)
+    busy = TickDelays(1.0)
     assert busy.read(0.0) == {}
     assert [busy.tick(0.04) for _ in range(12)] == [0] * 12
     assert busy.read(0.0) == {SLOWDOWN: 1.0}
     # Stopped for nine of ten seconds: nine ticks have come late, the tenth runs in time.
-    stopped = Punctuality(1.0)
+    stopped = TickDelays(1.0)
     assert stopped.tick(8.55) == 8
     assert stopped.tick(0.0) == 0
     delays = [8.5 - number for number in range(9)]
