@@ -88,6 +88,8 @@ class ProceduralTask:
       heldout_size: held-out prompts; None is an endless supply, though small spaces repeat
         themselves.
       heldout_share: of the prompts, in (0, 1).
+      stream: what the streams depend on beside the seed, where the name has the path of a file;
+        None is the name.
     """
 
     name: str
@@ -95,6 +97,7 @@ class ProceduralTask:
     definition: Endless
     heldout_size: int | None = None
     heldout_share: float = HELDOUT_SHARE
+    stream: str | None = None
 
     @property
     def max_prompt_length(self) -> int:
@@ -137,7 +140,8 @@ class ProceduralTask:
 
     def _example(self, part: str, index: int) -> Example:
         check_index(index)
-        random = generator(self.name, self.seed, part, index)
+        stream = self.name if self.stream is None else self.stream
+        random = generator(stream, self.seed, part, index)
         while True:
             record = self.definition.prompts(random)
             if isinstance(record, Example):

@@ -316,7 +316,7 @@ def custom_prompts(
     Raises:
       ValueError: where it is no task, or a record of it is none.
     """
-    name = reference.text
+    name, stream = reference.text, reference.name
     judged = host is not None or callable(getattr(definition, "reward", None))
     if not hasattr(definition, "prompts") or not judged:
         raise ValueError(
@@ -334,14 +334,15 @@ def custom_prompts(
             )
         heldout.check_no_file(name, "draws")
         endless = definition if host is None else EnvironmentPrompts(name, definition, host)
-        task = ProceduralTask(name, seed, endless, heldout.count, heldout.generated_share)
+        share = heldout.generated_share
+        task = ProceduralTask(name, seed, endless, heldout.count, share, stream)
         check_sendable(task.train(0), f"task={name}")
         return task
     heldout_records = getattr(definition, "heldout", None)
     tools = tools_of(definition)
     examples, repeated = _examples(definition.prompts, f"task={name}: prompts", host, tools)
     if heldout_records is None:
-        task = PromptList(name, examples, seed, heldout)
+        task = PromptList(name, examples, seed, heldout, stream=stream)
         task.num_repeated = repeated
         return task
     if heldout != HeldOut() and not heldout.everything:
@@ -349,7 +350,7 @@ def custom_prompts(
             f"task={name} has its own held-out prompts, and --held-out selects others: leave it out"
         )
     others, again = _examples(heldout_records, f"task={name}: heldout", host, tools)
-    task = PromptList(name, examples, seed, heldout_examples=others)
+    task = PromptList(name, examples, seed, heldout_examples=others, stream=stream)
     task.num_repeated = repeated + again
     return task
 

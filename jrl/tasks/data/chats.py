@@ -142,7 +142,7 @@ def load_chats(
             f"{path}: all conversations start with the same messages, so that none can be held "
             "out: give a file of others as --held-out"
         )
-    return Chats(spec, chats, seed, held_out, heldout_chats)
+    return Chats(spec, chats, seed, held_out, heldout_chats, stream=kind)
 
 
 def chat_of(

@@ -202,7 +202,7 @@ def prompts_of(
             f"{path}: has {len(examples)} examples; {needed} needed{both}: write one "
             '{"prompt": ..., "answer": ...} per line'
         )
-    prompts = PromptList(f"{kind}:{path}", examples, seed, heldout, others)
+    prompts = PromptList(f"{kind}:{path}", examples, seed, heldout, others, stream=kind)
     prompts.num_repeated = repeated + repeated_others
     return prompts
 

@@ -68,6 +68,7 @@ class PromptList:
         seed: int,
         heldout: HeldOut | None = None,
         heldout_examples: Sequence[Example] | None = None,
+        stream: str | None = None,
     ):
         """Splits the examples.
 
@@ -78,13 +79,15 @@ class PromptList:
           heldout: which of them are held out; None is one in ten.
           heldout_examples: held-out examples that are not in the list; None holds out some that
             are. Examples of the list that have a prompt of theirs are left out.
+          stream: what the order depends on beside the seed, where the name has the path of a file;
+            None is the name.
 
         Raises:
           ValueError: where nothing would be left to train on, unless everything is held out.
         """
         heldout = HeldOut() if heldout is None else heldout
         self._trains = heldout_examples is not None or not heldout.everything
-        self._seed = seed
+        self._seed, self._stream = seed, name if stream is None else stream
         self._order: tuple[int, list[int]] = (-1, [])
         self.name: str = name
         if heldout_examples is None:
@@ -139,7 +142,7 @@ class PromptList:
         pass_index, offset = divmod(index, len(self._train))
         if self._order[0] != pass_index:
             order = list(range(len(self._train)))
-            generator(self.name, self._seed, "pass", pass_index).shuffle(order)
+            generator(self._stream, self._seed, "pass", pass_index).shuffle(order)
             self._order = (pass_index, order)
         return self._train[self._order[1][offset]]
 

@@ -3,8 +3,8 @@
     python -m tests.campaign.faults --processes 2 --kinds kill,stop --tries 10 --record faults.jsonl
     python -m tests.campaign.faults --table faults.jsonl
 
-A run of ten steps on so many processes meets up to `--faults` faults of a kind at moments that the
-seed draws: in its start, or in a phase of a step. If a fault ends it, it is started again, as a
+A run of thirty steps on so many processes meets up to `--faults` faults of a kind at moments that
+the seed draws: in its start, or in a phase of a step. If a fault ends it, it is started again, as a
 scheduler does. It survives if its metrics, prompts, completions and last checkpoint are then bit
 for bit those of a run without faults, and if each process that ended printed the one right line.
 """
@@ -86,7 +86,7 @@ def _campaign(options: argparse.Namespace, folder: Path, stack: ExitStack) -> in
             place = folder / f"{kind.name}-{os.getpid()}-{run}"
             begun, spent = time.monotonic(), _processor_seconds()
             disturbed = DisturbedRun(kind, hosts, link, inputs, undisturbed, place, cache)
-            wanted = min(options.faults, options.tries - number)
+            wanted = min(options.faults, kind.most, options.tries - number)
             tries = disturbed.meet(blank, wanted)
             _write(options.record, tries, folder)
             _print(kind, run, tries, time.monotonic() - begun, _processor_seconds() - spent)

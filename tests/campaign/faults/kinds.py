@@ -3,6 +3,7 @@
 import re
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -84,6 +85,7 @@ class Kind:
       needs: "disk" or "link" of `tests.campaign.faults.machines`, or neither.
       at_start: true if it also strikes runs that start or resume.
       deadline: `--hang-deadline` of the run.
+      most: most faults of one run.
     """
 
     name: str
@@ -93,6 +95,7 @@ class Kind:
     needs: str = ""
     at_start: bool = field(default=False, kw_only=True)
     deadline: int = field(default=30, kw_only=True)
+    most: int = field(default=sys.maxsize, kw_only=True)
 
 
 def kill(scene: Scene, process: int, draw: Random) -> Effect:
@@ -226,7 +229,9 @@ KINDS = {
     for kind in (
         Kind("kill", "`kill -9` of a process", kill, at_start=True),
         Kind("stop", "SIGSTOP for longer than the deadline", stop, deadline=15),
-        Kind("cut", "link cut for 10 s", cut, (2,), "link"),
+        # TCP waits twice as long after each failed try: two cuts within seconds are one of more
+        # than the 20 s after which gRPC gives a connection up.
+        Kind("cut", "link cut for 10 s", cut, (2,), "link", most=1),
         Kind("cut-for-good", "link cut for good", cut_for_good, (2,), "link", deadline=15),
         Kind("full", "full disk", fill, needs="disk", at_start=True),
         Kind("read-only", "read-only disk", refuse_writes, needs="disk", at_start=True),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.campaign.faults.program import MODEL
 
-STEPS = 10
+STEPS = 30
 SETTINGS = {
     "model": MODEL,
     "steps": STEPS,
@@ -51,7 +51,7 @@ class Inputs:
 
 
 def write_inputs(folder: Path) -> Inputs:
-    """Writes the files of a run; the order of its prompts depends on their path."""
+    """Writes the files of a run."""
     folder.mkdir(parents=True, exist_ok=True)
     inputs = Inputs(folder / "prompts.jsonl", folder / "reward.py")
     pairs = [(number * 7 % 31, number) for number in range(PROMPTS)]

@@ -5,7 +5,8 @@ import sys
 import pytest
 
 from jrl.tasks import Task, load_task
-from jrl.tasks.load import custom_files
+from jrl.tasks.data.split import HeldOut
+from jrl.tasks.load import custom_files, custom_prompts
 from jrl.tasks.references import copy_name, parse_reference
 from jrl.tasks.rewards import CustomReward, RewardSettings
 from jrl.tasks.task import CompletionText, Example
@@ -183,6 +184,18 @@ def test_prompts_may_be_drawn(file):
     verdicts = task.verify([example] * 2, [example.answer, "x"])
     assert [(each.score, each.reason) for each in verdicts] == [(1.0, "correct"), (0.0, "wrong")]
     task.close()
+
+
+@pytest.mark.parametrize("source", [SOURCE, DRAWN])
+def test_prompts_do_not_depend_on_where_the_file_is(tmp_path, source):
+    streams = []
+    for folder in ("here", "there"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "own.py").write_text(source)
+        reference = parse_reference(f"{tmp_path / folder / 'own.py'}:make")
+        prompts = custom_prompts(reference, reference.make(), 0, HeldOut())
+        streams.append([prompts.train(index).prompt for index in range(20)])
+    assert streams[0] == streams[1]
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ import pytest
 from annotations import unchecked
 
 from jrl.tasks import load_task
+from jrl.tasks.data.chats import load_chats
 from jrl.tasks.data.fields import Fields
-from jrl.tasks.data.files import _read_unique, jsonl
+from jrl.tasks.data.files import _read_unique, jsonl, prompts_of
 from jrl.tasks.data.prompt_list import FiniteTask, PromptList
 from jrl.tasks.mixture import lists_of
 from jrl.tasks.task import Example
@@ -206,6 +207,22 @@ def test_split_and_passes(numbers):
     assert [other.heldout(index).prompt for index in range(other.heldout_size)] == heldout
     assert [other.train(index).prompt for index in range(size)] != prompts[0]
     assert task.train(size + 3) == passes[1][3]
+
+
+def chats_of(kind, path, seed):
+    return load_chats(f"{kind}:{path}", seed)
+
+
+@pytest.mark.parametrize("read", [prompts_of, chats_of])
+def test_the_order_does_not_depend_on_where_the_file_is(tmp_path, read):
+    rows = [{"prompt": f"{n}+{n}=", "completion": str(2 * n)} for n in range(50)]
+    orders = []
+    for folder in ("here", "there"):
+        (tmp_path / folder).mkdir()
+        prompts = read("jsonl", str(write(tmp_path / folder / "numbers.jsonl", rows)), 0)
+        indices = range(2 * len(prompts.train_prompts))
+        orders.append([prompts.train(index).prompt for index in indices])
+    assert orders[0] == orders[1]
 
 
 def test_measured_lengths_and_characters(numbers):
