@@ -211,7 +211,7 @@ def _build(options: TrainOptions, folder: RunFolder | None = None) -> "Setup":
     from jrl.report import exporter
     from jrl.runs.loggers import check_installed
     from jrl.trainer.evaluation.saved_policy import load_model
-    from jrl.trainer.setup.setup import build_setup
+    from jrl.trainer.setup.elastic import build_elastic_setup
     from moe.placement import specs
 
     for destination in options.run.log_to:
@@ -225,7 +225,7 @@ def _build(options: TrainOptions, folder: RunFolder | None = None) -> "Setup":
     model = None if folder is None else load_model(folder)
     code_path = None if folder is None else folder.code_path
     tokenizer = _tokenizer(options.run, folder)
-    setup = build_setup(options.run, options.recipe, tokenizer, model, code_path)
+    setup = build_elastic_setup(options.run, options.recipe, tokenizer, model, code_path)
     try:
         setup.tokenizer.encode(setup.task.characters)
         specs(setup.model, setup.mesh)

@@ -384,9 +384,10 @@ class RunConfig:
     drain_every: float = 3600.0
     """Fewest seconds between two drains of the run; alarms in between are told."""
     min_processes: int | None = None
-    """Fewest processes with which a drained run continues, on a layout with a smaller dp; without a
-    legal one alarms are told. `elastic` of python -m jrl.launch sets it. None leaves the restart
-    and its processes to the scheduler."""
+    """Elastic training: fewest processes with which the run continues, on a layout with a smaller
+    dp, after a drain or where it is started with fewer devices than its layout has. Without a legal
+    layout alarms are told, and the start is an error. `elastic` of python -m jrl.launch sets it.
+    None leaves the processes to the scheduler, and the layout as it is."""
 
     @property
     def checkpoint(self) -> str | None:
@@ -473,8 +474,6 @@ class RunConfig:
             raise ValueError(f"drain_every={self.drain_every} must be above 0 seconds.")
         if self.min_processes is None:
             return
-        if self.on_fault != DRAIN:
-            raise ValueError(f"min_processes={self.min_processes} needs --on-fault {DRAIN}.")
         for name in ("rollout_devices", "rollout_split", "stale_cache"):
             if getattr(self, name):
                 raise ValueError(

@@ -83,8 +83,8 @@ _option(
 )
 _option(
     "--elastic",
-    ("hosts",),
-    "fewest hosts with which a run of --on-fault drain continues without the host of an alarm",
+    ("hosts", "ray", "slurm"),
+    "fewest machines with which the run continues: over ssh after a drain, else after their loss",
     type=int,
     metavar="MIN",
 )
@@ -142,7 +142,8 @@ def _main(arguments: list[str]) -> int:
         # Its files are those of the image: only there can the arguments be checked.
         return jobset.write(job, jobset.arguments_of(program_words, volume), Path(options.jobset))
     if options.elastic is not None:
-        program_words += ["--min-processes", str(options.elastic)]
+        per_machine = options.gpus or 1  # as Slurm starts them
+        program_words += ["--min-processes", str(options.elastic * per_machine)]
     program = prepare(program_words)
     _check_drain(program, launcher, options.elastic)
     if launcher == "hosts":
@@ -154,13 +155,16 @@ def _main(arguments: list[str]) -> int:
         return ssh_hosts.launch(program, ssh_hosts.Hosts(names, port, environment))
     if launcher == "slurm":
         nodes = _required(options, launcher, "nodes")
-        job = slurm.SlurmJob(nodes, options.gpus, max_failures, options.sbatch or (), environment)
+        job = slurm.SlurmJob(
+            nodes, options.gpus, max_failures, options.sbatch or (), environment, options.elastic
+        )
         return slurm.write(program, job, Path(options.slurm), options.submit)
     return ray_cluster.launch(
         program,
         ray_cluster.RayOptions(
             address=options.ray or None,
             workers=options.workers,
+            elastic=options.elastic,
             max_failures=max_failures,
             topology=options.topology,
             accelerator_type=options.accelerator_type,
@@ -194,13 +198,18 @@ def _check(options: argparse.Namespace, launcher: str) -> None:
 
 
 def _check_drain(program: Program, launcher: str, elastic: int | None) -> None:
-    """Rejects drains whose machine the restart would not leave out."""
-    if not program.drains or elastic is not None:
-        return
-    if launcher == "hosts":
+    """Rejects drains whose machine the restart would not leave out, and restarts without one."""
+    if launcher == "hosts" and program.drains != (elastic is not None):
+        if program.drains:
+            raise ValueError(
+                "on_fault='drain' needs --elastic MIN before --, the fewest hosts to continue with."
+            )
         raise ValueError(
-            "on_fault='drain' needs --elastic MIN before --, the fewest hosts to continue with."
+            f"elastic={elastic} needs --faults --on-fault drain after --: with --hosts only a "
+            "drained run is started again."
         )
+    if launcher == "hosts" or not program.drains:
+        return
     raise ValueError(
         f"on_fault='drain' is not supported with --{launcher}, which would restart the run on the "
         "same machines: use --hosts with --elastic, or a command as --on-fault that takes the "

@@ -21,6 +21,7 @@ class RayOptions:
     Attributes:
       address: of the cluster; None is that of RAY_ADDRESS, or a cluster on this machine alone.
       workers: processes of the run; None is one for each node that has the accelerators, or CPUs.
+      elastic: fewest processes with which it is restarted where nodes are lost; None waits for all.
       max_failures: restarts after a failure.
       topology: of a TPU slice, such as 4x4.
       accelerator_type: of a TPU slice, such as TPU-V6E.
@@ -29,6 +30,7 @@ class RayOptions:
 
     address: str | None = None
     workers: int | None = None
+    elastic: int | None = None
     max_failures: int = 3
     topology: str | None = None
     accelerator_type: str | None = None
@@ -83,17 +85,29 @@ def scaling_settings(options: RayOptions, cluster: Accelerators) -> dict[str, An
     """Arguments of Ray's ScalingConfig: a process for each node, which has all its accelerators.
 
     Raises:
-      ValueError: where the cluster has too few nodes, or a TPU slice is not described.
+      ValueError: where the cluster has too few nodes, or a TPU slice is not described or elastic.
     """
     workers = cluster.nodes if options.workers is None else options.workers
+    num_workers: int | tuple[int, int] = workers
+    if options.elastic is not None:
+        if options.elastic > workers:
+            raise ValueError(
+                f"elastic={options.elastic} is more than the {workers} workers: lower it."
+            )
+        num_workers = (options.elastic, workers)
     if cluster.kind == "TPU":
+        if options.elastic is not None:
+            raise ValueError(
+                f"elastic={options.elastic}: a TPU slice loses all its nodes together; leave out "
+                "--elastic."
+            )
         if options.topology is None or options.accelerator_type is None:
             raise ValueError(
                 "the Ray cluster has TPUs: describe the slice with --topology, such as 4x4, and "
                 "--accelerator-type, such as TPU-V6E."
             )
         return {
-            "num_workers": workers,
+            "num_workers": num_workers,
             "use_tpu": True,
             "topology": options.topology,
             "accelerator_type": options.accelerator_type,
@@ -105,12 +119,12 @@ def scaling_settings(options: RayOptions, cluster: Accelerators) -> dict[str, An
                 f"{cluster.nodes} nodes with GPUs."
             )
         return {
-            "num_workers": workers,
+            "num_workers": num_workers,
             "use_gpu": True,
             "resources_per_worker": {"GPU": cluster.per_node},
             "placement_strategy": "STRICT_SPREAD",
         }
-    return {"num_workers": workers, "placement_strategy": "SPREAD"}
+    return {"num_workers": num_workers, "placement_strategy": "SPREAD"}
 
 
 def worker_environment(kind: str) -> dict[str, str]:

@@ -27,6 +27,8 @@ class SlurmJob:
       max_failures: restarts after a failure of the run.
       directives: further options of sbatch, such as --partition=a100 or --time=24:00:00.
       environment: variables of the processes.
+      elastic: fewest machines with which the job is started, at first and after the loss of some;
+        None waits for all.
     """
 
     nodes: int
@@ -34,15 +36,21 @@ class SlurmJob:
     max_failures: int = 3
     directives: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    elastic: int | None = None
+
+    @property
+    def tasks_per_node(self) -> int:
+        """Processes of each machine."""
+        return 1 if self.gpus is None else self.gpus
 
 
 def sbatch_text(program: Program, job: SlurmJob) -> str:
     """Contents of the sbatch file."""
-    tasks = 1 if job.gpus is None else job.gpus
+    nodes = str(job.nodes) if job.elastic is None else f"{job.elastic}-{job.nodes}"
     options = [
         f"--job-name={program.run_dir.name}",
-        f"--nodes={job.nodes}",
-        f"--ntasks-per-node={tasks}",
+        f"--nodes={nodes}",
+        f"--ntasks-per-node={job.tasks_per_node}",
         *([] if job.gpus is None else [f"--gpus-per-node={job.gpus}"]),
         "--requeue",
         "--open-mode=append",
@@ -89,6 +97,8 @@ def write(program: Program, job: SlurmJob, path: Path, submit: bool) -> int:
     Raises:
       ValueError: for a job that cannot be, or where sbatch is missing.
     """
+    if job.elastic is not None and job.elastic > job.nodes:
+        raise ValueError(f"elastic={job.elastic} is more than nodes={job.nodes}: lower it.")
     for directive in job.directives:
         if not directive.startswith("-") or "\n" in directive:
             raise ValueError(

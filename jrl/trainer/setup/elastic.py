@@ -1,14 +1,53 @@
-"""Elastic restart: the layout of a run on fewer processes, with a smaller dp."""
+"""Elastic training: the layout of a run on fewer processes, with a smaller dp."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 
+from jrl.config.run import RunConfig
 from jrl.faults.drain import Restart
-from jrl.rollout.decoding.slots import ranks
-from jrl.trainer.setup.setup import Setup, check_layout
+from jrl.recipes.base.recipe import Recipe
+from jrl.text.tokenizer import Tokenizer
+from jrl.trainer.setup.setup import Setup, build_setup, check_layout
+from moe.config import ModelConfig
 from sharding.folding import Layout, fold
 from sharding.folding.layout import divisors
+
+
+def build_elastic_setup(
+    run: RunConfig,
+    recipe: Recipe,
+    tokenizer: Tokenizer | None = None,
+    model: ModelConfig | None = None,
+    code_path: Path | None = None,
+) -> Setup:
+    """`build_setup` on the devices that there are.
+
+    Where the layout has more and `min_processes` allows it, dp is smaller and the rest as in
+    `restart_without`, on all devices of all processes.
+
+    Args:
+      tokenizer, model, code_path: as of `build_setup`.
+
+    Raises:
+      ValueError: for any invalid setting, and where there are too few processes, or the smaller
+        layout is not legal.
+    """
+    layout, num_devices = Layout.parse(run.layout), jax.device_count()
+    if run.min_processes is None or num_devices >= layout.num_devices:
+        return build_setup(run, recipe, tokenizer, model, code_path)
+    if jax.process_count() < run.min_processes:
+        raise ValueError(
+            f"layout {run.layout!r} needs {layout.num_devices} devices and there are {num_devices} "
+            f"in {jax.process_count()} processes; a smaller one needs "
+            f"min_processes={run.min_processes} of them."
+        )
+    rows = max(recipe.micro_batch_size // layout.dp, 1)
+    smaller = _on_fewer_devices(run, num_devices)
+    setup = build_setup(smaller, replace(recipe, micro_batch=None), tokenizer, model, code_path)
+    print(f"layout {smaller.layout!r} on {num_devices} devices, in place of {run.layout!r}")
+    return _with_micro_batch(setup, rows)
 
 
 def restart_without(setup: Setup, process: int, num_processes: int, minimum: int) -> Restart:
@@ -36,7 +75,7 @@ def restart_without(setup: Setup, process: int, num_processes: int, minimum: int
     reasons = []
     for count in range(len(remaining), minimum - 1, -1):
         try:
-            smaller = _on_devices(setup, count * per_process)
+            smaller = _setup_on_fewer_devices(setup, count * per_process)
         except ValueError as error:
             reasons.append(f"on {count} processes {error}")
             continue
@@ -45,33 +84,35 @@ def restart_without(setup: Setup, process: int, num_processes: int, minimum: int
     raise ValueError(f"no layout with a smaller dp is legal: {' '.join(reasons)}")
 
 
-def _on_devices(setup: Setup, num_devices: int) -> Setup:
+def _setup_on_fewer_devices(setup: Setup, num_devices: int) -> Setup:
     """The run on its first devices, with a smaller dp.
 
     Raises:
       ValueError: where that is not legal.
     """
-    run = setup.run
-    layout = _with_devices(setup.mesh.layout, num_devices)
-    rollout_layout = run.rollout_layout
-    if rollout_layout is not None:
-        rollout_layout = str(_with_devices(Layout.parse(rollout_layout), num_devices))
-    smaller = replace(
-        setup,
-        run=replace(
-            run,
-            layout=str(layout),
-            rollout_layout=rollout_layout,
-            devices=None if run.devices is None else num_devices,
-        ),
-        mesh=fold(layout, jax.devices()[:num_devices]),
-    )
-    if run.slots is not None:
-        slots = run.slots // ranks(setup.rollout_mesh) * ranks(smaller.rollout_mesh)
-        smaller = replace(smaller, run=replace(smaller.run, slots=slots))
-    smaller = _with_micro_batch(smaller, setup.geometry.rows)
+    run = _on_fewer_devices(setup.run, num_devices)
+    mesh = fold(Layout.parse(run.layout), jax.devices()[:num_devices])
+    smaller = _with_micro_batch(replace(setup, run=run, mesh=mesh), setup.geometry.rows)
     check_layout(smaller)
     return smaller
+
+
+def _on_fewer_devices(run: RunConfig, num_devices: int) -> RunConfig:
+    """Settings of a run on so many devices, with a smaller dp, and as many slots on each.
+
+    Raises:
+      ValueError: where the devices do not divide by the other axes.
+    """
+    layout, rollout_layout, slots = Layout.parse(run.layout), run.rollout_layout, run.slots
+    if rollout_layout is not None:
+        rollout_layout = str(_with_devices(Layout.parse(rollout_layout), num_devices))
+    return replace(
+        run,
+        layout=str(_with_devices(layout, num_devices)),
+        rollout_layout=rollout_layout,
+        devices=None if run.devices is None else num_devices,
+        slots=None if slots is None else slots * num_devices // layout.num_devices,
+    )
 
 
 def _with_devices(layout: Layout, num_devices: int) -> Layout:

@@ -68,7 +68,8 @@ def test_resume_if_exists_needs_a_folder():
         ("--hosts a,,b", "hosts='a,,b' must be names"),
         ("--hosts a --gpus 8", "--gpus is of --slurm and --jobset, and has no meaning"),
         ("--hosts a --env x", "env='x' must be NAME=VALUE"),
-        ("--ray --elastic 1 --", "--elastic is of --hosts, and has no meaning"),
+        ("--jobset --elastic 1 --", "--elastic is of --hosts and --ray and --slurm, and has no"),
+        ("--slurm --nodes 2 --elastic 3 --", "elastic=3 is more than nodes=2"),
         (
             "--jobset --nodes 2 --image x --volume c:/r -- --run-dir /r/a --on-fault drain",
             "on_fault='drain' is not supported with --jobset",
@@ -97,9 +98,10 @@ def test_bad_input_is_one_line(line, message, capsys, monkeypatch):
     ("line", "message"),
     [
         ("--hosts a,b -- --faults --on-fault drain", "on_fault='drain' needs --elastic MIN"),
-        ("--hosts a,b --elastic 1 --", "min_processes=1 needs --on-fault drain"),
+        ("--hosts a,b --elastic 1 --", "elastic=1 needs --faults --on-fault drain after --"),
         ("--hosts a,b --elastic 2 -- --faults --on-fault drain", "elastic=2 leaves none of 2"),
         ("--ray -- --faults --on-fault drain", "on_fault='drain' is not supported with --ray"),
+        ("--ray --elastic 1 -- --faults --on-fault drain", "is not supported with --ray"),
         (
             "--slurm --nodes 2 -- --faults --on-fault drain",
             "on_fault='drain' is not supported with --slurm",
@@ -121,6 +123,13 @@ def test_hosts_get_the_fewest_processes_of_a_restart(monkeypatch):
     assert hosts.names == ("a", "b", "c") and program.drains
     run = parse_arguments(list(program.arguments)).run
     assert (run.on_fault, run.min_processes) == ("drain", 2)
+
+
+def test_slurm_starts_an_elastic_run_on_a_range_of_nodes(tmp_path):
+    line = "--slurm --nodes 4 --gpus 8 --elastic 2 -- --run-dir first"
+    assert command.main(line.split()) == 0
+    text = (tmp_path / "run.sbatch").read_text()
+    assert "#SBATCH --nodes=2-4\n" in text and "--min-processes 16 " in text
 
 
 def test_slurm_and_jobset_write_files(tmp_path, capsys):

@@ -47,6 +47,18 @@ def test_a_process_has_all_gpus_of_its_node():
         scaling_settings(RayOptions(workers=3), gpus)
 
 
+def test_elastic_runs_have_a_range_of_workers():
+    gpus, tpus = Accelerators("GPU", 4, 8), Accelerators("TPU", 4, 4)
+    assert scaling_settings(RayOptions(elastic=2), gpus)["num_workers"] == (2, 4)
+    cpus = Accelerators("CPU", 1, 8)
+    assert scaling_settings(RayOptions(workers=3, elastic=1), cpus)["num_workers"] == (1, 3)
+    with pytest.raises(ValueError, match="elastic=5 is more than the 4 workers"):
+        scaling_settings(RayOptions(elastic=5), gpus)
+    options = RayOptions(topology="4x4", accelerator_type="TPU-V6E", elastic=2)
+    with pytest.raises(ValueError, match="elastic=2: a TPU slice loses all its nodes together"):
+        scaling_settings(options, tpus)
+
+
 def test_a_tpu_slice_is_described():
     tpus = Accelerators("TPU", 4, 4)
     options = RayOptions(topology="4x4", accelerator_type="TPU-V6E")

@@ -1,10 +1,15 @@
 """Restarts on fewer processes: the layout with a smaller dp, or the reason why there is none."""
 
+from dataclasses import replace
+
+import jax
 import pytest
 from small_runs import small_recipe, small_run, small_setup
 
-from jrl.trainer.setup.elastic import restart_without
+from jrl.trainer.setup.elastic import build_elastic_setup, restart_without
 from sharding.folding import Layout
+
+DEVICES = jax.device_count()
 
 
 def restart(layout, minimum=1, processes=4, process=1, run=None, **recipe):
@@ -63,3 +68,44 @@ def test_the_rollout_layout_shrinks_too():
     assert Layout.parse(found["--rollout-layout"]) == Layout.parse("tp2 dp1")
     with pytest.raises(ValueError, match=r"3 devices do not divide by tp x cp x pp = 2"):
         restart("dp4", minimum=3, run={"rollout_layout": "tp2 dp2"})
+
+
+def start(layout, minimum=1, run=None, **recipe):
+    """Setup on the devices that there are."""
+    recipe = small_recipe(**{"prompts": 24, "mini_batch": 48, "micro_batch": None, **recipe})
+    run = replace(small_run(layout=layout, task="sort", **(run or {})), min_processes=minimum)
+    setup = build_elastic_setup(run, recipe)
+    setup.task.close()
+    return setup
+
+
+def test_a_start_with_fewer_devices_reduces_dp(capsys):
+    size = {"prompts": 4 * DEVICES, "mini_batch": 8 * DEVICES, "micro_batch": 2 * DEVICES}
+    layout = f"tp2 dp{DEVICES} / ep2"
+    run = {"slots": 4 * DEVICES, "rollout_layout": f"dp{2 * DEVICES}"}
+    setup = start(layout, run=run, **size)
+    line = capsys.readouterr().out
+    assert line == f"layout {setup.run.layout!r} on {DEVICES} devices, in place of {layout!r}\n"
+    assert setup.mesh.layout == Layout.parse(f"tp2 dp{DEVICES // 2} / ep2")
+    assert Layout.parse(setup.run.rollout_layout) == Layout.parse(f"dp{DEVICES}")
+    # Two rows of a micro-batch on each device of dp and two slots, and the mini-batch as it was.
+    assert (setup.geometry.rows, setup.run.slots) == (2, 2 * DEVICES)
+    assert setup.recipe.mini_batch_size == 8 * DEVICES
+
+
+def test_a_start_with_enough_devices_keeps_the_layout(capsys):
+    assert start("dp2").mesh.layout == Layout.parse("dp2")
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("layout", "minimum", "message"),
+    [
+        (f"dp{2 * DEVICES}", None, f"needs {2 * DEVICES} devices and there are {DEVICES}: choose"),
+        (f"dp{2 * DEVICES}", 2, "in 1 processes; a smaller one needs min_processes=2 of them"),
+        (f"tp{DEVICES + 1}", 1, f"{DEVICES} devices do not divide by tp x cp x pp"),
+    ],
+)
+def test_starts_that_are_refused(layout, minimum, message):
+    with pytest.raises(ValueError, match=message):
+        start(layout, minimum)
