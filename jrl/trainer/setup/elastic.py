@@ -46,7 +46,10 @@ def build_elastic_setup(
     rows = max(recipe.micro_batch_size // layout.dp, 1)
     smaller = _on_fewer_devices(run, num_devices)
     setup = build_setup(smaller, replace(recipe, micro_batch=None), tokenizer, model, code_path)
-    print(f"layout {smaller.layout!r} on {num_devices} devices, in place of {run.layout!r}")
+    print(
+        f"layout {smaller.layout!r} in place of {run.layout!r}: there are {num_devices} of "
+        f"{layout.num_devices} devices"
+    )
     return _with_micro_batch(setup, rows)
 
 
@@ -119,7 +122,9 @@ def _with_devices(layout: Layout, num_devices: int) -> Layout:
     """The layout with the dp of so many devices."""
     unit = layout.tp * layout.cp * layout.pp
     if num_devices % unit:
-        raise ValueError(f"{num_devices} devices do not divide by tp x cp x pp = {unit}.")
+        raise ValueError(
+            f"{num_devices} devices do not divide by tp x cp x pp = {unit} of {str(layout)!r}."
+        )
     return replace(layout, dp=num_devices // unit)
 
 

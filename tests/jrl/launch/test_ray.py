@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 import pytest
 from command_runs import metrics
+from compiling import FLAGS as UNOPTIMISED
 from places import ROOT
 
 from jrl.launch.ray_cluster import (
@@ -103,7 +104,7 @@ def start(folder, *words):
 
 
 def wait_for(condition, process):
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 500
     while not (result := condition()):
         assert process.poll() is None, "the launch has ended"
         assert time.monotonic() < deadline
@@ -134,6 +135,62 @@ def test_two_workers_of_which_one_is_killed_make_the_run_of_one_process(tmp_path
     assert alone.returncode == 0
     assert metrics(tmp_path / "two") == metrics(tmp_path / "one")
     assert len(metrics(tmp_path / "two")) == 1 + SETTINGS["steps"]
+
+
+CLUSTER = """
+from ray.cluster_utils import Cluster
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+lost = cluster.add_node(num_cpus=1)
+cluster.wait_for_nodes()
+print(cluster.address, flush=True)
+input()
+cluster.remove_node(lost, allow_graceful=False)
+input()
+cluster.shutdown()
+"""
+"""Two nodes on this machine, of which the second is lost at a line of standard input."""
+
+
+@needs_ray
+@pytest.mark.slow
+def test_a_run_that_loses_a_node_continues_on_the_other(tmp_path):
+    pipe = subprocess.PIPE
+    # Not in this process, where Ray's forks would be warned of.
+    with subprocess.Popen(
+        [sys.executable, "-c", CLUSTER],
+        stdin=pipe,
+        stdout=pipe,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as cluster:
+        assert cluster.stdin is not None and cluster.stdout is not None
+        address = next(line for line in cluster.stdout if re.fullmatch(r"[\d.]+:\d+\n", line))
+        launch = ["-m", "jrl.launch", f"--ray={address.strip()}", "--elastic=1"]
+        compile_quickly = f"--env=XLA_FLAGS={' '.join(UNOPTIMISED)}"
+        # A device of each process, so that the layout has to change.
+        flags = [flag for flag in FLAGS if not flag.startswith(("--devices", "--steps"))]
+        launched = start(
+            tmp_path, *launch, compile_quickly, "--", *flags, "--steps=8", "--run-dir=two"
+        )
+        try:
+            lines = tmp_path / "two" / "metrics.jsonl"
+            wait_for(lambda: lines.exists() and len(lines.read_text().splitlines()) > 2, launched)
+            cluster.stdin.write("\n")
+            cluster.stdin.flush()
+            output, _ = launched.communicate(timeout=500)
+        finally:
+            launched.terminate()
+            launched.wait(60)
+            cluster.stdin.write("\n\n")
+    errors = (tmp_path / "errors").read_text()
+    assert launched.returncode == 0, errors[-3000:]
+    dp1 = "tp1 cp1 dp1 pp1 / ep1 etp1 edp1"
+    assert output.count(f"layout {dp1!r} in place of 'dp2': there are 1 of 2 devices") == 1, output[
+        -3000:
+    ]
+    assert output.count("completed step: 8/8") == 1
+    assert [line["step"] for line in metrics(tmp_path / "two")] == list(range(9))
 
 
 @needs_ray

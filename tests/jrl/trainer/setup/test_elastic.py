@@ -85,7 +85,8 @@ def test_a_start_with_fewer_devices_reduces_dp(capsys):
     run = {"slots": 4 * DEVICES, "rollout_layout": f"dp{2 * DEVICES}"}
     setup = start(layout, run=run, **size)
     line = capsys.readouterr().out
-    assert line == f"layout {setup.run.layout!r} on {DEVICES} devices, in place of {layout!r}\n"
+    devices = f"there are {DEVICES} of {2 * DEVICES} devices"
+    assert line == f"layout {setup.run.layout!r} in place of {layout!r}: {devices}\n"
     assert setup.mesh.layout == Layout.parse(f"tp2 dp{DEVICES // 2} / ep2")
     assert Layout.parse(setup.run.rollout_layout) == Layout.parse(f"dp{DEVICES}")
     # Two rows of a micro-batch on each device of dp and two slots, and the mini-batch as it was.
