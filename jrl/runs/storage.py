@@ -56,13 +56,20 @@ def writing(path: Path, remedy: str) -> Iterator[None]:
         with quiet():
             yield
     except Exception as error:
-        code = errno_of(error)
-        if code is None or isinstance(error, ProcessFailed):  # whose files are another process's
+        code, is_of_another = errno_of(error), isinstance(error, ProcessFailed)
+        if code is None and not is_of_another:
             raise
         _quiet.ignore_late_writes()
+        if code is None or is_of_another:
+            raise
         # What Orbax left half done complains once more when the interpreter ends.
         atexit.register(_silence_stderr)
         raise StorageError(f"{path}: {os.strerror(code)}: {REMEDIES[code]}. {remedy}") from None
+
+
+def _is_no_thread_failure(record: logging.LogRecord) -> bool:
+    """False for the log of a thread of Orbax that failed, whose exception the save raises."""
+    return "_SignalingThread.run() raised an exception" not in record.getMessage()
 
 
 class _WithoutLateWrites:
@@ -90,7 +97,10 @@ class _Quiet:
         self._hook: Callable[[Any], Any] = sys.unraisablehook
 
     def ignore_late_writes(self) -> None:
-        """Makes writes of a failed save silent for good, beside what is silent now."""
+        """Makes writes of a failed save silent for good, beside what is silent now: other threads
+        of Orbax may still write, and fail, after the first."""
+        for logger in LOGGERS:
+            logger.addFilter(_is_no_thread_failure)  # once: a filter is not added twice
         with self._lock:
             hook = self._hook if self._count else sys.unraisablehook
             if not isinstance(hook, _WithoutLateWrites):

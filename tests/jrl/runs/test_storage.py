@@ -1,6 +1,7 @@
 """What a file system refuses is one line."""
 
 import errno
+import logging
 import os
 import shutil
 import sys
@@ -11,7 +12,7 @@ import pytest
 
 from jrl.runs import checkpoints as module
 from jrl.runs.checkpoints import Checkpoints
-from jrl.runs.storage import StorageError, errno_of, quiet, writing
+from jrl.runs.storage import LOGGERS, StorageError, errno_of, quiet, writing
 
 LATE = "Event loop is closed"
 """Of writes that cannot say to their save that they have ended."""
@@ -75,6 +76,17 @@ def test_writes_that_end_after_a_failed_save_say_nothing(tmp_path, monkeypatch):
     for unraisable in (late, other):
         sys.unraisablehook(unraisable)
     assert heard == [other]
+
+
+def test_threads_that_fail_after_a_failed_save_log_nothing(tmp_path, monkeypatch, caplog):
+    logger = logging.getLogger("absl")
+    for each in LOGGERS:
+        monkeypatch.setattr(each, "filters", [])
+    with pytest.raises(StorageError), writing(tmp_path, ""):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+    logger.error("[thread=array_type_handler] _SignalingThread.run() raised an exception: %s", "x")
+    logger.error("another")
+    assert [record.getMessage() for record in caplog.records] == ["another"]
 
 
 def test_a_run_folder_that_is_gone_does_not_come_back(tmp_path):
