@@ -46,11 +46,17 @@ def build_elastic_setup(
     rows = max(recipe.micro_batch_size // layout.dp, 1)
     smaller = _on_fewer_devices(run, num_devices)
     setup = build_setup(smaller, replace(recipe, micro_batch=None), tokenizer, model, code_path)
+    setup = _with_micro_batch(setup, rows)
+    try:
+        check_layout(setup)
+    except BaseException:
+        setup.task.close()
+        raise
     print(
         f"layout {smaller.layout!r} in place of {run.layout!r}: there are {num_devices} of "
         f"{layout.num_devices} devices"
     )
-    return _with_micro_batch(setup, rows)
+    return setup
 
 
 def restart_without(setup: Setup, process: int, num_processes: int, minimum: int) -> Restart:

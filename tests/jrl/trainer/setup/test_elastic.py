@@ -99,6 +99,14 @@ def test_a_start_with_enough_devices_keeps_the_layout(capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_the_smaller_micro_batch_is_checked():
+    # Of 3 x DEVICES rows, two on each device of the larger layout, and one of the smaller.
+    size = {"prompts": 6 * DEVICES, "mini_batch": 3 * DEVICES, "micro_batch": 3 * DEVICES}
+    run = {"two_batch_overlap": True, "model": "tiny", "packing": False}
+    with pytest.raises(ValueError, match="two_batch_overlap=True has nothing to halve"):
+        start(f"dp{3 * DEVICES // 2}", run=run, **size)
+
+
 @pytest.mark.parametrize(
     ("layout", "minimum", "message"),
     [
