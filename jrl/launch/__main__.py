@@ -199,22 +199,22 @@ def _check(options: argparse.Namespace, launcher: str) -> None:
 
 def _check_drain(program: Program, launcher: str, elastic: int | None) -> None:
     """Rejects drains whose machine the restart would not leave out, and restarts without one."""
-    if launcher == "hosts" and program.drains != (elastic is not None):
+    if launcher != "hosts":
         if program.drains:
             raise ValueError(
-                "on_fault='drain' needs --elastic MIN before --, the fewest hosts to continue with."
+                f"on_fault='drain' is not supported with --{launcher}, which would restart the run "
+                "on the same machines: use --hosts with --elastic, or a command as --on-fault that "
+                "takes the machine out of service."
             )
+    elif program.drains and elastic is None:
+        raise ValueError(
+            "on_fault='drain' needs --elastic MIN before --, the fewest hosts to continue with."
+        )
+    elif elastic is not None and not program.drains:
         raise ValueError(
             f"elastic={elastic} needs --faults --on-fault drain after --: with --hosts only a "
             "drained run is started again."
         )
-    if launcher == "hosts" or not program.drains:
-        return
-    raise ValueError(
-        f"on_fault='drain' is not supported with --{launcher}, which would restart the run on the "
-        "same machines: use --hosts with --elastic, or a command as --on-fault that takes the "
-        "machine out of service."
-    )
 
 
 def _required(options: argparse.Namespace, launcher: str, name: str) -> Any:

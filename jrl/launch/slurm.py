@@ -38,19 +38,15 @@ class SlurmJob:
     environment: Mapping[str, str] = field(default_factory=dict)
     elastic: int | None = None
 
-    @property
-    def tasks_per_node(self) -> int:
-        """Processes of each machine."""
-        return 1 if self.gpus is None else self.gpus
-
 
 def sbatch_text(program: Program, job: SlurmJob) -> str:
     """Contents of the sbatch file."""
+    tasks = 1 if job.gpus is None else job.gpus
     nodes = str(job.nodes) if job.elastic is None else f"{job.elastic}-{job.nodes}"
     options = [
         f"--job-name={program.run_dir.name}",
         f"--nodes={nodes}",
-        f"--ntasks-per-node={job.tasks_per_node}",
+        f"--ntasks-per-node={tasks}",
         *([] if job.gpus is None else [f"--gpus-per-node={job.gpus}"]),
         "--requeue",
         "--open-mode=append",
