@@ -60,7 +60,7 @@ def writing(path: Path, remedy: str) -> Iterator[None]:
         if code is None and not is_of_another:
             raise
         _quiet.ignore_late_writes()
-        if code is None or is_of_another:
+        if code is None or is_of_another:  # whose files are not those of `path` here
             raise
         # What Orbax left half done complains once more when the interpreter ends.
         atexit.register(_silence_stderr)
