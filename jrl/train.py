@@ -128,6 +128,7 @@ def _resume(options: TrainOptions, supervisor: Supervisor) -> int:
 
     run, config = options.run, to_json(options.run, options.recipe)
     with _open(lambda: RunFolder.resume(options.command.run_dir or "")) as folder:
+        folder.set_checkpoint_dir(run.checkpoint_dir)
         checkpoints = Checkpoints(folder.checkpoints_path)
         step = checkpoints.latest_step()
         if step is not None and step >= run.steps and step == checkpoints.latest_valid_step()[0]:

@@ -354,7 +354,7 @@ def test_importing_jrl_loads_nothing_heavier_than_jax():
 
 
 INSTALLED = {"jax", "flax", "optax", "orbax", "jaxtyping", "sentencepiece", "tyro", "rich"}
-INSTALLED |= {"matplotlib", "numpy", "yaml", *PACKAGES}
+INSTALLED |= {"matplotlib", "numpy", "yaml", "etils", *PACKAGES}
 """What `pip install -e .` brings, without an extra."""
 
 

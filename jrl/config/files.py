@@ -28,7 +28,8 @@ CHANGEABLE = (
     *("exchange_rate", "latent", "remat", "fsdp", "overlap_grad_reduce", "buffer_factor"),
     *("expert_chunks", "two_batch_overlap", "scan_layers", "vocab_chunk"),
     # Checkpoints and logs.
-    *("checkpoint_every", "keep_checkpoints", "samples_every", "sample_tokens", "max_nonfinite"),
+    *("checkpoint_every", "keep_checkpoints", "checkpoint_dir"),
+    *("samples_every", "sample_tokens", "max_nonfinite"),
     *("drift_alarm", "log_to", "faults", "faults_continuity", "faults_port", "on_fault"),
     *("drain_every", "min_processes"),
     *("metrics_port", "step_deadline", "hang_deadline"),
@@ -46,6 +47,7 @@ LATER_FIELDS = {
     "hang_deadline": None,
     "drain_every": 3600.0,
     "min_processes": None,
+    "checkpoint_dir": None,
 }
 """Fields that a config.json of an earlier version lacks, with the values that keep the behaviour of
 that version."""

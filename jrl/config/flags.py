@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, make_dataclass
+from dataclasses import MISSING, dataclass, fields, make_dataclass, replace
 from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
@@ -14,6 +14,7 @@ from jrl.config.settings_file import Settings, read_settings
 from jrl.processes.coordinator import SINGLE_PROCESS, Processes
 from jrl.recipes import RECIPES, Recipe
 from jrl.recipes.load import LIBRARY, load_recipe
+from jrl.runs.directory import storage_path
 from jrl.runs.folder import RunFolder, local_path
 from jrl.tasks.data.split import check_trains
 from sharding.folding import Layout
@@ -50,8 +51,8 @@ class Command:
     --context, --dispatch, --server-devices, --attention, --decode-attention, --latent, --router,
     --experts, --expert-chunks, --remat, --fsdp, --buffer-factor, --scan-layers, --vocab-chunk,
     --packing, --verifiers, --unsafe-tools), --checkpoint-every, --keep-checkpoints,
-    --samples-every, --sample-tokens, --max-nonfinite, --drift-alarm, --log-to, --metrics-port,
-    --step-deadline, --hang-deadline and the settings of faults may change."""
+    --checkpoint-dir, --samples-every, --sample-tokens, --max-nonfinite, --drift-alarm, --log-to,
+    --metrics-port, --step-deadline, --hang-deadline and the settings of faults may change."""
     resume_if_exists: tyro.conf.FlagCreatePairsOff[bool] = False
     """Resume the run in --run-dir if there is one, and start it otherwise: one command for a
     scheduler, which repeats it after a failure."""
@@ -107,6 +108,8 @@ def parse_arguments(arguments: list[str]) -> TrainOptions:
     check_trains(run.held_out)
     if command.run_dir is not None:
         local_path(command.run_dir)
+    if run.checkpoint_dir is not None:  # also for commands in another working directory
+        run = replace(run, checkpoint_dir=str(storage_path(run.checkpoint_dir)))
     if run.layout != AUTO:
         recipe = recipe.divided(Layout.parse(run.layout).dp)
     return TrainOptions(command, run, recipe, processes)

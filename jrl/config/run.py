@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from jrl.checks import check_least, check_range, check_seed, flag
 from jrl.published.location import checkpoint_folder, is_checkpoint
+from jrl.runs.directory import storage_path
 from jrl.tasks.data.conversations import template_arguments
 from jrl.tasks.data.files import KINDS
 from jrl.tasks.data.split import parse_heldout
@@ -336,6 +337,8 @@ class RunConfig:
     """Steps between checkpoints. The first is taken after the warm start, the last at the end."""
     keep_checkpoints: int = 2
     """Number of checkpoints kept; the oldest is deleted first."""
+    checkpoint_dir: str | None = None
+    """Directory of the checkpoints, a path or gs://BUCKET/PATH; None is one in the run folder."""
     samples_every: int = 10
     """Steps between completions written to samples.jsonl."""
     sample_tokens: int = 512
@@ -440,6 +443,8 @@ class RunConfig:
                     "--lora-rank, or leave it out."
                 )
         self._check_rollout()
+        if self.checkpoint_dir is not None:
+            storage_path(self.checkpoint_dir)
         if self.drift_alarm is not None and not 0 < self.drift_alarm < math.inf:
             raise ValueError(f"drift_alarm={self.drift_alarm} must be above 0 nats; None is off.")
         if not any(f"{kind}:" in self.task for kind in KINDS):

@@ -4,14 +4,14 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import tyro
 
 from jrl.command_line import exit_status, start_jax
 from jrl.runs import manifest
-from jrl.runs.checkpoints import BASE, TEMPORARY, Checkpoints
+from jrl.runs.checkpoints import BASE, Checkpoints
+from jrl.runs.directory import Directory, StoragePath, open_directory
 from jrl.runs.folder import RunFolder
 
 
@@ -61,16 +61,16 @@ def _check_keep(request: RunsOptions) -> None:
 
 def list_checkpoints(folder: RunFolder) -> int:
     """Prints step, size, date and state of each checkpoint; only sizes of files are compared."""
+    directory = open_directory(folder.checkpoints_path)
     print(f"{'checkpoint':>12} {'size':>12}  {'written':19}  state")
     for label, path, step in _stored(folder):
         reason = manifest.find_incomplete(path, step)
         state = "complete, hashes not read" if reason is None else f"damaged: {reason}"
-        print(_row(label, path, state))
-    for path in sorted(folder.checkpoints_path.iterdir()):
-        if TEMPORARY.fullmatch(path.name):
-            print(_row(_label(path), path, "in flight, or left by a killed run"))
-        elif ".damaged" in path.name:
-            print(_row(_label(path), path, f"set aside as damaged ({path.name})"))
+        print(_row(directory, label, path, state))
+    others = dict.fromkeys(directory.incomplete(), "in flight, or left by a killed run")
+    others |= {path: f"set aside as damaged ({path.name})" for path in directory.damaged()}
+    for path, state in sorted(others.items()):
+        print(_row(directory, _label(path), path, state))
     return 0
 
 
@@ -93,6 +93,7 @@ def prune(folder: RunFolder, keep: int) -> int:
     Raises:
       ValueError: where all are damaged; nothing is removed.
     """
+    directory = open_directory(folder.checkpoints_path)
     checkpoints = Checkpoints(folder.checkpoints_path)
     steps, intact, damaged = checkpoints.steps(), list[int](), dict[int, str]()
     for step in reversed(steps):
@@ -111,7 +112,8 @@ def prune(folder: RunFolder, keep: int) -> int:
     for step in steps:
         if step not in intact:
             why = f", damaged: {damaged[step]}" if step in damaged else ""
-            line = f"step {step}: removed ({_size(folder.checkpoints_path / str(step))}{why})"
+            size = _size(directory, folder.checkpoints_path / str(step))
+            line = f"step {step}: removed ({size}{why})"
             checkpoints.drop([step])
             print(line)
         else:
@@ -119,7 +121,7 @@ def prune(folder: RunFolder, keep: int) -> int:
     return 0
 
 
-def _stored(folder: RunFolder) -> Iterator[tuple[str, Path, int]]:
+def _stored(folder: RunFolder) -> Iterator[tuple[str, StoragePath, int]]:
     """Label, folder and step of each checkpoint, and of the base weights of a run with adapters.
 
     Raises:
@@ -134,18 +136,18 @@ def _stored(folder: RunFolder) -> Iterator[tuple[str, Path, int]]:
     yield from ((f"step {step}", path / str(step), step) for step in steps)
 
 
-def _label(path: Path) -> str:
+def _label(path: StoragePath) -> str:
     return f"step {path.name.partition('.')[0]}"
 
 
-def _row(label: str, path: Path, state: str) -> str:
-    written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))
-    return f"{label:>12} {_size(path):>12}  {written}  {state}"
+def _row(directory: Directory, label: str, path: StoragePath, state: str) -> str:
+    _, seconds = directory.size_and_time(path)
+    written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    return f"{label:>12} {_size(directory, path):>12}  {written}  {state}"
 
 
-def _size(path: Path) -> str:
-    files = [entry for entry in path.rglob("*") if entry.is_file()]
-    return f"{sum(entry.stat().st_size for entry in files) / 1e6:,.1f} MB"
+def _size(directory: Directory, path: StoragePath) -> str:
+    return f"{directory.size_and_time(path)[0] / 1e6:,.1f} MB"
 
 
 if __name__ == "__main__":

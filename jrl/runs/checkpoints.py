@@ -3,8 +3,8 @@
 A checkpoint is the folder ``<directory>/<step>/`` with three items: ``state`` (Orbax arrays under
 flat names such as ``policy/layers/w``), ``tree`` (shape and dtype of every leaf, as JSON) and
 ``meta`` (the caller's own JSON), and with the hashes of all their files (`jrl.runs.manifest`),
-which every reader verifies. It is written under a temporary name and renamed, so that a kill at any
-moment leaves a complete checkpoint or none; leftovers are never read, and the next `save` removes
+which every reader verifies. A kill at any moment leaves a complete checkpoint or none
+(`jrl.runs.directory`); leftovers are never read, and the next `save` removes
 them. A checkpoint that is found damaged later can be set aside as ``<step>.damaged``.
 
 Saving is asynchronous: the state is copied to the host, and a thread writes it while the run goes
@@ -12,14 +12,11 @@ on.
 """
 
 import json
-import re
-import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -33,10 +30,10 @@ from jrl.processes.agreement import (
     is_multiprocess,
 )
 from jrl.processes.background import BackgroundGather
-from jrl.runs import manifest, records
+from jrl.runs import manifest
+from jrl.runs.directory import StoragePath, is_bucket, open_directory
 from jrl.runs.storage import BackgroundSave, StorageError, quiet, writing
 
-TEMPORARY = re.compile(r"\d+\.(writing.*|deleting)")
 BASE = "base"
 """Folder of the base weights of a run with adapters, among its checkpoints: one of step 0."""
 CHUNK_BYTES = 2**26
@@ -60,17 +57,19 @@ class Checkpoints:
     or use a ``with`` block. One checkpoint at most is being written.
 
     Args:
-      directory: of the checkpoints; created by the first `save`.
+      directory: of the checkpoints, a path or an address ``gs://BUCKET/PATH``; created by the first
+        `save`.
       keep: how many of the newest to keep, at least 1.
     """
 
-    def __init__(self, directory: Path | str, keep: int = 2):
+    def __init__(self, directory: StoragePath | str, keep: int = 2):
         if keep < 1:
             raise ValueError(f"keep={keep} would leave no checkpoint to resume: give 1 or more")
-        self.directory = Path(directory).absolute()
+        self._directory = open_directory(directory)
+        self.directory = self._directory.path
         self.keep = keep
         self._valid: set[int] = set()  # found so by this object
-        self._had_parent = self.directory.parent.is_dir()
+        self._had_parent = not is_bucket(self.directory) and self.directory.parent.is_dir()
         self._in_flight: BackgroundSave | None = None
         self._silence = ExitStack()
         self._last_gather: BackgroundGather | None = None
@@ -93,12 +92,7 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """Return the steps of which a checkpoint was completed, oldest first: what the first
         process sees, in all of them."""
-        return broadcast_from_main(self._steps() if is_main_process() else [])
-
-    def _steps(self) -> list[int]:
-        if not self.directory.is_dir():
-            return []
-        return sorted(int(entry.name) for entry in self.directory.iterdir() if entry.name.isdigit())
+        return broadcast_from_main(self._directory.steps() if is_main_process() else [])
 
     def latest_step(self) -> int | None:
         """Return the newest step of which a checkpoint was completed, or None."""
@@ -128,21 +122,22 @@ class Checkpoints:
             )
         return None, {}
 
-    def set_aside(self, step: int) -> Path:
+    def identity(self, step: int) -> Hashable:
+        """Identity of a checkpoint, which differs for one that replaces it; None where there is
+        none."""
+        return self._directory.identity(step)
+
+    def set_aside(self, step: int) -> StoragePath:
         """Rename a damaged checkpoint, which is not listed any more, and return its path.
 
         Only the writer of the run may call this.
         """
         self.wait()
-        path = self.directory / f"{step}.damaged"
+        name = ""
         with RaiseInAllProcesses():
             if is_main_process():
-                index = 2
-                while path.exists():
-                    path = self.directory / f"{step}.damaged-{index}"
-                    index += 1
-                (self.directory / str(step)).rename(path)
-        return Path(broadcast_from_main(str(path)))
+                name = self._directory.set_aside(step).name
+        return self.directory / broadcast_from_main(name)
 
     def save(self, step: int, state: Any, meta: Mapping[str, Any] | None = None) -> None:
         """Copy the state to the host and return; a thread then writes the checkpoint, and drops
@@ -177,7 +172,8 @@ class Checkpoints:
         with ExitStack() as stack:
             stack.enter_context(quiet())
             with writing(self.directory, remedy):
-                self._remove_leftovers()
+                if is_main_process():
+                    self._directory.remove_leftovers()
                 write = self._copy(step, leaves, meta, gather)
             silence = self._silence = stack.pop_all()
 
@@ -187,7 +183,7 @@ class Checkpoints:
                 self._publish(step, gather)
             silence.close()
             if is_main_process():
-                self._delete(self._steps()[: -self.keep])
+                self._delete(self._directory.steps()[: -self.keep])
 
         self._in_flight = BackgroundSave(complete, gather)
 
@@ -230,7 +226,7 @@ class Checkpoints:
         """Copies the arrays to the host, and returns what writes them in another thread."""
         # Orbax refuses arrays without elements; their shape in `tree` says it all.
         arrays = {name: _host_copy(leaf) for name, leaf in _transfers(leaves).items()}
-        path = self._temporary_path(step)
+        path = self._directory.destination(step)
         items = ocp.args.Composite(
             state=ocp.args.PyTreeSave(
                 arrays, {name: _save_args(array) for name, array in arrays.items()}
@@ -247,15 +243,10 @@ class Checkpoints:
 
     def _publish(self, step: int, gather: BackgroundGather) -> None:
         """Gives a checkpoint that is written its hashes and its name."""
-        path = self._temporary_path(step)
-        manifest.write(path, step, gather)
+        manifest.write(self._directory.destination(step), step, gather)
         if is_main_process():
-            path.rename(self.directory / str(step))
-            records.sync_folder(self.directory)  # before older checkpoints are deleted
+            self._directory.publish(step)
         gather(None)  # until it is there
-
-    def _temporary_path(self, step: int) -> Path:
-        return self.directory / f"{step}.writing"
 
     def restore(self, step: int | None, like: Any, part: str = "") -> tuple[Any, dict[str, Any]]:
         """Read a checkpoint.
@@ -342,21 +333,9 @@ class Checkpoints:
         return reason
 
     def _delete(self, steps: Iterable[int]) -> None:
-        if not is_main_process():
-            return
-        for step in steps:
-            # Renamed first: a kill while files go must not leave half a checkpoint under its name.
-            doomed = self.directory / f"{step}.deleting"
-            (self.directory / str(step)).rename(doomed)
-            shutil.rmtree(doomed)
-
-    def _remove_leftovers(self) -> None:
-        """Remove what a killed writer left. Readers never call this: they could hit a live one."""
-        if not is_main_process() or not self.directory.is_dir():
-            return
-        for entry in self.directory.iterdir():
-            if TEMPORARY.fullmatch(entry.name):
-                shutil.rmtree(entry)
+        if is_main_process():
+            for step in steps:
+                self._directory.delete(step)
 
 
 def _handler(
@@ -374,7 +353,7 @@ def _handler(
     )
 
 
-def _write_host_arrays(path: Path, items: ocp.args.Composite) -> None:
+def _write_host_arrays(path: StoragePath, items: ocp.args.Composite) -> None:
     """Writes NumPy arrays, in any thread of a run of one process."""
     # By default Orbax would copy them once more.
     handler = ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)
@@ -484,7 +463,7 @@ def _empty(leaf: Any) -> Any:
     return jax.device_put(jax.numpy.empty(leaf.shape, leaf.dtype), _sharding(leaf))
 
 
-def _check_same(path: Path, saved: Mapping[str, Any], requested: Mapping[str, Any]) -> None:
+def _check_same(path: StoragePath, saved: Mapping[str, Any], requested: Mapping[str, Any]) -> None:
     """Refuse a checkpoint whose leaves are not those wanted, naming all that differ."""
 
     def text(description: Mapping[str, Any]) -> str:

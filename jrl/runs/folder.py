@@ -1,9 +1,10 @@
 """Run folder: the paths of its files, and the lock of the process that writes it.
 
 ``runs/<name>/  config.json  run.yaml  tokenizer.model  metrics.jsonl  samples.jsonl  plots/
-checkpoints/``, ``report.html`` for people, ``versions.json`` with the versions of its software,
-``recipe.py`` for a custom recipe, ``code/`` with the files of custom tasks and rewards, and for a
-run that starts from a public checkpoint ``model.json`` and ``origin/``.
+checkpoints/`` (elsewhere with ``--checkpoint-dir``), ``report.html`` for people, ``versions.json``
+with the versions of its software, ``recipe.py`` for a custom recipe, ``code/`` with the files of
+custom tasks and rewards, and for a run that starts from a public checkpoint ``model.json`` and
+``origin/``.
 
 The process that writes a run holds a lock on it, which the kernel releases when the process ends,
 however it ends. A run exists from its ``config.json`` on, which `create` writes last.
@@ -13,20 +14,17 @@ import fcntl
 import json
 import os
 import platform
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jrl.processes.software import installed_versions
 from jrl.runs import records
+from jrl.runs.directory import OBJECT_STORAGE, StoragePath, open_directory, storage_path
+from jrl.runs.storage import writing
 from sharding.former_names import former_members
 
 LOCK = ".lock"
-
-
-OBJECT_STORAGE = r"(gs|s3|az|abfss?|hdfs|https?):/"
-"""Beginning of addresses that are no paths; `Path` leaves one slash of two."""
 
 
 def local_path(path: Path | str) -> Path:
@@ -35,10 +33,11 @@ def local_path(path: Path | str) -> Path:
     Raises:
       ValueError: for an address in object storage, which would become a local folder of that name.
     """
-    if re.match(OBJECT_STORAGE, str(path)):
+    if OBJECT_STORAGE.fullmatch(str(path)):
         raise ValueError(
             f"run folder {path} is an address in object storage: give a path of a file system, for "
-            "several machines of one that all of them share (NFS, Lustre)."
+            "several machines of one that all of them share (NFS, Lustre). Checkpoints may be in "
+            "a bucket: --checkpoint-dir gs://BUCKET/PATH."
         )
     return Path(path)
 
@@ -71,11 +70,26 @@ class RunFolder:
         self.plots_path = self.path / "plots"
         self.report_path = self.path / "report.html"
         self.versions_path = self.path / "versions.json"
-        self.checkpoints_path = self.path / "checkpoints"
         self.adapters_path = self.path / "adapters"
         self.stacks_path = self.path / "stacks"
         self.tensorboard_path = self.path / "tensorboard"
+        self._checkpoints_path: StoragePath | None = None
         self._lock: int | None = None
+
+    @property
+    def checkpoints_path(self) -> StoragePath:
+        """Directory of the checkpoints: the configuration's ``checkpoint_dir``, or one in the
+        folder."""
+        if self._checkpoints_path is None:
+            config = self.config() if self.config_path.is_file() else {}
+            self.set_checkpoint_dir(config.get("run", {}).get("checkpoint_dir"))
+        assert self._checkpoints_path is not None
+        return self._checkpoints_path
+
+    def set_checkpoint_dir(self, directory: str | None) -> None:
+        """Sets the directory of the checkpoints; None is one in the folder."""
+        path = self.path / "checkpoints" if directory is None else storage_path(directory)
+        self._checkpoints_path = path
 
     @classmethod
     def create(
@@ -94,12 +108,16 @@ class RunFolder:
           code: files of tasks and rewards, by their names in `code_path`; None is none.
 
         Raises:
-          ValueError: where a run or other files are already there, where another process is writing
-            there, or where JSON cannot hold the configuration.
+          ValueError: where a run or other files are already there, or checkpoints in its
+            ``checkpoint_dir``, where another process is writing there, or where JSON cannot hold
+            the configuration.
+          StorageError: where nothing can be written to ``checkpoint_dir``.
         """
         content = _config_bytes(config)
         folder, code = cls(path), {} if code is None else code
+        folder.set_checkpoint_dir(config.get("run", {}).get("checkpoint_dir"))
         folder._reject_occupied(recipe, code)
+        folder._claim_checkpoints(content)
         folder.path.mkdir(parents=True, exist_ok=True)
         folder._acquire()
         try:
@@ -263,6 +281,21 @@ class RunFolder:
         if self.path.is_dir() and {entry.name for entry in self.path.iterdir()} - expected_names:
             raise ValueError(
                 f"run folder {self.path} holds files but no run: choose another --run-dir"
+            )
+
+    def _claim_checkpoints(self, config: bytes) -> None:
+        """Begins the checkpoints of a new run where they are not in its folder."""
+        if self.checkpoints_path == self.path / "checkpoints":
+            return
+        directory = open_directory(self.checkpoints_path)
+        with writing(directory.path, "No run was started."):
+            is_empty = directory.is_empty()
+            if is_empty:
+                directory.claim(config)
+        if not is_empty:
+            raise ValueError(
+                f"{directory.path} holds checkpoints of another run: choose another "
+                "--checkpoint-dir"
             )
 
     def _acquire(self) -> None:

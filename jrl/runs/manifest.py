@@ -3,13 +3,16 @@
 It is written last, when all files are synced to disk, so that a folder without one is incomplete,
 and one with it survives the loss of power. With multiple processes, each reads
 the files that it wrote, a block at a time; every process must call all functions.
+
+In Google Cloud Storage the hashes are the checksums (CRC32C) that the storage has of its objects,
+so that no file is read.
 """
 
 import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,13 +23,15 @@ from jrl.processes import agreement
 from jrl.processes.agreement import broadcast_from_main, is_main_process
 from jrl.processes.progress import sign
 from jrl.runs import records
+from jrl.runs.directory import MANIFEST_NAME, StoragePath, checksums, is_bucket
 
-MANIFEST_NAME = "manifest.json"
 THREADS = min(8, os.cpu_count() or 1)
 """Files read at once: hashing leaves the interpreter free."""
 
 
-def write(folder: Path, step: int, gather: Callable[[Any], list[Any]] = agreement.gather) -> None:
+def write(
+    folder: StoragePath, step: int, gather: Callable[[Any], list[Any]] = agreement.gather
+) -> None:
     """Writes the manifest of all files in the folder.
 
     Args:
@@ -34,28 +39,41 @@ def write(folder: Path, step: int, gather: Callable[[Any], list[Any]] = agreemen
       step: what the folder is of, so that one under the name of another step is noticed.
       gather: all-gather of JSON values; in a background thread one that uses no device.
     """
+    if not is_bucket(folder):
+        _write_synced(Path(folder), step, gather)
+    elif is_main_process():
+        (folder / MANIFEST_NAME).write_bytes(_content(step, checksums(folder)))
+    gather(None)  # until it is there
+
+
+def _write_synced(folder: Path, step: int, gather: Callable[[Any], list[Any]]) -> None:
     names = gather(_files(folder) if is_main_process() else None)[0]
     manifests = gather(
         dict(_map_files(_local_files(names), lambda name: _sync_and_hash(folder / name)))
     )
     if is_main_process():
         files = {name: entry for manifest in manifests for name, entry in manifest.items()}
-        content = {"step": step, "files": dict(sorted(files.items()))}
-        content["sha256"] = _content_hash(content)
-        records.replace(folder / MANIFEST_NAME, json.dumps(content, indent=1).encode())
+        records.replace(folder / MANIFEST_NAME, _content(step, files))
         for path in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
             records.sync_folder(path)
-    gather(None)  # until it is there
 
 
-def find_damage(folder: Path, step: int) -> str | None:
+def _content(step: int, files: Mapping[str, list[int | str]]) -> bytes:
+    content = {"step": step, "files": dict(sorted(files.items()))}
+    content["sha256"] = _content_hash(content)
+    return json.dumps(content, indent=1).encode()
+
+
+def find_damage(folder: StoragePath, step: int) -> str | None:
     """Reason why the folder is not as it was written; None if every byte is. Files that the
     manifest does not name are not checked."""
+    if is_bucket(folder):
+        return broadcast_from_main(find_incomplete(folder, step) if is_main_process() else None)
     files = broadcast_from_main(_read(folder, step) if is_main_process() else None)
     if isinstance(files, str):
         return files
     damage_of_files = _map_files(
-        _local_files(files), lambda name: _file_damage(folder / name, files[name])
+        _local_files(files), lambda name: _file_damage(Path(folder) / name, files[name])
     )
     damaged = sorted(
         f"{name} {reason}"
@@ -69,7 +87,7 @@ def find_damage(folder: Path, step: int) -> str | None:
     return damaged[0] + more
 
 
-def find_incomplete(folder: Path, step: int) -> str | None:
+def find_incomplete(folder: StoragePath, step: int) -> str | None:
     """Reason why files are missing or have other sizes than were written; None if all are there.
 
     No file is read but the manifest. In the first process of several.
@@ -77,7 +95,11 @@ def find_incomplete(folder: Path, step: int) -> str | None:
     files = _read(folder, step)
     if isinstance(files, str):
         return files
-    reasons = ((name, _size_damage(folder / name, files[name][0])) for name in files)
+    if is_bucket(folder):
+        objects = checksums(folder)
+        reasons = ((name, _object_damage(objects.get(name), files[name])) for name in files)
+    else:
+        reasons = ((name, _size_damage(Path(folder) / name, files[name][0])) for name in files)
     return next((f"{name} {reason}" for name, reason in reasons if reason), None)
 
 
@@ -118,7 +140,7 @@ def _size_and_hash(path: Path) -> list[int | str]:
         return [file.tell(), digest]
 
 
-def _read(folder: Path, step: int) -> dict[str, list[int | str]] | str:
+def _read(folder: StoragePath, step: int) -> dict[str, list[int | str]] | str:
     """Size and hash of each file as the manifest has them, or what is wrong with it."""
     try:
         content = json.loads((folder / MANIFEST_NAME).read_bytes())
@@ -148,6 +170,14 @@ def _file_damage(path: Path, expected: list[int | str]) -> str | None:
     except OSError as error:
         return f"cannot be read ({error.strerror})"
     return "has other content than was written"
+
+
+def _object_damage(entry: list[int | str] | None, expected: list[int | str]) -> str | None:
+    if entry is None:
+        return "is missing"
+    if entry[0] != expected[0]:
+        return f"has {entry[0]} bytes instead of {expected[0]}"
+    return None if entry == expected else "has other content than was written"
 
 
 def _size_damage(path: Path, expected: int | str) -> str | None:

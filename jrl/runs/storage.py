@@ -11,20 +11,23 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from jrl.processes.agreement import is_multiprocess
 from jrl.processes.background import BackgroundGather, ProcessFailed
 from jrl.processes.progress import AGREEMENT, CHECKPOINT, phase
+from jrl.runs.directory import StoragePath, is_bucket
 from jrl.runs.records import REMEDIES
 
 LOGGERS = [logging.getLogger(name) for name in ("absl", "asyncio")]
 """Loggers in which threads of Orbax write each failure, with its stack, beside the exception."""
 
+LONGEST_ERROR = 400
+"""Characters of a message of Google Cloud Storage, whose bodies can be pages."""
+
 
 class StorageError(RuntimeError):
-    """A file that the operating system did not let the run write."""
+    """A file that the operating system, or Google Cloud Storage, did not let the run write."""
 
 
 def errno_of(error: BaseException) -> int | None:
@@ -43,20 +46,24 @@ def errno_of(error: BaseException) -> int | None:
 
 
 @contextmanager
-def writing(path: Path, remedy: str) -> Iterator[None]:
+def writing(path: StoragePath, remedy: str) -> Iterator[None]:
     """Context in which `path` is written; a refused write raises an error of one line.
 
     Args:
       remedy: what is left, and how to continue.
 
     Raises:
-      StorageError: where the operating system refused something.
+      StorageError: where the operating system refused something, and for every error of an address
+        in Google Cloud Storage.
     """
     try:
         with quiet():
             yield
     except Exception as error:
         code, is_of_another = errno_of(error), isinstance(error, ProcessFailed)
+        if is_bucket(path) and not is_of_another:
+            _quiet.ignore_late_writes()
+            raise StorageError(f"{path}: {bucket_error(error)}. {remedy}") from None
         if code is None and not is_of_another:
             raise
         _quiet.ignore_late_writes()
@@ -65,6 +72,12 @@ def writing(path: Path, remedy: str) -> Iterator[None]:
         # What Orbax left half done complains once more when the interpreter ends.
         atexit.register(_silence_stderr)
         raise StorageError(f"{path}: {os.strerror(code)}: {REMEDIES[code]}. {remedy}") from None
+
+
+def bucket_error(error: BaseException) -> str:
+    """First line of an error of Google Cloud Storage, of the libraries that write there."""
+    text = str(error).partition(" [source locations=")[0].strip()
+    return (text.splitlines() or [type(error).__name__])[0][:LONGEST_ERROR].rstrip(".")
 
 
 def _is_no_thread_failure(record: logging.LogRecord) -> bool:

@@ -1,6 +1,8 @@
 """One of two processes that save checkpoints together, and what it makes of them, as JSON.
 
-python saving_process.py PORT NUMBER FOLDER
+python saving_process.py PORT NUMBER FOLDER ADDRESS
+
+ADDRESS is that of a directory in a bucket.
 """
 
 import json
@@ -34,7 +36,7 @@ def said(function) -> str:
     return "nothing"
 
 
-def main(port: int, number: int, folder: Path) -> None:
+def main(port: int, number: int, folder: Path, address: str) -> None:
     start_jax(DEVICES, Processes(f"localhost:{port}", num_processes=2, process_id=number))
     mesh = jax.make_mesh((DEVICES,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     spread, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (["x"], []))
@@ -61,6 +63,18 @@ def main(port: int, number: int, folder: Path) -> None:
         back, meta = checkpoints.restore(step, like)
         same = jax.tree.map(lambda x, y: x.tobytes() == y.tobytes(), to_host(back), expected[step])
         results[f"same {step}"] = [*same.values(), meta == {"step": step}]
+
+    in_bucket = Checkpoints(address)
+    for step in (1, 2):
+        in_bucket.save(step, state, {"step": step})
+        in_bucket.wait()
+    if number == 0:
+        (in_bucket.directory / "2" / "meta" / "metadata").write_text("{}")
+    any_of(False)
+    results["in bucket"] = list(Checkpoints(address).latest_valid_step())
+    back, meta = in_bucket.restore(1, like)
+    same = jax.tree.map(lambda x, y: x.tobytes() == y.tobytes(), to_host(back), to_host(state))
+    results["same in bucket"] = [*same.values(), meta == {"step": 1}]
 
     # The disk of the second process is full, and then files cannot be read back.
     _, limit = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -101,4 +115,4 @@ def main(port: int, number: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])

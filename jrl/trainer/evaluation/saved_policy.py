@@ -119,20 +119,19 @@ def _load(
             raise ValueError(
                 f"run {folder.path} has no checkpoint yet: the first comes after its warm start."
             )
-        path = checkpoints.directory / str(step)
         # Recorded before anything is read, to detect a folder that replaced this one.
-        identity_before = _identity(path)
+        identity_before = checkpoints.identity(step)
         try:
             restored = [checkpoints.restore(step, like[part], part=part) for part in models]
         except (ValueError, OSError):
             # Other processes may have succeeded: they would not retry together with this one.
             if is_multiprocess() or (
-                identity_before is not None and _identity(path) == identity_before
+                identity_before is not None and checkpoints.identity(step) == identity_before
             ):
                 raise
         else:
             # The checkpoint may have been replaced meanwhile, and the parts be of both.
-            if not any_of(_identity(path) != identity_before):
+            if not any_of(checkpoints.identity(step) != identity_before):
                 check_files(folder, step, restored[0][1])
                 _warn(checkpoints, damaged, step)
                 model, frozen = models["policy/weights"], None
@@ -191,15 +190,6 @@ def _shard_weights(
     float32_weights = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), weights)
     replicated = reshard(float32_weights, model, mesh, mesh)
     return jax.device_put(replicated, float32_shardings(model.without_adapters(), mesh))
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    """Identity of a folder, which differs for one that replaces it; None where there is none."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns
 
 
 def _warn(checkpoints: Checkpoints, damaged: Mapping[int, str], step: int) -> None:

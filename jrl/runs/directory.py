@@ -1,0 +1,289 @@
+"""Directory of a run's checkpoints: on a file system, or in Google Cloud Storage.
+
+A file system renames a folder at once, so a checkpoint there is written under a temporary name.
+Object storage would copy every object: there it is written under its own name, and is complete when
+its last object, the manifest, is there.
+"""
+
+import logging
+import re
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterator
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from etils import epath
+
+from jrl.runs import records
+
+MANIFEST_NAME = "manifest.json"
+TEMPORARY = re.compile(r"\d+\.(writing.*|deleting)")
+OBJECT_STORAGE = re.compile(r"(gs|s3|az|abfss?|hdfs|https?)://?(?P<rest>.*)")
+"""Addresses that are no paths; `pathlib.Path` leaves one slash of two."""
+
+StoragePath = Path | epath.Path
+"""A path of a file system, or an address in Google Cloud Storage, with the same methods."""
+
+
+def storage_path(address: StoragePath | str) -> StoragePath:
+    """The absolute path of a file system, or the ``gs://`` address, that a text names.
+
+    Raises:
+      ValueError: for addresses of other storage, and without a bucket.
+    """
+    matched = OBJECT_STORAGE.fullmatch(str(address))
+    if matched is None:
+        return Path(address).absolute()
+    if matched[1] != "gs":
+        raise ValueError(
+            f"{address} is an address of storage that Orbax does not write: give gs://BUCKET/PATH, "
+            "or a path of a file system"
+        )
+    parts = [part for part in matched["rest"].split("/") if part]
+    if len(parts) < 2:
+        raise ValueError(f"{address} names no folder in a bucket: give gs://BUCKET/PATH")
+    return epath.Path("gs://" + "/".join(parts))
+
+
+def is_bucket(path: StoragePath) -> bool:
+    """True for an address in Google Cloud Storage."""
+    return str(path).startswith("gs://")
+
+
+class Directory(ABC):
+    """Checkpoints of a run by their steps, as the first process of several sees and changes them.
+
+    Attributes:
+      path: of the directory.
+    """
+
+    def __init__(self, path: StoragePath):
+        self.path = path
+
+    @abstractmethod
+    def steps(self) -> list[int]:
+        """Steps of which a checkpoint was completed, ascending."""
+
+    def is_empty(self) -> bool:
+        """True where there is no checkpoint, complete, incomplete or damaged."""
+        return not (self.steps() or self.incomplete() or self.damaged())
+
+    @abstractmethod
+    def destination(self, step: int) -> StoragePath:
+        """Path at which the checkpoint of a step is written."""
+
+    @abstractmethod
+    def publish(self, step: int) -> None:
+        """Completes the checkpoint at its destination, which has its manifest."""
+
+    @abstractmethod
+    def delete(self, step: int) -> None:
+        """Removes a complete checkpoint; a kill meanwhile leaves none under its name."""
+
+    @abstractmethod
+    def identity(self, step: int) -> Hashable:
+        """Identity of a complete checkpoint, None where there is none."""
+
+    @abstractmethod
+    def set_aside(self, step: int) -> StoragePath:
+        """Renames a damaged checkpoint to a name that is free, and returns that."""
+
+    @abstractmethod
+    def incomplete(self) -> list[StoragePath]:
+        """Checkpoints that a killed writer has left, or a live one is writing."""
+
+    @abstractmethod
+    def damaged(self) -> list[StoragePath]:
+        """Checkpoints that were set aside."""
+
+    @abstractmethod
+    def remove_leftovers(self) -> None:
+        """Removes what `incomplete` lists. For the writer alone: a reader could hit a live one."""
+
+    @abstractmethod
+    def claim(self, config: bytes) -> None:
+        """Begins a directory that is not in the folder of its run.
+
+        Args:
+          config: of the run, for those who find the checkpoints alone.
+        """
+
+    @abstractmethod
+    def size_and_time(self, folder: StoragePath) -> tuple[int, float]:
+        """Bytes in a folder, and when it was written last, in seconds since 1970."""
+
+
+def open_directory(path: StoragePath | str) -> Directory:
+    """The directory at a path of a file system, or at a ``gs://`` address.
+
+    Raises:
+      ValueError: for other addresses.
+      ModuleNotFoundError: for a ``gs://`` address without gcsfs.
+    """
+    path = storage_path(path)
+    return BucketDirectory(path) if is_bucket(path) else FolderDirectory(path)
+
+
+class FolderDirectory(Directory):
+    """Directory on a file system."""
+
+    def steps(self) -> list[int]:
+        return sorted(int(entry.name) for entry in self._entries() if entry.name.isdigit())
+
+    def destination(self, step: int) -> StoragePath:
+        return self.path / f"{step}.writing"
+
+    def publish(self, step: int) -> None:
+        self.destination(step).rename(self.path / str(step))
+        records.sync_folder(Path(self.path))  # before older checkpoints are deleted
+
+    def delete(self, step: int) -> None:
+        # Renamed first: a kill while files go must not leave half a checkpoint under its name.
+        doomed = self.path / f"{step}.deleting"
+        (self.path / str(step)).rename(doomed)
+        shutil.rmtree(doomed)
+
+    def identity(self, step: int) -> Hashable:
+        try:
+            status = Path(self.path / str(step)).stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns
+
+    def set_aside(self, step: int) -> StoragePath:
+        path = _free_name(self.path / f"{step}.damaged")
+        (self.path / str(step)).rename(path)
+        return path
+
+    def incomplete(self) -> list[StoragePath]:
+        return [entry for entry in self._entries() if TEMPORARY.fullmatch(entry.name)]
+
+    def damaged(self) -> list[StoragePath]:
+        return [entry for entry in self._entries() if ".damaged" in entry.name]
+
+    def remove_leftovers(self) -> None:
+        for entry in self.incomplete():
+            shutil.rmtree(entry)
+
+    def claim(self, config: bytes) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / "config.json").write_bytes(config)
+
+    def size_and_time(self, folder: StoragePath) -> tuple[int, float]:
+        files = [entry for entry in Path(folder).rglob("*") if entry.is_file()]
+        return sum(entry.stat().st_size for entry in files), Path(folder).stat().st_mtime
+
+    def _entries(self) -> list[StoragePath]:
+        return sorted(self.path.iterdir()) if self.path.is_dir() else []
+
+
+class BucketDirectory(Directory):
+    """Directory in Google Cloud Storage."""
+
+    def __init__(self, path: StoragePath):
+        super().__init__(path)
+        bucket_files()
+
+    def steps(self) -> list[int]:
+        return sorted(
+            int(path.name)
+            for path in self._entries()
+            if path.name.isdigit() and (path / MANIFEST_NAME).exists()
+        )
+
+    def destination(self, step: int) -> StoragePath:
+        return self.path / str(step)
+
+    def publish(self, step: int) -> None:
+        pass  # the manifest was the last to be written
+
+    def delete(self, step: int) -> None:
+        (self.path / str(step) / MANIFEST_NAME).unlink(missing_ok=True)
+        bucket_files().rm(str(self.path / str(step)), recursive=True)
+
+    def identity(self, step: int) -> Hashable:
+        try:
+            return bucket_files().info(str(self.path / str(step) / MANIFEST_NAME))["generation"]
+        except OSError:
+            return None
+
+    def set_aside(self, step: int) -> StoragePath:
+        path = _free_name(self.path / f"{step}.damaged")
+        # Not `mv`, which tries what buckets without folders refuse, again and again.
+        bucket_files().copy(str(self.path / str(step)), str(path), recursive=True)
+        self.delete(step)
+        return path
+
+    def incomplete(self) -> list[StoragePath]:
+        complete = {str(step) for step in self.steps()}
+        names = (path for path in self._entries() if path.name.isdigit())
+        return [path for path in names if path.name not in complete]
+
+    def damaged(self) -> list[StoragePath]:
+        return [path for path in self._entries() if ".damaged" in path.name]
+
+    def remove_leftovers(self) -> None:
+        for path in self.incomplete():
+            bucket_files().rm(str(path), recursive=True)
+
+    def claim(self, config: bytes) -> None:
+        (self.path / "config.json").write_bytes(config)
+
+    def size_and_time(self, folder: StoragePath) -> tuple[int, float]:
+        objects = list(_objects(folder))
+        newest = max(datetime.fromisoformat(entry["updated"]) for _, entry in objects)
+        return sum(entry["size"] for _, entry in objects), newest.timestamp()
+
+    def _entries(self) -> list[StoragePath]:
+        try:
+            names = bucket_files().ls(str(self.path), detail=False)
+        except FileNotFoundError:
+            return []
+        return [self.path / name.rstrip("/").rpartition("/")[2] for name in sorted(names)]
+
+
+def checksums(folder: StoragePath) -> dict[str, list[int | str]]:
+    """Sizes in bytes and checksums (CRC32C, of the storage's own) of the objects under an address,
+    by their names in it; nothing is downloaded."""
+    return {name: [entry["size"], f"crc32c:{entry['crc32c']}"] for name, entry in _objects(folder)}
+
+
+@cache
+def bucket_files() -> Any:
+    """Files in Google Cloud Storage, whose listings are never cached.
+
+    Raises:
+      ModuleNotFoundError: without gcsfs.
+    """
+    from fsspec import filesystem
+    from fsspec.config import conf
+
+    # Orbax and TensorStore write beside it, so that listings in memory would be old.
+    conf.setdefault("gs", {})["use_listings_cache"] = False
+    try:
+        import gcsfs  # noqa: F401
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            "checkpoints in gs:// need gcsfs: pip install -e '.[gcs]'"
+        ) from None
+    for name in ("gcsfs", "google.auth"):  # what they log, they also raise
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    return filesystem("gs")
+
+
+def _objects(folder: StoragePath) -> Iterator[tuple[str, dict[str, Any]]]:
+    prefix = str(folder).removeprefix("gs://") + "/"
+    for name, entry in sorted(bucket_files().find(str(folder), detail=True).items()):
+        yield name.removeprefix(prefix), entry
+
+
+def _free_name(path: StoragePath) -> StoragePath:
+    """The path, or the first of ``path-2``, ``path-3``, ... that does not exist."""
+    candidate, index = path, 2
+    while candidate.exists():
+        candidate = path.with_name(f"{path.name}-{index}")
+        index += 1
+    return candidate
