@@ -5,6 +5,7 @@ Object storage would copy every object: there it is written under its own name, 
 its last object, the manifest, is there.
 """
 
+import errno
 import logging
 import re
 import shutil
@@ -23,6 +24,8 @@ MANIFEST_NAME = "manifest.json"
 TEMPORARY = re.compile(r"\d+\.(writing.*|deleting)")
 OBJECT_STORAGE = re.compile(r"(gs|s3|az|abfss?|hdfs|https?)://?(?P<rest>.*)")
 """Addresses that are no paths; `pathlib.Path` leaves one slash of two."""
+LONGEST_ERROR = 400
+"""Characters of a message of Google Cloud Storage, whose bodies can be pages."""
 
 StoragePath = Path | epath.Path
 """A path of a file system, or an address in Google Cloud Storage, with the same methods."""
@@ -242,13 +245,26 @@ class BucketDirectory(Directory):
             names = bucket_files().ls(str(self.path), detail=False)
         except FileNotFoundError:
             return []
-        return [self.path / name.rstrip("/").rpartition("/")[2] for name in sorted(names)]
+        except Exception as error:  # of the network or its libraries, which have no class in common
+            raise OSError(errno.EIO, bucket_error(error), str(self.path)) from None
+        paths = (epath.Path("gs://" + name.rstrip("/")) for name in sorted(names))
+        # A console marks a folder that it makes by an object of that name.
+        return [path for path in paths if path != self.path]
 
 
 def checksums(folder: StoragePath) -> dict[str, list[int | str]]:
     """Sizes in bytes and checksums (CRC32C, of the storage's own) of the objects under an address,
     by their names in it; nothing is downloaded."""
     return {name: [entry["size"], f"crc32c:{entry['crc32c']}"] for name, entry in _objects(folder)}
+
+
+def bucket_error(error: BaseException) -> str:
+    """First line of an error of Google Cloud Storage, of the libraries that read and write it."""
+    text = str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        text = str(error.strerror)
+    lines = text.partition(" [source locations=")[0].strip().splitlines()
+    return (lines or [type(error).__name__])[0][:LONGEST_ERROR].rstrip(".")
 
 
 @cache

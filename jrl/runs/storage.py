@@ -16,14 +16,11 @@ from typing import Any
 from jrl.processes.agreement import is_multiprocess
 from jrl.processes.background import BackgroundGather, ProcessFailed
 from jrl.processes.progress import AGREEMENT, CHECKPOINT, phase
-from jrl.runs.directory import StoragePath, is_bucket
+from jrl.runs.directory import StoragePath, bucket_error, is_bucket
 from jrl.runs.records import REMEDIES
 
 LOGGERS = [logging.getLogger(name) for name in ("absl", "asyncio")]
 """Loggers in which threads of Orbax write each failure, with its stack, beside the exception."""
-
-LONGEST_ERROR = 400
-"""Characters of a message of Google Cloud Storage, whose bodies can be pages."""
 
 
 class StorageError(RuntimeError):
@@ -72,12 +69,6 @@ def writing(path: StoragePath, remedy: str) -> Iterator[None]:
         # What Orbax left half done complains once more when the interpreter ends.
         atexit.register(_silence_stderr)
         raise StorageError(f"{path}: {os.strerror(code)}: {REMEDIES[code]}. {remedy}") from None
-
-
-def bucket_error(error: BaseException) -> str:
-    """First line of an error of Google Cloud Storage, of the libraries that write there."""
-    text = str(error).partition(" [source locations=")[0].strip()
-    return (text.splitlines() or [type(error).__name__])[0][:LONGEST_ERROR].rstrip(".")
 
 
 def _is_no_thread_failure(record: logging.LogRecord) -> bool:

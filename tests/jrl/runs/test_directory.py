@@ -148,6 +148,24 @@ def test_a_bucket_that_does_not_exist_is_one_line(storage):
     assert checkpoints.steps() == []
 
 
+def test_a_folder_made_in_the_console_is_no_checkpoint(address):
+    bucket_files().pipe_file(f"{address}/7/", b"")
+    assert Checkpoints(f"{address}/7").steps() == []
+    assert Checkpoints(f"{address}/7").latest_valid_step() == (None, {})
+
+
+def test_storage_that_cannot_be_reached_is_one_line(storage, tmp_path, monkeypatch, capsys):
+    def unreachable(*_, **__):
+        raise ConnectionError("Cannot connect to host storage.googleapis.com:443\nand more")
+
+    monkeypatch.setattr(bucket_files(), "ls", unreachable)
+    config = {"run": {"checkpoint_dir": "gs://bucket/run"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert runs(["list", str(tmp_path)]) == 1
+    line = "error: gs://bucket/run: Cannot connect to host storage.googleapis.com:443\n"
+    assert capsys.readouterr().err == line
+
+
 def test_a_run_claims_its_directory(address, tmp_path):
     config = {"run": {"checkpoint_dir": address}}
     RunFolder.create(tmp_path / "first", config).close()
