@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from jrl.faults import shift
 from jrl.faults.collect.fleet import Fleet
 from jrl.faults.shift import Grid, ShiftDetector, heavy_tailed, onset_scores
 from jrl.faults.simulate import Settings, simulate
@@ -24,6 +25,8 @@ def test_the_scores_against_the_definition_in_loops():
     away = random.normal(size=(4, 30))
     away[random.random(away.shape) < 0.1] = np.nan
     away[2, 12:] += 6
+    away[1] += 0.25 * np.arange(-12, 18)
+    away[0, 20:] -= 3
     grid = Grid(width=3, hop=1, overlap=3, length=8, recent=4, lag=6)
     scores, sides = onset_scores(away, grid, 0.75)
     few, _ = onset_scores(away, grid, 0.75, 1.0)
@@ -41,7 +44,13 @@ def test_the_scores_against_the_definition_in_loops():
                 level = stretch[int(0.25 * len(stretch) + 1e-9)]
                 parts = (away[row, last::-3], away[row, max(0, moment - 3) : moment + 1])
                 means = [np.median(side * p[np.isfinite(p)]) for p in parts if np.isfinite(p).any()]
-                new = level - max(0.0, *means, 0.0)
+                # The trend: a level's length of windows, and as many before those.
+                latest = np.nanmedian(side * away[row, max(0, moment - 7) : moment + 1])
+                trend = 0.0
+                if moment >= 12:
+                    earlier = np.nanmedian(side * away[row, max(0, moment - 15) : moment - 7])
+                    trend = max(0.0, latest - earlier) * (3.5 + 3 + 2) / 8
+                new = level - max(0.0, *means, latest + trend)
                 if new >= level / 2 and level > -min(means, default=0.0):
                     best = max(best, new)
             assert scores[row, moment] == pytest.approx(best, abs=1e-5)
@@ -89,6 +98,40 @@ def test_drifts_returns_and_short_slowdowns_are_no_alarm():
     values.values[6, 0, :200] += 20  # was off, and recovered
     values.values[:, :, 400:] *= 0.5  # all together
     assert DETECTOR(values) == []
+
+
+def drifting(spreads, slowdown=0.0):
+    """Half an hour in which machine 3 drifts by so many spreads in four minutes, from one side of
+    the others to the other side; from 900 s on it is slower for a minute."""
+    values = fleet(seconds=1800)
+    # The median of 30 readings with a standard deviation of 3 has one of 0.68.
+    values.values[3, 0] += spreads * 0.68 / 240 * np.arange(-600, 1200, dtype=np.float32)
+    values.values[3, 0, 900:960] -= slowdown
+    return values
+
+
+def greatest_score(values):
+    return max(DETECTOR.examine(values).traces["a"].scores)
+
+
+@pytest.mark.parametrize("spreads", [-6, -4, 4, 6])
+def test_a_steady_drift_is_no_onset_and_a_step_on_top_of_it_is(spreads):
+    values = drifting(spreads)
+    assert greatest_score(values) < 0.5
+    values.values[3, 0, 900:] += np.sign(spreads) * 5
+    (alarm,) = DETECTOR(values)
+    assert alarm.machine == "m3" and alarm.start == pytest.approx(1900, abs=40)
+
+
+def test_a_slowdown_that_recovers_does_not_make_a_drift_an_onset():
+    assert DETECTOR(drifting(6, slowdown=20.0)) == []
+
+
+def test_without_the_trend_a_drift_and_a_slowdown_are_an_onset(monkeypatch):
+    monkeypatch.setattr(shift, "_trends", lambda *arguments: (np.float32(-np.inf), np.float32(0)))
+    assert greatest_score(drifting(4)) > 1.5
+    (alarm,) = DETECTOR(drifting(6, slowdown=20.0))
+    assert alarm.machine == "m3"
 
 
 def test_what_is_small_in_each_metric_of_a_gpu_is_large_in_all_of_them():
