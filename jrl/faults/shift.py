@@ -53,8 +53,9 @@ class ShiftDetector:
        and the middle of the level: a machine that drifts is farther away after it.
     4. The score of a metric counts if it reaches `threshold`, and `RATIO` times the score that one
        machine of `ONE_IN` has in that metric (the 17th in small fleets: those of one pipeline share
-       a fault). Where noise is slow, or many machines change, one of them is no outlier. A score of
-       `RATIO` times `threshold` always counts.
+       a fault), at any moment, also those with less than `past` before them. Where noise is slow, or
+       many machines change, one of them is no outlier. A score of `RATIO` times `threshold` always
+       counts.
 
     The machine with the greatest score that counts is named, over metrics and moments. Metrics that
     one cause moves together, those of a GPU's activity, count as one more metric, their mean: what
@@ -188,12 +189,13 @@ class ShiftDetector:
         traces, best = {}, None
         for name, away in deviations.items():
             scores, signs = onset_scores(away, grid, self.share, self.threshold / RATIO)
-            scores[:, : self._first_moment(fleet, grid)] = 0
             gaps = _gaps(times, grid, grid.hop * fleet.period)
             scores /= 1 + gaps / np.float32(self.continuity)
+            # The others' noise is that of all moments: more of them measure it better.
+            threshold = self._threshold(scores)
+            scores[:, : self._first_moment(fleet, grid)] = 0
             leader, top = scores.argmax(axis=0), scores.max(axis=0)
             moment = int(top.argmax())
-            threshold = self._threshold(scores)
             leader_or_none = np.where(top >= threshold, leader, NO_MACHINE)
             begins = times[grid.overlap : grid.overlap + len(top)]
             traces[name] = Trace(begins, top, leader_or_none, threshold)

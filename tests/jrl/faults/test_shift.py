@@ -22,17 +22,18 @@ def fleet(machines=9, metrics=("a",), seconds=600, period=1.0, seed=0):
 
 def test_the_scores_against_the_definition_in_loops():
     random = np.random.default_rng(1)
-    away = random.normal(size=(4, 30))
+    away = random.normal(size=(4, 60))
     away[random.random(away.shape) < 0.1] = np.nan
-    away[2, 12:] += 6
-    away[1] += 0.25 * np.arange(-12, 18)
-    away[0, 20:] -= 3
+    away[2, 12:] += 12
+    away[1] += 0.25 * np.arange(-30, 30)
+    away[0, 40:] -= 3
+    away[3] += np.repeat([0, 8, 4, 1, 8], [24, 8, 8, 2, 18])
     grid = Grid(width=3, hop=1, overlap=3, length=8, recent=4, lag=6)
     scores, sides = onset_scores(away, grid, 0.75)
     few, _ = onset_scores(away, grid, 0.75, 1.0)
     np.testing.assert_array_equal(few[scores.max(axis=1) >= 1], scores[scores.max(axis=1) >= 1])
     assert (few.max(axis=1) > 0).any() and (few <= scores).all()
-    assert scores.shape == (4, 30 - 3 - 8 + 1)
+    assert scores.shape == (4, 60 - 3 - 8 + 1)
     for row in range(4):
         for moment in range(scores.shape[1]):
             best = 0.0
@@ -128,7 +129,7 @@ def test_a_slowdown_that_recovers_does_not_make_a_drift_an_onset():
 
 
 def test_without_the_trend_a_drift_and_a_slowdown_are_an_onset(monkeypatch):
-    monkeypatch.setattr(shift, "_trends", lambda *arguments: (np.float32(-np.inf), np.float32(0)))
+    monkeypatch.setattr(shift, "_trends", lambda *arguments: (np.float32(np.nan), np.float32(0)))
     assert greatest_score(drifting(4)) > 1.5
     (alarm,) = DETECTOR(drifting(6, slowdown=20.0))
     assert alarm.machine == "m3"
@@ -171,6 +172,14 @@ def test_one_of_many_machines_that_shift_is_no_outlier():
     assert DETECTOR(rack) == []
     rack.values[7, 0, 300:] += 30  # ten spreads always count
     assert [alarm.machine for alarm in DETECTOR(rack)] == ["m7"]
+
+
+def test_shifts_of_others_count_before_the_first_moment_of_an_onset_too():
+    rack = fleet(60, seconds=900)
+    rack.values[0, 0, 500:] += 4
+    assert [alarm.machine for alarm in ShiftDetector(past=360)(rack)] == ["m0"]
+    rack.values[1:20, 0, 150:] += 4
+    assert ShiftDetector(past=360)(rack) == []
 
 
 def test_an_onset_needs_as_much_before_it_as_the_setting():
