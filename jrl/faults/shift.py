@@ -13,7 +13,7 @@ from jaxtyping import Float, Float64, Int
 
 from jrl.faults.collect.fleet import NO_MACHINE, Alarm, Fleet, Report, Trace
 from jrl.faults.collect.vocabulary import PRIORITY, find_recorded, groups_of, search_order
-from jrl.faults.outlier import MAD_TO_STD, nan_median
+from jrl.faults.outlier import MAD_TO_STD, nan_median, sorted_median
 from jrl.faults.pauses import Grid, comparable_windows
 
 LONGEST_PERIOD = 60.0
@@ -408,14 +408,16 @@ def _all_scores(
     away: Float[np.ndarray, "machine window"], grid: Grid, share: float | int
 ) -> tuple[Float[np.ndarray, "machine moment"], Float[np.ndarray, "machine moment"]]:
     """`onset_scores` of every machine."""
-    stretch = np.lib.stride_tricks.sliding_window_view(away, grid.length, axis=1)
-    ordered = np.sort(stretch[:, grid.overlap :].astype(np.float32), axis=2)  # NaN comes last
+    # Of each window and those before it, `length` in all: of the levels and of what was before.
+    stretch = np.sort(_trailing(away.astype(np.float32), grid.length), axis=2)  # NaN comes last
+    ordered = stretch[:, grid.overlap + grid.length - 1 :]
     count = np.isfinite(ordered).sum(axis=2)
     spare = ((1 - share) * count + 1e-9).astype(int)
     enough = 2 * count >= grid.length
     scores, signs = np.zeros(enough.shape, np.float32), np.ones(enough.shape, np.float32)
     long, short = _levels_before(away, grid, ordered.shape[1])
-    latest, trend = _trends(away, grid, ordered.shape[1], share)
+    latest = sorted_median(stretch[:, : ordered.shape[1]])
+    trend = _trend(latest, grid, share)
     for sign, index in ((1, spare), (-1, np.maximum(count - 1, 0) - spare)):
         level = sign * np.take_along_axis(ordered, index[:, :, None], 2)[:, :, 0]
         before = np.fmax(sign * long, sign * short)
@@ -439,33 +441,30 @@ def _levels_before(away: np.ndarray, grid: Grid, moments: int) -> tuple[np.ndarr
     distinct, index = np.unique(computed, return_inverse=True)
     # Windows that overlap say little that is new.
     long = [nan_median(away[:, moment :: -grid.overlap], 1) for moment in distinct.tolist()]
-    return np.stack(long, axis=1)[:, index], _trailing_medians(away[:, :moments], grid.recent)
+    return np.stack(long, axis=1)[:, index], nan_median(_trailing(away[:, :moments], grid.recent), 2)
 
 
-def _trends(
-    away: np.ndarray, grid: Grid, moments: int, share: float | int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Each machine's median over the last `grid.length` windows at each moment, and what its trend
-    adds to that until the level has to be reached.
+def _trend(
+    latest: Float[np.ndarray, "machine moment"], grid: Grid, share: float | int
+) -> Float[np.ndarray, "machine moment"]:
+    """What each machine's trend adds to `latest` until the level has to be reached.
 
-    The trend is the difference from the median of as many windows before those, 0 where less than
-    half of them are in the record. Windows of other work are no time here: `_gaps` counts them.
+    `latest` is the median over the last `grid.length` windows at each moment. The trend is its
+    difference from that of as many windows before those, 0 where less than half of them are in the
+    record. Windows of other work are no time here: `_gaps` counts them.
     """
-    latest = _trailing_medians(away[:, :moments], grid.length)
     ahead = (grid.length - 1) / 2 + grid.overlap + int((1 - share) * grid.length + 1e-9)
     first = grid.length + grid.length // 2
     trend = np.zeros_like(latest)
-    if first < moments:
-        earlier = latest[:, first - grid.length : moments - grid.length]
-        trend[:, first:] = ahead / grid.length * (latest[:, first:] - earlier)
-    return latest, np.nan_to_num(trend)
+    trend[:, first:] = latest[:, first:] - latest[:, first - grid.length : -grid.length]
+    return np.nan_to_num(np.float32(ahead / grid.length) * trend)
 
 
-def _trailing_medians(away: np.ndarray, width: int) -> np.ndarray:
-    """Median of each entry and those before it, `width` at most."""
+def _trailing(away: np.ndarray, width: int) -> np.ndarray:
+    """Each entry and those before it, `width` in all; NaN where there are fewer."""
     padding = np.full((len(away), width - 1), np.nan, away.dtype)
     padded = np.concatenate([padding, away], axis=1)
-    return nan_median(np.lib.stride_tricks.sliding_window_view(padded, width, axis=1), 2)
+    return np.lib.stride_tricks.sliding_window_view(padded, width, axis=1)
 
 
 def _silent_rows(fleet: Fleet) -> list[str]:
