@@ -53,8 +53,8 @@ class ShiftDetector:
        and the middle of the level: a machine that drifts is farther away after it.
     4. The score of a metric counts if it reaches `threshold`, and `RATIO` times the score that one
        machine of `ONE_IN` has in that metric (the 17th in small fleets: those of one pipeline share
-       a fault), at any moment, also those with less than `past` before them. Where noise is slow, or
-       many machines change, one of them is no outlier. A score of `RATIO` times `threshold` always
+       a fault), at any moment, also with less than `past` before it. Where noise is slow, or many
+       machines change, one of them is no outlier. A score of `RATIO` times `threshold` always
        counts.
 
     The machine with the greatest score that counts is named, over metrics and moments. Metrics that
@@ -441,7 +441,8 @@ def _levels_before(away: np.ndarray, grid: Grid, moments: int) -> tuple[np.ndarr
     distinct, index = np.unique(computed, return_inverse=True)
     # Windows that overlap say little that is new.
     long = [nan_median(away[:, moment :: -grid.overlap], 1) for moment in distinct.tolist()]
-    return np.stack(long, axis=1)[:, index], nan_median(_trailing(away[:, :moments], grid.recent), 2)
+    short = nan_median(_trailing(away[:, :moments], grid.recent), 2)
+    return np.stack(long, axis=1)[:, index], short
 
 
 def _trend(
