@@ -46,7 +46,7 @@ class ShiftDetector:
        side. The trend is ``m(0) + max(0, m(0) - m(1)) c``: ``m(i)`` is the median of ``d`` over
        `continuity` that ends ``i * continuity`` before the moment, on the side of the level, and
        ``c`` the time from the middle of ``m(0)`` to the first window that the level has to reach,
-       in `continuity`. Without half of ``m(1)`` it is ``m(0)``.
+       in `continuity`. Where the record has less than ``m(1)`` needs, it is ``m(0)``.
     3. The score is the part of the level that is new, ``level - max(0, before)``, where that is at
        least half of the level, else 0. It is divided by ``1 + g / continuity`` where a pause or
        other work of ``g`` seconds, beyond the first `recent`, is between the windows just before
@@ -191,7 +191,7 @@ class ShiftDetector:
             scores, signs = onset_scores(away, grid, self.share, self.threshold / RATIO)
             gaps = _gaps(times, grid, grid.hop * fleet.period)
             scores /= 1 + gaps / np.float32(self.continuity)
-            # The others' noise is that of all moments: more of them measure it better.
+            # Noise is that of all moments, for more of them measure it better.
             threshold = self._threshold(scores)
             scores[:, : self._first_moment(fleet, grid)] = 0
             leader, top = scores.argmax(axis=0), scores.max(axis=0)
@@ -448,14 +448,14 @@ def _levels_before(away: np.ndarray, grid: Grid, moments: int) -> tuple[np.ndarr
 def _trend(
     latest: Float[np.ndarray, "machine moment"], grid: Grid, share: float | int
 ) -> Float[np.ndarray, "machine moment"]:
-    """What each machine's trend adds to `latest` until the level has to be reached.
+    """Change of `latest` until the level has to be reached, by each machine's trend.
 
     `latest` is the median over the last `grid.length` windows at each moment. The trend is its
-    difference from that of as many windows before those, 0 where less than half of them are in the
-    record. Windows of other work are no time here: `_gaps` counts them.
+    difference from that of as many windows before those, 0 where not all of them are in the record:
+    of fewer the noise is too large. Windows of other work are no time here: `_gaps` counts them.
     """
     ahead = (grid.length - 1) / 2 + grid.overlap + int((1 - share) * grid.length + 1e-9)
-    first = grid.length + grid.length // 2
+    first = 2 * grid.length - 1
     trend = np.zeros_like(latest)
     trend[:, first:] = latest[:, first:] - latest[:, first - grid.length : -grid.length]
     return np.nan_to_num(np.float32(ahead / grid.length) * trend)

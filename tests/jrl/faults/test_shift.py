@@ -48,8 +48,8 @@ def test_the_scores_against_the_definition_in_loops():
                 # The trend: a level's length of windows, and as many before those.
                 latest = np.nanmedian(side * away[row, max(0, moment - 7) : moment + 1])
                 trend = 0.0
-                if moment >= 12:
-                    earlier = np.nanmedian(side * away[row, max(0, moment - 15) : moment - 7])
+                if moment >= 15:
+                    earlier = np.nanmedian(side * away[row, moment - 15 : moment - 7])
                     trend = max(0.0, latest - earlier) * (3.5 + 3 + 2) / 8
                 new = level - max(0.0, *means, latest + trend)
                 if new >= level / 2 and level > -min(means, default=0.0):
