@@ -18,7 +18,11 @@ MAD_TO_STD = 1.4826
 
 def nan_median(values: np.ndarray, axis: int) -> np.ndarray:
     """The median of the numbers along an axis, NaN where there is none; no warning for that."""
-    ordered = np.moveaxis(np.sort(values, axis=axis), axis, -1)  # NaN comes last
+    return sorted_median(np.moveaxis(np.sort(values, axis=axis), axis, -1))
+
+
+def sorted_median(ordered: np.ndarray) -> np.ndarray:
+    """`nan_median` of what is sorted along the last axis, NaN last."""
     size = ordered.shape[-1]
     count = np.isfinite(ordered).sum(axis=-1)
     if size > 0 and (count == size).all():

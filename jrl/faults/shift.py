@@ -13,7 +13,7 @@ from jaxtyping import Float, Float64, Int
 
 from jrl.faults.collect.fleet import NO_MACHINE, Alarm, Fleet, Report, Trace
 from jrl.faults.collect.vocabulary import PRIORITY, find_recorded, groups_of, search_order
-from jrl.faults.outlier import MAD_TO_STD, nan_median
+from jrl.faults.outlier import MAD_TO_STD, nan_median, sorted_median
 from jrl.faults.pauses import Grid, comparable_windows
 
 LONGEST_PERIOD = 60.0
@@ -40,17 +40,22 @@ class ShiftDetector:
        the machine's own and that of all machines, and of that of all machines over `continuity`
        instead of a minute. It is at least `resolution` times the metric's typical value.
     2. The *level* of the `continuity` seconds from a moment on is what `share` of their windows
-       reach, on one side. *Before* is the median of ``d`` until then or over the last `recent`
-       seconds, whichever is larger on the side of the level: neither a return nor a slow drift is
-       an onset. Nor is a machine that was farther away on the other side.
+       reach, on one side. *Before* is the largest, on the side of the level, of three: the median
+       of ``d`` until then, the one over the last `recent` seconds, and the machine's own trend. So
+       neither a return nor a drift is an onset. Nor is a machine that was farther away on the other
+       side. The trend is ``m(0) + max(0, m(0) - m(1)) c``: ``m(i)`` is the median of ``d`` over
+       `continuity` that ends ``i * continuity`` before the moment, on the side of the level, and
+       ``c`` the time from the middle of ``m(0)`` to the first window that the level has to reach,
+       in `continuity`. Where the record has less than ``m(1)`` needs, it is ``m(0)``.
     3. The score is the part of the level that is new, ``level - max(0, before)``, where that is at
        least half of the level, else 0. It is divided by ``1 + g / continuity`` where a pause or
        other work of ``g`` seconds, beyond the first `recent`, is between the windows just before
-       and the level: a machine that drifts is farther away after it.
+       and the middle of the level: a machine that drifts is farther away after it.
     4. The score of a metric counts if it reaches `threshold`, and `RATIO` times the score that one
        machine of `ONE_IN` has in that metric (the 17th in small fleets: those of one pipeline share
-       a fault). Where noise is slow, or many machines change, one of them is no outlier. A score of
-       `RATIO` times `threshold` always counts.
+       a fault), at any moment, also with less than `past` before it. Where noise is slow, or many
+       machines change, one of them is no outlier. A score of `RATIO` times `threshold` always
+       counts.
 
     The machine with the greatest score that counts is named, over metrics and moments. Metrics that
     one cause moves together, those of a GPU's activity, count as one more metric, their mean: what
@@ -68,7 +73,7 @@ class ShiftDetector:
         of a thousandth do not count.
       past: seconds that an onset needs before it, of the same work. A single record has what it
         has (0). Where looks follow each other, as in `watch`, every onset passes through the middle
-        of the record, so `StandardDetector` asks for as much as `continuity`.
+        of the record, so `StandardDetector` asks for six minutes.
       metrics: what is compared, by any name of `jrl.faults.collect.vocabulary`; by default all that
         were recorded but memory in use (`LEVELS` there) and fatal error counters (`FATAL`).
 
@@ -184,12 +189,13 @@ class ShiftDetector:
         traces, best = {}, None
         for name, away in deviations.items():
             scores, signs = onset_scores(away, grid, self.share, self.threshold / RATIO)
-            scores[:, : self._first_moment(fleet, grid)] = 0
-            gaps = _gaps(times, grid, grid.hop * fleet.period, self.share)
+            gaps = _gaps(times, grid, grid.hop * fleet.period)
             scores /= 1 + gaps / np.float32(self.continuity)
+            # Noise is that of all moments, for more of them measure it better.
+            threshold = self._threshold(scores)
+            scores[:, : self._first_moment(fleet, grid)] = 0
             leader, top = scores.argmax(axis=0), scores.max(axis=0)
             moment = int(top.argmax())
-            threshold = self._threshold(scores)
             leader_or_none = np.where(top >= threshold, leader, NO_MACHINE)
             begins = times[grid.overlap : grid.overlap + len(top)]
             traces[name] = Trace(begins, top, leader_or_none, threshold)
@@ -347,16 +353,17 @@ def _combine_deviations(deviations: Sequence[np.ndarray], grid: Grid) -> np.ndar
 
 
 def _gaps(
-    times: Float64[np.ndarray, "selected"], grid: Grid, step: float, share: float | int
+    times: Float64[np.ndarray, "selected"], grid: Grid, step: float
 ) -> Float[np.ndarray, "moment"]:
-    """Seconds that are not compared between the windows just before each moment and its level.
+    """Seconds that are not compared between the windows just before each moment and the middle of
+    its level.
 
-    The level begins with its first window that may not be below it.
+    Before a pause a burst may be most of what a level needs there: what comes after decides.
     """
     last = np.arange(len(times) - grid.overlap - grid.length + 1)
     first = np.maximum(last - grid.recent + 1, 0)
-    reaching = last + grid.overlap + int((1 - share) * grid.length + 1e-9)
-    seconds = times[reaching] - times[first] - step * (reaching - first)
+    middle = last + grid.overlap + grid.length // 2
+    seconds = times[middle] - times[first] - step * (middle - first)
     return np.maximum(seconds - step * grid.recent, 0).astype(np.float32)
 
 
@@ -401,16 +408,20 @@ def _all_scores(
     away: Float[np.ndarray, "machine window"], grid: Grid, share: float | int
 ) -> tuple[Float[np.ndarray, "machine moment"], Float[np.ndarray, "machine moment"]]:
     """`onset_scores` of every machine."""
-    stretch = np.lib.stride_tricks.sliding_window_view(away, grid.length, axis=1)
-    ordered = np.sort(stretch[:, grid.overlap :].astype(np.float32), axis=2)  # NaN comes last
+    # Of each window and those before it, `length` in all: of the levels and of what was before.
+    stretch = np.sort(_trailing(away.astype(np.float32), grid.length), axis=2)  # NaN comes last
+    ordered = stretch[:, grid.overlap + grid.length - 1 :]
     count = np.isfinite(ordered).sum(axis=2)
     spare = ((1 - share) * count + 1e-9).astype(int)
     enough = 2 * count >= grid.length
     scores, signs = np.zeros(enough.shape, np.float32), np.ones(enough.shape, np.float32)
     long, short = _levels_before(away, grid, ordered.shape[1])
+    latest = sorted_median(stretch[:, : ordered.shape[1]])
+    trend = _trend(latest, grid, share)
     for sign, index in ((1, spare), (-1, np.maximum(count - 1, 0) - spare)):
         level = sign * np.take_along_axis(ordered, index[:, :, None], 2)[:, :, 0]
         before = np.fmax(sign * long, sign * short)
+        before = np.fmax(before, sign * latest + np.maximum(0, sign * trend))
         opposite = -np.fmin(sign * long, sign * short)
         new = level - np.maximum(0, before)
         new = np.where(enough & (new >= level / 2) & (level > opposite), new, 0)
@@ -430,14 +441,31 @@ def _levels_before(away: np.ndarray, grid: Grid, moments: int) -> tuple[np.ndarr
     distinct, index = np.unique(computed, return_inverse=True)
     # Windows that overlap say little that is new.
     long = [nan_median(away[:, moment :: -grid.overlap], 1) for moment in distinct.tolist()]
-    return np.stack(long, axis=1)[:, index], _trailing_medians(away[:, :moments], grid.recent)
+    short = nan_median(_trailing(away[:, :moments], grid.recent), 2)
+    return np.stack(long, axis=1)[:, index], short
 
 
-def _trailing_medians(away: np.ndarray, width: int) -> np.ndarray:
-    """Median of each entry and those before it, `width` at most."""
+def _trend(
+    latest: Float[np.ndarray, "machine moment"], grid: Grid, share: float | int
+) -> Float[np.ndarray, "machine moment"]:
+    """Change of `latest` until the level has to be reached, by each machine's trend.
+
+    `latest` is the median over the last `grid.length` windows at each moment. The trend is its
+    difference from that of as many windows before those, 0 where not all of them are in the record:
+    of fewer the noise is too large. Windows of other work are no time here: `_gaps` counts them.
+    """
+    ahead = (grid.length - 1) / 2 + grid.overlap + int((1 - share) * grid.length + 1e-9)
+    first = 2 * grid.length - 1
+    trend = np.zeros_like(latest)
+    trend[:, first:] = latest[:, first:] - latest[:, first - grid.length : -grid.length]
+    return np.nan_to_num(np.float32(ahead / grid.length) * trend)
+
+
+def _trailing(away: np.ndarray, width: int) -> np.ndarray:
+    """Each entry and those before it, `width` in all; NaN where there are fewer."""
     padding = np.full((len(away), width - 1), np.nan, away.dtype)
     padded = np.concatenate([padding, away], axis=1)
-    return nan_median(np.lib.stride_tricks.sliding_window_view(padded, width, axis=1), 2)
+    return np.lib.stride_tricks.sliding_window_view(padded, width, axis=1)
 
 
 def _silent_rows(fleet: Fleet) -> list[str]:

@@ -43,7 +43,8 @@ class StandardDetector:
       silence: seconds without a sample.
       window: seconds of a window of the third.
       metrics: what is compared, by any name of `jrl.faults.collect.vocabulary`; all by default.
-      past: seconds that the onset of a shift needs before it, see `ShiftDetector`.
+      past: seconds that the onset of a shift needs before it, see `ShiftDetector`. Twice the 150 s
+        of a slowdown that recovers and more, so that none is most of what was before.
       codes: causes, a subset of `CAUSES`, for which an error code names its machine in the first
         question. The others are reported in the notes.
     """
@@ -54,7 +55,7 @@ class StandardDetector:
     window: float | int = 8.0
     metrics: Sequence[str] = ()
     codes: Sequence[str] = ("machine",)
-    past: float | int = 240.0
+    past: float | int = 360.0
 
     def __post_init__(self):
         self._detectors()

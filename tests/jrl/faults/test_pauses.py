@@ -65,6 +65,17 @@ def test_a_shift_across_a_long_pause_counts_less():
     assert scores[590] / scores[520] == pytest.approx(1 / (1 + 50 / 240), rel=0.05)
 
 
+def test_a_shift_just_before_a_long_pause_counts_as_one_across_it():
+    scores = {}
+    for begin in (450, 500):
+        fleet = working(activity(1200, pause=(500, 590)))
+        fleet.values[7, 2, begin:] *= 0.95
+        (alarm,) = ShiftDetector()(fleet)
+        scores[begin] = alarm.evidence["score"]
+    # A burst before a drift that goes on in the pause looks like it.
+    assert scores[450] == pytest.approx(scores[500], rel=0.05)
+
+
 def test_windows_of_a_pause_are_left_out():
     windows = comparable_windows(working(activity(600, one=(200, 220), two=(400, 404))), GRID)
     # A quarter of a window is 8 of 30 samples.

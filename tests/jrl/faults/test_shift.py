@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from jrl.faults import shift
 from jrl.faults.collect.fleet import Fleet
 from jrl.faults.shift import Grid, ShiftDetector, heavy_tailed, onset_scores
 from jrl.faults.simulate import Settings, simulate
@@ -21,15 +22,18 @@ def fleet(machines=9, metrics=("a",), seconds=600, period=1.0, seed=0):
 
 def test_the_scores_against_the_definition_in_loops():
     random = np.random.default_rng(1)
-    away = random.normal(size=(4, 30))
+    away = random.normal(size=(4, 60))
     away[random.random(away.shape) < 0.1] = np.nan
-    away[2, 12:] += 6
+    away[2, 12:] += 12
+    away[1] += 0.25 * np.arange(-30, 30)
+    away[0, 40:] -= 3
+    away[3] += np.repeat([0, 8, 4, 1, 8], [24, 8, 8, 2, 18])
     grid = Grid(width=3, hop=1, overlap=3, length=8, recent=4, lag=6)
     scores, sides = onset_scores(away, grid, 0.75)
     few, _ = onset_scores(away, grid, 0.75, 1.0)
     np.testing.assert_array_equal(few[scores.max(axis=1) >= 1], scores[scores.max(axis=1) >= 1])
     assert (few.max(axis=1) > 0).any() and (few <= scores).all()
-    assert scores.shape == (4, 30 - 3 - 8 + 1)
+    assert scores.shape == (4, 60 - 3 - 8 + 1)
     for row in range(4):
         for moment in range(scores.shape[1]):
             best = 0.0
@@ -41,7 +45,13 @@ def test_the_scores_against_the_definition_in_loops():
                 level = stretch[int(0.25 * len(stretch) + 1e-9)]
                 parts = (away[row, last::-3], away[row, max(0, moment - 3) : moment + 1])
                 means = [np.median(side * p[np.isfinite(p)]) for p in parts if np.isfinite(p).any()]
-                new = level - max(0.0, *means, 0.0)
+                # The trend: a level's length of windows, and as many before those.
+                latest = np.nanmedian(side * away[row, max(0, moment - 7) : moment + 1])
+                trend = 0.0
+                if moment >= 15:
+                    earlier = np.nanmedian(side * away[row, moment - 15 : moment - 7])
+                    trend = max(0.0, latest - earlier) * (3.5 + 3 + 2) / 8
+                new = level - max(0.0, *means, latest + trend)
                 if new >= level / 2 and level > -min(means, default=0.0):
                     best = max(best, new)
             assert scores[row, moment] == pytest.approx(best, abs=1e-5)
@@ -91,6 +101,40 @@ def test_drifts_returns_and_short_slowdowns_are_no_alarm():
     assert DETECTOR(values) == []
 
 
+def drifting(spreads, slowdown=0.0):
+    """Half an hour in which machine 3 drifts by so many spreads in four minutes, from one side of
+    the others to the other side; from 900 s on it is slower for a minute."""
+    values = fleet(seconds=1800)
+    # The median of 30 readings with a standard deviation of 3 has one of 0.68.
+    values.values[3, 0] += spreads * 0.68 / 240 * np.arange(-600, 1200, dtype=np.float32)
+    values.values[3, 0, 900:960] -= slowdown
+    return values
+
+
+def greatest_score(values):
+    return max(DETECTOR.examine(values).traces["a"].scores)
+
+
+@pytest.mark.parametrize("spreads", [-6, -4, 4, 6])
+def test_a_steady_drift_is_no_onset_and_a_step_on_top_of_it_is(spreads):
+    values = drifting(spreads)
+    assert greatest_score(values) < 0.5
+    values.values[3, 0, 900:] += np.sign(spreads) * 5
+    (alarm,) = DETECTOR(values)
+    assert alarm.machine == "m3" and alarm.start == pytest.approx(1900, abs=40)
+
+
+def test_a_slowdown_that_recovers_does_not_make_a_drift_an_onset():
+    assert DETECTOR(drifting(6, slowdown=20.0)) == []
+
+
+def test_without_the_trend_a_drift_and_a_slowdown_are_an_onset(monkeypatch):
+    monkeypatch.setattr(shift, "sorted_median", lambda ordered: ordered[..., 0] * np.nan)
+    assert greatest_score(drifting(4)) > 1.5
+    (alarm,) = DETECTOR(drifting(6, slowdown=20.0))
+    assert alarm.machine == "m3"
+
+
 def test_what_is_small_in_each_metric_of_a_gpu_is_large_in_all_of_them():
     names = ("gpu0/duty_cycle", "gpu0/power", "gpu0/sm_activity", "gpu0/engine_activity")
     small = fleet(12, (*names, "cpu/process"))
@@ -128,6 +172,14 @@ def test_one_of_many_machines_that_shift_is_no_outlier():
     assert DETECTOR(rack) == []
     rack.values[7, 0, 300:] += 30  # ten spreads always count
     assert [alarm.machine for alarm in DETECTOR(rack)] == ["m7"]
+
+
+def test_shifts_of_others_count_before_the_first_moment_of_an_onset_too():
+    rack = fleet(60, seconds=900)
+    rack.values[0, 0, 500:] += 4
+    assert [alarm.machine for alarm in ShiftDetector(past=360)(rack)] == ["m0"]
+    rack.values[1:20, 0, 150:] += 4
+    assert ShiftDetector(past=360)(rack) == []
 
 
 def test_an_onset_needs_as_much_before_it_as_the_setting():

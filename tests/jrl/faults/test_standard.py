@@ -31,6 +31,15 @@ def test_one_gpu_of_a_host_of_eight_processes_that_drops_is_named():
     assert alarm.start == pytest.approx(5400, abs=40)
 
 
+def test_a_slowdown_at_the_beginning_of_a_record_makes_no_lasting_difference_new():
+    fleet = host(seconds=1200)
+    fleet.values[5, 2] *= 1.3
+    fleet.values[5, 2, 75:225] *= 0.8
+    assert STANDARD(fleet) == []
+    (alarm,) = StandardDetector(past=240)(fleet)
+    assert (alarm.machine, alarm.metric) == ("node-5", "gpu0/power")
+
+
 @pytest.mark.parametrize("gap", [(300, 660), (540, 900), (0, 900)])
 def test_a_machine_that_is_silent_for_six_of_fifteen_minutes_is_named(gap):
     fleet = host()
