@@ -36,9 +36,8 @@ from jrl.processes.watchdog import jax_heartbeat
 from jrl.recipes.load import source_of
 from jrl.report.evaluation import summarize_run
 from jrl.runs import records
-from jrl.runs.folder import RunFolder
+from jrl.runs.folder import RunFolder, next_run_path
 from jrl.runs.json_lines import restoring_streams, start_json_lines
-from jrl.runs.naming import next_run_path
 from jrl.tasks.load import custom_files
 from jrl.text.load import load_tokenizer
 from jrl.text.tokenizer import Tokenizer

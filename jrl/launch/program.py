@@ -7,8 +7,7 @@ from pathlib import Path
 from jrl.config.flags import parse_arguments
 from jrl.config.run import DRAIN
 from jrl.processes.coordinator import SINGLE_PROCESS
-from jrl.runs.folder import RunFolder
-from jrl.runs.naming import next_run_path
+from jrl.runs.folder import RunFolder, next_run_path
 
 MODULE = "jrl.train"
 
