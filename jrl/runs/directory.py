@@ -18,6 +18,7 @@ from typing import Any
 
 from etils import epath
 
+from jrl.checks import import_extra
 from jrl.runs import records
 
 MANIFEST_NAME = "manifest.json"
@@ -123,8 +124,7 @@ def open_directory(path: StoragePath | str) -> Directory:
     """The directory at a path of a file system, or at a ``gs://`` address.
 
     Raises:
-      ValueError: for other addresses.
-      ModuleNotFoundError: for a ``gs://`` address without gcsfs.
+      ValueError: for other addresses, and for ``gs://`` without gcsfs.
     """
     path = storage_path(path)
     return BucketDirectory(path) if is_bucket(path) else FolderDirectory(path)
@@ -272,19 +272,14 @@ def bucket_files() -> Any:
     """Files in Google Cloud Storage, whose listings are never cached.
 
     Raises:
-      ModuleNotFoundError: without gcsfs.
+      ValueError: without gcsfs.
     """
     from fsspec import filesystem
     from fsspec.config import conf
 
+    import_extra("gcsfs", "gcs", "a directory in gs://")
     # Orbax and TensorStore write beside it, so that listings in memory would be old.
     conf.setdefault("gs", {})["use_listings_cache"] = False
-    try:
-        import gcsfs  # noqa: F401
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError(
-            "checkpoints in gs:// need gcsfs: pip install -e '.[gcs]'"
-        ) from None
     for name in ("gcsfs", "google.auth"):  # what they log, they also raise
         logging.getLogger(name).setLevel(logging.CRITICAL)
     return filesystem("gs")

@@ -79,7 +79,7 @@ def test_a_bucket_alone_is_rejected(address):
 def test_a_bucket_needs_gcsfs(monkeypatch):
     bucket_files.cache_clear()
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(ModuleNotFoundError, match=r"need gcsfs: pip install -e '.\[gcs\]'"):
+    with pytest.raises(ValueError, match=r'needs the package gcsfs: pip install -e "\.\[gcs\]"'):
         Checkpoints("gs://bucket/run")
 
 
