@@ -99,9 +99,9 @@ class Directory(ABC):
     def incomplete(self) -> list[StoragePath]:
         """Checkpoints that a killed writer has left, or a live one is writing."""
 
-    @abstractmethod
     def damaged(self) -> list[StoragePath]:
         """Checkpoints that were set aside."""
+        return [path for path in self._entries() if ".damaged" in path.name]
 
     @abstractmethod
     def remove_leftovers(self) -> None:
@@ -118,6 +118,10 @@ class Directory(ABC):
     @abstractmethod
     def size_and_time(self, folder: StoragePath) -> tuple[int, float]:
         """Bytes in a folder, and when it was written last, in seconds since 1970."""
+
+    @abstractmethod
+    def _entries(self) -> list[StoragePath]:
+        """All that is in the directory, by name."""
 
 
 def open_directory(path: StoragePath | str) -> Directory:
@@ -164,9 +168,6 @@ class FolderDirectory(Directory):
     def incomplete(self) -> list[StoragePath]:
         return [entry for entry in self._entries() if TEMPORARY.fullmatch(entry.name)]
 
-    def damaged(self) -> list[StoragePath]:
-        return [entry for entry in self._entries() if ".damaged" in entry.name]
-
     def remove_leftovers(self) -> None:
         for entry in self.incomplete():
             shutil.rmtree(entry)
@@ -191,11 +192,7 @@ class BucketDirectory(Directory):
         bucket_files()
 
     def steps(self) -> list[int]:
-        return sorted(
-            int(path.name)
-            for path in self._entries()
-            if path.name.isdigit() and (path / MANIFEST_NAME).exists()
-        )
+        return sorted(int(path.name) for path in self._checkpoints(complete=True))
 
     def destination(self, step: int) -> StoragePath:
         return self.path / str(step)
@@ -221,12 +218,7 @@ class BucketDirectory(Directory):
         return path
 
     def incomplete(self) -> list[StoragePath]:
-        complete = {str(step) for step in self.steps()}
-        names = (path for path in self._entries() if path.name.isdigit())
-        return [path for path in names if path.name not in complete]
-
-    def damaged(self) -> list[StoragePath]:
-        return [path for path in self._entries() if ".damaged" in path.name]
+        return self._checkpoints(complete=False)
 
     def remove_leftovers(self) -> None:
         for path in self.incomplete():
@@ -239,6 +231,10 @@ class BucketDirectory(Directory):
         objects = list(_objects(folder))
         newest = max(datetime.fromisoformat(entry["updated"]) for _, entry in objects)
         return sum(entry["size"] for _, entry in objects), newest.timestamp()
+
+    def _checkpoints(self, complete: bool) -> list[StoragePath]:
+        paths = (path for path in self._entries() if path.name.isdigit())
+        return [path for path in paths if (path / MANIFEST_NAME).exists() == complete]
 
     def _entries(self) -> list[StoragePath]:
         try:
