@@ -1,7 +1,7 @@
 """Server of one bucket with the part of Google Cloud Storage's JSON API that TensorStore and gcsfs
 call: objects in memory, generations, and requests that hold for one generation only.
 
-    python tests/jrl/runs/bucket_server.py PORT
+    python tests/support/bucket_server.py PORT
 
 Its bucket is "bucket". With 0 for PORT the system chooses one, which is the first line it prints.
 """

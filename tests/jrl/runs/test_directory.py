@@ -152,6 +152,7 @@ def test_a_folder_made_in_the_console_is_no_checkpoint(address):
     bucket_files().pipe_file(f"{address}/7/", b"")
     assert Checkpoints(f"{address}/7").steps() == []
     assert Checkpoints(f"{address}/7").latest_valid_step() == (None, {})
+    assert open_directory(f"{address}/7").is_empty()
 
 
 def test_storage_that_cannot_be_reached_is_one_line(storage, tmp_path, monkeypatch, capsys):
