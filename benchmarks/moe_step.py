@@ -126,7 +126,7 @@ def program(config: Any) -> tuple[Any, Any]:
     from moe.model import hidden
     from moe.placement import specs
     from moe.router.balance import router_loss
-    from moe.tokens.alignment import align_to_tokens, next_tokens
+    from moe.tokens.packing import align_to_tokens, next_tokens
     from sharding.collectives import varying
     from sharding.folding import Layout, fold
 

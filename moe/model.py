@@ -38,8 +38,7 @@ from moe.ops.mask import Window
 from moe.ops.precision import rms_norm
 from moe.remat import SAVED, SAVED_BEFORE_NORMS, UNSAVED, rematerialise
 from moe.router.statistics import RouterStatistics, sums_over_layers
-from moe.tokens.alignment import align_to_tokens
-from moe.tokens.packing import PackedBatch, pack_rows
+from moe.tokens.packing import PackedBatch, align_to_tokens, pack_rows
 from moe.weights import DeltaNet, Layer, Transformer
 from sharding.collectives import (
     join_shards,

@@ -35,12 +35,15 @@ from moe.head import is_argmax, logits_of, logprobs_and_entropy, value_of
 from moe.ops.zigzag import ZigzagLayout
 from moe.router.routing import choices_dtype
 from moe.router.statistics import RouterStatistics, overflow_of, run_with_fallback
-from moe.tokens import alignment
 from moe.tokens.packing import (
     PackedBatch,
+    expand_responses,
     pack_segments,
     pack_shared_prompts,
     positions_of,
+    response_states,
+    response_tokens,
+    unpack_shared_prompts,
     zigzag_of_rows,
 )
 from moe.weights import Transformer
@@ -62,19 +65,14 @@ class RetryOnOverflow:
     decorator. A call returns the result without the overflow.
 
     Args:
-      function: the pass, ``(scorer, *args) -> (result, overflow)`` of a
-        `jrl.trainer.scoring.Scorer`; `overflow` is that of `moe.router.statistics.overflow_of`.
+      function: the pass, ``(scorer, *args) -> (result, overflow)`` of a `Scorer`, see
+        `moe.router.statistics.overflow_of`.
       num_static: number of leading static arguments, the scorer first.
       least_effort: true for a pass that runs rarely on a few rows, see
         `sharding.sharded_jit.LEAST_EFFORT`.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., tuple[Any, Array | None]],
-        num_static: int = 1,
-        least_effort: bool = False,
-    ):
+    def __init__(self, function: Pass, num_static: int = 1, least_effort: bool = False):
         options: Any = {"static_argnums": tuple(range(num_static)), "least_effort": least_effort}
         self.with_overflow = MeshJit(function, **options)
         # Dropless buffers count no overflow: the second result is None.
@@ -289,12 +287,12 @@ class Scorer:
         config, mesh, shape = self.config, self.mesh, batch.tokens.shape
         prompt_length, group_size = self.layout
         if self.packed is None:
-            x = alignment.response_states(x, shape, prompt_length, group_size, mesh, config)
+            x = response_states(x, shape, prompt_length, group_size, mesh, config)
             # State t - 1 predicts token t: both in the order of responses, one shard each.
-            responses = alignment.response_tokens(batch.tokens, prompt_length, mesh, config)
+            responses = response_tokens(batch.tokens, prompt_length, mesh, config)
 
             def expand(values: Float[Array, "shard"]) -> Float[Array, "batch time"]:
-                return alignment.expand_responses(values, shape, prompt_length, mesh, config)
+                return expand_responses(values, shape, prompt_length, mesh, config)
 
             return x, vary(responses, mesh.axes), expand
         bins, length, max_scored = self.packed
@@ -395,7 +393,7 @@ class Scorer:
         num_batches = by_token.shape[1]
         batch_shape = shape[0] // num_batches, shape[1]
         rows = [
-            alignment.unpack_shared_prompts(by_token[:, n], batch_shape, *self.layout, mesh, config)
+            unpack_shared_prompts(by_token[:, n], batch_shape, *self.layout, mesh, config)
             for n in range(num_batches)
         ]
         # Typed as varying over `pp`, as the other results of a pipeline.
@@ -441,15 +439,13 @@ def mark_replicated(tree, mesh: FoldedMesh):
     """Types `tree` as varying over ``dp`` only, by a maximum over the other axes, whose ranks have
     equal values."""
     others = tuple(axis for axis in mesh.except_sequence if axis not in mesh.dp)
-    # The maximum of equal values is exact, where a mean would round.
-    return jax.tree.map(
-        lambda x: (
-            jax.lax.pmax(x.astype(jnp.int8), others).astype(bool)
-            if x.dtype == bool
-            else jax.lax.pmax(x, others)
-        ),
-        tree,
-    )
+
+    def maximum(x: Array) -> Array:
+        # The maximum of equal values is exact, where a mean would round.
+        as_number = x.astype(jnp.int8) if x.dtype == bool else x
+        return jax.lax.pmax(as_number, others).astype(x.dtype)
+
+    return jax.tree.map(maximum, tree)
 
 
 def _run_sharded(

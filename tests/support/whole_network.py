@@ -11,7 +11,7 @@ from moe import model, stages
 from moe.head import logprobs_and_entropy, value_of
 from moe.placement import specs
 from moe.router.balance import router_loss
-from moe.tokens import alignment
+from moe.tokens import packing
 from moe.tokens.packing import pack_rows, pack_shared_prompts
 from sharding.collectives import all_sum, vary, varying
 
@@ -39,10 +39,10 @@ def token_loss(weights, x, piece, num_tokens, config, mesh):
     if config.head == "value":
         after = jnp.square(value_of(weights, x, config) - 1.0)
     else:
-        following = alignment.next_tokens(tokens, mesh, config)
+        following = packing.next_tokens(tokens, mesh, config)
         logprobs, entropy = logprobs_and_entropy(weights, x, following, config, mesh)
         after = 0.1 * entropy - logprobs
-    per_token = alignment.align_to_tokens(after, tokens.shape, mesh, config)
+    per_token = packing.align_to_tokens(after, tokens.shape, mesh, config)
     # The first token of a row has none before it, and what padding attends to is not defined.
     counted = valid & jnp.pad(valid, ((0, 0), (1, 0)))[:, :-1]
     return jnp.sum(per_token, where=counted) / num_tokens.astype(jnp.float32)
@@ -53,7 +53,7 @@ def before_responses(weights, tokens, valid, prompt_length, num_samples, config,
     for the rows that share them."""
     packed = pack_shared_prompts(tokens, valid, prompt_length, num_samples, mesh, config)
     x, stats = model.run(weights, packed, config, mesh)
-    states = alignment.response_states(x, tokens.shape, prompt_length, num_samples, mesh, config)
+    states = packing.response_states(x, tokens.shape, prompt_length, num_samples, mesh, config)
     return states, stats
 
 

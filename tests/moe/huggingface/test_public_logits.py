@@ -18,7 +18,7 @@ from moe.decoding import decode_step, prefill
 from moe.execution import Execution
 from moe.layers.depth import split_layer_groups
 from moe.placement import specs
-from moe.tokens import alignment
+from moe.tokens import packing
 from moe.weights import Transformer
 from sharding.collectives import vary
 
@@ -166,7 +166,7 @@ def gradients(name, layout) -> Transformer[np.ndarray]:
         def loss(weights):
             logits, _ = model.next_token_logits(weights, tokens, valid, config, mesh)
             own = jax.nn.logsumexp(logits, axis=-1) ** 2
-            per_token = alignment.align_to_tokens(own, tokens.shape, mesh, config)
+            per_token = packing.align_to_tokens(own, tokens.shape, mesh, config)
             counted = valid & jnp.roll(valid, 1, axis=1)
             total = jnp.sum(per_token, where=counted)
             return jax.lax.psum(vary(total, mesh.except_sequence), mesh.except_sequence)

@@ -15,7 +15,7 @@ from moe import model
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.placement import specs
-from moe.tokens import alignment
+from moe.tokens import packing
 
 CONFIG = ModelConfig(
     vocab_size=11,
@@ -78,8 +78,8 @@ def test_alignment_moves_each_number_to_its_token(layout, context):
     tokens = np.random.default_rng(0).integers(0, 9, shape).astype(np.int32)
 
     def local(tokens):
-        after = alignment.next_tokens(tokens, mesh, config).astype(jnp.float32)
-        return alignment.align_to_tokens(after, tokens.shape, mesh, config)[None]
+        after = packing.next_tokens(tokens, mesh, config).astype(jnp.float32)
+        return packing.align_to_tokens(after, tokens.shape, mesh, config)[None]
 
     rows = tuple(axis for axis in mesh.except_sequence if axis not in mesh.dp)
     aligned = np.asarray(on_mesh(local, mesh, P(mesh.dp), P(rows, mesh.dp))(tokens))[0]

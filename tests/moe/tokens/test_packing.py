@@ -17,8 +17,12 @@ from moe.execution import Execution
 from moe.head import logits_of
 from moe.placement import specs
 from moe.router.balance import router_loss
-from moe.tokens import alignment
-from moe.tokens.packing import pack_rows, pack_shared_prompts
+from moe.tokens.packing import (
+    expand_responses,
+    pack_rows,
+    pack_shared_prompts,
+    response_tokens,
+)
 from sharding.collectives import all_sum, gather_tokens, local_shard
 
 PROMPT, RESPONSE, ROWS = 6, 5, 8
@@ -66,9 +70,9 @@ def loss(weights, tokens, valid, path, copies, config, mesh):
     """A scalar that every weight reaches: a sum over response tokens and the router's losses."""
     before, stats = path(weights, tokens, valid, copies, config, mesh)
     logits = logits_of(weights, before, config, mesh)
-    targets = alignment.response_tokens(tokens, PROMPT, mesh, config)
+    targets = response_tokens(tokens, PROMPT, mesh, config)
     chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], axis=1)[:, 0]
-    logprobs = alignment.expand_responses(chosen, tokens.shape, PROMPT, mesh, config)
+    logprobs = expand_responses(chosen, tokens.shape, PROMPT, mesh, config)
     logprobs = jnp.where(valid & (jnp.arange(PROMPT + RESPONSE) >= PROMPT)[None, :], logprobs, 0.0)
     num_tokens = all_sum(jnp.sum(valid.astype(jnp.int32)), mesh.dp)
     own = -jnp.sum(logprobs) / (ROWS * RESPONSE) + router_loss(stats, config, mesh, num_tokens)
