@@ -145,8 +145,8 @@ def decoding(config: Any) -> tuple[Callable[[], Any], Callable[[Any], float]]:
     import jax.numpy as jnp
 
     from jrl.recipes.base.batch import replicated
-    from jrl.rollout.decoding.decode import SamplerState, StepLimits, advance, unstack_policy
-    from jrl.rollout.decoding.slots import Decoder, empty_pool
+    from jrl.rollout.decoding.mesh_backend import StepLimits, advance, unstack_policy
+    from jrl.rollout.decoding.slots import Decoder, SamplerState, empty_pool
     from jrl.rollout.sampling import Sampling
     from moe.weights import initialise
     from sharding.folding import Layout, fold

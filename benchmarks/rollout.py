@@ -164,8 +164,8 @@ def engine_of(model: str | Any, slots: int, columns: int) -> tuple[Any, Any]:
     import jax
     import numpy as np
 
-    from jrl.rollout.decoding.backend import MeshBackend
     from jrl.rollout.decoding.engine import Engine
+    from jrl.rollout.decoding.mesh_backend import MeshBackend
     from jrl.rollout.decoding.requests import Request
     from jrl.rollout.decoding.slots import Decoder
     from jrl.rollout.sampling import Sampling

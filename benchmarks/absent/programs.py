@@ -280,7 +280,7 @@ def _prefill(step: Step) -> tuple[Any, ...]:
 def _sampler_state(mesh: Any) -> Any:
     import jax.numpy as jnp
 
-    from jrl.rollout.decoding.decode import SamplerState
+    from jrl.rollout.decoding.slots import SamplerState
 
     return SamplerState(_everywhere(mesh, jnp.uint32, 2), _everywhere(mesh, jnp.int32))
 
@@ -297,7 +297,7 @@ def _decoding(step: Step) -> tuple[Any, ...]:
     import jax
     import jax.numpy as jnp
 
-    from jrl.rollout.decoding.decode import (
+    from jrl.rollout.decoding.mesh_backend import (
         StepLimits,
         UnstackedPolicy,
         _policy_specs,

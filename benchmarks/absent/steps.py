@@ -79,7 +79,7 @@ def prompts_of_prefill(step: Step, dp: int, max_tokens: int | None = None) -> in
     """Prompts on each rank of ``dp`` in the largest prefill of an engine.
 
     Args:
-      max_tokens: bound of the backend, `jrl.rollout.decoding.backend.MeshBackend`.
+      max_tokens: bound of the backend, `jrl.rollout.decoding.mesh_backend.MeshBackend`.
     """
     from jrl.rollout.decoding.engine import MAX_PREFILL_TOKENS
 

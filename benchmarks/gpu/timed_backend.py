@@ -8,10 +8,9 @@ import numpy as np
 from jax import monitoring
 from jaxtyping import Array
 
-from jrl.rollout.decoding.backend import MeshBackend
-from jrl.rollout.decoding.decode import Advanced, SamplerState, StepLimits
+from jrl.rollout.decoding.mesh_backend import Advanced, MeshBackend, StepLimits
 from jrl.rollout.decoding.prefill import AdmissionArrays
-from jrl.rollout.decoding.slots import Decoder, SlotPool
+from jrl.rollout.decoding.slots import Decoder, SamplerState, SlotPool
 from jrl.rollout.sampling import Sampling
 from sharding.folding import FoldedMesh
 

@@ -21,8 +21,8 @@ from command_runs import one_line
 from served import numbers, serving, write_checkpoint
 
 from jrl import serve
-from jrl.rollout.decoding.backend import MeshBackend
 from jrl.rollout.decoding.engine import Engine
+from jrl.rollout.decoding.mesh_backend import MeshBackend
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.decoding.slots import Decoder
 from jrl.rollout.sampling import GREEDY

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from programs import mesh_of
 
-from jrl.rollout.decoding.decode import advance
+from jrl.rollout.decoding.mesh_backend import advance
 from jrl.rollout.decoding.packed_prefill import run_packed
 from jrl.rollout.decoding.prefill import admit, admit_prefilled
 from jrl.rollout.prompt_scores import score_packed

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from jrl.recipes.base.batch import Batch
 from jrl.rollout.collection.collect import batch_of
-from jrl.rollout.decoding.backend import MeshBackend
 from jrl.rollout.decoding.engine import Engine
+from jrl.rollout.decoding.mesh_backend import MeshBackend
 from jrl.rollout.decoding.requests import Request, Trajectory
 from jrl.rollout.decoding.slots import Decoder
 from jrl.rollout.sampling import Sampling

@@ -13,13 +13,11 @@ from jrl.losses import EntropyStatistics
 from jrl.processes.agreement import to_devices, to_host
 from jrl.processes.progress import sign
 from jrl.recipes.base.batch import replicated
-from jrl.rollout.decoding.backend import MeshBackend
-from jrl.rollout.decoding.decode import SamplerState, StepLimits
+from jrl.rollout.decoding.mesh_backend import MeshBackend, StepLimits
 from jrl.rollout.decoding.packed_prefill import make_packing, plan_cache_copies, plan_rows
 from jrl.rollout.decoding.prefill import AdmissionArrays, make_admission
 from jrl.rollout.decoding.requests import (
     Finish,
-    OutputBuffer,
     Request,
     StreamChunk,
     Trajectory,
@@ -45,7 +43,9 @@ from jrl.rollout.decoding.sizes import (
     unpacked_row_sizes,
 )
 from jrl.rollout.decoding.slots import (
+    OutputBuffer,
     RecentTokens,
+    SamplerState,
     SlotPool,
     empty_pool,
     halt,

@@ -11,20 +11,18 @@ from flax import struct
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
-from jrl.rollout.decoding.decode import (
-    SamplerState,
-    append_tokens,
-    sample_next_tokens,
-    sampler_state_specs,
-)
 from jrl.rollout.decoding.scheduler import AdmissionPlan
 from jrl.rollout.decoding.slots import (
     Decoder,
+    SamplerState,
     SlotPool,
     TokenRows,
+    append_tokens,
     over_slots,
     pool_specs,
     run_prefill_local,
+    sample_next_tokens,
+    sampler_state_specs,
 )
 from jrl.rollout.sampling import Sampling
 from moe.cache import ROW, over_columns

@@ -7,12 +7,11 @@ from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array
 
 from jrl.processes.agreement import to_host
 from jrl.rollout.adjustments import Constraint
 from jrl.rollout.conversation import Conversation
-from jrl.rollout.decoding.slots import Decoder, RecentTokens, TokenRows, TopTokens
+from jrl.rollout.decoding.slots import OutputBuffer, RecentTokens, TokenRows, TopTokens
 from jrl.rollout.sampling import RequestSampling
 from sharding.former_names import former_members
 
@@ -113,24 +112,6 @@ class Request(NamedTuple):
         if self.window is None:
             return max_length
         return min(max_length, self.start + self.window)
-
-
-@dataclass
-class OutputBuffer:
-    """Output buffer of finished rows on the rollout mesh, until a batch is made of them.
-
-    Attributes:
-      decoder: compile-time settings of their decoding.
-      rows: copied from their slots.
-      used: number of rows in use; the others are free.
-    """
-
-    decoder: Decoder
-    rows: TokenRows[Array]
-    used: int = 0
-
-    def __len__(self) -> int:
-        return self.rows.lengths.shape[0]
 
 
 @dataclass(frozen=True)

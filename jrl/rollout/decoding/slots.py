@@ -1,11 +1,11 @@
-"""Decoding slots: the pool of rows and their KV cache, its sharding on the mesh, and the output
-buffer of finished rows.
+"""Decoding slots: the pool of rows and their KV cache, its sharding on the mesh, the next token of
+each row, and the output buffer of finished rows.
 
 A row starts in column 0 of its slot, so its token at position p is in column p; the rows of a pool
 have different lengths.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache as remembered
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -14,8 +14,12 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from jrl.losses import EntropyStatistics
+from jrl.rollout.adjustments import adjust_logits
+from jrl.rollout.sampling import RowSampling, Sampling, row_keys, sample_rows, sample_tokens
+from jrl.rollout.threefry import keys_of
 from moe.attention.latent import caches_latent
 from moe.cache import ROW, Cache, over_columns
 from moe.config import ModelConfig
@@ -24,7 +28,7 @@ from moe.layers.depth import is_stack, split_layer_groups
 from moe.placement import specs
 from moe.router.routing import choices_dtype
 from moe.weights import DeltaNet, Transformer, cast_shapes, initialise
-from sharding.collectives import vary
+from sharding.collectives import join_shards, local_shard, vary
 from sharding.folding import FoldedMesh
 from sharding.sharded_jit import abstract_array, jit_onto, jit_sharded, named_shardings
 
@@ -129,6 +133,24 @@ class SlotPool(Generic[Leaf]):
     responses: Leaf
     prompts: Leaf
     samples: Leaf
+
+
+@dataclass
+class OutputBuffer:
+    """Output buffer of finished rows on the rollout mesh, until a batch is made of them.
+
+    Attributes:
+      decoder: compile-time settings of their decoding.
+      rows: copied from their slots.
+      used: number of rows in use; the others are free.
+    """
+
+    decoder: Decoder
+    rows: TokenRows[Array]
+    used: int = 0
+
+    def __len__(self) -> int:
+        return self.rows.lengths.shape[0]
 
 
 def ranks(mesh: FoldedMesh) -> int:
@@ -319,6 +341,149 @@ def run_prefill_local(
         # One byte each where the number of experts allows, as there are tokens x layers x k ids.
         choices = choices.astype(choices_dtype(config.num_experts))
     return output._replace(cache=vary(output.cache, mesh.axes), choices=choices)
+
+
+class SamplerState(NamedTuple):
+    """Sampler state of the next tokens, on every device.
+
+    Attributes:
+      key: data of the RNG key from which the keys of all tokens are derived.
+      version: of the weights.
+      entropy: statistics of the step before, for an adaptive temperature.
+      rows: per-request sampling parameters, sharded over the slots; None where all rows share one
+        `Sampling`.
+      greedy: ``[]`` true to take the argmax, see `jrl.rollout.sampling.sample_tokens`.
+    """
+
+    key: Array
+    version: Array
+    entropy: EntropyStatistics[Array] | None = None
+    rows: RowSampling[Array] | None = None
+    greedy: Array | None = None
+
+
+class NextTokens(NamedTuple):
+    """Next token of each row.
+
+    Attributes:
+      tokens: ids.
+      behaviour_logprobs, old_logprobs: of them, as in `TokenRows`.
+      top_tokens: top-k tokens of the position; None where they are not recorded.
+    """
+
+    tokens: Array
+    behaviour_logprobs: Array
+    old_logprobs: Array
+    top_tokens: TopTokens[Array] | None = None
+
+
+def sampler_state_specs(mesh: FoldedMesh, sampler_state: SamplerState) -> Any:
+    """Partition specs of the sampler state."""
+    specs = jax.tree.map(lambda _: PartitionSpec(), sampler_state)
+    return specs._replace(rows=jax.tree.map(lambda _: over_slots(mesh), sampler_state.rows))
+
+
+def sample_next_tokens(
+    decoder: Decoder,
+    sampling: Sampling,
+    logits: Array,
+    pool: SlotPool[Array],
+    rows: TokenRows[Array],
+    sampler_state: SamplerState,
+) -> NextTokens:
+    """Samples the next token of each row with its log-probabilities, the same on every rank of
+    ``tp``.
+
+    Args:
+      logits: of this rank's shard of the rows.
+    """
+    # Each rank of tp samples for its shard of the rows, of which it has all logits; then tokens are
+    # all-gathered.
+    key, axes = keys_of(sampler_state.key), decoder.mesh.sequence
+    samples = local_shard(pool.samples, axes)
+    # Counted from the start of the response, so that a resumed row uses the same RNG keys as an
+    # uninterrupted one.
+    positions = local_shard(rows.lengths - pool.responses, axes)
+    if sampler_state.rows is not None:
+        row_sampling = jax.tree.map(lambda x: local_shard(x, axes), sampler_state.rows)
+        keys = row_keys(key, *row_sampling.seeds.T, samples, positions)
+        adjusted = None
+        if row_sampling.adjustments is not None:
+            history = rows.tokens, pool.responses, rows.lengths
+            history = (local_shard(x, axes) for x in history)
+            adjusted = adjust_logits(logits, row_sampling.adjustments, *history)
+        sampled = sample_rows(logits, row_sampling, keys, adjusted)
+        top_tokens = None
+        if decoder.top_logprobs:
+            top_tokens = _top_k_tokens(logits, row_sampling.needs_top_tokens, decoder.top_logprobs)
+        return jax.tree.map(lambda x: join_shards(x, axes), NextTokens(*sampled, top_tokens))
+
+    keys = row_keys(key, local_shard(pool.prompts, axes), samples, positions)
+    entropy, greedy = vary((sampler_state.entropy, sampler_state.greedy), decoder.mesh.axes)
+    token, behaviour, old = sample_tokens(logits, sampling, keys, entropy, greedy)
+    return NextTokens(
+        join_shards(token, axes), join_shards(behaviour, axes), join_shards(old, axes)
+    )
+
+
+def _top_k_tokens(
+    logits: Float[Array, "row vocab"], wanted: Bool[Array, "row"], k: int
+) -> TopTokens[Array]:
+    """Top-k tokens of each row and their log-probabilities at temperature 1; zeros if no row
+    requests them."""
+
+    def compute() -> tuple[Array, Array]:
+        best, tokens = jax.lax.top_k(logits, k)
+        return tokens.astype(jnp.int32), best - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+
+    like = logits[:, :k]
+    zeros = jnp.zeros_like(like, jnp.int32), jnp.zeros_like(like)
+    return TopTokens(*jax.lax.cond(jnp.any(wanted), compute, lambda: zeros))
+
+
+def append_tokens(
+    decoder: Decoder,
+    pool: SlotPool[Array],
+    rows: TokenRows[Array],
+    grows: Array,
+    sampled: NextTokens,
+    version: Array,
+) -> tuple[TokenRows[Array], Array]:
+    """Appends the sampled tokens to the rows in the mask `grows`; returns the rows, and the mask of
+    those that continue."""
+    token, behaviour, old, top_tokens = sampled
+    # Position of the next token; other rows are not written to.
+    positions = rows.lengths
+    # Per token, not per row: a row in flight may continue with newer weights.
+    versions = jnp.broadcast_to(version.astype(jnp.int32), token.shape)
+    longer = replace(
+        rows,
+        lengths=rows.lengths + grows.astype(jnp.int32),
+        tokens=write_token(rows.tokens, grows, positions, token),
+        behaviour_logprobs=write_token(rows.behaviour_logprobs, grows, positions, behaviour),
+        old_logprobs=write_token(rows.old_logprobs, grows, positions, old),
+        versions=write_token(rows.versions, grows, positions, versions),
+    )
+    if top_tokens is not None:
+        recorded = jax.tree.map(
+            lambda into, new: write_token(into, grows, positions, new), rows.top_tokens, top_tokens
+        )
+        longer = replace(longer, top_tokens=recorded)
+    # The token that ends a response is part of it.
+    continues = grows & (longer.lengths < pool.limits)
+    for stop in decoder.stop_ids:
+        continues = continues & (token != stop)
+    return longer, continues
+
+
+def write_token(into: Array, where: Array, position: Array, new: Array | None) -> Array:
+    """Writes `new` at one position per row of `into`, for the rows in the mask `where`."""
+    assert new is not None
+    # Past the end, where writes are dropped.
+    position = jnp.where(where, position, into.shape[1])
+    return into.at[jnp.arange(into.shape[0]), position].set(
+        new.astype(into.dtype), mode="drop", unique_indices=True, indices_are_sorted=True
+    )
 
 
 @partial(jax.jit, static_argnums=1)

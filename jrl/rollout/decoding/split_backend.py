@@ -18,29 +18,26 @@ from jaxtyping import Array
 
 from jrl.processes.agreement import any_of, is_multiprocess, to_devices, to_every_host
 from jrl.recipes.base.batch import replicated
-from jrl.rollout.decoding.decode import (
-    Advanced,
-    SamplerState,
-    StepLimits,
-    append_tokens,
-    sample_next_tokens,
-    sampler_state_specs,
-    write_token,
-)
+from jrl.rollout.decoding.mesh_backend import Advanced, StepLimits
 from jrl.rollout.decoding.packed_prefill import CacheCopies, Packing
 from jrl.rollout.decoding.prefill import AdmissionArrays, admit_prefilled
 from jrl.rollout.decoding.scheduler import ChooseSlot
 from jrl.rollout.decoding.sizes import bucket
 from jrl.rollout.decoding.slots import (
     Decoder,
+    SamplerState,
     SlotPool,
     TokenRows,
+    append_tokens,
     check_slots,
     make_output_buffer,
     over_slots,
     pool_specs,
+    sample_next_tokens,
+    sampler_state_specs,
     without_cache,
     write_to_buffer,
+    write_token,
 )
 from jrl.rollout.expert_balancer import ExpertBalancer
 from jrl.rollout.prompt_scores import PackedScores
@@ -447,7 +444,7 @@ def _sample_micro_batch(
     index: Array,
 ) -> tuple[SlotPool[Array], Array, Array]:
     """Samples the next token of the live rows of a micro-batch, as
-    `jrl.rollout.decoding.decode.advance` does for all rows.
+    `jrl.rollout.decoding.mesh_backend.advance` does for all rows.
 
     Args:
       pool: without its cache; donated.

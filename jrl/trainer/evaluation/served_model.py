@@ -15,8 +15,8 @@ from jrl.config.run import IMPLEMENTATION_SETTINGS, RunConfig, SplitSettings
 from jrl.published.adapters import check_of_checkpoint, open_adapters
 from jrl.published.location import is_checkpoint
 from jrl.published.network import open_checkpoint
-from jrl.rollout.decoding.backend import MeshBackend
 from jrl.rollout.decoding.engine import Backend, Engine
+from jrl.rollout.decoding.mesh_backend import MeshBackend
 from jrl.rollout.decoding.slots import Decoder
 from jrl.rollout.decoding.split_backend import SplitBackend
 from jrl.rollout.expert_balancer import first_placement

@@ -181,7 +181,8 @@ def rollout_memory(setup: Setup) -> dict[str, int]:
 
 
 def unstacked_bytes(config: ModelConfig, mesh: FoldedMesh, *, is_stored: bool) -> int:
-    """Bytes on one device of the weights that `jrl.rollout.decoding.decode.unstack_policy` copies.
+    """Bytes on one device of the weights that decoding copies
+    (`jrl.rollout.decoding.mesh_backend.unstack_policy`).
 
     Args:
       config: without adapters.

@@ -20,8 +20,8 @@ from jrl.recipes.base.recipe import Recipe, Windows
 from jrl.rollout.collection.async_collector import AsyncBufferSpec
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.conversation_engine import ConversationEngine
-from jrl.rollout.decoding.backend import MeshBackend
 from jrl.rollout.decoding.engine import Backend, Engine
+from jrl.rollout.decoding.mesh_backend import MeshBackend
 from jrl.rollout.decoding.protocol import RolloutEngine
 from jrl.rollout.decoding.slots import Decoder
 from jrl.rollout.decoding.split_backend import SplitBackend

@@ -14,9 +14,9 @@ from jrl.rollout.adjustments import (
     apply_top_k_and_min_p,
     stack_adjustments,
 )
-from jrl.rollout.decoding import backend
-from jrl.rollout.decoding.backend import MeshBackend
+from jrl.rollout.decoding import mesh_backend
 from jrl.rollout.decoding.engine import Engine
+from jrl.rollout.decoding.mesh_backend import MeshBackend
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.decoding.slots import Decoder
 from jrl.rollout.sampling import GREEDY, RequestSampling, row_keys, sample_rows, stack_sampling
@@ -177,17 +177,17 @@ def written(made, *requests):
 def test_rows_with_adjustments_run_beside_others(layout):
     made = engine(layout)
     plain = written(made, asked(0), asked(1, temperature=1.2), asked(2))
-    before = backend.advance.cache_size()
+    before = mesh_backend.advance.cache_size()
     one = Adjustments(biases=((9, 100.0),))
     biased = written(made, asked(0), asked(1, temperature=1.2), asked(2, one))
     assert biased[:2] == plain[:2] and biased[2] == [9] * RESPONSE
-    programs = backend.advance.cache_size()
+    programs = mesh_backend.advance.cache_size()
     assert programs > before
     # The token of 9 is not sampled twice, as its penalty is larger than its bias.
     two = Adjustments(biases=((9, 100.0), (4, 100.0)), presence_penalty=101.0, top_k=3)
     again = written(made, asked(0), asked(1, temperature=1.2), asked(2, two))
     assert again[:2] == plain[:2] and sorted(again[2][:2]) == [4, 9]
-    assert backend.advance.cache_size() == programs, "each value is compiled"
+    assert mesh_backend.advance.cache_size() == programs, "each value is compiled"
     assert written(made, asked(0), asked(1, temperature=1.2), asked(2)) == plain
 
 

@@ -8,8 +8,8 @@ import pytest
 from jrl.recipes import Batch
 from jrl.recipes.base.batch import over_rows, take_rows
 from jrl.rollout.collection.collect import batch_of
-from jrl.rollout.decoding.requests import OutputBuffer, Request, Trajectory
-from jrl.rollout.decoding.slots import Decoder, TokenRows
+from jrl.rollout.decoding.requests import Request, Trajectory
+from jrl.rollout.decoding.slots import Decoder, OutputBuffer, TokenRows
 from jrl.rollout.resharding import rollout_mesh
 from moe.config import tiny
 from sharding.folding import Layout, fold

@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec as P
 from policies import COLUMNS, CONFIG, FAST_COMPILE, PAD, STOPS, Asked, weights
 from tiers import full_but
 
-from jrl.rollout.decoding import backend
-from jrl.rollout.decoding.backend import MeshBackend
+from jrl.rollout.decoding import mesh_backend
 from jrl.rollout.decoding.engine import Engine
+from jrl.rollout.decoding.mesh_backend import MeshBackend
 from jrl.rollout.decoding.slots import Decoder
 from jrl.rollout.prompt_scores import score_packed
 from jrl.rollout.sampling import GREEDY
@@ -95,7 +95,7 @@ def test_prompts_that_find_no_room_at_their_experts_are_scored_again(monkeypatch
             return scores, overflow
         return jax.tree.map(jnp.zeros_like, scores), jnp.int32(1)
 
-    monkeypatch.setattr(backend, "score_packed", first_in_vain)
+    monkeypatch.setattr(mesh_backend, "score_packed", first_in_vain)
     (scores, *_) = engine().score(prompts())
     np.testing.assert_allclose(scores.logprobs, trainer_logprobs()[0], atol=CLOSE)
     assert len(attempts) == 2

@@ -7,8 +7,8 @@ from small_runs import small_model, small_run, small_setup
 from tiers import full_but
 
 from jrl.rollout import resharding
-from jrl.rollout.decoding.backend import MeshBackend
 from jrl.rollout.decoding.engine import Engine
+from jrl.rollout.decoding.mesh_backend import MeshBackend
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.decoding.slots import Decoder
 from jrl.rollout.resharding import (

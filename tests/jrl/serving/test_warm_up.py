@@ -11,8 +11,8 @@ from policies import CONFIG, PAD, STOPS, Asked, weights
 from jrl.rollout.adjustments import Adjustments
 from jrl.rollout.decoding import engine as engines
 from jrl.rollout.decoding import packed_prefill, scheduler, sizes
-from jrl.rollout.decoding.backend import MeshBackend
 from jrl.rollout.decoding.engine import Engine
+from jrl.rollout.decoding.mesh_backend import MeshBackend
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.decoding.slots import Decoder
 from jrl.rollout.decoding.split_backend import SplitBackend

@@ -17,7 +17,7 @@ from small_runs import (
 )
 
 from jrl.recipes import RECIPES
-from jrl.rollout.decoding import backend
+from jrl.rollout.decoding import mesh_backend
 from jrl.trainer import step as stepping
 from jrl.trainer.learner import networks
 from jrl.trainer.scoring import logprobs_of
@@ -197,13 +197,13 @@ is padding, and the advantages."""
 @pytest.fixture
 def looks(monkeypatch):
     """The times that sampled tokens come to the host, a number for each."""
-    times, shelved = [], backend.write_to_buffer
+    times, shelved = [], mesh_backend.write_to_buffer
 
     def counted(*arguments):
         times.append(len(times))
         return shelved(*arguments)
 
-    monkeypatch.setattr(backend, "write_to_buffer", counted)
+    monkeypatch.setattr(mesh_backend, "write_to_buffer", counted)
     return times
 
 

@@ -22,8 +22,8 @@ from policies import (
     weights,
 )
 
-from jrl.rollout.decoding import backend, sizes
-from jrl.rollout.decoding.decode import advance
+from jrl.rollout.decoding import mesh_backend, sizes
+from jrl.rollout.decoding.mesh_backend import advance
 from jrl.rollout.decoding.prefill import admit
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.sampling import GREEDY, Sampling
@@ -271,7 +271,7 @@ def test_attention_reads_no_more_columns_than_the_longest_live_row_needs(monkeyp
     """Of a wide pool: a power of two, whatever stands after it."""
     expected, _ = drawn(LONG, LONG.requests)
     monkeypatch.setattr(sizes, "MIN_CACHE_LENGTH", 4)
-    engine, read, run = replace(FEW, slots=4).engine(), list[int](), backend.advance
+    engine, read, run = replace(FEW, slots=4).engine(), list[int](), mesh_backend.advance
 
     def recorded(decoder, sampling, columns, policy, pool, *given):
         def spoilt(x, axis):
@@ -282,7 +282,7 @@ def test_attention_reads_no_more_columns_than_the_longest_live_row_needs(monkeyp
         pool = replace(pool, cache=over_columns(spoilt, pool.cache))
         return run(decoder, sampling, columns, policy, pool, *given)
 
-    monkeypatch.setattr(backend, "advance", recorded)
+    monkeypatch.setattr(mesh_backend, "advance", recorded)
     short = [r._replace(max_new_tokens=3) for r in LONG.requests if r.prompt < 2]
     beside = [short[0], next(r for r in LONG.requests if r.prompt == 3)]
     for requests, columns in ((beside, COLUMNS), (short, 8)):

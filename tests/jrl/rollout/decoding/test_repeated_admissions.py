@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from policies import CONFIG, NUM_PROMPTS, Asked, decode, weights
 
-from jrl.rollout.decoding import backend
+from jrl.rollout.decoding import mesh_backend
 from jrl.rollout.decoding.prefill import admit
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.sampling import GREEDY
@@ -25,7 +25,7 @@ def test_prompts_that_find_no_room_at_their_experts_run_again(monkeypatch):
         factors.append((decoder.config.execution.buffer_factor, overflow is None))
         return pool, overflow
 
-    monkeypatch.setattr(backend, "admit", watched)
+    monkeypatch.setattr(mesh_backend, "admit", watched)
     found = decode(Asked(config=tight))
     assert factors == [(0.01, False), (None, True)]
     jax.tree.map(np.testing.assert_array_equal, found, decode(Asked()))
@@ -75,5 +75,5 @@ def test_rows_that_arrive_again_begin_anew(monkeypatch):
         return admit(decoder, sampling, weights, pool, *given, arrivals, draws)
 
     expected = decode(Asked())
-    monkeypatch.setattr(backend, "admit", again)
+    monkeypatch.setattr(mesh_backend, "admit", again)
     jax.tree.map(np.testing.assert_array_equal, decode.__wrapped__(Asked()), expected)

@@ -12,8 +12,8 @@ from policies import COLUMNS, CONFIG, PAD, STOPS, prompts, weights
 from tiers import full_but
 
 from jrl.rollout.adjustments import Adjustments, Constraint
-from jrl.rollout.decoding.backend import MeshBackend
 from jrl.rollout.decoding.engine import Engine
+from jrl.rollout.decoding.mesh_backend import MeshBackend
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.decoding.slots import Decoder
 from jrl.rollout.decoding.split_backend import SplitBackend

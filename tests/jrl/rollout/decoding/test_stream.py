@@ -10,10 +10,10 @@ import pytest
 from policies import COLUMNS, CONFIG, COPIES, PAD, PROMPT, STOPS, Asked, decode, prompts, weights
 from tiers import full_but
 
-from jrl.rollout.decoding import backend, sizes
 from jrl.rollout.decoding import engine as engines
-from jrl.rollout.decoding.backend import MeshBackend
+from jrl.rollout.decoding import mesh_backend, sizes
 from jrl.rollout.decoding.engine import Engine
+from jrl.rollout.decoding.mesh_backend import MeshBackend
 from jrl.rollout.decoding.packed_prefill import run_packed
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.decoding.slots import Decoder
@@ -146,7 +146,7 @@ def test_prompts_that_find_no_room_at_their_experts_run_again(monkeypatch):
             return ran
         return jax.tree.map(jnp.zeros_like, ran)._replace(overflow=jnp.int32(1))
 
-    monkeypatch.setattr(backend, "run_packed", first_in_vain)
+    monkeypatch.setattr(mesh_backend, "run_packed", first_in_vain)
     made = engine()
     made.submit(asked(0, GREEDILY))
     np.testing.assert_array_equal(written(made, 2)[0, 0][0], expected)
@@ -178,14 +178,14 @@ def test_the_cache_is_as_wide_as_its_rows_need(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp1", "tp2 / ep2"])
 def test_a_step_computes_no_more_slots_than_it_needs(monkeypatch, layout):
-    made, computed, run = engine(layout, slots=16), list[list[int]](), backend.advance
+    made, computed, run = engine(layout, slots=16), list[list[int]](), mesh_backend.advance
 
     def recorded(*given):
         slots = given[-1].slots
         computed.append([] if slots is None else slots.tolist())
         return run(*given)
 
-    monkeypatch.setattr(backend, "advance", recorded)
+    monkeypatch.setattr(mesh_backend, "advance", recorded)
     assert made.step_sizes == [2, 16]
     made.submit(asked(0, GREEDILY))
     made.submit(asked(1, RequestSampling(0.7, 0.8, seed=2**40 + 5), samples=3))

@@ -23,8 +23,8 @@ from small_runs import (
 from three_updates import FAST_COMPILE, gradient_of, random_weights
 from tiers import full_but
 
-from jrl.rollout.decoding.decode import SamplerState, StepLimits, advance, unstack_policy
-from jrl.rollout.decoding.slots import abstract_pool
+from jrl.rollout.decoding.mesh_backend import StepLimits, advance, unstack_policy
+from jrl.rollout.decoding.slots import SamplerState, abstract_pool
 from jrl.rollout.sampling import Sampling
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder

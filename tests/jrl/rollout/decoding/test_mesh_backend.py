@@ -10,9 +10,9 @@ from jax.extend.core import jaxprs_in_params
 from policies import CONFIG, EOS, PAD, Asked, decode
 from tiers import full_but
 
-from jrl.rollout.decoding import backend
-from jrl.rollout.decoding.decode import Advanced, SamplerState, StepLimits, advance, unstack_policy
-from jrl.rollout.decoding.slots import Decoder, abstract_pool
+from jrl.rollout.decoding import mesh_backend
+from jrl.rollout.decoding.mesh_backend import Advanced, StepLimits, advance, unstack_policy
+from jrl.rollout.decoding.slots import Decoder, SamplerState, abstract_pool
 from jrl.rollout.sampling import Sampling
 from jrl.trainer.setup.memory import unstacked_bytes
 from moe.execution import Execution
@@ -63,7 +63,7 @@ def test_rows_of_any_length_are_decoded_by_the_kernel(name, monkeypatch):
         shown.append(exported.mlir_module())
         return given[4], Advanced(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32))
 
-    monkeypatch.setattr(backend, "advance", lowered)
+    monkeypatch.setattr(mesh_backend, "advance", lowered)
     engine.submit(Asked().requests[:1], Sampling())
     pool, columns = engine._resize_cache(reached)
     engine.backend.decode(pool, columns, StepLimits(1, 0), *engine._sampler())

@@ -1,4 +1,8 @@
-"""Decoding steps: the next token of each live row is sampled and appended, in a loop."""
+"""Backend of the engine on one mesh: the devices that decode, the policy on them, and the loop of
+decoding steps, each of which samples and appends the next token of all live rows.
+
+`jrl.rollout.decoding.split_backend` has another.
+"""
 
 from dataclasses import replace
 from functools import cache as remembered
@@ -7,177 +11,48 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array
 
-from jrl.losses import EntropyStatistics
-from jrl.rollout.adjustments import adjust_logits
+from jrl.processes.agreement import to_devices, to_host
+from jrl.recipes.base.batch import replicated
+from jrl.rollout.decoding.packed_prefill import CacheCopies, Packing, copy_to_cache, run_packed
+from jrl.rollout.decoding.prefill import AdmissionArrays, admit, admit_prefilled
+from jrl.rollout.decoding.scheduler import ChooseSlot
 from jrl.rollout.decoding.slots import (
     Decoder,
+    SamplerState,
     SlotPool,
     TokenRows,
-    TopTokens,
+    append_tokens,
+    check_slots,
+    make_output_buffer,
     over_slots,
     pool_specs,
+    sample_next_tokens,
+    sampler_state_specs,
+    without_cache,
+    write_to_buffer,
+    write_token,
 )
-from jrl.rollout.sampling import RowSampling, Sampling, row_keys, sample_rows, sample_tokens
-from jrl.rollout.threefry import keys_of
+from jrl.rollout.prompt_scores import PackedScores, score_packed
+from jrl.rollout.resharding import rollout_policy
+from jrl.rollout.sampling import Sampling
 from moe.attention.rotary import rotary_tables
 from moe.cache import ROW, Cache, StepTokens, over_columns
-from moe.decoding import decode_step
+from moe.decoding import Prefilled, decode_step
 from moe.layers.depth import map_layer_groups, split_layer_groups
 from moe.placement import specs
+from moe.router.statistics import run_with_fallback
 from moe.weights import Layer, Transformer, without_layers
-from sharding.collectives import all_sum, join_shards, local_shard, vary
+from sharding.collectives import all_sum, vary
 from sharding.folding import FoldedMesh
 from sharding.sharded_jit import MeshJit, jit_onto, named_shardings
 
 Leaf = TypeVar("Leaf")
-
-
-class SamplerState(NamedTuple):
-    """Sampler state of the next tokens, on every device.
-
-    Attributes:
-      key: data of the RNG key from which the keys of all tokens are derived.
-      version: of the weights.
-      entropy: statistics of the step before, for an adaptive temperature.
-      rows: per-request sampling parameters, sharded over the slots; None where all rows share one
-        `Sampling`.
-      greedy: ``[]`` true to take the argmax, see `jrl.rollout.sampling.sample_tokens`.
-    """
-
-    key: Array
-    version: Array
-    entropy: EntropyStatistics[Array] | None = None
-    rows: RowSampling[Array] | None = None
-    greedy: Array | None = None
-
-
-class NextTokens(NamedTuple):
-    """Next token of each row.
-
-    Attributes:
-      tokens: ids.
-      behaviour_logprobs, old_logprobs: of them, as in `TokenRows`.
-      top_tokens: top-k tokens of the position; None where they are not recorded.
-    """
-
-    tokens: Array
-    behaviour_logprobs: Array
-    old_logprobs: Array
-    top_tokens: TopTokens[Array] | None = None
-
-
-def sampler_state_specs(mesh: FoldedMesh, sampler_state: SamplerState) -> Any:
-    """Partition specs of the sampler state."""
-    specs = jax.tree.map(lambda _: PartitionSpec(), sampler_state)
-    return specs._replace(rows=jax.tree.map(lambda _: over_slots(mesh), sampler_state.rows))
-
-
-def sample_next_tokens(
-    decoder: Decoder,
-    sampling: Sampling,
-    logits: Array,
-    pool: SlotPool[Array],
-    rows: TokenRows[Array],
-    sampler_state: SamplerState,
-) -> NextTokens:
-    """Samples the next token of each row with its log-probabilities, the same on every rank of
-    ``tp``.
-
-    Args:
-      logits: of this rank's shard of the rows.
-    """
-    # Each rank of tp samples for its shard of the rows, of which it has all logits; then tokens are
-    # all-gathered.
-    key, axes = keys_of(sampler_state.key), decoder.mesh.sequence
-    samples = local_shard(pool.samples, axes)
-    # Counted from the start of the response, so that a resumed row uses the same RNG keys as an
-    # uninterrupted one.
-    positions = local_shard(rows.lengths - pool.responses, axes)
-    if sampler_state.rows is not None:
-        row_sampling = jax.tree.map(lambda x: local_shard(x, axes), sampler_state.rows)
-        keys = row_keys(key, *row_sampling.seeds.T, samples, positions)
-        adjusted = None
-        if row_sampling.adjustments is not None:
-            history = rows.tokens, pool.responses, rows.lengths
-            history = (local_shard(x, axes) for x in history)
-            adjusted = adjust_logits(logits, row_sampling.adjustments, *history)
-        sampled = sample_rows(logits, row_sampling, keys, adjusted)
-        top_tokens = None
-        if decoder.top_logprobs:
-            top_tokens = _top_k_tokens(logits, row_sampling.needs_top_tokens, decoder.top_logprobs)
-        return jax.tree.map(lambda x: join_shards(x, axes), NextTokens(*sampled, top_tokens))
-
-    keys = row_keys(key, local_shard(pool.prompts, axes), samples, positions)
-    entropy, greedy = vary((sampler_state.entropy, sampler_state.greedy), decoder.mesh.axes)
-    token, behaviour, old = sample_tokens(logits, sampling, keys, entropy, greedy)
-    return NextTokens(
-        join_shards(token, axes), join_shards(behaviour, axes), join_shards(old, axes)
-    )
-
-
-def _top_k_tokens(
-    logits: Float[Array, "row vocab"], wanted: Bool[Array, "row"], k: int
-) -> TopTokens[Array]:
-    """Top-k tokens of each row and their log-probabilities at temperature 1; zeros if no row
-    requests them."""
-
-    def compute() -> tuple[Array, Array]:
-        best, tokens = jax.lax.top_k(logits, k)
-        return tokens.astype(jnp.int32), best - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-
-    like = logits[:, :k]
-    zeros = jnp.zeros_like(like, jnp.int32), jnp.zeros_like(like)
-    return TopTokens(*jax.lax.cond(jnp.any(wanted), compute, lambda: zeros))
-
-
-def append_tokens(
-    decoder: Decoder,
-    pool: SlotPool[Array],
-    rows: TokenRows[Array],
-    grows: Array,
-    sampled: NextTokens,
-    version: Array,
-) -> tuple[TokenRows[Array], Array]:
-    """Appends the sampled tokens to the rows in the mask `grows`; returns the rows, and the mask of
-    those that continue."""
-    token, behaviour, old, top_tokens = sampled
-    # Position of the next token; other rows are not written to.
-    positions = rows.lengths
-    # Per token, not per row: a row in flight may continue with newer weights.
-    versions = jnp.broadcast_to(version.astype(jnp.int32), token.shape)
-    longer = replace(
-        rows,
-        lengths=rows.lengths + grows.astype(jnp.int32),
-        tokens=write_token(rows.tokens, grows, positions, token),
-        behaviour_logprobs=write_token(rows.behaviour_logprobs, grows, positions, behaviour),
-        old_logprobs=write_token(rows.old_logprobs, grows, positions, old),
-        versions=write_token(rows.versions, grows, positions, versions),
-    )
-    if top_tokens is not None:
-        recorded = jax.tree.map(
-            lambda into, new: write_token(into, grows, positions, new), rows.top_tokens, top_tokens
-        )
-        longer = replace(longer, top_tokens=recorded)
-    # The token that ends a response is part of it.
-    continues = grows & (longer.lengths < pool.limits)
-    for stop in decoder.stop_ids:
-        continues = continues & (token != stop)
-    return longer, continues
-
-
-def write_token(into: Array, where: Array, position: Array, new: Array | None) -> Array:
-    """Writes `new` at one position per row of `into`, for the rows in the mask `where`."""
-    assert new is not None
-    # Past the end, where writes are dropped.
-    position = jnp.where(where, position, into.shape[1])
-    return into.at[jnp.arange(into.shape[0]), position].set(
-        new.astype(into.dtype), mode="drop", unique_indices=True, indices_are_sorted=True
-    )
 
 
 class Advanced(NamedTuple):
@@ -431,3 +306,171 @@ def _update_cache(buffer: Array, new: Array, axis: int | None) -> Array:
     if axis is None:
         return new
     return jax.lax.dynamic_update_slice_in_dim(buffer, new, 0, axis=axis)
+
+
+class MeshBackend:
+    """One mesh, over the devices of training in the same order or over others.
+
+    Args:
+      decoder: compile-time settings; adapters of its network are merged where it decodes.
+      training: the mesh that weights come from.
+
+    Attributes:
+      decoder: compile-time settings; its mesh is the one of the rows.
+      packs_prompts: true if prompts may share rows of a prefill.
+      computes_fewer: true if a step may compute fewer slots than all.
+      keeps_cache: true if rows may continue with their KV cache when the weights change.
+      scores_prompts: true if it has `score`.
+      max_prefill_tokens: approximate number of prompt tokens of a rank in one prefill; None where
+        the engine's own bounds suffice.
+    """
+
+    max_prefill_tokens: int | None = None
+    packs_prompts = computes_fewer = keeps_cache = scores_prompts = True
+
+    def __init__(self, decoder: Decoder, training: FoldedMesh):
+        self._policy_config, self._training = decoder.config, training
+        self.decoder = decoder._replace(config=decoder.config.without_adapters())
+        self._weights: Transformer[Array] | None = None
+        self._unstacked: UnstackedPolicy[Array] | None = None
+        self._rows = NamedSharding(decoder.mesh.mesh, over_slots(decoder.mesh))
+
+    def check(self, slots: int) -> None:
+        """Checks that this many slots can decode; raises ValueError otherwise."""
+        check_slots(self.decoder.mesh, slots)
+
+    def slot_choice(self, slots: int) -> ChooseSlot | None:
+        """Choice of a request's slot on its rank; None takes the one free for longest."""
+        return None
+
+    def load(self, weights: Transformer[Array]) -> None:
+        """Puts the policy, which is on the mesh of training, on the devices that decode."""
+        self.release()  # old and new need not fit in memory together
+        mesh = self.decoder.mesh
+        self._weights = rollout_policy(weights, self._policy_config, self._training, mesh)
+        self._unstacked = unstack_policy(self.decoder, self._weights)
+
+    def release(self) -> None:
+        """Frees the memory of the policy."""
+        self._weights = self._unstacked = None
+
+    def restart(self) -> bool:
+        """Called where no request is in flight: undoes what earlier requests changed, so that
+        samples depend on the next ones only. True if the KV cache in the slots would be computed
+        otherwise now."""
+        return False
+
+    def admit(
+        self,
+        pool: SlotPool[Array],
+        tokens: Array,
+        lengths: Array,
+        admission: AdmissionArrays[Array],
+        sampling: Sampling,
+        state: SamplerState,
+    ) -> tuple[SlotPool[Array], bool]:
+        """Admits rows to the pool, which is donated (`prefill.admit`).
+
+        Args:
+          sampling, state: static parameters of the samplers, and their arrays.
+
+        Returns:
+          The pool, and true if the prefill was repeated with dropless expert buffers.
+        """
+        weights, arrays = self._loaded()[0], (tokens, lengths, admission, state)
+        dropless = self.decoder.for_any_routing()
+        return run_with_fallback(
+            lambda: admit(self.decoder, sampling, weights, pool, *arrays),
+            lambda pool: admit(dropless, sampling, weights, pool, *arrays)[0],
+        )
+
+    def admit_packed(
+        self,
+        pool: SlotPool[Array],
+        rows: tuple[Packing[Array], CacheCopies[Array]],
+        tokens: Array,
+        admission: AdmissionArrays[Array],
+        sampling: Sampling,
+        state: SamplerState,
+    ) -> tuple[SlotPool[Array], bool]:
+        """`admit` of prompts that share rows, where `packs_prompts`.
+
+        Args:
+          rows: the packed rows, and the copies of their keys and values to the slots.
+          tokens: ``[slot, position]`` ids.
+        """
+        decoder, (weights, unstacked), (packing, cache_copies) = self.decoder, self._loaded(), rows
+
+        def run(decoder: Decoder) -> tuple[Prefilled, Array | None]:
+            prefill = run_packed(decoder, weights, packing)
+            return prefill, prefill.overflow
+
+        prefill, repeated = run_with_fallback(
+            lambda: run(decoder), lambda _: run(decoder.for_any_routing())[0]
+        )
+        # The cache is handled separately: `admit_prefilled` would be compiled for each of its
+        # lengths.
+        cache = copy_to_cache(decoder, pool.cache, prefill.cache, cache_copies)
+        pool = without_cache(pool)
+        prefill = prefill._replace(cache=pool.cache, overflow=None)
+        pool = admit_prefilled(
+            decoder, sampling, unstacked.rest, pool, prefill, tokens, admission, state
+        )
+        return replace(pool, cache=cache), repeated
+
+    def score(
+        self, packing: Packing[np.ndarray], needs_top_tokens: bool
+    ) -> PackedScores[np.ndarray]:
+        """Log-probabilities of the tokens of packed rows, on the host, where `scores_prompts`."""
+        decoder, weights = self.decoder, self._loaded()[0]
+        top, rows = decoder.top_logprobs if needs_top_tokens else 0, to_devices(packing, self._rows)
+        scores, _ = run_with_fallback(
+            lambda: score_packed(decoder, top, weights, rows),
+            lambda _: score_packed(decoder.for_any_routing(), top, weights, rows)[0],
+        )
+        return to_host(scores)
+
+    def decode(
+        self,
+        pool: SlotPool[Array],
+        cache_length: int,
+        limits: StepLimits[Any],
+        sampling: Sampling,
+        state: SamplerState,
+    ) -> tuple[SlotPool[Array], Advanced]:
+        """Decodes all live rows of the pool, which is donated, until the scheduler runs again.
+
+        Args:
+          cache_length: positions of the cache that attention reads; all rows must fit into them.
+          limits: on the host.
+        """
+        numbers = np.int32(limits.max_steps), np.int32(limits.min_live)
+        max_steps, min_live = to_devices(numbers, replicated(self.decoder.mesh))
+        return advance(
+            self.decoder,
+            sampling,
+            cache_length,
+            self._loaded()[1],
+            pool,
+            state,
+            StepLimits(max_steps, min_live, to_devices(limits.slots, self._rows)),
+        )
+
+    def output_buffer(self, rows: TokenRows[Array], size: int) -> TokenRows[Array]:
+        """Empty output buffer for `size` rows such as these."""
+        return make_output_buffer(rows, size, self._rows)
+
+    def write_to_buffer(
+        self, buffer: TokenRows[Array], rows: TokenRows[Array], destinations: np.ndarray
+    ) -> TokenRows[Array]:
+        """Copies the row of each slot to its destination in the output buffer, which is donated;
+        destinations are unique, and past the end drops a row."""
+        return write_to_buffer(buffer, rows, to_devices(destinations, self._rows), self._rows)
+
+    def to_host(self, tree: Any) -> Any:
+        """Copies arrays of the rows' mesh to the host, in all processes."""
+        return to_host(tree)
+
+    def _loaded(self) -> tuple[Transformer[Array], UnstackedPolicy[Array]]:
+        assert self._weights is not None and self._unstacked is not None, "no weights were loaded"
+        return self._weights, self._unstacked
