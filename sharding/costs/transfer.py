@@ -2,7 +2,7 @@
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from sharding.costs.hardware import LINK_EFFICIENCY, Hardware
@@ -89,19 +89,8 @@ class Transfer:
             kind, elements = "reduce_scatter", elements * self.group(layout)
         elif kind == "reduce_scatter":
             kind, elements = "all_gather", elements // self.group(layout)
-        return Transfer(
-            f"gradient of {self.what}",
-            kind,
-            self.axes,
-            elements,
-            itemsize=self.gradient,
-            times=self.times,
-            gradient=self.gradient,
-            repeated=self.repeated,
-            side=self.side,
-            routed=self.routed,
-            server_devices=self.server_devices,
-        )
+        what = f"gradient of {self.what}"
+        return replace(self, what=what, kind=kind, elements=elements, itemsize=self.gradient)
 
     def members_in_domain(self, layout: Layout, hardware: Hardware) -> int:
         """Members of a group in one fast domain."""
@@ -124,24 +113,19 @@ class Transfer:
         if n == 1:
             return 0.0
         inside, outside = hardware.inside * LINK_EFFICIENCY, hardware.outside * LINK_EFFICIENCY
+        slowest, latency = outside, self.times * hardware.latency_outside
+        if near == n:
+            slowest, latency = inside, self.times * hardware.latency_inside
         if self.kind == "permute":
-            rate, latency = (
-                (inside, hardware.latency_inside)
-                if near == n
-                else (outside, hardware.latency_outside)
-            )
-            return self.bytes / rate + self.times * latency
+            return self.bytes / slowest + latency
         if self.kind == "all_to_all":
-            to_one = self.bytes / n / hardware.exchange
-            latency = hardware.latency_inside if near == n else hardware.latency_outside
-            if self.routed is not None:
-                share = self.bytes / self.routed[1]
-                to_devices = share * mean_destinations(*self.routed, n) * (near - 1) / near
-                to_domains = share * mean_destinations(*self.routed, n // near) * (1 - near / n)
-                return max(to_devices / inside, to_domains / outside) + self.times * latency
-            return max(to_one * (near - 1) / inside, to_one * (n - near) / outside) + (
-                self.times * latency
-            )
+            if self.routed is None:
+                to_one = self.bytes / n / hardware.exchange
+                return max(to_one * (near - 1) / inside, to_one * (n - near) / outside) + latency
+            share = self.bytes / self.routed[1]
+            to_devices = share * mean_destinations(*self.routed, n) * (near - 1) / near
+            to_domains = share * mean_destinations(*self.routed, n // near) * (1 - near / n)
+            return max(to_devices / inside, to_domains / outside) + latency
         rate = inside if near == n else min(inside, near * outside)
         hops = n - 1 if near == n else n - n // near
         latency = hops * hardware.latency_inside

@@ -203,9 +203,8 @@ def _pass_seconds(
     head = 3 * (2.0 * tokens * model.d_model * model.vocab_size / system.rate(hardware))
     if system.fills_stages:
         # The stage with the head is as deep as the others, or less.
-        num_main_layers = model.num_layers - model.num_dense_layers
         depth = layers_on_device(model, layout)
-        spare = min(layout.pp * depth - num_main_layers, depth // layout.vpp)
+        spare = min(layout.pp * depth - model.num_main_layers, depth // layout.vpp)
         head = max(0.0, head - layers * spare / depth)
     return (
         layers,
@@ -275,11 +274,7 @@ def _matrices(model: ModelSizes, layout: Layout, tokens: int) -> list[tuple[floa
 
     The first pair is that of the matrices that process all tokens, the second that of the experts.
     """
-    num_main_layers = model.num_layers - model.num_dense_layers
-    dense = model.num_layers * model.attention_parameters + 3 * model.d_model * (
-        num_main_layers * model.d_ff + model.num_dense_layers * model.dense_d_ff
-    )
-    routed = 3 * model.d_model * model.experts_per_token * model.d_expert * model.num_expert_layers
+    dense, routed = model.dense_parameters, model.routed_parameters
     experts = model.num_expert_layers * model.expert_parameters
     share = layers_on_deepest_stage(model, layout) / model.num_layers
     return [

@@ -11,11 +11,10 @@ from sharding.folding import Layout
 from sharding.planner.method import Batch, Method, for_weights
 from sharding.planner.models import ModelSizes
 from sharding.planner.volumes import (
-    balanced_tokens_per_peer,
     kv_replication,
     relayed_tokens,
+    slots_per_peer,
     tokens_per_expert,
-    tokens_per_peer,
 )
 from sharding.planner.weights import layers_on_device, weight_groups, weight_layout
 
@@ -98,16 +97,10 @@ def memory(
     working_bytes += relayed_bytes(model, layout, tokens, method)
     saved_per_layer = saved_bytes + saved_score_bytes(model, layout, batch, method)
     activations = layers_in_flight(model, layout, num_micro_batches) * saved_per_layer
-    if (
-        method.duplicates_experts
-        and method.remat == "none"
-        and layout.pp == 1
-        and model.num_experts
-    ):
-        # In a pipeline residuals that depend on weights only are recomputed.
-        num_main_layers = model.num_layers - model.num_dense_layers
+    # In a pipeline residuals that depend on weights only are recomputed.
+    if method.duplicates_experts and method.remat == "none" and layout.pp == 1:
         expert_parameters = model.expert_parameters / (layout.ep * layout.etp)
-        activations += num_main_layers * expert_parameters * method.stored.weight
+        activations += model.num_expert_layers * expert_parameters * method.stored.weight
     return Memory(
         weights=resident.weights,
         optimizer=resident.optimizer,
@@ -367,13 +360,9 @@ def received_tokens(model: ModelSizes, layout: Layout, tokens: int, method: Meth
         return 0
     if method.dispatch == "all_gather":
         return num_sharing * tokens
-    per_peer = tokens_per_peer(model, layout, tokens)
-    if method.buffer_factor is not None:
-        balanced = balanced_tokens_per_peer(model, layout, tokens, method)
-        return num_sharing * min(per_peer, balanced)
-    if method.even:
+    if method.even and method.buffer_factor is None:
         return tokens * model.experts_per_token * layout.etp
-    return num_sharing * per_peer
+    return num_sharing * slots_per_peer(model, layout, tokens, method)
 
 
 def saved_score_bytes(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> float:

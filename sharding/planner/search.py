@@ -174,17 +174,18 @@ def _prune(
     num_accesses = {times_through_memory(remat) for remat in remats}
     # Exposed shares of communication: all of it, or the rest where most of it is overlapped.
     hides_most = system.hides_chunks or system.hides_two_batch or system.hides_experts
-    exposed_shares = {1.0, 0.0 if hides_most else 1.0 - system.hidden}
-    in_time = list[tuple[tuple[float, ...], Fields]]()
-    in_all = list[tuple[tuple[float, ...], Fields]]()
-    for costs, fields in candidates:
-        time = tuple(
-            n * costs.passes + exposed * costs.sent
-            for n in num_accesses
-            for exposed in exposed_shares
+    exposed = {1.0, 0.0 if hides_most else 1.0 - system.hidden}
+    in_time = [
+        (
+            tuple(n * costs.passes + share * costs.sent for n in num_accesses for share in exposed),
+            fields,
         )
-        in_time.append((time, fields))
-        in_all.append(((*time, *costs.memory), fields))
+        for costs, fields in candidates
+    ]
+    in_all = [
+        ((*time, *costs.memory), fields)
+        for (time, fields), (costs, _) in zip(in_time, candidates, strict=True)
+    ]
     quick = _pareto_front(in_time)
     return [(fields, fields in quick) for fields in _pareto_front(in_all)]
 
@@ -247,7 +248,6 @@ class SearchResult:
 
 def broken_rule(model: ModelSizes, layout: Layout, rows: int, time: int) -> str | None:
     """The rule that a layout breaks; None for a legal layout."""
-    num_main_layers = model.num_layers - model.num_dense_layers
     # (size, its divisor, rule)
     rules = (
         (model.num_kv_heads, layout.tp, "tp must divide the key/value heads"),
@@ -259,7 +259,7 @@ def broken_rule(model: ModelSizes, layout: Layout, rows: int, time: int) -> str 
         (model.num_experts, layout.ep, "ep must divide the experts"),
         (model.d_expert, layout.etp, "etp must divide the hidden units of an expert"),
     )
-    if layout.pp * layout.vpp > num_main_layers:
+    if layout.pp * layout.vpp > model.num_main_layers:
         return "pp x vpp must not exceed the layers"
     return next((rule for size, divisor, rule in rules if size % divisor), None)
 
@@ -269,14 +269,10 @@ def chunks_of_a_stage(model: ModelSizes, layout: Layout) -> list[int]:
 
     They divide the layers of a stage, so that no stage is deeper than with one chunk.
     """
-    num_main_layers = model.num_layers - model.num_dense_layers
     if layout.pp == 1:
         return [1]
-    return [
-        vpp
-        for vpp in divisors(-(-num_main_layers // layout.pp))
-        if layout.pp * vpp <= num_main_layers
-    ]
+    main = model.num_main_layers
+    return [vpp for vpp in divisors(-(-main // layout.pp)) if layout.pp * vpp <= main]
 
 
 def layouts(devices: int, most_tp: int | None = None) -> Iterator[Layout]:

@@ -218,8 +218,7 @@ def relayed_tokens(model: ModelSizes, layout: Layout, tokens: int, method: Metho
 
     It is 0 without two levels of all-to-alls.
     """
-    per_peer = tokens_per_peer(model, layout, tokens)
-    per_peer = min(per_peer, balanced_tokens_per_peer(model, layout, tokens, method))
+    per_peer = slots_per_peer(model, layout, tokens, method)
     return _dispatcher(model, layout, tokens, per_peer, method).relayed
 
 
@@ -257,6 +256,12 @@ def balanced_tokens_per_peer(model: ModelSizes, layout: Layout, tokens: int, met
         return tokens
     rows = balanced_rows(method.buffer_factor, tokens, model.experts_per_token, layout)
     return min(tokens, rows // (layout.ep * layout.etp))
+
+
+def slots_per_peer(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> int:
+    """Slots of a buffer for the tokens from another device: the smaller of the two above."""
+    balanced = balanced_tokens_per_peer(model, layout, tokens, method)
+    return min(tokens_per_peer(model, layout, tokens), balanced)
 
 
 def hop(model: ModelSizes, tokens: int, method: Method) -> Transfer:
@@ -312,6 +317,18 @@ def row_reordering(
         Transfer(what, "all_gather", ("tp",), size, width, gradient=width) for size in sizes
     ]
     return drop_empty([*transfers, *(gather.transposed(layout) for gather in transfers)], layout)
+
+
+def embed_and_head(
+    model: ModelSizes, layout: Layout, batch: Batch, method: Method
+) -> tuple[list[Transfer], ...]:
+    """`embedding`, `head` and `row_reordering` for one micro-batch."""
+    tokens = batch.local_tokens(layout)
+    return (
+        embedding(model, layout, tokens, method),
+        head(model, layout, tokens, method),
+        row_reordering(model, layout, batch, method),
+    )
 
 
 def drop_empty(transfers: Iterable[Transfer], layout: Layout) -> list[Transfer]:
@@ -414,8 +431,7 @@ def step(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> lis
         transfers += repeat_transfers([*forward, *backward], num_layers)
     if method.fsdp:
         transfers += fully_sharded(model, layout, method)
-    transfers += embedding(model, layout, tokens, method) + head(model, layout, tokens, method)
-    transfers += row_reordering(model, layout, batch, method)
+    transfers += chain(*embed_and_head(model, layout, batch, method))
     transfers = repeat_transfers(transfers, micro_batches)
     if layout.pp > 1:
         ticks = Schedule(layout.pp, micro_batches, layout.vpp).ticks
