@@ -150,25 +150,17 @@ def device_pairs(
             f"{missing[0]} has no price to compare it with other device types: set one, as in "
             f"--price {missing[0]}=2.5 (an L20 is 1)."
         )
-    paid = (
-        price_of
-        if len(hardware_types) > 1
-        else dict.fromkeys([each.name for each in hardware_types], 1.0)
-    )
-    return [
-        DevicePair(
-            attention,
-            experts,
-            (paid[attention.name], paid[experts.name]),
-            efficiency,
-            (network, network),
-            (
-                measured.get(attention.name, EMPTY_PROFILE).attention,
-                measured.get(experts.name, EMPTY_PROFILE).experts,
-            ),
+    paid = price_of if len(hardware_types) > 1 else {hardware_types[0].name: 1.0}
+    pairs = []
+    for attention, experts in product(hardware_types, repeat=2):
+        prices = paid[attention.name], paid[experts.name]
+        profiled = (
+            measured.get(attention.name, EMPTY_PROFILE).attention,
+            measured.get(experts.name, EMPTY_PROFILE).experts,
         )
-        for attention, experts in product(hardware_types, repeat=2)
-    ]
+        networks = network, network
+        pairs.append(DevicePair(attention, experts, prices, efficiency, networks, profiled))
+    return pairs
 
 
 def check_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -213,4 +205,4 @@ def plan_text(model: ModelSizes, args: argparse.Namespace, efficiency: float) ->
     )
     if args.picture is not None:
         draw_timeline(plans[0], args.picture, f"{args.model}, the first layers of a token step")
-    return f"{head}\n\n{report(plans, model, load)}"
+    return f"{head}\n\n{report(plans)}"

@@ -7,6 +7,7 @@ References:
   Zhu et al., "MegaScale-Infer", 2025, section 4. https://arxiv.org/abs/2504.02263
 """
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -123,12 +124,8 @@ class Server:
         self.experts = one_expert or times.experts(
             model, pair.experts, tp_experts, experts_of_node, pair.efficiency
         )
-        self.networks = tuple(
-            measured or model_utilisation(hardware)
-            for measured, hardware in zip(
-                pair.networks, (pair.attention, pair.experts), strict=True
-            )
-        )
+        both = zip(pair.networks, (pair.attention, pair.experts), strict=True)
+        self.networks = tuple(measured or model_utilisation(device) for measured, device in both)
 
     def weights_fit(self) -> bool:
         """``tp_a C_a > P_a`` and ``tp_e C_e > P_e``, in bytes."""
@@ -217,10 +214,7 @@ class Server:
             sent / (self.tp_attention * nodes * pair.attention.outside * LINK_EFFICIENCY),
             sent / (self.tp_experts * self.expert_nodes * pair.experts.outside * LINK_EFFICIENCY),
         )
-        pace = paces[0]
-        for other in paces[1:]:
-            pace = np.maximum(pace, other)
-        return tokens * model.num_layers * pace
+        return tokens * model.num_layers * functools.reduce(np.maximum, paces)
 
     def step(self, batch, nodes, micro_batches: int, prefill: str):
         """``(T_iter, T_total)`` of a token step, (4) and (5).
@@ -258,9 +252,6 @@ def prefill_devices(model: ModelSizes, load: Load, hardware: Hardware, efficienc
     Their products run at `efficiency`. A group serves many instances, so that this is not rounded.
     """
     matrices = times.attention_matrices(model) * model.num_layers
-    expert_matrices = (
-        3 * model.d_model * model.d_expert * model.experts_per_token * model.num_layers
-    )
     scores = 2 * model.queries * load.prompt * model.num_layers
-    flops = 2 * (matrices + expert_matrices) + scores
+    flops = 2 * (matrices + model.routed_parameters) + scores
     return flops * load.prompt / load.completion / (hardware.peak * efficiency)
