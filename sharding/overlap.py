@@ -165,9 +165,7 @@ class Collective:
 
 
 def collective_of(
-    instruction: Instruction,
-    by_name: dict[str, Instruction],
-    program: dict[str, list[Instruction]],
+    instruction: Instruction, by_name: dict[str, Instruction], program: dict[str, list[Instruction]]
 ) -> Collective | None:
     """The collective that an instruction starts or runs; None if it is another instruction.
 
@@ -177,10 +175,7 @@ def collective_of(
     """
     operation = instruction.operation
     is_start = operation.endswith("-start")
-    inner, operands = (
-        instruction,
-        [by_name[name] for name in instruction.operands if name in by_name],
-    )
+    inner = instruction
     if operation == "async-start":
         # A collective in a computation of its own, alone or with slices of its operands.
         parts = program.get(instruction.called[0], []) if instruction.called else []
@@ -191,7 +186,7 @@ def collective_of(
     kind = KINDS.get(inner.operation.removesuffix("-start"))
     if kind is None:
         return None
-    sizes = [operand.bytes for operand in operands]
+    sizes = [by_name[name].bytes for name in instruction.operands if name in by_name]
     if inner.operation.startswith("ragged"):
         # The rows that are sent fit in the input and in the output; the rest is offsets and sizes.
         sizes = [min(sizes[:2])] if len(sizes) > 1 else sizes

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from sharding.collectives import vary, varying
+from sharding.collectives import typed_zeros, vary, varying
 from sharding.schedule import Schedule, StagePair, Work
 
 Tree = Any
@@ -129,21 +129,14 @@ class Run:
         """Global index of the model chunk."""
         return work.chunk * self.schedule.stages + self.stage
 
-    def first(self, embed_and_head: Tree, work: Work) -> Array:
-        return vary(
-            self.stages.first(embed_and_head, self.micro_batch(work)), self.pipeline.everywhere
-        )
-
-    def chunk(self, layers: Tree, x: Array, work: Work) -> tuple[Array, Array, Tree]:
-        micro_batch, chunk_index = self.micro_batch(work), self.chunk_index(work)
-        x, loss, statistics = self.stages.chunk(layers, x, micro_batch, chunk_index)
-        return vary(x, self.pipeline.everywhere), loss, statistics
-
     def chunk_input(self, work: Work, received: Array) -> Array:
         """Input of a chunk: the received activations or, for the first, those of `Stages.first`."""
         return lax.cond(
             work.active & self.is_first_chunk(work),
-            lambda received: self.first(self.embed_and_head, work),
+            lambda received: vary(
+                self.stages.first(self.embed_and_head, self.micro_batch(work)),
+                self.pipeline.everywhere,
+            ),
             lambda received: received,
             received,
         )
@@ -183,21 +176,12 @@ class Run:
 
 def zeros_of(pipeline: Pipeline, function: Callable[[], Tree]) -> Tree:
     """Zeros of the types that `function` returns, typed as varying over the stages too."""
-
-    def zeros(shape):
-        axes = sorted(shape.manual_axis_type.varying | set(pipeline.stage))
-        return vary(jnp.zeros(shape.shape, shape.dtype), tuple(axes))
-
-    return jax.tree.map(zeros, jax.eval_shape(function))
+    return vary(typed_zeros(jax.eval_shape(function)), pipeline.stage)
 
 
 def vary_like(tree: Tree, like: Tree) -> Tree:
     """`tree` typed as varying wherever `like` does."""
     return jax.tree.map(lambda x, other: vary(x, tuple(sorted(varying(other)))), tree, like)
-
-
-def ones_like_varying(loss: Array) -> Array:
-    return vary(jnp.ones_like(loss), tuple(sorted(varying(loss))))
 
 
 def repeat_tree(tree: Tree, count: int) -> Tree:
@@ -206,10 +190,6 @@ def repeat_tree(tree: Tree, count: int) -> Tree:
 
 def index_tree(tree: Tree, index: Any) -> Tree:
     return jax.tree.map(lambda x: x[index], tree)
-
-
-def index_each(trees: tuple[Tree, ...], indices: tuple[Array, ...]) -> tuple[Tree, ...]:
-    return tuple(map(index_tree, trees, indices))
 
 
 def store_at(tree: Tree, index: Array, values: Tree) -> Tree:

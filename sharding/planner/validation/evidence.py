@@ -9,6 +9,7 @@ from sharding.costs.hardware import HARDWARE
 from sharding.folding import Layout
 from sharding.planner.calibration import (
     CALIBRATION_POINTS,
+    CLUSTERS,
     LAUNCH_POINTS,
     MAPPINGS,
     MEGASCALE,
@@ -90,13 +91,12 @@ TIERING = "MaxText, docs/reference/models/tiering.md"
 def _of_papers() -> Iterable[Evidence]:
     """Rows of `sharding.planner.calibration`, without those that ran out of memory."""
     sources = {"Megatron-Core": FOLDING, "MegaScale-MoE": MEGASCALE_MOE}
-    hardware = {"Megatron-Core": "h100", "MegaScale-MoE": "h800"}
     for row in chain(*MAPPINGS.values(), *SCALING.values(), MEGASCALE):
         if row.mfu is not None:
             yield Evidence(
                 f"{row.system} with FSDP" if row.fsdp else row.system,
                 row.model,
-                hardware[row.system],
+                CLUSTERS[row.system].name,
                 row.layout,
                 row.rows,
                 row.time,
