@@ -339,11 +339,9 @@ class Passes:
     ) -> tuple[Array, Array, Residuals, Tree, Sums]:
         """Forward pass of one chunk, with `Stages.first` before the first, `last` after the last.
 
-        Args:
-          x: the received activations: the chunk's input, except for the first chunk.
-          grad: the received gradient for the next backward pass.
-          before: the residuals in the slots of this chunk.
-          sums: without `layers` and `metrics`, which are None.
+        `x` and `grad` were received: the input, except for the first chunk, and the gradient for
+        the next backward pass. `before` are the residuals in the slots of this chunk; `layers` and
+        `metrics` of the sums are None.
 
         Returns:
           The chunk's output; `grad`, after the last chunk that of its output; the residuals for
@@ -378,14 +376,8 @@ class Passes:
     ) -> tuple[Array, Tree, Tree]:
         """Backward pass of one chunk, with that of `Stages.first` before the first.
 
-        Args:
-          grad: the gradient of the chunk's output.
-          residuals: the buffers.
-          embed_and_head: the sum of gradients of `Stages.first` and `Stages.last`.
-          layers: the sum of gradients of this stage's layers, ``[chunk, ...]``.
-
-        Returns:
-          The gradient of the chunk's input, and the two sums.
+        From the gradient of the chunk's output, the buffers of residuals and the sums of gradients
+        (`Sums.embed_and_head`, `Sums.layers`) to the gradient of its input, and these sums.
         """
         run, slots = self.run, self.slots_of(work)
         shared = run.layers_of(work), run.chunk_index(work)

@@ -88,17 +88,9 @@ class Run:
             pipeline, lambda: stages.chunk(index_tree(layers, 0), no_x, micro_batch, stage)
         )
         no_out = zeros_of(pipeline, lambda: stages.last(embed_and_head, no_x, micro_batch))
+        schedule = Schedule(lax.axis_size(pipeline.stage), num_micro_batches, pipeline.num_chunks)
         return cls(
-            stages=stages,
-            embed_and_head=embed_and_head,
-            layers=layers,
-            micro_batches=micro_batches,
-            pipeline=pipeline,
-            schedule=Schedule(
-                lax.axis_size(pipeline.stage), num_micro_batches, pipeline.num_chunks
-            ),
-            stage=stage,
-            no_x=no_x,
+            *(stages, embed_and_head, layers, micro_batches, pipeline, schedule, stage, no_x),
             no_loss=vary_like(chunk_loss, no_out[0]),
             no_chunk_loss=chunk_loss,
             no_out=no_out,
@@ -152,12 +144,8 @@ class Run:
     ) -> tuple[Array, Array]:
         """Exchanges messages at the end of a tick: input of the next forward chunk, and gradient.
 
-        The gradient is that for the next backward chunk.
-
-        Args:
-          after: the output of a chunk.
-          before: the gradient of a chunk's input.
-          x: the last received input, returned where nothing is sent; so is `grad`.
+        `after` is the output of a chunk, `before` the gradient of a chunk's input. `x` and `grad`,
+        the last that were received, are returned where nothing is sent.
         """
 
         def permute(values: Array, pairs: list[StagePair], unchanged: Array) -> Array:

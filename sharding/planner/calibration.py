@@ -94,22 +94,18 @@ MEGASCALE = [
     for devices, mfu in ((240, 32.48), (480, 29.67), (720, 29.36), (960, 28.67), (1440, 27.92))
 ]
 
+MEGATRON_CORE = Method(
+    dispatch="ragged",
+    storage="mixed",
+    even=True,
+    resends=False,
+    in_place=True,
+    overlap_grad_reduce=True,
+)
 METHODS = {
-    "Megatron-Core": Method(
-        dispatch="ragged",
-        storage="mixed",
-        even=True,
-        resends=False,
-        in_place=True,
-        overlap_grad_reduce=True,
-    ),
-    "MegaScale-MoE": Method(
-        dispatch="ragged",
-        context="ulysses",
-        storage="mixed-bfloat16-wire",
-        even=True,
-        in_place=True,
-        overlap_grad_reduce=True,
+    "Megatron-Core": MEGATRON_CORE,
+    "MegaScale-MoE": replace(
+        MEGATRON_CORE, context="ulysses", storage="mixed-bfloat16-wire", resends=True
     ),
 }
 SYSTEMS = {

@@ -152,7 +152,7 @@ def _describe_slowdown(plan: Plan, best: Plan) -> str:
     return f"{plan.cost.total / best.cost.total - 1:.0%} slower: {worst}"
 
 
-def draw(plans: Sequence[Plan], hardware: Hardware, path: Path, title: str = "") -> None:
+def draw(plans: Sequence[Plan], hardware: Hardware, path: Path, title: str) -> None:
     """Draws a bar of time and one of memory for each plan, the fastest on top.
 
     Args:
@@ -161,8 +161,7 @@ def draw(plans: Sequence[Plan], hardware: Hardware, path: Path, title: str = "")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 2.4 + 0.42 * len(plans)), layout="constrained")
-    if title:
-        figure.suptitle(title)
+    figure.suptitle(title)
     time, memory = figure.subplots(1, 2, sharey=True)
     names = dict.fromkeys(
         name for plan in plans for name, seconds in plan.cost.communication.items() if seconds
@@ -173,16 +172,12 @@ def draw(plans: Sequence[Plan], hardware: Hardware, path: Path, title: str = "")
         **{name: [plan.cost.communication.get(name, 0.0) for plan in plans] for name in names},
         "pipeline bubble": [plan.cost.bubble for plan in plans],
     }
-    labels = [str(plan.layout) for plan in plans]
+    labels, budget = [str(plan.layout) for plan in plans], MEMORY_FRACTION * hardware.memory / 1e9
     _stack(time, labels, time_components)
     time.set_xlabel("seconds per step")
-    memory_components = {
-        name: [getattr(plan.memory, name) / 1e9 for plan in plans] for name in MEMORY
-    }
-    _stack(memory, labels, memory_components)
-    memory.axvline(
-        MEMORY_FRACTION * hardware.memory / 1e9, color="0.2", linestyle="--", linewidth=1
-    )
+    gigabytes = {name: [getattr(plan.memory, name) / 1e9 for plan in plans] for name in MEMORY}
+    _stack(memory, labels, gigabytes)
+    memory.axvline(budget, color="0.2", linestyle="--", linewidth=1)
     memory.set_xlabel(f"GB per device; dashed line: memory budget on {hardware.name}")
     time.invert_yaxis()
     figure.savefig(path, dpi=120)

@@ -9,10 +9,11 @@ import math
 import operator
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 from sharding.costs.dispatch import FLOAT32, INT32, TokenDispatch, balanced_rows
-from sharding.costs.transfer import Kind, Transfer
+from sharding.costs.transfer import Transfer
 from sharding.folding import Layout
 from sharding.folding.layout import prime_factors
 from sharding.planner.method import Batch, Method
@@ -106,35 +107,25 @@ def context(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> l
     Where what is kept is not what attention reads (`ModelSizes.keeps_projected`, "projections"),
     Ulysses' first all-to-all is `repeated` too.
     """
-    keys, values = tokens * model.keys, tokens * model.values
-    queries, outputs, width = tokens * model.queries, tokens * model.outputs, method.itemsize
-
-    def make_transfer(what: str, kind: Kind, elements: int, repeated: bool = False) -> Transfer:
-        return Transfer(what, kind, ("cp",), elements, width, 1, width, repeated)
-
     if layout.cp == 1:
         return []
+    keys, values = tokens * model.keys, tokens * model.values
+    queries, outputs, width = tokens * model.queries, tokens * model.outputs, method.itemsize
+    both = (("keys", keys), ("values", values))
     if method.context == "gather":
         return [
-            make_transfer(what, "all_gather", elements, repeated=True)
-            for what, elements in (("keys", keys), ("values", values))
+            Transfer(what, "all_gather", ("cp",), elements, width, 1, width, repeated=True)
+            for what, elements in both
         ]
     if method.context == "ring":
-        return [
-            replace(
-                make_transfer(what, "permute", elements), times=ring_hops(layout)[0], gradient=0
-            )
-            for what, elements in (("keys", keys), ("values", values))
-        ]
+        hops, _ = ring_hops(layout)
+        return [Transfer(what, "permute", ("cp",), size, width, hops) for what, size in both]
     exchanged = queries + (keys + values) * kv_replication(model, layout)
+    exchange = partial(Transfer, kind="all_to_all", axes=("cp",), itemsize=width, gradient=width)
+    is_repeated = model.keeps_projected or method.remat == "projections"
     return [
-        make_transfer(
-            "queries, keys and values",
-            "all_to_all",
-            exchanged,
-            repeated=model.keeps_projected or method.remat == "projections",
-        ),
-        make_transfer("attention's output", "all_to_all", outputs, repeated=True),
+        exchange("queries, keys and values", elements=exchanged, repeated=is_repeated),
+        exchange("attention's output", elements=outputs, repeated=True),
     ]
 
 
@@ -311,12 +302,13 @@ def row_reordering(
     streams, width = method.streams(batch), method.itemsize
     if len(streams) == 1:
         return []
-    sizes = [stream.local_tokens(layout) * model.d_model for stream in streams]
-    what = "states of halves"
-    transfers = [
-        Transfer(what, "all_gather", ("tp",), size, width, gradient=width) for size in sizes
-    ]
-    return drop_empty([*transfers, *(gather.transposed(layout) for gather in transfers)], layout)
+    gathers = []
+    for rows in streams:
+        size = rows.local_tokens(layout) * model.d_model
+        gathers.append(
+            Transfer("states of halves", "all_gather", ("tp",), size, width, gradient=width)
+        )
+    return drop_empty([*gathers, *(gather.transposed(layout) for gather in gathers)], layout)
 
 
 def embed_and_head(
@@ -347,17 +339,12 @@ def gather_weights(what: str, group: WeightGroup, layout: Layout, method: Method
     It has two stages, across sequence-parallel groups and then inside; a stage of one device is
     left out. The reverse is a reduce-scatter.
     """
-    stored = group.stored(method)
+    stored, size = group.stored(method), group.shard_size(layout)
+    width, gradient = stored.weight_comm, stored.gradient_comm
     across = Transfer(
-        what,
-        "all_gather",
-        group.replicas,
-        group.shard_size(layout),
-        stored.weight_comm,
-        gradient=stored.gradient_comm,
-        side="across",
+        what, "all_gather", group.replicas, size, width, gradient=gradient, side="across"
     )
-    gathered = across.elements * across.group(layout)
+    gathered = size * across.group(layout)
     inside = replace(across, elements=gathered, side="inside")
     return drop_empty([across, inside], layout)
 

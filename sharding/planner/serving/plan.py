@@ -202,12 +202,12 @@ class Server:
         """
         tokens = sequences / self.load.completion * self.load.prompt
         pair, model = self.pair, self.model
-        scores = 2 * model.queries * self.load.prompt
+        attention_flops = 2 * times.attention_matrices(model) + 2 * model.queries * self.load.prompt
         peak = self.tp_attention * pair.attention.peak * pair.efficiency
-        sent = ITEMSIZE * model.d_model * model.experts_per_token
+        attention_seconds = attention_flops / peak
         expert_seconds = 6 * model.d_model * model.d_expert
         expert_seconds /= self.tp_experts * pair.experts.peak * pair.efficiency
-        attention_seconds = (2 * times.attention_matrices(model) + scores) / peak
+        sent = ITEMSIZE * model.d_model * model.experts_per_token
         paces = (
             attention_seconds / nodes,
             expert_seconds * model.experts_per_token / self.expert_nodes,

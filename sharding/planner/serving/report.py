@@ -144,7 +144,7 @@ def report(plans: Sequence[ServingPlan]) -> str:
     return "\n".join(lines)
 
 
-def draw_timeline(plan: ServingPlan, path: Path, title: str = "") -> None:
+def draw_timeline(plan: ServingPlan, path: Path, title: str) -> None:
     """Draws the first layers of a token step: a row for each station, a bar for each visit.
 
     A bar has the colour of its micro-batch.
@@ -170,6 +170,5 @@ def draw_timeline(plan: ServingPlan, path: Path, title: str = "") -> None:
     axes.set_yticks(range(len(STATIONS)), STATIONS)
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds; layer and micro-batch in the bars")
-    if title:
-        axes.set_title(title)
+    axes.set_title(title)
     figure.savefig(path, dpi=120)

@@ -154,6 +154,15 @@ def _automodel(model: str, layout: str, rows: int, rate: int, **settings) -> Evi
     )
 
 
+def _maxtext(model: str, hardware: str, rate: int, fitted: bool = False) -> Evidence:
+    """Eight sequences of a device: for v6e by the logs of tpu-recipes, for v5p not published."""
+    return Evidence(
+        *("MaxText", model, hardware, "dp256", 2048, 4096, rate, "tokens/s", TIERING),
+        fsdp=True,
+        fitted=fitted,
+    )
+
+
 EVIDENCE: tuple[Evidence, ...] = (
     *_of_papers(),
     _longer("tp2 cp4 dp2 pp8 / ep8", 1024, 16384, 47.6),
@@ -204,18 +213,7 @@ EVIDENCE: tuple[Evidence, ...] = (
         "qwen3-30b-a3b", "dp8 / ep8", 512, 12040, micro_rows=4, remat="full", fsdp=True, fitted=True
     ),
     _automodel("gpt-oss-120b", "dp64 / ep64", 512, 7626, micro_rows=2, remat="none", fsdp=True),
-    # Eight sequences of a device: by the logs of tpu-recipes for v6e; for v5p none is published.
-    Evidence(
-        *("MaxText", "mixtral-8x7b", "v6e", "dp256", 2048, 4096, 3899, "tokens/s", TIERING),
-        fsdp=True,
-        fitted=True,
-    ),
-    Evidence(
-        *("MaxText", "mixtral-8x22b", "v6e", "dp256", 2048, 4096, 1326, "tokens/s", TIERING),
-        fsdp=True,
-    ),
-    Evidence(
-        *("MaxText", "mixtral-8x7b", "v5p", "dp256", 2048, 4096, 2909, "tokens/s", TIERING),
-        fsdp=True,
-    ),
+    _maxtext("mixtral-8x7b", "v6e", 3899, fitted=True),
+    _maxtext("mixtral-8x22b", "v6e", 1326),
+    _maxtext("mixtral-8x7b", "v5p", 2909),
 )
