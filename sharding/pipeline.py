@@ -81,10 +81,7 @@ class ForwardBackward:
         return self.vjp_tree.unflatten([values[index] for index in self.output_indices])(gradient)
 
     def _evaluate(self, args: list[Array], indices: list[int]) -> list[Array]:
-        """Evaluates outputs of the program, of ascending indices, by what they depend on only.
-
-        `args` are the flat arguments, the leading ones or all.
-        """
+        """Outputs of ascending indices, from the flat arguments that they depend on (or more)."""
         pruned, is_used = _prune_jaxpr(self.closed_jaxpr.jaxpr, indices)
         return core.eval_jaxpr(pruned, self.closed_jaxpr.consts, *compress(args, is_used))
 

@@ -105,10 +105,7 @@ def _total_seconds(transfers: Iterable[Transfer], layout: Layout, hardware: Hard
 def layer_times(
     model: ModelSizes, layout: Layout, batch: Batch, method: Method, hardware: Hardware
 ) -> Timed:
-    """Times of one layer's collectives for one micro-batch, forward and backward.
-
-    They are those of `sharding.planner.volumes.layer`.
-    """
+    """Times of the transfers of `sharding.planner.volumes.layer`, forward and backward."""
     passes = []
     for rows in method.streams(batch):
         passes.append(non_expert_times(model, layout, rows, method, hardware))

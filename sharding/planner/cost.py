@@ -257,10 +257,7 @@ def _products_of_layers(
 
 
 def _matrices(model: ModelSizes, layout: Layout, tokens: int) -> list[tuple[float, float]]:
-    """(floating-point operations of one pass, parameters) of a device's layers.
-
-    The first pair is that of the matrices that process all tokens, the second that of the experts.
-    """
+    """(FLOPs of a pass, parameters): of the matrices that process all tokens, of the experts."""
     dense, routed = model.dense_parameters, model.routed_parameters
     experts = model.num_expert_layers * model.expert_parameters
     share = layers_on_deepest_stage(model, layout) / model.num_layers

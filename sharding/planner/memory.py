@@ -163,11 +163,8 @@ def model_states(model: ModelSizes, layout: Layout, method: Method, adds_up: boo
 def partial_gradient_bytes(
     model: ModelSizes, layout: Layout, batch: Batch, method: Method
 ) -> float:
-    """Bytes of a layer's additional partial gradients, until they are added up.
-
-    There is one of all weights for each half of the rows, and one of the experts for each chunk of
-    these.
-    """
+    """Bytes of a layer's additional partial gradients, until they are added up: one of all weights
+    for each half of the rows, and one of the experts for each chunk of these."""
     num_streams, total = len(method.streams(batch)), 0.0
     if num_streams == method.expert_chunks == 1:
         return total
@@ -180,12 +177,9 @@ def partial_gradient_bytes(
 
 
 def comm_buffer_bytes(model: ModelSizes, layout: Layout, method: Method) -> float:
-    """Bytes of the largest gradient in bfloat16, as it is sent and received.
-
-    See `sharding.compression`. It is that of a stack of matrices of all layers (the experts' gate
-    and up, which are two thirds of them, the dense layers' or half of attention's) or of the
-    embedding.
-    """
+    """Bytes of the largest gradient in bfloat16, as it is sent and received: of a stack of matrices
+    of all layers (the experts' gate and up, the dense layers' or half of attention's), or of the
+    embedding."""
     if method.gradient_wire == "float32":
         return 0.0
     fractions = {"experts": 2 / 3, "dense layers": 2 / 3, "first dense layers": 2 / 3}
@@ -351,10 +345,7 @@ def expert_rows(model: ModelSizes, layout: Layout, tokens: int, method: Method) 
 
 
 def received_tokens(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> int:
-    """Tokens that the experts of a device receive from all devices that share them.
-
-    It is 0 where a device has all experts itself, or there are none.
-    """
+    """Tokens that the experts of a device receive from all devices that share them, if any do."""
     num_sharing = layout.ep * layout.etp
     if num_sharing == 1 or not model.num_experts:
         return 0

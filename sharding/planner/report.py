@@ -113,10 +113,7 @@ def _replace_sizes(layout: Layout, **sizes: int) -> Layout | None:
 def why_not(
     result: SearchResult, model: ModelSizes, rows: int, time: int, hardware: Hardware
 ) -> dict[Layout, str]:
-    """Reason against the neighbours of the best plan's layout.
-
-    Legal neighbours that were not searched are left out.
-    """
+    """Reason against each neighbour of the best layout that is illegal or was searched."""
     best = result.plans[0]
     by_layout = {replace(plan.layout, vpp=1): plan for plan in result.plans}
     reasons = {}

@@ -144,10 +144,7 @@ def candidate_dispatches(case: Case, batch: Batch, system: System, choices: Choi
 
 @functools.lru_cache(maxsize=4096)
 def _context_costs(case: Case, batch: Batch) -> Costs:
-    """Costs of a context, by a layout with attention's axes only.
-
-    Further axes add the same to all candidates.
-    """
+    """Costs of a context, by attention's axes only: further axes add the same to all candidates."""
     model, layout, method = case.model, case.layout, case.method
     sent = [
         communication.non_expert_times(model, layout, rows, method, case.hardware)
@@ -248,10 +245,7 @@ def broken_rule(model: ModelSizes, layout: Layout, rows: int, time: int) -> str 
 
 
 def chunks_of_a_stage(model: ModelSizes, layout: Layout) -> list[int]:
-    """Possible numbers of chunks per stage (vpp) of a legal layout.
-
-    They divide the layers of a stage, so that no stage is deeper than with one chunk.
-    """
+    """Possible chunks per stage (vpp) of a legal layout, with stages as deep as with one chunk."""
     if layout.pp == 1:
         return [1]
     main = model.num_main_layers

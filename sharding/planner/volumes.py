@@ -1,7 +1,6 @@
 """Communication volumes of all collectives of a training step.
 
-They are those of a layer, of embedding and head, of a pipeline and of the gradients. T are the
-tokens of a micro-batch on one device, h the model width.
+T are the tokens of a micro-batch on one device, h the model width.
 """
 
 import itertools
@@ -67,10 +66,7 @@ def non_expert(
 def experts(
     model: ModelSizes, layout: Layout, tokens: int, method: Method
 ) -> tuple[list[Transfer], list[Transfer]]:
-    """Collectives of `dispatch` in a layer, with those that its backward pass repeats.
-
-    They depend on ``ep`` and ``etp`` of the layout only.
-    """
+    """Collectives of `dispatch` in a layer, repeated ones too, by ``ep`` and ``etp`` only."""
     forward, backward = dispatch(model, layout, tokens, method) if model.num_experts else ([], [])
     if method.repeats_experts:
         backward = [*forward, *backward]
@@ -170,10 +166,7 @@ def router(model: ModelSizes, sequences: int) -> list[Transfer]:
 def dispatch(
     model: ModelSizes, layout: Layout, tokens: int, method: Method
 ) -> tuple[list[Transfer], list[Transfer]]:
-    """Dispatch of tokens to their experts, and combine, with expert ids and gate weights.
-
-    Returns the collectives of the forward and of the backward pass.
-    """
+    """Dispatch of tokens to experts and combine, with ids and gate weights; both passes."""
     per_peer, forward, backward = tokens_per_peer(model, layout, tokens), [], []
     for size, count in chunk_sizes(tokens, method.expert_chunks):
         each = min(per_peer, balanced_tokens_per_peer(model, layout, size, method))
@@ -205,10 +198,7 @@ def _dispatcher(
 
 
 def relayed_tokens(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> int:
-    """Tokens that a device receives from other servers for the devices of its own.
-
-    It is 0 without two levels of all-to-alls.
-    """
+    """Tokens that a device relays from other servers to its own; 0 without two levels."""
     per_peer = slots_per_peer(model, layout, tokens, method)
     return _dispatcher(model, layout, tokens, per_peer, method).relayed
 
@@ -350,10 +340,7 @@ def gather_weights(what: str, group: WeightGroup, layout: Layout, method: Method
 
 
 def unsharding(model: ModelSizes, layout: Layout, method: Method) -> tuple[Transfer, ...]:
-    """FSDP: all-gather of the weights of all layers of a device, once.
-
-    The reverse is the reduce-scatter of their gradients.
-    """
+    """FSDP: all-gather of the weights of all layers of a device, once."""
     transfers = []
     for group in weight_groups(model, layout):
         if group.in_layers:
@@ -362,10 +349,7 @@ def unsharding(model: ModelSizes, layout: Layout, method: Method) -> tuple[Trans
 
 
 def gradient_reduction(gather: Transfer, layout: Layout, method: Method) -> Transfer:
-    """Reduce-scatter of gradients, the reverse of an all-gather of weights.
-
-    Across sequence-parallel groups it is in `Method.gradient_wire`.
-    """
+    """Reverse of an all-gather of weights: reduce-scatter, across in `Method.gradient_wire`."""
     reduction = gather.transposed(layout)
     if method.gradient_wire == "bfloat16" and gather.side == "across":
         reduction = replace(reduction, kind="all_to_all", itemsize=BFLOAT16)

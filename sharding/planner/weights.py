@@ -1,7 +1,4 @@
-"""Weights of one device, by replica group.
-
-These are the groups over which gradients are summed and optimizer states are sharded.
-"""
+"""Weights of one device, by the devices that share their gradients and optimizer states."""
 
 import functools
 import math
@@ -52,10 +49,7 @@ def single_chunk(layout: Layout) -> Layout:
 
 
 def weight_layout(model: ModelSizes, layout: Layout) -> Layout:
-    """The layout with one chunk on each stage if a device then has the same weights.
-
-    It is a cache key: results are shared by all numbers of chunks.
-    """
+    """The layout with one chunk a stage if a device then has the same weights: a cache key."""
     reduced = single_chunk(layout)
     is_same = layers_on_device(model, reduced) == layers_on_device(model, layout)
     return reduced if is_same else layout

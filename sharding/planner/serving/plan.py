@@ -178,10 +178,7 @@ class Server:
         return self.attention(batch), self.experts(rows), sending
 
     def balance(self) -> float:
-        """The paper's balanced ``n_a = k1 E / (k3 K)``, not rounded.
-
-        Large batches then take equally long on both groups.
-        """
+        """The paper's ``n_a = k1 E / (k3 K)``, not rounded, for equal times of large batches."""
         share = self.model.experts_per_token / self.expert_nodes
         return self.attention.slope / (self.experts.slope * share)
 
@@ -235,11 +232,7 @@ class Server:
         return token_latency, total
 
     def hides(self, batch, nodes, micro_batches: int):
-        """Constraints (2) and (3): true if communication is hidden.
-
-        They are ``T_c < T_f`` and ``m T_f >= S``, the exact form of ``m >= 2 (1 + T_c / T_f)``,
-        which is equal to it for ``T_a = T_e``.
-        """
+        """Constraints (2) and (3), hidden communication: ``T_c < T_f`` and ``m T_f >= S``."""
         attention, experts, sending = self.layer_times(batch, nodes)
         busier = np.maximum(attention, experts)
         filled = micro_batches * busier >= attention + experts + 2 * sending

@@ -179,10 +179,7 @@ class Utilisation:
                 )
 
     def seconds(self, size, rate: float):
-        """Seconds of messages of `size` bytes over an adapter of `rate` bytes/s.
-
-        Sizes may be an array.
-        """
+        """Seconds of a message of `size` bytes (or an array) over an adapter of `rate` bytes/s."""
         times = np.array(self.sizes) / (np.array(self.fractions) * rate)
         size = np.maximum(size, self.sizes[0])
         inside = np.exp(np.interp(np.log(size), np.log(self.sizes), np.log(times)))

@@ -74,10 +74,7 @@ def predict(row: Evidence) -> float | None:
 
 
 def cost_of(row: Evidence, system: System) -> Cost | None:
-    """Time of a step with a row's settings.
-
-    Those that are not published are chosen; of rematerialisations the first that fits.
-    """
+    """Time of a step with a row's settings; those that are not published are chosen."""
     model, hardware, layout = PRESETS[row.model], HARDWARE[row.hardware], Layout.parse(row.layout)
     system = replace(system, hides_experts=row.overlaps_experts)
     if row.graphs:
