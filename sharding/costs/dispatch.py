@@ -223,19 +223,12 @@ def to_fp8(
     groups = blocks * math.ceil(tokens_back / blocks / GROUP_TOKENS)
     if is_ragged:
         groups = tokens_back // GROUP_TOKENS + n
+
+    def with_scales(content: Transfer, num_scales: int) -> list[Transfer]:
+        what = f"scales of {content.what}"
+        return [content, replace(content, what=what, elements=num_scales, itemsize=SCALE_BYTES)]
+
     content = replace(transfer, kind=forward_kind, itemsize=FP8_BYTES, gradient=0)
-    forward = [
-        content,
-        replace(content, what=f"scales of {transfer.what}", elements=tokens, itemsize=SCALE_BYTES),
-    ]
-    gradient = replace(
-        content,
-        what=f"gradient of {transfer.what}",
-        kind=backward_kind,
-        elements=tokens_back * d_model,
-        repeated=False,
-    )
-    scales = replace(
-        gradient, what=f"scales of {gradient.what}", elements=groups * d_model, itemsize=SCALE_BYTES
-    )
-    return forward, [gradient, scales]
+    what, elements = f"gradient of {transfer.what}", tokens_back * d_model
+    gradient = replace(content, what=what, kind=backward_kind, elements=elements, repeated=False)
+    return with_scales(content, tokens), with_scales(gradient, groups * d_model)

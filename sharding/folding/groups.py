@@ -33,11 +33,9 @@ def axis_groups(mesh: FoldedMesh, axes: Sequence[str]) -> list[list[int]]:
 
 def axis_ranks(mesh: FoldedMesh, axis: str) -> list[int]:
     """The index of each rank along a logical axis."""
-    index = [0] * mesh.size(mesh.axes)
-    for group in axis_groups(mesh, getattr(mesh, axis)):
-        for position, rank in enumerate(group):
-            index[rank] = position
-    return index
+    groups = axis_groups(mesh, getattr(mesh, axis))
+    index = {rank: position for group in groups for position, rank in enumerate(group)}
+    return [index[rank] for rank in range(len(index))]
 
 
 def describe(layout: Layout) -> str:

@@ -158,8 +158,9 @@ def device_pairs(
             measured.get(attention.name, EMPTY_PROFILE).attention,
             measured.get(experts.name, EMPTY_PROFILE).experts,
         )
-        networks = network, network
-        pairs.append(DevicePair(attention, experts, prices, efficiency, networks, profiled))
+        pairs.append(
+            DevicePair(attention, experts, prices, efficiency, (network, network), profiled)
+        )
     return pairs
 
 

@@ -167,15 +167,19 @@ class Server:
         The last is (6): ``b_a h K / tp_a`` values leave an attention device, ``b_e h / tp_e`` reach
         an expert device, each at the utilisation of a message of that size.
         """
-        model, pair = self.model, self.pair
+        sent, received = self.message_bytes(batch, nodes)
+        sending = np.maximum(
+            self.networks[0].seconds(sent, self.pair.attention.outside),
+            self.networks[1].seconds(received, self.pair.experts.outside),
+        )
+        return self.attention(batch), self.experts(self.rows_of_node(batch, nodes)), sending
+
+    def message_bytes(self, batch, nodes):
+        """Bytes that an attention device sends, and that an expert device receives."""
+        model = self.model
         sent = ITEMSIZE * batch * model.d_model * model.experts_per_token / self.tp_attention
         rows = self.rows_of_node(batch, nodes)
-        received = ITEMSIZE * rows * model.d_model / self.tp_experts
-        sending = np.maximum(
-            self.networks[0].seconds(sent, pair.attention.outside),
-            self.networks[1].seconds(received, pair.experts.outside),
-        )
-        return self.attention(batch), self.experts(rows), sending
+        return sent, ITEMSIZE * rows * model.d_model / self.tp_experts
 
     def balance(self) -> float:
         """The paper's ``n_a = k1 E / (k3 K)``, not rounded, for equal times of large batches."""

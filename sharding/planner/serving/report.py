@@ -43,19 +43,17 @@ def row_of(plan: ServingPlan) -> list[str]:
 def constraints(plan: ServingPlan) -> list[list[str]]:
     """The paper's eight constraints, with the plan's numbers."""
     shape, (attention, experts, sending) = plan.shape, plan.layer
-    server, model = plan.server, plan.server.model
+    server, num_layers = plan.server, plan.server.model.num_layers
     busier, m = max(attention, experts), shape.micro_batches
     need = micro_batches_needed(attention, experts, sending)
-    least = attention + experts + 2 * sending + m * busier * (model.num_layers - 1)
+    least = attention + experts + 2 * sending + m * busier * (num_layers - 1)
     most = server.most_in_memory()
-    sent = 2 * plan.batch * model.d_model * model.experts_per_token / shape.tp_attention
-    rows = server.rows_of_node(plan.batch, shape.attention_nodes)
-    received = 2 * rows * model.d_model / shape.tp_experts
+    sent, received = server.message_bytes(plan.batch, shape.attention_nodes)
     return [
         ["(1) T_a ~ T_e", f"{attention / experts:.2f}, k1 E / (k3 K) = {plan.balance:.1f}"],
         ["(2) T_c < T_f", f"T_c is {sending / busier:.2f} T_f"],
         ["(3) m T_f >= T_a + T_e + 2 T_c", f"m = {m}, {need} needed"],
-        ["(4) T_iter", f"{least * 1e3:.1f} to {m * busier * model.num_layers * 1e3:.1f} ms"],
+        ["(4) T_iter", f"{least * 1e3:.1f} to {m * busier * num_layers * 1e3:.1f} ms"],
         ["(5) T_total", f"{plan.total * 1e3:.1f} ms for {plan.sequences:,} tokens"],
         ["(6) T_c", f"{sent / 1e6:.2f} MB per sender, {received / 1e6:.2f} MB per receiver"],
         ["(7) T_iter <= SLO", f"{plan.token_latency * 1e3:.1f} of {server.load.slo * 1e3:g} ms"],
