@@ -35,17 +35,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="plan a server with attention and experts on separate devices; --hardware then lists "
         "the device types to choose from, as in h20,l40s",
     )
-    slo = f"maximum time between tokens, as in 150ms (default {load.slo * 1000:g}ms)"
-    group.add_argument("--slo", help=slo)
-    prompt = f"tokens per prompt (default {load.prompt})"
-    group.add_argument("--prompt", type=int, help=prompt)
-    completion = f"tokens per completion (default {load.completion})"
-    group.add_argument("--completion", type=int, help=completion)
-    group.add_argument(
-        "--avg-seq",
-        type=float,
-        help="cached tokens per sequence (default: prompt + completion / 2)",
-    )
+    for flag, kind, text in (
+        ("--slo", str, f"maximum time between tokens, as in 150ms (default {load.slo * 1000:g}ms)"),
+        ("--prompt", int, f"tokens per prompt (default {load.prompt})"),
+        ("--completion", int, f"tokens per completion (default {load.completion})"),
+        ("--avg-seq", float, "cached tokens per sequence (default: prompt + completion / 2)"),
+    ):
+        group.add_argument(flag, type=kind, help=text)
     group.add_argument(
         "--prefill",
         choices=(*PREFILL, "best"),
