@@ -94,10 +94,8 @@ class Transfer:
 
     def members_in_domain(self, layout: Layout, hardware: Hardware) -> int:
         """Members of a group in one fast domain."""
-        members = 1
-        for stride, size in self.strides(layout):
-            members *= max(1, min(size, hardware.domain // stride))
-        return members
+        groups = self.strides(layout)
+        return math.prod(max(1, min(size, hardware.domain // stride)) for stride, size in groups)
 
     def seconds(self, layout: Layout, hardware: Hardware) -> float:
         """Seconds of the collective, over all times that it happens.
@@ -167,8 +165,12 @@ def group_strides(
       server_devices: devices of a server, of which `side` is; None is a sequence-parallel group.
     """
     if server_devices is not None:
-        groups = group_strides(axes, None, layout)
-        return [_part_in_servers(*group, server_devices, side) for group in groups]
+        parts = []
+        for stride, size in group_strides(axes, None, layout):
+            inside = max(1, min(size, server_devices // stride))
+            across = stride * inside, size // inside
+            parts.append((stride, inside) if side == "inside" else across)
+        return parts
     groups: list[tuple[int, int]] = []
     stride = 1
     for atom in reversed(_atoms_of(layout)):
@@ -182,11 +184,3 @@ def group_strides(
                 groups.append((stride, atom.size))
         stride *= atom.size
     return groups
-
-
-def _part_in_servers(
-    stride: int, size: int, server_devices: int, side: Side | None
-) -> tuple[int, int]:
-    """Stride and size of the part of a group inside a server, or of that across servers."""
-    inside = max(1, min(size, server_devices // stride))
-    return (stride, inside) if side == "inside" else (stride * inside, size // inside)

@@ -124,6 +124,11 @@ LAUNCH_POINTS = (MAPPINGS["qwen2-57b-a14b"][-1], MAPPINGS["mixtral-8x22b-g8t8"][
 """Measurements with many experts on a device, which `System.launch` is taken from."""
 
 
+def is_fitted(row: Row) -> bool:
+    """True if something is fitted to a row; with sharded weights, that they are waited for."""
+    return row in (*CALIBRATION_POINTS.values(), *LAUNCH_POINTS) or row.fsdp
+
+
 def predict(row: Row, system: System) -> Plan | float:
     """The best plan for a row's layout, or the bytes that it needs at least.
 
@@ -233,8 +238,7 @@ def _comparison_row(row: Row) -> tuple[str, ...]:
     if not isinstance(plan, Plan):
         return row.model, layout, "", "", "", published, "does not fit"
     mfu = 100 * plan.cost.mfu(CLUSTERS[row.system])
-    is_fitted = row in (*CALIBRATION_POINTS.values(), *LAUNCH_POINTS) or row.fsdp
-    star = " (calibrated)" if is_fitted else ""
+    star = " (calibrated)" if is_fitted(row) else ""
     settings = str(plan.layout.vpp), plan.method.remat, str(plan.batch.micro_rows)
     return row.model, layout, *settings, published, f"{mfu:.1f}{star}"
 

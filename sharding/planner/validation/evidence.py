@@ -7,14 +7,7 @@ from typing import Any, Literal
 
 from sharding.costs.hardware import HARDWARE
 from sharding.folding import Layout
-from sharding.planner.calibration import (
-    CALIBRATION_POINTS,
-    CLUSTERS,
-    LAUNCH_POINTS,
-    MAPPINGS,
-    MEGASCALE,
-    SCALING,
-)
+from sharding.planner.calibration import CLUSTERS, MAPPINGS, MEGASCALE, SCALING, is_fitted
 from sharding.planner.models import PRESETS
 
 Unit = Literal["MFU", "TFLOP/s", "tokens/s", "s"]
@@ -92,20 +85,13 @@ def _of_papers() -> Iterable[Evidence]:
     """Rows of `sharding.planner.calibration`, without those that ran out of memory."""
     sources = {"Megatron-Core": FOLDING, "MegaScale-MoE": MEGASCALE_MOE}
     for row in chain(*MAPPINGS.values(), *SCALING.values(), MEGASCALE):
+        system = f"{row.system} with FSDP" if row.fsdp else row.system
         if row.mfu is not None:
             yield Evidence(
-                f"{row.system} with FSDP" if row.fsdp else row.system,
-                row.model,
-                CLUSTERS[row.system].name,
-                row.layout,
-                row.rows,
-                row.time,
-                row.mfu,
-                "MFU",
-                sources[row.system],
+                *(system, row.model, CLUSTERS[row.system].name, row.layout, row.rows, row.time),
+                *(row.mfu, "MFU", sources[row.system]),
                 fsdp=row.fsdp,
-                # Of rows with sharded weights: that they are waited for.
-                fitted=row in (*CALIBRATION_POINTS.values(), *LAUNCH_POINTS) or row.fsdp,
+                fitted=is_fitted(row),
             )
 
 
