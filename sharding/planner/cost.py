@@ -124,9 +124,9 @@ def cost(
     )
     products = num_micro_batches * (layer_products + head_products)
     traffic = num_micro_batches * memory_traffic
-    each = products / num_micro_batches
+    all_products = products / num_micro_batches
     sent = _exposed_communication(
-        model, layout, batch, method, hardware, system, layer_products, each
+        model, layout, batch, method, hardware, system, layer_products, all_products
     )
     sent = {what: num_micro_batches * time for what, time in sent.items()}
     if method.fsdp:

@@ -178,8 +178,8 @@ def partial_gradient_bytes(
 
 def comm_buffer_bytes(model: ModelSizes, layout: Layout, method: Method) -> float:
     """Bytes of the largest gradient in bfloat16, as it is sent and received: of a stack of matrices
-    of all layers (the experts' gate and up, the dense layers' or half of attention's), or of the
-    embedding."""
+    of all layers (the gate and up of experts or dense layers, which are two thirds of them, or half
+    of attention's), or of the embedding."""
     if method.gradient_wire == "float32":
         return 0.0
     fractions = {"experts": 2 / 3, "dense layers": 2 / 3, "first dense layers": 2 / 3}

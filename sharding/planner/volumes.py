@@ -292,12 +292,9 @@ def row_reordering(
     streams, width = method.streams(batch), method.itemsize
     if len(streams) == 1:
         return []
-    gathers = []
-    for rows in streams:
-        size = rows.local_tokens(layout) * model.d_model
-        gathers.append(
-            Transfer("states of halves", "all_gather", ("tp",), size, width, gradient=width)
-        )
+    sizes = [stream.local_tokens(layout) * model.d_model for stream in streams]
+    what = "states of halves"
+    gathers = [Transfer(what, "all_gather", ("tp",), size, width, 1, width) for size in sizes]
     return drop_empty([*gathers, *(gather.transposed(layout) for gather in gathers)], layout)
 
 

@@ -63,18 +63,21 @@ def constraints(plan: ServingPlan) -> list[list[str]]:
 
 def neighbours(shape: Shape) -> list[tuple[str, Shape]]:
     """Shapes that differ in one size."""
-    nodes, m, more_experts = shape.attention_nodes, shape.micro_batches, 2 * shape.experts_of_node
-    changes = [
-        *(
-            (f"tp_a {n}", "tp_attention", n)
-            for n in (shape.tp_attention // 2, shape.tp_attention * 2)
-        ),
-        *((f"tp_e {n}", "tp_experts", n) for n in (shape.tp_experts // 2, shape.tp_experts * 2)),
-        *((f"n_a {n}", "attention_nodes", n) for n in (nodes - 1, nodes + 1)),
-        *((f"m {n}", "micro_batches", n) for n in (m - 1, m + 1)),
-        (f"{more_experts} experts per node", "experts_of_node", more_experts),
+    nodes, m = shape.attention_nodes, shape.micro_batches
+    steps = (
+        ("tp_a", "tp_attention", (shape.tp_attention // 2, shape.tp_attention * 2)),
+        ("tp_e", "tp_experts", (shape.tp_experts // 2, shape.tp_experts * 2)),
+        ("n_a", "attention_nodes", (nodes - 1, nodes + 1)),
+        ("m", "micro_batches", (m - 1, m + 1)),
+    )
+    shapes = [
+        (f"{title} {size}", replace(shape, **{name: size}))
+        for title, name, sizes in steps
+        for size in sizes
+        if size >= 1
     ]
-    return [(title, replace(shape, **{name: size})) for title, name, size in changes if size >= 1]
+    per_node = shape.experts_of_node * 2
+    return [*shapes, (f"{per_node} experts per node", replace(shape, experts_of_node=per_node))]
 
 
 def why_not(plan: ServingPlan) -> list[list[str]]:
