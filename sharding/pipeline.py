@@ -191,7 +191,7 @@ def apply(
       The results of `stages.last`, ``[micro_batch, ...]``, equal on all stages; and the statistics
       of this stage's chunks, ``[chunk, ...]``.
     """
-    run = Run.build(stages, embed_and_head, layers, micro_batches, pipeline)
+    run = Run(stages, embed_and_head, layers, micro_batches, pipeline)
 
     def tick(carry, now):
         received, outs, sums = carry
@@ -235,9 +235,9 @@ def gradients(
 
     Args: as `apply`. Weights must vary over all mesh axes: a gradient is then this device's own.
     """
-    run = Run.build(stages, embed_and_head, layers, micro_batches, pipeline)
+    run = Run(stages, embed_and_head, layers, micro_batches, pipeline)
     schedule = run.schedule
-    passes = Passes.build(run)
+    passes = Passes(run)
 
     def tick(carry, _):
         now, x, grad, residuals, sums = carry
@@ -284,7 +284,6 @@ def gradients(
     return sums._replace(metrics=all_sum(sums.metrics, pipeline.stage))
 
 
-@dataclass(frozen=True)
 class Passes:
     """Forward and backward passes of `Stages.first` and of a chunk, and their residual buffers.
 
@@ -294,14 +293,8 @@ class Passes:
       types: zeros of the types of one slot's residuals of each.
     """
 
-    run: Run
-    first: ForwardBackward
-    chunk: ForwardBackward
-    slots: tuple[list[list[int]], list[list[int]]]
-    types: Residuals
-
-    @classmethod
-    def build(cls, run: Run) -> "Passes":
+    def __init__(self, run: Run):
+        self.run = run
         micro_batch, everywhere = index_tree(run.micro_batches, 0), run.pipeline.everywhere
 
         def through_first(shared, _, micro_batch):
@@ -313,18 +306,15 @@ class Passes:
             x, loss, statistics = run.stages.chunk(layers, x, micro_batch, chunk_index)
             return (vary(x, everywhere), vary_like(loss, run.no_chunk_loss)), statistics
 
-        first = split_passes(through_first, (run.embed_and_head,), (), micro_batch)
-        layers = index_tree(run.layers, 0)
-        chunk = split_passes(through_chunk, (layers, run.stage), run.no_x, micro_batch)
+        def split(function: Callable[..., Any], *args: Tree) -> tuple[ForwardBackward, list[Array]]:
+            passes = split_passes(function, *args)
+            return passes, zeros_of(run.pipeline, lambda: passes.forward(*args)[1])
 
-        def residuals(passes: ForwardBackward, *args: Tree) -> list[Array]:
-            return zeros_of(run.pipeline, lambda: passes.forward(*args)[1])
-
-        types = (
-            residuals(first, (run.embed_and_head,), (), micro_batch),
-            residuals(chunk, (layers, run.stage), run.no_x, micro_batch),
-        )
-        return cls(run, first, chunk, (run.schedule.slots([0]), run.schedule.slots()), types)
+        shared = index_tree(run.layers, 0), run.stage
+        self.first, of_first = split(through_first, (run.embed_and_head,), (), micro_batch)
+        self.chunk, of_chunk = split(through_chunk, shared, run.no_x, micro_batch)
+        self.types: Residuals = of_first, of_chunk
+        self.slots = run.schedule.slots([0]), run.schedule.slots()
 
     def no_residuals(self) -> Residuals:
         """Initial residual buffers, zeros."""

@@ -1,7 +1,6 @@
 """One pipeline stage: chunks of layers, embedding and head, messages to its neighbours."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -46,56 +45,42 @@ class Pipeline(NamedTuple):
     num_chunks: int = 1
 
 
-@dataclass(frozen=True)
 class Run:
     """A pipeline on one stage.
 
-    The fields `no_...` are zeros of the types of activations, losses and results, for the other
+    The attributes `no_...` are zeros of the types of activations, losses and results, for the other
     branch of a condition, which must have the same type, `vma` included.
     """
 
-    stages: Stages
-    embed_and_head: Tree
-    layers: Tree
-    micro_batches: Tree
-    pipeline: Pipeline
-    schedule: Schedule
-    stage: Array
-    no_x: Array
-    no_loss: Array
-    no_chunk_loss: Array
-    no_out: Tree
-    no_statistics: Tree
-
-    @classmethod
-    def build(
-        cls,
+    def __init__(
+        self,
         stages: Stages,
         embed_and_head: Tree,
         layers: Tree,
         micro_batches: Tree,
         pipeline: Pipeline,
-    ) -> "Run":
-        num_micro_batches = jax.tree.leaves(micro_batches)[0].shape[0]
+    ):
+        self.stages, self.pipeline = stages, pipeline
+        self.embed_and_head, self.layers = embed_and_head, layers
         # Residuals of a micro-batch differ between stages, as the buffers hold different ones.
-        micro_batches = vary(micro_batches, pipeline.stage)
-        micro_batch = index_tree(micro_batches, 0)
-        no_x = zeros_of(
+        self.micro_batches = vary(micro_batches, pipeline.stage)
+        micro_batch = index_tree(self.micro_batches, 0)
+        self.no_x = zeros_of(
             pipeline, lambda: vary(stages.first(embed_and_head, micro_batch), pipeline.everywhere)
         )
-        stage = lax.axis_index(pipeline.stage)
-        _, chunk_loss, statistics = zeros_of(
-            pipeline, lambda: stages.chunk(index_tree(layers, 0), no_x, micro_batch, stage)
+        self.stage = lax.axis_index(pipeline.stage)
+        _, self.no_chunk_loss, statistics = zeros_of(
+            pipeline,
+            lambda: stages.chunk(index_tree(layers, 0), self.no_x, micro_batch, self.stage),
         )
-        no_out = zeros_of(pipeline, lambda: stages.last(embed_and_head, no_x, micro_batch))
-        schedule = Schedule(lax.axis_size(pipeline.stage), num_micro_batches, pipeline.num_chunks)
-        return cls(
-            *(stages, embed_and_head, layers, micro_batches, pipeline, schedule, stage, no_x),
-            no_loss=vary_like(chunk_loss, no_out[0]),
-            no_chunk_loss=chunk_loss,
-            no_out=no_out,
-            no_statistics=repeat_tree(statistics, pipeline.num_chunks),
+        self.no_out = zeros_of(
+            pipeline, lambda: stages.last(embed_and_head, self.no_x, micro_batch)
         )
+        self.no_loss = vary_like(self.no_chunk_loss, self.no_out[0])
+        self.no_statistics = repeat_tree(statistics, pipeline.num_chunks)
+        num_stages, num_chunks = lax.axis_size(pipeline.stage), pipeline.num_chunks
+        num_micro_batches = jax.tree.leaves(micro_batches)[0].shape[0]
+        self.schedule = Schedule(num_stages, num_micro_batches, num_chunks)
 
     def zero_gradients(self, weights: Tree) -> Tree:
         """Zero accumulators of gradients, in float32 whatever the dtype of the weights."""
