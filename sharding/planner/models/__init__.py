@@ -175,6 +175,12 @@ class ModelSizes:
         experts = self.num_expert_layers * (self.expert_parameters + router)
         return self.dense_parameters + experts + norms + embedding_and_head
 
+    @property
+    def layer_width(self) -> int:
+        """Hidden units per token in one of the layers after the dense first ones."""
+        routed = self.experts_per_token * self.d_expert if self.num_experts else 0
+        return routed + self.d_ff
+
     def seen(self, time: int) -> float:
         """Twice the mean number of tokens that a query sees, summed over layers.
 
@@ -191,8 +197,9 @@ class ModelSizes:
         `moe.counts.training_flops` counts them, and Megatron-Core. Latent attention has its own
         matrices in the place of the first term, and the mean width of queries and outputs as q.
         """
-        head = self.d_model * self.vocab_size
-        weights = self.dense_parameters + self.routed_parameters + head
+        width = self.num_main_layers * self.layer_width + self.num_dense_layers * self.dense_d_ff
+        weights = self.num_layers * self.attention_parameters
+        weights += 3 * self.d_model * width + self.d_model * self.vocab_size
         return 6.0 * weights + 3.0 * (self.queries + self.outputs) * self.seen(time)
 
 
