@@ -7,7 +7,7 @@ Their results have checkpoint names, `COLLECTIVE` or the caller's, and `SUM`: by
 saves them for the backward pass, so that rematerialisation starts from them.
 """
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -105,6 +105,16 @@ def scatter_tokens(x: Shaped[Array, "all *rest"], axes: Axes) -> Shaped[Array, "
     return _name_result(lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True))
 
 
+def with_transpose(
+    function: Callable[[Array], Array], transpose: Callable[[Array], Array]
+) -> Callable[[Array], Array]:
+    """`function`, linear but for rounding, with `transpose` as its gradient rule."""
+    differentiable = jax.custom_vjp(function)
+    # Not by calling `differentiable`, which would hide the checkpoint names of its results.
+    differentiable.defvjp(lambda x: (function(x), None), lambda _, gradient: (transpose(gradient),))
+    return differentiable
+
+
 def gather_and_widen(
     x: Shaped[Array, "local *rest"], axes: Axes, name: str = COLLECTIVE
 ) -> Shaped[Array, "all *rest"]:
@@ -113,24 +123,15 @@ def gather_and_widen(
     Its gradient is summed in float32 and rounded once. Volume received: (n-1) shards; by the
     gradient as many elements, of float32.
     """
-    return _gather_and_widen(vary(x, axes), axes, x.dtype, name)
+    dtype = x.dtype
 
+    def gather(x: Array) -> Array:
+        return gather_tokens(x, axes, name).astype(jnp.float32)
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gather_and_widen(x: Array, axes: Axes, dtype: Any, name: str) -> Array:
-    return gather_tokens(x, axes, name).astype(jnp.float32)
+    def scatter(gradient: Array) -> Array:
+        return scatter_tokens(gradient, axes).astype(dtype)
 
-
-def _gather_forward(x: Array, axes: Axes, dtype: Any, name: str) -> tuple[Array, None]:
-    # Not by calling the function above, which would hide the name of what is gathered.
-    return gather_tokens(x, axes, name).astype(jnp.float32), None
-
-
-def _gather_backward(axes: Axes, dtype: Any, name: str, _: None, gradient: Array) -> tuple[Array]:
-    return (scatter_tokens(gradient, axes).astype(dtype),)
-
-
-_gather_and_widen.defvjp(_gather_forward, _gather_backward)
+    return with_transpose(gather, scatter)(vary(x, axes))
 
 
 def scatter_and_round(
@@ -140,23 +141,14 @@ def scatter_and_round(
 
     The reverse of `gather_and_widen`, and its gradient.
     """
-    return _scatter_and_round(vary(x, axes), axes, dtype)
 
+    def scatter(x: Array) -> Array:
+        return scatter_tokens(x, axes).astype(dtype)
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _scatter_and_round(x: Array, axes: Axes, dtype: Any) -> Array:
-    return scatter_tokens(x, axes).astype(dtype)
+    def gather(gradient: Array) -> Array:
+        return gather_tokens(gradient, axes).astype(jnp.float32)
 
-
-def _scatter_forward(x: Array, axes: Axes, dtype: Any) -> tuple[Array, None]:
-    return scatter_tokens(x, axes).astype(dtype), None
-
-
-def _scatter_backward(axes: Axes, dtype: Any, _: None, gradient: Array) -> tuple[Array]:
-    return (gather_tokens(gradient, axes).astype(jnp.float32),)
-
-
-_scatter_and_round.defvjp(_scatter_forward, _scatter_backward)
+    return with_transpose(scatter, gather)(vary(x, axes))
 
 
 def local_shard(x: Shaped[Array, "all *rest"], axes: Axes) -> Shaped[Array, "local *rest"]:

@@ -18,16 +18,14 @@ References:
   and a float32 sum in place of reduce-scatter). https://arxiv.org/abs/2505.11432
 """
 
-from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from sharding.collectives import COLLECTIVE, Axes, IndexGroups, vary
+from sharding.collectives import COLLECTIVE, Axes, IndexGroups, all_to_all, vary, with_transpose
 
 ACTIVATION_DTYPES = ("float8_e4m3fn",)
 """Communication dtypes of activations, besides their own."""
@@ -91,10 +89,7 @@ def _repeat_scale(scale: Array, num_tokens: int) -> Array:
 def _all_to_all(
     encoded: Encoded, axes: Axes, name: str = COLLECTIVE, groups: IndexGroups | None = None
 ) -> Encoded:
-    exchange = partial(lax.all_to_all, split_axis=0, concat_axis=0, tiled=True)
-    sent, scale = (
-        checkpoint_name(exchange(x, axes, axis_index_groups=groups), name) for x in encoded
-    )
+    sent, scale = (all_to_all(x, axes, name, groups) for x in encoded)
     return sent, scale
 
 
@@ -125,26 +120,18 @@ def exchange_fp8(
     Volume sent: (n-1)/n of the elements, and of a float32 number for each token; backward, for each
     group and channel.
     """
-    return x if x.shape[0] == 1 else _exchange(vary(x, axes), axes, x.dtype, name, groups)
+    if x.shape[0] == 1:
+        return x
+    dtype = x.dtype
 
+    def exchange(x: Array) -> Array:
+        return decode_tokens(_all_to_all(encode_tokens(x), axes, name, groups)).astype(dtype)
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _exchange(x: Array, axes: Axes, dtype: Any, name: str, groups: IndexGroups | None) -> Array:
-    return _exchange_forward(x, axes, dtype, name, groups)[0]
+    def exchange_back(gradient: Array) -> Array:
+        sent = _all_to_all(encode_channels(gradient), axes, groups=groups)
+        return decode_channels(sent).astype(dtype)
 
-
-def _exchange_forward(x: Array, axes: Axes, dtype: Any, name: str, groups: IndexGroups | None):
-    return decode_tokens(_all_to_all(encode_tokens(x), axes, name, groups)).astype(dtype), None
-
-
-def _exchange_backward(
-    axes: Axes, dtype: Any, name: str, groups: IndexGroups | None, _: None, gradient: Array
-):
-    sent = _all_to_all(encode_channels(gradient), axes, groups=groups)
-    return (decode_channels(sent).astype(dtype),)
-
-
-_exchange.defvjp(_exchange_forward, _exchange_backward)
+    return with_transpose(exchange, exchange_back)(vary(x, axes))
 
 
 def gather_fp8(
@@ -156,28 +143,20 @@ def gather_fp8(
     byte an element and a float32 number a token; backward as many bytes, and a float32 number for
     each group and channel.
     """
-    dtype = x.dtype if dtype is None else dtype
+    input_dtype, width = x.dtype, x.shape[-1]
+    dtype = input_dtype if dtype is None else dtype
     if lax.axis_size(axes) == 1:
         return x.astype(dtype)
-    return _gather(vary(x, axes), axes, x.dtype, dtype, name)
 
+    def gather(x: Array) -> Array:
+        blocks = decode_tokens(_all_gather(encode_tokens(x), axes, name))
+        return blocks.reshape(-1, width).astype(dtype)
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _gather(x: Array, axes: Axes, input_dtype: Any, dtype: Any, name: str) -> Array:
-    return _gather_forward(x, axes, input_dtype, dtype, name)[0]
+    def scatter(gradient: Array) -> Array:
+        terms = _all_to_all(encode_channels(_split_by_device(gradient, axes)), axes)
+        return _sum_terms(decode_channels(terms)).astype(input_dtype)
 
-
-def _gather_forward(x: Array, axes: Axes, input_dtype: Any, dtype: Any, name: str):
-    blocks = decode_tokens(_all_gather(encode_tokens(x), axes, name))
-    return blocks.reshape(-1, x.shape[-1]).astype(dtype), None
-
-
-def _gather_backward(axes: Axes, input_dtype: Any, dtype: Any, name: str, _: None, gradient: Array):
-    terms = decode_channels(_all_to_all(encode_channels(_split_by_device(gradient, axes)), axes))
-    return (_sum_terms(terms).astype(input_dtype),)
-
-
-_gather.defvjp(_gather_forward, _gather_backward)
+    return with_transpose(gather, scatter)(vary(x, axes))
 
 
 def scatter_fp8(
@@ -187,28 +166,20 @@ def scatter_fp8(
 
     None is the dtype of `x`. It is the reverse of `gather_fp8`, with the same volume.
     """
-    dtype = x.dtype if dtype is None else dtype
+    input_dtype, width = x.dtype, x.shape[-1]
+    dtype = input_dtype if dtype is None else dtype
     if lax.axis_size(axes) == 1:
         return x.astype(dtype)
-    return _scatter(vary(x, axes), axes, x.dtype, dtype)
 
+    def scatter(x: Array) -> Array:
+        terms = _all_to_all(encode_tokens(_split_by_device(x, axes)), axes)
+        return _sum_terms(decode_tokens(terms)).astype(dtype)
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _scatter(x: Array, axes: Axes, input_dtype: Any, dtype: Any) -> Array:
-    return _scatter_forward(x, axes, input_dtype, dtype)[0]
+    def gather(gradient: Array) -> Array:
+        blocks = decode_channels(_all_gather(encode_channels(gradient), axes))
+        return blocks.reshape(-1, width).astype(input_dtype)
 
-
-def _scatter_forward(x: Array, axes: Axes, input_dtype: Any, dtype: Any):
-    terms = decode_tokens(_all_to_all(encode_tokens(_split_by_device(x, axes)), axes))
-    return _sum_terms(terms).astype(dtype), None
-
-
-def _scatter_backward(axes: Axes, input_dtype: Any, dtype: Any, _: None, gradient: Array):
-    blocks = decode_channels(_all_gather(encode_channels(gradient), axes))
-    return (blocks.reshape(-1, gradient.shape[-1]).astype(input_dtype),)
-
-
-_scatter.defvjp(_scatter_forward, _scatter_backward)
+    return with_transpose(scatter, gather)(vary(x, axes))
 
 
 def compressed_reduce_scatter(

@@ -165,9 +165,7 @@ class Collective:
 
 
 def collective_of(
-    instruction: Instruction,
-    by_name: dict[str, Instruction],
-    program: dict[str, list[Instruction]],
+    instruction: Instruction, by_name: dict[str, Instruction], program: dict[str, list[Instruction]]
 ) -> Collective | None:
     """The collective that an instruction starts or runs; None if it is another instruction.
 
@@ -177,10 +175,7 @@ def collective_of(
     """
     operation = instruction.operation
     is_start = operation.endswith("-start")
-    inner, operands = (
-        instruction,
-        [by_name[name] for name in instruction.operands if name in by_name],
-    )
+    inner = instruction
     if operation == "async-start":
         # A collective in a computation of its own, alone or with slices of its operands.
         parts = program.get(instruction.called[0], []) if instruction.called else []
@@ -191,12 +186,15 @@ def collective_of(
     kind = KINDS.get(inner.operation.removesuffix("-start"))
     if kind is None:
         return None
-    sizes = [operand.bytes for operand in operands]
+    sizes = [by_name[name].bytes for name in instruction.operands if name in by_name]
     if inner.operation.startswith("ragged"):
         # The rows that are sent fit in the input and in the output; the rest is offsets and sizes.
         sizes = [min(sizes[:2])] if len(sizes) > 1 else sizes
+    groups = device_groups(inner)
+    # A permute joins two; where no group is printed there is one of a single device.
+    devices = 2 if kind == "permute" else len(groups[0]) if groups else 1
     is_marked = '"is_sync":true' in instruction.attributes
-    return Collective(kind, sum(sizes), _group_size(inner), is_start and not is_marked)
+    return Collective(kind, sum(sizes), devices, is_start and not is_marked)
 
 
 def _flattened(
@@ -206,14 +204,6 @@ def _flattened(
         yield instruction
         for name in instruction.called:
             yield from _flattened(program.get(name, []), program)
-
-
-def _group_size(instruction: Instruction) -> int:
-    """Devices of a group; 2 for a permute, and 1 where no group is printed."""
-    if instruction.operation.startswith("collective-permute"):
-        return 2
-    groups = device_groups(instruction)
-    return len(groups[0]) if groups else 1
 
 
 _MESH = re.compile(

@@ -17,6 +17,7 @@ the backward pass.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, NamedTuple
 
 import jax
@@ -34,9 +35,7 @@ from sharding.stage import (
     Tree,
     add_at,
     add_trees,
-    index_each,
     index_tree,
-    ones_like_varying,
     repeat_tree,
     set_at,
     store_at,
@@ -59,7 +58,6 @@ class ForwardBackward:
       vjp_tree: the tree structure of the VJP function.
       stored: the residuals that are stored, as indices of the program's outputs.
       output_indices: of each residual, its index in the program's outputs.
-      num_shared: number of flat arguments that the backward pass receives too.
     """
 
     closed_jaxpr: Any
@@ -67,12 +65,12 @@ class ForwardBackward:
     vjp_tree: Any
     stored: tuple[int, ...]
     output_indices: tuple[int, ...]
-    num_shared: int
 
     def forward(self, shared: Tree, x: Tree, *others: Tree) -> tuple[Any, list[Array]]:
         """Forward pass: ``((out, aux), residuals)``."""
-        outs = self._evaluate(jax.tree.leaves((shared, x, *others)), self._forward_indices())
         num_results = self.results.num_leaves
+        indices = [*range(num_results), *self.stored]
+        outs = self._evaluate(jax.tree.leaves((shared, x, *others)), indices)
         return self.results.unflatten(outs[:num_results]), outs[num_results:]
 
     def backward(self, shared: Tree, residuals: list[Array], gradient: Tree) -> tuple[Tree, Tree]:
@@ -82,21 +80,10 @@ class ForwardBackward:
         values |= zip(recomputed, self._evaluate(jax.tree.leaves(shared), recomputed), strict=True)
         return self.vjp_tree.unflatten([values[index] for index in self.output_indices])(gradient)
 
-    def _forward_indices(self) -> list[int]:
-        return [*range(self.results.num_leaves), *self.stored]
-
     def _evaluate(self, args: list[Array], indices: list[int]) -> list[Array]:
-        """Evaluates a subset of the program's outputs, by the equations that they depend on only.
-
-        Args:
-          args: the flat arguments, the leading ones or all.
-          indices: indices of the outputs, ascending.
-        """
-        pruned, used_inputs = _prune_jaxpr(self.closed_jaxpr.jaxpr, indices)
-        used_inputs = [index for index, is_used in enumerate(used_inputs) if is_used]
-        return core.eval_jaxpr(
-            pruned, self.closed_jaxpr.consts, *(args[index] for index in used_inputs)
-        )
+        """Outputs of ascending indices, from the flat arguments that they depend on (or more)."""
+        pruned, is_used = _prune_jaxpr(self.closed_jaxpr.jaxpr, indices)
+        return core.eval_jaxpr(pruned, self.closed_jaxpr.consts, *compress(args, is_used))
 
 
 def split_passes(
@@ -140,7 +127,6 @@ def split_passes(
         structure,
         tuple(stored),
         tuple(output_indices),
-        num_shared,
     )
 
 
@@ -205,7 +191,7 @@ def apply(
       The results of `stages.last`, ``[micro_batch, ...]``, equal on all stages; and the statistics
       of this stage's chunks, ``[chunk, ...]``.
     """
-    run = Run.build(stages, embed_and_head, layers, micro_batches, pipeline)
+    run = Run(stages, embed_and_head, layers, micro_batches, pipeline)
 
     def tick(carry, now):
         received, outs, sums = carry
@@ -218,7 +204,9 @@ def apply(
             )
 
         def run_chunk(outs, sums):
-            after, _, statistics = run.chunk(run.layers_of(work), x, work)
+            micro_batch, number = run.micro_batch(work), run.chunk_index(work)
+            after, _, statistics = stages.chunk(run.layers_of(work), x, micro_batch, number)
+            after = vary(after, pipeline.everywhere)
             outs = lax.cond(run.is_last_chunk(work), leave, lambda outs, _: outs, outs, after)
             return after, outs, add_at(sums, work.chunk, statistics)
 
@@ -247,9 +235,9 @@ def gradients(
 
     Args: as `apply`. Weights must vary over all mesh axes: a gradient is then this device's own.
     """
-    run = Run.build(stages, embed_and_head, layers, micro_batches, pipeline)
+    run = Run(stages, embed_and_head, layers, micro_batches, pipeline)
     schedule = run.schedule
-    passes = Passes.build(run)
+    passes = Passes(run)
 
     def tick(carry, _):
         now, x, grad, residuals, sums = carry
@@ -259,10 +247,10 @@ def gradients(
         after, grad, new_residuals, metrics, forward_sums = lax.cond(
             work.active,
             lambda x, grad, residuals, sums: passes.forward(
-                work, x, grad, index_each(residuals, slots), sums
+                work, x, grad, tuple(map(index_tree, residuals, slots)), sums
             ),
             lambda _, grad, residuals, sums: (
-                *(run.no_x, grad, index_each(residuals, slots), run.no_out[1], sums),
+                *(run.no_x, grad, tuple(map(index_tree, residuals, slots)), run.no_out[1], sums),
             ),
             *(x, grad, residuals, sums._replace(layers=None, metrics=None)),
         )
@@ -296,7 +284,6 @@ def gradients(
     return sums._replace(metrics=all_sum(sums.metrics, pipeline.stage))
 
 
-@dataclass(frozen=True)
 class Passes:
     """Forward and backward passes of `Stages.first` and of a chunk, and their residual buffers.
 
@@ -306,14 +293,8 @@ class Passes:
       types: zeros of the types of one slot's residuals of each.
     """
 
-    run: Run
-    first: ForwardBackward
-    chunk: ForwardBackward
-    slots: tuple[list[list[int]], list[list[int]]]
-    types: Residuals
-
-    @classmethod
-    def build(cls, run: Run) -> "Passes":
+    def __init__(self, run: Run):
+        self.run = run
         micro_batch, everywhere = index_tree(run.micro_batches, 0), run.pipeline.everywhere
 
         def through_first(shared, _, micro_batch):
@@ -325,28 +306,19 @@ class Passes:
             x, loss, statistics = run.stages.chunk(layers, x, micro_batch, chunk_index)
             return (vary(x, everywhere), vary_like(loss, run.no_chunk_loss)), statistics
 
-        first = split_passes(through_first, (run.embed_and_head,), (), micro_batch)
-        layers = index_tree(run.layers, 0)
-        chunk = split_passes(through_chunk, (layers, run.stage), run.no_x, micro_batch)
+        def split(function: Callable[..., Any], *args: Tree) -> tuple[ForwardBackward, list[Array]]:
+            passes = split_passes(function, *args)
+            return passes, zeros_of(run.pipeline, lambda: passes.forward(*args)[1])
 
-        def residuals(passes: ForwardBackward, *args: Tree) -> list[Array]:
-            return zeros_of(run.pipeline, lambda: passes.forward(*args)[1])
-
-        slots = run.schedule.slots([0]), run.schedule.slots()
-        return cls(
-            run,
-            first,
-            chunk,
-            slots=slots,
-            types=(
-                residuals(first, (run.embed_and_head,), (), micro_batch),
-                residuals(chunk, (layers, run.stage), run.no_x, micro_batch),
-            ),
-        )
+        shared = index_tree(run.layers, 0), run.stage
+        self.first, of_first = split(through_first, (run.embed_and_head,), (), micro_batch)
+        self.chunk, of_chunk = split(through_chunk, shared, run.no_x, micro_batch)
+        self.types: Residuals = of_first, of_chunk
+        self.slots = run.schedule.slots([0]), run.schedule.slots()
 
     def no_residuals(self) -> Residuals:
         """Initial residual buffers, zeros."""
-        num_first, num_chunk = map(_num_slots, self.slots)
+        num_first, num_chunk = (max(map(max, slots)) + 1 for slots in self.slots)
         return repeat_tree(self.types[0], num_first), repeat_tree(self.types[1], num_chunk)
 
     def forward(
@@ -354,11 +326,9 @@ class Passes:
     ) -> tuple[Array, Array, Residuals, Tree, Sums]:
         """Forward pass of one chunk, with `Stages.first` before the first, `last` after the last.
 
-        Args:
-          x: the received activations: the chunk's input, except for the first chunk.
-          grad: the received gradient for the next backward pass.
-          before: the residuals in the slots of this chunk.
-          sums: without `layers` and `metrics`, which are None.
+        `x` and `grad` were received: the input, except for the first chunk, and the gradient for
+        the next backward pass. `before` are the residuals in the slots of this chunk; `layers` and
+        `metrics` of the sums are None.
 
         Returns:
           The chunk's output; `grad`, after the last chunk that of its output; the residuals for
@@ -385,33 +355,22 @@ class Passes:
             lambda grad, sums, after: (grad, run.no_out[1], sums),
             *(grad, sums, after),
         )
-        return (
-            after,
-            grad,
-            (first_residuals, vary_like(chunk_residuals, self.types[1])),
-            metrics,
-            sums,
-        )
+        residuals = first_residuals, vary_like(chunk_residuals, self.types[1])
+        return after, grad, residuals, metrics, sums
 
     def backward(
         self, work: Work, grad: Array, residuals: Residuals, embed_and_head: Tree, layers: Tree
     ) -> tuple[Array, Tree, Tree]:
         """Backward pass of one chunk, with that of `Stages.first` before the first.
 
-        Args:
-          grad: the gradient of the chunk's output.
-          residuals: the buffers.
-          embed_and_head: the sum of gradients of `Stages.first` and `Stages.last`.
-          layers: the sum of gradients of this stage's layers, ``[chunk, ...]``.
-
-        Returns:
-          The gradient of the chunk's input, and the two sums.
+        From the gradient of the chunk's output, the buffers of residuals and the sums of gradients
+        (`Sums.embed_and_head`, `Sums.layers`) to the gradient of its input, and these sums.
         """
         run, slots = self.run, self.slots_of(work)
         shared = run.layers_of(work), run.chunk_index(work)
         # Each chunk has its own part of the loss (the router's), hence a cotangent of one besides
         # the received gradient.
-        unit_cotangent = ones_like_varying(run.no_chunk_loss)
+        unit_cotangent = vary_like(jnp.ones_like(run.no_chunk_loss), run.no_chunk_loss)
         layer_gradient, grad = self.chunk.backward(
             shared, index_tree(residuals[1], slots[1]), (grad, unit_cotangent)
         )
@@ -452,17 +411,9 @@ class Passes:
             x,
             has_aux=True,
         )
-        embed_and_head, grad = vjp_fn(ones_like_varying(loss))
-        return (
-            grad,
-            vary_like(metrics, run.no_out[1]),
-            sums._replace(
-                loss=sums.loss + vary_like(loss, sums.loss),
-                embed_and_head=add_trees(sums.embed_and_head, embed_and_head),
-            ),
+        embed_and_head, grad = vjp_fn(vary_like(jnp.ones_like(loss), loss))
+        sums = sums._replace(
+            loss=sums.loss + vary_like(loss, sums.loss),
+            embed_and_head=add_trees(sums.embed_and_head, embed_and_head),
         )
-
-
-def _num_slots(slots: list[list[int]]) -> int:
-    """Number of slots."""
-    return max(map(max, slots)) + 1
+        return grad, vary_like(metrics, run.no_out[1]), sums

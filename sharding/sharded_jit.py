@@ -40,9 +40,7 @@ by one. The compiler of a TPU v5p makes ragged all-to-alls asynchronous by defau
 (libtpu 0.0.52)."""
 
 
-LEAST_EFFORT: dict[str, Options] = {
-    "cpu": {"xla_backend_optimization_level": 0},
-}
+LEAST_EFFORT: dict[str, Options] = {"cpu": {"xla_backend_optimization_level": 0}}
 """Options of a rare and small program, whose compilation costs more than its runs: a CPU's compiler
 takes half of the time, and the program runs two or three times as long."""
 
@@ -172,14 +170,11 @@ class MeshJit(DeviceJit[Params, Result]):
 
     def settings_of(self, args: tuple[Any, ...]) -> Options:
         """Compiler options for these arguments."""
-        return self._settings(self._mesh_of(args[0]))
+        return compiler_options(self._mesh_of(args[0]), **self._flags)
 
     def jit_for(self, mesh: FoldedMesh) -> Any:
         """Jitted function for a mesh; the same for meshes with the same options."""
-        return self.jit_with(self._settings(mesh))
-
-    def _settings(self, mesh: FoldedMesh) -> Options:
-        return compiler_options(mesh, **self._flags)
+        return self.jit_with(compiler_options(mesh, **self._flags))
 
 
 def jit_onto(

@@ -1,7 +1,6 @@
 """One pipeline stage: chunks of layers, embedding and head, messages to its neighbours."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from sharding.collectives import vary, varying
+from sharding.collectives import typed_zeros, vary, varying
 from sharding.schedule import Schedule, StagePair, Work
 
 Tree = Any
@@ -46,64 +45,42 @@ class Pipeline(NamedTuple):
     num_chunks: int = 1
 
 
-@dataclass(frozen=True)
 class Run:
     """A pipeline on one stage.
 
-    The fields `no_...` are zeros of the types of activations, losses and results, for the other
+    The attributes `no_...` are zeros of the types of activations, losses and results, for the other
     branch of a condition, which must have the same type, `vma` included.
     """
 
-    stages: Stages
-    embed_and_head: Tree
-    layers: Tree
-    micro_batches: Tree
-    pipeline: Pipeline
-    schedule: Schedule
-    stage: Array
-    no_x: Array
-    no_loss: Array
-    no_chunk_loss: Array
-    no_out: Tree
-    no_statistics: Tree
-
-    @classmethod
-    def build(
-        cls,
+    def __init__(
+        self,
         stages: Stages,
         embed_and_head: Tree,
         layers: Tree,
         micro_batches: Tree,
         pipeline: Pipeline,
-    ) -> "Run":
-        num_micro_batches = jax.tree.leaves(micro_batches)[0].shape[0]
+    ):
+        self.stages, self.pipeline = stages, pipeline
+        self.embed_and_head, self.layers = embed_and_head, layers
         # Residuals of a micro-batch differ between stages, as the buffers hold different ones.
-        micro_batches = vary(micro_batches, pipeline.stage)
-        micro_batch = index_tree(micro_batches, 0)
-        no_x = zeros_of(
+        self.micro_batches = vary(micro_batches, pipeline.stage)
+        micro_batch = index_tree(self.micro_batches, 0)
+        self.no_x = zeros_of(
             pipeline, lambda: vary(stages.first(embed_and_head, micro_batch), pipeline.everywhere)
         )
-        stage = lax.axis_index(pipeline.stage)
-        _, chunk_loss, statistics = zeros_of(
-            pipeline, lambda: stages.chunk(index_tree(layers, 0), no_x, micro_batch, stage)
+        self.stage = lax.axis_index(pipeline.stage)
+        _, self.no_chunk_loss, statistics = zeros_of(
+            pipeline,
+            lambda: stages.chunk(index_tree(layers, 0), self.no_x, micro_batch, self.stage),
         )
-        no_out = zeros_of(pipeline, lambda: stages.last(embed_and_head, no_x, micro_batch))
-        return cls(
-            stages=stages,
-            embed_and_head=embed_and_head,
-            layers=layers,
-            micro_batches=micro_batches,
-            pipeline=pipeline,
-            schedule=Schedule(
-                lax.axis_size(pipeline.stage), num_micro_batches, pipeline.num_chunks
-            ),
-            stage=stage,
-            no_x=no_x,
-            no_loss=vary_like(chunk_loss, no_out[0]),
-            no_chunk_loss=chunk_loss,
-            no_out=no_out,
-            no_statistics=repeat_tree(statistics, pipeline.num_chunks),
+        self.no_out = zeros_of(
+            pipeline, lambda: stages.last(embed_and_head, self.no_x, micro_batch)
         )
+        self.no_loss = vary_like(self.no_chunk_loss, self.no_out[0])
+        self.no_statistics = repeat_tree(statistics, pipeline.num_chunks)
+        num_stages, num_chunks = lax.axis_size(pipeline.stage), pipeline.num_chunks
+        num_micro_batches = jax.tree.leaves(micro_batches)[0].shape[0]
+        self.schedule = Schedule(num_stages, num_micro_batches, num_chunks)
 
     def zero_gradients(self, weights: Tree) -> Tree:
         """Zero accumulators of gradients, in float32 whatever the dtype of the weights."""
@@ -129,21 +106,14 @@ class Run:
         """Global index of the model chunk."""
         return work.chunk * self.schedule.stages + self.stage
 
-    def first(self, embed_and_head: Tree, work: Work) -> Array:
-        return vary(
-            self.stages.first(embed_and_head, self.micro_batch(work)), self.pipeline.everywhere
-        )
-
-    def chunk(self, layers: Tree, x: Array, work: Work) -> tuple[Array, Array, Tree]:
-        micro_batch, chunk_index = self.micro_batch(work), self.chunk_index(work)
-        x, loss, statistics = self.stages.chunk(layers, x, micro_batch, chunk_index)
-        return vary(x, self.pipeline.everywhere), loss, statistics
-
     def chunk_input(self, work: Work, received: Array) -> Array:
         """Input of a chunk: the received activations or, for the first, those of `Stages.first`."""
         return lax.cond(
             work.active & self.is_first_chunk(work),
-            lambda received: self.first(self.embed_and_head, work),
+            lambda received: vary(
+                self.stages.first(self.embed_and_head, self.micro_batch(work)),
+                self.pipeline.everywhere,
+            ),
             lambda received: received,
             received,
         )
@@ -159,12 +129,8 @@ class Run:
     ) -> tuple[Array, Array]:
         """Exchanges messages at the end of a tick: input of the next forward chunk, and gradient.
 
-        The gradient is that for the next backward chunk.
-
-        Args:
-          after: the output of a chunk.
-          before: the gradient of a chunk's input.
-          x: the last received input, returned where nothing is sent; so is `grad`.
+        `after` is the output of a chunk, `before` the gradient of a chunk's input. `x` and `grad`,
+        the last that were received, are returned where nothing is sent.
         """
 
         def permute(values: Array, pairs: list[StagePair], unchanged: Array) -> Array:
@@ -183,21 +149,12 @@ class Run:
 
 def zeros_of(pipeline: Pipeline, function: Callable[[], Tree]) -> Tree:
     """Zeros of the types that `function` returns, typed as varying over the stages too."""
-
-    def zeros(shape):
-        axes = sorted(shape.manual_axis_type.varying | set(pipeline.stage))
-        return vary(jnp.zeros(shape.shape, shape.dtype), tuple(axes))
-
-    return jax.tree.map(zeros, jax.eval_shape(function))
+    return vary(typed_zeros(jax.eval_shape(function)), pipeline.stage)
 
 
 def vary_like(tree: Tree, like: Tree) -> Tree:
     """`tree` typed as varying wherever `like` does."""
     return jax.tree.map(lambda x, other: vary(x, tuple(sorted(varying(other)))), tree, like)
-
-
-def ones_like_varying(loss: Array) -> Array:
-    return vary(jnp.ones_like(loss), tuple(sorted(varying(loss))))
 
 
 def repeat_tree(tree: Tree, count: int) -> Tree:
@@ -206,10 +163,6 @@ def repeat_tree(tree: Tree, count: int) -> Tree:
 
 def index_tree(tree: Tree, index: Any) -> Tree:
     return jax.tree.map(lambda x: x[index], tree)
-
-
-def index_each(trees: tuple[Tree, ...], indices: tuple[Array, ...]) -> tuple[Tree, ...]:
-    return tuple(map(index_tree, trees, indices))
 
 
 def store_at(tree: Tree, index: Array, values: Tree) -> Tree:

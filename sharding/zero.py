@@ -32,7 +32,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from sharding.collectives import Axes, typed_zeros, vary
+from sharding.collectives import Axes, typed_zeros, vary, with_transpose
 from sharding.compression import compressed_reduce_scatter
 from sharding.folding import FoldedMesh
 
@@ -165,27 +165,22 @@ def unshard(shards: Tree, shard_dims: Any) -> Tree:
     """
 
     def gather(shard: Array, sharded_dim: ShardDim) -> Array:
-        return _all_gather_shard(shard, sharded_dim, shard.dtype) if sharded_dim.atoms else shard
+        if not sharded_dim.atoms:
+            return shard
+        dtype = shard.dtype
+
+        def gather_stages(shard: Array) -> Array:
+            for stage in reversed(sharded_dim.stages):
+                shard = lax.all_gather(shard, stage, axis=shard.ndim + sharded_dim.dim, tiled=True)
+            return shard
+
+        def scatter(gradient: Array) -> Array:
+            gradient = gradient.astype(jnp.float32)
+            return _reduce_scatter_gradient(gradient, sharded_dim).astype(dtype)
+
+        return with_transpose(gather_stages, scatter)(shard)
 
     return jax.tree.map(gather, shards, shard_dims)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _all_gather_shard(shard: Array, sharded_dim: ShardDim, dtype: Any) -> Array:
-    return _gather(shard, sharded_dim, dtype)[0]
-
-
-def _gather(shard: Array, sharded_dim: ShardDim, dtype: Any) -> tuple[Array, None]:
-    for stage in reversed(sharded_dim.stages):
-        shard = lax.all_gather(shard, stage, axis=shard.ndim + sharded_dim.dim, tiled=True)
-    return shard, None
-
-
-def _scatter(sharded_dim: ShardDim, dtype: Any, _: None, gradient: Array) -> tuple[Array]:
-    return (_reduce_scatter_gradient(gradient.astype(jnp.float32), sharded_dim).astype(dtype),)
-
-
-_all_gather_shard.defvjp(_gather, _scatter)
 
 
 def _reduce_scatter_gradient(gradient: Array, sharded_dim: ShardDim) -> Array:

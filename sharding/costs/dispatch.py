@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 from sharding.compression import GROUP_TOKENS
 from sharding.costs.transfer import Kind, Side, Transfer
@@ -104,32 +105,23 @@ class TokenDispatch:
             gather = Transfer(
                 TOKENS, "all_gather", group, size, itemsize, gradient=FLOAT32, repeated=True
             )
-            reduction = Transfer(
-                SUMS, "reduce_scatter", group, n * size, FLOAT32, gradient=itemsize
-            )
-            return [gather, reduction]
-        _, received = self._slot_counts()
-
-        def make_transfer(
-            what: str, kind: Kind, axis: str, tokens: int, repeated: bool = False
-        ) -> Transfer:
-            elements = tokens * self.d_model
-            return Transfer(what, kind, (axis,), elements, itemsize, 1, itemsize, repeated)
-
+            total = n * size
+            return [gather, Transfer(SUMS, "reduce_scatter", group, total, FLOAT32, 1, itemsize)]
+        send = partial(Transfer, itemsize=itemsize, gradient=itemsize)
         routed = (self.num_experts, self.k, self.block)
-        exchanges = [
-            replace(
-                make_transfer(TOKENS, "all_to_all", "ep", slots, repeated=True),
-                side=side,
-                server_devices=None if side is None else self.server_devices,
-                routed=routed if self.implementation == "deepep" else None,
-            )
-            for side, slots in self.exchanged()
-        ]
+        if self.implementation != "deepep":
+            routed = None
+        exchanges = []
+        for side, slots in self.exchanged():
+            size = slots * self.d_model
+            exchange = send(TOKENS, "all_to_all", ("ep",), size, repeated=True, routed=routed)
+            exchanges.append(self._on_side(exchange, side))
+        _, received = self._slot_counts()
+        size = received * self.d_model
         return [
             *exchanges,
-            make_transfer(f"{TOKENS}, over etp", "all_gather", "etp", received, repeated=True),
-            make_transfer(f"{SUMS}, over etp", "reduce_scatter", "etp", layout.etp * received),
+            send(f"{TOKENS}, over etp", "all_gather", ("etp",), size, repeated=True),
+            send(f"{SUMS}, over etp", "reduce_scatter", ("etp",), layout.etp * size),
             *(replace(each, what=SUMS, repeated=False) for each in reversed(exchanges)),
         ]
 
@@ -148,11 +140,8 @@ class TokenDispatch:
         over_ep, held = [], self.tokens
         for side, slots in self.exchanged():
             kind, tokens = ("all_gather", held) if self.has_slices else ("all_to_all", slots)
-            server_devices = None if side is None else self.server_devices
-            over_ep += [
-                replace(each, side=side, server_devices=server_devices)
-                for each in _routing_transfers(kind, ("ep",), tokens * self.k)
-            ]
+            over_all = _routing_transfers(kind, ("ep",), tokens * self.k)
+            over_ep += [self._on_side(each, side) for each in over_all]
             held = self.relayed
         return [*over_ep, *_routing_transfers("all_gather", ("etp",), received * self.k)]
 
@@ -177,9 +166,15 @@ class TokenDispatch:
         ep = self.layout.ep
         if not self.implementation.startswith("two_level") or self.server_devices is None:
             return 1, ep
-        over_ep = Transfer("", "all_to_all", ("ep",), 0, 0, server_devices=self.server_devices)
-        across, inside = (replace(over_ep, side=side) for side in ("across", "inside"))
+        over_ep = Transfer("", "all_to_all", ("ep",), 0, 0)
+        across, inside = (self._on_side(over_ep, side) for side in ("across", "inside"))
         return across.group(self.layout), inside.group(self.layout)
+
+    def _on_side(self, transfer: Transfer, side: Side | None) -> Transfer:
+        """The transfer on a side of servers; None is over all of ``ep``."""
+        if side is None:
+            return transfer
+        return replace(transfer, side=side, server_devices=self.server_devices)
 
     @property
     def relayed(self) -> int:
@@ -200,12 +195,8 @@ class TokenDispatch:
 
 
 def _routing_transfers(kind: Kind, axes: tuple[str, ...], num_values: int) -> list[Transfer]:
-    return [
-        Transfer("ids of experts", kind, axes, num_values, INT32, repeated=True),
-        Transfer(
-            "probs of experts", kind, axes, num_values, FLOAT32, gradient=FLOAT32, repeated=True
-        ),
-    ]
+    ids = Transfer("ids of experts", kind, axes, num_values, INT32, repeated=True)
+    return [ids, replace(ids, what="probs of experts", itemsize=FLOAT32, gradient=FLOAT32)]
 
 
 def to_fp8(
@@ -232,19 +223,12 @@ def to_fp8(
     groups = blocks * math.ceil(tokens_back / blocks / GROUP_TOKENS)
     if is_ragged:
         groups = tokens_back // GROUP_TOKENS + n
+
+    def with_scales(content: Transfer, num_scales: int) -> list[Transfer]:
+        what = f"scales of {content.what}"
+        return [content, replace(content, what=what, elements=num_scales, itemsize=SCALE_BYTES)]
+
     content = replace(transfer, kind=forward_kind, itemsize=FP8_BYTES, gradient=0)
-    forward = [
-        content,
-        replace(content, what=f"scales of {transfer.what}", elements=tokens, itemsize=SCALE_BYTES),
-    ]
-    gradient = replace(
-        content,
-        what=f"gradient of {transfer.what}",
-        kind=backward_kind,
-        elements=tokens_back * d_model,
-        repeated=False,
-    )
-    scales = replace(
-        gradient, what=f"scales of {gradient.what}", elements=groups * d_model, itemsize=SCALE_BYTES
-    )
-    return forward, [gradient, scales]
+    what, elements = f"gradient of {transfer.what}", tokens_back * d_model
+    gradient = replace(content, what=what, kind=backward_kind, elements=elements, repeated=False)
+    return with_scales(content, tokens), with_scales(gradient, groups * d_model)

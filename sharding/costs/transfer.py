@@ -2,7 +2,7 @@
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from sharding.costs.hardware import LINK_EFFICIENCY, Hardware
@@ -89,26 +89,13 @@ class Transfer:
             kind, elements = "reduce_scatter", elements * self.group(layout)
         elif kind == "reduce_scatter":
             kind, elements = "all_gather", elements // self.group(layout)
-        return Transfer(
-            f"gradient of {self.what}",
-            kind,
-            self.axes,
-            elements,
-            itemsize=self.gradient,
-            times=self.times,
-            gradient=self.gradient,
-            repeated=self.repeated,
-            side=self.side,
-            routed=self.routed,
-            server_devices=self.server_devices,
-        )
+        what = f"gradient of {self.what}"
+        return replace(self, what=what, kind=kind, elements=elements, itemsize=self.gradient)
 
     def members_in_domain(self, layout: Layout, hardware: Hardware) -> int:
         """Members of a group in one fast domain."""
-        members = 1
-        for stride, size in self.strides(layout):
-            members *= max(1, min(size, hardware.domain // stride))
-        return members
+        groups = self.strides(layout)
+        return math.prod(max(1, min(size, hardware.domain // stride)) for stride, size in groups)
 
     def seconds(self, layout: Layout, hardware: Hardware) -> float:
         """Seconds of the collective, over all times that it happens.
@@ -124,24 +111,19 @@ class Transfer:
         if n == 1:
             return 0.0
         inside, outside = hardware.inside * LINK_EFFICIENCY, hardware.outside * LINK_EFFICIENCY
+        slowest, latency = outside, self.times * hardware.latency_outside
+        if near == n:
+            slowest, latency = inside, self.times * hardware.latency_inside
         if self.kind == "permute":
-            rate, latency = (
-                (inside, hardware.latency_inside)
-                if near == n
-                else (outside, hardware.latency_outside)
-            )
-            return self.bytes / rate + self.times * latency
+            return self.bytes / slowest + latency
         if self.kind == "all_to_all":
-            to_one = self.bytes / n / hardware.exchange
-            latency = hardware.latency_inside if near == n else hardware.latency_outside
-            if self.routed is not None:
-                share = self.bytes / self.routed[1]
-                to_devices = share * mean_destinations(*self.routed, n) * (near - 1) / near
-                to_domains = share * mean_destinations(*self.routed, n // near) * (1 - near / n)
-                return max(to_devices / inside, to_domains / outside) + self.times * latency
-            return max(to_one * (near - 1) / inside, to_one * (n - near) / outside) + (
-                self.times * latency
-            )
+            if self.routed is None:
+                to_one = self.bytes / n / hardware.exchange
+                return max(to_one * (near - 1) / inside, to_one * (n - near) / outside) + latency
+            share = self.bytes / self.routed[1]
+            to_devices = share * mean_destinations(*self.routed, n) * (near - 1) / near
+            to_domains = share * mean_destinations(*self.routed, n // near) * (1 - near / n)
+            return max(to_devices / inside, to_domains / outside) + latency
         rate = inside if near == n else min(inside, near * outside)
         hops = n - 1 if near == n else n - n // near
         latency = hops * hardware.latency_inside
@@ -183,8 +165,12 @@ def group_strides(
       server_devices: devices of a server, of which `side` is; None is a sequence-parallel group.
     """
     if server_devices is not None:
-        groups = group_strides(axes, None, layout)
-        return [_part_in_servers(*group, server_devices, side) for group in groups]
+        parts = []
+        for stride, size in group_strides(axes, None, layout):
+            inside = max(1, min(size, server_devices // stride))
+            across = stride * inside, size // inside
+            parts.append((stride, inside) if side == "inside" else across)
+        return parts
     groups: list[tuple[int, int]] = []
     stride = 1
     for atom in reversed(_atoms_of(layout)):
@@ -198,11 +184,3 @@ def group_strides(
                 groups.append((stride, atom.size))
         stride *= atom.size
     return groups
-
-
-def _part_in_servers(
-    stride: int, size: int, server_devices: int, side: Side | None
-) -> tuple[int, int]:
-    """Stride and size of the part of a group inside a server, or of that across servers."""
-    inside = max(1, min(size, server_devices // stride))
-    return (stride, inside) if side == "inside" else (stride * inside, size // inside)

@@ -33,11 +33,9 @@ def axis_groups(mesh: FoldedMesh, axes: Sequence[str]) -> list[list[int]]:
 
 def axis_ranks(mesh: FoldedMesh, axis: str) -> list[int]:
     """The index of each rank along a logical axis."""
-    index = [0] * mesh.size(mesh.axes)
-    for group in axis_groups(mesh, getattr(mesh, axis)):
-        for position, rank in enumerate(group):
-            index[rank] = position
-    return index
+    groups = axis_groups(mesh, getattr(mesh, axis))
+    index = {rank: position for group in groups for position, rank in enumerate(group)}
+    return [index[rank] for rank in range(len(index))]
 
 
 def describe(layout: Layout) -> str:
@@ -59,23 +57,20 @@ def describe(layout: Layout) -> str:
     named = {axis.upper(): getattr(mesh, axis) for axis in LOGICAL}
     # Dense gradients are summed over these two together.
     rows = {**dict(list(named.items())[:3]), "DP x CP": (*mesh.dp, *mesh.cp)}
-    lines = [f"{name:7}  {_format_groups(mesh, axes)}" for name, axes in {**rows, **named}.items()]
-    return "\n".join([f"{layout}, {layout.num_devices} devices", *lines])
+    lines = [f"{layout}, {layout.num_devices} devices"]
+    for name, axes in {**rows, **named}.items():
+        groups = [f"[{','.join(map(str, group))}]" for group in axis_groups(mesh, axes)]
+        text = "every rank by itself" if mesh.size(axes) == 1 else " ".join(groups)
+        lines.append(f"{name:7}  {text}")
+    return "\n".join(lines)
 
 
-def _format_groups(mesh: FoldedMesh, axes: Sequence[str]) -> str:
-    if mesh.size(axes) == 1:
-        return "every rank by itself"
-    return " ".join(f"[{','.join(map(str, group))}]" for group in axis_groups(mesh, axes))
-
-
-def draw(layout: Layout, path: Path, columns: int = 8) -> None:
+def draw(layout: Layout, path: Path) -> None:
     """Draws the devices of `layout` twice, coloured by what they hold in common.
 
-    Above, a colour is the sequences of a data-parallel rank in a stage, and the text is the
-    device's rank along each axis; below, a colour is the experts of an expert-parallel rank in a
-    stage.
-    Devices are in the order of their ranks, a row of `columns` at a time.
+    Above, a colour is the sequences of a data-parallel rank in a stage, below the experts of an
+    expert-parallel rank in a stage; the text is the device's rank along each axis. Devices are in
+    the order of their ranks, a row of eight at a time.
 
     Args:
       path: file of the picture; the suffix decides its format.
@@ -83,7 +78,7 @@ def draw(layout: Layout, path: Path, columns: int = 8) -> None:
     from matplotlib.figure import Figure
 
     mesh = fold_abstract(layout)
-    columns = min(columns, layout.num_devices)
+    columns = min(8, layout.num_devices)
     lines = -(-layout.num_devices // columns)
     figure = Figure(figsize=(1.1 * columns, 1.2 + 2.2 * lines), layout="constrained")
     figure.suptitle(f"{layout}: the same {layout.num_devices} devices, twice")
@@ -96,10 +91,9 @@ def _draw_side(axes: Any, mesh: FoldedMesh, side: str, columns: int) -> None:
     from matplotlib import colormaps
     from matplotlib.patches import FancyBboxPatch
 
-    names = [name for name in AXES_OF_SIDE[side] if getattr(mesh.layout, name) > 1] or [
-        AXES_OF_SIDE[side][-1]
-    ]
-    coordinates = {name: axis_ranks(mesh, name) for name in AXES_OF_SIDE[side]}
+    every = AXES_OF_SIDE[side]
+    names = [name for name in every if getattr(mesh.layout, name) > 1] or [every[-1]]
+    coordinates = {name: axis_ranks(mesh, name) for name in every}
     shared = ("pp", "dp") if side == "attention" else ("pp", "ep")
     owners = list(zip(*(coordinates[name] for name in shared), strict=True))
     colour_indices = {owner: index for index, owner in enumerate(sorted(set(owners)))}

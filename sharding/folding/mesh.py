@@ -4,7 +4,7 @@ import itertools
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -89,13 +89,13 @@ def fold(layout: Layout, devices: Sequence[Any] | None = None) -> FoldedMesh:
             f"layout {layout} needs {layout.num_devices} devices but {len(devices)} were given: "
             "change a size, or pass that many devices."
         )
-    atoms = atoms_of(layout)
+    folded = fold_abstract(layout, devices[0].platform)
     mesh = jax.sharding.Mesh(
-        np.asarray(devices).reshape([atom.size for atom in atoms]),
-        tuple(atom.name for atom in atoms),
-        axis_types=(jax.sharding.AxisType.Auto,) * len(atoms),
+        np.asarray(devices).reshape(folded.mesh.axis_sizes),
+        folded.axes,
+        axis_types=folded.mesh.axis_types,
     )
-    return _make_folded_mesh(layout, mesh, atoms, devices[0].platform)
+    return replace(folded, mesh=mesh)
 
 
 def fold_abstract(layout: Layout, platform: str | None = None) -> FoldedMesh:
@@ -110,15 +110,6 @@ def fold_abstract(layout: Layout, platform: str | None = None) -> FoldedMesh:
         tuple(atom.name for atom in atoms),
         axis_types=(jax.sharding.AxisType.Auto,) * len(atoms),
     )
-    return _make_folded_mesh(layout, mesh, atoms, platform)
-
-
-def _make_folded_mesh(
-    layout: Layout,
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
-    atoms: list[Atom],
-    platform: str | None,
-) -> FoldedMesh:
     logical = {
         axis: tuple(atom.name for atom in atoms if axis in atom.owners)
         for axis in ("pp", *ATTENTION, *EXPERT)

@@ -79,8 +79,11 @@ serving.add_flags(PARSER)
 
 COMPILE = "python -m benchmarks.absent plan"
 """Command of a checkout that compiles layouts for absent devices, of the kinds that it names."""
-OVERLAP_FLAGS = ("expert_chunks", "two_batch_overlap", "overlap_grad_reduce")
-"""Flags of communication overlapped with matrix products."""
+LIBRARY_FLAGS = (
+    *("activation_wire", "gradient_wire", "expert_chunks"),
+    *("two_batch_overlap", "overlap_grad_reduce"),
+)
+"""Flags of `--program jrl` only."""
 
 
 def join_numbers(words: Sequence[str]) -> list[str]:
@@ -129,8 +132,7 @@ def program_of(args: argparse.Namespace, hardware: Hardware) -> tuple[Method, Sy
       ValueError: for fewer than one chunk, and for choices that the program does not support.
     """
     name = args.program
-    options = {flag: getattr(args, flag) for flag in ("activation_wire", "gradient_wire")}
-    options |= {flag: getattr(args, flag) for flag in OVERLAP_FLAGS}
+    options = {flag: getattr(args, flag) for flag in LIBRARY_FLAGS}
     if min(args.expert_chunks) < 1:
         raise ValueError(
             f"--expert-chunks {min(args.expert_chunks)} must be at least 1; 1 sends all tokens "
@@ -138,10 +140,8 @@ def program_of(args: argparse.Namespace, hardware: Hardware) -> tuple[Method, Sy
         )
     if name == "jrl":
         system, has_ragged = library_system(hardware), hardware.name not in (*TPUS, "laptop")
-        comm_dtypes = args.activation_wire
-        options["activation_wire"] = [
-            None if comm_dtype == "none" else comm_dtype for comm_dtype in comm_dtypes
-        ]
+        wires = [None if wire == "none" else wire for wire in args.activation_wire]
+        options["activation_wire"] = wires
         dispatch = ("ragged",) if has_ragged else ("all_gather", "all_to_all")
         method = Method(even=has_ragged, storage="bfloat16")
         return method, system, Choices(dispatch, storage=(method.storage,), **options)
@@ -211,21 +211,16 @@ def result_of(args: argparse.Namespace, model: ModelSizes) -> SearchResult:
     rows, time = batch_sizes(args)
     method, system, choices = program_of(args, hardware)
     result = search(model, devices, rows, time, hardware, method, system, choices)
-    _check_result(result, args.hardware)
-    return result
-
-
-def _check_result(result: SearchResult, cluster: str) -> None:
     if result.plans:
-        return
+        return result
     if result.too_large:
-        least = min(result.too_large, key=lambda layout: result.too_large[layout])
+        least = min(result.too_large, key=result.too_large.__getitem__)
         raise ValueError(
-            f"no layout fits on {cluster}: the smallest, {least}, needs "
+            f"no layout fits on {args.hardware}: the smallest, {least}, needs "
             f"{result.too_large[least] / 1e9:.0f} GB per device. Use more devices."
         )
     rules = ", ".join(rule for rule, _ in result.illegal.most_common(3))
-    raise ValueError(f"no layout of {cluster} is valid: {rules}.")
+    raise ValueError(f"no layout of {args.hardware} is valid: {rules}.")
 
 
 if __name__ == "__main__":

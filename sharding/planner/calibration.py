@@ -4,6 +4,8 @@
 """
 
 import functools
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -39,77 +41,52 @@ class Row:
     fsdp: bool = False
 
 
-def _folding_rows(model: str, *rows: tuple[str, float | None, bool]) -> list[Row]:
-    return [Row("Megatron-Core", model, layout, 256, 4096, mfu, fsdp) for layout, mfu, fsdp in rows]
-
-
 # Liu et al., "MoE Parallel Folding", 2025, tables 1 and 3: FSDP with expert parallelism, tensor and
 # expert parallelism with ZeRO-1, Megatron-Core, and Megatron-Core with folding. Without folding
 # experts are cut as attention is: etp = tp.
-MAPPINGS: dict[str, list[Row]] = {
-    "mixtral-8x22b": _folding_rows(
-        "mixtral-8x22b",
-        ("tp2 dp64 / ep8 etp2", 23.4, True),
-        ("tp4 dp32 / ep8 etp4", 36.6, False),
-        ("tp2 dp8 pp8 / ep4 etp2", 46.3, False),
-        ("tp2 dp8 pp8 / ep8", 49.3, False),
-    ),
-    "qwen2-57b-a14b": _folding_rows(
-        "qwen2-57b-a14b",
-        ("dp64 / ep8", 25.4, True),
-        ("tp4 dp16 / ep4 etp4", 23.1, False),
-        ("tp2 dp8 pp4 / ep4 etp2", 35.3, False),
-        ("tp2 dp8 pp4 / ep4", 39.0, False),
-    ),
-    "mixtral-8x22b-g8t8": _folding_rows(
-        "mixtral-8x22b-g8t8",
-        ("tp4 dp32 / ep8 etp4", 9.0, True),
-        ("tp8 dp16 / ep8 etp8", 8.7, False),
-        ("tp2 dp8 pp8 / ep8 etp2", 17.1, False),
-        ("tp4 dp4 pp8 / ep8", 28.8, False),
-    ),
-    "llama3-8x70b": _folding_rows(
-        "llama3-8x70b",
-        ("tp8 dp32 / ep8 etp8", 19.6, True),
-        ("tp8 dp32 / ep8 etp8", None, False),
-        ("tp8 dp4 pp8 / ep4 etp8", 38.8, False),
-        ("tp8 dp2 pp16 / ep8", 41.6, False),
-    ),
-}
-
-
-def _scaling_rows(model: str, layout: str, rates: dict[int, float]) -> list[Row]:
-    sizes = Layout.parse(layout)
-    return [
-        Row(
-            "Megatron-Core",
-            model,
-            str(replace(sizes, dp=devices // (sizes.num_devices // sizes.dp))),
-            1024,
-            4096,
-            mfu,
-        )
-        for devices, mfu in rates.items()
+MAPPINGS = {
+    model: [
+        Row("Megatron-Core", model, layout, 256, 4096, mfu, fsdp=index == 0)
+        for index, (layout, mfu) in enumerate(rows)
     ]
-
-
-# Table 4 of the same, with folding.
+    for model, rows in {
+        "mixtral-8x22b": (
+            ("tp2 dp64 / ep8 etp2", 23.4),
+            ("tp4 dp32 / ep8 etp4", 36.6),
+            ("tp2 dp8 pp8 / ep4 etp2", 46.3),
+            ("tp2 dp8 pp8 / ep8", 49.3),
+        ),
+        "qwen2-57b-a14b": (
+            ("dp64 / ep8", 25.4),
+            ("tp4 dp16 / ep4 etp4", 23.1),
+            ("tp2 dp8 pp4 / ep4 etp2", 35.3),
+            ("tp2 dp8 pp4 / ep4", 39.0),
+        ),
+        "mixtral-8x22b-g8t8": (
+            ("tp4 dp32 / ep8 etp4", 9.0),
+            ("tp8 dp16 / ep8 etp8", 8.7),
+            ("tp2 dp8 pp8 / ep8 etp2", 17.1),
+            ("tp4 dp4 pp8 / ep8", 28.8),
+        ),
+        "llama3-8x70b": (
+            ("tp8 dp32 / ep8 etp8", 19.6),
+            ("tp8 dp32 / ep8 etp8", None),
+            ("tp8 dp4 pp8 / ep4 etp8", 38.8),
+            ("tp8 dp2 pp16 / ep8", 41.6),
+        ),
+    }.items()
+}
+# Table 4 of the same, with folding: on 64 or 128 devices, and each time on twice as many.
 SCALING = {
-    "mixtral-8x22b": _scaling_rows(
-        "mixtral-8x22b",
-        "tp2 dp8 pp8 / ep8",
-        {128: 52.2, 256: 50.7, 512: 48.9, 1024: 44.9},
-    ),
-    "qwen2-57b-a14b": _scaling_rows(
-        "qwen2-57b-a14b",
-        "tp2 dp8 pp4 / ep4",
-        {64: 39.9, 128: 39.7, 256: 38.1, 512: 36.6, 1024: 33.4},
-    ),
-    "mixtral-8x22b-g8t8": _scaling_rows(
-        "mixtral-8x22b-g8t8",
-        "tp4 dp4 pp8 / ep8",
-        {128: 30.0, 256: 29.3, 512: 26.7, 1024: 25.5},
-    ),
+    model: [
+        Row("Megatron-Core", model, str(replace(layout, dp=layout.dp * 2**times)), 1024, 4096, mfu)
+        for times, mfu in enumerate(rates)
+    ]
+    for model, layout, rates in (
+        ("mixtral-8x22b", Layout(tp=2, dp=8, pp=8, ep=8), (52.2, 50.7, 48.9, 44.9)),
+        ("qwen2-57b-a14b", Layout(tp=2, dp=8, pp=4, ep=4), (39.9, 39.7, 38.1, 36.6, 33.4)),
+        ("mixtral-8x22b-g8t8", Layout(tp=4, dp=4, pp=8, ep=8), (30.0, 29.3, 26.7, 25.5)),
+    )
 }
 # Jin et al., "MegaScale-MoE", 2025, table 3: Ulysses attention and experts inside a server.
 MEGASCALE = [
@@ -117,22 +94,18 @@ MEGASCALE = [
     for devices, mfu in ((240, 32.48), (480, 29.67), (720, 29.36), (960, 28.67), (1440, 27.92))
 ]
 
+MEGATRON_CORE = Method(
+    dispatch="ragged",
+    storage="mixed",
+    even=True,
+    resends=False,
+    in_place=True,
+    overlap_grad_reduce=True,
+)
 METHODS = {
-    "Megatron-Core": Method(
-        dispatch="ragged",
-        storage="mixed",
-        even=True,
-        resends=False,
-        in_place=True,
-        overlap_grad_reduce=True,
-    ),
-    "MegaScale-MoE": Method(
-        dispatch="ragged",
-        context="ulysses",
-        storage="mixed-bfloat16-wire",
-        even=True,
-        in_place=True,
-        overlap_grad_reduce=True,
+    "Megatron-Core": MEGATRON_CORE,
+    "MegaScale-MoE": replace(
+        MEGATRON_CORE, context="ulysses", storage="mixed-bfloat16-wire", resends=True
     ),
 }
 SYSTEMS = {
@@ -149,6 +122,11 @@ CALIBRATION_POINTS = {"Megatron-Core": MAPPINGS["mixtral-8x22b"][-1], "MegaScale
 """The one measurement that each system's `System.efficiency` is taken from."""
 LAUNCH_POINTS = (MAPPINGS["qwen2-57b-a14b"][-1], MAPPINGS["mixtral-8x22b-g8t8"][-1])
 """Measurements with many experts on a device, which `System.launch` is taken from."""
+
+
+def is_fitted(row: Row) -> bool:
+    """True if something is fitted to a row; with sharded weights, that they are waited for."""
+    return row in (*CALIBRATION_POINTS.values(), *LAUNCH_POINTS) or row.fsdp
 
 
 def predict(row: Row, system: System) -> Plan | float:
@@ -177,36 +155,45 @@ def predicted_mfu(row: Row, system: System) -> float | None:
     return 100 * plan.cost.mfu(CLUSTERS[row.system]) if isinstance(plan, Plan) else None
 
 
+def mfu_ratio(row: Row, system: System) -> float:
+    """Predicted over published utilisation."""
+    mfu = predicted_mfu(row, system)
+    assert mfu is not None
+    assert row.mfu is not None
+    return mfu / row.mfu
+
+
+def bisect(is_below: Callable[[float], bool], low: float, high: float, steps: int) -> float:
+    """The number between two bounds up to which `is_below` is true, by bisection."""
+    for _ in range(steps):
+        middle = (low + high) / 2
+        low, high = (middle, high) if is_below(middle) else (low, middle)
+    return (low + high) / 2
+
+
 @functools.cache
 def calibrate(name: str) -> System:
     """The system with the efficiency that predicts the measurement of its `CALIBRATION_POINTS`."""
-    row = CALIBRATION_POINTS[name]
-    low, high = 0.05, 1.5
-    for _ in range(40):
-        middle = (low + high) / 2
-        mfu = predicted_mfu(row, replace(SYSTEMS[name], efficiency=middle))
-        assert mfu is not None
-        assert row.mfu is not None
-        low, high = (middle, high) if mfu < row.mfu else (low, middle)
-    return replace(SYSTEMS[name], efficiency=(low + high) / 2)
+    row, system = CALIBRATION_POINTS[name], SYSTEMS[name]
+
+    def is_slower(efficiency: float) -> bool:
+        return mfu_ratio(row, replace(system, efficiency=efficiency)) < 1
+
+    return replace(system, efficiency=bisect(is_slower, 0.05, 1.5, 40))
 
 
 @functools.cache
 def fit(name: str) -> System:
     """`calibrate`; for Megatron-Core with launches that predict `LAUNCH_POINTS` on average."""
-    system, low, high = calibrate(name), 0.0, 1e-3
+    system = calibrate(name)
     if name != "Megatron-Core":
         return system
-    for _ in range(20):
-        middle = (low + high) / 2
-        ratio = 1.0
-        for row in LAUNCH_POINTS:
-            mfu = predicted_mfu(row, replace(system, launch=middle))
-            assert mfu is not None
-            assert row.mfu is not None
-            ratio *= mfu / row.mfu
-        low, high = (low, middle) if ratio < 1 else (middle, high)
-    return replace(system, launch=(low + high) / 2)
+
+    def is_faster(launch: float) -> bool:
+        changed = replace(system, launch=launch)
+        return math.prod(mfu_ratio(row, changed) for row in LAUNCH_POINTS) >= 1
+
+    return replace(system, launch=bisect(is_faster, 0.0, 1e-3, 20))
 
 
 def library_system(hardware: Hardware) -> System:
@@ -251,8 +238,7 @@ def _comparison_row(row: Row) -> tuple[str, ...]:
     if not isinstance(plan, Plan):
         return row.model, layout, "", "", "", published, "does not fit"
     mfu = 100 * plan.cost.mfu(CLUSTERS[row.system])
-    is_fitted = row in (*CALIBRATION_POINTS.values(), *LAUNCH_POINTS) or row.fsdp
-    star = " (calibrated)" if is_fitted else ""
+    star = " (calibrated)" if is_fitted(row) else ""
     settings = str(plan.layout.vpp), plan.method.remat, str(plan.batch.micro_rows)
     return row.model, layout, *settings, published, f"{mfu:.1f}{star}"
 

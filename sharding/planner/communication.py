@@ -5,7 +5,8 @@ cached by what they depend on only, attention by ``tp`` and ``cp``, experts by `
 """
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 
 from sharding.costs.hardware import Hardware
@@ -49,20 +50,18 @@ def micro_batch_seconds(
 def _seconds_by_group(
     model: ModelSizes, layout: Layout, batch: Batch, method: Method, hardware: Hardware
 ) -> tuple[Timed, Timed]:
-    """Communication of a micro-batch in one layer, and in embedding and head, by group.
+    """Seconds of `TRANSFER_GROUPS` for a micro-batch: in one layer, and in embedding and head."""
+    return (
+        _sum_by_group(layer_times(model, layout, batch, method, hardware)),
+        _sum_by_group(embed_and_head_times(model, layout, batch, method, hardware)),
+    )
 
-    The groups are `TRANSFER_GROUPS`.
-    """
-    grouped = []
-    for sent in (
-        layer_times(model, layout, batch, method, hardware),
-        embed_and_head_times(model, layout, batch, method, hardware),
-    ):
-        groups: dict[str, float] = {}
-        for what, seconds in sent:
-            groups[_group_name(what)] = groups.get(_group_name(what), 0.0) + seconds
-        grouped.append(tuple(groups.items()))
-    return grouped[0], grouped[1]
+
+def _sum_by_group(times: Timed) -> Timed:
+    groups = defaultdict[str, float](float)
+    for what, seconds in times:
+        groups[_group_name(what)] += seconds
+    return tuple(groups.items())
 
 
 @functools.lru_cache(maxsize=256)
@@ -74,11 +73,8 @@ def _group_name(what: str) -> str:
 def step_seconds(
     model: ModelSizes, layout: Layout, method: Method, hardware: Hardware
 ) -> tuple[float, float, float]:
-    """Seconds of communication once per step.
-
-    They are those of the reduction of the layers' gradients, of that of the embedding's and head's
-    gradients, and of the all-gather of new weights.
-    """
+    """Seconds of communication once per step: the reduction of the layers' gradients, that of the
+    embedding's and head's gradients, and the all-gather of new weights."""
     embed_and_head_names = {
         f"gradients: {group.what}" for group in weight_groups(model, layout) if not group.depth
     }
@@ -109,10 +105,7 @@ def _total_seconds(transfers: Iterable[Transfer], layout: Layout, hardware: Hard
 def layer_times(
     model: ModelSizes, layout: Layout, batch: Batch, method: Method, hardware: Hardware
 ) -> Timed:
-    """Times of one layer's collectives for one micro-batch, forward and backward.
-
-    They are those of `sharding.planner.volumes.layer`.
-    """
+    """Times of the transfers of `sharding.planner.volumes.layer`, forward and backward."""
     passes = []
     for rows in method.streams(batch):
         passes.append(non_expert_times(model, layout, rows, method, hardware))
@@ -121,65 +114,46 @@ def layer_times(
     return tuple(chain.from_iterable(chain(*direction) for direction in zip(*passes, strict=True)))
 
 
+@functools.lru_cache(maxsize=2**15)
+def _times(
+    collectives: Callable[..., Iterable[list[Transfer]]],
+    model: ModelSizes,
+    layout: Layout,
+    rows: Batch | int,
+    method: Method,
+    hardware: Hardware,
+) -> tuple[Timed, ...]:
+    """Times of each list of transfers that a function of `sharding.planner.volumes` returns."""
+    return tuple(
+        tuple((transfer.what, transfer.seconds(layout, hardware)) for transfer in transfers)
+        for transfers in collectives(model, layout, rows, method)
+    )
+
+
 def non_expert_times(
     model: ModelSizes, layout: Layout, batch: Batch, method: Method, hardware: Hardware
-) -> tuple[Timed, Timed]:
+) -> tuple[Timed, ...]:
     """Times of `sharding.planner.volumes.non_expert`, forward and backward."""
     # The hops of a ring differ under a pipeline.
-    cache_layout = (
-        layout if method.context == "ring" and layout.pp > 1 else reduced_layouts(layout)[0]
-    )
-    return _non_expert_times(model, cache_layout, batch, for_tokens(method), hardware)
-
-
-@functools.lru_cache(maxsize=4096)
-def _non_expert_times(
-    model: ModelSizes, layout: Layout, batch: Batch, method: Method, hardware: Hardware
-) -> tuple[Timed, Timed]:
-    forward, backward = volumes.non_expert(model, layout, batch, method)
-    return _time_transfers(forward, layout, hardware), _time_transfers(backward, layout, hardware)
+    if method.context != "ring" or layout.pp == 1:
+        layout = reduced_layouts(layout)[0]
+    return _times(volumes.non_expert, model, layout, batch, for_tokens(method), hardware)
 
 
 def expert_times(
     model: ModelSizes, layout: Layout, tokens: int, method: Method, hardware: Hardware
-) -> tuple[Timed, Timed]:
+) -> tuple[Timed, ...]:
     """Times of `sharding.planner.volumes.experts`, forward and backward."""
-    return _expert_times(model, reduced_layouts(layout)[1], tokens, for_tokens(method), hardware)
-
-
-@functools.lru_cache(maxsize=16384)
-def _expert_times(
-    model: ModelSizes, layout: Layout, tokens: int, method: Method, hardware: Hardware
-) -> tuple[Timed, Timed]:
-    forward, backward = volumes.experts(model, layout, tokens, method)
-    return _time_transfers(forward, layout, hardware), _time_transfers(backward, layout, hardware)
+    layout = reduced_layouts(layout)[1]
+    return _times(volumes.experts, model, layout, tokens, for_tokens(method), hardware)
 
 
 def embed_and_head_times(
     model: ModelSizes, layout: Layout, batch: Batch, method: Method, hardware: Hardware
 ) -> Timed:
-    """Times of embedding and head for one micro-batch, forward and backward.
-
-    With two-batch overlap they include the collectives that restore the order of the rows.
-    """
-    return _embed_and_head_times(
-        model, reduced_layouts(layout)[0], batch, for_tokens(method), hardware
-    )
-
-
-@functools.lru_cache(maxsize=4096)
-def _embed_and_head_times(
-    model: ModelSizes, layout: Layout, batch: Batch, method: Method, hardware: Hardware
-) -> Timed:
-    tokens = batch.local_tokens(layout)
-    sent = volumes.embedding(model, layout, tokens, method)
-    sent += volumes.head(model, layout, tokens, method)
-    sent += volumes.row_reordering(model, layout, batch, method)
-    return _time_transfers(sent, layout, hardware)
-
-
-def _time_transfers(transfers: Iterable[Transfer], layout: Layout, hardware: Hardware) -> Timed:
-    return tuple((transfer.what, transfer.seconds(layout, hardware)) for transfer in transfers)
+    """Times of `sharding.planner.volumes.embed_and_head`."""
+    layout, method = reduced_layouts(layout)[0], for_tokens(method)
+    return tuple(chain(*_times(volumes.embed_and_head, model, layout, batch, method, hardware)))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -275,7 +249,7 @@ def exposed_reduction(
     """
     depth = max(model.num_layers // layout.pp, 1)
     # Pieces, and micro-batches between their ends.
-    segments, interval = (
-        (layout.vpp, min(layout.pp, num_micro_batches)) if layout.vpp > 1 else (depth, 1)
-    )
+    segments, interval = depth, 1
+    if layout.vpp > 1:
+        segments, interval = layout.vpp, min(layout.pp, num_micro_batches)
     return exposed_seconds(reduction_seconds, interval * micro_batch * 2 / 3, segments)

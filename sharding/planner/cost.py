@@ -124,15 +124,9 @@ def cost(
     )
     products = num_micro_batches * (layer_products + head_products)
     traffic = num_micro_batches * memory_traffic
+    all_products = products / num_micro_batches
     sent = _exposed_communication(
-        model,
-        layout,
-        batch,
-        method,
-        hardware,
-        system,
-        layer_products=layer_products,
-        products=products / num_micro_batches,
+        model, layout, batch, method, hardware, system, layer_products, all_products
     )
     sent = {what: num_micro_batches * time for what, time in sent.items()}
     if method.fsdp:
@@ -169,11 +163,8 @@ def cost_at_least(
     """Lower bound of a step's seconds: without any communication but that of new weights."""
     num_micro_batches, stage_layout = batch.num_micro_batches(layout), weight_layout(model, layout)
     pass_seconds = _pass_seconds(model, stage_layout, batch, method, hardware, system)
-    working = (
-        num_micro_batches
-        * sum(pass_seconds)
-        * (1 + Schedule(layout.pp, num_micro_batches, layout.vpp).bubble)
-    )
+    bubble = Schedule(layout.pp, num_micro_batches, layout.vpp).bubble
+    working = num_micro_batches * sum(pass_seconds) * (1 + bubble)
     return working + _final_seconds(model, stage_layout, for_weights(method), hardware)
 
 
@@ -203,15 +194,11 @@ def _pass_seconds(
     head = 3 * (2.0 * tokens * model.d_model * model.vocab_size / system.rate(hardware))
     if system.fills_stages:
         # The stage with the head is as deep as the others, or less.
-        num_main_layers = model.num_layers - model.num_dense_layers
         depth = layers_on_device(model, layout)
-        spare = min(layout.pp * depth - num_main_layers, depth // layout.vpp)
+        spare = min(layout.pp * depth - model.num_main_layers, depth // layout.vpp)
         head = max(0.0, head - layers * spare / depth)
-    return (
-        layers,
-        head,
-        in_layer * layers_on_deepest_stage(model, layout) / hardware.memory_bandwidth,
-    )
+    traffic = in_layer * layers_on_deepest_stage(model, layout) / hardware.memory_bandwidth
+    return layers, head, traffic
 
 
 def _products_of_layers(
@@ -255,15 +242,14 @@ def _products_of_layers(
         ),
         "full": forward + scores,
     }
-    repeated = recomputed[method.remat]
+    repeated, num_reads = recomputed[method.remat], num_streams * method.expert_chunks
     if method.repeats_experts:
         flops, parameters = expert_matrices
-        reads = num_streams * method.expert_chunks
-        repeated += one_pass(flops, parameters * reads, stored.weight)
+        repeated += one_pass(flops, parameters * num_reads, stored.weight)
     launches = 0.0
     if model.num_experts:
         again = method.remat == "full" or method.repeats_experts
-        passes = (4 if again else 3) * num_streams * method.expert_chunks
+        passes = (4 if again else 3) * num_reads
         local = model.num_experts // layout.ep
         routed = layers * model.num_expert_layers / model.num_layers
         launches = passes * routed * (local - 1) * system.launch
@@ -271,15 +257,8 @@ def _products_of_layers(
 
 
 def _matrices(model: ModelSizes, layout: Layout, tokens: int) -> list[tuple[float, float]]:
-    """(floating-point operations of one pass, parameters) of a device's layers.
-
-    The first pair is that of the matrices that process all tokens, the second that of the experts.
-    """
-    num_main_layers = model.num_layers - model.num_dense_layers
-    dense = model.num_layers * model.attention_parameters + 3 * model.d_model * (
-        num_main_layers * model.d_ff + model.num_dense_layers * model.dense_d_ff
-    )
-    routed = 3 * model.d_model * model.experts_per_token * model.d_expert * model.num_expert_layers
+    """(FLOPs of a pass, parameters): of the matrices that process all tokens, of the experts."""
+    dense, routed = model.dense_parameters, model.routed_parameters
     experts = model.num_expert_layers * model.expert_parameters
     share = layers_on_deepest_stage(model, layout) / model.num_layers
     return [
@@ -323,18 +302,12 @@ def _exposed_communication(
     layer_products: float,
     products: float,
 ) -> dict[str, float]:
-    """Seconds of a micro-batch's exposed communication, by kind.
-
-    Args:
-      layer_products: seconds of its products in the layers.
-      products: of all its products.
-    """
+    """Seconds of a micro-batch's exposed communication, by kind; `products` has the head's too."""
     sent = communication.micro_batch_seconds(model, layout, batch, method, hardware)
     if layout.pp > 1:
         hides = layout.vpp > 1 and system.hides_hops
         hop = volumes.hop(model, batch.local_tokens(layout), method)
-        hop_seconds = 0.0 if hides else hop.seconds(layout, hardware)
-        sent["pipeline"] = 2 * layout.vpp * hop_seconds
+        sent["pipeline"] = 0.0 if hides else 2 * layout.vpp * hop.seconds(layout, hardware)
     chunks = method.expert_chunks if system.hides_chunks else 1
     if system.hides_two_batch and len(method.streams(batch)) > 1:
         sent = communication.exposed_with_two_batches(sent, layer_products, chunks)

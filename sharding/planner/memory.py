@@ -11,11 +11,10 @@ from sharding.folding import Layout
 from sharding.planner.method import Batch, Method, for_weights
 from sharding.planner.models import ModelSizes
 from sharding.planner.volumes import (
-    balanced_tokens_per_peer,
     kv_replication,
     relayed_tokens,
+    slots_per_peer,
     tokens_per_expert,
-    tokens_per_peer,
 )
 from sharding.planner.weights import layers_on_device, weight_groups, weight_layout
 
@@ -98,16 +97,10 @@ def memory(
     working_bytes += relayed_bytes(model, layout, tokens, method)
     saved_per_layer = saved_bytes + saved_score_bytes(model, layout, batch, method)
     activations = layers_in_flight(model, layout, num_micro_batches) * saved_per_layer
-    if (
-        method.duplicates_experts
-        and method.remat == "none"
-        and layout.pp == 1
-        and model.num_experts
-    ):
-        # In a pipeline residuals that depend on weights only are recomputed.
-        num_main_layers = model.num_layers - model.num_dense_layers
+    # In a pipeline residuals that depend on weights only are recomputed.
+    if method.duplicates_experts and method.remat == "none" and layout.pp == 1:
         expert_parameters = model.expert_parameters / (layout.ep * layout.etp)
-        activations += num_main_layers * expert_parameters * method.stored.weight
+        activations += model.num_expert_layers * expert_parameters * method.stored.weight
     return Memory(
         weights=resident.weights,
         optimizer=resident.optimizer,
@@ -170,11 +163,8 @@ def model_states(model: ModelSizes, layout: Layout, method: Method, adds_up: boo
 def partial_gradient_bytes(
     model: ModelSizes, layout: Layout, batch: Batch, method: Method
 ) -> float:
-    """Bytes of a layer's additional partial gradients, until they are added up.
-
-    There is one of all weights for each half of the rows, and one of the experts for each chunk of
-    these.
-    """
+    """Bytes of a layer's additional partial gradients, until they are added up: one of all weights
+    for each half of the rows, and one of the experts for each chunk of these."""
     num_streams, total = len(method.streams(batch)), 0.0
     if num_streams == method.expert_chunks == 1:
         return total
@@ -187,12 +177,9 @@ def partial_gradient_bytes(
 
 
 def comm_buffer_bytes(model: ModelSizes, layout: Layout, method: Method) -> float:
-    """Bytes of the largest gradient in bfloat16, as it is sent and received.
-
-    See `sharding.compression`. It is that of a stack of matrices of all layers (the experts' gate
-    and up, which are two thirds of them, the dense layers' or half of attention's) or of the
-    embedding.
-    """
+    """Bytes of the largest gradient in bfloat16, as it is sent and received: of a stack of matrices
+    of all layers (the gate and up of experts or dense layers, which are two thirds of them, or half
+    of attention's), or of the embedding."""
     if method.gradient_wire == "float32":
         return 0.0
     fractions = {"experts": 2 / 3, "dense layers": 2 / 3, "first dense layers": 2 / 3}
@@ -358,22 +345,15 @@ def expert_rows(model: ModelSizes, layout: Layout, tokens: int, method: Method) 
 
 
 def received_tokens(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> int:
-    """Tokens that the experts of a device receive from all devices that share them.
-
-    It is 0 where a device has all experts itself, or there are none.
-    """
+    """Tokens that the experts of a device receive from all devices that share them, if any do."""
     num_sharing = layout.ep * layout.etp
     if num_sharing == 1 or not model.num_experts:
         return 0
     if method.dispatch == "all_gather":
         return num_sharing * tokens
-    per_peer = tokens_per_peer(model, layout, tokens)
-    if method.buffer_factor is not None:
-        balanced = balanced_tokens_per_peer(model, layout, tokens, method)
-        return num_sharing * min(per_peer, balanced)
-    if method.even:
+    if method.even and method.buffer_factor is None:
         return tokens * model.experts_per_token * layout.etp
-    return num_sharing * per_peer
+    return num_sharing * slots_per_peer(model, layout, tokens, method)
 
 
 def saved_score_bytes(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> float:

@@ -52,10 +52,7 @@ class Batch:
         return self.rows // each
 
     def local_tokens(self, layout: Layout) -> int:
-        """Tokens of a micro-batch on one device, with the padding of zig-zag order.
-
-        With ``cp`` rows are split into ``2 cp`` chunks.
-        """
+        """Tokens of a micro-batch on one device, rows padded to ``2 cp`` zig-zag chunks."""
         unit = 1 if layout.cp == 1 else 2 * layout.cp
         padded = -(-self.time // unit) * unit
         return self.micro_rows * padded // (layout.cp * layout.tp)
@@ -222,10 +219,7 @@ def with_fields(method: Method, **fields: str | int | bool | None) -> Method:
 
 
 def for_tokens(method: Method) -> Method:
-    """The method as a cache key of the layers' communication.
-
-    All fields of weights and gradients have their defaults.
-    """
+    """A cache key of the layers' communication: fields of weights have their defaults."""
     return with_fields(
         method,
         storage="float32",
@@ -237,10 +231,7 @@ def for_tokens(method: Method) -> Method:
 
 @functools.lru_cache(maxsize=4096)
 def for_weights(method: Method) -> Method:
-    """The method as a cache key of memory and communication of weights, gradients and optimizer.
-
-    All other fields have their defaults.
-    """
+    """A cache key of weights, gradients and optimizer: all other fields have their defaults."""
     return Method(
         fsdp=method.fsdp,
         storage=method.storage,

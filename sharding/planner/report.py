@@ -1,5 +1,6 @@
 """Report of a search: a table and a picture of its plans, and what rules out their neighbours."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -57,11 +58,7 @@ def report(
     sent = sorted(best.cost.communication.items(), key=lambda item: -item[1])
     shown = [[f"  {what}", f"{time:.3g} s"] for what, time in sent if time > 0]
     if shown:
-        lines += [
-            "",
-            "Exposed communication of the first layout, per step:",
-            align_columns(shown),
-        ]
+        lines += ["", "Exposed communication of the first layout, per step:", align_columns(shown)]
     memory = best.memory
     memory_rows = [[f"  {name}", f"{getattr(memory, name) / 1e9:.3g} GB"] for name in MEMORY]
     budget = f"{MEMORY_FRACTION * hardware.memory / 1e9:.3g} GB budget"
@@ -70,8 +67,7 @@ def report(
     reasons = [[f"  {replace(layout, vpp=1)}", reason] for layout, reason in against.items()]
     if reasons:
         lines += ["", "Drawbacks of neighbouring layouts:", align_columns(reasons)]
-    num_plans = len(result.plans)
-    num_illegal = sum(result.illegal.values())
+    num_plans, num_illegal = len(result.plans), result.illegal.total()
     lines += [
         "",
         f"{num_plans} layouts fit, {len(result.too_large)} need more memory, {num_illegal} are "
@@ -91,21 +87,19 @@ def align_columns(rows: Sequence[Sequence[str]]) -> str:
 
 def neighbours(layout: Layout) -> list[Layout]:
     """Layouts of as many devices in which a factor of two moves from one axis to another."""
-    candidates = []
-    attention = ("tp", "cp", "dp", "pp")
-    for less in attention:
-        for more in attention:
-            if less != more and getattr(layout, less) % 2 == 0:
-                sizes = {less: getattr(layout, less) // 2, more: getattr(layout, more) * 2}
-                candidates.append(_replace_sizes(layout, **sizes))
+    changes = [
+        {less: getattr(layout, less) // 2, more: getattr(layout, more) * 2}
+        for less, more in itertools.permutations(("tp", "cp", "dp", "pp"), 2)
+        if getattr(layout, less) % 2 == 0
+    ]
     for axis in ("ep", "etp"):
-        for factor in (2, 0.5):
-            if factor == 2 or getattr(layout, axis) % 2 == 0:
-                candidates.append(
-                    _replace_sizes(layout, **{axis: int(getattr(layout, axis) * factor)})
-                )
+        size = getattr(layout, axis)
+        changes.append({axis: size * 2})
+        if size % 2 == 0:
+            changes.append({axis: size // 2})
     if layout.ep % 2 == 0:
-        candidates.append(_replace_sizes(layout, ep=layout.ep // 2, etp=layout.etp * 2))
+        changes.append({"ep": layout.ep // 2, "etp": layout.etp * 2})
+    candidates = [_replace_sizes(layout, **sizes) for sizes in changes]
     return [candidate for candidate in dict.fromkeys(candidates) if candidate is not None]
 
 
@@ -119,10 +113,7 @@ def _replace_sizes(layout: Layout, **sizes: int) -> Layout | None:
 def why_not(
     result: SearchResult, model: ModelSizes, rows: int, time: int, hardware: Hardware
 ) -> dict[Layout, str]:
-    """Reason against the neighbours of the best plan's layout.
-
-    Legal neighbours that were not searched are left out.
-    """
+    """Reason against each neighbour of the best layout that is illegal or was searched."""
     best = result.plans[0]
     by_layout = {replace(plan.layout, vpp=1): plan for plan in result.plans}
     reasons = {}
@@ -158,7 +149,7 @@ def _describe_slowdown(plan: Plan, best: Plan) -> str:
     return f"{plan.cost.total / best.cost.total - 1:.0%} slower: {worst}"
 
 
-def draw(plans: Sequence[Plan], hardware: Hardware, path: Path, title: str = "") -> None:
+def draw(plans: Sequence[Plan], hardware: Hardware, path: Path, title: str) -> None:
     """Draws a bar of time and one of memory for each plan, the fastest on top.
 
     Args:
@@ -167,8 +158,7 @@ def draw(plans: Sequence[Plan], hardware: Hardware, path: Path, title: str = "")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 2.4 + 0.42 * len(plans)), layout="constrained")
-    if title:
-        figure.suptitle(title)
+    figure.suptitle(title)
     time, memory = figure.subplots(1, 2, sharey=True)
     names = dict.fromkeys(
         name for plan in plans for name, seconds in plan.cost.communication.items() if seconds
@@ -179,16 +169,12 @@ def draw(plans: Sequence[Plan], hardware: Hardware, path: Path, title: str = "")
         **{name: [plan.cost.communication.get(name, 0.0) for plan in plans] for name in names},
         "pipeline bubble": [plan.cost.bubble for plan in plans],
     }
-    labels = [str(plan.layout) for plan in plans]
+    labels, budget = [str(plan.layout) for plan in plans], MEMORY_FRACTION * hardware.memory / 1e9
     _stack(time, labels, time_components)
     time.set_xlabel("seconds per step")
-    memory_components = {
-        name: [getattr(plan.memory, name) / 1e9 for plan in plans] for name in MEMORY
-    }
-    _stack(memory, labels, memory_components)
-    memory.axvline(
-        MEMORY_FRACTION * hardware.memory / 1e9, color="0.2", linestyle="--", linewidth=1
-    )
+    gigabytes = {name: [getattr(plan.memory, name) / 1e9 for plan in plans] for name in MEMORY}
+    _stack(memory, labels, gigabytes)
+    memory.axvline(budget, color="0.2", linestyle="--", linewidth=1)
     memory.set_xlabel(f"GB per device; dashed line: memory budget on {hardware.name}")
     time.invert_yaxis()
     figure.savefig(path, dpi=120)

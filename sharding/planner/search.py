@@ -46,6 +46,38 @@ MEMORY_FRACTION = 0.92
 """Share of a device's memory that plans may use: the rest is the compiler's and the libraries'."""
 
 
+@dataclass(frozen=True)
+class Plan:
+    """A layout with its batch and method, and their time and memory."""
+
+    layout: Layout
+    batch: Batch
+    method: Method
+    cost: Cost
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Choices of the search besides the sizes of a layout.
+
+    The last two allow it to turn on an overlap that `method` has off, where a run supports it:
+    two-batch overlap with more than one row and without a capacity that drops tokens, overlapped
+    gradient reduction without a pipeline.
+    """
+
+    dispatch: Sequence[str] = ("all_gather", "all_to_all")
+    context: Sequence[str] = ("gather", "ring", "ulysses")
+    storage: Sequence[str] = ("float32",)
+    remat: Sequence[str] = ("none", "selective", "full")
+    micro_rows: Sequence[int] = (1, 2, 4)
+    activation_wire: Sequence[str | None] = (None,)
+    gradient_wire: Sequence[str] = ("float32",)
+    expert_chunks: Sequence[int] = (1,)
+    two_batch_overlap: bool = False
+    overlap_grad_reduce: bool = False
+
+
 class Costs(NamedTuple):
     """Costs of a candidate, for a layer and a micro-batch on one device.
 
@@ -82,58 +114,41 @@ class Case(NamedTuple):
         return self._replace(layout=layout, method=with_fields(self.method, **fields))
 
 
-def candidate_contexts(
-    case: Case, batch: Batch, system: System, names: Sequence[str]
-) -> Candidates:
+def candidate_contexts(case: Case, batch: Batch, system: System, choices: Choices) -> Candidates:
     model, layout = case.model, case.layout
     if layout.cp == 1:
         return [({}, True)]
     # Ulysses spreads the query heads of a tp rank over cp.
     shards_heads = model.num_heads // layout.tp % layout.cp == 0
-    candidates: list[Fields] = [
-        {"context": name} for name in names if shards_heads or name != "ulysses"
-    ]
     reduced = communication.reduced_layouts(layout)[0]
-    costs = [
-        (_context_costs(case.with_layout(reduced, fields), batch), fields) for fields in candidates
-    ]
+    costs = []
+    for name in choices.context:
+        if shards_heads or name != "ulysses":
+            fields: Fields = {"context": name}
+            costs.append((_context_costs(case.with_layout(reduced, fields), batch), fields))
     return _prune(costs, case.remats, system)
 
 
-def candidate_dispatches(
-    case: Case,
-    batch: Batch,
-    system: System,
-    dispatches: Sequence[str],
-    comm_dtypes: Sequence[str | None],
-) -> Candidates:
+def candidate_dispatches(case: Case, batch: Batch, system: System, choices: Choices) -> Candidates:
     layout = case.layout
     if layout.ep * layout.etp == 1:
         return [({}, True)]
     reduced = communication.reduced_layouts(layout)[1]
     streams = tuple(rows.local_tokens(layout) for rows in case.method.streams(batch))
-    candidates: list[Fields] = [
-        {"dispatch": dispatch, "activation_wire": comm_dtype}
-        for dispatch, comm_dtype in itertools.product(dispatches, comm_dtypes)
-    ]
-    costs = [
-        (_dispatch_costs(case.with_layout(reduced, fields), streams), fields)
-        for fields in candidates
-    ]
+    costs = []
+    for dispatch, comm_dtype in itertools.product(choices.dispatch, choices.activation_wire):
+        fields: Fields = {"dispatch": dispatch, "activation_wire": comm_dtype}
+        costs.append((_dispatch_costs(case.with_layout(reduced, fields), streams), fields))
     return _prune(costs, case.remats, system)
 
 
 @functools.lru_cache(maxsize=4096)
 def _context_costs(case: Case, batch: Batch) -> Costs:
-    """Costs of a context, by a layout with attention's axes only.
-
-    Further axes add the same to all candidates.
-    """
+    """Costs of a context, by attention's axes only: further axes add the same to all candidates."""
     model, layout, method = case.model, case.layout, case.method
-    streams = method.streams(batch)
     sent = [
         communication.non_expert_times(model, layout, rows, method, case.hardware)
-        for rows in streams
+        for rows in method.streams(batch)
     ]
     scores = (
         saved_score_bytes(model, layout, batch, with_fields(method, remat="none")),
@@ -155,7 +170,7 @@ def _dispatch_costs(case: Case, streams: tuple[int, ...]) -> Costs:
 def _costs(
     case: Case,
     tokens: int,
-    sent: Iterable[tuple[communication.Timed, communication.Timed]],
+    sent: Iterable[tuple[communication.Timed, ...]],
     scores: tuple[float, ...],
 ) -> Costs:
     model, layout, method = case.model, case.layout, case.method
@@ -174,17 +189,15 @@ def _prune(
     num_accesses = {times_through_memory(remat) for remat in remats}
     # Exposed shares of communication: all of it, or the rest where most of it is overlapped.
     hides_most = system.hides_chunks or system.hides_two_batch or system.hides_experts
-    exposed_shares = {1.0, 0.0 if hides_most else 1.0 - system.hidden}
-    in_time = list[tuple[tuple[float, ...], Fields]]()
-    in_all = list[tuple[tuple[float, ...], Fields]]()
-    for costs, fields in candidates:
-        time = tuple(
-            n * costs.passes + exposed * costs.sent
-            for n in num_accesses
-            for exposed in exposed_shares
+    exposed = {1.0, 0.0 if hides_most else 1.0 - system.hidden}
+
+    def seconds(costs: Costs) -> tuple[float, ...]:
+        return tuple(
+            n * costs.passes + share * costs.sent for n in num_accesses for share in exposed
         )
-        in_time.append((time, fields))
-        in_all.append(((*time, *costs.memory), fields))
+
+    in_time = [(seconds(costs), fields) for costs, fields in candidates]
+    in_all = [((*seconds(costs), *costs.memory), fields) for costs, fields in candidates]
     quick = _pareto_front(in_time)
     return [(fields, fields in quick) for fields in _pareto_front(in_all)]
 
@@ -196,38 +209,6 @@ def _pareto_front(candidates: Iterable[tuple[tuple[float, ...], Fields]]) -> lis
         if not any(all(map(operator.le, other, costs)) for other, _ in front):
             front.append((costs, fields))
     return [fields for _, fields in front]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A layout with its batch and method, and their time and memory."""
-
-    layout: Layout
-    batch: Batch
-    method: Method
-    cost: Cost
-    memory: Memory
-
-
-@dataclass(frozen=True)
-class Choices:
-    """Choices of the search besides the sizes of a layout.
-
-    The last two allow it to turn on an overlap that `method` has off, where a run supports it:
-    two-batch overlap with more than one row and without a capacity that drops tokens, overlapped
-    gradient reduction without a pipeline.
-    """
-
-    dispatch: Sequence[str] = ("all_gather", "all_to_all")
-    context: Sequence[str] = ("gather", "ring", "ulysses")
-    storage: Sequence[str] = ("float32",)
-    remat: Sequence[str] = ("none", "selective", "full")
-    micro_rows: Sequence[int] = (1, 2, 4)
-    activation_wire: Sequence[str | None] = (None,)
-    gradient_wire: Sequence[str] = ("float32",)
-    expert_chunks: Sequence[int] = (1,)
-    two_batch_overlap: bool = False
-    overlap_grad_reduce: bool = False
 
 
 @dataclass(frozen=True)
@@ -247,7 +228,6 @@ class SearchResult:
 
 def broken_rule(model: ModelSizes, layout: Layout, rows: int, time: int) -> str | None:
     """The rule that a layout breaks; None for a legal layout."""
-    num_main_layers = model.num_layers - model.num_dense_layers
     # (size, its divisor, rule)
     rules = (
         (model.num_kv_heads, layout.tp, "tp must divide the key/value heads"),
@@ -259,24 +239,17 @@ def broken_rule(model: ModelSizes, layout: Layout, rows: int, time: int) -> str 
         (model.num_experts, layout.ep, "ep must divide the experts"),
         (model.d_expert, layout.etp, "etp must divide the hidden units of an expert"),
     )
-    if layout.pp * layout.vpp > num_main_layers:
+    if layout.pp * layout.vpp > model.num_main_layers:
         return "pp x vpp must not exceed the layers"
     return next((rule for size, divisor, rule in rules if size % divisor), None)
 
 
 def chunks_of_a_stage(model: ModelSizes, layout: Layout) -> list[int]:
-    """Possible numbers of chunks per stage (vpp) of a legal layout.
-
-    They divide the layers of a stage, so that no stage is deeper than with one chunk.
-    """
-    num_main_layers = model.num_layers - model.num_dense_layers
+    """Possible chunks per stage (vpp) of a legal layout, with stages as deep as with one chunk."""
     if layout.pp == 1:
         return [1]
-    return [
-        vpp
-        for vpp in divisors(-(-num_main_layers // layout.pp))
-        if layout.pp * vpp <= num_main_layers
-    ]
+    main = model.num_main_layers
+    return [vpp for vpp in divisors(-(-main // layout.pp)) if layout.pp * vpp <= main]
 
 
 def layouts(devices: int, most_tp: int | None = None) -> Iterator[Layout]:
@@ -386,14 +359,13 @@ def best_plan(
                 return is_first
         return False
 
+    case = Case(model, layout, method, hardware, tuple(choices.remat))
     # The smallest pipeline bubble first, so that the others are pruned early.
     chunks = reversed(chunks_of_a_stage(model, layout))
     sizes = [replace(layout, vpp=vpp) for vpp in chunks]
     for micro_rows in (n for n in choices.micro_rows if rows % (layout.dp * n) == 0):
         batch = Batch(rows, time, micro_rows)
-        quick, small = communication_variants(
-            model, layout, batch, hardware, method, system, choices
-        )
+        quick, small = communication_variants(case, batch, system, choices)
         for variant in method_variants(model, layout, batch, method, choices):
             for chunked in sizes:
                 fitted = [
@@ -405,32 +377,21 @@ def best_plan(
 
 
 def communication_variants(
-    model: ModelSizes,
-    layout: Layout,
-    batch: Batch,
-    hardware: Hardware,
-    method: Method,
-    system: System,
-    choices: Choices,
+    case: Case, batch: Batch, system: System, choices: Choices
 ) -> tuple[list[Fields], list[Fields]]:
     """Candidate combinations of context, dispatch and communication dtype.
 
     The first list may take the least time; those of the second can only be better by keeping less.
     The costs of context and of dispatch with its dtype are independent of each other.
     """
-    case = Case(model, layout, method, hardware, tuple(choices.remat))
-    contexts = candidate_contexts(case, batch, system, choices.context)
-    dispatches = candidate_dispatches(
-        case, batch, system, choices.dispatch, choices.activation_wire
-    )
-    pairs = itertools.product(contexts, dispatches)
-    combinations = [
-        ({**context, **dispatch}, first and second)
-        for (context, first), (dispatch, second) in pairs
-    ]
-    return [fields for fields, quick in combinations if quick], [
-        fields for fields, quick in combinations if not quick
-    ]
+    quick: list[Fields] = []
+    small: list[Fields] = []
+    contexts = candidate_contexts(case, batch, system, choices)
+    dispatches = candidate_dispatches(case, batch, system, choices)
+    for (context, first), (dispatch, second) in itertools.product(contexts, dispatches):
+        variants = quick if first and second else small
+        variants.append(context | dispatch)
+    return quick, small
 
 
 def method_variants(
@@ -461,11 +422,11 @@ def switch_values(value: bool, may_be_on: bool) -> tuple[bool, ...]:
 def min_state_bytes(model: ModelSizes, layout: Layout, method: Method, choices: Choices) -> float:
     """Lower bound of the bytes of weights, gradients and optimizer over all choices."""
     sharded, full = sharded_parameters(model, layout), parameters_on_device(model, layout)
-    candidates = []
-    for storage in choices.storage:
-        stored = with_fields(method, storage=storage).stored
-        used = sharded if method.fsdp else full
-        candidates.append(
+    used = sharded if method.fsdp else full
+    storages = [with_fields(method, storage=storage).stored for storage in choices.storage]
+    return float(
+        min(
             used * (stored.weight + stored.gradient) + sharded * (stored.master + stored.moments)
+            for stored in storages
         )
-    return float(min(candidates))
+    )

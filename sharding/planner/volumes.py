@@ -1,7 +1,6 @@
 """Communication volumes of all collectives of a training step.
 
-They are those of a layer, of embedding and head, of a pipeline and of the gradients. T are the
-tokens of a micro-batch on one device, h the model width.
+T are the tokens of a micro-batch on one device, h the model width.
 """
 
 import itertools
@@ -9,10 +8,11 @@ import math
 import operator
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 from sharding.costs.dispatch import FLOAT32, INT32, TokenDispatch, balanced_rows
-from sharding.costs.transfer import Kind, Transfer
+from sharding.costs.transfer import Transfer
 from sharding.folding import Layout
 from sharding.folding.layout import prime_factors
 from sharding.planner.method import Batch, Method
@@ -66,10 +66,7 @@ def non_expert(
 def experts(
     model: ModelSizes, layout: Layout, tokens: int, method: Method
 ) -> tuple[list[Transfer], list[Transfer]]:
-    """Collectives of `dispatch` in a layer, with those that its backward pass repeats.
-
-    They depend on ``ep`` and ``etp`` of the layout only.
-    """
+    """Collectives of `dispatch` in a layer, repeated ones too, by ``ep`` and ``etp`` only."""
     forward, backward = dispatch(model, layout, tokens, method) if model.num_experts else ([], [])
     if method.repeats_experts:
         backward = [*forward, *backward]
@@ -106,35 +103,25 @@ def context(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> l
     Where what is kept is not what attention reads (`ModelSizes.keeps_projected`, "projections"),
     Ulysses' first all-to-all is `repeated` too.
     """
-    keys, values = tokens * model.keys, tokens * model.values
-    queries, outputs, width = tokens * model.queries, tokens * model.outputs, method.itemsize
-
-    def make_transfer(what: str, kind: Kind, elements: int, repeated: bool = False) -> Transfer:
-        return Transfer(what, kind, ("cp",), elements, width, 1, width, repeated)
-
     if layout.cp == 1:
         return []
+    keys, values = tokens * model.keys, tokens * model.values
+    queries, outputs, width = tokens * model.queries, tokens * model.outputs, method.itemsize
+    both = (("keys", keys), ("values", values))
     if method.context == "gather":
         return [
-            make_transfer(what, "all_gather", elements, repeated=True)
-            for what, elements in (("keys", keys), ("values", values))
+            Transfer(what, "all_gather", ("cp",), elements, width, 1, width, repeated=True)
+            for what, elements in both
         ]
     if method.context == "ring":
-        return [
-            replace(
-                make_transfer(what, "permute", elements), times=ring_hops(layout)[0], gradient=0
-            )
-            for what, elements in (("keys", keys), ("values", values))
-        ]
+        hops, _ = ring_hops(layout)
+        return [Transfer(what, "permute", ("cp",), size, width, hops) for what, size in both]
     exchanged = queries + (keys + values) * kv_replication(model, layout)
+    exchange = partial(Transfer, kind="all_to_all", axes=("cp",), itemsize=width, gradient=width)
+    is_repeated = model.keeps_projected or method.remat == "projections"
     return [
-        make_transfer(
-            "queries, keys and values",
-            "all_to_all",
-            exchanged,
-            repeated=model.keeps_projected or method.remat == "projections",
-        ),
-        make_transfer("attention's output", "all_to_all", outputs, repeated=True),
+        exchange("queries, keys and values", elements=exchanged, repeated=is_repeated),
+        exchange("attention's output", elements=outputs, repeated=True),
     ]
 
 
@@ -179,10 +166,7 @@ def router(model: ModelSizes, sequences: int) -> list[Transfer]:
 def dispatch(
     model: ModelSizes, layout: Layout, tokens: int, method: Method
 ) -> tuple[list[Transfer], list[Transfer]]:
-    """Dispatch of tokens to their experts, and combine, with expert ids and gate weights.
-
-    Returns the collectives of the forward and of the backward pass.
-    """
+    """Dispatch of tokens to experts and combine, with ids and gate weights; both passes."""
     per_peer, forward, backward = tokens_per_peer(model, layout, tokens), [], []
     for size, count in chunk_sizes(tokens, method.expert_chunks):
         each = min(per_peer, balanced_tokens_per_peer(model, layout, size, method))
@@ -214,12 +198,8 @@ def _dispatcher(
 
 
 def relayed_tokens(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> int:
-    """Tokens that a device receives from other servers for the devices of its own.
-
-    It is 0 without two levels of all-to-alls.
-    """
-    per_peer = tokens_per_peer(model, layout, tokens)
-    per_peer = min(per_peer, balanced_tokens_per_peer(model, layout, tokens, method))
+    """Tokens that a device relays from other servers to its own; 0 without two levels."""
+    per_peer = slots_per_peer(model, layout, tokens, method)
     return _dispatcher(model, layout, tokens, per_peer, method).relayed
 
 
@@ -257,6 +237,12 @@ def balanced_tokens_per_peer(model: ModelSizes, layout: Layout, tokens: int, met
         return tokens
     rows = balanced_rows(method.buffer_factor, tokens, model.experts_per_token, layout)
     return min(tokens, rows // (layout.ep * layout.etp))
+
+
+def slots_per_peer(model: ModelSizes, layout: Layout, tokens: int, method: Method) -> int:
+    """Slots of a buffer for the tokens from another device: the smaller of the two above."""
+    balanced = balanced_tokens_per_peer(model, layout, tokens, method)
+    return min(tokens_per_peer(model, layout, tokens), balanced)
 
 
 def hop(model: ModelSizes, tokens: int, method: Method) -> Transfer:
@@ -308,10 +294,20 @@ def row_reordering(
         return []
     sizes = [stream.local_tokens(layout) * model.d_model for stream in streams]
     what = "states of halves"
-    transfers = [
-        Transfer(what, "all_gather", ("tp",), size, width, gradient=width) for size in sizes
-    ]
-    return drop_empty([*transfers, *(gather.transposed(layout) for gather in transfers)], layout)
+    gathers = [Transfer(what, "all_gather", ("tp",), size, width, 1, width) for size in sizes]
+    return drop_empty([*gathers, *(gather.transposed(layout) for gather in gathers)], layout)
+
+
+def embed_and_head(
+    model: ModelSizes, layout: Layout, batch: Batch, method: Method
+) -> tuple[list[Transfer], ...]:
+    """`embedding`, `head` and `row_reordering` for one micro-batch."""
+    tokens = batch.local_tokens(layout)
+    return (
+        embedding(model, layout, tokens, method),
+        head(model, layout, tokens, method),
+        row_reordering(model, layout, batch, method),
+    )
 
 
 def drop_empty(transfers: Iterable[Transfer], layout: Layout) -> list[Transfer]:
@@ -330,26 +326,18 @@ def gather_weights(what: str, group: WeightGroup, layout: Layout, method: Method
     It has two stages, across sequence-parallel groups and then inside; a stage of one device is
     left out. The reverse is a reduce-scatter.
     """
-    stored = group.stored(method)
+    stored, size = group.stored(method), group.shard_size(layout)
+    width, gradient = stored.weight_comm, stored.gradient_comm
     across = Transfer(
-        what,
-        "all_gather",
-        group.replicas,
-        group.shard_size(layout),
-        stored.weight_comm,
-        gradient=stored.gradient_comm,
-        side="across",
+        what, "all_gather", group.replicas, size, width, gradient=gradient, side="across"
     )
-    gathered = across.elements * across.group(layout)
+    gathered = size * across.group(layout)
     inside = replace(across, elements=gathered, side="inside")
     return drop_empty([across, inside], layout)
 
 
 def unsharding(model: ModelSizes, layout: Layout, method: Method) -> tuple[Transfer, ...]:
-    """FSDP: all-gather of the weights of all layers of a device, once.
-
-    The reverse is the reduce-scatter of their gradients.
-    """
+    """FSDP: all-gather of the weights of all layers of a device, once."""
     transfers = []
     for group in weight_groups(model, layout):
         if group.in_layers:
@@ -358,10 +346,7 @@ def unsharding(model: ModelSizes, layout: Layout, method: Method) -> tuple[Trans
 
 
 def gradient_reduction(gather: Transfer, layout: Layout, method: Method) -> Transfer:
-    """Reduce-scatter of gradients, the reverse of an all-gather of weights.
-
-    Across sequence-parallel groups it is in `Method.gradient_wire`.
-    """
+    """Reverse of an all-gather of weights: reduce-scatter, across in `Method.gradient_wire`."""
     reduction = gather.transposed(layout)
     if method.gradient_wire == "bfloat16" and gather.side == "across":
         reduction = replace(reduction, kind="all_to_all", itemsize=BFLOAT16)
@@ -414,8 +399,7 @@ def step(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> lis
         transfers += repeat_transfers([*forward, *backward], num_layers)
     if method.fsdp:
         transfers += fully_sharded(model, layout, method)
-    transfers += embedding(model, layout, tokens, method) + head(model, layout, tokens, method)
-    transfers += row_reordering(model, layout, batch, method)
+    transfers += chain(*embed_and_head(model, layout, batch, method))
     transfers = repeat_transfers(transfers, micro_batches)
     if layout.pp > 1:
         ticks = Schedule(layout.pp, micro_batches, layout.vpp).ticks

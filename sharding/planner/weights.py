@@ -1,7 +1,4 @@
-"""Weights of one device, by replica group.
-
-These are the groups over which gradients are summed and optimizer states are sharded.
-"""
+"""Weights of one device, by the devices that share their gradients and optimizer states."""
 
 import functools
 import math
@@ -52,10 +49,7 @@ def single_chunk(layout: Layout) -> Layout:
 
 
 def weight_layout(model: ModelSizes, layout: Layout) -> Layout:
-    """The layout with one chunk on each stage if a device then has the same weights.
-
-    It is a cache key: results are shared by all numbers of chunks.
-    """
+    """The layout with one chunk a stage if a device then has the same weights: a cache key."""
     reduced = single_chunk(layout)
     is_same = layers_on_device(model, reduced) == layers_on_device(model, layout)
     return reduced if is_same else layout
@@ -79,60 +73,36 @@ def weight_groups(model: ModelSizes, layout: Layout) -> tuple[WeightGroup, ...]:
     all_stages_sharded = ("pp", *tp_sharded)
     shards_tables = shards_vocabulary(model, layout)
     tables = (1 if model.tied else 2) * model.vocab_size * h // (tp if shards_tables else 1)
+    in_layer = functools.partial(WeightGroup, depth=layers)
+    in_first = functools.partial(WeightGroup, in_layers=False, depth=num_first)
+    outside = functools.partial(WeightGroup, in_layers=False)
+    norms = layers * 2 * h + routed * h * model.num_experts
+    experts = routed * model.expert_parameters // (layout.ep * layout.etp)
+    first = num_first * (model.attention_parameters + 3 * h * model.dense_d_ff) // tp
+    table_replicas = all_stages_sharded if shards_tables else all_stages_replicated
     groups = [
-        WeightGroup(
-            "attention", layers * model.attention_parameters // tp, tp_sharded, depth=layers
+        in_layer("attention", layers * model.attention_parameters // tp, tp_sharded),
+        in_layer("dense layers", layers * 3 * h * model.d_ff // tp, tp_sharded),
+        in_layer("norms and routers", norms, tp_replicated, is_precise=True),
+        in_layer("experts", experts, ("edp",)),
+        in_first("first dense layers", first, all_stages_sharded),
+        in_first(
+            "norms of first layers", num_first * 2 * h, all_stages_replicated, is_precise=True
         ),
-        WeightGroup("dense layers", layers * 3 * h * model.d_ff // tp, tp_sharded, depth=layers),
-        WeightGroup(
-            "norms and routers",
-            layers * 2 * h + routed * h * model.num_experts,
-            tp_replicated,
-            depth=layers,
-            is_precise=True,
-        ),
-        WeightGroup(
-            "experts",
-            routed * model.expert_parameters // (layout.ep * layout.etp),
-            ("edp",),
-            depth=layers,
-        ),
-        WeightGroup(
-            "first dense layers",
-            num_first * (model.attention_parameters + 3 * h * model.dense_d_ff) // tp,
-            all_stages_sharded,
-            in_layers=False,
-            depth=num_first,
-        ),
-        WeightGroup(
-            "norms of first layers",
-            num_first * 2 * h,
-            all_stages_replicated,
-            in_layers=False,
-            depth=num_first,
-            is_precise=True,
-        ),
-        WeightGroup(
-            "embedding and head",
-            tables,
-            all_stages_sharded if shards_tables else all_stages_replicated,
-            in_layers=False,
-        ),
-        WeightGroup("last norm", h, all_stages_replicated, in_layers=False, is_precise=True),
+        outside("embedding and head", tables, table_replicas),
+        outside("last norm", h, all_stages_replicated, is_precise=True),
     ]
     return tuple(group for group in groups if group.parameters)
 
 
 def layers_on_device(model: ModelSizes, layout: Layout) -> int:
     """Layers of a pipeline stage, after the dense first ones; of the deepest if stages differ."""
-    num_main_layers, chunks = model.num_layers - model.num_dense_layers, layout.pp * layout.vpp
-    return layout.vpp * -(-num_main_layers // chunks)
+    return layout.vpp * -(-model.num_main_layers // (layout.pp * layout.vpp))
 
 
 def layers_on_deepest_stage(model: ModelSizes, layout: Layout) -> float:
     """`layers_on_device` with their share of the dense first layers."""
-    num_main_layers = model.num_layers - model.num_dense_layers
-    return model.num_layers * layers_on_device(model, layout) / num_main_layers
+    return model.num_layers * layers_on_device(model, layout) / model.num_main_layers
 
 
 def shards_vocabulary(model: ModelSizes, layout: Layout) -> bool:

@@ -1,6 +1,6 @@
 """Models as the planner sees them: their sizes, and those of published ones."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,14 @@ class ModelSizes:
         return (self.keys + self.values) / tp
 
     @property
+    def num_main_layers(self) -> int:
+        """Blocks after the first ones with a dense layer."""
+        return self.num_layers - self.num_dense_layers
+
+    @property
     def num_expert_layers(self) -> int:
         """Blocks that have experts."""
-        return self.num_layers - self.num_dense_layers if self.num_experts else 0
+        return self.num_main_layers if self.num_experts else 0
 
     @property
     def keeps_projected(self) -> bool:
@@ -150,22 +155,25 @@ class ModelSizes:
         return 3 * self.num_experts * self.d_model * self.d_expert
 
     @property
+    def dense_parameters(self) -> int:
+        """Matrices that process every token, of all layers: attention and dense layers."""
+        hidden = self.num_main_layers * self.d_ff + self.num_dense_layers * self.dense_d_ff
+        return self.num_layers * self.attention_parameters + 3 * self.d_model * hidden
+
+    @property
+    def routed_parameters(self) -> int:
+        """Matrices of the experts that a token is sent to, of all layers."""
+        hidden = self.num_expert_layers * self.experts_per_token * self.d_expert
+        return 3 * self.d_model * hidden
+
+    @property
     def parameters(self) -> int:
         """Numbers in all matrices and norms."""
         norms = 2 * self.num_layers * self.d_model + self.d_model
         embedding_and_head = self.vocab_size * self.d_model * (1 if self.tied else 2)
-        num_main_layers = self.num_layers - self.num_dense_layers
-        router = self.num_expert_layers * self.d_model * self.num_experts
-        return (
-            self.num_layers * self.attention_parameters
-            + self.num_expert_layers * self.expert_parameters
-            + 3
-            * self.d_model
-            * (num_main_layers * self.d_ff + self.num_dense_layers * self.dense_d_ff)
-            + router
-            + norms
-            + embedding_and_head
-        )
+        router = self.d_model * self.num_experts
+        experts = self.num_expert_layers * (self.expert_parameters + router)
+        return self.dense_parameters + experts + norms + embedding_and_head
 
     @property
     def layer_width(self) -> int:
@@ -189,155 +197,49 @@ class ModelSizes:
         `moe.counts.training_flops` counts them, and Megatron-Core. Latent attention has its own
         matrices in the place of the first term, and the mean width of queries and outputs as q.
         """
-        num_main_layers = self.num_layers - self.num_dense_layers
-        width = num_main_layers * self.layer_width + self.num_dense_layers * self.dense_d_ff
+        width = self.num_main_layers * self.layer_width + self.num_dense_layers * self.dense_d_ff
         weights = self.num_layers * self.attention_parameters
         weights += 3 * self.d_model * width + self.d_model * self.vocab_size
         return 6.0 * weights + 3.0 * (self.queries + self.outputs) * self.seen(time)
 
 
-MIXTRAL_8X22B = ModelSizes(
-    num_layers=56,
-    d_model=6144,
-    num_heads=48,
-    num_kv_heads=8,
-    head_dim=128,
-    vocab_size=32768,
-    num_experts=8,
-    experts_per_token=2,
-    d_expert=16384,
-)
-MIXTRAL_8X7B = ModelSizes(
-    num_layers=32,
-    d_model=4096,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    vocab_size=32000,
-    num_experts=8,
-    experts_per_token=2,
-    d_expert=14336,
-)
 LATENT = LatentAttention(rank=512, query_rank=1536, rope_dim=64, value_dim=128)
-DEEPSEEK_V3 = ModelSizes(
-    num_layers=61,
-    d_model=7168,
-    num_heads=128,
-    num_kv_heads=128,
-    head_dim=192,
-    vocab_size=129280,
-    num_experts=256,
-    experts_per_token=8,
-    d_expert=2048,
-    d_ff=2048,
-    num_dense_layers=3,
-    dense_d_ff=18432,
-    latent=LATENT,
-)
-GPT_OSS_20B = ModelSizes(
-    num_layers=24,
-    d_model=2880,
-    num_heads=64,
-    num_kv_heads=8,
-    head_dim=64,
-    vocab_size=201088,
-    num_experts=32,
-    experts_per_token=4,
-    d_expert=2880,
-    window=128,
-    num_window_layers=12,
-)
 
-PRESETS: dict[str, ModelSizes] = {
-    "mixtral-8x22b": MIXTRAL_8X22B,
+PRESETS = {
+    # Layers, width, query heads, key/value heads, width of a head, vocabulary; experts, those of a
+    # token, hidden units of one; of the shared expert.
+    "mixtral-8x22b": ModelSizes(56, 6144, 48, 8, 128, 32768, 8, 2, 16384),
     # Each expert cut into eight, and eight chosen of the 64.
-    "mixtral-8x22b-g8t8": replace(
-        MIXTRAL_8X22B, num_experts=64, experts_per_token=8, d_expert=2048
-    ),
-    "llama3-8x70b": replace(
-        MIXTRAL_8X22B,
-        num_layers=80,
-        d_model=8192,
-        num_heads=64,
-        vocab_size=128256,
-        d_expert=28672,
-    ),
-    "qwen2-57b-a14b": ModelSizes(
-        num_layers=28,
-        d_model=3584,
-        num_heads=28,
-        num_kv_heads=4,
-        head_dim=128,
-        vocab_size=151936,
-        num_experts=64,
-        experts_per_token=8,
-        d_expert=2560,
-        d_ff=20480,
-    ),
-    "mixtral-8x7b": MIXTRAL_8X7B,
+    "mixtral-8x22b-g8t8": ModelSizes(56, 6144, 48, 8, 128, 32768, 64, 8, 2048),
+    "llama3-8x70b": ModelSizes(80, 8192, 64, 8, 128, 128256, 8, 2, 28672),
+    "qwen2-57b-a14b": ModelSizes(28, 3584, 28, 4, 128, 151936, 64, 8, 2560, d_ff=20480),
+    "mixtral-8x7b": ModelSizes(32, 4096, 32, 8, 128, 32000, 8, 2, 14336),
     # Its name needs a shared expert as wide as the others, which the paper does not mention.
-    "megascale-352b": replace(
-        MIXTRAL_8X7B,
-        num_layers=60,
-        vocab_size=65536,
-        num_experts=32,
-        experts_per_token=3,
-        d_ff=14336,
+    "megascale-352b": ModelSizes(60, 4096, 32, 8, 128, 65536, 32, 3, 14336, d_ff=14336),
+    "phi-3.5-moe": ModelSizes(32, 4096, 32, 8, 128, 32064, 16, 2, 6400),
+    "qwen3-235b-a22b": ModelSizes(94, 4096, 64, 4, 128, 151936, 128, 8, 1536, query_key_norm=True),
+    "qwen3-30b-a3b": ModelSizes(48, 2048, 32, 4, 128, 151936, 128, 8, 768, query_key_norm=True),
+    "deepseek-v3": ModelSizes(
+        *(61, 7168, 128, 128, 192, 129280, 256, 8, 2048, 2048),
+        num_dense_layers=3,
+        dense_d_ff=18432,
+        latent=LATENT,
     ),
-    "phi-3.5-moe": replace(
-        MIXTRAL_8X7B, vocab_size=32064, num_experts=16, experts_per_token=2, d_expert=6400
-    ),
-    "qwen3-235b-a22b": replace(
-        MIXTRAL_8X7B,
-        num_layers=94,
-        num_heads=64,
-        num_kv_heads=4,
-        vocab_size=151936,
-        num_experts=128,
-        experts_per_token=8,
-        d_expert=1536,
-        query_key_norm=True,
-    ),
-    "qwen3-30b-a3b": replace(
-        MIXTRAL_8X7B,
-        num_layers=48,
-        d_model=2048,
-        num_kv_heads=4,
-        vocab_size=151936,
-        num_experts=128,
-        experts_per_token=8,
-        d_expert=768,
-        query_key_norm=True,
-    ),
-    "deepseek-v3": DEEPSEEK_V3,
-    "kimi-k2": replace(
-        DEEPSEEK_V3,
-        num_heads=64,
-        num_kv_heads=64,
-        vocab_size=163840,
-        num_experts=384,
+    "kimi-k2": ModelSizes(
+        *(61, 7168, 64, 64, 192, 163840, 384, 8, 2048, 2048),
         num_dense_layers=1,
+        dense_d_ff=18432,
+        latent=LATENT,
     ),
-    "gpt-oss-20b": GPT_OSS_20B,
-    "gpt-oss-120b": replace(GPT_OSS_20B, num_layers=36, num_experts=128, num_window_layers=18),
-    "dbrx": replace(
-        MIXTRAL_8X22B,
-        num_layers=40,
-        vocab_size=100352,
-        num_experts=16,
-        experts_per_token=4,
-        d_expert=10752,
+    "gpt-oss-20b": ModelSizes(
+        *(24, 2880, 64, 8, 64, 201088, 32, 4, 2880), window=128, num_window_layers=12
     ),
+    "gpt-oss-120b": ModelSizes(
+        *(36, 2880, 64, 8, 64, 201088, 128, 4, 2880), window=128, num_window_layers=18
+    ),
+    "dbrx": ModelSizes(40, 6144, 48, 8, 128, 100352, 16, 4, 10752),
     # The paper gives its name and 317 B parameters; these sizes come to that.
-    "scaled-moe": replace(
-        MIXTRAL_8X7B,
-        num_layers=48,
-        d_model=8192,
-        num_heads=64,
-        num_experts=32,
-        experts_per_token=4,
-        d_expert=8192,
-    ),
+    "scaled-moe": ModelSizes(48, 8192, 64, 8, 128, 32000, 32, 4, 8192),
 }
 """Liu et al., "MoE Parallel Folding", 2025, section 4 (https://arxiv.org/abs/2504.14960); Jin et
 al., "MegaScale-MoE", 2025, table 1 (https://arxiv.org/abs/2505.11432); the

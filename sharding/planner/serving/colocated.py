@@ -4,6 +4,7 @@ Every device has its shard of both. A layer's steps are sequential: attention, d
 combine; with pipeline stages each holds a part of the layers and one micro-batch at a time.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -183,13 +184,9 @@ def best_colocated(
     kind, plans = kind or PlanKind(), []
     for layout in chain(*(_layouts(model, hardware, n, kind) for n in devices)):
         stage = _Stage(model, load, hardware, layout, efficiency, kind.overlap)
-        low, high = 0, stage.most_in_memory()
-        while low < high:
-            middle = (low + high + 1) // 2
-            if stage.token_latency(middle) <= load.slo:
-                low = middle
-            else:
-                high = middle - 1
-        if low:
-            plans.append(Colocated(layout, kind.overlap, low, float(stage.token_latency(low))))
+        batches = range(1, stage.most_in_memory() + 1)
+        batch = bisect_right(batches, load.slo, key=stage.token_latency)
+        if batch:
+            token_latency = float(stage.token_latency(batch))
+            plans.append(Colocated(layout, kind.overlap, batch, token_latency))
     return max(plans, key=lambda plan: plan.per_device, default=None)

@@ -35,17 +35,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="plan a server with attention and experts on separate devices; --hardware then lists "
         "the device types to choose from, as in h20,l40s",
     )
-    slo = f"maximum time between tokens, as in 150ms (default {load.slo * 1000:g}ms)"
-    group.add_argument("--slo", help=slo)
-    prompt = f"tokens per prompt (default {load.prompt})"
-    group.add_argument("--prompt", type=int, help=prompt)
-    completion = f"tokens per completion (default {load.completion})"
-    group.add_argument("--completion", type=int, help=completion)
-    group.add_argument(
-        "--avg-seq",
-        type=float,
-        help="cached tokens per sequence (default: prompt + completion / 2)",
-    )
+    for flag, kind, text in (
+        ("--slo", str, f"maximum time between tokens, as in 150ms (default {load.slo * 1000:g}ms)"),
+        ("--prompt", int, f"tokens per prompt (default {load.prompt})"),
+        ("--completion", int, f"tokens per completion (default {load.completion})"),
+        ("--avg-seq", float, "cached tokens per sequence (default: prompt + completion / 2)"),
+    ):
+        group.add_argument(flag, type=kind, help=text)
     group.add_argument(
         "--prefill",
         choices=(*PREFILL, "best"),
@@ -150,25 +146,18 @@ def device_pairs(
             f"{missing[0]} has no price to compare it with other device types: set one, as in "
             f"--price {missing[0]}=2.5 (an L20 is 1)."
         )
-    paid = (
-        price_of
-        if len(hardware_types) > 1
-        else dict.fromkeys([each.name for each in hardware_types], 1.0)
-    )
-    return [
-        DevicePair(
-            attention,
-            experts,
-            (paid[attention.name], paid[experts.name]),
-            efficiency,
-            (network, network),
-            (
-                measured.get(attention.name, EMPTY_PROFILE).attention,
-                measured.get(experts.name, EMPTY_PROFILE).experts,
-            ),
+    paid = price_of if len(hardware_types) > 1 else {hardware_types[0].name: 1.0}
+    pairs = []
+    for attention, experts in product(hardware_types, repeat=2):
+        prices = paid[attention.name], paid[experts.name]
+        profiled = (
+            measured.get(attention.name, EMPTY_PROFILE).attention,
+            measured.get(experts.name, EMPTY_PROFILE).experts,
         )
-        for attention, experts in product(hardware_types, repeat=2)
-    ]
+        pairs.append(
+            DevicePair(attention, experts, prices, efficiency, (network, network), profiled)
+        )
+    return pairs
 
 
 def check_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -213,4 +202,4 @@ def plan_text(model: ModelSizes, args: argparse.Namespace, efficiency: float) ->
     )
     if args.picture is not None:
         draw_timeline(plans[0], args.picture, f"{args.model}, the first layers of a token step")
-    return f"{head}\n\n{report(plans, model, load)}"
+    return f"{head}\n\n{report(plans)}"

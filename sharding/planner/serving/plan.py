@@ -7,6 +7,7 @@ References:
   Zhu et al., "MegaScale-Infer", 2025, section 4. https://arxiv.org/abs/2504.02263
 """
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -123,12 +124,8 @@ class Server:
         self.experts = one_expert or times.experts(
             model, pair.experts, tp_experts, experts_of_node, pair.efficiency
         )
-        self.networks = tuple(
-            measured or model_utilisation(hardware)
-            for measured, hardware in zip(
-                pair.networks, (pair.attention, pair.experts), strict=True
-            )
-        )
+        both = zip(pair.networks, (pair.attention, pair.experts), strict=True)
+        self.networks = tuple(measured or model_utilisation(device) for measured, device in both)
 
     def weights_fit(self) -> bool:
         """``tp_a C_a > P_a`` and ``tp_e C_e > P_e``, in bytes."""
@@ -170,21 +167,22 @@ class Server:
         The last is (6): ``b_a h K / tp_a`` values leave an attention device, ``b_e h / tp_e`` reach
         an expert device, each at the utilisation of a message of that size.
         """
-        model, pair = self.model, self.pair
+        sent, received = self.message_bytes(batch, nodes)
+        sending = np.maximum(
+            self.networks[0].seconds(sent, self.pair.attention.outside),
+            self.networks[1].seconds(received, self.pair.experts.outside),
+        )
+        return self.attention(batch), self.experts(self.rows_of_node(batch, nodes)), sending
+
+    def message_bytes(self, batch, nodes):
+        """Bytes that an attention device sends, and that an expert device receives."""
+        model = self.model
         sent = ITEMSIZE * batch * model.d_model * model.experts_per_token / self.tp_attention
         rows = self.rows_of_node(batch, nodes)
-        received = ITEMSIZE * rows * model.d_model / self.tp_experts
-        sending = np.maximum(
-            self.networks[0].seconds(sent, pair.attention.outside),
-            self.networks[1].seconds(received, pair.experts.outside),
-        )
-        return self.attention(batch), self.experts(rows), sending
+        return sent, ITEMSIZE * rows * model.d_model / self.tp_experts
 
     def balance(self) -> float:
-        """The paper's balanced ``n_a = k1 E / (k3 K)``, not rounded.
-
-        Large batches then take equally long on both groups.
-        """
+        """The paper's ``n_a = k1 E / (k3 K)``, not rounded, for equal times of large batches."""
         share = self.model.experts_per_token / self.expert_nodes
         return self.attention.slope / (self.experts.slope * share)
 
@@ -205,22 +203,19 @@ class Server:
         """
         tokens = sequences / self.load.completion * self.load.prompt
         pair, model = self.pair, self.model
-        scores = 2 * model.queries * self.load.prompt
+        attention_flops = 2 * times.attention_matrices(model) + 2 * model.queries * self.load.prompt
         peak = self.tp_attention * pair.attention.peak * pair.efficiency
-        sent = ITEMSIZE * model.d_model * model.experts_per_token
+        attention_seconds = attention_flops / peak
         expert_seconds = 6 * model.d_model * model.d_expert
         expert_seconds /= self.tp_experts * pair.experts.peak * pair.efficiency
-        attention_seconds = (2 * times.attention_matrices(model) + scores) / peak
+        sent = ITEMSIZE * model.d_model * model.experts_per_token
         paces = (
             attention_seconds / nodes,
             expert_seconds * model.experts_per_token / self.expert_nodes,
             sent / (self.tp_attention * nodes * pair.attention.outside * LINK_EFFICIENCY),
             sent / (self.tp_experts * self.expert_nodes * pair.experts.outside * LINK_EFFICIENCY),
         )
-        pace = paces[0]
-        for other in paces[1:]:
-            pace = np.maximum(pace, other)
-        return tokens * model.num_layers * pace
+        return tokens * model.num_layers * functools.reduce(np.maximum, paces)
 
     def step(self, batch, nodes, micro_batches: int, prefill: str):
         """``(T_iter, T_total)`` of a token step, (4) and (5).
@@ -241,11 +236,7 @@ class Server:
         return token_latency, total
 
     def hides(self, batch, nodes, micro_batches: int):
-        """Constraints (2) and (3): true if communication is hidden.
-
-        They are ``T_c < T_f`` and ``m T_f >= S``, the exact form of ``m >= 2 (1 + T_c / T_f)``,
-        which is equal to it for ``T_a = T_e``.
-        """
+        """Constraints (2) and (3), hidden communication: ``T_c < T_f`` and ``m T_f >= S``."""
         attention, experts, sending = self.layer_times(batch, nodes)
         busier = np.maximum(attention, experts)
         filled = micro_batches * busier >= attention + experts + 2 * sending
@@ -258,9 +249,6 @@ def prefill_devices(model: ModelSizes, load: Load, hardware: Hardware, efficienc
     Their products run at `efficiency`. A group serves many instances, so that this is not rounded.
     """
     matrices = times.attention_matrices(model) * model.num_layers
-    expert_matrices = (
-        3 * model.d_model * model.d_expert * model.experts_per_token * model.num_layers
-    )
     scores = 2 * model.queries * load.prompt * model.num_layers
-    flops = 2 * (matrices + expert_matrices) + scores
+    flops = 2 * (matrices + model.routed_parameters) + scores
     return flops * load.prompt / load.completion / (hardware.peak * efficiency)

@@ -107,11 +107,9 @@ def cost_table() -> list[list[str]]:
         model, load = PRESETS[name], Load()
         plan = search(model, load, pairs)[0]
         baseline = colocated.best_colocated(model, load, H20, kind=PlanKind(wide=False))
-        over = (
-            "none"
-            if baseline is None
-            else f"{plan.per_cost / baseline.per_device * price['h20']:.2f}"
-        )
+        over = "none"
+        if baseline is not None:
+            over = f"{plan.per_cost / baseline.per_device * price['h20']:.2f}"
         names = plan.pair.attention.name, plan.pair.experts.name
         rows.append([name, *names, f"{plan.per_cost:,.0f}", over, f"up to {PUBLISHED_PER_COST}"])
     return rows

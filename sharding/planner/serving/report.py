@@ -2,20 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 
-from sharding.planner.models import ModelSizes
 from sharding.planner.report import align_columns
 from sharding.planner.serving import colocated
-from sharding.planner.serving.pingpong import (
-    STATIONS,
-    micro_batches_needed,
-    order_visits,
-    simulate,
-)
-from sharding.planner.serving.plan import Load, Server, Shape
+from sharding.planner.serving.pingpong import STATIONS, micro_batches_needed, order_visits, simulate
+from sharding.planner.serving.plan import Server, Shape
 from sharding.planner.serving.search import ServingPlan, describe, largest_batch
 
 COLUMNS = (
@@ -45,69 +40,53 @@ def row_of(plan: ServingPlan) -> list[str]:
     ]
 
 
-def constraints(plan: ServingPlan, model: ModelSizes, load: Load) -> list[list[str]]:
+def constraints(plan: ServingPlan) -> list[list[str]]:
     """The paper's eight constraints, with the plan's numbers."""
     shape, (attention, experts, sending) = plan.shape, plan.layer
-    server = _server(plan, model, load)
+    server, num_layers = plan.server, plan.server.model.num_layers
     busier, m = max(attention, experts), shape.micro_batches
     need = micro_batches_needed(attention, experts, sending)
-    least = attention + experts + 2 * sending + m * busier * (model.num_layers - 1)
+    least = attention + experts + 2 * sending + m * busier * (num_layers - 1)
     most = server.most_in_memory()
-    sent = 2 * plan.batch * model.d_model * model.experts_per_token / shape.tp_attention
-    rows = server.rows_of_node(plan.batch, shape.attention_nodes)
-    received = 2 * rows * model.d_model / shape.tp_experts
+    sent, received = server.message_bytes(plan.batch, shape.attention_nodes)
     return [
         ["(1) T_a ~ T_e", f"{attention / experts:.2f}, k1 E / (k3 K) = {plan.balance:.1f}"],
         ["(2) T_c < T_f", f"T_c is {sending / busier:.2f} T_f"],
         ["(3) m T_f >= T_a + T_e + 2 T_c", f"m = {m}, {need} needed"],
-        ["(4) T_iter", f"{least * 1e3:.1f} to {m * busier * model.num_layers * 1e3:.1f} ms"],
+        ["(4) T_iter", f"{least * 1e3:.1f} to {m * busier * num_layers * 1e3:.1f} ms"],
         ["(5) T_total", f"{plan.total * 1e3:.1f} ms for {plan.sequences:,} tokens"],
         ["(6) T_c", f"{sent / 1e6:.2f} MB per sender, {received / 1e6:.2f} MB per receiver"],
-        ["(7) T_iter <= SLO", f"{plan.token_latency * 1e3:.1f} of {load.slo * 1e3:g} ms"],
+        ["(7) T_iter <= SLO", f"{plan.token_latency * 1e3:.1f} of {server.load.slo * 1e3:g} ms"],
         ["(8) memory", f"{plan.batch * m:,} of {most:,} sequences per attention node"],
     ]
 
 
-def _server(plan: ServingPlan, model: ModelSizes, load: Load) -> Server:
-    shape = plan.shape
-    return Server(
-        model,
-        load,
-        plan.pair,
-        tp_attention=shape.tp_attention,
-        tp_experts=shape.tp_experts,
-        experts_of_node=shape.experts_of_node,
-    )
-
-
 def neighbours(shape: Shape) -> list[tuple[str, Shape]]:
     """Shapes that differ in one size."""
-    candidates = []
-    for title, name in (("tp_a", "tp_attention"), ("tp_e", "tp_experts")):
-        size = getattr(shape, name)
-        candidates += [(f"{title} {n}", replace(shape, **{name: n})) for n in (size // 2, size * 2)]
     nodes, m = shape.attention_nodes, shape.micro_batches
-    candidates += [(f"n_a {n}", replace(shape, attention_nodes=n)) for n in (nodes - 1, nodes + 1)]
-    candidates += [(f"m {n}", replace(shape, micro_batches=n)) for n in (m - 1, m + 1)]
+    steps = (
+        ("tp_a", "tp_attention", (shape.tp_attention // 2, shape.tp_attention * 2)),
+        ("tp_e", "tp_experts", (shape.tp_experts // 2, shape.tp_experts * 2)),
+        ("n_a", "attention_nodes", (nodes - 1, nodes + 1)),
+        ("m", "micro_batches", (m - 1, m + 1)),
+    )
+    shapes = [
+        (f"{title} {size}", replace(shape, **{name: size}))
+        for title, name, sizes in steps
+        for size in sizes
+        if size >= 1
+    ]
     per_node = shape.experts_of_node * 2
-    candidates.append((f"{per_node} experts per node", replace(shape, experts_of_node=per_node)))
-    sizes = ("tp_attention", "tp_experts", "attention_nodes", "micro_batches")
-    return [
-        candidate
-        for candidate in candidates
-        if min(getattr(candidate[1], size) for size in sizes) >= 1
-    ]
+    return [*shapes, (f"{per_node} experts per node", replace(shape, experts_of_node=per_node))]
 
 
-def why_not(plan: ServingPlan, model: ModelSizes, load: Load) -> list[list[str]]:
+def why_not(plan: ServingPlan) -> list[list[str]]:
     """Reason against each neighbour: a constraint, or its tokens per second for the price."""
-    return [
-        [title, _reason_against(plan, shape, model, load)]
-        for title, shape in neighbours(plan.shape)
-    ]
+    return [[title, _reason_against(plan, shape)] for title, shape in neighbours(plan.shape)]
 
 
-def _reason_against(plan: ServingPlan, shape: Shape, model: ModelSizes, load: Load) -> str:
+def _reason_against(plan: ServingPlan, shape: Shape) -> str:
+    model, load = plan.server.model, plan.server.load
     tp_attention, tp_experts = shape.tp_attention, shape.tp_experts
     domains = plan.pair.attention.domain, plan.pair.experts.domain
     if model.num_kv_heads % tp_attention or tp_attention > domains[0]:
@@ -116,7 +95,7 @@ def _reason_against(plan: ServingPlan, shape: Shape, model: ModelSizes, load: Lo
         return "tp_e must divide the hidden units and fit a server"
     if model.num_experts % shape.experts_of_node:
         return "must divide the experts"
-    server = _server(replace(plan, shape=shape), model, load)
+    server = Server(model, load, plan.pair, tp_attention, tp_experts, shape.experts_of_node)
     if not server.weights_fit():
         return "does not fit"
     nodes, m = shape.attention_nodes, shape.micro_batches
@@ -124,38 +103,28 @@ def _reason_against(plan: ServingPlan, shape: Shape, model: ModelSizes, load: Lo
     if not batch:
         return "no batch meets the time limit"
     other = describe(server, nodes, m, batch, plan.prefill)
-    summary = (
-        f"{other.per_cost / plan.per_cost - 1:+.1%}, {max(other.layer) * 1e6:.0f} us per layer"
-    )
-    if not server.hides(batch, nodes, m):
-        summary += ", violates (2) or (3)"
-    return summary
+    gain, slowest = other.per_cost / plan.per_cost - 1, max(other.layer) * 1e6
+    violates = "" if server.hides(batch, nodes, m) else ", violates (2) or (3)"
+    return f"{gain:+.1%}, {slowest:.0f} us per layer{violates}"
 
 
-def colocated_rows(plan: ServingPlan, model: ModelSizes, load: Load) -> list[list[str]]:
+def colocated_rows(plan: ServingPlan) -> list[list[str]]:
     """The plan over the best co-located one of each kind on either device, for the price."""
-    rows = []
-    pair = plan.pair
+    rows, pair, server = [], plan.pair, plan.server
     price_of = dict(zip((pair.attention, pair.experts), pair.prices, strict=True))
-    for hardware, price in price_of.items():
-        for title, kind in colocated.PLAN_KINDS.items():
-            best_colocated = colocated.best_colocated(
-                model, load, hardware, pair.efficiency, kind=kind
-            )
-            if best_colocated is None:
-                rows.append(
-                    [hardware.name, title, "does not fit or exceeds the time limit", "", ""]
-                )
-                continue
-            throughput_per_cost = best_colocated.per_device / price
-            gain = f"{plan.per_cost / throughput_per_cost:.2f}"
-            rows.append(
-                [hardware.name, title, str(best_colocated), f"{throughput_per_cost:,.0f}", gain]
-            )
+    for (hardware, price), (title, kind) in product(price_of.items(), colocated.PLAN_KINDS.items()):
+        best = colocated.best_colocated(
+            server.model, server.load, hardware, pair.efficiency, kind=kind
+        )
+        cells = ["does not fit or exceeds the time limit", "", ""]
+        if best is not None:
+            per_cost = best.per_device / price
+            cells = [str(best), f"{per_cost:,.0f}", f"{plan.per_cost / per_cost:.2f}"]
+        rows.append([hardware.name, title, *cells])
     return [["on", "co-located", "plan", "per cost", "gain"], *rows]
 
 
-def report(plans: Sequence[ServingPlan], model: ModelSizes, load: Load) -> str:
+def report(plans: Sequence[ServingPlan]) -> str:
     """The best plan of each pair of devices, and all about the first."""
     best = plans[0]
     limit = {"memory": "memory (8)", "time between tokens": "the SLO (7)"}
@@ -163,22 +132,20 @@ def report(plans: Sequence[ServingPlan], model: ModelSizes, load: Load) -> str:
         align_columns([COLUMNS, *map(row_of, plans)]),
         "",
         f"The first plan; {limit.get(best.limit, 'communication (2, 3)')} limits its batch:",
-        align_columns([[f"  {name}", value] for name, value in constraints(best, model, load)]),
+        align_columns([[f"  {name}", value] for name, value in constraints(best)]),
         "",
         "Drawbacks of neighbouring plans:",
-        align_columns([[f"  {name}", value] for name, value in why_not(best, model, load)]),
+        align_columns([[f"  {name}", value] for name, value in why_not(best)]),
     ]
     if best.devices[2]:
         lines += ["", f"Prefill needs {best.devices[2]:.1f} devices more."]
     if best.prefill == "elsewhere":
         lines += ["", "Gain over co-located plans, tokens per second per price:"]
-        lines += [
-            align_columns([[f"  {row[0]}", *row[1:]] for row in colocated_rows(best, model, load)])
-        ]
+        lines += [align_columns([[f"  {row[0]}", *row[1:]] for row in colocated_rows(best)])]
     return "\n".join(lines)
 
 
-def draw_timeline(plan: ServingPlan, path: Path, title: str = "") -> None:
+def draw_timeline(plan: ServingPlan, path: Path, title: str) -> None:
     """Draws the first layers of a token step: a row for each station, a bar for each visit.
 
     A bar has the colour of its micro-batch.
@@ -204,6 +171,5 @@ def draw_timeline(plan: ServingPlan, path: Path, title: str = "") -> None:
     axes.set_yticks(range(len(STATIONS)), STATIONS)
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds; layer and micro-batch in the bars")
-    if title:
-        axes.set_title(title)
+    axes.set_title(title)
     figure.savefig(path, dpi=120)

@@ -48,6 +48,7 @@ class ServingPlan:
     """A plan and its performance.
 
     Attributes:
+      server: the two kinds of nodes.
       batch: ``b_a``, tokens of a micro-batch on an attention node.
       sequences: B, on all nodes in all micro-batches.
       layer: ``(T_a, T_e, T_c)``, seconds.
@@ -55,11 +56,10 @@ class ServingPlan:
       total: ``T_total``, seconds of a token step of the whole batch.
       devices: of attention, of experts, and of prompts where these have a group.
       cost: price of all of them.
-      balance: ``n_a`` by the paper's formula.
       limit: the constraint that a larger batch would break.
     """
 
-    pair: DevicePair
+    server: Server
     shape: Shape
     prefill: str
     batch: int
@@ -69,8 +69,16 @@ class ServingPlan:
     total: float
     devices: tuple[float, float, float]
     cost: float
-    balance: float
     limit: str
+
+    @property
+    def pair(self) -> DevicePair:
+        return self.server.pair
+
+    @property
+    def balance(self) -> float:
+        """``n_a`` by the paper's formula."""
+        return self.server.balance()
 
     @property
     def throughput(self) -> float:
@@ -199,7 +207,7 @@ def describe(
     attention_devices, expert_devices = server.devices(nodes)
     throughput = sequences / total
     return ServingPlan(
-        server.pair,
+        server,
         Shape(server.tp_attention, nodes, server.tp_experts, server.experts_of_node, m),
         prefill,
         batch,
@@ -209,7 +217,6 @@ def describe(
         total,
         (float(attention_devices), float(expert_devices), throughput * prompt_devices),
         float(server.cost(nodes) + throughput * price),
-        server.balance(),
         _binding_limit(server, nodes, m, batch, prefill),
     )
 

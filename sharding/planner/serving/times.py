@@ -69,15 +69,27 @@ def fit_line(batches: Sequence[int | float], seconds: Sequence[int | float]) -> 
     return Times(0.0, 0.0, float(slope), max(0.0, float(constant)))
 
 
-def _all_reduce_times(
-    model: ModelSizes, hardware: Hardware, tp: int, times: int
-) -> tuple[float, float]:
-    """Seconds per token, and constant seconds, of all-reduces of a layer's output over `tp`."""
-    if tp == 1:
-        return 0.0, 0.0
+def _roofline(
+    model: ModelSizes,
+    hardware: Hardware,
+    tp: int,
+    efficiency: float,
+    matrices: int,
+    num_copies: int = 1,
+    cache: float = 0.0,
+    num_sums: int = 1,
+) -> Times:
+    """Times of a node of `tp` devices: a token is multiplied by `matrices`, of which the node reads
+    a number of copies; it reads bytes of a cache, and all-reduces of its outputs follow."""
+    memory = hardware.memory_bandwidth * MEMORY_EFFICIENCY
     sent = 2 * (tp - 1) / tp * model.d_model * ITEMSIZE
     latency = 2 * (tp - 1) * hardware.latency_inside
-    return times * sent / (hardware.inside * LINK_EFFICIENCY), times * latency
+    return Times(
+        products=2 * matrices / (tp * hardware.peak * efficiency),
+        weights=ITEMSIZE * matrices * num_copies / (tp * memory),
+        tokens=cache / memory + num_sums * sent / (hardware.inside * LINK_EFFICIENCY),
+        constant=num_sums * latency,
+    )
 
 
 def attention(
@@ -88,16 +100,9 @@ def attention(
     It has projections, router and shared expert as products, the cached keys and values of
     `context` tokens from memory, and one sum over the node (two with a shared expert).
     """
-    matrices = attention_matrices(model)
     cache = 2 * ITEMSIZE * model.keys * context / tp
-    sums, latency = _all_reduce_times(model, hardware, tp, 2 if model.d_ff else 1)
-    memory = hardware.memory_bandwidth * MEMORY_EFFICIENCY
-    return Times(
-        products=2 * matrices / (tp * hardware.peak * efficiency),
-        weights=ITEMSIZE * matrices / (tp * memory),
-        tokens=cache / memory + sums,
-        constant=latency,
-    )
+    matrices, num_sums = attention_matrices(model), 2 if model.d_ff else 1
+    return _roofline(model, hardware, tp, efficiency, matrices, cache=cache, num_sums=num_sums)
 
 
 def experts(
@@ -108,14 +113,7 @@ def experts(
     Its batch counts a token once for each of these experts that it is sent to.
     """
     matrices = 3 * model.d_model * model.d_expert
-    sums, latency = _all_reduce_times(model, hardware, tp, 1)
-    memory = hardware.memory_bandwidth * MEMORY_EFFICIENCY
-    return Times(
-        products=2 * matrices / (tp * hardware.peak * efficiency),
-        weights=ITEMSIZE * matrices * experts_of_node / (tp * memory),
-        tokens=sums,
-        constant=latency,
-    )
+    return _roofline(model, hardware, tp, efficiency, matrices, experts_of_node)
 
 
 def attention_matrices(model: ModelSizes) -> int:
@@ -181,10 +179,7 @@ class Utilisation:
                 )
 
     def seconds(self, size, rate: float):
-        """Seconds of messages of `size` bytes over an adapter of `rate` bytes/s.
-
-        Sizes may be an array.
-        """
+        """Seconds of a message of `size` bytes (or an array) over an adapter of `rate` bytes/s."""
         times = np.array(self.sizes) / (np.array(self.fractions) * rate)
         size = np.maximum(size, self.sizes[0])
         inside = np.exp(np.interp(np.log(size), np.log(self.sizes), np.log(times)))

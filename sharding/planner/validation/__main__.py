@@ -1,19 +1,10 @@
 """Command line: prints published measurements beside predictions, and errors by model."""
 
-import sys
 from collections.abc import Iterable
 
 from sharding.planner.report import align_columns
 from sharding.planner.validation.evidence import EVIDENCE, Evidence
 from sharding.planner.validation.predicted import Accuracy, Row, accuracy_of, predict
-
-
-def main() -> int:
-    """The exit status."""
-    print(evidence_table())
-    print()
-    print(accuracy_table())
-    return 0
 
 
 def evidence_table() -> str:
@@ -68,20 +59,16 @@ def accuracy_table() -> str:
     cells: list[tuple[str, ...]] = [head]
     for name, accuracy in accuracy_by_model().items():
         number, held_out = accuracy.rows
-        cells.append(
-            (
-                name,
-                str(number),
-                str(held_out),
-                "" if accuracy.median is None else f"{accuracy.median:.0%}",
-                "" if accuracy.worst is None else f"{accuracy.worst:.0%}",
-                "" if accuracy.correlation is None else f"{accuracy.correlation:.2f}",
-                "" if accuracy.on_cluster is None else f"{accuracy.on_cluster:.2f}",
-                accuracy.verdict if name != "all" else "",
-            )
-        )
+        errors = [_as_text(error, ".0%") for error in (accuracy.median, accuracy.worst)]
+        ranks = [_as_text(each, ".2f") for each in (accuracy.correlation, accuracy.on_cluster)]
+        verdict = accuracy.verdict if name != "all" else ""
+        cells.append((name, str(number), str(held_out), *errors, *ranks, verdict))
     return align_columns(cells)
 
 
+def _as_text(number: float | None, form: str) -> str:
+    return "" if number is None else format(number, form)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    print(evidence_table(), accuracy_table(), sep="\n\n")

@@ -7,13 +7,7 @@ from typing import Any, Literal
 
 from sharding.costs.hardware import HARDWARE
 from sharding.folding import Layout
-from sharding.planner.calibration import (
-    CALIBRATION_POINTS,
-    LAUNCH_POINTS,
-    MAPPINGS,
-    MEGASCALE,
-    SCALING,
-)
+from sharding.planner.calibration import CLUSTERS, MAPPINGS, MEGASCALE, SCALING, is_fitted
 from sharding.planner.models import PRESETS
 
 Unit = Literal["MFU", "TFLOP/s", "tokens/s", "s"]
@@ -90,22 +84,14 @@ TIERING = "MaxText, docs/reference/models/tiering.md"
 def _of_papers() -> Iterable[Evidence]:
     """Rows of `sharding.planner.calibration`, without those that ran out of memory."""
     sources = {"Megatron-Core": FOLDING, "MegaScale-MoE": MEGASCALE_MOE}
-    hardware = {"Megatron-Core": "h100", "MegaScale-MoE": "h800"}
     for row in chain(*MAPPINGS.values(), *SCALING.values(), MEGASCALE):
+        system = f"{row.system} with FSDP" if row.fsdp else row.system
         if row.mfu is not None:
             yield Evidence(
-                f"{row.system} with FSDP" if row.fsdp else row.system,
-                row.model,
-                hardware[row.system],
-                row.layout,
-                row.rows,
-                row.time,
-                row.mfu,
-                "MFU",
-                sources[row.system],
+                *(system, row.model, CLUSTERS[row.system].name, row.layout, row.rows, row.time),
+                *(row.mfu, "MFU", sources[row.system]),
                 fsdp=row.fsdp,
-                # Of rows with sharded weights: that they are waited for.
-                fitted=row in (*CALIBRATION_POINTS.values(), *LAUNCH_POINTS) or row.fsdp,
+                fitted=is_fitted(row),
             )
 
 
@@ -151,6 +137,15 @@ def _automodel(model: str, layout: str, rows: int, rate: int, **settings) -> Evi
         *("AutoModel", model, "h100", layout, rows, 4096, rate, "tokens/s", AUTOMODEL),
         expert_block=PRESETS[model].experts_per_token,
         **settings,
+    )
+
+
+def _maxtext(model: str, hardware: str, rate: int, fitted: bool = False) -> Evidence:
+    """Eight sequences of a device: for v6e by the logs of tpu-recipes, for v5p not published."""
+    return Evidence(
+        *("MaxText", model, hardware, "dp256", 2048, 4096, rate, "tokens/s", TIERING),
+        fsdp=True,
+        fitted=fitted,
     )
 
 
@@ -204,18 +199,7 @@ EVIDENCE: tuple[Evidence, ...] = (
         "qwen3-30b-a3b", "dp8 / ep8", 512, 12040, micro_rows=4, remat="full", fsdp=True, fitted=True
     ),
     _automodel("gpt-oss-120b", "dp64 / ep64", 512, 7626, micro_rows=2, remat="none", fsdp=True),
-    # Eight sequences of a device: by the logs of tpu-recipes for v6e; for v5p none is published.
-    Evidence(
-        *("MaxText", "mixtral-8x7b", "v6e", "dp256", 2048, 4096, 3899, "tokens/s", TIERING),
-        fsdp=True,
-        fitted=True,
-    ),
-    Evidence(
-        *("MaxText", "mixtral-8x22b", "v6e", "dp256", 2048, 4096, 1326, "tokens/s", TIERING),
-        fsdp=True,
-    ),
-    Evidence(
-        *("MaxText", "mixtral-8x7b", "v5p", "dp256", 2048, 4096, 2909, "tokens/s", TIERING),
-        fsdp=True,
-    ),
+    _maxtext("mixtral-8x7b", "v6e", 3899, fitted=True),
+    _maxtext("mixtral-8x22b", "v6e", 1326),
+    _maxtext("mixtral-8x7b", "v5p", 2909),
 )

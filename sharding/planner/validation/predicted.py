@@ -3,12 +3,13 @@ accuracy of the predictions: errors, and rank correlations of models."""
 
 import functools
 import statistics
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from sharding.costs.hardware import HARDWARE
 from sharding.folding import Layout
-from sharding.planner.calibration import METHODS, fit
+from sharding.planner.calibration import METHODS, bisect, fit
 from sharding.planner.cost import Cost, System, cost
 from sharding.planner.memory import memory
 from sharding.planner.method import Batch, Method
@@ -35,9 +36,8 @@ def system_of(name: str, hardware: str) -> System:
     """
     if name == "MegaScale-MoE":
         return fit(name)
-    return _megatron_or_other(
-        name.removesuffix(" with FSDP"), hardware in BLACKWELL, "FSDP" in name
-    )
+    is_blackwell, waits = hardware in BLACKWELL, "FSDP" in name
+    return _megatron_or_other(name.removesuffix(" with FSDP"), is_blackwell, waits)
 
 
 @functools.cache
@@ -52,14 +52,13 @@ def _megatron_or_other(name: str, is_blackwell: bool, waits: bool) -> System:
         for row in EVIDENCE
         if row.fitted and row.system == name and (row.hardware in BLACKWELL) == is_blackwell
     )
-    low, high = 0.05, 1.5
-    for _ in range(30):
-        middle = (low + high) / 2
-        step = cost_of(point, replace(system, efficiency=middle))
+
+    def is_slower(efficiency: float) -> bool:
+        step = cost_of(point, replace(system, efficiency=efficiency))
         assert step is not None
-        is_slower = tokens_per_second(point, step) < point.tokens_per_second
-        low, high = (middle, high) if is_slower else (low, middle)
-    return replace(system, efficiency=(low + high) / 2)
+        return tokens_per_second(point, step) < point.tokens_per_second
+
+    return replace(system, efficiency=bisect(is_slower, 0.05, 1.5, 30))
 
 
 def tokens_per_second(row: Evidence, step: Cost) -> float:
@@ -75,10 +74,7 @@ def predict(row: Evidence) -> float | None:
 
 
 def cost_of(row: Evidence, system: System) -> Cost | None:
-    """Time of a step with a row's settings.
-
-    Those that are not published are chosen; of rematerialisations the first that fits.
-    """
+    """Time of a step with a row's settings; those that are not published are chosen."""
     model, hardware, layout = PRESETS[row.model], HARDWARE[row.hardware], Layout.parse(row.layout)
     system = replace(system, hides_experts=row.overlaps_experts)
     if row.graphs:
@@ -150,19 +146,20 @@ def accuracy_of(rows: Sequence[Row]) -> Accuracy:
     errors = [
         abs(predicted / measured - 1) for measured, predicted, fitted, _ in rows if not fitted
     ]
-    clusters: dict[Hashable, list[Row]] = {}
+    clusters = defaultdict[Hashable, list[Row]](list)
     for row in rows:
-        clusters.setdefault(row[3], []).append(row)
+        clusters[row[3]].append(row)
     comparable = [group for group in clusters.values() if len(group) > 2]
-    number = sum(map(len, comparable))
+    on_cluster = None
+    if comparable:
+        total = sum(len(group) * _correlation(group) for group in comparable)
+        on_cluster = total / sum(map(len, comparable))
     return Accuracy(
         (len(rows), len(errors)),
         statistics.median(errors) if errors else None,
-        max(errors) if errors else None,
+        max(errors, default=None),
         _correlation(rows) if len(rows) > 2 else None,
-        sum(len(group) * _correlation(group) for group in comparable) / number
-        if comparable
-        else None,
+        on_cluster,
     )
 
 
