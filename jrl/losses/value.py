@@ -60,7 +60,6 @@ def bounded_value(
       BPCO, 2026 (bounded value head). https://arxiv.org/abs/2608.23566
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> bounded_value(jnp.array([-jnp.inf, 0.0, 1.0, jnp.inf]), low=-1.0, high=1.0).tolist()
       [-1.0, 0.0, 0.5, 1.0]
     """
@@ -107,14 +106,13 @@ def value_loss(
       * ``vf_explained_var``: an `ExplainedVariance` of the returns by the values.
 
     Raises:
-      ValueError: if a distance is negative, or shapes do not agree.
+      ValueError: if a distance is negative.
 
     References:
       Schulman et al., "Proximal policy optimization algorithms", 2017, eq. 9, and its published
       code for the clip. https://arxiv.org/abs/1707.06347
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> values, old, returns = jnp.array([0.9]), jnp.array([0.5]), jnp.array([1.0])
       >>> loss, _ = value_loss(values, old, returns, jnp.ones(1), clip=0.25)
       >>> round(float(loss), 5) == round((1 - 0.75) ** 2 / 2, 5)
@@ -147,8 +145,7 @@ def value_loss(
 class ExplainedVariance(Additive, Generic[Leaf]):
     """The sums behind an explained variance, which itself is not additive.
 
-    Two of them add with ``+``, over devices ``jax.lax.psum`` takes the record as it is, and
-    `value` is then the explained variance of everything together.
+    Records of pieces add up as `Mean` does, and `value` is then that of everything together.
 
     Attributes:
       count: tokens.
@@ -196,17 +193,11 @@ class ExplainedVariance(Additive, Generic[Leaf]):
         """``1 - Var(G - V) / Var(G)``; 0 where the returns do not vary, beyond rounding."""
         errors, error_square, returns, return_square = (
             divide(jnp.asarray(total), jnp.asarray(self.count))
-            for total in (
-                self.error_sum,
-                self.error_squares,
-                self.return_sum,
-                self.return_squares,
-            )
+            for total in (self.error_sum, self.error_squares, self.return_sum, self.return_squares)
         )
         unexplained, variance = error_square - errors**2, return_square - returns**2
         flat = variance <= 64 * jnp.finfo(variance.dtype).eps * return_square
-        explained = 1 - unexplained / jnp.where(flat, jnp.ones_like(variance), variance)
-        return jnp.where(flat, jnp.zeros_like(explained), explained)
+        return jnp.where(flat, 0, 1 - unexplained / jnp.where(flat, 1, variance))
 
 
 def explained_variance(
@@ -229,7 +220,6 @@ def explained_variance(
       The explained variance, without a gradient; 0 where the returns do not vary.
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> returns = jnp.array([0.0, 1.0, 2.0, 3.0])
       >>> float(explained_variance(returns / 2, returns, jnp.ones(4)))
       0.75

@@ -26,9 +26,8 @@ def checked_chunk_size(chunk_size: SupportsIndex | None) -> int | None:
     """The setting as a whole number."""
     if chunk_size is None:
         return None
-    return settings.integer(
-        "chunk_size", chunk_size, "must be at least 1; None is off.", at_least=1
-    )
+    rule = "must be at least 1; None is off."
+    return settings.integer("chunk_size", chunk_size, rule, at_least=1)
 
 
 def rows_of_logits(
@@ -118,7 +117,7 @@ def statistics(
 
     def start(first: Array, counts: Array) -> tuple[Array, Array, Array]:
         piece = chunk_of(logits, mask, first, counts.size)
-        piece = jnp.where(along(counts, piece), piece, jnp.asarray(-jnp.inf, piece.dtype))
+        piece = jnp.where(along(counts, piece), piece, -jnp.inf)
         largest = jnp.max(piece, axis=-1)
         possible = piece != -jnp.inf
         relative = zero_masked(piece - largest[..., None], possible)

@@ -80,7 +80,6 @@ def length_share(mask: Shaped[ArrayLike, "*batch time"], *, edges: Sequence[int]
       Yu et al., "DAPO", 2025, section 3.3 (the loss over tokens). https://arxiv.org/abs/2503.14476
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> mask = jnp.arange(2000)[None, :] < jnp.array([[100], [2000]])
       >>> length_share(mask, edges=(1000,)).tokens.round(3).tolist()
       [0.04800000041723251, 0.9520000219345093]
@@ -115,14 +114,10 @@ def negative_share(
     Returns:
       A `NegativeShare`.
 
-    Raises:
-      ValueError: if shapes do not agree.
-
     References:
       Shao and Cheng, 2025. https://arxiv.org/abs/2505.17997
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> mask = jnp.array([[1, 0, 0], [1, 1, 1]])
       >>> found = negative_share(jnp.array([[1.0, 0.0, 0.0], [-1.0, -1.0, -1.0]]), mask)
       >>> [float(x) for x in found]
@@ -181,14 +176,10 @@ def group_degeneracy(
     Returns:
       A `GroupDegeneracy`.
 
-    Raises:
-      ValueError: if shapes do not agree.
-
     References:
       Yu et al., "DAPO", 2025, section 3.2. https://arxiv.org/abs/2503.14476
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> correct, groups = jnp.array([1, 1, 0, 1, 0, 0]), jnp.array([4, 4, 7, 7, 9, 9])
       >>> found = group_degeneracy(correct, groups)
       >>> round(float(found.pass_at_1), 3), round(float(found.pass_at_k), 3)

@@ -5,13 +5,16 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Float, Shaped
 
 from jrl.losses import settings
 from jrl.losses.advantages import gae
 from jrl.losses.arrays import (
     Number,
+    PerRow,
+    PerToken,
     Scalar,
+    TokenMask,
     masked_constants,
     num_true,
     ratio_or_zero,
@@ -78,14 +81,10 @@ def within_between_variance(
     Returns:
       A `VarianceSplit`, with population variances.
 
-    Raises:
-      ValueError: if shapes do not agree.
-
     References:
       Shao and Cheng, 2025. https://arxiv.org/abs/2506.03038
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> advantages = jnp.array([[1.0, 3.0], [-3.0, -1.0]])
       >>> [float(x) for x in within_between_variance(advantages, jnp.ones((2, 2)))]
       [1.0, 4.0, 0.25]
@@ -97,8 +96,7 @@ def within_between_variance(
     # Equal means differ by what their sums were rounded by, a small part of their size.
     rounding = 64 * jnp.finfo(between.dtype).eps
     flat = between <= rounding**2 * tokens.mean(means**2, rows)
-    ratio = within / jnp.where(flat, jnp.ones_like(between), between)
-    return VarianceSplit(within, between, jnp.where(flat, jnp.zeros_like(ratio), ratio))
+    return VarianceSplit(within, between, ratio_or_zero(within, jnp.where(flat, 0, between)))
 
 
 def td_concentration(
@@ -133,13 +131,12 @@ def td_concentration(
       mass of 0.
 
     Raises:
-      ValueError: unless `share` lies above 0 and up to 1, or if shapes do not agree.
+      ValueError: unless `share` lies above 0 and up to 1.
 
     References:
       Shao and Cheng, 2025. https://arxiv.org/abs/2506.03038
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> rewards, values = jnp.array([[0.0, 0.0, 0.0, 1.0]]), jnp.array([[0.5, 0.5, 1.0, 1.0]])
       >>> [float(x) for x in td_concentration(rewards, values, jnp.ones((1, 4)))]
       [0.75, 1.0, 0.0]
@@ -168,7 +165,7 @@ def td_concentration(
     gap = jnp.abs(_discounted_sum(errors, mask, gamma) - _surprise(rewards, values, mask, gamma))
     nothing = total[..., 0] == 0
     return Concentration(
-        gini=tokens.mean(jnp.where(nothing, jnp.zeros_like(gap), gini[..., 0]), rows),
+        gini=tokens.mean(jnp.where(nothing, 0, gini[..., 0]), rows),
         top_mass=tokens.mean(mass[..., 0], rows),
         identity_gap=jnp.max(gap, initial=0),
     )
@@ -203,14 +200,10 @@ def outcome_contradiction(
     Returns:
       The share, in [0, 1].
 
-    Raises:
-      ValueError: if shapes do not agree.
-
     References:
       Shao and Cheng, 2025. https://arxiv.org/abs/2506.03038
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> rewards, values = jnp.array([0.0, 0.0, 0.0, 1.0]), jnp.full(4, 0.5)
       >>> advantages = jnp.array([0.5, -0.25, 0.5, 0.5])
       >>> float(outcome_contradiction(rewards, values, advantages, jnp.ones(4)))
@@ -224,20 +217,13 @@ def outcome_contradiction(
     return tokens.mean(other.astype(advantages.dtype), mask)
 
 
-def _discounted_sum(
-    x: Float[Array, "*batch time"], mask: Bool[Array, "*batch time"], gamma: Scalar
-) -> Float[Array, "*batch"]:
+def _discounted_sum(x: PerToken, mask: TokenMask, gamma: Scalar) -> PerRow:
     """``sum_t gamma^t x_t`` over the true tokens of each row."""
     weights = jnp.asarray(gamma, x.dtype) ** tokens.index(mask).astype(x.dtype)
     return jnp.sum(zero_masked(x * weights, mask), axis=-1)
 
 
-def _surprise(
-    rewards: Float[Array, "*batch time"],
-    values: Float[Array, "*batch time"],
-    mask: Bool[Array, "*batch time"],
-    gamma: Scalar,
-) -> Float[Array, "*batch"]:
+def _surprise(rewards: PerToken, values: PerToken, mask: TokenMask, gamma: Scalar) -> PerRow:
     """``R - V_0`` of each row."""
     gamma = settings.discount("gamma", gamma)
     first = mask & (tokens.index(mask) == 0)

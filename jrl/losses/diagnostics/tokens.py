@@ -7,15 +7,15 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from jrl.losses.arrays import num_true, ratio_or_zero, zero_masked
+from jrl.losses.arrays import TokenMask, num_true, ratio_or_zero, zero_masked
 
 
-def index(mask: Bool[Array, "*batch time"]) -> Int[Array, "*batch time"]:
+def index(mask: TokenMask) -> Int[Array, "*batch time"]:
     """For each true token, how many true ones come before it in its row."""
     return jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - mask.astype(jnp.int32)
 
 
-def last(mask: Bool[Array, "*batch time"]) -> Bool[Array, "*batch time"]:
+def last(mask: TokenMask) -> TokenMask:
     """True on the last true token of each row."""
     return mask & (index(mask) == num_true(mask, -1)[..., None] - 1)
 
@@ -46,11 +46,7 @@ def counts(
 
 
 def buckets(lengths: Int[Array, "*batch"], edges: Sequence[int]) -> Int[Array, "*batch"]:
-    """In which bucket each length falls: bucket i holds what is above edge i-1 and up to edge i.
-
-    Raises:
-      ValueError: if the edges do not increase.
-    """
+    """In which bucket each length falls: bucket i holds what is above edge i-1 and up to edge i."""
     if list(edges) != sorted(set(edges)):
         raise ValueError(f"edges={tuple(edges)} must increase: they are lengths in tokens.")
     bounds = jnp.asarray(tuple(edges), jnp.int32)

@@ -7,17 +7,17 @@ neither along time nor by packing several responses into one row.
 from typing import Unpack
 
 import jax.numpy as jnp
-from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Shaped
 
 from jrl.losses import settings
-from jrl.losses.arrays import Number, row_lengths, row_mean, zero_masked
+from jrl.losses.arrays import Number, PerToken, row_lengths, row_mean, zero_masked
 from jrl.losses.policy.token_ratio import clipped
 from jrl.losses.policy.tokens import (
     Bound,
     Loss,
     SequenceGradient,
+    Statistics,
     Tokens,
     average_over_rows,
     clamped_log_ratio,
@@ -69,8 +69,7 @@ def gspo_loss(
     is an argument, with that default.
 
     Args:
-      logprobs: of the sampled tokens under the current policy, in nats. A row is one whole
-        response.
+      logprobs: of the sampled tokens under the current policy, in nats.
       old_logprobs: the same under the policy that the ratio is taken against; no gradient.
       advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
       mask: true on sampled tokens.
@@ -99,15 +98,13 @@ def gspo_loss(
 
     Raises:
       ValueError: if a bound is negative, `clip_dual` is not above one, `gradient` or the
-        aggregation is unknown, denominators stand beside ``aggregation=None``, or shapes do not
-        agree.
+        aggregation is unknown, or denominators stand beside ``aggregation=None``.
 
     References:
       Zheng et al., "Group sequence policy optimization", 2025, section 4.1 (sequence) and 4.3
       (token); bounds from section 5.1. https://arxiv.org/abs/2507.18071
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> log_ratio = jnp.array([[0.1, -0.3, 0.0], [0.5, 0.1, 0.0]])
       >>> mask = jnp.array([[1, 1, 1], [1, 1, 0]])
       >>> advantages = jnp.array([[1.0], [-0.5]])
@@ -134,7 +131,7 @@ def sequence_clipped(
     clip_dual: Number | None,
     gradient: SequenceGradient,
     max_log_ratio: Number | None,
-) -> tuple[Float[Array, "*batch time"], dict[str, Float[Array, "*batch time"]]]:
+) -> tuple[PerToken, Statistics]:
     """The surrogate of `gspo_loss`, and its statistics for each token."""
     settings.choice("gradient", gradient, SequenceGradient)
     rows, ratio_clamped = average_over_rows(tokens, max_log_ratio, gradient)
@@ -166,11 +163,11 @@ def luspo_loss(
     long responses count less per token; the factor takes that back.
 
     With the default aggregation it equals `gspo_loss` with ``aggregation="seq-mean-token-sum"`` and
-    the bounds of this function. TRL divides by all rows (``empty_rows="count"``).
+    the bounds of this function. TRL divides by all rows (``empty_rows="count"``). As there, a row
+    must be one whole response.
 
     Args:
-      logprobs: of the sampled tokens under the current policy, in nats. A row is one whole
-        response.
+      logprobs: of the sampled tokens under the current policy, in nats.
       old_logprobs: the same under the policy that the ratio is taken against; no gradient.
       advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
       mask: true on sampled tokens.
@@ -195,7 +192,6 @@ def luspo_loss(
       https://arxiv.org/abs/2602.05261
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> zeros, mask = jnp.zeros((2, 3)), jnp.array([[1, 1, 1], [1, 1, 0]])
       >>> arrays = zeros, zeros, jnp.array([[1.0], [-0.5]]), mask
       >>> losses, _ = luspo_loss(*arrays, aggregation=None)
@@ -249,8 +245,7 @@ def gmpo_loss(
     (``empty_rows="count"``), and ignores the aggregation and any denominator of the whole batch.
 
     Args:
-      logprobs: of the sampled tokens under the current policy, in nats. A row is one whole
-        response.
+      logprobs: of the sampled tokens under the current policy, in nats.
       old_logprobs: the same under the policy that the ratio is taken against; no gradient.
       advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
       mask: true on sampled tokens.
@@ -272,15 +267,14 @@ def gmpo_loss(
       * ``ratio_clamped``: where `max_log_ratio` was exceeded.
 
     Raises:
-      ValueError: if a bound is negative, the aggregation is unknown or stands beside denominators
-        as None, or shapes do not agree.
+      ValueError: if a bound is negative, or the aggregation is unknown or stands beside
+        denominators as None.
 
     References:
       Zhao et al., "Geometric-mean policy optimization", 2025, section 3.
       https://arxiv.org/abs/2507.20673
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> log_ratio = jnp.array([[0.1, -0.3, 0.0], [0.5, 0.1, 0.0]])
       >>> mask = jnp.array([[1, 1, 1], [1, 1, 0]])
       >>> advantages = jnp.array([[1.0], [-0.5]])
@@ -301,9 +295,8 @@ def gmpo_loss(
     bounded = jnp.where(above, high, jnp.where(below, -low, log_ratio))
     bounded = zero_masked(bounded, rising | falling)
     loss = -row_mean(tokens.advantages, tokens.mask) * jnp.exp(row_mean(bounded, tokens.mask))
-    surrogate = jnp.where(tokens.mask, loss, jnp.zeros_like(log_ratio))
-    clipped_tokens = (above | below).astype(log_ratio.dtype)
-    statistics = {"pg_clipfrac": clipped_tokens, **statistics}
+    surrogate = zero_masked(loss, tokens.mask)
+    statistics = {"pg_clipfrac": (above | below).astype(log_ratio.dtype), **statistics}
     return reduce_surrogate(
         gmpo_loss, surrogate, statistics, tokens, aggregation, importance_weights, denominators
     )
