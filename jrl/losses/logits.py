@@ -7,12 +7,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
-from jaxtyping import Bool, Float, Integer, Shaped
+from jaxtyping import Float, Integer, Shaped
 
 from jrl.losses import settings
 from jrl.losses.arrays import as_floats, check_shapes, zero_masked
 from jrl.losses.vocabulary import (
+    Logits,
     Normaliser,
+    RowMask,
+    Rows,
     along,
     checked_chunk_size,
     chunk_of,
@@ -69,11 +72,8 @@ def logprobs_from_logits(
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _token_logprobs(
-    chunk_size: int | None,
-    logits: Float[Array, "*batch vocab"],
-    tokens: Integer[Array, "*batch"],
-    mask: Bool[Array, "*batch"],
-) -> Float[Array, "*batch"]:
+    chunk_size: int | None, logits: Logits, tokens: Integer[Array, "*batch"], mask: RowMask
+) -> Rows:
     shift, log_sum = log_normaliser(chunk_size, logits, mask)
     (chosen,) = as_floats(jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0])
     return zero_masked(chosen - shift - log_sum, mask)
@@ -129,9 +129,7 @@ def entropy_from_logits(
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _entropy(
-    chunk_size: int | None, logits: Float[Array, "*batch vocab"], mask: Bool[Array, "*batch"]
-) -> Float[Array, "*batch"]:
+def _entropy(chunk_size: int | None, logits: Logits, mask: RowMask) -> Rows:
     return zero_masked(statistics(chunk_size, logits, mask)[1], mask)
 
 
@@ -175,9 +173,7 @@ def kl_from_logits(
       mask: true where the divergence is wanted. If given, it is 0 elsewhere, and what lies there
         reaches no gradient; None computes it everywhere.
       direction: which of the two.
-      chunk_size: go through the vocabulary this many entries at a time, so that no further array of
-        the size of `logits` is made; any positive number, whether or not it divides the vocabulary.
-        The result is the same up to rounding. None takes all of it at once.
+      chunk_size: as in `entropy_from_logits`; None takes all of the vocabulary at once.
 
     Returns:
       The divergence in nats, with its gradient; infinite where the first policy allows a token that
@@ -210,13 +206,13 @@ def kl_from_logits(
 def _divergence(
     chunk_size: int | None,
     direction: KLDirection,
-    logits: Float[Array, "*batch vocab"],
-    ref_logits: Float[Array, "*batch vocab"],
-    mask: Bool[Array, "*batch"],
-) -> Float[Array, "*batch"]:
-    first, second = (
-        (logits, ref_logits) if direction == "policy||reference" else (ref_logits, logits)
-    )
+    logits: Logits,
+    ref_logits: Logits,
+    mask: RowMask,
+) -> Rows:
+    first, second = logits, ref_logits
+    if direction == "reference||policy":
+        first, second = second, first
     of_first = log_normaliser(chunk_size, first, mask)
     of_second = log_normaliser(chunk_size, second, mask)
 
@@ -229,12 +225,7 @@ def _divergence(
     return over_chunks(start, jnp.add, logits.shape[-1], chunk_size)
 
 
-def _terms(
-    first: Float[Array, "*batch vocab"],
-    second: Float[Array, "*batch vocab"],
-    of_first: Normaliser,
-    of_second: Normaliser,
-) -> Float[Array, "*batch vocab"]:
+def _terms(first: Logits, second: Logits, of_first: Normaliser, of_second: Normaliser) -> Logits:
     """``q - p + p log(p / q)`` for each entry, with p the first distribution and q the second."""
     log_p, p_possible = of_first.logprobs(first)
     log_q, q_possible = of_second.logprobs(second)

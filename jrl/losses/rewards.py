@@ -185,11 +185,7 @@ def pass_at_k(
 
 
 def _check_counts(num_samples: int, num_correct: int, k: int) -> None:
-    """Check that the counts of a prompt go together.
-
-    Raises:
-      ValueError: if they do not.
-    """
+    """Check that the counts of a prompt go together."""
     if not 0 <= num_correct <= num_samples:
         raise ValueError(f"num_correct={num_correct} must lie in 0..{num_samples}, the samples.")
     if k > num_samples:

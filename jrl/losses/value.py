@@ -95,8 +95,7 @@ def value_loss(
       clip: how far a value may move, in units of reward: one distance, or two as (down, up). None
         is off. (verl: 0.5; verl's T-PPO: 0.5 down and 0.6 up; OpenRLHF: off.)
       aggregation: how to weigh tokens and sequences, see `aggregate`.
-      denominators: those of `aggregate`: `num_tokens`, `num_sequences`, `max_length`,
-        `sequence_lengths`, `empty_rows`.
+      denominators: those of `aggregate`, such as `num_tokens`.
 
     Returns:
       `(loss, metrics)`. The metrics add up over micro-batches and devices.

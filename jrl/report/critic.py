@@ -3,7 +3,7 @@
 import functools
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -156,10 +156,10 @@ def critic_diagnostics(rollout: CriticRollout) -> CriticReport:
     if not rollout.mask.any():
         raise ValueError("the rollout has no sampled token, so there is nothing to diagnose.")
     lam = np.asarray(rollout.lam, rollout.values.dtype)
-    computed = _compute_diagnostics(replace(rollout, lam=lam), edges=rollout.edges)
-    advantages, bias, steps, bins = map(
-        np.asarray, (computed.advantages, computed.bias, computed.steps, computed.bins)
+    per_token, scalars, records = _compute_diagnostics(
+        replace(rollout, lam=lam), edges=rollout.edges
     )
+    advantages, bias, steps, bins = map(np.asarray, per_token)
 
     def bin_means(x: np.ndarray) -> np.ndarray:
         """The mean over the tokens of each part of a response."""
@@ -173,33 +173,20 @@ def critic_diagnostics(rollout: CriticRollout) -> CriticReport:
     surprise = np.where(rollout.mask, rollout.rewards * discounts, 0).sum(1) - predicted
     contradicts = np.sign(advantages) != np.sign(surprise)[:, None]
     return CriticReport(
-        **computed.report_fields,
-        explained_variance=float(computed.explained_variance),
+        **records,
+        **{name: None if x is None else float(x) for name, x in scalars.items()},
         bias=np.abs(bin_means(bias)),
         deviation=float(np.std(advantages[rollout.mask])),
-        guard_rate=None if computed.guard_rate is None else float(computed.guard_rate),
         errors=bin_means(np.abs(steps)),
-        contradiction=float(computed.contradiction),
         contradictions=bin_means(contradicts.astype(advantages.dtype)),
     )
 
 
-class _DiagnosticArrays(NamedTuple):
-    """Results of `_compute_diagnostics`: fields of a `CriticReport`, arrays for the others."""
-
-    advantages: Array
-    bias: Array
-    steps: Array
-    bins: Array
-    explained_variance: Array
-    guard_rate: Array | None
-    contradiction: Array
-    report_fields: dict[str, Any]
-
-
 @functools.partial(DeviceJit, static_argnames="edges")
-def _compute_diagnostics(rollout: CriticRollout, *, edges: tuple[int, ...]) -> _DiagnosticArrays:
-    """The part of the report that is made of arrays, as one program."""
+def _compute_diagnostics(
+    rollout: CriticRollout, *, edges: tuple[int, ...]
+) -> tuple[tuple[Array, ...], dict[str, Any], dict[str, Any]]:
+    """The arrays of the report, as one program: per token, scalar fields and fields of records."""
     values, rewards, mask, correct, groups, lam, lengths = map(
         jnp.asarray,
         (
@@ -211,32 +198,33 @@ def _compute_diagnostics(rollout: CriticRollout, *, edges: tuple[int, ...]) -> _
     advantages, _ = gae(rewards, values, mask, gamma=gamma, lam=lam)
     _, returns = gae(rewards, values, mask, gamma=gamma, lam=1.0)
     errors, solved = values - returns, correct.astype(values.dtype)
-    return _DiagnosticArrays(
-        advantages=advantages,
-        bias=diagnostics.bootstrap_bias(errors, mask, lam, gamma=gamma),
-        steps=gae(rewards, values, mask, gamma=gamma, lam=0.0)[0],
-        bins=diagnostics.relative_position(mask, num_bins=BINS),
-        explained_variance=explained_variance(values, returns, mask),
-        guard_rate=None if alpha is None else diagnostics.guard_rate(lengths, alpha=alpha),
-        contradiction=diagnostics.outcome_contradiction(
+    per_token = (
+        advantages,
+        diagnostics.bootstrap_bias(errors, mask, lam, gamma=gamma),
+        gae(rewards, values, mask, gamma=gamma, lam=0.0)[0],
+        diagnostics.relative_position(mask, num_bins=BINS),
+    )
+    scalars = {
+        "explained_variance": explained_variance(values, returns, mask),
+        "guard_rate": None if alpha is None else diagnostics.guard_rate(lengths, alpha=alpha),
+        "contradiction": diagnostics.outcome_contradiction(
             rewards, values, advantages, mask, gamma=gamma
         ),
-        report_fields={
-            "position": diagnostics.by_position(values, returns, mask, num_bins=BINS),
-            "calibration": diagnostics.calibration(
-                values, solved[:, None], mask, low=rollout.low, high=rollout.high, num_bins=BINS
-            ),
-            "bootstrap": diagnostics.bootstrap_bias_bound(
-                errors, advantages, mask, lam, gamma=gamma
-            ),
-            "reach": diagnostics.terminal_reach(mask, lam=lam, gamma=gamma),
-            "sensitivity": diagnostics.lambda_sensitivity(
-                rewards, values, mask, lam=lam, gamma=gamma, edges=edges
-            ),
-            "variance": diagnostics.within_between_variance(advantages, mask),
-            "concentration": diagnostics.td_concentration(rewards, values, mask, gamma=gamma),
-            "length": diagnostics.length_share(mask, edges=edges),
-            "negative": diagnostics.negative_share(advantages, mask),
-            "groups": diagnostics.group_degeneracy(solved, groups),
-        },
-    )
+    }
+    records = {
+        "position": diagnostics.by_position(values, returns, mask, num_bins=BINS),
+        "calibration": diagnostics.calibration(
+            values, solved[:, None], mask, low=rollout.low, high=rollout.high, num_bins=BINS
+        ),
+        "bootstrap": diagnostics.bootstrap_bias_bound(errors, advantages, mask, lam, gamma=gamma),
+        "reach": diagnostics.terminal_reach(mask, lam=lam, gamma=gamma),
+        "sensitivity": diagnostics.lambda_sensitivity(
+            rewards, values, mask, lam=lam, gamma=gamma, edges=edges
+        ),
+        "variance": diagnostics.within_between_variance(advantages, mask),
+        "concentration": diagnostics.td_concentration(rewards, values, mask, gamma=gamma),
+        "length": diagnostics.length_share(mask, edges=edges),
+        "negative": diagnostics.negative_share(advantages, mask),
+        "groups": diagnostics.group_degeneracy(solved, groups),
+    }
+    return per_token, scalars, records

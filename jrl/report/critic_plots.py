@@ -50,18 +50,8 @@ def plot_diagnostics(
     figure, grid = create_grid(12, title)
     figure.set_size_inches(20.0, 14.0)
     panels = (
-        _explained_variance,
-        _bias,
-        _calibration,
-        _bootstrap,
-        _reach,
-        _sensitivity,
-        _variance,
-        _concentration,
-        _contradiction,
-        _lengths,
-        _negative,
-        _groups,
+        *(_explained_variance, _bias, _calibration, _bootstrap, _reach, _sensitivity),
+        *(_variance, _concentration, _contradiction, _lengths, _negative, _groups),
     )
     for axes, draw in zip(grid, panels, strict=True):
         style_axes(axes, "y")

@@ -87,9 +87,9 @@ def page_data(folders: Sequence[RunFolder]) -> dict[str, Any]:
     return {
         "runs": runs,
         "metrics": {
-            name: definition
+            name: {"definition": metric.definition, "unit": metric.unit}
             for name in metric_names
-            if (definition := _definition(name)) is not None
+            if (metric := describe(name)) is not None
         },
         "uplot": UPLOT,
         "panels": [records.plain(asdict(panel)) for panel in PANELS],
@@ -112,7 +112,7 @@ def run_data(folder: RunFolder, name: str, characters: int) -> dict[str, Any]:
     thinned = thin(lines, MAX_POINTS)
     columns = dict.fromkeys(name for line in lines for name in line if name != "step")
     samples = records.read_samples(folder.samples_path) if folder.samples_path.exists() else []
-    shown = fit_samples(samples, characters)
+    suspicion = first_suspicion(lines)
     return {
         "name": name,
         "config": folder.config(),
@@ -121,8 +121,8 @@ def run_data(folder: RunFolder, name: str, characters: int) -> dict[str, Any]:
         # As metrics.jsonl has them: JSON's own spelling of a float, NaN and infinities as strings.
         "metrics": {name: [records.plain(line.get(name)) for line in thinned] for name in columns},
         "lines": len(lines),
-        "suspicion": _suspicion(lines),
-        "samples": shown,
+        "suspicion": None if suspicion is None else {"step": suspicion[0], "reasons": suspicion[1]},
+        "samples": fit_samples(samples, characters),
         "num_samples": len(samples),
     }
 
@@ -178,14 +178,3 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     raise ValueError(f"runs={[str(path) for path in paths]} name a folder twice: give each once")
-
-
-def _suspicion(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The first step that was suspicious and why; None where there is none."""
-    suspicion = first_suspicion(lines)
-    return None if suspicion is None else {"step": suspicion[0], "reasons": suspicion[1]}
-
-
-def _definition(name: str) -> dict[str, str] | None:
-    metric = describe(name)
-    return None if metric is None else {"definition": metric.definition, "unit": metric.unit}

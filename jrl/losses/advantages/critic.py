@@ -46,9 +46,9 @@ def gae(
         G_t     = A_t + V_t
 
     and, after the last such token, ``A = 0`` and V is 0 where the response ended there and
-    `bootstrap_value` where it was only cut short. This is the estimate
-    on the compressed sequence: a hole in the mask (a tool's answer, another speaker) makes no
-    temporal-difference error and costs no factor of lam.
+    `bootstrap_value` where it was only cut short. This is the estimate on the compressed sequence:
+    a hole in the mask (a tool's answer, another speaker) makes no temporal-difference error and
+    costs no factor of lam.
 
     **A reward must lie on a token whose mask is true.** Like everything under a false mask, a
     reward elsewhere is never read. Where a response ends in masked tokens, the terminal reward

@@ -49,12 +49,7 @@ def discounted_errors(
 
 
 def _by_token(
-    rewards: PerToken,
-    values: PerToken,
-    mask: TokenMask,
-    gamma: Array,
-    lam: Array,
-    last_value: PerRow,
+    rewards: PerToken, values: PerToken, mask: TokenMask, gamma: Array, lam: Array, last: PerRow
 ) -> PerToken:
     """From last token to first, past whatever the mask leaves out."""
     rewards, values = zero_masked(rewards, mask), zero_masked(values, mask)
@@ -70,18 +65,13 @@ def _by_token(
     gamma, lam = (jnp.broadcast_to(x, values.shape) for x in (gamma, lam))
     by_time = [jnp.moveaxis(x, -1, 0) for x in (rewards, values, mask, gamma, lam)]
     nothing = zero_per_row(rewards + values)
-    start = (nothing, nothing + last_value)
+    start = (nothing, nothing + last)
     _, advantages = jax.lax.scan(step, start, tuple(by_time), reverse=True)
     return zero_masked(jnp.moveaxis(advantages, 0, -1), mask)
 
 
 def _in_blocks(
-    rewards: PerToken,
-    values: PerToken,
-    mask: TokenMask,
-    gamma: Array,
-    lam: Array,
-    last_value: PerRow,
+    rewards: PerToken, values: PerToken, mask: TokenMask, gamma: Array, lam: Array, last: PerRow
 ) -> PerToken:
     """The same as `_by_token` up to rounding."""
 
@@ -92,17 +82,17 @@ def _in_blocks(
         if decay.size == 1 and not holes:
             return zero_masked(_triangular(errors, jnp.reshape(decay, ())), mask)
         decays = jnp.where(mask, decay, 1)
-        return zero_masked(_recurrence(errors, decays, jnp.zeros_like(last_value)), mask)
+        return zero_masked(_recurrence(errors, decays, jnp.zeros_like(last)), mask)
 
     def with_holes() -> PerToken:
         skipped = (~mask).astype(values.dtype)
-        first_here_or_later = _recurrence(zero_masked(values, mask), skipped, last_value)
-        return sums(_shift_left(first_here_or_later, last_value), holes=True)
+        first_here_or_later = _recurrence(zero_masked(values, mask), skipped, last)
+        return sums(_shift_left(first_here_or_later, last), holes=True)
 
     def without_holes() -> PerToken:
         # The next true token is the next token, and behind the last one of a row all are false.
-        or_last = jnp.where(mask, values, last_value[..., None])
-        return sums(_shift_left(or_last, last_value), holes=False)
+        or_last = jnp.where(mask, values, last[..., None])
+        return sums(_shift_left(or_last, last), holes=False)
 
     return jax.lax.cond(_has_holes(mask), with_holes, without_holes)
 

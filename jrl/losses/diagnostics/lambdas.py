@@ -162,8 +162,7 @@ def lambda_sensitivity(
       mask: true on sampled tokens.
       lam: of the policy's advantages; a scalar, or an array that spreads such as ``lam[:, None]``.
       gamma: the discount, of the same shapes.
-      edges: increasing lengths that separate the buckets: up to the first, above it up to the
-        second, ..., above the last. Without any there is one bucket.
+      edges: lengths that separate the buckets, as in `length_share`; without any there is one.
 
     Returns:
       A `LambdaSensitivity`, one entry more than edges.

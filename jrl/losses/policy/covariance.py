@@ -270,8 +270,7 @@ def kl_cov_loss(
         a model of 7B and 2e-4 for 32B; the latter is verl's default.
       coefficient: of the penalty: 1 in the recipe, 0.1 in verl's dataclass.
       chosen: true on the tokens that shall be penalised, chosen beforehand. None chooses among the
-        tokens given here by their own `covariances`, which is right for a **whole batch**: of each
-        micro-batch at least one token would be chosen, as verl does.
+        tokens given here, which is right for a **whole batch**, see `clip_cov_loss`.
       max_log_ratio: as in `ppo_loss`, on the penalty as well; None is off.
       importance_weights: as in `ppo_loss`; None is off.
       aggregation: as in `ppo_loss`; None gives one loss per token.

@@ -182,9 +182,8 @@ def entropy_signal(
       mask: true on sampled tokens.
       quantile: see `entropy_statistics`; without effect where `statistics` is given.
       sign: which of the two; "release" is for reproducing that code.
-      statistics: those of the whole batch, or of the step before. None takes them from the arrays
-        given here, which must then be the **whole batch**. With those of another batch a token may
-        lie beyond the extremes, and its signal beyond 1 in size.
+      statistics: as for `standardized_entropy`. With those of another batch a token may lie beyond
+        the extremes, and its signal beyond 1 in size.
 
     Returns:
       One number per token, without a gradient; 0 where the mask is false.

@@ -62,11 +62,8 @@ def gspo_loss(
     verl has the token form, TRL and OpenRLHF the sequence form. The bounds are some five hundred
     times narrower than PPO's because a mean over tokens moves far less than a token.
 
-    A row must be one whole response: a batch may be cut by rows, but not along time, and rows must
-    not hold several responses.
-
-    Some versions of verl take `seq-mean-token-mean` whatever is configured; here the aggregation
-    is an argument, with that default.
+    A row must be one whole response: cut a batch by rows and not along time, and pack none. Some
+    versions of verl take `seq-mean-token-mean`, the default here, whatever is configured.
 
     Args:
       logprobs: of the sampled tokens under the current policy, in nats.
@@ -238,10 +235,8 @@ def gmpo_loss(
     of its own and the row is weighted by their mean, as in verl's ``geo_mean``; the first on-policy
     step is then REINFORCE with that mean.
 
-    A row must be one whole response: a batch may be cut by rows, but not along time, and rows must
-    not hold several responses.
-
-    The default is the mean over responses. verl takes it over all rows, empty ones included
+    A row must be one whole response: cut a batch by rows and not along time, and pack none. The
+    default is the mean over responses. verl takes it over all rows, empty ones included
     (``empty_rows="count"``), and ignores the aggregation and any denominator of the whole batch.
 
     Args:
@@ -281,11 +276,6 @@ def gmpo_loss(
       >>> losses, _ = gmpo_loss(log_ratio, 0 * log_ratio, advantages, mask, aggregation=None)
       >>> [round(float(loss), 4) for loss in losses[:, 0]]
       [-0.9355, 0.6749]
-      >>> log_ratio = jnp.array([[0.1, -0.3, 0.5]])
-      >>> ones = jnp.ones_like(log_ratio)
-      >>> loss, metrics = gmpo_loss(log_ratio, 0 * log_ratio, ones, ones)
-      >>> round(float(loss), 4), round(float(metrics["pg_clipfrac"].value()), 4)
-      (-1.0689, 0.3333)
     """
     tokens = prepare(logprobs, old_logprobs, advantages, mask)
     low, high = distance("clip_low", clip_low, tokens), distance("clip_high", clip_high, tokens)

@@ -237,10 +237,7 @@ def dppo_loss(
       >>> p, old, ones = jnp.array([0.03, 0.95]), jnp.array([0.01, 0.9]), jnp.ones(2)
       >>> def total(logprobs):
       ...     arrays = (logprobs, jnp.log(old), ones, ones)
-      ...     losses, metrics = dppo_loss(
-      ...         *arrays, kind="tv", max_divergence=0.03, aggregation=None
-      ...     )
-      ...     return jnp.sum(losses), metrics
+      ...     return dppo_loss(*arrays, kind="tv", max_divergence=0.03, aggregation="token-sum")
       >>> slopes, metrics = jax.grad(total, has_aux=True)(jnp.log(p))
       >>> [round(float(slope), 4) for slope in -slopes], float(metrics["pg_clipfrac"].value())
       ([3.0, 0.0], 0.5)
@@ -329,11 +326,8 @@ def sapo_loss(
       mask: true on sampled tokens.
       tau_positive: temperature where the advantage is positive; positive.
       tau_negative: temperature where the advantage is negative or 0; positive.
-      level: over what the ratio is taken: "token", or "sequence" for the geometric mean of a row's
-        ratios, as in `gspo_loss`; a row must then be one whole response. (TRL:
-        ``importance_sampling_level``.)
-      max_log_ratio: the log-ratio is clamped to plus or minus this many nats before the
-        exponential, where the gradient is then 0; None is off. verl clamps at 20, TRL does not.
+      level: "token" or "sequence", over what the ratio is taken, as in `cispo_loss`.
+      max_log_ratio: as in `ppo_loss`; None is off. verl clamps at 20, TRL does not.
       importance_weights: as in `ppo_loss`; None is off.
       aggregation: as in `ppo_loss`; None gives one loss per token.
       denominators: as in `ppo_loss`.
@@ -357,10 +351,6 @@ def sapo_loss(
       >>> losses, _ = sapo_loss(jnp.log(ratio), 0 * ones, ones, ones, aggregation=None)
       >>> [round(float(loss), 4) for loss in losses]
       [-1.0758, -2.0, -3.5232]
-      >>> ones = jnp.ones((1, 3))
-      >>> loss, metrics = sapo_loss(-ones, -ones, ones, ones)
-      >>> float(loss), float(metrics["gate"].value())
-      (-2.0, 1.0)
     """
     tokens = prepare(logprobs, old_logprobs, advantages, mask)
     positive, negative = (
