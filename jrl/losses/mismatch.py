@@ -275,9 +275,6 @@ def sequence_masked_weights(
     Raises:
       ValueError: if the range is empty or negative.
 
-    References:
-      OpenRLHF and NeMo-RL, options "seq-mask-tis".
-
     Examples:
       >>> log_weights, ones = jnp.log(jnp.array([[2.0, 8.0], [0.5, 4.0]])), jnp.ones((2, 2))
       >>> sequence_masked_weights(log_weights, 0 * ones, ones, low=0.5, high=2).round(3).tolist()
@@ -434,7 +431,7 @@ def divergence_rejection_mask(
             divergence = divergence / row_lengths(mask, divergence)
     elif over == "max":
         divergence = jnp.max(divergence, axis=-1, keepdims=True, initial=0)
-    return mask & ~outside(jnp.broadcast_to(divergence, mask.shape), None, bound)
+    return mask & ~(divergence > bound)
 
 
 @jax.tree_util.register_dataclass
@@ -466,9 +463,7 @@ class EffectiveSampleSize(Additive, Generic[Leaf]):
         """The sums over the weights where `mask` is true, without a gradient."""
         mask, (weights,) = masked_constants(mask, weights=weights)
         return EffectiveSampleSize(
-            count=num_true(mask),
-            sum=jnp.sum(weights),
-            sum_of_squares=jnp.sum(weights**2),
+            count=num_true(mask), sum=jnp.sum(weights), sum_of_squares=jnp.sum(weights**2)
         )
 
     def value(self) -> Float[Array, ""]:

@@ -158,11 +158,7 @@ def _log_normaliser_jvp(chunk_size, primals, tangents):
 
 
 def contracted(
-    slope: Callable[..., Array],
-    tangent: Logits,
-    mask: RowMask,
-    logits: Logits,
-    *constants: object,
+    slope: Callable[..., Array], tangent: Logits, mask: RowMask, logits: Logits, *constants: object
 ) -> Rows:
     """``sum_v slope_v tangent_v``, where the backward pass works the slope out when it needs it.
 

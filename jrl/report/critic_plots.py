@@ -32,19 +32,9 @@ def plot_diagnostics(
     title: str | None = None,
     report: CriticReport | None = None,
 ) -> Path:
-    """Draw the diagnostics of one rollout.
+    """Draw the diagnostics of one rollout, which must have a token, as a PNG at `path`.
 
-    Args:
-      rollout: what the critic said of it.
-      path: the PNG to write; folders are made.
-      title: its heading.
-      report: its numbers, where they are known already.
-
-    Returns:
-      `path`.
-
-    Raises:
-      ValueError: if the rollout has no token.
+    A `report` has the rollout's numbers where they are computed already.
     """
     report = critic_diagnostics(rollout) if report is None else report
     figure, grid = create_grid(12, title)
@@ -163,9 +153,8 @@ def _calibration(axes: "Axes", rollout: CriticRollout, report: CriticReport) -> 
 
 
 def _bootstrap(axes: "Axes", rollout: CriticRollout, report: CriticReport) -> None:
-    axes.plot(
-        _bin_centers(axes), report.bias, color=ORANGE, linewidth=2.6, marker="o", label="bias"
-    )
+    middles = _bin_centers(axes)
+    axes.plot(middles, report.bias, color=ORANGE, linewidth=2.6, marker="o", label="bias")
     axes.axhline(report.deviation, color=BLUE, linewidth=2, label="spread of advantages")
     axes.set_ylim(0, None)
     _legend(axes)
@@ -178,9 +167,7 @@ def _reach(axes: "Axes", rollout: CriticRollout, report: CriticReport) -> None:
     longest = int(rollout.lengths.max())
     decay = np.ravel(np.broadcast_to(rollout.lam, (len(rollout.lengths), 1)))[rollout.lengths > 0]
     back = np.arange(longest)
-    low, mid, high = (
-        (rollout.gamma * quantile) ** back for quantile in np.quantile(decay, (0, 0.5, 1))
-    )
+    low, mid, high = ((rollout.gamma * x) ** back for x in np.quantile(decay, (0, 0.5, 1)))
     axes.fill_between(back, low, high, color=BLUE, alpha=0.15, linewidth=0)
     axes.plot(back, mid, color=BLUE, linewidth=2.6)
     typical = float(np.median(rollout.lengths[rollout.lengths > 0])) - 1

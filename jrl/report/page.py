@@ -32,14 +32,9 @@ MAX_SAMPLE_CHARACTERS = 1_200_000
 
 
 def write_page(folders: Sequence[RunFolder], path: Path | str) -> Path:
-    """Write the page of one run, or of several side by side.
+    """Write the page of one run, or of several side by side, which may still be written.
 
-    Args:
-      folders: the runs, which may still be written.
-      path: the HTML file; its folder is made if missing. A reader sees the old or the new one.
-
-    Returns:
-      `path`.
+    A reader of `path` sees the old page or the new one.
 
     Raises:
       ValueError: for no run, one that is given twice or has no metrics, or a damaged line.
@@ -75,11 +70,7 @@ def read_asset(name: str) -> str:
 
 
 def page_data(folders: Sequence[RunFolder]) -> dict[str, Any]:
-    """Everything that a page shows.
-
-    Raises:
-      ValueError: for a run without metrics, or with a line that cannot be read.
-    """
+    """Everything that a page shows."""
     characters = MAX_SAMPLE_CHARACTERS // len(folders)
     names = distinct_names([folder.path for folder in folders])
     runs = [run_data(folder, name, characters) for folder, name in zip(folders, names, strict=True)]
@@ -97,12 +88,7 @@ def page_data(folders: Sequence[RunFolder]) -> dict[str, Any]:
 
 
 def run_data(folder: RunFolder, name: str, characters: int) -> dict[str, Any]:
-    """One run.
-
-    Args:
-      name: how the page calls it.
-      characters: of JSON that its samples may have.
-    """
+    """One run, by its name on the page, with at most so many characters of JSON for its samples."""
     if not folder.metrics_path.exists():
         raise ValueError(
             f"run folder {folder.path} has no metrics.jsonl: it has no step to show; wait for its "

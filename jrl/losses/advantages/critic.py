@@ -304,10 +304,7 @@ def extended_gae(
 
 
 def effective_length(
-    lengths: Real[ArrayLike, "*batch"],
-    truncated: Shaped[ArrayLike, "*batch"],
-    *,
-    window: Number,
+    lengths: Real[ArrayLike, "*batch"], truncated: Shaped[ArrayLike, "*batch"], *, window: Number
 ) -> Float[Array, "*batch"]:
     """The length that a response is taken to have while it is still being written.
 

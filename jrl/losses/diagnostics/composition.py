@@ -58,7 +58,7 @@ class NegativeShare(NamedTuple):
 def length_share(mask: Shaped[ArrayLike, "*batch time"], *, edges: Sequence[int]) -> LengthShare:
     """How much of the gradient's weight short and long responses have.
 
-    **Concern**: the effect of a loss averaged over tokens (2505.17997).
+    **Concern**: the effect of a loss averaged over tokens (arXiv 2505.17997).
 
     **Reading it.** Under "token-mean" a response weighs as much as it is long: one of 100 and one
     of 2000 tokens have 4.8 % and 95.2 %. If the buckets at the long end hold most of the tokens and
@@ -101,7 +101,7 @@ def negative_share(
 ) -> NegativeShare:
     """Whether bad responses are longer than good ones and outweigh them.
 
-    **Concern**: the effect of a loss averaged over tokens (2505.17997).
+    **Concern**: the effect of a loss averaged over tokens (arXiv 2505.17997).
 
     **Reading it.** Failed responses tend to be long. If their share of the tokens is far above
     their share of the responses, a token-mean loss is mostly about what not to do; that drives
@@ -113,9 +113,6 @@ def negative_share(
 
     Returns:
       A `NegativeShare`.
-
-    References:
-      Shao and Cheng, 2025. https://arxiv.org/abs/2505.17997
 
     Examples:
       >>> mask = jnp.array([[1, 0, 0], [1, 1, 1]])
@@ -161,7 +158,7 @@ def group_degeneracy(
 ) -> GroupDegeneracy:
     """How many prompts give nothing to choose from, and how much trying again would help.
 
-    **Concern**: exploration (2505.17997).
+    **Concern**: exploration (arXiv 2505.17997).
 
     **Reading it.** Groups all right or all wrong have no group-relative advantage; together they
     are the share of sampling that GRPO wastes and dynamic sampling filters. All right that grows is

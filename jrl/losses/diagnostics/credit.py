@@ -67,7 +67,7 @@ def within_between_variance(
 ) -> VarianceSplit:
     """Variance of advantages within responses against that between them.
 
-    **Concern**: turning a global value signal into guidance of single steps (2506.03038).
+    **Concern**: turning a global value signal into guidance of single steps (arXiv 2506.03038).
 
     **Reading it.** A ratio near 0: all tokens of a response are pushed alike, and the critic adds
     nothing to a baseline per prompt, as GRPO has it without a critic. A large ratio says that
@@ -80,9 +80,6 @@ def within_between_variance(
 
     Returns:
       A `VarianceSplit`, with population variances.
-
-    References:
-      Shao and Cheng, 2025. https://arxiv.org/abs/2506.03038
 
     Examples:
       >>> advantages = jnp.array([[1.0, 3.0], [-3.0, -1.0]])
@@ -112,7 +109,7 @@ def td_concentration(
     ``delta_t = r_t + gamma V_{t+1} - V_t`` are the steps in which the critic changes its mind, and
     they telescope: ``sum_t gamma^t delta_t = R - V_0``, with the discounted return R.
 
-    **Concern**: credit assignment with a sparse reward (2506.03038).
+    **Concern**: credit assignment with a sparse reward (arXiv 2506.03038).
 
     **Reading it.** If few tokens decide a response, a critic that sees them has a high Gini
     coefficient with the mass away from the end. Mass that lies on the last token alone (a top mass
@@ -132,9 +129,6 @@ def td_concentration(
 
     Raises:
       ValueError: unless `share` lies above 0 and up to 1.
-
-    References:
-      Shao and Cheng, 2025. https://arxiv.org/abs/2506.03038
 
     Examples:
       >>> rewards, values = jnp.array([[0.0, 0.0, 0.0, 1.0]]), jnp.array([[0.5, 0.5, 1.0, 1.0]])
@@ -184,7 +178,7 @@ def outcome_contradiction(
     The surprise of a response is ``R - V_0``: what it got, less what its prompt promised. 0 has a
     sign of its own.
 
-    **Concern**: turning a global value signal into guidance of single steps (2506.03038).
+    **Concern**: turning a global value signal into guidance of single steps (arXiv 2506.03038).
 
     **Reading it.** 0: the sign of every token is that of its response, as without a critic. Some
     contradiction is the point of a critic: a wrong step in a right answer. About 1/2 means that
@@ -199,9 +193,6 @@ def outcome_contradiction(
 
     Returns:
       The share, in [0, 1].
-
-    References:
-      Shao and Cheng, 2025. https://arxiv.org/abs/2506.03038
 
     Examples:
       >>> rewards, values = jnp.array([0.0, 0.0, 0.0, 1.0]), jnp.full(4, 0.5)

@@ -84,8 +84,8 @@ def by_position(
 ) -> ByPosition:
     """Explained variance and bias of the critic along responses, from their start to their end.
 
-    **Concern**: value approximation over long horizons (2505.17997), and whether one value can
-    stand for a goal that lies far ahead (2506.03038).
+    **Concern**: value approximation over long horizons (arXiv 2505.17997), and whether one value
+    can stand for a goal that lies far ahead (arXiv 2506.03038).
 
     **Reading it.** Near the end a critic sees the answer, and explained variance should come near
     1. If it falls towards the start faster than the task demands, the critic cannot see ahead. It
@@ -173,8 +173,8 @@ def calibration(
     With a reward of `low` for failure and `high` for success and no discount, a value says that
     the response succeeds with probability ``p = (V - low) / (high - low)``, clipped to [0, 1].
 
-    **Concern**: value approximation (2505.17997): a critic may explain some variance and still be
-    wrong about how likely success is, which shifts every advantage that bootstraps from it.
+    **Concern**: value approximation (arXiv 2505.17997): a critic that explains some variance may
+    still be wrong about how likely success is, which shifts all advantages that bootstrap from it.
 
     **Reading it.** On the curve of observed against predicted a calibrated critic lies on the
     diagonal. Below it the critic is too sure of success, above it not sure enough. A flat curve
@@ -258,8 +258,8 @@ def bootstrap_bias(
     the action through the states that follow. ``|B_t| <= max |e| (1 - lam^(T-1-t))``, and in
     general it vanishes only with ``lam = 1``.
 
-    **Concern**: value approximation (2505.17997), and that decoupling the two lambdas does not take
-    the critic's errors out of the policy's advantages (2506.03038).
+    **Concern**: value approximation (arXiv 2505.17997), and that decoupling the two lambdas does
+    not take the critic's errors out of the policy's advantages (arXiv 2506.03038).
 
     **Reading it.** Compare with the spread of the advantages (`bootstrap_bias_bound`): where the
     bias comes near it, the policy learns the critic's errors. It is largest early in a response
@@ -275,9 +275,6 @@ def bootstrap_bias(
 
     Returns:
       ``B_t`` of each token, 0 where the mask is false; without a gradient.
-
-    References:
-      Shao and Cheng, 2025. https://arxiv.org/abs/2505.17997 and https://arxiv.org/abs/2506.03038
 
     Examples:
       >>> errors = jnp.array([0.2, 0.15, 0.1, 0.05, 0.02])
@@ -314,9 +311,6 @@ def bootstrap_bias_bound(
 
     Returns:
       A `BootstrapBias`.
-
-    References:
-      As for `bootstrap_bias`.
 
     Examples:
       >>> errors = jnp.array([[0.5, 0.5]])

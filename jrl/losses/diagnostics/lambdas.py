@@ -89,8 +89,9 @@ def terminal_reach(
     The last temporal-difference error, which holds the reward, enters the advantage of token t with
     weight ``(gamma lam)^(T-1-t)``.
 
-    **Concern**: whether an adaptive lambda is right (2505.17997), and credit for early steps under
-    a sparse reward (2506.03038): tokens out of reach learn from differences of values alone.
+    **Concern**: whether an adaptive lambda is right (arXiv 2505.17997), and credit for early steps
+    under a sparse reward (arXiv 2506.03038): tokens out of reach learn from differences of values
+    alone.
 
     **Reading it.** With lam 0.95 only the last 90 tokens are reached, whatever the length: long
     responses have a small share. VAPO's length-adaptive lambda makes the share constant, about
@@ -149,7 +150,7 @@ def lambda_sensitivity(
     Compares ``A(lam)`` with ``A(1) = G - V``, which is unbiased whatever the critic and has the
     full variance of the return.
 
-    **Concern**: whether length-dependent lambda is the right adaptation (2505.17997).
+    **Concern**: whether length-dependent lambda is the right adaptation (arXiv 2505.17997).
 
     **Reading it.** Correlation and agreement near 1: lambda hardly matters, the critic fits the
     outcomes. Agreement near 1/2: the two would push tokens in unrelated directions, so
@@ -205,7 +206,7 @@ def guard_rate(
 
     ``1 - 1 / (alpha l) <= floor``; with the floor at 0, ``alpha l <= 1``.
 
-    **Concern**: whether length-dependent lambda is the right adaptation (2505.17997).
+    **Concern**: whether length-dependent lambda is the right adaptation (arXiv 2505.17997).
 
     **Reading it.** 0: lambda adapts throughout. Near 1: it is a constant, and with a floor of 0
     that constant means one-step differences of values, whose bias `bootstrap_bias` measures. Raise
