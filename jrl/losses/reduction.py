@@ -21,9 +21,7 @@ from jaxtyping import Float, Real, Shaped
 from jrl.losses import settings
 from jrl.losses.arrays import (
     Number,
-    PerToken,
     Scalar,
-    TokenMask,
     as_floats,
     as_mask,
     check_shapes,
@@ -215,7 +213,16 @@ def aggregate(
             raise ValueError(f"max_length=None {rule}")
         per_token = per_token / settings.number("max_length", max_length, rule, above=0)
     if mode == "seq-mean-token-mean":
-        per_token = per_token / _lengths(per_token, mask, num_sequences, sequence_lengths)
+        lengths = row_lengths(mask, per_token)
+        if sequence_lengths is not None:
+            if num_sequences is None:
+                raise ValueError(
+                    "sequence_lengths without num_sequences: a row is not a sequence here, so rows "
+                    "cannot be counted; pass the number of sequences in the global batch."
+                )
+            check_shapes(per_token=per_token, sequence_lengths=sequence_lengths)
+            lengths = jnp.where(mask, jnp.asarray(sequence_lengths, per_token.dtype), 1)
+        per_token = per_token / lengths
     counted = jnp.any(mask, axis=-1) if empty_rows == "skip" else jnp.ones(mask.shape[:-1], bool)
     rows = num_true(counted)
     return divide(jnp.sum(per_token), rows if num_sequences is None else num_sequences)
@@ -232,21 +239,3 @@ def check_denominators(loss: Callable[..., Any], denominators: Mapping[str, Any]
             near = difflib.get_close_matches(name, takes, n=1)
             fix = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(takes)}."
             raise TypeError(f"{loss.__name__}() got an unexpected keyword {name!r}: {fix}")
-
-
-def _lengths(
-    per_token: PerToken,
-    mask: TokenMask,
-    num_sequences: Scalar | None,
-    sequence_lengths: Real[ArrayLike, "*batch time"] | None,
-) -> Float[Array, "*batch time"] | Float[Array, "*batch 1"]:
-    """The tokens in each token's sequence, and 1 where there are none to divide."""
-    if sequence_lengths is None:
-        return row_lengths(mask, per_token)
-    if num_sequences is None:
-        raise ValueError(
-            "sequence_lengths without num_sequences: a row is not a sequence here, so rows cannot "
-            "be counted; pass the number of sequences in the global batch."
-        )
-    check_shapes(per_token=per_token, sequence_lengths=sequence_lengths)
-    return jnp.where(mask, jnp.asarray(sequence_lengths, per_token.dtype), 1)

@@ -110,6 +110,7 @@ class CriticReport:
 
     def summary(self) -> dict[str, float]:
         """One number or two per diagnostic, by name; what is infinite is left out."""
+        sensitivity = self.sensitivity
         statistics = {
             "explained_variance": self.explained_variance,
             "explained_variance/first_decile": self.position.explained_variance[0],
@@ -124,11 +125,9 @@ class CriticReport:
             "advantage/std": self.deviation,
             "terminal_reach/share": self.reach.share,
             "terminal_reach/horizon": self.reach.horizon,
-            "lambda/correlation": np.average(
-                self.sensitivity.correlation, weights=self.sensitivity.tokens
-            ),
+            "lambda/correlation": np.average(sensitivity.correlation, weights=sensitivity.tokens),
             "lambda/sign_agreement": np.average(
-                self.sensitivity.sign_agreement, weights=self.sensitivity.tokens
+                sensitivity.sign_agreement, weights=sensitivity.tokens
             ),
             "variance/within_over_between": self.variance.ratio,
             "td/gini": self.concentration.gini,
@@ -155,10 +154,8 @@ def critic_diagnostics(rollout: CriticRollout) -> CriticReport:
     """
     if not rollout.mask.any():
         raise ValueError("the rollout has no sampled token, so there is nothing to diagnose.")
-    lam = np.asarray(rollout.lam, rollout.values.dtype)
-    per_token, scalars, records = _compute_diagnostics(
-        replace(rollout, lam=lam), edges=rollout.edges
-    )
+    arrays = replace(rollout, lam=np.asarray(rollout.lam, rollout.values.dtype))
+    per_token, scalars, records = _compute_diagnostics(arrays, edges=rollout.edges)
     advantages, bias, steps, bins = map(np.asarray, per_token)
 
     def bin_means(x: np.ndarray) -> np.ndarray:
@@ -167,14 +164,15 @@ def critic_diagnostics(rollout: CriticRollout) -> CriticReport:
         total = np.bincount(bins[mask], x[mask], BINS)
         return total / np.maximum(np.bincount(bins[mask], minlength=BINS), 1)
 
-    first = rollout.mask & (np.cumsum(rollout.mask, axis=1) == 1)
-    discounts = rollout.gamma ** (np.cumsum(rollout.mask, axis=1) - 1.0)
+    position = np.cumsum(rollout.mask, axis=1)
+    first = rollout.mask & (position == 1)
+    discounts = rollout.gamma ** (position - 1.0)
     predicted = np.where(first, rollout.values, 0).sum(1)
     surprise = np.where(rollout.mask, rollout.rewards * discounts, 0).sum(1) - predicted
     contradicts = np.sign(advantages) != np.sign(surprise)[:, None]
+    fields = records | {name: None if x is None else float(x) for name, x in scalars.items()}
     return CriticReport(
-        **records,
-        **{name: None if x is None else float(x) for name, x in scalars.items()},
+        **fields,
         bias=np.abs(bin_means(bias)),
         deviation=float(np.std(advantages[rollout.mask])),
         errors=bin_means(np.abs(steps)),
@@ -187,17 +185,11 @@ def _compute_diagnostics(
     rollout: CriticRollout, *, edges: tuple[int, ...]
 ) -> tuple[tuple[Array, ...], dict[str, Any], dict[str, Any]]:
     """The arrays of the report, as one program: per token, scalar fields and fields of records."""
-    values, rewards, mask, correct, groups, lam, lengths = map(
-        jnp.asarray,
-        (
-            *(rollout.values, rollout.rewards, rollout.mask, rollout.correct, rollout.groups),
-            *(rollout.lam, rollout.lengths),
-        ),
-    )
-    gamma, alpha = rollout.gamma, rollout.alpha
+    values, rewards, mask = map(jnp.asarray, (rollout.values, rollout.rewards, rollout.mask))
+    lam, gamma, alpha, lengths = rollout.lam, rollout.gamma, rollout.alpha, rollout.lengths
     advantages, _ = gae(rewards, values, mask, gamma=gamma, lam=lam)
     _, returns = gae(rewards, values, mask, gamma=gamma, lam=1.0)
-    errors, solved = values - returns, correct.astype(values.dtype)
+    errors, solved = values - returns, rollout.correct.astype(values.dtype)
     per_token = (
         advantages,
         diagnostics.bootstrap_bias(errors, mask, lam, gamma=gamma),
@@ -225,6 +217,6 @@ def _compute_diagnostics(
         "concentration": diagnostics.td_concentration(rewards, values, mask, gamma=gamma),
         "length": diagnostics.length_share(mask, edges=edges),
         "negative": diagnostics.negative_share(advantages, mask),
-        "groups": diagnostics.group_degeneracy(solved, groups),
+        "groups": diagnostics.group_degeneracy(solved, rollout.groups),
     }
     return per_token, scalars, records

@@ -1,6 +1,5 @@
 """Plot of all diagnostics of a critic, one panel each."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,24 +79,16 @@ def _legend(axes: "Axes") -> None:
 
 
 def _bars(
-    axes: "Axes",
-    names: Sequence[str],
-    heights: Sequence[float] | np.ndarray,
-    colours: Sequence[str],
-    form: str = "{:.0%}",
+    axes: "Axes", names: list[str], heights: list[float], colours: list[str], form: str = "{:.0%}"
 ) -> None:
     """Bars with their height written on them."""
-    bars = axes.bar(range(len(names)), heights, width=0.62, color=list(colours))
-    axes.bar_label(bars, [form.format(float(h)) for h in heights], color=INK, fontsize=11)
+    bars = axes.bar(range(len(names)), heights, width=0.62, color=colours)
+    axes.bar_label(bars, [form.format(height) for height in heights], color=INK, fontsize=11)
     axes.set_xticks(range(len(names)), names)
 
 
 def _pairs(
-    axes: "Axes",
-    names: Sequence[str],
-    first: np.ndarray,
-    second: np.ndarray,
-    labels: tuple[str, str],
+    axes: "Axes", names: list[str], first: np.ndarray, second: np.ndarray, labels: tuple[str, str]
 ) -> None:
     """Two bars for each name."""
     positions = np.arange(len(names))
@@ -201,7 +192,7 @@ def _sensitivity(axes: "Axes", rollout: CriticRollout, report: CriticReport) -> 
 
 def _variance(axes: "Axes", rollout: CriticRollout, report: CriticReport) -> None:
     variances = [float(report.variance.within), float(report.variance.between)]
-    _bars(axes, ["within\nresponses", "between\nresponses"], variances, (GREEN, BLUE), "{:.3g}")
+    _bars(axes, ["within\nresponses", "between\nresponses"], variances, [GREEN, BLUE], "{:.3g}")
     axes.set_ylim(0, 1.15 * max(*variances, 1e-9))
     note = f"ratio {float(report.variance.ratio):.2f}; 0 adds nothing to a baseline"
     _label_panel(axes, "Variance of advantages", note, "", "in reward squared")
@@ -236,7 +227,7 @@ def _lengths(axes: "Axes", rollout: CriticRollout, report: CriticReport) -> None
 def _negative(axes: "Axes", rollout: CriticRollout, report: CriticReport) -> None:
     negative = report.negative
     shares = [float(negative.responses), float(negative.tokens)]
-    _bars(axes, ["of responses", "of tokens"], shares, (BLUE, ORANGE))
+    _bars(axes, ["of responses", "of tokens"], shares, [BLUE, ORANGE])
     _percent(axes, 1.15 * max(*shares, 0.05))
     note = (
         f"mean length {float(negative.length):.1f} against {float(negative.other_length):.1f}; "
@@ -249,7 +240,7 @@ def _groups(axes: "Axes", rollout: CriticRollout, report: CriticReport) -> None:
     groups = report.groups
     right, wrong = float(groups.all_right), float(groups.all_wrong)
     shares = [right, max(0.0, 1 - right - wrong), wrong]
-    _bars(axes, ["all right", "mixed", "all wrong"], shares, (GREEN, BLUE, ORANGE))
+    _bars(axes, ["all right", "mixed", "all wrong"], shares, [GREEN, BLUE, ORANGE])
     _percent(axes, 1.15 * max(shares))
     note = f"pass@1 {float(groups.pass_at_1):.0%}, pass@k {float(groups.pass_at_k):.0%}"
     _label_panel(axes, "Groups", note, "responses to one prompt", "share of prompts")

@@ -3,6 +3,7 @@
 import html
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
@@ -130,13 +131,12 @@ def thin(lines: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any
 def fit_samples(samples: Sequence[dict[str, Any]], characters: int) -> list[dict[str, Any]]:
     """As many samples as fit, in their order: whole steps, evenly over the run, those of a
     suspicion before all others, then the last and the first."""
-    steps = sorted({sample["step"] for sample in samples})
-    sizes = dict.fromkeys(steps, 0)
+    sizes = Counter[int]()
     for sample in samples:
         sizes[sample["step"]] += len(json.dumps(sample))
     selected, budget = set[int](), characters
     suspicious = [sample["step"] for sample in samples if sample.get("kind") == "suspicious"]
-    for step in dict.fromkeys([*suspicious, *_bisection_order(steps)]):
+    for step in dict.fromkeys([*suspicious, *_bisection_order(sorted(sizes))]):
         if sizes[step] <= budget:
             selected.add(step)
             budget -= sizes[step]

@@ -173,14 +173,6 @@ def decoupled_gae(
     return estimate(*arrays, lam=lam_policy)[0], estimate(*arrays, lam=lam_critic)[1]
 
 
-def as_lengths(lengths: Real[ArrayLike, "*batch"]) -> Float[Array, "*batch"]:
-    """Lengths as floats: whole numbers in float64 where jax has it, as nothing else decides."""
-    lengths = jnp.asarray(jax.lax.stop_gradient(lengths))
-    if jnp.issubdtype(lengths.dtype, jnp.floating):
-        return as_floats(lengths)[0]
-    return lengths.astype(float)
-
-
 def check_adaptive_lambda(alpha: Number, floor: Number) -> tuple[settings.Checked, ...]:
     """The settings of `length_adaptive_lambda`."""
     rule = "must be positive: VAPO uses 0.05, later work 0.4 to 1.5."
@@ -222,7 +214,7 @@ def length_adaptive_lambda(
       [0.0, 0.5, 0.800000011920929]
     """
     alpha, floor = check_adaptive_lambda(alpha, floor)
-    lengths = as_lengths(lengths)
+    (lengths,) = as_floats(jax.lax.stop_gradient(lengths))
     return jnp.maximum(1 - 1 / (alpha * lengths), floor)
 
 
@@ -334,5 +326,5 @@ def effective_length(
     check_shapes(lengths=lengths, truncated=truncated)
     rule = "must be positive: it is the tokens of one round."
     window = settings.number("window", window, rule, above=0)
-    lengths = as_lengths(lengths)
+    (lengths,) = as_floats(jax.lax.stop_gradient(lengths))
     return jnp.where(as_mask(truncated), lengths + window / 2, lengths)

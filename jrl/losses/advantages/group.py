@@ -61,9 +61,8 @@ def grpo_advantages(
     holds for a group of one, which has nothing to be compared with. A row that only fills up a
     batch disturbs no other if its group is its own and `scale` is not "batch".
 
-    Libraries differ: verl has the unbiased deviation and ``epsilon=1e-6`` (the defaults here) and
-    hands a group of one its reward; TRL has the unbiased one and ``epsilon=1e-4``; HAPO's release
-    has the population's.
+    The defaults are those of verl, which however hands a group of one its reward; TRL has
+    ``epsilon=1e-4``, HAPO's release the deviation of the population.
 
     Args:
       rewards: one per response.

@@ -87,12 +87,10 @@ def length_share(mask: Shaped[ArrayLike, "*batch time"], *, edges: Sequence[int]
     mask, dtype = as_mask(mask), jnp.result_type(float)
     length = num_true(mask, -1)
     bins, rows, num_buckets = tokens.buckets(length, edges), length > 0, len(edges) + 1
+    counts = tokens.counts(bins, rows, num_buckets).astype(dtype)
     sizes = tokens.per_bin(length.astype(dtype), bins, rows, num_buckets)
     return LengthShare(
-        responses=ratio_or_zero(
-            tokens.counts(bins, rows, num_buckets).astype(dtype), num_true(rows)
-        ),
-        tokens=ratio_or_zero(sizes, num_true(mask)),
+        responses=ratio_or_zero(counts, num_true(rows)), tokens=ratio_or_zero(sizes, num_true(mask))
     )
 
 
@@ -124,11 +122,10 @@ def negative_share(
     means, length = row_mean(advantages, mask)[..., 0], num_true(mask, -1)
     rows, length = length > 0, length.astype(advantages.dtype)
     negative, positive = rows & (means < 0), rows & (means > 0)
+    negative_tokens = jnp.broadcast_to(negative[..., None], mask.shape)
     return NegativeShare(
         responses=tokens.mean(negative.astype(length.dtype), rows),
-        tokens=tokens.mean(
-            jnp.broadcast_to(negative[..., None], mask.shape).astype(length.dtype), mask
-        ),
+        tokens=tokens.mean(negative_tokens.astype(length.dtype), mask),
         length=tokens.mean(length, negative),
         other_length=tokens.mean(length, positive),
         drift=tokens.mean(advantages, mask),
@@ -187,14 +184,10 @@ def group_degeneracy(
     part = 1 / group_sum(jnp.ones_like(correct), index)
     part = part / jnp.sum(part)
     best, worst = group_max(correct, index), group_min(correct, index)
-
-    def share(x: Float[Array, "batch"]) -> Float[Array, ""]:
-        return jnp.sum(part * x)
-
-    pass_at_1, pass_at_k = share(correct), share(best)
+    pass_at_1, pass_at_k = jnp.sum(part * correct), jnp.sum(part * best)
     return GroupDegeneracy(
-        all_right=share(worst),
-        all_wrong=share(1 - best),
+        all_right=jnp.sum(part * worst),
+        all_wrong=jnp.sum(part * (1 - best)),
         pass_at_1=pass_at_1,
         pass_at_k=pass_at_k,
         gap=pass_at_k - pass_at_1,

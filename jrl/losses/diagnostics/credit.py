@@ -152,9 +152,8 @@ def td_concentration(
     gini = 2 * ratio_or_zero(weighted, count * total) - (count + 1) / count
     # A little less before rounding up: 5 % of 20 tokens is one, whatever 0.05 is in binary.
     top = jnp.ceil(share * count * (1 - 1e-6)).astype(rank.dtype)
-    mass = ratio_or_zero(
-        jnp.sum(zero_masked(ordered, rank > length - top), axis=-1, keepdims=True), total
-    )
+    largest = jnp.sum(zero_masked(ordered, rank > length - top), axis=-1, keepdims=True)
+    mass = ratio_or_zero(largest, total)
 
     gap = jnp.abs(_discounted_sum(errors, mask, gamma) - _surprise(rewards, values, mask, gamma))
     nothing = total[..., 0] == 0

@@ -193,10 +193,9 @@ def lambda_sensitivity(
     x, y = ours - mean_of(ours)[bins], unbiased - mean_of(unbiased)[bins]
     spread_of_both = jnp.sqrt(mean_of(x**2) * mean_of(y**2))
     agree = (jnp.sign(ours) == jnp.sign(unbiased)).astype(ours.dtype)
-    poisoned = jnp.where(jnp.isnan(ours + unbiased), jnp.nan, agree).astype(ours.dtype)
-    return LambdaSensitivity(
-        ratio_or_zero(mean_of(x * y), spread_of_both), mean_of(poisoned), count
-    )
+    agree = jnp.where(jnp.isnan(ours + unbiased), jnp.nan, agree)
+    correlation = ratio_or_zero(mean_of(x * y), spread_of_both)
+    return LambdaSensitivity(correlation, mean_of(agree), count)
 
 
 def guard_rate(

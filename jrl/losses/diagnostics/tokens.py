@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Num
 
 from jrl.losses.arrays import TokenMask, num_true, ratio_or_zero, zero_masked
 
@@ -26,11 +26,8 @@ def mean(x: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array,
 
 
 def per_bin(
-    x: Float[Array, "*shape"],
-    bins: Int[Array, "*shape"],
-    mask: Bool[Array, "*shape"],
-    num_bins: int,
-) -> Float[Array, "bins"]:
+    x: Num[Array, "*shape"], bins: Int[Array, "*shape"], mask: Bool[Array, "*shape"], num_bins: int
+) -> Num[Array, "bins"]:
     """The sum of `x` over what is true in each bin."""
     return jax.ops.segment_sum(
         zero_masked(x, mask).reshape(-1), zero_masked(bins, mask).reshape(-1), num_segments=num_bins
@@ -41,8 +38,7 @@ def counts(
     bins: Int[Array, "*shape"], mask: Bool[Array, "*shape"], num_bins: int
 ) -> Int[Array, "bins"]:
     """Number of true entries in each bin."""
-    ones = mask.astype(jnp.int32).reshape(-1)
-    return jax.ops.segment_sum(ones, zero_masked(bins, mask).reshape(-1), num_segments=num_bins)
+    return per_bin(mask.astype(jnp.int32), bins, mask, num_bins)
 
 
 def buckets(lengths: Int[Array, "*batch"], edges: Sequence[int]) -> Int[Array, "*batch"]:

@@ -255,6 +255,7 @@ def adaptive_temperature(
     base = settings.number("base", base, rule, above=0)
     strength = check_strength("strength", strength)
     max_signal = settings.optional_distance("max_signal", max_signal)
+    (signal,) = as_floats(jax.lax.stop_gradient(signal))
     if max_signal is not None:
         product = strength * max_signal
         if not isinstance(product, Array) and product >= 1:
@@ -262,8 +263,6 @@ def adaptive_temperature(
                 f"strength={strength} with max_signal={max_signal} reaches a temperature of 0: "
                 "their product must be below 1."
             )
-    (signal,) = as_floats(jax.lax.stop_gradient(signal))
-    if max_signal is not None:
         signal = jnp.clip(signal, -max_signal, max_signal)
     return base * (1 + strength * signal)
 

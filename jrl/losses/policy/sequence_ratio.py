@@ -1,8 +1,4 @@
-"""Policy losses with one ratio for a whole response: GSPO, LUSPO and GMPO.
-
-A row is a response here: its ratio needs all of its tokens, so a batch may be cut by rows but
-neither along time nor by packing several responses into one row.
-"""
+"""Policy losses with one ratio for a whole response, which is a row: GSPO, LUSPO and GMPO."""
 
 from typing import Unpack
 
@@ -257,9 +253,8 @@ def gmpo_loss(
       `(loss, metrics)` as of `ppo_loss`, with these metrics
 
       * ``pg_clipfrac``: where a token's log-ratio was clipped by a bound;
-      * ``ppo_kl``: ``old_logprobs - logprobs``, the k1 estimate of KL(old || current);
-      * ``ratio``, ``ratio_squared``: of the tokens, before the clip;
-      * ``ratio_clamped``: where `max_log_ratio` was exceeded.
+      * ``ppo_kl``, ``ratio``, ``ratio_squared``, ``ratio_clamped``: as in `ppo_loss`; before the
+        clip.
 
     Raises:
       ValueError: if a bound is negative, or the aggregation is unknown or stands beside
