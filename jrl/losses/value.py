@@ -170,12 +170,8 @@ class ExplainedVariance(Additive, Generic[Leaf]):
     ) -> "ExplainedVariance[Array]":
         """The sums over the true tokens of one piece, without a gradient.
 
-        Args:
-          values: the critic's estimates.
-          returns: what they are compared with.
-          mask: true on the tokens that count.
-          centre: a number near the mean return, the same for every piece. It changes no result but
-            for rounding, and matters where returns vary by less than a hundredth of their size.
+        `centre` is a number near the mean return, the same for every piece. It changes no result
+        but for rounding, and matters where returns vary by less than a hundredth of their size.
         """
         mask, (values, returns) = masked_constants(mask, values=values, returns=returns)
         error = returns - values

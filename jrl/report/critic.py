@@ -2,7 +2,6 @@
 
 import functools
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -51,12 +50,12 @@ class CriticRollout:
     high: float | Array = 1.0
     alpha: float | Array | None = None
 
-    @cached_property
+    @functools.cached_property
     def lengths(self) -> np.ndarray | Array:
         """``[batch]`` sampled tokens of each completion."""
         return self.mask.sum(axis=1).astype(np.int32)
 
-    @cached_property
+    @functools.cached_property
     def edges(self) -> tuple[int, ...]:
         """Lengths that part the responses into up to four buckets of about one size."""
         lengths = self.lengths[self.lengths > 0]

@@ -290,9 +290,7 @@ TIMINGS = ("timing_s/", "perf/", "timing_per_token_ms/", "faults/")
 
 def describe(name: str) -> MetricDefinition | None:
     """Return the row of the table that defines `name`, that of a family included, or None."""
-    if name in EXACT:
-        return EXACT[name]
-    return next(
+    return EXACT.get(name) or next(
         (line for start, line in FAMILIES.items() if name.startswith(start) and name != start), None
     )
 

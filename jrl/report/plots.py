@@ -220,18 +220,15 @@ def _draw_panel(axes: "Axes", panel: Panel, history: Sequence[Mapping[str, float
     axes.set_xlabel("step", fontsize=12, color=MUTED)
     axes.set_ylabel(panel.unit, fontsize=12, color=MUTED)
     style_axes(axes)
-    num_lines = 0
-    for line in panel.lines:
-        points = series(history, line.metric)
-        if points is not None:
-            _draw_line(axes, points, line.label, line.colour, panel.measured)
-            num_lines += 1
+    curves = [(line, points) for line in panel.lines if (points := series(history, line.metric))]
+    for line, points in curves:
+        _draw_line(axes, points, line.label, line.colour, panel.measured)
     start = None if panel.reference is None else series(history, panel.reference)
     if start is not None:
         level = start[1][0]
         axes.axhline(level, color=MUTED, linewidth=1.4, linestyle=(0, (4, 3)), label="warm start")
     _frame(axes, panel)
-    if num_lines > 1 or start is not None:
+    if len(curves) > 1 or start is not None:
         axes.legend(frameon=False, labelcolor=INK)
 
 

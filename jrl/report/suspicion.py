@@ -6,7 +6,7 @@ run gives the same result as an uninterrupted one.
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 NAME = "reward/suspicion"
 SCORE, LENGTH = "critic/score/mean", "response_length/mean"
@@ -32,8 +32,7 @@ ONE_FORM, MANY_FORMS = 0.9, 0.5
 """Share of the commonest form where one has taken over, and at most before."""
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """A metric before and now."""
 
     before: float

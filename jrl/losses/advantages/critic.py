@@ -289,8 +289,15 @@ def extended_gae(
     truncated = broadcast("truncated", as_mask(truncated), nothing) != 0
     if bootstrap_value is None:
         bootstrap_value = jnp.sum(zero_masked(values, mask & (remaining == 1)), -1)
-    estimate = partial(gae, bootstrap_value=bootstrap_value, terminated=~truncated)
-    advantages, returns = estimate(rewards, values, mask, gamma=gamma, lam=lam)
+    advantages, returns = gae(
+        rewards,
+        values,
+        mask,
+        gamma=gamma,
+        lam=lam,
+        bootstrap_value=bootstrap_value,
+        terminated=~truncated,
+    )
     retained = mask & ~(truncated[..., None] & (remaining <= ignore_last))
     return zero_masked(advantages, retained), returns, retained
 

@@ -208,7 +208,8 @@ def entropy_signal(
         jax.lax.stop_gradient(jnp.asarray(x, h.dtype)) for x in (statistics.h_max, statistics.h_min)
     )
     down = jnp.abs(down) if sign == "intended" else down
-    return divide(h, jnp.where(h > 0, up, down))
+    extreme = jnp.where(h > 0, up, down)
+    return h / jnp.where(extreme == 0, 1, extreme)
 
 
 def adaptive_temperature(

@@ -280,7 +280,7 @@ def gmpo_loss(
     bounded = jnp.where(above, high, jnp.where(below, -low, log_ratio))
     bounded = zero_masked(bounded, rising | falling)
     loss = -row_mean(tokens.advantages, tokens.mask) * jnp.exp(row_mean(bounded, tokens.mask))
-    surrogate = zero_masked(loss, tokens.mask)
+    surrogate = jnp.where(tokens.mask, loss, 0)
     statistics = {"pg_clipfrac": (above | below).astype(log_ratio.dtype), **statistics}
     return reduce_surrogate(
         gmpo_loss, surrogate, statistics, tokens, aggregation, importance_weights, denominators

@@ -276,7 +276,8 @@ def _dropped(
     """Mask of the tokens whose probability moved too far; false for masked tokens and for NaN."""
     down, up = bounds
     p, q = jnp.exp(tokens.logprobs), jnp.exp(tokens.old_logprobs)
-    rises, falls = tokens.advantages > 0, tokens.advantages <= 0
+    rises = tokens.advantages > 0
+    falls = tokens.advantages <= 0
     if kind == "tv":
         return (rises & (p - q > up)) | (falls & (p - q < -down))
     sampled = _relative(q, tokens.old_logprobs, tokens.logprobs)

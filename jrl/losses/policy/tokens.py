@@ -107,7 +107,7 @@ def average_over_rows(
         # Zero in value: only the gradient is each token's own.
         mean = jax.lax.stop_gradient(mean) + (log_ratio - jax.lax.stop_gradient(log_ratio))
     rows = tokens._replace(
-        logprobs=zero_masked(mean, tokens.mask), old_logprobs=jnp.zeros_like(log_ratio)
+        logprobs=jnp.where(tokens.mask, mean, 0), old_logprobs=jnp.zeros_like(log_ratio)
     )
     return rows, statistics["ratio_clamped"]
 
