@@ -10,12 +10,11 @@ from jax.typing import ArrayLike
 from jaxtyping import Float, Integer, Shaped
 
 from jrl.losses import settings
-from jrl.losses.arrays import as_floats, check_shapes, zero_masked
+from jrl.losses.arrays import PerRow, as_floats, check_shapes, zero_masked
 from jrl.losses.vocabulary import (
     Logits,
     Normaliser,
     RowMask,
-    Rows,
     along,
     checked_chunk_size,
     chunk_of,
@@ -73,7 +72,7 @@ def logprobs_from_logits(
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _token_logprobs(
     chunk_size: int | None, logits: Logits, tokens: Integer[Array, "*batch"], mask: RowMask
-) -> Rows:
+) -> PerRow:
     shift, log_sum = log_normaliser(chunk_size, logits, mask)
     (chosen,) = as_floats(jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0])
     return zero_masked(chosen - shift - log_sum, mask)
@@ -129,7 +128,7 @@ def entropy_from_logits(
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _entropy(chunk_size: int | None, logits: Logits, mask: RowMask) -> Rows:
+def _entropy(chunk_size: int | None, logits: Logits, mask: RowMask) -> PerRow:
     return zero_masked(statistics(chunk_size, logits, mask)[1], mask)
 
 
@@ -209,7 +208,7 @@ def _divergence(
     logits: Logits,
     ref_logits: Logits,
     mask: RowMask,
-) -> Rows:
+) -> PerRow:
     first, second = logits, ref_logits
     if direction == "reference||policy":
         first, second = second, first
@@ -221,7 +220,7 @@ def _divergence(
         terms = _terms(first_piece, second_piece, of_first, of_second)
         return jnp.sum(jnp.where(along(counts, terms), terms, 0), axis=-1)
 
-    # Rows that do not count are 0 in both, and so is their divergence.
+    # PerRow that do not count are 0 in both, and so is their divergence.
     return over_chunks(start, jnp.add, logits.shape[-1], chunk_size)
 
 

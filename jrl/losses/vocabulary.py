@@ -17,11 +17,10 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Shaped
 
 from jrl.losses import settings
-from jrl.losses.arrays import as_floats, as_mask, zero_masked
+from jrl.losses.arrays import PerRow, as_floats, as_mask, zero_masked
 
 Total = TypeVar("Total")
 Logits: TypeAlias = Float[Array, "*batch vocab"]
-Rows: TypeAlias = Float[Array, "*batch"]
 RowMask: TypeAlias = Bool[Array, "*batch"]
 # Of some entries: the greatest logit, and two sums relative to it.
 Part: TypeAlias = tuple[Array, Array, Array]
@@ -57,8 +56,8 @@ class Normaliser(NamedTuple):
     the greatest logit, counts as a constant, which changes no derivative of a log-probability.
     """
 
-    shift: Rows
-    log_sum: Rows
+    shift: PerRow
+    log_sum: PerRow
 
     def logprobs(self, logits: Logits) -> tuple[Logits, Bool[Array, "*batch vocab"]]:
         """Log-probabilities, 0 in place of -inf, and where they are not that."""
@@ -109,7 +108,7 @@ def over_chunks(
     return total if num_chunks == 1 else jax.lax.fori_loop(1, num_chunks, body, total)
 
 
-def statistics(chunk_size: int | None, logits: Logits, mask: RowMask) -> tuple[Normaliser, Rows]:
+def statistics(chunk_size: int | None, logits: Logits, mask: RowMask) -> tuple[Normaliser, PerRow]:
     """The normaliser and the entropy in one pass, with a running maximum."""
 
     def start(first: Array, counts: Array) -> Part:
@@ -159,7 +158,7 @@ def _log_normaliser_jvp(chunk_size, primals, tangents):
 
 def contracted(
     slope: Callable[..., Array], tangent: Logits, mask: RowMask, logits: Logits, *constants: object
-) -> Rows:
+) -> PerRow:
     """``sum_v slope_v tangent_v``, where the backward pass works the slope out when it needs it.
 
     Otherwise the slope, as large as the logits, would be kept from the forward pass until then.
