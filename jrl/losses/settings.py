@@ -99,7 +99,7 @@ def distance_pair(name: str, x: Sides, off: str = "float('inf') is off") -> tupl
 
 
 def span(low: Number, high: Number, why: str, *, equal: bool = False) -> tuple[Checked, Checked]:
-    """The settings `low` and `high`, in this order on the line; equal only where `equal` allows it."""
+    """The settings `low` and `high`, the lower first; they may be the same where `equal`."""
     low, high = number("low", low), number("high", high)
     if isinstance(low, Array) or isinstance(high, Array):
         return low, high
