@@ -11,7 +11,7 @@ import unicodedata
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Self
+from typing import Any, TypeVar
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -105,6 +105,9 @@ def _clock(seconds: float | int) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
+Display = TypeVar("Display", bound="_ProgressDisplay")
+
+
 class _ProgressDisplay:
     """A bar with time and a body below it on a terminal; plain lines elsewhere."""
 
@@ -128,7 +131,7 @@ class _ProgressDisplay:
         self._live: Live | None = None
         self._stopped = False
 
-    def __enter__(self) -> Self:
+    def __enter__(self: Display) -> Display:
         self._started = time.monotonic()
         if self._console.is_terminal:
             self._live = Live(
