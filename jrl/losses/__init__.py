@@ -6,7 +6,10 @@ estimate of the state before it, and ``mask[b, t]`` is true where the policy sam
 be bool or 0/1 of any dtype and may have holes; what lies where it is false, NaN and inf included,
 never reaches a result or a gradient. Inputs in half precision are computed with in float32.
 
-`None` means "off" and 0 means zero. Arrays come first, the current policy before the old one.
+`None` means "off" and 0 means zero. Arrays come first, the current policy before the old one; if
+their shapes do not agree, a ValueError names them.
+
+Examples in docstrings assume ``import jax.numpy as jnp`` and the names of `jrl`.
 """
 
 from jrl.losses import advantages, diagnostics, logits, mismatch, policy

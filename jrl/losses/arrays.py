@@ -16,6 +16,11 @@ from jaxtyping import Bool, Float, Int, Num, Real, Shaped
 Number: TypeAlias = Real[ArrayLike, ""]
 Scalar: TypeAlias = Num[ArrayLike, ""]
 
+# Arrays inside the library: in the working precision, the mask as bool.
+PerToken: TypeAlias = Float[Array, "*batch time"]
+PerRow: TypeAlias = Float[Array, "*batch"]
+TokenMask: TypeAlias = Bool[Array, "*batch time"]
+
 
 def as_mask(mask: Shaped[ArrayLike, "*shape"]) -> Bool[Array, "*shape"]:
     """A boolean mask from one of any dtype; anything but zero counts as true."""
@@ -47,11 +52,7 @@ def zero_masked(x: Shaped[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Shap
 def masked_constants(
     mask: Shaped[ArrayLike, "*shape"], **arrays: Shaped[ArrayLike, "*shape"]
 ) -> tuple[Bool[Array, "*shape"], tuple[Float[Array, "*shape"], ...]]:
-    """The mask as bool, and the named arrays in one precision, 0 under it, without gradients.
-
-    Raises:
-      ValueError: if their shapes differ.
-    """
+    """The mask as bool, and the named arrays in one precision, 0 under it, without gradients."""
     check_shapes(**arrays, mask=mask)
     mask = as_mask(mask)
     constants = jax.lax.stop_gradient(tuple(jnp.asarray(x) for x in arrays.values()))
@@ -63,16 +64,12 @@ def num_true(mask: Bool[Array, "*shape"], axis: int | None = None) -> Int[Array,
     return jnp.sum(mask, axis=axis, dtype=jnp.int32)
 
 
-def row_lengths(
-    mask: Bool[Array, "*batch time"], like: Float[Array, "..."]
-) -> Float[Array, "*batch 1"]:
+def row_lengths(mask: TokenMask, like: Float[Array, "..."]) -> Float[Array, "*batch 1"]:
     """The true tokens of each row, at least 1 so that it divides, in the dtype of `like`."""
     return jnp.maximum(num_true(mask, -1), 1)[..., None].astype(like.dtype)
 
 
-def row_mean(
-    x: Float[Array, "*batch time"], mask: Bool[Array, "*batch time"]
-) -> Float[Array, "*batch 1"]:
+def row_mean(x: PerToken, mask: TokenMask) -> Float[Array, "*batch 1"]:
     """The mean of each row over its true tokens, 0 where it has none."""
     return jnp.sum(zero_masked(x, mask), axis=-1, keepdims=True) / row_lengths(mask, x)
 
@@ -84,7 +81,7 @@ def ratio_or_zero(x: Float[Array, "..."], divisor: Shaped[Array, "..."]) -> Floa
     return jnp.where(nothing, 0, x / jnp.where(nothing, 1, divisor))
 
 
-def zero_per_row(x: Float[Array, "*batch time"]) -> Float[Array, "*batch"]:
+def zero_per_row(x: PerToken) -> PerRow:
     """0 for each row, also where rows have no entry at all.
 
     Made from the rows so that, under `jax.shard_map`, it varies over the devices they do.
@@ -105,9 +102,7 @@ def broadcastable(
 ) -> Float[Array, "..."]:
     """`x` in the dtype of `like`, a scalar or an array with as many axes that broadcasts to it.
 
-    Raises:
-      ValueError: if `x` has another number of axes, or sizes that do not broadcast. An array of
-        shape `[time]` never meets one of `[batch, time]` by accident of equal sizes.
+    An array of shape `[time]` never meets one of `[batch, time]` by accident of equal sizes.
     """
     array = jnp.asarray(x)
     fits = array.ndim == like.ndim and all(
@@ -129,11 +124,7 @@ def broadcast(
 
 
 def check_shapes(**arrays: Shaped[ArrayLike, "..."]) -> None:
-    """Check that the named arrays, which all speak about the same tokens, have one shape.
-
-    Raises:
-      ValueError: if they have several, naming each.
-    """
+    """Check that the named arrays, which all speak about the same tokens, have one shape."""
     shapes = {name: jnp.shape(array) for name, array in arrays.items()}
     if len(set(shapes.values())) > 1:
         listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
@@ -141,11 +132,7 @@ def check_shapes(**arrays: Shaped[ArrayLike, "..."]) -> None:
 
 
 def check_responses(**arrays: Shaped[ArrayLike, "..."]) -> None:
-    """Check that the named arrays have one number for each response: one axis, of one size.
-
-    Raises:
-      ValueError: if one has another number of axes, or sizes differ.
-    """
+    """Check that the named arrays have one number for each response: one axis, of one size."""
     for name, array in arrays.items():
         shape = jnp.shape(array)
         if len(shape) != 1:
@@ -161,11 +148,7 @@ def check_responses(**arrays: Shaped[ArrayLike, "..."]) -> None:
 def check_rows(
     rows_of: str, array: Shaped[ArrayLike, "..."], **per_row: Shaped[ArrayLike, "..."]
 ) -> None:
-    """Check that the named arrays have one entry for each row of the array called `rows_of`.
-
-    Raises:
-      ValueError: if the shape of one is not that of `array` without its last axis.
-    """
+    """Check that the named arrays have one entry for each row of the array called `rows_of`."""
     shape = jnp.shape(array)
     for name, entries in per_row.items():
         if not shape or jnp.shape(entries) != shape[:-1]:

@@ -11,11 +11,12 @@ VERSIONS = {"verl": "verl 0.9", "trl": "TRL 1.16", "openrlhf": "OpenRLHF 0.11"}
 # How the three reduce: over tokens or sequences, and whether rows without a token are sequences.
 _TOKENS = {"aggregation": "token-mean", "empty_rows": "skip"}
 _SEQUENCES = {"aggregation": "seq-mean-token-mean", "empty_rows": "skip"}
-_TRL_TOKENS = {"aggregation": "token-mean", "empty_rows": "count"}
-_TRL_SEQUENCES = {"aggregation": "seq-mean-token-mean", "empty_rows": "count"}
+_TRL_TOKENS = {**_TOKENS, "empty_rows": "count"}
+_TRL_SEQUENCES = {**_SEQUENCES, "empty_rows": "count"}
 _CLIP = {"clip_low": 0.2, "clip_high": 0.2}
 _GSPO = {**_CLIP, "clip_dual": None, "max_log_ratio": None}
 _SAPO = {"tau_positive": 1.0, "tau_negative": 1.05, "level": "token"}
+_COV = {"fraction": 2e-4, "max_log_ratio": None, **_TOKENS}
 
 _VERL: dict[str, dict[str, Any]] = {
     "aggregate": {"mode": "token-mean", "empty_rows": "skip"},
@@ -38,30 +39,13 @@ _VERL: dict[str, dict[str, Any]] = {
     "cispo_loss": {**_CLIP, "level": "token", "max_log_ratio": 20.0, **_TOKENS},
     # Its clamp is one of the mean, at +10.
     "gspo_loss": {**_GSPO, "gradient": "token", **_TOKENS},
-    "gmpo_loss": {
-        **_CLIP,
-        "max_log_ratio": None,
-        "aggregation": "seq-mean-token-mean",
-        "empty_rows": "count",
-    },
+    "gmpo_loss": {**_CLIP, "max_log_ratio": None, **_SEQUENCES, "empty_rows": "count"},
     "sapo_loss": {**_SAPO, "max_log_ratio": 20.0, **_SEQUENCES},
     "dro_loss": {"max_log_ratio": None, **_TOKENS},
     # clip_ratio_low and clip_ratio_high, whatever the kind; the cap is clip_ratio_c.
-    "dppo_loss": {
-        "max_divergence": (0.2, 0.2),
-        "max_ratio": 3.0,
-        "max_log_ratio": 20.0,
-        **_TOKENS,
-    },
-    "clip_cov_loss": {
-        "fraction": 2e-4,
-        "low": 1.0,
-        "high": 5.0,
-        **_CLIP,
-        "max_log_ratio": None,
-        **_TOKENS,
-    },
-    "kl_cov_loss": {"fraction": 2e-4, "coefficient": 0.1, "max_log_ratio": None, **_TOKENS},
+    "dppo_loss": {"max_divergence": (0.2, 0.2), "max_ratio": 3.0, "max_log_ratio": 20.0, **_TOKENS},
+    "clip_cov_loss": {**_COV, "low": 1.0, "high": 5.0, **_CLIP},
+    "kl_cov_loss": {**_COV, "coefficient": 0.1},
     "value_loss": {"clip": 0.5, **_TOKENS},
     "kl_estimate": {"kind": "k3", "max_log_ratio": 20.0, "max_value": 10.0},
     "overlong_penalty": {"floor": None},

@@ -65,7 +65,6 @@ def kl_estimate(
       Schulman, "Approximating KL divergence", 2020. http://joschu.net/blog/kl-approx.html
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> logprobs, reference = jnp.array([-1.0, -2.0]), jnp.array([-1.5, -1.0])
       >>> kl_estimate(logprobs, reference, kind="k2").tolist()
       [0.125, 0.5]

@@ -23,11 +23,7 @@ def number_groups(groups: Integer[ArrayLike, "batch"]) -> Int[Array, "batch"]:
 def check_groups(
     groups: Integer[ArrayLike, "batch"], **numbers: Shaped[ArrayLike, "..."]
 ) -> tuple[Array, ...]:
-    """Numbers of responses in one working precision, without a gradient, and `number_groups`.
-
-    Raises:
-      ValueError: if there is not one number of each kind and one group for each response.
-    """
+    """Numbers of responses in one working precision, without a gradient, and `number_groups`."""
     check_responses(**numbers, groups=groups)
     floats = as_floats(*jax.lax.stop_gradient(tuple(numbers.values())))
     return *floats, number_groups(groups)

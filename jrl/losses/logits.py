@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
-from jaxtyping import Bool, Float, Integer, Shaped
+from jaxtyping import Float, Integer, Shaped
 
 from jrl.losses import settings
-from jrl.losses.arrays import as_floats, check_shapes, zero_masked
+from jrl.losses.arrays import PerRow, as_floats, check_shapes, zero_masked
 from jrl.losses.vocabulary import (
+    Logits,
     Normaliser,
+    RowMask,
     along,
     checked_chunk_size,
     chunk_of,
@@ -54,10 +56,9 @@ def logprobs_from_logits(
       Log-probabilities in nats, with their gradients; -inf for an impossible token.
 
     Raises:
-      ValueError: if `chunk_size` is not positive, or shapes do not agree.
+      ValueError: if `chunk_size` is not positive.
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> logits = jnp.array([[0.0, 0.0, -jnp.inf], [1.0, 1.0, 1.0]])
       >>> logprobs_from_logits(logits, jnp.array([0, 2]), chunk_size=2).round(4).tolist()
       [-0.6930999755859375, -1.0986000299453735]
@@ -70,11 +71,8 @@ def logprobs_from_logits(
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _token_logprobs(
-    chunk_size: int | None,
-    logits: Float[Array, "*batch vocab"],
-    tokens: Integer[Array, "*batch"],
-    mask: Bool[Array, "*batch"],
-) -> Float[Array, "*batch"]:
+    chunk_size: int | None, logits: Logits, tokens: Integer[Array, "*batch"], mask: RowMask
+) -> PerRow:
     shift, log_sum = log_normaliser(chunk_size, logits, mask)
     (chosen,) = as_floats(jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0])
     return zero_masked(chosen - shift - log_sum, mask)
@@ -118,10 +116,9 @@ def entropy_from_logits(
       The entropy in nats, between 0 and ``log(vocab)``, with its gradient.
 
     Raises:
-      ValueError: if `chunk_size` is not positive, or shapes do not agree.
+      ValueError: if `chunk_size` is not positive.
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> entropy_from_logits(jnp.array([[0.0, 0.0, -jnp.inf], [9.0, -jnp.inf, -jnp.inf]])).tolist()
       [0.6931471824645996, 0.0]
     """
@@ -131,9 +128,7 @@ def entropy_from_logits(
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _entropy(
-    chunk_size: int | None, logits: Float[Array, "*batch vocab"], mask: Bool[Array, "*batch"]
-) -> Float[Array, "*batch"]:
+def _entropy(chunk_size: int | None, logits: Logits, mask: RowMask) -> PerRow:
     return zero_masked(statistics(chunk_size, logits, mask)[1], mask)
 
 
@@ -177,22 +172,19 @@ def kl_from_logits(
       mask: true where the divergence is wanted. If given, it is 0 elsewhere, and what lies there
         reaches no gradient; None computes it everywhere.
       direction: which of the two.
-      chunk_size: go through the vocabulary this many entries at a time, so that no further array of
-        the size of `logits` is made; any positive number, whether or not it divides the vocabulary.
-        The result is the same up to rounding. None takes all of it at once.
+      chunk_size: as in `entropy_from_logits`; None takes all of the vocabulary at once.
 
     Returns:
       The divergence in nats, with its gradient; infinite where the first policy allows a token that
       the second does not.
 
     Raises:
-      ValueError: if `direction` is unknown, `chunk_size` is not positive, or shapes do not agree.
+      ValueError: if `direction` is unknown, or `chunk_size` is not positive.
 
     References:
       Schulman, "Approximating KL divergence", 2020. http://joschu.net/blog/kl-approx.html
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> even, certain = jnp.zeros(2), jnp.array([0.0, -jnp.inf])
       >>> float(kl_from_logits(certain, even).round(4))
       0.6930999755859375
@@ -213,36 +205,29 @@ def kl_from_logits(
 def _divergence(
     chunk_size: int | None,
     direction: KLDirection,
-    logits: Float[Array, "*batch vocab"],
-    ref_logits: Float[Array, "*batch vocab"],
-    mask: Bool[Array, "*batch"],
-) -> Float[Array, "*batch"]:
-    first, second = (
-        (logits, ref_logits) if direction == "policy||reference" else (ref_logits, logits)
-    )
+    logits: Logits,
+    ref_logits: Logits,
+    mask: RowMask,
+) -> PerRow:
+    first, second = logits, ref_logits
+    if direction == "reference||policy":
+        first, second = second, first
     of_first = log_normaliser(chunk_size, first, mask)
     of_second = log_normaliser(chunk_size, second, mask)
 
     def start(begin: Array, counts: Array) -> Array:
         first_piece, second_piece = (chunk_of(x, mask, begin, counts.size) for x in (first, second))
         terms = _terms(first_piece, second_piece, of_first, of_second)
-        return jnp.sum(jnp.where(along(counts, terms), terms, jnp.zeros_like(terms)), axis=-1)
+        return jnp.sum(jnp.where(along(counts, terms), terms, 0), axis=-1)
 
-    # Rows that do not count are 0 in both, and so is their divergence.
+    # PerRow that do not count are 0 in both, and so is their divergence.
     return over_chunks(start, jnp.add, logits.shape[-1], chunk_size)
 
 
-def _terms(
-    first: Float[Array, "*batch vocab"],
-    second: Float[Array, "*batch vocab"],
-    of_first: Normaliser,
-    of_second: Normaliser,
-) -> Float[Array, "*batch vocab"]:
+def _terms(first: Logits, second: Logits, of_first: Normaliser, of_second: Normaliser) -> Logits:
     """``q - p + p log(p / q)`` for each entry, with p the first distribution and q the second."""
-    (log_p, p_possible), (log_q, q_possible) = (
-        of_first.logprobs(first),
-        of_second.logprobs(second),
-    )
+    log_p, p_possible = of_first.logprobs(first)
+    log_q, q_possible = of_second.logprobs(second)
     p, q = jnp.exp(log_p), zero_masked(jnp.exp(log_q), q_possible)
     difference = log_p - log_q
     # Where p and q are close q - p has no digits left; where p is far below q expm1 overflows.
@@ -250,7 +235,7 @@ def _terms(
     terms = jnp.where(difference > -1, close, q - p + p * difference)
     terms = jnp.where(p_possible, terms, q)
     impossible = p_possible & ~q_possible & (p > 0)
-    return jnp.where(impossible, jnp.full_like(terms, jnp.inf), terms)
+    return jnp.where(impossible, jnp.inf, terms)
 
 
 @_divergence.defjvp

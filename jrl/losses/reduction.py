@@ -56,7 +56,10 @@ Sums = TypeVar("Sums", bound="Additive")
 
 
 class Additive:
-    """A record of sums: those of pieces add up with ``+``, leaf by leaf."""
+    """A record of sums: those of pieces add up with ``+``, leaf by leaf.
+
+    Over devices, ``jax.lax.psum`` takes the record as it is.
+    """
 
     def __add__(self: Sums, other: Sums) -> Sums:
         return jax.tree.map(operator.add, self, other)
@@ -75,7 +78,6 @@ class Mean(Additive, Generic[Leaf]):
       count: over how many tokens; an integer, exact far beyond the 2**24 that float32 can count.
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> first = Mean.of(jnp.array([1.0, 2.0, 3.0]), jnp.array([1, 1, 1]))
       >>> second = Mean.of(jnp.array([10.0, 99.0, 99.0]), jnp.array([1, 0, 0]))
       >>> float((first + second).value())
@@ -100,7 +102,7 @@ class Mean(Additive, Generic[Leaf]):
 def divide(total: Float[Array, "*shape"], count: Scalar) -> Float[Array, "*shape"]:
     """`total / count`, and `total` itself (a sum of nothing, 0) where the count is 0."""
     count = jnp.asarray(count, total.dtype)
-    return total / jnp.where(count == 0, jnp.ones_like(count), count)
+    return total / jnp.where(count == 0, 1, count)
 
 
 def masked_mean(
@@ -182,7 +184,6 @@ def aggregate(
       Liu et al., "Understanding R1-Zero-like training", 2025. https://arxiv.org/abs/2503.20783
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> loss = jnp.array([[1.0, 2.0, 3.0, 4.0], [10.0, 20.0, 0.0, 0.0]])
       >>> mask = jnp.array([[1, 1, 1, 1], [1, 1, 0, 0]])
       >>> [float(aggregate(loss, mask, mode)) for mode in ("seq-mean-token-mean", "token-sum")]
@@ -212,18 +213,23 @@ def aggregate(
             raise ValueError(f"max_length=None {rule}")
         per_token = per_token / settings.number("max_length", max_length, rule, above=0)
     if mode == "seq-mean-token-mean":
-        per_token = per_token / _lengths(per_token, mask, num_sequences, sequence_lengths)
+        lengths = row_lengths(mask, per_token)
+        if sequence_lengths is not None:
+            if num_sequences is None:
+                raise ValueError(
+                    "sequence_lengths without num_sequences: a row is not a sequence here, so rows "
+                    "cannot be counted; pass the number of sequences in the global batch."
+                )
+            check_shapes(per_token=per_token, sequence_lengths=sequence_lengths)
+            lengths = jnp.where(mask, jnp.asarray(sequence_lengths, per_token.dtype), 1)
+        per_token = per_token / lengths
     counted = jnp.any(mask, axis=-1) if empty_rows == "skip" else jnp.ones(mask.shape[:-1], bool)
     rows = num_true(counted)
     return divide(jnp.sum(per_token), rows if num_sequences is None else num_sequences)
 
 
 def check_denominators(loss: Callable[..., Any], denominators: Mapping[str, Any]) -> None:
-    """Check that what a loss hands on to `aggregate` are denominators and not typing errors.
-
-    Raises:
-      TypeError: if there is another keyword, naming the loss and the nearest of its own.
-    """
+    """Check that what a loss hands on to `aggregate` are denominators and not typing errors."""
     parameters = {
         n for n, p in inspect.signature(loss).parameters.items() if p.kind != p.VAR_KEYWORD
     }
@@ -233,22 +239,3 @@ def check_denominators(loss: Callable[..., Any], denominators: Mapping[str, Any]
             near = difflib.get_close_matches(name, takes, n=1)
             fix = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(takes)}."
             raise TypeError(f"{loss.__name__}() got an unexpected keyword {name!r}: {fix}")
-
-
-def _lengths(
-    per_token: Float[Array, "*batch time"],
-    mask: Shaped[Array, "*batch time"],
-    num_sequences: Scalar | None,
-    sequence_lengths: Real[ArrayLike, "*batch time"] | None,
-) -> Float[Array, "*batch time"] | Float[Array, "*batch 1"]:
-    """The tokens in each token's sequence, and 1 where there are none to divide."""
-    if sequence_lengths is None:
-        return row_lengths(mask, per_token)
-    if num_sequences is None:
-        raise ValueError(
-            "sequence_lengths without num_sequences: a row is not a sequence here, so rows cannot "
-            "be counted; pass the number of sequences in the global batch."
-        )
-    check_shapes(per_token=per_token, sequence_lengths=sequence_lengths)
-    lengths = jnp.asarray(sequence_lengths, per_token.dtype)
-    return jnp.where(mask, lengths, jnp.ones_like(lengths))

@@ -46,7 +46,6 @@ def overlong_penalty(
       Yu et al., "DAPO", 2025, eq. 13. https://arxiv.org/abs/2503.14476
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> overlong_penalty(jnp.array([60, 80, 90, 100, 120]), max_length=100, buffer=20).tolist()
       [0.0, 0.0, -0.5, -1.0, -1.0]
     """
@@ -87,7 +86,6 @@ def overlong_filter(
       Yu et al., "DAPO", 2025, section 3.4. https://arxiv.org/abs/2503.14476
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> overlong_filter(jnp.ones((2, 3)), jnp.array([False, True])).astype(int).tolist()
       [[1, 1, 1], [0, 0, 0]]
     """
@@ -117,7 +115,6 @@ def informative_groups(
       Yu et al., "DAPO", 2025, eq. 11. https://arxiv.org/abs/2503.14476
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> informative_groups(jnp.array([1, 1, 0, 1]), jnp.array([0, 5, 0, 5])).tolist()
       [True, False, True, False]
     """
@@ -162,7 +159,6 @@ def pass_at_k(
       https://arxiv.org/abs/2107.03374
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> pass_at_k(4, 1, k=2)
       0.5
       >>> pass_at_k(4, jnp.array([0, 1, 3]), k=2).tolist()
@@ -189,11 +185,7 @@ def pass_at_k(
 
 
 def _check_counts(num_samples: int, num_correct: int, k: int) -> None:
-    """Check that the counts of a prompt go together.
-
-    Raises:
-      ValueError: if they do not.
-    """
+    """Check that the counts of a prompt go together."""
     if not 0 <= num_correct <= num_samples:
         raise ValueError(f"num_correct={num_correct} must lie in 0..{num_samples}, the samples.")
     if k > num_samples:

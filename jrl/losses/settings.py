@@ -30,21 +30,11 @@ def number(
     at_least: int | float | None = None,
     above: int | float | None = None,
     at_most: int | float | None = None,
-    below: int | float | None = None,
 ) -> Checked:
-    """The setting `x`, checked if it is known.
-
-    Args:
-      name: of the argument.
-      x: a number, or an array without axes.
-      rule: what the message says after ``name=x``, with the usual fix.
-      at_least: the least that is allowed, as are the three below; None is off.
-      above: `x` must be above it.
-      at_most: the greatest that is allowed.
-      below: `x` must be below it.
+    """The setting `x`, checked if it is known; a limit of None is off.
 
     Raises:
-      ValueError: if `x` is no number, has axes, is NaN, or is out of the range.
+      ValueError: ``name=x rule`` if `x` is no number, has axes, is NaN, or is out of the range.
     """
     x = _scalar(name, x)
     if isinstance(x, Tracer):
@@ -54,7 +44,6 @@ def number(
         and (at_least is None or x >= at_least)
         and (above is None or x > above)
         and (at_most is None or x <= at_most)
-        and (below is None or x < below)
     )
     if not allowed:
         raise ValueError(f"{name}={x} {rule}")
@@ -62,20 +51,14 @@ def number(
 
 
 def optional(
-    name: str, x: Number | None, rule: str = "", **limits: int | float | None
+    name: str, x: Number | None, rule: str, **limits: int | float | None
 ) -> Checked | None:
     """As `number`, and None, which is "off", as it is."""
-    if x is None:
-        return None
-    return number(name, x, rule or "must be a number, not NaN; None is off.", **limits)
+    return None if x is None else number(name, x, rule, **limits)
 
 
 def discount(name: str, x: Scalar | Shaped[ArrayLike, "..."]) -> Any:
-    """A discount or a lambda: one number in [0, 1], or an array of them, which passes as it is.
-
-    Raises:
-      ValueError: as `number`.
-    """
+    """A discount or a lambda: one number in [0, 1], or an array of them, which passes as it is."""
     if not is_array(x):
         raise ValueError(f"{name}={x!r} must be a number, or an array of numbers.")
     if not jnp.ndim(x):
@@ -85,11 +68,7 @@ def discount(name: str, x: Scalar | Shaped[ArrayLike, "..."]) -> Any:
 
 
 def distance(name: str, x: Number, off: str = "float('inf') is off") -> Checked:
-    """A setting that is a distance: 0 or more.
-
-    Raises:
-      ValueError: as `number`.
-    """
+    """A setting that is a distance: 0 or more."""
     return number(name, x, f"is a distance and cannot be negative; {off}.", at_least=0)
 
 
@@ -99,20 +78,12 @@ def optional_distance(name: str, x: Number | None) -> Checked | None:
 
 
 def epsilon(name: str, x: Number) -> Checked:
-    """A setting that is added to a divisor: 0 or more.
-
-    Raises:
-      ValueError: as `number`.
-    """
+    """A setting that is added to a divisor: 0 or more."""
     return number(name, x, "is added to a divisor and cannot be negative; 0 is off.", at_least=0)
 
 
 def distance_pair(name: str, x: Sides, off: str = "float('inf') is off") -> tuple[Checked, Checked]:
-    """Two distances as (down, up), from two or from one for both.
-
-    Raises:
-      ValueError: if there are neither one nor two, or one of them is negative.
-    """
+    """Two distances as (down, up), from two or from one for both."""
     distances: Any = x
     shape = (len(distances),) if type(x) in (tuple, list) else ()
     if is_array(x):
@@ -128,11 +99,7 @@ def distance_pair(name: str, x: Sides, off: str = "float('inf') is off") -> tupl
 
 
 def span(low: Number, high: Number, why: str, *, equal: bool = False) -> tuple[Checked, Checked]:
-    """The settings `low` and `high`, in this order on the line.
-
-    Raises:
-      ValueError: if `low` is above `high`, or equal to it where `equal` does not allow that.
-    """
+    """The settings `low` and `high`, the lower first; they may be the same where `equal`."""
     low, high = number("low", low), number("high", high)
     if isinstance(low, Array) or isinstance(high, Array):
         return low, high
@@ -143,24 +110,13 @@ def span(low: Number, high: Number, why: str, *, equal: bool = False) -> tuple[C
 
 
 def count(name: str, x: Scalar | None, of: str) -> Checked | None:
-    """A count over the whole batch, or None, for which the caller counts the arrays it has.
-
-    Raises:
-      ValueError: as `number`.
-    """
-    if x is None:
-        return None
-    return number(
-        name, x, f"counts the {of} of the whole batch, one number of 0 or more.", at_least=0
-    )
+    """A count over the whole batch, or None, for which the caller counts the arrays it has."""
+    rule = f"counts the {of} of the whole batch, one number of 0 or more."
+    return optional(name, x, rule, at_least=0)
 
 
 def integer(name: str, x: SupportsIndex, rule: str, *, at_least: int) -> int:
-    """A whole number whose value decides what is compiled.
-
-    Raises:
-      ValueError: if it is traced, is not whole or is less than `at_least`.
-    """
+    """A whole number whose value decides what is compiled, so that it cannot be traced."""
     setting: Any = x
     value = static(name, setting, rule, at_least=at_least)
     if value % 1:
@@ -169,11 +125,7 @@ def integer(name: str, x: SupportsIndex, rule: str, *, at_least: int) -> int:
 
 
 def static(name: str, x: Number, rule: str, **limits: int | float | None) -> int | float:
-    """As `number`, of a setting whose value decides what is compiled.
-
-    Raises:
-      ValueError: as `number`, or if it is traced.
-    """
+    """As `number`, of a setting whose value decides what is compiled, so that it is not traced."""
     x = number(name, x, rule, **limits)
     if isinstance(x, Array):
         raise ValueError(
@@ -186,11 +138,7 @@ def static(name: str, x: Number, rule: str, **limits: int | float | None) -> int
 def choice(name: str, x: str, among: Any, what: str = "one of them") -> None:
     """Check that `x` is one of the strings of the `Literal` called `among`.
 
-    Args:
-      what: what the message says that `x` is not, where there are more than two.
-
-    Raises:
-      ValueError: if it is not, with all of them.
+    Where there are more than two, `what` is what the message says that `x` is not.
     """
     names = get_args(among)
     if x not in names:
@@ -200,11 +148,7 @@ def choice(name: str, x: str, among: Any, what: str = "one of them") -> None:
 
 
 def check_scalar(name: str, x: Scalar) -> None:
-    """Check that `x`, which is computed and not chosen, is a single number.
-
-    Raises:
-      ValueError: if it has axes.
-    """
+    """Check that `x`, which is computed and not chosen, is a single number."""
     if jnp.ndim(x):
         raise ValueError(f"{name} has shape {jnp.shape(x)} and must be one number.")
 

@@ -60,7 +60,6 @@ def bounded_value(
       BPCO, 2026 (bounded value head). https://arxiv.org/abs/2608.23566
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> bounded_value(jnp.array([-jnp.inf, 0.0, 1.0, jnp.inf]), low=-1.0, high=1.0).tolist()
       [-1.0, 0.0, 0.5, 1.0]
     """
@@ -96,8 +95,7 @@ def value_loss(
       clip: how far a value may move, in units of reward: one distance, or two as (down, up). None
         is off. (verl: 0.5; verl's T-PPO: 0.5 down and 0.6 up; OpenRLHF: off.)
       aggregation: how to weigh tokens and sequences, see `aggregate`.
-      denominators: those of `aggregate`: `num_tokens`, `num_sequences`, `max_length`,
-        `sequence_lengths`, `empty_rows`.
+      denominators: those of `aggregate`, such as `num_tokens`.
 
     Returns:
       `(loss, metrics)`. The metrics add up over micro-batches and devices.
@@ -107,14 +105,13 @@ def value_loss(
       * ``vf_explained_var``: an `ExplainedVariance` of the returns by the values.
 
     Raises:
-      ValueError: if a distance is negative, or shapes do not agree.
+      ValueError: if a distance is negative.
 
     References:
       Schulman et al., "Proximal policy optimization algorithms", 2017, eq. 9, and its published
       code for the clip. https://arxiv.org/abs/1707.06347
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> values, old, returns = jnp.array([0.9]), jnp.array([0.5]), jnp.array([1.0])
       >>> loss, _ = value_loss(values, old, returns, jnp.ones(1), clip=0.25)
       >>> round(float(loss), 5) == round((1 - 0.75) ** 2 / 2, 5)
@@ -147,8 +144,7 @@ def value_loss(
 class ExplainedVariance(Additive, Generic[Leaf]):
     """The sums behind an explained variance, which itself is not additive.
 
-    Two of them add with ``+``, over devices ``jax.lax.psum`` takes the record as it is, and
-    `value` is then the explained variance of everything together.
+    Records of pieces add up as `Mean` does, and `value` is then that of everything together.
 
     Attributes:
       count: tokens.
@@ -174,12 +170,8 @@ class ExplainedVariance(Additive, Generic[Leaf]):
     ) -> "ExplainedVariance[Array]":
         """The sums over the true tokens of one piece, without a gradient.
 
-        Args:
-          values: the critic's estimates.
-          returns: what they are compared with.
-          mask: true on the tokens that count.
-          centre: a number near the mean return, the same for every piece. It changes no result but
-            for rounding, and matters where returns vary by less than a hundredth of their size.
+        `centre` is a number near the mean return, the same for every piece. It changes no result
+        but for rounding, and matters where returns vary by less than a hundredth of their size.
         """
         mask, (values, returns) = masked_constants(mask, values=values, returns=returns)
         error = returns - values
@@ -196,17 +188,11 @@ class ExplainedVariance(Additive, Generic[Leaf]):
         """``1 - Var(G - V) / Var(G)``; 0 where the returns do not vary, beyond rounding."""
         errors, error_square, returns, return_square = (
             divide(jnp.asarray(total), jnp.asarray(self.count))
-            for total in (
-                self.error_sum,
-                self.error_squares,
-                self.return_sum,
-                self.return_squares,
-            )
+            for total in (self.error_sum, self.error_squares, self.return_sum, self.return_squares)
         )
         unexplained, variance = error_square - errors**2, return_square - returns**2
         flat = variance <= 64 * jnp.finfo(variance.dtype).eps * return_square
-        explained = 1 - unexplained / jnp.where(flat, jnp.ones_like(variance), variance)
-        return jnp.where(flat, jnp.zeros_like(explained), explained)
+        return jnp.where(flat, 0, 1 - unexplained / jnp.where(flat, 1, variance))
 
 
 def explained_variance(
@@ -229,7 +215,6 @@ def explained_variance(
       The explained variance, without a gradient; 0 where the returns do not vary.
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> returns = jnp.array([0.0, 1.0, 2.0, 3.0])
       >>> float(explained_variance(returns / 2, returns, jnp.ones(4)))
       0.75

@@ -8,7 +8,7 @@ that size either.
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, SupportsIndex, TypeVar
+from typing import NamedTuple, SupportsIndex, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,24 +17,26 @@ from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Shaped
 
 from jrl.losses import settings
-from jrl.losses.arrays import as_floats, as_mask, zero_masked
+from jrl.losses.arrays import PerRow, as_floats, as_mask, zero_masked
 
 Total = TypeVar("Total")
+Logits: TypeAlias = Float[Array, "*batch vocab"]
+RowMask: TypeAlias = Bool[Array, "*batch"]
+# Of some entries: the greatest logit, and two sums relative to it.
+Part: TypeAlias = tuple[Array, Array, Array]
 
 
 def checked_chunk_size(chunk_size: SupportsIndex | None) -> int | None:
     """The setting as a whole number."""
     if chunk_size is None:
         return None
-    return settings.integer(
-        "chunk_size", chunk_size, "must be at least 1; None is off.", at_least=1
-    )
+    rule = "must be at least 1; None is off."
+    return settings.integer("chunk_size", chunk_size, rule, at_least=1)
 
 
 def rows_of_logits(
-    logits: Float[ArrayLike, "*batch vocab"],
-    mask: Shaped[ArrayLike, "*batch"] | None,
-) -> tuple[Float[Array, "*batch vocab"], Bool[Array, "*batch"]]:
+    logits: Float[ArrayLike, "*batch vocab"], mask: Shaped[ArrayLike, "*batch"] | None
+) -> tuple[Logits, RowMask]:
     """The logits as they are, and a mask that says which rows of them count."""
     logits = jnp.asarray(logits)
     if mask is None:
@@ -54,24 +56,19 @@ class Normaliser(NamedTuple):
     the greatest logit, counts as a constant, which changes no derivative of a log-probability.
     """
 
-    shift: Float[Array, "*batch"]
-    log_sum: Float[Array, "*batch"]
+    shift: PerRow
+    log_sum: PerRow
 
-    def logprobs(
-        self, logits: Float[Array, "*batch vocab"]
-    ) -> tuple[Float[Array, "*batch vocab"], Bool[Array, "*batch vocab"]]:
+    def logprobs(self, logits: Logits) -> tuple[Logits, Bool[Array, "*batch vocab"]]:
         """Log-probabilities, 0 in place of -inf, and where they are not that."""
         possible = logits != -jnp.inf
         # Made finite before the arithmetic: 0 * -inf is a NaN in the value and in the derivative.
         logits = jnp.where(possible, logits, self.shift[..., None])
-        return zero_masked(
-            logits - self.shift[..., None] - self.log_sum[..., None], possible
-        ), possible
+        logprobs = logits - self.shift[..., None] - self.log_sum[..., None]
+        return zero_masked(logprobs, possible), possible
 
 
-def chunk_of(
-    logits: Float[Array, "*batch vocab"], mask: Bool[Array, "*batch"], first: Array, size: int
-) -> Float[Array, "*batch size"]:
+def chunk_of(logits: Logits, mask: RowMask, first: Array, size: int) -> Float[Array, "*batch size"]:
     """A piece of the logits in the working precision, 0 in rows that do not count."""
     # Tied to the place in the loop: XLA for CPUs raises half precision before it slices, and would
     # otherwise move that out of the loop and hold everything in float32.
@@ -111,31 +108,27 @@ def over_chunks(
     return total if num_chunks == 1 else jax.lax.fori_loop(1, num_chunks, body, total)
 
 
-def statistics(
-    chunk_size: int | None, logits: Float[Array, "*batch vocab"], mask: Bool[Array, "*batch"]
-) -> tuple[Normaliser, Float[Array, "*batch"]]:
+def statistics(chunk_size: int | None, logits: Logits, mask: RowMask) -> tuple[Normaliser, PerRow]:
     """The normaliser and the entropy in one pass, with a running maximum."""
 
-    def start(first: Array, counts: Array) -> tuple[Array, Array, Array]:
+    def start(first: Array, counts: Array) -> Part:
         piece = chunk_of(logits, mask, first, counts.size)
-        piece = jnp.where(along(counts, piece), piece, jnp.asarray(-jnp.inf, piece.dtype))
+        piece = jnp.where(along(counts, piece), piece, -jnp.inf)
         largest = jnp.max(piece, axis=-1)
         possible = piece != -jnp.inf
         relative = zero_masked(piece - largest[..., None], possible)
         weights = zero_masked(jnp.exp(relative), possible)
         return largest, jnp.sum(weights, axis=-1), jnp.sum(weights * relative, axis=-1)
 
-    def rescale(part: tuple[Array, Array, Array], largest: Array) -> tuple[Array, Array]:
+    def rescale(part: Part, largest: Array) -> tuple[Array, Array]:
         """The sums of a part, relative to another maximum."""
         maximum, total, moment = part
         empty = maximum == -jnp.inf
-        down = jnp.where(empty, jnp.zeros_like(maximum), maximum - largest)
-        factor = jnp.where(empty, jnp.zeros_like(maximum), jnp.exp(down))
+        down = jnp.where(empty, 0, maximum - largest)
+        factor = jnp.where(empty, 0, jnp.exp(down))
         return factor * total, factor * (moment + total * down)
 
-    def merge(
-        left: tuple[Array, Array, Array], right: tuple[Array, Array, Array]
-    ) -> tuple[Array, Array, Array]:
+    def merge(left: Part, right: Part) -> Part:
         largest = jnp.maximum(left[0], right[0])
         (total, moment), (more, further) = rescale(left, largest), rescale(right, largest)
         return largest, total + more, moment + further
@@ -146,9 +139,7 @@ def statistics(
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def log_normaliser(
-    chunk_size: int | None, logits: Float[Array, "*batch vocab"], mask: Bool[Array, "*batch"]
-) -> Normaliser:
+def log_normaliser(chunk_size: int | None, logits: Logits, mask: RowMask) -> Normaliser:
     return statistics(chunk_size, logits, mask)[0]
 
 
@@ -166,12 +157,8 @@ def _log_normaliser_jvp(chunk_size, primals, tangents):
 
 
 def contracted(
-    slope: Callable[..., Array],
-    tangent: Float[Array, "*batch vocab"],
-    mask: Bool[Array, "*batch"],
-    logits: Float[Array, "*batch vocab"],
-    *constants: object,
-) -> Float[Array, "*batch"]:
+    slope: Callable[..., Array], tangent: Logits, mask: RowMask, logits: Logits, *constants: object
+) -> PerRow:
     """``sum_v slope_v tangent_v``, where the backward pass works the slope out when it needs it.
 
     Otherwise the slope, as large as the logits, would be kept from the forward pass until then.

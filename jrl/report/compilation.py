@@ -1,14 +1,12 @@
 """Compilation on the terminal: "compiling the update, 12 s".
 
 JAX compiles a function when it is first called, for seconds to minutes in which nothing else
-happens.
-`CompilationWatch` listens to JAX's own events: a program is lowered, then compiled.
+happens. `CompilationWatch` listens to JAX's own events: a program is lowered, then compiled.
 """
 
 import threading
 import time
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from rich.console import Console
@@ -29,16 +27,11 @@ NAMES = {
 """Names on the terminal of functions that take long to compile, by function name."""
 
 
-@dataclass(frozen=True)
-class Compilation:
+class Compilation(NamedTuple):
     """A program on its way through the compiler."""
 
     name: str
     started: float
-
-    def line(self) -> str:
-        seconds = time.monotonic() - self.started
-        return f"compiling {self.name}, {seconds:.0f} s"
 
 
 class CompilationWatch:
@@ -72,9 +65,10 @@ class CompilationWatch:
     def line(self) -> str | None:
         """The compilation that has been under way for a while; None where there is none."""
         current = self._current
-        if current is None or time.monotonic() - current.started < self._short:
+        seconds = 0.0 if current is None else time.monotonic() - current.started
+        if current is None or seconds < self._short:
             return None
-        return current.line()
+        return f"compiling {current.name}, {seconds:.0f} s"
 
     def _on_event(self, event: str, duration_secs: float, **event_fields: Any) -> None:
         # Other threads compile beside the one that waits: only that one is told of.

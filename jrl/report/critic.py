@@ -2,8 +2,7 @@
 
 import functools
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,12 +50,12 @@ class CriticRollout:
     high: float | Array = 1.0
     alpha: float | Array | None = None
 
-    @cached_property
+    @functools.cached_property
     def lengths(self) -> np.ndarray | Array:
         """``[batch]`` sampled tokens of each completion."""
         return self.mask.sum(axis=1).astype(np.int32)
 
-    @cached_property
+    @functools.cached_property
     def edges(self) -> tuple[int, ...]:
         """Lengths that part the responses into up to four buckets of about one size."""
         lengths = self.lengths[self.lengths > 0]
@@ -110,6 +109,7 @@ class CriticReport:
 
     def summary(self) -> dict[str, float]:
         """One number or two per diagnostic, by name; what is infinite is left out."""
+        sensitivity = self.sensitivity
         statistics = {
             "explained_variance": self.explained_variance,
             "explained_variance/first_decile": self.position.explained_variance[0],
@@ -124,11 +124,9 @@ class CriticReport:
             "advantage/std": self.deviation,
             "terminal_reach/share": self.reach.share,
             "terminal_reach/horizon": self.reach.horizon,
-            "lambda/correlation": np.average(
-                self.sensitivity.correlation, weights=self.sensitivity.tokens
-            ),
+            "lambda/correlation": np.average(sensitivity.correlation, weights=sensitivity.tokens),
             "lambda/sign_agreement": np.average(
-                self.sensitivity.sign_agreement, weights=self.sensitivity.tokens
+                sensitivity.sign_agreement, weights=sensitivity.tokens
             ),
             "variance/within_over_between": self.variance.ratio,
             "td/gini": self.concentration.gini,
@@ -155,11 +153,9 @@ def critic_diagnostics(rollout: CriticRollout) -> CriticReport:
     """
     if not rollout.mask.any():
         raise ValueError("the rollout has no sampled token, so there is nothing to diagnose.")
-    lam = np.asarray(rollout.lam, rollout.values.dtype)
-    computed = _compute_diagnostics(replace(rollout, lam=lam), edges=rollout.edges)
-    advantages, bias, steps, bins = map(
-        np.asarray, (computed.advantages, computed.bias, computed.steps, computed.bins)
-    )
+    arrays = replace(rollout, lam=np.asarray(rollout.lam, rollout.values.dtype))
+    per_token, scalars, records = _compute_diagnostics(arrays, edges=rollout.edges)
+    advantages, bias, steps, bins = map(np.asarray, per_token)
 
     def bin_means(x: np.ndarray) -> np.ndarray:
         """The mean over the tokens of each part of a response."""
@@ -167,76 +163,59 @@ def critic_diagnostics(rollout: CriticRollout) -> CriticReport:
         total = np.bincount(bins[mask], x[mask], BINS)
         return total / np.maximum(np.bincount(bins[mask], minlength=BINS), 1)
 
-    first = rollout.mask & (np.cumsum(rollout.mask, axis=1) == 1)
-    discounts = rollout.gamma ** (np.cumsum(rollout.mask, axis=1) - 1.0)
+    position = np.cumsum(rollout.mask, axis=1)
+    first = rollout.mask & (position == 1)
+    discounts = rollout.gamma ** (position - 1.0)
     predicted = np.where(first, rollout.values, 0).sum(1)
     surprise = np.where(rollout.mask, rollout.rewards * discounts, 0).sum(1) - predicted
     contradicts = np.sign(advantages) != np.sign(surprise)[:, None]
+    fields = records | {name: None if x is None else float(x) for name, x in scalars.items()}
     return CriticReport(
-        **computed.report_fields,
-        explained_variance=float(computed.explained_variance),
+        **fields,
         bias=np.abs(bin_means(bias)),
         deviation=float(np.std(advantages[rollout.mask])),
-        guard_rate=None if computed.guard_rate is None else float(computed.guard_rate),
         errors=bin_means(np.abs(steps)),
-        contradiction=float(computed.contradiction),
         contradictions=bin_means(contradicts.astype(advantages.dtype)),
     )
 
 
-class _DiagnosticArrays(NamedTuple):
-    """Results of `_compute_diagnostics`: fields of a `CriticReport`, arrays for the others."""
-
-    advantages: Array
-    bias: Array
-    steps: Array
-    bins: Array
-    explained_variance: Array
-    guard_rate: Array | None
-    contradiction: Array
-    report_fields: dict[str, Any]
-
-
 @functools.partial(DeviceJit, static_argnames="edges")
-def _compute_diagnostics(rollout: CriticRollout, *, edges: tuple[int, ...]) -> _DiagnosticArrays:
-    """The part of the report that is made of arrays, as one program."""
-    values, rewards, mask, correct, groups, lam, lengths = map(
-        jnp.asarray,
-        (
-            *(rollout.values, rollout.rewards, rollout.mask, rollout.correct, rollout.groups),
-            *(rollout.lam, rollout.lengths),
-        ),
-    )
-    gamma, alpha = rollout.gamma, rollout.alpha
+def _compute_diagnostics(
+    rollout: CriticRollout, *, edges: tuple[int, ...]
+) -> tuple[tuple[Array, ...], dict[str, Any], dict[str, Any]]:
+    """The arrays of the report, as one program: per token, scalar fields and fields of records."""
+    values, rewards, mask = map(jnp.asarray, (rollout.values, rollout.rewards, rollout.mask))
+    lam, gamma, alpha, lengths = rollout.lam, rollout.gamma, rollout.alpha, rollout.lengths
     advantages, _ = gae(rewards, values, mask, gamma=gamma, lam=lam)
     _, returns = gae(rewards, values, mask, gamma=gamma, lam=1.0)
-    errors, solved = values - returns, correct.astype(values.dtype)
-    return _DiagnosticArrays(
-        advantages=advantages,
-        bias=diagnostics.bootstrap_bias(errors, mask, lam, gamma=gamma),
-        steps=gae(rewards, values, mask, gamma=gamma, lam=0.0)[0],
-        bins=diagnostics.relative_position(mask, num_bins=BINS),
-        explained_variance=explained_variance(values, returns, mask),
-        guard_rate=None if alpha is None else diagnostics.guard_rate(lengths, alpha=alpha),
-        contradiction=diagnostics.outcome_contradiction(
+    errors, solved = values - returns, rollout.correct.astype(values.dtype)
+    per_token = (
+        advantages,
+        diagnostics.bootstrap_bias(errors, mask, lam, gamma=gamma),
+        gae(rewards, values, mask, gamma=gamma, lam=0.0)[0],
+        diagnostics.relative_position(mask, num_bins=BINS),
+    )
+    scalars = {
+        "explained_variance": explained_variance(values, returns, mask),
+        "guard_rate": None if alpha is None else diagnostics.guard_rate(lengths, alpha=alpha),
+        "contradiction": diagnostics.outcome_contradiction(
             rewards, values, advantages, mask, gamma=gamma
         ),
-        report_fields={
-            "position": diagnostics.by_position(values, returns, mask, num_bins=BINS),
-            "calibration": diagnostics.calibration(
-                values, solved[:, None], mask, low=rollout.low, high=rollout.high, num_bins=BINS
-            ),
-            "bootstrap": diagnostics.bootstrap_bias_bound(
-                errors, advantages, mask, lam, gamma=gamma
-            ),
-            "reach": diagnostics.terminal_reach(mask, lam=lam, gamma=gamma),
-            "sensitivity": diagnostics.lambda_sensitivity(
-                rewards, values, mask, lam=lam, gamma=gamma, edges=edges
-            ),
-            "variance": diagnostics.within_between_variance(advantages, mask),
-            "concentration": diagnostics.td_concentration(rewards, values, mask, gamma=gamma),
-            "length": diagnostics.length_share(mask, edges=edges),
-            "negative": diagnostics.negative_share(advantages, mask),
-            "groups": diagnostics.group_degeneracy(solved, groups),
-        },
-    )
+    }
+    records = {
+        "position": diagnostics.by_position(values, returns, mask, num_bins=BINS),
+        "calibration": diagnostics.calibration(
+            values, solved[:, None], mask, low=rollout.low, high=rollout.high, num_bins=BINS
+        ),
+        "bootstrap": diagnostics.bootstrap_bias_bound(errors, advantages, mask, lam, gamma=gamma),
+        "reach": diagnostics.terminal_reach(mask, lam=lam, gamma=gamma),
+        "sensitivity": diagnostics.lambda_sensitivity(
+            rewards, values, mask, lam=lam, gamma=gamma, edges=edges
+        ),
+        "variance": diagnostics.within_between_variance(advantages, mask),
+        "concentration": diagnostics.td_concentration(rewards, values, mask, gamma=gamma),
+        "length": diagnostics.length_share(mask, edges=edges),
+        "negative": diagnostics.negative_share(advantages, mask),
+        "groups": diagnostics.group_degeneracy(solved, rollout.groups),
+    }
+    return per_token, scalars, records

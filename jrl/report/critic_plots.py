@@ -1,6 +1,5 @@
 """Plot of all diagnostics of a critic, one panel each."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,36 +31,16 @@ def plot_diagnostics(
     title: str | None = None,
     report: CriticReport | None = None,
 ) -> Path:
-    """Draw the diagnostics of one rollout.
+    """Draw the diagnostics of one rollout, which must have a token, as a PNG at `path`.
 
-    Args:
-      rollout: what the critic said of it.
-      path: the PNG to write; folders are made.
-      title: its heading.
-      report: its numbers, where they are known already.
-
-    Returns:
-      `path`.
-
-    Raises:
-      ValueError: if the rollout has no token.
+    A `report` has the rollout's numbers where they are computed already.
     """
     report = critic_diagnostics(rollout) if report is None else report
     figure, grid = create_grid(12, title)
     figure.set_size_inches(20.0, 14.0)
     panels = (
-        _explained_variance,
-        _bias,
-        _calibration,
-        _bootstrap,
-        _reach,
-        _sensitivity,
-        _variance,
-        _concentration,
-        _contradiction,
-        _lengths,
-        _negative,
-        _groups,
+        *(_explained_variance, _bias, _calibration, _bootstrap, _reach, _sensitivity),
+        *(_variance, _concentration, _contradiction, _lengths, _negative, _groups),
     )
     for axes, draw in zip(grid, panels, strict=True):
         style_axes(axes, "y")
@@ -100,24 +79,16 @@ def _legend(axes: "Axes") -> None:
 
 
 def _bars(
-    axes: "Axes",
-    names: Sequence[str],
-    heights: Sequence[float] | np.ndarray,
-    colours: Sequence[str],
-    form: str = "{:.0%}",
+    axes: "Axes", names: list[str], heights: list[float], colours: list[str], form: str = "{:.0%}"
 ) -> None:
     """Bars with their height written on them."""
-    bars = axes.bar(range(len(names)), heights, width=0.62, color=list(colours))
-    axes.bar_label(bars, [form.format(float(h)) for h in heights], color=INK, fontsize=11)
+    bars = axes.bar(range(len(names)), heights, width=0.62, color=colours)
+    axes.bar_label(bars, [form.format(height) for height in heights], color=INK, fontsize=11)
     axes.set_xticks(range(len(names)), names)
 
 
 def _pairs(
-    axes: "Axes",
-    names: Sequence[str],
-    first: np.ndarray,
-    second: np.ndarray,
-    labels: tuple[str, str],
+    axes: "Axes", names: list[str], first: np.ndarray, second: np.ndarray, labels: tuple[str, str]
 ) -> None:
     """Two bars for each name."""
     positions = np.arange(len(names))
@@ -173,9 +144,8 @@ def _calibration(axes: "Axes", rollout: CriticRollout, report: CriticReport) -> 
 
 
 def _bootstrap(axes: "Axes", rollout: CriticRollout, report: CriticReport) -> None:
-    axes.plot(
-        _bin_centers(axes), report.bias, color=ORANGE, linewidth=2.6, marker="o", label="bias"
-    )
+    middles = _bin_centers(axes)
+    axes.plot(middles, report.bias, color=ORANGE, linewidth=2.6, marker="o", label="bias")
     axes.axhline(report.deviation, color=BLUE, linewidth=2, label="spread of advantages")
     axes.set_ylim(0, None)
     _legend(axes)
@@ -188,9 +158,7 @@ def _reach(axes: "Axes", rollout: CriticRollout, report: CriticReport) -> None:
     longest = int(rollout.lengths.max())
     decay = np.ravel(np.broadcast_to(rollout.lam, (len(rollout.lengths), 1)))[rollout.lengths > 0]
     back = np.arange(longest)
-    low, mid, high = (
-        (rollout.gamma * quantile) ** back for quantile in np.quantile(decay, (0, 0.5, 1))
-    )
+    low, mid, high = ((rollout.gamma * x) ** back for x in np.quantile(decay, (0, 0.5, 1)))
     axes.fill_between(back, low, high, color=BLUE, alpha=0.15, linewidth=0)
     axes.plot(back, mid, color=BLUE, linewidth=2.6)
     typical = float(np.median(rollout.lengths[rollout.lengths > 0])) - 1
@@ -224,7 +192,7 @@ def _sensitivity(axes: "Axes", rollout: CriticRollout, report: CriticReport) -> 
 
 def _variance(axes: "Axes", rollout: CriticRollout, report: CriticReport) -> None:
     variances = [float(report.variance.within), float(report.variance.between)]
-    _bars(axes, ["within\nresponses", "between\nresponses"], variances, (GREEN, BLUE), "{:.3g}")
+    _bars(axes, ["within\nresponses", "between\nresponses"], variances, [GREEN, BLUE], "{:.3g}")
     axes.set_ylim(0, 1.15 * max(*variances, 1e-9))
     note = f"ratio {float(report.variance.ratio):.2f}; 0 adds nothing to a baseline"
     _label_panel(axes, "Variance of advantages", note, "", "in reward squared")
@@ -259,7 +227,7 @@ def _lengths(axes: "Axes", rollout: CriticRollout, report: CriticReport) -> None
 def _negative(axes: "Axes", rollout: CriticRollout, report: CriticReport) -> None:
     negative = report.negative
     shares = [float(negative.responses), float(negative.tokens)]
-    _bars(axes, ["of responses", "of tokens"], shares, (BLUE, ORANGE))
+    _bars(axes, ["of responses", "of tokens"], shares, [BLUE, ORANGE])
     _percent(axes, 1.15 * max(*shares, 0.05))
     note = (
         f"mean length {float(negative.length):.1f} against {float(negative.other_length):.1f}; "
@@ -272,7 +240,7 @@ def _groups(axes: "Axes", rollout: CriticRollout, report: CriticReport) -> None:
     groups = report.groups
     right, wrong = float(groups.all_right), float(groups.all_wrong)
     shares = [right, max(0.0, 1 - right - wrong), wrong]
-    _bars(axes, ["all right", "mixed", "all wrong"], shares, (GREEN, BLUE, ORANGE))
+    _bars(axes, ["all right", "mixed", "all wrong"], shares, [GREEN, BLUE, ORANGE])
     _percent(axes, 1.15 * max(shares))
     note = f"pass@1 {float(groups.pass_at_1):.0%}, pass@k {float(groups.pass_at_k):.0%}"
     _label_panel(axes, "Groups", note, "responses to one prompt", "share of prompts")

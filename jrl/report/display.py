@@ -11,7 +11,7 @@ import unicodedata
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -63,25 +63,18 @@ def sparkline(values: Sequence[float | int], width: int = 40, blocks: str = BLOC
     More values than `width` are averaged in equal bins. The lowest value is the lowest block, the
     highest the highest; a NaN or an infinity is a gap.
     """
-    finite = [value if math.isfinite(value) else None for value in values]
-    if len(finite) > width:
-        edges = [len(finite) * i // width for i in range(width + 1)]
-        bins = [finite[start:end] for start, end in pairwise(edges)]
-        finite = [
-            _mean([value for value in values_of_bin if value is not None]) for values_of_bin in bins
-        ]
-    present = [value for value in finite if value is not None]
+    if len(values) > width:
+        edges = [len(values) * i // width for i in range(width + 1)]
+        bins = [list(filter(math.isfinite, values[start:end])) for start, end in pairwise(edges)]
+        values = [sum(finite) / len(finite) if finite else math.nan for finite in bins]
+    present = list(filter(math.isfinite, values))
     if not present:
         return ""
     low, high = min(present), max(present)
     scale = (len(blocks) - 1) / (high - low) if high > low else 0.0
     return "".join(
-        " " if value is None else blocks[round((value - low) * scale)] for value in finite
+        blocks[round((value - low) * scale)] if math.isfinite(value) else " " for value in values
     )
-
-
-def _mean(values: Sequence[float | int]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 def visible(text: str) -> str:
@@ -90,7 +83,7 @@ def visible(text: str) -> str:
     A newline becomes ``↵`` and a new line; other control characters become their picture (``␛``);
     characters that reorder or hide text become their escape (``\\u202e``).
     """
-    return "".join(_visible_character(character) for character in text)
+    return "".join(map(_visible_character, text))
 
 
 def _visible_character(character: str) -> str:
@@ -106,7 +99,110 @@ def _visible_character(character: str) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
-class WarmStartDisplay:
+def _clock(seconds: float | int) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+
+
+Display = TypeVar("Display", bound="_ProgressDisplay")
+
+
+class _ProgressDisplay:
+    """A bar with time and a body below it on a terminal; plain lines elsewhere."""
+
+    def __init__(
+        self, title: str, num_steps: int, first_step: int, console: Console | None, every: int
+    ):
+        if every < 1:
+            raise ValueError(f"every={every} must be at least 1 step")
+        self._title = title
+        self._num_steps = num_steps
+        self._console = console or Console()
+        self._every = every
+        self._step = first_step
+        self._side: str = ""
+        self._body: RenderableType = Text("starting ...", style="dim")
+        self._started = time.monotonic()
+        # The remaining time comes from the last steps alone: the first one compiles.
+        self._ticks: deque[tuple[int, float]] = deque(maxlen=20)
+        self._printed = first_step
+        self._last_line: tuple[int, str] | None = None
+        self._live: Live | None = None
+        self._stopped = False
+
+    def __enter__(self: Display) -> Display:
+        self._started = time.monotonic()
+        if self._console.is_terminal:
+            self._live = Live(
+                get_renderable=self._render, console=self._console, refresh_per_second=4
+            )
+            self._live.start()
+            compilation.set_drawing(self, True)
+        return self
+
+    def _show(
+        self, step: int, side: str, body: RenderableType, line: str, always: bool = False
+    ) -> None:
+        """Show `body` on a terminal, or print `line` if it is due or `always`."""
+        first = not self._ticks
+        self._step, self._side, self._body = step, side, body
+        self._ticks.append((step, time.monotonic()))
+        if self._live is not None:
+            return
+        self._last_line = (step, line)
+        if first or always or step >= self._num_steps or step >= self._printed + self._every:
+            self._print_line()
+
+    def _note(self, line: str) -> None:
+        """Print a line at once where the console is no terminal."""
+        if self._live is None:
+            # Not through the console: it would cut the line at 80 columns.
+            print(line, file=self._console.file, flush=True)
+
+    def __exit__(self, *error: object) -> None:
+        self._stopped = True
+        if self._live is not None:
+            compilation.set_drawing(self, False)
+            self._live.stop()  # draws once more
+            self._live = None
+        else:
+            self._print_line()
+
+    def _print_line(self) -> None:
+        """Print the last line unless it has been printed."""
+        if self._last_line is None:
+            return
+        self._printed, line = self._last_line
+        self._last_line = None
+        self._note(line)
+
+    def _remaining(self) -> str:
+        if len(self._ticks) < 2:
+            return "?"
+        (first, first_time), (last, last_time) = self._ticks[0], self._ticks[-1]
+        if last <= first:
+            return "?"
+        return _clock((self._num_steps - last) * (last_time - first_time) / (last - first))
+
+    def _render(self) -> RenderableType:
+        elapsed = _clock(time.monotonic() - self._started)
+        bar = min(30, max(6, self._console.width - 64))  # the rest of the row is some 64 wide
+        header = Table.grid(padding=(0, 2))
+        header.add_row(
+            Text(self._title, style="bold cyan"),
+            ProgressBar(total=max(self._num_steps, 1), completed=self._step, width=bar),
+            Text(f"{self._step}/{self._num_steps}", style="bold"),
+            Text(f"{elapsed} elapsed"),
+            Text("" if self._stopped else f"{self._remaining()} left", style="dim"),
+            Text(self._side, style="magenta"),
+        )
+        compiling = compilation.current_line()
+        lines = [] if compiling is None else [Text(compiling, style="dim")]
+        return Group(header, self._body, *lines)
+
+
+class WarmStartDisplay(_ProgressDisplay):
     """The progress of the supervised phase, towards its target.
 
     Args:
@@ -119,8 +215,8 @@ class WarmStartDisplay:
     def __init__(
         self, num_steps: int, target: float | int, console: Console | None = None, every: int = 100
     ):
+        super().__init__("warm start", num_steps, 0, console, every)
         self.target = target
-        self._progress = _Progress("warm start", num_steps, 0, console, every)
         self._accuracy: float | int | None = None
 
     def update(self, step: int, loss: float | int, accuracy: float | int | None = None) -> None:
@@ -128,24 +224,14 @@ class WarmStartDisplay:
         measured = accuracy is not None
         self._accuracy = accuracy if measured else self._accuracy
         reached = "not measured yet" if self._accuracy is None else f"{self._accuracy:.3f}"
-        cells = [
-            _cell("loss", f"{loss:.4f}"),
-            _cell("accuracy", f"{reached} of {self.target:.3f}"),
-        ]
-        line = f"warm start: {step}/{self._progress.num_steps}, loss: {loss:.4f}"
+        cells = _cell("loss", f"{loss:.4f}"), _cell("accuracy", f"{reached} of {self.target:.3f}")
+        line = f"warm start: {step}/{self._num_steps}, loss: {loss:.4f}"
         if self._accuracy is not None:
             line += f", accuracy: {self._accuracy:.3f} of {self.target:.3f}"
-        self._progress.update(step, "", Text("   ").join(cells), line, always=measured)
-
-    def __enter__(self) -> "WarmStartDisplay":
-        self._progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._progress.stop()
+        self._show(step, "", Text("   ").join(cells), line, always=measured)
 
 
-class TrainingDisplay:
+class TrainingDisplay(_ProgressDisplay):
     """The progress of reinforcement: time, speed, reward with its curve, and what to watch.
 
     Args:
@@ -164,7 +250,7 @@ class TrainingDisplay:
         console: Console | None = None,
         every: int = 10,
     ):
-        self._progress = _Progress("training", num_steps, first_step, console, every)
+        super().__init__("training", num_steps, first_step, console, every)
         self._rewards = list(rewards)
         self._evaluation: tuple[int, dict[str, float | int]] | None = None
         self._alarm = ""
@@ -172,7 +258,7 @@ class TrainingDisplay:
     def alarm(self, line: str) -> None:
         """Show that something is wrong; the last such line stays."""
         self._alarm = visible(line)
-        self._progress.note(f"ALARM: {self._alarm}")
+        self._note(f"ALARM: {self._alarm}")
 
     def update(self, step: int, metrics: Mapping[str, float | int]) -> None:
         """Show the state after `step` steps; the last evaluation stays until the next."""
@@ -184,17 +270,22 @@ class TrainingDisplay:
         speed = ""
         if "perf/tokens_per_second" in metrics:
             speed = f"{metrics['perf/tokens_per_second']:,.0f} tokens/s"
-        body = Group(self._reward_and_accuracy(), _cells(metrics))
+        cells = [
+            _cell(label, form.format(metrics[name]))
+            for label, name, form in CELLS
+            if name in metrics
+        ]
+        body = Group(self._reward_and_accuracy(), Text("   ").join(cells))
         if self._alarm:
             body = Group(body, Text(f"ALARM: {self._alarm}", style="bold red"))
-        line = training_line(step, self._progress.num_steps, metrics)
-        self._progress.update(step, speed, body, line, always=bool(evaluation))
+        line = training_line(step, self._num_steps, metrics)
+        self._show(step, speed, body, line, always=bool(evaluation))
 
     def _reward_and_accuracy(self) -> Text:
         cells = []
         if self._rewards:
-            blocks = ASCII_BLOCKS if self._progress.ascii_only else BLOCKS
-            width = min(30, max(6, self._progress.console.width - 68))  # the rest is some 68 wide
+            blocks = ASCII_BLOCKS if self._console.options.ascii_only else BLOCKS
+            width = min(30, max(6, self._console.width - 68))  # the rest is some 68 wide
             curve = Text(f" {sparkline(self._rewards, width, blocks)}", style="green")
             cells.append(_cell("reward", f"{self._rewards[-1]:.3f}") + curve)
         if self._evaluation is not None:
@@ -204,21 +295,13 @@ class TrainingDisplay:
             cells.append(_cell(word, shown) + Text(f" at step {step}", style="dim"))
         return Text("   ").join(cells)
 
-    def __enter__(self) -> "TrainingDisplay":
-        self._progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._progress.stop()
-
 
 def training_line(step: int, num_steps: int, metrics: Mapping[str, float | int]) -> str:
     """Return one step as a line: step, seconds, tokens/s, loss and the rest that exists."""
-    fields = [f"completed step: {step}/{num_steps}"]
-    fields += [
-        f"{label}: {shape.format(metrics[name])}" for label, name, shape in LINE if name in metrics
+    fields = [
+        f"{label}: {form.format(metrics[name])}" for label, name, form in LINE if name in metrics
     ]
-    return ", ".join(fields)
+    return ", ".join([f"completed step: {step}/{num_steps}", *fields])
 
 
 def print_samples(
@@ -226,17 +309,9 @@ def print_samples(
     after: Sequence[Mapping[str, Any]],
     console: Console | None = None,
 ) -> None:
-    """Print what the policy answered before and after, side by side.
+    """Print completions before reinforcement and of the same prompts after it, side by side.
 
-    Args:
-      before: "prompt", "completion", "score" and "reason" of completions before reinforcement, as
-        `jrl.runs.records.read_samples` gives them; those that accuracy counts get ``✓``, those
-        without a score ``✗``.
-      after: of completions of the same prompts after it.
-      console: where to print; standard output by default.
-
-    Raises:
-      ValueError: where the two differ in length.
+    Both are samples as `jrl.runs.records.read_samples` gives them, and as many.
     """
     console = console or Console()
     table = Table(box=box.ROUNDED, title="Completions of held-out prompts", show_lines=True)
@@ -272,111 +347,3 @@ def score_mark(sample: Mapping[str, Any], console: Console) -> Text:
 
 def _cell(label: str, value: str) -> Text:
     return Text.assemble((f"{label} ", "dim"), (value, "bold"))
-
-
-def _cells(metrics: Mapping[str, float | int]) -> Text:
-    shown = [
-        _cell(label, shape.format(metrics[name])) for label, name, shape in CELLS if name in metrics
-    ]
-    return Text("   ").join(shown)
-
-
-def _clock(seconds: float | int) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
-
-
-class _Progress:
-    """A bar with time and a body below it on a terminal; plain lines elsewhere."""
-
-    def __init__(
-        self, title: str, num_steps: int, first_step: int, console: Console | None, every: int
-    ):
-        if every < 1:
-            raise ValueError(f"every={every} must be at least 1 step")
-        self.title = title
-        self.num_steps = num_steps
-        self.console = console or Console()
-        self.ascii_only = self.console.options.ascii_only
-        self.every = every
-        self._step = first_step
-        self._side: str = ""
-        self._body: RenderableType = Text("starting ...", style="dim")
-        self._started = time.monotonic()
-        # The remaining time comes from the last steps alone: the first one compiles.
-        self._ticks: deque[tuple[int, float]] = deque(maxlen=20)
-        self._printed = first_step
-        self._last_line: tuple[int, str] | None = None
-        self._live: Live | None = None
-        self._stopped = False
-
-    def start(self) -> None:
-        self._started = time.monotonic()
-        if self.console.is_terminal:
-            self._live = Live(
-                get_renderable=self._render, console=self.console, refresh_per_second=4
-            )
-            self._live.start()
-            compilation.set_drawing(self, True)
-
-    def update(
-        self, step: int, side: str, body: RenderableType, line: str, always: bool = False
-    ) -> None:
-        """Show `body` on a terminal, or print `line` if it is due or `always`."""
-        first = not self._ticks
-        self._step, self._side, self._body = step, side, body
-        self._ticks.append((step, time.monotonic()))
-        if self._live is not None:
-            return
-        self._last_line = (step, line)
-        if first or always or step >= self.num_steps or step >= self._printed + self.every:
-            self._print_line()
-
-    def note(self, line: str) -> None:
-        """Print a line at once where the console is no terminal."""
-        if self._live is None:
-            print(line, file=self.console.file, flush=True)
-
-    def stop(self) -> None:
-        self._stopped = True
-        if self._live is not None:
-            compilation.set_drawing(self, False)
-            self._live.stop()  # draws once more
-            self._live = None
-        elif self._last_line is not None:
-            self._print_line()
-
-    def _print_line(self) -> None:
-        """Print the last line unless it has been printed."""
-        if self._last_line is None:
-            return
-        self._printed, line = self._last_line
-        self._last_line = None
-        # Not through the console: it would cut the line at 80 columns where there is no terminal.
-        print(line, file=self.console.file, flush=True)
-
-    def _remaining(self) -> str:
-        if len(self._ticks) < 2:
-            return "?"
-        (first, first_time), (last, last_time) = self._ticks[0], self._ticks[-1]
-        if last <= first:
-            return "?"
-        return _clock((self.num_steps - last) * (last_time - first_time) / (last - first))
-
-    def _render(self) -> RenderableType:
-        elapsed = _clock(time.monotonic() - self._started)
-        bar = min(30, max(6, self.console.width - 64))  # the rest of the row is some 64 wide
-        header = Table.grid(padding=(0, 2))
-        header.add_row(
-            Text(self.title, style="bold cyan"),
-            ProgressBar(total=max(self.num_steps, 1), completed=self._step, width=bar),
-            Text(f"{self._step}/{self.num_steps}", style="bold"),
-            Text(f"{elapsed} elapsed"),
-            Text("" if self._stopped else f"{self._remaining()} left", style="dim"),
-            Text(self._side, style="magenta"),
-        )
-        compiling = compilation.current_line()
-        if compiling is None:
-            return Group(header, self._body)
-        return Group(header, self._body, Text(compiling, style="dim"))

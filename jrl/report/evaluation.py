@@ -6,19 +6,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rich import box
+from rich import box, progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    Task,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
 from rich.table import Table
 from rich.text import Text
 
@@ -37,35 +26,27 @@ MAX_CHARACTERS = 600
 StepMetrics = Mapping[str, float | int]
 
 
-class _CompilationColumn(ProgressColumn):
+class _CompilationColumn(progress.ProgressColumn):
     """The program that is being compiled."""
 
-    def render(self, task: Task) -> Text:
+    def render(self, task: progress.Task) -> Text:
         line = None if task.finished else compilation.current_line()
         return Text(line or "", style="dim")
 
 
-class _TokensColumn(ProgressColumn):
-    """The tokens that a phase has sampled.
-
-    Args:
-      phases: by their names.
-    """
+class _TokensColumn(progress.ProgressColumn):
+    """The tokens that a phase has sampled, of the phases by their names."""
 
     def __init__(self, phases: "dict[str, _Phase]"):
         super().__init__()
         self._phases = phases
 
-    def render(self, task: Task) -> Text:
+    def render(self, task: progress.Task) -> Text:
         return Text(self._phases[task.description].tokens_line)
 
 
 class _Phase:
-    """Progress of a phase: completions, tokens and seconds.
-
-    Args:
-      tokens: sampled so far, in all phases.
-    """
+    """Progress of a phase: completions, tokens of those sampled in all phases, and seconds."""
 
     def __init__(self, tokens: Callable[[], int]):
         self._tokens, self._before, self._begun = tokens, tokens(), time.monotonic()
@@ -114,9 +95,9 @@ class EvaluationDisplay:
         wait: float = FIRST_WAIT,
     ):
         self._console = console or Console()
-        self._tokens = (lambda: 0) if tokens is None else tokens
-        self._progress: Progress | None = None
-        self._bars: dict[str, TaskID] = {}
+        self._tokens = tokens or (lambda: 0)
+        self._progress: progress.Progress | None = None
+        self._bars: dict[str, progress.TaskID] = {}
         self._phases: dict[str, _Phase] = {}
         self._wait, self._last_printed = wait, 0.0
         self._lock, self._ended = threading.Lock(), threading.Event()
@@ -157,14 +138,14 @@ class EvaluationDisplay:
 
     def __enter__(self) -> "EvaluationDisplay":
         if self._console.is_terminal:
-            self._progress = Progress(
-                SpinnerColumn(),
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("completions"),
+            self._progress = progress.Progress(
+                progress.SpinnerColumn(),
+                progress.TextColumn("{task.description}"),
+                progress.BarColumn(),
+                progress.MofNCompleteColumn(),
+                progress.TextColumn("completions"),
                 _TokensColumn(self._phases),
-                TimeElapsedColumn(),
+                progress.TimeElapsedColumn(),
                 _CompilationColumn(),
                 console=self._console,
             )
@@ -223,11 +204,7 @@ def print_results(results: Mapping[str, Any]) -> None:
 
 
 def print_completions(records: Sequence[Mapping[str, Any]]) -> None:
-    """Print completions with their prompts, reference answers and verdicts.
-
-    Args:
-      records: as a file of samples has them (`jrl.rollout.sampler.Completion.record`).
-    """
+    """Print completions, records of a file of samples, with prompts, answers and verdicts."""
     console = Console()
     if not records:
         return
@@ -245,11 +222,10 @@ def _prompts(results: Mapping[str, Any]) -> str:
     """Line about the evaluated prompts: their number, of how many, and how they were sampled."""
     evaluated, available = results["prompts"], results["prompts_there"]
     held_out = "" if results["everything"] else "held-out "
-    if available is None:
-        count_text = f"{evaluated:,}"
-    else:
+    count_text = f"{evaluated:,}"
+    if available is not None:
         count_text = (
-            f"all {available:,}" if evaluated == available else f"{evaluated:,} of {available:,}"
+            f"all {count_text}" if evaluated == available else f"{count_text} of {available:,}"
         )
     sampling = "{k} completions each at temperature {temperature}".format(**results)
     return f"{count_text} {held_out}prompts, {sampling}"
@@ -266,14 +242,8 @@ def summarize_run(folder: RunFolder) -> str:
     """The held-out metrics of the first evaluation and of the last, and the paths of the pages."""
     lines = read_metrics(folder.metrics_path)
     summary = _summarize_supervised(lines, folder) or _summarize_rewards(lines, folder)
-    return "\n".join(
-        [
-            summary[0],
-            f"plots: {folder.plots_path / 'overview.png'}",
-            f"page:  {folder.report_path}",
-            summary[1],
-        ]
-    )
+    plots, page = folder.plots_path / "overview.png", folder.report_path
+    return "\n".join([summary[0], f"plots: {plots}", f"page:  {page}", summary[1]])
 
 
 def _summarize_rewards(lines: Sequence[StepMetrics], folder: RunFolder) -> tuple[str, str]:

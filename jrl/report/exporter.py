@@ -54,6 +54,7 @@ class RunExporter:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._module = import_client()
+        self._family = self._module.metrics_core.GaugeMetricFamily
         self._labels, self._steps, self._deadline, self._clock = labels, steps, deadline, clock
         self._phase = phase
         self._started = time.time()
@@ -100,24 +101,14 @@ class RunExporter:
 
     def collect(self) -> Iterator[Any]:
         """Metrics of a scrape; prometheus-client calls this."""
-        info = self._module.metrics_core.GaugeMetricFamily(
-            PREFIX + "info", "What is trained; always 1.", labels=list(self._labels)
-        )
-        info.add_metric(list(self._labels.values()), 1)
-        yield info
+        yield self._labelled("info", "What is trained; always 1.", self._labels)
         yield self._gauge("start_time_seconds", "Unix time at which it started.", self._started)
         yield self._gauge("steps", "Steps of the whole run.", float(self._steps))
-        healthy, _ = self.health()
-        yield self._gauge(
-            "healthy", "1, or 0 once a step or phase exceeds its deadline.", float(healthy)
-        )
+        text = "1, or 0 once a step or phase exceeds its deadline."
+        yield self._gauge("healthy", text, float(self.health()[0]))
         if self._phase is not None:
             name, seconds, _ = self._phase()
-            family = self._module.metrics_core.GaugeMetricFamily(
-                PREFIX + "phase", "Phase of the process; always 1.", labels=["phase"]
-            )
-            family.add_metric([name], 1)
-            yield family
+            yield self._labelled("phase", "Phase of the process; always 1.", {"phase": name})
             yield self._gauge("phase_seconds", "Seconds since the phase was entered.", seconds)
         if self._last is not None:
             step, metrics, logged, _ = self._last
@@ -130,14 +121,16 @@ class RunExporter:
         yield from self._memory()
 
     def _gauge(self, name: str, text: str, value: float) -> Any:
-        return self._module.metrics_core.GaugeMetricFamily(PREFIX + name, text, value=value)
+        return self._family(PREFIX + name, text, value=value)
+
+    def _labelled(self, name: str, text: str, labels: Mapping[str, str]) -> Any:
+        family = self._family(PREFIX + name, text, labels=list(labels))
+        family.add_metric(list(labels.values()), 1)
+        return family
 
     def _memory(self) -> Iterator[Any]:
-        family = self._module.metrics_core.GaugeMetricFamily(
-            PREFIX + "device_memory_bytes",
-            "Memory of the devices of the process.",
-            labels=["device", "kind"],
-        )
+        text = "Memory of the devices of the process."
+        family = self._family(PREFIX + "device_memory_bytes", text, labels=["device", "kind"])
         for device in jax.local_devices():
             statistics = device.memory_stats() or {}  # a CPU has none
             for kind in MEMORY_STATISTICS:

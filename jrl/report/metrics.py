@@ -290,9 +290,7 @@ TIMINGS = ("timing_s/", "perf/", "timing_per_token_ms/", "faults/")
 
 def describe(name: str) -> MetricDefinition | None:
     """Return the row of the table that defines `name`, that of a family included, or None."""
-    if name in EXACT:
-        return EXACT[name]
-    return next(
+    return EXACT.get(name) or next(
         (line for start, line in FAMILIES.items() if name.startswith(start) and name != start), None
     )
 
@@ -307,17 +305,16 @@ def check_defined(names: Iterable[str], recipe_metrics: Collection[str] = ()) ->
     Raises:
       ValueError: for every undefined name, with the nearest defined one.
     """
-    unknown = [name for name in names if describe(name) is None and name not in recipe_metrics]
-    if not unknown:
-        return
     hints = []
-    for name in unknown:
-        near = difflib.get_close_matches(name, EXACT, n=1)
-        hints.append(f'"{name}"' + (f' (did you mean "{near[0]}"?)' if near else ""))
-    raise ValueError(
-        f"metrics without a definition: {', '.join(hints)}; add a row to TABLE in "
-        "jrl/report/metrics.py, or to `metrics` of your recipe"
-    )
+    for name in names:
+        if describe(name) is None and name not in recipe_metrics:
+            near = difflib.get_close_matches(name, EXACT, n=1)
+            hints.append(f'"{name}"' + (f' (did you mean "{near[0]}"?)' if near else ""))
+    if hints:
+        raise ValueError(
+            f"metrics without a definition: {', '.join(hints)}; add a row to TABLE in "
+            "jrl/report/metrics.py, or to `metrics` of your recipe"
+        )
 
 
 def is_timing(name: str) -> bool:

@@ -3,6 +3,7 @@
 import html
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
@@ -32,14 +33,9 @@ MAX_SAMPLE_CHARACTERS = 1_200_000
 
 
 def write_page(folders: Sequence[RunFolder], path: Path | str) -> Path:
-    """Write the page of one run, or of several side by side.
+    """Write the page of one run, or of several side by side, which may still be written.
 
-    Args:
-      folders: the runs, which may still be written.
-      path: the HTML file; its folder is made if missing. A reader sees the old or the new one.
-
-    Returns:
-      `path`.
+    A reader of `path` sees the old page or the new one.
 
     Raises:
       ValueError: for no run, one that is given twice or has no metrics, or a damaged line.
@@ -75,11 +71,7 @@ def read_asset(name: str) -> str:
 
 
 def page_data(folders: Sequence[RunFolder]) -> dict[str, Any]:
-    """Everything that a page shows.
-
-    Raises:
-      ValueError: for a run without metrics, or with a line that cannot be read.
-    """
+    """Everything that a page shows."""
     characters = MAX_SAMPLE_CHARACTERS // len(folders)
     names = distinct_names([folder.path for folder in folders])
     runs = [run_data(folder, name, characters) for folder, name in zip(folders, names, strict=True)]
@@ -87,9 +79,9 @@ def page_data(folders: Sequence[RunFolder]) -> dict[str, Any]:
     return {
         "runs": runs,
         "metrics": {
-            name: definition
+            name: {"definition": metric.definition, "unit": metric.unit}
             for name in metric_names
-            if (definition := _definition(name)) is not None
+            if (metric := describe(name)) is not None
         },
         "uplot": UPLOT,
         "panels": [records.plain(asdict(panel)) for panel in PANELS],
@@ -97,12 +89,7 @@ def page_data(folders: Sequence[RunFolder]) -> dict[str, Any]:
 
 
 def run_data(folder: RunFolder, name: str, characters: int) -> dict[str, Any]:
-    """One run.
-
-    Args:
-      name: how the page calls it.
-      characters: of JSON that its samples may have.
-    """
+    """One run, by its name on the page, with at most so many characters of JSON for its samples."""
     if not folder.metrics_path.exists():
         raise ValueError(
             f"run folder {folder.path} has no metrics.jsonl: it has no step to show; wait for its "
@@ -112,7 +99,7 @@ def run_data(folder: RunFolder, name: str, characters: int) -> dict[str, Any]:
     thinned = thin(lines, MAX_POINTS)
     columns = dict.fromkeys(name for line in lines for name in line if name != "step")
     samples = records.read_samples(folder.samples_path) if folder.samples_path.exists() else []
-    shown = fit_samples(samples, characters)
+    suspicion = first_suspicion(lines)
     return {
         "name": name,
         "config": folder.config(),
@@ -121,8 +108,8 @@ def run_data(folder: RunFolder, name: str, characters: int) -> dict[str, Any]:
         # As metrics.jsonl has them: JSON's own spelling of a float, NaN and infinities as strings.
         "metrics": {name: [records.plain(line.get(name)) for line in thinned] for name in columns},
         "lines": len(lines),
-        "suspicion": _suspicion(lines),
-        "samples": shown,
+        "suspicion": None if suspicion is None else {"step": suspicion[0], "reasons": suspicion[1]},
+        "samples": fit_samples(samples, characters),
         "num_samples": len(samples),
     }
 
@@ -144,13 +131,12 @@ def thin(lines: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any
 def fit_samples(samples: Sequence[dict[str, Any]], characters: int) -> list[dict[str, Any]]:
     """As many samples as fit, in their order: whole steps, evenly over the run, those of a
     suspicion before all others, then the last and the first."""
-    steps = sorted({sample["step"] for sample in samples})
-    sizes = dict.fromkeys(steps, 0)
+    sizes = Counter[int]()
     for sample in samples:
         sizes[sample["step"]] += len(json.dumps(sample))
     selected, budget = set[int](), characters
     suspicious = [sample["step"] for sample in samples if sample.get("kind") == "suspicious"]
-    for step in dict.fromkeys([*suspicious, *_bisection_order(steps)]):
+    for step in dict.fromkeys([*suspicious, *_bisection_order(sorted(sizes))]):
         if sizes[step] <= budget:
             selected.add(step)
             budget -= sizes[step]
@@ -178,14 +164,3 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     raise ValueError(f"runs={[str(path) for path in paths]} name a folder twice: give each once")
-
-
-def _suspicion(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The first step that was suspicious and why; None where there is none."""
-    suspicion = first_suspicion(lines)
-    return None if suspicion is None else {"step": suspicion[0], "reasons": suspicion[1]}
-
-
-def _definition(name: str) -> dict[str, str] | None:
-    metric = describe(name)
-    return None if metric is None else {"definition": metric.definition, "unit": metric.unit}

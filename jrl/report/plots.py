@@ -148,11 +148,6 @@ def plot_run(
 ) -> list[Path]:
     """Draw ``overview.png`` and one PNG for each panel that has something to show.
 
-    Args:
-      metrics_path: the run's ``metrics.jsonl``.
-      directory: where the pictures go; made if missing. Existing ones are replaced.
-      title: the heading of the overview.
-
     Returns:
       The paths written, the overview first; none if no panel has a metric.
     """
@@ -221,19 +216,19 @@ def create_grid(num_panels: int, title: str | None) -> tuple["Figure", list["Axe
 
 
 def _draw_panel(axes: "Axes", panel: Panel, history: Sequence[Mapping[str, float | int]]) -> None:
-    _decorate(axes, panel)
-    num_lines = 0
-    for line in panel.lines:
-        points = series(history, line.metric)
-        if points is not None:
-            _draw_line(axes, points, line.label, line.colour, panel.measured)
-            num_lines += 1
+    axes.set_title(panel.title, fontsize=14, fontweight="bold", color=INK, loc="left", pad=10)
+    axes.set_xlabel("step", fontsize=12, color=MUTED)
+    axes.set_ylabel(panel.unit, fontsize=12, color=MUTED)
+    style_axes(axes)
+    curves = [(line, points) for line in panel.lines if (points := series(history, line.metric))]
+    for line, points in curves:
+        _draw_line(axes, points, line.label, line.colour, panel.measured)
     start = None if panel.reference is None else series(history, panel.reference)
     if start is not None:
         level = start[1][0]
         axes.axhline(level, color=MUTED, linewidth=1.4, linestyle=(0, (4, 3)), label="warm start")
     _frame(axes, panel)
-    if num_lines > 1 or start is not None:
+    if len(curves) > 1 or start is not None:
         axes.legend(frameon=False, labelcolor=INK)
 
 
@@ -245,13 +240,6 @@ def _draw_line(axes: "Axes", points: Series, label: str, colour: str, measured: 
     axes.plot(steps, values, color=colour, alpha=0.25, linewidth=1.1)
     smoothed = smooth(values, width=max(2, len(values) // 25))
     axes.plot(steps, smoothed, color=colour, label=label, linewidth=2.6)
-
-
-def _decorate(axes: "Axes", panel: Panel) -> None:
-    axes.set_title(panel.title, fontsize=14, fontweight="bold", color=INK, loc="left", pad=10)
-    axes.set_xlabel("step", fontsize=12, color=MUTED)
-    axes.set_ylabel(panel.unit, fontsize=12, color=MUTED)
-    style_axes(axes)
 
 
 def style_axes(axes: "Axes", lines: Literal["both", "y"] = "both") -> None:

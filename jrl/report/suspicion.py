@@ -4,8 +4,9 @@ It is a function of the metrics of the steps so far, and so of the lines of metr
 run gives the same result as an uninterrupted one.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 NAME = "reward/suspicion"
 SCORE, LENGTH = "critic/score/mean", "response_length/mean"
@@ -20,6 +21,7 @@ NAMES = (
 BEFORE, NOW, MAX_BETWEEN = 5, 3, 20
 """Steps that are averaged, at the beginning of what is compared and at its end, and at most between
 them."""
+WINDOW = BEFORE + MAX_BETWEEN + NOW
 LEAP = 0.2
 """Share of the range of scores by which the score must have risen."""
 MORE_DISPUTED = 0.1
@@ -30,8 +32,7 @@ ONE_FORM, MANY_FORMS = 0.9, 0.5
 """Share of the commonest form where one has taken over, and at most before."""
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """A metric before and now."""
 
     before: float
@@ -46,12 +47,11 @@ def suspicion_reasons(lines: Sequence[Mapping[str, float | int]]) -> list[str]:
     """Reasons why the last step is suspicious, a sentence each; empty if it is not.
 
     Args:
-      lines: metrics of the steps so far, or of the last `BEFORE + MAX_BETWEEN + NOW` of them.
+      lines: metrics of the steps so far, or of the last `WINDOW` of them.
     """
-    lines = [line for line in lines if SCORE in line]
+    lines = [line for line in lines if SCORE in line][-WINDOW:]
     if len(lines) < BEFORE + NOW:
         return []
-    lines = lines[-(BEFORE + MAX_BETWEEN + NOW) :]
     score = _change(lines, SCORE)
     assert score is not None
     shared, disputed = _change(lines, SHARED), _change(lines, DISPUTED)
@@ -104,13 +104,13 @@ class Lookout:
     """
 
     def __init__(self, lines: Sequence[Mapping[str, float | int]] = ()):
-        self._lines = [_select_metrics(line) for line in lines][-(BEFORE + MAX_BETWEEN + NOW) :]
+        self._lines = deque(map(_select_metrics, lines), maxlen=WINDOW)
         self.suspected = any(line.get(NAME) for line in lines)
 
     def check(self, metrics: Mapping[str, float | int]) -> list[str]:
         """The reasons of a step, whose metrics are kept; empty also where it has no scores."""
-        self._lines = [*self._lines, _select_metrics(metrics)][-(BEFORE + MAX_BETWEEN + NOW) :]
-        return suspicion_reasons(self._lines)
+        self._lines.append(_select_metrics(metrics))
+        return suspicion_reasons(tuple(self._lines))
 
 
 def _select_metrics(metrics: Mapping[str, float | int]) -> dict[str, float | int]:
@@ -121,7 +121,5 @@ def first_suspicion(lines: Sequence[Mapping[str, float | int]]) -> tuple[int, li
     """The first step of a run that was suspicious, and why; None where there is none."""
     for index, line in enumerate(lines):
         if line.get(NAME):
-            return int(line["step"]), suspicion_reasons(
-                [_select_metrics(each) for each in lines[: index + 1]]
-            )
+            return int(line["step"]), suspicion_reasons(lines[: index + 1])
     return None

@@ -48,7 +48,6 @@ def pass_at_k_advantages(
       learning", 2025. https://arxiv.org/abs/2503.19595
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> rewards, groups = jnp.array([1.0, 4.0, 2.0, 3.0, 3.0]), jnp.array([0, 0, 0, 1, 1])
       >>> pass_at_k_advantages(rewards, groups, scale=None).tolist()
       [0.0, 2.0, 0.0, 0.0, 0.0]
@@ -105,7 +104,6 @@ def pass_at_k_exact_advantages(
       https://arxiv.org/abs/2505.15201
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> rewards, groups = jnp.array([1.0, 0.0, 0.0, 0.0, 1.0]), jnp.zeros(5, int)
       >>> pass_at_k_exact_advantages(rewards, groups, k=2).tolist()
       [1.5, 0.0, 0.0, 0.0, 1.5]

@@ -61,9 +61,8 @@ def grpo_advantages(
     holds for a group of one, which has nothing to be compared with. A row that only fills up a
     batch disturbs no other if its group is its own and `scale` is not "batch".
 
-    Libraries differ: verl has the unbiased deviation and ``epsilon=1e-6`` (the defaults here) and
-    hands a group of one its reward; TRL has the unbiased one and ``epsilon=1e-4``; HAPO's release
-    has the population's.
+    The defaults are those of verl, which however hands a group of one its reward; TRL has
+    ``epsilon=1e-4``, HAPO's release the deviation of the population.
 
     Args:
       rewards: one per response.
@@ -90,7 +89,6 @@ def grpo_advantages(
       https://arxiv.org/abs/2508.08221
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> grpo_advantages(jnp.array([1.0, 5.0, 0.0]), jnp.array([7, 2, 7]), scale=None).tolist()
       [0.5, 0.0, -0.5]
       >>> pair = jnp.array([3.0, 1.0]), jnp.array([0, 0])
@@ -141,7 +139,6 @@ def dr_grpo_advantages(
       Liu et al., "Understanding R1-Zero-like training", 2025. https://arxiv.org/abs/2503.20783
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> dr_grpo_advantages(jnp.array([1.0, 0.0, 0.0, 1.0]), jnp.array([0, 0, 0, 0])).tolist()
       [0.5, -0.5, -0.5, 0.5]
     """
@@ -171,7 +168,6 @@ def rloo_advantages(
       human feedback in LLMs", 2024, section 4. https://arxiv.org/abs/2402.14740
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> rloo_advantages(jnp.array([1.0, 0.0, 2.0, 6.0]), jnp.array([3, 3, 3, 8])).tolist()
       [0.0, -1.5, 1.5, 0.0]
     """
@@ -207,7 +203,6 @@ def maxrl_advantages(
       https://arxiv.org/abs/2602.02710
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> rewards, groups = jnp.array([1.0, 0.0, 0.0, 0.0, 0.0]), jnp.array([0, 0, 0, 0, 1])
       >>> maxrl_advantages(rewards, groups).tolist()
       [3.0, -1.0, -1.0, -1.0, 0.0]
@@ -244,7 +239,6 @@ def opo_advantages(
       https://arxiv.org/abs/2505.23585
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> opo_advantages(jnp.array([1.0, 0.0]), jnp.array([0, 0]), jnp.array([1, 3])).tolist()
       [0.75, -0.25]
     """
@@ -299,7 +293,6 @@ def gpg_advantages(
       2025. https://arxiv.org/abs/2504.02546
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> gpg_advantages(jnp.array([1.0, 0.0, 1.0, 1.0]), jnp.array([0, 0, 1, 1])).tolist()
       [1.0, -1.0, 0.0, 0.0]
     """
@@ -351,15 +344,11 @@ def gdpo_advantages(
     Returns:
       One advantage per response, without a gradient.
 
-    Raises:
-      ValueError: if shapes do not fit.
-
     References:
       Liu et al., "GDPO: group reward-decoupled normalization policy optimization for multi-reward
       RL optimization", 2026. https://arxiv.org/abs/2601.05242
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> rewards = jnp.array([[1.0, 100.0], [0.0, 100.0], [1.0, 300.0], [0.0, 300.0]])
       >>> groups, weights = jnp.array([0, 0, 0, 0]), jnp.array([1.0, 0.5])
       >>> result = gdpo_advantages(rewards, groups, weights=weights, whitened=False)
@@ -423,14 +412,13 @@ def token_level_group_average(
       One advantage per token, 0 where the mask is false and without a gradient.
 
     Raises:
-      ValueError: if `fallback` is not positive, or the numbers of rows differ.
+      ValueError: if `fallback` is not positive.
 
     References:
       "HAPO: heterogeneous adaptive policy optimization", 2025, its token-level group average.
       https://arxiv.org/abs/2509.16591
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> mask = jnp.array([[1, 0, 0, 0], [1, 1, 1, 1]])
       >>> rewards, groups = jnp.array([5.0, 0.0]), jnp.array([0, 0])
       >>> token_level_group_average(rewards, groups, mask, epsilon=0.0).tolist()

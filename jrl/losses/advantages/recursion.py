@@ -14,7 +14,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int, Shaped
 
 from jrl.losses import settings
-from jrl.losses.arrays import zero_masked, zero_per_row
+from jrl.losses.arrays import PerRow, PerToken, TokenMask, zero_masked, zero_per_row
 
 Implementation = Literal["scan", "blocked"]
 
@@ -25,27 +25,19 @@ BLOCK, TRIANGLE = 8, 32
 
 
 def discounted_errors(
-    rewards: Float[Array, "*batch time"],
-    values: Float[Array, "*batch time"],
-    mask: Bool[Array, "*batch time"],
+    rewards: PerToken,
+    values: PerToken,
+    mask: TokenMask,
     gamma: Float[Array, "..."],
     lam: Float[Array, "..."],
-    last_value: Float[Array, "*batch"],
+    last_value: PerRow,
     implementation: str | None = None,
-) -> Float[Array, "*batch time"]:
+) -> PerToken:
     """The sums A of discounted temporal-difference errors; 0 under a false mask.
 
-    Args:
-      rewards: one per token; what is under the mask is not read, here and in the values.
-      values: of the state before each token.
-      mask: true on the tokens that are part of the recursion.
-      gamma: the discount, with as many axes as `rewards` or none.
-      lam: the decay, likewise.
-      last_value: of the state after the last true token.
-      implementation: "scan", "blocked", or None for what suits the length.
-
-    Raises:
-      ValueError: if the implementation is unknown.
+    Rewards and values under it are not read; `last_value` is of the state after the last true
+    token. `gamma` and `lam` have as many axes as `rewards` or none. The implementation is "scan",
+    "blocked", or None for what suits the length.
     """
     if implementation is None:
         implementation = "blocked" if mask.shape[-1] >= SHORTEST_BLOCKED else "scan"
@@ -57,13 +49,8 @@ def discounted_errors(
 
 
 def _by_token(
-    rewards: Float[Array, "*batch time"],
-    values: Float[Array, "*batch time"],
-    mask: Bool[Array, "*batch time"],
-    gamma: Float[Array, "..."],
-    lam: Float[Array, "..."],
-    last_value: Float[Array, "*batch"],
-) -> Float[Array, "*batch time"]:
+    rewards: PerToken, values: PerToken, mask: TokenMask, gamma: Array, lam: Array, last: PerRow
+) -> PerToken:
     """From last token to first, past whatever the mask leaves out."""
     rewards, values = zero_masked(rewards, mask), zero_masked(values, mask)
 
@@ -78,44 +65,39 @@ def _by_token(
     gamma, lam = (jnp.broadcast_to(x, values.shape) for x in (gamma, lam))
     by_time = [jnp.moveaxis(x, -1, 0) for x in (rewards, values, mask, gamma, lam)]
     nothing = zero_per_row(rewards + values)
-    start = (nothing, nothing + last_value)
+    start = (nothing, nothing + last)
     _, advantages = jax.lax.scan(step, start, tuple(by_time), reverse=True)
     return zero_masked(jnp.moveaxis(advantages, 0, -1), mask)
 
 
 def _in_blocks(
-    rewards: Float[Array, "*batch time"],
-    values: Float[Array, "*batch time"],
-    mask: Bool[Array, "*batch time"],
-    gamma: Float[Array, "..."],
-    lam: Float[Array, "..."],
-    last_value: Float[Array, "*batch"],
-) -> Float[Array, "*batch time"]:
+    rewards: PerToken, values: PerToken, mask: TokenMask, gamma: Array, lam: Array, last: PerRow
+) -> PerToken:
     """The same as `_by_token` up to rounding."""
 
     # All that can be is worked out inside the branches: what enters them is made in full.
-    def sums(following: Float[Array, "*batch time"], holes: bool) -> Float[Array, "*batch time"]:
+    def sums(following: PerToken, holes: bool) -> PerToken:
         decay = gamma * lam
         errors = zero_masked(rewards + gamma * following - values, mask)
         if decay.size == 1 and not holes:
             return zero_masked(_triangular(errors, jnp.reshape(decay, ())), mask)
         decays = jnp.where(mask, decay, 1)
-        return zero_masked(_recurrence(errors, decays, jnp.zeros_like(last_value)), mask)
+        return zero_masked(_recurrence(errors, decays, jnp.zeros_like(last)), mask)
 
-    def with_holes() -> Float[Array, "*batch time"]:
+    def with_holes() -> PerToken:
         skipped = (~mask).astype(values.dtype)
-        first_here_or_later = _recurrence(zero_masked(values, mask), skipped, last_value)
-        return sums(_shift_left(first_here_or_later, last_value), holes=True)
+        first_here_or_later = _recurrence(zero_masked(values, mask), skipped, last)
+        return sums(_shift_left(first_here_or_later, last), holes=True)
 
-    def without_holes() -> Float[Array, "*batch time"]:
+    def without_holes() -> PerToken:
         # The next true token is the next token, and behind the last one of a row all are false.
-        or_last = jnp.where(mask, values, last_value[..., None])
-        return sums(_shift_left(or_last, last_value), holes=False)
+        or_last = jnp.where(mask, values, last[..., None])
+        return sums(_shift_left(or_last, last), holes=False)
 
     return jax.lax.cond(_has_holes(mask), with_holes, without_holes)
 
 
-def _has_holes(mask: Bool[Array, "*batch time"]) -> Bool[Array, ""]:
+def _has_holes(mask: TokenMask) -> Bool[Array, ""]:
     """True if the unmasked tokens of any row form more than one run."""
     ends = mask & ~_shift_left(mask, jnp.zeros_like(mask[..., 0]))
     # Bytes over an axis that is not the last one: a CPU adds many at once. A byte holds 255.
@@ -131,9 +113,7 @@ def _shift_left(
     return jnp.concatenate([x[..., 1:], last[..., None]], axis=-1)
 
 
-def _recurrence(
-    x: Float[Array, "*batch time"], decay: Float[Array, "*batch time"], last: Float[Array, "*batch"]
-) -> Float[Array, "*batch time"]:
+def _recurrence(x: PerToken, decay: PerToken, last: PerRow) -> PerToken:
     """``y_t = x_t + decay_t y_{t+1}``, with `last` after the last one.
 
     A block is summed up in two numbers, its own contribution and the product of its decays; a scan
@@ -171,9 +151,7 @@ def _recurrence(
     return y[..., :time]
 
 
-def _triangular(
-    x: Float[Array, "*batch time"], decay: Float[Array, ""]
-) -> Float[Array, "*batch time"]:
+def _triangular(x: PerToken, decay: Float[Array, ""]) -> PerToken:
     """``y_t = sum_k decay^k x_{t+k}`` by the powers of one number.
 
     Within a block ``y = x P`` with ``P[k, t] = decay^(k - t)`` for k at or after t; what the blocks
@@ -193,12 +171,9 @@ def _triangular(
     return _join_blocks(y + behind[..., None] * jnp.broadcast_to(reach, x.shape), time)
 
 
-def _powers(
-    base: Float[Array, ""], exponents: Int[Array, "rows columns"]
-) -> Float[Array, "rows columns"]:
+def _powers(base: Float[Array, ""], exponents: Int[Array, "rows columns"]) -> Array:
     """``base^n``, and 0 for a negative n. ``0^0`` is 1."""
-    powers = base ** jnp.maximum(exponents, 0).astype(base.dtype)
-    return jnp.where(exponents >= 0, powers, jnp.zeros_like(powers))
+    return zero_masked(base ** jnp.maximum(exponents, 0).astype(base.dtype), exponents >= 0)
 
 
 def _blocks(
@@ -210,6 +185,6 @@ def _blocks(
     return x.reshape(*x.shape[:-1], -1, size)
 
 
-def _join_blocks(x: Float[Array, "*batch blocks size"], time: int) -> Float[Array, "*batch time"]:
+def _join_blocks(x: Float[Array, "*batch blocks size"], time: int) -> PerToken:
     """`_blocks` undone."""
     return x.reshape(*x.shape[:-2], -1)[..., :time]

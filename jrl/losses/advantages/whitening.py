@@ -51,7 +51,6 @@ def whiten(
       https://iclr-blog-track.github.io/2022/03/25/ppo-implementation-details/
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> whiten(jnp.array([1.0, 3.0, 9.0]), jnp.array([1, 1, 0]), unbiased=False).tolist()
       [-1.0, 1.0, 0.0]
     """

@@ -1,11 +1,11 @@
 """Diagnostics of a critic and of the advantages it gives: measurements on one batch.
 
-Two position papers on the limits of VAPO name concerns about value-based reinforcement learning of
-long reasoning, without experiments: arXiv 2505.17997 (May 2025; *value approximation*, *adaptive
-lambda*, *token-level loss*, *exploration*, *generalisation*) and arXiv 2506.03038 (June 2025;
-*credit assignment* with a sparse reward, *representation* of temporally abstract goals by a value,
-a global value signal as *local guidance* of steps). Each function here turns one of them into
-numbers, says which, and says how to read them.
+Two position papers of Shao and Cheng on the limits of VAPO name concerns about value-based
+reinforcement learning of long reasoning, without experiments: https://arxiv.org/abs/2505.17997 (May
+2025; *value approximation*, *adaptive lambda*, *token-level loss*, *exploration*, *generalisation*)
+and https://arxiv.org/abs/2506.03038 (June 2025; *credit assignment* with a sparse reward,
+*representation* of temporally abstract goals by a value, a global value signal as *local guidance*
+of steps). Each function here turns one of them into numbers, says which, and says how to read them.
 
 All take ``[..., time]`` arrays under the rules of `jrl`: positions and lengths count the true
 tokens of a mask, holes cost nothing, what is under a false mask is never read, rows without a true

@@ -7,14 +7,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
-from jaxtyping import Bool, Float, Int, Real, Shaped
+from jaxtyping import Float, Int, Real, Shaped
 
 from jrl.losses import settings
 from jrl.losses.advantages import gae
 from jrl.losses.advantages.critic import check_adaptive_lambda
 from jrl.losses.arrays import (
     Number,
+    PerToken,
     Scalar,
+    TokenMask,
     as_floats,
     broadcast,
     masked_constants,
@@ -65,15 +67,13 @@ class LambdaSensitivity(NamedTuple):
     tokens: Int[Array, "buckets"]
 
 
-def last_weight(
-    mask: Bool[Array, "*batch time"], decay: Float[Array, "*batch time"]
-) -> Float[Array, "*batch time"]:
+def last_weight(mask: TokenMask, decay: PerToken) -> PerToken:
     """The weight of the last temporal-difference error in the advantage of each token.
 
     The product of `decay` from the token to the one before the last; 1 on the last, 0 under the
     mask.
     """
-    decay = jnp.where(mask & ~tokens.last(mask), decay, jnp.ones_like(decay))
+    decay = jnp.where(mask & ~tokens.last(mask), decay, 1)
     return zero_masked(jax.lax.cumprod(decay, axis=decay.ndim - 1, reverse=True), mask)
 
 
@@ -89,8 +89,9 @@ def terminal_reach(
     The last temporal-difference error, which holds the reward, enters the advantage of token t with
     weight ``(gamma lam)^(T-1-t)``.
 
-    **Concern**: whether an adaptive lambda is right (2505.17997), and credit for early steps under
-    a sparse reward (2506.03038): tokens out of reach learn from differences of values alone.
+    **Concern**: whether an adaptive lambda is right (arXiv 2505.17997), and credit for early steps
+    under a sparse reward (arXiv 2506.03038): tokens out of reach learn from differences of values
+    alone.
 
     **Reading it.** With lam 0.95 only the last 90 tokens are reached, whatever the length: long
     responses have a small share. VAPO's length-adaptive lambda makes the share constant, about
@@ -110,7 +111,6 @@ def terminal_reach(
       Yue et al., "VAPO", 2025, section 4.2. https://arxiv.org/abs/2504.05118
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> found = terminal_reach(jnp.ones((1, 10)), lam=0.5)
       >>> share, relative_horizon = float(found.share), float(found.relative_horizon)
       >>> round(share, 3), float(found.horizon), round(relative_horizon, 3)
@@ -127,8 +127,7 @@ def terminal_reach(
     # A row's horizon from the mean of its decays, which usually are all equal.
     lost = 1 - row_mean(decay, mask)[..., 0]
     endless = lost <= 0
-    horizon = 1 / jnp.where(endless, jnp.ones_like(lost), lost)
-    horizon = jnp.where(endless, jnp.full_like(lost, jnp.inf), horizon)
+    horizon = jnp.where(endless, jnp.inf, 1 / jnp.where(endless, 1, lost))
     return TerminalReach(
         share=tokens.mean(reached.astype(decay.dtype), mask),
         tokens=tokens.mean(num_true(reached, -1).astype(decay.dtype), rows),
@@ -151,7 +150,7 @@ def lambda_sensitivity(
     Compares ``A(lam)`` with ``A(1) = G - V``, which is unbiased whatever the critic and has the
     full variance of the return.
 
-    **Concern**: whether length-dependent lambda is the right adaptation (2505.17997).
+    **Concern**: whether length-dependent lambda is the right adaptation (arXiv 2505.17997).
 
     **Reading it.** Correlation and agreement near 1: lambda hardly matters, the critic fits the
     outcomes. Agreement near 1/2: the two would push tokens in unrelated directions, so
@@ -164,20 +163,18 @@ def lambda_sensitivity(
       mask: true on sampled tokens.
       lam: of the policy's advantages; a scalar, or an array that spreads such as ``lam[:, None]``.
       gamma: the discount, of the same shapes.
-      edges: increasing lengths that separate the buckets: up to the first, above it up to the
-        second, ..., above the last. Without any there is one bucket.
+      edges: lengths that separate the buckets, as in `length_share`; without any there is one.
 
     Returns:
       A `LambdaSensitivity`, one entry more than edges.
 
     Raises:
-      ValueError: if the edges do not increase, or shapes do not agree.
+      ValueError: if the edges do not increase.
 
     References:
       Yue et al., "VAPO", 2025, section 4.2. https://arxiv.org/abs/2504.05118
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> rewards, values = jnp.array([[0.0, 1.0], [0.0, -1.0]]), jnp.zeros((2, 2))
       >>> lambda_sensitivity(rewards, values, jnp.ones((2, 2)), lam=0.5).sign_agreement.tolist()
       [1.0]
@@ -190,16 +187,15 @@ def lambda_sensitivity(
     bins = jnp.broadcast_to(bins, mask.shape)
     count = tokens.counts(bins, mask, num_buckets)
 
-    def mean_of(x: Float[Array, "*batch time"]) -> Float[Array, "buckets"]:
+    def mean_of(x: PerToken) -> Float[Array, "buckets"]:
         return ratio_or_zero(tokens.per_bin(x, bins, mask, num_buckets), count)
 
     x, y = ours - mean_of(ours)[bins], unbiased - mean_of(unbiased)[bins]
     spread_of_both = jnp.sqrt(mean_of(x**2) * mean_of(y**2))
     agree = (jnp.sign(ours) == jnp.sign(unbiased)).astype(ours.dtype)
-    poisoned = jnp.where(jnp.isnan(ours + unbiased), jnp.nan, agree).astype(ours.dtype)
-    return LambdaSensitivity(
-        ratio_or_zero(mean_of(x * y), spread_of_both), mean_of(poisoned), count
-    )
+    agree = jnp.where(jnp.isnan(ours + unbiased), jnp.nan, agree)
+    correlation = ratio_or_zero(mean_of(x * y), spread_of_both)
+    return LambdaSensitivity(correlation, mean_of(agree), count)
 
 
 def guard_rate(
@@ -209,7 +205,7 @@ def guard_rate(
 
     ``1 - 1 / (alpha l) <= floor``; with the floor at 0, ``alpha l <= 1``.
 
-    **Concern**: whether length-dependent lambda is the right adaptation (2505.17997).
+    **Concern**: whether length-dependent lambda is the right adaptation (arXiv 2505.17997).
 
     **Reading it.** 0: lambda adapts throughout. Near 1: it is a constant, and with a floor of 0
     that constant means one-step differences of values, whose bias `bootstrap_bias` measures. Raise
@@ -230,7 +226,6 @@ def guard_rate(
       Yue et al., "VAPO", 2025, section 4.2. https://arxiv.org/abs/2504.05118
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> float(guard_rate(jnp.array([10, 20, 40, 80]), alpha=0.05))
       0.5
     """

@@ -5,17 +5,17 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Num
 
-from jrl.losses.arrays import num_true, ratio_or_zero, zero_masked
+from jrl.losses.arrays import TokenMask, num_true, ratio_or_zero, zero_masked
 
 
-def index(mask: Bool[Array, "*batch time"]) -> Int[Array, "*batch time"]:
+def index(mask: TokenMask) -> Int[Array, "*batch time"]:
     """For each true token, how many true ones come before it in its row."""
     return jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - mask.astype(jnp.int32)
 
 
-def last(mask: Bool[Array, "*batch time"]) -> Bool[Array, "*batch time"]:
+def last(mask: TokenMask) -> TokenMask:
     """True on the last true token of each row."""
     return mask & (index(mask) == num_true(mask, -1)[..., None] - 1)
 
@@ -26,11 +26,8 @@ def mean(x: Float[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Float[Array,
 
 
 def per_bin(
-    x: Float[Array, "*shape"],
-    bins: Int[Array, "*shape"],
-    mask: Bool[Array, "*shape"],
-    num_bins: int,
-) -> Float[Array, "bins"]:
+    x: Num[Array, "*shape"], bins: Int[Array, "*shape"], mask: Bool[Array, "*shape"], num_bins: int
+) -> Num[Array, "bins"]:
     """The sum of `x` over what is true in each bin."""
     return jax.ops.segment_sum(
         zero_masked(x, mask).reshape(-1), zero_masked(bins, mask).reshape(-1), num_segments=num_bins
@@ -41,16 +38,11 @@ def counts(
     bins: Int[Array, "*shape"], mask: Bool[Array, "*shape"], num_bins: int
 ) -> Int[Array, "bins"]:
     """Number of true entries in each bin."""
-    ones = mask.astype(jnp.int32).reshape(-1)
-    return jax.ops.segment_sum(ones, zero_masked(bins, mask).reshape(-1), num_segments=num_bins)
+    return per_bin(mask.astype(jnp.int32), bins, mask, num_bins)
 
 
 def buckets(lengths: Int[Array, "*batch"], edges: Sequence[int]) -> Int[Array, "*batch"]:
-    """In which bucket each length falls: bucket i holds what is above edge i-1 and up to edge i.
-
-    Raises:
-      ValueError: if the edges do not increase.
-    """
+    """In which bucket each length falls: bucket i holds what is above edge i-1 and up to edge i."""
     if list(edges) != sorted(set(edges)):
         raise ValueError(f"edges={tuple(edges)} must increase: they are lengths in tokens.")
     bounds = jnp.asarray(tuple(edges), jnp.int32)

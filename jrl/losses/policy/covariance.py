@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Float, Shaped
 
 from jrl.losses import settings
-from jrl.losses.arrays import Number, as_mask, check_shapes, num_true, zero_masked
+from jrl.losses.arrays import Number, TokenMask, as_mask, check_shapes, num_true, zero_masked
 from jrl.losses.policy.token_ratio import clipped
 from jrl.losses.policy.tokens import (
     Bound,
@@ -73,7 +73,6 @@ def covariance_statistics(
       As for `covariances`.
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> statistics = covariance_statistics(
       ...     jnp.array([-1.0, -3.0]), jnp.array([2.0, 0.0]), jnp.ones(2)
       ... )
@@ -114,7 +113,6 @@ def covariances(
       2025. https://arxiv.org/abs/2505.22617
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> logprobs, advantages = jnp.array([-1.0, -3.0, -9.0]), jnp.array([2.0, 0.0, 9.0])
       >>> covariances(logprobs, advantages, jnp.array([1, 1, 0])).tolist()
       [1.0, 1.0, 0.0]
@@ -136,15 +134,13 @@ def checked_fraction(fraction: Number) -> int | float:
     return settings.static("fraction", fraction, rule, at_least=0, at_most=1)
 
 
-def num_selected(mask: Bool[Array, "*batch time"], fraction: int | float) -> Array:
+def num_selected(mask: TokenMask, fraction: int | float) -> Array:
     """Number of tokens that a fraction of the batch is: at least one, unless it is 0."""
     k, _, _ = floor_fraction(fraction, num_true(mask))
     return k if fraction == 0 else jnp.maximum(k, 1)
 
 
-def selection(
-    chosen: Shaped[ArrayLike, "*batch time"], tokens: Tokens
-) -> Bool[Array, "*batch time"]:
+def selection(chosen: Shaped[ArrayLike, "*batch time"], tokens: Tokens) -> TokenMask:
     """A choice made by the caller, as a mask within the mask."""
     check_shapes(logprobs=tokens.logprobs, chosen=chosen)
     return as_mask(chosen) & tokens.mask
@@ -201,15 +197,14 @@ def clip_cov_loss(
 
     Raises:
       ValueError: if `key` is missing where it is needed, `fraction` is not in [0, 1], the range is
-        empty, a bound is negative, the aggregation is unknown or stands beside denominators as
-        None, or shapes do not agree.
+        empty, a bound is negative, or the aggregation is unknown or stands beside denominators as
+        None.
 
     References:
       Cui et al., "The entropy mechanism of reinforcement learning for reasoning language models",
       2025. https://arxiv.org/abs/2505.22617
 
     Examples:
-      >>> import jax, jax.numpy as jnp
       >>> logprobs, advantages = jnp.array([-1.0, -4.0, -1.0]), jnp.array([2.0, 0.0, -2.0])
       >>> arrays = logprobs, logprobs, advantages, jnp.ones(3)
       >>> losses, _ = clip_cov_loss(*arrays, fraction=1, aggregation=None)
@@ -236,7 +231,7 @@ def clip_cov_loss(
         selected = top_k_mask(k, candidates, *order)
     else:
         selected = selection(chosen, tokens)
-    surrogate = jnp.where(selected, jnp.zeros_like(surrogate), surrogate)
+    surrogate = zero_masked(surrogate, ~selected)
     statistics = {**statistics, "cov_frac": selected.astype(surrogate.dtype)}
     return reduce_surrogate(
         clip_cov_loss, surrogate, statistics, tokens, aggregation, importance_weights, denominators
@@ -275,8 +270,7 @@ def kl_cov_loss(
         a model of 7B and 2e-4 for 32B; the latter is verl's default.
       coefficient: of the penalty: 1 in the recipe, 0.1 in verl's dataclass.
       chosen: true on the tokens that shall be penalised, chosen beforehand. None chooses among the
-        tokens given here by their own `covariances`, which is right for a **whole batch**: of each
-        micro-batch at least one token would be chosen, as verl does.
+        tokens given here, which is right for a **whole batch**, see `clip_cov_loss`.
       max_log_ratio: as in `ppo_loss`, on the penalty as well; None is off.
       importance_weights: as in `ppo_loss`; None is off.
       aggregation: as in `ppo_loss`; None gives one loss per token.
@@ -287,15 +281,14 @@ def kl_cov_loss(
       ``cov_frac``, the share of tokens that were chosen.
 
     Raises:
-      ValueError: if `fraction` is not in [0, 1] or `coefficient` is negative, the aggregation is
-        unknown or stands beside denominators as None, or shapes do not agree.
+      ValueError: if `fraction` is not in [0, 1], `coefficient` is negative, or the aggregation is
+        unknown or stands beside denominators as None.
 
     References:
       Cui et al., "The entropy mechanism of reinforcement learning for reasoning language models",
       2025. https://arxiv.org/abs/2505.22617
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> logprobs, advantages = jnp.array([-1.0, -4.0, -1.0]), jnp.array([2.0, 0.0, -2.0])
       >>> losses, _ = kl_cov_loss(logprobs, logprobs, advantages, jnp.ones(3), aggregation=None)
       >>> losses.tolist()

@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Float, Shaped
 
 from jrl.losses import settings
-from jrl.losses.arrays import Number, as_floats, check_shapes, zero_masked
+from jrl.losses.arrays import Number, PerToken, as_floats, check_shapes, zero_masked
 from jrl.losses.policy.hapo_signal import check_strength
 from jrl.losses.policy.token_ratio import clipped
 from jrl.losses.policy.tokens import Bound, Loss, Tokens, distance, prepare, reduce_surrogate
@@ -49,7 +49,6 @@ def asymmetric_clip_bounds(
       As for `entropy_statistics`; asymmetric adaptive clipping.
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> low, high = asymmetric_clip_bounds(jnp.array([-1.0, 0.0, 1.0]), clip_high=0.25)
       >>> low.tolist(), high.tolist()
       ([0.4000000059604645, 0.20000000298023224, 0.20000000298023224], [0.25, 0.25, 0.5])
@@ -106,7 +105,6 @@ def redistributed_advantages(
       As for `entropy_statistics`; differential advantage redistribution.
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> ratio, signal = jnp.array([1.0, 0.7, 1.3, 1.0]), jnp.array([-0.5, -0.5, 0.5, 0.5])
       >>> ones = jnp.ones(4)
       >>> redistributed_advantages(jnp.log(ratio), 0 * ones, ones, ones, signal).tolist()
@@ -114,10 +112,7 @@ def redistributed_advantages(
     """
     tokens = prepare(logprobs, old_logprobs, advantages, mask)
     signal = _prepare_signal(tokens, signal)
-    low, high = (
-        distance(name, bound, tokens)
-        for name, bound in (("clip_low", clip_low), ("clip_high", clip_high))
-    )
+    low, high = distance("clip_low", clip_low, tokens), distance("clip_high", clip_high, tokens)
     return _redistribute(tokens, signal, low, high, strength)
 
 
@@ -169,15 +164,14 @@ def hapo_loss(
       advantage was amplified or damped.
 
     Raises:
-      ValueError: if a bound or strength is out of its range, the aggregation is unknown or stands
-        beside denominators as None, or shapes do not agree.
+      ValueError: if a bound or strength is out of its range, or the aggregation is unknown or
+        stands beside denominators as None.
 
     References:
       "Heterogeneous adaptive policy optimization", 2025. https://arxiv.org/abs/2509.16591
       https://github.com/starriver030515/HAPO
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> ratio, signal = jnp.array([1.0, 1.5, 1.5]), jnp.array([-0.5, 0.0, 1.0])
       >>> ones = jnp.ones(3)
       >>> arrays = jnp.log(ratio), 0 * ones, ones, ones, signal
@@ -204,12 +198,12 @@ def hapo_loss(
 
 def _redistribute(
     tokens: Tokens,
-    signal: Float[Array, "*batch time"],
-    low: Float[Array, "..."] | settings.Checked,
-    high: Float[Array, "..."] | settings.Checked,
+    signal: PerToken,
+    low: settings.Checked,
+    high: settings.Checked,
     strength: Number,
     name: str = "strength",
-) -> Float[Array, "*batch time"]:
+) -> PerToken:
     """The advantages of `redistributed_advantages`."""
     rule = "must be from 0, which is off, to 1."
     strength = settings.number(name, strength, rule, at_least=0, at_most=1)
@@ -220,12 +214,10 @@ def _redistribute(
     moved = (ratio <= bottom) | (ratio >= top)
     # What stays is named, not what changes, so that a signal which is no number reaches the result.
     stays = ((signal > 0) & unmoved) | ((signal <= 0) & moved)
-    return tokens.advantages * jnp.where(stays, jnp.ones_like(signal), 1 + strength * signal)
+    return tokens.advantages * jnp.where(stays, 1, 1 + strength * signal)
 
 
-def _prepare_signal(
-    tokens: Tokens, signal: Float[ArrayLike, "*batch time"]
-) -> Float[Array, "*batch time"]:
+def _prepare_signal(tokens: Tokens, signal: Float[ArrayLike, "*batch time"]) -> PerToken:
     """The signal in the precision of the tokens, 0 under the mask, without a gradient."""
     check_shapes(logprobs=tokens.logprobs, signal=signal)
     signal = jax.lax.stop_gradient(jnp.asarray(signal)).astype(tokens.logprobs.dtype)

@@ -23,7 +23,6 @@ __all__ = [  # noqa: RUF022 - in reading order
     "adaptive_temperature",
 ]
 
-
 EntropySign = Literal["intended", "release"]
 
 ENTROPY_FLOOR = 1e-8
@@ -89,7 +88,6 @@ def entropy_statistics(
       "Heterogeneous adaptive policy optimization", 2025. https://arxiv.org/abs/2509.16591
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> entropy = jnp.array([0.02, 0.05, 0.1, 0.3, 0.6, 0.9, 1.2, 2.0])
       >>> statistics = entropy_statistics(entropy, jnp.ones(8))
       >>> round(float(statistics.pivot), 4), round(float(statistics.scale), 4)
@@ -106,9 +104,8 @@ def entropy_statistics(
     centred = zero_masked(log_entropy - pivot, mask)
     scale = jnp.sqrt(divide(jnp.sum(centred**2), tokens))
     standardized = _standardize(log_entropy, mask, pivot, scale)
-    infinity = jnp.asarray(jnp.inf, standardized.dtype)
-    h_max = jnp.max(jnp.where(mask, standardized, -infinity), initial=-jnp.inf)
-    h_min = jnp.min(jnp.where(mask, standardized, infinity), initial=jnp.inf)
+    h_max = jnp.max(jnp.where(mask, standardized, -jnp.inf), initial=-jnp.inf)
+    h_min = jnp.min(jnp.where(mask, standardized, jnp.inf), initial=jnp.inf)
     some = tokens > 0
     return EntropyStatistics(pivot, scale, zero_masked(h_max, some), zero_masked(h_min, some))
 
@@ -145,7 +142,6 @@ def standardized_entropy(
       As for `entropy_statistics`.
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> entropy = jnp.array([0.02, 0.05, 0.1, 0.3, 0.6, 0.9, 1.2, 2.0])
       >>> h = standardized_entropy(entropy, jnp.ones(8))
       >>> [round(float(x), 4) for x in h[-3:]]
@@ -186,9 +182,8 @@ def entropy_signal(
       mask: true on sampled tokens.
       quantile: see `entropy_statistics`; without effect where `statistics` is given.
       sign: which of the two; "release" is for reproducing that code.
-      statistics: those of the whole batch, or of the step before. None takes them from the arrays
-        given here, which must then be the **whole batch**. With those of another batch a token may
-        lie beyond the extremes, and its signal beyond 1 in size.
+      statistics: as for `standardized_entropy`. With those of another batch a token may lie beyond
+        the extremes, and its signal beyond 1 in size.
 
     Returns:
       One number per token, without a gradient; 0 where the mask is false.
@@ -200,7 +195,6 @@ def entropy_signal(
       As for `entropy_statistics`; eq. 6.
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> entropy = jnp.array([[0.25, 1.0, 1.0], [1.0, 2.0, 0.0]])
       >>> mask = jnp.array([[1, 1, 1], [1, 1, 0]])
       >>> entropy_signal(entropy, mask).tolist()
@@ -215,7 +209,7 @@ def entropy_signal(
     )
     down = jnp.abs(down) if sign == "intended" else down
     extreme = jnp.where(h > 0, up, down)
-    return h / jnp.where(extreme == 0, jnp.ones_like(extreme), extreme)
+    return h / jnp.where(extreme == 0, 1, extreme)
 
 
 def adaptive_temperature(
@@ -255,7 +249,6 @@ def adaptive_temperature(
       As for `entropy_statistics`; adaptive temperature sampling.
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> adaptive_temperature(jnp.array([-1.0, 0.0, 2.0]), strength=0.25).tolist()
       [0.75, 1.0, 1.25]
     """
@@ -263,6 +256,7 @@ def adaptive_temperature(
     base = settings.number("base", base, rule, above=0)
     strength = check_strength("strength", strength)
     max_signal = settings.optional_distance("max_signal", max_signal)
+    (signal,) = as_floats(jax.lax.stop_gradient(signal))
     if max_signal is not None:
         product = strength * max_signal
         if not isinstance(product, Array) and product >= 1:
@@ -270,8 +264,6 @@ def adaptive_temperature(
                 f"strength={strength} with max_signal={max_signal} reaches a temperature of 0: "
                 "their product must be below 1."
             )
-    (signal,) = as_floats(jax.lax.stop_gradient(signal))
-    if max_signal is not None:
         signal = jnp.clip(signal, -max_signal, max_signal)
     return base * (1 + strength * signal)
 
@@ -297,4 +289,4 @@ def _standardize(
 ) -> Float[Array, "*batch time"]:
     """The distance from the pivot in scales; 0 where there is no scale."""
     centred = zero_masked(log_entropy - pivot, mask)
-    return jnp.where(scale == 0, jnp.zeros_like(centred), divide(centred, scale))
+    return jnp.where(scale == 0, 0, divide(centred, scale))

@@ -57,21 +57,16 @@ def reinforce_loss(
         infinity gives an infinite loss: there is no old policy to measure it against.
       advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
       mask: true on sampled tokens.
-      importance_weights: factors on the tokens' losses, of the shapes of `advantages`, such as
-        corrections for a sampler that differs from the current policy; no gradient. None is off.
-      aggregation: how to weigh tokens and sequences, see `aggregate`; None reduces nothing, and
-        the loss is one per token.
-      denominators: those of `aggregate`: `num_tokens`, `num_sequences`, `max_length`,
-        `sequence_lengths`, `empty_rows`; none of them beside ``aggregation=None``.
+      importance_weights: as in `ppo_loss`; None is off.
+      aggregation: as in `ppo_loss`; None gives one loss per token.
+      denominators: as in `ppo_loss`.
 
     Returns:
-      `(loss, metrics)`. The loss is one number, or one per token, 0 where the mask is false, with
-      ``aggregation=None``. The metric ``nll`` is the mean of ``-logprobs`` over the true tokens,
-      kept as a `Mean`; for tokens of the current policy it estimates the entropy.
+      `(loss, metrics)` as of `ppo_loss`, with one metric, ``nll``: the mean of ``-logprobs``, which
+      for tokens of the current policy estimates the entropy.
 
     Raises:
-      ValueError: if the aggregation is unknown or stands beside denominators as None, or shapes do
-        not agree.
+      ValueError: if the aggregation is unknown or stands beside denominators as None.
 
     References:
       Williams, "Simple statistical gradient-following algorithms for connectionist reinforcement
@@ -80,7 +75,6 @@ def reinforce_loss(
       2025. https://arxiv.org/abs/2504.02546
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> arrays = jnp.array([-1.0, -2.0]), jnp.array([0.5, -1.0]), jnp.ones(2)
       >>> losses, _ = reinforce_loss(*arrays, aggregation=None)
       >>> losses.tolist(), float(reinforce_loss(*arrays)[0])
@@ -153,24 +147,18 @@ def cispo_loss(
         level of sequences, as in `gspo_loss`; before the clip.
 
     Raises:
-      ValueError: if a bound is negative, `level` or the aggregation is unknown, denominators stand
-        beside ``aggregation=None``, or shapes do not agree.
+      ValueError: if a bound is negative, `level` or the aggregation is unknown, or denominators
+        stand beside ``aggregation=None``.
 
     References:
       MiniMax, "MiniMax-M1", 2025, eqs. 4 and 5. https://arxiv.org/abs/2506.13585
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> log_ratio, ones = jnp.array([0.1, 0.5]), jnp.ones(2)
       >>> logprobs = jnp.array([-1.0, -0.2])
-      >>> arrays = logprobs, logprobs - log_ratio, ones, ones
-      >>> losses, _ = cispo_loss(*arrays, aggregation=None)
+      >>> losses, _ = cispo_loss(logprobs, logprobs - log_ratio, ones, ones, aggregation=None)
       >>> [round(float(loss), 4) for loss in losses]
       [1.1052, 0.24]
-      >>> logprobs, old, ones = jnp.array([-1.0, -0.5]), jnp.array([-1.0, -1.5]), jnp.ones(2)
-      >>> loss, metrics = cispo_loss(logprobs, old, ones, ones, clip_high=1.0)
-      >>> float(loss), float(metrics["pg_clipfrac"].value())
-      (1.0, 0.5)
     """
     tokens = prepare(logprobs, old_logprobs, advantages, mask)
     log_ratio, statistics = log_ratio_at(level, tokens, max_log_ratio)
@@ -239,27 +227,21 @@ def vespo_loss(
       `(loss, metrics)` as of `ppo_loss`, with these metrics
 
       * ``phi``: the weight of the row, counted once for each of its tokens;
-      * ``ppo_kl``, ``ratio``, ``ratio_squared``, ``ratio_clamped``: of the tokens, as in
-        `ppo_loss`.
+      * ``ppo_kl``, ``ratio``, ``ratio_squared``, ``ratio_clamped``: as in `ppo_loss`.
 
     Raises:
-      ValueError: if a power or a rate is not positive, the aggregation is unknown or stands beside
-        denominators as None, or shapes do not agree.
+      ValueError: if a power or a rate is not positive, or the aggregation is unknown or stands
+        beside denominators as None.
 
     References:
       "VESPO: variational sequence-level soft policy optimization for stable off-policy LLM
       training", 2026. https://arxiv.org/abs/2602.10693
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> log_ratio, ones = jnp.array([[0.1, -0.3, 0.0], [9.0, 9.0, 9.0]]), jnp.ones((2, 3))
       >>> losses, _ = vespo_loss(-ones, -ones - log_ratio, ones, ones, aggregation=None)
       >>> [round(float(loss), 4) for loss in losses[:, 0]]
       [1.1547, 0.0]
-      >>> ones = jnp.ones((1, 3))
-      >>> loss, metrics = vespo_loss(-ones, -ones, ones, ones)
-      >>> float(loss), float(metrics["phi"].value())
-      (1.0, 1.0)
     """
     tokens = prepare(logprobs, old_logprobs, advantages, mask)
     parameters = {
@@ -279,7 +261,7 @@ def vespo_loss(
     log_w = jax.lax.stop_gradient(jnp.sum(log_ratio, axis=-1, keepdims=True))
     # Beyond what an exponential can hold the weight is 0; expm1 keeps phi exact near W = 1.
     phi = jnp.exp(k * log_w - lam * jnp.expm1(log_w))
-    phi = jnp.where(log_w == jnp.inf, jnp.zeros_like(phi), phi)
+    phi = jnp.where(log_w == jnp.inf, 0, phi)
     surrogate = -phi * tokens.advantages * floored_logprobs(tokens, max_log_ratio)
     statistics = {"phi": phi, **statistics}
     return reduce_surrogate(
@@ -330,15 +312,14 @@ def dro_loss(
       * ``ppo_kl``, ``ratio``, ``ratio_squared``, ``ratio_clamped``: as in `ppo_loss`.
 
     Raises:
-      ValueError: if `beta` is negative, the aggregation is unknown or stands beside denominators as
-        None, or shapes do not agree.
+      ValueError: if `beta` is negative, or the aggregation is unknown or stands beside
+        denominators as None.
 
     References:
       Richemond et al., "Offline regularised reinforcement learning for large language models
       alignment", 2024. https://arxiv.org/abs/2405.19107
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> ones = jnp.ones(2)
       >>> arrays = jnp.array([-1.0, -3.0]), -ones, ones, ones
       >>> losses, _ = dro_loss(*arrays, beta=0.5, aggregation=None)
@@ -381,13 +362,12 @@ def positive_example_loss(
       ``positive_nll`` is the same mean as a `Mean`.
 
     Raises:
-      ValueError: if shapes do not agree, or there is not one `correct` per row.
+      ValueError: if there is not one `correct` per row.
 
     References:
       Yue et al., "VAPO", 2025, section 4.3. https://arxiv.org/abs/2504.05118
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> logprobs = jnp.array([[-1.0, -2.0], [-3.0, -4.0]])
       >>> loss, _ = positive_example_loss(logprobs, jnp.array([1, 0]), jnp.ones((2, 2)))
       >>> float(loss)

@@ -48,7 +48,6 @@ def entropy_threshold(
       As for `top_entropy_mask`.
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> float(entropy_threshold(jnp.array([0.5, 3.0, 1.0, 0.25, 2.0, 0.75]), jnp.ones(6)))
       2.0
     """
@@ -95,7 +94,6 @@ def top_entropy_mask(
       reinforcement learning for LLM reasoning", 2025. https://arxiv.org/abs/2506.01939
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> top_entropy_mask(jnp.array([0.5, 3.0, 1.0, 0.25, 2.0, 0.75]), jnp.ones(6)).tolist()
       [False, True, False, False, True, False]
     """
@@ -141,7 +139,6 @@ def off_policy_sequence_mask(
       https://arxiv.org/abs/2512.02556
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> logprobs, ones = jnp.array([[-1.0, -3.0], [-1.0, -3.0]]), jnp.ones((2, 2))
       >>> advantages = jnp.array([[1.0], [-1.0]])
       >>> off_policy_sequence_mask(logprobs, -ones, advantages, ones, max_divergence=0.5).tolist()

@@ -6,14 +6,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Float, Shaped
 
 from jrl.losses import settings
-from jrl.losses.arrays import Number
+from jrl.losses.arrays import Number, PerToken, TokenMask, zero_masked
 from jrl.losses.policy.tokens import (
     Bound,
     Loss,
     RatioLevel,
+    Statistics,
     Tokens,
     clamped_log_ratio,
     distance,
@@ -24,7 +25,6 @@ from jrl.losses.policy.tokens import (
 from jrl.losses.reduction import Aggregation, Denominators, Mean
 
 __all__ = ["ppo_loss", "sapo_loss", "dppo_loss", "ProbabilityDistance"]  # noqa: RUF022
-
 
 ProbabilityDistance = Literal["tv", "kl"]
 
@@ -98,7 +98,7 @@ def ppo_loss(
       ValueError: if a bound is negative, `clip_dual` is not above one, or `guard` is not above
         ``1 + clip_high``, since it would then bound positive advantages in its place (of a
         `clip_high` given as an array that cannot be checked: a lower guard acts as said); if the
-        aggregation is unknown or stands beside denominators as None; if shapes do not agree.
+        aggregation is unknown or stands beside denominators as None.
 
     References:
       Schulman et al., "Proximal policy optimization algorithms", 2017, eq. 7.
@@ -109,7 +109,6 @@ def ppo_loss(
       Prime Intellect, "INTELLECT-2", 2025 (guard). https://arxiv.org/abs/2505.07291
 
     Examples:
-      >>> import jax, jax.numpy as jnp
       >>> ratio, ones = jnp.array([0.5, 1.0, 1.25, 4.0]), jnp.ones(4)
       >>> arrays = jnp.log(ratio), 0 * ones, ones, ones
       >>> ppo_loss(*arrays, clip_high=0.25, aggregation=None)[0].tolist()
@@ -136,18 +135,14 @@ def clipped(
     clip_dual: Number | None,
     max_log_ratio: Number | None,
     guard: Number | None = None,
-) -> tuple[Float[Array, "*batch time"], dict[str, Float[Array, "*batch time"]]]:
+) -> tuple[PerToken, Statistics]:
     """The surrogate of `ppo_loss`, and its statistics for each token."""
     low, high = distance("clip_low", clip_low, tokens), distance("clip_high", clip_high, tokens)
-    dual = settings.optional(
-        "clip_dual", clip_dual, "must be above 1, such as 3; None is off.", above=1
-    )
-    guard = settings.optional(
-        "guard",
-        guard,
-        "must be above 1 + clip_high, such as 4, or it clips first; None is off.",
-        above=1 if isinstance(high, Array) else 1 + high,
-    )
+    rule = "must be above 1, such as 3; None is off."
+    dual = settings.optional("clip_dual", clip_dual, rule, above=1)
+    rule = "must be above 1 + clip_high, such as 4, or it clips first; None is off."
+    least = 1 if isinstance(high, Array) else 1 + high
+    guard = settings.optional("guard", guard, rule, above=least)
     log_ratio, statistics = clamped_log_ratio(tokens, max_log_ratio)
     ratio, advantages = jnp.exp(log_ratio), tokens.advantages
 
@@ -232,21 +227,17 @@ def dppo_loss(
 
     Raises:
       ValueError: if `kind` or the aggregation is unknown, `max_divergence` negative or `max_ratio`
-        not above one, denominators stand beside ``aggregation=None``, or shapes do not agree.
+        not above one, or denominators stand beside ``aggregation=None``.
 
     References:
       Qi et al., "Rethinking the trust region in LLM reinforcement learning", 2026.
       https://arxiv.org/abs/2602.04879
 
     Examples:
-      >>> import jax, jax.numpy as jnp
       >>> p, old, ones = jnp.array([0.03, 0.95]), jnp.array([0.01, 0.9]), jnp.ones(2)
       >>> def total(logprobs):
       ...     arrays = (logprobs, jnp.log(old), ones, ones)
-      ...     losses, metrics = dppo_loss(
-      ...         *arrays, kind="tv", max_divergence=0.03, aggregation=None
-      ...     )
-      ...     return jnp.sum(losses), metrics
+      ...     return dppo_loss(*arrays, kind="tv", max_divergence=0.03, aggregation="token-sum")
       >>> slopes, metrics = jax.grad(total, has_aux=True)(jnp.log(p))
       >>> [round(float(slope), 4) for slope in -slopes], float(metrics["pg_clipfrac"].value())
       ([3.0, 0.0], 0.5)
@@ -268,11 +259,10 @@ def dppo_loss(
     if max_log_ratio is not None:
         floor = jnp.maximum(tokens.old_logprobs - max_log_ratio, jnp.finfo(logprobs.dtype).min)
         logprobs = jnp.where(logprobs < floor, floor, logprobs)
-    surrogate = jnp.where(dropped, jnp.zeros_like(weight), -tokens.advantages * weight * logprobs)
-    capped = ratio > weight
+    surrogate = zero_masked(-tokens.advantages * weight * logprobs, ~dropped)
     statistics = {
         "pg_clipfrac": dropped.astype(ratio.dtype),
-        "pg_clipfrac_lower": (capped & ~dropped).astype(ratio.dtype),
+        "pg_clipfrac_lower": ((ratio > weight) & ~dropped).astype(ratio.dtype),
         **statistics,
     }
     return reduce_surrogate(
@@ -282,7 +272,7 @@ def dppo_loss(
 
 def _dropped(
     tokens: Tokens, kind: ProbabilityDistance, bounds: tuple[settings.Checked, settings.Checked]
-) -> Bool[Array, "*batch time"]:
+) -> TokenMask:
     """Mask of the tokens whose probability moved too far; false for masked tokens and for NaN."""
     down, up = bounds
     p, q = jnp.exp(tokens.logprobs), jnp.exp(tokens.old_logprobs)
@@ -292,20 +282,13 @@ def _dropped(
         return (rises & (p - q > up)) | (falls & (p - q < -down))
     sampled = _relative(q, tokens.old_logprobs, tokens.logprobs)
     others = -jnp.expm1(tokens.old_logprobs), -jnp.expm1(tokens.logprobs)
-    rest = _relative(others[0], *(jnp.log(jnp.maximum(x, 0)) for x in others))
-    moved = sampled + rest
+    moved = sampled + _relative(others[0], *(jnp.log(jnp.maximum(x, 0)) for x in others))
     return (rises & (p > q) & (moved > up)) | (falls & (p < q) & (moved > down))
 
 
-def _relative(
-    probability: Float[Array, "*batch time"],
-    log_first: Float[Array, "*batch time"],
-    log_second: Float[Array, "*batch time"],
-) -> Float[Array, "*batch time"]:
+def _relative(probability: PerToken, log_first: PerToken, log_second: PerToken) -> PerToken:
     """``probability * (log_first - log_second)``, and 0 where the probability is 0."""
-    impossible = probability == 0
-    difference = jnp.where(impossible, jnp.zeros_like(log_first), log_first - log_second)
-    return probability * difference
+    return probability * zero_masked(log_first - log_second, probability != 0)
 
 
 def sapo_loss(
@@ -344,11 +327,8 @@ def sapo_loss(
       mask: true on sampled tokens.
       tau_positive: temperature where the advantage is positive; positive.
       tau_negative: temperature where the advantage is negative or 0; positive.
-      level: over what the ratio is taken: "token", or "sequence" for the geometric mean of a row's
-        ratios, as in `gspo_loss`; a row must then be one whole response. (TRL:
-        ``importance_sampling_level``.)
-      max_log_ratio: the log-ratio is clamped to plus or minus this many nats before the
-        exponential, where the gradient is then 0; None is off. verl clamps at 20, TRL does not.
+      level: "token" or "sequence", over what the ratio is taken, as in `cispo_loss`.
+      max_log_ratio: as in `ppo_loss`; None is off. verl clamps at 20, TRL does not.
       importance_weights: as in `ppo_loss`; None is off.
       aggregation: as in `ppo_loss`; None gives one loss per token.
       denominators: as in `ppo_loss`.
@@ -361,22 +341,17 @@ def sapo_loss(
         level of sequences, as in `gspo_loss`.
 
     Raises:
-      ValueError: if a temperature is not positive, `level` or the aggregation is unknown,
-        denominators stand beside ``aggregation=None``, or shapes do not agree.
+      ValueError: if a temperature is not positive, `level` or the aggregation is unknown, or
+        denominators stand beside ``aggregation=None``.
 
     References:
       Gao et al., "Soft adaptive policy optimization", 2025. https://arxiv.org/abs/2511.20347
 
     Examples:
-      >>> import jax.numpy as jnp
       >>> ratio, ones = jnp.array([0.0, 1.0, 3.0]), jnp.ones(3)
       >>> losses, _ = sapo_loss(jnp.log(ratio), 0 * ones, ones, ones, aggregation=None)
       >>> [round(float(loss), 4) for loss in losses]
       [-1.0758, -2.0, -3.5232]
-      >>> ones = jnp.ones((1, 3))
-      >>> loss, metrics = sapo_loss(-ones, -ones, ones, ones)
-      >>> float(loss), float(metrics["gate"].value())
-      (-2.0, 1.0)
     """
     tokens = prepare(logprobs, old_logprobs, advantages, mask)
     positive, negative = (

@@ -13,11 +13,13 @@ import jax.numpy as jnp
 from jax import Array
 from jax.core import Tracer
 from jax.typing import ArrayLike
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Float, Int, Shaped
 
 from jrl.losses import settings
 from jrl.losses.arrays import (
     Number,
+    PerToken,
+    TokenMask,
     as_floats,
     as_mask,
     broadcast,
@@ -32,6 +34,8 @@ from jrl.losses.reduction import Aggregation, Denominators, Mean, aggregate, che
 Bound: TypeAlias = Number | Float[ArrayLike, "..."]
 # One number, or with ``aggregation=None`` one per token.
 Loss: TypeAlias = Float[Array, ""] | Float[Array, "*batch time"]
+# What becomes metrics, by their names.
+Statistics: TypeAlias = dict[str, PerToken]
 
 # How the ratio is taken, and whose gradient the ratio of a whole row has.
 RatioLevel = Literal["token", "sequence"]
@@ -44,10 +48,10 @@ LARGEST_DENOMINATOR = 40_000
 class Tokens(NamedTuple):
     """The four arrays of a policy loss in one precision, 0 under the mask, constants stopped."""
 
-    logprobs: Float[Array, "*batch time"]
-    old_logprobs: Float[Array, "*batch time"]
-    advantages: Float[Array, "*batch time"]
-    mask: Bool[Array, "*batch time"]
+    logprobs: PerToken
+    old_logprobs: PerToken
+    advantages: PerToken
+    mask: TokenMask
 
 
 def prepare(
@@ -56,11 +60,7 @@ def prepare(
     advantages: Float[ArrayLike, "*#batch #time"],
     mask: Shaped[ArrayLike, "*batch time"],
 ) -> Tokens:
-    """Check the shapes, raise the precision, hide what the mask hides, stop the gradients.
-
-    Raises:
-      ValueError: if the shapes do not agree.
-    """
+    """Check the shapes, raise the precision, hide what the mask hides, stop the gradients."""
     check_shapes(logprobs=logprobs, old_logprobs=old_logprobs, mask=mask)
     mask = as_mask(mask)
     logprobs, old_logprobs, advantages = as_floats(logprobs, old_logprobs, advantages)
@@ -73,19 +73,10 @@ def prepare(
     )
 
 
-def clamped_log_ratio(
-    tokens: Tokens, max_log_ratio: Number | None
-) -> tuple[Float[Array, "*batch time"], dict[str, Float[Array, "*batch time"]]]:
+def clamped_log_ratio(tokens: Tokens, max_log_ratio: Number | None) -> tuple[PerToken, Statistics]:
     """``logprobs - old_logprobs`` within plus or minus `max_log_ratio` nats, and its statistics.
 
-    Where the clamp acts the gradient is 0.
-
-    Returns:
-      The log-ratio, and for each token ``ppo_kl`` (its negative, the k1 estimate of
-      KL(old || current)), ``ratio``, ``ratio_squared`` and ``ratio_clamped``.
-
-    Raises:
-      ValueError: if `max_log_ratio` is negative.
+    Where the clamp acts the gradient is 0. ``ppo_kl`` is the k1 estimate of KL(old || current).
     """
     max_log_ratio = settings.optional_distance("max_log_ratio", max_log_ratio)
     log_ratio = tokens.logprobs - tokens.old_logprobs
@@ -104,7 +95,7 @@ def clamped_log_ratio(
 
 def average_over_rows(
     tokens: Tokens, max_log_ratio: Number | None, gradient: SequenceGradient
-) -> tuple[Tokens, Float[Array, "*batch time"]]:
+) -> tuple[Tokens, PerToken]:
     """Tokens whose log-ratio is the mean of their row's, and where one was clamped before the mean.
 
     With `gradient` "sequence" it is the mean in the gradient, too; with "token" each token has the
@@ -116,20 +107,15 @@ def average_over_rows(
         # Zero in value: only the gradient is each token's own.
         mean = jax.lax.stop_gradient(mean) + (log_ratio - jax.lax.stop_gradient(log_ratio))
     rows = tokens._replace(
-        logprobs=jnp.where(tokens.mask, mean, jnp.zeros_like(log_ratio)),
-        old_logprobs=jnp.zeros_like(log_ratio),
+        logprobs=jnp.where(tokens.mask, mean, 0), old_logprobs=jnp.zeros_like(log_ratio)
     )
     return rows, statistics["ratio_clamped"]
 
 
 def log_ratio_at(
     level: RatioLevel, tokens: Tokens, max_log_ratio: Number | None
-) -> tuple[Float[Array, "*batch time"], dict[str, Float[Array, "*batch time"]]]:
-    """`clamped_log_ratio` of the tokens, or of the rows that they belong to.
-
-    Raises:
-      ValueError: if `level` is unknown.
-    """
+) -> tuple[PerToken, Statistics]:
+    """`clamped_log_ratio` of the tokens, or of the rows that they belong to."""
     settings.choice("level", level, RatioLevel)
     if level == "token":
         return clamped_log_ratio(tokens, max_log_ratio)
@@ -138,13 +124,8 @@ def log_ratio_at(
     return log_ratio, {**statistics, "ratio_clamped": ratio_clamped}
 
 
-def distance(name: str, bound: Bound, tokens: Tokens) -> Float[Array, "..."] | settings.Checked:
-    """The bound itself if it is a number, or one for each token.
-
-    Raises:
-      ValueError: if it is negative, as far as that is known, or an array that does not spread over
-        the tokens.
-    """
+def distance(name: str, bound: Bound, tokens: Tokens) -> settings.Checked:
+    """The bound itself if it is a number, or one for each token. A negative one is an error."""
     if not settings.is_array(bound) or jnp.ndim(bound) == 0:
         return settings.distance(name, bound)
     bounds = zero_masked(broadcast(name, bound, tokens.logprobs), tokens.mask)
@@ -153,7 +134,7 @@ def distance(name: str, bound: Bound, tokens: Tokens) -> Float[Array, "..."] | s
     return bounds
 
 
-def floored_logprobs(tokens: Tokens, max_log_ratio: Number | None) -> Float[Array, "*batch time"]:
+def floored_logprobs(tokens: Tokens, max_log_ratio: Number | None) -> PerToken:
     """The log-probabilities, no more than `max_log_ratio` nats below the old ones.
 
     A token that has become impossible would make ``A logp`` infinite. Where the floor acts the
@@ -168,8 +149,8 @@ def floored_logprobs(tokens: Tokens, max_log_ratio: Number | None) -> Float[Arra
 
 def reduce_surrogate(
     loss_function: Callable[..., Any],
-    surrogate: Float[Array, "*batch time"],
-    statistics: dict[str, Float[Array, "*batch time"]],
+    surrogate: PerToken,
+    statistics: Statistics,
     tokens: Tokens,
     aggregation: Aggregation | None,
     importance_weights: Float[ArrayLike, "*#batch #time"] | None,
@@ -177,11 +158,8 @@ def reduce_surrogate(
 ) -> tuple[Loss, dict[str, Mean]]:
     """Weigh the surrogate if asked, aggregate it unless that is None, and make the metrics.
 
-    Whatever the aggregation, the metrics are means of the statistics over the true tokens.
-
-    Raises:
-      TypeError: if a keyword is none of `loss_function`.
-      ValueError: as `aggregate`, or if a denominator is given where nothing is aggregated.
+    Whatever the aggregation, the metrics are means of the statistics over the true tokens. A
+    denominator where nothing is aggregated is an error.
     """
     check_denominators(loss_function, denominators)
     mask = tokens.mask
@@ -215,9 +193,7 @@ def floor_fraction(
     return wholes * numerator + product // denominator, product % denominator, denominator
 
 
-def ascending(
-    x: Float[Array, "*batch time"], mask: Bool[Array, "*batch time"]
-) -> Float[Array, "tokens"]:
+def ascending(x: PerToken, mask: TokenMask) -> Float[Array, "tokens"]:
     """All true `x` in increasing order, then infinity for the others."""
     return jnp.sort(jnp.where(mask, x, jnp.asarray(jnp.inf, x.dtype)).ravel())
 
@@ -226,12 +202,10 @@ def kth(ordered: Float[Array, "tokens"], index: Int[Array, ""]) -> Float[Array, 
     """The element of `ordered` at `index`; 0 if the index is negative, as of an empty order."""
     if not ordered.size:
         return jnp.zeros((), ordered.dtype)
-    return jnp.where(index < 0, jnp.zeros((), ordered.dtype), ordered[jnp.maximum(index, 0)])
+    return jnp.where(index < 0, 0, ordered[jnp.maximum(index, 0)])
 
 
-def top_k_mask(
-    k: Int[Array, ""], among: Bool[Array, "*batch time"], *keys: Array
-) -> Bool[Array, "*batch time"]:
+def top_k_mask(k: Int[Array, ""], among: TokenMask, *keys: Array) -> TokenMask:
     """True on the `k` tokens of `among` that come first when ordered by increasing keys.
 
     The first key decides; ties go to the next one, and at last to the earlier token.
@@ -242,7 +216,7 @@ def top_k_mask(
     return (chosen & flat).reshape(among.shape)
 
 
-def random_bits(key: Array, mask: Bool[Array, "*batch time"]) -> Array:
+def random_bits(key: Array, mask: TokenMask) -> Array:
     """Random integers for the true tokens that depend on the key and on a token's rank alone.
 
     The rank is counted over true tokens, so padding and holes change no number.
