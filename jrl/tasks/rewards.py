@@ -16,7 +16,7 @@ from jrl.tasks.task import (
     PromptSourceTask,
     Task,
     Verdict,
-    check_pairs,
+    pair_completions,
     special_of,
 )
 from jrl.tasks.workers.pool import Pool
@@ -141,8 +141,8 @@ class Weighing:
     """
 
     weights: Mapping[str, float]
-    full_marks: float | None = None
-    failed: float = 0.0
+    full_marks: float | None
+    failed: float
 
 
 class Rewarded(PromptSourceTask):
@@ -205,22 +205,20 @@ class Rewarded(PromptSourceTask):
 
     def verify(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Verdict]:
         """Scores one completion per example; equal pairs are asked about once."""
-        check_pairs(examples, completions)
-        pairs = list(zip(examples, completions, strict=True))
+        pairs = pair_completions(examples, completions)
         # Examples that are drawn may share their prompt and differ in what else is known of them,
         # and texts that are alike in their special tokens.
         keys = [(id(example), text, special_of(text)) for example, text in pairs]
-        pair_of_key = dict(zip(keys, pairs, strict=True))
-        verifier_verdicts: list[Verdict | None] = [None] * len(pair_of_key)
+        distinct = dict(zip(keys, pairs, strict=True))
+        verified: list[Verdict | None] = [None] * len(distinct)
         if self._verifier is not None:
-            distinct_examples, texts = (
-                zip(*pair_of_key.values(), strict=True) if pair_of_key else ((), ())
-            )
-            verifier_verdicts = list(self._verifier.verify(distinct_examples, texts))
-        answers = [each.ask(list(pair_of_key.values())) for each in self._rewards]
-        rows = list(zip(*answers, strict=True)) if answers else [()] * len(pair_of_key)
-        scored = [self._verdict(*row) for row in zip(verifier_verdicts, rows, strict=True)]
-        verdicts = dict(zip(pair_of_key, scored, strict=True))
+            distinct_examples = [example for example, _ in distinct.values()]
+            texts = [text for _, text in distinct.values()]
+            verified = list(self._verifier.verify(distinct_examples, texts))
+        answers = [each.ask(list(distinct.values())) for each in self._rewards]
+        verdicts = {
+            key: self._verdict(*row) for key, *row in zip(distinct, verified, *answers, strict=True)
+        }
         return [verdicts[key] for key in keys]
 
     def close(self) -> None:
@@ -230,13 +228,14 @@ class Rewarded(PromptSourceTask):
         if isinstance(self._prompts, Task):
             self._prompts.close()
 
-    def _verdict(self, verifier_verdict: Verdict | None, answers: Sequence[Message]) -> Verdict:
-        if verifier_verdict is not None and verifier_verdict.reason in FAILURES:
-            return Verdict(self._weighing.failed, verifier_verdict.reason, ())
-        components: dict[str, float] = (
-            {} if verifier_verdict is None else {TASK_REWARD: verifier_verdict.score}
-        )
-        reasons = [] if verifier_verdict is None else [verifier_verdict.reason]
+    def _verdict(self, verified: Verdict | None, *answers: Message) -> Verdict:
+        components: dict[str, float] = {}
+        reasons = []
+        if verified is not None:
+            if verified.reason in FAILURES:
+                return Verdict(self._weighing.failed, verified.reason, ())
+            components[TASK_REWARD] = verified.score
+            reasons.append(verified.reason)
         for each, answer in zip(self._rewards, answers, strict=True):
             answer = self._check_reply(each, answer)
             if "failure" in answer:
@@ -257,10 +256,10 @@ class Rewarded(PromptSourceTask):
             return reasons[0]
         assert self._full_marks is not None
         if "correct" in self._weights:
-            correct = components.get("correct", 0.0) >= 1
+            is_correct = components.get("correct", 0.0) >= 1
         else:
-            correct = score >= self._full_marks
-        if correct:
+            is_correct = score >= self._full_marks
+        if is_correct:
             return "correct"
         return "partial" if score > 0 else "wrong"
 

@@ -23,6 +23,7 @@ LIKELY_FIELDS = {
     "--answer-field": (LIKELY_ANSWERS, (str, int, float)),
 }
 """By flag: likely names, and possible types, of the field that it names."""
+_ABSENT = object()
 
 
 @dataclass(frozen=True)
@@ -57,23 +58,14 @@ class Row(dict[str, Any]):
     the record did not have."""
 
 
-def get_field(record: Mapping[str, Any], name: str) -> Any:
-    """The value of a field, None where there is none; a name with a dot is looked for as it is, and
-    then as a field of a field."""
+def get_field(record: Mapping[str, Any], name: str, default: Any = None) -> Any:
+    """The value of a field, or the default where there is none; a name with a dot is looked for as
+    it is, and then as a field of a field."""
     if name in record:
         return _as_list(record[name])
     outer, dot, inner = name.partition(".")
     value = record.get(outer) if dot else None
-    return get_field(value, inner) if isinstance(value, Mapping) else None
-
-
-def has_field(record: Mapping[str, Any], name: str) -> bool:
-    """True if the record has such a field, null or not."""
-    if name in record:
-        return True
-    outer, dot, inner = name.partition(".")
-    value = record.get(outer) if dot else None
-    return isinstance(value, Mapping) and has_field(value, inner)
+    return get_field(value, inner, default) if isinstance(value, Mapping) else default
 
 
 def require_field(
@@ -87,12 +79,13 @@ def require_field(
     Raises:
       ValueError: naming the fields of the record, and the flags.
     """
-    if not has_field(record, name):
+    value = get_field(record, name, _ABSENT)
+    if value is _ABSENT:
         raise ValueError(
             f'{location}: has no field "{name}" {describe_fields(record)}: add or rename it, or '
             f"name another with {suggest_flags(record, flags)}"
         )
-    return get_field(record, name)
+    return value
 
 
 def require_answer(record: Mapping[str, Any], name: str, location: str) -> str:
@@ -173,14 +166,13 @@ def suggest_flags(record: Mapping[str, Any], flags: Sequence[str]) -> str:
     for flag in flags:
         likely, kinds = LIKELY_FIELDS[flag]
         candidates = [
-            name
+            f"{flag} {name}"
             for name, value in _iterate_fields(record)
             if name.rpartition(".")[2] in likely and isinstance(value, kinds)
         ]
-        suggestions += [f"{flag} {candidates[0]}"] if candidates else []
-    return " or ".join(flags) + (
-        f", here perhaps {' or '.join(suggestions)}" if suggestions else ""
-    )
+        suggestions += candidates[:1]
+    hint = f", here perhaps {' or '.join(suggestions)}" if suggestions else ""
+    return " or ".join(flags) + hint
 
 
 def short(value: object) -> str:
@@ -197,7 +189,7 @@ def _format_number(value: int | float) -> str:
     if isinstance(value, int):
         return str(value)
     try:
-        number = Decimal(value.written) if isinstance(value, Number) else Decimal(repr(value))
+        number = Decimal(value.written if isinstance(value, Number) else repr(value))
     except ArithmeticError as error:  # an exponent that not even Decimal has
         raise ValueError(f"{value} is too large or too small") from error
     if not number.is_finite():
