@@ -151,11 +151,6 @@ class Finding:
         """True if a right answer scores less than the reference answer, or its scoring failed."""
         return self.case.verdict == "right" and not self.score >= self.full
 
-    @property
-    def faulty(self) -> bool:
-        """True if the answer was judged otherwise than it should be."""
-        return self.gamed or self.partly or self.missed
-
 
 def check(
     target: str, *, seed: int = 0, answers: str = FINAL, seconds: float = 5.0
@@ -230,12 +225,9 @@ def _verify(task: Task, pairs: Sequence[tuple[Example, str]]) -> list[float]:
 
 def _spec(target: str) -> str:
     """A file alone is one of prompts."""
-    path = Path(target)
-    if target.partition(":")[0] in KINDS:
-        return target
-    if path.suffix == ".jsonl":
-        return f"jsonl:{target}"
-    return f"parquet:{target}" if path.suffix == ".parquet" else target
+    kind = Path(target).suffix.removeprefix(".")
+    is_file = kind in ("jsonl", "parquet") and target.partition(":")[0] not in KINDS
+    return f"{kind}:{target}" if is_file else target
 
 
 def _example(case: Case) -> Example:
@@ -269,8 +261,7 @@ def format_report(target: str, findings: Sequence[Finding]) -> str:
         ("Right, with less than the score of the reference answer", missed),
     ):
         if group:
-            lines += ["", f"{title}:"]
-            lines += [_format_finding(each) for each in _select_listed(group)]
+            lines += ["", f"{title}:", *map(_format_finding, _select_listed(group))]
         if len(group) > MAX_LISTED:
             lines.append(f"  and {len(group) - MAX_LISTED} more")
     return "\n".join(lines)
@@ -278,7 +269,9 @@ def format_report(target: str, findings: Sequence[Finding]) -> str:
 
 def _kind_table(findings: Sequence[Finding]) -> list[str]:
     """A line for each kind with answers that were judged wrongly."""
-    kinds = dict.fromkeys(each.case.kind for each in findings if each.faulty)
+    kinds = dict.fromkeys(
+        each.case.kind for each in findings if each.gamed or each.partly or each.missed
+    )
     width = max(map(len, kinds))
     lines = [f"{'':{width}}  answers   gamed  partly  missed"]
     for kind in kinds:

@@ -120,9 +120,8 @@ def parse_reference(text: str, code_path: Path | None = None) -> CodeReference:
     """
     if match := _FILE.fullmatch(text):
         file, name = match[1], match[2]
-        path = Path(file)
-        if code_path is not None and (code_path / copy_name(file)).exists():
-            path = code_path / copy_name(file)
+        copy = None if code_path is None else code_path / copy_name(file)
+        path = copy if copy is not None and copy.exists() else Path(file)
         try:
             source = path.read_bytes()
         except OSError as error:

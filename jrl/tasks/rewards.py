@@ -177,8 +177,7 @@ class Rewarded(PromptSourceTask):
         self._weighing, self._verifier = weighing, verifier
         self._warnings = FewWarnings()
         names = [TASK_REWARD] if verifier is not None else []
-        for each in self._rewards:
-            names += self._probe(each)
+        names += [name for each in self._rewards for name in self._probe(each)]
         if SUSPICION in names:
             raise ValueError(
                 f"a reward has a component named {SUSPICION}, which is the name of another metric "
@@ -199,9 +198,8 @@ class Rewarded(PromptSourceTask):
         self.part_names: tuple[str, ...] = tuple(names)
         """Of all parts that a verdict can have, in their order."""
         self._weights = {name: weighing.weights.get(name, 1.0) for name in names}
-        self._full_marks = weighing.full_marks
-        if self._full_marks is None:
-            self._full_marks = sum(max(weight, 0.0) for weight in self._weights.values())
+        highest = sum(max(weight, 0.0) for weight in self._weights.values())
+        self._full_marks = highest if weighing.full_marks is None else weighing.full_marks
 
     def verify(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Verdict]:
         """Scores one completion per example; equal pairs are asked about once."""
@@ -254,12 +252,11 @@ class Rewarded(PromptSourceTask):
     def _reason(self, score: float, components: Mapping[str, float], reasons: Sequence[str]) -> str:
         if reasons:
             return reasons[0]
-        assert self._full_marks is not None
         if "correct" in self._weights:
-            is_correct = components.get("correct", 0.0) >= 1
+            correct = components.get("correct", 0.0) >= 1
         else:
-            is_correct = score >= self._full_marks
-        if is_correct:
+            correct = score >= self._full_marks
+        if correct:
             return "correct"
         return "partial" if score > 0 else "wrong"
 

@@ -155,16 +155,8 @@ def chat_of(
     last: bool = False,
     index: int = -1,
 ) -> Chat:
-    """The conversation that a record describes.
-
-    Args:
-      location: where it is from, for messages.
-      fields, last: as of `load_chats`.
-      index: of the conversation in its task.
-
-    Raises:
-      ValueError: where a field is missing or cannot be what it is for.
-    """
+    """The conversation that a record describes, number `index` of its task; `fields` and `last` are
+    as of `load_chats`, errors as in `jrl.tasks.data.fields`."""
     fields = Fields() if fields is None else fields
     parsed = read_record(record, location, fields)
     if (text := parsed.text) is not None:

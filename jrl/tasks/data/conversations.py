@@ -8,6 +8,8 @@ All other fields of a message are kept for the chat template.
 
 A row of a table has the fields of all its records: a field that is null there is absent. The
 arguments of a call may be JSON text, as OpenAI's clients write them, in which a null is kept.
+
+Errors are raised as in `jrl.tasks.data.fields`.
 """
 
 import json
@@ -71,16 +73,7 @@ def role_content_pairs(messages: Iterable[Turn]) -> tuple[tuple[str, str], ...]:
 def parse_messages(
     record: Mapping[str, Any], value: Any, name: str, location: str
 ) -> tuple[Turn, ...]:
-    """The messages in a field of a record.
-
-    Args:
-      value: of the field.
-      name: of the field.
-      location: where the record is from, for messages.
-
-    Raises:
-      ValueError: for what is no list of messages.
-    """
+    """The messages in a field of a record, from its value and name."""
     where = f'{location}: field "{name}"'
     if not isinstance(value, str) or value.lstrip().startswith("["):
         value = from_json(value, name, location, LIST)
@@ -96,11 +89,7 @@ def parse_messages(
 
 
 def tools_of(record: Mapping[str, Any], location: str) -> list[Any] | None:
-    """The tools of a record, None without.
-
-    Raises:
-      ValueError: for what is no list of schemas.
-    """
+    """The schemas of the tools of a record, None without."""
     value = from_json(record.get("tools"), "tools", location, "a list of tools")
     if not value:
         return None
@@ -112,11 +101,7 @@ def tools_of(record: Mapping[str, Any], location: str) -> list[Any] | None:
 
 
 def template_arguments_of(record: Mapping[str, Any], location: str) -> dict[str, Any]:
-    """The ``chat_template_kwargs`` of a record.
-
-    Raises:
-      ValueError: as for `checked_arguments`.
-    """
+    """The ``chat_template_kwargs`` of a record."""
     name = "chat_template_kwargs"
     value = from_json(record.get(name), name, location, "an object")
     if isinstance(record, Row):
@@ -125,11 +110,7 @@ def template_arguments_of(record: Mapping[str, Any], location: str) -> dict[str,
 
 
 def template_arguments(text: str | None) -> dict[str, Any]:
-    """The arguments of a chat template that a flag has as JSON text; none where it is None.
-
-    Raises:
-      ValueError: for what is no JSON, and as for `checked_arguments`.
-    """
+    """The arguments of a chat template that a flag has as JSON text; none where it is None."""
     if text is None:
         return {}
     try:
@@ -142,11 +123,9 @@ def template_arguments(text: str | None) -> dict[str, Any]:
 def checked_arguments(value: Any, where: str) -> dict[str, Any]:
     """Arguments of a chat template.
 
-    Args:
-      where: they are from, for messages.
-
     Raises:
-      ValueError: where they are no object, or one has a name that is not theirs to give.
+      ValueError: where they are no object, or one has a name that is not theirs to give; the
+        message begins with `where` they are from.
     """
     if not isinstance(value, Mapping):
         example = '{"enable_thinking": false}'

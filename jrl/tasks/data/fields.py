@@ -1,4 +1,8 @@
-"""Fields of a record: their names, and the texts and numbers that they hold."""
+"""Fields of a record: their names, and the texts and numbers that they hold.
+
+Functions that read a field raise ValueError where it is missing or cannot be what it is for. The
+message names the field and the `location` of the record, its file and line.
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -71,14 +75,7 @@ def get_field(record: Mapping[str, Any], name: str, default: Any = None) -> Any:
 def require_field(
     record: Mapping[str, Any], name: str, location: str, flags: Sequence[str] = PROMPT_FLAGS
 ) -> Any:
-    """Value of a required field; it may be null.
-
-    Args:
-      flags: flags that name the field, for the message.
-
-    Raises:
-      ValueError: naming the fields of the record, and the flags.
-    """
+    """Value of a required field; it may be null. The message names `flags` that choose another."""
     value = get_field(record, name, _ABSENT)
     if value is _ABSENT:
         raise ValueError(
@@ -89,11 +86,7 @@ def require_field(
 
 
 def require_answer(record: Mapping[str, Any], name: str, location: str) -> str:
-    """The reference answer of a record as a text.
-
-    Raises:
-      ValueError: as for `require_field` and `answer_text`.
-    """
+    """The reference answer of a record as a text."""
     return answer_text(require_field(record, name, location, ANSWER_FLAGS), name, location)
 
 
@@ -115,14 +108,8 @@ def answer_text(value: Any, field: str, location: str) -> str:
 
 
 def check_text(value: Any, field: str, location: str, *, empty: bool = False) -> str:
-    """The value of a field that must be a text.
-
-    Args:
-      empty: true if the text may be empty.
-
-    Raises:
-      ValueError: where it is no text, empty, or has half of a surrogate pair.
-    """
+    """The value of a field that must be a text, without halves of surrogate pairs; it may be empty
+    if `empty`."""
     if not isinstance(value, str) or not (value.strip() or empty):
         raise ValueError(
             f'{location}: field "{field}" is {short(value)}: it must be a text with content'
@@ -136,14 +123,8 @@ def check_text(value: Any, field: str, location: str, *, empty: bool = False) ->
 
 
 def from_json(value: Any, field: str, location: str, what: str) -> Any:
-    """Value of a field, decoded if it is JSON text, as it often is in tables.
-
-    Args:
-      what: the value to write instead, for the message.
-
-    Raises:
-      ValueError: for a text that is no JSON.
-    """
+    """Value of a field, decoded if it is JSON text, as it often is in tables. The message says to
+    write `what` instead."""
     value = _as_list(value)
     if not isinstance(value, str):
         return value

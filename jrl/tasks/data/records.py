@@ -6,7 +6,7 @@ the prompt is such a list itself; in place of the answer a "completion", a text 
 ShareGPT's "conversations" are read, and a "text" of which every token is trained on. The fields may
 have other names. All other fields are kept for rewards. Reinforcement and supervised fine-tuning
 read the same record in the same way: in the former the policy answers the prompt, in the latter it
-trains on the answer as well.
+trains on the answer as well. Errors are raised as in `jrl.tasks.data.fields`.
 """
 
 import datetime
@@ -59,15 +59,7 @@ class ParsedRecord:
 
 
 def read_record(record: Any, location: str, fields: Fields) -> ParsedRecord:
-    """Reads a record.
-
-    Args:
-      location: where it is from, for messages.
-      fields: names of its fields.
-
-    Raises:
-      ValueError: where a field is missing or cannot be what it is for.
-    """
+    """Reads a record: its conversation, or its text."""
     if not isinstance(record, Mapping):
         raise ValueError(
             f'{location}: holds a {type(record).__name__}: write an object with "prompt" and '
@@ -104,12 +96,9 @@ def example_of(
     """The example that a record describes: its prompt, and its answer where it has one.
 
     Args:
-      location: where it is from, for messages.
-      fields: names of the fields; None is `Fields()`.
+      location: file and line of the record.
+      fields: names of its fields; None is `Fields()`.
       answered: whether it must have an answer; otherwise that of one without is empty.
-
-    Raises:
-      ValueError: where a field is missing or cannot be what it is for.
     """
     fields = Fields() if fields is None else fields
     parsed = read_record(record, location, fields)
