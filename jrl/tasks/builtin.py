@@ -110,11 +110,8 @@ def scratchpad_of(min_digits: int, max_digits: int, seed: int) -> ProceduralTask
     Raises:
       ValueError: for operands shorter than two digits or longer than `MAX_OPERAND_DIGITS`.
     """
-    name = (
-        f"scratchpad:{max_digits}"
-        if min_digits == MIN_DIGITS
-        else f"scratchpad:{min_digits}-{max_digits}"
-    )
+    shortest = "" if min_digits == MIN_DIGITS else f"{min_digits}-"
+    name = f"scratchpad:{shortest}{max_digits}"
     if not MIN_DIGITS <= min_digits <= max_digits <= MAX_OPERAND_DIGITS:
         raise ValueError(
             f"task={name!r}: operands have {MIN_DIGITS} to {MAX_OPERAND_DIGITS} digits, "
@@ -246,9 +243,8 @@ class Guess:
 
     def prompts(self, random: Random) -> Record:
         """Draws digits and one of them, and a conversation that finds it."""
-        digits = sorted(
-            random.sample(range(10), random.randrange(MIN_CANDIDATES, MAX_CANDIDATES + 1))
-        )
+        count = random.randrange(MIN_CANDIDATES, MAX_CANDIDATES + 1)
+        digits = sorted(random.sample(range(10), count))
         number = random.choice(digits)
         messages = _sample_conversation(random, digits, number)
         while len(messages) > 2 * MAX_GUESSES:
@@ -297,8 +293,7 @@ def _sample_conversation(random: Random, digits: list[int], number: int) -> list
         if guess == number:
             return messages
         messages.append({"role": "user", "content": _hint(guess, number)})
-        digits = [digit for digit in digits if (digit > guess) == (number > guess)]
-        digits = [digit for digit in digits if digit != guess]
+        digits = [n for n in digits if n != guess and (n > guess) == (number > guess)]
 
 
 MAX_CALLS = 2
@@ -351,15 +346,15 @@ def score_exact(completion: str, answer: str, alphabet: str) -> Verdict:
     return UNPARSABLE
 
 
-_DEFINITIONS = {
-    "sort": Sort,
-    "addition": Addition,
-    "scratchpad": Scratchpad,
-    "countdown": Countdown,
-    "progression": Progression,
-}
 BUILT_IN: dict[str, Callable[[int], ProceduralTask]] = {
-    name: partial(ProceduralTask, name, definition=kind()) for name, kind in _DEFINITIONS.items()
+    name: partial(ProceduralTask, name, definition=definition)
+    for name, definition in (
+        ("sort", Sort()),
+        ("addition", Addition()),
+        ("scratchpad", Scratchpad()),
+        ("countdown", Countdown()),
+        ("progression", Progression()),
+    )
 }
 """Tasks without conversations, each made of the seed that picks its stream of prompts."""
 CONVERSATIONS: dict[str, Callable[[], Any]] = {"guess": Guess, "calculator": Calculator}

@@ -32,7 +32,6 @@ from jrl.tasks.rewards import (
     CustomReward,
     Rewarded,
     RewardSettings,
-    Weighing,
     parse_weights,
 )
 from jrl.tasks.task import Example, Prompts, Task
@@ -103,12 +102,7 @@ def load_task(
 def custom_files(
     spec: str, rewards: tuple[str, ...], code_path: Path | None = None
 ) -> dict[str, bytes]:
-    """The files of a user's own that a task and its rewards are read from, as a run keeps them.
-
-    Args:
-      spec: as of `load_task`.
-      rewards: references to functions, or `TASK_REWARD`.
-    """
+    """The files of a user's own that a task and its rewards are read from, as a run keeps them."""
     texts = [part for _, part in _weighted_specs(spec) if _kind(part) is None]
     return read_sources([*texts, *(text for text in rewards if text != TASK_REWARD)], code_path)
 
@@ -214,7 +208,6 @@ class _Loader:
         They stop where one cannot be had."""
         settings = self.settings
         weights = {**getattr(definition, "weights", {}), **parse_weights(settings.weights)}
-        weighing = Weighing(weights, getattr(definition, "full_marks", None), settings.failed)
         with ExitStack() as stack:
             if isinstance(prompts, Task):
                 stack.callback(prompts.close)
@@ -227,7 +220,14 @@ class _Loader:
                 )
                 stack.callback(reward.close)
                 rewards.append(reward)
-            rewarded = Rewarded(prompts, rewards, weighing, verifier)
+            rewarded = Rewarded(
+                prompts,
+                rewards,
+                verifier,
+                weights=weights,
+                full_marks=getattr(definition, "full_marks", None),
+                failed=settings.failed,
+            )
             stack.pop_all()
         return rewarded
 
@@ -235,13 +235,13 @@ class _Loader:
         kind, _, rest = spec.partition(":")
         seed, heldout = self.seed, self.heldout
         if spec in BUILT_IN:
-            return self._procedural(BUILT_IN[spec](seed))
+            return _hold_out(BUILT_IN[spec](seed), heldout)
         if spec == WORD_PROBLEMS:
             heldout.check_no_file(spec, "draws")
             return WordProblems(seed, heldout)
         if kind == "scratchpad" and (lengths := re.fullmatch(r"(?:(\d+)-)?(\d+)", rest)):
             min_digits, max_digits = int(lengths[1] or MIN_DIGITS), int(lengths[2])
-            return self._procedural(scratchpad_of(min_digits, max_digits, seed))
+            return _hold_out(scratchpad_of(min_digits, max_digits, seed), heldout)
         if kind in KINDS and rest:
             return jsonl(
                 rest,
@@ -267,12 +267,12 @@ class _Loader:
         definition = CONVERSATIONS[spec]()
         host = LocalHost(definition, Scoring(failed=self.settings.failed))
         prompts = ProceduralTask(spec, self.seed, EnvironmentPrompts(spec, definition, host))
-        return Conversational(self._procedural(prompts), host)
+        return Conversational(_hold_out(prompts, self.heldout), host)
 
-    def _procedural(self, task: ProceduralTask) -> ProceduralTask:
-        heldout = self.heldout
-        heldout.check_no_file(task.name, "draws")
-        return replace(task, heldout_size=heldout.count, heldout_share=heldout.generated_share)
+
+def _hold_out(task: ProceduralTask, heldout: HeldOut) -> ProceduralTask:
+    heldout.check_no_file(task.name, "draws")
+    return replace(task, heldout_size=heldout.count, heldout_share=heldout.generated_share)
 
 
 def _parse_options(spec: str, text: str) -> tuple[str, dict[str, Any]]:
@@ -323,10 +323,8 @@ def custom_prompts(
                 "them to the lengths of the longest prompt and answer, and to all characters of "
                 "both"
             )
-        heldout.check_no_file(name, "draws")
         endless = definition if host is None else EnvironmentPrompts(name, definition, host)
-        share = heldout.generated_share
-        task = ProceduralTask(name, seed, endless, heldout.count, share, stream)
+        task = _hold_out(ProceduralTask(name, seed, endless, stream=stream), heldout)
         check_sendable(task.train(0), f"task={name}")
         return task
     tools = tools_of(definition)

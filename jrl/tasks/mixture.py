@@ -46,11 +46,7 @@ def has_environments(task: Any) -> bool:
 
 
 def leave_out(task: Any, fits: Callable[[Example], bool]) -> int:
-    """Leaves out the prompts of lists that do not fit; returns how many they were.
-
-    Raises:
-      ValueError: where a list would have none left on one side.
-    """
+    """Leaves out the prompts that do not fit, as `PromptList.leave_out`, from all of its lists."""
     return sum(prompt_list.leave_out(fits) for prompt_list in lists_of(task))
 
 
@@ -144,12 +140,14 @@ class Mixture:
     def train(self, index: int) -> Example:
         """The index-th training example, a function of the tasks, their weights and index alone."""
         check_index(index)
-        return self._example(self._train[index], lambda task: task.train)
+        task, position = self._train[index]
+        return replace(self.sources[task].train(position), task=self.task_names[task])
 
     def heldout(self, index: int) -> Example:
         """The index-th held-out example."""
         check_index(index, self.heldout_size)
-        return self._example(self._heldout[index], lambda task: task.heldout)
+        task, position = self._heldout[index]
+        return replace(self.sources[task].heldout(position), task=self.task_names[task])
 
     def verify(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Verdict]:
         """Scores one completion per example, each by its own task."""
@@ -164,12 +162,6 @@ class Mixture:
         """Ends the worker processes of all."""
         for task in self.sources:
             task.close()
-
-    def _example(
-        self, assignment: tuple[int, int], ask: Callable[[Task], Callable[[int], Example]]
-    ) -> Example:
-        task, index = assignment
-        return replace(ask(self.sources[task])(index), task=self.task_names[task])
 
 
 def _check_disjoint(tasks: Sequence[Task]) -> None:

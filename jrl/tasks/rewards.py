@@ -79,10 +79,8 @@ def parse_weights(texts: Sequence[str]) -> dict[str, float]:
 
 
 class CustomReward:
-    """A function ``reward(prompt, completion, **record)``, or the reward of a task.
-
-    Its file is read once: what is changed in it later makes no difference to workers that start
-    again. Close it when it is no longer needed.
+    """A function ``reward(prompt, completion, **record)``, or the reward of a task. Close it when
+    it is no longer needed.
 
     Attributes:
       text: of the reference.
@@ -122,27 +120,10 @@ def _question(example: Example, completion: str) -> Message:
     if example.answer:
         fields.setdefault("answer", example.answer)
     # The worker sees what JSON holds of it, whatever a file's reader made of the fields.
-    question: Message = {"prompt": example.prompt, "completion": completion}
-    question["fields"] = as_json(fields)
+    question = {"prompt": example.prompt, "completion": completion, "fields": as_json(fields)}
     if (special := special_of(completion)) != completion:
         question["special"] = special
     return question
-
-
-@dataclass(frozen=True)
-class Weighing:
-    """Weights by which the parts of rewards become a score.
-
-    Attributes:
-      weights: by name; the weight of others is 1.
-      full_marks: the sum from which on a completion is correct; None is the sum where all parts of
-        positive weight are 1.
-      failed: the score where a reward failed.
-    """
-
-    weights: Mapping[str, float]
-    full_marks: float | None
-    failed: float
 
 
 class Rewarded(PromptSourceTask):
@@ -150,7 +131,7 @@ class Rewarded(PromptSourceTask):
 
     The score is ``sum(weight * part)`` over the parts that are there. A completion is correct where
     the task's own verifier says so, if it is among the rewards; else where a part is named
-    "correct", if that is 1 or more; else from `Weighing.full_marks` on. Where one of the rewards
+    "correct", if that is 1 or more; else from `full_marks` on. Where one of the rewards
     fails, the verdict is that failure.
     """
 
@@ -158,8 +139,11 @@ class Rewarded(PromptSourceTask):
         self,
         prompts: Prompts,
         rewards: Sequence[CustomReward],
-        weighing: Weighing,
-        verifier: Task | None = None,
+        verifier: Task | None,
+        *,
+        weights: Mapping[str, float],
+        full_marks: float | None,
+        failed: float,
     ):
         """Asks each reward once, about the first training prompt, which shows what its parts are.
 
@@ -167,6 +151,10 @@ class Rewarded(PromptSourceTask):
           prompts: of the task.
           rewards: all that are asked.
           verifier: the prompts' own task, where its verdict is a part as well.
+          weights: of the parts by name; the weight of others is 1.
+          full_marks: the score from which on a completion is correct; None is the score where all
+            parts of positive weight are 1.
+          failed: the score where a reward failed.
 
         Raises:
           ValueError: where a reward fails on a reference answer, parts of two rewards have one
@@ -174,10 +162,10 @@ class Rewarded(PromptSourceTask):
         """
         super().__init__(prompts)
         self._rewards = list(rewards)
-        self._weighing, self._verifier = weighing, verifier
+        self._verifier, self._failed = verifier, failed
         self._warnings = FewWarnings()
         names = [TASK_REWARD] if verifier is not None else []
-        names += [name for each in self._rewards for name in self._probe(each)]
+        names += [name for each in self._rewards for name in self._probe(each, weights)]
         if SUSPICION in names:
             raise ValueError(
                 f"a reward has a component named {SUSPICION}, which is the name of another metric "
@@ -189,7 +177,7 @@ class Rewarded(PromptSourceTask):
                 f"two rewards have a component named {', '.join(twice)}: names of components must "
                 "be unique."
             )
-        unknown = sorted(set(weighing.weights) - set(names))
+        unknown = sorted(set(weights) - set(names))
         if unknown:
             raise ValueError(
                 f"reward_weights names {', '.join(unknown)}, which is not a component of the "
@@ -197,9 +185,9 @@ class Rewarded(PromptSourceTask):
             )
         self.part_names: tuple[str, ...] = tuple(names)
         """Of all parts that a verdict can have, in their order."""
-        self._weights = {name: weighing.weights.get(name, 1.0) for name in names}
+        self._weights = {name: weights.get(name, 1.0) for name in names}
         highest = sum(max(weight, 0.0) for weight in self._weights.values())
-        self._full_marks = highest if weighing.full_marks is None else weighing.full_marks
+        self._full_marks = highest if full_marks is None else full_marks
 
     def verify(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Verdict]:
         """Scores one completion per example; equal pairs are asked about once."""
@@ -228,34 +216,31 @@ class Rewarded(PromptSourceTask):
 
     def _verdict(self, verified: Verdict | None, *answers: Message) -> Verdict:
         components: dict[str, float] = {}
-        reasons = []
+        reason: str | None = None
         if verified is not None:
             if verified.reason in FAILURES:
-                return Verdict(self._weighing.failed, verified.reason, ())
-            components[TASK_REWARD] = verified.score
-            reasons.append(verified.reason)
+                return Verdict(self._failed, verified.reason, ())
+            components[TASK_REWARD], reason = verified.score, verified.reason
         for each, answer in zip(self._rewards, answers, strict=True):
             answer = self._check_reply(each, answer)
             if "failure" in answer:
                 self._warn(each, answer)
-                return Verdict(self._weighing.failed, answer["failure"], ())
+                return Verdict(self._failed, answer["failure"], ())
             components |= _components_of(each, answer)
-            if each.name == TASK_REWARD and "reason" in answer:
-                reasons.append(answer["reason"])
+            if each.name == TASK_REWARD:
+                reason = reason or answer.get("reason")
         # In the order of the weights, as full marks are summed.
         components = {name: components[name] for name in self._weights if name in components}
         score = sum(self._weights[name] * value for name, value in components.items())
         if not math.isfinite(score):
-            return Verdict(self._weighing.failed, "not_finite", ())
-        return Verdict(score, self._reason(score, components, reasons), tuple(components.items()))
+            return Verdict(self._failed, "not_finite", ())
+        reason = reason or self._reason(score, components)
+        return Verdict(score, reason, tuple(components.items()))
 
-    def _reason(self, score: float, components: Mapping[str, float], reasons: Sequence[str]) -> str:
-        if reasons:
-            return reasons[0]
+    def _reason(self, score: float, components: Mapping[str, float]) -> str:
+        correct = score >= self._full_marks
         if "correct" in self._weights:
             correct = components.get("correct", 0.0) >= 1
-        else:
-            correct = score >= self._full_marks
         if correct:
             return "correct"
         return "partial" if score > 0 else "wrong"
@@ -278,7 +263,7 @@ class Rewarded(PromptSourceTask):
         )
         return {"failure": "invalid", "message": message}
 
-    def _probe(self, each: CustomReward) -> list[str]:
+    def _probe(self, each: CustomReward, weights: Mapping[str, float]) -> list[str]:
         """The names of the parts of a reward, by asking it."""
         # There always is one, where there may be nothing to train on.
         example = self._prompts.heldout(0)
@@ -291,14 +276,14 @@ class Rewarded(PromptSourceTask):
                 f"{answer['message']}"
             )
         self._warn(each, answer)
-        return list(self._weighing.weights) or [each.name]
+        return list(weights) or [each.name]
 
     def _warn(self, each: CustomReward, answer: Message) -> None:
         message = f"{answer['failure']}: {answer['message']}"
         self._warnings.warn(
             message,
             f"{each.text} failed ({message}); the completion scores "
-            f"{self._weighing.failed:g} and counts under verifier/{answer['failure']}",
+            f"{self._failed:g} and counts under verifier/{answer['failure']}",
         )
 
 

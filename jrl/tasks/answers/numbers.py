@@ -349,9 +349,6 @@ def _same_label(tokens: Sequence[Token], previous: Span, begin: int) -> bool:
 
 
 def _unit(tokens: Sequence[Token], begin: int, end: int) -> str:
-    money = [unit_of(t.text) for t in tokens[begin:end] if t.kind == "currency"]
-    if money:
-        return money[0]
-    if end < len(tokens) and tokens[end].kind == "word":
-        return unit_of(tokens[end].text)
-    return ""
+    units = [t.text for t in tokens[begin:end] if t.kind == "currency"]
+    units += [t.text for t in tokens[end : end + 1] if t.kind == "word"]
+    return unit_of(units[0]) if units else ""

@@ -157,9 +157,8 @@ def chosen_phrase(tokens: Sequence[Token], phrases: Sequence[Span]) -> int:
     """The phrase that counts: the first after the last "answer is", else the last."""
     anchors = [n for n, token in enumerate(tokens) if token.text.lower() in ("answer", "answers")]
     for anchor in reversed(anchors):
-        end = anchor + 1
-        while end < len(tokens) and tokens[end].kind != "stop":
-            end += 1
+        stops = (n for n in range(anchor + 1, len(tokens)) if tokens[n].kind == "stop")
+        end = next(stops, len(tokens))
         verbs = (n for n in range(anchor + 1, end) if tokens[n].text.lower() in VERBS)
         after = next(verbs, anchor)
         within = [n for n, (begin, _) in enumerate(phrases) if after <= begin < end]

@@ -124,10 +124,8 @@ class Judge:
             # "The point is (1, 2)." has its formula at its end.
             tail = _TAIL.search(text)
             if tail is None or not self._symbolic.is_formula(tail[1]):
-                says_something = (
-                    self._symbolic.read(text) or marked or self._symbolic.is_formula(text)
-                )
-                return "wrong" if says_something else "unparsable"
+                is_read = self._symbolic.read(text) or marked or self._symbolic.is_formula(text)
+                return "wrong" if is_read else "unparsable"
             text = tail[1]
             reading = self._read_equal(reference.reading, text)
             if not reading:
@@ -175,17 +173,12 @@ _DENIED = re.compile(r"\b(?:not|isn't|never)\s*$", re.IGNORECASE)
 
 def is_word_answer(reference: str) -> bool:
     """True if a reference answer, which states no number, is words or a letter."""
-    text = normalize_words(reference)
     if _CLOCK.fullmatch(reference.strip()):
         return True
-    if (
-        not text
-        or len(reference) > MAX_REFERENCE_LENGTH
-        or any(mark in reference for mark in "^_\\=+<>|")
-    ):
+    if len(reference) > MAX_REFERENCE_LENGTH or any(mark in reference for mark in "^_\\=+<>|"):
         return False
-    letters = re.sub(r"[\s'.,:;!?&/-]", "", text)
-    return bool(letters) and letters.isalnum() and any(c.isalpha() for c in text)
+    letters = re.sub(r"[\s'.,:;!?&/-]", "", normalize_words(reference))
+    return letters.isalnum() and any(map(str.isalpha, letters))
 
 
 def normalize_words(text: str) -> str:

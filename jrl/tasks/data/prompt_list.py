@@ -192,20 +192,18 @@ def _select_heldout(name: str, examples: Sequence[Example], heldout: HeldOut) ->
 
 
 class FiniteTask(PromptSourceTask):
-    """A list of prompts, with a pool of workers that judge completions."""
+    """A list of prompts, with a pool of workers that judge completions.
+
+    Args:
+      pool: answers ``{"score": ..., "reason": ...}``, or ``{"error": ...}``.
+      question: what to ask it about an example and a completion.
+    """
 
     def __init__(
         self, prompts: PromptList, pool: Pool, question: Callable[[Example, str], Message]
     ):
-        """Puts them together.
-
-        Args:
-          pool: answers ``{"score": ..., "reason": ...}``, or ``{"error": ...}``.
-          question: what to ask it about an example and a completion.
-        """
         super().__init__(prompts)
-        self._pool = pool
-        self._question = question
+        self._pool, self._question = pool, question
 
     def verify(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Verdict]:
         """Scores one completion per example; equal pairs are asked about once."""
