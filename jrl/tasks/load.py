@@ -27,13 +27,7 @@ from jrl.tasks.environments.host import Host, LocalHost, Scoring, WorkerHost
 from jrl.tasks.gym import gym
 from jrl.tasks.mixture import Mixture
 from jrl.tasks.references import CodeReference, is_code_reference, parse_reference, read_sources
-from jrl.tasks.rewards import (
-    TASK_REWARD,
-    CustomReward,
-    Rewarded,
-    RewardSettings,
-    parse_weights,
-)
+from jrl.tasks.rewards import TASK_REWARD, CustomReward, Rewarded, RewardSettings, parse_weights
 from jrl.tasks.task import Example, Prompts, Task
 from jrl.tasks.word_problems import NAME as WORD_PROBLEMS
 from jrl.tasks.word_problems import WordProblems

@@ -365,6 +365,7 @@ def same_number(reference: Expression, answer: Expression) -> bool:
         return True
     if reference.percent == answer.percent:
         return False
+    # 12% is written for 0.12, and for 12.
     reference, answer = (
         replace(each, value=each.value * 100) if each.percent and each.value is not None else each
         for each in (reference, answer)

@@ -12,15 +12,7 @@ from fractions import Fraction
 
 from .expression import Expression, NoExpression, SideBySide, TooLarge, read_expression, same_number
 from .notation import DASH, Token, canonical_number, plain_notation, tokens_of
-from .phrases import (
-    VERBS,
-    Span,
-    chosen_phrase,
-    joiner,
-    phrases_of,
-    unit_of,
-    words_to_signs,
-)
+from .phrases import VERBS, Span, chosen_phrase, joiner, phrases_of, unit_of, words_to_signs
 
 MAX_LENGTH = 1_000
 """Characters of running text that are looked at: its last ones."""

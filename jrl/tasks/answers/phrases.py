@@ -53,7 +53,7 @@ VERBS = {"is", "are", "be", "was", "were", "equals", "equal", "=", ":", "gives",
 """Words and signs after which an answer is said."""
 _OPERATIONS = {"plus": "+", "minus": "-", "times": "*", "over": "/", "multiplied": "*",
                "divided": "/"}  # fmt: skip
-_FOLLOWED_BY_BY = ("multiplied", "divided")
+_BEFORE_BY = ("multiplied", "divided")
 _POWERS = {"squared": "2", "cubed": "3"}
 
 
@@ -63,7 +63,7 @@ def words_to_signs(tokens: Sequence[Token]) -> list[Token]:
     index = 0
     while index < len(tokens):
         token, word = tokens[index], tokens[index].text.lower()
-        step = 2 if word in _FOLLOWED_BY_BY else 1
+        step = 2 if word in _BEFORE_BY else 1
         follows = tokens[index + step] if index + step < len(tokens) else None
         number_follows = follows is not None and follows.kind == "number"
         operand_follows = follows is not None and (number_follows or follows.text == "(")

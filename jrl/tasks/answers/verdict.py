@@ -192,15 +192,12 @@ def states_reference(reference: str, text: str, *, marked: bool) -> bool | None:
     Args:
       marked: whether it is known to be the answer, and no running text.
     """
-    wanted, normalized, plain = (
-        normalize_words(reference),
-        normalize_words(text),
-        plain_notation(text),
-    )
+    wanted, normalized = normalize_words(reference), normalize_words(text)
     if not normalized:
         return None
     if normalized == wanted:
         return True
+    plain = plain_notation(text)
     if len(wanted) == 1 and (option := _OPTION.match(plain.strip())) is not None:
         other = re.search(r"\([A-Za-z]\)|\b[A-Z][).:]\s", plain[option.end() :])
         return option[1].casefold() == wanted and other is None

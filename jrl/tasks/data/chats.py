@@ -125,10 +125,9 @@ def load_chats(
         )
 
     def read(kind: str, path: str, first: int) -> list[Chat]:
-        records = enumerate(read_records(kind, path), first)
         return [
             chat_of(record, location, fields, last=last, index=index)
-            for index, (location, record) in records
+            for index, (location, record) in enumerate(read_records(kind, path), first)
         ]
 
     chats, heldout_chats = read(kind, path, 0), None
@@ -162,7 +161,7 @@ def chat_of(
     if (text := parsed.text) is not None:
         # Where it is held out, others like it are as well.
         return Chat("", text, record=record, hidden=text, text=text, location=location, index=index)
-    messages = parsed.conversation.turns
+    conversation, messages = parsed.conversation, parsed.conversation.turns
     answered = parsed.is_text or get_field(record, fields.answer) is not None
     if messages[-1]["role"] != "assistant" and answered:
         # A question with its answer, as reinforcement reads it.
@@ -180,12 +179,10 @@ def chat_of(
         prompt=format_dialogue(messages[:first]),
         answer=content_of(messages[first]),
         record={key: value for key, value in record.items() if key != fields.prompt},
-        tools=tuple(
-            json.dumps(tool, default=to_json_value) for tool in parsed.conversation.tools or ()
-        ),
+        tools=tuple(json.dumps(tool, default=to_json_value) for tool in conversation.tools or ()),
         opening=messages[:first],
-        template_arguments=parsed.conversation.arguments,
-        conversation=replace(parsed.conversation, turns=messages),
+        template_arguments=conversation.arguments,
+        conversation=replace(conversation, turns=messages),
         location=location,
         index=index,
     )

@@ -128,8 +128,7 @@ def checked_arguments(value: Any, where: str) -> dict[str, Any]:
         message begins with `where` they are from.
     """
     if not isinstance(value, Mapping):
-        example = '{"enable_thinking": false}'
-        raise ValueError(f"{where} is not a JSON object: write one, {example}")
+        raise ValueError(f'{where} is not a JSON object: write one, {{"enable_thinking": false}}')
     for name in value:
         if name in RESERVED:
             raise ValueError(

@@ -178,7 +178,8 @@ def prompts_of(
     Raises:
       ValueError: as for `jsonl`, but for answers that cannot be compared.
     """
-    heldout, others, repeated_others = heldout or HeldOut(), None, 0
+    heldout = HeldOut() if heldout is None else heldout
+    others, repeated_others = None, 0
     if heldout.path is not None:
         kind_of_others = kind_of(heldout.path)
         others, repeated_others = _read_unique(kind_of_others, heldout.path, fields, answered)
