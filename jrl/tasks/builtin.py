@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from functools import partial
-from operator import add, mul, sub
+from operator import add, floordiv, mul, sub
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from jrl.tasks.answers import extract
 from jrl.tasks.definition import ProceduralTask, Record
@@ -110,11 +110,8 @@ def scratchpad_of(min_digits: int, max_digits: int, seed: int) -> ProceduralTask
     Raises:
       ValueError: for operands shorter than two digits or longer than `MAX_OPERAND_DIGITS`.
     """
-    name = (
-        f"scratchpad:{max_digits}"
-        if min_digits == MIN_DIGITS
-        else f"scratchpad:{min_digits}-{max_digits}"
-    )
+    shortest = "" if min_digits == MIN_DIGITS else f"{min_digits}-"
+    name = f"scratchpad:{shortest}{max_digits}"
     if not MIN_DIGITS <= min_digits <= max_digits <= MAX_OPERAND_DIGITS:
         raise ValueError(
             f"task={name!r}: operands have {MIN_DIGITS} to {MAX_OPERAND_DIGITS} digits, "
@@ -158,9 +155,16 @@ class Progression:
 
 MAX_NUMBER = 12
 MAX_TARGET = 99
+_OPERATIONS = {"+": (add, 0), "-": (sub, 0), "*": (mul, 1), "/": (floordiv, 1)}
+"""Operations, and how tightly they bind."""
 
-# How tightly each operation binds.
-_RANK = {"+": 0, "-": 0, "*": 1, "/": 1}
+
+class _Term(NamedTuple):
+    """An expression and its value, and how tightly its last operation binds."""
+
+    text: str
+    value: int
+    rank: int = 2
 
 
 class Countdown:
@@ -178,21 +182,16 @@ class Countdown:
         """Draws an expression first, and asks for its value, so that there always is an answer."""
         while True:
             numbers = [random.randrange(1, MAX_NUMBER + 1) for _ in range(3)]
+            left, right, third = (_Term(str(number), number) for number in numbers)
             first, second = random.choice("+-*/"), random.choice("+-*/")
-            pair = _join(str(numbers[0]), numbers[0], first, str(numbers[1]), numbers[1])
+            pair = _join(left, first, right)
             if pair is None:
                 continue
-            text, value, rank = pair
-            if random.randrange(2):
-                inner = text if rank >= _RANK[second] else f"({text})"
-                expression = _join(inner, value, second, str(numbers[2]), numbers[2])
-            else:
-                # On the right, equal rank needs parentheses as well: a-(b+c), a/(b*c).
-                inner = text if rank > _RANK[second] else f"({text})"
-                expression = _join(str(numbers[2]), numbers[2], second, inner, value)
-            if expression is not None and 1 <= expression[1] <= MAX_TARGET:
+            left, right = (pair, third) if random.randrange(2) else (third, pair)
+            expression = _join(left, second, right)
+            if expression is not None and 1 <= expression.value <= MAX_TARGET:
                 operands = ",".join(map(str, sorted(numbers)))
-                return {"prompt": f"{operands}={expression[1]}:", "answer": expression[0]}
+                return {"prompt": f"{operands}={expression.value}:", "answer": expression.text}
 
     def reward(self, prompt: str, completion: str, **record: Any) -> Verdict:
         operands, _, target = prompt.removesuffix(":").partition("=")
@@ -208,17 +207,16 @@ class Countdown:
             return WRONG
 
 
-def _join(
-    left_text: str, left: int, operation: str, right_text: str, right: int
-) -> tuple[str, int, int] | None:
-    """Text, value and rank of two joined parts, or None where a division leaves a remainder."""
-    if operation == "/":
-        if right == 0 or left % right:
-            return None
-        value = left // right
-    else:
-        value = {"+": add, "-": sub, "*": mul}[operation](left, right)
-    return f"{left_text}{operation}{right_text}", value, _RANK[operation]
+def _join(left: _Term, operation: str, right: _Term) -> _Term | None:
+    """Two terms joined by an operation; None where a division leaves a remainder."""
+    operate, rank = _OPERATIONS[operation]
+    if operation == "/" and (right.value == 0 or left.value % right.value):
+        return None
+    left_text = left.text if left.rank >= rank else f"({left.text})"
+    # On the right, equal rank needs parentheses as well: a-(b+c), a/(b*c).
+    right_text = right.text if right.rank > rank else f"({right.text})"
+    value = operate(left.value, right.value)
+    return _Term(f"{left_text}{operation}{right_text}", value, rank)
 
 
 MIN_CANDIDATES, MAX_CANDIDATES = 6, 9
@@ -245,9 +243,8 @@ class Guess:
 
     def prompts(self, random: Random) -> Record:
         """Draws digits and one of them, and a conversation that finds it."""
-        digits = sorted(
-            random.sample(range(10), random.randrange(MIN_CANDIDATES, MAX_CANDIDATES + 1))
-        )
+        count = random.randrange(MIN_CANDIDATES, MAX_CANDIDATES + 1)
+        digits = sorted(random.sample(range(10), count))
         number = random.choice(digits)
         messages = _sample_conversation(random, digits, number)
         while len(messages) > 2 * MAX_GUESSES:
@@ -296,8 +293,7 @@ def _sample_conversation(random: Random, digits: list[int], number: int) -> list
         if guess == number:
             return messages
         messages.append({"role": "user", "content": _hint(guess, number)})
-        digits = [digit for digit in digits if (digit > guess) == (number > guess)]
-        digits = [digit for digit in digits if digit != guess]
+        digits = [n for n in digits if n != guess and (n > guess) == (number > guess)]
 
 
 MAX_CALLS = 2
@@ -350,15 +346,15 @@ def score_exact(completion: str, answer: str, alphabet: str) -> Verdict:
     return UNPARSABLE
 
 
-_DEFINITIONS = {
-    "sort": Sort,
-    "addition": Addition,
-    "scratchpad": Scratchpad,
-    "countdown": Countdown,
-    "progression": Progression,
-}
 BUILT_IN: dict[str, Callable[[int], ProceduralTask]] = {
-    name: partial(ProceduralTask, name, definition=kind()) for name, kind in _DEFINITIONS.items()
+    name: partial(ProceduralTask, name, definition=definition)
+    for name, definition in (
+        ("sort", Sort()),
+        ("addition", Addition()),
+        ("scratchpad", Scratchpad()),
+        ("countdown", Countdown()),
+        ("progression", Progression()),
+    )
 }
 """Tasks without conversations, each made of the seed that picks its stream of prompts."""
 CONVERSATIONS: dict[str, Callable[[], Any]] = {"guess": Guess, "calculator": Calculator}

@@ -3,13 +3,13 @@
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
-from jrl.tasks.answers.numbers import NUMBER, read_statement
+from jrl.tasks.answers.numbers import read_statement
 from jrl.tasks.answers.verdict import FINAL
 from jrl.tasks.data.files import KINDS
 from jrl.tasks.load import load_task
@@ -95,17 +95,15 @@ def attacks_on(examples: Sequence[Example]) -> list[tuple[Example, Case]]:
     attacked = []
     for example in examples:
         reference = example.answer
-        answers = dict.fromkeys(
-            each.answer for each in examples if each.answer not in ("", reference)
-        )
-        others = list(answers)[:MAX_OTHERS]
+        answers = dict.fromkeys(each.answer for each in examples)
+        others = [answer for answer in answers if answer not in ("", reference)][:MAX_OTHERS]
         if not reference or not others:
             continue
         number = read_statement(reference, marked=True)
-        is_number = number.kind == NUMBER and number.is_only_number and number.digits == reference
+        is_number = number.is_only_number and number.digits == reference
         parts = {"prompt": example.prompt, "reference": reference}
         parts |= {"other": others[0], "others": ", ".join(others)}
-        for kind, attack in {**ATTACKS, **(NUMBER_ATTACKS if is_number else {})}.items():
+        for kind, attack in (ATTACKS | (NUMBER_ATTACKS if is_number else {})).items():
             attacked.append((example, Case(kind, reference, attack.format(**parts), "wrong")))
         attacked.append((example, Case("the reference answer", reference, reference, "right")))
     return attacked
@@ -150,11 +148,6 @@ class Finding:
     def missed(self) -> bool:
         """True if a right answer scores less than the reference answer, or its scoring failed."""
         return self.case.verdict == "right" and not self.score >= self.full
-
-    @property
-    def faulty(self) -> bool:
-        """True if the answer was judged otherwise than it should be."""
-        return self.gamed or self.partly or self.missed
 
 
 def check(
@@ -207,14 +200,11 @@ def _open_scorer(
     target: str, seed: int, answers: str, seconds: float
 ) -> Iterator[tuple[Score, Task | None]]:
     """Opens the scoring function, and the task that it belongs to, if any."""
-    with ExitStack() as stack:
-        if is_code_reference(target) and (code := parse_reference(target)).is_reward():
-            reward = CustomReward(code, makes=False, seconds=seconds)
-            stack.callback(reward.close)
+    if is_code_reference(target) and (code := parse_reference(target)).is_reward():
+        with closing(CustomReward(code, makes=False, seconds=seconds)) as reward:
             yield lambda pairs: [_score_of_reply(answer) for answer in reward.ask(pairs)], None
-            return
-        task = load_task(_spec(target), seed, answers=answers)
-        stack.callback(task.close)
+        return
+    with closing(load_task(_spec(target), seed, answers=answers)) as task:
         if has_environments(task):
             raise ValueError(
                 f"check={target!r} is scored by its environment, turn by turn: check the function "
@@ -230,12 +220,9 @@ def _verify(task: Task, pairs: Sequence[tuple[Example, str]]) -> list[float]:
 
 def _spec(target: str) -> str:
     """A file alone is one of prompts."""
-    path = Path(target)
-    if target.partition(":")[0] in KINDS:
-        return target
-    if path.suffix == ".jsonl":
-        return f"jsonl:{target}"
-    return f"parquet:{target}" if path.suffix == ".parquet" else target
+    kind = Path(target).suffix.removeprefix(".")
+    is_file = kind in ("jsonl", "parquet") and target.partition(":")[0] not in KINDS
+    return f"{kind}:{target}" if is_file else target
 
 
 def _example(case: Case) -> Example:
@@ -245,8 +232,7 @@ def _example(case: Case) -> Example:
 
 def _score_of_reply(answer: Message) -> float:
     if "parts" in answer:
-        components = answer["parts"]
-        return components["correct"] if "correct" in components else sum(components.values())
+        return answer["parts"].get("correct", sum(answer["parts"].values()))
     return answer.get("value", float("nan"))
 
 
@@ -269,8 +255,7 @@ def format_report(target: str, findings: Sequence[Finding]) -> str:
         ("Right, with less than the score of the reference answer", missed),
     ):
         if group:
-            lines += ["", f"{title}:"]
-            lines += [_format_finding(each) for each in _select_listed(group)]
+            lines += ["", f"{title}:", *map(_format_finding, _select_listed(group))]
         if len(group) > MAX_LISTED:
             lines.append(f"  and {len(group) - MAX_LISTED} more")
     return "\n".join(lines)
@@ -278,7 +263,9 @@ def format_report(target: str, findings: Sequence[Finding]) -> str:
 
 def _kind_table(findings: Sequence[Finding]) -> list[str]:
     """A line for each kind with answers that were judged wrongly."""
-    kinds = dict.fromkeys(each.case.kind for each in findings if each.faulty)
+    kinds = dict.fromkeys(
+        each.case.kind for each in findings if each.gamed or each.partly or each.missed
+    )
     width = max(map(len, kinds))
     lines = [f"{'':{width}}  answers   gamed  partly  missed"]
     for kind in kinds:

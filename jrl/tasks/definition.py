@@ -14,7 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 from jrl.tasks.answers import extract
 from jrl.tasks.data.records import example_of
 from jrl.tasks.data.split import HELDOUT_SHARE, generator, is_heldout
-from jrl.tasks.task import UNPARSABLE, Example, Verdict, check_index, check_pairs
+from jrl.tasks.task import UNPARSABLE, Example, Verdict, check_index, pair_completions
 
 Record = Mapping[str, Any]
 """A prompt, its reference answer if any, and the other fields that its reward reads."""
@@ -122,8 +122,7 @@ class ProceduralTask:
 
     def verify(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Verdict]:
         """Scores one completion per example."""
-        check_pairs(examples, completions)
-        return [self._score(*pair) for pair in zip(examples, completions, strict=True)]
+        return [self._score(*pair) for pair in pair_completions(examples, completions)]
 
     def close(self) -> None:
         """Does nothing: there is no worker process."""
@@ -143,10 +142,8 @@ class ProceduralTask:
         stream = self.name if self.stream is None else self.stream
         random = generator(stream, self.seed, part, index)
         while True:
-            record = self.definition.prompts(random)
-            if isinstance(record, Example):
-                example = record
-            else:
-                example = example_of(record, f"task={self.name}")
+            example = self.definition.prompts(random)
+            if not isinstance(example, Example):
+                example = example_of(example, f"task={self.name}")
             if is_heldout(example.identity, self.heldout_share) == (part == "heldout"):
                 return example

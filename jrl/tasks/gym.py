@@ -63,8 +63,9 @@ def gym(
         )
     if heldout is not None:
         heldout.check_no_file(f"gym:{name}", "makes")
-    spec = "".join([f"gym:{name}", *(f",{key}={value}" for key, value in (options or {}).items())])
-    arguments = [name, str(seed), str(size), json.dumps(dict(options or {}))]
+    options = dict(options or {})
+    spec = ",".join([f"gym:{name}", *(f"{key}={value}" for key, value in options.items())])
+    arguments = [name, str(seed), str(size), json.dumps(options)]
     pool = Pool(
         lambda: program_worker("gym", *arguments, seconds=seconds),
         workers,

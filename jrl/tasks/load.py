@@ -3,10 +3,8 @@
 import difflib
 import json
 import re
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +25,9 @@ from jrl.tasks.environments.definition import (
 )
 from jrl.tasks.environments.host import Host, LocalHost, Scoring, WorkerHost
 from jrl.tasks.gym import gym
-from jrl.tasks.mixture import Mixture, Weighted
+from jrl.tasks.mixture import Mixture
 from jrl.tasks.references import CodeReference, is_code_reference, parse_reference, read_sources
-from jrl.tasks.rewards import (
-    TASK_REWARD,
-    CustomReward,
-    Rewarded,
-    RewardSettings,
-    Weighing,
-    parse_weights,
-)
+from jrl.tasks.rewards import TASK_REWARD, CustomReward, Rewarded, RewardSettings, parse_weights
 from jrl.tasks.task import Example, Prompts, Task
 from jrl.tasks.word_problems import NAME as WORD_PROBLEMS
 from jrl.tasks.word_problems import WordProblems
@@ -93,12 +84,11 @@ def load_task(
     if len(specs) == 1:
         return loader.load(spec)
     with ExitStack() as stack:
-        weighted = []
-        for weight, part in specs:
-            task = loader.load(part)
-            stack.callback(task.close)
-            weighted.append(Weighted(task, weight))
-        mixture = Mixture(spec, weighted)
+        tasks = []
+        for _, part in specs:
+            tasks.append(loader.load(part))
+            stack.callback(tasks[-1].close)
+        mixture = Mixture(spec, tasks, [weight for weight, _ in specs])
         stack.pop_all()
     return mixture
 
@@ -106,12 +96,7 @@ def load_task(
 def custom_files(
     spec: str, rewards: tuple[str, ...], code_path: Path | None = None
 ) -> dict[str, bytes]:
-    """The files of a user's own that a task and its rewards are read from, as a run keeps them.
-
-    Args:
-      spec: as of `load_task`.
-      rewards: references to functions, or `TASK_REWARD`.
-    """
+    """The files of a user's own that a task and its rewards are read from, as a run keeps them."""
     texts = [part for _, part in _weighted_specs(spec) if _kind(part) is None]
     return read_sources([*texts, *(text for text in rewards if text != TASK_REWARD)], code_path)
 
@@ -124,17 +109,14 @@ def listed_names(spec: str) -> frozenset[str]:
 
 def _weighted_specs(spec: str) -> list[tuple[float, str]]:
     """The weights and names of the tasks that a spec mixes, one or several."""
-    return [_parse_weighted(part.strip()) for part in MIXED.split(spec)]
-
-
-def _parse_weighted(text: str) -> tuple[float, str]:
-    match = WEIGHT.fullmatch(text)
-    if match is None:
-        return 1.0, text
-    weight = float(match[1])
-    if not weight > 0:
-        raise ValueError(f"task: the weight of {text!r} must be above 0; leave the task out")
-    return weight, match[2]
+    specs = []
+    for part in map(str.strip, MIXED.split(spec)):
+        match = WEIGHT.fullmatch(part)
+        weight, name = (1.0, part) if match is None else (float(match[1]), match[2])
+        if not weight > 0:
+            raise ValueError(f"task: the weight of {part!r} must be above 0; leave the task out")
+        specs.append((weight, name))
+    return specs
 
 
 def _kind(spec: str) -> str | None:
@@ -159,25 +141,23 @@ class _Loader:
 
     def load(self, spec: str) -> Task:
         kind, _, rest = spec.partition(":")
+        settings = self.settings
         if _kind(spec) is None and is_code_reference(spec):
             return self._load_custom(spec)
         if spec in CONVERSATIONS:
-            self._check_environment_rewards(spec)
             return self._load_environment(spec)
-        if not self.settings.rewards:
-            if self.settings.weights:
-                raise ValueError(
-                    f"reward_weights={' '.join(self.settings.weights)} needs --reward, or a "
-                    "custom task: leave it out."
-                )
-            return self._load_library(spec)
-        prompts: Prompts
-        if kind in KINDS and rest and TASK_REWARD not in self.settings.rewards:
-            prompts = prompts_of(kind, rest, self.seed, self.fields, self.heldout)
-            return self._add_rewards(prompts)
+        if settings.weights and not settings.rewards:
+            raise ValueError(
+                f"reward_weights={' '.join(settings.weights)} needs --reward, or a "
+                "custom task: leave it out."
+            )
+        verifies = TASK_REWARD in settings.rewards
+        if settings.rewards and not verifies and kind in KINDS and rest:
+            return self._add_rewards(prompts_of(kind, rest, self.seed, self.fields, self.heldout))
         task = self._load_library(spec)
-        verifier = task if TASK_REWARD in self.settings.rewards else None
-        return self._add_rewards(task, verifier=verifier)
+        if not settings.rewards:
+            return task
+        return self._add_rewards(task, verifier=task if verifies else None)
 
     def _load_custom(self, spec: str) -> Task:
         code = parse_reference(spec, self.code_path)
@@ -187,13 +167,7 @@ class _Loader:
         prompts = custom_prompts(code, definition, self.seed, self.heldout)
         if self.settings.rewards and TASK_REWARD not in self.settings.rewards:
             return self._add_rewards(prompts)
-        weighing = Weighing(
-            getattr(definition, "weights", {}), getattr(definition, "full_marks", None)
-        )
-        return self._add_rewards(prompts, [self._reward(code, makes=True)], weighing)
-
-    def _reward(self, code: CodeReference, *, makes: bool) -> CustomReward:
-        return CustomReward(code, makes=makes, seconds=self.settings.seconds, workers=self.workers)
+        return self._add_rewards(prompts, code, definition)
 
     def _load_conversing(self, spec: str, code: CodeReference, definition: Any) -> Task:
         self._check_environment_rewards(spec)
@@ -220,24 +194,34 @@ class _Loader:
     def _add_rewards(
         self,
         prompts: Prompts,
-        rewards: Sequence[CustomReward] = (),
-        weighing: Weighing = Weighing({}),  # noqa: B008, of no mutable value
+        own: CodeReference | None = None,
+        definition: Any = None,
         verifier: Task | None = None,
     ) -> Rewarded:
-        """With the rewards that the settings name, which stop where one cannot be had."""
+        """With the rewards that the settings name, after that of a custom task if it is its own.
+        They stop where one cannot be had."""
         settings = self.settings
-        weights = {**weighing.weights, **parse_weights(settings.weights)}
-        weighing = replace(weighing, weights=weights, failed=settings.failed)
+        weights = {**getattr(definition, "weights", {}), **parse_weights(settings.weights)}
         with ExitStack() as stack:
             if isinstance(prompts, Task):
                 stack.callback(prompts.close)
             texts = [text for text in settings.rewards if text != TASK_REWARD]
-            codes = (parse_reference(text, self.code_path) for text in texts)
-            all_rewards = []
-            for reward in chain(rewards, (self._reward(code, makes=False) for code in codes)):
+            codes = [parse_reference(text, self.code_path) for text in texts]
+            rewards = []
+            for code in codes if own is None else [own, *codes]:
+                reward = CustomReward(
+                    code, makes=code is own, seconds=settings.seconds, workers=self.workers
+                )
                 stack.callback(reward.close)
-                all_rewards.append(reward)
-            rewarded = Rewarded(prompts, all_rewards, weighing, verifier)
+                rewards.append(reward)
+            rewarded = Rewarded(
+                prompts,
+                rewards,
+                verifier,
+                weights=weights,
+                full_marks=getattr(definition, "full_marks", None),
+                failed=settings.failed,
+            )
             stack.pop_all()
         return rewarded
 
@@ -245,13 +229,13 @@ class _Loader:
         kind, _, rest = spec.partition(":")
         seed, heldout = self.seed, self.heldout
         if spec in BUILT_IN:
-            return self._procedural(BUILT_IN[spec](seed))
+            return _hold_out(BUILT_IN[spec](seed), heldout)
         if spec == WORD_PROBLEMS:
             heldout.check_no_file(spec, "draws")
             return WordProblems(seed, heldout)
         if kind == "scratchpad" and (lengths := re.fullmatch(r"(?:(\d+)-)?(\d+)", rest)):
             min_digits, max_digits = int(lengths[1] or MIN_DIGITS), int(lengths[2])
-            return self._procedural(scratchpad_of(min_digits, max_digits, seed))
+            return _hold_out(scratchpad_of(min_digits, max_digits, seed), heldout)
         if kind in KINDS and rest:
             return jsonl(
                 rest,
@@ -273,15 +257,16 @@ class _Loader:
         )
 
     def _load_environment(self, spec: str) -> Task:
+        self._check_environment_rewards(spec)
         definition = CONVERSATIONS[spec]()
         host = LocalHost(definition, Scoring(failed=self.settings.failed))
         prompts = ProceduralTask(spec, self.seed, EnvironmentPrompts(spec, definition, host))
-        return Conversational(self._procedural(prompts), host)
+        return Conversational(_hold_out(prompts, self.heldout), host)
 
-    def _procedural(self, task: ProceduralTask) -> ProceduralTask:
-        heldout = self.heldout
-        heldout.check_no_file(task.name, "draws")
-        return replace(task, heldout_size=heldout.count, heldout_share=heldout.generated_share)
+
+def _hold_out(task: ProceduralTask, heldout: HeldOut) -> ProceduralTask:
+    heldout.check_no_file(task.name, "draws")
+    return replace(task, heldout_size=heldout.count, heldout_share=heldout.generated_share)
 
 
 def _parse_options(spec: str, text: str) -> tuple[str, dict[str, Any]]:
@@ -332,27 +317,23 @@ def custom_prompts(
                 "them to the lengths of the longest prompt and answer, and to all characters of "
                 "both"
             )
-        heldout.check_no_file(name, "draws")
         endless = definition if host is None else EnvironmentPrompts(name, definition, host)
-        share = heldout.generated_share
-        task = ProceduralTask(name, seed, endless, heldout.count, share, stream)
+        task = _hold_out(ProceduralTask(name, seed, endless, stream=stream), heldout)
         check_sendable(task.train(0), f"task={name}")
         return task
-    heldout_records = getattr(definition, "heldout", None)
     tools = tools_of(definition)
     examples, repeated = _examples(definition.prompts, f"task={name}: prompts", host, tools)
-    if heldout_records is None:
-        task = PromptList(name, examples, seed, heldout, stream=stream)
-        task.num_repeated = repeated
-        return task
-    if heldout != HeldOut() and not heldout.everything:
-        raise ValueError(
-            f"task={name} has its own held-out prompts, and --held-out selects others: leave it out"
-        )
-    others, again = _examples(heldout_records, f"task={name}: heldout", host, tools)
-    task = PromptList(name, examples, seed, heldout_examples=others, stream=stream)
-    task.num_repeated = repeated + again
-    return task
+    others, repeated_others = None, 0
+    if (records := getattr(definition, "heldout", None)) is not None:
+        if heldout != HeldOut() and not heldout.everything:
+            raise ValueError(
+                f"task={name} has its own held-out prompts, and --held-out selects others: leave "
+                "it out"
+            )
+        others, repeated_others = _examples(records, f"task={name}: heldout", host, tools)
+    return PromptList(
+        name, examples, seed, heldout, others, stream, num_repeated=repeated + repeated_others
+    )
 
 
 def _examples(

@@ -1,12 +1,12 @@
 """Mixture of tasks, interleaved by their weights, and the parts that a task is made of."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jrl.tasks.data.prompt_list import PromptList
 from jrl.tasks.environments.host import Host
-from jrl.tasks.task import Example, Task, Verdict, check_index, check_pairs
+from jrl.tasks.task import Example, Task, Verdict, check_index, pair_completions
 
 
 def prompt_sources(task: Any) -> list[Any]:
@@ -46,20 +46,8 @@ def has_environments(task: Any) -> bool:
 
 
 def leave_out(task: Any, fits: Callable[[Example], bool]) -> int:
-    """Leaves out the prompts of lists that do not fit; returns how many they were.
-
-    Raises:
-      ValueError: where a list would have none left on one side.
-    """
+    """Leaves out the prompts that do not fit, as `PromptList.leave_out`, from all of its lists."""
     return sum(prompt_list.leave_out(fits) for prompt_list in lists_of(task))
-
-
-@dataclass(frozen=True)
-class Weighted:
-    """A task of a mixture and its weight, above 0."""
-
-    task: Task
-    weight: float
 
 
 class WeightedRoundRobin:
@@ -106,33 +94,30 @@ class Mixture:
       part_names: of all parts of rewards that a verdict can have.
     """
 
-    def __init__(self, name: str, weighted: Sequence[Weighted]):
+    def __init__(self, name: str, tasks: Sequence[Task], weights: Sequence[float]):
         """Mixes tasks.
 
         Args:
           name: by which the mixture is requested.
-          weighted: at least two, with distinct names.
+          tasks: at least two, with distinct names.
+          weights: of the tasks, above 0.
 
         Raises:
           ValueError: where two have one name, or one trains on what another holds out.
         """
         self.name: str = name
-        self._tasks = {each.task.name: each.task for each in weighted}
-        if len(self._tasks) < len(weighted):
+        self._tasks = {task.name: task for task in tasks}
+        if len(self._tasks) < len(tasks):
             raise ValueError(
                 f"task={name!r} has one task twice: give it once, with a larger weight"
             )
         self.sources: tuple[Task, ...] = tuple(self._tasks.values())
         _check_disjoint(self.sources)
         self.task_names: tuple[str, ...] = tuple(self._tasks)
-        component_names = [
-            name for task in self.sources for name in getattr(task, "part_names", ())
-        ]
-        self.part_names: tuple[str, ...] = tuple(dict.fromkeys(component_names))
-        weights = [each.weight for each in weighted]
-        sizes = [task.heldout_size for task in self.sources]
+        names = (name for task in self.sources for name in part_names(task))
+        self.part_names: tuple[str, ...] = tuple(dict.fromkeys(names))
         self._train = WeightedRoundRobin(weights, [None] * len(weights))
-        self._heldout = WeightedRoundRobin(weights, sizes)
+        self._heldout = WeightedRoundRobin(weights, [task.heldout_size for task in self.sources])
 
     @property
     def max_prompt_length(self) -> int:
@@ -155,35 +140,28 @@ class Mixture:
     def train(self, index: int) -> Example:
         """The index-th training example, a function of the tasks, their weights and index alone."""
         check_index(index)
-        return self._example(self._train[index], lambda task: task.train)
+        task, position = self._train[index]
+        return replace(self.sources[task].train(position), task=self.task_names[task])
 
     def heldout(self, index: int) -> Example:
         """The index-th held-out example."""
         check_index(index, self.heldout_size)
-        return self._example(self._heldout[index], lambda task: task.heldout)
+        task, position = self._heldout[index]
+        return replace(self.sources[task].heldout(position), task=self.task_names[task])
 
     def verify(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Verdict]:
         """Scores one completion per example, each by its own task."""
-        check_pairs(examples, completions)
-        verdicts: dict[int, Verdict] = {}
+        pairs = pair_completions(examples, completions)
+        verdicts: dict[str, Iterator[Verdict]] = {}
         for name, task in self._tasks.items():
-            rows = [row for row, example in enumerate(examples) if example.task == name]
-            task_verdicts = task.verify(
-                [examples[row] for row in rows], [completions[row] for row in rows]
-            )
-            verdicts |= dict(zip(rows, task_verdicts, strict=True))
-        return [verdicts[row] for row in range(len(examples))]
+            own = [pair for pair in pairs if pair[0].task == name]
+            verdicts[name] = iter(task.verify([e for e, _ in own], [c for _, c in own]))
+        return [next(verdicts[example.task]) for example in examples]
 
     def close(self) -> None:
         """Ends the worker processes of all."""
         for task in self.sources:
             task.close()
-
-    def _example(
-        self, assignment: tuple[int, int], ask: Callable[[Task], Callable[[int], Example]]
-    ) -> Example:
-        task, index = assignment
-        return replace(ask(self.sources[task])(index), task=self.task_names[task])
 
 
 def _check_disjoint(tasks: Sequence[Task]) -> None:

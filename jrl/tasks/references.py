@@ -26,7 +26,8 @@ _MODULE = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
 
 @dataclass(frozen=True)
 class CodeReference:
-    """A name in a file or a module.
+    """A name in a file or a module. ValueError is raised where its code cannot be run, or has no
+    such name.
 
     Attributes:
       text: as it was given.
@@ -61,19 +62,11 @@ class CodeReference:
         return lambda: program_worker(kind, described, seconds=seconds)
 
     def make(self) -> Any:
-        """The task that it makes, in this process.
-
-        Raises:
-          ValueError: where the code cannot be run, or has no such name.
-        """
+        """The task that it makes, in this process."""
         return self._load(lambda module: build_from(module, self.name))
 
     def is_reward(self) -> bool:
-        """True if it names a function that takes a prompt and a completion.
-
-        Raises:
-          ValueError: where the code cannot be run, or has no such name.
-        """
+        """True if it names a function that takes a prompt and a completion."""
         target = self._load(lambda module: getattr(module, self.name))
         if isinstance(target, type) or not callable(target) or hasattr(target, "prompts"):
             return False
@@ -120,9 +113,8 @@ def parse_reference(text: str, code_path: Path | None = None) -> CodeReference:
     """
     if match := _FILE.fullmatch(text):
         file, name = match[1], match[2]
-        path = Path(file)
-        if code_path is not None and (code_path / copy_name(file)).exists():
-            path = code_path / copy_name(file)
+        copy = None if code_path is None else code_path / copy_name(file)
+        path = copy if copy is not None and copy.exists() else Path(file)
         try:
             source = path.read_bytes()
         except OSError as error:

@@ -16,7 +16,7 @@ from jrl.tasks.task import (
     PromptSourceTask,
     Task,
     Verdict,
-    check_pairs,
+    pair_completions,
     special_of,
 )
 from jrl.tasks.workers.pool import Pool
@@ -79,10 +79,8 @@ def parse_weights(texts: Sequence[str]) -> dict[str, float]:
 
 
 class CustomReward:
-    """A function ``reward(prompt, completion, **record)``, or the reward of a task.
-
-    Its file is read once: what is changed in it later makes no difference to workers that start
-    again. Close it when it is no longer needed.
+    """A function ``reward(prompt, completion, **record)``, or the reward of a task. Close it when
+    it is no longer needed.
 
     Attributes:
       text: of the reference.
@@ -122,27 +120,10 @@ def _question(example: Example, completion: str) -> Message:
     if example.answer:
         fields.setdefault("answer", example.answer)
     # The worker sees what JSON holds of it, whatever a file's reader made of the fields.
-    question: Message = {"prompt": example.prompt, "completion": completion}
-    question["fields"] = as_json(fields)
+    question = {"prompt": example.prompt, "completion": completion, "fields": as_json(fields)}
     if (special := special_of(completion)) != completion:
         question["special"] = special
     return question
-
-
-@dataclass(frozen=True)
-class Weighing:
-    """Weights by which the parts of rewards become a score.
-
-    Attributes:
-      weights: by name; the weight of others is 1.
-      full_marks: the sum from which on a completion is correct; None is the sum where all parts of
-        positive weight are 1.
-      failed: the score where a reward failed.
-    """
-
-    weights: Mapping[str, float]
-    full_marks: float | None = None
-    failed: float = 0.0
 
 
 class Rewarded(PromptSourceTask):
@@ -150,7 +131,7 @@ class Rewarded(PromptSourceTask):
 
     The score is ``sum(weight * part)`` over the parts that are there. A completion is correct where
     the task's own verifier says so, if it is among the rewards; else where a part is named
-    "correct", if that is 1 or more; else from `Weighing.full_marks` on. Where one of the rewards
+    "correct", if that is 1 or more; else from `full_marks` on. Where one of the rewards
     fails, the verdict is that failure.
     """
 
@@ -158,8 +139,11 @@ class Rewarded(PromptSourceTask):
         self,
         prompts: Prompts,
         rewards: Sequence[CustomReward],
-        weighing: Weighing,
-        verifier: Task | None = None,
+        verifier: Task | None,
+        *,
+        weights: Mapping[str, float],
+        full_marks: float | None,
+        failed: float,
     ):
         """Asks each reward once, about the first training prompt, which shows what its parts are.
 
@@ -167,6 +151,10 @@ class Rewarded(PromptSourceTask):
           prompts: of the task.
           rewards: all that are asked.
           verifier: the prompts' own task, where its verdict is a part as well.
+          weights: of the parts by name; the weight of others is 1.
+          full_marks: the score from which on a completion is correct; None is the score where all
+            parts of positive weight are 1.
+          failed: the score where a reward failed.
 
         Raises:
           ValueError: where a reward fails on a reference answer, parts of two rewards have one
@@ -174,11 +162,10 @@ class Rewarded(PromptSourceTask):
         """
         super().__init__(prompts)
         self._rewards = list(rewards)
-        self._weighing, self._verifier = weighing, verifier
+        self._verifier, self._failed = verifier, failed
         self._warnings = FewWarnings()
         names = [TASK_REWARD] if verifier is not None else []
-        for each in self._rewards:
-            names += self._probe(each)
+        names += [name for each in self._rewards for name in self._probe(each, weights)]
         if SUSPICION in names:
             raise ValueError(
                 f"a reward has a component named {SUSPICION}, which is the name of another metric "
@@ -190,7 +177,7 @@ class Rewarded(PromptSourceTask):
                 f"two rewards have a component named {', '.join(twice)}: names of components must "
                 "be unique."
             )
-        unknown = sorted(set(weighing.weights) - set(names))
+        unknown = sorted(set(weights) - set(names))
         if unknown:
             raise ValueError(
                 f"reward_weights names {', '.join(unknown)}, which is not a component of the "
@@ -198,29 +185,26 @@ class Rewarded(PromptSourceTask):
             )
         self.part_names: tuple[str, ...] = tuple(names)
         """Of all parts that a verdict can have, in their order."""
-        self._weights = {name: weighing.weights.get(name, 1.0) for name in names}
-        self._full_marks = weighing.full_marks
-        if self._full_marks is None:
-            self._full_marks = sum(max(weight, 0.0) for weight in self._weights.values())
+        self._weights = {name: weights.get(name, 1.0) for name in names}
+        highest = sum(max(weight, 0.0) for weight in self._weights.values())
+        self._full_marks = highest if full_marks is None else full_marks
 
     def verify(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Verdict]:
         """Scores one completion per example; equal pairs are asked about once."""
-        check_pairs(examples, completions)
-        pairs = list(zip(examples, completions, strict=True))
+        pairs = pair_completions(examples, completions)
         # Examples that are drawn may share their prompt and differ in what else is known of them,
         # and texts that are alike in their special tokens.
         keys = [(id(example), text, special_of(text)) for example, text in pairs]
-        pair_of_key = dict(zip(keys, pairs, strict=True))
-        verifier_verdicts: list[Verdict | None] = [None] * len(pair_of_key)
+        distinct = dict(zip(keys, pairs, strict=True))
+        verified: list[Verdict | None] = [None] * len(distinct)
         if self._verifier is not None:
-            distinct_examples, texts = (
-                zip(*pair_of_key.values(), strict=True) if pair_of_key else ((), ())
-            )
-            verifier_verdicts = list(self._verifier.verify(distinct_examples, texts))
-        answers = [each.ask(list(pair_of_key.values())) for each in self._rewards]
-        rows = list(zip(*answers, strict=True)) if answers else [()] * len(pair_of_key)
-        scored = [self._verdict(*row) for row in zip(verifier_verdicts, rows, strict=True)]
-        verdicts = dict(zip(pair_of_key, scored, strict=True))
+            distinct_examples = [example for example, _ in distinct.values()]
+            texts = [text for _, text in distinct.values()]
+            verified = list(self._verifier.verify(distinct_examples, texts))
+        answers = [each.ask(list(distinct.values())) for each in self._rewards]
+        verdicts = {
+            key: self._verdict(*row) for key, *row in zip(distinct, verified, *answers, strict=True)
+        }
         return [verdicts[key] for key in keys]
 
     def close(self) -> None:
@@ -230,36 +214,33 @@ class Rewarded(PromptSourceTask):
         if isinstance(self._prompts, Task):
             self._prompts.close()
 
-    def _verdict(self, verifier_verdict: Verdict | None, answers: Sequence[Message]) -> Verdict:
-        if verifier_verdict is not None and verifier_verdict.reason in FAILURES:
-            return Verdict(self._weighing.failed, verifier_verdict.reason, ())
-        components: dict[str, float] = (
-            {} if verifier_verdict is None else {TASK_REWARD: verifier_verdict.score}
-        )
-        reasons = [] if verifier_verdict is None else [verifier_verdict.reason]
+    def _verdict(self, verified: Verdict | None, *answers: Message) -> Verdict:
+        components: dict[str, float] = {}
+        reason: str | None = None
+        if verified is not None:
+            if verified.reason in FAILURES:
+                return Verdict(self._failed, verified.reason, ())
+            components[TASK_REWARD], reason = verified.score, verified.reason
         for each, answer in zip(self._rewards, answers, strict=True):
             answer = self._check_reply(each, answer)
             if "failure" in answer:
                 self._warn(each, answer)
-                return Verdict(self._weighing.failed, answer["failure"], ())
+                return Verdict(self._failed, answer["failure"], ())
             components |= _components_of(each, answer)
-            if each.name == TASK_REWARD and "reason" in answer:
-                reasons.append(answer["reason"])
+            if each.name == TASK_REWARD:
+                reason = reason or answer.get("reason")
         # In the order of the weights, as full marks are summed.
         components = {name: components[name] for name in self._weights if name in components}
         score = sum(self._weights[name] * value for name, value in components.items())
         if not math.isfinite(score):
-            return Verdict(self._weighing.failed, "not_finite", ())
-        return Verdict(score, self._reason(score, components, reasons), tuple(components.items()))
+            return Verdict(self._failed, "not_finite", ())
+        reason = reason or self._reason(score, components)
+        return Verdict(score, reason, tuple(components.items()))
 
-    def _reason(self, score: float, components: Mapping[str, float], reasons: Sequence[str]) -> str:
-        if reasons:
-            return reasons[0]
-        assert self._full_marks is not None
+    def _reason(self, score: float, components: Mapping[str, float]) -> str:
+        correct = score >= self._full_marks
         if "correct" in self._weights:
             correct = components.get("correct", 0.0) >= 1
-        else:
-            correct = score >= self._full_marks
         if correct:
             return "correct"
         return "partial" if score > 0 else "wrong"
@@ -282,7 +263,7 @@ class Rewarded(PromptSourceTask):
         )
         return {"failure": "invalid", "message": message}
 
-    def _probe(self, each: CustomReward) -> list[str]:
+    def _probe(self, each: CustomReward, weights: Mapping[str, float]) -> list[str]:
         """The names of the parts of a reward, by asking it."""
         # There always is one, where there may be nothing to train on.
         example = self._prompts.heldout(0)
@@ -295,14 +276,14 @@ class Rewarded(PromptSourceTask):
                 f"{answer['message']}"
             )
         self._warn(each, answer)
-        return list(self._weighing.weights) or [each.name]
+        return list(weights) or [each.name]
 
     def _warn(self, each: CustomReward, answer: Message) -> None:
         message = f"{answer['failure']}: {answer['message']}"
         self._warnings.warn(
             message,
             f"{each.text} failed ({message}); the completion scores "
-            f"{self._weighing.failed:g} and counts under verifier/{answer['failure']}",
+            f"{self._failed:g} and counts under verifier/{answer['failure']}",
         )
 
 

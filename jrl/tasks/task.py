@@ -5,15 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-# Why a completion got its score. "unevaluated" is an answer with the right value that is still to
-# be worked out, as 17 + 25 is for 42; "unparsable" is no answer at all. The last ones are failures
-# of the verifier, which took too long, raised an exception, or gave NaN, an infinity or no number.
-REASONS = (
-    *("correct", "partial", "wrong", "unevaluated", "unparsable"),
-    *("timeout", "error", "not_finite", "invalid"),
-)
+# The verifier took too long, raised an exception, or gave NaN, an infinity or no number.
 FAILURES = ("timeout", "error", "not_finite", "invalid")
-"""Reasons that are the verifier's failure."""
+# Why a completion got its score. "unevaluated" is an answer with the right value that is still to
+# be worked out, as 17 + 25 is for 42; "unparsable" is no answer at all.
+REASONS = ("correct", "partial", "wrong", "unevaluated", "unparsable", *FAILURES)
 
 
 @dataclass(frozen=True)
@@ -118,19 +114,13 @@ class Prompts(Protocol):
         ...
 
     @property
-    def max_prompt_length(self) -> int:
-        """Characters of the longest prompt."""
-        ...
+    def max_prompt_length(self) -> int: ...
 
     @property
-    def max_response_length(self) -> int:
-        """Characters of the longest reference completion."""
-        ...
+    def max_response_length(self) -> int: ...
 
     @property
-    def characters(self) -> str:
-        """Every character of prompts and reference completions, sorted."""
-        ...
+    def characters(self) -> str: ...
 
     @property
     def heldout_size(self) -> int | None:
@@ -159,13 +149,20 @@ class Task(Prompts, Protocol):
         ...
 
 
-def check_pairs(examples: Sequence[Example], completions: Sequence[str]) -> None:
-    """Raises ValueError unless there is one completion per example."""
+def pair_completions(
+    examples: Sequence[Example], completions: Sequence[str]
+) -> list[tuple[Example, str]]:
+    """Pairs of an example and its completion.
+
+    Raises:
+      ValueError: unless there is one completion per example.
+    """
     if len(examples) != len(completions):
         raise ValueError(
             f"completions has {len(completions)} entries for {len(examples)} examples: "
             "give one completion per example, repeating the example for each sample of its group"
         )
+    return list(zip(examples, completions, strict=True))
 
 
 def check_index(index: int, size: int | None = None) -> None:

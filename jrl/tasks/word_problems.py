@@ -2,11 +2,10 @@
 ages, distances."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from random import Random
 
 from jrl.tasks.answers import extract
-from jrl.tasks.answers.numbers import NOTHING, NUMBER, read_statement
+from jrl.tasks.answers.numbers import NOTHING, read_statement
 from jrl.tasks.data.prompt_list import PromptList
 from jrl.tasks.data.split import HeldOut, generator
 from jrl.tasks.task import (
@@ -16,7 +15,7 @@ from jrl.tasks.task import (
     Example,
     PromptSourceTask,
     Verdict,
-    check_pairs,
+    pair_completions,
 )
 
 NAME = "word-problems"
@@ -67,88 +66,67 @@ def _quotient(random: Random) -> tuple[int, int, int]:
     return second * answer, second, answer
 
 
-@dataclass(frozen=True)
 class Kind:
     """Problems of one kind.
 
-    Attributes:
+    Args:
       operands: draws the numbers.
       texts: wordings, in which {first} and {second} are the numbers, {name} and {other} people, and
         {things} what is counted.
     """
 
-    operands: Operands
-    texts: tuple[str, ...]
+    def __init__(self, operands: Operands, *texts: str):
+        self.operands, self.texts = operands, texts
 
 
 KINDS = (
     Kind(
         _product,
-        (
-            "{name} buys {first} {things} for {second} dollars each. "
-            "How many dollars does {name} pay?",
-            "A shop sells {things} at {second} dollars each. How many dollars do {first} of them "
-            "cost?",
-        ),
+        "{name} buys {first} {things} for {second} dollars each. How many dollars does {name} pay?",
+        "A shop sells {things} at {second} dollars each. How many dollars do {first} of them cost?",
     ),
     Kind(
         _quotient,
-        (
-            "{name} shares {first} {things} equally among {second} friends. "
-            "How many {things} does each friend get?",
-            "{first} {things} are packed into {second} boxes, the same number into each. "
-            "How many {things} are in one box?",
-        ),
+        "{name} shares {first} {things} equally among {second} friends. "
+        "How many {things} does each friend get?",
+        "{first} {things} are packed into {second} boxes, the same number into each. "
+        "How many {things} are in one box?",
     ),
     Kind(
         _difference,
-        (
-            "{name} had {first} {things} and lost {second} of them. "
-            "How many {things} does {name} have now?",
-            "{name} has {first} {things} and gives {second} to {other}. "
-            "How many {things} are left?",
-        ),
+        "{name} had {first} {things} and lost {second} of them. "
+        "How many {things} does {name} have now?",
+        "{name} has {first} {things} and gives {second} to {other}. How many {things} are left?",
     ),
     Kind(
         _sum,
-        (
-            "{name} has {first} {things} and finds {second} more. "
-            "How many {things} does {name} have now?",
-            "{name} has {first} {things} and {other} has {second}. "
-            "How many {things} do they have together?",
-        ),
+        "{name} has {first} {things} and finds {second} more. "
+        "How many {things} does {name} have now?",
+        "{name} has {first} {things} and {other} has {second}. "
+        "How many {things} do they have together?",
     ),
     Kind(
         _sum,
-        (
-            "{name} is {first} years old. {other} is {second} years older. How old is {other}?",
-            "{name} is {first} years old. How old will {name} be in {second} years?",
-        ),
+        "{name} is {first} years old. {other} is {second} years older. How old is {other}?",
+        "{name} is {first} years old. How old will {name} be in {second} years?",
     ),
     Kind(
         _difference,
-        (
-            "{name} is {first} years old. {other} is {second} years younger. How old is {other}?",
-            "{name} is {first} years old. How old was {name} {second} years ago?",
-        ),
+        "{name} is {first} years old. {other} is {second} years younger. How old is {other}?",
+        "{name} is {first} years old. How old was {name} {second} years ago?",
     ),
     Kind(
         _product,
-        (
-            "{name} walks {first} miles every day. How many miles does {name} walk in {second} "
-            "days?",
-            "A train travels {first} miles in an hour. How many miles does it travel in {second} "
-            "hours?",
-        ),
+        "{name} walks {first} miles every day. How many miles does {name} walk in {second} days?",
+        "A train travels {first} miles in an hour. How many miles does it travel in {second} "
+        "hours?",
     ),
     Kind(
         _difference,
-        (
-            "The way to school is {first} yards long. {name} has walked {second} yards. "
-            "How many yards are left?",
-            "{name} lives {first} miles from the sea and {other} lives {second} miles closer. "
-            "How many miles from the sea does {other} live?",
-        ),
+        "The way to school is {first} yards long. {name} has walked {second} yards. "
+        "How many yards are left?",
+        "{name} lives {first} miles from the sea and {other} lives {second} miles closer. "
+        "How many miles from the sea does {other} live?",
     ),
 )
 
@@ -171,8 +149,7 @@ class WordProblems(PromptSourceTask):
 
     def verify(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Verdict]:
         """Scores one completion per example."""
-        check_pairs(examples, completions)
-        pairs = zip(examples, completions, strict=True)
+        pairs = pair_completions(examples, completions)
         return [score_number(completion, int(example.answer)) for example, completion in pairs]
 
     def close(self) -> None:
@@ -209,7 +186,6 @@ def score_number(completion: str, answer: int) -> Verdict:
     statement = None if extracted is None else read_statement(extracted.text)
     if statement is None or statement.kind == NOTHING:
         return UNPARSABLE
-    if statement.kind != NUMBER or statement.value != answer:
+    if statement.value != answer:
         return WRONG
-    assert statement.expression is not None
-    return CORRECT if statement.expression.final else UNEVALUATED
+    return CORRECT if statement.is_final else UNEVALUATED

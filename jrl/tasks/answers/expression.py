@@ -9,12 +9,13 @@ Evaluation takes a bounded time: the bits of a value are bounded before it is co
 """
 
 import math
+import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import ROUND_HALF_EVEN, Context, Decimal
 from fractions import Fraction
 
-from .notation import Token, canonical_number, parse_vulgar_fraction
+from .notation import Token, canonical_number
 
 MAX_BITS = 40_000
 MAX_NUMBER_DIGITS = 1_000
@@ -48,7 +49,7 @@ class Expression:
     """
 
     value: Fraction | None
-    final: bool
+    final: bool = False
     written: str = ""
     percent: bool = False
     kind: str = ""
@@ -57,6 +58,11 @@ class Expression:
     def is_decimal(self) -> bool:
         """True if it is written with a point or an exponent, and may be a rounded number."""
         return "." in self.written or "e" in self.written
+
+    @property
+    def is_integer(self) -> bool:
+        """True if it is a number that is written in digits alone."""
+        return self.kind == "number" and "." not in self.written
 
 
 def read_expression(tokens: Sequence[Token]) -> Expression:
@@ -76,15 +82,15 @@ def read_expression(tokens: Sequence[Token]) -> Expression:
 
 
 def _unevaluated(value: Fraction | None) -> Expression:
-    return Expression(_check_size(value), final=False)
-
-
-def _check_size(value: Fraction | None) -> Fraction | None:
+    """An expression that is still to be worked out, unless its value is too large."""
     if value is not None:
         bits = value.numerator.bit_length() + value.denominator.bit_length()
         if bits > MAX_BITS:
             raise TooLarge(f"a value has {bits} bits")
-    return value
+    return Expression(value)
+
+
+_BEGIN_ATOM = ("π", "√", "(", "{", "\\frac", "\\sqrt")
 
 
 class _Reader:
@@ -97,9 +103,6 @@ class _Reader:
     def ahead(self) -> Token | None:
         return self._tokens[self._at] if self._at < len(self._tokens) else None
 
-    def _next_is(self, *texts: str) -> bool:
-        return self.ahead is not None and self.ahead.text in texts
-
     def _take(self) -> Token:
         token = self.ahead
         if token is None:
@@ -107,30 +110,28 @@ class _Reader:
         self._at += 1
         return token
 
+    def _accept(self, *texts: str) -> str:
+        """Takes the next token if it is one of these, and returns its text; else ""."""
+        return self._take().text if self.ahead is not None and self.ahead.text in texts else ""
+
     def sum(self, depth: int) -> Expression:
         if depth > MAX_DEPTH:
             raise NoExpression(f"more than {MAX_DEPTH} brackets are open at a time")
         expression = self.product(depth)
-        while self._next_is("+", "-"):
-            minus = self._take().text == "-"
+        while sign := self._accept("+", "-"):
             other = self.product(depth)
-            values = expression.value, other.value
-            value = None if None in values else expression.value + (-1) ** minus * other.value  # pyright: ignore
-            expression = _unevaluated(value)
+            expression = _add(expression, _negate(other) if sign == "-" else other)
         return expression
 
     def product(self, depth: int) -> Expression:
         negative = self._take_signs()
         expression = self.power(depth)
-        while self.ahead is not None:
-            if self._next_is("*"):
-                self._take()
-                expression = _multiply(expression, self._signed_power(depth))
-            elif self._next_is("/"):
-                self._take()
-                expression = _divide(expression, self._signed_power(depth))
-            elif self._begins_atom():
-                expression = self._implicit_product(expression, depth)
+        while (ahead := self.ahead) is not None:
+            if operator := self._accept("*", "/"):
+                combine = _multiply if operator == "*" else _divide
+                expression = combine(expression, self._signed_power(depth))
+            elif ahead.kind in ("number", "vulgar") or ahead.text in _BEGIN_ATOM:
+                expression = self._implicit_product(expression, ahead, depth)
             else:
                 break
         return _negate(expression) if negative else expression
@@ -138,8 +139,8 @@ class _Reader:
     def _take_signs(self) -> bool:
         """True if the signs that come next make a number negative."""
         negative = False
-        while self._next_is("+", "-"):
-            negative ^= self._take().text == "-"
+        while sign := self._accept("+", "-"):
+            negative ^= sign == "-"
         return negative
 
     def _signed_power(self, depth: int) -> Expression:
@@ -147,60 +148,44 @@ class _Reader:
         expression = self.power(depth)
         return _negate(expression) if negative else expression
 
-    def _begins_atom(self) -> bool:
-        ahead = self.ahead
-        assert ahead is not None
-        return ahead.kind in ("number", "vulgar") or ahead.text in ("π", "√", "(", "{", "\\frac",
-                                                                      "\\sqrt")  # fmt: skip
-
-    def _implicit_product(self, left: Expression, depth: int) -> Expression:
+    def _implicit_product(self, left: Expression, ahead: Token, depth: int) -> Expression:
         """A factor without a sign, or the fraction of a mixed number."""
-        ahead = self.ahead
-        assert ahead is not None
-        is_integer = left.kind == "number" and left.value is not None and "." not in left.written
         if ahead.kind == "number":
             # 2 1/2 is a mixed number; 2 3 is two numbers.
-            if not is_integer:
-                raise SideBySide("two numbers have no operator between them")
-            numerator = self.power(depth)
-            if not self._next_is("/"):
-                raise SideBySide("two numbers have no operator between them")
-            self._take()
-            right = _divide(numerator, self.power(depth))
-            if right.kind != "fraction":
-                raise SideBySide("two numbers have no operator between them")
-            return _add_fraction(left, right)
+            if left.is_integer:
+                numerator = self.power(depth)
+                if self._accept("/"):
+                    right = _divide(numerator, self.power(depth))
+                    if right.kind == "fraction":
+                        return _add_fraction(left, right)
+            raise SideBySide("two numbers have no operator between them")
         right = self.power(depth)
         is_fraction = ahead.kind == "vulgar" or ahead.text == "\\frac"
-        if is_integer and is_fraction and right.kind == "fraction" and right.value is not None:
+        if left.is_integer and is_fraction and right.kind == "fraction":
             return _add_fraction(left, right)
         return _multiply(left, right)
 
     def power(self, depth: int) -> Expression:
         expression = self.atom(depth)
-        if self._next_is("^"):
-            self._take()
+        if self._accept("^"):
             expression = _raise_to_power(expression, self._exponent(depth + 1))
-        while self._next_is("%", "!"):
-            if self._take().text == "%":
-                value = None if expression.value is None else expression.value / 100
-                expression = Expression(
-                    value, expression.final, expression.written, True, expression.kind
-                )
+        while mark := self._accept("%", "!"):
+            value = expression.value
+            if mark == "!":
+                expression = _unevaluated(_factorial(value))
             else:
-                expression = _unevaluated(_factorial(expression.value))
+                value = None if value is None else value / 100
+                expression = replace(expression, value=value, percent=True)
         return expression
 
     def _exponent(self, depth: int) -> Expression:
-        if self._next_is("-", "+"):
-            negative = self._take().text == "-"
+        if sign := self._accept("-", "+"):
             exponent = self._exponent(depth + 1)
-            return _negate(exponent) if negative else exponent
+            return _negate(exponent) if sign == "-" else exponent
         if depth > MAX_DEPTH:
             raise NoExpression("nested exponents")
         exponent = self.atom(depth)
-        if self._next_is("^"):
-            self._take()
+        if self._accept("^"):
             return _raise_to_power(exponent, self._exponent(depth + 1))
         return exponent
 
@@ -211,8 +196,9 @@ class _Reader:
         if token.kind == "number":
             return _read_number(token.text)
         if token.kind == "vulgar":
-            numerator, denominator = parse_vulgar_fraction(token.text) or (0, 1)
-            return Expression(Fraction(numerator, denominator), True, kind="fraction")
+            # ½, a single character, is 1, a fraction slash and 2.
+            written = unicodedata.normalize("NFKC", token.text).replace("\u2044", "/")
+            return Expression(Fraction(written), True, kind="fraction")
         if token.text == "π":
             return Expression(None, final=True)
         if token.text in ("(", "{"):
@@ -242,8 +228,7 @@ class _Reader:
 
     def _root(self, depth: int) -> Expression:
         degree = 2
-        if self._next_is("["):
-            self._take()
+        if self._accept("["):
             written_degree = self._take().text
             if (
                 not written_degree.isdigit()
@@ -265,71 +250,72 @@ def _read_number(text: str) -> Expression:
         return Expression(Fraction(written), True, written, kind="number")
     if abs(int(exponent)) > MAX_NUMBER_DIGITS:
         raise TooLarge("an exponent of thousands")
-    return Expression(Fraction(mantissa) * Fraction(10) ** int(exponent), True, written,
-                      kind="scientific")  # fmt: skip
+    value = Fraction(mantissa) * Fraction(10) ** int(exponent)
+    return Expression(value, True, written, kind="scientific")
 
 
 def _negate(expression: Expression) -> Expression:
     value = None if expression.value is None else -expression.value
-    written = expression.written and (
-        expression.written[1:] if expression.written.startswith("-") else f"-{expression.written}"
-    )
-    return Expression(value, expression.final, written, expression.percent, expression.kind)
+    written = expression.written and f"-{expression.written}".removeprefix("--")
+    return replace(expression, value=value, written=written)
+
+
+def _add(left: Expression, right: Expression) -> Expression:
+    if left.value is None or right.value is None:
+        return Expression(None)
+    return _unevaluated(left.value + right.value)
 
 
 def _multiply(left: Expression, right: Expression) -> Expression:
     if left.value is None or right.value is None:
-        return Expression(None, final=False)
-    value = _check_size(left.value * right.value)
+        return Expression(None)
+    product = _unevaluated(left.value * right.value)
     mantissa = left.kind == "number" and 1 <= abs(left.value) < 10
     if mantissa and right.kind == "scientific" and right.written.startswith("1e"):
-        return Expression(value, True, left.written + right.written[1:], kind="scientific")
-    return Expression(value, final=False)
+        written = left.written + right.written[1:]
+        return replace(product, final=True, written=written, kind="scientific")
+    return product
 
 
 def _divide(left: Expression, right: Expression) -> Expression:
     if left.value is None or right.value is None:
-        return Expression(None, final=False)
+        return Expression(None)
     if not right.value:
         raise NoExpression("a division by zero")
-    value = _check_size(left.value / right.value)
-    are_integers = all(
-        operand.kind == "number" and operand.value is not None and operand.value.denominator == 1
-        and "." not in operand.written and not operand.percent
-        for operand in (left, right)
-    )  # fmt: skip
-    lowest = are_integers and value is not None and value.denominator == abs(right.value) != 1
-    return Expression(value, final=lowest, kind="fraction" if lowest else "")
+    value = left.value / right.value
+    are_integers = all(each.is_integer and not each.percent for each in (left, right))
+    lowest = are_integers and value.denominator == abs(right.value) != 1
+    return replace(_unevaluated(value), final=lowest, kind="fraction" if lowest else "")
 
 
 def _add_fraction(integer: Expression, fraction: Expression) -> Expression:
     assert integer.value is not None and fraction.value is not None
-    final = integer.final and fraction.final and 0 < fraction.value < 1
+    final = 0 < fraction.value < 1
     return Expression(integer.value + fraction.value, final, kind="fraction" if final else "")
 
 
 def _raise_to_power(base: Expression, exponent: Expression) -> Expression:
     if base.value is None or exponent.value is None:
-        return Expression(None, final=False)
+        return Expression(None)
     power, value = exponent.value, base.value
     if power.denominator != 1:
         if power.denominator > 64 or abs(power.numerator) > 64:
             raise TooLarge("a fractional exponent that is too large")
         root = _exact_root(value, power.denominator)
         if root is None:
-            return Expression(None, final=False)
+            return Expression(None)
         value, power = root, Fraction(power.numerator)
     if not value and power < 0:
         raise NoExpression("a division by zero")
     bits = max(value.numerator.bit_length(), value.denominator.bit_length())
-    if value not in (0, 1, -1) and abs(power) * bits > MAX_BITS:
-        raise TooLarge("a power with too many digits")
     if value in (0, 1, -1):
         power = power % 2 if value == -1 else min(power, Fraction(1))
+    elif abs(power) * bits > MAX_BITS:
+        raise TooLarge("a power with too many digits")
     raised = value ** int(power)
     if base.written == "10" and exponent.written.lstrip("-").isdigit():
         return Expression(raised, True, f"1e{exponent.written}", kind="scientific")
-    return Expression(raised, final=False)
+    return Expression(raised)
 
 
 def _factorial(value: Fraction | None) -> Fraction | None:
@@ -375,13 +361,15 @@ def same_number(reference: Expression, answer: Expression) -> bool:
     digits, a difference of floating-point rounding is allowed. A percentage may be written with its
     sign or without.
     """
-    assert reference.value is not None and answer.value is not None
-    if reference.percent != answer.percent:
-        hundredfold = reference if reference.percent else answer
-        assert hundredfold.value is not None
-        as_percent = Expression(hundredfold.value * 100, True, hundredfold.written)
-        pair = (as_percent, answer) if reference.percent else (reference, as_percent)
-        return _close(*pair) or _close(reference, answer)
+    if _close(reference, answer):
+        return True
+    if reference.percent == answer.percent:
+        return False
+    # 12% is written for 0.12, and for 12.
+    reference, answer = (
+        replace(each, value=each.value * 100) if each.percent and each.value is not None else each
+        for each in (reference, answer)
+    )
     return _close(reference, answer)
 
 

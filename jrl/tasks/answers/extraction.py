@@ -84,21 +84,25 @@ def extract(completion: str, *, bare: bool = False) -> Extracted | None:
 
 def after_reasoning(completion: str) -> str | None:
     """Text after the last end of reasoning; None if reasoning is still open."""
-    start = 0
-    for match in _ENDS.finditer(completion):
-        start = match.end()
-    if _OPENS.search(completion, start) is not None:
-        return None
-    return completion[start:]
+    end = _last_match(_ENDS, completion)
+    start = 0 if end is None else end.end()
+    return None if _OPENS.search(completion, start) else completion[start:]
 
 
 def opens_reasoning(text: str) -> str:
     """The mark of open reasoning, with the blanks after it, that a text ends with; empty where it
     ends otherwise."""
-    opened = list(_OPENS.finditer(text))
-    if not opened or text[opened[-1].end() :].strip(BLANKS):
+    opened = _last_match(_OPENS, text)
+    if opened is None or text[opened.end() :].strip(BLANKS):
         return ""
-    return text[opened[-1].start() :]
+    return text[opened.start() :]
+
+
+def _last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    last = None
+    for match in pattern.finditer(text):
+        last = match
+    return last
 
 
 def _last_marked_text(text: str, *, hashes: bool) -> str | None:
@@ -108,14 +112,10 @@ def _last_marked_text(text: str, *, hashes: bool) -> str | None:
         return box[1]
     if tag is not None:
         return tag[1]
-    if not hashes:
+    mark = _last_match(HASHES, text) if hashes else None
+    if mark is None:
         return None
-    start = None
-    for match in HASHES.finditer(text):
-        start = match.end()
-    if start is None:
-        return None
-    line, _, rest = text[start:].lstrip(" \t").partition("\n")
+    line, _, rest = text[mark.end() :].lstrip(" \t").partition("\n")
     # A heading of Markdown is written alike; what stands below it is meant then.
     return rest if _HEADING.fullmatch(line) else line
 
@@ -123,22 +123,20 @@ def _last_marked_text(text: str, *, hashes: bool) -> str | None:
 def _last_boxes(text: str) -> tuple[int, str] | None:
     """End of the last complete box, and its text with that of the boxes before it that belong to
     it; None without a box."""
-    opened: list[int] = []  # where the content of a box begins, -1 for other braces
-    begins: list[int] = []
+    # Of open braces: where they begin, and where the content of a box does, -1 for other braces.
+    opened: list[tuple[int, int]] = []
     boxes: list[tuple[int, int, str]] = []
     for match in _BRACES.finditer(text):
         brace = match[0]
         if brace == "}":
-            if opened:
-                content, begin = opened.pop(), begins.pop()
-                if content >= 0:
-                    # Those inside it are a part of what it says.
-                    while boxes and boxes[-1][0] > begin:
-                        boxes.pop()
-                    boxes.append((begin, match.end(), text[content : match.start()]))
+            begin, content = opened.pop() if opened else (-1, -1)
+            if content >= 0:
+                # Those inside it are a part of what it says.
+                while boxes and boxes[-1][0] > begin:
+                    boxes.pop()
+                boxes.append((begin, match.end(), text[content : match.start()]))
         elif brace[-1] == "{" and len(brace) != 2:
-            opened.append(match.end() if len(brace) > 1 else -1)
-            begins.append(match.start())
+            opened.append((match.start(), match.end() if len(brace) > 1 else -1))
     if not boxes:
         return None
     begin, end, answer = boxes.pop()

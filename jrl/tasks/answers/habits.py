@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from .extraction import Extracted, extract
-from .numbers import NUMBER, Statement, read_statement
+from .numbers import Statement, read_statement
 
+# The completions of a prompt are mostly of a few answers.
+_read = lru_cache(maxsize=1024)(read_statement)
 MAX_FORM_LENGTH = 500
 """Characters of an answer whose form is looked at."""
 _FORMS = (
@@ -60,25 +62,22 @@ def answer_statistics(answered: Iterable[Answered]) -> dict[str, float]:
     for row, text in zip(rows, texts, strict=True):
         by_prompt[row.prompt][text] += 1
     # The first of equals, which the order of completions decides.
-    commonest = {max(counts, key=lambda text: counts[text]) for counts in by_prompt.values()}
+    commonest = {counts.most_common(1)[0][0] for counts in by_prompt.values()}
     forms = Counter(form_of(text) for text in texts)
     statistics = {
         "answers/variety": len(commonest) / len(by_prompt),
         "answers/top_form": max(forms.values()) / len(rows),
     }
-    numeric_answers = [
-        (row.correct, answer, reference)
+    # Full marks, and full marks that are confirmed, where the reference answer is a number.
+    numeric = [
+        (row.correct, row.correct and _is_confirmed(answer, reference))
         for row, answer in zip(rows, answers, strict=True)
         if (reference := _reference_number(row.reference)) is not None
     ]
-    if numeric_answers:
-        confirmed = [
-            correct and _is_confirmed(answer, reference)
-            for correct, answer, reference in numeric_answers
-        ]
-        correct = sum(correct for correct, _, _ in numeric_answers)
-        statistics["answers/shared"] = sum(confirmed) / len(numeric_answers)
-        statistics["answers/disputed"] = (correct - sum(confirmed)) / len(numeric_answers)
+    if numeric:
+        num_correct, num_confirmed = map(sum, zip(*numeric, strict=True))
+        statistics["answers/shared"] = num_confirmed / len(numeric)
+        statistics["answers/disputed"] = (num_correct - num_confirmed) / len(numeric)
     return statistics
 
 
@@ -107,22 +106,13 @@ def _reference_number(reference: str) -> Statement | None:
         return None
     answer = extract(reference)
     statement = read_statement("" if answer is None else answer.text, marked=True, exclaims=False)
-    if statement.kind != NUMBER or not statement.is_only_number or statement.value is None:
-        return None
-    assert statement.expression is not None
-    return statement if statement.expression.final else None
+    is_exact = statement.is_only_number and statement.value is not None
+    return statement if is_exact and statement.is_final else None
 
 
 def _is_confirmed(answer: Extracted | None, reference: Statement) -> bool:
     if answer is None:
         return False
-    statement = _read(answer.text, answer.marked)
-    if statement.kind != NUMBER or statement.expression is None or not statement.expression.final:
-        return False
-    return statement.digits == reference.digits or statement.value == reference.value
-
-
-# The completions of a prompt are mostly of a few answers.
-@lru_cache(maxsize=1024)
-def _read(text: str, marked: bool) -> Statement:
-    return read_statement(text, marked=marked)
+    statement = _read(answer.text, marked=answer.marked)
+    is_equal = statement.digits == reference.digits or statement.value == reference.value
+    return statement.is_final and is_equal

@@ -12,16 +12,7 @@ from fractions import Fraction
 
 from .expression import Expression, NoExpression, SideBySide, TooLarge, read_expression, same_number
 from .notation import DASH, Token, canonical_number, plain_notation, tokens_of
-from .phrases import (
-    VERBS,
-    Span,
-    chosen_phrase,
-    joiner,
-    phrases_of,
-    unit_of,
-    without_delimiters,
-    words_to_signs,
-)
+from .phrases import VERBS, Span, chosen_phrase, joiner, phrases_of, unit_of, words_to_signs
 
 MAX_LENGTH = 1_000
 """Characters of running text that are looked at: its last ones."""
@@ -42,6 +33,8 @@ _LEADING = {"in", "by", "on", "after", "from", "since", "at", "with", "if", "of"
 # Letters that are more often a unit or a word than a variable, where a blank stands before them.
 _NO_VARIABLE = {"a", "I", "A", "s", "m", "g", "h", "l", "L", "K", "C", "F", "N", "J", "W", "V"}
 
+_NO_NUMBER = Expression(None)
+
 
 @dataclass(frozen=True)
 class Statement:
@@ -50,7 +43,7 @@ class Statement:
     Attributes:
       kind: `NUMBER`; `MULTIPLE` numbers of which none counts; a `RELATION`, such as a bound;
         `OPAQUE`, something with a number that is none (`2x`, `\\log 8`); or `NOTHING`.
-      expression: the number.
+      expression: the number; without a value where there is none.
       unit: after or before it, as `unit_of` names it; "" where there is none that is known.
       label: the variable that it is said of, "" where there is none.
       digits: the number as text, without what groups its digits.
@@ -59,7 +52,7 @@ class Statement:
     """
 
     kind: str
-    expression: Expression | None = None
+    expression: Expression = _NO_NUMBER
     unit: str = ""
     label: str = ""
     digits: str = ""
@@ -68,9 +61,14 @@ class Statement:
 
     @property
     def value(self) -> Fraction | None:
-        """The number, with the thousands or millions that follow it."""
-        assert self.expression is not None
+        """The number, with the thousands or millions that follow it; None where it is irrational,
+        or there is none."""
         return None if self.expression.value is None else self.expression.value * self.scale
+
+    @property
+    def is_final(self) -> bool:
+        """True if it is a number with nothing left to work out."""
+        return self.expression.final
 
 
 def read_statement(text: str, *, marked: bool = False, exclaims: bool = True) -> Statement:
@@ -81,7 +79,9 @@ def read_statement(text: str, *, marked: bool = False, exclaims: bool = True) ->
       exclaims: whether a "!" at its end is one of joy; else it is a factorial.
     """
     text = text[-(MAX_MARKED_LENGTH if marked else MAX_LENGTH) :]
-    tokens = words_to_signs(without_delimiters(tokens_of(plain_notation(text))))
+    tokens = tokens_of(plain_notation(text))
+    # Signs of money delimit formulas as well: none of them parts two numbers.
+    tokens = words_to_signs([token for token in tokens if token.text not in ("$", "'")])
     phrases = phrases_of(tokens)
     if not phrases:
         return Statement(NOTHING)
@@ -90,15 +90,11 @@ def read_statement(text: str, *, marked: bool = False, exclaims: bool = True) ->
 
 def same_statement(reference: Statement, answer: Statement) -> bool:
     """True if two texts state the same number, and their units and variables do not differ."""
-    if reference.kind != NUMBER or answer.kind != NUMBER or None in (reference.value, answer.value):
+    if reference.value is None or answer.value is None:
         return False
-    for reference_field, answer_field in (
-        (reference.unit, answer.unit),
-        (reference.label, answer.label),
-    ):
-        if reference_field and answer_field and reference_field != answer_field:
-            return False
-    assert reference.expression is not None and answer.expression is not None
+    named = ((reference.unit, answer.unit), (reference.label, answer.label))
+    if any(left and right and left != right for left, right in named):
+        return False
     if reference.scale == answer.scale:
         return same_number(reference.expression, answer.expression)
     return reference.value == answer.value
@@ -123,18 +119,15 @@ def _read(
     attached = begin > 0 and tokens[begin - 1].kind == "word" and not labelled and (
         tokens[begin - 1].text.lower() not in _LEADING_WORDS
     )  # fmt: skip
-    chains = [_read_chain(tokens[b:e], check=not attached) for b, e in spans]
-    if None in chains or not chains:
-        return Statement(OPAQUE if chains else NOTHING)
-    statements = [each for each in chains if each is not None]
-    if any(each.kind != NUMBER for each in statements):
+    statements = [_read_chain(tokens[b:e], check=not attached) for b, e in spans]
+    kinds = [each.kind for each in statements]
+    if not kinds or OPAQUE in kinds:
+        return Statement(OPAQUE if kinds else NOTHING)
+    if set(kinds) != {NUMBER}:
         return next(each for each in statements if each.kind != NUMBER)
-    first = statements[0]
-    assert first.expression is not None
-    for other in statements[1:]:
-        assert other.expression is not None
-        if first.expression.value is None or first.expression.value != other.expression.value:
-            return Statement(MULTIPLE)
+    first, *repeated = statements
+    if any(first.value is None or first.value != each.value for each in repeated):
+        return Statement(MULTIPLE)
     others = [phrase for index, phrase in enumerate(phrases) if index != chosen_index]
     if _has_alternative(tokens, begin, end, others, first.expression):
         return Statement(MULTIPLE)
@@ -145,7 +138,7 @@ def _read(
         label=label,
         digits=first.digits,
         is_only_number=not others,
-        scale=_scale(tokens, end),
+        scale=_SCALES.get(tokens[end].text.lower(), 1) if end < len(tokens) else 1,
     )
 
 
@@ -211,10 +204,8 @@ def _is_opaque(tokens: Sequence[Token], begin: int, end: int, labelled: bool) ->
             return True
         if not near and len(word) == 1 and word not in _NO_VARIABLE:
             return True
-    if begin == 0 or labelled:
-        return tokens[begin].text in ("*", "/", "^")
     before = tokens[begin - 1]
-    if before.kind != "word":
+    if begin == 0 or labelled or before.kind != "word":
         return tokens[begin].text in ("*", "/", "^")
     near, first = before.end == tokens[begin].begin, tokens[begin].text
     if first in ("^", "*", "/", "+", "-", "("):
@@ -234,12 +225,7 @@ def _is_bound(tokens: Sequence[Token], begin: int, end: int) -> bool:
     if words[-2:] == ["up", "to"]:
         return True
     after = [t.text.lower() for t in tokens[end : end + 3]]
-    if (
-        after[:1] == ["and"]
-        and after[1:2] in (["a"], ["one"])
-        and after[2:]
-        and after[2] in _FRACTION_WORDS
-    ):
+    if after[:2] in (["and", "a"], ["and", "one"]) and after[-1] in _FRACTION_WORDS:
         return True  # 42 and a half
     return len(after) > 1 and after[0] in ("or", "and") and after[1] in _AFTER
 
@@ -267,12 +253,9 @@ def _is_bracketed(tokens: Sequence[Token]) -> bool:
     return all(_depth(tokens[:index]) > 0 for index in range(1, len(tokens)))
 
 
-def _read_chain(tokens: Sequence[Token], *, check: bool) -> Statement | None:
-    """Statement of a chain of equations; None if its last side is no number.
-
-    Args:
-      check: whether the other sides must have the value of the last.
-    """
+def _read_chain(tokens: Sequence[Token], *, check: bool) -> Statement:
+    """Statement of a chain of equations; with `check` the other sides must have the value of the
+    last."""
     segments: list[list[Token]] = [[]]
     for token in tokens:
         if token.text == "=":
@@ -281,7 +264,7 @@ def _read_chain(tokens: Sequence[Token], *, check: bool) -> Statement | None:
             segments[-1].append(token)
     filled_segments = [segment for segment in segments if segment]
     if not filled_segments:
-        return None
+        return Statement(OPAQUE)
     read: list[tuple[Expression, Sequence[Token]]] = []
     for segment in filled_segments:
         try:
@@ -290,21 +273,21 @@ def _read_chain(tokens: Sequence[Token], *, check: bool) -> Statement | None:
             return Statement(RELATION)  # nobody's answer, and worked out by nobody
         except NoExpression as error:
             if segment is filled_segments[-1]:
-                return Statement(MULTIPLE) if isinstance(error, SideBySide) else None
+                return Statement(MULTIPLE if isinstance(error, SideBySide) else OPAQUE)
     last, shown = read[-1]
     if not segments[-1] and len(filled_segments[-1]) > 1:
         # 17 + 25 = is the question again.
         last = Expression(last.value, False)
-    equal = [
-        (other, segment)
-        for other, segment in read
-        if None not in (other.value, last.value) and same_number(last, other)
-    ]
     if check and any(_contradicts(last, other) for other, _ in read):
         return Statement(MULTIPLE)
     if not last.final and segments[-1]:
         # 42 = 17 + 25 says 42 as well.
-        last, shown = next(((o, segment) for o, segment in equal if o.final), (last, shown))
+        equal = (
+            (other, segment)
+            for other, segment in read
+            if other.final and None not in (other.value, last.value) and same_number(last, other)
+        )
+        last, shown = next(equal, (last, shown))
     return Statement(NUMBER, last, digits=_as_text(shown))
 
 
@@ -329,29 +312,22 @@ def _has_alternative(
     before -= labelled
     while before >= 0 and tokens[before].text.lower() in _PERHAPS:
         before -= 1
-    offered: list[Span] = []
     previous = [span for span in others if span[1] <= begin][-1:]
     is_offered = before >= 0 and tokens[before].text.lower() == "or"
     if labelled and previous:
         is_offered |= _same_label(tokens, previous[0], begin)
-    offered += previous if is_offered else []
+    offered = previous if is_offered else []
     after = [span for span in others if span[0] >= end][:1]
     if after:
         between = tokens[end : after[0][1]][:4]
         stops = any(t.kind == "stop" for t in tokens[end : after[0][0]])
         if not stops and any(t.text.lower() == "or" for t in between):
             offered += after
-    for b, e in offered:
-        other = _read_chain(tokens[b:e], check=False)
-        same = (
-            other is not None
-            and other.expression is not None
-            and None not in (other.expression.value, value.value)
-            and same_number(value, other.expression)
-        )
-        if not same:
-            return True
-    return False
+    alternatives = [_read_chain(tokens[b:e], check=False) for b, e in offered]
+    return any(
+        None in (each.value, value.value) or not same_number(value, each.expression)
+        for each in alternatives
+    )
 
 
 def _same_label(tokens: Sequence[Token], previous: Span, begin: int) -> bool:
@@ -365,14 +341,6 @@ def _same_label(tokens: Sequence[Token], previous: Span, begin: int) -> bool:
 
 
 def _unit(tokens: Sequence[Token], begin: int, end: int) -> str:
-    money = [unit_of(t.text) for t in tokens[begin:end] if t.kind == "currency"]
-    if money:
-        return money[0]
-    if end < len(tokens) and tokens[end].kind == "word":
-        return unit_of(tokens[end].text)
-    return ""
-
-
-def _scale(tokens: Sequence[Token], end: int) -> int:
-    word = tokens[end].text.lower() if end < len(tokens) else ""
-    return _SCALES.get(word, 1)
+    units = [t.text for t in tokens[begin:end] if t.kind == "currency"]
+    units += [t.text for t in tokens[end : end + 1] if t.kind == "word"]
+    return unit_of(units[0]) if units else ""

@@ -53,52 +53,42 @@ VERBS = {"is", "are", "be", "was", "were", "equals", "equal", "=", ":", "gives",
 """Words and signs after which an answer is said."""
 _OPERATIONS = {"plus": "+", "minus": "-", "times": "*", "over": "/", "multiplied": "*",
                "divided": "/"}  # fmt: skip
-_FOLLOWED_BY = {"multiplied": "by", "divided": "by"}
+_BEFORE_BY = ("multiplied", "divided")
 _POWERS = {"squared": "2", "cubed": "3"}
 
 
-def without_delimiters(tokens: Sequence[Token]) -> list[Token]:
-    """Signs of money delimit formulas as well: none of them parts two numbers."""
-    return [token for token in tokens if token.text not in ("$", "'")]
-
-
-def words_to_signs(tokens: list[Token]) -> list[Token]:
+def words_to_signs(tokens: Sequence[Token]) -> list[Token]:
     """Operations that are written as words between two numbers, as their signs."""
     converted: list[Token] = []
     index = 0
     while index < len(tokens):
         token, word = tokens[index], tokens[index].text.lower()
-        step = 2 if word in _FOLLOWED_BY else 1
+        step = 2 if word in _BEFORE_BY else 1
         follows = tokens[index + step] if index + step < len(tokens) else None
+        number_follows = follows is not None and follows.kind == "number"
+        operand_follows = follows is not None and (number_follows or follows.text == "(")
         before = converted[-1] if converted else None
         is_number = before is not None and (before.kind == "number" or before.text == ")")
-        if token.kind == "word" and is_number and word in _OPERATIONS:
-            by = _FOLLOWED_BY.get(word)
-            is_complete = by is None or (
-                tokens[index + 1 : index + 2] and tokens[index + 1].text.lower() == by
-            )
-            if (
-                is_complete
-                and follows is not None
-                and (follows.kind == "number" or follows.text == "(")
-            ):
-                converted.append(Token("math", _OPERATIONS[word], token.begin, token.end))
-                index += step
-                continue
-        if word in ("minus", "negative") and follows is not None and follows.kind == "number":
-            converted.append(Token("math", "-", token.begin, token.end))
-        elif word == "x" and is_number and follows is not None and follows.kind == "number":
-            converted.append(Token("math", "*", token.begin, token.end))
-        elif token.kind == "word" and is_number and word in _POWERS:
-            converted.append(Token("math", "^", token.begin, token.begin))
-            converted.append(Token("number", _POWERS[word], token.begin, token.end))
-        elif is_number and token.kind == "word" and unit_of(word):
-            converted.append(token)
-            index += _exponent_length(tokens, index + 1)  # m^2 is a unit as well
+        if (
+            is_number
+            and operand_follows
+            and word in _OPERATIONS
+            and (step == 1 or tokens[index + 1].text.lower() == "by")
+        ):
+            token = token._replace(kind="math", text=_OPERATIONS[word])
+            index += step - 1
+        elif word in ("minus", "negative") and number_follows:
+            token = token._replace(kind="math", text="-")
+        elif word == "x" and is_number and number_follows:
+            token = token._replace(kind="math", text="*")
         elif word == "percent" and is_number:
-            converted.append(Token("math", "%", token.begin, token.end))
-        else:
-            converted.append(token)
+            token = token._replace(kind="math", text="%")
+        elif word in _POWERS and is_number:
+            converted.append(Token("math", "^", token.begin, token.begin))
+            token = token._replace(kind="number", text=_POWERS[word])
+        elif token.kind == "word" and is_number and unit_of(word):
+            index += _exponent_length(tokens, index + 1)  # m^2 is a unit as well
+        converted.append(token)
         index += 1
     return converted
 
@@ -121,31 +111,28 @@ def phrases_of(tokens: Sequence[Token]) -> list[Span]:
     """Runs of tokens that state something together: numbers, signs, and what joins them."""
     spans: list[Span] = []
     begin: int | None = None
-    for index in range(len(tokens) + 1):
-        token = tokens[index] if index < len(tokens) else None
-        if begin is not None and token is not None and _is_aside(tokens, index):
+    for index, token in enumerate(tokens):
+        if begin is not None and _is_aside(tokens, index):
             spans.append((begin, index))
             begin = index
-            continue
-        joins = token is not None and begin is not None and _joins(tokens, index)
-        if token is not None and (token.kind in _MATH or joins):
+        elif token.kind in _MATH or (begin is not None and _joins(tokens, index)):
             begin = index if begin is None else begin
         elif begin is not None:
             spans.append((begin, index))
             begin = None
+    if begin is not None:
+        spans.append((begin, len(tokens)))
     values = ("number", "vulgar", "constant")
     return [span for span in spans if any(t.kind in values for t in tokens[span[0] : span[1]])]
 
 
 def _is_aside(tokens: Sequence[Token], index: int) -> bool:
     """True if a bracket opens a remark on the number before it: 42 (17 + 25)."""
-    before = tokens[index - 1] if index else None
-    return (
-        tokens[index].text == "("
-        and before is not None
-        and before.end < tokens[index].begin
-        and (before.kind in ("number", "word") or before.text in (")", "%"))
-    )
+    if index == 0 or tokens[index].text != "(":
+        return False
+    before = tokens[index - 1]
+    is_value = before.kind in ("number", "word") or before.text in (")", "%")
+    return is_value and before.end < tokens[index].begin
 
 
 def _joins(tokens: Sequence[Token], index: int) -> bool:
@@ -168,18 +155,12 @@ def joiner(token: Token) -> str:
 
 def chosen_phrase(tokens: Sequence[Token], phrases: Sequence[Span]) -> int:
     """The phrase that counts: the first after the last "answer is", else the last."""
-    anchors = [
-        index for index, token in enumerate(tokens) if token.kind == "word"
-        and token.text.lower() in ("answer", "answers")
-    ]  # fmt: skip
+    anchors = [n for n, token in enumerate(tokens) if token.text.lower() in ("answer", "answers")]
     for anchor in reversed(anchors):
-        end = anchor + 1
-        while end < len(tokens) and tokens[end].kind != "stop":
-            end += 1
-        verb = next(
-            (index for index in range(anchor + 1, end) if tokens[index].text.lower() in VERBS), None
-        )
-        after = anchor if verb is None else verb
+        stops = (n for n in range(anchor + 1, len(tokens)) if tokens[n].kind == "stop")
+        end = next(stops, len(tokens))
+        verbs = (n for n in range(anchor + 1, end) if tokens[n].text.lower() in VERBS)
+        after = next(verbs, anchor)
         within = [n for n, (begin, _) in enumerate(phrases) if after <= begin < end]
         if within:
             return within[0]

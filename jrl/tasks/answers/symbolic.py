@@ -106,14 +106,13 @@ def is_rounded(answer: Expression, reference: Sequence[Any]) -> bool:
 def _same_where_real(reference: Any, answer: Any) -> bool:
     """True if two formulas have the same value wherever both are real: sqrt(1/n) and 1/sqrt(n).
     They are compared at sample points."""
-    if not all(isinstance(x, sympy.Expr) for x in (reference, answer)):
+    if not all(
+        isinstance(x, sympy.Expr) and x.has(sympy.Pow) and sympy.count_ops(x) <= MAX_OPERATIONS
+        for x in (reference, answer)
+    ):
         return False
     symbols = sorted(reference.free_symbols, key=str)
     if not 0 < len(symbols) <= MAX_SYMBOLS or reference.free_symbols != answer.free_symbols:
-        return False
-    if not all(
-        x.has(sympy.Pow) and sympy.count_ops(x) <= MAX_OPERATIONS for x in (reference, answer)
-    ):
         return False
     compared = 0
     for signs in ((1, 1, 1), (-1, -1, -1), (1, -1, 1)):
@@ -139,8 +138,11 @@ def _relatively_close(reference: Any, answer: Any) -> bool:
     elements = _elements(reference), _elements(answer)
     if all(elements) and len(elements[0]) == len(elements[1]):
         return all(_relatively_close(*pair) for pair in zip(*elements, strict=True))
-    numbers = all(isinstance(x, sympy.Expr) and x.is_number for x in (reference, answer))
-    if not numbers or any(_has_percent(x) for x in (reference, answer)):
+    if not all(
+        # A percentage is an unevaluated expression.
+        isinstance(x, sympy.Expr) and x.is_number and not x.has(sympy.UnevaluatedExpr)
+        for x in (reference, answer)
+    ):
         return True
     difference = sympy.Abs(sympy.N(reference - answer, DIGITS))
     size = sympy.Abs(sympy.N(reference, DIGITS))
@@ -153,10 +155,6 @@ def _right_side(value: Any) -> Any:
     if isinstance(value, sympy.Eq) and isinstance(value.lhs, sympy.Symbol):
         return value.rhs
     return value
-
-
-def _has_percent(value: Any) -> bool:
-    return bool(value.has(sympy.UnevaluatedExpr))
 
 
 def _elements(value: Any) -> list[Any]:
@@ -181,10 +179,6 @@ def is_final(text: str, reading: Sequence[Any]) -> bool:
       text: of the answer: math-verify works out quotients of whole numbers while it reads.
       reading: result of `read` for it.
     """
-    return _segments_are_final(text) and all(_is_final(value) for value in reading)
-
-
-def _segments_are_final(text: str) -> bool:
     inside = plain_notation(text).strip().strip("$ ")
     for segment in re.split(r"[,;]|=|\bor\b|\band\b", inside):
         tokens = [t for t in tokens_of(segment.strip("()[]{} ")) if t.text != "$"]
@@ -194,14 +188,14 @@ def _segments_are_final(text: str) -> bool:
             continue
         if expression.value is not None and not expression.final:
             return False
-    return True
+    return all(map(_is_final, reading))
 
 
 def _is_final(value: Any) -> bool:
-    if not isinstance(value, sympy.Basic | sympy.MatrixBase):
-        return True
     if isinstance(value, sympy.MatrixBase):
-        return all(_is_final(element) for element in value.flat())
+        return all(map(_is_final, value.flat()))
+    if not isinstance(value, sympy.Basic):
+        return True
     if isinstance(value, sympy.Add):
         return _sum_is_final(value)
     if isinstance(value, sympy.Mul):
@@ -213,7 +207,7 @@ def _is_final(value: Any) -> bool:
     if isinstance(value, Function) and not isinstance(value, AppliedUndef) and value.is_number:
         worked_out = value.func(*value.args)
         return isinstance(worked_out, value.func) and all(map(_is_final, value.args))
-    return all(_is_final(argument) for argument in value.args)
+    return all(map(_is_final, value.args))
 
 
 def _flatten(value: Any, kind: type) -> list[Any]:
@@ -232,12 +226,12 @@ def _sum_is_final(value: Any) -> bool:
     terms = _flatten(value, sympy.Add)
     if sympy.S.Zero in terms:
         return False
-    kinds = []
-    for term in terms:
-        factors = _flatten(term, sympy.Mul)
-        rest = [factor for factor in factors if not _is_rational(factor)]
-        kinds.append(tuple(sorted(map(sympy.srepr, rest))))
-    return len(set(kinds)) == len(kinds) and all(_is_final(term) for term in terms)
+    # Without rational factors two terms of a kind are written alike, and can be added.
+    kinds = {
+        tuple(sorted(sympy.srepr(x) for x in _flatten(term, sympy.Mul) if not _is_rational(x)))
+        for term in terms
+    }
+    return len(kinds) == len(terms) and all(map(_is_final, terms))
 
 
 def _product_is_final(value: Any) -> bool:
@@ -256,14 +250,9 @@ def _product_is_final(value: Any) -> bool:
     if below and (below[0] == 1 or (above and math.gcd(above[0], below[0]) > 1)):
         return False
     bases = [sympy.srepr(x.base if isinstance(x, sympy.Pow) else x) for x in others]
-    surds = [
-        x for x in others if isinstance(x, sympy.Pow) and x.is_number and x.exp == sympy.S.Half
-    ]
-    return (
-        len(surds) <= 1
-        and len(set(bases)) == len(bases)
-        and all(_is_final(factor) for factor in others)
-    )
+    powers = [x for x in others if isinstance(x, sympy.Pow)]
+    surds = [x for x in powers if x.is_number and x.exp == sympy.S.Half]
+    return len(surds) <= 1 and len(set(bases)) == len(bases) and all(map(_is_final, others))
 
 
 def _power_is_final(value: Any) -> bool:

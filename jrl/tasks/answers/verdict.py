@@ -8,13 +8,14 @@ still to be worked out is "unevaluated".
 
 import functools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 from .extraction import extract
 from .notation import plain_notation
-from .numbers import NOTHING, NUMBER, OPAQUE, Statement, read_statement, same_statement
+from .numbers import NOTHING, OPAQUE, Statement, read_statement, same_statement
 
 Reason = Literal["correct", "wrong", "unevaluated", "unparsable"]
 # Those between two letters or digits part words and numbers.
@@ -35,14 +36,14 @@ class ReferenceAnswer:
       text: its answer, without what leads to it.
       number: what it states, None where it is no number.
       words: whether it is compared as text.
-      final: whether it has nothing left to work out.
+      final: whether an answer has to be in final form as well.
       reading: of a formula by math-verify.
     """
 
     text: str
     number: Statement | None = None
     words: bool = False
-    final: bool = True
+    final: bool = False
     reading: tuple = ()
 
 
@@ -75,7 +76,7 @@ class Judge:
             right = states_reference(expected.text, answer.text, marked=answer.marked)
             return "unparsable" if right is None else "correct" if right else "wrong"
         if expected.number is not None:
-            return self._judge_number(expected, answer.text, answer.marked)
+            return self._judge_number(expected, expected.number, answer.text, answer.marked)
         return self._judge_formula(expected, answer.text, answer.marked)
 
     def _read_reference(self, reference: str) -> ReferenceAnswer:
@@ -84,72 +85,64 @@ class Judge:
         if not text:
             raise ValueError("it holds no answer")
         number = read_statement(text, marked=True, exclaims=False)
-        if number.kind == NUMBER and number.is_only_number and number.value is not None:
-            assert number.expression is not None
-            return ReferenceAnswer(text, number=number, final=number.expression.final)
-        is_formula = number.kind == OPAQUE or (number.kind == NUMBER and number.is_only_number)
-        if not is_formula and is_word_answer(text):
+        if number.is_only_number and number.value is not None:
+            final = self._rule == FINAL and number.is_final
+            return ReferenceAnswer(text, number=number, final=final)
+        is_formula = number.kind == OPAQUE or number.is_only_number
+        reading = () if not is_formula and is_word_answer(text) else self._symbolic.read(text)
+        if reading:
+            final = self._symbolic.is_final(text, reading) and self._rule == FINAL
+            return ReferenceAnswer(text, final=final, reading=reading)
+        if is_word_answer(text):
             return ReferenceAnswer(text, words=True)
-        reading = self._symbolic.read(text)
-        if not reading:
-            if is_word_answer(text):
-                return ReferenceAnswer(text, words=True)
-            raise ValueError("it holds no number, word or formula")
-        return ReferenceAnswer(text, final=self._symbolic.is_final(text, reading), reading=reading)
+        raise ValueError("it holds no number, word or formula")
 
-    def _judge_number(self, reference: ReferenceAnswer, text: str, marked: bool) -> Reason:
-        assert reference.number is not None
+    def _judge_number(
+        self, reference: ReferenceAnswer, number: Statement, text: str, marked: bool
+    ) -> Reason:
         statement = read_statement(text, marked=marked)
-        if "!" in text and not same_statement(reference.number, statement):
+        if "!" in text and not same_statement(number, statement):
             statement = read_statement(text, marked=marked, exclaims=False)
         if statement.kind == NOTHING:
             return "unparsable"
         if statement.kind == OPAQUE:
-            return self._judge_opaque(reference, text)
-        if not same_statement(reference.number, statement):
+            # It needs more than arithmetic to be a number: a logarithm, say.
+            if not self._symbolic.is_formula(text.strip()):
+                return "wrong"
+            if not self._read_equal(self._symbolic.read(reference.text), text):
+                return "wrong"
+        elif not same_statement(number, statement):
             return "wrong"
-        assert statement.expression is not None
-        if reference.final and not statement.expression.final and self._rule == FINAL:
-            return "unevaluated"
-        return "correct"
-
-    def _judge_opaque(self, reference: ReferenceAnswer, text: str) -> Reason:
-        """An answer that needs more than arithmetic to be a number: a logarithm, say."""
-        if not self._symbolic.is_formula(text.strip()):
-            return "wrong"
-        reading = self._symbolic.read(text)
-        if not reading or not self._symbolic.are_equal(
-            self._symbolic.read(reference.text), reading
-        ):
-            return "wrong"
-        return "unevaluated" if reference.final and self._rule == FINAL else "correct"
+        return "unevaluated" if reference.final and not statement.is_final else "correct"
 
     def _judge_formula(self, reference: ReferenceAnswer, text: str, marked: bool) -> Reason:
         number = read_statement(text, marked=marked)
-        decimal = number.expression if number.kind == NUMBER and number.scale == 1 else None
-        if decimal is not None and self._symbolic.is_rounded(decimal, reference.reading):
+        if number.scale == 1 and self._symbolic.is_rounded(number.expression, reference.reading):
             return "correct"
-        reading = self._symbolic.read(text)
-        if not reading or not self._symbolic.are_equal(reference.reading, reading):
+        reading = self._read_equal(reference.reading, text)
+        if not reading:
             # "The point is (1, 2)." has its formula at its end.
             tail = _TAIL.search(text)
             if tail is None or not self._symbolic.is_formula(tail[1]):
-                says_something = reading or marked or self._symbolic.is_formula(text)
-                return "wrong" if says_something else "unparsable"
+                is_read = self._symbolic.read(text) or marked or self._symbolic.is_formula(text)
+                return "wrong" if is_read else "unparsable"
             text = tail[1]
-            reading = self._symbolic.read(text)
-            if not reading or not self._symbolic.are_equal(reference.reading, reading):
+            reading = self._read_equal(reference.reading, text)
+            if not reading:
                 return "wrong"
-        if reference.final and self._rule == FINAL and not self._symbolic.is_final(text, reading):
-            return "unevaluated"
-        return "correct"
+        is_final = not reference.final or self._symbolic.is_final(text, reading)
+        return "correct" if is_final else "unevaluated"
+
+    def _read_equal(self, reference: Sequence[Any], text: str) -> Sequence[Any]:
+        """The reading of a text that equals that of the reference answer, else empty."""
+        reading = self._symbolic.read(text)
+        return reading if reading and self._symbolic.are_equal(reference, reading) else ()
 
 
 def _equals_up_to_typesetting(text: str, reference: str) -> bool:
     """True if two texts differ only in blanks and typesetting."""
-    return len(text) <= MAX_TYPESETTING + 4 * len(reference) and _squeeze(text) == _squeeze(
-        reference
-    )
+    limit = MAX_TYPESETTING + 4 * len(reference)
+    return len(text) <= limit and _squeeze(text) == _squeeze(reference)
 
 
 def _squeeze(text: str) -> str:
@@ -180,23 +173,17 @@ _DENIED = re.compile(r"\b(?:not|isn't|never)\s*$", re.IGNORECASE)
 
 def is_word_answer(reference: str) -> bool:
     """True if a reference answer, which states no number, is words or a letter."""
-    text = normalize_words(reference)
     if _CLOCK.fullmatch(reference.strip()):
         return True
-    if (
-        not text
-        or len(reference) > MAX_REFERENCE_LENGTH
-        or any(mark in reference for mark in "^_\\=+<>|")
-    ):
+    if len(reference) > MAX_REFERENCE_LENGTH or any(mark in reference for mark in "^_\\=+<>|"):
         return False
-    letters = re.sub(r"[\s'.,:;!?&/-]", "", text)
-    return bool(letters) and letters.isalnum() and any(c.isalpha() for c in text)
+    letters = re.sub(r"[\s'.,:;!?&/-]", "", normalize_words(reference))
+    return letters.isalnum() and any(map(str.isalpha, letters))
 
 
 def normalize_words(text: str) -> str:
     """A text without what only sets it: marks, brackets, blanks, capitals, stops at its ends."""
-    text = _BLANKS.sub(" ", plain_notation(text)).strip(_PUNCTUATION)
-    return text.casefold()
+    return _BLANKS.sub(" ", plain_notation(text)).strip(_PUNCTUATION).casefold()
 
 
 def states_reference(reference: str, text: str, *, marked: bool) -> bool | None:
@@ -210,11 +197,10 @@ def states_reference(reference: str, text: str, *, marked: bool) -> bool | None:
         return None
     if normalized == wanted:
         return True
-    if len(wanted) == 1 and (option := _OPTION.match(plain_notation(text).strip())) is not None:
-        others = re.findall(
-            r"\(([A-Za-z])\)|\b([A-Z])[).:]\s", plain_notation(text)[option.end() :]
-        )
-        return option[1].casefold() == wanted and not others
+    plain = plain_notation(text)
+    if len(wanted) == 1 and (option := _OPTION.match(plain.strip())) is not None:
+        other = re.search(r"\([A-Za-z]\)|\b[A-Z][).:]\s", plain[option.end() :])
+        return option[1].casefold() == wanted and other is None
     if marked:
         return False
     is_stated = _states_last(wanted, plain_notation(text[-1_000:]))
@@ -236,12 +222,10 @@ def _states_last(wanted: str, text: str) -> bool | None:
         answer = [anchor for anchor in anchors if "answer" in anchor[0].lower()]
         anchor = answer[-1] if answer else anchors[-1]
         rest = sentence[anchor.end() :].lstrip(_PUNCTUATION)
-        head = rest[: len(wanted)]
-        after = rest[len(wanted) :]
+        head, after = rest[: len(wanted)], rest[len(wanted) :]
         # New York City is not New York.
-        longer = re.match(r"\w|-\w|\s+[A-Z][a-z]", after) is not None
-        if head.casefold() != wanted or longer:
+        if head.casefold() != wanted or re.match(r"\w|-\w|\s+[A-Z][a-z]", after):
             return False
-        denied = _DENIED.search(sentence[: anchor.start()]) is not None
-        return not denied and _GOES_ON.match(after.lstrip(".)]*'\"")) is None
+        denied = _DENIED.search(sentence[: anchor.start()])
+        return not denied and not _GOES_ON.match(after.lstrip(".)]*'\""))
     return None

@@ -9,7 +9,7 @@ described in `jrl.tasks.data.records`, which reads records for reinforcement lea
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from jrl.tasks.data.files import KINDS, kind_of, read_records
 from jrl.tasks.data.prompt_list import PromptList
 from jrl.tasks.data.records import format_dialogue, read_record, to_json_value
 from jrl.tasks.data.split import HeldOut
-from jrl.tasks.task import CORRECT, WRONG, Example, Verdict, check_pairs, special_of
+from jrl.tasks.task import CORRECT, WRONG, Example, Verdict, pair_completions, special_of
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Chat(Example):
         return [message["role"] for message in self.conversation.turns] == ["user", "assistant"]
 
 
-class Chats(PromptList):
+class Chats(PromptList[Chat]):
     """A list of conversations: some are held out, the others are trained on in repeated passes.
 
     The side that one is on depends on its prompt: those with an equal start stay together.
@@ -60,7 +60,7 @@ class Chats(PromptList):
 
     _kind, _fix = "conversations", "raise --max-length, or give --overlong truncate"
 
-    def _measure(self, examples: Sequence[Example]) -> None:
+    def _measure(self, examples: Sequence[Chat]) -> None:
         super()._measure(examples)
         texts = [content_of(message) for chat in self.chats for message in chat.conversation.turns]
         texts += [chat.text for chat in self.chats if chat.text is not None]
@@ -72,7 +72,7 @@ class Chats(PromptList):
     @property
     def chats(self) -> list[Chat]:
         """All of them, in the order of the list."""
-        return [example for example in self.examples if isinstance(example, Chat)]
+        return list(self.examples)
 
     @property
     def num_train(self) -> int:
@@ -82,22 +82,17 @@ class Chats(PromptList):
     def verify(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Verdict]:
         """Compares completions with the assistant's reference messages, apart from surrounding
         blanks."""
-        check_pairs(examples, completions)
-        pairs = zip(examples, completions, strict=True)
+        pairs = pair_completions(examples, completions)
         return [CORRECT if e.answer.strip() == special_of(t).strip() else WRONG for e, t in pairs]
 
     def answer_with(self, answers: Mapping[int, str]) -> None:
         """Gives conversations, by their numbers, what the assistant says as the network writes it:
         with reasoning and calls of tools, which the content of its message has not."""
 
-        def with_answers(examples: Iterable[Example]) -> list[Example]:
-            return [
-                replace(each, answer=answers[each.index]) if isinstance(each, Chat) else each
-                for each in examples
-            ]
-
-        self._train, self._heldout = with_answers(self._train), with_answers(self._heldout)
-        self.examples = tuple(with_answers(self.examples))
+        self._train, self._heldout, self.examples = (
+            [replace(chat, answer=answers[chat.index]) for chat in chats]
+            for chats in (self._train, self._heldout, self.examples)
+        )
 
     def close(self) -> None:
         """There is nothing to end."""
@@ -128,10 +123,16 @@ def load_chats(
             f"task={spec!r} has no conversations: sft trains on jsonl:PATH, parquet:PATH or "
             "dataset:DIR, whose records have messages, or a prompt and a completion"
         )
-    fields, heldout_chats = Fields() if fields is None else fields, None
-    chats = _read_chats(kind, path, fields, last, 0)
+
+    def read(kind: str, path: str, first: int) -> list[Chat]:
+        return [
+            chat_of(record, location, fields, last=last, index=index)
+            for index, (location, record) in enumerate(read_records(kind, path), first)
+        ]
+
+    chats, heldout_chats = read(kind, path, 0), None
     if held_out is not None and held_out.path is not None:
-        heldout_chats = _read_chats(kind_of(held_out.path), held_out.path, fields, last, len(chats))
+        heldout_chats = read(kind_of(held_out.path), held_out.path, len(chats))
     if len(chats) < (2 if heldout_chats is None else 1):
         raise ValueError(
             f"{path}: has {len(chats)} conversations; at least 2 are needed, one to train on and "
@@ -153,61 +154,35 @@ def chat_of(
     last: bool = False,
     index: int = -1,
 ) -> Chat:
-    """The conversation that a record describes.
-
-    Args:
-      location: where it is from, for messages.
-      fields, last: as of `load_chats`.
-      index: of the conversation in its task.
-
-    Raises:
-      ValueError: where a field is missing or cannot be what it is for.
-    """
+    """The conversation that a record describes, number `index` of its task; `fields` and `last` are
+    as of `load_chats`, errors as in `jrl.tasks.data.fields`."""
     fields = Fields() if fields is None else fields
     parsed = read_record(record, location, fields)
-    if parsed.text is not None:
+    if (text := parsed.text) is not None:
         # Where it is held out, others like it are as well.
-        return Chat(
-            prompt="",
-            answer=parsed.text,
-            hidden=parsed.text,
-            text=parsed.text,
-            record=record,
-            location=location,
-            index=index,
-        )
-    messages = parsed.conversation.turns
+        return Chat("", text, record=record, hidden=text, text=text, location=location, index=index)
+    conversation, messages = parsed.conversation, parsed.conversation.turns
     answered = parsed.is_text or get_field(record, fields.answer) is not None
     if messages[-1]["role"] != "assistant" and answered:
         # A question with its answer, as reinforcement reads it.
         answer = require_answer(record, fields.answer, location)
         messages = (*messages, {"role": "assistant", "content": answer})
-    assistant_positions = [
-        position for position, message in enumerate(messages) if message["role"] == "assistant"
-    ]
-    if not assistant_positions:
+    positions = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    if not positions:
         raise ValueError(
             f"{location}: the assistant's turn is empty, so that there is nothing to train on "
             f"{describe_fields(record)}: add its turn, or name the answer's field with "
             f"{suggest_flags(record, ANSWER_FLAGS)}"
         )
-    first = assistant_positions[-1] if last else assistant_positions[0]
-    tools = parsed.conversation.tools
+    first = positions[-1 if last else 0]
     return Chat(
         prompt=format_dialogue(messages[:first]),
         answer=content_of(messages[first]),
         record={key: value for key, value in record.items() if key != fields.prompt},
-        tools=tuple(json.dumps(tool, default=to_json_value) for tool in tools or ()),
+        tools=tuple(json.dumps(tool, default=to_json_value) for tool in conversation.tools or ()),
         opening=messages[:first],
-        template_arguments=parsed.conversation.arguments,
-        conversation=replace(parsed.conversation, turns=messages),
+        template_arguments=conversation.arguments,
+        conversation=replace(conversation, turns=messages),
         location=location,
         index=index,
     )
-
-
-def _read_chats(kind: str, path: str, fields: Fields, last: bool, first: int) -> list[Chat]:
-    return [
-        chat_of(record, location, fields, last=last, index=index)
-        for index, (location, record) in enumerate(read_records(kind, path), first)
-    ]

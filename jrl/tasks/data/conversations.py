@@ -8,6 +8,8 @@ All other fields of a message are kept for the chat template.
 
 A row of a table has the fields of all its records: a field that is null there is absent. The
 arguments of a call may be JSON text, as OpenAI's clients write them, in which a null is kept.
+
+Errors are raised as in `jrl.tasks.data.fields`.
 """
 
 import json
@@ -68,28 +70,13 @@ def role_content_pairs(messages: Iterable[Turn]) -> tuple[tuple[str, str], ...]:
     return tuple((turn["role"], content_of(turn)) for turn in messages)
 
 
-def has_extra_fields(messages: Iterable[Turn]) -> bool:
-    """True if a message has fields beyond role and content, or its content is null."""
-    return any(set(turn) - {"role", "content"} or turn["content"] is None for turn in messages)
-
-
 def parse_messages(
     record: Mapping[str, Any], value: Any, name: str, location: str
 ) -> tuple[Turn, ...]:
-    """The messages in a field of a record.
-
-    Args:
-      value: of the field.
-      name: of the field.
-      location: where the record is from, for messages.
-
-    Raises:
-      ValueError: for what is no list of messages.
-    """
+    """The messages in a field of a record, from its value and name."""
     where = f'{location}: field "{name}"'
-    if isinstance(value, str) and not value.lstrip().startswith("["):
-        raise ValueError(f"{where} is {short(value)}: it must be {LIST}")
-    value = from_json(value, name, location, LIST)
+    if not isinstance(value, str) or value.lstrip().startswith("["):
+        value = from_json(value, name, location, LIST)
     if isinstance(value, Mapping) and ("role" in value or "from" in value):
         value = [value]
     if not isinstance(value, list) or not value:
@@ -102,11 +89,7 @@ def parse_messages(
 
 
 def tools_of(record: Mapping[str, Any], location: str) -> list[Any] | None:
-    """The tools of a record, None without.
-
-    Raises:
-      ValueError: for what is no list of schemas.
-    """
+    """The schemas of the tools of a record, None without."""
     value = from_json(record.get("tools"), "tools", location, "a list of tools")
     if not value:
         return None
@@ -118,11 +101,7 @@ def tools_of(record: Mapping[str, Any], location: str) -> list[Any] | None:
 
 
 def template_arguments_of(record: Mapping[str, Any], location: str) -> dict[str, Any]:
-    """The ``chat_template_kwargs`` of a record.
-
-    Raises:
-      ValueError: as for `checked_arguments`.
-    """
+    """The ``chat_template_kwargs`` of a record."""
     name = "chat_template_kwargs"
     value = from_json(record.get(name), name, location, "an object")
     if isinstance(record, Row):
@@ -131,11 +110,7 @@ def template_arguments_of(record: Mapping[str, Any], location: str) -> dict[str,
 
 
 def template_arguments(text: str | None) -> dict[str, Any]:
-    """The arguments of a chat template that a flag has as JSON text; none where it is None.
-
-    Raises:
-      ValueError: for what is no JSON, and as for `checked_arguments`.
-    """
+    """The arguments of a chat template that a flag has as JSON text; none where it is None."""
     if text is None:
         return {}
     try:
@@ -148,15 +123,12 @@ def template_arguments(text: str | None) -> dict[str, Any]:
 def checked_arguments(value: Any, where: str) -> dict[str, Any]:
     """Arguments of a chat template.
 
-    Args:
-      where: they are from, for messages.
-
     Raises:
-      ValueError: where they are no object, or one has a name that is not theirs to give.
+      ValueError: where they are no object, or one has a name that is not theirs to give; the
+        message begins with `where` they are from.
     """
     if not isinstance(value, Mapping):
-        example = '{"enable_thinking": false}'
-        raise ValueError(f"{where} is not a JSON object: write one, {example}")
+        raise ValueError(f'{where} is not a JSON object: write one, {{"enable_thinking": false}}')
     for name in value:
         if name in RESERVED:
             raise ValueError(
@@ -168,10 +140,11 @@ def checked_arguments(value: Any, where: str) -> dict[str, Any]:
 def _parse_message(turn: Any, table: bool, location: str) -> Turn:
     if not isinstance(turn, Mapping):
         raise ValueError(f'{location} is {short(turn)}: write "role" and "content"')
-    message = {name: _drop_nulls(value) if table else value for name, value in turn.items()}
-    # Also in JSON lines, whose writers mostly made a table of their messages.
+    # A null is dropped in JSON lines too, whose writers mostly made a table of their messages.
     message = {
-        name: value for name, value in message.items() if value is not None or name == "content"
+        name: _drop_nulls(value) if table else value
+        for name, value in turn.items()
+        if value is not None or name == "content"
     }
     message = _convert_sharegpt(message, location)
     if message["role"] not in (*ROLES, *OTHER_ROLES):
@@ -192,11 +165,10 @@ def _convert_sharegpt(turn: dict[str, Any], location: str) -> dict[str, Any]:
     """The message with "role" and "content", where it has ShareGPT's names for them."""
     if "role" in turn or "from" not in turn:
         return {"role": None, **turn}
-    message = {name: value for name, value in turn.items() if name not in ("from", "value")}
     message = {
         "role": SHAREGPT.get(turn["from"], turn["from"]),
         "content": turn.get("value"),
-        **message,
+        **{name: value for name, value in turn.items() if name not in ("from", "value")},
     }
     if turn["from"] == "function_call":
         call = from_json(message["content"], "value", location, "the call as JSON")
@@ -228,13 +200,13 @@ def _parse_content(turn: Mapping[str, Any], location: str) -> str | None:
 def _parse_content_item(part: Any, location: str) -> str:
     if isinstance(part, str):
         return part
-    if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
-        kind = part.get("type") if isinstance(part, Mapping) else part
-        raise ValueError(
-            f'{location} of "content" is {short(kind)}: it must be {{"type": "text", "text": ...}};'
-            " images and sounds are not read"
-        )
-    return part["text"]
+    if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+        return part["text"]
+    kind = part.get("type") if isinstance(part, Mapping) else part
+    raise ValueError(
+        f'{location} of "content" is {short(kind)}: it must be {{"type": "text", "text": ...}};'
+        " images and sounds are not read"
+    )
 
 
 def _parse_call(call: Mapping[str, Any], location: str) -> dict[str, Any]:
@@ -243,12 +215,12 @@ def _parse_call(call: Mapping[str, Any], location: str) -> dict[str, Any]:
     if isinstance(parsed.get("function"), Mapping):
         parsed["function"] = _parse_call(parsed["function"], location)
     arguments = parsed.get("arguments")
-    if isinstance(arguments, str):
-        mapping = (
-            from_json(arguments, "arguments", location, "an object") if arguments.strip() else {}
-        )
+    if isinstance(arguments, str) and not arguments.strip():
+        parsed["arguments"] = Arguments({})
+    elif isinstance(arguments, str):
+        mapping = from_json(arguments, "arguments", location, "an object")
         if isinstance(mapping, Mapping):
-            parsed["arguments"] = Arguments(mapping, arguments if arguments.strip() else None)
+            parsed["arguments"] = Arguments(mapping, arguments)
     elif isinstance(arguments, Mapping):
         parsed["arguments"] = Arguments(arguments)
     return parsed

@@ -1,4 +1,8 @@
-"""Fields of a record: their names, and the texts and numbers that they hold."""
+"""Fields of a record: their names, and the texts and numbers that they hold.
+
+Functions that read a field raise ValueError where it is missing or cannot be what it is for. The
+message names the field and the `location` of the record, its file and line.
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +27,7 @@ LIKELY_FIELDS = {
     "--answer-field": (LIKELY_ANSWERS, (str, int, float)),
 }
 """By flag: likely names, and possible types, of the field that it names."""
+_ABSENT = object()
 
 
 @dataclass(frozen=True)
@@ -57,50 +62,31 @@ class Row(dict[str, Any]):
     the record did not have."""
 
 
-def get_field(record: Mapping[str, Any], name: str) -> Any:
-    """The value of a field, None where there is none; a name with a dot is looked for as it is, and
-    then as a field of a field."""
+def get_field(record: Mapping[str, Any], name: str, default: Any = None) -> Any:
+    """The value of a field, or the default where there is none; a name with a dot is looked for as
+    it is, and then as a field of a field."""
     if name in record:
         return _as_list(record[name])
     outer, dot, inner = name.partition(".")
     value = record.get(outer) if dot else None
-    return get_field(value, inner) if isinstance(value, Mapping) else None
-
-
-def has_field(record: Mapping[str, Any], name: str) -> bool:
-    """True if the record has such a field, null or not."""
-    if name in record:
-        return True
-    outer, dot, inner = name.partition(".")
-    value = record.get(outer) if dot else None
-    return isinstance(value, Mapping) and has_field(value, inner)
+    return get_field(value, inner, default) if isinstance(value, Mapping) else default
 
 
 def require_field(
     record: Mapping[str, Any], name: str, location: str, flags: Sequence[str] = PROMPT_FLAGS
 ) -> Any:
-    """Value of a required field; it may be null.
-
-    Args:
-      flags: flags that name the field, for the message.
-
-    Raises:
-      ValueError: naming the fields of the record, and the flags.
-    """
-    if not has_field(record, name):
+    """Value of a required field; it may be null. The message names `flags` that choose another."""
+    value = get_field(record, name, _ABSENT)
+    if value is _ABSENT:
         raise ValueError(
             f'{location}: has no field "{name}" {describe_fields(record)}: add or rename it, or '
             f"name another with {suggest_flags(record, flags)}"
         )
-    return get_field(record, name)
+    return value
 
 
 def require_answer(record: Mapping[str, Any], name: str, location: str) -> str:
-    """The reference answer of a record as a text.
-
-    Raises:
-      ValueError: as for `require_field` and `answer_text`.
-    """
+    """The reference answer of a record as a text."""
     return answer_text(require_field(record, name, location, ANSWER_FLAGS), name, location)
 
 
@@ -122,14 +108,8 @@ def answer_text(value: Any, field: str, location: str) -> str:
 
 
 def check_text(value: Any, field: str, location: str, *, empty: bool = False) -> str:
-    """The value of a field that must be a text.
-
-    Args:
-      empty: true if the text may be empty.
-
-    Raises:
-      ValueError: where it is no text, empty, or has half of a surrogate pair.
-    """
+    """The value of a field that must be a text, without halves of surrogate pairs; it may be empty
+    if `empty`."""
     if not isinstance(value, str) or not (value.strip() or empty):
         raise ValueError(
             f'{location}: field "{field}" is {short(value)}: it must be a text with content'
@@ -143,14 +123,8 @@ def check_text(value: Any, field: str, location: str, *, empty: bool = False) ->
 
 
 def from_json(value: Any, field: str, location: str, what: str) -> Any:
-    """Value of a field, decoded if it is JSON text, as it often is in tables.
-
-    Args:
-      what: the value to write instead, for the message.
-
-    Raises:
-      ValueError: for a text that is no JSON.
-    """
+    """Value of a field, decoded if it is JSON text, as it often is in tables. The message says to
+    write `what` instead."""
     value = _as_list(value)
     if not isinstance(value, str):
         return value
@@ -173,14 +147,13 @@ def suggest_flags(record: Mapping[str, Any], flags: Sequence[str]) -> str:
     for flag in flags:
         likely, kinds = LIKELY_FIELDS[flag]
         candidates = [
-            name
+            f"{flag} {name}"
             for name, value in _iterate_fields(record)
             if name.rpartition(".")[2] in likely and isinstance(value, kinds)
         ]
-        suggestions += [f"{flag} {candidates[0]}"] if candidates else []
-    return " or ".join(flags) + (
-        f", here perhaps {' or '.join(suggestions)}" if suggestions else ""
-    )
+        suggestions += candidates[:1]
+    hint = f", here perhaps {' or '.join(suggestions)}" if suggestions else ""
+    return " or ".join(flags) + hint
 
 
 def short(value: object) -> str:
@@ -197,7 +170,7 @@ def _format_number(value: int | float) -> str:
     if isinstance(value, int):
         return str(value)
     try:
-        number = Decimal(value.written) if isinstance(value, Number) else Decimal(repr(value))
+        number = Decimal(value.written if isinstance(value, Number) else repr(value))
     except ArithmeticError as error:  # an exponent that not even Decimal has
         raise ValueError(f"{value} is too large or too small") from error
     if not number.is_finite():

@@ -18,7 +18,7 @@ from jrl.tasks.data.records import check_sendable, example_of
 from jrl.tasks.data.split import HeldOut
 from jrl.tasks.task import Example
 from jrl.tasks.workers.pool import Pool
-from jrl.tasks.workers.process import parse_failure, program_worker
+from jrl.tasks.workers.process import Message, parse_failure, program_worker
 
 KINDS = ("jsonl", "parquet", "dataset")
 """Kinds of files: JSON lines, a Parquet file or a folder of them, a folder of `save_to_disk`."""
@@ -59,7 +59,7 @@ def _read_jsonl(path: Path) -> Iterator[LocatedRecord]:
 
 def _parse_line(row: bytes, location: str) -> Mapping[str, Any]:
     try:
-        record = json.loads(row.decode("utf-8"), parse_float=Number)
+        return json.loads(row.decode("utf-8"), parse_float=Number)
     except UnicodeDecodeError as error:
         raise ValueError(f"{location}: is not UTF-8 ({error.reason}): convert the file") from error
     except (ValueError, RecursionError) as error:
@@ -67,11 +67,10 @@ def _parse_line(row: bytes, location: str) -> Mapping[str, Any]:
             f'{location}: is not JSON ({error}): write one {{"prompt": ..., "answer": ...}} per'
             " line"
         ) from error
-    return record
 
 
 def _read_parquet(path: Path) -> Iterator[LocatedRecord]:
-    _check_installed("pyarrow", f"parquet:{path}")
+    _check_installed("pyarrow", "data", f"parquet:{path}")
     import pyarrow
     import pyarrow.parquet
 
@@ -92,7 +91,7 @@ def _read_parquet(path: Path) -> Iterator[LocatedRecord]:
 
 
 def _read_dataset(path: Path) -> Iterator[LocatedRecord]:
-    _check_installed("datasets", f"dataset:{path}")
+    _check_installed("datasets", "data", f"dataset:{path}")
     import datasets
 
     try:
@@ -108,10 +107,10 @@ def _read_dataset(path: Path) -> Iterator[LocatedRecord]:
         yield f"{path}:{row_number}", Row(row)
 
 
-def _check_installed(library: str, task: str) -> None:
-    if find_spec(library) is None:
+def _check_installed(library: str, extra: str, task: str) -> None:
+    if find_spec(library.replace("-", "_")) is None:
         raise ValueError(
-            f'task={task} needs {library}, which is not installed: run pip install -e ".[data]"'
+            f'task={task} needs {library}, which is not installed: run pip install -e ".[{extra}]"'
         )
 
 
@@ -149,11 +148,7 @@ def jsonl(
       ValueError: the file, a line of it or one of its first answers cannot be read, a prompt has
         two answers, there are fewer than two examples, or math-verify is not installed.
     """
-    if find_spec("math_verify") is None:
-        raise ValueError(
-            f"task={kind}:{path} needs math-verify, which is not installed: "
-            'run pip install -e ".[math]"'
-        )
+    _check_installed("math-verify", "math", f"{kind}:{path}")
     prompts = prompts_of(kind, path, seed, fields, heldout, answered=True)
     pool = Pool(lambda: program_worker("math", answers, seconds=seconds), workers)
     try:
@@ -162,11 +157,7 @@ def jsonl(
     except BaseException:
         pool.close()
         raise
-    return FiniteTask(
-        prompts,
-        pool,
-        lambda example, completion: {"gold": example.answer, "completion": completion},
-    )
+    return FiniteTask(prompts, pool, _question)
 
 
 def prompts_of(
@@ -187,14 +178,13 @@ def prompts_of(
     Raises:
       ValueError: as for `jsonl`, but for answers that cannot be compared.
     """
-    fields = Fields() if fields is None else fields
+    heldout = HeldOut() if heldout is None else heldout
     others, repeated_others = None, 0
-    if heldout is not None and heldout.path is not None:
-        others, repeated_others = _read_unique(
-            kind_of(heldout.path), heldout.path, fields, answered
-        )
+    if heldout.path is not None:
+        kind_of_others = kind_of(heldout.path)
+        others, repeated_others = _read_unique(kind_of_others, heldout.path, fields, answered)
     examples, repeated = _read_unique(kind, path, fields, answered)
-    everything = heldout is not None and heldout.everything
+    everything = heldout.everything
     if not examples or (len(examples) < 2 and others is None and not everything):
         needed = "at least 1 is" if everything else "at least 2 are"
         both = "" if everything else ", one to train on and one held out"
@@ -202,13 +192,12 @@ def prompts_of(
             f"{path}: has {len(examples)} examples; {needed} needed{both}: write one "
             '{"prompt": ..., "answer": ...} per line'
         )
-    prompts = PromptList(f"{kind}:{path}", examples, seed, heldout, others, stream=kind)
-    prompts.num_repeated = repeated + repeated_others
-    return prompts
+    num_repeated = repeated + repeated_others
+    return PromptList(f"{kind}:{path}", examples, seed, heldout, others, kind, num_repeated)
 
 
 def _read_unique(
-    kind: str, path: str | Path, fields: Fields, answered: bool
+    kind: str, path: str | Path, fields: Fields | None, answered: bool
 ) -> tuple[list[Example], int]:
     """The examples of a file, as of `jrl.tasks.data.prompt_list.drop_repeated`."""
     examples, repeated = drop_repeated(
@@ -221,9 +210,13 @@ def _read_unique(
     return examples, repeated
 
 
+def _question(example: Example, completion: str) -> Message:
+    return {"gold": example.answer, "completion": completion}
+
+
 def _try_answers(pool: Pool, examples: Sequence[Example]) -> None:
     """Raises ValueError unless each answer, as its own completion, is correct."""
-    questions = [{"gold": each.answer, "completion": each.answer} for each in examples]
+    questions = [_question(example, example.answer) for example in examples]
     for example, reply in zip(examples, pool.ask_all(questions), strict=True):
         answer = parse_failure(reply)
         if answer.get("reason") != "correct":

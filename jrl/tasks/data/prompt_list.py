@@ -1,7 +1,7 @@
 """List of prompts: its held-out split, its order in training, and verdicts by workers."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Generic, TypeVar
 
 from jrl.tasks.data.fields import short
 from jrl.tasks.data.split import HeldOut, generator, is_heldout, position
@@ -11,12 +11,10 @@ from jrl.tasks.task import (
     PromptSourceTask,
     Verdict,
     check_index,
-    check_pairs,
+    pair_completions,
 )
 from jrl.tasks.workers.pool import Pool
 from jrl.tasks.workers.process import Message, parse_failure
-
-Fits = Callable[[Any], bool]
 
 
 def drop_repeated(examples: Iterable[Example]) -> tuple[list[Example], int]:
@@ -45,7 +43,10 @@ def drop_repeated(examples: Iterable[Example]) -> tuple[list[Example], int]:
     return list(unique.values()), repeated
 
 
-class PromptList:
+E = TypeVar("E", bound=Example)
+
+
+class PromptList(Generic[E]):
     """A list of examples: some are held out, the others are gone through again and again.
 
     Each pass over the training examples has an order of its own. By default one example in ten is
@@ -58,17 +59,17 @@ class PromptList:
       num_repeated: records that were left out, as others before them have their prompts.
     """
 
-    num_repeated: int = 0
     _kind, _fix = "prompts", "raise --prompt-length"
 
     def __init__(
         self,
         name: str,
-        examples: Sequence[Example],
+        examples: Sequence[E],
         seed: int,
         heldout: HeldOut | None = None,
-        heldout_examples: Sequence[Example] | None = None,
+        heldout_examples: Sequence[E] | None = None,
         stream: str | None = None,
+        num_repeated: int = 0,
     ):
         """Splits the examples.
 
@@ -81,6 +82,7 @@ class PromptList:
             are. Examples of the list that have a prompt of theirs are left out.
           stream: what the order depends on beside the seed, where the name has the path of a file;
             None is the name.
+          num_repeated: records that were left out.
 
         Raises:
           ValueError: where nothing would be left to train on, unless everything is held out.
@@ -90,36 +92,29 @@ class PromptList:
         self._seed, self._stream = seed, name if stream is None else stream
         self._order: tuple[int, list[int]] = (-1, [])
         self.name: str = name
+        self.num_repeated: int = num_repeated
         if heldout_examples is None:
-            heldout_identities = _select_heldout(name, examples, heldout)
-            self._heldout = [
-                example for example in examples if example.identity in heldout_identities
-            ]
+            identities = _select_heldout(name, examples, heldout)
+            self._heldout = [example for example in examples if example.identity in identities]
         else:
-            heldout_identities = {example.identity for example in heldout_examples}
+            identities = {example.identity for example in heldout_examples}
             self._heldout = list(heldout_examples)
-        self._train = [
-            example for example in examples if example.identity not in heldout_identities
-        ]
+        self._train = [example for example in examples if example.identity not in identities]
         self.num_shared: int = 0 if heldout_examples is None else len(examples) - len(self._train)
         if (self._trains and not self._train) or not self._heldout:
             raise ValueError(
                 f"task={name}: {len(self._train)} prompts to train on and {len(self._heldout)} "
                 "held out; at least 1 of each is needed: choose another --held-out"
             )
-        self.examples: Sequence[Example] = ()
-        self._measure(
-            list(examples) if heldout_examples is None else [*self._train, *self._heldout]
-        )
+        self._measure(examples if heldout_examples is None else [*self._train, *self._heldout])
 
-    def _measure(self, examples: Sequence[Example]) -> None:
-        self.examples = tuple(examples)
+    def _measure(self, examples: Sequence[E]) -> None:
+        self.examples: Sequence[E] = tuple(examples)
         self.heldout_size: int | None = len(self._heldout)
         self.max_prompt_length: int = max(len(example.prompt) for example in examples)
         self.max_response_length: int = max(len(example.answer) for example in examples)
-        self.characters: str = "".join(
-            sorted(set().union(*(example.prompt + example.answer for example in examples)))
-        )
+        texts = (example.prompt + example.answer for example in examples)
+        self.characters: str = "".join(sorted(set().union(*texts)))
 
     @property
     def train_prompts(self) -> set[str]:
@@ -131,7 +126,7 @@ class PromptList:
         """Identities of the held-out examples."""
         return {example.identity for example in self._heldout}
 
-    def train(self, index: int) -> Example:
+    def train(self, index: int) -> E:
         """The index-th training example, a function of seed, index and the list alone."""
         check_index(index)
         if not self._trains:
@@ -146,12 +141,12 @@ class PromptList:
             self._order = (pass_index, order)
         return self._train[self._order[1][offset]]
 
-    def heldout(self, index: int) -> Example:
+    def heldout(self, index: int) -> E:
         """The index-th held-out example, in the order of the list."""
         check_index(index, self.heldout_size)
         return self._heldout[index]
 
-    def leave_out(self, fits: Fits) -> int:
+    def leave_out(self, fits: Callable[[E], bool]) -> int:
         """Leaves out the prompts that do not fit, on both sides, before any was used.
 
         Returns:
@@ -197,25 +192,22 @@ def _select_heldout(name: str, examples: Sequence[Example], heldout: HeldOut) ->
 
 
 class FiniteTask(PromptSourceTask):
-    """A list of prompts, with a pool of workers that judge completions."""
+    """A list of prompts, with a pool of workers that judge completions.
+
+    Args:
+      pool: answers ``{"score": ..., "reason": ...}``, or ``{"error": ...}``.
+      question: what to ask it about an example and a completion.
+    """
 
     def __init__(
         self, prompts: PromptList, pool: Pool, question: Callable[[Example, str], Message]
     ):
-        """Puts them together.
-
-        Args:
-          pool: answers ``{"score": ..., "reason": ...}``, or ``{"error": ...}``.
-          question: what to ask it about an example and a completion.
-        """
         super().__init__(prompts)
-        self._pool = pool
-        self._question = question
+        self._pool, self._question = pool, question
 
     def verify(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Verdict]:
         """Scores one completion per example; equal pairs are asked about once."""
-        check_pairs(examples, completions)
-        pairs = list(zip(examples, completions, strict=True))
+        pairs = pair_completions(examples, completions)
         distinct_pairs = [pair for pair in dict.fromkeys(pairs) if pair[1].strip()]
         answers = self._pool.ask_all([self._question(*pair) for pair in distinct_pairs])
         verdicts = {

@@ -6,7 +6,7 @@ the prompt is such a list itself; in place of the answer a "completion", a text 
 ShareGPT's "conversations" are read, and a "text" of which every token is trained on. The fields may
 have other names. All other fields are kept for rewards. Reinforcement and supervised fine-tuning
 read the same record in the same way: in the former the policy answers the prompt, in the latter it
-trains on the answer as well.
+trains on the answer as well. Errors are raised as in `jrl.tasks.data.fields`.
 """
 
 import datetime
@@ -19,7 +19,6 @@ from typing import Any
 from jrl.tasks.data.conversations import (
     Conversation,
     Turn,
-    has_extra_fields,
     parse_messages,
     role_content_pairs,
     template_arguments_of,
@@ -58,25 +57,9 @@ class ParsedRecord:
     is_text: bool = False
     text: str | None = None
 
-    @property
-    def reference_answer(self) -> str | None:
-        """The assistant's last message, where it is what the prompt asks for."""
-        messages = self.conversation.turns
-        if len(messages) == self.num_prompt_messages or messages[-1]["role"] != "assistant":
-            return None
-        return messages[-1]["content"]
-
 
 def read_record(record: Any, location: str, fields: Fields) -> ParsedRecord:
-    """Reads a record.
-
-    Args:
-      location: where it is from, for messages.
-      fields: names of its fields.
-
-    Raises:
-      ValueError: where a field is missing or cannot be what it is for.
-    """
+    """Reads a record: its conversation, or its text."""
     if not isinstance(record, Mapping):
         raise ValueError(
             f'{location}: holds a {type(record).__name__}: write an object with "prompt" and '
@@ -88,30 +71,23 @@ def read_record(record: Any, location: str, fields: Fields) -> ParsedRecord:
         if not present and isinstance(record.get(TEXT), str):
             return ParsedRecord(Conversation(()), 0, text=check_text(record[TEXT], TEXT, location))
         name = present[0] if present else None
+    is_text, completion = False, ()
     if name is None:
-        prompt_messages, is_text = _read_prompt(record, fields.prompt, location)
+        value = require_field(record, fields.prompt, location)
+        is_text = not isinstance(value, list | Mapping)
+        prompt = _read_messages(record, value, fields.prompt, location, "user")
+        if (value := get_field(record, COMPLETION)) is not None:
+            completion = _read_messages(record, value, COMPLETION, location, "assistant")
     else:
-        prompt_messages, is_text = (
-            parse_messages(record, require_field(record, name, location), name, location),
-            False,
-        )
+        prompt = parse_messages(record, require_field(record, name, location), name, location)
         system = record.get("system")
-        if (
-            name == "conversations"
-            and isinstance(system, str)
-            and prompt_messages[0]["role"] != "system"
-        ):
-            prompt_messages = ({"role": "system", "content": system}, *prompt_messages)
-    completion = () if name is not None else _read_completion(record, location)
-    num_prompt_messages = len(prompt_messages)
-    if not completion and prompt_messages[-1]["role"] == "assistant":
-        num_prompt_messages -= 1
+        opens = name == "conversations" and prompt[0]["role"] != "system"
+        if opens and isinstance(system, str):
+            prompt = ({"role": "system", "content": system}, *prompt)
+    is_answered = not completion and prompt[-1]["role"] == "assistant"
     tools, arguments = tools_of(record, location), template_arguments_of(record, location)
-    return ParsedRecord(
-        Conversation((*prompt_messages, *completion), tools, arguments),
-        num_prompt_messages,
-        is_text,
-    )
+    conversation = Conversation((*prompt, *completion), tools, arguments)
+    return ParsedRecord(conversation, len(prompt) - is_answered, is_text)
 
 
 def example_of(
@@ -120,12 +96,9 @@ def example_of(
     """The example that a record describes: its prompt, and its answer where it has one.
 
     Args:
-      location: where it is from, for messages.
-      fields: names of the fields; None is `Fields()`.
+      location: file and line of the record.
+      fields: names of its fields; None is `Fields()`.
       answered: whether it must have an answer; otherwise that of one without is empty.
-
-    Raises:
-      ValueError: where a field is missing or cannot be what it is for.
     """
     fields = Fields() if fields is None else fields
     parsed = read_record(record, location, fields)
@@ -135,17 +108,18 @@ def example_of(
             f'{location}: field "{fields.prompt}" is null, and "{TEXT}" is a text that only sft '
             f"trains on: give --prompt-field {TEXT} where it is the prompt"
         )
-    messages = parsed.conversation.turns[: parsed.num_prompt_messages]
+    conversation, number = parsed.conversation, parsed.num_prompt_messages
+    messages, completion = conversation.turns[:number], conversation.turns[number:]
     if not messages:
         raise ValueError(
             f"{location}: no user message precedes the assistant's turn: put one before it"
         )
-    reference = parsed.reference_answer
+    is_reference = bool(completion) and completion[-1]["role"] == "assistant"
+    reference = completion[-1]["content"] if is_reference else None
     if get_field(record, fields.answer) is not None or (answered and reference is None):
         answer = require_answer(record, fields.answer, location)
     else:
         answer = reference or ""
-    conversation = parsed.conversation
     return Example(
         format_dialogue(messages),
         answer,
@@ -208,30 +182,20 @@ def format_dialogue(messages: Iterable[Turn]) -> str:
     return "\n".join(f"{role}: {content}" for role, content in pairs)
 
 
-def _read_prompt(
-    record: Mapping[str, Any], name: str, location: str
-) -> tuple[tuple[Turn, ...], bool]:
-    """The messages of a prompt, and whether it is a text."""
-    value = require_field(record, name, location)
+def _read_messages(
+    record: Mapping[str, Any], value: Any, name: str, location: str, role: str
+) -> tuple[Turn, ...]:
+    """The messages in a field, or the one of this role where it is a text."""
     if isinstance(value, list | Mapping):
-        return parse_messages(record, value, name, location), False
-    return ({"role": "user", "content": check_text(value, name, location)},), True
-
-
-def _read_completion(record: Mapping[str, Any], location: str) -> tuple[Turn, ...]:
-    """The messages of a record's completion; none without one."""
-    value = get_field(record, COMPLETION)
-    if value is None:
-        return ()
-    if isinstance(value, list | Mapping):
-        return parse_messages(record, value, COMPLETION, location)
-    return ({"role": "assistant", "content": answer_text(value, COMPLETION, location)},)
+        return parse_messages(record, value, name, location)
+    as_text = check_text if role == "user" else answer_text
+    return ({"role": role, "content": as_text(value, name, location)},)
 
 
 def _hidden_inputs(messages: tuple[Turn, ...], conversation: Conversation) -> str:
     """Inputs of a chat template besides roles and contents, as one text; empty without any."""
     inputs: dict[str, Any] = {}
-    if has_extra_fields(messages):
+    if any(set(turn) - {"role", "content"} or turn["content"] is None for turn in messages):
         inputs["messages"] = messages
     if conversation.tools:
         inputs["tools"] = conversation.tools

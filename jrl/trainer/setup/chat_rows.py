@@ -132,8 +132,7 @@ def chat_rows(
 
 def training_chats(chats: Chats, first: int, count: int) -> list[Chat]:
     """Training conversations `first` to `first + count`; each epoch has another order."""
-    examples = [chats.train(index) for index in range(first, first + count)]
-    return [chat for chat in examples if isinstance(chat, Chat)]
+    return [chats.train(index) for index in range(first, first + count)]
 
 
 def _turn_text(format: ChatFormat, encoded_chat: Encoded) -> str:
@@ -164,7 +163,7 @@ def sampled_lengths(
       ValueError: for a request of less than one token.
     """
     heldout = [chats.heldout(index) for index in range(chats.heldout_size or 0)]
-    heldout_chats = [rows.encoded[chat.index] for chat in heldout if isinstance(chat, Chat)]
+    heldout_chats = [rows.encoded[chat.index] for chat in heldout]
     prompt_length = max(encoded_chat.context for encoded_chat in heldout_chats)
     if requested is None:
         longest = max(encoded_chat.turn_length for encoded_chat in heldout_chats)
