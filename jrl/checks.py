@@ -47,18 +47,6 @@ def check_range(
         raise ValueError(f"{name}={value} {rule}.")
 
 
-def check_least(settings: object, names: Iterable[str], least: int = 1) -> None:
-    """Rejects settings below a minimum; None is skipped.
-
-    Raises:
-      ValueError: naming the first of them.
-    """
-    for name in names:
-        value = getattr(settings, name)
-        if value is not None and value < least:
-            raise ValueError(f"{name}={value} must be at least {least}.")
-
-
 def import_extra(module: str, extra: str, purpose: str) -> ModuleType:
     """Imports an optional package.
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
-from jrl.checks import check_least, check_seed
+from jrl.checks import check_range, check_seed
 from jrl.command_line import exit_status, start_jax
 from jrl.published.location import is_checkpoint
 from jrl.tasks.data.conversations import template_arguments
@@ -127,10 +127,10 @@ def _main(arguments: list[str]) -> int:
 
 def _check(options: ServeOptions) -> None:
     """Raises ValueError for flags that cannot be."""
-    check_least(options, ("slots", "window", "max_body", "max_tokens", "devices", "connections"))
-    check_least(options, ("micro_batches", "expert_slots", "replan"))
-    check_least(options, ("queue", "port"), 0)
-    check_least(options, ("length",), 2)
+    check_range(options, ("slots", "window", "max_body", "max_tokens", "devices", "connections"), 1)
+    check_range(options, ("micro_batches", "expert_slots", "replan"), 1)
+    check_range(options, ("queue", "port"), 0)
+    check_range(options, ("length",), 2)
     if options.port >= 2**16:
         raise ValueError(f"port={options.port} must lie in 0..65535.")
     if options.api_key == "":

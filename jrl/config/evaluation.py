@@ -7,7 +7,7 @@ from typing import Literal
 
 import tyro
 
-from jrl.checks import check_least, check_seed
+from jrl.checks import check_range, check_seed
 from jrl.config.files import configuration_of
 from jrl.config.run import IMPLEMENTATION_SETTINGS, SINGLE_MESH_SETTINGS, RunConfig
 from jrl.processes.coordinator import SINGLE_PROCESS, Processes
@@ -151,8 +151,8 @@ class EvaluateOptions:
           ValueError: for invalid flags.
           OSError: where a folder cannot be created.
         """
-        check_least(self, ("k", "prompts", "devices", "slots", "verifiers"))
-        check_least(self, ("show",), 0)
+        check_range(self, ("k", "prompts", "devices", "slots", "verifiers"), 1)
+        check_range(self, ("show",), 0)
         check_seed(self.seed)
         if self.temperature is not None and not math.isfinite(self.temperature):
             raise ValueError(f"temperature={self.temperature} must be a number from 0.")

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jrl.checks import check_range, flag
 from jrl.command_line import exit_status
 from jrl.launch import jobset, ray_cluster, slurm, ssh_hosts
 from jrl.launch.program import Program, prepare
@@ -184,17 +185,16 @@ def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
 def _check(options: argparse.Namespace, launcher: str) -> None:
     """Rejects options of another launcher, and numbers that cannot be."""
     for name, launchers in OPTIONS.items():
-        value, flag = getattr(options, name), "--" + name.replace("_", "-")
+        value = getattr(options, name)
         if value is None or value is False:
             continue
         if launcher not in launchers:
             raise ValueError(
-                f"{flag} is of {' and '.join(f'--{each}' for each in launchers)}, and has no "
+                f"{flag(name)} is of {' and '.join(f'--{each}' for each in launchers)}, and has no "
                 f"meaning with --{launcher}: leave it out."
             )
-        least = 0 if name == "max_failures" else 1
-        if isinstance(value, int) and value < least:
-            raise ValueError(f"{name}={value} must be at least {least}.")
+        if isinstance(value, int):
+            check_range(options, (name,), 0 if name == "max_failures" else 1)
 
 
 def _check_drain(program: Program, launcher: str, elastic: int | None) -> None:

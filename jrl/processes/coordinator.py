@@ -16,7 +16,9 @@ from importlib.util import find_spec
 from typing import Any
 
 import jax
+from jax._src.distributed import global_state
 
+from jrl.checks import check_range
 from jrl.processes import rendezvous
 
 AUTO = "auto"
@@ -66,8 +68,7 @@ class Processes:
                 raise ValueError(
                     f"coordinator={self.coordinator!r} needs --num-processes and --process-id."
                 )
-        if count is not None and count < 1:
-            raise ValueError(f"num_processes={count} must be at least 1.")
+        check_range(self, ("num_processes",), 1)
         if index is not None and (index < 0 or (count is not None and index >= count)):
             last = "" if count is None else count - 1
             raise ValueError(f"process_id={index} must lie in 0..{last}.")
@@ -84,8 +85,6 @@ class Processes:
         """
         count = self.num_processes
         if jax.distributed.is_initialized():  # perhaps by a launcher, without our flags
-            from jax._src.distributed import global_state
-
             count = global_state.num_processes
         elif self.coordinator is None:
             count = 1
@@ -157,7 +156,8 @@ def exit_without_waiting(status: int) -> None:
     They see its connections close. It is for errors of this process only.
     """
     if jax.distributed.is_initialized():
-        atexit.register(_exit, status)
+        # JAX would wait for the others, and they for this process, in the middle of a collective.
+        atexit.register(exit_now, status)
 
 
 def exit_now(status: int, silent: int = 0) -> None:
@@ -180,11 +180,6 @@ def exit_after(seconds: float, status: int) -> None:
     timer.start()
 
 
-def _exit(status: int) -> None:
-    # JAX would wait for the others, and they for this process, in the middle of a collective.
-    exit_now(status)
-
-
 def _wait_for_others(silent: int) -> None:
     """Closes this process's connections except those of the coordinator, and waits for the others.
 
@@ -205,23 +200,17 @@ def _wait_for_others(silent: int) -> None:
 
 def coordinator_address() -> tuple[str, int]:
     """Host and port of the coordinator, read from JAX, as "auto" does not give them."""
-    from jax._src.distributed import global_state
-
     assert global_state.coordinator_address is not None
     return _parse_address(global_state.coordinator_address)
 
 
 def process_id() -> int:
     """Index of this process, without starting JAX's devices; 0 before it has joined."""
-    from jax._src.distributed import global_state
-
     return global_state.process_id
 
 
 def service_client() -> Any:
     """Client of JAX's coordination service, in a program of several processes."""
-    from jax._src.distributed import global_state
-
     assert global_state.client is not None
     return global_state.client
 
@@ -375,8 +364,6 @@ def _abort_start(processes: Processes) -> None:
 
 def all_arrive(name: str, seconds: float) -> bool:
     """True if all processes call this with the same name within `seconds`; no device is used."""
-    from jax._src.distributed import global_state
-
     if global_state.client is None or jax.process_count() == 1:
         return True
     try:

@@ -107,8 +107,7 @@ class Hang:
     @property
     def seconds(self) -> float:
         """Seconds that it has lasted."""
-        times = [record.silence if self.is_silent else record.idle for record in self.late]
-        return min(times)
+        return min(record.silence if self.is_silent else record.idle for record in self.late)
 
 
 def deadline_of(position: Position, base: float, longest: float) -> float:
@@ -144,13 +143,14 @@ def find_hang(records: Sequence[Record], silence: float) -> Hang | None:
     if not running:
         return None
     late = [record for record in running if record.silence > silence_limit(record, silence)]
-    if not late:
+    is_silent = bool(late)
+    if not is_silent:
         behind = min(record.agreements for record in running)
         late = [record for record in running if record.agreements == behind]
         if any(record.idle <= record.deadline for record in late):
             return None
-        return Hang(tuple(late), _others(running, late), is_silent=False)
-    return Hang(tuple(late), _others(running, late), is_silent=True)
+    others = tuple(record for record in running if record not in late)
+    return Hang(tuple(late), others, is_silent)
 
 
 def silence_limit(record: Record, silence: float) -> float:
@@ -174,7 +174,7 @@ def describe(hang: Hang, stacks: str) -> str:
             f"{seconds} without progress: a collective, a link or a device hangs; stacks of all "
             f"threads: {stacks}"
         )
-    names = ", ".join(f"process {record.process} (host {record.host})" for record in hang.late)
+    names = names_of(hang.late)
     is_one = len(hang.late) == 1
     if hang.is_silent:
         verb = "has sent no heartbeat for" if is_one else "have sent no heartbeat for"
@@ -193,13 +193,14 @@ def describe(hang: Hang, stacks: str) -> str:
     return f"{text}; stacks of all threads: {stacks}"
 
 
+def names_of(records: Sequence[Record]) -> str:
+    """Processes of these records, with their machines."""
+    return ", ".join(f"process {record.process} (host {record.host})" for record in records)
+
+
 def _phase_text(record: Record) -> str:
     """Phase of a process: of an agreement, with the phase that it is a part of."""
     text = f"`{record.phase}`"
     if record.phase in (AGREEMENT, COMPILE) and record.outer:
         text += f" (`{record.outer}`)"
     return f"{text}, {record.part}," if record.part else text
-
-
-def _others(running: Sequence[Record], late: Sequence[Record]) -> tuple[Record, ...]:
-    return tuple(record for record in running if record not in late)

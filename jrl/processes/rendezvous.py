@@ -51,9 +51,7 @@ def join(address: tuple[str, int], name: str, count: int, index: int, seconds: f
     """Says to process 0 which process this is, and waits until all are there.
 
     Args:
-      address: host and port of the coordinator.
-      name: the address as the user wrote it, for messages.
-      count: processes of the run.
+      address, name, count: as of `host`.
       index: of this process.
       seconds: maximum wait for process 0 to listen, and then for the others.
 
@@ -94,7 +92,7 @@ class _Host:
             while len(self._members) < self._count - 1:
                 if time.monotonic() > begun + seconds:
                     raise ValueError(self._missing(seconds))
-                self._poll(RETRY_SECONDS)
+                self._poll()
         except ValueError as error:
             self._reply(str(error))
             raise
@@ -113,7 +111,7 @@ class _Host:
             with socket.create_connection(self._address, timeout=REPLY_SECONDS) as connection:
                 _send(connection, {GREETING: SELF, "count": self._count})
                 while not self._has_reached_itself and time.monotonic() < deadline:
-                    self._poll(RETRY_SECONDS)
+                    self._poll()
         except OSError as error:
             reason = str(error.strerror or error)
         if not self._has_reached_itself:
@@ -131,9 +129,9 @@ class _Host:
             "--coordinator-timeout."
         )
 
-    def _poll(self, seconds: float) -> None:
-        """Reads what has come, and waits at most `seconds` for something."""
-        for key, _ in self._selector.select(seconds):
+    def _poll(self) -> None:
+        """Reads what has come, and waits at most `RETRY_SECONDS` for something."""
+        for key, _ in self._selector.select(RETRY_SECONDS):
             if key.fileobj is self._server:
                 connection, _ = self._server.accept()
                 connection.settimeout(REPLY_SECONDS)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jrl.checks import check_least
+from jrl.checks import check_range
 from jrl.losses import (
     Aggregation,
     effective_length,
@@ -70,13 +70,11 @@ class Tppo(ImitatingActorCritic):
 
     def __post_init__(self):
         super().__post_init__()
-        check_least(self, ("window",))
+        check_range(self, ("window",), 1)
         if self.ignore_last < 0:
             raise ValueError(f"ignore_last={self.ignore_last} must not be negative: 0 keeps all.")
         if not self.lam_alpha > 0:
             raise ValueError(f"lam_alpha={self.lam_alpha} must be positive: the paper has 0.05.")
-        if not 0 <= self.lam_floor <= 1:
-            raise ValueError(f"lam_floor={self.lam_floor} must lie in 0..1.")
         if self.advantage_clip is not None and not self.advantage_clip > 0:
             raise ValueError(f"advantage_clip={self.advantage_clip} must be positive: None is off.")
         if self.dynamic_sampling:

@@ -73,7 +73,7 @@ class Checkpoints:
         self._in_flight: BackgroundSave | None = None
         self._silence = ExitStack()
         self._last_gather: BackgroundGather | None = None
-        self._orbax = ocp.Checkpointer(_handler())
+        self._orbax = ocp.Checkpointer(_handler(ocp.PyTreeCheckpointHandler()))
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -170,7 +170,7 @@ class Checkpoints:
         remedy = f"The checkpoint of step {step} was not written, {remaining}."
         self._last_gather = gather = BackgroundGather(f"checkpoint/{next(_saves)}")
         with ExitStack() as stack:
-            stack.enter_context(quiet())
+            stack.enter_context(quiet)
             with writing(self.directory, remedy):
                 if is_main_process():
                     self._directory.remove_leftovers()
@@ -339,14 +339,10 @@ class Checkpoints:
 
 
 def _handler(
-    registry: Any = None,  # a protocol that cannot be checked at run time
-    options: ocp.options.AsyncOptions | None = None,
+    state: ocp.PyTreeCheckpointHandler, options: ocp.options.AsyncOptions | None = None
 ) -> ocp.CompositeCheckpointHandler:
-    arrays = ocp.PyTreeCheckpointHandler()
-    if registry is not None:
-        arrays = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
     return ocp.CompositeCheckpointHandler(
-        state=arrays,
+        state=state,
         tree=ocp.JsonCheckpointHandler(),
         meta=ocp.JsonCheckpointHandler(),
         composite_options=ocp.CompositeOptions(async_options=options),
@@ -358,7 +354,8 @@ def _write_host_arrays(path: StoragePath, items: ocp.args.Composite) -> None:
     # By default Orbax would copy them once more.
     handler = ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)
     registry = ocp.type_handlers.create_type_handler_registry((np.ndarray, handler))
-    with ocp.Checkpointer(_handler(registry)) as writer:
+    state = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    with ocp.Checkpointer(_handler(state)) as writer:
         writer.save(path, args=items)
 
 
@@ -371,7 +368,8 @@ def _writer_of_shards(gather: BackgroundGather) -> ocp.AsyncCheckpointer:
     options = ocp.options.AsyncOptions(
         timeout_secs=NO_TIMEOUT, barrier_sync_fn=barrier, create_directories_asynchronously=False
     )
-    return ocp.AsyncCheckpointer(_handler(options=options), async_options=options)
+    handler = _handler(ocp.PyTreeCheckpointHandler(), options)
+    return ocp.AsyncCheckpointer(handler, async_options=options)
 
 
 def _json_copy(meta: dict[str, Any]) -> dict[str, Any]:

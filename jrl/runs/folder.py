@@ -101,8 +101,8 @@ class RunFolder:
 
     def set_checkpoint_dir(self, directory: str | None) -> None:
         """Sets the directory of the checkpoints; None is one in the folder."""
-        path = self.path / "checkpoints" if directory is None else storage_path(directory)
-        self._checkpoints_path = path
+        local = self.path / "checkpoints"
+        self._checkpoints_path = local if directory is None else storage_path(directory)
 
     @classmethod
     def create(
@@ -204,21 +204,14 @@ class RunFolder:
 
     def line_offsets(self) -> dict[str, records.FileOffset]:
         """Return the offsets of the run's lines, for the checkpoint that continues after them."""
-        return {
-            path.name: records.read_offset(path) for path in (self.metrics_path, self.samples_path)
-        }
+        paths = (self.metrics_path, self.samples_path)
+        return {path.name: records.read_offset(path) for path in paths}
 
     def file_hashes(self) -> dict[str, records.FileOffset]:
         """Return what the files of the run hold that never change."""
-        unchanged_files = (self.recipe_path, self.tokenizer_path, self.model_path)
-        user_files = sorted(self.code_path.glob("*.py"))
-        return {
-            **{path.name: records.read_offset(path) for path in unchanged_files},
-            **{
-                f"{self.code_path.name}/{path.name}": records.read_offset(path)
-                for path in user_files
-            },
-        }
+        paths = [self.recipe_path, self.tokenizer_path, self.model_path]
+        paths += sorted(self.code_path.glob("*.py"))
+        return {path.relative_to(self.path).as_posix(): records.read_offset(path) for path in paths}
 
     def check_files(self, step: int, saved: Mapping[str, records.FileOffset]) -> None:
         """Refuse files that are not what they were at the checkpoint of `step`.

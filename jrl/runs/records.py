@@ -175,8 +175,9 @@ def read_samples(path: Path | str) -> list[dict[str, Any]]:
     samples = read(path)
     for line_number, sample in enumerate(samples, start=1):
         for name in ("kind", "prompt", "completion", "score"):
-            parse = _number if name == "score" else _text
-            if parse(sample.get(name)) is None:
+            value = sample.get(name)
+            is_valid = isinstance(value, str) if name != "score" else _number(value) is not None
+            if not is_valid:
                 defect = f"has {name} {_short(sample[name])}" if name in sample else f"lacks {name}"
                 raise ValueError(
                     f"{path}:{line_number}: the sample {defect}: each has texts kind, prompt and "
@@ -201,12 +202,8 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:
-    """Return the JSON object that a file holds.
-
-    Args:
-      path: of the file.
-      remedy: what a user can do where it holds something else.
-    """
+    """Return the JSON object that a file holds; `remedy` is for a user whose file holds something
+    else."""
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -234,10 +231,6 @@ def _number(value: Any) -> float | int | None:
     if isinstance(value, bool) or not isinstance(value, float | int):
         return None
     return value if abs(value) < 2**63 or isinstance(value, float) else None
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
 
 
 def _short(value: Any) -> str:

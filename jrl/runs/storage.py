@@ -54,21 +54,22 @@ def writing(path: StoragePath, remedy: str) -> Iterator[None]:
         in Google Cloud Storage.
     """
     try:
-        with quiet():
+        with quiet:
             yield
+    except ProcessFailed:  # whose files are not those of `path` here
+        quiet.ignore_late_writes()
+        raise
     except Exception as error:
-        code, is_of_another = errno_of(error), isinstance(error, ProcessFailed)
-        if is_bucket(path) and not is_of_another:
-            _quiet.ignore_late_writes()
-            raise StorageError(f"{path}: {bucket_error(error)}. {remedy}") from None
-        if code is None and not is_of_another:
+        if is_bucket(path):
+            reason = bucket_error(error)
+        elif (code := errno_of(error)) is not None:
+            reason = f"{os.strerror(code)}: {REMEDIES[code]}"
+            # What Orbax left half done complains once more when the interpreter ends.
+            atexit.register(_silence_stderr)
+        else:
             raise
-        _quiet.ignore_late_writes()
-        if code is None or is_of_another:  # whose files are not those of `path` here
-            raise
-        # What Orbax left half done complains once more when the interpreter ends.
-        atexit.register(_silence_stderr)
-        raise StorageError(f"{path}: {os.strerror(code)}: {REMEDIES[code]}. {remedy}") from None
+        quiet.ignore_late_writes()
+        raise StorageError(f"{path}: {reason}. {remedy}") from None
 
 
 def _is_no_thread_failure(record: logging.LogRecord) -> bool:
@@ -93,7 +94,8 @@ class _WithoutLateWrites:
 
 
 class _Quiet:
-    """Silence of Orbax's threads, from the first of those that ask for it to the last."""
+    """Context in which threads of Orbax log no failure; it may begin in one thread and end in
+    another, and several may overlap."""
 
     def __init__(self) -> None:
         self._lock, self._count = threading.Lock(), 0
@@ -113,7 +115,7 @@ class _Quiet:
             if not self._count:
                 sys.unraisablehook = hook
 
-    def begin(self) -> None:
+    def __enter__(self) -> None:
         with self._lock:
             self._count += 1
             if self._count > 1:
@@ -123,7 +125,7 @@ class _Quiet:
                 logger.setLevel(logging.CRITICAL)
             sys.unraisablehook = lambda _: None
 
-    def end(self) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._lock:
             self._count -= 1
             if self._count:
@@ -133,18 +135,7 @@ class _Quiet:
             sys.unraisablehook = self._hook
 
 
-_quiet = _Quiet()
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Context in which threads of Orbax log no failure; it may begin in one thread and end in
-    another, and several may overlap."""
-    _quiet.begin()
-    try:
-        yield
-    finally:
-        _quiet.end()
+quiet = _Quiet()
 
 
 def _silence_stderr() -> None:
