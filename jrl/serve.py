@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -139,12 +140,8 @@ def _check(options: ServeOptions) -> None:
         )
     check_seed(options.seed)
     template_arguments(options.chat_template_kwargs)
-    modules = {
-        "starlette": find_spec("starlette"),
-        "uvicorn": find_spec("uvicorn"),
-        "prometheus-client": find_spec("prometheus_client"),
-    }
-    missing = [name for name, module in modules.items() if module is None]
+    packages = ("starlette", "uvicorn", "prometheus-client")
+    missing = [name for name in packages if find_spec(name.replace("-", "_")) is None]
     if missing:
         raise ValueError(
             f'serving needs {", ".join(missing)}: run pip install -e ".[serve]" in the clone.'
@@ -284,10 +281,7 @@ def choose_length(model: "ModelConfig", slots: int) -> tuple[int, str]:
     if positions is None:
         return DEFAULT_LENGTH, ""
     one_device = fold(Layout(), jax.devices()[:1])
-
-    def cache_bytes_of(length: int) -> int:
-        return cache_bytes(model, one_device, slots, length)
-
+    cache_bytes_of = partial(cache_bytes, model, one_device, slots)
     length = positions
     # Halves, so that lengths are as even as those of published networks.
     while length > DEFAULT_LENGTH and cache_bytes_of(length) > DEFAULT_CACHE_BYTES:

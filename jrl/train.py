@@ -160,21 +160,18 @@ def _shared_settings(options: TrainOptions) -> dict[str, Any]:
     command = {"--resume": options.command.resume, "--dry-run": options.command.dry_run}
     config, source = to_json(options.run, options.recipe), source_of(options.recipe)
     fields = {**config["run"], **config["hyperparameters"]}
-    return {
-        "the recipe": config["recipe"],
-        "the recipe's file": None if source is None else sha256(source).hexdigest()[:12],
-        "the files of task and rewards": _file_hashes(options),
-        **command,
-        **{flag(name): value for name, value in fields.items()},
-    }
-
-
-def _file_hashes(options: TrainOptions) -> dict[str, str]:
-    """Of the user's own files, which tell versions apart."""
     folder = _open_resumed(options)
     code_path = None if folder is None else folder.code_path
     files = custom_files(options.run.task, options.run.reward, code_path)
-    return {name: sha256(source).hexdigest()[:12] for name, source in files.items()}
+    return {
+        "the recipe": config["recipe"],
+        "the recipe's file": None if source is None else sha256(source).hexdigest()[:12],
+        "the files of task and rewards": {
+            name: sha256(content).hexdigest()[:12] for name, content in files.items()
+        },
+        **command,
+        **{flag(name): value for name, value in fields.items()},
+    }
 
 
 def _dry_run(options: TrainOptions) -> int:

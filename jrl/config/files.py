@@ -114,12 +114,9 @@ def _differences(
 ) -> Iterator[str]:
     # Checkpoints store the KV cache in the layout that the layers read.
     cache_fields = ("scan_layers", "latent") if stored[0].stale_cache else ()
-    for stored_record, requested_record in zip(stored, requested, strict=True):
-        for field in fields(stored_record):
-            old, new = (
-                getattr(stored_record, field.name),
-                getattr(requested_record, field.name),
-            )
+    for before, after in zip(stored, requested, strict=True):
+        for field in fields(before):
+            old, new = getattr(before, field.name), getattr(after, field.name)
             if field.name == "steps" and new < old:
                 yield f"--steps is {old} in the run and can only be raised, {new} was given"
             elif old != new and (field.name not in CHANGEABLE or field.name in cache_fields):

@@ -13,23 +13,15 @@ from jrl.tasks.data.split import parse_heldout
 from jrl.tasks.rewards import RewardSettings
 
 ROUTER_SETTINGS = (
-    "load_balance_coef",
-    "batch_balance_coef",
-    "global_balance_coef",
-    "router_z_coef",
-    "bias_update_rate",
+    *("load_balance_coef", "batch_balance_coef", "global_balance_coef"),
+    *("router_z_coef", "bias_update_rate"),
 )
 NETWORK_SETTINGS = (*ROUTER_SETTINGS, "capacity_factor", "drop_policy", "drop_scope")
 """Fields of `RunConfig` that replace those of the network where they are given; the first ones are
 numbers from 0."""
 IMPLEMENTATION_SETTINGS = (
-    "context",
-    "dispatch",
-    "server_devices",
-    "attention",
-    "decode_attention",
-    "router",
-    "experts",
+    *("context", "dispatch", "server_devices"),
+    *("attention", "decode_attention", "router", "experts"),
 )
 """Fields of `RunConfig` that select an implementation for the devices; None is the best that
 applies."""

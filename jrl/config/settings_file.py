@@ -157,12 +157,10 @@ def settings_text(config: Mapping[str, Any], comment: str = "") -> str:
       config: contents of its config.json.
       comment: a comment for the first line.
     """
-    flat = {RECIPE: config[RECIPE]} | {
-        name: value for group in GROUPS for name, value in config[group].items()
-    }
-    flat = {
-        name: list(value) if isinstance(value, tuple) else value for name, value in flat.items()
-    }
+    flat = {RECIPE: config[RECIPE]}
+    for group in GROUPS:
+        for name, value in config[group].items():
+            flat[name] = list(value) if isinstance(value, tuple) else value
     text = yaml.dump(flat, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
     return f"# {comment}\n{text}" if comment else text
 

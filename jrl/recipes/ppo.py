@@ -48,7 +48,6 @@ class ActorCritic(Recipe):
 
     @property
     def critic_optimizer(self) -> Optimizer:
-        """Optimizer of the critic."""
         return Optimizer(self.critic_learning_rate, 0, self.weight_decay, self.max_grad_norm)
 
     @property

@@ -1,6 +1,6 @@
 """Supervised fine-tuning (SFT) on given conversations, the stage before reinforcement learning."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
@@ -92,14 +92,8 @@ class Sft(Recipe):
 
     @property
     def optimizer(self) -> Optimizer:
-        return Optimizer(
-            self.learning_rate,
-            self.learning_rate_warmup,
-            self.weight_decay,
-            self.max_grad_norm,
-            schedule=self.learning_rate_schedule,
-            final=self.learning_rate_final,
-        )
+        schedule, final = self.learning_rate_schedule, self.learning_rate_final
+        return replace(super().optimizer, schedule=schedule, final=final)
 
     @property
     def supervision(self) -> Supervision:

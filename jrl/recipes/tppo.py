@@ -114,7 +114,9 @@ class Tppo(ImitatingActorCritic):
     def targets(self, batch: Batch[Array]) -> Targets[Array]:
         # Lengths are of whole responses so far, the mask is of this window only.
         values, lengths = required(batch.old_values), required(batch.lengths)
-        rewards, unfinished = required(batch.rewards), _unfinished(batch)
+        rewards, finished = required(batch.rewards), batch.finished
+        # Responses that continue in another step.
+        unfinished = jnp.zeros_like(lengths, bool) if finished is None else ~finished
         # A cut is no end: the value after it is taken to be that before the last token (the paper's
         # assumption), where GAE would use 0 and punish every unfinished response.
         advantages, _, policy_mask = extended_gae(
@@ -166,13 +168,6 @@ class Tppo(ImitatingActorCritic):
             lam_floor=0.95,
             positive_coef=0.1,
         )
-
-
-def _unfinished(batch: Batch[Array]) -> Bool[Array, "batch"]:
-    """Mask of the responses that continue in another step."""
-    if batch.finished is None:
-        return jnp.zeros_like(required(batch.lengths), bool)
-    return ~batch.finished
 
 
 __getattr__ = former_names(__name__, paper=Tppo.paper)
