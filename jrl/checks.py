@@ -48,14 +48,10 @@ def check_range(
 
 
 def import_extra(module: str, extra: str, purpose: str) -> ModuleType:
-    """Imports an optional package.
-
-    Args:
-      extra: the extra of pyproject.toml that installs it.
-      purpose: what needs it, for the message.
+    """Imports an optional package, which an extra of pyproject.toml installs.
 
     Raises:
-      ValueError: where it is not installed.
+      ValueError: where it is not installed; `purpose` is what needs it.
     """
     try:
         return importlib.import_module(module)

@@ -89,6 +89,7 @@ def _evaluate(options: EvaluateOptions) -> dict[str, Any]:
     # What builds and runs a network is imported once the flags are known to be right.
     from jrl.rollout.collection.collect import sampling_of
     from jrl.trainer.evaluation.evaluate import Completions, evaluate
+    from jrl.trainer.setup.memory import evaluation_slots
 
     watch = CompilationWatch() if is_main_process() else nullcontext()
     path = options.samples if is_main_process() else None
@@ -97,7 +98,10 @@ def _evaluate(options: EvaluateOptions) -> dict[str, Any]:
         size = setup.task.heldout_size
         requested_prompts = choose_num_prompts(options, size)
         num_prompts = requested_prompts if size is None else min(requested_prompts, size)
-        setup = _with_slots(setup, num_prompts * options.k)
+        # As many slots as these completions need and the memory allows.
+        slots, line = evaluation_slots(setup, num_prompts * options.k)
+        _print_line(line)
+        setup = replace(setup, run=replace(setup.run, slots=slots))
         sampler = setup.sampler(options.seed)
         critic, step = _load(options, folder, setup, sampler)
         usage = sampler.engine.usage
@@ -173,15 +177,6 @@ def _build_setup(
     return setup
 
 
-def _with_slots(setup: "Setup", rows: int) -> "Setup":
-    """The setup with as many slots as `rows` completions need and the memory allows."""
-    from jrl.trainer.setup.memory import evaluation_slots
-
-    slots, line = evaluation_slots(setup, rows)
-    _print_line(line)
-    return replace(setup, run=replace(setup.run, slots=slots))
-
-
 def _load(
     options: EvaluateOptions, folder: RunFolder | None, setup: "Setup", sampler: "Sampler"
 ) -> "tuple[Transformer[Array] | None, int]":
@@ -217,12 +212,8 @@ def _diagnose(
     critic: "tuple[Transformer[Array], int]",
     display: EvaluationDisplay,
 ) -> dict[str, float]:
-    """Evaluates the critic, plots its diagnostics into the run's folder, and returns its metrics.
-
-    Args:
-      sampler: with the policy loaded.
-      critic: its weights, and the step of policy and critic.
-    """
+    """Evaluates the critic, given as weights and step, with the policy that the sampler has loaded;
+    plots its diagnostics into the run's folder, and returns its metrics."""
     from jrl.report.critic import critic_diagnostics
     from jrl.report.critic_plots import plot_diagnostics
     from jrl.rollout.collection.collect import sampling_of

@@ -174,15 +174,13 @@ def _describe_network(
 
 def _is_alive(process: int) -> bool:
     """True if another process has this id."""
-    if process == os.getpid():
-        return False
     try:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
-    return True
+        pass
+    return process != os.getpid()
 
 
 @contextmanager

@@ -140,8 +140,12 @@ def _check(options: ServeOptions) -> None:
         )
     check_seed(options.seed)
     template_arguments(options.chat_template_kwargs)
-    packages = ("starlette", "uvicorn", "prometheus-client")
-    missing = [name for name in packages if find_spec(name.replace("-", "_")) is None]
+    modules = {
+        "starlette": find_spec("starlette"),
+        "uvicorn": find_spec("uvicorn"),
+        "prometheus-client": find_spec("prometheus_client"),
+    }
+    missing = [name for name, module in modules.items() if module is None]
     if missing:
         raise ValueError(
             f'serving needs {", ".join(missing)}: run pip install -e ".[serve]" in the clone.'

@@ -198,11 +198,8 @@ def _build_in_all_processes(options: TrainOptions, folder: RunFolder | None = No
 
 
 def _build(options: TrainOptions, folder: RunFolder | None = None) -> "Setup":
-    """The fixed parts of the run, looked over. Close its task at the end.
-
-    Args:
-      folder: of the run that is being resumed.
-    """
+    """The fixed parts of the run, looked over; `folder` is that of a run that is being resumed.
+    Close its task at the end."""
     from jrl.faults.collect.sampler import import_client
     from jrl.faults.collect.sources import import_psutil
     from jrl.report import exporter

@@ -170,10 +170,8 @@ class EvaluateOptions:
 def evaluation_configuration(
     options: EvaluateOptions, folder: RunFolder | None
 ) -> tuple[RunConfig, Recipe]:
-    """Settings of the run or of a checkpoint, with the changes that the flags make.
-
-    Args:
-      folder: of the run, None for a checkpoint.
+    """Settings of the run in `folder`, or of a checkpoint where that is None, with the changes that
+    the flags make.
 
     Raises:
       ValueError: for a checkpoint without a task, and for invalid settings.
@@ -223,11 +221,7 @@ def evaluation_configuration(
 
 
 def choose_num_prompts(options: EvaluateOptions, size: int | None) -> int:
-    """Maximum number of prompts to evaluate.
-
-    Args:
-      size: number of prompts of the task; None is an endless supply.
-    """
+    """Maximum number of prompts to evaluate, of a task that has `size`; None is without an end."""
     if options.prompts is not None:
         return options.prompts
     return DEFAULT_PROMPTS if options.task is None or size is None else size

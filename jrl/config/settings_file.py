@@ -151,12 +151,7 @@ def read_settings(reference: str) -> Settings:
 
 
 def settings_text(config: Mapping[str, Any], comment: str = "") -> str:
-    """YAML text of the settings file that repeats a run.
-
-    Args:
-      config: contents of its config.json.
-      comment: a comment for the first line.
-    """
+    """YAML text of the settings file that repeats a run with this config.json, after a comment."""
     flat = {RECIPE: config[RECIPE]}
     for group in GROUPS:
         for name, value in config[group].items():

@@ -31,27 +31,13 @@ _launchers = PARSER.add_argument_group("launchers").add_mutually_exclusive_group
 _launchers.add_argument(
     "--hosts", metavar="A,B,C", help="over ssh, one process on each of these hosts"
 )
-_launchers.add_argument(
-    "--ray",
-    nargs="?",
-    const="",
-    metavar="ADDRESS",
-    help="on a Ray cluster; without ADDRESS that of RAY_ADDRESS, or one on this machine alone",
-)
-_launchers.add_argument(
-    "--slurm",
-    nargs="?",
-    const="run.sbatch",
-    metavar="FILE",
-    help="write an sbatch file (default: run.sbatch)",
-)
-_launchers.add_argument(
-    "--jobset",
-    nargs="?",
-    const="jobset.yaml",
-    metavar="FILE",
-    help="write a JobSet for Kubernetes (default: jobset.yaml)",
-)
+_RAY = "on a Ray cluster; without ADDRESS that of RAY_ADDRESS, or one on this machine alone"
+for _name, _default, _metavar, _help in (
+    ("--ray", "", "ADDRESS", _RAY),
+    ("--slurm", "run.sbatch", "FILE", "write an sbatch file (default: run.sbatch)"),
+    ("--jobset", "jobset.yaml", "FILE", "write a JobSet for Kubernetes (default: jobset.yaml)"),
+):
+    _launchers.add_argument(_name, nargs="?", const=_default, metavar=_metavar, help=_help)
 
 
 def _option(name: str, of: Sequence[str], help_text: str, **settings: object) -> None:

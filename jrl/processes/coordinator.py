@@ -161,11 +161,8 @@ def exit_without_waiting(status: int) -> None:
 
 
 def exit_now(status: int, silent: int = 0) -> None:
-    """Ends this process immediately, from any thread.
-
-    Args:
-      silent: processes that cannot end by themselves, which process 0 does not wait for.
-    """
+    """Ends this process immediately, from any thread; process 0 waits for the others except for
+    `silent` of them, which cannot end by themselves."""
     sys.stdout.flush()
     sys.stderr.flush()
     if jax.distributed.is_initialized() and jax.process_index() == 0:

@@ -117,8 +117,7 @@ def deadline_of(position: Position, base: float, longest: float) -> float:
     that is entered for the first time, 6 for checkpoints, and 1 for all others.
 
     Args:
-      base: seconds.
-      longest: the longest time without a sign in the same phase so far, without compilations.
+      longest: seconds without a sign in the same phase so far, at most, without compilations.
     """
     factor = 1
     if position.compiles or position.is_first:
@@ -160,11 +159,8 @@ def silence_limit(record: Record, silence: float) -> float:
 
 
 def describe(hang: Hang, stacks: str) -> str:
-    """Line that names the late processes, where they are and what the others do.
-
-    Args:
-      stacks: where the stacks of the processes are.
-    """
+    """Line that names the late processes, where they are, what the others do, and where the stacks
+    of all are."""
     seconds = f"{hang.seconds:.0f} s"
     first = hang.late[0]
     if not hang.others and len(hang.late) > 1 and not hang.is_silent:

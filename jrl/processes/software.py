@@ -3,7 +3,7 @@
 Processes of one run compute the same values only with the same software.
 """
 
-from collections.abc import Mapping
+import json
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
@@ -41,18 +41,13 @@ def check_same_software() -> None:
     """
     software, hashes = installed_versions(), source_hashes()
     # Files are compared one by one only where they differ: then each is named.
-    if len(set(gather(_digest(hashes)))) > 1:
+    if len(set(gather(sha256(json.dumps(hashes).encode()).hexdigest()))) > 1:
         software |= hashes
     check_same(
         software,
         "runs other software than",
         "Install the same version of jrl and of its packages on every machine.",
     )
-
-
-def _digest(hashes: Mapping[str, str]) -> str:
-    lines = "".join(f"{path} {hashes[path]}\n" for path in sorted(hashes))
-    return sha256(lines.encode()).hexdigest()
 
 
 def _installed_version(package: str) -> str:

@@ -60,9 +60,6 @@ class Directory:
     """Checkpoints of a run by their steps, as the first process of several sees and changes them.
 
     On a file system; `BucketDirectory` overrides what object storage does otherwise.
-
-    Attributes:
-      path: of the directory.
     """
 
     def __init__(self, path: StoragePath):
@@ -119,11 +116,8 @@ class Directory:
             shutil.rmtree(entry)
 
     def claim(self, config: bytes) -> None:
-        """Begins a directory that is not in the folder of its run.
-
-        Args:
-          config: of the run, for those who find the checkpoints alone.
-        """
+        """Begins a directory that is not in the folder of its run, with the run's configuration for
+        those who find the checkpoints alone."""
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / "config.json").write_bytes(config)
 

@@ -182,11 +182,8 @@ class RunFolder:
         records.replace(self.config_path, _config_bytes(config))
 
     def write_versions(self, device: str) -> None:
-        """Write the versions of the software that makes the run, each time it starts or resumes.
-
-        Args:
-          device: the kind of accelerator, and how many.
-        """
+        """Write the versions of the software that makes the run, and the kind and number of its
+        accelerators, each time it starts or resumes."""
         versions = {
             "python": platform.python_version(),
             **installed_versions(),
@@ -214,11 +211,7 @@ class RunFolder:
         return {path.relative_to(self.path).as_posix(): records.read_offset(path) for path in paths}
 
     def check_files(self, step: int, saved: Mapping[str, records.FileOffset]) -> None:
-        """Refuse files that are not what they were at the checkpoint of `step`.
-
-        Args:
-          saved: `file_hashes` at that checkpoint.
-        """
+        """Refuse files that differ from `saved`, the `file_hashes` at the checkpoint of `step`."""
         for name, current in self.file_hashes().items():
             if name in saved and current != saved[name]:
                 raise ValueError(
@@ -227,10 +220,8 @@ class RunFolder:
                 )
 
     def rewind(self, step: int, saved: Mapping[str, records.FileOffset]) -> None:
-        """Drop the metrics and samples that a checkpoint of `step` writes again.
-
-        Args:
-          saved: `line_offsets` at that checkpoint.
+        """Drop the metrics and samples after `saved`, the `line_offsets` at the checkpoint of
+        `step`, from which they are written again.
 
         Raises:
           ValueError: where what comes before them is not what was there then.

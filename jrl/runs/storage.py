@@ -79,11 +79,7 @@ def _is_no_thread_failure(record: logging.LogRecord) -> bool:
 
 class _WithoutLateWrites:
     """Hook for exceptions that no code can catch, without those of writes that end after the save
-    to which they belong has failed: its event loop is closed.
-
-    Args:
-      hook: for all others.
-    """
+    to which they belong has failed: its event loop is closed. `hook` is for all others."""
 
     def __init__(self, hook: Callable[[Any], Any]):
         self._hook = hook
