@@ -12,12 +12,9 @@ def flag(field: str) -> str:
 
 
 def check_seed(seed: int) -> None:
-    """Rejects a seed that does not fit in 32 bits.
+    """Raises ValueError unless ``0 <= seed < 2**32``.
 
     JAX keeps 32 bits of a seed: beyond them two seeds would be equal.
-
-    Raises:
-      ValueError: unless ``0 <= seed < 2**32``.
     """
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed={seed} must lie in 0..4294967295.")
@@ -31,12 +28,8 @@ def check_range(
     *,
     above: bool = False,
 ) -> None:
-    """Rejects settings outside of ``low <= x <= high``, or of ``low < x <= high`` where `above`,
-    and NaN; None and missing settings are skipped.
-
-    Raises:
-      ValueError: naming the first of them.
-    """
+    """Raises ValueError for the first of these settings that is outside of ``low <= x <= high``, or
+    of ``low < x <= high`` where `above`, or NaN; None and missing settings are skipped."""
     for name in names:
         value = getattr(settings, name, None)
         if value is None or (low <= value <= high and not (above and value == low)):

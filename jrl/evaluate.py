@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,8 +71,7 @@ def _evaluate(options: EvaluateOptions) -> dict[str, Any]:
     folder = None if options.is_checkpoint else RunFolder.read(options.run)
     run, recipe = evaluation_configuration(options, folder)
     start_jax(run.devices, options.processes)
-    local_options = ("json", "samples", "processes")
-    shared_options = [field.name for field in fields(options) if field.name not in local_options]
+    shared_options = vars(options).keys() - {"json", "samples", "processes"}
     check_same({flag(name): getattr(options, name) for name in shared_options})
     if options.diagnostics and not recipe.uses_critic:
         if folder is None:

@@ -228,12 +228,7 @@ def _build_service(options: ServeOptions):
     defaults, longest = _defaults(options, policy)
     served = ApiModel(name, format, length, options.max_tokens, int(time.time()), defaults, longest)
     service = Service(
-        engine,
-        served,
-        policy.versions,
-        metrics,
-        queue=options.queue,
-        window=options.window,
+        engine, served, policy.versions, metrics, queue=options.queue, window=options.window
     )
     front = FrontEnd(service, served, metrics, api_key=_key(options), max_bytes=options.max_body)
     return service, front, name

@@ -96,11 +96,8 @@ def configuration_of(folder: RunFolder) -> tuple[RunConfig, Recipe]:
 
 
 def check_resumable(stored: tuple[RunConfig, Recipe], requested: tuple[RunConfig, Recipe]) -> None:
-    """Rejects settings under which a resumed run would be another run.
-
-    Raises:
-      ValueError: naming every flag that may not differ, its value in the run and the new one.
-    """
+    """Raises ValueError for settings under which a resumed run would be another, with every flag
+    that may not differ, its value in the run and the new one."""
     differences = list(_differences(stored, requested))
     if differences:
         raise ValueError(

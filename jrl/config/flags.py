@@ -184,10 +184,14 @@ def _parse_flags(
 ) -> tuple[Command, Processes, RunConfig, Recipe]:
     """Parses the flags. Defaults are those of `settings`, then of `run` and `recipe`; these two are
     returned unchecked."""
-    kind = type(recipe)
-    command, processes, run, recipe = _with_settings(
-        settings, _unchecked(run, kind), _unchecked(recipe, kind)
-    )
+    kind, command, processes = type(recipe), Command(), SINGLE_PROCESS
+    run, recipe = _unchecked(run, kind), _unchecked(recipe, kind)
+    if settings is not None:
+        settings.check_names(
+            Command, Processes, type(run), type(recipe), command_line_only=ON_COMMAND_LINE
+        )
+        command, processes = settings.apply_to(command), settings.apply_to(processes)
+        run, recipe = settings.apply_to(run), settings.apply_to(recipe)
     recipe_names = tuple(dict.fromkeys((*LIBRARY, recipe.name)))
     recipe_literal = Literal[recipe_names]  # pyright: ignore[reportInvalidTypeForm]
     help_text = (
@@ -217,19 +221,6 @@ def _parse_flags(
     if parsed["word"] != recipe.name:
         raise ValueError(f"the recipe comes first: {PROGRAM} {parsed['word']} ...")
     return parsed["command"], parsed["processes"], parsed["run"], parsed[recipe.name]
-
-
-def _with_settings(
-    settings: Settings | None, run: RunConfig, recipe: Recipe
-) -> tuple[Command, Processes, RunConfig, Recipe]:
-    """All records of a command line with the values of a settings file."""
-    if settings is None:
-        return Command(), SINGLE_PROCESS, run, recipe
-    settings.check_names(
-        Command, Processes, type(run), type(recipe), command_line_only=ON_COMMAND_LINE
-    )
-    apply = settings.apply_to
-    return apply(Command()), apply(SINGLE_PROCESS), apply(run), apply(recipe)
 
 
 def _unchecked(record: Record, recipe: type[Recipe]) -> Record:
@@ -336,11 +327,7 @@ def idle_fields(kind: type[Recipe]) -> frozenset[str]:
 
 
 def check_idle(run: RunConfig, recipe: Recipe) -> None:
-    """Rejects values in a settings file for fields that have no effect.
-
-    Raises:
-      ValueError: naming the field.
-    """
+    """Raises ValueError for a value in a settings file for a field that has no effect."""
     kind = type(recipe)
     idle = idle_fields(kind)
     for record, defaults in ((run, default_run(kind)), (recipe, kind())):

@@ -78,15 +78,8 @@ class Settings:
     values: Mapping[str, Any]
 
     def check_names(self, *kinds: type, command_line_only: tuple[str, ...] = ()) -> None:
-        """Rejects names of settings that are unknown, or for the command line only.
-
-        Args:
-          kinds: dataclasses whose fields are valid names.
-          command_line_only: those of their fields that are not valid in a file.
-
-        Raises:
-          ValueError: naming the first such setting.
-        """
+        """Raises ValueError for the first setting that is no field of these dataclasses, or is one
+        for the command line only."""
         field_names = [field.name for kind in kinds for field in fields(kind)]
         for name in self.values:
             if name in command_line_only:
@@ -101,11 +94,8 @@ class Settings:
                 raise ValueError(f"{self.path}: {name} is not a setting of this recipe; {hint}.")
 
     def apply_to(self, config: Config) -> Config:
-        """Copy of a dataclass with the values of its fields from the file.
-
-        Raises:
-          ValueError: for a value of another type.
-        """
+        """Copy of a dataclass with the values of its fields from the file; ValueError for one of
+        another type."""
         hints, changes = get_type_hints(type(config)), {}
         for field in fields(config):  # pyright: ignore[reportArgumentType]
             if field.name not in self.values:

@@ -78,11 +78,8 @@ class Processes:
             )
 
     def share(self, devices: int | None) -> int | None:
-        """Number of simulated devices of this process.
-
-        Raises:
-          ValueError: where `devices` is not divisible by the number of processes.
-        """
+        """Number of simulated devices of this process; ValueError where `devices`, of all of them,
+        is not divisible by the number of processes."""
         count = self.num_processes
         if jax.distributed.is_initialized():  # perhaps by a launcher, without our flags
             count = global_state.num_processes
@@ -136,11 +133,8 @@ def join_processes(processes: Processes, heartbeat: int = HEARTBEAT_SECONDS) -> 
 
 
 def check_devices() -> None:
-    """Checks that all joined processes have equally many devices, and mutes stdout of all but one.
-
-    Raises:
-      ValueError: in all processes, where they have different numbers of devices.
-    """
+    """Raises ValueError in all joined processes where they have different numbers of devices; else
+    mutes stdout of all but the first."""
     counts = Counter(device.process_index for device in jax.devices())
     if len(set(counts.values())) > 1:
         counts_text = ", ".join(f"{counts[index]} in process {index}" for index in sorted(counts))

@@ -5,6 +5,7 @@ names none. Here every process says which it is: wrong numbers end all processes
 all of them with the same line.
 """
 
+import contextlib
 import json
 import selectors
 import socket
@@ -61,10 +62,7 @@ def join(address: tuple[str, int], name: str, count: int, index: int, seconds: f
     with _connect(address, name, seconds) as connection:
         _send(connection, {GREETING: index, "count": count})
         connection.settimeout(seconds + REPLY_SECONDS)
-        try:
-            reply = _receive(connection)
-        except OSError:
-            reply = None
+        reply = _receive(connection)
     if reply is None:
         raise ValueError(
             f"coordinator={name!r}: process 0 has ended while the processes started: read its "
@@ -149,10 +147,7 @@ class _Host:
                     f"process {index} has ended while the processes started: read its output."
                 )
         self._strangers.discard(connection)
-        try:
-            greeting = _receive(connection)
-        except OSError:
-            greeting = None
+        greeting = _receive(connection)
         if greeting is None:  # of something else, such as a scan of ports
             connection.close()
             return
@@ -177,10 +172,8 @@ class _Host:
 
     def _reply(self, error: str | None) -> None:
         for connection in self._members.values():
-            try:
+            with contextlib.suppress(OSError):  # it has ended
                 _send(connection, {GREETING: 0, "error": error})
-            except OSError:  # it has ended
-                continue
 
 
 def _connect(address: tuple[str, int], name: str, seconds: float) -> socket.socket:
@@ -205,13 +198,13 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 def _receive(connection: socket.socket) -> dict[str, Any] | None:
     """The other side's message; None where it sends none, or is no process of a run."""
     content = b""
-    while not content.endswith(b"\n") and len(content) < MAX_BYTES:
-        received = connection.recv(MAX_BYTES)
-        if not received:
-            return None
-        content += received
     try:
+        while not content.endswith(b"\n") and len(content) < MAX_BYTES:
+            received = connection.recv(MAX_BYTES)
+            if not received:
+                return None
+            content += received
         message = json.loads(content)
-    except ValueError:
+    except (OSError, ValueError):
         return None
     return message if isinstance(message, dict) and GREETING in message else None

@@ -34,11 +34,8 @@ def source_hashes() -> dict[str, str]:
 
 
 def check_same_software() -> None:
-    """Checks that all processes run the same versions of `PACKAGES` and the same source files.
-
-    Raises:
-      ValueError: in all processes, with the differences to process 0.
-    """
+    """Raises ValueError, in all processes, with the differences to process 0, unless all run the
+    same versions of `PACKAGES` and the same source files."""
     software, hashes = installed_versions(), source_hashes()
     # Files are compared one by one only where they differ: then each is named.
     if len(set(gather(sha256(json.dumps(hashes).encode()).hexdigest()))) > 1:

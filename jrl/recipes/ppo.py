@@ -90,10 +90,7 @@ class ImitatingActorCritic(ActorCritic):
     which they were finished."""
 
     def auxiliary_loss(
-        self,
-        logprobs: Float[Array, "batch time"],
-        batch: Batch[Array],
-        totals: Totals[Array],
+        self, logprobs: Float[Array, "batch time"], batch: Batch[Array], totals: Totals[Array]
     ) -> tuple[Float[Array, ""], Metrics]:
         """Negative log-likelihood of the completions with full marks, the mean over their tokens in
         the mask (VAPO, arXiv:2504.05118, section 4.3)."""

@@ -83,11 +83,8 @@ def verify(folder: RunFolder) -> int:
 
 
 def prune(folder: RunFolder, keep: int) -> int:
-    """Removes all checkpoints but the newest `keep` whose hashes are right.
-
-    Raises:
-      ValueError: where all are damaged; nothing is removed.
-    """
+    """Removes all checkpoints but the newest `keep` whose hashes are right; where all are damaged,
+    raises ValueError and removes nothing."""
     directory = open_directory(folder.checkpoints_path)
     checkpoints = Checkpoints(folder.checkpoints_path)
     steps, intact, damaged = checkpoints.steps(), list[int](), dict[int, str]()
@@ -116,11 +113,8 @@ def prune(folder: RunFolder, keep: int) -> int:
 
 
 def _stored(folder: RunFolder) -> Iterator[tuple[str, StoragePath, int]]:
-    """Label, folder and step of each checkpoint, and of the base weights of a run with adapters.
-
-    Raises:
-      ValueError: where the run has none.
-    """
+    """Label, folder and step of each checkpoint, and of the base weights of a run with adapters;
+    ValueError where the run has none."""
     path = folder.checkpoints_path
     steps = Checkpoints(path).steps()
     if not steps:

@@ -380,8 +380,13 @@ def _json_copy(meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def _transfers(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Arrays with elements, whose copies to the host have begun together."""
-    arrays = {name: _raw(leaf) for name, leaf in leaves.items() if leaf.size}
+    """Arrays with elements, as Orbax stores them (of a typed key its words), whose copies to the
+    host have begun together."""
+    arrays = {
+        name: jax.random.key_data(leaf) if _is_key(leaf) else leaf
+        for name, leaf in leaves.items()
+        if leaf.size
+    }
     for array in arrays.values():
         if isinstance(array, jax.Array) and not is_multiprocess():
             array.copy_to_host_async()
@@ -425,13 +430,8 @@ def _is_key(leaf: Any) -> bool:
     return jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _raw(leaf: Any) -> Any:
-    """Return what Orbax stores: the words of a typed key, or the array itself."""
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
-
-
 def _typed(array: Any, like: Any, description: Mapping[str, Any]) -> Any:
-    """Undo `_raw`."""
+    """Return what was saved, given what Orbax has stored of it."""
     return jax.random.wrap_key_data(array, impl=description["impl"]) if _is_key(like) else array
 
 

@@ -47,8 +47,15 @@ def write(
 
 
 def _write_synced(folder: Path, step: int, gather: Callable[[Any], list[Any]]) -> None:
+    def sync_and_hash(name: str) -> list[int | str]:
+        path = folder / name
+        # Orbax does not sync all of its files.
+        with records.naming(path), path.open("rb") as file:
+            os.fsync(file.fileno())
+        return _size_and_hash(path)
+
     names = gather(_files(folder) if is_main_process() else None)[0]
-    manifests = gather(_map_local_files(names, lambda name: _sync_and_hash(folder / name)))
+    manifests = gather(_map_local_files(names, sync_and_hash))
     if is_main_process():
         files = {name: entry for manifest in manifests for name, entry in manifest.items()}
         records.replace(folder / MANIFEST_NAME, _content(step, files))
@@ -117,13 +124,6 @@ def _map_local_files(names: Iterable[str], function: Callable[[str], Any]) -> di
     local = [name for name in names if owner(name) == jax.process_index()]
     with ThreadPoolExecutor(THREADS) as pool:
         return dict(zip(local, pool.map(function, local), strict=True))
-
-
-def _sync_and_hash(path: Path) -> list[int | str]:
-    """`_size_and_hash` of a file that is on disk then, as Orbax does not sync all of its files."""
-    with records.naming(path), path.open("rb") as file:
-        os.fsync(file.fileno())
-    return _size_and_hash(path)
 
 
 def _size_and_hash(path: Path) -> list[int | str]:

@@ -49,10 +49,9 @@ class Appender:
         self._file = self.path.open("ab", buffering=0)
 
     def append(self, step: int, record: Mapping[str, Any]) -> None:
-        """Write one line.
+        """Write one line; several may share a step.
 
         Args:
-          step: the step the record belongs to; several lines may share one.
           record: JSON values and scalars of numpy or jax. It must not hold "step" itself.
 
         Raises:

@@ -208,11 +208,8 @@ def _filled(
 
 
 def check_correction(correction: Correction, old_logprobs: OldLogprobs) -> None:
-    """Validates the correction for these old log-probabilities.
-
-    Raises:
-      ValueError: naming the setting of a recipe that contradicts another, or an empty range.
-    """
+    """Raises ValueError for a setting that contradicts another, or these old log-probabilities, and
+    for an empty range."""
     c = correction
     weighs, rejects = c.mismatch is not None, c.rejection is not None
     if weighs and c.mismatch_denominator != "drawn" and old_logprobs == "sampler":

@@ -318,10 +318,7 @@ class Recipe(Hyperparameters):
         }
 
     def auxiliary_loss(
-        self,
-        logprobs: Float[Array, "batch time"],
-        batch: Batch[Array],
-        totals: Totals[Array],
+        self, logprobs: Float[Array, "batch time"], batch: Batch[Array], totals: Totals[Array]
     ) -> tuple[Float[Array, ""] | None, Metrics]:
         """Auxiliary term of the policy's loss, this micro-batch's share of it; None for no term."""
         return None, {}
