@@ -145,12 +145,7 @@ class EvaluateOptions:
         return is_checkpoint(self.run)
 
     def check(self) -> None:
-        """Checks the flags, and creates the folders of the output files.
-
-        Raises:
-          ValueError: for invalid flags.
-          OSError: where a folder cannot be created.
-        """
+        """Raises ValueError for invalid flags, and creates the folders of the output files."""
         check_range(self, ("k", "prompts", "devices", "slots", "verifiers"), 1)
         check_range(self, ("show",), 0)
         check_seed(self.seed)
@@ -171,11 +166,7 @@ def evaluation_configuration(
     options: EvaluateOptions, folder: RunFolder | None
 ) -> tuple[RunConfig, Recipe]:
     """Settings of the run in `folder`, or of a checkpoint where that is None, with the changes that
-    the flags make.
-
-    Raises:
-      ValueError: for a checkpoint without a task, and for invalid settings.
-    """
+    the flags make; ValueError for a checkpoint without a task, and for invalid settings."""
     if folder is None:
         if options.task is None:
             raise ValueError(f"{options.run} is a checkpoint, which has no task: give --task.")

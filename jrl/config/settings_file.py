@@ -108,11 +108,8 @@ class Settings:
 
 
 def read_settings(reference: str) -> Settings:
-    """Reads a settings file, or one that comes with the library: ``preset:NAME``.
-
-    Raises:
-      ValueError: there is no such file or preset, it is not YAML, or names a setting twice.
-    """
+    """Reads a settings file, or one that comes with the library (``preset:NAME``); ValueError where
+    there is none, it is not YAML, or names a setting twice."""
     path = _preset_path(reference) if reference.startswith(PREFIX) else Path(reference)
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)

@@ -77,11 +77,8 @@ def parse_volume(text: str) -> tuple[str, str]:
 
 
 def arguments_of(words: Sequence[str], volume: tuple[str, str]) -> list[str]:
-    """Arguments of the training program, whose run folder has to be on the volume.
-
-    Raises:
-      ValueError: where it is not, or for drains, whose machine JobSet would not leave out.
-    """
+    """Arguments of the training program; ValueError where its run folder is not on the volume, and
+    for drains, whose machine JobSet would not leave out."""
     joined = " ".join(words)
     if re.search(r"--on[-_]fault[ =]drain( |$)", joined):
         raise ValueError(

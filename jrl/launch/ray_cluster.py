@@ -48,11 +48,8 @@ class Accelerators:
 
 
 def launch(program: Program, options: RayOptions) -> int:
-    """Runs the program on a Ray cluster, and returns its exit status.
-
-    Raises:
-      ValueError: where Ray is not installed or not reached, or the cluster lacks nodes.
-    """
+    """Runs the program on a Ray cluster, and returns its exit status; ValueError where Ray is not
+    installed or not reached, or the cluster lacks nodes."""
     ray = import_extra("ray", "ray", "--ray")
     address = options.address or os.environ.get(ADDRESS_VARIABLE)
     try:
@@ -83,10 +80,7 @@ def accelerators(nodes: list[Mapping[str, Any]]) -> Accelerators:
 
 def scaling_settings(options: RayOptions, cluster: Accelerators) -> dict[str, Any]:
     """Arguments of Ray's ScalingConfig: a process for each node, which has all its accelerators.
-
-    Raises:
-      ValueError: where the cluster has too few nodes, or a TPU slice is not described or elastic.
-    """
+    ValueError where the cluster has too few nodes, or a TPU slice is not described or elastic."""
     workers = cluster.nodes if options.workers is None else options.workers
     num_workers: int | tuple[int, int] = workers
     if options.elastic is not None:

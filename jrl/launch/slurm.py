@@ -88,11 +88,8 @@ exit "$status"
 
 
 def write(program: Program, job: SlurmJob, path: Path, submit: bool) -> int:
-    """Writes the sbatch file, submits it on request, and returns the exit status.
-
-    Raises:
-      ValueError: for a job that cannot be, or where sbatch is missing.
-    """
+    """Writes the sbatch file, submits it on request, and returns the exit status; ValueError for a
+    job that cannot be, or where sbatch is missing."""
     if job.elastic is not None and job.elastic > job.nodes:
         raise ValueError(f"elastic={job.elastic} is more than nodes={job.nodes}: lower it.")
     for directive in job.directives:

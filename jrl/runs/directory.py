@@ -32,11 +32,8 @@ StoragePath = Path | epath.Path
 
 
 def storage_path(address: StoragePath | str) -> StoragePath:
-    """The absolute path of a file system, or the ``gs://`` address, that a text names.
-
-    Raises:
-      ValueError: for addresses of other storage, and without a bucket.
-    """
+    """The absolute path of a file system, or the ``gs://`` address, that a text names; ValueError
+    for addresses of other storage, and without a bucket."""
     matched = OBJECT_STORAGE.fullmatch(str(address))
     if matched is None:
         return Path(address).absolute()
@@ -132,11 +129,8 @@ class Directory:
 
 
 def open_directory(path: StoragePath | str) -> Directory:
-    """The directory at a path of a file system, or at a ``gs://`` address.
-
-    Raises:
-      ValueError: for other addresses, and for ``gs://`` without gcsfs.
-    """
+    """The directory at a path of a file system, or at a ``gs://`` address; ValueError for other
+    addresses, and for ``gs://`` without gcsfs."""
     path = storage_path(path)
     return BucketDirectory(path) if is_bucket(path) else Directory(path)
 
@@ -222,11 +216,7 @@ def bucket_error(error: BaseException) -> str:
 
 @cache
 def bucket_files() -> Any:
-    """Files in Google Cloud Storage, whose listings are never cached.
-
-    Raises:
-      ValueError: without gcsfs.
-    """
+    """Files in Google Cloud Storage, whose listings are never cached; ValueError without gcsfs."""
     from fsspec import filesystem
     from fsspec.config import conf
 

@@ -31,11 +31,8 @@ RUNS_PATH = Path("runs")
 
 
 def local_path(path: Path | str) -> Path:
-    """The path of a run folder.
-
-    Raises:
-      ValueError: for an address in object storage, which would become a local folder of that name.
-    """
+    """The path of a run folder; ValueError for an address in object storage, which would become a
+    local folder of that name."""
     if OBJECT_STORAGE.fullmatch(str(path)):
         raise ValueError(
             f"run folder {path} is an address in object storage: give a path of a file system, for "

@@ -123,11 +123,8 @@ def plain(value: Any) -> Any:
 
 
 def read(path: Path | str) -> list[dict[str, Any]]:
-    """Return the records of a file, without a last line that is still being written.
-
-    Raises:
-      ValueError: for any other line that is not a JSON object with an integer step.
-    """
+    """Return the records of a file, without a last line that is still being written; ValueError for
+    any other line that is not a JSON object with an integer step."""
     path = Path(path)
     *lines, last = path.read_bytes().split(b"\n")
     if last and record_of(last) is not None:
@@ -146,11 +143,8 @@ def read(path: Path | str) -> list[dict[str, Any]]:
 
 
 def read_metrics(path: Path | str) -> list[dict[str, float | int]]:
-    """Return one dict per line with every value a number, NaN and infinities included.
-
-    Raises:
-      ValueError: as `read` does, and for a value that is no number.
-    """
+    """Return one dict per line with every value a number, NaN and infinities included; ValueError
+    as `read`, and for a value that is no number."""
     metrics = []
     for line_number, record in enumerate(read(path), start=1):
         numbers = {name: _number(value) for name, value in record.items()}
@@ -166,11 +160,7 @@ def read_metrics(path: Path | str) -> list[dict[str, float | int]]:
 
 def read_samples(path: Path | str) -> list[dict[str, Any]]:
     """Return the completions of a run: records with the texts "kind", "prompt" and "completion",
-    the number "score", and more.
-
-    Raises:
-      ValueError: as `read` does, and for a record without one of these.
-    """
+    the number "score", and more. ValueError as `read`, and for a record without one of these."""
     samples = read(path)
     for line_number, sample in enumerate(samples, start=1):
         for name in ("kind", "prompt", "completion", "score"):
