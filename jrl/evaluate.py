@@ -115,13 +115,7 @@ def _evaluate(options: EvaluateOptions) -> dict[str, Any]:
             )
             if critic is not None and folder is not None:
                 results |= _diagnose(
-                    options,
-                    num_prompts,
-                    folder=folder,
-                    setup=setup,
-                    sampler=sampler,
-                    critic=(critic, step),
-                    display=display,
+                    options, num_prompts, folder, setup, sampler, (critic, step), display
                 )
     if is_main_process():
         print_completions(completions.shown)

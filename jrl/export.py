@@ -29,13 +29,8 @@ from jrl.text.tokenizer import Tokenizer
 from moe.config import PRESETS, ModelConfig
 
 COPIED_OPTIONS = (
-    "attention_dropout",
-    "bos_token_id",
-    "eos_token_id",
-    "initializer_range",
-    "pad_token_id",
-    "router_aux_loss_coef",
-    "use_cache",
+    *("attention_dropout", "bos_token_id", "eos_token_id", "initializer_range"),
+    *("pad_token_id", "router_aux_loss_coef", "use_cache"),
 )
 """Options of config.json that change no logit and stay what they were in the checkpoint that the
 run began from."""

@@ -277,10 +277,8 @@ IDLE_FIELDS = frozenset(
 SUPERVISED_HELP = {
     "task": "The conversations: jsonl:PATH, parquet:PATH or dataset:DIR (of save_to_disk), each "
     "with messages, or with a prompt and a completion.",
-    "held_out": (
-        "Held-out conversations to measure the loss on: a share of them (0.05), a number (200), "
-        "or a file of other conversations. None is one in ten."
-    ),
+    "held_out": "Held-out conversations to measure the loss on: a share of them (0.05), a number "
+    "(200), or a file of other conversations. None is one in ten.",
     "steps": "Training steps, each one optimizer step on a batch. 0 takes as many as --epochs.",
     "model": "A preset (tiny, tiny-dense or small), or a published checkpoint (DIR, gguf:FILE or "
     "pip:NAME), its weights and its tokenizer.",
@@ -291,27 +289,20 @@ SUPERVISED_HELP = {
     "answer_field": 'Field with the completion, if the record has no "completion".',
     "messages_field": "Field with the conversation, a list of {role, content}; None takes "
     '"messages" where a record has no prompt.',
-    "packing": (
-        "Sequence packing: conversations are concatenated, so that no padding is computed and the "
-        "LM head sees only loss tokens. Not supported with pp. None packs where it is supported."
-    ),
-    "response_length": (
-        "Maximum tokens of the sample completions in samples.jsonl; None is a quarter above the "
-        "longest held-out answer, and at least 16 tokens."
-    ),
+    "packing": "Sequence packing: conversations are concatenated, so that no padding is computed "
+    "and the LM head sees only loss tokens. Not supported with pp. None packs where it is "
+    "supported.",
+    "response_length": "Maximum tokens of the sample completions in samples.jsonl; None is a "
+    "quarter above the longest held-out answer, and at least 16 tokens.",
     "eval_every": "Steps between evaluations on held-out conversations.",
     "eval_prompts": "Held-out conversations per evaluation, or all if there are fewer.",
     "checkpoint_every": "Steps between checkpoints. The first is taken before the first step, the "
     "last at the end.",
     "samples_every": "Steps between completions of held-out prompts written to samples.jsonl.",
-    "aggregation": (
-        "Aggregation of token losses: token-mean weighs all loss tokens equally, the others each "
-        "conversation."
-    ),
-    "capacity_factor": (
-        "Capacity of an expert in training, as a multiple of its tokens under balanced routing; "
-        "None is the network's own, mostly unlimited (dropless)."
-    ),
+    "aggregation": "Aggregation of token losses: token-mean weighs all loss tokens equally, the "
+    "others each conversation.",
+    "capacity_factor": "Capacity of an expert in training, as a multiple of its tokens under "
+    "balanced routing; None is the network's own, mostly unlimited (dropless).",
 }
 """Help texts of flags that mean something else here, or more."""
 

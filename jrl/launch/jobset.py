@@ -26,19 +26,12 @@ GRACE_SECONDS = 120
 
 @dataclass(frozen=True)
 class JobSet:
-    """Settings of a JobSet.
+    """Settings of a JobSet, which are options of ``python -m jrl.launch --jobset``.
 
     Attributes:
       name: of the JobSet, a DNS label.
-      image: with jrl, of which every pod runs a container.
-      nodes: machines.
-      gpus: NVIDIA GPUs of each node; None is none.
-      chips: TPU chips of each node; None is none.
-      accelerator_type: of a TPU slice in GKE, such as tpu-v6e-slice.
-      topology: of a TPU slice, such as 4x4.
+      gpus, chips: of each node; None is none.
       volume: a volume claim that all pods share, and where it is mounted.
-      port: of the coordinator.
-      max_failures: restarts after a failure.
       environment: variables of the processes.
     """
 

@@ -16,15 +16,12 @@ ADDRESS_VARIABLE = "RAY_ADDRESS"
 
 @dataclass(frozen=True)
 class RayOptions:
-    """Settings of a launch over Ray.
+    """Settings of a launch over Ray, which are options of ``python -m jrl.launch --ray``.
 
     Attributes:
       address: of the cluster; None is that of RAY_ADDRESS, or a cluster on this machine alone.
       workers: processes of the run; None is one for each node that has the accelerators, or CPUs.
       elastic: fewest processes with which it is restarted where nodes are lost; None waits for all.
-      max_failures: restarts after a failure.
-      topology: of a TPU slice, such as 4x4.
-      accelerator_type: of a TPU slice, such as TPU-V6E.
       environment: variables of the processes.
     """
 

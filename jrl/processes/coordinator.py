@@ -218,15 +218,11 @@ def exchange(name: str, value: str) -> list[str]:
 
 
 class KeyValueStore:
-    """Texts of the processes of a run in JAX's coordination service, which process 0 has.
+    """Texts of the processes of a run, under one name, in JAX's coordination service, which process
+    0 has.
 
-    No device is used. Calls block without holding up Python while process 0 does not answer.
-
-    Args:
-      name: of the texts; the same in all processes.
-
-    Raises:
-      RuntimeError: of all methods, where the service cannot be reached.
+    No device is used. Calls block without holding up Python while process 0 does not answer, and
+    raise RuntimeError where it cannot be reached.
     """
 
     def __init__(self, name: str):

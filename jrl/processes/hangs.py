@@ -114,10 +114,8 @@ def deadline_of(position: Position, base: float, longest: float) -> float:
     """Seconds without a sign of progress after which a process is late.
 
     ``max(factor x base, 10 x longest)``, where the factor is 12 for compilations and for a phase
-    that is entered for the first time, 6 for checkpoints, and 1 for all others.
-
-    Args:
-      longest: seconds without a sign in the same phase so far, at most, without compilations.
+    that is entered for the first time, 6 for checkpoints, and 1 for all others; `longest` is the
+    longest time without a sign in the same phase so far, without compilations.
     """
     factor = 1
     if position.compiles or position.is_first:

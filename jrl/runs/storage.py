@@ -44,15 +44,9 @@ def errno_of(error: BaseException) -> int | None:
 
 @contextmanager
 def writing(path: StoragePath, remedy: str) -> Iterator[None]:
-    """Context in which `path` is written; a refused write raises an error of one line.
-
-    Args:
-      remedy: what is left, and how to continue.
-
-    Raises:
-      StorageError: where the operating system refused something, and for every error of an address
-        in Google Cloud Storage.
-    """
+    """Context in which `path` is written; where the operating system refuses something, and for
+    every error of an address in Google Cloud Storage, it raises a StorageError of one line, at its
+    end `remedy`: what is left, and how to continue."""
     try:
         with quiet:
             yield

@@ -168,11 +168,8 @@ class Correction:
     def _weights(
         self, numerator: Array, denominator: Array, mask: Array, accepted: Array
     ) -> tuple[Array, dict[str, Array]]:
-        """Weights of the `accepted` tokens, and their metrics.
-
-        Args:
-          numerator: log-probabilities of the ratio's numerator; `denominator` likewise.
-        """
+        """Weights of the `accepted` tokens by a ratio of probabilities, of which numerator and
+        denominator are the logarithms, and metrics of them."""
         arrays, (low, high) = (numerator, denominator, mask), self.bounds
         # "sequence-masked" bounds a sequence's geometric mean, though its weights are per token.
         level = "geometric" if self.mismatch == "sequence-masked" else self.mismatch_level
