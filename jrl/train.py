@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +30,7 @@ from jrl.processes.agreement import (
     is_multiprocess,
 )
 from jrl.processes.coordinator import process_id
+from jrl.processes.software import short_hash
 from jrl.processes.supervisor import DRAINED, UNSUPERVISED, Supervisor
 from jrl.processes.watchdog import jax_heartbeat
 from jrl.recipes.load import source_of
@@ -144,7 +144,6 @@ def _resume(options: TrainOptions, supervisor: Supervisor) -> int:
 
 def _shared_settings(options: TrainOptions) -> dict[str, Any]:
     """Settings that all processes of a run must have in common."""
-    command = {"--resume": options.command.resume, "--dry-run": options.command.dry_run}
     config, source = to_json(options.run, options.recipe), source_of(options.recipe)
     fields = {**config["run"], **config["hyperparameters"]}
     folder = _open_resumed(options)
@@ -152,11 +151,10 @@ def _shared_settings(options: TrainOptions) -> dict[str, Any]:
     files = custom_files(options.run.task, options.run.reward, code_path)
     return {
         "the recipe": config["recipe"],
-        "the recipe's file": None if source is None else sha256(source).hexdigest()[:12],
-        "the files of task and rewards": {
-            name: sha256(content).hexdigest()[:12] for name, content in files.items()
-        },
-        **command,
+        "the recipe's file": None if source is None else short_hash(source),
+        "the files of task and rewards": {name: short_hash(files[name]) for name in files},
+        "--resume": options.command.resume,
+        "--dry-run": options.command.dry_run,
         **{flag(name): value for name, value in fields.items()},
     }
 

@@ -183,22 +183,17 @@ def evaluation_configuration(
     if options.task is not None:
         # What was chosen for the run's own task need not fit another. Prompts have no answers to
         # imitate here, and need none.
-        default_run_config = RunConfig()
         if recipe.supervised:
             recipe = Grpo()  # tasks have rewards, and not conversations
         # Nothing of them is trained on.
         changes.setdefault("held_out", "1.0" if listed_names(options.task) else None)
-        task_defaults = {name: getattr(default_run_config, name) for name in TASK_SETTINGS}
+        task_defaults = {name: getattr(RunConfig, name) for name in TASK_SETTINGS}
         changes = {**task_defaults, **changes, "task": options.task, "warm_start_steps": 0}
     if options.unsafe_tools:
         changes["unsafe_tools"] = True
     # Implementations were chosen for the training devices; here the best that applies is used.
     # Slots were chosen for their memory, and for the run's own lengths.
-    device_settings = {
-        **dict.fromkeys(IMPLEMENTATION_SETTINGS),
-        **SINGLE_MESH_SETTINGS,
-        "slots": None,
-    }
+    device_settings = dict.fromkeys((*IMPLEMENTATION_SETTINGS, "slots")) | SINGLE_MESH_SETTINGS
     if run.rollout_devices is not None:
         # There is no training here: the layout's own devices sample.
         device_settings |= {"rollout_devices": None, "rollout_layout": None}

@@ -139,20 +139,14 @@ def manifest(job: JobSet, arguments: Sequence[str]) -> dict[str, Any]:
             "cloud.google.com/gke-tpu-accelerator": job.accelerator_type,
             "cloud.google.com/gke-tpu-topology": job.topology,
         }
+    fail = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [WRONG_INPUT]}}
     template = {
         "spec": {
             "completionMode": "Indexed",
             "completions": job.nodes,
             "parallelism": job.nodes,
             "backoffLimit": 0,  # a pod alone cannot join a run that is going on
-            "podFailurePolicy": {
-                "rules": [
-                    {
-                        "action": "FailJob",
-                        "onExitCodes": {"operator": "In", "values": [WRONG_INPUT]},
-                    }
-                ]
-            },
+            "podFailurePolicy": {"rules": [fail]},
             "template": {"spec": pod},
         }
     }

@@ -26,11 +26,14 @@ def source_hashes() -> dict[str, str]:
     """Hashes of the library's Python files, by paths such as jrl/train.py."""
     paths = (path for name in SOURCE_PACKAGES for path in (SOURCE_ROOT / name).rglob("*.py"))
     return {
-        path.relative_to(SOURCE_ROOT).as_posix(): sha256(path.read_bytes()).hexdigest()[
-            :HASH_LENGTH
-        ]
+        path.relative_to(SOURCE_ROOT).as_posix(): short_hash(path.read_bytes())
         for path in sorted(paths)
     }
+
+
+def short_hash(content: bytes) -> str:
+    """First digits of a SHA-256, by which people tell two contents apart."""
+    return sha256(content).hexdigest()[:HASH_LENGTH]
 
 
 def check_same_software() -> None:

@@ -6,9 +6,6 @@ flat names such as ``policy/layers/w``), ``tree`` (shape and dtype of every leaf
 which every reader verifies. A kill at any moment leaves a complete checkpoint or none
 (`jrl.runs.directory`); leftovers are never read, and the next `save` removes
 them. A checkpoint that is found damaged later can be set aside as ``<step>.damaged``.
-
-Saving is asynchronous: the state is copied to the host, and a thread writes it while the run goes
-on.
 """
 
 import json
@@ -100,11 +97,8 @@ class Checkpoints:
 
     def latest_valid_step(self) -> tuple[int | None, dict[int, str]]:
         """Return the newest step whose checkpoint is as it was written, None where there is none at
-        all, and what is damaged of the newer ones, by step. All files are read for that.
-
-        Raises:
-          ValueError: where there are checkpoints and all of them are damaged.
-        """
+        all, and what is damaged of the newer ones, by step; ValueError where all are damaged. All
+        files are read for that."""
         damaged: dict[int, str] = {}
         # A run that is being written may drop the one looked at: that is no damage.
         while steps := [step for step in self.steps() if step not in damaged]:
@@ -128,10 +122,8 @@ class Checkpoints:
         return self._directory.identity(step)
 
     def set_aside(self, step: int) -> StoragePath:
-        """Rename a damaged checkpoint, which is not listed any more, and return its path.
-
-        Only the writer of the run may call this.
-        """
+        """Rename a damaged checkpoint, which is not listed any more, and return its path. Only the
+        writer of the run may call this."""
         self.wait()
         name = ""
         with RaiseInAllProcesses():
@@ -188,11 +180,8 @@ class Checkpoints:
         self._in_flight = BackgroundSave(complete, gather)
 
     def wait(self) -> None:
-        """Wait until the checkpoint that is being written is complete; without one, return.
-
-        Raises:
-          StorageError: where the file system refused to hold it; the checkpoints before it stay.
-        """
+        """Wait until the checkpoint that is being written is complete; StorageError where the file
+        system refused to hold it, and the checkpoints before it stay."""
         if self._in_flight is None:
             return
         try:
