@@ -242,15 +242,13 @@ class KeyValueStore:
 
 def _connections() -> Iterator[socket.socket]:
     """Connected TCP sockets of this process."""
+    families = (socket.AF_INET, socket.AF_INET6)
     for descriptor in map(int, os.listdir("/dev/fd")):
         with contextlib.suppress(OSError):
             if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 continue
             with socket.socket(fileno=os.dup(descriptor)) as connection:
-                if (
-                    connection.family in (socket.AF_INET, socket.AF_INET6)
-                    and connection.getpeername()
-                ):
+                if connection.family in families and connection.getpeername():
                     yield connection
 
 
