@@ -12,12 +12,9 @@ def flag(field: str) -> str:
 
 
 def check_seed(seed: int) -> None:
-    """Rejects a seed that does not fit in 32 bits.
+    """Raises ValueError unless ``0 <= seed < 2**32``.
 
     JAX keeps 32 bits of a seed: beyond them two seeds would be equal.
-
-    Raises:
-      ValueError: unless ``0 <= seed < 2**32``.
     """
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed={seed} must lie in 0..4294967295.")
@@ -31,12 +28,8 @@ def check_range(
     *,
     above: bool = False,
 ) -> None:
-    """Rejects settings outside of ``low <= x <= high``, or of ``low < x <= high`` where `above`,
-    and NaN; None and missing settings are skipped.
-
-    Raises:
-      ValueError: naming the first of them.
-    """
+    """Raises ValueError for the first of these settings that is outside of ``low <= x <= high``, or
+    of ``low < x <= high`` where `above`, or NaN; None and missing settings are skipped."""
     for name in names:
         value = getattr(settings, name, None)
         if value is None or (low <= value <= high and not (above and value == low)):
@@ -47,27 +40,11 @@ def check_range(
         raise ValueError(f"{name}={value} {rule}.")
 
 
-def check_least(settings: object, names: Iterable[str], least: int = 1) -> None:
-    """Rejects settings below a minimum; None is skipped.
-
-    Raises:
-      ValueError: naming the first of them.
-    """
-    for name in names:
-        value = getattr(settings, name)
-        if value is not None and value < least:
-            raise ValueError(f"{name}={value} must be at least {least}.")
-
-
 def import_extra(module: str, extra: str, purpose: str) -> ModuleType:
-    """Imports an optional package.
-
-    Args:
-      extra: the extra of pyproject.toml that installs it.
-      purpose: what needs it, for the message.
+    """Imports an optional package, which an extra of pyproject.toml installs.
 
     Raises:
-      ValueError: where it is not installed.
+      ValueError: where it is not installed; `purpose` is what needs it.
     """
     try:
         return importlib.import_module(module)

@@ -91,9 +91,7 @@ def _lost_process(error: Exception) -> str | None:
 
 
 def start_jax(
-    devices: int | None,
-    processes: Processes = SINGLE_PROCESS,
-    heartbeat: int = HEARTBEAT_SECONDS,
+    devices: int | None, processes: Processes = SINGLE_PROCESS, heartbeat: int = HEARTBEAT_SECONDS
 ) -> None:
     """Chooses the devices before JAX starts, and turns on the compilation cache.
 

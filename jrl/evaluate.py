@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,8 +71,7 @@ def _evaluate(options: EvaluateOptions) -> dict[str, Any]:
     folder = None if options.is_checkpoint else RunFolder.read(options.run)
     run, recipe = evaluation_configuration(options, folder)
     start_jax(run.devices, options.processes)
-    local_options = ("json", "samples", "processes")
-    shared_options = [field.name for field in fields(options) if field.name not in local_options]
+    shared_options = vars(options).keys() - {"json", "samples", "processes"}
     check_same({flag(name): getattr(options, name) for name in shared_options})
     if options.diagnostics and not recipe.uses_critic:
         if folder is None:
@@ -89,6 +88,7 @@ def _evaluate(options: EvaluateOptions) -> dict[str, Any]:
     # What builds and runs a network is imported once the flags are known to be right.
     from jrl.rollout.collection.collect import sampling_of
     from jrl.trainer.evaluation.evaluate import Completions, evaluate
+    from jrl.trainer.setup.memory import evaluation_slots
 
     watch = CompilationWatch() if is_main_process() else nullcontext()
     path = options.samples if is_main_process() else None
@@ -97,7 +97,10 @@ def _evaluate(options: EvaluateOptions) -> dict[str, Any]:
         size = setup.task.heldout_size
         requested_prompts = choose_num_prompts(options, size)
         num_prompts = requested_prompts if size is None else min(requested_prompts, size)
-        setup = _with_slots(setup, num_prompts * options.k)
+        # As many slots as these completions need and the memory allows.
+        slots, line = evaluation_slots(setup, num_prompts * options.k)
+        _print_line(line)
+        setup = replace(setup, run=replace(setup.run, slots=slots))
         sampler = setup.sampler(options.seed)
         critic, step = _load(options, folder, setup, sampler)
         usage = sampler.engine.usage
@@ -112,13 +115,7 @@ def _evaluate(options: EvaluateOptions) -> dict[str, Any]:
             )
             if critic is not None and folder is not None:
                 results |= _diagnose(
-                    options,
-                    num_prompts,
-                    folder=folder,
-                    setup=setup,
-                    sampler=sampler,
-                    critic=(critic, step),
-                    display=display,
+                    options, num_prompts, folder, setup, sampler, (critic, step), display
                 )
     if is_main_process():
         print_completions(completions.shown)
@@ -173,15 +170,6 @@ def _build_setup(
     return setup
 
 
-def _with_slots(setup: "Setup", rows: int) -> "Setup":
-    """The setup with as many slots as `rows` completions need and the memory allows."""
-    from jrl.trainer.setup.memory import evaluation_slots
-
-    slots, line = evaluation_slots(setup, rows)
-    _print_line(line)
-    return replace(setup, run=replace(setup.run, slots=slots))
-
-
 def _load(
     options: EvaluateOptions, folder: RunFolder | None, setup: "Setup", sampler: "Sampler"
 ) -> "tuple[Transformer[Array] | None, int]":
@@ -217,12 +205,8 @@ def _diagnose(
     critic: "tuple[Transformer[Array], int]",
     display: EvaluationDisplay,
 ) -> dict[str, float]:
-    """Evaluates the critic, plots its diagnostics into the run's folder, and returns its metrics.
-
-    Args:
-      sampler: with the policy loaded.
-      critic: its weights, and the step of policy and critic.
-    """
+    """Evaluates the critic, given as weights and step, with the policy that the sampler has loaded;
+    plots its diagnostics into the run's folder, and returns its metrics."""
     from jrl.report.critic import critic_diagnostics
     from jrl.report.critic_plots import plot_diagnostics
     from jrl.rollout.collection.collect import sampling_of

@@ -29,13 +29,8 @@ from jrl.text.tokenizer import Tokenizer
 from moe.config import PRESETS, ModelConfig
 
 COPIED_OPTIONS = (
-    "attention_dropout",
-    "bos_token_id",
-    "eos_token_id",
-    "initializer_range",
-    "pad_token_id",
-    "router_aux_loss_coef",
-    "use_cache",
+    *("attention_dropout", "bos_token_id", "eos_token_id", "initializer_range"),
+    *("pad_token_id", "router_aux_loss_coef", "use_cache"),
 )
 """Options of config.json that change no logit and stay what they were in the checkpoint that the
 run began from."""
@@ -174,15 +169,13 @@ def _describe_network(
 
 def _is_alive(process: int) -> bool:
     """True if another process has this id."""
-    if process == os.getpid():
-        return False
     try:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
-    return True
+        pass
+    return process != os.getpid()
 
 
 @contextmanager

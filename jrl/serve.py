@@ -8,12 +8,13 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
-from jrl.checks import check_least, check_seed
+from jrl.checks import check_range, check_seed
 from jrl.command_line import exit_status, start_jax
 from jrl.published.location import is_checkpoint
 from jrl.tasks.data.conversations import template_arguments
@@ -127,10 +128,10 @@ def _main(arguments: list[str]) -> int:
 
 def _check(options: ServeOptions) -> None:
     """Raises ValueError for flags that cannot be."""
-    check_least(options, ("slots", "window", "max_body", "max_tokens", "devices", "connections"))
-    check_least(options, ("micro_batches", "expert_slots", "replan"))
-    check_least(options, ("queue", "port"), 0)
-    check_least(options, ("length",), 2)
+    check_range(options, ("slots", "window", "max_body", "max_tokens", "devices", "connections"), 1)
+    check_range(options, ("micro_batches", "expert_slots", "replan"), 1)
+    check_range(options, ("queue", "port"), 0)
+    check_range(options, ("length",), 2)
     if options.port >= 2**16:
         raise ValueError(f"port={options.port} must lie in 0..65535.")
     if options.api_key == "":
@@ -227,12 +228,7 @@ def _build_service(options: ServeOptions):
     defaults, longest = _defaults(options, policy)
     served = ApiModel(name, format, length, options.max_tokens, int(time.time()), defaults, longest)
     service = Service(
-        engine,
-        served,
-        policy.versions,
-        metrics,
-        queue=options.queue,
-        window=options.window,
+        engine, served, policy.versions, metrics, queue=options.queue, window=options.window
     )
     front = FrontEnd(service, served, metrics, api_key=_key(options), max_bytes=options.max_body)
     return service, front, name
@@ -284,10 +280,7 @@ def choose_length(model: "ModelConfig", slots: int) -> tuple[int, str]:
     if positions is None:
         return DEFAULT_LENGTH, ""
     one_device = fold(Layout(), jax.devices()[:1])
-
-    def cache_bytes_of(length: int) -> int:
-        return cache_bytes(model, one_device, slots, length)
-
+    cache_bytes_of = partial(cache_bytes, model, one_device, slots)
     length = positions
     # Halves, so that lengths are as even as those of published networks.
     while length > DEFAULT_LENGTH and cache_bytes_of(length) > DEFAULT_CACHE_BYTES:

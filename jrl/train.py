@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +30,7 @@ from jrl.processes.agreement import (
     is_multiprocess,
 )
 from jrl.processes.coordinator import process_id
+from jrl.processes.software import short_hash
 from jrl.processes.supervisor import DRAINED, UNSUPERVISED, Supervisor
 from jrl.processes.watchdog import jax_heartbeat
 from jrl.recipes.load import source_of
@@ -89,13 +89,10 @@ def _with_chosen_layout(options: TrainOptions) -> TrainOptions:
             f"layout={AUTO!r} is chosen in one process: run one with --dry-run and as many "
             "--devices, and give all processes the layout that it prints."
         )
-    single_device = replace(
-        run, layout="dp1", rollout_layout=None, rollout_devices=None, slots=None
-    )
-    single_device = replace(single_device, **SINGLE_MESH_SETTINGS)
-    setup = _build(
-        replace(options, run=single_device, recipe=recipe.divided(1)), _open_resumed(options)
-    )
+    own_devices = dict.fromkeys(("rollout_layout", "rollout_devices", "slots"))
+    single_device = replace(run, layout="dp1", **own_devices, **SINGLE_MESH_SETTINGS)
+    single_device_options = replace(options, run=single_device, recipe=recipe.divided(1))
+    setup = _build(single_device_options, _open_resumed(options))
     with closing(setup.task):
         devices = jax.device_count() - (run.rollout_devices or 0)
         layout, reason_line = choose_layout(replace(setup, run=run), recipe, devices)
@@ -105,8 +102,6 @@ def _with_chosen_layout(options: TrainOptions) -> TrainOptions:
 
 def _start_run(options: TrainOptions, supervisor: Supervisor) -> int:
     """A new run. Its folder is made when all that can be seen to be wrong has been looked at."""
-    from jrl.trainer.setup.adapters import load_initial_adapters
-
     setup = _build_in_all_processes(options)
     with closing(setup.task):
         weights = _load_initial_weights(setup)
@@ -114,8 +109,7 @@ def _start_run(options: TrainOptions, supervisor: Supervisor) -> int:
         with _open(lambda: _create(options)) as folder:
             _save_inputs(setup, folder)
             _print_lengths(setup)
-            adapters, prompts_seen = load_initial_adapters(setup), _count_prompts_seen(setup)
-            return _train(setup, folder, weights, adapters, prompts_seen, supervisor)
+            return _train(setup, folder, weights, supervisor, begins=True)
 
 
 def _resume(options: TrainOptions, supervisor: Supervisor) -> int:
@@ -123,7 +117,6 @@ def _resume(options: TrainOptions, supervisor: Supervisor) -> int:
     from jrl.report.page import write_page
     from jrl.report.plots import plot_run
     from jrl.runs.checkpoints import Checkpoints
-    from jrl.trainer.setup.adapters import load_initial_adapters
 
     run, config = options.run, to_json(options.run, options.recipe)
     with _open(lambda: RunFolder.resume(options.command.run_dir or "")) as folder:
@@ -133,11 +126,8 @@ def _resume(options: TrainOptions, supervisor: Supervisor) -> int:
         if step is not None and step >= run.steps and step == checkpoints.latest_valid_step()[0]:
             # It may have been killed between its last checkpoint and its end.
             if is_main_process() and not folder.plots_path.is_dir():
-                plot_run(
-                    folder.metrics_path,
-                    folder.plots_path,
-                    f"{run.task}, {options.recipe.name}",
-                )
+                title = f"{run.task}, {options.recipe.name}"
+                plot_run(folder.metrics_path, folder.plots_path, title)
             # The page comes after the plots.
             if is_main_process() and not folder.report_path.is_file():
                 write_page([folder], folder.report_path)
@@ -148,33 +138,25 @@ def _resume(options: TrainOptions, supervisor: Supervisor) -> int:
             if is_main_process() and folder.config() != config:
                 folder.change_config(config)
             _save_inputs(setup, folder)
-            if step is not None:
-                return _train(setup, folder, None, None, 0, supervisor)
-            weights, adapters = _load_initial_weights(setup), load_initial_adapters(setup)
-            prompts_seen = _count_prompts_seen(setup)
-            return _train(setup, folder, weights, adapters, prompts_seen, supervisor)
+            weights = _load_initial_weights(setup) if step is None else None
+            return _train(setup, folder, weights, supervisor, begins=step is None)
 
 
 def _shared_settings(options: TrainOptions) -> dict[str, Any]:
     """Settings that all processes of a run must have in common."""
-    command = {"--resume": options.command.resume, "--dry-run": options.command.dry_run}
     config, source = to_json(options.run, options.recipe), source_of(options.recipe)
     fields = {**config["run"], **config["hyperparameters"]}
-    return {
-        "the recipe": config["recipe"],
-        "the recipe's file": None if source is None else sha256(source).hexdigest()[:12],
-        "the files of task and rewards": _file_hashes(options),
-        **command,
-        **{flag(name): value for name, value in fields.items()},
-    }
-
-
-def _file_hashes(options: TrainOptions) -> dict[str, str]:
-    """Of the user's own files, which tell versions apart."""
     folder = _open_resumed(options)
     code_path = None if folder is None else folder.code_path
     files = custom_files(options.run.task, options.run.reward, code_path)
-    return {name: sha256(source).hexdigest()[:12] for name, source in files.items()}
+    return {
+        "the recipe": config["recipe"],
+        "the recipe's file": None if source is None else short_hash(source),
+        "the files of task and rewards": {name: short_hash(files[name]) for name in files},
+        "--resume": options.command.resume,
+        "--dry-run": options.command.dry_run,
+        **{flag(name): value for name, value in fields.items()},
+    }
 
 
 def _dry_run(options: TrainOptions) -> int:
@@ -201,11 +183,8 @@ def _build_in_all_processes(options: TrainOptions, folder: RunFolder | None = No
 
 
 def _build(options: TrainOptions, folder: RunFolder | None = None) -> "Setup":
-    """The fixed parts of the run, looked over. Close its task at the end.
-
-    Args:
-      folder: of the run that is being resumed.
-    """
+    """The fixed parts of the run, looked over; `folder` is that of a run that is being resumed.
+    Close its task at the end."""
     from jrl.faults.collect.sampler import import_client
     from jrl.faults.collect.sources import import_psutil
     from jrl.report import exporter
@@ -361,15 +340,19 @@ def _train(
     setup: "Setup",
     folder: RunFolder,
     weights: "Transformer[Array] | None",
-    adapters: "Transformer[Array] | None",
-    prompts_seen: int,
     supervisor: Supervisor,
+    begins: bool,
 ) -> int:
+    """Trains to the end; `begins` is false for a run that continues from a checkpoint."""
     from jrl.report.compilation import CompilationWatch
     from jrl.trainer.loop import train
+    from jrl.trainer.setup.adapters import load_initial_adapters
     from jrl.trainer.setup.network import buffers_explained, dispatch_explained
     from moe.implementations import explain_selections
 
+    adapters, prompts_seen = None, 0
+    if begins:
+        adapters, prompts_seen = load_initial_adapters(setup), _count_prompts_seen(setup)
     resume = f"{PROGRAM} --resume --run-dir {shlex.quote(str(folder.path))}"
     explanation = dispatch_explained(setup.model, setup.run, setup.mesh)
     if is_main_process():

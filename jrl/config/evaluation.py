@@ -7,7 +7,7 @@ from typing import Literal
 
 import tyro
 
-from jrl.checks import check_least, check_seed
+from jrl.checks import check_range, check_seed
 from jrl.config.files import configuration_of
 from jrl.config.run import IMPLEMENTATION_SETTINGS, SINGLE_MESH_SETTINGS, RunConfig
 from jrl.processes.coordinator import SINGLE_PROCESS, Processes
@@ -145,14 +145,9 @@ class EvaluateOptions:
         return is_checkpoint(self.run)
 
     def check(self) -> None:
-        """Checks the flags, and creates the folders of the output files.
-
-        Raises:
-          ValueError: for invalid flags.
-          OSError: where a folder cannot be created.
-        """
-        check_least(self, ("k", "prompts", "devices", "slots", "verifiers"))
-        check_least(self, ("show",), 0)
+        """Raises ValueError for invalid flags, and creates the folders of the output files."""
+        check_range(self, ("k", "prompts", "devices", "slots", "verifiers"), 1)
+        check_range(self, ("show",), 0)
         check_seed(self.seed)
         if self.temperature is not None and not math.isfinite(self.temperature):
             raise ValueError(f"temperature={self.temperature} must be a number from 0.")
@@ -170,14 +165,8 @@ class EvaluateOptions:
 def evaluation_configuration(
     options: EvaluateOptions, folder: RunFolder | None
 ) -> tuple[RunConfig, Recipe]:
-    """Settings of the run or of a checkpoint, with the changes that the flags make.
-
-    Args:
-      folder: of the run, None for a checkpoint.
-
-    Raises:
-      ValueError: for a checkpoint without a task, and for invalid settings.
-    """
+    """Settings of the run in `folder`, or of a checkpoint where that is None, with the changes that
+    the flags make; ValueError for a checkpoint without a task, and for invalid settings."""
     if folder is None:
         if options.task is None:
             raise ValueError(f"{options.run} is a checkpoint, which has no task: give --task.")
@@ -194,22 +183,17 @@ def evaluation_configuration(
     if options.task is not None:
         # What was chosen for the run's own task need not fit another. Prompts have no answers to
         # imitate here, and need none.
-        default_run_config = RunConfig()
         if recipe.supervised:
             recipe = Grpo()  # tasks have rewards, and not conversations
         # Nothing of them is trained on.
         changes.setdefault("held_out", "1.0" if listed_names(options.task) else None)
-        task_defaults = {name: getattr(default_run_config, name) for name in TASK_SETTINGS}
+        task_defaults = {name: getattr(RunConfig, name) for name in TASK_SETTINGS}
         changes = {**task_defaults, **changes, "task": options.task, "warm_start_steps": 0}
     if options.unsafe_tools:
         changes["unsafe_tools"] = True
     # Implementations were chosen for the training devices; here the best that applies is used.
     # Slots were chosen for their memory, and for the run's own lengths.
-    device_settings = {
-        **dict.fromkeys(IMPLEMENTATION_SETTINGS),
-        **SINGLE_MESH_SETTINGS,
-        "slots": None,
-    }
+    device_settings = dict.fromkeys((*IMPLEMENTATION_SETTINGS, "slots")) | SINGLE_MESH_SETTINGS
     if run.rollout_devices is not None:
         # There is no training here: the layout's own devices sample.
         device_settings |= {"rollout_devices": None, "rollout_layout": None}
@@ -223,11 +207,7 @@ def evaluation_configuration(
 
 
 def choose_num_prompts(options: EvaluateOptions, size: int | None) -> int:
-    """Maximum number of prompts to evaluate.
-
-    Args:
-      size: number of prompts of the task; None is an endless supply.
-    """
+    """Maximum number of prompts to evaluate, of a task that has `size`; None is without an end."""
     if options.prompts is not None:
         return options.prompts
     return DEFAULT_PROMPTS if options.task is None or size is None else size

@@ -96,11 +96,8 @@ def configuration_of(folder: RunFolder) -> tuple[RunConfig, Recipe]:
 
 
 def check_resumable(stored: tuple[RunConfig, Recipe], requested: tuple[RunConfig, Recipe]) -> None:
-    """Rejects settings under which a resumed run would be another run.
-
-    Raises:
-      ValueError: naming every flag that may not differ, its value in the run and the new one.
-    """
+    """Raises ValueError for settings under which a resumed run would be another, with every flag
+    that may not differ, its value in the run and the new one."""
     differences = list(_differences(stored, requested))
     if differences:
         raise ValueError(
@@ -114,12 +111,9 @@ def _differences(
 ) -> Iterator[str]:
     # Checkpoints store the KV cache in the layout that the layers read.
     cache_fields = ("scan_layers", "latent") if stored[0].stale_cache else ()
-    for stored_record, requested_record in zip(stored, requested, strict=True):
-        for field in fields(stored_record):
-            old, new = (
-                getattr(stored_record, field.name),
-                getattr(requested_record, field.name),
-            )
+    for before, after in zip(stored, requested, strict=True):
+        for field in fields(before):
+            old, new = getattr(before, field.name), getattr(after, field.name)
             if field.name == "steps" and new < old:
                 yield f"--steps is {old} in the run and can only be raised, {new} was given"
             elif old != new and (field.name not in CHANGEABLE or field.name in cache_fields):

@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, make_dataclass, replace
+from dataclasses import dataclass, fields, make_dataclass, replace
 from itertools import pairwise
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
@@ -10,7 +10,7 @@ import tyro
 
 from jrl.config.files import check_resumable, configuration_of
 from jrl.config.run import AUTO, RunConfig
-from jrl.config.settings_file import Settings, read_settings
+from jrl.config.settings_file import GROUPS, Settings, read_settings
 from jrl.processes.coordinator import SINGLE_PROCESS, Processes
 from jrl.recipes import RECIPES, Recipe
 from jrl.recipes.load import LIBRARY, load_recipe
@@ -85,9 +85,9 @@ def parse_arguments(arguments: list[str]) -> TrainOptions:
     """
     recipe_word, arguments = _recipe_word(arguments)
     settings = _settings(arguments)
-    arguments = _with_resume(arguments, settings)
+    folder = _resumed_folder(arguments, settings)
     kind = load_recipe(recipe_word) if recipe_word else _recipe_from(settings)
-    stored = _stored_configuration(arguments, settings)
+    stored = None if folder is None else configuration_of(RunFolder.read(folder))
     if stored is None:
         recipe = (kind or load_recipe(DEFAULT_RECIPE))()
         run = default_run(type(recipe))
@@ -102,6 +102,7 @@ def parse_arguments(arguments: list[str]) -> TrainOptions:
             )
     command, processes, new_run, new_recipe = _parse_flags(arguments, run, recipe, settings)
     if stored is not None:
+        command = replace(command, resume=True)
         check_resumable(stored, (new_run, new_recipe))
     run, recipe = RunConfig(**_values(new_run)), type(recipe)(**_values(new_recipe))
     check_idle(run, recipe)
@@ -156,47 +157,26 @@ def _recipe_from(settings: Settings | None) -> type[Recipe] | None:
         raise ValueError(f"{settings.path}: {error}") from error
 
 
-def _stored_configuration(
-    arguments: list[str], settings: Settings | None
-) -> tuple[RunConfig, Recipe] | None:
-    """Configuration of the run to resume; None without --resume."""
-    parsed = _parse_resume(arguments)
-    if not parsed.resume or parsed.help:
-        return None
-    run_dir = _run_dir(parsed, settings)
-    if run_dir is None:
-        raise ValueError("--resume needs --run-dir: give the folder of the run to resume.")
-    return configuration_of(RunFolder.read(run_dir))
-
-
-def _with_resume(arguments: list[str], settings: Settings | None) -> list[str]:
-    """Adds --resume where --resume-if-exists finds a run.
+def _resumed_folder(arguments: list[str], settings: Settings | None) -> str | None:
+    """Folder of the run that --resume continues, or --resume-if-exists where it holds a run.
 
     All processes of a run find the same: process 0 makes the folder after all have connected.
     """
-    parsed = _parse_resume(arguments)
-    if not parsed.resume_if_exists or parsed.resume or parsed.help:
-        return arguments
-    run_dir = _run_dir(parsed, settings)
-    if run_dir is None:
-        raise ValueError("--resume-if-exists needs --run-dir: give the folder of the run.")
-    return [*arguments, "--resume"] if RunFolder(run_dir).config_path.is_file() else arguments
-
-
-def _parse_resume(arguments: list[str]) -> argparse.Namespace:
-    """Flags that concern resuming."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--resume-if-exists", "--resume_if_exists", action="store_true")
     parser.add_argument("--run-dir", "--run_dir", nargs="?")
     parser.add_argument("-h", "--help", action="store_true")
-    return parser.parse_known_args(arguments)[0]
-
-
-def _run_dir(parsed: argparse.Namespace, settings: Settings | None) -> str | None:
-    """Folder of the run, which a settings file may name."""
+    parsed = parser.parse_known_args(arguments)[0]
+    if parsed.help or not (parsed.resume or parsed.resume_if_exists):
+        return None
     file_command = Command() if settings is None else settings.apply_to(Command())
-    return parsed.run_dir or file_command.run_dir
+    run_dir = parsed.run_dir or file_command.run_dir
+    if run_dir is not None:
+        return run_dir if parsed.resume or RunFolder(run_dir).config_path.is_file() else None
+    if parsed.resume:
+        raise ValueError("--resume needs --run-dir: give the folder of the run to resume.")
+    raise ValueError("--resume-if-exists needs --run-dir: give the folder of the run.")
 
 
 def _parse_flags(
@@ -204,10 +184,14 @@ def _parse_flags(
 ) -> tuple[Command, Processes, RunConfig, Recipe]:
     """Parses the flags. Defaults are those of `settings`, then of `run` and `recipe`; these two are
     returned unchecked."""
-    kind = type(recipe)
-    command, processes, run, recipe = _with_settings(
-        settings, _unchecked(run, kind), _unchecked(recipe, kind)
-    )
+    kind, command, processes = type(recipe), Command(), SINGLE_PROCESS
+    run, recipe = _unchecked(run, kind), _unchecked(recipe, kind)
+    if settings is not None:
+        settings.check_names(
+            Command, Processes, type(run), type(recipe), command_line_only=ON_COMMAND_LINE
+        )
+        command, processes = settings.apply_to(command), settings.apply_to(processes)
+        run, recipe = settings.apply_to(run), settings.apply_to(recipe)
     recipe_names = tuple(dict.fromkeys((*LIBRARY, recipe.name)))
     recipe_literal = Literal[recipe_names]  # pyright: ignore[reportInvalidTypeForm]
     help_text = (
@@ -239,35 +223,19 @@ def _parse_flags(
     return parsed["command"], parsed["processes"], parsed["run"], parsed[recipe.name]
 
 
-def _with_settings(
-    settings: Settings | None, run: RunConfig, recipe: Recipe
-) -> tuple[Command, Processes, RunConfig, Recipe]:
-    """All records of a command line with the values of a settings file."""
-    if settings is None:
-        return Command(), SINGLE_PROCESS, run, recipe
-    settings.check_names(
-        Command, Processes, type(run), type(recipe), command_line_only=ON_COMMAND_LINE
-    )
-    apply = settings.apply_to
-    return apply(Command()), apply(SINGLE_PROCESS), apply(run), apply(recipe)
-
-
 def _unchecked(record: Record, recipe: type[Recipe]) -> Record:
     """Copy of the record that accepts any values, so that all flags are parsed before any is
     validated; without the flags that have no effect in a recipe, and with the recipe's help texts
     for the others."""
     kind, values = type(record), _values(record)
     hints = get_type_hints(kind, include_extras=True)
-    hidden = idle_fields(recipe) & values.keys()
-    help_texts = {
-        name: text for name, text in SUPERVISED_HELP.items() if recipe.supervised and name in values
-    }
-    annotations: dict[str, Any] = {
-        name: Annotated[hints[name], tyro.conf.Fixed, tyro.conf.Suppress] for name in hidden
-    }
-    annotations |= {
-        name: Annotated[hints[name], tyro.conf.arg(help=text)] for name, text in help_texts.items()
-    }
+    annotations: dict[str, Any] = {}
+    for name in values:
+        if name in idle_fields(recipe):
+            annotations[name] = Annotated[hints[name], tyro.conf.Fixed, tyro.conf.Suppress]
+        elif recipe.supervised and name in SUPERVISED_HELP:
+            help_text = SUPERVISED_HELP[name]
+            annotations[name] = Annotated[hints[name], tyro.conf.arg(help=help_text)]
     body = {
         "__annotations__": annotations,
         "__post_init__": lambda self: None,
@@ -306,16 +274,11 @@ IDLE_FIELDS = frozenset(
 )
 """Fields of a run and of its recipe that have no effect here: they are no flags."""
 
-SUPERVISED_DEFAULTS: Mapping[str, Any] = {"steps": 0, "warm_start_steps": 0}
-"""Defaults of a run's fields that differ from those of reinforcement learning."""
-
 SUPERVISED_HELP = {
     "task": "The conversations: jsonl:PATH, parquet:PATH or dataset:DIR (of save_to_disk), each "
     "with messages, or with a prompt and a completion.",
-    "held_out": (
-        "Held-out conversations to measure the loss on: a share of them (0.05), a number (200), "
-        "or a file of other conversations. None is one in ten."
-    ),
+    "held_out": "Held-out conversations to measure the loss on: a share of them (0.05), a number "
+    "(200), or a file of other conversations. None is one in ten.",
     "steps": "Training steps, each one optimizer step on a batch. 0 takes as many as --epochs.",
     "model": "A preset (tiny, tiny-dense or small), or a published checkpoint (DIR, gguf:FILE or "
     "pip:NAME), its weights and its tokenizer.",
@@ -326,34 +289,27 @@ SUPERVISED_HELP = {
     "answer_field": 'Field with the completion, if the record has no "completion".',
     "messages_field": "Field with the conversation, a list of {role, content}; None takes "
     '"messages" where a record has no prompt.',
-    "packing": (
-        "Sequence packing: conversations are concatenated, so that no padding is computed and the "
-        "LM head sees only loss tokens. Not supported with pp. None packs where it is supported."
-    ),
-    "response_length": (
-        "Maximum tokens of the sample completions in samples.jsonl; None is a quarter above the "
-        "longest held-out answer, and at least 16 tokens."
-    ),
+    "packing": "Sequence packing: conversations are concatenated, so that no padding is computed "
+    "and the LM head sees only loss tokens. Not supported with pp. None packs where it is "
+    "supported.",
+    "response_length": "Maximum tokens of the sample completions in samples.jsonl; None is a "
+    "quarter above the longest held-out answer, and at least 16 tokens.",
     "eval_every": "Steps between evaluations on held-out conversations.",
     "eval_prompts": "Held-out conversations per evaluation, or all if there are fewer.",
     "checkpoint_every": "Steps between checkpoints. The first is taken before the first step, the "
     "last at the end.",
     "samples_every": "Steps between completions of held-out prompts written to samples.jsonl.",
-    "aggregation": (
-        "Aggregation of token losses: token-mean weighs all loss tokens equally, the others each "
-        "conversation."
-    ),
-    "capacity_factor": (
-        "Capacity of an expert in training, as a multiple of its tokens under balanced routing; "
-        "None is the network's own, mostly unlimited (dropless)."
-    ),
+    "aggregation": "Aggregation of token losses: token-mean weighs all loss tokens equally, the "
+    "others each conversation.",
+    "capacity_factor": "Capacity of an expert in training, as a multiple of its tokens under "
+    "balanced routing; None is the network's own, mostly unlimited (dropless).",
 }
 """Help texts of flags that mean something else here, or more."""
 
 
 def default_run(kind: type[Recipe]) -> RunConfig:
     """Default run settings of a command line with this recipe."""
-    return RunConfig(**SUPERVISED_DEFAULTS) if kind.supervised else RunConfig()
+    return RunConfig(steps=0, warm_start_steps=0) if kind.supervised else RunConfig()
 
 
 def idle_fields(kind: type[Recipe]) -> frozenset[str]:
@@ -362,29 +318,21 @@ def idle_fields(kind: type[Recipe]) -> frozenset[str]:
 
 
 def check_idle(run: RunConfig, recipe: Recipe) -> None:
-    """Rejects values in a settings file for fields that have no effect.
-
-    Raises:
-      ValueError: naming the field.
-    """
+    """Raises ValueError for a value in a settings file for a field that has no effect."""
     kind = type(recipe)
-    for record, defaults in ((run, default_run(kind)), (recipe, kind)):
-        for field in fields(record):
-            if field.name not in idle_fields(kind):
-                continue
-            value = getattr(record, field.name)
-            default = field.default if defaults is kind else getattr(defaults, field.name)
-            if default is not MISSING and value != default:
-                raise ValueError(
-                    f"{field.name}={value!r} changes nothing in {recipe.name}: leave it out."
-                )
+    idle = idle_fields(kind)
+    for record, defaults in ((run, default_run(kind)), (recipe, kind())):
+        for name, value in _values(record).items():
+            if name in idle and value != getattr(defaults, name):
+                owner = recipe.name
+                raise ValueError(f"{name}={value!r} changes nothing in {owner}: leave it out.")
 
 
 def drop_idle(config: Mapping[str, Any], kind: type[Recipe]) -> dict[str, Any]:
     """Contents of config.json without the fields that are no flags."""
-    groups = {name: v for name, v in config.items() if isinstance(v, Mapping)}
+    idle = idle_fields(kind)
     remaining = {
-        name: {key: value for key, value in group.items() if key not in idle_fields(kind)}
-        for name, group in groups.items()
+        group: {name: value for name, value in config[group].items() if name not in idle}
+        for group in GROUPS
     }
     return {**config, **remaining}

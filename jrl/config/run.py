@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jrl.checks import check_least, check_range, check_seed, flag
+from jrl.checks import check_range, check_seed, flag
 from jrl.published.location import checkpoint_folder, is_checkpoint
 from jrl.runs.directory import storage_path
 from jrl.tasks.data.conversations import template_arguments
@@ -13,23 +13,15 @@ from jrl.tasks.data.split import parse_heldout
 from jrl.tasks.rewards import RewardSettings
 
 ROUTER_SETTINGS = (
-    "load_balance_coef",
-    "batch_balance_coef",
-    "global_balance_coef",
-    "router_z_coef",
-    "bias_update_rate",
+    *("load_balance_coef", "batch_balance_coef", "global_balance_coef"),
+    *("router_z_coef", "bias_update_rate"),
 )
 NETWORK_SETTINGS = (*ROUTER_SETTINGS, "capacity_factor", "drop_policy", "drop_scope")
 """Fields of `RunConfig` that replace those of the network where they are given; the first ones are
 numbers from 0."""
 IMPLEMENTATION_SETTINGS = (
-    "context",
-    "dispatch",
-    "server_devices",
-    "attention",
-    "decode_attention",
-    "router",
-    "experts",
+    *("context", "dispatch", "server_devices"),
+    *("attention", "decode_attention", "router", "experts"),
 )
 """Fields of `RunConfig` that select an implementation for the devices; None is the best that
 applies."""
@@ -418,7 +410,7 @@ class RunConfig:
         check_seed(self.seed)
         _ = self.rewards, self.template_arguments
         parse_heldout(self.held_out)
-        check_least(self, POSITIVE_SETTINGS)
+        check_range(self, POSITIVE_SETTINGS, 1)
         check_range(self, ("warm_start_steps", "warm_start_learning_rate"), 0)
         if self.steps < 0:
             raise ValueError(f"steps={self.steps} must not be negative: 0 is only the warm start.")
@@ -454,18 +446,14 @@ class RunConfig:
                         f"{name}_field={getattr(self, f'{name}_field')!r} needs --task jsonl:FILE, "
                         f"not {self.task!r}: leave it out."
                     )
-        if not 0 <= self.warm_start_accuracy <= 1:
-            raise ValueError(f"warm_start_accuracy={self.warm_start_accuracy} must lie in 0..1.")
+        check_range(self, ("warm_start_accuracy",), 0, 1)
         if not 0 < self.faults_continuity < math.inf:
             raise ValueError(f"faults_continuity={self.faults_continuity} must be above 0 seconds.")
         for name in ("faults_port", "on_fault"):
             if getattr(self, name) is not None and not self.faults:
                 raise ValueError(f"{name}={getattr(self, name)!r} needs --faults.")
         self._check_drain()
-        for name in ("faults_port", "metrics_port"):
-            port = getattr(self, name)
-            if port is not None and not 0 < port < 2**16:
-                raise ValueError(f"{name}={port} must lie in 1..65535.")
+        check_range(self, ("faults_port", "metrics_port"), 1, 2**16 - 1)
         check_range(self, ("step_deadline",), 0, above=True)
         check_range(self, ("hang_deadline",), 0)
         if self.step_deadline is not None and self.metrics_port is None:

@@ -78,15 +78,8 @@ class Settings:
     values: Mapping[str, Any]
 
     def check_names(self, *kinds: type, command_line_only: tuple[str, ...] = ()) -> None:
-        """Rejects names of settings that are unknown, or for the command line only.
-
-        Args:
-          kinds: dataclasses whose fields are valid names.
-          command_line_only: those of their fields that are not valid in a file.
-
-        Raises:
-          ValueError: naming the first such setting.
-        """
+        """Raises ValueError for the first setting that is no field of these dataclasses, or is one
+        for the command line only."""
         field_names = [field.name for kind in kinds for field in fields(kind)]
         for name in self.values:
             if name in command_line_only:
@@ -101,11 +94,8 @@ class Settings:
                 raise ValueError(f"{self.path}: {name} is not a setting of this recipe; {hint}.")
 
     def apply_to(self, config: Config) -> Config:
-        """Copy of a dataclass with the values of its fields from the file.
-
-        Raises:
-          ValueError: for a value of another type.
-        """
+        """Copy of a dataclass with the values of its fields from the file; ValueError for one of
+        another type."""
         hints, changes = get_type_hints(type(config)), {}
         for field in fields(config):  # pyright: ignore[reportArgumentType]
             if field.name not in self.values:
@@ -118,11 +108,8 @@ class Settings:
 
 
 def read_settings(reference: str) -> Settings:
-    """Reads a settings file, or one that comes with the library: ``preset:NAME``.
-
-    Raises:
-      ValueError: there is no such file or preset, it is not YAML, or names a setting twice.
-    """
+    """Reads a settings file, or one that comes with the library (``preset:NAME``); ValueError where
+    there is none, it is not YAML, or names a setting twice."""
     path = _preset_path(reference) if reference.startswith(PREFIX) else Path(reference)
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
@@ -151,18 +138,11 @@ def read_settings(reference: str) -> Settings:
 
 
 def settings_text(config: Mapping[str, Any], comment: str = "") -> str:
-    """YAML text of the settings file that repeats a run.
-
-    Args:
-      config: contents of its config.json.
-      comment: a comment for the first line.
-    """
-    flat = {RECIPE: config[RECIPE]} | {
-        name: value for group in GROUPS for name, value in config[group].items()
-    }
-    flat = {
-        name: list(value) if isinstance(value, tuple) else value for name, value in flat.items()
-    }
+    """YAML text of the settings file that repeats a run with this config.json, after a comment."""
+    flat = {RECIPE: config[RECIPE]}
+    for group in GROUPS:
+        for name, value in config[group].items():
+            flat[name] = list(value) if isinstance(value, tuple) else value
     text = yaml.dump(flat, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
     return f"# {comment}\n{text}" if comment else text
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jrl.checks import check_range, flag
 from jrl.command_line import exit_status
 from jrl.launch import jobset, ray_cluster, slurm, ssh_hosts
 from jrl.launch.program import Program, prepare
@@ -30,27 +31,13 @@ _launchers = PARSER.add_argument_group("launchers").add_mutually_exclusive_group
 _launchers.add_argument(
     "--hosts", metavar="A,B,C", help="over ssh, one process on each of these hosts"
 )
-_launchers.add_argument(
-    "--ray",
-    nargs="?",
-    const="",
-    metavar="ADDRESS",
-    help="on a Ray cluster; without ADDRESS that of RAY_ADDRESS, or one on this machine alone",
-)
-_launchers.add_argument(
-    "--slurm",
-    nargs="?",
-    const="run.sbatch",
-    metavar="FILE",
-    help="write an sbatch file (default: run.sbatch)",
-)
-_launchers.add_argument(
-    "--jobset",
-    nargs="?",
-    const="jobset.yaml",
-    metavar="FILE",
-    help="write a JobSet for Kubernetes (default: jobset.yaml)",
-)
+_RAY = "on a Ray cluster; without ADDRESS that of RAY_ADDRESS, or one on this machine alone"
+for _name, _default, _metavar, _help in (
+    ("--ray", "", "ADDRESS", _RAY),
+    ("--slurm", "run.sbatch", "FILE", "write an sbatch file (default: run.sbatch)"),
+    ("--jobset", "jobset.yaml", "FILE", "write a JobSet for Kubernetes (default: jobset.yaml)"),
+):
+    _launchers.add_argument(_name, nargs="?", const=_default, metavar=_metavar, help=_help)
 
 
 def _option(name: str, of: Sequence[str], help_text: str, **settings: object) -> None:
@@ -184,17 +171,16 @@ def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
 def _check(options: argparse.Namespace, launcher: str) -> None:
     """Rejects options of another launcher, and numbers that cannot be."""
     for name, launchers in OPTIONS.items():
-        value, flag = getattr(options, name), "--" + name.replace("_", "-")
+        value = getattr(options, name)
         if value is None or value is False:
             continue
         if launcher not in launchers:
             raise ValueError(
-                f"{flag} is of {' and '.join(f'--{each}' for each in launchers)}, and has no "
+                f"{flag(name)} is of {' and '.join(f'--{each}' for each in launchers)}, and has no "
                 f"meaning with --{launcher}: leave it out."
             )
-        least = 0 if name == "max_failures" else 1
-        if isinstance(value, int) and value < least:
-            raise ValueError(f"{name}={value} must be at least {least}.")
+        if isinstance(value, int):
+            check_range(options, (name,), 0 if name == "max_failures" else 1)
 
 
 def _check_drain(program: Program, launcher: str, elastic: int | None) -> None:

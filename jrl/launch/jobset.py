@@ -26,19 +26,12 @@ GRACE_SECONDS = 120
 
 @dataclass(frozen=True)
 class JobSet:
-    """Settings of a JobSet.
+    """Settings of a JobSet, which are options of ``python -m jrl.launch --jobset``.
 
     Attributes:
       name: of the JobSet, a DNS label.
-      image: with jrl, of which every pod runs a container.
-      nodes: machines.
-      gpus: NVIDIA GPUs of each node; None is none.
-      chips: TPU chips of each node; None is none.
-      accelerator_type: of a TPU slice in GKE, such as tpu-v6e-slice.
-      topology: of a TPU slice, such as 4x4.
+      gpus, chips: of each node; None is none.
       volume: a volume claim that all pods share, and where it is mounted.
-      port: of the coordinator.
-      max_failures: restarts after a failure.
       environment: variables of the processes.
     """
 
@@ -77,11 +70,8 @@ def parse_volume(text: str) -> tuple[str, str]:
 
 
 def arguments_of(words: Sequence[str], volume: tuple[str, str]) -> list[str]:
-    """Arguments of the training program, whose run folder has to be on the volume.
-
-    Raises:
-      ValueError: where it is not, or for drains, whose machine JobSet would not leave out.
-    """
+    """Arguments of the training program; ValueError where its run folder is not on the volume, and
+    for drains, whose machine JobSet would not leave out."""
     joined = " ".join(words)
     if re.search(r"--on[-_]fault[ =]drain( |$)", joined):
         raise ValueError(
@@ -149,20 +139,14 @@ def manifest(job: JobSet, arguments: Sequence[str]) -> dict[str, Any]:
             "cloud.google.com/gke-tpu-accelerator": job.accelerator_type,
             "cloud.google.com/gke-tpu-topology": job.topology,
         }
+    fail = {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [WRONG_INPUT]}}
     template = {
         "spec": {
             "completionMode": "Indexed",
             "completions": job.nodes,
             "parallelism": job.nodes,
             "backoffLimit": 0,  # a pod alone cannot join a run that is going on
-            "podFailurePolicy": {
-                "rules": [
-                    {
-                        "action": "FailJob",
-                        "onExitCodes": {"operator": "In", "values": [WRONG_INPUT]},
-                    }
-                ]
-            },
+            "podFailurePolicy": {"rules": [fail]},
             "template": {"spec": pod},
         }
     }

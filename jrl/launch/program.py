@@ -28,11 +28,8 @@ class Program:
 
 
 def prepare(arguments: Sequence[str]) -> Program:
-    """Checks the arguments as the training program does, and fixes the run folder.
-
-    Raises:
-      ValueError: for arguments that the program rejects, or that a launcher sets.
-    """
+    """Fixes the run folder; ValueError for arguments that the training program rejects, or that a
+    launcher sets."""
     if "--resume-if-exists" in arguments:
         raise ValueError(
             "--resume-if-exists is set by the launcher: give --resume to continue a run."

@@ -16,15 +16,12 @@ ADDRESS_VARIABLE = "RAY_ADDRESS"
 
 @dataclass(frozen=True)
 class RayOptions:
-    """Settings of a launch over Ray.
+    """Settings of a launch over Ray, which are options of ``python -m jrl.launch --ray``.
 
     Attributes:
       address: of the cluster; None is that of RAY_ADDRESS, or a cluster on this machine alone.
       workers: processes of the run; None is one for each node that has the accelerators, or CPUs.
       elastic: fewest processes with which it is restarted where nodes are lost; None waits for all.
-      max_failures: restarts after a failure.
-      topology: of a TPU slice, such as 4x4.
-      accelerator_type: of a TPU slice, such as TPU-V6E.
       environment: variables of the processes.
     """
 
@@ -48,11 +45,8 @@ class Accelerators:
 
 
 def launch(program: Program, options: RayOptions) -> int:
-    """Runs the program on a Ray cluster, and returns its exit status.
-
-    Raises:
-      ValueError: where Ray is not installed or not reached, or the cluster lacks nodes.
-    """
+    """Runs the program on a Ray cluster, and returns its exit status; ValueError where Ray is not
+    installed or not reached, or the cluster lacks nodes."""
     ray = import_extra("ray", "ray", "--ray")
     address = options.address or os.environ.get(ADDRESS_VARIABLE)
     try:
@@ -83,10 +77,7 @@ def accelerators(nodes: list[Mapping[str, Any]]) -> Accelerators:
 
 def scaling_settings(options: RayOptions, cluster: Accelerators) -> dict[str, Any]:
     """Arguments of Ray's ScalingConfig: a process for each node, which has all its accelerators.
-
-    Raises:
-      ValueError: where the cluster has too few nodes, or a TPU slice is not described or elastic.
-    """
+    ValueError where the cluster has too few nodes, or a TPU slice is not described or elastic."""
     workers = cluster.nodes if options.workers is None else options.workers
     num_workers: int | tuple[int, int] = workers
     if options.elastic is not None:

@@ -32,13 +32,10 @@ class RaySupervisor(Supervisor):
 
 
 def train(config: Mapping[str, Any]) -> int:
-    """Trains in this process, and returns the exit status.
+    """Trains in this process, and returns the exit status; RuntimeError where the run failed.
 
     Ray restarts all workers where one raises. Status 2, wrong input, comes again at every restart,
     and is returned where all processes have it.
-
-    Raises:
-      RuntimeError: where the run failed.
     """
     os.chdir(config["working_directory"])
     from jrl import train as program

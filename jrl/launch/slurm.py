@@ -19,12 +19,10 @@ SAVE_SECONDS = 300
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """Settings of a Slurm job.
+    """Settings of a Slurm job, which are options of ``python -m jrl.launch --slurm``.
 
     Attributes:
-      nodes: machines.
       gpus: of each node, each for a process of its own; None is one process for each node.
-      max_failures: restarts after a failure of the run.
       directives: further options of sbatch, such as --partition=a100 or --time=24:00:00.
       environment: variables of the processes.
       elastic: fewest machines with which the job is started, at first and after the loss of some;
@@ -88,11 +86,8 @@ exit "$status"
 
 
 def write(program: Program, job: SlurmJob, path: Path, submit: bool) -> int:
-    """Writes the sbatch file, submits it on request, and returns the exit status.
-
-    Raises:
-      ValueError: for a job that cannot be, or where sbatch is missing.
-    """
+    """Writes the sbatch file, submits it on request, and returns the exit status; ValueError for a
+    job that cannot be, or where sbatch is missing."""
     if job.elastic is not None and job.elastic > job.nodes:
         raise ValueError(f"elastic={job.elastic} is more than nodes={job.nodes}: lower it.")
     for directive in job.directives:

@@ -52,11 +52,7 @@ class Hosts:
 
 
 def parse_hosts(text: str) -> tuple[str, ...]:
-    """Host names from a list with commas.
-
-    Raises:
-      ValueError: where one is empty, or would be an option of ssh.
-    """
+    """Host names from a list with commas; ValueError where one is empty, or an option of ssh."""
     names = tuple(name.strip() for name in text.split(","))
     for name in names:
         if not name or name.startswith("-") or any(c.isspace() for c in name):
@@ -117,7 +113,7 @@ def _run(program: Program, hosts: Hosts) -> tuple[int, bool]:
     previous = {n: signal.signal(n, run.interrupt) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
         run.start([remote_command(program, hosts, n) for n in range(len(hosts.names))])
-        return run.wait(), run.interrupted
+        return run.wait(), run.interrupts > 0
     finally:
         for signum, handler in previous.items():
             signal.signal(signum, handler)
@@ -144,7 +140,7 @@ class _Processes:
         self._threads: list[threading.Thread] = []
         self._ended = threading.Lock()
         self._status: int | None = None
-        self._interrupts = 0
+        self.interrupts = 0
 
     def start(self, commands: Sequence[str]) -> None:
         for name, command in zip(self._hosts.names, commands, strict=True):
@@ -162,11 +158,6 @@ class _Processes:
             ]
             self._threads.append(_start_thread(self._watch, name, process, printers))
 
-    @property
-    def interrupted(self) -> bool:
-        """True after a signal."""
-        return self._interrupts > 0
-
     def wait(self) -> int:
         """Waits for all processes; returns 0, or the status of the first that failed."""
         for thread in self._threads:
@@ -176,8 +167,8 @@ class _Processes:
 
     def interrupt(self, signum: int, frame: object) -> None:
         """Asks all processes to save and end; at the second signal, ends them immediately."""
-        self._interrupts += 1
-        if self._interrupts == 1:
+        self.interrupts += 1
+        if self.interrupts == 1:
             self._close_inputs()
         else:
             self.kill()

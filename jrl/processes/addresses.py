@@ -17,11 +17,8 @@ HOSTS_FILE = "/etc/hosts"
 
 
 def check_reachable() -> None:
-    """Checks that no process announces an address of its own machine alone to other machines.
-
-    Raises:
-      ValueError: in all processes, with the machine and the line for its hosts file.
-    """
+    """Raises ValueError, in all processes, where one announces to other machines an address of its
+    own machine alone: with the machine, and the line for its hosts file."""
     if jax.process_count() == 1 or jax.default_backend() != "cpu":
         return
     target = _resolve(coordinator_address()[0])

@@ -113,12 +113,8 @@ def to_every_host(tree: Any, mesh: FoldedMesh) -> Any:
 
 
 def to_devices(tree: Any, sharding: NamedSharding) -> Any:
-    """`jax.device_put` of host values that all processes have; nothing is sent between them.
-
-    Args:
-      tree: arrays on the host or on this process's default device, equal in all processes.
-      sharding: of all of them.
-    """
+    """`jax.device_put` of arrays on the host, or on this process's default device, which are equal
+    in all processes; nothing is sent between them."""
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
 
@@ -140,11 +136,7 @@ def any_of(flag: bool) -> bool:
 
 
 def broadcast_from_main(value: Any) -> Any:
-    """Broadcasts the value of process 0 to all processes.
-
-    Args:
-      value: JSON-serializable; ignored in the other processes.
-    """
+    """Broadcasts the JSON-serializable value of process 0; that of the others is ignored."""
     if not is_multiprocess():
         return value
     content = _encode(value if is_main_process() else None)
@@ -155,11 +147,7 @@ def broadcast_from_main(value: Any) -> Any:
 
 
 def gather(value: Any) -> list[Any]:
-    """All-gathers a value: those of all processes, in the order of their ids.
-
-    Args:
-      value: JSON-serializable.
-    """
+    """All-gathers a JSON-serializable value: those of all processes, in the order of their ids."""
     if not is_multiprocess():
         return [value]
     content = _encode(value)
@@ -184,9 +172,8 @@ def check_same(
     Raises:
       ValueError: in all processes, with the differences to process 0.
     """
-    settings_of_processes = gather(dict(settings))
-    for process, other in enumerate(settings_of_processes):
-        first = settings_of_processes[0]
+    first, *others = gather(dict(settings))
+    for process, other in enumerate(others, start=1):
         differences = [
             f"{name} is {other.get(name)} there and {first.get(name)} in process 0"
             for name in sorted({*first, *other})

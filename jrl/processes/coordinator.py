@@ -16,7 +16,9 @@ from importlib.util import find_spec
 from typing import Any
 
 import jax
+from jax._src.distributed import global_state
 
+from jrl.checks import check_range
 from jrl.processes import rendezvous
 
 AUTO = "auto"
@@ -66,8 +68,7 @@ class Processes:
                 raise ValueError(
                     f"coordinator={self.coordinator!r} needs --num-processes and --process-id."
                 )
-        if count is not None and count < 1:
-            raise ValueError(f"num_processes={count} must be at least 1.")
+        check_range(self, ("num_processes",), 1)
         if index is not None and (index < 0 or (count is not None and index >= count)):
             last = "" if count is None else count - 1
             raise ValueError(f"process_id={index} must lie in 0..{last}.")
@@ -77,15 +78,10 @@ class Processes:
             )
 
     def share(self, devices: int | None) -> int | None:
-        """Number of simulated devices of this process.
-
-        Raises:
-          ValueError: where `devices` is not divisible by the number of processes.
-        """
+        """Number of simulated devices of this process; ValueError where `devices`, of all of them,
+        is not divisible by the number of processes."""
         count = self.num_processes
         if jax.distributed.is_initialized():  # perhaps by a launcher, without our flags
-            from jax._src.distributed import global_state
-
             count = global_state.num_processes
         elif self.coordinator is None:
             count = 1
@@ -137,11 +133,8 @@ def join_processes(processes: Processes, heartbeat: int = HEARTBEAT_SECONDS) -> 
 
 
 def check_devices() -> None:
-    """Checks that all joined processes have equally many devices, and mutes stdout of all but one.
-
-    Raises:
-      ValueError: in all processes, where they have different numbers of devices.
-    """
+    """Raises ValueError in all joined processes where they have different numbers of devices; else
+    mutes stdout of all but the first."""
     counts = Counter(device.process_index for device in jax.devices())
     if len(set(counts.values())) > 1:
         counts_text = ", ".join(f"{counts[index]} in process {index}" for index in sorted(counts))
@@ -157,15 +150,13 @@ def exit_without_waiting(status: int) -> None:
     They see its connections close. It is for errors of this process only.
     """
     if jax.distributed.is_initialized():
-        atexit.register(_exit, status)
+        # JAX would wait for the others, and they for this process, in the middle of a collective.
+        atexit.register(exit_now, status)
 
 
 def exit_now(status: int, silent: int = 0) -> None:
-    """Ends this process immediately, from any thread.
-
-    Args:
-      silent: processes that cannot end by themselves, which process 0 does not wait for.
-    """
+    """Ends this process immediately, from any thread; process 0 waits for the others except for
+    `silent` of them, which cannot end by themselves."""
     sys.stdout.flush()
     sys.stderr.flush()
     if jax.distributed.is_initialized() and jax.process_index() == 0:
@@ -178,11 +169,6 @@ def exit_after(seconds: float, status: int) -> None:
     timer = threading.Timer(seconds, os._exit, (status,))
     timer.daemon = True
     timer.start()
-
-
-def _exit(status: int) -> None:
-    # JAX would wait for the others, and they for this process, in the middle of a collective.
-    exit_now(status)
 
 
 def _wait_for_others(silent: int) -> None:
@@ -205,23 +191,17 @@ def _wait_for_others(silent: int) -> None:
 
 def coordinator_address() -> tuple[str, int]:
     """Host and port of the coordinator, read from JAX, as "auto" does not give them."""
-    from jax._src.distributed import global_state
-
     assert global_state.coordinator_address is not None
     return _parse_address(global_state.coordinator_address)
 
 
 def process_id() -> int:
     """Index of this process, without starting JAX's devices; 0 before it has joined."""
-    from jax._src.distributed import global_state
-
     return global_state.process_id
 
 
 def service_client() -> Any:
     """Client of JAX's coordination service, in a program of several processes."""
-    from jax._src.distributed import global_state
-
     assert global_state.client is not None
     return global_state.client
 
@@ -238,15 +218,11 @@ def exchange(name: str, value: str) -> list[str]:
 
 
 class KeyValueStore:
-    """Texts of the processes of a run in JAX's coordination service, which process 0 has.
+    """Texts of the processes of a run, under one name, in JAX's coordination service, which process
+    0 has.
 
-    No device is used. Calls block without holding up Python while process 0 does not answer.
-
-    Args:
-      name: of the texts; the same in all processes.
-
-    Raises:
-      RuntimeError: of all methods, where the service cannot be reached.
+    No device is used. Calls block without holding up Python while process 0 does not answer, and
+    raise RuntimeError where it cannot be reached.
     """
 
     def __init__(self, name: str):
@@ -266,15 +242,13 @@ class KeyValueStore:
 
 def _connections() -> Iterator[socket.socket]:
     """Connected TCP sockets of this process."""
+    families = (socket.AF_INET, socket.AF_INET6)
     for descriptor in map(int, os.listdir("/dev/fd")):
         with contextlib.suppress(OSError):
             if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 continue
             with socket.socket(fileno=os.dup(descriptor)) as connection:
-                if (
-                    connection.family in (socket.AF_INET, socket.AF_INET6)
-                    and connection.getpeername()
-                ):
+                if connection.family in families and connection.getpeername():
                     yield connection
 
 
@@ -375,8 +349,6 @@ def _abort_start(processes: Processes) -> None:
 
 def all_arrive(name: str, seconds: float) -> bool:
     """True if all processes call this with the same name within `seconds`; no device is used."""
-    from jax._src.distributed import global_state
-
     if global_state.client is None or jax.process_count() == 1:
         return True
     try:

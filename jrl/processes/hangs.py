@@ -107,19 +107,15 @@ class Hang:
     @property
     def seconds(self) -> float:
         """Seconds that it has lasted."""
-        times = [record.silence if self.is_silent else record.idle for record in self.late]
-        return min(times)
+        return min(record.silence if self.is_silent else record.idle for record in self.late)
 
 
 def deadline_of(position: Position, base: float, longest: float) -> float:
     """Seconds without a sign of progress after which a process is late.
 
     ``max(factor x base, 10 x longest)``, where the factor is 12 for compilations and for a phase
-    that is entered for the first time, 6 for checkpoints, and 1 for all others.
-
-    Args:
-      base: seconds.
-      longest: the longest time without a sign in the same phase so far, without compilations.
+    that is entered for the first time, 6 for checkpoints, and 1 for all others; `longest` is the
+    longest time without a sign in the same phase so far, without compilations.
     """
     factor = 1
     if position.compiles or position.is_first:
@@ -144,13 +140,14 @@ def find_hang(records: Sequence[Record], silence: float) -> Hang | None:
     if not running:
         return None
     late = [record for record in running if record.silence > silence_limit(record, silence)]
-    if not late:
+    is_silent = bool(late)
+    if not is_silent:
         behind = min(record.agreements for record in running)
         late = [record for record in running if record.agreements == behind]
         if any(record.idle <= record.deadline for record in late):
             return None
-        return Hang(tuple(late), _others(running, late), is_silent=False)
-    return Hang(tuple(late), _others(running, late), is_silent=True)
+    others = tuple(record for record in running if record not in late)
+    return Hang(tuple(late), others, is_silent)
 
 
 def silence_limit(record: Record, silence: float) -> float:
@@ -160,11 +157,8 @@ def silence_limit(record: Record, silence: float) -> float:
 
 
 def describe(hang: Hang, stacks: str) -> str:
-    """Line that names the late processes, where they are and what the others do.
-
-    Args:
-      stacks: where the stacks of the processes are.
-    """
+    """Line that names the late processes, where they are, what the others do, and where the stacks
+    of all are."""
     seconds = f"{hang.seconds:.0f} s"
     first = hang.late[0]
     if not hang.others and len(hang.late) > 1 and not hang.is_silent:
@@ -174,17 +168,15 @@ def describe(hang: Hang, stacks: str) -> str:
             f"{seconds} without progress: a collective, a link or a device hangs; stacks of all "
             f"threads: {stacks}"
         )
-    names = ", ".join(f"process {record.process} (host {record.host})" for record in hang.late)
-    is_one = len(hang.late) == 1
+    names = names_of(hang.late)
+    have = "has" if len(hang.late) == 1 else "have"
     if hang.is_silent:
-        verb = "has sent no heartbeat for" if is_one else "have sent no heartbeat for"
         text = (
-            f"{names} {verb} {seconds}: frozen, or the machine or the link is down; last in "
-            f"{_phase_text(first)} of step {first.step}"
+            f"{names} {have} sent no heartbeat for {seconds}: frozen, or the machine or the link "
+            f"is down; last in {_phase_text(first)} of step {first.step}"
         )
     else:
-        verb = "has been in" if is_one else "have been in"
-        text = f"{names} {verb} {_phase_text(first)} of step {first.step} for {seconds}"
+        text = f"{names} {have} been in {_phase_text(first)} of step {first.step} for {seconds}"
         if (reason := REASONS.get(first.phase)) is not None:
             text += f", {reason}"
     if hang.others:
@@ -193,13 +185,14 @@ def describe(hang: Hang, stacks: str) -> str:
     return f"{text}; stacks of all threads: {stacks}"
 
 
+def names_of(records: Sequence[Record]) -> str:
+    """Processes of these records, with their machines."""
+    return ", ".join(f"process {record.process} (host {record.host})" for record in records)
+
+
 def _phase_text(record: Record) -> str:
     """Phase of a process: of an agreement, with the phase that it is a part of."""
     text = f"`{record.phase}`"
     if record.phase in (AGREEMENT, COMPILE) and record.outer:
         text += f" (`{record.outer}`)"
     return f"{text}, {record.part}," if record.part else text
-
-
-def _others(running: Sequence[Record], late: Sequence[Record]) -> tuple[Record, ...]:
-    return tuple(record for record in running if record not in late)

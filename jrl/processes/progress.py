@@ -56,11 +56,7 @@ class Position:
 
 
 class Progress:
-    """Recorder of the phases of one thread; other threads only leave signs.
-
-    Args:
-      clock: seconds, monotonic.
-    """
+    """Recorder of the phases of one thread; other threads only leave signs."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
@@ -97,11 +93,8 @@ class Progress:
         self._phases[0] = STEP, self._clock()
 
     def sign(self, part: str = "") -> None:
-        """Leaves a sign of progress, from any thread.
-
-        Args:
-          part: of the main thread's phase, where it begins one.
-        """
+        """Leaves a sign of progress, from any thread, with the part of the main thread's phase that
+        begins with it, if one does."""
         self._signs += 1
         if part:
             self._part = part

@@ -5,6 +5,7 @@ names none. Here every process says which it is: wrong numbers end all processes
 all of them with the same line.
 """
 
+import contextlib
 import json
 import selectors
 import socket
@@ -51,9 +52,7 @@ def join(address: tuple[str, int], name: str, count: int, index: int, seconds: f
     """Says to process 0 which process this is, and waits until all are there.
 
     Args:
-      address: host and port of the coordinator.
-      name: the address as the user wrote it, for messages.
-      count: processes of the run.
+      address, name, count: as of `host`.
       index: of this process.
       seconds: maximum wait for process 0 to listen, and then for the others.
 
@@ -63,10 +62,7 @@ def join(address: tuple[str, int], name: str, count: int, index: int, seconds: f
     with _connect(address, name, seconds) as connection:
         _send(connection, {GREETING: index, "count": count})
         connection.settimeout(seconds + REPLY_SECONDS)
-        try:
-            reply = _receive(connection)
-        except OSError:
-            reply = None
+        reply = _receive(connection)
     if reply is None:
         raise ValueError(
             f"coordinator={name!r}: process 0 has ended while the processes started: read its "
@@ -94,7 +90,7 @@ class _Host:
             while len(self._members) < self._count - 1:
                 if time.monotonic() > begun + seconds:
                     raise ValueError(self._missing(seconds))
-                self._poll(RETRY_SECONDS)
+                self._poll()
         except ValueError as error:
             self._reply(str(error))
             raise
@@ -113,7 +109,7 @@ class _Host:
             with socket.create_connection(self._address, timeout=REPLY_SECONDS) as connection:
                 _send(connection, {GREETING: SELF, "count": self._count})
                 while not self._has_reached_itself and time.monotonic() < deadline:
-                    self._poll(RETRY_SECONDS)
+                    self._poll()
         except OSError as error:
             reason = str(error.strerror or error)
         if not self._has_reached_itself:
@@ -131,9 +127,9 @@ class _Host:
             "--coordinator-timeout."
         )
 
-    def _poll(self, seconds: float) -> None:
-        """Reads what has come, and waits at most `seconds` for something."""
-        for key, _ in self._selector.select(seconds):
+    def _poll(self) -> None:
+        """Reads what has come, and waits at most `RETRY_SECONDS` for something."""
+        for key, _ in self._selector.select(RETRY_SECONDS):
             if key.fileobj is self._server:
                 connection, _ = self._server.accept()
                 connection.settimeout(REPLY_SECONDS)
@@ -151,10 +147,7 @@ class _Host:
                     f"process {index} has ended while the processes started: read its output."
                 )
         self._strangers.discard(connection)
-        try:
-            greeting = _receive(connection)
-        except OSError:
-            greeting = None
+        greeting = _receive(connection)
         if greeting is None:  # of something else, such as a scan of ports
             connection.close()
             return
@@ -179,10 +172,8 @@ class _Host:
 
     def _reply(self, error: str | None) -> None:
         for connection in self._members.values():
-            try:
+            with contextlib.suppress(OSError):  # it has ended
                 _send(connection, {GREETING: 0, "error": error})
-            except OSError:  # it has ended
-                continue
 
 
 def _connect(address: tuple[str, int], name: str, seconds: float) -> socket.socket:
@@ -207,13 +198,13 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 def _receive(connection: socket.socket) -> dict[str, Any] | None:
     """The other side's message; None where it sends none, or is no process of a run."""
     content = b""
-    while not content.endswith(b"\n") and len(content) < MAX_BYTES:
-        received = connection.recv(MAX_BYTES)
-        if not received:
-            return None
-        content += received
     try:
+        while not content.endswith(b"\n") and len(content) < MAX_BYTES:
+            received = connection.recv(MAX_BYTES)
+            if not received:
+                return None
+            content += received
         message = json.loads(content)
-    except ValueError:
+    except (OSError, ValueError):
         return None
     return message if isinstance(message, dict) and GREETING in message else None

@@ -3,7 +3,7 @@
 Processes of one run compute the same values only with the same software.
 """
 
-from collections.abc import Mapping
+import json
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
@@ -26,33 +26,28 @@ def source_hashes() -> dict[str, str]:
     """Hashes of the library's Python files, by paths such as jrl/train.py."""
     paths = (path for name in SOURCE_PACKAGES for path in (SOURCE_ROOT / name).rglob("*.py"))
     return {
-        path.relative_to(SOURCE_ROOT).as_posix(): sha256(path.read_bytes()).hexdigest()[
-            :HASH_LENGTH
-        ]
+        path.relative_to(SOURCE_ROOT).as_posix(): short_hash(path.read_bytes())
         for path in sorted(paths)
     }
 
 
-def check_same_software() -> None:
-    """Checks that all processes run the same versions of `PACKAGES` and the same source files.
+def short_hash(content: bytes) -> str:
+    """First digits of a SHA-256, by which people tell two contents apart."""
+    return sha256(content).hexdigest()[:HASH_LENGTH]
 
-    Raises:
-      ValueError: in all processes, with the differences to process 0.
-    """
+
+def check_same_software() -> None:
+    """Raises ValueError, in all processes, with the differences to process 0, unless all run the
+    same versions of `PACKAGES` and the same source files."""
     software, hashes = installed_versions(), source_hashes()
     # Files are compared one by one only where they differ: then each is named.
-    if len(set(gather(_digest(hashes)))) > 1:
+    if len(set(gather(sha256(json.dumps(hashes).encode()).hexdigest()))) > 1:
         software |= hashes
     check_same(
         software,
         "runs other software than",
         "Install the same version of jrl and of its packages on every machine.",
     )
-
-
-def _digest(hashes: Mapping[str, str]) -> str:
-    lines = "".join(f"{path} {hashes[path]}\n" for path in sorted(hashes))
-    return sha256(lines.encode()).hexdigest()
 
 
 def _installed_version(package: str) -> str:

@@ -23,10 +23,8 @@ class Stop:
 
     A thread prints immediately what happens next: the main thread may be in a call of minutes,
     before whose end Python runs no handler. Outside of the main thread, where Python allows no
-    handlers, no signal is handled.
-
-    Args:
-      cleanup: cleanup that is called before the process is ended without its main thread.
+    handlers, no signal is handled. `cleanup` is called before the process is ended without its main
+    thread.
     """
 
     def __init__(self, cleanup: Callable[[], None] = lambda: None):

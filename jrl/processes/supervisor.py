@@ -11,12 +11,9 @@ class Supervisor:
     """Supervisor that does nothing: of a run that a person started. Launchers derive theirs."""
 
     def step_ended(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Is told of every step; may be a collective, as all processes of a run call it.
-
-        Returns:
-          True where this process may end soon, as its machine is taken back: the run then saves a
-          checkpoint. The same in all processes.
-        """
+        """Is told of every step; may be a collective, as all processes of a run call it. True, the
+        same in all of them, where this process may end soon, as its machine is taken back: the run
+        then saves a checkpoint."""
         return False
 
 

@@ -23,6 +23,7 @@ from jrl.processes.hangs import (
     deadline_of,
     describe,
     find_hang,
+    names_of,
 )
 from jrl.processes.progress import COMPILE, Progress
 
@@ -79,14 +80,6 @@ class WatchdogSettings:
         return GRACE if self.deadline is None else min(GRACE, self.deadline)
 
 
-@dataclass
-class _Peer:
-    """Last record of another process, and the seconds since it came."""
-
-    record: Record
-    silence: float = 0.0
-
-
 class Watchdog:
     """Watches a run, from `__enter__` to `__exit__`.
 
@@ -117,7 +110,7 @@ class Watchdog:
         self._position = self.progress.position()
         self._idle, self._longest = 0.0, dict[str, float]()
         self._own = self._make_record()
-        self._peers: dict[int, _Peer] = {}
+        self._peers: dict[int, Record] = {}  # the last of each, with the seconds since it came
         self._store_silence = 0.0
         self._hang: Hang | None = None
         self._hang_seconds = 0.0
@@ -152,7 +145,7 @@ class Watchdog:
         line = None
         # One that waits for another process is not to be restarted alone.
         if hang is not None and self._settings.process in hang.processes:
-            line = describe(hang, str(self._settings.stacks))
+            line = self._describe(hang)
         return position.phase, position.seconds, line
 
     def tick(self, seconds: float) -> None:
@@ -182,10 +175,9 @@ class Watchdog:
                 record, peer = Record.from_text(text), self._peers.get(process)
                 if process == self._settings.process:
                     continue
-                if peer is None or record.beat != peer.record.beat:
-                    self._peers[process] = _Peer(record)
-                else:
-                    peer.silence += seconds
+                if peer is not None and record.beat == peer.beat:
+                    record = replace(peer, silence=peer.silence + seconds)
+                self._peers[process] = record
 
     def _make_record(self) -> Record:
         position, settings = self._position, self._settings
@@ -208,10 +200,7 @@ class Watchdog:
     def _peer_records(self) -> list[Record]:
         """Records of the others. Process 0 has the store: if that does not answer, it is silent."""
         return [
-            replace(
-                peer.record,
-                silence=max(peer.silence, self._store_silence if process == 0 else 0.0),
-            )
+            replace(peer, silence=max(peer.silence, self._store_silence)) if process == 0 else peer
             for process, peer in sorted(self._peers.items())
         ]
 
@@ -220,36 +209,32 @@ class Watchdog:
         before, self._hang = self._hang, hang
         if hang is None:
             if before is not None and self._speaks_of(before):
-                self._print_line(f"{_names(before.late)} again made progress")
+                self._print_line(f"{names_of(before.late)} again made progress")
             return
-        if before is None or (before.processes, before.is_silent) != (
-            hang.processes,
-            hang.is_silent,
-        ):
+        kind = hang.processes, hang.is_silent
+        if before is None or (before.processes, before.is_silent) != kind:
             self._hang_seconds = 0.0
-            line = describe(hang, str(self._settings.stacks))
+            line = self._describe(hang)
             if self._speaks_of(hang):
                 self._print_line(f"warning: {line}")
             self._write_stacks(line, [*hang.late, *hang.others])
             return
         self._hang_seconds += seconds
         lasts = self._hang_seconds > self._settings.grace
-        if hang.exceeds(self._settings.silence) if hang.is_silent else lasts:
-            self._end_run(hang)
+        is_over = hang.exceeds(self._settings.silence) if hang.is_silent else lasts
+        if is_over and hang.can_end:
+            self._end(
+                f"error: {self._describe(hang)}; the run is ended, continue it with --resume",
+                len(hang.late) if hang.is_silent else 0,
+            )
 
     def _speaks_of(self, hang: Hang) -> bool:
         """True in the first process that can speak of a hang; the others print only their end."""
         able = hang.others if hang.is_silent else (*hang.late, *hang.others)
         return self._settings.process == min(record.process for record in able)
 
-    def _end_run(self, hang: Hang) -> None:
-        if not hang.can_end:
-            return
-        line = describe(hang, str(self._settings.stacks))
-        self._end(
-            f"error: {line}; the run is ended, continue it with --resume",
-            len(hang.late) if hang.is_silent else 0,
-        )
+    def _describe(self, hang: Hang) -> str:
+        return describe(hang, str(self._settings.stacks))
 
     def _write_stacks(self, line: str, records: Sequence[Record]) -> None:
         """Appends the stacks of all threads to this process's file."""
@@ -309,7 +294,3 @@ def write_stacks(path: Path, header: str) -> None:
     except OSError as error:
         print(f"warning: {path}: {error.strerror}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(sys.stderr, all_threads=True)
-
-
-def _names(records: Sequence[Record]) -> str:
-    return ", ".join(f"process {record.process} (host {record.host})" for record in records)

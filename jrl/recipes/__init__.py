@@ -13,7 +13,7 @@ from jrl.recipes.hapo import Hapo
 from jrl.recipes.ppo import ActorCritic as ActorCritic
 from jrl.recipes.ppo import Ppo
 from jrl.recipes.reinforce_plus_plus import ReinforcePlusPlus
-from jrl.recipes.sft import Sft
+from jrl.recipes.sft import Sft as Sft
 from jrl.recipes.tppo import Tppo
 from jrl.recipes.vapo import Vapo
 
@@ -32,6 +32,3 @@ RECIPES: dict[str, type[Recipe]] = {
     "reinforce_plus_plus": ReinforcePlusPlus,
 }
 """Recipes by the name they have on the command line."""
-
-SUPERVISED: dict[str, type[Sft]] = {"sft": Sft}
-"""Supervised fine-tuning, by its name on the command line, which takes the place of a recipe's."""

@@ -8,12 +8,12 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
-from jrl.recipes import RECIPES, SUPERVISED, Recipe
+from jrl.recipes import RECIPES, Recipe, Sft
 
 COPY = "recipe.py"
 """File name of a user's recipe in the folder of a run."""
-LIBRARY: dict[str, type[Recipe]] = {**RECIPES, **SUPERVISED}
-"""All recipes that are loaded by name."""
+LIBRARY: dict[str, type[Recipe]] = {**RECIPES, "sft": Sft}
+"""All recipes that are loaded by name, with supervised fine-tuning."""
 
 
 def load_recipe(reference: str, folder: Path | str = ".") -> type[Recipe]:
@@ -57,10 +57,7 @@ def load_recipe(reference: str, folder: Path | str = ".") -> type[Recipe]:
 def reference_of(recipe: Recipe) -> str:
     """Reference by which `load_recipe` finds the recipe in the folder of a run, which contains its
     file."""
-    kind = type(recipe)
-    if source_of(recipe) is None:
-        return recipe.name
-    return f"{COPY}:{kind.__qualname__}"
+    return recipe.name if source_of(recipe) is None else f"{COPY}:{type(recipe).__qualname__}"
 
 
 def source_of(recipe: Recipe) -> bytes | None:

@@ -48,7 +48,6 @@ class ActorCritic(Recipe):
 
     @property
     def critic_optimizer(self) -> Optimizer:
-        """Optimizer of the critic."""
         return Optimizer(self.critic_learning_rate, 0, self.weight_decay, self.max_grad_norm)
 
     @property
@@ -91,10 +90,7 @@ class ImitatingActorCritic(ActorCritic):
     which they were finished."""
 
     def auxiliary_loss(
-        self,
-        logprobs: Float[Array, "batch time"],
-        batch: Batch[Array],
-        totals: Totals[Array],
+        self, logprobs: Float[Array, "batch time"], batch: Batch[Array], totals: Totals[Array]
     ) -> tuple[Float[Array, ""], Metrics]:
         """Negative log-likelihood of the completions with full marks, the mean over their tokens in
         the mask (VAPO, arXiv:2504.05118, section 4.3)."""

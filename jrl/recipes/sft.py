@@ -1,12 +1,12 @@
 """Supervised fine-tuning (SFT) on given conversations, the stage before reinforcement learning."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jrl.checks import check_least
+from jrl.checks import check_range
 from jrl.losses import Mean
 from jrl.recipes.base.batch import Batch, Targets
 from jrl.recipes.base.optimizer import Optimizer, Schedule
@@ -56,7 +56,7 @@ class Sft(Recipe):
 
     def __post_init__(self):
         # Before the checks of every recipe, which compute with these.
-        check_least(self, ("batch", "epochs", "micro_batch"))
+        check_range(self, ("batch", "epochs", "micro_batch"), 1)
         if self.batch % self.micro_batch_size:
             raise ValueError(
                 f"micro_batch={self.micro_batch} does not divide batch={self.batch}: choose a "
@@ -92,14 +92,8 @@ class Sft(Recipe):
 
     @property
     def optimizer(self) -> Optimizer:
-        return Optimizer(
-            self.learning_rate,
-            self.learning_rate_warmup,
-            self.weight_decay,
-            self.max_grad_norm,
-            schedule=self.learning_rate_schedule,
-            final=self.learning_rate_final,
-        )
+        schedule, final = self.learning_rate_schedule, self.learning_rate_final
+        return replace(super().optimizer, schedule=schedule, final=final)
 
     @property
     def supervision(self) -> Supervision:

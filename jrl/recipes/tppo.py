@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jrl.checks import check_least
+from jrl.checks import check_range
 from jrl.losses import (
     Aggregation,
     effective_length,
@@ -70,13 +70,11 @@ class Tppo(ImitatingActorCritic):
 
     def __post_init__(self):
         super().__post_init__()
-        check_least(self, ("window",))
+        check_range(self, ("window",), 1)
         if self.ignore_last < 0:
             raise ValueError(f"ignore_last={self.ignore_last} must not be negative: 0 keeps all.")
         if not self.lam_alpha > 0:
             raise ValueError(f"lam_alpha={self.lam_alpha} must be positive: the paper has 0.05.")
-        if not 0 <= self.lam_floor <= 1:
-            raise ValueError(f"lam_floor={self.lam_floor} must lie in 0..1.")
         if self.advantage_clip is not None and not self.advantage_clip > 0:
             raise ValueError(f"advantage_clip={self.advantage_clip} must be positive: None is off.")
         if self.dynamic_sampling:
@@ -116,7 +114,9 @@ class Tppo(ImitatingActorCritic):
     def targets(self, batch: Batch[Array]) -> Targets[Array]:
         # Lengths are of whole responses so far, the mask is of this window only.
         values, lengths = required(batch.old_values), required(batch.lengths)
-        rewards, unfinished = required(batch.rewards), _unfinished(batch)
+        rewards, finished = required(batch.rewards), batch.finished
+        # Responses that continue in another step.
+        unfinished = jnp.zeros_like(lengths, bool) if finished is None else ~finished
         # A cut is no end: the value after it is taken to be that before the last token (the paper's
         # assumption), where GAE would use 0 and punish every unfinished response.
         advantages, _, policy_mask = extended_gae(
@@ -168,13 +168,6 @@ class Tppo(ImitatingActorCritic):
             lam_floor=0.95,
             positive_coef=0.1,
         )
-
-
-def _unfinished(batch: Batch[Array]) -> Bool[Array, "batch"]:
-    """Mask of the responses that continue in another step."""
-    if batch.finished is None:
-        return jnp.zeros_like(required(batch.lengths), bool)
-    return ~batch.finished
 
 
 __getattr__ = former_names(__name__, paper=Tppo.paper)

@@ -41,22 +41,17 @@ def _main(arguments: list[str]) -> int:
         description="Lists, verifies and prunes the checkpoints of a run.",
         args=arguments,
     )
-    _check_keep(request)
+    keep, prunes = request.keep, request.command == "prune"
+    if keep is not None and not prunes:
+        raise ValueError(f"keep={keep} is for prune only: leave out --keep")
+    if prunes and (keep is None or keep < 1):
+        raise ValueError(f"keep={keep} must be at least 1: give prune --keep N")
     start_jax(1)  # of the host: the accelerators may be in use by the run
-    if request.command == "prune":
-        assert request.keep is not None  # checked above
+    if keep is not None:
         with RunFolder.resume(request.run) as folder:
-            return prune(folder, request.keep)
+            return prune(folder, keep)
     folder = RunFolder.read(request.run)
     return list_checkpoints(folder) if request.command == "list" else verify(folder)
-
-
-def _check_keep(request: RunsOptions) -> None:
-    if request.command != "prune":
-        if request.keep is not None:
-            raise ValueError(f"keep={request.keep} is for prune only: leave out --keep")
-    elif request.keep is None or request.keep < 1:
-        raise ValueError(f"keep={request.keep} must be at least 1: give prune --keep N")
 
 
 def list_checkpoints(folder: RunFolder) -> int:
@@ -70,7 +65,7 @@ def list_checkpoints(folder: RunFolder) -> int:
     others = dict.fromkeys(directory.incomplete(), "in flight, or left by a killed run")
     others |= {path: f"set aside as damaged ({path.name})" for path in directory.damaged()}
     for path, state in sorted(others.items()):
-        print(_row(directory, _label(path), path, state))
+        print(_row(directory, f"step {path.name.partition('.')[0]}", path, state))
     return 0
 
 
@@ -88,11 +83,8 @@ def verify(folder: RunFolder) -> int:
 
 
 def prune(folder: RunFolder, keep: int) -> int:
-    """Removes all checkpoints but the newest `keep` whose hashes are right.
-
-    Raises:
-      ValueError: where all are damaged; nothing is removed.
-    """
+    """Removes all checkpoints but the newest `keep` whose hashes are right; where all are damaged,
+    raises ValueError and removes nothing."""
     directory = open_directory(folder.checkpoints_path)
     checkpoints = Checkpoints(folder.checkpoints_path)
     steps, intact, damaged = checkpoints.steps(), list[int](), dict[int, str]()
@@ -110,23 +102,19 @@ def prune(folder: RunFolder, keep: int) -> int:
             "restore a copy of one"
         )
     for step in steps:
-        if step not in intact:
-            why = f", damaged: {damaged[step]}" if step in damaged else ""
-            size = _size(directory, folder.checkpoints_path / str(step))
-            line = f"step {step}: removed ({size}{why})"
-            checkpoints.drop([step])
-            print(line)
-        else:
+        if step in intact:
             print(f"step {step}: kept")
+            continue
+        why = f", damaged: {damaged[step]}" if step in damaged else ""
+        size = _size(directory, folder.checkpoints_path / str(step))
+        checkpoints.drop([step])
+        print(f"step {step}: removed ({size}{why})")
     return 0
 
 
 def _stored(folder: RunFolder) -> Iterator[tuple[str, StoragePath, int]]:
-    """Label, folder and step of each checkpoint, and of the base weights of a run with adapters.
-
-    Raises:
-      ValueError: where the run has none.
-    """
+    """Label, folder and step of each checkpoint, and of the base weights of a run with adapters;
+    ValueError where the run has none."""
     path = folder.checkpoints_path
     steps = Checkpoints(path).steps()
     if not steps:
@@ -134,10 +122,6 @@ def _stored(folder: RunFolder) -> Iterator[tuple[str, StoragePath, int]]:
     if (path / BASE / "0").is_dir():
         yield "base weights", path / BASE / "0", 0
     yield from ((f"step {step}", path / str(step), step) for step in steps)
-
-
-def _label(path: StoragePath) -> str:
-    return f"step {path.name.partition('.')[0]}"
 
 
 def _row(directory: Directory, label: str, path: StoragePath, state: str) -> str:

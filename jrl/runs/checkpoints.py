@@ -6,9 +6,6 @@ flat names such as ``policy/layers/w``), ``tree`` (shape and dtype of every leaf
 which every reader verifies. A kill at any moment leaves a complete checkpoint or none
 (`jrl.runs.directory`); leftovers are never read, and the next `save` removes
 them. A checkpoint that is found damaged later can be set aside as ``<step>.damaged``.
-
-Saving is asynchronous: the state is copied to the host, and a thread writes it while the run goes
-on.
 """
 
 import json
@@ -73,7 +70,7 @@ class Checkpoints:
         self._in_flight: BackgroundSave | None = None
         self._silence = ExitStack()
         self._last_gather: BackgroundGather | None = None
-        self._orbax = ocp.Checkpointer(_handler())
+        self._orbax = ocp.Checkpointer(_handler(ocp.PyTreeCheckpointHandler()))
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -100,11 +97,8 @@ class Checkpoints:
 
     def latest_valid_step(self) -> tuple[int | None, dict[int, str]]:
         """Return the newest step whose checkpoint is as it was written, None where there is none at
-        all, and what is damaged of the newer ones, by step. All files are read for that.
-
-        Raises:
-          ValueError: where there are checkpoints and all of them are damaged.
-        """
+        all, and what is damaged of the newer ones, by step; ValueError where all are damaged. All
+        files are read for that."""
         damaged: dict[int, str] = {}
         # A run that is being written may drop the one looked at: that is no damage.
         while steps := [step for step in self.steps() if step not in damaged]:
@@ -128,10 +122,8 @@ class Checkpoints:
         return self._directory.identity(step)
 
     def set_aside(self, step: int) -> StoragePath:
-        """Rename a damaged checkpoint, which is not listed any more, and return its path.
-
-        Only the writer of the run may call this.
-        """
+        """Rename a damaged checkpoint, which is not listed any more, and return its path. Only the
+        writer of the run may call this."""
         self.wait()
         name = ""
         with RaiseInAllProcesses():
@@ -170,7 +162,7 @@ class Checkpoints:
         remedy = f"The checkpoint of step {step} was not written, {remaining}."
         self._last_gather = gather = BackgroundGather(f"checkpoint/{next(_saves)}")
         with ExitStack() as stack:
-            stack.enter_context(quiet())
+            stack.enter_context(quiet)
             with writing(self.directory, remedy):
                 if is_main_process():
                     self._directory.remove_leftovers()
@@ -188,11 +180,8 @@ class Checkpoints:
         self._in_flight = BackgroundSave(complete, gather)
 
     def wait(self) -> None:
-        """Wait until the checkpoint that is being written is complete; without one, return.
-
-        Raises:
-          StorageError: where the file system refused to hold it; the checkpoints before it stay.
-        """
+        """Wait until the checkpoint that is being written is complete; StorageError where the file
+        system refused to hold it, and the checkpoints before it stay."""
         if self._in_flight is None:
             return
         try:
@@ -339,14 +328,10 @@ class Checkpoints:
 
 
 def _handler(
-    registry: Any = None,  # a protocol that cannot be checked at run time
-    options: ocp.options.AsyncOptions | None = None,
+    state: ocp.PyTreeCheckpointHandler, options: ocp.options.AsyncOptions | None = None
 ) -> ocp.CompositeCheckpointHandler:
-    arrays = ocp.PyTreeCheckpointHandler()
-    if registry is not None:
-        arrays = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
     return ocp.CompositeCheckpointHandler(
-        state=arrays,
+        state=state,
         tree=ocp.JsonCheckpointHandler(),
         meta=ocp.JsonCheckpointHandler(),
         composite_options=ocp.CompositeOptions(async_options=options),
@@ -358,7 +343,8 @@ def _write_host_arrays(path: StoragePath, items: ocp.args.Composite) -> None:
     # By default Orbax would copy them once more.
     handler = ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)
     registry = ocp.type_handlers.create_type_handler_registry((np.ndarray, handler))
-    with ocp.Checkpointer(_handler(registry)) as writer:
+    state = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    with ocp.Checkpointer(_handler(state)) as writer:
         writer.save(path, args=items)
 
 
@@ -371,7 +357,8 @@ def _writer_of_shards(gather: BackgroundGather) -> ocp.AsyncCheckpointer:
     options = ocp.options.AsyncOptions(
         timeout_secs=NO_TIMEOUT, barrier_sync_fn=barrier, create_directories_asynchronously=False
     )
-    return ocp.AsyncCheckpointer(_handler(options=options), async_options=options)
+    handler = _handler(ocp.PyTreeCheckpointHandler(), options)
+    return ocp.AsyncCheckpointer(handler, async_options=options)
 
 
 def _json_copy(meta: dict[str, Any]) -> dict[str, Any]:
@@ -382,8 +369,13 @@ def _json_copy(meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def _transfers(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Arrays with elements, whose copies to the host have begun together."""
-    arrays = {name: _raw(leaf) for name, leaf in leaves.items() if leaf.size}
+    """Arrays with elements, as Orbax stores them (of a typed key its words), whose copies to the
+    host have begun together."""
+    arrays = {
+        name: jax.random.key_data(leaf) if _is_key(leaf) else leaf
+        for name, leaf in leaves.items()
+        if leaf.size
+    }
     for array in arrays.values():
         if isinstance(array, jax.Array) and not is_multiprocess():
             array.copy_to_host_async()
@@ -427,13 +419,8 @@ def _is_key(leaf: Any) -> bool:
     return jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def _raw(leaf: Any) -> Any:
-    """Return what Orbax stores: the words of a typed key, or the array itself."""
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
-
-
 def _typed(array: Any, like: Any, description: Mapping[str, Any]) -> Any:
-    """Undo `_raw`."""
+    """Return what was saved, given what Orbax has stored of it."""
     return jax.random.wrap_key_data(array, impl=description["impl"]) if _is_key(like) else array
 
 

@@ -9,7 +9,6 @@ import errno
 import logging
 import re
 import shutil
-from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator
 from datetime import datetime
 from functools import cache
@@ -33,11 +32,8 @@ StoragePath = Path | epath.Path
 
 
 def storage_path(address: StoragePath | str) -> StoragePath:
-    """The absolute path of a file system, or the ``gs://`` address, that a text names.
-
-    Raises:
-      ValueError: for addresses of other storage, and without a bucket.
-    """
+    """The absolute path of a file system, or the ``gs://`` address, that a text names; ValueError
+    for addresses of other storage, and without a bucket."""
     matched = OBJECT_STORAGE.fullmatch(str(address))
     if matched is None:
         return Path(address).absolute()
@@ -57,103 +53,40 @@ def is_bucket(path: StoragePath) -> bool:
     return str(path).startswith("gs://")
 
 
-class Directory(ABC):
+class Directory:
     """Checkpoints of a run by their steps, as the first process of several sees and changes them.
 
-    Attributes:
-      path: of the directory.
+    On a file system; `BucketDirectory` overrides what object storage does otherwise.
     """
 
     def __init__(self, path: StoragePath):
         self.path = path
 
-    @abstractmethod
     def steps(self) -> list[int]:
         """Steps of which a checkpoint was completed, ascending."""
+        return sorted(int(entry.name) for entry in self._entries() if entry.name.isdigit())
 
     def is_empty(self) -> bool:
         """True where there is no checkpoint, complete, incomplete or damaged."""
         return not (self.steps() or self.incomplete() or self.damaged())
 
-    @abstractmethod
     def destination(self, step: int) -> StoragePath:
         """Path at which the checkpoint of a step is written."""
-
-    @abstractmethod
-    def publish(self, step: int) -> None:
-        """Completes the checkpoint at its destination, which has its manifest."""
-
-    @abstractmethod
-    def delete(self, step: int) -> None:
-        """Removes a complete checkpoint; a kill meanwhile leaves none under its name."""
-
-    @abstractmethod
-    def identity(self, step: int) -> Hashable:
-        """Identity of a complete checkpoint, None where there is none."""
-
-    @abstractmethod
-    def set_aside(self, step: int) -> StoragePath:
-        """Renames a damaged checkpoint to a name that is free, and returns that."""
-
-    @abstractmethod
-    def incomplete(self) -> list[StoragePath]:
-        """Checkpoints that a killed writer has left, or a live one is writing."""
-
-    def damaged(self) -> list[StoragePath]:
-        """Checkpoints that were set aside."""
-        return [path for path in self._entries() if ".damaged" in path.name]
-
-    @abstractmethod
-    def remove_leftovers(self) -> None:
-        """Removes what `incomplete` lists. For the writer alone: a reader could hit a live one."""
-
-    @abstractmethod
-    def claim(self, config: bytes) -> None:
-        """Begins a directory that is not in the folder of its run.
-
-        Args:
-          config: of the run, for those who find the checkpoints alone.
-        """
-
-    @abstractmethod
-    def size_and_time(self, folder: StoragePath) -> tuple[int, float]:
-        """Bytes in a folder, and when it was written last, in seconds since 1970."""
-
-    @abstractmethod
-    def _entries(self) -> list[StoragePath]:
-        """All that is in the directory, by name."""
-
-
-def open_directory(path: StoragePath | str) -> Directory:
-    """The directory at a path of a file system, or at a ``gs://`` address.
-
-    Raises:
-      ValueError: for other addresses, and for ``gs://`` without gcsfs.
-    """
-    path = storage_path(path)
-    return BucketDirectory(path) if is_bucket(path) else FolderDirectory(path)
-
-
-class FolderDirectory(Directory):
-    """Directory on a file system."""
-
-    def steps(self) -> list[int]:
-        return sorted(int(entry.name) for entry in self._entries() if entry.name.isdigit())
-
-    def destination(self, step: int) -> StoragePath:
         return self.path / f"{step}.writing"
 
     def publish(self, step: int) -> None:
+        """Completes the checkpoint at its destination, which has its manifest."""
         self.destination(step).rename(self.path / str(step))
         records.sync_folder(Path(self.path))  # before older checkpoints are deleted
 
     def delete(self, step: int) -> None:
-        # Renamed first: a kill while files go must not leave half a checkpoint under its name.
+        """Removes a complete checkpoint; a kill meanwhile leaves none under its name."""
         doomed = self.path / f"{step}.deleting"
         (self.path / str(step)).rename(doomed)
         shutil.rmtree(doomed)
 
     def identity(self, step: int) -> Hashable:
+        """Identity of a complete checkpoint, None where there is none."""
         try:
             status = Path(self.path / str(step)).stat()
         except OSError:
@@ -161,27 +94,45 @@ class FolderDirectory(Directory):
         return status.st_ino, status.st_mtime_ns
 
     def set_aside(self, step: int) -> StoragePath:
+        """Renames a damaged checkpoint to a name that is free, and returns that."""
         path = _free_name(self.path / f"{step}.damaged")
         (self.path / str(step)).rename(path)
         return path
 
     def incomplete(self) -> list[StoragePath]:
+        """Checkpoints that a killed writer has left, or a live one is writing."""
         return [entry for entry in self._entries() if TEMPORARY.fullmatch(entry.name)]
 
+    def damaged(self) -> list[StoragePath]:
+        """Checkpoints that were set aside."""
+        return [path for path in self._entries() if ".damaged" in path.name]
+
     def remove_leftovers(self) -> None:
+        """Removes what `incomplete` lists. For the writer alone: a reader could hit a live one."""
         for entry in self.incomplete():
             shutil.rmtree(entry)
 
     def claim(self, config: bytes) -> None:
+        """Begins a directory that is not in the folder of its run, with the run's configuration for
+        those who find the checkpoints alone."""
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / "config.json").write_bytes(config)
 
     def size_and_time(self, folder: StoragePath) -> tuple[int, float]:
+        """Bytes in a folder, and when it was written last, in seconds since 1970."""
         files = [entry for entry in Path(folder).rglob("*") if entry.is_file()]
         return sum(entry.stat().st_size for entry in files), Path(folder).stat().st_mtime
 
     def _entries(self) -> list[StoragePath]:
+        """All that is in the directory, by name."""
         return sorted(self.path.iterdir()) if self.path.is_dir() else []
+
+
+def open_directory(path: StoragePath | str) -> Directory:
+    """The directory at a path of a file system, or at a ``gs://`` address; ValueError for other
+    addresses, and for ``gs://`` without gcsfs."""
+    path = storage_path(path)
+    return BucketDirectory(path) if is_bucket(path) else Directory(path)
 
 
 class BucketDirectory(Directory):
@@ -265,11 +216,7 @@ def bucket_error(error: BaseException) -> str:
 
 @cache
 def bucket_files() -> Any:
-    """Files in Google Cloud Storage, whose listings are never cached.
-
-    Raises:
-      ValueError: without gcsfs.
-    """
+    """Files in Google Cloud Storage, whose listings are never cached; ValueError without gcsfs."""
     from fsspec import filesystem
     from fsspec.config import conf
 

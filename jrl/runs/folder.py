@@ -31,11 +31,8 @@ RUNS_PATH = Path("runs")
 
 
 def local_path(path: Path | str) -> Path:
-    """The path of a run folder.
-
-    Raises:
-      ValueError: for an address in object storage, which would become a local folder of that name.
-    """
+    """The path of a run folder; ValueError for an address in object storage, which would become a
+    local folder of that name."""
     if OBJECT_STORAGE.fullmatch(str(path)):
         raise ValueError(
             f"run folder {path} is an address in object storage: give a path of a file system, for "
@@ -101,8 +98,8 @@ class RunFolder:
 
     def set_checkpoint_dir(self, directory: str | None) -> None:
         """Sets the directory of the checkpoints; None is one in the folder."""
-        path = self.path / "checkpoints" if directory is None else storage_path(directory)
-        self._checkpoints_path = path
+        local = self.path / "checkpoints"
+        self._checkpoints_path = local if directory is None else storage_path(directory)
 
     @classmethod
     def create(
@@ -182,11 +179,8 @@ class RunFolder:
         records.replace(self.config_path, _config_bytes(config))
 
     def write_versions(self, device: str) -> None:
-        """Write the versions of the software that makes the run, each time it starts or resumes.
-
-        Args:
-          device: the kind of accelerator, and how many.
-        """
+        """Write the versions of the software that makes the run, and the kind and number of its
+        accelerators, each time it starts or resumes."""
         versions = {
             "python": platform.python_version(),
             **installed_versions(),
@@ -204,28 +198,17 @@ class RunFolder:
 
     def line_offsets(self) -> dict[str, records.FileOffset]:
         """Return the offsets of the run's lines, for the checkpoint that continues after them."""
-        return {
-            path.name: records.read_offset(path) for path in (self.metrics_path, self.samples_path)
-        }
+        paths = (self.metrics_path, self.samples_path)
+        return {path.name: records.read_offset(path) for path in paths}
 
     def file_hashes(self) -> dict[str, records.FileOffset]:
         """Return what the files of the run hold that never change."""
-        unchanged_files = (self.recipe_path, self.tokenizer_path, self.model_path)
-        user_files = sorted(self.code_path.glob("*.py"))
-        return {
-            **{path.name: records.read_offset(path) for path in unchanged_files},
-            **{
-                f"{self.code_path.name}/{path.name}": records.read_offset(path)
-                for path in user_files
-            },
-        }
+        paths = [self.recipe_path, self.tokenizer_path, self.model_path]
+        paths += sorted(self.code_path.glob("*.py"))
+        return {path.relative_to(self.path).as_posix(): records.read_offset(path) for path in paths}
 
     def check_files(self, step: int, saved: Mapping[str, records.FileOffset]) -> None:
-        """Refuse files that are not what they were at the checkpoint of `step`.
-
-        Args:
-          saved: `file_hashes` at that checkpoint.
-        """
+        """Refuse files that differ from `saved`, the `file_hashes` at the checkpoint of `step`."""
         for name, current in self.file_hashes().items():
             if name in saved and current != saved[name]:
                 raise ValueError(
@@ -234,10 +217,8 @@ class RunFolder:
                 )
 
     def rewind(self, step: int, saved: Mapping[str, records.FileOffset]) -> None:
-        """Drop the metrics and samples that a checkpoint of `step` writes again.
-
-        Args:
-          saved: `line_offsets` at that checkpoint.
+        """Drop the metrics and samples after `saved`, the `line_offsets` at the checkpoint of
+        `step`, from which they are written again.
 
         Raises:
           ValueError: where what comes before them is not what was there then.

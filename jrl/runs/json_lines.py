@@ -18,13 +18,11 @@ class JsonLines(io.TextIOBase):
     """Text stream that writes each line as a JSON object to another stream.
 
     ``{"time": ..., "level": ..., "host": ..., "process": ..., "message": ...}``, the time in UTC as
-    of ISO 8601. Blank lines are left out.
-
-    Args:
-      stream: text stream that is written to.
-      process: index of this process, read for each line.
-      now: the current time.
+    of ISO 8601. Blank lines are left out. The index of the process is read for each line.
     """
+
+    encoding = "utf-8"
+    errors = "strict"
 
     def __init__(
         self,
@@ -37,14 +35,6 @@ class JsonLines(io.TextIOBase):
         self._host = socket.gethostname()
         self._rest = ""
         self._lock = threading.RLock()
-
-    @property
-    def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return "utf-8"
-
-    @property
-    def errors(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return "strict"
 
     def writable(self) -> bool:
         return True

@@ -1,6 +1,7 @@
 """Loggers of metrics besides ``metrics.jsonl``: TensorBoard and Weights & Biases.
 
-Both are extras, imported when one of these classes is created and not before.
+Both are extras, imported when one of these classes is created and not before; a ValueError says
+that one is not installed.
 """
 
 import secrets
@@ -35,9 +36,6 @@ class TensorBoard:
       directory: where the event files go; made if missing.
       resume_step: the step a resumed run starts from, 0 among them. TensorBoard then hides what an
         earlier, killed process had written after it.
-
-    Raises:
-      ValueError: where tensorboardX is not installed.
     """
 
     def __init__(self, directory: Path | str, resume_step: int | None = None):
@@ -67,9 +65,6 @@ class Wandb:
         it, and to ``wandb/run-id`` the identity of the run, so that another run of the same name is
         never continued.
       config: shown with the run.
-
-    Raises:
-      ValueError: where wandb is not installed.
     """
 
     def __init__(self, directory: Path, config: Mapping[str, Any]):

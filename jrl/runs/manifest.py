@@ -47,10 +47,15 @@ def write(
 
 
 def _write_synced(folder: Path, step: int, gather: Callable[[Any], list[Any]]) -> None:
+    def sync_and_hash(name: str) -> list[int | str]:
+        path = folder / name
+        # Orbax does not sync all of its files.
+        with records.naming(path), path.open("rb") as file:
+            os.fsync(file.fileno())
+        return _size_and_hash(path)
+
     names = gather(_files(folder) if is_main_process() else None)[0]
-    manifests = gather(
-        dict(_map_files(_local_files(names), lambda name: _sync_and_hash(folder / name)))
-    )
+    manifests = gather(_map_local_files(names, sync_and_hash))
     if is_main_process():
         files = {name: entry for manifest in manifests for name, entry in manifest.items()}
         records.replace(folder / MANIFEST_NAME, _content(step, files))
@@ -72,12 +77,12 @@ def find_damage(folder: StoragePath, step: int) -> str | None:
     files = broadcast_from_main(_read(folder, step) if is_main_process() else None)
     if isinstance(files, str):
         return files
-    damage_of_files = _map_files(
-        _local_files(files), lambda name: _file_damage(Path(folder) / name, files[name])
+    damage_of_files = _map_local_files(
+        files, lambda name: _file_damage(Path(folder) / name, files[name])
     )
     damaged = sorted(
         f"{name} {reason}"
-        for damages in agreement.gather(dict(damage_of_files))
+        for damages in agreement.gather(damage_of_files)
         for name, reason in damages.items()
         if reason
     )
@@ -105,31 +110,20 @@ def find_incomplete(folder: StoragePath, step: int) -> str | None:
 
 def _files(folder: Path) -> list[str]:
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    names = [path.relative_to(folder).as_posix() for path in paths]
-    return [name for name in names if name != MANIFEST_NAME]
+    return [path.relative_to(folder).as_posix() for path in paths if path != folder / MANIFEST_NAME]
 
 
-def _local_files(names: Iterable[str]) -> list[str]:
-    """The files that this process reads: those with its number in their path, as Orbax has it, and
-    all without one in the first."""
+def _map_local_files(names: Iterable[str], function: Callable[[str], Any]) -> dict[str, Any]:
+    """Results of a function of the files that this process reads: those with its number in their
+    path, as Orbax has it, and all without one in the first."""
 
     def owner(name: str) -> int:
         numbered = re.search(r"process_(\d+)", name)
         return int(numbered[1]) % jax.process_count() if numbered else 0
 
-    return [name for name in names if owner(name) == jax.process_index()]
-
-
-def _map_files(names: list[str], function: Any) -> Iterable[tuple[str, Any]]:
+    local = [name for name in names if owner(name) == jax.process_index()]
     with ThreadPoolExecutor(THREADS) as pool:
-        return list(zip(names, pool.map(function, names), strict=True))
-
-
-def _sync_and_hash(path: Path) -> list[int | str]:
-    """`_size_and_hash` of a file that is on disk then, as Orbax does not sync all of its files."""
-    with records.naming(path), path.open("rb") as file:
-        os.fsync(file.fileno())
-    return _size_and_hash(path)
+        return dict(zip(local, pool.map(function, local), strict=True))
 
 
 def _size_and_hash(path: Path) -> list[int | str]:

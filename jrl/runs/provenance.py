@@ -16,13 +16,10 @@ from jrl.runs.folder import RunFolder
 
 
 def describe(settings: Mapping[str, Any], folder: RunFolder) -> dict[str, Any]:
-    """Run metadata of a checkpoint that is saved now: settings, and hashes of files and lines, as
-    JSON values. Empty in all processes but the first, which writes it.
-
-    Args:
-      settings: those that a run keeps (`jrl.config.files.fixed_settings`).
-    """
-    if not is_main_process():  # only the first process writes it
+    """Run metadata of a checkpoint that is saved now, as JSON values: the settings that a run keeps
+    (`jrl.config.files.fixed_settings`), and hashes of files and lines. Empty in all processes but
+    the first, which writes it."""
+    if not is_main_process():
         return {}
     return {
         "settings": dict(settings),
@@ -32,12 +29,8 @@ def describe(settings: Mapping[str, Any], folder: RunFolder) -> dict[str, Any]:
 
 
 def find_resume_step(checkpoints: Checkpoints) -> int | None:
-    """Step of the latest valid checkpoint, to resume from; None without any checkpoint. Later
-    checkpoints that are damaged are set aside, each with a warning.
-
-    Raises:
-      ValueError: where all are damaged.
-    """
+    """Step of the latest valid checkpoint, to resume from; None without any checkpoint, ValueError
+    where all are damaged. Later ones that are damaged are set aside, each with a warning."""
     step, damaged = checkpoints.latest_valid_step()
     for later, reason in damaged.items():
         path = checkpoints.set_aside(later)
@@ -53,15 +46,8 @@ def find_resume_step(checkpoints: Checkpoints) -> int | None:
 def rewind(
     settings: Mapping[str, Any], folder: RunFolder, step: int, saved: Mapping[str, Any]
 ) -> None:
-    """Drops the lines after a checkpoint, which its run writes again.
-
-    Args:
-      settings: as for `describe`, now.
-      saved: result of `describe` when it was saved.
-
-    Raises:
-      ValueError: where the run no longer matches the checkpoint; nothing is dropped.
-    """
+    """Drops the lines after a checkpoint, which its run writes again; ValueError where settings or
+    files are not `saved`, the result of `describe` at the checkpoint, and nothing is dropped."""
     with RaiseInAllProcesses():
         if is_main_process():
             _check_settings(settings, folder, step, saved["settings"])

@@ -49,10 +49,9 @@ class Appender:
         self._file = self.path.open("ab", buffering=0)
 
     def append(self, step: int, record: Mapping[str, Any]) -> None:
-        """Write one line.
+        """Write one line; several may share a step.
 
         Args:
-          step: the step the record belongs to; several lines may share one.
           record: JSON values and scalars of numpy or jax. It must not hold "step" itself.
 
         Raises:
@@ -124,11 +123,8 @@ def plain(value: Any) -> Any:
 
 
 def read(path: Path | str) -> list[dict[str, Any]]:
-    """Return the records of a file, without a last line that is still being written.
-
-    Raises:
-      ValueError: for any other line that is not a JSON object with an integer step.
-    """
+    """Return the records of a file, without a last line that is still being written; ValueError for
+    any other line that is not a JSON object with an integer step."""
     path = Path(path)
     *lines, last = path.read_bytes().split(b"\n")
     if last and record_of(last) is not None:
@@ -147,11 +143,8 @@ def read(path: Path | str) -> list[dict[str, Any]]:
 
 
 def read_metrics(path: Path | str) -> list[dict[str, float | int]]:
-    """Return one dict per line with every value a number, NaN and infinities included.
-
-    Raises:
-      ValueError: as `read` does, and for a value that is no number.
-    """
+    """Return one dict per line with every value a number, NaN and infinities included; ValueError
+    as `read`, and for a value that is no number."""
     metrics = []
     for line_number, record in enumerate(read(path), start=1):
         numbers = {name: _number(value) for name, value in record.items()}
@@ -167,16 +160,13 @@ def read_metrics(path: Path | str) -> list[dict[str, float | int]]:
 
 def read_samples(path: Path | str) -> list[dict[str, Any]]:
     """Return the completions of a run: records with the texts "kind", "prompt" and "completion",
-    the number "score", and more.
-
-    Raises:
-      ValueError: as `read` does, and for a record without one of these.
-    """
+    the number "score", and more. ValueError as `read`, and for a record without one of these."""
     samples = read(path)
     for line_number, sample in enumerate(samples, start=1):
         for name in ("kind", "prompt", "completion", "score"):
-            parse = _number if name == "score" else _text
-            if parse(sample.get(name)) is None:
+            value = sample.get(name)
+            is_valid = isinstance(value, str) if name != "score" else _number(value) is not None
+            if not is_valid:
                 defect = f"has {name} {_short(sample[name])}" if name in sample else f"lacks {name}"
                 raise ValueError(
                     f"{path}:{line_number}: the sample {defect}: each has texts kind, prompt and "
@@ -201,12 +191,8 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:
-    """Return the JSON object that a file holds.
-
-    Args:
-      path: of the file.
-      remedy: what a user can do where it holds something else.
-    """
+    """Return the JSON object that a file holds; `remedy` is for a user whose file holds something
+    else."""
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -234,10 +220,6 @@ def _number(value: Any) -> float | int | None:
     if isinstance(value, bool) or not isinstance(value, float | int):
         return None
     return value if abs(value) < 2**63 or isinstance(value, float) else None
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
 
 
 def _short(value: Any) -> str:

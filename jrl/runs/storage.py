@@ -44,31 +44,26 @@ def errno_of(error: BaseException) -> int | None:
 
 @contextmanager
 def writing(path: StoragePath, remedy: str) -> Iterator[None]:
-    """Context in which `path` is written; a refused write raises an error of one line.
-
-    Args:
-      remedy: what is left, and how to continue.
-
-    Raises:
-      StorageError: where the operating system refused something, and for every error of an address
-        in Google Cloud Storage.
-    """
+    """Context in which `path` is written; where the operating system refuses something, and for
+    every error of an address in Google Cloud Storage, it raises a StorageError of one line, at its
+    end `remedy`: what is left, and how to continue."""
     try:
-        with quiet():
+        with quiet:
             yield
+    except ProcessFailed:  # whose files are not those of `path` here
+        quiet.ignore_late_writes()
+        raise
     except Exception as error:
-        code, is_of_another = errno_of(error), isinstance(error, ProcessFailed)
-        if is_bucket(path) and not is_of_another:
-            _quiet.ignore_late_writes()
-            raise StorageError(f"{path}: {bucket_error(error)}. {remedy}") from None
-        if code is None and not is_of_another:
+        if is_bucket(path):
+            reason = bucket_error(error)
+        elif (code := errno_of(error)) is not None:
+            reason = f"{os.strerror(code)}: {REMEDIES[code]}"
+            # What Orbax left half done complains once more when the interpreter ends.
+            atexit.register(_silence_stderr)
+        else:
             raise
-        _quiet.ignore_late_writes()
-        if code is None or is_of_another:  # whose files are not those of `path` here
-            raise
-        # What Orbax left half done complains once more when the interpreter ends.
-        atexit.register(_silence_stderr)
-        raise StorageError(f"{path}: {os.strerror(code)}: {REMEDIES[code]}. {remedy}") from None
+        quiet.ignore_late_writes()
+        raise StorageError(f"{path}: {reason}. {remedy}") from None
 
 
 def _is_no_thread_failure(record: logging.LogRecord) -> bool:
@@ -78,11 +73,7 @@ def _is_no_thread_failure(record: logging.LogRecord) -> bool:
 
 class _WithoutLateWrites:
     """Hook for exceptions that no code can catch, without those of writes that end after the save
-    to which they belong has failed: its event loop is closed.
-
-    Args:
-      hook: for all others.
-    """
+    to which they belong has failed: its event loop is closed. `hook` is for all others."""
 
     def __init__(self, hook: Callable[[Any], Any]):
         self._hook = hook
@@ -93,7 +84,8 @@ class _WithoutLateWrites:
 
 
 class _Quiet:
-    """Silence of Orbax's threads, from the first of those that ask for it to the last."""
+    """Context in which threads of Orbax log no failure; it may begin in one thread and end in
+    another, and several may overlap."""
 
     def __init__(self) -> None:
         self._lock, self._count = threading.Lock(), 0
@@ -113,7 +105,7 @@ class _Quiet:
             if not self._count:
                 sys.unraisablehook = hook
 
-    def begin(self) -> None:
+    def __enter__(self) -> None:
         with self._lock:
             self._count += 1
             if self._count > 1:
@@ -123,7 +115,7 @@ class _Quiet:
                 logger.setLevel(logging.CRITICAL)
             sys.unraisablehook = lambda _: None
 
-    def end(self) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._lock:
             self._count -= 1
             if self._count:
@@ -133,18 +125,7 @@ class _Quiet:
             sys.unraisablehook = self._hook
 
 
-_quiet = _Quiet()
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Context in which threads of Orbax log no failure; it may begin in one thread and end in
-    another, and several may overlap."""
-    _quiet.begin()
-    try:
-        yield
-    finally:
-        _quiet.end()
+quiet = _Quiet()
 
 
 def _silence_stderr() -> None:

@@ -128,11 +128,8 @@ def replicated(mesh: FoldedMesh) -> NamedSharding:
 
 
 def take_rows(batch: Batch[Array], rows: np.ndarray, mesh: FoldedMesh) -> Batch[Array]:
-    """Selects rows of a batch in one compiled function; no data moves through the host.
-
-    Args:
-      rows: their indices.
-    """
+    """Selects the rows with these indices in one compiled function; no data moves through the
+    host."""
     indices = to_devices(rows.astype(np.int32), replicated(mesh))
     return _compiled_take(over_rows(mesh))(batch, indices)
 

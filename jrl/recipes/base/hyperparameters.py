@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar, get_args
 
-from jrl.checks import check_least, check_range
+from jrl.checks import check_range
 from jrl.losses import Aggregation, RejectionOver, WeightLevel, WeightMean
 from jrl.recipes.base.mismatch import Denominator, OldLogprobs, Rejection, Weighting
 from jrl.recipes.base.optimizer import Optimizer
@@ -126,7 +126,7 @@ class Hyperparameters:
 
     def __post_init__(self):
         counts = ("prompts", "group_size", "mini_batch", "micro_batch", "epochs")
-        check_least(self, (*counts, "max_generation_rounds"))
+        check_range(self, (*counts, "max_generation_rounds"), 1)
         check_range(self, ("learning_rate", "learning_rate_warmup", "weight_decay"), 0)
         check_range(self, ("clip_low", "clip_high", "temperature"), 0)
         check_range(self, ("max_grad_norm",), 0, above=True)

@@ -1,6 +1,5 @@
 """Corrections of the mismatch between sampler and trainer: importance weights and rejection."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -75,48 +74,47 @@ class Correction:
     top-p as far as possible: tokens that they remove are never sampled. There `old_logprobs` may be
     the sampler's own, and no forward pass is needed.
 
-    The fields are hyperparameters of a recipe: `mismatch` and what begins with ``mismatch_``, then
-    `rejection`, `rejection_over`, `rejection_low` and `rejection_high`. Weights are those of
+    The fields are the hyperparameters of a recipe with these names. Weights are those of
     `truncated_weights`, `icepop_weights` or `sequence_masked_weights`, rejection is by
     `geometric_rejection_mask` or `divergence_rejection_mask`; bounds that are None are those of
     `RANGES` and `ACCEPTED`.
     """
 
-    weighting: Weighting | None = None
-    level: WeightLevel = "token"
-    denominator: Denominator | None = None
-    low: float | None = None
-    high: float | None = None
-    mean: WeightMean | None = None
+    mismatch: Weighting | None = None
+    mismatch_level: WeightLevel = "token"
+    mismatch_denominator: Denominator | None = None
+    mismatch_low: float | None = None
+    mismatch_high: float | None = None
+    mismatch_mean: WeightMean | None = None
     rejection: Rejection | None = None
-    over: RejectionOver = "mean"
-    reject_below: float | None = None
-    reject_above: float | None = None
+    rejection_over: RejectionOver = "mean"
+    rejection_low: float | None = None
+    rejection_high: float | None = None
 
     @property
     def on(self) -> bool:
         """True if weights or rejection are on."""
-        return self.weighting is not None or self.rejection is not None
+        return self.mismatch is not None or self.rejection is not None
 
     @property
     def needs_recomputed_logprobs(self) -> bool:
         """True if the correction needs the policy's log-probabilities as recomputed by the
         trainer."""
         # With the denominator "drawn", weights use `old_logprobs`, which the sampler may provide.
-        weighs = self.weighting is not None and self.denominator != "drawn"
+        weighs = self.mismatch is not None and self.mismatch_denominator != "drawn"
         return weighs or self.rejection is not None
 
     @property
     def bounds(self) -> tuple[float, float]:
         """The range of weights, of geometric means if sequence-masked."""
-        assert self.weighting is not None
-        return _filled((self.low, self.high), RANGES[self.weighting])
+        assert self.mismatch is not None
+        return _filled((self.mismatch_low, self.mismatch_high), RANGES[self.mismatch])
 
     @property
     def rejection_bounds(self) -> tuple[float, float]:
         """The least and the greatest value that is not rejected."""
         assert self.rejection is not None
-        return _filled((self.reject_below, self.reject_above), ACCEPTED[self.rejection])
+        return _filled((self.rejection_low, self.rejection_high), ACCEPTED[self.rejection])
 
     def correct(
         self,
@@ -149,11 +147,11 @@ class Correction:
             if self.rejection is not None:
                 accepted = self._not_rejected(*arrays)
                 metrics |= _rejection_metrics(mask, accepted)
-        if self.weighting is None:
+        if self.mismatch is None:
             return Corrected(accepted, None, metrics)
         numerator, denominator = logprobs, rollout_logprobs
         # Times the loss's ratio, current / old, this is current / drawn: old_logprobs cancel.
-        if self.denominator == "drawn":
+        if self.mismatch_denominator == "drawn":
             numerator, denominator = old_logprobs, behaviour_logprobs
         assert numerator is not None and denominator is not None, "weights are a ratio of two"
         weights, of_weights = self._weights(numerator, denominator, mask, accepted)
@@ -164,30 +162,28 @@ class Correction:
         if self.rejection == "geometric":
             return geometric_rejection_mask(*arrays, low=low, high=high)
         assert self.rejection is not None
-        return divergence_rejection_mask(*arrays, kind=self.rejection, over=self.over, bound=high)
+        over = self.rejection_over
+        return divergence_rejection_mask(*arrays, kind=self.rejection, over=over, bound=high)
 
     def _weights(
         self, numerator: Array, denominator: Array, mask: Array, accepted: Array
     ) -> tuple[Array, dict[str, Array]]:
-        """Weights of the `accepted` tokens, and their metrics.
-
-        Args:
-          numerator: log-probabilities of the ratio's numerator; `denominator` likewise.
-        """
+        """Weights of the `accepted` tokens by a ratio of probabilities, of which numerator and
+        denominator are the logarithms, and metrics of them."""
         arrays, (low, high) = (numerator, denominator, mask), self.bounds
         # "sequence-masked" bounds a sequence's geometric mean, though its weights are per token.
-        level = "geometric" if self.weighting == "sequence-masked" else self.level
+        level = "geometric" if self.mismatch == "sequence-masked" else self.mismatch_level
         bounded = mismatch_weights(*arrays, level=level)
-        if self.weighting == "sequence-masked":
+        if self.mismatch == "sequence-masked":
             weights = sequence_masked_weights(*arrays, low=low, high=high)
-        elif self.weighting == "icepop":
+        elif self.mismatch == "icepop":
             weights = icepop_weights(bounded, mask, low=low, high=high)
         else:
             weights = truncated_weights(bounded, mask, low=low, high=high)
         # Before the normalisation, which makes the mean 1 over the tokens that are trained on.
         weights = jnp.where(accepted, weights, 0.0)
-        if self.mean is not None:
-            weights = normalized_weights(weights, accepted, over=self.mean)
+        if self.mismatch_mean is not None:
+            weights = normalized_weights(weights, accepted, over=self.mismatch_mean)
         some = jnp.any(accepted)
         # The fractions are of weights before clamping: how often a bound was exceeded.
         of_weights = {
@@ -209,64 +205,48 @@ def _filled(
 
 
 def check_correction(correction: Correction, old_logprobs: OldLogprobs) -> None:
-    """Validates the correction for these old log-probabilities.
-
-    Raises:
-      ValueError: naming the setting of a recipe that contradicts another, or an empty range.
-    """
+    """Raises ValueError for a setting that contradicts another, or these old log-probabilities, and
+    for an empty range."""
     c = correction
-    if c.weighting is not None and c.denominator != "drawn" and old_logprobs == "sampler":
+    weighs, rejects = c.mismatch is not None, c.rejection is not None
+    if weighs and c.mismatch_denominator != "drawn" and old_logprobs == "sampler":
         raise ValueError(
-            f"mismatch={c.weighting!r} needs old_logprobs='recompute': a ratio against the "
+            f"mismatch={c.mismatch!r} needs old_logprobs='recompute': a ratio against the "
             "sampler corrects the mismatch already, and weights would correct it twice. Set that, "
             "divide by the sampling distribution (mismatch_denominator='drawn'), or use a "
             "rejection."
         )
-    settings: dict[str, float | str | None] = {
-        "mismatch_denominator": c.denominator,
-        "mismatch_level": None if c.level == "token" else c.level,
-        "mismatch_low": c.low,
-        "mismatch_high": c.high,
-        "mismatch_mean": c.mean,
-    }
-    _check_used(settings, "mismatch", c.weighting)
-    if c.weighting == "sequence-masked" and c.level != "token":
+    if not weighs:
+        names = ("denominator", "level", "low", "high", "mean")
+        _check_unset(c, [f"mismatch_{name}" for name in names], "mismatch=None")
+    if c.mismatch == "sequence-masked" and c.mismatch_level != "token":
         raise ValueError(
-            f"mismatch_level={c.level!r} is not supported with mismatch='sequence-masked', whose "
-            "weights are per token: leave it out."
+            f"mismatch_level={c.mismatch_level!r} is not supported with "
+            "mismatch='sequence-masked', whose weights are per token: leave it out."
         )
-    settings = {
-        "rejection_over": None if c.over == "mean" else c.over,
-        "rejection_low": c.reject_below,
-        "rejection_high": c.reject_above,
-    }
-    _check_used(settings, "rejection", c.rejection)
+    if not rejects:
+        names = ("over", "low", "high")
+        _check_unset(c, [f"rejection_{name}" for name in names], "rejection=None")
     if c.rejection in ("k2", "k3"):
-        _check_used({"rejection_low": c.reject_below}, "rejection", c.rejection, "a divergence")
-    if c.rejection == "geometric" and c.over != "mean":
+        reason = f"rejection={c.rejection!r} bounds a divergence from above"
+        _check_unset(c, ["rejection_low"], reason)
+    if c.rejection == "geometric" and c.rejection_over != "mean":
         raise ValueError(
-            f"rejection_over={c.over!r} is not supported with rejection='geometric', which is a "
-            "mean: choose k2 or k3, or leave it out."
+            f"rejection_over={c.rejection_over!r} is not supported with rejection='geometric', "
+            "which is a mean: choose k2 or k3, or leave it out."
         )
-    if c.weighting is not None:
+    if weighs:
         _check_range("mismatch", *c.bounds)
-    if c.rejection is not None:
+    if rejects:
         _check_range("rejection", *c.rejection_bounds)
 
 
-def _check_used(
-    settings: Mapping[str, float | str | None],
-    owner: str,
-    value: str | None,
-    reason: str | None = None,
-) -> None:
-    """Rejects `settings` that are not None but would have no effect."""
-    if value is not None and reason is None:
-        return
-    for name, setting in settings.items():
-        if setting is not None:
-            why = f"{owner}={value!r}" + ("" if reason is None else f" bounds {reason} from above")
-            raise ValueError(f"{name}={setting} has no effect: {why}. Leave it out.")
+def _check_unset(correction: Correction, names: list[str], reason: str) -> None:
+    """Rejects settings that are not their defaults but would have no effect."""
+    for name in names:
+        setting = getattr(correction, name)
+        if setting != getattr(Correction, name):
+            raise ValueError(f"{name}={setting} has no effect: {reason}. Leave it out.")
 
 
 def _check_range(owner: str, low: float, high: float) -> None:

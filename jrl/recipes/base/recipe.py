@@ -10,7 +10,7 @@ entropy and KL terms, importance weights and rejection masks, in the same way fo
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from jaxtyping import Array, Float, Int
@@ -123,20 +123,12 @@ class Recipe(Hyperparameters):
     @property
     def correction(self) -> Correction:
         """Correction of the mismatch between sampler and trainer."""
+        names = [field.name for field in fields(Correction)]
+        correction = Correction(**{name: getattr(self, name) for name in names})
         # Without a weighting a denominator has no effect, and would be rejected.
-        default = None if self.mismatch is None else self.default_denominator
-        return Correction(
-            weighting=self.mismatch,
-            level=self.mismatch_level,
-            denominator=self.mismatch_denominator or default,
-            low=self.mismatch_low,
-            high=self.mismatch_high,
-            mean=self.mismatch_mean,
-            rejection=self.rejection,
-            over=self.rejection_over,
-            reject_below=self.rejection_low,
-            reject_above=self.rejection_high,
-        )
+        if self.mismatch is None or self.mismatch_denominator is not None:
+            return correction
+        return replace(correction, mismatch_denominator=self.default_denominator)
 
     @property
     def default_denominator(self) -> Denominator:
@@ -326,10 +318,7 @@ class Recipe(Hyperparameters):
         }
 
     def auxiliary_loss(
-        self,
-        logprobs: Float[Array, "batch time"],
-        batch: Batch[Array],
-        totals: Totals[Array],
+        self, logprobs: Float[Array, "batch time"], batch: Batch[Array], totals: Totals[Array]
     ) -> tuple[Float[Array, ""] | None, Metrics]:
         """Auxiliary term of the policy's loss, this micro-batch's share of it; None for no term."""
         return None, {}

@@ -205,7 +205,7 @@ def test_ratio_and_weight_together_are_of_the_distribution_drawn_from(anchor):
     # How far the sampler is from the trainer is asked of the policy on both sides.
     kl = np.asarray(sampler - trainer)[MASK].mean()
     np.testing.assert_allclose(found.metrics["rollout_corr/kl"], kl, rtol=1e-4, atol=1e-6)
-    compare = Correction("truncated", denominator="policy").correct
+    compare = Correction("truncated", mismatch_denominator="policy").correct
     compared = jax.jit(compare)(trainer, sampler, MASK)
     np.testing.assert_allclose(
         compared.importance_weights, np.where(MASK, np.exp(trainer - sampler), 0), rtol=1e-5
@@ -213,11 +213,11 @@ def test_ratio_and_weight_together_are_of_the_distribution_drawn_from(anchor):
 
 
 def test_weights_are_chosen():
-    assert Hapo().correction == Correction("truncated", denominator="drawn")
-    assert Hapo(adaptive_temperature=False).correction.denominator == "drawn"
+    assert Hapo().correction == Correction("truncated", mismatch_denominator="drawn")
+    assert Hapo(adaptive_temperature=False).correction.mismatch_denominator == "drawn"
     assert not Hapo(mismatch=None).correction.on
     compared = Hapo(mismatch_denominator="policy", old_logprobs="recompute").correction
-    assert compared.denominator == "policy" and compared.needs_recomputed_logprobs
+    assert compared.mismatch_denominator == "policy" and compared.needs_recomputed_logprobs
     assert Dapo(mismatch="icepop", mismatch_denominator="drawn").correction.on
     assert not Dapo(mismatch="icepop", mismatch_denominator="drawn").rescores
     with pytest.raises(ValueError, match="mismatch_denominator=drawn has no effect: mismatch=None"):

@@ -53,14 +53,19 @@ def test_statistics_alone():
     ("correction", "expected", "high", "low"),
     [
         (Correction("truncated"), np.minimum(W, 2), 1, 0),
-        (Correction("truncated", low=0.5), np.where(MASK, np.clip(W, 0.5, 2), 0), 1, 1),
-        (Correction("truncated", high=1.2), np.minimum(W, 1.2), 2, 0),
+        (Correction("truncated", mismatch_low=0.5), np.where(MASK, np.clip(W, 0.5, 2), 0), 1, 1),
+        (Correction("truncated", mismatch_high=1.2), np.minimum(W, 1.2), 2, 0),
         (Correction("truncated", "sequence"), [[2.0] * 4, [np.exp(-1.1)] * 3 + [0.0]], 4, 0),
         (Correction("icepop"), np.where(np.float32(0.5) <= W, W, 0), 0, 1),
-        (Correction("icepop", high=2.0), np.where((W >= 0.5) & (W <= 2), W, 0), 1, 1),
-        (Correction("icepop", "geometric", low=1.0), [[np.exp(1.1 / 4)] * 4, [0.0] * 4], 0, 3),
+        (Correction("icepop", mismatch_high=2.0), np.where((W >= 0.5) & (W <= 2), W, 0), 1, 1),
+        (
+            Correction("icepop", "geometric", mismatch_low=1.0),
+            [[np.exp(1.1 / 4)] * 4, [0.0] * 4],
+            0,
+            3,
+        ),
         (Correction("sequence-masked"), W, 0, 0),
-        (Correction("sequence-masked", high=1.2), W * [[0], [1]], 4, 0),
+        (Correction("sequence-masked", mismatch_high=1.2), W * [[0], [1]], 4, 0),
     ],
 )
 def test_weights(correction, expected, high, low):
@@ -87,13 +92,16 @@ def test_weights(correction, expected, high, low):
 @pytest.mark.parametrize(
     ("correction", "kept"),
     [
-        (Correction(rejection="geometric", reject_below=0.6, reject_above=1.2), [[0], [1]]),
-        (Correction(rejection="geometric", reject_below=0.7, reject_above=1.4), [[1], [0]]),
+        (Correction(rejection="geometric", rejection_low=0.6, rejection_high=1.2), [[0], [1]]),
+        (Correction(rejection="geometric", rejection_low=0.7, rejection_high=1.4), [[1], [0]]),
         (Correction(rejection="geometric"), [[0], [0]]),
-        (Correction(rejection="k3", reject_above=0.2), [[0], [1]]),
-        (Correction(rejection="k2", reject_above=0.19), [[1], [0]]),
+        (Correction(rejection="k3", rejection_high=0.2), [[0], [1]]),
+        (Correction(rejection="k2", rejection_high=0.19), [[1], [0]]),
         (Correction(rejection="k3"), [[0], [0]]),
-        (Correction(rejection="k2", over="token", reject_above=0.1), LOG_W**2 / 2 <= 0.1),
+        (
+            Correction(rejection="k2", rejection_over="token", rejection_high=0.1),
+            LOG_W**2 / 2 <= 0.1,
+        ),
     ],
 )
 def test_rejection(correction, kept):
@@ -112,8 +120,8 @@ def test_rejection(correction, kept):
 
 @pytest.mark.parametrize("over", ["token", "sequence"])
 def test_weights_of_what_is_left_average_to_one(over):
-    reject = {"rejection": "k2", "over": "token", "reject_above": 0.2}
-    correction = Correction("truncated", mean=over, **reject)
+    reject = {"rejection": "k2", "rejection_over": "token", "rejection_high": 0.2}
+    correction = Correction("truncated", mismatch_mean=over, **reject)
     mask, weights, metrics = correct(correction)
     mask = np.asarray(mask)
     left = np.minimum(W, 2) * mask
@@ -124,7 +132,8 @@ def test_weights_of_what_is_left_average_to_one(over):
 
 
 def test_nothing_left_is_nothing():
-    _, weights, metrics = correct(Correction("icepop", mean="token", rejection="geometric"))
+    correction = Correction("icepop", mismatch_mean="token", rejection="geometric")
+    _, weights, metrics = correct(correction)
     np.testing.assert_array_equal(weights, 0)
     assert all(np.isfinite(value) for value in metrics.values())
     assert metrics["rollout_is_min"] == metrics["rollout_is_max"] == 0

@@ -69,7 +69,7 @@ def test_writes_that_end_after_a_failed_save_say_nothing(tmp_path, monkeypatch):
     heard = []
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: heard.append(unraisable))
     late, other = (SimpleNamespace(exc_value=RuntimeError(text)) for text in (LATE, "another"))
-    with quiet():
+    with quiet:
         with pytest.raises(StorageError), writing(tmp_path, ""):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         sys.unraisablehook(other)
