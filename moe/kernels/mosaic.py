@@ -128,8 +128,8 @@ def _tile(dimension: int | None) -> Any:
     return tile if dimension is None else tile.reduce(1 - dimension)
 
 
-def loop_over_row(width: int, bits: int, body: Callable[..., Any], carry: Any = None) -> Any:
-    """Runs ``carry = body(chunks, carry)`` along a row of `width` elements, a few chunks at a time.
+def loop_over_row(width: int, bits: int, body: Callable[[list[tuple[Any, int]]], None]) -> None:
+    """Runs ``body(chunks)`` along a row of `width` elements, a few chunks at a time.
 
     A chunk is ``(first, length)``. Its length is what a warpgroup moves with one 16-byte
     instruction per thread; near the end of the row it is `LANES` times a smaller power of two.
@@ -138,18 +138,19 @@ def loop_over_row(width: int, bits: int, body: Callable[..., Any], carry: Any = 
     length = LANES * 128 // bits
     stride = length * LOADS_IN_FLIGHT
 
-    def step(index, carry):
-        return body([(index * stride + n * length, length) for n in range(LOADS_IN_FLIGHT)], carry)
+    def step(index, _):
+        body([(index * stride + n * length, length) for n in range(LOADS_IN_FLIGHT)])
 
     strides, first, chunks = width // stride, width - width % stride, []
     if strides:
-        carry = lax.fori_loop(0, strides, step, carry)
+        lax.fori_loop(0, strides, step, None)
     while first < width:
         while length > width - first:
             length //= 2
         chunks.append((first, length))
         first += length
-    return body(chunks, carry) if chunks else carry
+    if chunks:
+        body(chunks)
 
 
 def launch(
