@@ -55,6 +55,11 @@ class Adapted(Generic[Leaf]):
 Matrix = Array | Adapted[Array]
 
 
+def matmul(x: Array, matrix: Array) -> Array:
+    """``x matrix``, the matrix cast to the dtype of `x`."""
+    return x @ matrix.astype(x.dtype)
+
+
 def product(
     dot: Product,
     x: Array,

@@ -150,12 +150,12 @@ def chunk_of(x: Array, chunk_index: Array, span: Span, axis: int) -> Array:
     return lax.dynamic_slice_in_dim(x, chunk_index * span.chunk, span.chunk, axis)
 
 
-def blocks_of(x: Array, span: Span, blocking: Blocking, axis: int) -> Array:
-    """Reshapes ``[*front, time, ...]`` to ``[block, *front, query, ...]`` for the queries of a
-    span; `front` has `axis` dimensions."""
-    x = lax.slice_in_dim(x, span.first, span.stop, axis=axis)
-    x = x.reshape(*x.shape[:axis], -1, blocking.queries, *x.shape[axis + 1 :])
-    return jnp.moveaxis(x, axis, 0)
+def blocks_of(x: Array, span: Span, blocking: Blocking) -> Array:
+    """Reshapes ``[kv_head, group, time, ...]`` to ``[block, kv_head, group, query, ...]`` for the
+    queries of a span."""
+    x = lax.slice_in_dim(x, span.first, span.stop, axis=2)
+    x = x.reshape(*x.shape[:2], -1, blocking.queries, *x.shape[3:])
+    return jnp.moveaxis(x, 2, 0)
 
 
 def join_blocks(x: Array) -> Array:
@@ -322,7 +322,7 @@ def _attend_row(
     outputs = []
     for span in blocking.spans:
         query_blocks = (
-            blocks_of(query, span, blocking, 2),
+            blocks_of(query, span, blocking),
             TokenIndices(*(x[blocking.blocks(span)] for x in row_indices.query)),
         )
         span_keys = keys_of(span, key, value, row_indices.key)
@@ -416,9 +416,9 @@ def _attend_row_gradient(
     sums = [match_varying(jnp.zeros(x.shape, jnp.float32), x) for x in (key, value)]
     for span in blocking.spans:
         query_blocks = (
-            blocks_of(query, span, blocking, 2),
+            blocks_of(query, span, blocking),
             TokenIndices(*(x[blocking.blocks(span)] for x in row_indices.query)),
-            *(blocks_of(x, span, blocking, 2) for x in (log_sum, softmax_d, out_gradient)),
+            *(blocks_of(x, span, blocking) for x in (log_sum, softmax_d, out_gradient)),
         )
         span_keys = keys_of(span, key, value, row_indices.key)
         so_far = keys_of(span, sums[0], sums[1], row_indices.key)[:2]

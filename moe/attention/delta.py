@@ -427,14 +427,10 @@ def delta_heads(
     log_decay = -jnp.exp(log_rate) * jax.nn.softplus(rate + bias)
     mixed = Mixed(content, log_decay, jax.nn.sigmoid(strength))
     read, _ = core.run(mixed, _filters(weights.filters, delta, mesh))
-    normed = _rms_normalise(read, weights.read_norm, config)
+    by_head = read.reshape(-1, read.shape[-1])
+    normed = rms_norm(by_head, weights.read_norm, config.norm_epsilon).reshape(read.shape)
     gate = gate.reshape(read.shape).astype(jnp.float32)
     return (normed * jax.nn.silu(gate)).astype(h.dtype)
-
-
-def _rms_normalise(read: Array, scale: Array, config: ModelConfig) -> Array:
-    flat = rms_norm(read.reshape(-1, read.shape[-1]), scale, config.norm_epsilon)
-    return flat.reshape(read.shape)
 
 
 def _filters(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from moe.adapters import Adapted, product
+from moe.adapters import Adapted, matmul, product
 from moe.architecture.feed_forward import Activation
 from moe.experts.fused import (
     FUSED,
@@ -82,7 +82,7 @@ def dense(
     gate_up = product(flattened_dot, x, weights.gate_up, _gate_up_lora_a, _gate_up_lora_b)
     gate, up = jnp.split(checkpoint_name(gate_up, PRODUCT), 2, axis=-1)
     hidden = apply_activation(gate, up, activation)
-    return scatter_tokens(product(_multiply, hidden, weights.down), mesh.tp)
+    return scatter_tokens(product(matmul, hidden, weights.down), mesh.tp)
 
 
 def _gate_up_lora_a(x: Array, matrix: Array) -> Array:
@@ -91,10 +91,6 @@ def _gate_up_lora_a(x: Array, matrix: Array) -> Array:
 
 def _gate_up_lora_b(narrow: Array, matrix: Array) -> Array:
     return jnp.einsum("nhr,hrf->nhf", narrow, matrix).reshape(narrow.shape[0], -1)
-
-
-def _multiply(x: Array, matrix: Array) -> Array:
-    return x @ matrix.astype(x.dtype)
 
 
 def dense_term(

@@ -70,7 +70,7 @@ def decode_attention(
     layer = 0 if layer is None else layer
     return call_implementation(
         implementation,
-        partial(_plain, scale=scale),
+        partial(plain_decode_attention, scale=scale),
         partial(_mosaic, scale=scale),
         (
             query,
@@ -121,7 +121,10 @@ def obstacle_of_cache(name: str | None, reason: str | None, cache_length: int) -
     return None if reason is None else f"{reason}; use None."
 
 
-def _plain(query, keys, values, first, stop, layer, *, scale: float | None) -> Array:
+def plain_decode_attention(
+    query, keys, values, first, stop, layer, *, scale: float | None
+) -> Array:
+    """Reference implementation of `decode_attention`, on buffers of all layers."""
     keys, values = (lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in (keys, values))
     column = jnp.arange(keys.shape[-1])[None]
     visible = (column >= first[:, None]) & (column < stop[:, None])

@@ -28,10 +28,14 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from moe.kernels.choice import call_implementation, unsupported_dtype, unsupported_dtypes
-from moe.kernels.decode_attention import UNIT, merge_splits, obstacle_of_cache
+from moe.kernels.decode_attention import (
+    UNIT,
+    merge_splits,
+    obstacle_of_cache,
+    plain_decode_attention,
+)
 from moe.kernels.grouped import zero_outside
 from moe.kernels.mosaic import THREAD, Target, launch, mosaic_gpu, product
-from moe.ops.attention import cached_attention
 
 BLOCK = UNIT
 """Columns that are multiplied at a time: with more, two blocks do not fit into shared memory."""
@@ -115,12 +119,9 @@ def _obstacle(name: str | None, query: Array, vectors: Array, rank: int) -> str 
     return obstacle_of_cache(name, reason, vectors.shape[-1])
 
 
-def _plain(query, vectors, first, stop, layer, *, rank: int, scale: float) -> Array:
-    vectors = lax.dynamic_index_in_dim(vectors, layer, keepdims=False)
-    column = jnp.arange(vectors.shape[-1])[None]
-    visible = (column >= first[:, None]) & (column < stop[:, None])
-    values = jnp.swapaxes(vectors[:, :, :rank], 2, 3)
-    return cached_attention(query, vectors, values, visible, scale)
+def _plain(query, vectors, *selection, rank: int, scale: float) -> Array:
+    values = jnp.swapaxes(vectors[..., :rank, :], -2, -1)
+    return plain_decode_attention(query, vectors, values, *selection, scale=scale)
 
 
 def _mosaic(*operands: Array, rank: int, scale: float, interpreted: bool) -> Array:

@@ -253,8 +253,3 @@ _require_cuda.def_impl(
 )
 mlir.register_lowering(_require_cuda, _reject)
 mlir.register_lowering(_require_cuda, lambda context, x, *, operation: [x], platform="cuda")
-
-
-def broadcast_condition(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Broadcasts a scalar condition to each element: a warpgroup's select takes vectors only."""
-    return jnp.broadcast_to(value, shape)

@@ -249,8 +249,8 @@ def _body(
         below = jnp.minimum(block_logits, full(0))
         return below - jnp.log(1 + jnp.exp(-jnp.abs(block_logits)))
 
-    def vector(value, dtype=jnp.float32):
-        return target.tiled(jnp.full((TOKENS,), value, dtype))
+    def vector(value):
+        return target.tiled(jnp.full((TOKENS,), value, jnp.float32))
 
     def largest_log(first, most):
         return jnp.maximum(most, reduce_rows(jnp.max, read_logs(first)))

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, DTypeLike, Float, Int, Shaped
 
 from moe.kernels.choice import call_implementation
-from moe.kernels.mosaic import LANES, Target, broadcast_condition, launch, loop_over_row
+from moe.kernels.mosaic import LANES, Target, launch, loop_over_row
 from moe.ops.sorting import take_rows
 
 
@@ -100,12 +100,7 @@ def _take_kernel(x: Array, source: Array, *, interpreted: bool) -> Array:
                     values = target.strided(x[safe, pl.ds(first, length)])
                     zeros = target.strided(jnp.zeros((length,), x.dtype))
                     here = slot, pl.ds(first, length)
-                    loaded.append(
-                        (
-                            here,
-                            jnp.where(broadcast_condition(row < height, (length,)), values, zeros),
-                        )
-                    )
+                    loaded.append((here, _select(row < height, values, zeros)))
             for here, values in loaded:
                 out[here] = values
 
@@ -163,6 +158,9 @@ def _load_chunk(target: Target, rows, slot, height: int, first, length: int) -> 
     """Loads a chunk of a row in float32, zeros where its index is past the end."""
     values = target.strided(rows[jnp.minimum(slot, height - 1), pl.ds(first, length)])
     zeros = target.strided(jnp.zeros((length,), jnp.float32))
-    return jnp.where(
-        broadcast_condition(slot < height, (length,)), values.astype(jnp.float32), zeros
-    )
+    return _select(slot < height, values.astype(jnp.float32), zeros)
+
+
+def _select(condition: Array, values: Array, others: Array) -> Array:
+    """`jnp.where` by a scalar: a warpgroup's select takes vectors only."""
+    return jnp.where(jnp.broadcast_to(condition, values.shape), values, others)

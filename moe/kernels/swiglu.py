@@ -22,11 +22,11 @@ from jaxtyping import Array, Float, Int
 from moe.kernels.grouped import (
     Tiles,
     Tiling,
+    fit_columns,
     pad_to_tiles,
     plan_tiles,
     product_tiles,
     store_rows,
-    tile_width,
 )
 from moe.kernels.mosaic import Target, launch, mosaic_gpu
 
@@ -57,10 +57,10 @@ def hidden_units(
       source: index of the row of each slot, as in `moe.kernels.grouped.multiply_rows`.
     """
     num_slots, width = probs.shape[0], gate_up_weights.shape[2] // 2
-    height, columns = tiling.rows, tile_width(width, tiling.columns)
+    height, tiling = tiling.rows, fit_columns(tiling, width)
     row_sources, num_padded = pad_to_tiles(rows, source, height)
     tiles = plan_tiles(sizes, num_padded, height)
-    num_tiles, across = tiles.group.shape[0], width // columns
+    num_tiles, across = tiles.group.shape[0], width // tiling.columns
     probs = _pad_probs(probs, sizes, num_padded, height)
 
     # Ordering and padding of tiles are those of `moe.kernels.grouped.multiply_rows`.
@@ -73,17 +73,9 @@ def hidden_units(
         @pl.when(size[tile] > 0)
         def _():
             start = block[tile] * height
+            both = [column, across + column]
             products = product_tiles(
-                target,
-                0,
-                row_refs,
-                weights,
-                height=height,
-                columns=columns,
-                tiling=tiling,
-                group=group[tile],
-                block=block[tile],
-                column_blocks=[column, across + column],
+                target, 0, row_refs, weights, tiling, group[tile], block[tile], both
             )
             # Rounded and widened again: the activation must see what the backward pass will read.
             rounded = [values.astype(rows.dtype) for values in products]
@@ -138,7 +130,8 @@ def hidden_gradients(
         `moe.kernels.grouped.multiply_rows`.
     """
     num_slots, width = gate_up.shape[0], down_weights.shape[1]
-    height, columns = tiling.rows, tile_width(width, tiling.columns)
+    tiling = fit_columns(tiling, width)
+    height, columns = tiling.rows, tiling.columns
     row_sources, num_padded = pad_to_tiles(grad_out, source, height)
     tiles = plan_tiles(sizes, num_padded, height)
     below, across = tiles.group.shape[0], width // columns
@@ -157,25 +150,13 @@ def hidden_gradients(
         def _():
             start = block[tile] * height
             (grad_hidden,) = product_tiles(
-                target,
-                1,
-                row_refs,
-                down_weights,
-                height=height,
-                columns=columns,
-                tiling=tiling,
-                group=group[tile],
-                block=block[tile],
-                column_blocks=[column],
+                target, 1, row_refs, down_weights, tiling, group[tile], block[tile], [column]
             )
 
             # Gate and up of these columns are half the width of the array apart.
             def load_half(index):
-                tile_columns = (
-                    pl.ds(start, height),
-                    pl.ds((index * across + column) * columns, columns),
-                )
-                return target.load(gate_up.at[tile_columns]).astype(jnp.float32)
+                half = pl.ds((index * across + column) * columns, columns)
+                return target.load(gate_up.at[pl.ds(start, height), half]).astype(jnp.float32)
 
             # In this order no more than three matrices are in registers at a time.
             gate = load_half(0)

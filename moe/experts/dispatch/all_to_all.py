@@ -8,7 +8,7 @@ empty.
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -68,28 +68,6 @@ Exchange = Callable[[Array, Routing, Peers, Compute, DispatchOptions], tuple[Arr
 """Function such as `exchange_tokens`."""
 
 
-def all_to_all_dispatch(
-    weights: Experts[Array],
-    x: Float[Array, "local d_model"],
-    routing: Routing,
-    options: DispatchOptions,
-) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
-    """Permutes tokens, sends them by an all-to-all over ``ep`` and an all-gather over ``etp``, runs
-    the experts, and reverses it.
-
-    A token is sent once to each device that has some of its experts, with all its expert ids and
-    gate weights, and one sum of their outputs comes back.
-
-    Communication per device and layer, forward, with R from `peer_tokens`: an all-to-all of ``R
-    ep`` tokens out and one back, an all-gather of them over ``etp`` and a reduce-scatter back; ``2
-    k`` numbers of routing go out with each token.
-
-    References:
-      Liu et al., "MoE Parallel Folding", 2025, figure 2. https://arxiv.org/abs/2504.14960
-    """
-    return one_level_dispatch(exchange_tokens, weights, x, routing, options)
-
-
 def one_level_dispatch(
     exchange: Exchange,
     weights: Experts[Array],
@@ -97,7 +75,18 @@ def one_level_dispatch(
     routing: Routing,
     options: DispatchOptions,
 ) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
-    """Dispatches by one exchange among all devices along ``ep``, such as `exchange_tokens`."""
+    """Permutes tokens, sends them by one exchange among all devices along ``ep`` and an all-gather
+    over ``etp``, runs the experts, and reverses it.
+
+    A token is sent once to each device that has some of its experts, with all its expert ids and
+    gate weights, and one sum of their outputs comes back.
+
+    Communication per device and layer, forward, with R from `peer_tokens`: that of `exchange`, and
+    over ``etp`` an all-gather of ``R ep`` tokens and a reduce-scatter back.
+
+    References:
+      Liu et al., "MoE Parallel Folding", 2025, figure 2. https://arxiv.org/abs/2504.14960
+    """
     mesh, num_local = options.mesh, weights.down.shape[0]
     num_tokens, k = routing.experts.shape
     sizes = num_tokens, k, num_local, mesh, options.capacity, options.execution.buffer_factor
@@ -117,6 +106,9 @@ def exchange_tokens(
     """Sends each token once to each peer that has some of its experts, computes, and sums what
     comes back.
 
+    Communication per device and layer, forward: all-to-alls of ``slots number`` tokens of `peers`,
+    out and back; ``2 k`` numbers of routing go out with each token.
+
     Args:
       routing: expert ids over the experts of all devices; those of other peers than `peers` are
         passed over.
@@ -135,15 +127,12 @@ def exchange_tokens(
     slot = jnp.where(fits, jnp.arange(peers.number)[None] * peers.slots + position, num_slots)
     token, slots = slots_of(slot, num_slots, k)
 
-    def exchange(rows: Array, name: str = COLLECTIVE) -> Array:
+    def exchange(rows: Array, name: str = COLLECTIVE, collective: Any = all_to_all) -> Array:
         rows = rows.reshape(peers.number, peers.slots, -1)
-        return all_to_all(rows, mesh.ep, name, peers.groups).reshape(num_slots, -1)
+        return collective(rows, mesh.ep, name, peers.groups).reshape(num_slots, -1)
 
-    def exchange_rows(rows: Array, name: str = COLLECTIVE) -> Array:
-        if options.execution.activation_wire is None:
-            return exchange(rows, name)
-        rows = rows.reshape(peers.number, peers.slots, -1)
-        return exchange_fp8(rows, mesh.ep, name, peers.groups).reshape(num_slots, -1)
+    is_fp8 = options.execution.activation_wire is not None
+    exchange_rows = partial(exchange, collective=exchange_fp8 if is_fp8 else all_to_all)
 
     # In an empty slot every id is past the last expert, so no expert computes it.
     ids = take_rows(routing.experts, token)
@@ -206,12 +195,8 @@ def all_gather_dispatch(
     References:
       Jin et al., "MegaScale-MoE", 2025, section 3.2. https://arxiv.org/abs/2505.11432
     """
-    mesh, comm_dtype, num_local = (
-        options.mesh,
-        options.execution.activation_wire,
-        weights.down.shape[0],
-    )
-    group = *mesh.ep, *mesh.etp
+    mesh, comm_dtype = options.mesh, options.execution.activation_wire
+    num_local, group = weights.down.shape[0], (*mesh.ep, *mesh.etp)
     num_tokens, k = routing.experts.shape
     # In float32 from here: a token's gradient is a sum over devices, rounded once at its own.
     dtype = x.dtype

@@ -32,15 +32,15 @@ from jaxtyping import Array, Float, Int
 
 from moe.architecture.feed_forward import Activation
 from moe.execution import TWO_LEVELS, Execution
-from moe.experts.dispatch.all_to_all import all_gather_dispatch, all_to_all_dispatch
+from moe.experts.dispatch.all_to_all import (
+    all_gather_dispatch,
+    exchange_tokens,
+    one_level_dispatch,
+)
 from moe.experts.dispatch.buffers import DispatchOptions, peer_tokens
 from moe.experts.dispatch.cost import TokenExchange, cheapest, peer_capacity_of
-from moe.experts.dispatch.ragged import ragged_dispatch
-from moe.experts.dispatch.two_level import (
-    expert_servers,
-    two_level_dispatch,
-    two_level_ragged_dispatch,
-)
+from moe.experts.dispatch.ragged import exchange_slices
+from moe.experts.dispatch.two_level import expert_servers, two_level_dispatch
 from moe.ops.precision import shared
 from moe.router.routing import Routing, without_repeats
 from moe.weights import Experts
@@ -53,11 +53,11 @@ Send = Callable[[Experts[Array], Array, Routing], tuple[Array, Array]]
 
 
 IMPLEMENTATIONS = {
-    "all_to_all": all_to_all_dispatch,
+    "all_to_all": partial(one_level_dispatch, exchange_tokens),
     "all_gather": all_gather_dispatch,
-    "ragged": ragged_dispatch,
-    "two_level": two_level_dispatch,
-    "two_level_ragged": two_level_ragged_dispatch,
+    "ragged": partial(one_level_dispatch, exchange_slices),
+    "two_level": partial(two_level_dispatch, exchange_tokens),
+    "two_level_ragged": partial(two_level_dispatch, exchange_slices),
 }
 
 
@@ -109,13 +109,10 @@ def dispatch(
         (num_tokens, k), ep = routing.experts.shape, mesh.size(mesh.ep)
         peer_capacity = peer_capacity_of(k, ep, None, execution.buffer_factor)
         if capacity is not None:
-            peer_capacity = min(
-                peer_capacity, capacity * num_local / chunk_sizes(num_tokens, chunks)[0]
-            )
-        sizes = num_local * ep, k, x.shape[1], x.dtype.itemsize
-        exchange = TokenExchange(
-            *sizes, peer_capacity, execution.exchange_rate, execution.activation_wire
-        )
+            most = capacity * num_local / chunk_sizes(num_tokens, chunks)[0]
+            peer_capacity = min(peer_capacity, most)
+        sizes = num_local * ep, k, x.shape[1], x.dtype.itemsize, peer_capacity
+        exchange = TokenExchange(*sizes, execution.exchange_rate, execution.activation_wire)
         name = cheapest(exchange, mesh)
     check_dispatch(name, mesh, execution.server_devices)
     # Buffers count on it; a replayed routing may name an expert twice.
@@ -153,24 +150,14 @@ def rows_received(
     it (`moe.remat`). In half precision the sums of "all_gather", forward and backward, travel as
     float32, twice as wide as what is counted here.
     """
-    sizes = num_tokens, k, num_local, mesh, capacity, buffer_factor
     bounds = {"ragged": "all_to_all", "two_level_ragged": "two_level"}
     bound = bounds.get(implementation, implementation)
-    per_peer = peer_tokens(*sizes)
-    sent = TokenDispatch(
-        bound,
-        mesh.layout,
-        num_tokens,
-        per_peer,
-        k,
-        d_model=1,
-        itemsize=1,
-        server_devices=server_devices,
-    )
+    per_peer = peer_tokens(num_tokens, k, num_local, mesh, capacity, buffer_factor)
     # Of tokens of one element, whatever its width.
-    return round(
-        sum(replace(each, itemsize=1).sent(mesh.layout) for each in sent.token_transfers())
-    )
+    sizes = num_tokens, per_peer, k, 1, 1
+    sent = TokenDispatch(bound, mesh.layout, *sizes, server_devices=server_devices)
+    transfers = (replace(each, itemsize=1) for each in sent.token_transfers())
+    return round(sum(each.sent(mesh.layout) for each in transfers))
 
 
 def check_dispatch(name: str, mesh: FoldedMesh, server_devices: int | None = None) -> None:

@@ -41,6 +41,9 @@ from moe.kernels.mosaic import launch, product
 from moe.ops.attention import Key, Output, PerQuery, Query, Value
 from moe.ops.mask import Mask
 
+Run = Callable[..., tuple[Array, ...]]
+"""`moe.kernels.mosaic.launch` with the options of both kernels."""
+
 
 class AttentionOperands(NamedTuple):
     """Inputs of both kernels, in blocks of `UNIT` tokens of all rows and heads.
@@ -126,14 +129,17 @@ def attend_gradient(
     )
     queries, keys = (unit.column.shape[1] for unit in units)
     sizes = AttentionSizes(rows, kv_heads, group, queries, keys, width, wide, scale)
+    run = partial(
+        launch, operation="the gradient of attention", approximate=True, simulated=simulated
+    )
 
     # Two tables, as the blocks that a program holds and those that it visits differ in size.
     block_tokens = UNIT * query_blocks_per_program(width, wide)
     table = visit_table(block_mask(query_mask, block_tokens), units[1], mask.window, by_query=True)
-    grad_query = _query_gradients(operands, table, sizes, dtype, simulated)
+    grad_query = _query_gradients(operands, table, sizes, dtype, run)
     block_tokens = UNIT * key_blocks_per_program(width, wide)
     table = visit_table(units[0], block_mask(key_mask, block_tokens), mask.window, by_query=False)
-    grad_key, grad_value = _key_value_gradients(operands, table, sizes, dtype, simulated)
+    grad_key, grad_value = _key_value_gradients(operands, table, sizes, dtype, run)
     return (
         grad_query.reshape(query.shape)[..., :time, :],
         grad_key.reshape(key.shape)[..., :source, :],
@@ -155,7 +161,7 @@ def key_blocks_per_program(width: int, wide: int) -> int:
 
 
 def _query_gradients(
-    operands: AttentionOperands, table: Array, sizes: AttentionSizes, dtype: Any, simulated: bool
+    operands: AttentionOperands, table: Array, sizes: AttentionSizes, dtype: Any, run: Run
 ) -> Array:
     """Gradients of all queries, ``[block, query, head_dim]``."""
     consumers = query_blocks_per_program(sizes.width, sizes.wide)
@@ -218,23 +224,18 @@ def _query_gradients(
             producer=has_producer,
         )
 
-    heads = sizes.rows * sizes.kv_heads * sizes.group
-    shape = jax.ShapeDtypeStruct(operands.query.shape, dtype)
-    outputs = _launch(
-        "attention_grad_query",
+    return run(
         body,
-        heads * num_blocks,
-        [shape],
-        table,
-        operands,
-        consumers + has_producer,
-        simulated,
-    )
-    return outputs[0]
+        sizes.rows * sizes.kv_heads * sizes.group * num_blocks,
+        [jax.ShapeDtypeStruct(operands.query.shape, dtype)],
+        [table.reshape(-1), *operands],
+        name="attention_grad_query",
+        threads=consumers + has_producer,
+    )[0]
 
 
 def _key_value_gradients(
-    operands: AttentionOperands, table: Array, sizes: AttentionSizes, dtype: Any, simulated: bool
+    operands: AttentionOperands, table: Array, sizes: AttentionSizes, dtype: Any, run: Run
 ) -> tuple[Array, ...]:
     """Gradients of all keys and values, ``[block, key, width]``."""
     units = key_blocks_per_program(sizes.width, sizes.wide)
@@ -323,31 +324,11 @@ def _key_value_gradients(
         count = visits.length * sizes.group
         run_pipeline(target, resident, blocks, count, consumers, producer=False)
 
-    shapes = [jax.ShapeDtypeStruct(x.shape, dtype) for x in (operands.key, operands.value)]
-    programs = sizes.rows * sizes.kv_heads * num_blocks
-    return _launch(
-        "attention_grad_key_value", body, programs, shapes, table, operands, 2, simulated
-    )
-
-
-def _launch(
-    name: str,
-    body: Callable[..., None],
-    programs: int,
-    shapes: list[jax.ShapeDtypeStruct],
-    table: Array,
-    operands: AttentionOperands,
-    threads: int,
-    simulated: bool,
-) -> tuple[Array, ...]:
-    return launch(
+    return run(
         body,
-        programs,
-        shapes,
+        sizes.rows * sizes.kv_heads * num_blocks,
+        [jax.ShapeDtypeStruct(x.shape, dtype) for x in (operands.key, operands.value)],
         [table.reshape(-1), *operands],
-        operation="the gradient of attention",
-        name=name,
-        threads=threads,
-        approximate=True,
-        simulated=simulated,
+        name="attention_grad_key_value",
+        threads=2,
     )
