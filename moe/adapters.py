@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array
 
-from moe.architecture.lora import MATRICES, TARGETS
+from moe.architecture.lora import MATRICES
 from moe.config import ModelConfig
 
 Leaf = TypeVar("Leaf")
@@ -123,12 +123,6 @@ def with_adapters(plain: Tree, config: ModelConfig) -> Tree:
         )
 
     return jax.tree_util.tree_map_with_path(adapt, plain)
-
-
-def targets_in(plain: Any, config: ModelConfig) -> tuple[str, ...]:
-    """Those of `TARGETS` that a network has, from its table without adapters."""
-    present = {weight.partition(".")[0] for weight in weights_in(plain, config)}
-    return tuple(target for target in TARGETS if target in present)
 
 
 def weights_in(plain: Any, config: ModelConfig) -> dict[str, list[int]]:

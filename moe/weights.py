@@ -21,13 +21,15 @@ and then their decays; ``delta_channel``, all queries, then all keys, then all v
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from moe.adapters import select_trained, targets_in, weights_in, with_adapters, with_base
+from moe.adapters import select_trained, weights_in, with_adapters, with_base
+from moe.architecture.lora import TARGETS
 from moe.config import ModelConfig
 
 Leaf = TypeVar("Leaf")
@@ -297,11 +299,7 @@ def _attention(
 
 
 def _delta_net(config: ModelConfig, out_scale: float) -> DeltaNet[Weight]:
-    """Table of the weights of Gated DeltaNet.
-
-    Args:
-      out_scale: scale of the initial values of the output projection.
-    """
+    """Table of the weights of Gated DeltaNet."""
     norm, fan_in = norm_weight("delta_layer d_model"), "d_model"
     return DeltaNet(
         norm=norm,
@@ -323,7 +321,8 @@ def _delta_net(config: ModelConfig, out_scale: float) -> DeltaNet[Weight]:
 
 def targets_of(config: ModelConfig) -> tuple[str, ...]:
     """Those of `moe.architecture.lora.TARGETS` that the network has."""
-    return targets_in(_without_adapters(config), config)
+    present = {weight.partition(".")[0] for weight in adaptable_weights(config)}
+    return tuple(target for target in TARGETS if target in present)
 
 
 def adaptable_weights(config: ModelConfig) -> dict[str, list[int]]:
@@ -349,18 +348,15 @@ def _in_first_layers(layer: Layer[Weight]) -> Layer[Weight]:
 
 def axis_sizes(config: ModelConfig) -> dict[str, int]:
     """The size of each named axis."""
-    mla = config.mla
-    latents = (
-        {}
-        if mla is None
-        else {
+    mla, latents = config.mla, dict[str, int]()
+    if mla is not None:
+        latents = {
             "kv_lora": mla.kv_lora_rank,
             "q_lora": mla.q_lora_rank or 0,
             "kv_lora_and_rope": mla.kv_lora_rank + mla.qk_rope_head_dim,
             "key_and_value": config.head_dim - mla.qk_rope_head_dim + mla.v_head_dim,
             "v_head_dim": mla.v_head_dim,
         }
-    )
     return {
         "first_layer": config.num_dense_layers,
         "layer": config.num_layers - config.num_dense_layers,
@@ -425,10 +421,8 @@ def _sample_weights(
     num_keys = [sizes[w.sampled_along] if w.sampled_along else 1 for w in weights]
     keys = iter(jax.random.split(key, sum(num_keys)))
     return treedef.unflatten(
-        [
-            _initial(weight, sizes, [next(keys) for _ in range(count)])
-            for weight, count in zip(weights, num_keys, strict=True)
-        ]
+        _initial(weight, sizes, [*islice(keys, count)])
+        for weight, count in zip(weights, num_keys, strict=True)
     )
 
 
@@ -480,15 +474,16 @@ def without_layers(weights: Transformer[Any]) -> Transformer[Any]:
 
 def num_parameters(config: ModelConfig) -> int:
     """Number of parameters, adapters included."""
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes(config)))
+    return _count(shapes(config))
 
 
 def num_trained_parameters(config: ModelConfig) -> int:
     """Number of trained parameters."""
-    return sum(
-        math.prod(leaf.shape)
-        for leaf in jax.tree.leaves(select_trained(shapes(config), table(config)))
-    )
+    return _count(select_trained(shapes(config), table(config)))
+
+
+def _count(weight_shapes: Any) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weight_shapes))
 
 
 def num_active_parameters(config: ModelConfig) -> int:

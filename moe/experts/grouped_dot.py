@@ -295,8 +295,7 @@ def blocks_sum(rows, others, sizes):
         # In place: what a loop carries is not copied.
         return total.at[group].add(product), None
 
-    total = jnp.zeros((sizes.shape[0], rows.shape[1], others.shape[1]), jnp.float32)
-    total = match_varying(total, rows)
+    total = _zeros((sizes.shape[0], rows.shape[1], others.shape[1]), jnp.float32, rows)
     return lax.scan(add, total, (blocks.row, blocks.group))[0]
 
 
