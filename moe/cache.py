@@ -3,7 +3,7 @@ of decoding over it, one token per row."""
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 from flax import struct
@@ -71,16 +71,13 @@ def kernel_bytes(config: ModelConfig, mesh: FoldedMesh, rows: int, num_positions
     """
     if selected_implementation(config, "decode_attention", mesh) in (None, "plain"):
         return 0
-    tp = mesh.size(mesh.tp)
-    heads, kv_heads = config.num_heads // tp, config.num_kv_heads // tp
+    heads, kv_heads = (n // mesh.size(mesh.tp) for n in (config.num_heads, config.num_kv_heads))
     if config.mla is not None and caches_latent(config):
-        partial_results = latent_decode.output_shapes(
-            rows, heads, config.mla.kv_lora_rank, num_positions
-        )
+        rank = config.mla.kv_lora_rank
+        partial_results = latent_decode.output_shapes(rows, heads, rank, num_positions)
     else:
-        partial_results = decode_kernel.output_shapes(
-            rows, heads, kv_heads, config.head_dim, config.v_head_dim, num_positions
-        )
+        widths = config.head_dim, config.v_head_dim
+        partial_results = decode_kernel.output_shapes(rows, heads, kv_heads, *widths, num_positions)
     return sum(math.prod(array.shape) * array.dtype.itemsize for array in partial_results)
 
 
@@ -188,9 +185,8 @@ class StepCore:
     @property
     def attend(self) -> CoreAttention | LatentCore:
         """Core attention to pass to a block."""
-        return (
-            LatentCore(self._attend_latent) if caches_latent(self._config) else self._attend_heads
-        )
+        is_latent = caches_latent(self._config)
+        return LatentCore(self._attend_latent) if is_latent else self._attend_heads
 
     def _attend_heads(
         self,
@@ -223,16 +219,9 @@ class StepCore:
             values = jnp.swapaxes(vectors[:, :, :rank], 2, 3)
             read = cached_attention(query, vectors, values, self._visible, scale)
         else:
-            vectors, named = self._slice_rows(vectors, KEY_COLUMN), self._name
-            read = latent_decode_attention(
-                query,
-                vectors,
-                *self._ends,
-                scale,
-                rank=rank,
-                layer=self._layer,
-                implementation=named,
-            )
+            vectors = self._slice_rows(vectors, KEY_COLUMN)
+            how: dict[str, Any] = {"layer": self._layer, "implementation": self._name}
+            read = latent_decode_attention(query, vectors, *self._ends, scale, rank=rank, **how)
         return project_values(read, up, config)
 
     @property
@@ -240,12 +229,8 @@ class StepCore:
         return self._stack_index[0] if self._stack_index else None
 
     def _write(self, buffer: Array, new: Array, column: int) -> Array:
-        index = (
-            *self._stack_index,
-            self._rows,
-            *[slice(None)] * (column - ROW - 1),
-            self._write_columns,
-        )
+        between = [slice(None)] * (column - ROW - 1)
+        index = (*self._stack_index, self._rows, *between, self._write_columns)
         return buffer.at[index].set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
 
     def _slice_layer(self, buffer: Array, column: int) -> Array:

@@ -329,9 +329,8 @@ def run_step(
     read = read.reshape(read.shape[0], -1, read.shape[-1])
     after = DeltaState(state.reshape(before.state.shape), tail)
     is_live = live[:, None, None, None]
-    return read, DeltaState(
-        *(jnp.where(is_live, *pair) for pair in zip(after, before, strict=True))
-    )
+    pairs = zip(after, before, strict=True)
+    return read, DeltaState(*(jnp.where(is_live, *pair) for pair in pairs))
 
 
 def _run_rows(
@@ -344,9 +343,8 @@ def _run_rows(
 ) -> tuple[Float[Array, "row time value_heads value_dim"], DeltaState]:
     """Convolution and rule over rows of equal length.
 
-    Args:
-      segments: the sequence of each token within its row, 0 for padding.
-      single: the one sequence of a row continues from `before`; otherwise each starts from zeros.
+    `segments` is the sequence of each token within its row, 0 for padding. If rows are `single`,
+    their one sequence continues from `before`; otherwise each starts from zeros.
     """
     order = jnp.argsort(jnp.where(segments > 0, segments, MAX_INDEX), axis=1, stable=True)
     segments = _reorder(segments, order)

@@ -383,9 +383,7 @@ def grouped_dot(
       weights: one matrix per group. The axes after the inner dimension are its columns in memory
         order; they are flattened where they are used, and saved for the gradient as they are.
       sizes: number of rows of each group; none negative, in total at most the number of rows.
-      implementation: "tiles" loops over the existing rows, in tiles that each use one matrix;
-        "batched" pads the groups to one batched product, in few kernels
-        (`moe.experts.grouped_dot`); "blocks" loops over a static number of whole blocks;
+      implementation: "tiles", "blocks" and "batched" are plain JAX (`moe.experts.grouped_dot`);
         "mosaic" are kernels for NVIDIA's Hopper, for rows in half precision and dimensions that are
         multiples of 64; "megablox" are JAX's kernels for TPUs; "ragged_dot" is XLA's; "plain" is
         the reference implementation, each row times each matrix. None is "tiles" on a CPU,

@@ -196,9 +196,10 @@ def map_layer_groups(
       layer_of: as for `layer_at`.
     """
     groups, delta_layers = list[Layer[Leaf]](), delta_layers_of(config)
+    dense, routed = config.num_dense_layers, config.num_layers - config.num_dense_layers
     for stack, first, depth in (
-        (weights.first_layers, 0, config.num_dense_layers),
-        (weights.layers, config.num_dense_layers, config.num_layers - config.num_dense_layers),
+        (weights.first_layers, 0, dense),
+        (weights.layers, dense, routed),
     ):
         if stack is None:
             continue
@@ -208,9 +209,8 @@ def map_layer_groups(
         elif period == 1:
             groups.append(stack)
         else:
-            groups += [
-                layer_at(stack, index, layer_of, delta_layers, period) for index in range(period)
-            ]
+            indices = range(period)
+            groups += [layer_at(stack, index, layer_of, delta_layers, period) for index in indices]
     return tuple(groups)
 
 

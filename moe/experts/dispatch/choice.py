@@ -82,19 +82,14 @@ def dispatch(
       x: normalised tokens of this device.
       routing: expert ids over the experts of all devices, and gate weights. Ids may repeat: an
         expert that a token has twice is sent one row, with the sum of the gate weights.
-      execution: `dispatch` is the method, and None the one of "all_to_all", "all_gather" and
-        "ragged" whose collectives take the least time (`moe.experts.dispatch.cost`), by
-        `exchange_rate`. `server_devices` is for two levels. `buffer_factor` is the largest number
-        of rows that a device computes, as a multiple of balanced load
-        (`moe.experts.dispatch.buffers.buffer_rows`). Each of `expert_chunks` (`dispatch_chunks`)
-        has buffers of its own size. `activation_wire` is the communication dtype of tokens, sums
-        and their gradients; the routing is sent unchanged.
+      execution: its `dispatch`, `exchange_rate`, `server_devices`, `buffer_factor`, `expert_chunks`
+        (each has buffers of its own size) and `activation_wire`; the routing is sent unchanged.
       capacity: largest number of expert ids that `routing` sends from one device to one expert;
         None if nothing was dropped. Any beyond that contribute nothing to the result.
       product: implementation of the grouped GEMMs, see
         `moe.experts.feed_forward.routed_experts`; with kernels, kernels also permute and sum the
         tokens that are sent.
-      activation: of the experts, see `moe.experts.gated.apply_activation`.
+      activation: of the experts.
 
     Returns:
       The sums, and the number of expert ids that overflowed at this device, as sender or receiver;
@@ -218,10 +213,6 @@ def dispatch_chunks(
     than all tokens do.
 
     Memory: the gradient of a layer's experts exists once for each chunk until it is summed.
-
-    Args:
-      send: a dispatcher.
-      chunks: number of chunks.
 
     References:
       Jin et al., "MegaScale-MoE", 2025 (communication beside products). MaxText has such chunks too
