@@ -106,10 +106,11 @@ def run_layers(
     depth = layers.norm.shape[0]
     if not is_scanned(depth, execution, period):
         return run_unrolled(carry, (0, layers))
-    starts = jnp.arange(0, depth, period, dtype=jnp.int32)
     if period == 1:
-        carry, out = lax.scan(run_one, carry, (starts, layers))
+        numbered = jnp.arange(depth, dtype=jnp.int32), layers
+        carry, out = lax.scan(run_one, carry, numbered)
         return carry, [out]
+    starts = jnp.arange(0, depth, period, dtype=jnp.int32)
     # All periods have equally many layers of each type, so each leaf splits into equal shares.
     periods = jax.tree.map(lambda x: x.reshape(depth // period, -1, *x.shape[1:]), layers)
     return lax.scan(run_unrolled, carry, (starts, periods))
