@@ -317,7 +317,7 @@ def _run_layer(
         core = DeltaCore(run_delta).record_states(new_states.append)
         x, router = block(layer, x, step.packed, core, step.config, step.mesh, layer_index)
         pairs = zip(before, *new_states, strict=True)
-        updated: LayerCache = DeltaState(*(_update_layer(*pair, stack_index) for pair in pairs))
+        updated: LayerCache = DeltaState(*(_update_layer(x, new, stack_index) for x, new in pairs))
     else:
         core = StepCore(step.config, layer_index, before, step.inputs, stack_index, mesh=step.mesh)
         x, router = block(layer, x, step.packed, core.attend, step.config, step.mesh, layer_index)

@@ -96,10 +96,8 @@ def rematerialise(
 
     Args:
       function: of arrays alone; policies of `UNSAVED` have no gradient for closed-over arrays.
-      in_scan: it is the body of a scan, whose separate forward and backward loops already keep the
-        compiler from merging recomputation with the forward pass.
+      in_scan, present: as for `save_only_named`; policies of `UNSAVED` alone have the second.
       saved: names of the values that "selective" saves.
-      present: for policies of `UNSAVED`, true if the function runs, see `save_only_named`.
 
     Raises:
       ValueError: on an unknown policy.

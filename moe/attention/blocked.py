@@ -185,11 +185,8 @@ def attend(
     # Padded queries see nothing, and their results are cut off.
     indices = _RowIndices(split_indices(mask.query, blocking), mask.key)
     arrays = pad_to_blocks(query, blocking, -2), key, value, indices
-    out, log_sum = _map_rows(
-        partial(_attend_row, _Shared(blocking, scale, mask.window)),
-        arrays,
-        _rows_per_step(query, key, blocking),
-    )
+    attend_row = partial(_attend_row, _Shared(blocking, scale, mask.window))
+    out, log_sum = _map_rows(attend_row, arrays, _rows_per_step(query, key, blocking))
     return out[..., :time, :], log_sum[..., :time]
 
 
@@ -217,11 +214,8 @@ def attend_gradient(
     query, out_gradient = (pad_to_blocks(x, blocking, -2) for x in (query, out_gradient))
     log_sum, softmax_d = (pad_to_blocks(x, blocking, -1) for x in (log_sum, softmax_d))
     arrays = query, key, value, indices, log_sum, softmax_d, out_gradient
-    grads = _map_rows(
-        partial(_attend_row_gradient, _Shared(blocking, scale, mask.window)),
-        arrays,
-        _rows_per_step(query, key, blocking),
-    )
+    gradient = partial(_attend_row_gradient, _Shared(blocking, scale, mask.window))
+    grads = _map_rows(gradient, arrays, _rows_per_step(query, key, blocking))
     return grads[0][..., :time, :], grads[1], grads[2]
 
 
@@ -318,7 +312,7 @@ def _attend_row(
         total = jnp.where(state.total == 0, 1, state.total)
         return state.out / total[..., None], state.top + jnp.log(total)
 
-    # One compiled loop per span, as shapes differ. The lambda's defaults bind this span's arrays.
+    # One compiled loop per span, as shapes differ.
     outputs = []
     for span in blocking.spans:
         query_blocks = (
@@ -326,14 +320,8 @@ def _attend_row(
             TokenIndices(*(x[blocking.blocks(span)] for x in row_indices.query)),
         )
         span_keys = keys_of(span, key, value, row_indices.key)
-        outputs.append(
-            lax.map(
-                lambda query_blocks, span=span, span_keys=span_keys: block(
-                    span, *span_keys, *query_blocks
-                ),
-                query_blocks,
-            )
-        )
+        of_span = partial(block, span, *span_keys)
+        outputs.append(lax.map(lambda blocks, of_span=of_span: of_span(*blocks), query_blocks))
     out, log_sum = (jnp.concatenate(output) for output in zip(*outputs, strict=True))
     return join_blocks(out), join_blocks(log_sum)
 
@@ -342,11 +330,8 @@ def _merge(a: _Softmax, b: _Softmax) -> _Softmax:
     """Combines two online softmax states into one over the keys of both."""
     top = jnp.maximum(a.top, b.top)
     of_a, of_b = jnp.exp(a.top - top), jnp.exp(b.top - top)
-    return _Softmax(
-        top,
-        a.total * of_a + b.total * of_b,
-        a.out * of_a[..., None] + b.out * of_b[..., None],
-    )
+    total = a.total * of_a + b.total * of_b
+    return _Softmax(top, total, a.out * of_a[..., None] + b.out * of_b[..., None])
 
 
 def _attend_row_gradient(
@@ -396,15 +381,12 @@ def _attend_row_gradient(
             query_gradient, *key_gradients = lax.cond(
                 possible, lambda: block_gradients(query_block, keys, values, chunk_indices), hidden
             )
-            added = (
-                lax.dynamic_update_slice_in_dim(
-                    total,
-                    chunk_of(total, chunk_index, span, -2) + new,
-                    chunk_index * span.chunk,
-                    axis=-2,
-                )
-                for total, new in zip(sums[1:], key_gradients, strict=True)
-            )
+
+            def add_to(total: Array, new: Array) -> Array:
+                new = chunk_of(total, chunk_index, span, -2) + new
+                return lax.dynamic_update_slice_in_dim(total, new, chunk_index * span.chunk, -2)
+
+            added = map(add_to, sums[1:], key_gradients)
             return sums[0] + query_gradient, *added
 
         query_gradient = match_varying(jnp.zeros(query_block[0].shape, jnp.float32), query_block[0])
@@ -422,13 +404,8 @@ def _attend_row_gradient(
         )
         span_keys = keys_of(span, key, value, row_indices.key)
         so_far = keys_of(span, sums[0], sums[1], row_indices.key)[:2]
-        key_gradients, query_gradient = lax.scan(
-            lambda sums, query_block, span=span, span_keys=span_keys: block(
-                span, *span_keys, sums, query_block
-            ),
-            so_far,
-            query_blocks,
-        )
+        of_span = partial(block, span, *span_keys)
+        key_gradients, query_gradient = lax.scan(of_span, so_far, query_blocks)
         queries.append(query_gradient)
         sums = [
             total.at[:, : span.sources].set(new[:, : span.sources])

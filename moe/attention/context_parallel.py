@@ -83,9 +83,8 @@ def context_of(config: ModelConfig, mesh: FoldedMesh) -> str:
 def prefers_contiguous(config: ModelConfig, mesh: FoldedMesh) -> bool:
     """True if a rank of ``cp`` should have contiguous parts of rows instead of zig-zag ones.
 
-    It should with "ulysses", where every rank attends in whole sequences. With "gather" and "ring"
-    a rank computes the scores of its own queries, and the parts are in zig-zag order: with
-    contiguous parts the last rank would have ``2 - 1 / cp`` times an equal share of the causal
+    It should with "ulysses", where every rank attends in whole sequences (`moe.ops.zigzag`). With
+    "gather" and "ring" the last rank would have ``2 - 1 / cp`` times an equal share of the causal
     scores.
     """
     ranks = mesh.size(mesh.cp)

@@ -95,10 +95,9 @@ def fused_attention(
 ) -> Float[Array, "batch time heads v_head_dim"]:
     """``softmax(scale q k) v`` over the visible positions, by the named kernel.
 
-    Row lengths are the mask where each row is one sequence and the queries are its last positions.
-    Queries are then computed for all positions of the keys, with zeros before the first one; where
-    these would be the majority and a mask array is small enough, it is used instead. Sinks are keys
-    (`moe.attention.fused`).
+    With row lengths as the mask queries are computed for all positions of the keys, with zeros
+    before the first one; where these would be the majority and a mask array is small enough, it is
+    used instead.
     """
     size, width = head_size(query, value, sinks), value.shape[-1]
     factor = query.shape[-1] ** -0.5 if scale is None else scale

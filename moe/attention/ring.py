@@ -214,7 +214,8 @@ def _backward(settings, residuals, out_gradient):
     local_gradient = jnp.concatenate(local_gradient, axis=-1)
     if hops.ranks > 1:
 
-        def gradients_at(query_gradients, remote_gradient, keys_and_values, hop):
+        def gradients_at(carry, hop):
+            query_gradients, remote_gradient, keys_and_values = carry
             key, value = split_key_value(keys_and_values)
             added, *key_value_gradients = visit(key, value, hops.source(rank, hop), same_rank=False)
             added = [a + b for a, b in zip(query_gradients, added, strict=True)]
@@ -224,14 +225,14 @@ def _backward(settings, residuals, out_gradient):
             return added, hops.send(remote_gradient, hop)
 
         def visit_and_send(carry, hop):
-            return *gradients_at(*carry, hop), hops.send(carry[-1], hop)
+            return *gradients_at(carry, hop), hops.send(carry[-1], hop)
 
         # Keys and values in one array. If these hops were equal to those of the forward pass, XLA's
         # common-subexpression elimination would merge them, and keep all ranks' keys in memory.
         keys_and_values = hops.send(jnp.concatenate([key, value], axis=-1), 0)
         carry = query_gradients, jnp.zeros_like(local_gradient), keys_and_values
         carry = hops.loop(visit_and_send, carry)
-        query_gradients, remote_gradient = gradients_at(*carry, hops.ranks - 1)
+        query_gradients, remote_gradient = gradients_at(carry, hops.ranks - 1)
         local_gradient += remote_gradient
     key_gradient, value_gradient = split_key_value(local_gradient)
     sinks_gradients = None

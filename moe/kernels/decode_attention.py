@@ -262,14 +262,11 @@ def _attend_columns(target: Target, sources, begin, end, factor: float):
             mosaic_gpu().commit_smem()
 
         scores = product(query, keys) * factor
-        column = target.tiled(lax.broadcasted_iota(jnp.int32, scores.shape, 1))
-        visible = (column >= begin).astype(jnp.int32) * (column < end).astype(jnp.int32) > 0
+        visible = target.in_range(scores.shape, 1, begin, end)
         # Minus infinity is safe: at least one column is visible, so the maximum is finite.
-        minus_infinity = target.tiled(jnp.full(scores.shape, -jnp.inf, jnp.float32))
-        scores = jnp.where(visible, scores, minus_infinity)
+        scores = jnp.where(visible, scores, target.full(scores.shape, -jnp.inf))
         largest = target.tiled(jnp.max(scores, axis=1))
-        largest_of_row = target.tiled(lax.broadcast_in_dim(largest, scores.shape, (0,)))
-        powers = jnp.exp(scores - largest_of_row)
+        powers = jnp.exp(scores - target.broadcast(largest, scores.shape))
         sums = target.tiled(jnp.sum(powers, axis=1))
 
         # Relative to the largest score of the split, so that no exponential overflows;

@@ -400,7 +400,6 @@ def sum_products(
 
 def zero_outside(target: Target, ref, first, last, axis: int = 0):
     """Sets the rows of a slice, or its columns, to zero before `first` and from `last` on."""
-    index = target.tiled(lax.broadcasted_iota(jnp.int32, ref.shape, axis))
-    inside = ((index >= first).astype(jnp.int32) * (index < last).astype(jnp.int32)) > 0
+    inside = target.in_range(ref.shape, axis, first, last)
     zeros = target.tiled(jnp.zeros(ref.shape, ref.dtype))
     ref[...] = jnp.where(inside, target.tiled(ref[...]), zeros)

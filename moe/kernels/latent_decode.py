@@ -77,9 +77,8 @@ def latent_decode_attention(
     Args:
       query: absorbed (`moe.attention.latent.absorb_keys`).
       vectors: in the layout of `moe.cache.Cache`.
-      first, stop: range of columns that a row sees, at least one.
+      first, stop, layer: as for `moe.kernels.decode_attention.decode_attention`.
       scale: multiplies the scores.
-      layer: index of the layer, where the buffer holds all layers: a slice would be a copy.
       implementation: "mosaic", the kernel, for half precision, vectors of a multiple of 64 numbers
         up to 576, a rank of a multiple of 128 up to 512, and columns that are a multiple of 64;
         None and "plain" are `moe.ops.attention.cached_attention`.
@@ -268,7 +267,7 @@ class SplitInputs(NamedTuple):
 
     def zero_sums(self, slices: Slices) -> tuple[Any, ...]:
         """Sums of no column, ``[head, element]`` for each slice of the values."""
-        return tuple(self.full((self.query.shape[0], size), 0.0) for _, size in slices)
+        return tuple(self.target.full((self.query.shape[0], size), 0.0) for _, size in slices)
 
     def add_values(
         self, sums: tuple[Any, ...], slices: Slices, shrink: Any, powers: Any, columns: Any
@@ -279,7 +278,7 @@ class SplitInputs(NamedTuple):
         def add(total, start, size):
             values = self.target.transpose(columns.at[pl.ds(start, size)])
             return self.target.add_product(
-                total * self.broadcast(shrink, total.shape), powers, values
+                total * self.target.broadcast(shrink, total.shape), powers, values
             )
 
         return tuple(add(total, *part) for total, part in zip(sums, slices, strict=True))
@@ -288,13 +287,6 @@ class SplitInputs(NamedTuple):
         """Writes the sums of these slices to the rows of the output."""
         for total, (start, size) in zip(sums, slices, strict=True):
             self.target.store(out.at[:, pl.ds(start, size)], total)
-
-    def broadcast(self, vector: Any, shape: tuple[int, ...]) -> Any:
-        """Broadcasts a number for each row to a matrix."""
-        return self.target.tiled(lax.broadcast_in_dim(vector, shape, (0,)))
-
-    def full(self, shape: tuple[int, ...], value: float) -> Any:
-        return self.target.tiled(jnp.full(shape, value, jnp.float32))
 
 
 class SharedMemory(NamedTuple):
@@ -373,14 +365,13 @@ def _score(inputs: SplitInputs, shared: SharedMemory, slices: Slices, out, most,
             gpu.commit_smem()
 
         scores = product(shared.query, columns) * inputs.scale
-        column = target.tiled(lax.broadcasted_iota(jnp.int32, scores.shape, 1))
-        visible = (column >= begin).astype(jnp.int32) * (column < end).astype(jnp.int32) > 0
+        visible = target.in_range(scores.shape, 1, begin, end)
         # Minus infinity is safe: every block in the range has a visible column, so from the first
         # one on the maximum is finite.
-        scores = jnp.where(visible, scores, inputs.full(scores.shape, -jnp.inf))
+        scores = jnp.where(visible, scores, target.full(scores.shape, -jnp.inf))
         new_largest = jnp.maximum(largest, target.tiled(jnp.max(scores, axis=1)))
         shrink = jnp.exp(largest - new_largest)
-        powers = jnp.exp(scores - inputs.broadcast(new_largest, scores.shape))
+        powers = jnp.exp(scores - target.broadcast(new_largest, scores.shape))
         powers_so_far = powers_so_far * shrink + target.tiled(jnp.sum(powers, axis=1))
 
         # The other warpgroup may still be reading the exponentials of the block before.
@@ -399,11 +390,7 @@ def _score(inputs: SplitInputs, shared: SharedMemory, slices: Slices, out, most,
 
     # The queries are copied once, by the other warpgroup, and stay in shared memory.
     gpu.barrier_wait(shared.query_arrived)
-    start = (
-        inputs.zero_sums(slices),
-        inputs.full((heads,), -jnp.inf),
-        inputs.full((heads,), 0.0),
-    )
+    start = inputs.zero_sums(slices), target.full((heads,), -jnp.inf), target.full((heads,), 0.0)
     sums, largest, powers = lax.fori_loop(lowest, highest, step, start)
     # The wait for the last block: arrivals and waits are then equally many.
     gpu.barrier_wait(shared.second_summed)

@@ -14,17 +14,17 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Int
 
 from moe.kernels.choice import call_implementation
-from moe.kernels.mosaic import Target, launch
+from moe.kernels.mosaic import launch
 from moe.ops.sorting import inverse_slots, sort_by_group
 
 BLOCK = 128
 """Assignments of one program."""
 SIDE = 64
+TILE = SIDE, SIDE
 """Rows and columns of the matrix of comparisons that a warpgroup has in registers."""
 
 
@@ -127,14 +127,6 @@ def _kernel(
     return inverse_slots(slots, num_slots), slots, sizes[:num_experts]
 
 
-def _broadcast(target: Target, vector: Array, dimension: int) -> Array:
-    return target.tiled(lax.broadcast_in_dim(vector, (SIDE, SIDE), (dimension,)))
-
-
-def _iota(target: Target, dimension: int) -> Array:
-    return target.tiled(lax.broadcasted_iota(jnp.int32, (SIDE, SIDE), dimension))
-
-
 def _count(width, target, block, ids, counts):
     """Kernel of the histogram: compares experts (rows) with the assignments of a block (columns)
     and sums along rows."""
@@ -142,10 +134,9 @@ def _count(width, target, block, ids, counts):
     for first in range(0, width, SIDE):
         total = None
         for offset in range(0, BLOCK, SIDE):
-            expert = _broadcast(
-                target, target.load(ids.at[pl.ds(block * BLOCK + offset, SIDE)], 1), 1
-            )
-            equal = (expert == _iota(target, 0) + first).astype(jnp.int32)
+            expert = target.load(ids.at[pl.ds(block * BLOCK + offset, SIDE)], 1)
+            expert = target.broadcast(expert, TILE, 1)
+            equal = (expert == target.iota(TILE, 0) + first).astype(jnp.int32)
             block_counts = target.tiled(jnp.sum(equal, axis=1))
             total = block_counts if total is None else total + block_counts
         target.store(counts.at[pl.ds(block * width + first, SIDE)], total)
@@ -156,19 +147,20 @@ def _assign_slots(width, target, block, ids, others, before, slots):
     the block (columns) and adds the first slot of its expert and block, selected by a comparison
     with all experts (columns)."""
     for offset in range(0, BLOCK, SIDE):
-        row_ids = _broadcast(target, target.load(ids.at[pl.ds(block * BLOCK + offset, SIDE)], 0), 0)
-        slot = target.tiled(jnp.zeros((SIDE, SIDE), jnp.int32))
+        row_ids = target.load(ids.at[pl.ds(block * BLOCK + offset, SIDE)], 0)
+        row_ids = target.broadcast(row_ids, TILE)
+        slot = target.tiled(jnp.zeros(TILE, jnp.int32))
         for earlier in range(0, offset + SIDE, SIDE):
-            column_ids = others.at[pl.ds(block * BLOCK + earlier, SIDE)]
-            equal = (row_ids == _broadcast(target, target.load(column_ids, 1), 1)).astype(jnp.int32)
+            column_ids = target.load(others.at[pl.ds(block * BLOCK + earlier, SIDE)], 1)
+            equal = (row_ids == target.broadcast(column_ids, TILE, 1)).astype(jnp.int32)
             # In its own tile only those below the diagonal come earlier.
             if earlier == offset:
-                equal *= (_iota(target, 1) < _iota(target, 0)).astype(jnp.int32)
+                equal *= (target.iota(TILE, 1) < target.iota(TILE, 0)).astype(jnp.int32)
             slot = slot + equal
         # A gather by expert id, written as compare and sum: registers cannot be indexed.
         for first in range(0, width, SIDE):
             sums = target.load(before.at[pl.ds(block * width + first, SIDE)], 1)
-            equal = (row_ids == _iota(target, 1) + first).astype(jnp.int32)
-            slot = slot + _broadcast(target, sums, 1) * equal
+            equal = (row_ids == target.iota(TILE, 1) + first).astype(jnp.int32)
+            slot = slot + target.broadcast(sums, TILE, 1) * equal
         total = target.tiled(jnp.sum(slot, axis=1))
         target.store(slots.at[pl.ds(block * BLOCK + offset, SIDE)], total)

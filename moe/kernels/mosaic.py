@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+from jaxtyping import DTypeLike
 
 from sharding.collectives import match_varying
 
@@ -64,6 +65,23 @@ class Target:
     def store(self, ref: Any, value: jax.Array) -> None:
         """Stores an array in the layout of `tiled`."""
         ref[...] = value
+
+    def full(self, shape: tuple[int, ...], value: float, dtype: DTypeLike = jnp.float32) -> Any:
+        """An array of one number, in the layout of `tiled`, as those of the next three."""
+        return self.tiled(jnp.full(shape, value, dtype))
+
+    def broadcast(self, vector: jax.Array, shape: tuple[int, ...], dimension: int = 0) -> Any:
+        """A matrix with a number for each of its rows, or with dimension 1 for each column."""
+        return self.tiled(lax.broadcast_in_dim(vector, shape, (dimension,)))
+
+    def iota(self, shape: tuple[int, ...], dimension: int) -> Any:
+        """The index along a dimension of each element of a matrix."""
+        return self.tiled(lax.broadcasted_iota(jnp.int32, shape, dimension))
+
+    def in_range(self, shape: tuple[int, ...], dimension: int, first: Any, stop: Any) -> Any:
+        """True for the elements whose index along a dimension is in a range."""
+        index = self.iota(shape, dimension)
+        return (index >= first).astype(jnp.int32) * (index < stop).astype(jnp.int32) > 0
 
     def transpose(self, ref: Any) -> Any:
         """Transposed view of a matrix in shared memory."""

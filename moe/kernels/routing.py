@@ -250,7 +250,7 @@ def _body(
         return below - jnp.log(1 + jnp.exp(-jnp.abs(block_logits)))
 
     def vector(value):
-        return target.tiled(jnp.full((TOKENS,), value, jnp.float32))
+        return target.full((TOKENS,), value)
 
     def largest_log(first, most):
         return jnp.maximum(most, reduce_rows(jnp.max, read_logs(first)))
@@ -409,8 +409,8 @@ class Ranking:
             equal = jnp.where(here == largest, jnp.minimum(column, at), column)
             return jnp.maximum(largest, here), jnp.where(here > largest, at, equal)
 
-        least = self._target.tiled(jnp.full((TOKENS,), -jnp.inf, jnp.float32))
-        none = self._target.tiled(jnp.full((TOKENS,), self.experts, jnp.int32))
+        least = self._target.full((TOKENS,), -jnp.inf)
+        none = self._target.full((TOKENS,), self.experts, jnp.int32)
         return self.over_chunks(search, (least, none), start, stop)
 
     def is_expert(self, first: Any, expert: Any) -> Any:
@@ -425,18 +425,16 @@ class Ranking:
 
     def broadcast(self, vector: Any, dimension: int = 0) -> Any:
         """A number for each row of a chunk, or for each column, as a chunk."""
-        shape = TOKENS, self._width
-        return self._target.tiled(lax.broadcast_in_dim(vector, shape, (dimension,)))
+        return self._target.broadcast(vector, (TOKENS, self._width), dimension)
 
     def full(self, value: float | int, dtype: Any = jnp.float32) -> Any:
-        return self._target.tiled(jnp.full((TOKENS, self._width), value, dtype))
+        return self._target.full((TOKENS, self._width), value, dtype)
 
     def reduce_rows(self, reduce: Callable[..., Any], chunk: Any) -> Any:
         return self._target.tiled(reduce(chunk, axis=1))
 
     def _columns(self, first: Any) -> Any:
-        shape = TOKENS, self._width
-        return self._target.tiled(lax.broadcasted_iota(jnp.int32, shape, 1)) + first
+        return self._target.iota((TOKENS, self._width), 1) + first
 
 
 def _close_groups(rule: Rule, ranking: Ranking) -> None:

@@ -160,8 +160,10 @@ class GatherPipeline(NamedTuple):
             # From block indices to element offsets, which the copies of single rows need.
             indices = zip(self.rows.block(k), self.rows.shape, strict=True)
             first, column = (index * size for index, size in indices)
-            copy = start_copies if isinstance(self.target, Gpu) else copy_rows
-            copy(*self.rows.refs, first, column, self._slot(k))
+            copy, (x, source) = copy_rows, self.rows.refs
+            if isinstance(self.target, Gpu):
+                copy = start_copies
+            copy(x, source, first, column, self._slot(k))
 
         if isinstance(self.target, Gpu):
             # Also without a copy, after the last slice: waits count groups, so every step has one.

@@ -15,7 +15,6 @@ order that varies, or programs that wait for others. Each row has a slot of its 
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
@@ -28,7 +27,7 @@ from moe.kernels.grouped import (
     product_tiles,
     store_rows,
 )
-from moe.kernels.mosaic import Target, launch, mosaic_gpu
+from moe.kernels.mosaic import launch, mosaic_gpu
 
 FORWARD = Tiling(columns=64)
 """64 columns: two tiles of sums take as many registers as one product with 128 columns."""
@@ -80,7 +79,7 @@ def hidden_units(
             # Rounded and widened again: the activation must see what the backward pass will read.
             rounded = [values.astype(rows.dtype) for values in products]
             gate, up = (target.tiled(values.astype(jnp.float32)) for values in rounded)
-            prob = _broadcast(target, target.load(probs.at[pl.ds(start, height)], 0), gate.shape)
+            prob = target.broadcast(target.load(probs.at[pl.ds(start, height)], 0), gate.shape)
 
             def store(values_tile, column, out):
                 store_rows(values_tile, first[tile], size[tile], start, column, out)
@@ -170,7 +169,7 @@ def hidden_gradients(
             # program and row, in a place of its own: no atomics.
             total = target.tiled(jnp.sum(by_up * up, axis=1))
             target.store(tile_sums_ref.at[pl.ds((tile * across + column) * height, height)], total)
-            prob = _broadcast(target, target.load(probs.at[pl.ds(start, height)], 0), gate.shape)
+            prob = target.broadcast(target.load(probs.at[pl.ds(start, height)], 0), gate.shape)
             grad_gate = (by_gate * up * prob).astype(gate_up.dtype)
             grad_up = (by_up * prob).astype(gate_up.dtype)
 
@@ -203,10 +202,6 @@ def _pad_probs(probs: Array, sizes: Array, num_rows: int, height: int) -> Array:
     in_group = jnp.arange(probs.shape[0]) < jnp.sum(sizes)
     probs = jnp.where(in_group, probs.astype(jnp.float32), 0.0)
     return jnp.pad(probs, (0, -(-num_rows // height) * height - probs.shape[0]))
-
-
-def _broadcast(target: Target, vector: Array, shape: tuple[int, ...]) -> Array:
-    return target.tiled(lax.broadcast_in_dim(vector, shape, (0,)))
 
 
 def _sum_row_tiles(tile_sums: Array, tiles: Tiles, num_rows: int) -> Array:

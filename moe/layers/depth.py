@@ -198,10 +198,7 @@ def map_layer_groups(
     """
     groups, delta_layers = list[Layer[Leaf]](), delta_layers_of(config)
     dense, routed = config.num_dense_layers, config.num_layers - config.num_dense_layers
-    for stack, first, depth in (
-        (weights.first_layers, 0, dense),
-        (weights.layers, dense, routed),
-    ):
+    for stack, first, depth in ((weights.first_layers, 0, dense), (weights.layers, dense, routed)):
         if stack is None:
             continue
         period = period_of_stack(config, depth, first)

@@ -88,8 +88,7 @@ def one_level_dispatch(
       Liu et al., "MoE Parallel Folding", 2025, figure 2. https://arxiv.org/abs/2504.14960
     """
     mesh, num_local = options.mesh, weights.down.shape[0]
-    num_tokens, k = routing.experts.shape
-    sizes = num_tokens, k, num_local, mesh, options.capacity, options.execution.buffer_factor
+    sizes = options.sizes(weights, routing)
     experts = partial(sharded_experts, weights, num_rows=buffer_rows(*sizes), options=options)
     ep = mesh.size(mesh.ep)
     peers = Peers(ep, num_local, peer_tokens(*sizes), ep * num_local)
@@ -167,16 +166,30 @@ def sharded_experts(
     gather = gather_tokens if comm_dtype is None else gather_fp8
     rows = gather(rows, mesh.etp, name=DISPATCHED)
     experts, probs = (gather_tokens(array, mesh.etp) for array in (experts, probs))
-    outputs, overflow = routed_experts(
-        mask_replicated_bias(weights, mesh),
+    outputs, overflow = _local_experts(weights, rows, experts, probs, num_rows, options)
+    scatter = scatter_tokens if comm_dtype is None else scatter_fp8
+    return scatter(outputs.astype(dtype), mesh.etp), overflow
+
+
+def _local_experts(
+    weights: Experts[Array],
+    rows: Array,
+    experts: Array,
+    probs: Array,
+    num_rows: int,
+    options: DispatchOptions,
+    dtype: Any = None,
+) -> tuple[Array, Array]:
+    """`routed_experts` of this device for expert ids of all devices."""
+    return routed_experts(
+        mask_replicated_bias(weights, options.mesh),
         rows,
-        *local_assignments(experts, probs, weights.down.shape[0], mesh),
+        *local_assignments(experts, probs, weights.down.shape[0], options.mesh),
         num_rows=num_rows,
+        dtype=dtype,
         implementation=options.product,
         activation=options.activation,
     )
-    scatter = scatter_tokens if comm_dtype is None else scatter_fp8
-    return scatter(outputs.astype(dtype), mesh.etp), overflow
 
 
 def all_gather_dispatch(
@@ -196,8 +209,7 @@ def all_gather_dispatch(
       Jin et al., "MegaScale-MoE", 2025, section 3.2. https://arxiv.org/abs/2505.11432
     """
     mesh, comm_dtype = options.mesh, options.execution.activation_wire
-    num_local, group = weights.down.shape[0], (*mesh.ep, *mesh.etp)
-    num_tokens, k = routing.experts.shape
+    group = *mesh.ep, *mesh.etp
     # In float32 from here: a token's gradient is a sum over devices, rounded once at its own.
     dtype = x.dtype
     if comm_dtype is None:
@@ -205,16 +217,7 @@ def all_gather_dispatch(
     else:
         x = gather_fp8(x, group, jnp.float32, DISPATCHED)
     experts, probs = (gather_tokens(array, group) for array in routing)
-    sums, overflow = routed_experts(
-        mask_replicated_bias(weights, mesh),
-        x,
-        *local_assignments(experts, probs, num_local, mesh),
-        num_rows=buffer_rows(
-            num_tokens, k, num_local, mesh, options.capacity, options.execution.buffer_factor
-        ),
-        dtype=dtype,
-        implementation=options.product,
-        activation=options.activation,
-    )
+    num_rows = buffer_rows(*options.sizes(weights, routing))
+    sums, overflow = _local_experts(weights, x, experts, probs, num_rows, options, dtype)
     scatter = scatter_and_round if comm_dtype is None else scatter_fp8
     return scatter(sums, group, dtype), overflow

@@ -32,11 +32,7 @@ from jaxtyping import Array, Float, Int
 
 from moe.architecture.feed_forward import Activation
 from moe.execution import TWO_LEVELS, Execution
-from moe.experts.dispatch.all_to_all import (
-    all_gather_dispatch,
-    exchange_tokens,
-    one_level_dispatch,
-)
+from moe.experts.dispatch.all_to_all import all_gather_dispatch, exchange_tokens, one_level_dispatch
 from moe.experts.dispatch.buffers import DispatchOptions, peer_tokens
 from moe.experts.dispatch.cost import TokenExchange, cheapest, peer_capacity_of
 from moe.experts.dispatch.ragged import exchange_slices

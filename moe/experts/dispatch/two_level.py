@@ -54,8 +54,8 @@ def two_level_dispatch(
     split = expert_servers(mesh, options.execution.server_devices)
     if 1 in split:
         return one_level_dispatch(exchange, weights, x, routing, options)
-    (num_tokens, k), num_experts = routing.experts.shape, mesh.size(mesh.ep) * num_local
-    sizes = num_tokens, k, num_local, mesh, options.capacity, options.execution.buffer_factor
+    num_tokens, num_experts = routing.experts.shape[0], mesh.size(mesh.ep) * num_local
+    sizes = options.sizes(weights, routing)
     experts = partial(sharded_experts, weights, num_rows=buffer_rows(*sizes), options=options)
     per_device = peer_tokens(*sizes)
     experts_of_server = split.devices * num_local

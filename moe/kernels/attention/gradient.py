@@ -25,8 +25,6 @@ from moe.kernels.attention.blocks import (
     UNIT,
     apply_mask,
     block_mask,
-    broadcast_vector,
-    full,
     in_blocks,
     load_mask,
     mask_operands,
@@ -204,24 +202,21 @@ def _query_gradients(
                 scores = apply_mask(
                     target, scores, row_mask, key_mask, clear, -jnp.inf, by_query=True
                 )
-                powers = jnp.exp2(scores - broadcast_vector(target, log_sum, scores.shape, 0))
+                powers = jnp.exp2(scores - target.broadcast(log_sum, scores.shape))
                 # p (do v^T - D), the gradient of the scores (`moe.ops.attention`).
                 grad_powers = product(out_gradient, target.transpose(values))
-                grad_scores = powers * (
-                    grad_powers - broadcast_vector(target, softmax_d, scores.shape, 0)
-                )
+                grad_scores = powers * (grad_powers - target.broadcast(softmax_d, scores.shape))
                 # As the left operand it stays in registers: no trip through shared memory.
                 return target.add_product(total, grad_scores.astype(keys.dtype), keys)
 
             # The scale once per sum, not once per score.
-            total = visit(step, full(target, (UNIT, sizes.width), 0.0)) * sizes.scale
+            total = visit(step, target.full((UNIT, sizes.width), 0.0)) * sizes.scale
             target.store(grad_query.at[first + unit], total.astype(grad_query.dtype))
 
         resident_blocks = pl.ds(first, consumers)
         resident = block_refs.query.at[resident_blocks], block_refs.out_gradient.at[resident_blocks]
         run_pipeline(
-            *(target, resident, blocks, visits.length, [compute] * consumers),
-            producer=has_producer,
+            *(target, resident, blocks, visits.length, [compute] * consumers), producer=has_producer
         )
 
     return run(
@@ -278,9 +273,7 @@ def _key_value_gradients(
                 # Loaded where it is used: held from the start, both numbers per query would take
                 # registers that the sums need.
                 def row_stat(field):
-                    return broadcast_vector(
-                        target, target.load(row_stats.at[field], 1), (UNIT, UNIT), 1
-                    )
+                    return target.broadcast(target.load(row_stats.at[field], 1), (UNIT, UNIT), 1)
 
                 # Keys are the rows: the transposed probabilities are then the left operand of the
                 # products below, straight from registers.
@@ -309,7 +302,7 @@ def _key_value_gradients(
                 for output, wanted in zip(outputs, reversed(gradients), strict=True)
                 if wanted
             ]
-            totals = visit(step, tuple(full(target, (UNIT, width), 0.0) for _, width, _ in outputs))
+            totals = visit(step, tuple(target.full((UNIT, width), 0.0) for _, width, _ in outputs))
             for (out, _, factor), total in zip(outputs, totals, strict=True):
                 target.store(out.at[first + unit], (total * factor).astype(out.dtype))
 
