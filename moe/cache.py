@@ -115,6 +115,11 @@ def to_cache_layout(shape: tuple[int, ...], *arrays: Array) -> tuple[Array, ...]
     )
 
 
+def index_layer(buffer: Array, stack_index: tuple[Array, ...]) -> Array:
+    """Slice of a layer's buffer; an empty index is that of a layer by itself."""
+    return lax.dynamic_index_in_dim(buffer, *stack_index, keepdims=False) if stack_index else buffer
+
+
 class StepTokens(NamedTuple):
     """Tokens of a decode step, one of each row.
 
@@ -235,9 +240,7 @@ class StepCore:
 
     def _slice_layer(self, buffer: Array, column: int) -> Array:
         """Slice of a buffer that is read: the layer, its rows and columns."""
-        if self._stack_index:
-            buffer = lax.dynamic_index_in_dim(buffer, *self._stack_index, keepdims=False)
-        return self._slice_rows(buffer, column)
+        return self._slice_rows(index_layer(buffer, self._stack_index), column)
 
     def _slice_rows(self, buffer: Array, column: int) -> Array:
         if self._first is not None:

@@ -21,7 +21,7 @@ from moe.attention.delta import DeltaCore, DeltaState, run_step
 from moe.attention.latent import LatentCore
 from moe.attention.layer import CoreAttention
 from moe.attention.rotary import RotaryCache
-from moe.cache import Cache, StepCore, StepTokens, cache_of, to_cache_layout
+from moe.cache import Cache, StepCore, StepTokens, cache_of, index_layer, to_cache_layout
 from moe.config import ModelConfig
 from moe.head import logits_of
 from moe.layers.block import block
@@ -85,11 +85,7 @@ def prefill(
     packed = packed_prefill(tokens, lengths, config, mesh, record_choices)
     collect_kv = partial(to_cache_layout, tokens.shape)
     x, router, cached_kv = run_with_kv(collect_kv, weights, packed, config, mesh)
-    expert_ids = None
-    if record_choices:
-        assert router is not None
-        expert_ids = router.choices
-        assert expert_ids is not None
+    expert_ids = None if router is None else router.choices
     states, choices = by_row(x, expert_ids, packed, lengths, mesh)
     return Prefilled(cache_of(cached_kv), states, choices, overflow_of(router, config))
 
@@ -311,7 +307,7 @@ def _run_layer(
     if isinstance(before, DeltaState):
         assert step.config.delta is not None
         # Rows that are not live stay as they are.
-        state = DeltaState(*(_index_layer(x, stack_index) for x in before))
+        state = DeltaState(*(index_layer(x, stack_index) for x in before))
         new_states = list[DeltaState]()
         run_delta = partial(run_step, step.config.delta, state, step.inputs.live)
         core = DeltaCore(run_delta).record_states(new_states.append)
@@ -323,10 +319,6 @@ def _run_layer(
         x, router = block(layer, x, step.packed, core.attend, step.config, step.mesh, layer_index)
         updated = core.buffers
     return x, updated, None if router is None else router.choices
-
-
-def _index_layer(buffer: Array, stack_index: tuple[Array, ...]) -> Array:
-    return lax.dynamic_index_in_dim(buffer, *stack_index, keepdims=False) if stack_index else buffer
 
 
 def _update_layer(buffer: Array, new: Array, stack_index: tuple[Array, ...]) -> Array:

@@ -72,6 +72,10 @@ def norm_weight(axes: str) -> Weight:
     return Weight(axes, float32=True)
 
 
+def _bias(axes: str, is_present: bool, float32: bool = False) -> Weight | None:
+    return Weight(axes, scale=0.0, float32=float32) if is_present else None
+
+
 @struct.dataclass
 class Attention(Generic[Leaf]):
     """Weights of grouped-query attention.
@@ -202,15 +206,14 @@ def _without_adapters(config: ModelConfig) -> Transformer[Weight]:
     # Each block adds two terms to the residual stream; this keeps its variance level at the start.
     out_scale = 1 / math.sqrt(2 * config.num_layers)
     norm, fan_in = norm_weight("layer d_model"), "d_model"
-    with_bias = config.expert_bias
     experts = Experts(
         router=Weight("layer d_model route", fan_in, float32=True),
         gate_up=Weight("layer expert d_model half d_expert", fan_in, sampled_along="half"),
         down=Weight("layer expert d_expert d_model", "d_expert", out_scale),
-        bias=Weight("layer route", scale=0.0, float32=True) if config.selection_bias else None,
-        router_bias=Weight("layer route", scale=0.0, float32=True) if config.router_bias else None,
-        gate_up_bias=Weight("layer expert half d_expert", scale=0.0) if with_bias else None,
-        down_bias=Weight("layer expert d_model", scale=0.0) if with_bias else None,
+        bias=_bias("layer route", config.selection_bias, float32=True),
+        router_bias=_bias("layer route", config.router_bias, float32=True),
+        gate_up_bias=_bias("layer expert half d_expert", config.expert_bias),
+        down_bias=_bias("layer expert d_model", config.expert_bias),
     )
     dense = Dense(
         gate_up=Weight("layer d_model half d_ff", fan_in, sampled_along="half"),
@@ -248,7 +251,8 @@ def _without_adapters(config: ModelConfig) -> Transformer[Weight]:
 def _attention(
     config: ModelConfig, out_scale: float
 ) -> Attention[Weight] | LatentAttention[Weight]:
-    norm, fan_in = norm_weight("layer d_model"), "d_model"
+    layer, fan_in = "layer" if config.delta is None else "attention_layer", "d_model"
+    norm = norm_weight(f"{layer} d_model")
     out_norm = norm if config.norm_placement == "both" else None
     if config.mla is not None:
         narrow = "d_model" if config.mla.q_lora_rank is None else "q_lora"
@@ -264,27 +268,9 @@ def _attention(
             out=Weight("layer head v_head_dim d_model", "head v_head_dim", out_scale),
             out_norm=out_norm,
         )
-    layer = "layer" if config.delta is None else "attention_layer"
-    norm = norm_weight(f"{layer} d_model")
-    out_norm = None if out_norm is None else norm
     queries, keys = f"{layer} head head_dim", f"{layer} kv_head head_dim"
-    biases = {}
-    if config.qkv_bias:
-        biases = {
-            "query_bias": Weight(queries, scale=0.0),
-            "key_bias": Weight(keys, scale=0.0),
-            "value_bias": Weight(keys, scale=0.0),
-        }
-    if config.attention_out_bias:
-        biases["out_bias"] = Weight(f"{layer} d_model", scale=0.0)
-    if config.attention_sinks:
-        biases["sinks"] = Weight(f"{layer} head", scale=0.0, float32=True)
-    norms = {}
-    if config.query_key_norm == "head":
-        of_head = norm_weight(f"{layer} head_dim")
-        norms = {"query_norm": of_head, "key_norm": of_head}
-    elif config.query_key_norm == "projection":
-        norms = {"query_norm": norm_weight(queries), "key_norm": norm_weight(keys)}
+    norms = {"projection": (queries, keys), "head": (f"{layer} head_dim",) * 2}
+    query_norm, key_norm = map(norm_weight, norms[config.query_key_norm or "head"])
     width = "query_and_gate" if config.attention_gate else "head_dim"
     return Attention(
         norm=norm,
@@ -292,9 +278,14 @@ def _attention(
         key=Weight(f"{layer} d_model kv_head head_dim", fan_in),
         value=Weight(f"{layer} d_model kv_head head_dim", fan_in),
         out=Weight(f"{layer} head head_dim d_model", "head head_dim", out_scale),
+        query_bias=_bias(queries, config.qkv_bias),
+        key_bias=_bias(keys, config.qkv_bias),
+        value_bias=_bias(keys, config.qkv_bias),
+        query_norm=query_norm if config.query_key_norm else None,
+        key_norm=key_norm if config.query_key_norm else None,
+        out_bias=_bias(f"{layer} d_model", config.attention_out_bias),
+        sinks=_bias(f"{layer} head", config.attention_sinks, float32=True),
         out_norm=out_norm,
-        **biases,
-        **norms,
     )
 
 

@@ -67,27 +67,17 @@ def decode_attention(
       ValueError: on another implementation, and where "mosaic" does not support the call.
     """
     # All layers are passed with an index: the kernel reads its layer in place.
-    layer = 0 if layer is None else layer
+    buffers = (x if x.ndim == 5 else x[None] for x in (keys, values))
+    layer = jnp.asarray(0 if layer is None else layer, jnp.int32)
     return call_implementation(
         implementation,
         partial(plain_decode_attention, scale=scale),
         partial(_mosaic, scale=scale),
-        (
-            query,
-            _with_layer_axis(keys),
-            _with_layer_axis(values),
-            first,
-            stop,
-            jnp.asarray(layer, jnp.int32),
-        ),
+        (query, *buffers, first, stop, layer),
         operation="decode_attention",
         obstacle=_obstacle(implementation, query, keys, values),
         hopper_only=True,
     )
-
-
-def _with_layer_axis(buffer: Array) -> Array:
-    return buffer if buffer.ndim == 5 else buffer[None]
 
 
 def unsupported_heads(dtype: Any, group: int, *widths: int) -> str | None:
@@ -160,6 +150,7 @@ def split_attention(
     by_kv_head = query.reshape(rows * kv_heads, group, head_dim)
     # All query heads of a key/value head in one product: its keys are then read once.
     by_kv_head = jnp.pad(by_kv_head, ((0, 0), (0, MIN_QUERIES - group), (0, 0)))
+    visible = (x.astype(jnp.int32) for x in (first, stop))
 
     def body(target, program, layer, first, stop, query, keys, values, out, most, total):
         # Splits of a row are neighbours, so that a long row is spread over the multiprocessors.
@@ -189,14 +180,7 @@ def split_attention(
         body,
         rows * kv_heads * splits,
         output_shapes(rows, heads, kv_heads, head_dim, width, num_columns),
-        [
-            layer.reshape(1),
-            first.astype(jnp.int32),
-            stop.astype(jnp.int32),
-            by_kv_head,
-            keys,
-            values,
-        ],
+        [layer.reshape(1), *visible, by_kv_head, keys, values],
         operation="decode_attention",
         simulated=simulated,
     )
@@ -231,11 +215,8 @@ def output_shapes(
       num_columns: columns of the cache.
     """
     programs = rows * kv_heads * -(-num_columns // columns_per_program(head_dim, width))
-    shapes = (
-        (programs * (heads // kv_heads), width),
-        (programs * MIN_QUERIES,),
-        (programs * MIN_QUERIES,),
-    )
+    sums = (programs * MIN_QUERIES,)
+    shapes = (programs * (heads // kv_heads), width), sums, sums
     return tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
 
 

@@ -86,13 +86,13 @@ def latent_decode_attention(
     Raises:
       ValueError: on another implementation, and where "mosaic" does not support the call.
     """
-    layer = 0 if layer is None else layer
     stacked = vectors if vectors.ndim == 5 else vectors[None]
+    layer = jnp.asarray(0 if layer is None else layer, jnp.int32)
     return call_implementation(
         implementation,
         partial(_plain, rank=rank, scale=scale),
         partial(_mosaic, rank=rank, scale=scale),
-        (query, stacked, first, stop, jnp.asarray(layer, jnp.int32)),
+        (query, stacked, first, stop, layer),
         operation="latent_decode_attention",
         obstacle=_obstacle(implementation, query, vectors, rank),
         hopper_only=True,
@@ -152,6 +152,7 @@ def split_latent_attention(
     length = split_length(rows * tiles, num_columns) if length is None else length
     splits = -(-num_columns // length)
     padded = jnp.pad(query, ((0, 0), (0, tiles * HEADS - heads), (0, 0)))
+    visible = (x.astype(jnp.int32) for x in (first, stop))
 
     def body(target, program, layer, first, stop, query, vectors, out, most, total):
         # Programs of the same columns are neighbours: the second finds them in the L2 cache.
@@ -179,13 +180,7 @@ def split_latent_attention(
         body,
         rows * splits * tiles,
         output_shapes(rows, heads, rank, num_columns, length),
-        [
-            layer.reshape(1),
-            first.astype(jnp.int32),
-            stop.astype(jnp.int32),
-            padded.reshape(rows * tiles, HEADS, width),
-            vectors,
-        ],
+        [layer.reshape(1), *visible, padded.reshape(rows * tiles, HEADS, width), vectors],
         operation="latent_decode_attention",
         threads=2,
         simulated=simulated,

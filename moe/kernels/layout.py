@@ -106,21 +106,18 @@ def _kernel(
     padded_ids = jnp.where(ids < num_experts, ids, width)
     padded_ids = jnp.pad(padded_ids, (0, blocks * BLOCK - num_assignments), constant_values=width)
     run = partial(launch, operation="sorted_layout", interpreted=interpreted)
-    counts_shape = jax.ShapeDtypeStruct((blocks * width,), jnp.int32)
-    (counts,) = run(
-        partial(_count, width), blocks, [counts_shape], [padded_ids], name="count_assignments"
-    )
+    shape = jax.ShapeDtypeStruct((blocks * width,), jnp.int32)
+    (counts,) = run(partial(_count, width), blocks, [shape], [padded_ids], name="count_assignments")
     counts = counts.reshape(blocks, width)
     # Exclusive sums: the first slot of each expert, plus its assignments in the blocks before.
     sizes = jnp.sum(counts, axis=0)
     before = jnp.cumsum(counts, axis=0) - counts + (jnp.cumsum(sizes) - sizes)[None]
-    slots_shape = jax.ShapeDtypeStruct(padded_ids.shape, jnp.int32)
     # The ids are two operands, one for each dimension that they are compared along. Two loads of
     # one operand would be merged into one value, which cannot have both register layouts.
     operands = [padded_ids, padded_ids, before.reshape(-1)]
-    (slots,) = run(
-        partial(_assign_slots, width), blocks, [slots_shape], operands, name="place_assignments"
-    )
+    shape = jax.ShapeDtypeStruct(padded_ids.shape, jnp.int32)
+    body = partial(_assign_slots, width)
+    (slots,) = run(body, blocks, [shape], operands, name="place_assignments")
     slots = jnp.minimum(slots[:num_assignments], num_slots)
     slots = jnp.where(ids < num_experts, slots, num_slots)
     # No slot is used twice, so this scatter needs no atomics.

@@ -215,21 +215,8 @@ def _kernel(
     return expert_ids, probs, probabilities[:tokens], counts.reshape(blocks, experts).sum(axis=0)
 
 
-def _body(
-    rule: Rule,
-    padded: int,
-    experts: int,
-    target: Target,
-    block,
-    logits,
-    bias,
-    weights,
-    expert_ids,
-    probs,
-    probabilities,
-    counts,
-    *scratch,
-):
+def _body(rule: Rule, padded: int, experts: int, target: Target, block: Any, *refs: Any) -> None:
+    logits, bias, weights, expert_ids, probs, probabilities, counts, *scratch = refs
     width = _chunk_width(experts)
     token_slice = pl.ds(block * TOKENS, TOKENS)
     ranking = Ranking(target, experts, width, token_slice, *scratch)

@@ -29,7 +29,7 @@ def take(
         _take_kernel,
         (x, source),
         operation="take",
-        obstacle=_obstacle(x) or _empty_obstacle(source),
+        obstacle=_obstacle(x, source),
     )
 
 
@@ -51,7 +51,7 @@ def combine(
         partial(_combine_kernel, dtype=dtype),
         (rows, slots),
         operation="combine",
-        obstacle=_obstacle(rows) or _empty_obstacle(slots),
+        obstacle=_obstacle(rows, slots),
     )
 
 
@@ -60,7 +60,7 @@ def unsupported_width(width: int) -> str | None:
     return f"needs a multiple of {LANES}" if width % LANES else None
 
 
-def _obstacle(x: Array) -> str | None:
+def _obstacle(x: Array, indices: Array) -> str | None:
     dtypes = (jnp.bfloat16, jnp.float16, jnp.float32)
     if x.ndim != 2 or unsupported_width(x.shape[1]) or not x.size:
         return (
@@ -69,10 +69,6 @@ def _obstacle(x: Array) -> str | None:
         )
     if x.dtype not in dtypes:
         return f"rows of {x.dtype} (needs bfloat16, float16 or float32); use None."
-    return None
-
-
-def _empty_obstacle(indices: Array) -> str | None:
     return None if indices.size else f"empty indices of shape {indices.shape}; use None."
 
 

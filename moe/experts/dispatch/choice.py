@@ -1,11 +1,10 @@
 """Token dispatch to the devices of the experts and combine of their outputs, by a chosen method.
 
 Experts are sharded over ``ep`` and the hidden units of each over ``etp``; tokens keep the sharding
-of the residual stream. There are four methods, one file each: `all_to_all` (tokens are sent to the
-devices of their experts), `all_gather` (all tokens are sent everywhere), `ragged` (slices of
-dynamic length; not on CPU) and `two_level` (to the servers of their experts, and there to the
-devices; with buffers or in slices). A token is sent to a device once, however many of its experts
-are there, and one sum comes back.
+of the residual stream. Methods are `all_to_all` (tokens are sent to the devices of their experts),
+`all_gather` (all tokens are sent everywhere), `ragged` (slices of dynamic length; not on CPU) and
+`two_level` (to the servers of their experts, and there to the devices; with buffers or in slices).
+A token is sent to a device once, however many of its experts are there, and one sum comes back.
 
 Buffers have static shapes. By default they are large enough for any routing, so that the result
 never depends on load balance (Megatron's dropless); with a capacity they shrink to what it admits.
@@ -17,8 +16,7 @@ Rounded to the dtype of the tokens are: a row after each of its two products, an
 after the multiplication by the gate weight in float32. The rows of a token on one device are summed
 in float32. Across devices "all_gather" sums these float32 sums; the others round them once for the
 way back and sum them in float32 again, "two_level" once more in a server. The total is rounded
-once. Sums over ``etp`` are partial
-sums of one product, in the dtype of the tokens, as over ``tp``.
+once. Sums over ``etp`` are partial sums of one product, in the dtype of the tokens, as over ``tp``.
 """
 
 from collections.abc import Callable
@@ -74,8 +72,7 @@ def dispatch(
     arrays that each implementation names.
 
     Args:
-      weights: the experts of this device.
-      x: normalised tokens of this device.
+      weights, x: the experts and the normalised tokens of this device.
       routing: expert ids over the experts of all devices, and gate weights. Ids may repeat: an
         expert that a token has twice is sent one row, with the sum of the gate weights.
       execution: its `dispatch`, `exchange_rate`, `server_devices`, `buffer_factor`, `expert_chunks`
@@ -126,16 +123,9 @@ def rows_received(
     """Number of rows of ``d_model`` elements that one device receives per layer in the forward
     pass.
 
-    With ``n = ep etp`` devices that share experts, T local tokens and `peer_tokens` R from one
-    device to another:
-
-    * "all_to_all": ``2 R (ep - 1)`` over ``ep`` and ``2 R ep (etp - 1)`` over ``etp``, together
-      ``2 R (n - 1)``;
-    * "all_gather": ``2 T (n - 1)``, whatever k is;
-    * "ragged": at most as much as "all_to_all" and with even routing ``2 T k (ep - 1) / ep`` or
-      less over ``ep``; over ``etp`` it is the same. What is given here is the bound;
-    * "two_level", and at most as much "two_level_ragged": over S servers of D devices along ``ep``,
-      ``2 min(T, D R) (S - 1)`` across and ``2 R S (D - 1)`` inside; over ``etp`` as "all_to_all".
+    They are those of `sharding.costs.dispatch.TokenDispatch.token_transfers`, with R from
+    `peer_tokens`. For "ragged" and "two_level_ragged" it is the bound, what "all_to_all" and
+    "two_level" receive.
 
     The backward pass moves as much again, and half of that once more where tokens are not kept for
     it (`moe.remat`). In half precision the sums of "all_gather", forward and backward, travel as

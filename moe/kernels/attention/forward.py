@@ -160,6 +160,7 @@ def attend(
 
     heads = rows * kv_heads * group
     units = heads * num_blocks * CONSUMERS
+    kv_blocks = (in_blocks(x, size) for x in (key, value))
     out, log_sum = launch(
         body,
         heads * num_blocks,
@@ -167,14 +168,7 @@ def attend(
             jax.ShapeDtypeStruct((units, UNIT, wide), dtype),
             jax.ShapeDtypeStruct((units, UNIT), jnp.float32),
         ],
-        [
-            table.reshape(-1),
-            query_mask,
-            key_mask,
-            in_blocks(query),
-            in_blocks(key, size),
-            in_blocks(value, size),
-        ],
+        [table.reshape(-1), query_mask, key_mask, in_blocks(query), *kv_blocks],
         operation="attention",
         name="attention_forward",
         threads=CONSUMERS + has_producer,

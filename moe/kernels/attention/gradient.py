@@ -117,14 +117,8 @@ def attend_gradient(
     # In base 2, so that probabilities are exp2(score - log_sum): one instruction per score. One
     # array for both numbers: a block of it is a single copy to shared memory.
     per_query = [pad_to_blocks(x, -1).reshape(-1, UNIT) for x in (log_sum * BASE_2, softmax_d)]
-    operands = AttentionOperands(
-        in_blocks(query),
-        in_blocks(out_gradient),
-        in_blocks(key),
-        in_blocks(value),
-        jnp.stack(per_query, axis=1),
-        *mask_fields,
-    )
+    blocks = map(in_blocks, (query, out_gradient, key, value))
+    operands = AttentionOperands._make([*blocks, jnp.stack(per_query, axis=1), *mask_fields])
     queries, keys = (unit.column.shape[1] for unit in units)
     sizes = AttentionSizes(rows, kv_heads, group, queries, keys, width, wide, scale)
     run = partial(
