@@ -74,9 +74,7 @@ def product(
     over ``tp`` or ``etp``, they give partial sums too.
 
     Args:
-      dot: the product with W.
-      dot_a: the product with A.
-      dot_b: the product with B.
+      dot, dot_a, dot_b: the products with W, A and B.
     """
     if not isinstance(weight, Adapted):
         return dot(x, weight)

@@ -104,11 +104,8 @@ def cache_of(group_buffers: Sequence[tuple[Leaf, ...]]) -> Cache[Leaf]:
 
 
 def to_cache_layout(shape: tuple[int, ...], *arrays: Array) -> tuple[Array, ...]:
-    """Reshapes keys and values of the tokens of rows, or latent vectors, to the layout of a cache.
-
-    Args:
-      shape: rows and columns of the tokens.
-    """
+    """Reshapes keys and values of tokens of this shape, rows and columns, or latent vectors, to the
+    layout of a cache."""
     return tuple(
         jnp.moveaxis(x.reshape(*shape, *x.shape[1:]), 1, column)
         for x, column in zip(arrays, (KEY_COLUMN, VALUE_COLUMN), strict=False)
@@ -138,7 +135,6 @@ class StepCore:
     """Core attention of one token per row, which is written into the layer's cache first.
 
     Args:
-      layer_index: index of the layer in the network.
       buffers: keys and values of the layer, or of the stack that it is in, in the layout of
         `moe.cache.Cache`; latent vectors alone where it has those.
       inputs: the tokens; nothing is written for rows that are not live.

@@ -69,7 +69,6 @@ def prefill(
 
     Args:
       tokens: ids; those of a row start in its first column, and what follows them is not read.
-      lengths: number of tokens of each row.
       record_choices: also return the expert ids of each token.
 
     Raises:

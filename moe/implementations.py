@@ -47,12 +47,8 @@ class Default(NamedTuple):
 
 
 class Selected(NamedTuple):
-    """The row that None in a field selects, and what kept better ones from it.
-
-    Attributes:
-      name: name of the implementation.
-      explanation: the choice and its reason, in a line.
-    """
+    """The implementation that None in a field selects, and a line with the reason and with what
+    ruled out better ones."""
 
     name: str
     explanation: str

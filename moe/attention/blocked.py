@@ -90,11 +90,8 @@ class Blocking(NamedTuple):
 
 
 def blocking_of(time: int, source: int, causal: bool, sizes: BlockSizes | None = None) -> Blocking:
-    """A split into blocks of equal size, with equally many of them in each span.
-
-    Args:
-      sizes: sizes of blocks; None is those for a CPU.
-    """
+    """A split into blocks of equal size, with equally many of them in each span; sizes of None are
+    those for a CPU."""
     sizes = sizes or BlockSizes(MAX_BLOCK_QUERIES, MAX_BLOCK_KEYS, MAX_BLOCK_SCORES)
     num_blocks = -(-time // sizes.queries)
     blocks_per_span = -(-num_blocks // MAX_SPANS) if causal else num_blocks
@@ -204,7 +201,6 @@ def attend_gradient(
     """Gradients of queries, keys and values from the scores with these keys, in float32.
 
     Args:
-      sizes: sizes of blocks; None is those for a CPU.
       log_sum: log-sum-exp over all the keys of the softmax, not these alone.
       softmax_d: `moe.ops.attention.dot_do_o` of the output over all keys.
     """

@@ -29,6 +29,9 @@ from moe.remat import OPERAND
 from sharding.collectives import Axes, gather_tokens, local_shard, match_varying, swap_shards
 from sharding.folding import FoldedMesh
 
+Attend = Callable[..., Array]
+"""`core_attention`, all but its operands."""
+
 IMPLEMENTATIONS = ("gather", "ring", "ulysses")
 CRASHING_JAX = "0.11."
 """Versions of JAX whose partitioner (Shardy) ends the process with a segmentation fault when it
@@ -178,7 +181,7 @@ def gather(
     key: Key,
     value: Value,
     mask: SegmentMask,
-    attend: Callable[..., Array],
+    attend: Attend,
     mesh: FoldedMesh,
     sinks: Sinks = None,
 ) -> Output:
@@ -186,9 +189,6 @@ def gather(
 
     Communication per device and layer, forward: two all-gathers that receive ``2 T K D (cp - 1) /
     cp`` elements in total; backward as much, by reduce-scatter.
-
-    Args:
-      attend: `core_attention`, all but its operands.
 
     References:
       Meta, "The Llama 3 Herd of Models", 2024, section 3.3.2. https://arxiv.org/abs/2407.21783
@@ -215,7 +215,7 @@ def ulysses(
     key: Key,
     value: Value,
     mask: SegmentMask,
-    attend: Callable[..., Array],
+    attend: Attend,
     mesh: FoldedMesh,
     sinks: Sinks = None,
 ) -> Output:
@@ -230,9 +230,6 @@ def ulysses(
     cp^2``; backward as much, with c copies of each key/value head. With ``c = 1`` and m = H / K
     that is ``T H D (2 + 2 / m) (cp - 1) / cp^2``: the volume of tensor parallelism, ``2 T H D (cp -
     1) / cp``, times ``(1 + 1 / m) / cp``. MegaScale-MoE prints twice that as equation (2).
-
-    Args:
-      attend: `core_attention`, all but its operands.
 
     References:
       Jacobs et al., "DeepSpeed Ulysses", 2023. https://arxiv.org/abs/2309.14509

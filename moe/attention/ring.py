@@ -85,14 +85,7 @@ def ring(
 
 
 class _RingSettings(NamedTuple):
-    """Static arguments of a ring.
-
-    Attributes:
-      zigzag, sources: of the mask.
-      hops: the order in which keys and values visit the ranks.
-      flash: the implementation that computes scores.
-      scale: multiplies the scores.
-    """
+    """Static arguments of a ring: those of its mask, its hops, and how scores are computed."""
 
     zigzag: ZigzagLayout
     sources: tuple[tuple[KeySource, ...], ...]

@@ -29,7 +29,6 @@ def rope(
     """Rotates the pair (i, i + head_dim/2) of each head by ``position * base^(-2i / head_dim)``.
 
     Args:
-      scaling: how the frequencies are changed.
       interleaved: the pairs of `x` are (2i, 2i + 1); those of the result are (i, i + head_dim/2)
         all the same, in queries and in keys, so that products do not notice.
 

@@ -99,12 +99,8 @@ def dense_term(
     mesh: FoldedMesh,
     activation: Activation = "silu",
 ) -> Float[Array, "local d_model"] | None:
-    """Output of the dense layer, which is the shared expert in a layer with routed experts; None if
-    there is none.
-
-    Args:
-      h: the normalised residual stream.
-    """
+    """Output of the dense layer for the normalised residual stream; it is the shared expert in a
+    layer with routed experts. None if there is none."""
     if layer.dense is None:
         return None
     # Independent of the routed experts, so the two may overlap.
@@ -136,7 +132,6 @@ def routed_experts(
 
     Args:
       weights: the experts, with the biases g, u and d that some have.
-      x: tokens.
       experts: expert ids of each token, none of them twice; ``num_experts`` or more for none.
       probs: gate weights, float32.
       num_rows: capacity in rows; None is enough for every expert id.

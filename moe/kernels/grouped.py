@@ -61,14 +61,9 @@ def require_support(
     name: str = "mosaic",
     operation: str = "grouped_dot",
 ) -> None:
-    """Raises if the kernels do not support these rows, this width of the result, or this process's
-    GPUs.
-
-    Raises:
-      ValueError: with the reason and the fix.
-    """
-    reason = foreign_gpus(hopper_only=True)
-    reason = reason or unsupported_dtype("rows", rows.dtype)
+    """Raises a ValueError with the reason and the fix if the kernels do not support these rows,
+    this width of the result, or this process's GPUs."""
+    reason = foreign_gpus(hopper_only=True) or unsupported_dtype("rows", rows.dtype)
     if reason is None and (unsupported_size(rows.shape[1]) or unsupported_size(width)):
         reason = f"matrices of {rows.shape[1]} x {width} (both must be multiples of {UNIT})"
     if reason is not None:

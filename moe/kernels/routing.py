@@ -86,11 +86,9 @@ def route(
     The reference implementation of a whole router is `moe.router.routing.topk_routing`.
 
     Args:
-      logits: router logits.
       bias: added to each expert's score for the selection alone; it does not affect the gate
         weights, and has no gradient.
       weights: weight of each token in the counts; 0 for padding, which is routed as any other.
-      rule: the routing rule.
       implementation: "mosaic", "plain" or "interpreted", see `moe.kernels.choice`.
 
     Raises:

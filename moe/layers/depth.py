@@ -191,11 +191,8 @@ def map_layer_groups(
     config: ModelConfig,
     layer_of: Callable[[Leaf, int | slice], Leaf],
 ) -> tuple[Layer[Leaf], ...]:
-    """`split_layer_groups` for records of other leaves than arrays.
-
-    Args:
-      layer_of: as for `layer_at`.
-    """
+    """`split_layer_groups` for records of other leaves than arrays; `layer_of` is as for
+    `layer_at`."""
     groups, delta_layers = list[Layer[Leaf]](), delta_layers_of(config)
     dense, routed = config.num_dense_layers, config.num_layers - config.num_dense_layers
     for stack, first, depth in ((weights.first_layers, 0, dense), (weights.layers, dense, routed)):

@@ -127,7 +127,6 @@ def slots_of(
 
     Args:
       slot: slot of a token in the buffer for each peer, `num_slots` for none.
-      num_slots: slots of all peers.
       k: experts per token, and so the largest number of peers that it is sent to.
     """
     num_peers = slot.shape[1]

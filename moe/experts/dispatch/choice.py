@@ -82,7 +82,6 @@ def dispatch(
       product: implementation of the grouped GEMMs, see
         `moe.experts.feed_forward.routed_experts`; with kernels, kernels also permute and sum the
         tokens that are sent.
-      activation: of the experts.
 
     Returns:
       The sums, and the number of expert ids that overflowed at this device, as sender or receiver;

@@ -12,6 +12,7 @@ References:
 
 from collections.abc import Callable
 from functools import partial
+from itertools import compress
 from typing import Any, NamedTuple
 
 import jax
@@ -69,7 +70,6 @@ class AttentionSizes(NamedTuple):
       rows, kv_heads: number of rows and of key/value heads.
       group: number of query heads of each key/value head.
       queries, keys: number of blocks of queries and of keys of a row.
-      width, wide: width of keys and of values.
       scale: multiplies the scores.
     """
 
@@ -78,8 +78,6 @@ class AttentionSizes(NamedTuple):
     group: int
     queries: int
     keys: int
-    width: int
-    wide: int
     scale: float
 
 
@@ -120,7 +118,7 @@ def attend_gradient(
     blocks = map(in_blocks, (query, out_gradient, key, value))
     operands = AttentionOperands._make([*blocks, jnp.stack(per_query, axis=1), *mask_fields])
     queries, keys = (unit.column.shape[1] for unit in units)
-    sizes = AttentionSizes(rows, kv_heads, group, queries, keys, width, wide, scale)
+    sizes = AttentionSizes(rows, kv_heads, group, queries, keys, scale)
     run = partial(
         launch, operation="the gradient of attention", approximate=True, simulated=simulated
     )
@@ -156,11 +154,12 @@ def _query_gradients(
     operands: AttentionOperands, table: Array, sizes: AttentionSizes, dtype: Any, run: Run
 ) -> Array:
     """Gradients of all queries, ``[block, query, head_dim]``."""
-    consumers = query_blocks_per_program(sizes.width, sizes.wide)
+    width, wide = operands.key.shape[-1], operands.value.shape[-1]
+    consumers = query_blocks_per_program(width, wide)
     num_blocks = sizes.queries // consumers
     # The sums and addresses of wider heads take more registers than a thread of three warpgroups
     # has.
-    has_producer = max(sizes.width, sizes.wide) <= 128 or consumers == 1
+    has_producer = max(width, wide) <= 128 or consumers == 1
 
     def body(target, program, table, *refs):
         *refs, grad_query = refs
@@ -204,7 +203,7 @@ def _query_gradients(
                 return target.add_product(total, grad_scores.astype(keys.dtype), keys)
 
             # The scale once per sum, not once per score.
-            total = visit(step, target.full((UNIT, sizes.width), 0.0)) * sizes.scale
+            total = visit(step, target.full((UNIT, width), 0.0)) * sizes.scale
             target.store(grad_query.at[first + unit], total.astype(grad_query.dtype))
 
         resident_blocks = pl.ds(first, consumers)
@@ -227,7 +226,8 @@ def _key_value_gradients(
     operands: AttentionOperands, table: Array, sizes: AttentionSizes, dtype: Any, run: Run
 ) -> tuple[Array, ...]:
     """Gradients of all keys and values, ``[block, key, width]``."""
-    units = key_blocks_per_program(sizes.width, sizes.wide)
+    width, wide = operands.key.shape[-1], operands.value.shape[-1]
+    units = key_blocks_per_program(width, wide)
     num_blocks = sizes.keys // units
 
     def body(target, program, table, *refs):
@@ -290,13 +290,9 @@ def _key_value_gradients(
                 )
 
             # Values before keys, in the order in which `step` adds them.
-            outputs = (grad_value, sizes.wide, 1.0), (grad_key, sizes.width, sizes.scale)
-            outputs = [
-                output
-                for output, wanted in zip(outputs, reversed(gradients), strict=True)
-                if wanted
-            ]
-            totals = visit(step, tuple(target.full((UNIT, width), 0.0) for _, width, _ in outputs))
+            outputs = (grad_value, wide, 1.0), (grad_key, width, sizes.scale)
+            outputs = [*compress(outputs, reversed(gradients))]
+            totals = visit(step, tuple(target.full((UNIT, size), 0.0) for _, size, _ in outputs))
             for (out, _, factor), total in zip(outputs, totals, strict=True):
                 target.store(out.at[first + unit], (total * factor).astype(out.dtype))
 
