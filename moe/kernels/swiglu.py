@@ -72,10 +72,8 @@ def hidden_units(
         @pl.when(size[tile] > 0)
         def _():
             start = block[tile] * height
-            both = [column, across + column]
-            products = product_tiles(
-                target, 0, row_refs, weights, tiling, group[tile], block[tile], both
-            )
+            where = group[tile], block[tile], [column, across + column]
+            products = product_tiles(target, 0, row_refs, weights, tiling, *where)
             # Rounded and widened again: the activation must see what the backward pass will read.
             rounded = [values.astype(rows.dtype) for values in products]
             gate, up = (target.tiled(values.astype(jnp.float32)) for values in rounded)
