@@ -11,7 +11,6 @@ class Case(NamedTuple):
     Attributes:
       spread: how they choose: "even" (at random), "one" (all take the same first expert), "gaps"
         (only every third expert is taken), "nobody" (some choices are of no expert).
-      tile: slots to which those of an expert are filled up.
       room: share of the slots that any choices would need.
     """
 
@@ -20,7 +19,6 @@ class Case(NamedTuple):
     experts: int
     width: int
     spread: str = "even"
-    tile: int = 1
     room: float = 1.0
 
 
@@ -30,8 +28,8 @@ CASES = {
     "all to one expert": Case(tokens=40, k=2, experts=70, width=128, spread="one"),
     "empty experts": Case(tokens=64, k=2, experts=9, width=384, spread="gaps"),
     "of no expert": Case(tokens=45, k=4, experts=6, width=128, spread="nobody"),
-    "tiles": Case(tokens=33, k=2, experts=4, width=640, spread="nobody", tile=16),
-    "little room": Case(tokens=50, k=2, experts=4, width=128, tile=8, room=0.5),
+    "empty slots": Case(tokens=33, k=2, experts=4, width=640, spread="nobody", room=2.0),
+    "little room": Case(tokens=50, k=2, experts=4, width=128, room=0.5),
     "one token": Case(tokens=1, k=2, experts=2, width=1152),
 }
 

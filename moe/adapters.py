@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array
 
-from moe.architecture.lora import MATRICES, TARGETS
+from moe.architecture.lora import MATRICES
 from moe.config import ModelConfig
 
 Leaf = TypeVar("Leaf")
@@ -55,6 +55,11 @@ class Adapted(Generic[Leaf]):
 Matrix = Array | Adapted[Array]
 
 
+def matmul(x: Array, matrix: Array) -> Array:
+    """``x matrix``, the matrix cast to the dtype of `x`."""
+    return x @ matrix.astype(x.dtype)
+
+
 def product(
     dot: Product,
     x: Array,
@@ -69,9 +74,7 @@ def product(
     over ``tp`` or ``etp``, they give partial sums too.
 
     Args:
-      dot: the product with W.
-      dot_a: the product with A.
-      dot_b: the product with B.
+      dot, dot_a, dot_b: the products with W, A and B.
     """
     if not isinstance(weight, Adapted):
         return dot(x, weight)
@@ -118,12 +121,6 @@ def with_adapters(plain: Tree, config: ModelConfig) -> Tree:
         )
 
     return jax.tree_util.tree_map_with_path(adapt, plain)
-
-
-def targets_in(plain: Any, config: ModelConfig) -> tuple[str, ...]:
-    """Those of `TARGETS` that a network has, from its table without adapters."""
-    present = {weight.partition(".")[0] for weight in weights_in(plain, config)}
-    return tuple(target for target in TARGETS if target in present)
 
 
 def weights_in(plain: Any, config: ModelConfig) -> dict[str, list[int]]:

@@ -3,7 +3,7 @@ of decoding over it, one token per row."""
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 from flax import struct
@@ -71,16 +71,13 @@ def kernel_bytes(config: ModelConfig, mesh: FoldedMesh, rows: int, num_positions
     """
     if selected_implementation(config, "decode_attention", mesh) in (None, "plain"):
         return 0
-    tp = mesh.size(mesh.tp)
-    heads, kv_heads = config.num_heads // tp, config.num_kv_heads // tp
+    heads, kv_heads = (n // mesh.size(mesh.tp) for n in (config.num_heads, config.num_kv_heads))
     if config.mla is not None and caches_latent(config):
-        partial_results = latent_decode.output_shapes(
-            rows, heads, config.mla.kv_lora_rank, num_positions
-        )
+        rank = config.mla.kv_lora_rank
+        partial_results = latent_decode.output_shapes(rows, heads, rank, num_positions)
     else:
-        partial_results = decode_kernel.output_shapes(
-            rows, heads, kv_heads, config.head_dim, config.v_head_dim, num_positions
-        )
+        widths = config.head_dim, config.v_head_dim
+        partial_results = decode_kernel.output_shapes(rows, heads, kv_heads, *widths, num_positions)
     return sum(math.prod(array.shape) * array.dtype.itemsize for array in partial_results)
 
 
@@ -107,15 +104,17 @@ def cache_of(group_buffers: Sequence[tuple[Leaf, ...]]) -> Cache[Leaf]:
 
 
 def to_cache_layout(shape: tuple[int, ...], *arrays: Array) -> tuple[Array, ...]:
-    """Reshapes keys and values of the tokens of rows, or latent vectors, to the layout of a cache.
-
-    Args:
-      shape: rows and columns of the tokens.
-    """
+    """Reshapes keys and values of tokens of this shape, rows and columns, or latent vectors, to the
+    layout of a cache."""
     return tuple(
         jnp.moveaxis(x.reshape(*shape, *x.shape[1:]), 1, column)
         for x, column in zip(arrays, (KEY_COLUMN, VALUE_COLUMN), strict=False)
     )
+
+
+def index_layer(buffer: Array, stack_index: tuple[Array, ...]) -> Array:
+    """Slice of a layer's buffer; an empty index is that of a layer by itself."""
+    return lax.dynamic_index_in_dim(buffer, *stack_index, keepdims=False) if stack_index else buffer
 
 
 class StepTokens(NamedTuple):
@@ -136,7 +135,6 @@ class StepCore:
     """Core attention of one token per row, which is written into the layer's cache first.
 
     Args:
-      layer_index: index of the layer in the network.
       buffers: keys and values of the layer, or of the stack that it is in, in the layout of
         `moe.cache.Cache`; latent vectors alone where it has those.
       inputs: the tokens; nothing is written for rows that are not live.
@@ -188,9 +186,8 @@ class StepCore:
     @property
     def attend(self) -> CoreAttention | LatentCore:
         """Core attention to pass to a block."""
-        return (
-            LatentCore(self._attend_latent) if caches_latent(self._config) else self._attend_heads
-        )
+        is_latent = caches_latent(self._config)
+        return LatentCore(self._attend_latent) if is_latent else self._attend_heads
 
     def _attend_heads(
         self,
@@ -223,16 +220,9 @@ class StepCore:
             values = jnp.swapaxes(vectors[:, :, :rank], 2, 3)
             read = cached_attention(query, vectors, values, self._visible, scale)
         else:
-            vectors, named = self._slice_rows(vectors, KEY_COLUMN), self._name
-            read = latent_decode_attention(
-                query,
-                vectors,
-                *self._ends,
-                scale,
-                rank=rank,
-                layer=self._layer,
-                implementation=named,
-            )
+            vectors = self._slice_rows(vectors, KEY_COLUMN)
+            how: dict[str, Any] = {"layer": self._layer, "implementation": self._name}
+            read = latent_decode_attention(query, vectors, *self._ends, scale, rank=rank, **how)
         return project_values(read, up, config)
 
     @property
@@ -240,19 +230,13 @@ class StepCore:
         return self._stack_index[0] if self._stack_index else None
 
     def _write(self, buffer: Array, new: Array, column: int) -> Array:
-        index = (
-            *self._stack_index,
-            self._rows,
-            *[slice(None)] * (column - ROW - 1),
-            self._write_columns,
-        )
+        between = [slice(None)] * (column - ROW - 1)
+        index = (*self._stack_index, self._rows, *between, self._write_columns)
         return buffer.at[index].set(new, mode="drop", unique_indices=True, indices_are_sorted=True)
 
     def _slice_layer(self, buffer: Array, column: int) -> Array:
         """Slice of a buffer that is read: the layer, its rows and columns."""
-        if self._stack_index:
-            buffer = lax.dynamic_index_in_dim(buffer, *self._stack_index, keepdims=False)
-        return self._slice_rows(buffer, column)
+        return self._slice_rows(index_layer(buffer, self._stack_index), column)
 
     def _slice_rows(self, buffer: Array, column: int) -> Array:
         if self._first is not None:

@@ -21,7 +21,7 @@ from moe.attention.delta import DeltaCore, DeltaState, run_step
 from moe.attention.latent import LatentCore
 from moe.attention.layer import CoreAttention
 from moe.attention.rotary import RotaryCache
-from moe.cache import Cache, StepCore, StepTokens, cache_of, to_cache_layout
+from moe.cache import Cache, StepCore, StepTokens, cache_of, index_layer, to_cache_layout
 from moe.config import ModelConfig
 from moe.head import logits_of
 from moe.layers.block import block
@@ -69,7 +69,6 @@ def prefill(
 
     Args:
       tokens: ids; those of a row start in its first column, and what follows them is not read.
-      lengths: number of tokens of each row.
       record_choices: also return the expert ids of each token.
 
     Raises:
@@ -85,11 +84,7 @@ def prefill(
     packed = packed_prefill(tokens, lengths, config, mesh, record_choices)
     collect_kv = partial(to_cache_layout, tokens.shape)
     x, router, cached_kv = run_with_kv(collect_kv, weights, packed, config, mesh)
-    expert_ids = None
-    if record_choices:
-        assert router is not None
-        expert_ids = router.choices
-        assert expert_ids is not None
+    expert_ids = None if router is None else router.choices
     states, choices = by_row(x, expert_ids, packed, lengths, mesh)
     return Prefilled(cache_of(cached_kv), states, choices, overflow_of(router, config))
 
@@ -108,16 +103,12 @@ def packed_prefill(
     mesh: FoldedMesh,
     record_choices: bool,
 ) -> PackedBatch:
-    """Packed batch of the rows of a prefill, one sequence per row.
+    """Packed batch of the rows of a prefill: rows times columns tokens, row after row, equal on
+    every ``tp`` rank.
 
     Args:
-      tokens: ids; those of a row start in its first column.
-      lengths: number of tokens of each row.
+      tokens, lengths, record_choices: as for `prefill`.
       config: as `for_prefill` returns it.
-      record_choices: the router statistics contain the expert ids.
-
-    Returns:
-      The batch of all rows times columns tokens, row after row, equal on every ``tp`` rank.
     """
     valid = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
     packed = pack_rows(tokens, valid, mesh, config)
@@ -267,15 +258,11 @@ def _run_groups(
     x: Array,
     buffers: tuple[LayerCache, ...],
 ) -> tuple[Array, tuple[LayerCache, ...], Array | None]:
-    """Runs the layer groups of one of `moe.layers.depth.runs_of`: a layer, or a scanned stack.
+    """Runs the layer groups of one of `moe.layers.depth.runs_of`, a layer or a scanned stack, from
+    the layer of index `first` on.
 
-    Args:
-      first: index of its first layer.
-      buffers: of each group.
-
-    Returns:
-      The hidden states; the buffers; expert ids ``[layer, local, k]``, None if they were not
-      requested or the layers have no experts.
+    Returns the hidden states; the buffers of each group; and expert ids ``[layer, local, k]``, None
+    if they were not requested or the layers have no experts.
     """
     if not is_stack(run[0]):
         x, layer_buffers, layer_ids = _run_layer(step, first, run[0], x, buffers[0], ())
@@ -313,26 +300,19 @@ def _run_layer(
 ) -> tuple[Array, LayerCache, Array | None]:
     """Runs a layer: returns the residual stream after it, its updated buffers, and its expert ids.
 
-    Args:
-      layer_index: index of the layer in the network.
-      x: ``[local, d_model]`` the residual stream, this ``tp`` rank's shard of the rows.
-      before: buffers of the layer, or of the stack that it is in.
-      stack_index: index of the layer in the buffers of a stack; empty for those of a layer.
+    The buffers `before` are those of the layer, or of a stack in which it has the index
+    `stack_index`; that is empty for a layer by itself.
     """
     if isinstance(before, DeltaState):
         assert step.config.delta is not None
         # Rows that are not live stay as they are.
-        state = DeltaState(*(_index_layer(x, stack_index) for x in before))
+        state = DeltaState(*(index_layer(x, stack_index) for x in before))
         new_states = list[DeltaState]()
         run_delta = partial(run_step, step.config.delta, state, step.inputs.live)
         core = DeltaCore(run_delta).record_states(new_states.append)
         x, router = block(layer, x, step.packed, core, step.config, step.mesh, layer_index)
-        updated: LayerCache = DeltaState(
-            *(
-                _update_layer(x, new, stack_index)
-                for x, new in zip(before, *new_states, strict=True)
-            )
-        )
+        pairs = zip(before, *new_states, strict=True)
+        updated: LayerCache = DeltaState(*(_update_layer(x, new, stack_index) for x, new in pairs))
     else:
         core = StepCore(step.config, layer_index, before, step.inputs, stack_index, mesh=step.mesh)
         x, router = block(layer, x, step.packed, core.attend, step.config, step.mesh, layer_index)
@@ -340,11 +320,7 @@ def _run_layer(
     return x, updated, None if router is None else router.choices
 
 
-def _index_layer(buffer: Array, stack_index: tuple[Array, ...]) -> Array:
-    return lax.dynamic_index_in_dim(buffer, *stack_index, keepdims=False) if stack_index else buffer
-
-
 def _update_layer(buffer: Array, new: Array, stack_index: tuple[Array, ...]) -> Array:
-    return (
-        lax.dynamic_update_index_in_dim(buffer, new, *stack_index, axis=0) if stack_index else new
-    )
+    if not stack_index:
+        return new
+    return lax.dynamic_update_index_in_dim(buffer, new, *stack_index, axis=0)

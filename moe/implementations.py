@@ -47,12 +47,8 @@ class Default(NamedTuple):
 
 
 class Selected(NamedTuple):
-    """The row that None in a field selects, and what kept better ones from it.
-
-    Attributes:
-      name: name of the implementation.
-      explanation: the choice and its reason, in a line.
-    """
+    """The implementation that None in a field selects, and a line with the reason and with what
+    ruled out better ones."""
 
     name: str
     explanation: str
@@ -150,12 +146,6 @@ def decode_kernel_obstacle(config: ModelConfig) -> str | None:
     return None if reason is None else f"is not supported: {reason}"
 
 
-def _cudnn_obstacle(config: ModelConfig, etp: int) -> str | None:
-    """The reason why cuDNN does not support the network; arrays may have others
-    (`moe.attention.fused.cudnn_obstacle`)."""
-    return unsupported_dtype("queries", config.dtype)
-
-
 def _experts_obstacle(config: ModelConfig, etp: int) -> str | None:
     # Kernels permute rows of d_model elements, and multiply them.
     hidden = config.d_expert // etp
@@ -183,7 +173,8 @@ DEFAULTS: dict[str, tuple[Default, ...]] = {
             FROM_AMPERE,
             "FlashAttention of cuDNN: on an H200 a step of 3.2 billion parameters takes 0.94 of "
             'the time with "mosaic"; "mosaic" or "blocked" where its mask would be too large',
-            _cudnn_obstacle,
+            # Arrays may have other obstacles (`moe.attention.fused.cudnn_obstacle`).
+            lambda config, etp: unsupported_dtype("queries", config.dtype),
         ),
         Default(
             "mosaic",

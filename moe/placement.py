@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -74,7 +75,7 @@ def check_delta_layers(num_layers: int, delta_layers: Sequence[int], mesh: Folde
         )
     if not delta_layers or num_chunks == 1:
         return
-    depth = -(-num_layers // num_chunks)
+    depth = stored_depth(num_layers, mesh)
     delta_positions = {layer % depth for layer in delta_layers}
     expected = [layer for layer in range(num_layers) if layer % depth in delta_positions]
     if num_layers % num_chunks or list(delta_layers) != expected:
@@ -87,8 +88,7 @@ def check_delta_layers(num_layers: int, delta_layers: Sequence[int], mesh: Folde
 
 def first_layers_of_chunks(num_layers: int, mesh: FoldedMesh) -> tuple[int, ...]:
     """Index of the first layer of each model chunk."""
-    depths = layers_per_chunk(num_layers, mesh)
-    return tuple(sum(depths[:chunk]) for chunk in range(len(depths)))
+    return (0, *accumulate(layers_per_chunk(num_layers, mesh)))[:-1]
 
 
 def specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:
@@ -125,11 +125,7 @@ def specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:
 def shard_specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:
     """PartitionSpec of the optimizer state of each weight (ZeRO-1), and under `Execution.fsdp` of
     the weight (ZeRO-3)."""
-
-    def spec_of(spec: PartitionSpec, shape: jax.ShapeDtypeStruct, first: int) -> PartitionSpec:
-        return zero.shard_spec(spec, shape.shape, mesh, first)
-
-    return _map_weights(spec_of, config, mesh)
+    return _map_weights(zero.shard_spec, config, mesh)
 
 
 def shard_dims(
@@ -137,21 +133,17 @@ def shard_dims(
 ) -> Transformer[zero.ShardDim]:
     """Shard dimension of each weight for `shard_specs`; gradients across nodes are sent in the
     dtype `gradient_dtype`."""
-
-    def dim_of(spec: PartitionSpec, shape: jax.ShapeDtypeStruct, first: int) -> zero.ShardDim:
-        return zero.shard_dim(spec, shape.shape, mesh, first, gradient_dtype)
-
-    return _map_weights(dim_of, config, mesh)
+    return _map_weights(partial(zero.shard_dim, comm_dtype=gradient_dtype), config, mesh)
 
 
 def _map_weights(
-    function: Callable[[PartitionSpec, jax.ShapeDtypeStruct, int], Leaf],
+    function: Callable[[PartitionSpec, tuple[int, ...], FoldedMesh, int], Leaf],
     config: ModelConfig,
     mesh: FoldedMesh,
 ) -> Transformer[Leaf]:
-    """Maps `function` over the PartitionSpec of each weight, its shape as stored, and the number of
-    leading dimensions that must not be sharded: those of the stack of layers, if layers are
-    unsharded one by one."""
+    """Maps `function` over the PartitionSpec of each weight, its shape as stored, the mesh, and the
+    number of leading dimensions that must not be sharded: those of the stack of layers, if layers
+    are unsharded one by one."""
     # First, so that an unsupported layout raises with its own reason.
     full_specs = specs(config, mesh)
     stored = jax.eval_shape(lambda weights: in_chunks(weights, mesh), shapes(config))
@@ -161,7 +153,9 @@ def _map_weights(
     first = replace(
         jax.tree.map(lambda _: 0, stored), layers=jax.tree.map(lambda _: stack_dims, stored.layers)
     )
-    return jax.tree.map(function, full_specs, stored, first)
+    return jax.tree.map(
+        lambda spec, leaf, first: function(spec, leaf.shape, mesh, first), full_specs, stored, first
+    )
 
 
 def local_bytes(shapes: Any, partition_specs: Any, mesh: FoldedMesh) -> Any:

@@ -96,10 +96,8 @@ def rematerialise(
 
     Args:
       function: of arrays alone; policies of `UNSAVED` have no gradient for closed-over arrays.
-      in_scan: it is the body of a scan, whose separate forward and backward loops already keep the
-        compiler from merging recomputation with the forward pass.
+      in_scan, present: as for `save_only_named`; policies of `UNSAVED` alone have the second.
       saved: names of the values that "selective" saves.
-      present: for policies of `UNSAVED`, true if the function runs, see `save_only_named`.
 
     Raises:
       ValueError: on an unknown policy.
@@ -233,7 +231,8 @@ class _Passes:
         return self.vjp_tree.unflatten(residuals)(gradients)[0]
 
     def _evaluate(self, outvars: list[Any], inputs: list[Array]) -> list[Array]:
-        jaxpr = _replace_jaxpr(self.program.jaxpr, self.program.jaxpr.invars, outvars)
+        names = self.program.jaxpr.debug_info.with_unknown_names()
+        jaxpr = self.program.jaxpr.replace(outvars=outvars, debug_info=names)
         num_inputs = len(jaxpr.invars)
         pruned, used = dce_jaxpr(jaxpr, [True] * len(outvars))
         args, consts = inputs[:num_inputs], inputs[num_inputs:]
@@ -265,17 +264,18 @@ def _trace_passes(
     program = jax.make_jaxpr(run)(arguments)
     structure, vjp_tree = structures
     jaxpr = program.jaxpr
-    named = [
-        variable
-        for equation in jaxpr.eqns
-        if _name_of(equation) in names
-        for variable in equation.outvars
-    ]
+    named = [v for equation in jaxpr.eqns if _name_of(equation) in names for v in equation.outvars]
     inputs = [*jaxpr.invars, *jaxpr.constvars]
     cut = set(map(id, named))
     equations = [e for e in jaxpr.eqns if not any(id(v) in cut for v in e.outvars)]
     residuals = jaxpr.outvars[structure.num_leaves :]
-    repeat = _replace_jaxpr(jaxpr, [*inputs, *named], residuals, equations, constvars=[])
+    repeat = jaxpr.replace(
+        invars=[*inputs, *named],
+        outvars=residuals,
+        eqns=equations,
+        constvars=[],
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )
     repeat, is_used = dce_jaxpr(repeat, [True] * len(residuals))
     used = [index for index, is_used in enumerate(is_used) if is_used]
     return _Passes(
@@ -298,33 +298,16 @@ def _is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _replace_jaxpr(
-    jaxpr: Any,
-    invars: list[Any],
-    outvars: list[Any],
-    equations: list[Any] | None = None,
-    **others: Any,
-) -> Any:
-    """The same jaxpr with other inputs and outputs."""
-    equations = jaxpr.eqns if equations is None else equations
-    return jaxpr.replace(
-        invars=invars,
-        outvars=outvars,
-        eqns=equations,
-        debug_info=jaxpr.debug_info.with_unknown_names(),
-        **others,
-    )
-
-
 def _zeros_like_outputs(
     compute: Callable[..., list[Array]], *operands: Any
 ) -> Callable[..., list[Array]]:
     """Function that returns zeros of the output types of `compute`."""
     likes = jax.eval_shape(compute, *operands)
-    axes = [x.manual_axis_type for x in likes]
-    return lambda *_: [
-        jnp.zeros(like.shape, like.dtype)
-        if axis_type is None
-        else vary(jnp.zeros(like.shape, like.dtype), tuple(sorted(axis_type.varying)))
-        for like, axis_type in zip(likes, axes, strict=True)
-    ]
+
+    def zeros(like: Any) -> Array:
+        axes = like.manual_axis_type
+        return vary(
+            jnp.zeros(like.shape, like.dtype), () if axes is None else tuple(sorted(axes.varying))
+        )
+
+    return lambda *_: [zeros(like) for like in likes]

@@ -107,7 +107,7 @@ def gradients(
     )
     # One chunk per stage was given a dimension of its own (`_chunks_of`), which goes again.
     layers = jax.tree.map(lambda x, like: x.reshape(like.shape), sums.layers, weights.layers)
-    grads = replace(_with_ends(weights, sums.embed_and_head), layers=layers)
+    grads = replace(weights, **sums.embed_and_head, layers=layers)
     return sums.loss, grads, sums.metrics, _join_statistics(sums.statistics, config, mesh)
 
 
@@ -126,7 +126,7 @@ def _stages(
 
     def first(end_weights, micro_batch):
         # Gradients are taken with respect to `end_weights`: they, not `weights`, must be used.
-        packed, full_weights = pack(micro_batch), _with_ends(weights, end_weights)
+        packed, full_weights = pack(micro_batch), replace(weights, **end_weights)
         model.check_num_tokens(packed.tokens.shape[0], mesh)
         x = embed(full_weights, packed.tokens, config, mesh)
         return model.first_blocks(full_weights, x, packed, config, mesh)[0]
@@ -140,10 +140,8 @@ def _stages(
         return x, router_loss(stats, config, mesh, num_tokens), stats
 
     def last(end_weights, x, micro_batch):
-        full_weights, x = (
-            _with_ends(weights, end_weights),
-            restore_row_order(x, pack(micro_batch), mesh),
-        )
+        full_weights = replace(weights, **end_weights)
+        x = restore_row_order(x, pack(micro_batch), mesh)
         return apply_head(full_weights, model.last_norm(full_weights, x, config), micro_batch)
 
     return Stages(first, chunk, last)
@@ -195,10 +193,6 @@ def _ends(weights: Transformer[Array]) -> dict[str, Any]:
     # Together, because a tied embedding is used at both ends: its gradients meet in one leaf.
     names = ("embedding", "first_layers", "norm", "head")
     return {name: getattr(weights, name) for name in names}
-
-
-def _with_ends(weights: Transformer[Array], ends: dict[str, Any]) -> Transformer[Array]:
-    return replace(weights, **ends)
 
 
 def _chunks_of(weights: Transformer[Array], mesh: FoldedMesh) -> Any:

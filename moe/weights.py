@@ -21,13 +21,15 @@ and then their decays; ``delta_channel``, all queries, then all keys, then all v
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from moe.adapters import select_trained, targets_in, weights_in, with_adapters, with_base
+from moe.adapters import select_trained, weights_in, with_adapters, with_base
+from moe.architecture.lora import TARGETS
 from moe.config import ModelConfig
 
 Leaf = TypeVar("Leaf")
@@ -68,6 +70,10 @@ class Weight:
 def norm_weight(axes: str) -> Weight:
     """Specification of the scale of a norm."""
     return Weight(axes, float32=True)
+
+
+def _bias(axes: str, is_present: bool, float32: bool = False) -> Weight | None:
+    return Weight(axes, scale=0.0, float32=float32) if is_present else None
 
 
 @struct.dataclass
@@ -200,15 +206,14 @@ def _without_adapters(config: ModelConfig) -> Transformer[Weight]:
     # Each block adds two terms to the residual stream; this keeps its variance level at the start.
     out_scale = 1 / math.sqrt(2 * config.num_layers)
     norm, fan_in = norm_weight("layer d_model"), "d_model"
-    with_bias = config.expert_bias
     experts = Experts(
         router=Weight("layer d_model route", fan_in, float32=True),
         gate_up=Weight("layer expert d_model half d_expert", fan_in, sampled_along="half"),
         down=Weight("layer expert d_expert d_model", "d_expert", out_scale),
-        bias=Weight("layer route", scale=0.0, float32=True) if config.selection_bias else None,
-        router_bias=Weight("layer route", scale=0.0, float32=True) if config.router_bias else None,
-        gate_up_bias=Weight("layer expert half d_expert", scale=0.0) if with_bias else None,
-        down_bias=Weight("layer expert d_model", scale=0.0) if with_bias else None,
+        bias=_bias("layer route", config.selection_bias, float32=True),
+        router_bias=_bias("layer route", config.router_bias, float32=True),
+        gate_up_bias=_bias("layer expert half d_expert", config.expert_bias),
+        down_bias=_bias("layer expert d_model", config.expert_bias),
     )
     dense = Dense(
         gate_up=Weight("layer d_model half d_ff", fan_in, sampled_along="half"),
@@ -246,7 +251,8 @@ def _without_adapters(config: ModelConfig) -> Transformer[Weight]:
 def _attention(
     config: ModelConfig, out_scale: float
 ) -> Attention[Weight] | LatentAttention[Weight]:
-    norm, fan_in = norm_weight("layer d_model"), "d_model"
+    layer, fan_in = "layer" if config.delta is None else "attention_layer", "d_model"
+    norm = norm_weight(f"{layer} d_model")
     out_norm = norm if config.norm_placement == "both" else None
     if config.mla is not None:
         narrow = "d_model" if config.mla.q_lora_rank is None else "q_lora"
@@ -262,27 +268,9 @@ def _attention(
             out=Weight("layer head v_head_dim d_model", "head v_head_dim", out_scale),
             out_norm=out_norm,
         )
-    layer = "layer" if config.delta is None else "attention_layer"
-    norm = norm_weight(f"{layer} d_model")
-    out_norm = None if out_norm is None else norm
     queries, keys = f"{layer} head head_dim", f"{layer} kv_head head_dim"
-    biases = {}
-    if config.qkv_bias:
-        biases = {
-            "query_bias": Weight(queries, scale=0.0),
-            "key_bias": Weight(keys, scale=0.0),
-            "value_bias": Weight(keys, scale=0.0),
-        }
-    if config.attention_out_bias:
-        biases["out_bias"] = Weight(f"{layer} d_model", scale=0.0)
-    if config.attention_sinks:
-        biases["sinks"] = Weight(f"{layer} head", scale=0.0, float32=True)
-    norms = {}
-    if config.query_key_norm == "head":
-        of_head = norm_weight(f"{layer} head_dim")
-        norms = {"query_norm": of_head, "key_norm": of_head}
-    elif config.query_key_norm == "projection":
-        norms = {"query_norm": norm_weight(queries), "key_norm": norm_weight(keys)}
+    norms = {"projection": (queries, keys), "head": (f"{layer} head_dim",) * 2}
+    query_norm, key_norm = map(norm_weight, norms[config.query_key_norm or "head"])
     width = "query_and_gate" if config.attention_gate else "head_dim"
     return Attention(
         norm=norm,
@@ -290,18 +278,19 @@ def _attention(
         key=Weight(f"{layer} d_model kv_head head_dim", fan_in),
         value=Weight(f"{layer} d_model kv_head head_dim", fan_in),
         out=Weight(f"{layer} head head_dim d_model", "head head_dim", out_scale),
+        query_bias=_bias(queries, config.qkv_bias),
+        key_bias=_bias(keys, config.qkv_bias),
+        value_bias=_bias(keys, config.qkv_bias),
+        query_norm=query_norm if config.query_key_norm else None,
+        key_norm=key_norm if config.query_key_norm else None,
+        out_bias=_bias(f"{layer} d_model", config.attention_out_bias),
+        sinks=_bias(f"{layer} head", config.attention_sinks, float32=True),
         out_norm=out_norm,
-        **biases,
-        **norms,
     )
 
 
 def _delta_net(config: ModelConfig, out_scale: float) -> DeltaNet[Weight]:
-    """Table of the weights of Gated DeltaNet.
-
-    Args:
-      out_scale: scale of the initial values of the output projection.
-    """
+    """Table of the weights of Gated DeltaNet."""
     norm, fan_in = norm_weight("delta_layer d_model"), "d_model"
     return DeltaNet(
         norm=norm,
@@ -323,7 +312,8 @@ def _delta_net(config: ModelConfig, out_scale: float) -> DeltaNet[Weight]:
 
 def targets_of(config: ModelConfig) -> tuple[str, ...]:
     """Those of `moe.architecture.lora.TARGETS` that the network has."""
-    return targets_in(_without_adapters(config), config)
+    present = {weight.partition(".")[0] for weight in adaptable_weights(config)}
+    return tuple(target for target in TARGETS if target in present)
 
 
 def adaptable_weights(config: ModelConfig) -> dict[str, list[int]]:
@@ -349,18 +339,15 @@ def _in_first_layers(layer: Layer[Weight]) -> Layer[Weight]:
 
 def axis_sizes(config: ModelConfig) -> dict[str, int]:
     """The size of each named axis."""
-    mla = config.mla
-    latents = (
-        {}
-        if mla is None
-        else {
+    mla, latents = config.mla, dict[str, int]()
+    if mla is not None:
+        latents = {
             "kv_lora": mla.kv_lora_rank,
             "q_lora": mla.q_lora_rank or 0,
             "kv_lora_and_rope": mla.kv_lora_rank + mla.qk_rope_head_dim,
             "key_and_value": config.head_dim - mla.qk_rope_head_dim + mla.v_head_dim,
             "v_head_dim": mla.v_head_dim,
         }
-    )
     return {
         "first_layer": config.num_dense_layers,
         "layer": config.num_layers - config.num_dense_layers,
@@ -425,10 +412,8 @@ def _sample_weights(
     num_keys = [sizes[w.sampled_along] if w.sampled_along else 1 for w in weights]
     keys = iter(jax.random.split(key, sum(num_keys)))
     return treedef.unflatten(
-        [
-            _initial(weight, sizes, [next(keys) for _ in range(count)])
-            for weight, count in zip(weights, num_keys, strict=True)
-        ]
+        _initial(weight, sizes, [*islice(keys, count)])
+        for weight, count in zip(weights, num_keys, strict=True)
     )
 
 
@@ -480,15 +465,16 @@ def without_layers(weights: Transformer[Any]) -> Transformer[Any]:
 
 def num_parameters(config: ModelConfig) -> int:
     """Number of parameters, adapters included."""
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes(config)))
+    return _count(shapes(config))
 
 
 def num_trained_parameters(config: ModelConfig) -> int:
     """Number of trained parameters."""
-    return sum(
-        math.prod(leaf.shape)
-        for leaf in jax.tree.leaves(select_trained(shapes(config), table(config)))
-    )
+    return _count(select_trained(shapes(config), table(config)))
+
+
+def _count(weight_shapes: Any) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weight_shapes))
 
 
 def num_active_parameters(config: ModelConfig) -> int:

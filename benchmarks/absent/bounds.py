@@ -35,7 +35,7 @@ FORWARD, OF_QUERIES, OF_KEYS = (
     "attention_grad_query",
     "attention_grad_key_value",
 )
-COPIES = "take_rows", "combine_rows", "combine_gradients"
+COPIES = "take_rows", "combine_rows"
 LEAST = 0.8
 """Share of its floor's rate below which the products of a kernel are a defect."""
 DECODING, LATENT_DECODING = "decode_attention", "latent_decode_attention"

@@ -119,18 +119,9 @@ def _moves(model: Model) -> Iterator[Case]:
     )
     if rows.unsupported_width(model.hidden) is None:
         x, spread = half(model.tokens, model.hidden), half(slots, model.hidden)
-        index, probs = integers(slots), single(model.tokens, model.k)
-        yield Case("permute", partial(rows.take, **named), (x, index))
-        yield Case(
-            "unpermute",
-            partial(rows.combine, dtype=jnp.bfloat16, **named),
-            (spread, ids, probs),
-        )
-        yield Case(
-            "unpermute gradient",
-            partial(rows.combine_gradients, **named),
-            (spread, x, ids, index, probs),
-        )
+        yield Case("permute", partial(rows.take, **named), (x, integers(slots)))
+        combine = partial(rows.combine, dtype=jnp.bfloat16, **named)
+        yield Case("unpermute", combine, (spread, ids))
     if supports_experts(model.experts):
         grouped_experts = model.groups > 1
         rule = Rule(

@@ -30,7 +30,7 @@ from benchmarks.kernel_cases import (
     sources,
 )
 
-SMALL = ("tiles", "fewer rows than a tile", "sigmoid in groups", "windows", "segments")
+SMALL = ("empty slots", "fewer rows than a tile", "sigmoid in groups", "windows", "segments")
 
 
 def rows(settings: Settings) -> Iterator[Row]:
@@ -58,13 +58,13 @@ def _dispatched(settings: Settings, case: Case, form: str) -> Figures:
     """The layout, whose twin is equal, and all moves."""
     import jax
 
-    from moe.kernels.layout import slots_needed, sorted_layout
+    from moe.kernels.layout import sorted_layout
 
-    slots = int(case.room * slots_needed(case.tokens * case.k, case.experts, case.tile))
+    slots = int(case.room * case.tokens * case.k)
     ids = choices(case, settings.seed)
 
     def layout(which: str) -> Any:
-        options = {"tile": case.tile, "num_slots": slots, "implementation": which}
+        options = {"num_slots": slots, "implementation": which}
         return jax.jit(lambda ids: sorted_layout(ids, case.experts, **options))(ids)
 
     expected, found = layout("plain"), layout(form)

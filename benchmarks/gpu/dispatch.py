@@ -25,14 +25,13 @@ XLA = "gather and scatter"
 
 
 class Arrays(NamedTuple):
-    """What is moved: a layout, tokens and rows in its slots, what pulls at both, and probs."""
+    """What is moved: a layout, tokens and rows in its slots, and what pulls at both."""
 
     layout: Any
     x: Any
     pull: Any
     rows: Any
     row_pull: Any
-    probs: Any
 
 
 class Move(NamedTuple):
@@ -50,13 +49,13 @@ class Move(NamedTuple):
 
 
 def _there(form: str) -> Callable[..., Any]:
-    from moe.kernels.layout import permute
+    from moe.experts.permutation import permute_rows
 
     def gathered(layout, x):
         return x.at[layout.tokens].get(mode="fill", fill_value=0)
 
     def permuted(layout, x):
-        return permute(x, layout, implementation=form)
+        return permute_rows(x, layout.tokens, layout.slots, implementation=form)
 
     return gathered if form == XLA else permuted
 
@@ -64,17 +63,16 @@ def _there(form: str) -> Callable[..., Any]:
 def _home(form: str) -> Callable[..., Any]:
     import jax.numpy as jnp
 
-    from moe.kernels.layout import unpermute
+    from moe.experts.permutation import unpermute_rows
 
-    def scattered(layout, rows, probs):
+    def scattered(layout, rows):
         """What one writes first: a sum by scattering and adding."""
-        choice = jnp.minimum(layout.assignments, probs.size - 1)
-        terms = probs.reshape(-1)[choice][:, None] * rows.astype(jnp.float32)
-        nothing = jnp.zeros((probs.shape[0], rows.shape[1]))
-        return nothing.at[layout.tokens].add(terms, mode="drop").astype(rows.dtype)
+        nothing = jnp.zeros((layout.slots.shape[0], rows.shape[1]))
+        sums = nothing.at[layout.tokens].add(rows.astype(jnp.float32), mode="drop")
+        return sums.astype(rows.dtype)
 
-    def unpermuted(layout, rows, probs):
-        return unpermute(rows, layout, probs, implementation=form)
+    def unpermuted(layout, rows):
+        return unpermute_rows(rows, layout.slots, layout.tokens, form).astype(rows.dtype)
 
     return scattered if form == XLA else unpermuted
 
@@ -94,9 +92,9 @@ MOVES = {
     "permute backward": Move(
         partial(_back, _there), ("x", "row_pull"), lambda slots, tokens: slots + tokens
     ),
-    "unpermute": Move(_home, ("rows", "probs"), lambda slots, tokens: slots + tokens),
+    "unpermute": Move(_home, ("rows",), lambda slots, tokens: slots + tokens),
     "unpermute backward": Move(
-        partial(_back, _home), ("rows", "probs", "pull"), lambda slots, tokens: 2 * slots + tokens
+        partial(_back, _home), ("rows", "pull"), lambda slots, tokens: 2 * slots
     ),
 }
 
@@ -127,15 +125,11 @@ def moves(name: str, shape: Dispatch, settings: Settings) -> Iterator[Row]:
 
 def arrays_of(layout: Any, width: int, settings: Settings) -> Arrays:
     """Operands of all moves, fresh."""
-    import jax
-
-    slots, (tokens, k) = layout.assignments.shape[0], layout.slots.shape
-    key = jax.random.fold_in(jax.random.key(settings.seed), 9)
+    slots, tokens = layout.assignments.shape[0], layout.slots.shape[0]
     heights = (tokens, tokens, slots, slots)
-    x, pull, rows, row_pull = (
-        random(settings, at, (height, width)) for at, height in enumerate(heights)
+    return Arrays(
+        layout, *(random(settings, at, (height, width)) for at, height in enumerate(heights))
     )
-    return Arrays(layout, x, pull, rows, row_pull, jax.random.uniform(key, (tokens, k)))
 
 
 def checked_move(arrays: Arrays, move: str) -> Callable[[Any], float]:

@@ -124,12 +124,8 @@ def _check_rotation(config: Any) -> None:
 
 
 def period_of(kinds: Sequence[Hashable]) -> int:
-    """The smallest number of layers whose repetition gives the stack; the depth where nothing
-    repeats.
-
-    Args:
-      kinds: types of the layers of a stack, in order.
-    """
+    """The smallest number of layers whose repetition gives a stack of layers of these types; the
+    depth where nothing repeats."""
     depth = len(kinds)
     return next(
         period

@@ -16,12 +16,8 @@ MATRICES = {
 
 
 def group_targets(weights: Collection[str], available: Collection[str]) -> tuple[str, ...]:
-    """Targets of some weights: the name of a group where all of its weights are among them.
-
-    Args:
-      weights: as targets of their own.
-      available: all weights that the network has, likewise.
-    """
+    """Targets of some of a network's `available` weights, which are targets of their own: the name
+    of a group where all of its weights are among them."""
     targets: list[str] = []
     for group in TARGETS:
         members = [each for each in available if each.partition(".")[0] == group]

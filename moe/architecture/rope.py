@@ -9,15 +9,10 @@ import numpy as np
 class _FrequencyScaling:
     """Scaling of the frequencies only: queries, keys and scores have factor 1."""
 
-    @property
-    def attention_scaling(self) -> float:
-        """Factor on the rotated queries and keys."""
-        return 1.0
-
-    @property
-    def score_factor(self) -> float:
-        """Factor on the attention scores."""
-        return 1.0
+    attention_scaling = 1.0
+    """Factor on the rotated queries and keys."""
+    score_factor = 1.0
+    """Factor on the attention scores."""
 
 
 @dataclass(frozen=True)
@@ -112,17 +107,14 @@ class YarnScaling:
             )
 
     def scale_frequencies(self, frequencies: np.ndarray, base: float) -> np.ndarray:
-        low, high = (self._dimension(rotations, frequencies, base) for rotations in self._borders)
+        borders = self.beta_fast, self.beta_slow
+        low, high = (self._dimension(rotations, frequencies, base) for rotations in borders)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, 2 * frequencies.size - 1)
         width = high - low if high > low else 0.001
         divided = np.clip((np.arange(frequencies.size) - low) / width, 0, 1)
         return frequencies * (1 - divided + divided / self.factor)
-
-    @property
-    def _borders(self) -> tuple[float, float]:
-        return self.beta_fast, self.beta_slow
 
     def _dimension(self, rotations: float, frequencies: np.ndarray, base: float) -> float:
         """The (fractional) index of the frequency that makes `rotations` rotations in the original

@@ -90,11 +90,8 @@ class Blocking(NamedTuple):
 
 
 def blocking_of(time: int, source: int, causal: bool, sizes: BlockSizes | None = None) -> Blocking:
-    """A split into blocks of equal size, with equally many of them in each span.
-
-    Args:
-      sizes: sizes of blocks; None is those for a CPU.
-    """
+    """A split into blocks of equal size, with equally many of them in each span; sizes of None are
+    those for a CPU."""
     sizes = sizes or BlockSizes(MAX_BLOCK_QUERIES, MAX_BLOCK_KEYS, MAX_BLOCK_SCORES)
     num_blocks = -(-time // sizes.queries)
     blocks_per_span = -(-num_blocks // MAX_SPANS) if causal else num_blocks
@@ -150,12 +147,12 @@ def chunk_of(x: Array, chunk_index: Array, span: Span, axis: int) -> Array:
     return lax.dynamic_slice_in_dim(x, chunk_index * span.chunk, span.chunk, axis)
 
 
-def blocks_of(x: Array, span: Span, blocking: Blocking, axis: int) -> Array:
-    """Reshapes ``[*front, time, ...]`` to ``[block, *front, query, ...]`` for the queries of a
-    span; `front` has `axis` dimensions."""
-    x = lax.slice_in_dim(x, span.first, span.stop, axis=axis)
-    x = x.reshape(*x.shape[:axis], -1, blocking.queries, *x.shape[axis + 1 :])
-    return jnp.moveaxis(x, axis, 0)
+def blocks_of(x: Array, span: Span, blocking: Blocking) -> Array:
+    """Reshapes ``[kv_head, group, time, ...]`` to ``[block, kv_head, group, query, ...]`` for the
+    queries of a span."""
+    x = lax.slice_in_dim(x, span.first, span.stop, axis=2)
+    x = x.reshape(*x.shape[:2], -1, blocking.queries, *x.shape[3:])
+    return jnp.moveaxis(x, 2, 0)
 
 
 def join_blocks(x: Array) -> Array:
@@ -185,11 +182,8 @@ def attend(
     # Padded queries see nothing, and their results are cut off.
     indices = _RowIndices(split_indices(mask.query, blocking), mask.key)
     arrays = pad_to_blocks(query, blocking, -2), key, value, indices
-    out, log_sum = _map_rows(
-        partial(_attend_row, _Shared(blocking, scale, mask.window)),
-        arrays,
-        _rows_per_step(query, key, blocking),
-    )
+    attend_row = partial(_attend_row, _Shared(blocking, scale, mask.window))
+    out, log_sum = _map_rows(attend_row, arrays, _rows_per_step(query, key, blocking))
     return out[..., :time, :], log_sum[..., :time]
 
 
@@ -207,7 +201,6 @@ def attend_gradient(
     """Gradients of queries, keys and values from the scores with these keys, in float32.
 
     Args:
-      sizes: sizes of blocks; None is those for a CPU.
       log_sum: log-sum-exp over all the keys of the softmax, not these alone.
       softmax_d: `moe.ops.attention.dot_do_o` of the output over all keys.
     """
@@ -217,11 +210,8 @@ def attend_gradient(
     query, out_gradient = (pad_to_blocks(x, blocking, -2) for x in (query, out_gradient))
     log_sum, softmax_d = (pad_to_blocks(x, blocking, -1) for x in (log_sum, softmax_d))
     arrays = query, key, value, indices, log_sum, softmax_d, out_gradient
-    grads = _map_rows(
-        partial(_attend_row_gradient, _Shared(blocking, scale, mask.window)),
-        arrays,
-        _rows_per_step(query, key, blocking),
-    )
+    gradient = partial(_attend_row_gradient, _Shared(blocking, scale, mask.window))
+    grads = _map_rows(gradient, arrays, _rows_per_step(query, key, blocking))
     return grads[0][..., :time, :], grads[1], grads[2]
 
 
@@ -318,22 +308,16 @@ def _attend_row(
         total = jnp.where(state.total == 0, 1, state.total)
         return state.out / total[..., None], state.top + jnp.log(total)
 
-    # One compiled loop per span, as shapes differ. The lambda's defaults bind this span's arrays.
+    # One compiled loop per span, as shapes differ.
     outputs = []
     for span in blocking.spans:
         query_blocks = (
-            blocks_of(query, span, blocking, 2),
+            blocks_of(query, span, blocking),
             TokenIndices(*(x[blocking.blocks(span)] for x in row_indices.query)),
         )
         span_keys = keys_of(span, key, value, row_indices.key)
-        outputs.append(
-            lax.map(
-                lambda query_blocks, span=span, span_keys=span_keys: block(
-                    span, *span_keys, *query_blocks
-                ),
-                query_blocks,
-            )
-        )
+        of_span = partial(block, span, *span_keys)
+        outputs.append(lax.map(lambda blocks, of_span=of_span: of_span(*blocks), query_blocks))
     out, log_sum = (jnp.concatenate(output) for output in zip(*outputs, strict=True))
     return join_blocks(out), join_blocks(log_sum)
 
@@ -342,11 +326,8 @@ def _merge(a: _Softmax, b: _Softmax) -> _Softmax:
     """Combines two online softmax states into one over the keys of both."""
     top = jnp.maximum(a.top, b.top)
     of_a, of_b = jnp.exp(a.top - top), jnp.exp(b.top - top)
-    return _Softmax(
-        top,
-        a.total * of_a + b.total * of_b,
-        a.out * of_a[..., None] + b.out * of_b[..., None],
-    )
+    total = a.total * of_a + b.total * of_b
+    return _Softmax(top, total, a.out * of_a[..., None] + b.out * of_b[..., None])
 
 
 def _attend_row_gradient(
@@ -396,15 +377,12 @@ def _attend_row_gradient(
             query_gradient, *key_gradients = lax.cond(
                 possible, lambda: block_gradients(query_block, keys, values, chunk_indices), hidden
             )
-            added = (
-                lax.dynamic_update_slice_in_dim(
-                    total,
-                    chunk_of(total, chunk_index, span, -2) + new,
-                    chunk_index * span.chunk,
-                    axis=-2,
-                )
-                for total, new in zip(sums[1:], key_gradients, strict=True)
-            )
+
+            def add_to(total: Array, new: Array) -> Array:
+                new = chunk_of(total, chunk_index, span, -2) + new
+                return lax.dynamic_update_slice_in_dim(total, new, chunk_index * span.chunk, -2)
+
+            added = map(add_to, sums[1:], key_gradients)
             return sums[0] + query_gradient, *added
 
         query_gradient = match_varying(jnp.zeros(query_block[0].shape, jnp.float32), query_block[0])
@@ -416,19 +394,14 @@ def _attend_row_gradient(
     sums = [match_varying(jnp.zeros(x.shape, jnp.float32), x) for x in (key, value)]
     for span in blocking.spans:
         query_blocks = (
-            blocks_of(query, span, blocking, 2),
+            blocks_of(query, span, blocking),
             TokenIndices(*(x[blocking.blocks(span)] for x in row_indices.query)),
-            *(blocks_of(x, span, blocking, 2) for x in (log_sum, softmax_d, out_gradient)),
+            *(blocks_of(x, span, blocking) for x in (log_sum, softmax_d, out_gradient)),
         )
         span_keys = keys_of(span, key, value, row_indices.key)
         so_far = keys_of(span, sums[0], sums[1], row_indices.key)[:2]
-        key_gradients, query_gradient = lax.scan(
-            lambda sums, query_block, span=span, span_keys=span_keys: block(
-                span, *span_keys, sums, query_block
-            ),
-            so_far,
-            query_blocks,
-        )
+        of_span = partial(block, span, *span_keys)
+        key_gradients, query_gradient = lax.scan(of_span, so_far, query_blocks)
         queries.append(query_gradient)
         sums = [
             total.at[:, : span.sources].set(new[:, : span.sources])

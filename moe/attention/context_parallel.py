@@ -12,6 +12,7 @@ is "gather" with plain attention.
 import math
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,9 @@ from moe.ops.mask import Mask, SegmentMask, TokenIndices
 from moe.remat import OPERAND
 from sharding.collectives import Axes, gather_tokens, local_shard, match_varying, swap_shards
 from sharding.folding import FoldedMesh
+
+Attend = Callable[..., Array]
+"""`core_attention`, all but its operands."""
 
 IMPLEMENTATIONS = ("gather", "ring", "ulysses")
 CRASHING_JAX = "0.11."
@@ -82,9 +86,8 @@ def context_of(config: ModelConfig, mesh: FoldedMesh) -> str:
 def prefers_contiguous(config: ModelConfig, mesh: FoldedMesh) -> bool:
     """True if a rank of ``cp`` should have contiguous parts of rows instead of zig-zag ones.
 
-    It should with "ulysses", where every rank attends in whole sequences. With "gather" and "ring"
-    a rank computes the scores of its own queries, and the parts are in zig-zag order: with
-    contiguous parts the last rank would have ``2 - 1 / cp`` times an equal share of the causal
+    It should with "ulysses", where every rank attends in whole sequences (`moe.ops.zigzag`). With
+    "gather" and "ring" the last rank would have ``2 - 1 / cp`` times an equal share of the causal
     scores.
     """
     ranks = mesh.size(mesh.cp)
@@ -105,9 +108,8 @@ def choose_method(execution: Execution, heads: int, kv_heads: int, ranks: int) -
     """
     name = execution.context
     if name is None:
-        fewer_sent = heads_sent("ulysses", heads, kv_heads, ranks) < heads_sent(
-            "gather", heads, kv_heads, ranks
-        )
+        sent = {each: heads_sent(each, heads, kv_heads, ranks) for each in ("ulysses", "gather")}
+        fewer_sent = sent["ulysses"] < sent["gather"]
         return "ulysses" if fewer_sent and heads % ranks == 0 else "gather"
     if name not in IMPLEMENTATIONS:
         raise ValueError(
@@ -179,7 +181,7 @@ def gather(
     key: Key,
     value: Value,
     mask: SegmentMask,
-    attend: Callable[..., Array],
+    attend: Attend,
     mesh: FoldedMesh,
     sinks: Sinks = None,
 ) -> Output:
@@ -187,9 +189,6 @@ def gather(
 
     Communication per device and layer, forward: two all-gathers that receive ``2 T K D (cp - 1) /
     cp`` elements in total; backward as much, by reduce-scatter.
-
-    Args:
-      attend: `core_attention`, all but its operands.
 
     References:
       Meta, "The Llama 3 Herd of Models", 2024, section 3.3.2. https://arxiv.org/abs/2407.21783
@@ -216,7 +215,7 @@ def ulysses(
     key: Key,
     value: Value,
     mask: SegmentMask,
-    attend: Callable[..., Array],
+    attend: Attend,
     mesh: FoldedMesh,
     sinks: Sinks = None,
 ) -> Output:
@@ -228,14 +227,9 @@ def ulysses(
 
     Communication per device and layer, forward: one all-to-all of queries, keys and values in one
     array, ``T (H + 2 K c) D (cp - 1) / cp^2`` elements sent, and one back of ``T H D (cp - 1) /
-    cp^2``; backward as much. T is the number of tokens of all ``cp`` ranks, H and K are the query
-    and key/value heads of a ``tp`` rank, D is their width, and c is the number of copies of each
-    key/value head. With ``c = 1`` and m = H / K that is ``T H D (2 + 2 / m) (cp - 1) / cp^2``: the
-    volume of tensor parallelism, ``2 T H D (cp - 1) / cp``, times ``(1 + 1 / m) / cp``.
-    MegaScale-MoE prints twice that as equation (2).
-
-    Args:
-      attend: `core_attention`, all but its operands.
+    cp^2``; backward as much, with c copies of each key/value head. With ``c = 1`` and m = H / K
+    that is ``T H D (2 + 2 / m) (cp - 1) / cp^2``: the volume of tensor parallelism, ``2 T H D (cp -
+    1) / cp``, times ``(1 + 1 / m) / cp``. MegaScale-MoE prints twice that as equation (2).
 
     References:
       Jacobs et al., "DeepSpeed Ulysses", 2023. https://arxiv.org/abs/2309.14509
@@ -284,7 +278,7 @@ def _gather_sequences(
     # One array, with the parts for each receiving rank side by side: one collective for all three,
     # whatever their heads and widths.
     rows = [x.reshape(x.shape[0], ranks, -1) for x in arrays]
-    ends = [sum(x.shape[2] for x in rows[:count]) for count in range(1, len(rows))]
+    ends = list(accumulate(x.shape[2] for x in rows))[:-1]
     exchanged = swap_shards(jnp.concatenate(rows, axis=2), axes, split=1, join=0)
     split = jnp.split(exchanged[:, 0], ends, axis=1)
     return tuple(

@@ -38,9 +38,9 @@ def core_attention(
 
     Args:
       scale: multiplies the scores; None is ``head_dim**-0.5``.
-      implementation: None is "cudnn" if it supports the arrays, or on Hopper "mosaic" if that
-        does; otherwise "blocked" for more scores than `MAX_PLAIN_SCORES_CPU` on a CPU or
-        `MAX_PLAIN_SCORES_ACCELERATOR` elsewhere, and "plain" for fewer.
+      implementation: None is the first of `moe.implementations.DEFAULTS` that supports the arrays,
+        but "plain" instead of "blocked" for no more scores than `MAX_PLAIN_SCORES_CPU` on a CPU or
+        `MAX_PLAIN_SCORES_ACCELERATOR` elsewhere.
       sinks: as for `plain_attention`; to "xla" and "cudnn" they are keys
         (`moe.attention.fused`).
       devices: for the choice of None and of sizes of blocks; None is this process's.
@@ -51,6 +51,7 @@ def core_attention(
     References:
       Dao, "FlashAttention-2", 2023. https://arxiv.org/abs/2307.08691
     """
+    devices = devices or devices_of()
     if implementation is None:
         implementation = _select_implementation(query, key, value, mask, sinks, devices)
     if implementation not in IMPLEMENTATIONS:
@@ -91,7 +92,8 @@ def flash_of(
     Raises:
       ValueError: where "mosaic" is named and does not support the arrays.
     """
-    if implementation is None and _has_kernel(query, key, value, devices or devices_of()):
+    devices = devices or devices_of()
+    if implementation is None and _has_kernel(query, key, value, devices):
         return FLASH
     if implementation != "mosaic":
         return _blocked(devices)
@@ -99,9 +101,9 @@ def flash_of(
     return FLASH
 
 
-def _blocked(devices: Devices | None) -> Flash:
+def _blocked(devices: Devices) -> Flash:
     """Attention in blocks of the sizes for these devices."""
-    return BLOCKED_ON_GPU if (devices or devices_of()).platform == "gpu" else BLOCKED
+    return BLOCKED_ON_GPU if devices.platform == "gpu" else BLOCKED
 
 
 def _check_kernel(query: Array, key: Array, value: Array) -> None:
@@ -122,12 +124,11 @@ def _select_implementation(
     key: Array,
     value: Array,
     mask: Mask,
-    sinks: Array | None = None,
-    devices: Devices | None = None,
+    sinks: Array | None,
+    devices: Devices,
 ) -> str:
     """Name of the implementation that None selects for these arrays: the first that supports them
     of `moe.implementations.DEFAULTS`."""
-    devices = devices_of() if devices is None else devices
     if cudnn_obstacle(query, value, mask, sinks) is None:
         return "cudnn"
     if _has_kernel(query, key, value, devices):

@@ -329,9 +329,8 @@ def run_step(
     read = read.reshape(read.shape[0], -1, read.shape[-1])
     after = DeltaState(state.reshape(before.state.shape), tail)
     is_live = live[:, None, None, None]
-    return read, DeltaState(
-        *(jnp.where(is_live, *pair) for pair in zip(after, before, strict=True))
-    )
+    pairs = zip(after, before, strict=True)
+    return read, DeltaState(*(jnp.where(is_live, *pair) for pair in pairs))
 
 
 def _run_rows(
@@ -344,9 +343,8 @@ def _run_rows(
 ) -> tuple[Float[Array, "row time value_heads value_dim"], DeltaState]:
     """Convolution and rule over rows of equal length.
 
-    Args:
-      segments: the sequence of each token within its row, 0 for padding.
-      single: the one sequence of a row continues from `before`; otherwise each starts from zeros.
+    `segments` is the sequence of each token within its row, 0 for padding. If rows are `single`,
+    their one sequence continues from `before`; otherwise each starts from zeros.
     """
     order = jnp.argsort(jnp.where(segments > 0, segments, MAX_INDEX), axis=1, stable=True)
     segments = _reorder(segments, order)
@@ -427,14 +425,10 @@ def delta_heads(
     log_decay = -jnp.exp(log_rate) * jax.nn.softplus(rate + bias)
     mixed = Mixed(content, log_decay, jax.nn.sigmoid(strength))
     read, _ = core.run(mixed, _filters(weights.filters, delta, mesh))
-    normed = _rms_normalise(read, weights.read_norm, config)
+    by_head = read.reshape(-1, read.shape[-1])
+    normed = rms_norm(by_head, weights.read_norm, config.norm_epsilon).reshape(read.shape)
     gate = gate.reshape(read.shape).astype(jnp.float32)
     return (normed * jax.nn.silu(gate)).astype(h.dtype)
-
-
-def _rms_normalise(read: Array, scale: Array, config: ModelConfig) -> Array:
-    flat = rms_norm(read.reshape(-1, read.shape[-1]), scale, config.norm_epsilon)
-    return flat.reshape(read.shape)
 
 
 def _filters(

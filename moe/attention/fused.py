@@ -15,6 +15,8 @@ every `window` tokens: any ``window + 1`` neighbours, and any fewer from the fir
 one sink and the tokens that the window lets a query see.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import jax
@@ -61,11 +63,8 @@ def with_sinks(
     both = jnp.broadcast_to(jnp.stack([scores, rest], -1), (*query.shape[:3], SINK_ELEMENTS))
     query = jnp.concatenate([query, both.astype(query.dtype)], axis=-1)
     in_front = (0, 0), (num_sinks, 0), (0, 0), (0, 0)
-    key = (
-        jnp.pad(key, (*in_front[:3], (0, SINK_ELEMENTS)))
-        .at[:, :num_sinks, :, -SINK_ELEMENTS:]
-        .set(1)
-    )
+    key = jnp.pad(key, (*in_front[:3], (0, SINK_ELEMENTS)))
+    key = key.at[:, :num_sinks, :, -SINK_ELEMENTS:].set(1)
     return jnp.pad(query, in_front), key, jnp.pad(value, in_front)
 
 
@@ -96,10 +95,9 @@ def fused_attention(
 ) -> Float[Array, "batch time heads v_head_dim"]:
     """``softmax(scale q k) v`` over the visible positions, by the named kernel.
 
-    Row lengths are the mask where each row is one sequence and the queries are its last positions.
-    Queries are then computed for all positions of the keys, with zeros before the first one; where
-    these would be the majority and a mask array is small enough, it is used instead. Sinks are keys
-    (`moe.attention.fused`).
+    With row lengths as the mask queries are computed for all positions of the keys, with zeros
+    before the first one; where these would be the majority and a mask array is small enough, it is
+    used instead.
     """
     size, width = head_size(query, value, sinks), value.shape[-1]
     factor = query.shape[-1] ** -0.5 if scale is None else scale
@@ -108,9 +106,12 @@ def fused_attention(
     if sinks is not None:
         num_sinks = sinks_among(key.shape[1], mask.window if by_lengths else None)
         query, key, value = with_sinks(query, key, value, sinks, factor, num_sinks)
-    query, key, value = (_pad_heads(x, size) for x in (query, key, value))
+    query, key, value = (
+        jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, size - x.shape[-1]))) for x in (query, key, value)
+    )
+    kernel = partial(jax.nn.dot_product_attention, scale=factor, implementation=implementation)
     attend = _attend_by_lengths if by_lengths else _attend_by_mask
-    out = attend(query, key, value, mask, factor, implementation, num_sinks)
+    out = attend(kernel, query, key, value, mask, num_sinks)
     return out[:, num_sinks:, :, :width]
 
 
@@ -156,35 +157,21 @@ def head_size(query: Array, value: Array, sinks: Array | None = None) -> int:
 
 
 def _attend_by_mask(
-    query: Array,
-    key: Array,
-    value: Array,
-    mask: Mask,
-    scale: float,
-    implementation: Kernel,
-    sinks: int,
+    kernel: Callable[..., Array], query: Array, key: Array, value: Array, mask: Mask, sinks: int
 ) -> Array:
     time, source = query.shape[1], key.shape[1]
     seen = visible(mask.query, mask.key, mask.window)
     seen = jnp.pad(seen, ((0, 0), (sinks, 0), (sinks, 0))).at[:, :, :sinks].set(True)
-    out = jax.nn.dot_product_attention(
+    out = kernel(
         *(_pad_to_even(x, 1) for x in (query, key, value)),
         mask=_pad_to_even(_pad_to_even(seen, 1), 2)[:, None],
         is_causal=mask.causal and time == source,
-        scale=scale,
-        implementation=implementation,
     )
     return out[:, :time]
 
 
 def _attend_by_lengths(
-    query: Array,
-    key: Array,
-    value: Array,
-    mask: Mask,
-    scale: float,
-    implementation: Kernel,
-    sinks: int,
+    kernel: Callable[..., Array], query: Array, key: Array, value: Array, mask: Mask, sinks: int
 ) -> Array:
     time, source = query.shape[1], key.shape[1]
     tokens, window = mask.key.segment > 0, mask.window
@@ -202,14 +189,12 @@ def _attend_by_lengths(
     query = jnp.pad(query, ((0, 0), (source - time, 0), (0, 0), (0, 0)))
     # Zeros after them: whatever a kernel writes there, forward or backward, is not read.
     packed = (jnp.where(within, _permute(x, order, back), 0) for x in (query, key, value))
-    out = jax.nn.dot_product_attention(
+    out = kernel(
         *(_pad_to_even(x, 1) for x in packed),
         is_causal=True,
-        scale=scale,
         query_seq_lengths=lengths,
         key_value_seq_lengths=lengths,
         local_window_size=None if reach is None else (reach - 1, 0),
-        implementation=implementation,
     )
     return _permute(jnp.where(within, out[:, :source], 0), back, order)[:, source - time :]
 
@@ -231,15 +216,10 @@ def _permute_forward(x, order, back):
 
 
 def _permute_backward(orders, gradient):
-    order, back = orders
-    return _permute(gradient, back, order), None, None
+    return _permute(gradient, *reversed(orders)), None, None
 
 
 _permute.defvjp(_permute_forward, _permute_backward)
-
-
-def _pad_heads(x: Array, size: int) -> Array:
-    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, size - x.shape[-1])))
 
 
 def _pad_to_even(x: Array, axis: int) -> Array:

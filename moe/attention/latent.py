@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from moe.adapters import Matrix, product
+from moe.adapters import Matrix, matmul, product
 from moe.attention.projections import Heads, heads, scale_queries
 from moe.attention.rotary import Positions, apply_rotary
 from moe.config import ModelConfig, MultiHeadLatentAttention
@@ -69,7 +69,7 @@ def queries(
     """Queries of the heads of this ``tp`` rank, with rotary positions on their last elements."""
     narrow = h
     if weights.query_down is not None and weights.query_norm is not None:
-        narrow = checkpoint_name(product(_times, h, weights.query_down), PROJECTED)
+        narrow = checkpoint_name(product(matmul, h, weights.query_down), PROJECTED)
         narrow = rms_norm(narrow, weights.query_norm, config.norm_epsilon)
     query, content = heads(narrow, weights.query), _content_dim(config)
     if weights.query_down is None:
@@ -86,7 +86,7 @@ def latent_vectors(
 ) -> Narrow:
     """Latent vector ``[c ; r]`` of each token."""
     rank = _mla(config).kv_lora_rank
-    down = checkpoint_name(product(_times, h, weights.down), PROJECTED)
+    down = checkpoint_name(product(matmul, h, weights.down), PROJECTED)
     # All layers with latent attention have the same rotary settings.
     shared = apply_rotary(down[:, None, rank:], positions, config, 0)[:, 0]
     content = rms_norm(down[:, :rank], weights.down_norm, config.norm_epsilon)
@@ -113,10 +113,6 @@ def project_values(read: Float[Array, "token heads rank"], up: Up, config: Model
     """Attention output over values, from the weighted sum of latent vectors."""
     matrix = up[..., _content_dim(config) :].astype(read.dtype)
     return jnp.einsum("nhr,rhk->nhk", read, matrix)
-
-
-def _times(x: Array, matrix: Array) -> Array:
-    return x @ matrix.astype(x.dtype)
 
 
 def _mla(config: ModelConfig) -> MultiHeadLatentAttention:

@@ -65,7 +65,6 @@ def attention(
       x: the residual stream, sharded over ``cp`` and ``tp`` along the flattened tokens.
       positions: of each gathered token (the tokens of this ``cp`` rank).
       core_attention: attention between the projections; has the heads of this rank only.
-      layer_index: index of the layer.
     """
     h = norm_before(x, weights.norm, config)
     # Norm before gather: each rank normalises its own tokens (sequence parallelism).

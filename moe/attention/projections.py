@@ -32,7 +32,6 @@ def queries_keys_values(
 
     Args:
       h: normalised tokens, all of this rank's sequences.
-      layer_index: index of the layer.
     """
     query = heads(h, weights.query, weights.query_bias)
     key = heads(h, weights.key, weights.key_bias)

@@ -85,14 +85,7 @@ def ring(
 
 
 class _RingSettings(NamedTuple):
-    """Static arguments of a ring.
-
-    Attributes:
-      zigzag, sources: of the mask.
-      hops: the order in which keys and values visit the ranks.
-      flash: the implementation that computes scores.
-      scale: multiplies the scores.
-    """
+    """Static arguments of a ring: those of its mask, its hops, and how scores are computed."""
 
     zigzag: ZigzagLayout
     sources: tuple[tuple[KeySource, ...], ...]
@@ -119,14 +112,6 @@ class _Softmax(NamedTuple):
     log_sum: Array
 
 
-class _Gradients(NamedTuple):
-    """Gradients of queries, keys and values, in float32."""
-
-    query: Array
-    key: Array
-    value: Array
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(6,))
 def _ring(
     query: Array,
@@ -141,11 +126,8 @@ def _ring(
 
 
 def _forward(query, key, value, sinks, indices, window, settings):
-    hops, rank, mask = (
-        settings.hops,
-        lax.axis_index(settings.hops.axes),
-        settings.mask(indices, window),
-    )
+    hops, rank = settings.hops, lax.axis_index(settings.hops.axes)
+    mask = settings.mask(indices, window)
     queries = [group_query_heads(x, key.shape[1]) for x in settings.zigzag.split(query)]
 
     def visit(states: list[_Softmax], key: Array, value: Array, source: Array, same_rank: bool):
@@ -171,9 +153,8 @@ def _forward(query, key, value, sinks, indices, window, settings):
         carry = states, hops.send(key, 0), hops.send(value, 0)
         states, key_here, value_here = hops.loop(visit_and_send, carry)
         # The last keys are outside the loop: they are not sent on.
-        states = visit(
-            states, key_here, value_here, hops.source(rank, hops.ranks - 1), same_rank=False
-        )
+        source = hops.source(rank, hops.ranks - 1)
+        states = visit(states, key_here, value_here, source, same_rank=False)
     # Sinks enter once, after all keys: in a hop, every rank's keys would add them again.
     states = [_Softmax(*add_sinks(*x, sinks)) for x in states]
     out = settings.zigzag.join(*(flatten_heads(x.out.astype(value.dtype)) for x in states))
@@ -185,11 +166,8 @@ def _forward(query, key, value, sinks, indices, window, settings):
 
 def _backward(settings, residuals, out_gradient):
     query, key, value, sinks, indices, window, out, log_sums = residuals
-    hops, rank, mask = (
-        settings.hops,
-        lax.axis_index(settings.hops.axes),
-        settings.mask(indices, window),
-    )
+    hops, rank = settings.hops, lax.axis_index(settings.hops.axes)
+    mask = settings.mask(indices, window)
     queries, outs, out_gradients = (
         [group_query_heads(section, key.shape[1]) for section in settings.zigzag.split(x)]
         for x in (query, out, out_gradient)
@@ -205,7 +183,7 @@ def _backward(settings, residuals, out_gradient):
         # Sums are float32 over sections and hops; they are rounded once, at the end.
         for pair in pairs_of(mask, rank, source, same_rank):
             section, key_section = pair.section, pair.source.section
-            gradients = _gradients(
+            of_query, of_key, of_value = _gradients(
                 pair,
                 queries[section],
                 pair.source.rows(keys[key_section]),
@@ -215,9 +193,9 @@ def _backward(settings, residuals, out_gradient):
                 out_gradients[section],
                 settings,
             )
-            grads[0][section] += gradients.query
-            grads[1][key_section] += pair.source.sums(gradients.key)
-            grads[2][key_section] += pair.source.sums(gradients.value)
+            grads[0][section] += of_query
+            grads[1][key_section] += pair.source.sums(of_key)
+            grads[2][key_section] += pair.source.sums(of_value)
         return grads[0], settings.join(grads[1]), settings.join(grads[2])
 
     def split_key_value(both: Array) -> tuple[Array, Array]:
@@ -228,32 +206,26 @@ def _backward(settings, residuals, out_gradient):
     query_gradients, *local_gradient = visit(key, value, rank, same_rank=True)
     local_gradient = jnp.concatenate(local_gradient, axis=-1)
     if hops.ranks > 1:
-        last = hops.ranks - 1
 
-        def gradients_at(query_gradients, remote_gradient, keys_and_values, hop):
+        def gradients_at(carry, hop):
+            query_gradients, remote_gradient, keys_and_values = carry
             key, value = split_key_value(keys_and_values)
             added, *key_value_gradients = visit(key, value, hops.source(rank, hop), same_rank=False)
             added = [a + b for a, b in zip(query_gradients, added, strict=True)]
             # The gradients follow their keys one hop behind, and the last hop brings them back to
             # the rank of the keys.
-            return added, hops.send(
-                remote_gradient + jnp.concatenate(key_value_gradients, axis=-1), hop
-            )
+            remote_gradient += jnp.concatenate(key_value_gradients, axis=-1)
+            return added, hops.send(remote_gradient, hop)
 
         def visit_and_send(carry, hop):
-            query_gradients, remote_gradient, keys_and_values = carry
-            return *gradients_at(query_gradients, remote_gradient, keys_and_values, hop), hops.send(
-                keys_and_values, hop
-            )
+            return *gradients_at(carry, hop), hops.send(carry[-1], hop)
 
         # Keys and values in one array. If these hops were equal to those of the forward pass, XLA's
         # common-subexpression elimination would merge them, and keep all ranks' keys in memory.
         keys_and_values = hops.send(jnp.concatenate([key, value], axis=-1), 0)
         carry = query_gradients, jnp.zeros_like(local_gradient), keys_and_values
-        query_gradients, remote_gradient, keys_and_values = hops.loop(visit_and_send, carry)
-        query_gradients, remote_gradient = gradients_at(
-            query_gradients, remote_gradient, keys_and_values, last
-        )
+        carry = hops.loop(visit_and_send, carry)
+        query_gradients, remote_gradient = gradients_at(carry, hops.ranks - 1)
         local_gradient += remote_gradient
     key_gradient, value_gradient = split_key_value(local_gradient)
     sinks_gradients = None
@@ -316,36 +288,29 @@ def _gradients(
     softmax_d: Array,
     out_gradient: Array,
     settings: _RingSettings,
-) -> _Gradients:
-    """Gradients of a pair's queries, keys and values from their scores with each other."""
+) -> tuple[Array, Array, Array]:
+    """Gradients of a pair's queries, keys and values from their scores with each other, float32."""
     query, out_gradient = (pair.query_chunks(x, -2) for x in (query, out_gradient))
     log_sum, softmax_d = (pair.query_chunks(x, -1) for x in (log_sum, softmax_d))
     key, value = (pair.key_chunks(x, -2) for x in (key, value))
 
-    def attend_gradient() -> _Gradients:
-        return _Gradients(
-            *settings.flash.attend_gradient(
-                query, key, value, pair.mask, log_sum, softmax_d, out_gradient, settings.scale
-            )
+    def attend_gradient() -> tuple[Array, Array, Array]:
+        return settings.flash.attend_gradient(
+            query, key, value, pair.mask, log_sum, softmax_d, out_gradient, settings.scale
         )
 
     # Both branches of the `cond` must vary over the same mesh axes.
     zeros = (jnp.zeros(x.shape, jnp.float32) for x in (query, key, value))
-    gradients = _if_visible(pair, attend_gradient, _Gradients(*match_varying(tuple(zeros), query)))
-    return _Gradients(
-        pair.query_sums(gradients.query, -2),
-        pair.key_sums(gradients.key, -2),
-        pair.key_sums(gradients.value, -2),
-    )
+    of_query, *of_keys = _if_visible(pair, attend_gradient, match_varying((*zeros,), query))
+    of_key, of_value = (pair.key_sums(x, -2) for x in of_keys)
+    return pair.query_sums(of_query, -2), of_key, of_value
 
 
 def _if_visible(pair: Pair, compute: Callable[[], Result], otherwise: Result) -> Result:
+    if pair.any_visible is None:
+        return compute()
     # Devices may take different branches, as neither contains a collective.
-    return (
-        compute()
-        if pair.any_visible is None
-        else lax.cond(pair.any_visible, compute, lambda: otherwise)
-    )
+    return lax.cond(pair.any_visible, compute, lambda: otherwise)
 
 
 def _empty_softmax(query: Array, width: int) -> _Softmax:

@@ -155,11 +155,11 @@ class Pair(NamedTuple):
     def query_chunks(self, x: Array, axis: int) -> Array:
         """Selects the query chunks of the two pairs that may have visible scores, from an array
         ``[row, ...]`` with time at `axis`, and stacks them along rows."""
-        return x if self.before is None else _query_chunks(x, axis, self.before)
+        return _query_chunks(x, axis, self.before)
 
     def key_chunks(self, x: Array, axis: int) -> Array:
         """Selects the key chunks of the two pairs, as `query_chunks`."""
-        return x if self.before is None else _key_chunks(x, axis, self.before)
+        return _key_chunks(x, axis, self.before)
 
     def query_sums(self, chunks: Array, axis: int) -> Array:
         """Gradient of `query_chunks`."""
@@ -195,34 +195,34 @@ def pairs_of(mask: SegmentMask, rank: Array, source: Array, same_rank: bool) -> 
     pairs = []
     for section, sources in enumerate(mask.sources):
         for key_source in sources:
-            query, before = query_indices[section], None
-            key = TokenIndices(*(key_source.rows(x) for x in key_indices[key_source.section]))
             # Only a rank's own keys of the same section are in the order that `Mask.causal`
             # promises.
             causal = same_rank and key_source.section == section
             # Keys of an earlier section come before all queries: no half of those scores is hidden.
-            if key_source.section == section and not same_rank:
-                before = source < rank
-                query = TokenIndices(*(_query_chunks(x, 1, before) for x in query))
-                key = TokenIndices(*(_key_chunks(x, 1, before) for x in key))
+            halved = key_source.section == section and not same_rank
+            before = source < rank if halved else None
+            keys = (key_source.rows(x) for x in key_indices[key_source.section])
+            query = TokenIndices(*(_query_chunks(x, 1, before) for x in query_indices[section]))
+            key = TokenIndices(*(_key_chunks(x, 1, before) for x in keys))
             # A query sees itself, so a causal pair needs no test.
             any_visible = None if causal else may_be_visible(query, key, mask.window)
-            pairs.append(
-                Pair(
-                    section, key_source, Mask(query, key, mask.window, causal), any_visible, before
-                )
-            )
+            pair_mask = Mask(query, key, mask.window, causal)
+            pairs.append(Pair(section, key_source, pair_mask, any_visible, before))
     return pairs
 
 
-def _query_chunks(x: Array, axis: int, before: Array) -> Array:
+def _query_chunks(x: Array, axis: int, before: Array | None) -> Array:
+    if before is None:
+        return x
     # Two chunks of one shape whichever rank is earlier: one program for all ranks, and half of the
     # scores on each.
     early, late = jnp.split(x, 2, axis)
     return jnp.concatenate([jnp.where(before, early, late), late])
 
 
-def _key_chunks(x: Array, axis: int, before: Array) -> Array:
+def _key_chunks(x: Array, axis: int, before: Array | None) -> Array:
+    if before is None:
+        return x
     early, late = jnp.split(x, 2, axis)
     return jnp.concatenate([early, jnp.where(before, early, late)])
 

@@ -29,16 +29,14 @@ def rope(
     """Rotates the pair (i, i + head_dim/2) of each head by ``position * base^(-2i / head_dim)``.
 
     Args:
-      scaling: how the frequencies are changed.
       interleaved: the pairs of `x` are (2i, 2i + 1); those of the result are (i, i + head_dim/2)
         all the same, in queries and in keys, so that products do not notice.
 
     References:
       Su et al., "RoFormer", 2021, eq. 34. https://arxiv.org/abs/2104.09864
     """
-    attention_scaling = 1.0 if scaling is None else float(scaling.attention_scaling)
-    frequencies = pair_frequencies(x.shape[-1], base, scaling)
-    return rotate(x, positions, frequencies, attention_scaling, interleaved)
+    frequencies = _frequencies_and_scaling(RotarySettings(base, scaling), x.shape[-1])
+    return rotate_by_tables(x, *cosines_and_sines(positions, *frequencies), interleaved)
 
 
 def pair_frequencies(
@@ -51,24 +49,10 @@ def pair_frequencies(
     return jnp.asarray(frequencies_of(head_dim, base, scaling), jnp.float32)
 
 
-def rotate(
-    x: Float[Array, "token heads head_dim"],
-    positions: Int[Array, "token"],
-    frequencies: Float[Array, "pair"],
-    attention_scaling: float | Float[Array, ""] = 1.0,
-    interleaved: bool = False,
-) -> Float[Array, "token heads head_dim"]:
-    """`rope` with given frequencies (radians per position of each pair) and a factor on the
-    result."""
-    return rotate_by_tables(
-        x, *cosines_and_sines(positions, frequencies, attention_scaling), interleaved
-    )
-
-
 def cosines_and_sines(
     positions: Int[Array, "token"],
     frequencies: Float[Array, "pair"],
-    attention_scaling: float | Float[Array, ""] = 1.0,
+    attention_scaling: float | Float[Array, ""],
 ) -> tuple[Float[Array, "token pair"], Float[Array, "token pair"]]:
     """Cosine and sine of the rotation angle of each pair of a token, times `attention_scaling`."""
     angles = positions.astype(jnp.float32)[:, None] * frequencies[None, :]
@@ -84,7 +68,7 @@ def rotate_by_tables(
     sin: Float[Array, "token pair"],
     interleaved: bool = False,
 ) -> Float[Array, "token heads head_dim"]:
-    """`rope` with given tables, as `cosines_and_sines` computes them."""
+    """`rope` by the tables of `cosines_and_sines`."""
     if interleaved:
         x = jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
     cos, sin = cos[:, None], sin[:, None]
@@ -119,10 +103,6 @@ class RotarySettings(NamedTuple):
 
     base: float
     scaling: RopeScaling | None
-
-    @property
-    def attention_scaling(self) -> float:
-        return 1.0 if self.scaling is None else self.scaling.attention_scaling
 
 
 class RotaryCache(NamedTuple):
@@ -203,7 +183,8 @@ def _frequencies_and_scaling(kind: RotarySettings | None, width: int) -> tuple[A
     """Frequencies and attention scaling; frequencies of 0 for a layer without rotary positions."""
     if kind is None:
         return jnp.zeros(width // 2), 1.0
-    return pair_frequencies(width, *kind), kind.attention_scaling
+    scaling = 1.0 if kind.scaling is None else float(kind.scaling.attention_scaling)
+    return pair_frequencies(width, *kind), scaling
 
 
 def _rotate(
@@ -219,12 +200,14 @@ def _rotate(
         kinds.index(settings) if is_static else jnp.asarray(kind_of_layer, jnp.int32)[layer_index]
     )
     if isinstance(positions, RotaryCache):
-        cos, sin = positions
-        return rotate_by_tables(x, cos[kind], sin[kind], config.rope_interleaved)
-    if is_static:
-        assert settings is not None
-        return rope(x, positions, settings.base, settings.scaling, config.rope_interleaved)
-    per_kind = [_frequencies_and_scaling(each, x.shape[-1]) for each in kinds]
-    frequencies = jnp.stack([frequencies for frequencies, _ in per_kind])
-    scalings = jnp.asarray([scaling for _, scaling in per_kind], jnp.float32)
-    return rotate(x, positions, frequencies[kind], scalings[kind], config.rope_interleaved)
+        cos, sin = (table[kind] for table in positions)
+    elif is_static:
+        frequencies = _frequencies_and_scaling(settings, x.shape[-1])
+        cos, sin = cosines_and_sines(positions, *frequencies)
+    else:
+        frequencies, scalings = zip(
+            *(_frequencies_and_scaling(each, x.shape[-1]) for each in kinds), strict=True
+        )
+        scalings = jnp.asarray(scalings, jnp.float32)
+        cos, sin = cosines_and_sines(positions, jnp.stack(frequencies)[kind], scalings[kind])
+    return rotate_by_tables(x, cos, sin, config.rope_interleaved)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from moe.adapters import Adapted, product
+from moe.adapters import Adapted, matmul, product
 from moe.architecture.feed_forward import Activation
 from moe.experts.fused import (
     FUSED,
@@ -82,7 +82,7 @@ def dense(
     gate_up = product(flattened_dot, x, weights.gate_up, _gate_up_lora_a, _gate_up_lora_b)
     gate, up = jnp.split(checkpoint_name(gate_up, PRODUCT), 2, axis=-1)
     hidden = apply_activation(gate, up, activation)
-    return scatter_tokens(product(_multiply, hidden, weights.down), mesh.tp)
+    return scatter_tokens(product(matmul, hidden, weights.down), mesh.tp)
 
 
 def _gate_up_lora_a(x: Array, matrix: Array) -> Array:
@@ -93,22 +93,14 @@ def _gate_up_lora_b(narrow: Array, matrix: Array) -> Array:
     return jnp.einsum("nhr,hrf->nhf", narrow, matrix).reshape(narrow.shape[0], -1)
 
 
-def _multiply(x: Array, matrix: Array) -> Array:
-    return x @ matrix.astype(x.dtype)
-
-
 def dense_term(
     layer: Layer[Array],
     h: Float[Array, "local d_model"],
     mesh: FoldedMesh,
     activation: Activation = "silu",
 ) -> Float[Array, "local d_model"] | None:
-    """Output of the dense layer, which is the shared expert in a layer with routed experts; None if
-    there is none.
-
-    Args:
-      h: the normalised residual stream.
-    """
+    """Output of the dense layer for the normalised residual stream; it is the shared expert in a
+    layer with routed experts. None if there is none."""
     if layer.dense is None:
         return None
     # Independent of the routed experts, so the two may overlap.
@@ -140,18 +132,14 @@ def routed_experts(
 
     Args:
       weights: the experts, with the biases g, u and d that some have.
-      x: tokens.
       experts: expert ids of each token, none of them twice; ``num_experts`` or more for none.
       probs: gate weights, float32.
       num_rows: capacity in rows; None is enough for every expert id.
       dtype: of the rows, in which the products are computed; None is that of `x`.
       implementation: of the products, see `moe.experts.grouped_dot.grouped_dot`. With "mosaic"
-        kernels also sort, permute and sum the rows; with "mosaic_fused" the activation is fused
-        into the products too (`moe.experts.fused`); with "mosaic_gathered" the products gather
-        tokens and, backward, output gradients themselves, so that neither is permuted; with
-        "mosaic_scattered" they also write their rows in the order of tokens
-        (`moe.experts.fused`). Products with adapters are as narrow as their rank, and use the
-        best implementation that applies.
+        kernels also sort, permute and sum the rows; "mosaic_fused", "mosaic_gathered" and
+        "mosaic_scattered" are those of `moe.experts.fused`. Products with adapters are as narrow as
+        their rank, and use the best implementation that applies.
       activation: f, see `moe.experts.gated.apply_activation`.
 
     Returns:
@@ -173,15 +161,13 @@ def routed_experts(
         _check_fused(weights, activation, implementation)
     num_rows = experts.size if num_rows is None else min(num_rows, experts.size)
     kernels = permutation_kernel(implementation)
-    layout = sorted_layout(
-        experts, weights.down.shape[0], num_slots=num_rows, implementation=kernels
-    )
+    num_experts = weights.down.shape[0]
+    layout = sorted_layout(experts, num_experts, num_slots=num_rows, implementation=kernels)
     # Rows are in the order of experts, so those beyond the capacity come last.
     stop = layout.stops
     overflow = jnp.sum(layout.sizes) - stop[-1]
     sizes = jnp.diff(stop, prepend=0)
     token, slots = layout.tokens, layout.slots
-
     row_probs = permute_rows(probs.reshape(-1), layout.assignments, slots.reshape(-1, 1))
     if is_fused and implementation != FUSED:
         matrices = weights.gate_up, weights.down
@@ -228,11 +214,7 @@ def _check_fused(weights: Experts[Array], activation: Activation, name: str | No
 def _gather_bias(
     bias: Float[Array, "expert *width"], stop: Int[Array, "expert"], rows: Array
 ) -> Float[Array, "row columns"]:
-    """Bias of each row's expert, zeros for rows of none.
-
-    Args:
-      stop: one past the last row of each expert.
-    """
+    """Bias of each row's expert, zeros for rows of none; `stop` is one past its last row."""
     expert = positions_in(stop, jnp.arange(rows.shape[0], dtype=stop.dtype), "right")
     flat = bias.reshape(bias.shape[0], -1)
     return flat.at[expert].get(mode="fill", fill_value=0).astype(rows.dtype)

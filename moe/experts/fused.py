@@ -106,10 +106,10 @@ class FusedOptions(NamedTuple):
 
 
 def _check_and_run(name: str, operands: tuple[Any, ...], options: FusedOptions) -> Array:
-    x, gate_up_weights, down_weights, *_ = operands
-    for width in gate_up_weights.shape[-1], down_weights.shape[-1]:
-        rows = jax.ShapeDtypeStruct(x.shape, options.compute_dtype)
-        grouped.require_support(rows, width, name, "routed_experts")
+    x, *matrices = operands[:3]
+    rows = jax.ShapeDtypeStruct(x.shape, options.compute_dtype)
+    for weights in matrices:
+        grouped.require_support(rows, weights.shape[-1], name, "routed_experts")
     return _experts(*match_varying(operands), options)
 
 
@@ -120,14 +120,8 @@ def _experts(x, gate_up_weights, down_weights, probs, sizes, layout, options):
 
 def _forward(x, gate_up_weights, down_weights, probs, sizes, layout, options):
     rows = x.astype(options.compute_dtype)
-    hidden, gate_up = hidden_units(
-        rows,
-        cast_matrices(gate_up_weights, rows),
-        probs,
-        sizes,
-        source=_source(layout),
-        simulated=options.simulated,
-    )
+    matrices = cast_matrices(gate_up_weights, rows)
+    hidden, gate_up = hidden_units(rows, matrices, probs, sizes, **_gathering(layout, options))
     matrices = cast_matrices(down_weights, rows)
     out = _multiply_and_sum(0, hidden, matrices, sizes, layout, options, jnp.float32)
     gate_up = checkpoint_name(gate_up, PRODUCT)
@@ -137,7 +131,7 @@ def _forward(x, gate_up_weights, down_weights, probs, sizes, layout, options):
 def _backward(options, residuals, gradient):
     x, gate_up, gate_up_weights, down_weights, probs, sizes, layout = residuals
     rows, grad_out = x.astype(options.compute_dtype), gradient.astype(options.compute_dtype)
-    how: dict[str, Any] = {"source": _source(layout), "simulated": options.simulated}
+    how = _gathering(layout, options)
     grad_gate_up, grad_probs = hidden_gradients(
         grad_out, cast_matrices(down_weights, rows), gate_up, probs, sizes, **how
     )
@@ -145,10 +139,8 @@ def _backward(options, residuals, gradient):
     grad_down = grouped.sum_products(
         apply_gate(gate_up, probs), grad_out, sizes, gathered=gathered, **how
     )
-    matrices = cast_matrices(gate_up_weights, rows)
-    grad_x = _multiply_and_sum(
-        1, grad_gate_up, matrices, sizes, layout, options, options.input_dtype
-    )
+    matrices, dtype = cast_matrices(gate_up_weights, rows), options.input_dtype
+    grad_x = _multiply_and_sum(1, grad_gate_up, matrices, sizes, layout, options, dtype)
     grad_gate_up_weights = grouped.sum_products(rows, grad_gate_up, sizes, **how)
     return (
         grad_x,
@@ -163,9 +155,10 @@ def _backward(options, residuals, gradient):
 _experts.defvjp(_forward, _backward)
 
 
-def _source(layout: SortedLayout | None) -> Array | None:
-    """The token of each row that a kernel gathers; None if rows are in the order of experts."""
-    return None if layout is None else layout.tokens
+def _gathering(layout: SortedLayout | None, options: FusedOptions) -> dict[str, Any]:
+    """Options of a kernel that gathers the token of each row, if there is a layout."""
+    source = None if layout is None else layout.tokens
+    return {"source": source, "simulated": options.simulated}
 
 
 def _multiply_and_sum(
@@ -180,15 +173,12 @@ def _multiply_and_sum(
     """Grouped product of the rows and, with a layout, its sum over the slots of each token."""
     if layout is None:
         return grouped.multiply_rows(side, rows, matrices, sizes, simulated=options.simulated)
-    slots = layout.slots
-    scatter_args: dict[str, Any] = {}
+    slots, how = layout.slots, dict[str, Any](simulated=options.simulated)
     if options.scattered:
-        scatter_args = {"destination": layout.assignments, "num_results": slots.size}
+        how |= {"destination": layout.assignments, "num_results": slots.size}
         # Expert ids without a slot are not written, so the sum must skip them.
         assignment = jnp.arange(slots.size, dtype=slots.dtype).reshape(slots.shape)
         slots = jnp.where(slots < rows.shape[0], assignment, slots.size)
-    products = grouped.multiply_rows(
-        side, rows, matrices, sizes, simulated=options.simulated, **scatter_args
-    )
+    products = grouped.multiply_rows(side, rows, matrices, sizes, **how)
     name = "interpreted" if options.simulated else "mosaic"
     return combine(products, slots, dtype=dtype, implementation=name)

@@ -39,13 +39,8 @@ def apply_gate(
     Args:
       gate_up: gate/up projection of each row, gate and up side by side.
       probs: gate weight of each row, float32.
-      activation: see `apply_activation`.
     """
     return _apply_gate(*match_varying((gate_up, probs)), activation)
-
-
-def _split_gate_up(gate_up: Array) -> list[Array]:
-    return jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -54,7 +49,7 @@ def _apply_gate(gate_up, probs, activation):
 
 
 def _plain(gate_up, probs, activation):
-    gate, up = _split_gate_up(gate_up)
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
     return (apply_activation(gate, up, activation) * probs[:, None]).astype(gate_up.dtype)
 
 
@@ -67,7 +62,7 @@ def _backward(activation, residuals, gradient):
     if activation != "silu":
         # The forward result is not used here, so XLA removes its computation.
         return jax.vjp(partial(_plain, activation=activation), gate_up, probs)[1](gradient)
-    gate, up = _split_gate_up(gate_up)
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
     gradient, slope = gradient.astype(jnp.float32), jax.nn.sigmoid(gate)
     silu = gate * slope
     grad_probs = jnp.sum(gradient * silu * up, axis=-1)

@@ -48,17 +48,15 @@ LOOPS_AND_BATCHES = ("tiles", "batched", "blocks")
 """Names of plain JAX, for rows and matrices of any size; None is one of them."""
 
 
-def padded_size(num_rows: int, num_groups: int, most: int) -> int:
-    """Rows of each group that one turn multiplies.
-
-    Args:
-      most: largest number of rows that a group can have.
-    """
+def padded_size(num_rows: int, num_groups: int, most: int | None) -> tuple[int, int]:
+    """Rows of each group that one turn multiplies, and largest number of rows that a group can
+    have: `most`, or all of them for None."""
+    most = num_rows if most is None else min(most, num_rows)
     if most <= ROWS_PER_READ:
-        return most
+        return most, most
     # A buffer for any routing has several times as many rows as arrive.
     usual = min(-(-num_rows // num_groups), -(-most // TURNS))
-    return min(max(-(-usual // UNIT) * UNIT, ROWS_PER_READ), most)
+    return min(max(-(-usual // UNIT) * UNIT, ROWS_PER_READ), most), most
 
 
 def batched_multiply(
@@ -74,8 +72,7 @@ def batched_multiply(
       most: largest number of rows that a group can have; None is all of them.
     """
     num_rows, num_groups = rows.shape[0], sizes.shape[0]
-    most = num_rows if most is None else min(most, num_rows)
-    padded = padded_size(num_rows, num_groups, most)
+    padded, most = padded_size(num_rows, num_groups, most)
     formula = ("gri,gio->gro", "gro,gio->gri")[side]
     start = jnp.cumsum(sizes) - sizes
     group = group_of_rows(sizes, num_rows)
@@ -104,8 +101,7 @@ def batched_sum(
     """Sum of ``rows[r]^T others[r]`` over the rows of each group, float32; `most` as in
     `batched_multiply`."""
     num_rows = rows.shape[0]
-    most = num_rows if most is None else min(most, num_rows)
-    padded = padded_size(num_rows, sizes.shape[0], most)
+    padded, most = padded_size(num_rows, sizes.shape[0], most)
 
     def turn(first: Array | int, total: Array | None) -> Array:
         at = _rows_of_turn(sizes, first, padded, num_rows)
@@ -295,8 +291,7 @@ def blocks_sum(rows, others, sizes):
         # In place: what a loop carries is not copied.
         return total.at[group].add(product), None
 
-    total = jnp.zeros((sizes.shape[0], rows.shape[1], others.shape[1]), jnp.float32)
-    total = match_varying(total, rows)
+    total = _zeros((sizes.shape[0], rows.shape[1], others.shape[1]), jnp.float32, rows)
     return lax.scan(add, total, (blocks.row, blocks.group))[0]
 
 
@@ -384,9 +379,7 @@ def grouped_dot(
       weights: one matrix per group. The axes after the inner dimension are its columns in memory
         order; they are flattened where they are used, and saved for the gradient as they are.
       sizes: number of rows of each group; none negative, in total at most the number of rows.
-      implementation: "tiles" loops over the existing rows, in tiles that each use one matrix;
-        "batched" pads the groups to one batched product, in few kernels
-        (`moe.experts.grouped_dot`); "blocks" loops over a static number of whole blocks;
+      implementation: "tiles", "blocks" and "batched" are plain JAX (`moe.experts.grouped_dot`);
         "mosaic" are kernels for NVIDIA's Hopper, for rows in half precision and dimensions that are
         multiples of 64; "megablox" are JAX's kernels for TPUs; "ragged_dot" is XLA's; "plain" is
         the reference implementation, each row times each matrix. None is "tiles" on a CPU,

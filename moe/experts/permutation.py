@@ -25,10 +25,8 @@ def permute_rows(
     scatter-add, whose order varies.
 
     Args:
-      x: the rows.
       source: index of the row of each slot.
       slots: indices of the slots of each row, past the end for none; the inverse of `source`.
-      dtype: of the result.
       implementation: of forward and backward, see `moe.kernels.choice`; scalars are "plain".
     """
     dtype = x.dtype if dtype is None else dtype

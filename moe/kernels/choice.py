@@ -1,7 +1,7 @@
 """Selection of an implementation by name (reference implementation, kernel or interpreter), and the
 devices that it is for, present or absent."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -70,13 +70,13 @@ def foreign_gpus(*, hopper_only: bool) -> str | None:
 @cache
 def capability() -> float:
     """Lowest compute capability of this process's NVIDIA GPUs; 0 without any."""
-    if jax.default_backend() != "gpu":
-        return 0.0
+    return _lowest_capability(jax.local_devices()) if jax.default_backend() == "gpu" else 0.0
+
+
+def _lowest_capability(devices: Iterable[Any]) -> float:
     # On GPUs of another vendor it is a name, not a number.
-    capabilities = [
-        str(getattr(device, "compute_capability", "")) for device in jax.local_devices()
-    ]
-    return min(float(text) if text.replace(".", "", 1).isdigit() else 0.0 for text in capabilities)
+    texts = [str(getattr(device, "compute_capability", "")) for device in devices]
+    return min(float(text) if text.replace(".", "", 1).isdigit() else 0.0 for text in texts)
 
 
 def unsupported_dtype(name: str, dtype: DTypeLike) -> str | None:
@@ -122,10 +122,7 @@ def devices_of(mesh: FoldedMesh | None = None) -> Devices:
         platform, devices = mesh.platform, _mesh_devices(mesh)
     if platform != "gpu":
         return Devices(platform, 0.0)
-    # On GPUs of another vendor it is a name, not a number.
-    texts = [str(getattr(device, "compute_capability", "")) for device in devices]
-    numbers = [float(text) if text.replace(".", "", 1).isdigit() else 0.0 for text in texts]
-    return Devices(platform, min(numbers) if numbers else capability())
+    return Devices(platform, _lowest_capability(devices) if devices else capability())
 
 
 def _mesh_devices(mesh: FoldedMesh) -> tuple[Any, ...]:

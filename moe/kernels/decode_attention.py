@@ -67,27 +67,17 @@ def decode_attention(
       ValueError: on another implementation, and where "mosaic" does not support the call.
     """
     # All layers are passed with an index: the kernel reads its layer in place.
-    layer = 0 if layer is None else layer
+    buffers = (x if x.ndim == 5 else x[None] for x in (keys, values))
+    layer = jnp.asarray(0 if layer is None else layer, jnp.int32)
     return call_implementation(
         implementation,
-        partial(_plain, scale=scale),
+        partial(plain_decode_attention, scale=scale),
         partial(_mosaic, scale=scale),
-        (
-            query,
-            _with_layer_axis(keys),
-            _with_layer_axis(values),
-            first,
-            stop,
-            jnp.asarray(layer, jnp.int32),
-        ),
+        (query, *buffers, first, stop, layer),
         operation="decode_attention",
         obstacle=_obstacle(implementation, query, keys, values),
         hopper_only=True,
     )
-
-
-def _with_layer_axis(buffer: Array) -> Array:
-    return buffer if buffer.ndim == 5 else buffer[None]
 
 
 def unsupported_heads(dtype: Any, group: int, *widths: int) -> str | None:
@@ -121,7 +111,10 @@ def obstacle_of_cache(name: str | None, reason: str | None, cache_length: int) -
     return None if reason is None else f"{reason}; use None."
 
 
-def _plain(query, keys, values, first, stop, layer, *, scale: float | None) -> Array:
+def plain_decode_attention(
+    query, keys, values, first, stop, layer, *, scale: float | None
+) -> Array:
+    """Reference implementation of `decode_attention`, on buffers of all layers."""
     keys, values = (lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in (keys, values))
     column = jnp.arange(keys.shape[-1])[None]
     visible = (column >= first[:, None]) & (column < stop[:, None])
@@ -157,6 +150,7 @@ def split_attention(
     by_kv_head = query.reshape(rows * kv_heads, group, head_dim)
     # All query heads of a key/value head in one product: its keys are then read once.
     by_kv_head = jnp.pad(by_kv_head, ((0, 0), (0, MIN_QUERIES - group), (0, 0)))
+    visible = (x.astype(jnp.int32) for x in (first, stop))
 
     def body(target, program, layer, first, stop, query, keys, values, out, most, total):
         # Splits of a row are neighbours, so that a long row is spread over the multiprocessors.
@@ -186,14 +180,7 @@ def split_attention(
         body,
         rows * kv_heads * splits,
         output_shapes(rows, heads, kv_heads, head_dim, width, num_columns),
-        [
-            layer.reshape(1),
-            first.astype(jnp.int32),
-            stop.astype(jnp.int32),
-            by_kv_head,
-            keys,
-            values,
-        ],
+        [layer.reshape(1), *visible, by_kv_head, keys, values],
         operation="decode_attention",
         simulated=simulated,
     )
@@ -228,11 +215,8 @@ def output_shapes(
       num_columns: columns of the cache.
     """
     programs = rows * kv_heads * -(-num_columns // columns_per_program(head_dim, width))
-    shapes = (
-        (programs * (heads // kv_heads), width),
-        (programs * MIN_QUERIES,),
-        (programs * MIN_QUERIES,),
-    )
+    sums = (programs * MIN_QUERIES,)
+    shapes = (programs * (heads // kv_heads), width), sums, sums
     return tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
 
 
@@ -259,14 +243,11 @@ def _attend_columns(target: Target, sources, begin, end, factor: float):
             mosaic_gpu().commit_smem()
 
         scores = product(query, keys) * factor
-        column = target.tiled(lax.broadcasted_iota(jnp.int32, scores.shape, 1))
-        visible = (column >= begin).astype(jnp.int32) * (column < end).astype(jnp.int32) > 0
+        visible = target.in_range(scores.shape, 1, begin, end)
         # Minus infinity is safe: at least one column is visible, so the maximum is finite.
-        minus_infinity = target.tiled(jnp.full(scores.shape, -jnp.inf, jnp.float32))
-        scores = jnp.where(visible, scores, minus_infinity)
+        scores = jnp.where(visible, scores, target.full(scores.shape, -jnp.inf))
         largest = target.tiled(jnp.max(scores, axis=1))
-        largest_of_row = target.tiled(lax.broadcast_in_dim(largest, scores.shape, (0,)))
-        powers = jnp.exp(scores - largest_of_row)
+        powers = jnp.exp(scores - target.broadcast(largest, scores.shape))
         sums = target.tiled(jnp.sum(powers, axis=1))
 
         # Relative to the largest score of the split, so that no exponential overflows;

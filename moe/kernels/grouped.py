@@ -61,14 +61,9 @@ def require_support(
     name: str = "mosaic",
     operation: str = "grouped_dot",
 ) -> None:
-    """Raises if the kernels do not support these rows, this width of the result, or this process's
-    GPUs.
-
-    Raises:
-      ValueError: with the reason and the fix.
-    """
-    reason = foreign_gpus(hopper_only=True)
-    reason = reason or unsupported_dtype("rows", rows.dtype)
+    """Raises a ValueError with the reason and the fix if the kernels do not support these rows,
+    this width of the result, or this process's GPUs."""
+    reason = foreign_gpus(hopper_only=True) or unsupported_dtype("rows", rows.dtype)
     if reason is None and (unsupported_size(rows.shape[1]) or unsupported_size(width)):
         reason = f"matrices of {rows.shape[1]} x {width} (both must be multiples of {UNIT})"
     if reason is not None:
@@ -138,13 +133,13 @@ def multiply_rows(
       num_results: rows of the result where there is a destination; None is as many as slots.
     """
     width, height = weights.shape[2 - side], tiling.rows
+    tiling = fit_columns(tiling, width)
     num_slots = (rows if source is None else source).shape[0]
     # `num_padded` is the number of slots with padding: at least one tile, so that no tile is
     # larger.
     row_sources, num_padded = pad_to_tiles(rows, source, height)
     tiles = plan_tiles(sizes, num_padded, height)
-    columns = tile_width(width, tiling.columns)
-    down, across = tiles.group.shape[0], width // columns
+    down, across = tiles.group.shape[0], width // tiling.columns
     indices, num_rows = [], num_padded
     if destination is not None:
         num_rows = num_slots if num_results is None else num_results
@@ -163,31 +158,14 @@ def multiply_rows(
             # All rows of the block are multiplied, those of other groups too; only those of this
             # group are written, so that no mask is needed.
             (out_tile,) = product_tiles(
-                target,
-                side,
-                row_refs,
-                weights,
-                height=height,
-                columns=columns,
-                tiling=tiling,
-                group=group[tile],
-                block=block[tile],
-                column_blocks=[column],
+                target, side, row_refs, weights, tiling, group[tile], block[tile], [column]
             )
-            start = block[tile] * height
+            start, rows_here = block[tile] * height, (first[tile], size[tile])
             if destination_ref is None:
-                store_rows(out_tile, first[tile], size[tile], start, column, out)
+                store_rows(out_tile, *rows_here, start, column, out)
             else:
-                scatter_rows(
-                    target,
-                    out_tile,
-                    first[tile],
-                    size[tile],
-                    destination_ref,
-                    start,
-                    column * columns,
-                    out,
-                )
+                at = start, column * tiling.columns
+                scatter_rows(target, out_tile, *rows_here, destination_ref, *at, out)
 
     (out,) = launch(
         body,
@@ -226,6 +204,11 @@ def pad_rows(rows: Array, height: int) -> Array:
     return jnp.pad(rows, ((0, missing), (0, 0))) if missing else rows
 
 
+def fit_columns(tiling: Tiling, width: int) -> Tiling:
+    """Tile sizes for a result of this width."""
+    return tiling._replace(columns=tile_width(width, tiling.columns))
+
+
 def tile_width(dimension: int, most: int) -> int:
     """Largest tile width that divides a dimension, a multiple of 64 and at most `most`."""
     return next(width for width in range(most, 0, -64) if dimension % width == 0)
@@ -236,9 +219,6 @@ def product_tiles(
     side: int,
     row_refs: Sequence[Any],
     weights: Any,
-    *,
-    height: int,
-    columns: int,
     tiling: Tiling,
     group: Any,
     block: Any,
@@ -248,11 +228,12 @@ def product_tiles(
 
     Args:
       row_refs: arrays of `pad_to_tiles`.
-      height, columns: size of each tile.
+      tiling: of `fit_columns`.
       group, block: indices of the group and of the block of rows.
       column_blocks: index of the block of columns of each tile.
     """
     num_groups, depth = weights.shape[0], row_refs[0].shape[1]
+    height, columns = tiling.rows, tiling.columns
     step, num_products = tile_width(depth, tiling.depth), len(column_blocks)
 
     # `totals` are references of the scope of `with_slots`: wgmma adds to them in place.
@@ -265,11 +246,10 @@ def product_tiles(
         # `delay_release=1`: wgmma is asynchronous, so a slot is still being read for one step after
         # the product has started.
         def matrices_at(column):
+            shape, index = (step, columns), lambda k: (k, column)
             if side:
-                return mosaic_gpu().BlockSpec(
-                    (columns, step), lambda k: (column, k), delay_release=1
-                )
-            return mosaic_gpu().BlockSpec((step, columns), lambda k: (k, column), delay_release=1)
+                shape, index = (columns, step), lambda k: (column, k)
+            return mosaic_gpu().BlockSpec(shape, index, delay_release=1)
 
         # The index is kept in bounds also in the branch that does not run.
         @pl.when(group < num_groups)
@@ -353,18 +333,14 @@ def sum_products(
         first, last = start[group], stop[group]
         block = lax.div(first, jnp.int32(step))
         blocks = lax.div(last + step - 1, jnp.int32(step)) - block
-        tile_axes = (i, height), (j, width)
-        (gathered_block, gathered_width), (contiguous_block, contiguous_width) = (
-            tile_axes[::-1] if gathered else tile_axes
-        )
+        # From left and right to indexed and contiguous, or back.
+        swap = slice(None, None, -1 if gathered else 1)
+        indexed_axis, contiguous_axis = ((i, height), (j, width))[swap]
+        shape = step, indexed_axis[1]
 
         def accumulate(slots, total):
-            def multiply(k, gathered_tile, contiguous_tile):
-                left, right = (
-                    (contiguous_tile, gathered_tile)
-                    if gathered
-                    else (gathered_tile, contiguous_tile)
-                )
+            def multiply(k, *tiles):
+                left, right = tiles[swap]
                 at = (block + k) * step
 
                 # Rows of other groups are set to zero in both operands: in one it is not enough,
@@ -380,36 +356,22 @@ def sum_products(
             # A group without rows has a sum of zeros, which is still written.
             @pl.when(last > first)
             def _():
+                indexed_rows = RowSlices(
+                    row_refs, slots, shape, lambda k: (block + k, indexed_axis[0])
+                )
+                spec = mosaic_gpu().BlockSpec(
+                    (step, contiguous_axis[1]),
+                    lambda k: (block + k, contiguous_axis[0]),
+                    delay_release=1,
+                )
                 multiply_slices(
-                    target,
-                    multiply,
-                    blocks,
-                    RowSlices(
-                        row_refs,
-                        slots,
-                        (step, gathered_width),
-                        lambda k: (block + k, gathered_block),
-                    ),
-                    [
-                        mosaic_gpu().BlockSpec(
-                            (step, contiguous_width),
-                            lambda k: (block + k, contiguous_block),
-                            delay_release=1,
-                        )
-                    ],
-                    [contiguous],
-                    tiling.stages,
+                    target, multiply, blocks, indexed_rows, [spec], [contiguous], tiling.stages
                 )
 
             return total[...]
 
-        group_sum = with_slots(
-            row_refs,
-            (step, gathered_width),
-            tiling.stages,
-            accumulate,
-            mosaic_gpu().WGMMAAccumulatorRef((height, width)),
-        )
+        accumulator = mosaic_gpu().WGMMAAccumulatorRef((height, width))
+        group_sum = with_slots(row_refs, shape, tiling.stages, accumulate, accumulator)
 
         def store(staged):
             staged[...] = group_sum
@@ -433,7 +395,6 @@ def sum_products(
 
 def zero_outside(target: Target, ref, first, last, axis: int = 0):
     """Sets the rows of a slice, or its columns, to zero before `first` and from `last` on."""
-    index = target.tiled(lax.broadcasted_iota(jnp.int32, ref.shape, axis))
-    inside = ((index >= first).astype(jnp.int32) * (index < last).astype(jnp.int32)) > 0
+    inside = target.in_range(ref.shape, axis, first, last)
     zeros = target.tiled(jnp.zeros(ref.shape, ref.dtype))
     ref[...] = jnp.where(inside, target.tiled(ref[...]), zeros)

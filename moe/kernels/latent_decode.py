@@ -28,10 +28,14 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from moe.kernels.choice import call_implementation, unsupported_dtype, unsupported_dtypes
-from moe.kernels.decode_attention import UNIT, merge_splits, obstacle_of_cache
+from moe.kernels.decode_attention import (
+    UNIT,
+    merge_splits,
+    obstacle_of_cache,
+    plain_decode_attention,
+)
 from moe.kernels.grouped import zero_outside
 from moe.kernels.mosaic import THREAD, Target, launch, mosaic_gpu, product
-from moe.ops.attention import cached_attention
 
 BLOCK = UNIT
 """Columns that are multiplied at a time: with more, two blocks do not fit into shared memory."""
@@ -73,9 +77,8 @@ def latent_decode_attention(
     Args:
       query: absorbed (`moe.attention.latent.absorb_keys`).
       vectors: in the layout of `moe.cache.Cache`.
-      first, stop: range of columns that a row sees, at least one.
+      first, stop, layer: as for `moe.kernels.decode_attention.decode_attention`.
       scale: multiplies the scores.
-      layer: index of the layer, where the buffer holds all layers: a slice would be a copy.
       implementation: "mosaic", the kernel, for half precision, vectors of a multiple of 64 numbers
         up to 576, a rank of a multiple of 128 up to 512, and columns that are a multiple of 64;
         None and "plain" are `moe.ops.attention.cached_attention`.
@@ -83,13 +86,13 @@ def latent_decode_attention(
     Raises:
       ValueError: on another implementation, and where "mosaic" does not support the call.
     """
-    layer = 0 if layer is None else layer
     stacked = vectors if vectors.ndim == 5 else vectors[None]
+    layer = jnp.asarray(0 if layer is None else layer, jnp.int32)
     return call_implementation(
         implementation,
         partial(_plain, rank=rank, scale=scale),
         partial(_mosaic, rank=rank, scale=scale),
-        (query, stacked, first, stop, jnp.asarray(layer, jnp.int32)),
+        (query, stacked, first, stop, layer),
         operation="latent_decode_attention",
         obstacle=_obstacle(implementation, query, vectors, rank),
         hopper_only=True,
@@ -115,12 +118,9 @@ def _obstacle(name: str | None, query: Array, vectors: Array, rank: int) -> str 
     return obstacle_of_cache(name, reason, vectors.shape[-1])
 
 
-def _plain(query, vectors, first, stop, layer, *, rank: int, scale: float) -> Array:
-    vectors = lax.dynamic_index_in_dim(vectors, layer, keepdims=False)
-    column = jnp.arange(vectors.shape[-1])[None]
-    visible = (column >= first[:, None]) & (column < stop[:, None])
-    values = jnp.swapaxes(vectors[:, :, :rank], 2, 3)
-    return cached_attention(query, vectors, values, visible, scale)
+def _plain(query, vectors, *selection, rank: int, scale: float) -> Array:
+    values = jnp.swapaxes(vectors[..., :rank, :], -2, -1)
+    return plain_decode_attention(query, vectors, values, *selection, scale=scale)
 
 
 def _mosaic(*operands: Array, rank: int, scale: float, interpreted: bool) -> Array:
@@ -152,6 +152,7 @@ def split_latent_attention(
     length = split_length(rows * tiles, num_columns) if length is None else length
     splits = -(-num_columns // length)
     padded = jnp.pad(query, ((0, 0), (0, tiles * HEADS - heads), (0, 0)))
+    visible = (x.astype(jnp.int32) for x in (first, stop))
 
     def body(target, program, layer, first, stop, query, vectors, out, most, total):
         # Programs of the same columns are neighbours: the second finds them in the L2 cache.
@@ -179,13 +180,7 @@ def split_latent_attention(
         body,
         rows * splits * tiles,
         output_shapes(rows, heads, rank, num_columns, length),
-        [
-            layer.reshape(1),
-            first.astype(jnp.int32),
-            stop.astype(jnp.int32),
-            padded.reshape(rows * tiles, HEADS, width),
-            vectors,
-        ],
+        [layer.reshape(1), *visible, padded.reshape(rows * tiles, HEADS, width), vectors],
         operation="latent_decode_attention",
         threads=2,
         simulated=simulated,
@@ -267,7 +262,7 @@ class SplitInputs(NamedTuple):
 
     def zero_sums(self, slices: Slices) -> tuple[Any, ...]:
         """Sums of no column, ``[head, element]`` for each slice of the values."""
-        return tuple(self.full((self.query.shape[0], size), 0.0) for _, size in slices)
+        return tuple(self.target.full((self.query.shape[0], size), 0.0) for _, size in slices)
 
     def add_values(
         self, sums: tuple[Any, ...], slices: Slices, shrink: Any, powers: Any, columns: Any
@@ -278,7 +273,7 @@ class SplitInputs(NamedTuple):
         def add(total, start, size):
             values = self.target.transpose(columns.at[pl.ds(start, size)])
             return self.target.add_product(
-                total * self.broadcast(shrink, total.shape), powers, values
+                total * self.target.broadcast(shrink, total.shape), powers, values
             )
 
         return tuple(add(total, *part) for total, part in zip(sums, slices, strict=True))
@@ -287,13 +282,6 @@ class SplitInputs(NamedTuple):
         """Writes the sums of these slices to the rows of the output."""
         for total, (start, size) in zip(sums, slices, strict=True):
             self.target.store(out.at[:, pl.ds(start, size)], total)
-
-    def broadcast(self, vector: Any, shape: tuple[int, ...]) -> Any:
-        """Broadcasts a number for each row to a matrix."""
-        return self.target.tiled(lax.broadcast_in_dim(vector, shape, (0,)))
-
-    def full(self, shape: tuple[int, ...], value: float) -> Any:
-        return self.target.tiled(jnp.full(shape, value, jnp.float32))
 
 
 class SharedMemory(NamedTuple):
@@ -372,14 +360,13 @@ def _score(inputs: SplitInputs, shared: SharedMemory, slices: Slices, out, most,
             gpu.commit_smem()
 
         scores = product(shared.query, columns) * inputs.scale
-        column = target.tiled(lax.broadcasted_iota(jnp.int32, scores.shape, 1))
-        visible = (column >= begin).astype(jnp.int32) * (column < end).astype(jnp.int32) > 0
+        visible = target.in_range(scores.shape, 1, begin, end)
         # Minus infinity is safe: every block in the range has a visible column, so from the first
         # one on the maximum is finite.
-        scores = jnp.where(visible, scores, inputs.full(scores.shape, -jnp.inf))
+        scores = jnp.where(visible, scores, target.full(scores.shape, -jnp.inf))
         new_largest = jnp.maximum(largest, target.tiled(jnp.max(scores, axis=1)))
         shrink = jnp.exp(largest - new_largest)
-        powers = jnp.exp(scores - inputs.broadcast(new_largest, scores.shape))
+        powers = jnp.exp(scores - target.broadcast(new_largest, scores.shape))
         powers_so_far = powers_so_far * shrink + target.tiled(jnp.sum(powers, axis=1))
 
         # The other warpgroup may still be reading the exponentials of the block before.
@@ -398,11 +385,7 @@ def _score(inputs: SplitInputs, shared: SharedMemory, slices: Slices, out, most,
 
     # The queries are copied once, by the other warpgroup, and stay in shared memory.
     gpu.barrier_wait(shared.query_arrived)
-    start = (
-        inputs.zero_sums(slices),
-        inputs.full((heads,), -jnp.inf),
-        inputs.full((heads,), 0.0),
-    )
+    start = inputs.zero_sums(slices), target.full((heads,), -jnp.inf), target.full((heads,), 0.0)
     sums, largest, powers = lax.fori_loop(lowest, highest, step, start)
     # The wait for the last block: arrivals and waits are then equally many.
     gpu.barrier_wait(shared.second_summed)

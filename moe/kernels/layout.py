@@ -1,5 +1,4 @@
-"""Permutation of tokens by expert id: its layout, computed without a sort (a counting sort in
-blocks), the gather into its slots, and the sum over the slots of a token.
+"""Layout of tokens permuted by expert id, computed without a sort (a counting sort in blocks).
 
 An assignment is one of the k expert ids of a token. The slot of an assignment is the number of
 assignments of its expert in earlier blocks, with all those of earlier experts, plus its rank in its
@@ -15,19 +14,17 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from moe.kernels.choice import call_implementation
-from moe.kernels.mosaic import Target, launch
-from moe.kernels.rows import combine, combine_gradients, take
-from moe.ops.sorting import inverse_slots, sort_by_group, take_rows
-from sharding.collectives import match_varying
+from moe.kernels.mosaic import launch
+from moe.ops.sorting import inverse_slots, sort_by_group
 
 BLOCK = 128
 """Assignments of one program."""
 SIDE = 64
+TILE = SIDE, SIDE
 """Rows and columns of the matrix of comparisons that a warpgroup has in registers."""
 
 
@@ -53,21 +50,14 @@ class SortedLayout(NamedTuple):
 
     @property
     def stops(self) -> Array:
-        """``[expert]`` one past the last slot of each expert, in a layout without tiles."""
+        """``[expert]`` one past the last slot of each expert."""
         return jnp.minimum(jnp.cumsum(self.sizes), self.assignments.size)
-
-
-def slots_needed(num_assignments: int, num_experts: int, tile: int = 1) -> int:
-    """Number of slots that is enough for any assignments: each expert may leave one tile all but
-    empty."""
-    return -(-(num_assignments + num_experts * (tile - 1)) // tile) * tile
 
 
 def sorted_layout(
     experts: Int[Array, "token k"],
     num_experts: int,
     *,
-    tile: int = 1,
     num_slots: int | None = None,
     implementation: str | None = None,
 ) -> SortedLayout:
@@ -75,19 +65,17 @@ def sorted_layout(
 
     Args:
       experts: expert ids; one that is not in ``0..num_experts - 1`` has no slot.
-      tile: slots of an expert start at a multiple of this; those before the next one's are empty.
-      num_slots: number of slots; assignments beyond them have none. None is `slots_needed`.
+      num_slots: number of slots; assignments beyond them have none. None is one for each.
       implementation: "mosaic", "plain" (a sort) or "interpreted", see `moe.kernels.choice`.
 
     Raises:
       ValueError: on another implementation, and on "mosaic" on other devices than CUDA's.
     """
     num_assignments = experts.size
-    if num_slots is None:
-        num_slots = slots_needed(num_assignments, num_experts, tile)
+    num_slots = num_assignments if num_slots is None else num_slots
     ids = experts.reshape(-1).astype(jnp.int32)
     ids = jnp.where((ids >= 0) & (ids < num_experts), ids, num_experts)
-    options = {"num_experts": num_experts, "tile": tile, "num_slots": num_slots}
+    options = {"num_experts": num_experts, "num_slots": num_slots}
     assignments, slots, sizes = call_implementation(
         implementation,
         partial(_plain, **options),
@@ -99,38 +87,18 @@ def sorted_layout(
     return SortedLayout(assignments, slots.reshape(experts.shape), sizes)
 
 
-def _plain(ids: Array, *, num_experts: int, tile: int, num_slots: int) -> tuple[Array, ...]:
+def _plain(ids: Array, *, num_experts: int, num_slots: int) -> tuple[Array, ...]:
     num_assignments = ids.shape[0]
     order, sizes = sort_by_group(ids, num_experts)
     rank = inverse_slots(order, num_assignments)
-    if tile > 1:
-        # Assignments without an expert come last; the shift that they read is not used.
-        shift = _starts(sizes, tile) - _starts(sizes, 1)
-        slots = rank + take_rows(shift, ids)
-        return *_invert_slots(ids, slots, num_experts, num_slots), sizes
     used = jnp.minimum(jnp.sum(sizes), num_slots)
     order = jnp.pad(order, (0, max(num_slots - num_assignments, 0)))[:num_slots]
     assignments = jnp.where(jnp.arange(num_slots) < used, order, num_assignments)
     return assignments, jnp.where(rank < used, rank, num_slots), sizes
 
 
-def _invert_slots(
-    ids: Array, slots: Array, num_experts: int, num_slots: int
-) -> tuple[Array, Array]:
-    """Assignment of each slot, and slot of each assignment; those without a slot get one past the
-    last."""
-    slots = jnp.where(ids < num_experts, jnp.minimum(slots, num_slots), num_slots)
-    # No slot is used twice, so this scatter needs no atomics.
-    return inverse_slots(slots, num_slots), slots
-
-
-def _starts(sizes: Array, tile: int) -> Array:
-    padded = -(-sizes // tile) * tile
-    return jnp.cumsum(padded) - padded
-
-
 def _kernel(
-    ids: Array, *, num_experts: int, tile: int, num_slots: int, interpreted: bool
+    ids: Array, *, num_experts: int, num_slots: int, interpreted: bool
 ) -> tuple[Array, ...]:
     num_assignments = ids.shape[0]
     blocks, width = -(-num_assignments // BLOCK), -(-num_experts // SIDE) * SIDE
@@ -138,30 +106,22 @@ def _kernel(
     padded_ids = jnp.where(ids < num_experts, ids, width)
     padded_ids = jnp.pad(padded_ids, (0, blocks * BLOCK - num_assignments), constant_values=width)
     run = partial(launch, operation="sorted_layout", interpreted=interpreted)
-    counts_shape = jax.ShapeDtypeStruct((blocks * width,), jnp.int32)
-    (counts,) = run(
-        partial(_count, width), blocks, [counts_shape], [padded_ids], name="count_assignments"
-    )
+    shape = jax.ShapeDtypeStruct((blocks * width,), jnp.int32)
+    (counts,) = run(partial(_count, width), blocks, [shape], [padded_ids], name="count_assignments")
     counts = counts.reshape(blocks, width)
     # Exclusive sums: the first slot of each expert, plus its assignments in the blocks before.
     sizes = jnp.sum(counts, axis=0)
-    before = jnp.cumsum(counts, axis=0) - counts + _starts(sizes, tile)[None]
-    slots_shape = jax.ShapeDtypeStruct(padded_ids.shape, jnp.int32)
+    before = jnp.cumsum(counts, axis=0) - counts + (jnp.cumsum(sizes) - sizes)[None]
     # The ids are two operands, one for each dimension that they are compared along. Two loads of
     # one operand would be merged into one value, which cannot have both register layouts.
     operands = [padded_ids, padded_ids, before.reshape(-1)]
-    (slots,) = run(
-        partial(_assign_slots, width), blocks, [slots_shape], operands, name="place_assignments"
-    )
-    return *_invert_slots(ids, slots[:num_assignments], num_experts, num_slots), sizes[:num_experts]
-
-
-def _broadcast(target: Target, vector: Array, dimension: int) -> Array:
-    return target.tiled(lax.broadcast_in_dim(vector, (SIDE, SIDE), (dimension,)))
-
-
-def _iota(target: Target, dimension: int) -> Array:
-    return target.tiled(lax.broadcasted_iota(jnp.int32, (SIDE, SIDE), dimension))
+    shape = jax.ShapeDtypeStruct(padded_ids.shape, jnp.int32)
+    body = partial(_assign_slots, width)
+    (slots,) = run(body, blocks, [shape], operands, name="place_assignments")
+    slots = jnp.minimum(slots[:num_assignments], num_slots)
+    slots = jnp.where(ids < num_experts, slots, num_slots)
+    # No slot is used twice, so this scatter needs no atomics.
+    return inverse_slots(slots, num_slots), slots, sizes[:num_experts]
 
 
 def _count(width, target, block, ids, counts):
@@ -171,10 +131,9 @@ def _count(width, target, block, ids, counts):
     for first in range(0, width, SIDE):
         total = None
         for offset in range(0, BLOCK, SIDE):
-            expert = _broadcast(
-                target, target.load(ids.at[pl.ds(block * BLOCK + offset, SIDE)], 1), 1
-            )
-            equal = (expert == _iota(target, 0) + first).astype(jnp.int32)
+            expert = target.load(ids.at[pl.ds(block * BLOCK + offset, SIDE)], 1)
+            expert = target.broadcast(expert, TILE, 1)
+            equal = (expert == target.iota(TILE, 0) + first).astype(jnp.int32)
             block_counts = target.tiled(jnp.sum(equal, axis=1))
             total = block_counts if total is None else total + block_counts
         target.store(counts.at[pl.ds(block * width + first, SIDE)], total)
@@ -185,117 +144,20 @@ def _assign_slots(width, target, block, ids, others, before, slots):
     the block (columns) and adds the first slot of its expert and block, selected by a comparison
     with all experts (columns)."""
     for offset in range(0, BLOCK, SIDE):
-        row_ids = _broadcast(target, target.load(ids.at[pl.ds(block * BLOCK + offset, SIDE)], 0), 0)
-        slot = target.tiled(jnp.zeros((SIDE, SIDE), jnp.int32))
+        row_ids = target.load(ids.at[pl.ds(block * BLOCK + offset, SIDE)], 0)
+        row_ids = target.broadcast(row_ids, TILE)
+        slot = target.tiled(jnp.zeros(TILE, jnp.int32))
         for earlier in range(0, offset + SIDE, SIDE):
-            column_ids = others.at[pl.ds(block * BLOCK + earlier, SIDE)]
-            equal = (row_ids == _broadcast(target, target.load(column_ids, 1), 1)).astype(jnp.int32)
+            column_ids = target.load(others.at[pl.ds(block * BLOCK + earlier, SIDE)], 1)
+            equal = (row_ids == target.broadcast(column_ids, TILE, 1)).astype(jnp.int32)
             # In its own tile only those below the diagonal come earlier.
             if earlier == offset:
-                equal *= (_iota(target, 1) < _iota(target, 0)).astype(jnp.int32)
+                equal *= (target.iota(TILE, 1) < target.iota(TILE, 0)).astype(jnp.int32)
             slot = slot + equal
         # A gather by expert id, written as compare and sum: registers cannot be indexed.
         for first in range(0, width, SIDE):
             sums = target.load(before.at[pl.ds(block * width + first, SIDE)], 1)
-            equal = (row_ids == _iota(target, 1) + first).astype(jnp.int32)
-            slot = slot + _broadcast(target, sums, 1) * equal
+            equal = (row_ids == target.iota(TILE, 1) + first).astype(jnp.int32)
+            slot = slot + target.broadcast(sums, TILE, 1) * equal
         total = target.tiled(jnp.sum(slot, axis=1))
         target.store(slots.at[pl.ds(block * BLOCK + offset, SIDE)], total)
-
-
-def permute(
-    x: Float[Array, "token width"], layout: SortedLayout, *, implementation: str | None = None
-) -> Float[Array, "slot width"]:
-    """Gathers tokens into the slots of a layout, with zeros in empty slots.
-
-    The gradient of a token is the sum over its slots, float32, in the order of its expert ids.
-
-    Args:
-      x: tokens.
-      layout: sorted layout of their expert ids.
-      implementation: "mosaic", "plain" or "interpreted", see `moe.kernels.choice`.
-
-    Raises:
-      ValueError: on another implementation, and where "mosaic" does not support the call: on other
-        devices than CUDA's, and for rows whose width is not a multiple of 128.
-    """
-    x, layout = match_varying((x, layout))
-    return _permute(x, layout, x.dtype, implementation)
-
-
-def unpermute(
-    rows: Float[Array, "slot width"],
-    layout: SortedLayout,
-    probs: Float[Array, "token k"] | None = None,
-    *,
-    implementation: str | None = None,
-) -> Float[Array, "token width"]:
-    """``sum_k probs_k rows[slot_k]`` of each token, float32, rounded once to the rows' dtype.
-
-    The reverse of `permute`, and its gradient where there are no probs. An expert id without a slot
-    adds nothing.
-
-    Args:
-      rows: rows in the slots of the layout; the contents of empty ones have no effect.
-      layout: sorted layout of the tokens' expert ids.
-      probs: gate weights; None is 1.
-      implementation: as in `permute`, with its errors.
-    """
-    if probs is None:
-        rows, layout = match_varying((rows, layout))
-        return _unpermute(rows, layout, rows.dtype, implementation)
-    rows, layout, probs = match_varying((rows, layout, probs))
-    return _weighted(rows, layout, probs, implementation)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _permute(x, layout, dtype, implementation):
-    return take(x, layout.tokens, implementation=implementation)
-
-
-def _permute_forward(x, layout, dtype, implementation):
-    return _permute(x, layout, dtype, implementation), layout
-
-
-def _permute_backward(dtype, implementation, layout, gradient):
-    grad_x = combine(gradient, layout.slots, dtype=dtype, implementation=implementation)
-    return grad_x, None
-
-
-_permute.defvjp(_permute_forward, _permute_backward)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _unpermute(rows, layout, dtype, implementation):
-    return combine(rows, layout.slots, dtype=dtype, implementation=implementation)
-
-
-def _sum_forward(rows, layout, dtype, implementation):
-    return _unpermute(rows, layout, dtype, implementation), layout
-
-
-def _sum_backward(dtype, implementation, layout, gradient):
-    return take(gradient, layout.tokens, implementation=implementation), None
-
-
-_unpermute.defvjp(_sum_forward, _sum_backward)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _weighted(rows, layout, probs, implementation):
-    return combine(rows, layout.slots, probs, dtype=rows.dtype, implementation=implementation)
-
-
-def _weighted_forward(rows, layout, probs, implementation):
-    return _weighted(rows, layout, probs, implementation), (rows, layout, probs)
-
-
-def _weighted_backward(implementation, residuals, gradient):
-    rows, layout, probs = residuals
-    grad_rows, grad_probs = combine_gradients(
-        rows, gradient, layout.slots, layout.assignments, probs, implementation=implementation
-    )
-    return grad_rows, None, grad_probs.astype(probs.dtype)
-
-
-_weighted.defvjp(_weighted_forward, _weighted_backward)

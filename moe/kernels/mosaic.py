@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+from jaxtyping import DTypeLike
 
 from sharding.collectives import match_varying
 
@@ -64,6 +65,23 @@ class Target:
     def store(self, ref: Any, value: jax.Array) -> None:
         """Stores an array in the layout of `tiled`."""
         ref[...] = value
+
+    def full(self, shape: tuple[int, ...], value: float, dtype: DTypeLike = jnp.float32) -> Any:
+        """An array of one number, in the layout of `tiled`, as those of the next three."""
+        return self.tiled(jnp.full(shape, value, dtype))
+
+    def broadcast(self, vector: jax.Array, shape: tuple[int, ...], dimension: int = 0) -> Any:
+        """A matrix with a number for each of its rows, or with dimension 1 for each column."""
+        return self.tiled(lax.broadcast_in_dim(vector, shape, (dimension,)))
+
+    def iota(self, shape: tuple[int, ...], dimension: int) -> Any:
+        """The index along a dimension of each element of a matrix."""
+        return self.tiled(lax.broadcasted_iota(jnp.int32, shape, dimension))
+
+    def in_range(self, shape: tuple[int, ...], dimension: int, first: Any, stop: Any) -> Any:
+        """True for the elements whose index along a dimension is in a range."""
+        index = self.iota(shape, dimension)
+        return (index >= first).astype(jnp.int32) * (index < stop).astype(jnp.int32) > 0
 
     def transpose(self, ref: Any) -> Any:
         """Transposed view of a matrix in shared memory."""
@@ -128,8 +146,8 @@ def _tile(dimension: int | None) -> Any:
     return tile if dimension is None else tile.reduce(1 - dimension)
 
 
-def loop_over_row(width: int, bits: int, body: Callable[..., Any], carry: Any = None) -> Any:
-    """Runs ``carry = body(chunks, carry)`` along a row of `width` elements, a few chunks at a time.
+def loop_over_row(width: int, bits: int, body: Callable[[list[tuple[Any, int]]], None]) -> None:
+    """Runs ``body(chunks)`` along a row of `width` elements, a few chunks at a time.
 
     A chunk is ``(first, length)``. Its length is what a warpgroup moves with one 16-byte
     instruction per thread; near the end of the row it is `LANES` times a smaller power of two.
@@ -138,18 +156,19 @@ def loop_over_row(width: int, bits: int, body: Callable[..., Any], carry: Any = 
     length = LANES * 128 // bits
     stride = length * LOADS_IN_FLIGHT
 
-    def step(index, carry):
-        return body([(index * stride + n * length, length) for n in range(LOADS_IN_FLIGHT)], carry)
+    def step(index, _):
+        body([(index * stride + n * length, length) for n in range(LOADS_IN_FLIGHT)])
 
     strides, first, chunks = width // stride, width - width % stride, []
     if strides:
-        carry = lax.fori_loop(0, strides, step, carry)
+        lax.fori_loop(0, strides, step, None)
     while first < width:
         while length > width - first:
             length //= 2
         chunks.append((first, length))
         first += length
-    return body(chunks, carry) if chunks else carry
+    if chunks:
+        body(chunks)
 
 
 def launch(
@@ -252,8 +271,3 @@ _require_cuda.def_impl(
 )
 mlir.register_lowering(_require_cuda, _reject)
 mlir.register_lowering(_require_cuda, lambda context, x, *, operation: [x], platform="cuda")
-
-
-def broadcast_condition(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Broadcasts a scalar condition to each element: a warpgroup's select takes vectors only."""
-    return jnp.broadcast_to(value, shape)

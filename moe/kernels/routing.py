@@ -86,11 +86,9 @@ def route(
     The reference implementation of a whole router is `moe.router.routing.topk_routing`.
 
     Args:
-      logits: router logits.
       bias: added to each expert's score for the selection alone; it does not affect the gate
         weights, and has no gradient.
       weights: weight of each token in the counts; 0 for padding, which is routed as any other.
-      rule: the routing rule.
       implementation: "mosaic", "plain" or "interpreted", see `moe.kernels.choice`.
 
     Raises:
@@ -215,21 +213,8 @@ def _kernel(
     return expert_ids, probs, probabilities[:tokens], counts.reshape(blocks, experts).sum(axis=0)
 
 
-def _body(
-    rule: Rule,
-    padded: int,
-    experts: int,
-    target: Target,
-    block,
-    logits,
-    bias,
-    weights,
-    expert_ids,
-    probs,
-    probabilities,
-    counts,
-    *scratch,
-):
+def _body(rule: Rule, padded: int, experts: int, target: Target, block: Any, *refs: Any) -> None:
+    logits, bias, weights, expert_ids, probs, probabilities, counts, *scratch = refs
     width = _chunk_width(experts)
     token_slice = pl.ds(block * TOKENS, TOKENS)
     ranking = Ranking(target, experts, width, token_slice, *scratch)
@@ -249,8 +234,8 @@ def _body(
         below = jnp.minimum(block_logits, full(0))
         return below - jnp.log(1 + jnp.exp(-jnp.abs(block_logits)))
 
-    def vector(value, dtype=jnp.float32):
-        return target.tiled(jnp.full((TOKENS,), value, dtype))
+    def vector(value):
+        return target.full((TOKENS,), value)
 
     def largest_log(first, most):
         return jnp.maximum(most, reduce_rows(jnp.max, read_logs(first)))
@@ -409,8 +394,8 @@ class Ranking:
             equal = jnp.where(here == largest, jnp.minimum(column, at), column)
             return jnp.maximum(largest, here), jnp.where(here > largest, at, equal)
 
-        least = self._target.tiled(jnp.full((TOKENS,), -jnp.inf, jnp.float32))
-        none = self._target.tiled(jnp.full((TOKENS,), self.experts, jnp.int32))
+        least = self._target.full((TOKENS,), -jnp.inf)
+        none = self._target.full((TOKENS,), self.experts, jnp.int32)
         return self.over_chunks(search, (least, none), start, stop)
 
     def is_expert(self, first: Any, expert: Any) -> Any:
@@ -425,18 +410,16 @@ class Ranking:
 
     def broadcast(self, vector: Any, dimension: int = 0) -> Any:
         """A number for each row of a chunk, or for each column, as a chunk."""
-        shape = TOKENS, self._width
-        return self._target.tiled(lax.broadcast_in_dim(vector, shape, (dimension,)))
+        return self._target.broadcast(vector, (TOKENS, self._width), dimension)
 
     def full(self, value: float | int, dtype: Any = jnp.float32) -> Any:
-        return self._target.tiled(jnp.full((TOKENS, self._width), value, dtype))
+        return self._target.full((TOKENS, self._width), value, dtype)
 
     def reduce_rows(self, reduce: Callable[..., Any], chunk: Any) -> Any:
         return self._target.tiled(reduce(chunk, axis=1))
 
     def _columns(self, first: Any) -> Any:
-        shape = TOKENS, self._width
-        return self._target.tiled(lax.broadcasted_iota(jnp.int32, shape, 1)) + first
+        return self._target.iota((TOKENS, self._width), 1) + first
 
 
 def _close_groups(rule: Rule, ranking: Ranking) -> None:

@@ -99,12 +99,7 @@ def multiply_slices(
         spec = mosaic_gpu().BlockSpec(rows.shape, rows.block, delay_release=1)
         return run(multiply_contiguous, [spec, *specs], [*rows.refs, *others])
 
-    # From block indices to element offsets, which the copies of single rows need.
-    def slice_offset(k):
-        return tuple(index * size for index, size in zip(rows.block(k), rows.shape, strict=True))
-
-    (x, source), (slots,) = rows.refs, rows.slots
-    pipeline = GatherPipeline(target, x, source, slots, slice_offset, steps)
+    pipeline = GatherPipeline(target, rows, rows.slots[0], steps)
 
     def multiply_gathered(indices, *tiles):
         # The next copies are started after the product, so that the threads issue them while the
@@ -122,18 +117,14 @@ class GatherPipeline(NamedTuple):
 
     Attributes:
       target: the machine that the program runs on.
-      x: rows of 16-bit elements, their number a multiple of `SWIZZLE_COLUMNS`.
-      source: index of the row to copy for each row of the product; past the end for zeros.
+      rows: gathered rows of 16-bit elements, their number a multiple of `SWIZZLE_COLUMNS`.
       slots: tiles in shared memory, three or more.
-      offset: from k to the first entry of `source` and the first column of slice k.
       num_slices: number of slices.
     """
 
     target: Target
-    x: Any
-    source: Any
+    rows: RowSlices
     slots: Any
-    offset: Callable[[Any], tuple[Any, Any]]
     num_slices: Any
 
     @property
@@ -166,9 +157,13 @@ class GatherPipeline(NamedTuple):
     def _start(self, k: jax.Array) -> None:
         @pl.when(k < self.num_slices)
         def _():
-            first, column = self.offset(k)
-            copy = start_copies if isinstance(self.target, Gpu) else copy_rows
-            copy(self.x, self.source, first, column, self._slot(k))
+            # From block indices to element offsets, which the copies of single rows need.
+            indices = zip(self.rows.block(k), self.rows.shape, strict=True)
+            first, column = (index * size for index, size in indices)
+            copy, (x, source) = copy_rows, self.rows.refs
+            if isinstance(self.target, Gpu):
+                copy = start_copies
+            copy(x, source, first, column, self._slot(k))
 
         if isinstance(self.target, Gpu):
             # Also without a copy, after the last slice: waits count groups, so every step has one.
@@ -262,37 +257,29 @@ def start_copies(x: Any, source: Any, first: Any, column: Any, tile: Any) -> Non
 
 def _swizzled() -> Any:
     plgpu = mosaic_gpu()
-    return plgpu.RefType(
-        (
-            plgpu.TilingTransform((ATOM, SWIZZLE_COLUMNS)),
-            plgpu.SwizzleTransform(2 * SWIZZLE_COLUMNS),
-        )
-    )
+    tiling = plgpu.TilingTransform((ATOM, SWIZZLE_COLUMNS))
+    return plgpu.RefType((tiling, plgpu.SwizzleTransform(2 * SWIZZLE_COLUMNS)))
 
 
 def close_group() -> None:
     """Commits this thread's copies since the last call as a group (``cp.async.commit_group``)."""
-
-    @mosaic_gpu().inline_mgpu()
-    def close(context):
-        from jax.experimental.mosaic.gpu.utils import nvvm
-
-        nvvm.cp_async_commit_group()
-
-    close()
+    _emit(lambda nvvm: nvvm.cp_async_commit_group())
 
 
 def wait_for_copies(pending: int) -> None:
     """Waits for this thread's copies, except those of the last `pending` groups
     (``cp.async.wait_group``)."""
+    _emit(lambda nvvm: nvvm.cp_async_wait_group(pending))
 
+
+def _emit(instruction: Callable[[Any], None]) -> None:
     @mosaic_gpu().inline_mgpu()
-    def wait(context):
+    def emit(context):
         from jax.experimental.mosaic.gpu.utils import nvvm
 
-        nvvm.cp_async_wait_group(pending)
+        instruction(nvvm)
 
-    wait()
+    emit()
 
 
 def scatter_rows(
@@ -350,17 +337,9 @@ def scatter_chunks(
     """
     plgpu = mosaic_gpu()
     scalar_type, (height, width) = plgpu.Layout.WG_SPLAT, staged.shape
-    types = (
-        _swizzled(),
-        scalar_type,
-        scalar_type,
-        plgpu.RefType(),
-        scalar_type,
-        scalar_type,
-        plgpu.RefType(),
-    )
+    scalars, ref = [scalar_type] * 2, plgpu.RefType()
 
-    @plgpu.inline_mgpu(arg_types=types)
+    @plgpu.inline_mgpu(arg_types=(_swizzled(), *scalars, ref, *scalars, ref))
     def copy(context, staged, first, size, destination, start, column, out):
         from jax.experimental.mosaic.gpu import FragmentedArray, utils
         from jax.experimental.mosaic.gpu.utils import arith, ir, llvm

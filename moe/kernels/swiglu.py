@@ -15,20 +15,19 @@ order that varies, or programs that wait for others. Each row has a slot of its 
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from moe.kernels.grouped import (
     Tiles,
     Tiling,
+    fit_columns,
     pad_to_tiles,
     plan_tiles,
     product_tiles,
     store_rows,
-    tile_width,
 )
-from moe.kernels.mosaic import Target, launch, mosaic_gpu
+from moe.kernels.mosaic import launch, mosaic_gpu
 
 FORWARD = Tiling(columns=64)
 """64 columns: two tiles of sums take as many registers as one product with 128 columns."""
@@ -57,10 +56,10 @@ def hidden_units(
       source: index of the row of each slot, as in `moe.kernels.grouped.multiply_rows`.
     """
     num_slots, width = probs.shape[0], gate_up_weights.shape[2] // 2
-    height, columns = tiling.rows, tile_width(width, tiling.columns)
+    height, tiling = tiling.rows, fit_columns(tiling, width)
     row_sources, num_padded = pad_to_tiles(rows, source, height)
     tiles = plan_tiles(sizes, num_padded, height)
-    num_tiles, across = tiles.group.shape[0], width // columns
+    num_tiles, across = tiles.group.shape[0], width // tiling.columns
     probs = _pad_probs(probs, sizes, num_padded, height)
 
     # Ordering and padding of tiles are those of `moe.kernels.grouped.multiply_rows`.
@@ -73,22 +72,12 @@ def hidden_units(
         @pl.when(size[tile] > 0)
         def _():
             start = block[tile] * height
-            products = product_tiles(
-                target,
-                0,
-                row_refs,
-                weights,
-                height=height,
-                columns=columns,
-                tiling=tiling,
-                group=group[tile],
-                block=block[tile],
-                column_blocks=[column, across + column],
-            )
+            where = group[tile], block[tile], [column, across + column]
+            products = product_tiles(target, 0, row_refs, weights, tiling, *where)
             # Rounded and widened again: the activation must see what the backward pass will read.
             rounded = [values.astype(rows.dtype) for values in products]
             gate, up = (target.tiled(values.astype(jnp.float32)) for values in rounded)
-            prob = _broadcast(target, target.load(probs.at[pl.ds(start, height)], 0), gate.shape)
+            prob = target.broadcast(target.load(probs.at[pl.ds(start, height)], 0), gate.shape)
 
             def store(values_tile, column, out):
                 store_rows(values_tile, first[tile], size[tile], start, column, out)
@@ -138,7 +127,8 @@ def hidden_gradients(
         `moe.kernels.grouped.multiply_rows`.
     """
     num_slots, width = gate_up.shape[0], down_weights.shape[1]
-    height, columns = tiling.rows, tile_width(width, tiling.columns)
+    tiling = fit_columns(tiling, width)
+    height, columns = tiling.rows, tiling.columns
     row_sources, num_padded = pad_to_tiles(grad_out, source, height)
     tiles = plan_tiles(sizes, num_padded, height)
     below, across = tiles.group.shape[0], width // columns
@@ -157,25 +147,13 @@ def hidden_gradients(
         def _():
             start = block[tile] * height
             (grad_hidden,) = product_tiles(
-                target,
-                1,
-                row_refs,
-                down_weights,
-                height=height,
-                columns=columns,
-                tiling=tiling,
-                group=group[tile],
-                block=block[tile],
-                column_blocks=[column],
+                target, 1, row_refs, down_weights, tiling, group[tile], block[tile], [column]
             )
 
             # Gate and up of these columns are half the width of the array apart.
             def load_half(index):
-                tile_columns = (
-                    pl.ds(start, height),
-                    pl.ds((index * across + column) * columns, columns),
-                )
-                return target.load(gate_up.at[tile_columns]).astype(jnp.float32)
+                half = pl.ds((index * across + column) * columns, columns)
+                return target.load(gate_up.at[pl.ds(start, height), half]).astype(jnp.float32)
 
             # In this order no more than three matrices are in registers at a time.
             gate = load_half(0)
@@ -189,7 +167,7 @@ def hidden_gradients(
             # program and row, in a place of its own: no atomics.
             total = target.tiled(jnp.sum(by_up * up, axis=1))
             target.store(tile_sums_ref.at[pl.ds((tile * across + column) * height, height)], total)
-            prob = _broadcast(target, target.load(probs.at[pl.ds(start, height)], 0), gate.shape)
+            prob = target.broadcast(target.load(probs.at[pl.ds(start, height)], 0), gate.shape)
             grad_gate = (by_gate * up * prob).astype(gate_up.dtype)
             grad_up = (by_up * prob).astype(gate_up.dtype)
 
@@ -222,10 +200,6 @@ def _pad_probs(probs: Array, sizes: Array, num_rows: int, height: int) -> Array:
     in_group = jnp.arange(probs.shape[0]) < jnp.sum(sizes)
     probs = jnp.where(in_group, probs.astype(jnp.float32), 0.0)
     return jnp.pad(probs, (0, -(-num_rows // height) * height - probs.shape[0]))
-
-
-def _broadcast(target: Target, vector: Array, shape: tuple[int, ...]) -> Array:
-    return target.tiled(lax.broadcast_in_dim(vector, shape, (0,)))
 
 
 def _sum_row_tiles(tile_sums: Array, tiles: Tiles, num_rows: int) -> Array:

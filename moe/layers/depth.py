@@ -87,37 +87,33 @@ def run_layers(
       The last carry, and the outputs: one per layer or, if the stack is scanned, per layer of a
       period, with a dimension of periods in front.
     """
-    depth = jax.tree.leaves(layers.norm)[0].shape[0]
-    if not is_scanned(depth, execution, period):
-        outs = []
-        for index, layer in enumerate(_unstack_layers(layers, delta_layers)):
-            carry, out = run_layer(index, index, layer, carry)
-            outs.append(out)
-        return carry, outs
-    if period == 1:
 
-        def run_one(carry: Carry, indexed_layer: Any) -> tuple[Carry, Any]:
-            index, layer = indexed_layer
-            return run_layer(index, 0, layer, carry)
-
-        numbered = jnp.arange(depth, dtype=jnp.int32), layers
-        carry, out = lax.scan(run_one, carry, numbered)
-        return carry, [out]
-    num_periods = depth // period
-    delta_in_period = [layer for layer in delta_layers if layer < period]
-
-    def run_period(carry: Carry, indexed_period: Any) -> tuple[Carry, list[Any]]:
-        first, period_layers = indexed_period
-        outs = []
-        for position, layer in enumerate(_unstack_layers(period_layers, delta_in_period)):
+    def run_unrolled(
+        carry: Carry, numbered: tuple[int | Array, Layer[Array]]
+    ) -> tuple[Carry, list[Any]]:
+        (first, stack), outs = numbered, []
+        # In a period those of the first layers stand for all.
+        deltas = [layer for layer in delta_layers if layer < stack.norm.shape[0]]
+        for position, layer in enumerate(_unstack_layers(stack, deltas)):
             carry, out = run_layer(first + position, position, layer, carry)
             outs.append(out)
         return carry, outs
 
+    def run_one(carry: Carry, numbered: Any) -> tuple[Carry, Any]:
+        index, layer = numbered
+        return run_layer(index, 0, layer, carry)
+
+    depth = layers.norm.shape[0]
+    if not is_scanned(depth, execution, period):
+        return run_unrolled(carry, (0, layers))
+    if period == 1:
+        numbered = jnp.arange(depth, dtype=jnp.int32), layers
+        carry, out = lax.scan(run_one, carry, numbered)
+        return carry, [out]
     starts = jnp.arange(0, depth, period, dtype=jnp.int32)
     # All periods have equally many layers of each type, so each leaf splits into equal shares.
-    periods = jax.tree.map(lambda x: x.reshape(num_periods, -1, *x.shape[1:]), layers)
-    return lax.scan(run_period, carry, (starts, periods))
+    periods = jax.tree.map(lambda x: x.reshape(depth // period, -1, *x.shape[1:]), layers)
+    return lax.scan(run_unrolled, carry, (starts, periods))
 
 
 def _unstack_layers(layers: Layer[Array], delta_layers: Sequence[int]) -> list[Layer[Array]]:
@@ -195,16 +191,11 @@ def map_layer_groups(
     config: ModelConfig,
     layer_of: Callable[[Leaf, int | slice], Leaf],
 ) -> tuple[Layer[Leaf], ...]:
-    """`split_layer_groups` for records of other leaves than arrays.
-
-    Args:
-      layer_of: as for `layer_at`.
-    """
+    """`split_layer_groups` for records of other leaves than arrays; `layer_of` is as for
+    `layer_at`."""
     groups, delta_layers = list[Layer[Leaf]](), delta_layers_of(config)
-    for stack, first, depth in (
-        (weights.first_layers, 0, config.num_dense_layers),
-        (weights.layers, config.num_dense_layers, config.num_layers - config.num_dense_layers),
-    ):
+    dense, routed = config.num_dense_layers, config.num_layers - config.num_dense_layers
+    for stack, first, depth in ((weights.first_layers, 0, dense), (weights.layers, dense, routed)):
         if stack is None:
             continue
         period = period_of_stack(config, depth, first)
@@ -213,9 +204,8 @@ def map_layer_groups(
         elif period == 1:
             groups.append(stack)
         else:
-            groups += [
-                layer_at(stack, index, layer_of, delta_layers, period) for index in range(period)
-            ]
+            indices = range(period)
+            groups += [layer_at(stack, index, layer_of, delta_layers, period) for index in indices]
     return tuple(groups)
 
 

@@ -67,9 +67,8 @@ def run_streams(
         x, stats = run_half_batch(0, layer, streams[0])
         return (x,), stats
     after, stream_stats = [], []
-    for index, (stream_layer, x) in enumerate(
-        zip(shared(layer, len(streams)), streams, strict=True)
-    ):
+    inputs = zip(shared(layer, len(streams)), streams, strict=True)
+    for index, (stream_layer, x) in enumerate(inputs):
         with jax.named_scope(f"half_{index}"):
             x, stats = run_half_batch(index, stream_layer, x)
         after.append(x)
@@ -89,14 +88,9 @@ def restore_row_order(
     """
     if not packed.half_batches:
         return x
-    shards = [gather_tokens(shard, mesh.tp) for shard in split_streams(x, packed, mesh)]
-    sections = zip(
-        *(
-            half.zigzag.split(shard)
-            for half, shard in zip(packed.half_batches, shards, strict=True)
-        ),
-        strict=True,
-    )
+    halves = zip(packed.half_batches, split_streams(x, packed, mesh), strict=True)
+    shards = [half.zigzag.split(gather_tokens(shard, mesh.tp)) for half, shard in halves]
+    sections = zip(*shards, strict=True)
     return local_shard(packed.zigzag.join(*map(jnp.concatenate, sections)), mesh.tp)
 
 

@@ -53,10 +53,9 @@ def plain_attention(
     scores = jnp.where(visible[:, None, None], scores, MASK_VALUE)
     grouped_sinks = None if sinks is None else sinks.reshape(1, key.shape[2], -1, 1, 1)
     probs = softmax_with_sinks(scores, grouped_sinks).astype(value.dtype)
-    out = jnp.einsum("bvgts,bsvk->btvgk", probs, value, preferred_element_type=jnp.float32).astype(
-        value.dtype
-    )
-    return checkpoint_name(out.reshape(batch, time, heads, value.shape[-1]), ATTENDED)
+    out = jnp.einsum("bvgts,bsvk->btvgk", probs, value, preferred_element_type=jnp.float32)
+    out = out.astype(value.dtype).reshape(batch, time, heads, value.shape[-1])
+    return checkpoint_name(out, ATTENDED)
 
 
 def softmax_with_sinks(
@@ -157,13 +156,12 @@ def flash_attention(
         scores and without value.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    grouped = (
+    query, key, value = (
         group_query_heads(query, key.shape[2]),
-        heads_before_time(key),
-        heads_before_time(value),
-        sinks,
+        *map(heads_before_time, (key, value)),
     )
-    return flatten_heads(_attend(*match_varying(grouped, mask), mask, scale, flash))
+    arrays = match_varying((query, key, value, sinks), mask)
+    return flatten_heads(_attend(*arrays, mask, scale, flash))
 
 
 def group_query_heads(

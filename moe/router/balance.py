@@ -26,14 +26,7 @@ def load_fractions(
     """The load fractions (``f_e`` of the papers) that the losses with a coefficient call for.
 
     What is counted are choices before dropping, padding left out, a prompt that several rows share
-    once for each of them:
-
-    * `LoadFractions.sequence`: those of the token's own sequence;
-    * `LoadFractions.batch`: those of one micro-batch in one sequence-parallel group (``cp x tp``),
-      the rows that one ``dp`` rank holds;
-    * `LoadFractions.everywhere`: those of the same micro-batch on all devices (``dp x cp x tp``),
-      which is the whole mini-batch when it is not cut into micro-batches. Micro-batches that went
-      before do not enter.
+    once for each of them. Micro-batches that went before do not enter.
 
     Communication per device and layer: one `all_sum` of ``[route]`` numbers for each of the last
     two that has a coefficient.

@@ -84,9 +84,8 @@ def drop(
     if capacity is None:
         return routing, jnp.zeros_like(routing.probs[:, 0])
     if config.drop_scope == "full_sequence":
-        retained = _within_capacity_in_rows(
-            _gather_routing(routing, config, mesh), zigzag, capacity, config
-        )
+        gathered = _gather_routing(routing, config, mesh)
+        retained = _within_capacity_in_rows(gathered, zigzag, capacity, config)
         retained = local_shard(retained, mesh.sequence)
     else:
         retained = _within_capacity(routing, capacity, config)
@@ -173,18 +172,10 @@ def route(
             fractions = sequence_load_fractions(counts, packed.sequences, mesh)
     if packed.is_half_batch:
         # Only the losses that use the load of all tokens wait for the other half.
-        stats = statistics(
-            logits,
-            probabilities,
-            load,
-            LoadFractions(fractions),
-            multiplicity,
-            config,
-            with_mass=compares_batches(config),
-        )
+        compared, with_mass = LoadFractions(fractions), compares_batches(config)
     else:
-        compared = load_fractions(fractions, load, config, mesh)
-        stats = statistics(logits, probabilities, load, compared, multiplicity, config)
+        compared, with_mass = load_fractions(fractions, load, config, mesh), False
+    stats = statistics(logits, probabilities, load, compared, multiplicity, config, with_mass)
     remaining, dropped = drop(routing, packed.zigzag, config, mesh)
     choices = routing.experts if packed.record_choices else None
     return remaining, replace(

@@ -36,7 +36,6 @@ def topk_routing(
     *,
     bias: Float[Array, "route"] | None = None,
     replay: Integer[Array, "token k"] | None = None,
-    implementation: str | None = None,
 ) -> tuple[Routing, Float[Array, "token route"]]:
     """Selects `experts_per_token` experts for each token.
 
@@ -52,8 +51,6 @@ def topk_routing(
       replay: recorded expert ids, used instead of the router's selection, with the current scores.
         A token with an id out of ``0..num_experts - 1`` (it was padding then) is routed again; an
         expert id that occurs twice is used twice, in counts, weights and capacity.
-      implementation: of scores and selection, see `moe.kernels.choice`; `replay` needs the scores
-        of other experts than the selected ones, which only "plain" has.
 
     Returns:
       The routing, and the probabilities of all experts: scores that sum to 1.
@@ -63,10 +60,6 @@ def topk_routing(
       https://arxiv.org/abs/2412.19437
     """
     logits = logits.astype(jnp.float32)
-    if implementation not in (None, "plain") and replay is None:
-        weights = valid.astype(jnp.float32)
-        output = _route_by_kernel(logits, weights, config, bias=bias, implementation=implementation)
-        return output[:2]
     probabilities = jax.nn.softmax(log_scores(logits, config), axis=-1)
     scores = probabilities if config.router_scores == "softmax" else jax.nn.sigmoid(logits)
     ranking = jax.lax.stop_gradient(logits if config.softmax_after_topk else scores)
@@ -98,23 +91,23 @@ def counted_routing(
 
     Args:
       multiplicity: weight of each token; 0 for padding.
+      implementation: of scores and selection, see `moe.kernels.choice`.
     """
     if implementation in (None, "plain"):
         return *topk_routing(logits, multiplicity > 0, config, bias=bias), None
-    logits = logits.astype(jnp.float32)
-    return _route_by_kernel(logits, multiplicity, config, bias=bias, implementation=implementation)
-
-
-def _route_by_kernel(
-    logits: Float[Array, "token route"],
-    multiplicity: Float[Array, "token"],
-    config: ModelConfig,
-    *,
-    bias: Float[Array, "route"] | None,
-    implementation: str | None,
-) -> tuple[Routing, Float[Array, "token route"], Float[Array, "route"]]:
     bias = jnp.zeros(config.num_experts) if bias is None else bias
-    output = kernel.route(logits, bias, multiplicity, _rule(config), implementation=implementation)
+    rule = kernel.Rule(
+        k=config.experts_per_token,
+        sigmoid=config.router_scores == "sigmoid",
+        after_topk=config.softmax_after_topk,
+        renormalise=config.renormalise,
+        scaling=config.routed_scaling,
+        groups=config.num_expert_groups,
+        open_groups=config.expert_groups_per_token,
+    )
+    output = kernel.route(
+        logits.astype(jnp.float32), bias, multiplicity, rule, implementation=implementation
+    )
     routing = _mask_padding(output.experts, output.probs, multiplicity > 0, config)
     return routing, output.probabilities, output.counts
 
@@ -128,18 +121,6 @@ def _mask_padding(
     """Routing with no experts for padding."""
     experts = jnp.where(valid[:, None], experts, config.num_experts)
     return Routing(experts, jnp.where(valid[:, None], probs, 0.0))
-
-
-def _rule(config: ModelConfig) -> kernel.Rule:
-    return kernel.Rule(
-        k=config.experts_per_token,
-        sigmoid=config.router_scores == "sigmoid",
-        after_topk=config.softmax_after_topk,
-        renormalise=config.renormalise,
-        scaling=config.routed_scaling,
-        groups=config.num_expert_groups,
-        open_groups=config.expert_groups_per_token,
-    )
 
 
 def log_scores(

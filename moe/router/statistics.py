@@ -24,8 +24,8 @@ class LoadFractions(NamedTuple):
 
     Attributes:
       sequence: among the tokens of the same sequence; None if nothing is trained.
-      batch: among the tokens of the micro-batch in this sequence-parallel group; None if the
-        coefficient of its loss is 0.
+      batch: among the tokens of the micro-batch in this sequence-parallel group (``cp x tp``), the
+        rows of one ``dp`` rank; None if the coefficient of its loss is 0.
       everywhere: among the tokens of the micro-batch on all devices; None likewise.
     """
 

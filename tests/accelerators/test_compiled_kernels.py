@@ -24,7 +24,6 @@ NAMES = {
     "sorted layout": {"count_assignments", "place_assignments"},
     "permute": {"take_rows"},
     "unpermute": {"combine_rows"},
-    "unpermute gradient": {"combine_gradients"},
     "router": {"route"},
     "attention": {"attention_forward"},
     "attention gradient": {"attention_grad_query", "attention_grad_key_value"},

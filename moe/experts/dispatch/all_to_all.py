@@ -8,7 +8,7 @@ empty.
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -68,28 +68,6 @@ Exchange = Callable[[Array, Routing, Peers, Compute, DispatchOptions], tuple[Arr
 """Function such as `exchange_tokens`."""
 
 
-def all_to_all_dispatch(
-    weights: Experts[Array],
-    x: Float[Array, "local d_model"],
-    routing: Routing,
-    options: DispatchOptions,
-) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
-    """Permutes tokens, sends them by an all-to-all over ``ep`` and an all-gather over ``etp``, runs
-    the experts, and reverses it.
-
-    A token is sent once to each device that has some of its experts, with all its expert ids and
-    gate weights, and one sum of their outputs comes back.
-
-    Communication per device and layer, forward, with R from `peer_tokens`: an all-to-all of ``R
-    ep`` tokens out and one back, an all-gather of them over ``etp`` and a reduce-scatter back; ``2
-    k`` numbers of routing go out with each token.
-
-    References:
-      Liu et al., "MoE Parallel Folding", 2025, figure 2. https://arxiv.org/abs/2504.14960
-    """
-    return one_level_dispatch(exchange_tokens, weights, x, routing, options)
-
-
 def one_level_dispatch(
     exchange: Exchange,
     weights: Experts[Array],
@@ -97,10 +75,20 @@ def one_level_dispatch(
     routing: Routing,
     options: DispatchOptions,
 ) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
-    """Dispatches by one exchange among all devices along ``ep``, such as `exchange_tokens`."""
+    """Permutes tokens, sends them by one exchange among all devices along ``ep`` and an all-gather
+    over ``etp``, runs the experts, and reverses it.
+
+    A token is sent once to each device that has some of its experts, with all its expert ids and
+    gate weights, and one sum of their outputs comes back.
+
+    Communication per device and layer, forward, with R from `peer_tokens`: that of `exchange`, and
+    over ``etp`` an all-gather of ``R ep`` tokens and a reduce-scatter back.
+
+    References:
+      Liu et al., "MoE Parallel Folding", 2025, figure 2. https://arxiv.org/abs/2504.14960
+    """
     mesh, num_local = options.mesh, weights.down.shape[0]
-    num_tokens, k = routing.experts.shape
-    sizes = num_tokens, k, num_local, mesh, options.capacity, options.execution.buffer_factor
+    sizes = options.sizes(weights, routing)
     experts = partial(sharded_experts, weights, num_rows=buffer_rows(*sizes), options=options)
     ep = mesh.size(mesh.ep)
     peers = Peers(ep, num_local, peer_tokens(*sizes), ep * num_local)
@@ -116,6 +104,9 @@ def exchange_tokens(
 ) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
     """Sends each token once to each peer that has some of its experts, computes, and sums what
     comes back.
+
+    Communication per device and layer, forward: all-to-alls of ``slots number`` tokens of `peers`,
+    out and back; ``2 k`` numbers of routing go out with each token.
 
     Args:
       routing: expert ids over the experts of all devices; those of other peers than `peers` are
@@ -135,15 +126,12 @@ def exchange_tokens(
     slot = jnp.where(fits, jnp.arange(peers.number)[None] * peers.slots + position, num_slots)
     token, slots = slots_of(slot, num_slots, k)
 
-    def exchange(rows: Array, name: str = COLLECTIVE) -> Array:
+    def exchange(rows: Array, name: str = COLLECTIVE, collective: Any = all_to_all) -> Array:
         rows = rows.reshape(peers.number, peers.slots, -1)
-        return all_to_all(rows, mesh.ep, name, peers.groups).reshape(num_slots, -1)
+        return collective(rows, mesh.ep, name, peers.groups).reshape(num_slots, -1)
 
-    def exchange_rows(rows: Array, name: str = COLLECTIVE) -> Array:
-        if options.execution.activation_wire is None:
-            return exchange(rows, name)
-        rows = rows.reshape(peers.number, peers.slots, -1)
-        return exchange_fp8(rows, mesh.ep, name, peers.groups).reshape(num_slots, -1)
+    is_fp8 = options.execution.activation_wire is not None
+    exchange_rows = partial(exchange, collective=exchange_fp8 if is_fp8 else all_to_all)
 
     # In an empty slot every id is past the last expert, so no expert computes it.
     ids = take_rows(routing.experts, token)
@@ -178,16 +166,30 @@ def sharded_experts(
     gather = gather_tokens if comm_dtype is None else gather_fp8
     rows = gather(rows, mesh.etp, name=DISPATCHED)
     experts, probs = (gather_tokens(array, mesh.etp) for array in (experts, probs))
-    outputs, overflow = routed_experts(
-        mask_replicated_bias(weights, mesh),
+    outputs, overflow = _local_experts(weights, rows, experts, probs, num_rows, options)
+    scatter = scatter_tokens if comm_dtype is None else scatter_fp8
+    return scatter(outputs.astype(dtype), mesh.etp), overflow
+
+
+def _local_experts(
+    weights: Experts[Array],
+    rows: Array,
+    experts: Array,
+    probs: Array,
+    num_rows: int,
+    options: DispatchOptions,
+    dtype: Any = None,
+) -> tuple[Array, Array]:
+    """`routed_experts` of this device for expert ids of all devices."""
+    return routed_experts(
+        mask_replicated_bias(weights, options.mesh),
         rows,
-        *local_assignments(experts, probs, weights.down.shape[0], mesh),
+        *local_assignments(experts, probs, weights.down.shape[0], options.mesh),
         num_rows=num_rows,
+        dtype=dtype,
         implementation=options.product,
         activation=options.activation,
     )
-    scatter = scatter_tokens if comm_dtype is None else scatter_fp8
-    return scatter(outputs.astype(dtype), mesh.etp), overflow
 
 
 def all_gather_dispatch(
@@ -206,13 +208,8 @@ def all_gather_dispatch(
     References:
       Jin et al., "MegaScale-MoE", 2025, section 3.2. https://arxiv.org/abs/2505.11432
     """
-    mesh, comm_dtype, num_local = (
-        options.mesh,
-        options.execution.activation_wire,
-        weights.down.shape[0],
-    )
+    mesh, comm_dtype = options.mesh, options.execution.activation_wire
     group = *mesh.ep, *mesh.etp
-    num_tokens, k = routing.experts.shape
     # In float32 from here: a token's gradient is a sum over devices, rounded once at its own.
     dtype = x.dtype
     if comm_dtype is None:
@@ -220,16 +217,7 @@ def all_gather_dispatch(
     else:
         x = gather_fp8(x, group, jnp.float32, DISPATCHED)
     experts, probs = (gather_tokens(array, group) for array in routing)
-    sums, overflow = routed_experts(
-        mask_replicated_bias(weights, mesh),
-        x,
-        *local_assignments(experts, probs, num_local, mesh),
-        num_rows=buffer_rows(
-            num_tokens, k, num_local, mesh, options.capacity, options.execution.buffer_factor
-        ),
-        dtype=dtype,
-        implementation=options.product,
-        activation=options.activation,
-    )
+    num_rows = buffer_rows(*options.sizes(weights, routing))
+    sums, overflow = _local_experts(weights, x, experts, probs, num_rows, options, dtype)
     scatter = scatter_and_round if comm_dtype is None else scatter_fp8
     return scatter(sums, group, dtype), overflow

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from moe.architecture.feed_forward import Activation
 from moe.execution import Execution
 from moe.ops.sorting import inverse_slots
+from moe.router.routing import Routing
 from moe.weights import Experts
 from sharding.costs.dispatch import balanced_rows
 from sharding.folding import FoldedMesh
@@ -24,6 +25,13 @@ class DispatchOptions(NamedTuple):
     capacity: int | None = None
     product: str | None = None
     activation: Activation = "silu"
+
+    def sizes(
+        self, weights: Experts[Array], routing: Routing
+    ) -> tuple[int, int, int, FoldedMesh, int | None, float | None]:
+        """Arguments of `buffer_rows` and `peer_tokens`."""
+        (num_tokens, k), num_local = routing.experts.shape, weights.down.shape[0]
+        return num_tokens, k, num_local, self.mesh, self.capacity, self.execution.buffer_factor
 
 
 def peer_assignments(num_tokens: int, k: int, num_local: int, capacity: int | None) -> int:
@@ -119,7 +127,6 @@ def slots_of(
 
     Args:
       slot: slot of a token in the buffer for each peer, `num_slots` for none.
-      num_slots: slots of all peers.
       k: experts per token, and so the largest number of peers that it is sent to.
     """
     num_peers = slot.shape[1]

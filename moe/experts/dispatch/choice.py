@@ -1,11 +1,10 @@
 """Token dispatch to the devices of the experts and combine of their outputs, by a chosen method.
 
 Experts are sharded over ``ep`` and the hidden units of each over ``etp``; tokens keep the sharding
-of the residual stream. There are four methods, one file each: `all_to_all` (tokens are sent to the
-devices of their experts), `all_gather` (all tokens are sent everywhere), `ragged` (slices of
-dynamic length; not on CPU) and `two_level` (to the servers of their experts, and there to the
-devices; with buffers or in slices). A token is sent to a device once, however many of its experts
-are there, and one sum comes back.
+of the residual stream. Methods are `all_to_all` (tokens are sent to the devices of their experts),
+`all_gather` (all tokens are sent everywhere), `ragged` (slices of dynamic length; not on CPU) and
+`two_level` (to the servers of their experts, and there to the devices; with buffers or in slices).
+A token is sent to a device once, however many of its experts are there, and one sum comes back.
 
 Buffers have static shapes. By default they are large enough for any routing, so that the result
 never depends on load balance (Megatron's dropless); with a capacity they shrink to what it admits.
@@ -17,8 +16,7 @@ Rounded to the dtype of the tokens are: a row after each of its two products, an
 after the multiplication by the gate weight in float32. The rows of a token on one device are summed
 in float32. Across devices "all_gather" sums these float32 sums; the others round them once for the
 way back and sum them in float32 again, "two_level" once more in a server. The total is rounded
-once. Sums over ``etp`` are partial
-sums of one product, in the dtype of the tokens, as over ``tp``.
+once. Sums over ``etp`` are partial sums of one product, in the dtype of the tokens, as over ``tp``.
 """
 
 from collections.abc import Callable
@@ -32,15 +30,11 @@ from jaxtyping import Array, Float, Int
 
 from moe.architecture.feed_forward import Activation
 from moe.execution import TWO_LEVELS, Execution
-from moe.experts.dispatch.all_to_all import all_gather_dispatch, all_to_all_dispatch
+from moe.experts.dispatch.all_to_all import all_gather_dispatch, exchange_tokens, one_level_dispatch
 from moe.experts.dispatch.buffers import DispatchOptions, peer_tokens
 from moe.experts.dispatch.cost import TokenExchange, cheapest, peer_capacity_of
-from moe.experts.dispatch.ragged import ragged_dispatch
-from moe.experts.dispatch.two_level import (
-    expert_servers,
-    two_level_dispatch,
-    two_level_ragged_dispatch,
-)
+from moe.experts.dispatch.ragged import exchange_slices
+from moe.experts.dispatch.two_level import expert_servers, two_level_dispatch
 from moe.ops.precision import shared
 from moe.router.routing import Routing, without_repeats
 from moe.weights import Experts
@@ -53,11 +47,11 @@ Send = Callable[[Experts[Array], Array, Routing], tuple[Array, Array]]
 
 
 IMPLEMENTATIONS = {
-    "all_to_all": all_to_all_dispatch,
+    "all_to_all": partial(one_level_dispatch, exchange_tokens),
     "all_gather": all_gather_dispatch,
-    "ragged": ragged_dispatch,
-    "two_level": two_level_dispatch,
-    "two_level_ragged": two_level_ragged_dispatch,
+    "ragged": partial(one_level_dispatch, exchange_slices),
+    "two_level": partial(two_level_dispatch, exchange_tokens),
+    "two_level_ragged": partial(two_level_dispatch, exchange_slices),
 }
 
 
@@ -78,23 +72,16 @@ def dispatch(
     arrays that each implementation names.
 
     Args:
-      weights: the experts of this device.
-      x: normalised tokens of this device.
+      weights, x: the experts and the normalised tokens of this device.
       routing: expert ids over the experts of all devices, and gate weights. Ids may repeat: an
         expert that a token has twice is sent one row, with the sum of the gate weights.
-      execution: `dispatch` is the method, and None the one of "all_to_all", "all_gather" and
-        "ragged" whose collectives take the least time (`moe.experts.dispatch.cost`), by
-        `exchange_rate`. `server_devices` is for two levels. `buffer_factor` is the largest number
-        of rows that a device computes, as a multiple of balanced load
-        (`moe.experts.dispatch.buffers.buffer_rows`). Each of `expert_chunks` (`dispatch_chunks`)
-        has buffers of its own size. `activation_wire` is the communication dtype of tokens, sums
-        and their gradients; the routing is sent unchanged.
+      execution: its `dispatch`, `exchange_rate`, `server_devices`, `buffer_factor`, `expert_chunks`
+        (each has buffers of its own size) and `activation_wire`; the routing is sent unchanged.
       capacity: largest number of expert ids that `routing` sends from one device to one expert;
         None if nothing was dropped. Any beyond that contribute nothing to the result.
       product: implementation of the grouped GEMMs, see
         `moe.experts.feed_forward.routed_experts`; with kernels, kernels also permute and sum the
         tokens that are sent.
-      activation: of the experts, see `moe.experts.gated.apply_activation`.
 
     Returns:
       The sums, and the number of expert ids that overflowed at this device, as sender or receiver;
@@ -109,13 +96,10 @@ def dispatch(
         (num_tokens, k), ep = routing.experts.shape, mesh.size(mesh.ep)
         peer_capacity = peer_capacity_of(k, ep, None, execution.buffer_factor)
         if capacity is not None:
-            peer_capacity = min(
-                peer_capacity, capacity * num_local / chunk_sizes(num_tokens, chunks)[0]
-            )
-        sizes = num_local * ep, k, x.shape[1], x.dtype.itemsize
-        exchange = TokenExchange(
-            *sizes, peer_capacity, execution.exchange_rate, execution.activation_wire
-        )
+            most = capacity * num_local / chunk_sizes(num_tokens, chunks)[0]
+            peer_capacity = min(peer_capacity, most)
+        sizes = num_local * ep, k, x.shape[1], x.dtype.itemsize, peer_capacity
+        exchange = TokenExchange(*sizes, execution.exchange_rate, execution.activation_wire)
         name = cheapest(exchange, mesh)
     check_dispatch(name, mesh, execution.server_devices)
     # Buffers count on it; a replayed routing may name an expert twice.
@@ -138,39 +122,22 @@ def rows_received(
     """Number of rows of ``d_model`` elements that one device receives per layer in the forward
     pass.
 
-    With ``n = ep etp`` devices that share experts, T local tokens and `peer_tokens` R from one
-    device to another:
-
-    * "all_to_all": ``2 R (ep - 1)`` over ``ep`` and ``2 R ep (etp - 1)`` over ``etp``, together
-      ``2 R (n - 1)``;
-    * "all_gather": ``2 T (n - 1)``, whatever k is;
-    * "ragged": at most as much as "all_to_all" and with even routing ``2 T k (ep - 1) / ep`` or
-      less over ``ep``; over ``etp`` it is the same. What is given here is the bound;
-    * "two_level", and at most as much "two_level_ragged": over S servers of D devices along ``ep``,
-      ``2 min(T, D R) (S - 1)`` across and ``2 R S (D - 1)`` inside; over ``etp`` as "all_to_all".
+    They are those of `sharding.costs.dispatch.TokenDispatch.token_transfers`, with R from
+    `peer_tokens`. For "ragged" and "two_level_ragged" it is the bound, what "all_to_all" and
+    "two_level" receive.
 
     The backward pass moves as much again, and half of that once more where tokens are not kept for
     it (`moe.remat`). In half precision the sums of "all_gather", forward and backward, travel as
     float32, twice as wide as what is counted here.
     """
-    sizes = num_tokens, k, num_local, mesh, capacity, buffer_factor
     bounds = {"ragged": "all_to_all", "two_level_ragged": "two_level"}
     bound = bounds.get(implementation, implementation)
-    per_peer = peer_tokens(*sizes)
-    sent = TokenDispatch(
-        bound,
-        mesh.layout,
-        num_tokens,
-        per_peer,
-        k,
-        d_model=1,
-        itemsize=1,
-        server_devices=server_devices,
-    )
+    per_peer = peer_tokens(num_tokens, k, num_local, mesh, capacity, buffer_factor)
     # Of tokens of one element, whatever its width.
-    return round(
-        sum(replace(each, itemsize=1).sent(mesh.layout) for each in sent.token_transfers())
-    )
+    sizes = num_tokens, per_peer, k, 1, 1
+    sent = TokenDispatch(bound, mesh.layout, *sizes, server_devices=server_devices)
+    transfers = (replace(each, itemsize=1) for each in sent.token_transfers())
+    return round(sum(each.sent(mesh.layout) for each in transfers))
 
 
 def check_dispatch(name: str, mesh: FoldedMesh, server_devices: int | None = None) -> None:
@@ -231,10 +198,6 @@ def dispatch_chunks(
     than all tokens do.
 
     Memory: the gradient of a layer's experts exists once for each chunk until it is summed.
-
-    Args:
-      send: a dispatcher.
-      chunks: number of chunks.
 
     References:
       Jin et al., "MegaScale-MoE", 2025 (communication beside products). MaxText has such chunks too

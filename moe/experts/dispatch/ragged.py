@@ -13,18 +13,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from moe.experts.dispatch.all_to_all import Compute, Peers, one_level_dispatch
-from moe.experts.dispatch.buffers import (
-    DispatchOptions,
-    has_experts_at,
-    slots_of,
-)
+from moe.experts.dispatch.all_to_all import Compute, Peers
+from moe.experts.dispatch.buffers import DispatchOptions, has_experts_at, slots_of
 from moe.experts.fused import permutation_kernel
 from moe.experts.permutation import permute_rows, unpermute_rows
 from moe.ops.sorting import inverse_slots, positions_in, take_rows
 from moe.remat import DISPATCHED
 from moe.router.routing import Routing
-from moe.weights import Experts
 from sharding import compression
 from sharding.collectives import (
     COLLECTIVE,
@@ -235,25 +230,6 @@ def _group_of_rows(
     return jnp.where(within < slices.sizes[peer], group, no_group)
 
 
-def ragged_dispatch(
-    weights: Experts[Array],
-    x: Float[Array, "local d_model"],
-    routing: Routing,
-    options: DispatchOptions,
-) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
-    """Dispatches as `moe.experts.dispatch.all_to_all.all_to_all_dispatch`, but sends no empty
-    slots.
-
-    The routing is gathered first; from it each device computes what it will receive.
-
-    Communication per device and layer, forward: an all-gather of the routing over ``ep``, ``2 T k
-    (ep - 1)`` numbers; each token once to each other device with some of its experts and back, with
-    balanced routing at most ``2 T k (ep - 1) / ep`` of them. Over ``etp`` full buffers are sent,
-    ``2 B (etp - 1)`` tokens with ``B = ep`` times `peer_tokens`.
-    """
-    return one_level_dispatch(exchange_slices, weights, x, routing, options)
-
-
 def exchange_slices(
     x: Float[Array, "local d_model"],
     routing: Routing,
@@ -261,8 +237,15 @@ def exchange_slices(
     compute: Compute,
     options: DispatchOptions,
 ) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
-    """`moe.experts.dispatch.all_to_all.exchange_tokens` in slices of dynamic length: space that one
-    sender leaves free in a peer's buffer another may use."""
+    """`moe.experts.dispatch.all_to_all.exchange_tokens` in slices of dynamic length, without empty
+    slots: space that one sender leaves free in a peer's buffer another may use.
+
+    The routing is gathered first; from it each device computes what it will receive.
+
+    Communication per device and layer, forward: an all-gather of the routing of the peers, ``2 T k
+    (number - 1)`` numbers; each token once to each other peer with some of its experts and back:
+    over ``ep``, with balanced routing, at most ``2 T k (ep - 1) / ep`` of them.
+    """
     mesh, (num_tokens, k) = options.mesh, routing.experts.shape
     num_slots, num_peers = peers.number * peers.slots, peers.number
 

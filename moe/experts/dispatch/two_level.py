@@ -10,16 +10,9 @@ from functools import partial
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from moe.experts.dispatch.all_to_all import (
-    Exchange,
-    Peers,
-    exchange_tokens,
-    one_level_dispatch,
-    sharded_experts,
-)
+from moe.experts.dispatch.all_to_all import Exchange, Peers, one_level_dispatch, sharded_experts
 from moe.experts.dispatch.buffers import DispatchOptions, buffer_rows, peer_tokens
 from moe.experts.dispatch.cost import hardware_of
-from moe.experts.dispatch.ragged import exchange_slices
 from moe.router.routing import Routing
 from moe.weights import Experts
 from sharding.costs.hardware import UNKNOWN
@@ -28,59 +21,41 @@ from sharding.folding.groups import ServerGroups, server_groups
 
 
 def two_level_dispatch(
+    exchange: Exchange,
     weights: Experts[Array],
     x: Float[Array, "local d_model"],
     routing: Routing,
     options: DispatchOptions,
 ) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
-    """Dispatches as `moe.experts.dispatch.all_to_all.all_to_all_dispatch`, in two all-to-alls: over
+    """Dispatches as `moe.experts.dispatch.all_to_all.one_level_dispatch`, by two exchanges: over
     servers, between devices of equal rank in them, and over the devices of a server.
 
     Both carry the expert ids and gate weights of a token. On the way back the outputs of a server's
     devices are summed there, in float32, and one row for each token and server returns. Devices of
-    one server, or one device of each, have one all-to-all.
+    one server, or one device of each, have one exchange.
 
     Communication per device and layer, forward, with S servers of D devices along ``ep``, T local
     tokens and R from `peer_tokens`: all-to-alls of ``S min(T, D R)`` tokens between servers, out
     and back, of which ``1 / S`` stay, and of ``ep R`` inside, out and back, of which ``1 / D``
-    stay. With one all-to-all ``R D (S - 1)`` tokens cross.
+    stay. With one all-to-all ``R D (S - 1)`` tokens cross. In slices of dynamic length: all-gathers
+    of the routing over servers, ``2 T k (S - 1)`` numbers, and inside, ``2 S min(T, D R) k (D -
+    1)``; a token once to each other server with some of its experts, and there once to each other
+    such device, and back.
+
+    Args:
+      exchange: `moe.experts.dispatch.all_to_all.exchange_tokens`, or `exchange_slices` of
+        `moe.experts.dispatch.ragged`.
 
     References:
       DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.2.2.
       https://arxiv.org/abs/2412.19437
     """
-    return _dispatch(exchange_tokens, weights, x, routing, options)
-
-
-def two_level_ragged_dispatch(
-    weights: Experts[Array],
-    x: Float[Array, "local d_model"],
-    routing: Routing,
-    options: DispatchOptions,
-) -> tuple[Float[Array, "local d_model"], Int[Array, ""]]:
-    """`two_level_dispatch` in slices of dynamic length, as
-    `moe.experts.dispatch.ragged.ragged_dispatch`.
-
-    Communication per device and layer, forward: all-gathers of the routing over servers, ``2 T k (S
-    - 1)`` numbers, and inside, ``2 S min(T, D R) k (D - 1)``; a token once to each other server
-    with some of its experts, and there once to each other such device, and back.
-    """
-    return _dispatch(exchange_slices, weights, x, routing, options)
-
-
-def _dispatch(
-    exchange: Exchange,
-    weights: Experts[Array],
-    x: Array,
-    routing: Routing,
-    options: DispatchOptions,
-) -> tuple[Array, Array]:
     mesh, num_local = options.mesh, weights.down.shape[0]
     split = expert_servers(mesh, options.execution.server_devices)
     if 1 in split:
         return one_level_dispatch(exchange, weights, x, routing, options)
-    (num_tokens, k), num_experts = routing.experts.shape, mesh.size(mesh.ep) * num_local
-    sizes = num_tokens, k, num_local, mesh, options.capacity, options.execution.buffer_factor
+    num_tokens, num_experts = routing.experts.shape[0], mesh.size(mesh.ep) * num_local
+    sizes = options.sizes(weights, routing)
     experts = partial(sharded_experts, weights, num_rows=buffer_rows(*sizes), options=options)
     per_device = peer_tokens(*sizes)
     experts_of_server = split.devices * num_local

@@ -159,25 +159,14 @@ def apply_mask(
         # The columns' fields are loaded here, so that blocks without a mask do not read them.
         fields = rows, load_mask(target, columns, 1)
         broadcast = [
-            [broadcast_vector(target, x, scores.shape, dimension) for x in vectors]
+            [target.broadcast(x, scores.shape, dimension) for x in vectors]
             for dimension, vectors in enumerate(fields)
         ]
         query, key = broadcast if by_query else reversed(broadcast)
         visible = (query[0] >= key[0]) & (query[1] == key[1])
         for oldest, position in zip(query[2:], key[2:], strict=True):
             visible &= oldest < position
-        return jnp.where(visible, scores, full(target, scores.shape, value))
+        return jnp.where(visible, scores, target.full(scores.shape, value))
 
     # A branch and not a select: most blocks of long rows need no mask at all.
     return lax.cond(clear, lambda scores: scores, mask_scores, scores)
-
-
-def broadcast_vector(
-    target: Target, vector: Array, shape: tuple[int, ...], dimension: int
-) -> Array:
-    """Broadcasts a number for each row of a matrix, or for each column, to the matrix."""
-    return target.tiled(lax.broadcast_in_dim(vector, shape, (dimension,)))
-
-
-def full(target: Target, shape: tuple[int, ...], value: float) -> Array:
-    return target.tiled(jnp.full(shape, value, jnp.float32))

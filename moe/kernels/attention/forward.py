@@ -21,8 +21,6 @@ from moe.kernels.attention.blocks import (
     UNIT,
     apply_mask,
     block_mask,
-    broadcast_vector,
-    full,
     in_blocks,
     load_mask,
     mask_operands,
@@ -137,19 +135,19 @@ def attend(
                 # While a query has seen only hidden keys, its exponentials are 1 and its sums are
                 # meaningless. The first visible score multiplies them by exp2(MASK_VALUE - top), 0.
                 shrink = jnp.exp2(top - now)
-                powers = jnp.exp2(scores - broadcast_vector(target, now, scores.shape, 0))
+                powers = jnp.exp2(scores - target.broadcast(now, scores.shape))
                 total = total * shrink + target.tiled(jnp.sum(powers, axis=1))
-                sums *= broadcast_vector(target, shrink, sums.shape, 0)
+                sums *= target.broadcast(shrink, sums.shape)
                 # The left operand of this product stays in registers (FlashAttention-3).
                 return target.add_product(sums, powers.astype(values.dtype), values), total, now
 
             # `top` is in base 2 with the scale included; it becomes a natural logarithm below.
             # Finite, as the difference of two infinities is NaN: for queries without a key so far.
-            zeros, least = (full(target, (UNIT,), fill) for fill in (0.0, MASK_VALUE))
-            sums, total, top = visit(step, (full(target, (UNIT, wide), 0.0), zeros, least))
+            zeros, least = (target.full((UNIT,), fill) for fill in (0.0, MASK_VALUE))
+            sums, total, top = visit(step, (target.full((UNIT, wide), 0.0), zeros, least))
             # The largest exponential is 1, so the total is at least 1 unless no block was visited.
-            total = jnp.maximum(total, full(target, (UNIT,), 1.0))
-            attention = sums / broadcast_vector(target, total, sums.shape, 0)
+            total = jnp.maximum(total, target.full((UNIT,), 1.0))
+            attention = sums / target.broadcast(total, sums.shape)
             target.store(out.at[first + warpgroup], attention.astype(out.dtype))
             target.store(log_sum.at[first + warpgroup], top / BASE_2 + jnp.log(total))
 
@@ -162,6 +160,7 @@ def attend(
 
     heads = rows * kv_heads * group
     units = heads * num_blocks * CONSUMERS
+    kv_blocks = (in_blocks(x, size) for x in (key, value))
     out, log_sum = launch(
         body,
         heads * num_blocks,
@@ -169,14 +168,7 @@ def attend(
             jax.ShapeDtypeStruct((units, UNIT, wide), dtype),
             jax.ShapeDtypeStruct((units, UNIT), jnp.float32),
         ],
-        [
-            table.reshape(-1),
-            query_mask,
-            key_mask,
-            in_blocks(query),
-            in_blocks(key, size),
-            in_blocks(value, size),
-        ],
+        [table.reshape(-1), query_mask, key_mask, in_blocks(query), *kv_blocks],
         operation="attention",
         name="attention_forward",
         threads=CONSUMERS + has_producer,

@@ -12,6 +12,7 @@ References:
 
 from collections.abc import Callable
 from functools import partial
+from itertools import compress
 from typing import Any, NamedTuple
 
 import jax
@@ -25,8 +26,6 @@ from moe.kernels.attention.blocks import (
     UNIT,
     apply_mask,
     block_mask,
-    broadcast_vector,
-    full,
     in_blocks,
     load_mask,
     mask_operands,
@@ -40,6 +39,9 @@ from moe.kernels.attention.pipeline import run_pipeline
 from moe.kernels.mosaic import launch, product
 from moe.ops.attention import Key, Output, PerQuery, Query, Value
 from moe.ops.mask import Mask
+
+Run = Callable[..., tuple[Array, ...]]
+"""`moe.kernels.mosaic.launch` with the options of both kernels."""
 
 
 class AttentionOperands(NamedTuple):
@@ -68,7 +70,6 @@ class AttentionSizes(NamedTuple):
       rows, kv_heads: number of rows and of key/value heads.
       group: number of query heads of each key/value head.
       queries, keys: number of blocks of queries and of keys of a row.
-      width, wide: width of keys and of values.
       scale: multiplies the scores.
     """
 
@@ -77,8 +78,6 @@ class AttentionSizes(NamedTuple):
     group: int
     queries: int
     keys: int
-    width: int
-    wide: int
     scale: float
 
 
@@ -116,24 +115,21 @@ def attend_gradient(
     # In base 2, so that probabilities are exp2(score - log_sum): one instruction per score. One
     # array for both numbers: a block of it is a single copy to shared memory.
     per_query = [pad_to_blocks(x, -1).reshape(-1, UNIT) for x in (log_sum * BASE_2, softmax_d)]
-    operands = AttentionOperands(
-        in_blocks(query),
-        in_blocks(out_gradient),
-        in_blocks(key),
-        in_blocks(value),
-        jnp.stack(per_query, axis=1),
-        *mask_fields,
-    )
+    blocks = map(in_blocks, (query, out_gradient, key, value))
+    operands = AttentionOperands._make([*blocks, jnp.stack(per_query, axis=1), *mask_fields])
     queries, keys = (unit.column.shape[1] for unit in units)
-    sizes = AttentionSizes(rows, kv_heads, group, queries, keys, width, wide, scale)
+    sizes = AttentionSizes(rows, kv_heads, group, queries, keys, scale)
+    run = partial(
+        launch, operation="the gradient of attention", approximate=True, simulated=simulated
+    )
 
     # Two tables, as the blocks that a program holds and those that it visits differ in size.
     block_tokens = UNIT * query_blocks_per_program(width, wide)
     table = visit_table(block_mask(query_mask, block_tokens), units[1], mask.window, by_query=True)
-    grad_query = _query_gradients(operands, table, sizes, dtype, simulated)
+    grad_query = _query_gradients(operands, table, sizes, dtype, run)
     block_tokens = UNIT * key_blocks_per_program(width, wide)
     table = visit_table(units[0], block_mask(key_mask, block_tokens), mask.window, by_query=False)
-    grad_key, grad_value = _key_value_gradients(operands, table, sizes, dtype, simulated)
+    grad_key, grad_value = _key_value_gradients(operands, table, sizes, dtype, run)
     return (
         grad_query.reshape(query.shape)[..., :time, :],
         grad_key.reshape(key.shape)[..., :source, :],
@@ -155,14 +151,15 @@ def key_blocks_per_program(width: int, wide: int) -> int:
 
 
 def _query_gradients(
-    operands: AttentionOperands, table: Array, sizes: AttentionSizes, dtype: Any, simulated: bool
+    operands: AttentionOperands, table: Array, sizes: AttentionSizes, dtype: Any, run: Run
 ) -> Array:
     """Gradients of all queries, ``[block, query, head_dim]``."""
-    consumers = query_blocks_per_program(sizes.width, sizes.wide)
+    width, wide = operands.key.shape[-1], operands.value.shape[-1]
+    consumers = query_blocks_per_program(width, wide)
     num_blocks = sizes.queries // consumers
     # The sums and addresses of wider heads take more registers than a thread of three warpgroups
     # has.
-    has_producer = max(sizes.width, sizes.wide) <= 128 or consumers == 1
+    has_producer = max(width, wide) <= 128 or consumers == 1
 
     def body(target, program, table, *refs):
         *refs, grad_query = refs
@@ -198,46 +195,39 @@ def _query_gradients(
                 scores = apply_mask(
                     target, scores, row_mask, key_mask, clear, -jnp.inf, by_query=True
                 )
-                powers = jnp.exp2(scores - broadcast_vector(target, log_sum, scores.shape, 0))
+                powers = jnp.exp2(scores - target.broadcast(log_sum, scores.shape))
                 # p (do v^T - D), the gradient of the scores (`moe.ops.attention`).
                 grad_powers = product(out_gradient, target.transpose(values))
-                grad_scores = powers * (
-                    grad_powers - broadcast_vector(target, softmax_d, scores.shape, 0)
-                )
+                grad_scores = powers * (grad_powers - target.broadcast(softmax_d, scores.shape))
                 # As the left operand it stays in registers: no trip through shared memory.
                 return target.add_product(total, grad_scores.astype(keys.dtype), keys)
 
             # The scale once per sum, not once per score.
-            total = visit(step, full(target, (UNIT, sizes.width), 0.0)) * sizes.scale
+            total = visit(step, target.full((UNIT, width), 0.0)) * sizes.scale
             target.store(grad_query.at[first + unit], total.astype(grad_query.dtype))
 
         resident_blocks = pl.ds(first, consumers)
         resident = block_refs.query.at[resident_blocks], block_refs.out_gradient.at[resident_blocks]
         run_pipeline(
-            *(target, resident, blocks, visits.length, [compute] * consumers),
-            producer=has_producer,
+            *(target, resident, blocks, visits.length, [compute] * consumers), producer=has_producer
         )
 
-    heads = sizes.rows * sizes.kv_heads * sizes.group
-    shape = jax.ShapeDtypeStruct(operands.query.shape, dtype)
-    outputs = _launch(
-        "attention_grad_query",
+    return run(
         body,
-        heads * num_blocks,
-        [shape],
-        table,
-        operands,
-        consumers + has_producer,
-        simulated,
-    )
-    return outputs[0]
+        sizes.rows * sizes.kv_heads * sizes.group * num_blocks,
+        [jax.ShapeDtypeStruct(operands.query.shape, dtype)],
+        [table.reshape(-1), *operands],
+        name="attention_grad_query",
+        threads=consumers + has_producer,
+    )[0]
 
 
 def _key_value_gradients(
-    operands: AttentionOperands, table: Array, sizes: AttentionSizes, dtype: Any, simulated: bool
+    operands: AttentionOperands, table: Array, sizes: AttentionSizes, dtype: Any, run: Run
 ) -> tuple[Array, ...]:
     """Gradients of all keys and values, ``[block, key, width]``."""
-    units = key_blocks_per_program(sizes.width, sizes.wide)
+    width, wide = operands.key.shape[-1], operands.value.shape[-1]
+    units = key_blocks_per_program(width, wide)
     num_blocks = sizes.keys // units
 
     def body(target, program, table, *refs):
@@ -277,9 +267,7 @@ def _key_value_gradients(
                 # Loaded where it is used: held from the start, both numbers per query would take
                 # registers that the sums need.
                 def row_stat(field):
-                    return broadcast_vector(
-                        target, target.load(row_stats.at[field], 1), (UNIT, UNIT), 1
-                    )
+                    return target.broadcast(target.load(row_stats.at[field], 1), (UNIT, UNIT), 1)
 
                 # Keys are the rows: the transposed probabilities are then the left operand of the
                 # products below, straight from registers.
@@ -302,13 +290,9 @@ def _key_value_gradients(
                 )
 
             # Values before keys, in the order in which `step` adds them.
-            outputs = (grad_value, sizes.wide, 1.0), (grad_key, sizes.width, sizes.scale)
-            outputs = [
-                output
-                for output, wanted in zip(outputs, reversed(gradients), strict=True)
-                if wanted
-            ]
-            totals = visit(step, tuple(full(target, (UNIT, width), 0.0) for _, width, _ in outputs))
+            outputs = (grad_value, wide, 1.0), (grad_key, width, sizes.scale)
+            outputs = [*compress(outputs, reversed(gradients))]
+            totals = visit(step, tuple(target.full((UNIT, size), 0.0) for _, size, _ in outputs))
             for (out, _, factor), total in zip(outputs, totals, strict=True):
                 target.store(out.at[first + unit], (total * factor).astype(out.dtype))
 
@@ -323,31 +307,11 @@ def _key_value_gradients(
         count = visits.length * sizes.group
         run_pipeline(target, resident, blocks, count, consumers, producer=False)
 
-    shapes = [jax.ShapeDtypeStruct(x.shape, dtype) for x in (operands.key, operands.value)]
-    programs = sizes.rows * sizes.kv_heads * num_blocks
-    return _launch(
-        "attention_grad_key_value", body, programs, shapes, table, operands, 2, simulated
-    )
-
-
-def _launch(
-    name: str,
-    body: Callable[..., None],
-    programs: int,
-    shapes: list[jax.ShapeDtypeStruct],
-    table: Array,
-    operands: AttentionOperands,
-    threads: int,
-    simulated: bool,
-) -> tuple[Array, ...]:
-    return launch(
+    return run(
         body,
-        programs,
-        shapes,
+        sizes.rows * sizes.kv_heads * num_blocks,
+        [jax.ShapeDtypeStruct(x.shape, dtype) for x in (operands.key, operands.value)],
         [table.reshape(-1), *operands],
-        operation="the gradient of attention",
-        name=name,
-        threads=threads,
-        approximate=True,
-        simulated=simulated,
+        name="attention_grad_key_value",
+        threads=2,
     )

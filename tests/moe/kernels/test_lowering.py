@@ -7,7 +7,8 @@ from jax.sharding import PartitionSpec as P
 from programs import mesh_of
 from tiers import full_but
 
-from moe.kernels.layout import SortedLayout, permute, sorted_layout, unpermute
+from moe.experts.permutation import permute_rows, unpermute_rows
+from moe.kernels.layout import SortedLayout, sorted_layout
 
 KERNEL = "custom_call @mosaic_gpu_v2"
 
@@ -32,13 +33,21 @@ SIZES = [(70, 3, 5), (512, 8, 256)]
 @pytest.mark.parametrize(("tokens", "k", "experts"), full_but(SIZES, SIZES[0]))
 def test_the_layout_is_two_kernels(tokens, k, experts):
     def run(ids):
-        return sorted_layout(ids, experts, tile=16, implementation="mosaic")
+        return sorted_layout(ids, experts, implementation="mosaic")
 
     text = module(run, shaped(tokens, k, dtype=jnp.int32))
     assert text.count(KERNEL) == 2
     assert "stablehlo.sort" not in text
     # Profiles and the compiler's reports show the names of kernels.
     assert "count_assignments" in text and "place_assignments" in text
+
+
+def permute(x, layout, implementation):
+    return permute_rows(x, layout.tokens, layout.slots, implementation=implementation)
+
+
+def unpermute(rows, layout, implementation):
+    return unpermute_rows(rows, layout.slots, layout.tokens, implementation)
 
 
 WIDTHS = [128, 384, 2048, 7168]
@@ -50,17 +59,15 @@ WIDTHS = [128, 384, 2048, 7168]
 def test_permute_and_unpermute_are_kernels_forward_and_backward(width, dtype):
     tokens, k, slots = 70, 8, 600
     x, rows = shaped(tokens, width, dtype=dtype), shaped(slots, width, dtype=dtype)
-    probs = shaped(tokens, k, dtype=jnp.float32)
     layout = layout_of(tokens, k, slots)
 
-    def run(x, rows, probs, layout):
-        named = {"implementation": "mosaic"}
-        there, back_there = jax.vjp(lambda x: permute(x, layout, **named), x)
-        home, back_home = jax.vjp(lambda *of: unpermute(of[0], layout, of[1], **named), rows, probs)
-        return there, *back_there(rows), home, *back_home(x)
+    def run(x, rows, layout):
+        there, back_there = jax.vjp(lambda x: permute(x, layout, "mosaic"), x)
+        home, back_home = jax.vjp(lambda rows: unpermute(rows, layout, "mosaic"), rows)
+        return there, *back_there(rows), home, *back_home(x.astype(jnp.float32))
 
-    text = module(run, x, rows, probs, layout)
-    # Each way forward and backward; the last gives the gradients of rows and probs at once.
+    text = module(run, x, rows, layout)
+    # Each way forward and backward.
     assert text.count(KERNEL) == 4
     assert "stablehlo.scatter" not in text and "stablehlo.gather" not in text
 
@@ -69,7 +76,7 @@ def test_the_kernel_is_asked_for_by_name():
     operands = shaped(16, 128), layout_of(16, 2, 40)
 
     def lowered(name):
-        program = jax.jit(lambda x, layout: permute(x, layout, implementation=name))
+        program = jax.jit(lambda x, layout: permute(x, layout, name))
         return jax.export.export(program, platforms=["cuda"])(*operands).mlir_module()
 
     assert lowered("mosaic").count(KERNEL) == 1
@@ -85,8 +92,8 @@ def test_kernels_are_lowered_inside_a_mesh_and_gradients_are_summed_over_it():
     )
 
     def pulled(x, layout):
-        rows = permute(x, layout, implementation="mosaic")
-        back = unpermute(rows, layout, implementation="mosaic")
+        rows = permute(x, layout, "mosaic")
+        back = unpermute(rows, layout, "mosaic")
         return jax.lax.psum(jnp.sum(back.astype(jnp.float32)), mesh.axes)
 
     sharded = jax.shard_map(pulled, mesh=mesh.mesh, in_specs=(P(), P(mesh.axes)), out_specs=P())

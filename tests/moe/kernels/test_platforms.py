@@ -11,10 +11,11 @@ from whole_network import loss_and_gradient
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.experts.grouped_dot import grouped_dot
+from moe.experts.permutation import permute_rows, unpermute_rows
 from moe.kernels import choice
 from moe.kernels.decode_attention import decode_attention
 from moe.kernels.latent_decode import latent_decode_attention
-from moe.kernels.layout import SortedLayout, permute, sorted_layout, unpermute
+from moe.kernels.layout import sorted_layout
 from moe.kernels.routing import Rule, route
 from moe.weights import shapes
 from sharding.folding import Layout, fold_abstract
@@ -34,11 +35,10 @@ def numbers(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-LAYOUT = SortedLayout(integers(40), integers(16, 2), integers(4))
 OPERATIONS = {
     "sorted_layout": (lambda ids, **of: sorted_layout(ids, 4, **of), (integers(16, 2),)),
-    "permute": (permute, (half(16, 128), LAYOUT)),
-    "unpermute": (unpermute, (half(40, 128), LAYOUT, numbers(16, 2))),
+    "permute": (permute_rows, (half(16, 128), integers(40), integers(16, 2))),
+    "unpermute": (unpermute_rows, (half(40, 128), integers(16, 2), integers(40))),
     "route": (partial(route, rule=Rule(2)), (numbers(16, 8), numbers(8), numbers(16))),
     "grouped_dot": (grouped_dot, (half(72, 64), half(2, 64, 64), integers(2))),
     "decode_attention": (

@@ -11,7 +11,7 @@ from programs import jit
 from tiers import full_but
 
 from moe.config import ModelConfig
-from moe.router.routing import assignments, topk_routing
+from moe.router.routing import assignments, counted_routing, topk_routing
 
 CONFIG = ModelConfig(vocab_size=5, num_experts=7, experts_per_token=3)
 BATCH, TIME, EXPERTS = 2, 5, 7
@@ -140,41 +140,39 @@ def test_routers_of_public_models(name):
 
 @pytest.mark.parametrize("name", full_but(ROUTERS, "DeepSeek-V3"))
 def test_the_kernel_routes_as_the_plain_router(name):
-    """Padding and replayed choices included; the latter are weighed by the plain one."""
+    """Padding included."""
     config, draw = ROUTERS[name], np.random.default_rng(8)
     logits = (2 * draw.normal(size=(40, 8))).astype(np.float32)
-    valid = draw.random(40) < 0.7
+    multiplicity = (draw.random(40) < 0.7).astype(np.float32)
     bias = draw.normal(size=8).astype(np.float32) if config.selection_bias else None
     pull = draw.normal(size=(40, config.experts_per_token)).astype(np.float32)
-    replay = draw.integers(0, 8, pull.shape).astype(np.int32)
 
     @partial(jit, static_argnums=0)
-    def run(implementation, logits, valid, bias, pull, replay):
+    def run(implementation, logits, multiplicity, bias, pull):
         def probs(logits):
-            routing, probabilities = topk_routing(
-                logits, valid, config, bias=bias, replay=replay, implementation=implementation
+            routing, probabilities, _ = counted_routing(
+                logits, multiplicity, config, bias=bias, implementation=implementation
             )
             return routing.probs, (routing.experts, probabilities)
 
         out, back, rest = jax.vjp(probs, logits, has_aux=True)
         return out, *rest, *back(pull)
 
-    for given in (None, replay):
-        found, expected = (
-            run(name, logits, valid, bias, pull, given) for name in ("interpreted", "plain")
-        )
-        np.testing.assert_array_equal(found[1], expected[1])
-        for a, b in zip(found, expected, strict=True):
-            # A few roundings of float32.
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    found, expected = (
+        run(name, logits, multiplicity, bias, pull) for name in ("interpreted", "plain")
+    )
+    np.testing.assert_array_equal(found[1], expected[1])
+    for a, b in zip(found, expected, strict=True):
+        # A few roundings of float32.
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_a_router_of_another_name_is_refused():
-    logits, valid = jnp.zeros((2, 8)), jnp.ones(2, bool)
+    logits, multiplicity = jnp.zeros((2, 8)), jnp.ones(2)
     with pytest.raises(
         ValueError, match=r"'triton' of route is not known: choose among 'mosaic', 'plain'"
     ):
-        topk_routing(logits, valid, EIGHT, implementation="triton")
+        counted_routing(logits, multiplicity, EIGHT, implementation="triton")
 
 
 def test_sigmoid_scores_that_vanish_still_have_weights():

@@ -21,8 +21,7 @@ from tiers import full_but
 from moe.execution import TWO_LEVELS, Execution
 from moe.experts.dispatch import ragged as ragged_dispatcher
 from moe.experts.dispatch.buffers import DispatchOptions, peer_assignments, peer_tokens, slots_of
-from moe.experts.dispatch.choice import dispatch, rows_received
-from moe.experts.dispatch.ragged import ragged_dispatch
+from moe.experts.dispatch.choice import IMPLEMENTATIONS, dispatch, rows_received
 from moe.experts.feed_forward import routed_experts
 from moe.router.routing import Routing
 from moe.weights import Experts
@@ -290,7 +289,9 @@ def test_more_than_the_capacity_promised_takes_nobodys_place(name, emulated):
 def test_ragged_equals_the_dense_oracle_on_emulated_collectives(layout, monkeypatch):
     monkeypatch.setattr(ragged_dispatcher.lax, "ragged_all_to_all", ragged_by_gathering)
     mesh = mesh_of(layout)
-    program = pulled(on(mesh, lambda *given: ragged_dispatch(*given, DispatchOptions(mesh))))
+    program = pulled(
+        on(mesh, lambda *given: IMPLEMENTATIONS["ragged"](*given, DispatchOptions(mesh)))
+    )
     for kind in ("any", "one device gets all", "a device of padding"):
         agrees(program, routing_of(kind), kind)
 
