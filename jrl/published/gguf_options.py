@@ -142,15 +142,14 @@ def config_options(
     options = _sizes(file, metadata)
     if kind == "qwen3moe":
         options |= _experts(metadata)
-    options |= _attention(metadata, options)
     if kind == "gemma3":
         options |= {"hidden_activation": "gelu_pytorch_tanh", **_gemma3(metadata, options)}
     else:
-        options["hidden_act"] = "silu"
+        options |= {**_attention(metadata, options), "hidden_act": "silu"}
     if (scaling := _rope_scaling(file, metadata, options)) is not None:
         options["rope_scaling"] = scaling
-    neutral = dict(ONE_VALUE) | ({} if kind == "qwen3moe" else WITHOUT_EXPERTS)
-    for name, accepted in neutral.items():
+    without_experts = {} if kind == "qwen3moe" else WITHOUT_EXPERTS
+    for name, accepted in {**ONE_VALUE, **without_experts}.items():
         metadata.options.require(f"{kind}.{name}", *accepted, default=accepted[0])
     metadata.options.take(*(f"{kind}.{name}" for name in WITHOUT_EFFECT), default=None)
     metadata.options.finish(ignore, REMEDY)
@@ -159,14 +158,14 @@ def config_options(
 
 def _sizes(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
     architecture, model_type = ARCHITECTURES[metadata.kind]
-    num_heads, width = (
-        metadata.require("attention.head_count"),
-        metadata.require("embedding_length"),
-    )
+    num_heads = metadata.require("attention.head_count")
+    width = metadata.require("embedding_length")
     rotated = metadata.get("rope.dimension_count", width // num_heads)
     head_dim = metadata.get("attention.key_length", rotated)
     metadata.check_equal("attention.value_length", head_dim)
     metadata.check_equal("rope.dimension_count", head_dim)
+    matrices = [tensor for tensor in file.tensors.values() if len(tensor.shape) > 1]
+    is_half = all(tensor.kind in HALF_PRECISION for tensor in matrices)
     return {
         "architectures": [architecture],
         "model_type": model_type,
@@ -181,7 +180,7 @@ def _sizes(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
         "rms_norm_eps": _shortest(metadata.require("attention.layer_norm_rms_epsilon")),
         "rope_theta": _shortest(metadata.get("rope.freq_base", 10_000.0)),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "dtype": "bfloat16" if _is_half(file) else "float32",
+        "dtype": "bfloat16" if is_half else "float32",
         **_token_ids(file.metadata),
     }
 
@@ -199,8 +198,6 @@ def _experts(metadata: Metadata) -> dict[str, Any]:
 
 def _attention(metadata: Metadata, options: Mapping[str, Any]) -> dict[str, Any]:
     """Scale of the scores and sliding window, of architectures other than Gemma 3."""
-    if metadata.kind == "gemma3":
-        return {}
     if metadata.get("attention.scale", 0.0):
         metadata.check_equal("attention.scale", options["head_dim"] ** -0.5)
     window = metadata.get("attention.sliding_window", 0)
@@ -241,11 +238,6 @@ def _gemma3(metadata: Metadata, options: Mapping[str, Any]) -> dict[str, Any]:
 def _shortest(value: float) -> float:
     """The decimal number that a float32 was written as: 1e-05 for 9.999999747378752e-06."""
     return float(str(np.float32(value)))
-
-
-def _is_half(file: GgufFile) -> bool:
-    matrices = [tensor for tensor in file.tensors.values() if len(tensor.shape) > 1]
-    return all(tensor.kind in HALF_PRECISION for tensor in matrices)
 
 
 def _token_ids(metadata: Mapping[str, Any]) -> dict[str, int]:

@@ -98,7 +98,7 @@ def _byte_level(metadata: Metadata) -> dict[str, Any]:
     return {
         "normalizer": {"type": "NFC"} if pre in NFC else None,
         "pre_tokenizer": _sequence("pretokenizers", PRE_TOKENIZERS[pre]),
-        "decoder": {**BYTE_LEVEL, "use_regex": True},
+        "decoder": GPT2_WORDS,
         "model": _bpe(_ids(metadata["tokenizer.ggml.tokens"]), merges),
     }
 

@@ -52,6 +52,8 @@ class Family:
       also: other names in config.json of the same architecture, which it is not written under.
       predicts_further: a file may hold layers that predict further tokens, after the network's own
         or under ``mtp.``, which are left out.
+      fused_in_peft: whether PEFT takes dense projections for those of experts, see
+        `moe.huggingface.adapters`.
       defaults: values of common options that a file leaves out, where no other function has them.
     """
 

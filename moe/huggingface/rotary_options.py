@@ -10,7 +10,6 @@ from moe.huggingface.family import Fields, OptionGroup
 from moe.huggingface.options import Options
 from moe.huggingface.shared_options import FULL, SLIDING
 
-_LINEAR = {"factor": "factor"}
 _LLAMA = {
     "factor": "factor",
     "low_frequency_factor": "low_freq_factor",
@@ -28,7 +27,7 @@ _YARN = {
     "truncate": "truncate",
 }
 _KINDS = {
-    "linear": (LinearScaling, _LINEAR),
+    "linear": (LinearScaling, {"factor": "factor"}),
     "llama3": (LlamaScaling, _LLAMA),
     "yarn": (YarnScaling, _YARN),
 }
@@ -97,11 +96,7 @@ def rotary_by_window(default_base: float, window_base: float | None = None) -> O
 
 
 def rotary_dim(default: float = 1.0) -> OptionGroup:
-    """The part of a head that is rotated.
-
-    Args:
-      default: the fraction where the options say none.
-    """
+    """The fraction of a head that is rotated, `default` where the options say none."""
 
     def read(options: Options, fields: Fields) -> Fields:
         fraction = options.take("partial_rotary_factor", default=default)
