@@ -34,7 +34,7 @@ from moe.tokens.packing import PackedBatch
 from moe.weights import Experts, Layer
 from sharding.collectives import local_shard, vary
 
-WORD_DTYPES = {2: jnp.uint16, 4: jnp.uint32}
+WORD_DTYPES = {2: jnp.dtype(jnp.uint16), 4: jnp.dtype(jnp.uint32)}
 """Unsigned dtypes by the item size of the tokens."""
 
 
@@ -119,8 +119,7 @@ class Serving(NamedTuple):
         config = self.config
         rows = -(-num_tokens // self.mesh.experts.size(self.mesh.experts.etp))
         width = message_width(config.d_model, config.experts_per_token, config.dtype)
-        word = {2: "uint16", 4: "uint32"}[jnp.dtype(config.dtype).itemsize]
-        return Message(rows, width, jnp.dtype(word))
+        return Message(rows, width, WORD_DTYPES[jnp.dtype(config.dtype).itemsize])
 
     def message_back(self, num_tokens: int) -> Message:
         """Message from an expert device back to an attention device."""
@@ -161,10 +160,9 @@ def state_specs(serving: Serving) -> TokenState[PartitionSpec]:
 def initial_state(serving: Serving, x: Float[Array, "token d_model"]) -> TokenState[Array]:
     """Initial state of tokens, with nothing in flight to the experts."""
     config, (num_tokens, _) = serving.config, x.shape
-    k, shared_output, choices = config.experts_per_token, None, None
+    k, choices = config.experts_per_token, None
     rows = serving.num_targets * serving.message_out(num_tokens).rows
-    if config.d_ff:
-        shared_output = jnp.zeros_like(x)
+    shared_output = jnp.zeros_like(x) if config.d_ff else None
     if serving.records_choices:
         shape = config.num_expert_layers, num_tokens, k
         choices = jnp.full(shape, config.num_experts, jnp.int32)
@@ -204,8 +202,6 @@ def attend_and_route(
       layer_index: index of the layer among those with experts.
       x: the residual stream after the layer before, this device's tokens.
       packed: the batch that these tokens are of.
-      core: core attention of the layer.
-      slot_table: slots of each expert.
       choices: expert ids, as `TokenState.choices`; those of this layer are written.
 
     Returns:
