@@ -28,17 +28,13 @@ class ApiRequest:
     """A valid request.
 
     Attributes:
-      model: its name as clients know it.
       prompts: texts or token ids to complete; None for a conversation.
       messages: the conversation, with all fields of its messages.
       max_tokens: of a choice, 0 generates nothing; None takes the server's default.
       n: choices of each prompt.
-      temperature, top_p: of sampling.
       seed: of sampling; None takes a random one.
       stops: stop strings; a choice ends before the first.
-      stream: true if the response is streamed.
       include_usage: true if a stream ends with its usage.
-      logprobs: true if log-probabilities are returned.
       top_logprobs: number of top log-probabilities per position.
       echo: true if the prompt precedes the completion.
       adjustments: of the logits before sampling; None changes none.
@@ -84,14 +80,9 @@ class ApiRequest:
 
 
 def parse_completion(body: Mapping[str, Any]) -> ApiRequest:
-    """Parses the body of ``/v1/completions``.
-
-    Raises:
-      ApiError: for invalid or unsupported arguments.
-    """
-    _check_names(
-        body, (*COMMON_ARGUMENTS, "prompt", "max_tokens", "logprobs", "echo"), NEUTRAL_COMPLETION
-    )
+    """Parses the body of ``/v1/completions``; invalid or unsupported arguments raise ApiError."""
+    arguments = (*COMMON_ARGUMENTS, "prompt", "max_tokens", "logprobs", "echo")
+    _check_names(body, arguments, NEUTRAL_COMPLETION)
     top_logprobs = integer(body, "logprobs", 0, MAX_TOP_LOGPROBS)
     common, prompts = _common(body), _prompts(body)
     if len(prompts) * common["n"] > MAX_CHOICES:
@@ -112,17 +103,10 @@ def parse_completion(body: Mapping[str, Any]) -> ApiRequest:
 
 
 def parse_chat(body: Mapping[str, Any]) -> ApiRequest:
-    """Parses the body of ``/v1/chat/completions``.
-
-    Raises:
-      ApiError: for invalid or unsupported arguments.
-    """
-    chat_arguments = ("messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs")
-    _check_names(
-        body,
-        (*COMMON_ARGUMENTS, *chat_arguments, *TOOL_ARGUMENTS, TEMPLATE_ARGUMENTS),
-        NEUTRAL_CHAT,
-    )
+    """Parses the body of ``/v1/chat/completions``, with errors as of `parse_completion`."""
+    own = ("messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs")
+    arguments = (*COMMON_ARGUMENTS, *own, *TOOL_ARGUMENTS, TEMPLATE_ARGUMENTS)
+    _check_names(body, arguments, NEUTRAL_CHAT)
     logprobs = boolean(body, "logprobs")
     top_logprobs = integer(body, "top_logprobs", 0, MAX_TOP_LOGPROBS)
     if top_logprobs is not None and not logprobs:
@@ -153,15 +137,8 @@ def parse_chat(body: Mapping[str, Any]) -> ApiRequest:
 
 TEMPLATE_ARGUMENTS = "chat_template_kwargs"
 COMMON_ARGUMENTS = (
-    "model",
-    "n",
-    *SAMPLING_ARGUMENTS,
-    "seed",
-    "stop",
-    "stream",
-    "stream_options",
-    "response_format",
-    "user",
+    *("model", "n", *SAMPLING_ARGUMENTS, "seed", "stop"),
+    *("stream", "stream_options", "response_format", "user"),
 )
 """Arguments of both; `user` names the client and has no effect."""
 

@@ -30,6 +30,8 @@ BODY_SECONDS = 60.0
 """Timeout of a request's body."""
 MAX_DISCARDED_BODIES = 8
 """Multiple of the largest body that is read and discarded, so that the client gets the error."""
+Events = asyncio.Queue[Event | None]
+"""Events of a request; None when its client has left."""
 STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
@@ -57,7 +59,7 @@ class FrontEnd:
         self._api_key, self._max_bytes = api_key, max_bytes
         self._token_strings = TokenStrings(served.format.tokenizer)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._outbox: list[tuple[asyncio.Queue[Event | None], Event]] = []
+        self._outbox: list[tuple[Events, Event]] = []
         self._open: set[asyncio.Timeout] = set()
         self._end: float | None = None
         service.flush = self._flush
@@ -146,7 +148,7 @@ class FrontEnd:
         if request.needs_grammar:
             grammar = await asyncio.to_thread(self._served.grammar, request)
         limits = [self._served.limit(request, prompt) for prompt in prompts]
-        events: asyncio.Queue[Event | None] = asyncio.Queue()
+        events: Events = asyncio.Queue()
         job = Job(request, prompts, limits, lambda e: self._outbox.append((events, e)), grammar)
         self._service.submit(job)
         tokenizer = self._served.format.tokenizer
@@ -162,7 +164,7 @@ class FrontEnd:
         name: str,
         job: Job,
         answer: ResponseBuilder,
-        events: "asyncio.Queue[Event | None]",
+        events: Events,
         scope: Scope,
         receive: Receive,
         send: Send,
@@ -343,9 +345,7 @@ async def _until_disconnect(receive: Receive) -> None:
         pass
 
 
-async def _send_full(
-    answer: ResponseBuilder, events: "asyncio.Queue[Event | None]", send: Send
-) -> str:
+async def _send_full(answer: ResponseBuilder, events: Events, send: Send) -> str:
     """Sends the full response when it is complete, and returns its status."""
     while not answer.finished:
         delta = await events.get()
@@ -359,9 +359,7 @@ async def _send_full(
     return "200"
 
 
-async def _stream(
-    answer: ResponseBuilder, events: "asyncio.Queue[Event | None]", send: Send
-) -> str:
+async def _stream(answer: ResponseBuilder, events: Events, send: Send) -> str:
     """Sends a stream of events, and returns its status."""
     await send({"type": "http.response.start", "status": 200, "headers": STREAM})
     status = "200"
@@ -394,6 +392,6 @@ async def _send_json(send: Send, status: int, body: Mapping[str, Any]) -> None:
     await send({"type": "http.response.body", "body": content})
 
 
-def _deliver(outbox: "list[tuple[asyncio.Queue[Event | None], Event]]") -> None:
+def _deliver(outbox: list[tuple[Events, Event]]) -> None:
     for events, delta in outbox:
         events.put_nowait(delta)

@@ -78,9 +78,7 @@ class ApiModel:
         """
         check_biases(request.adjustments, self.format.tokenizer.vocab_size)
         try:
-            rows = (
-                [self._conversation(request)] if request.prompts is None else self._texts(request)
-            )
+            rows = [self._conversation(request)] if request.chat else self._texts(request)
         except ValueError as error:
             param = "messages" if request.chat else "prompt"
             raise invalid_argument(param, " ".join(str(error).split())) from error
@@ -122,11 +120,7 @@ class ApiModel:
         return GrammarCompiler(self.format.tokenizer)
 
     def grammar(self, request: ApiRequest) -> Grammar:
-        """Grammar of a request that needs one.
-
-        Raises:
-          ApiError: as for `GrammarCompiler.compile`.
-        """
+        """Grammar of a request that needs one, with errors as of `GrammarCompiler.compile`."""
         return self._grammars.compile(request.schema, request.tools, self.format.tool_format)
 
     def call_stream(self, request: ApiRequest) -> CallStream | None:

@@ -139,9 +139,7 @@ class Connections:
         self._open.add(new)
         if len(self._open) <= self.max_connections:
             return
-        idle = (
-            connection for connection in self._open if connection is not new and connection.is_idle
-        )
+        idle = (each for each in self._open if each is not new and each.is_idle)
         oldest = min(idle, key=lambda connection: connection.since, default=None)
         if oldest is None:
             new.reject()
@@ -157,9 +155,7 @@ class Connections:
         while True:
             await asyncio.sleep(CHECK_SECONDS)
             now = asyncio.get_running_loop().time()
-            for connection in [
-                connection for connection in self._open if connection.has_expired(now)
-            ]:
+            for connection in [each for each in self._open if each.has_expired(now)]:
                 connection.drop()
 
 

@@ -1,7 +1,6 @@
 """Values of arguments: checks of their types and ranges, and the errors that reject requests, in
 OpenAI's format."""
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,13 +9,10 @@ from jrl.tasks.data.fields import short
 MAX_MESSAGE_LENGTH = 300
 """Most characters of an exception's message that a client receives."""
 KINDS = {
-    400: "invalid_request_error",
+    **dict.fromkeys((400, 405, 408, 413), "invalid_request_error"),
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
-    408: "invalid_request_error",
-    413: "invalid_request_error",
     429: "rate_limit_error",
 }
 """The type of an error by its status."""
@@ -110,12 +106,10 @@ def boolean(body: Mapping[str, Any], name: str) -> bool:
 
 
 def integer(body: Mapping[str, Any], name: str, minimum: int, maximum: int | None) -> int | None:
-    value = body.get(name)
+    value, limit = body.get(name), MAX_TOKENS if maximum is None else maximum
     if value is None:
         return None
-    if type(value) is not int or not minimum <= value <= (
-        MAX_TOKENS if maximum is None else maximum
-    ):
+    if type(value) is not int or not minimum <= value <= limit:
         span = f"from {minimum} to {MAX_TOKENS}" if maximum is None else f"in {minimum}..{maximum}"
         raise invalid_argument(name, f"{name}={short(value)} must be a whole number {span}.")
     return value
@@ -125,11 +119,7 @@ def number(body: Mapping[str, Any], name: str, minimum: float, maximum: float) -
     value = body.get(name)
     if value is None:
         return None
-    if (
-        type(value) not in (int, float)
-        or not minimum <= value <= maximum
-        or not math.isfinite(value)
-    ):
+    if type(value) not in (int, float) or not minimum <= value <= maximum:
         raise invalid_argument(
             name, f"{name}={short(value)} must be a number in {minimum:g}..{maximum:g}."
         )
