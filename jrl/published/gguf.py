@@ -6,7 +6,6 @@ tokenizer_config.json and generation_config.json, and is read like any other che
 """
 
 import re
-import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -56,14 +55,11 @@ def convert(path: Path, folder: Path, ignore: Collection[str] = ()) -> None:
             for file_name, content in tokenizer_files(file.metadata).items():
                 (temporary / file_name).write_bytes(content)
             _write_weights(temporary, options, file)
-        if folder.exists():  # another process was first
-            return
         try:
             temporary.rename(folder)
         except OSError:
-            if not folder.exists():
+            if not folder.exists():  # no other process was first
                 raise
-            shutil.rmtree(temporary)
 
 
 def metadata_names(path: Path) -> set[str]:

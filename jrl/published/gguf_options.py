@@ -11,18 +11,13 @@ from typing import Any
 import numpy as np
 
 from jrl.published.gguf_file import GgufFile
+from moe.huggingface.dense_families import GEMMA3, LLAMA, MISTRAL, QWEN2, QWEN3
+from moe.huggingface.family import Family
+from moe.huggingface.moe_families import QWEN3_MOE
 from moe.huggingface.options import Options
 
-ARCHITECTURES = {
-    "llama": ("LlamaForCausalLM", "llama"),
-    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
-    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
-    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
-    "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
-}
-"""The `architectures` and `model_type` of config.json by `general.architecture` of GGUF."""
-WITH_WINDOW = ("MistralForCausalLM", "mistral")
-"""Those of a `llama` with a sliding window, which every layer has then."""
+FAMILIES = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "qwen3moe": QWEN3_MOE, "gemma3": GEMMA3}
+"""By `general.architecture` of GGUF; a `llama` with a window, which every layer has, is MISTRAL."""
 LLAMA3_FACTORS = (8.0, 32.0)
 """RoPE scaling factors of Llama 3.1 and 3.2; GGUF has only the frequencies that follow from one."""
 GEMMA3_PERIOD = 6
@@ -132,10 +127,10 @@ def config_options(
             f"{source} is one of {parts} parts of a model: join them first, with "
             "llama-gguf-split --merge of llama.cpp."
         )
-    if kind not in ARCHITECTURES:
+    if kind not in FAMILIES:
         raise ValueError(
             f"{source}: general.architecture={kind!r} is not supported; supported: "
-            f"{', '.join(ARCHITECTURES)}."
+            f"{', '.join(FAMILIES)}."
         )
     stated = {name: v for name, v in file.metadata.items() if name.startswith(f"{kind}.")}
     metadata = Metadata(kind, Options(stated, source))
@@ -157,7 +152,6 @@ def config_options(
 
 
 def _sizes(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
-    architecture, model_type = ARCHITECTURES[metadata.kind]
     num_heads = metadata.require("attention.head_count")
     width = metadata.require("embedding_length")
     rotated = metadata.get("rope.dimension_count", width // num_heads)
@@ -167,8 +161,7 @@ def _sizes(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
     matrices = [tensor for tensor in file.tensors.values() if len(tensor.shape) > 1]
     is_half = all(tensor.kind in HALF_PRECISION for tensor in matrices)
     return {
-        "architectures": [architecture],
-        "model_type": model_type,
+        **_named(FAMILIES[metadata.kind]),
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "hidden_size": width,
         "intermediate_size": metadata.require("feed_forward_length"),
@@ -208,8 +201,11 @@ def _attention(metadata: Metadata, options: Mapping[str, Any]) -> dict[str, Any]
         raise metadata.unsupported("attention.sliding_window", window, "0, for none")
     if pattern not in (None, 0, 1):
         raise metadata.unsupported("attention.sliding_window_pattern", pattern, "1")
-    architecture, model_type = WITH_WINDOW
-    return {"architectures": [architecture], "model_type": model_type, "sliding_window": window}
+    return {**_named(MISTRAL), "sliding_window": window}
+
+
+def _named(family: Family) -> dict[str, Any]:
+    return {"architectures": [family.architecture], "model_type": family.model_type}
 
 
 def _gemma3(metadata: Metadata, options: Mapping[str, Any]) -> dict[str, Any]:

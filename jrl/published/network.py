@@ -48,11 +48,7 @@ def _check_ignored(ignore: Sequence[str], names: Collection[str], subject: str) 
 
 
 def check_packages(subject: str) -> None:
-    """Rejects what needs the packages of published checkpoints where they are not installed.
-
-    Args:
-      subject: what needs them, for the message.
-    """
+    """Rejects `subject`, which needs the packages of published checkpoints, without them."""
     if find_spec("safetensors") is None or find_spec("tokenizers") is None:
         raise ValueError(
             f"{subject} needs safetensors and tokenizers, which are not both installed: run pip "

@@ -9,7 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jrl.rollout.adjustments import Adjustments
-from jrl.serving.api.fields import ApiError, boolean, integer, invalid_argument, is_value, stops
+from jrl.serving.api.fields import (
+    ApiError,
+    boolean,
+    integer,
+    invalid_argument,
+    invalid_value,
+    is_value,
+    stops,
+)
 from jrl.serving.api.messages import messages_of
 from jrl.serving.api.sampling import SAMPLING_ARGUMENTS, sampling_parameters
 from jrl.serving.api.tools import TOOL_ARGUMENTS, ToolUse, response_schema, tools_of
@@ -196,10 +204,7 @@ def _common(body: Mapping[str, Any]) -> dict[str, Any]:
         if not stream:
             raise invalid_argument("stream_options", "stream_options needs stream=true.")
         if not isinstance(options, dict) or set(options) - {"include_usage"}:
-            raise invalid_argument(
-                "stream_options",
-                f'stream_options={short(options)} must be {{"include_usage": true or false}}.',
-            )
+            raise invalid_value("stream_options", options, '{"include_usage": true or false}')
     n = integer(body, "n", 1, MAX_CHOICES)
     return {
         "model": _model(body),
@@ -226,10 +231,8 @@ def _prompts(body: Mapping[str, Any]) -> tuple[str | tuple[int, ...], ...]:
     prompt: Any = body.get("prompt")
     prompts: list[Any] = prompt if isinstance(prompt, list) and not _is_ids(prompt) else [prompt]
     if not prompts or not all(isinstance(item, str) or _is_ids(item) for item in prompts):
-        raise invalid_argument(
-            "prompt",
-            f"prompt={short(prompt)} must be a text, a list of token ids, or a list of either.",
-        )
+        rule = "a text, a list of token ids, or a list of either"
+        raise invalid_value("prompt", prompt, rule)
     if len(prompts) > MAX_PROMPTS:
         raise invalid_argument(
             "prompt", f"prompt has {len(prompts)} prompts: send {MAX_PROMPTS} at most at a time."

@@ -30,6 +30,7 @@ BODY_SECONDS = 60.0
 """Timeout of a request's body."""
 MAX_DISCARDED_BODIES = 8
 """Multiple of the largest body that is read and discarded, so that the client gets the error."""
+Handler = Callable[[Call], Awaitable[ASGIApp]]
 Events = asyncio.Queue[Event | None]
 """Events of a request; None when its client has left."""
 STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -40,8 +41,6 @@ class FrontEnd:
 
     Args:
       service: its `flush` is set to that of this object.
-      served: the model.
-      metrics: of the server.
       api_key: required of clients, except at ``/health``; None requires none.
       max_bytes: limit of a body.
     """
@@ -117,9 +116,7 @@ class FrontEnd:
             with suppress(RuntimeError):  # the loop has ended, and with it all listeners
                 self._loop.call_soon_threadsafe(_deliver, outbox)
 
-    def _endpoint(
-        self, name: str, parse: Callable[[Mapping[str, Any]], ApiRequest]
-    ) -> Callable[[Call], Awaitable[ASGIApp]]:
+    def _endpoint(self, name: str, parse: Callable[[Mapping[str, Any]], ApiRequest]) -> Handler:
         async def serve(call: Call) -> ASGIApp:
             self._loop = asyncio.get_running_loop()
             try:
@@ -188,10 +185,8 @@ class FrontEnd:
                 self._service.cancel(job)
             self._count(name, status)
 
-    def _require_key(
-        self, handler: Callable[[Call], Awaitable[Response]]
-    ) -> Callable[[Call], Awaitable[Response]]:
-        async def serve(call: Call) -> Response:
+    def _require_key(self, handler: Handler) -> Handler:
+        async def serve(call: Call) -> ASGIApp:
             try:
                 self._check_key(call)
                 return await handler(call)

@@ -57,11 +57,7 @@ class CallStream:
         self._begin: int | None = None  # characters before the first call
 
     def add(self, tokens: Sequence[int], text: str, last: bool) -> tuple[str, list[ToolCall]]:
-        """Appends tokens.
-
-        Args:
-          text: that they complete.
-          last: true if no more come.
+        """Appends tokens and the text that they complete; `last` is true if no more come.
 
         Returns:
           The text that is final, and at the end the calls.

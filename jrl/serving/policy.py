@@ -46,7 +46,6 @@ class ApiModel:
     """A model as clients know it.
 
     Attributes:
-      name: model name in requests.
       format: encoding of prompts and conversations to tokens.
       length: most tokens of prompt plus completion.
       max_tokens: most tokens of a completion; None is limited by `length` only.
@@ -148,11 +147,8 @@ class ApiModel:
         return rows
 
     def limit(self, request: ApiRequest, prompt: np.ndarray) -> int:
-        """Limit of the completion's tokens for this prompt.
-
-        Raises:
-          ApiError: where they exceed the server's limit or the context length.
-        """
+        """Limit of the completion's tokens for this prompt; raises ApiError where they exceed the
+        server's limit or the context length."""
         available = self.length - len(prompt)
         max_tokens = request.max_tokens
         if max_tokens is None:

@@ -241,10 +241,8 @@ class ResponseBuilder:
         if not self._request.logprobs:
             return None
         if self._request.chat:
-            return {
-                "content": [self._logprobs_entry(position) for position in positions],
-                "refusal": None,
-            }
+            content = [self._logprobs_entry(position) for position in positions]
+            return {"content": content, "refusal": None}
         strings, top_logprobs = list[str](), list[dict[str, float] | None]()
         for position in positions:
             strings.append(self._token_strings.string_of(position.token))

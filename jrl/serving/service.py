@@ -47,9 +47,7 @@ class Service:
 
     Args:
       engine: engine of sufficient capacity; without weights yet.
-      served: the model.
-      versions: source of its weights.
-      metrics: of the server.
+      versions: source of the weights.
       queue: choices that may be queued in addition to those with a slot.
       window: tokens of a choice between two scheduler steps.
     """

@@ -139,11 +139,9 @@ class TokenStrings:
         token_bytes = self._tokenizer.bytes_of(token)
         if REPLACEMENT_CHARACTER in joint_text and token_bytes is not None:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
-        return (
-            joint_text[len(text) :]
-            if joint_text.startswith(text)
-            else self._tokenizer.decode([token])
-        )
+        if joint_text.startswith(text):
+            return joint_text[len(text) :]
+        return self._tokenizer.decode([token])
 
 
 @dataclass(frozen=True)
@@ -151,7 +149,6 @@ class TokenLogprobs:
     """Token of a choice with its log-probabilities.
 
     Attributes:
-      token: its id.
       logprob: in the policy at temperature 1, nats; None of the first token of a prompt.
       top_logprobs: ids and log-probabilities of the top tokens at this position.
       offset: characters of the choice before it.
@@ -167,7 +164,6 @@ class Transcript:
     """Text and tokens of a choice while it is generated.
 
     Args:
-      tokenizer: of the policy.
       stops: stop strings; it ends before the first.
       keeps_logprobs: true if its tokens are returned with log-probabilities.
       before: tokens of the text that it continues.

@@ -84,7 +84,6 @@ class Serving(NamedTuple):
 
     Attributes:
       config: the network, as `moe.decoding.for_step` or `moe.decoding.for_prefill` returns it.
-      mesh: meshes of both sides.
       num_slots: number of expert slots on each device along ``ep``.
       records_choices: the expert ids of each token are recorded.
     """
@@ -108,13 +107,10 @@ class Serving(NamedTuple):
         return self.mesh.experts.layout.num_devices
 
     def message_out(self, num_tokens: int) -> Message:
-        """Message from an attention device to an expert device.
+        """Message from an attention device of so many tokens to an expert device.
 
         The devices along ``etp`` share the rows equally; their messages together have capacity for
         all tokens of the sender.
-
-        Args:
-          num_tokens: number of tokens of the attention device.
         """
         config = self.config
         rows = -(-num_tokens // self.mesh.experts.size(self.mesh.experts.etp))
@@ -174,11 +170,7 @@ def initial_state(serving: Serving, x: Float[Array, "token d_model"]) -> TokenSt
 def combine_outputs(
     state: TokenState[Array], received: tuple[Array, ...]
 ) -> Float[Array, "token d_model"]:
-    """Residual stream after the whole layer: adds the expert outputs.
-
-    Args:
-      received: sums from each expert device.
-    """
+    """Residual stream after the whole layer: adds the sums from each expert device."""
     x = state.x
     out = combine(jnp.concatenate(received), state.row_indices).astype(x.dtype)
     out = out if state.shared_output is None else out + state.shared_output

@@ -137,10 +137,8 @@ class Collective(Exchange):
         local_devices = [d for d in (*self._sources, *self._targets) if d.process_index == process]
         # An array over the union needs a buffer on each device, also on those that send nothing.
         zeros = {d: _zeros(message, d) for d in local_devices}
-        shards_to_send = (
-            [{}] * len(self._targets) if arrays is None else [_shards(array) for array in arrays]
-        )
-        shards_to_send = [zeros | shard_of for shard_of in shards_to_send]
+        own = [{}] * len(self._targets) if arrays is None else map(_shards, arrays)
+        shards_to_send = [zeros | shard_of for shard_of in own]
         ordering_tokens = _ordering_tokens(frozenset(local_devices))
         inputs = [
             _assemble([shard_of[d] for d in local_devices], num_devices, self._union)
@@ -254,6 +252,9 @@ class _TransferServer:
         return self._counts[sender, to] * jax.process_count() + to
 
 
+_transfer_server = cache(_TransferServer)
+
+
 class _Watch:
     """Watchdog that closes the connection to a process whose messages do not arrive: programs that
     wait for one then fail as if that process had exited.
@@ -332,8 +333,7 @@ def reachable_host(names: Sequence[str], process: int) -> str:
     """Address by which the other processes reach the host of a process.
 
     Args:
-      names: host names of all processes.
-      process: index of the process whose host this is.
+      names: host names of all processes, by their index.
 
     Raises:
       ValueError: if the host's name resolves to no address that others can reach.
@@ -408,11 +408,6 @@ def _ordering_tokens(devices: frozenset[Any]) -> dict[Any, Array]:
     """Ordering token of the last exchange between these devices, on each of them; zeros before the
     first."""
     return {device: _zeros(Message(1, 1, np.dtype(np.int32)), device) for device in devices}
-
-
-@cache
-def _transfer_server() -> _TransferServer:
-    return _TransferServer()
 
 
 def _all_gather_text(text: str) -> list[str]:

@@ -83,13 +83,13 @@ class Placement:
     def slot_table(self) -> SlotTable:
         """Lookup table for the attention side. Its shape depends only on the numbers of experts
         and slots, so that another placement needs no new program."""
-        num_slots, counts = len(self.slot_experts), np.bincount(self.slot_experts)
-        width = 1 + num_slots - self.num_experts
-        slots = np.full((self.num_experts + 1, width), num_slots, np.int32)
-        for expert in range(self.num_experts):
-            indices = np.flatnonzero(self.experts == expert)
+        experts, num_slots, num_experts = self.experts, len(self.slot_experts), self.num_experts
+        width = 1 + num_slots - num_experts
+        slots = np.full((num_experts + 1, width), num_slots, np.int32)
+        for expert in range(num_experts):
+            indices = np.flatnonzero(experts == expert)
             slots[expert] = np.pad(indices, (0, width - len(indices)), "edge")
-        return SlotTable(slots, np.append(counts, 1).astype(np.int32))
+        return SlotTable(slots, np.append(np.bincount(experts), 1).astype(np.int32))
 
 
 def layer_placements(
@@ -114,10 +114,7 @@ def layer_placements(
 
 def lookup_slots(experts: Int[Array, "token k"], table: SlotTable) -> Int[Array, "token k"]:
     """Slot that each expert id of a token is sent to; neighbouring tokens use different replicas.
-
-    Args:
-      experts: expert ids; `num_experts` for none gives the index past the last slot.
-    """
+    The id `num_experts`, for none, gives the index past the last slot."""
     token = jnp.arange(experts.shape[0], dtype=experts.dtype)[:, None]
     slots, counts = jnp.asarray(table.slots), jnp.asarray(table.counts)
     return slots[experts, token % counts[experts]]

@@ -272,12 +272,7 @@ def end_prefill(
 
 
 class _Core:
-    """Core attention of a layer, for a decode step or for a prefill.
-
-    Attributes:
-      packed: the tokens as a packed batch.
-      attend: core attention of the layer.
-    """
+    """Core attention of a layer (`attend`) on a packed batch, of a decode step or of a prefill."""
 
     def __init__(
         self,

@@ -79,8 +79,6 @@ class Runner:
     """Disaggregated prefill and decoding, with attention and experts on disjoint devices.
 
     Args:
-      config: the network.
-      mesh: meshes of both sides.
       placement: placement of experts on the devices along ``ep``; None is each once, in order.
       m2n: method of the exchanges, see `moe.disaggregated.m2n.make_exchange`.
       records_choices: the expert ids of each token are recorded.
@@ -333,11 +331,7 @@ def _zeros_program(
 
 
 def check_micro_batches(num_rows: int, micro_batches: int, mesh: SplitMesh) -> None:
-    """Checks that micro-batches and attention devices divide the rows.
-
-    Raises:
-      ValueError: if they do not.
-    """
+    """Raises ValueError unless micro-batches and attention devices divide the rows."""
     layout = mesh.attention.layout
     unit = layout.num_devices * micro_batches
     if micro_batches < 1 or num_rows < 1 or num_rows % unit:

@@ -131,10 +131,9 @@ def move_experts(
         if old == new:
             continue
         if experts:
-            old_experts = old.experts.tolist()
-            sources = np.array([old_experts.index(expert) for expert in new.experts], np.int32)
+            sources = [old.slot_experts.index(expert) for expert in new.slot_experts]
             experts[layer] = _gather_program(mesh.experts)(
-                experts[layer], _put_leaf(sources, on_experts)
+                experts[layer], _put_leaf(np.array(sources, np.int32), on_experts)
             )
         if slot_tables:
             slot_tables[layer] = jax.tree.map(
@@ -154,14 +153,8 @@ def _gather_program(mesh: FoldedMesh) -> Callable[[Experts[Array], Array], Exper
 
 
 def check_splits(config: ModelConfig, mesh: SplitMesh, placement: Placement | None = None) -> None:
-    """Checks that a network can be split over two such sides.
-
-    Args:
-      placement: None is each expert once.
-
-    Raises:
-      ValueError: if it cannot, with the reason.
-    """
+    """Raises ValueError for a network that cannot be split over two such sides, with the reason; a
+    `placement` of None is each expert once."""
     if not config.num_experts:
         raise ValueError(
             "num_experts=0 leaves the expert devices without work: decode a dense network on one "

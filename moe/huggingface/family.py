@@ -100,7 +100,7 @@ def dense_names(prefix: str) -> dict[str, str]:
 
 def plus_one(norms: Mapping[str, str]) -> dict[str, Stored]:
     """Norms that multiply by ``1 + w``, by the path of the weight."""
-    return {path: Stored(f"{name}.weight", offset=1.0) for path, name in norms.items()}
+    return {path: Stored(name, offset=1.0) for path, name in norms.items()}
 
 
 PROJECTED_EXPERTS = expert_names("mlp", "gate_proj", "up_proj", "down_proj")

@@ -316,11 +316,10 @@ QWEN3_NEXT = Family(
         **SHARED_EXPERT,
         **plus_one(
             {
-                "attention.norm": "input_layernorm",
-                "attention.query_norm": "self_attn.q_norm",
-                "attention.key_norm": "self_attn.k_norm",
-                "delta.norm": "input_layernorm",
-                "norm": "post_attention_layernorm",
+                **QUERY_KEY_NORMS,
+                "attention.norm": "input_layernorm.weight",
+                "delta.norm": "input_layernorm.weight",
+                "norm": "post_attention_layernorm.weight",
             }
         ),
         "delta.inward": "linear_attn.in_proj_qkvz.weight",

@@ -41,16 +41,13 @@ WITHOUT_EFFECT = {
 }
 """Options that change no logit."""
 
-_ABSENT = object()
+REQUIRED = object()
+"""Default of an option that a file must have."""
 
 
 class Options:
-    """Options of a checkpoint. Each is taken once; `finish` rejects those that were not taken.
-
-    Args:
-      values: what config.json holds.
-      source: where it was read, for messages.
-    """
+    """Options of a checkpoint, and where they were read, for messages. Each is taken once; `finish`
+    rejects those that were not taken."""
 
     def __init__(self, values: Mapping[str, Any], source: str):
         self.values, self.source, self._consumed = values, source, set[str]()
@@ -79,7 +76,7 @@ class Options:
         """The same options, none of them taken, with values for those that are not there."""
         return Options({**defaults, **self.values}, self.source)
 
-    def take(self, *names: str, default: Any = _ABSENT) -> Any:
+    def take(self, *names: str, default: Any = REQUIRED) -> Any:
         """The option under the first of its names that is there.
 
         Raises:
@@ -89,7 +86,7 @@ class Options:
         for name in names:
             if name in self.values:
                 return self.values[name]
-        if default is _ABSENT:
+        if default is REQUIRED:
             raise ValueError(f"{self.source} lacks the option {' or '.join(names)}.")
         return default
 

@@ -37,12 +37,8 @@ GROUP = 32
 
 @dataclass(frozen=True)
 class Quantisation:
-    """Quantisation format of a checkpoint's tensors.
-
-    Args:
-      method: "fp8" or "mxfp4".
-      block: rows and columns of the blocks of "fp8".
-    """
+    """Quantisation format of a checkpoint's tensors, "fp8" or "mxfp4"; the rows and columns of a
+    block of "fp8"."""
 
     method: str
     block: tuple[int, int] = (128, 128)

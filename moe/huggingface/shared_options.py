@@ -6,22 +6,19 @@ from typing import Any
 from moe.architecture.feed_forward import Activation
 from moe.config import ModelConfig
 from moe.huggingface.family import Fields, OptionGroup
-from moe.huggingface.options import Options
+from moe.huggingface.options import REQUIRED, Options
 from moe.huggingface.quantised import read_quantisation
 
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """By their names in `transformers`."""
-REQUIRED = object()
-"""Default of an option that a file must have."""
 
 
 def option(field: str, *names: str, default: Any = REQUIRED) -> OptionGroup:
     """A field that an option states, under the first of its `names` when written; without any it
     has the field's."""
     names = names or (field,)
-    keywords = {} if default is REQUIRED else {"default": default}
     return OptionGroup(
-        lambda options, fields: {field: options.take(*names, **keywords)},
+        lambda options, fields: {field: options.take(*names, default=default)},
         lambda config: {names[0]: getattr(config, field)},
     )
 
@@ -279,12 +276,8 @@ def windows(slides: Callable[[int, int], bool] | None) -> OptionGroup:
 def read_listed_windows(
     options: Options, fields: Fields, window: int | None, slides: Callable[[int], bool]
 ) -> Fields:
-    """The window and the layers that have none, of architectures whose files list them.
-
-    Args:
-      window: where the file says none.
-      slides: index of a layer -> whether it has a window where the file does not list them.
-    """
+    """The window and the layers that have none, of architectures whose files list them. Where one
+    does not, `window` is the window, and `slides` tells whether a layer of some index has it."""
     window = options.take("sliding_window", default=window)
     layer_types, full = _read_layer_types(options, fields, slides)
     if len(full) == len(layer_types):

@@ -7,8 +7,7 @@ from typing import Any
 
 from jrl.rollout.adjustments import MAX_BIASES, NO_ADJUSTMENTS, Adjustments
 from jrl.rollout.sampling import LEAST_TEMPERATURE, LEAST_TOP_P
-from jrl.serving.api.fields import ApiError, integer, invalid_argument, number
-from jrl.tasks.data.fields import short
+from jrl.serving.api.fields import ApiError, integer, invalid_argument, invalid_value, number
 
 DEFAULT_ARGUMENTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Arguments that a checkpoint may give a default, those of vLLM."""
@@ -19,11 +18,8 @@ GENERATION_CONFIG = "generation_config.json"
 
 
 def sampling_parameters(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Temperature, top-p and adjustments of a request; adjustments are None if they change nothing.
-
-    Raises:
-      ApiError: for values out of range.
-    """
+    """Temperature, top-p and adjustments of a request, None if they change nothing; raises ApiError
+    for values out of range."""
     temperature, top_p = number(body, "temperature", 0.0, 2.0), number(body, "top_p", 0.0, 1.0)
     greedy = "use temperature=0 for greedy decoding"
     if temperature is not None and 0 < temperature < LEAST_TEMPERATURE:
@@ -53,9 +49,9 @@ def sampling_parameters(body: Mapping[str, Any]) -> dict[str, Any]:
 def _biases(value: Any) -> tuple[tuple[int, float], ...]:
     if value is None:
         return ()
-    rule = f"must be an object of token ids and numbers in -{MAX_BIAS:g}..{MAX_BIAS:g}"
+    rule = f"an object of token ids and numbers in -{MAX_BIAS:g}..{MAX_BIAS:g}"
     if not isinstance(value, dict):
-        raise invalid_argument("logit_bias", f"logit_bias={short(value)} {rule}.")
+        raise invalid_value("logit_bias", value, rule)
     if len(value) > MAX_BIASES:
         raise invalid_argument(
             "logit_bias", f"logit_bias has {len(value)} tokens: give {MAX_BIASES} at most."
@@ -65,7 +61,7 @@ def _biases(value: Any) -> tuple[tuple[int, float], ...]:
         is_number = type(bias) in (int, float) and abs(bias) <= MAX_BIAS
         # As many digits as an id of 32 bits has.
         if not (token.isascii() and token.isdigit() and len(token) < 10 and is_number):
-            raise invalid_argument("logit_bias", f"logit_bias={short({token: bias})} {rule}.")
+            raise invalid_value("logit_bias", {token: bias}, rule)
         if bias:
             biases.append((int(token), float(bias)))
     return tuple(biases)
