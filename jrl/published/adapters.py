@@ -27,8 +27,7 @@ def open_adapters(directory: str, checkpoint: Path | str, config: ModelConfig, o
     """Rank, scale and targets of the adapters in a folder, from its options and names of tensors.
 
     Args:
-      checkpoint: the folder of the checkpoint that they are added to.
-      config: its network.
+      checkpoint, config: the folder of the checkpoint that they are added to, and its network.
       option: the setting that named the folder, for messages.
 
     Raises:
@@ -80,12 +79,9 @@ def targets_from_modules(config: ModelConfig, names: Sequence[str]) -> tuple[str
             )
     named_modules = {module for parts in modules.values() for part in parts for module in part}
     for name in names:
-        stated = is_target(name) and any(each.startswith(name) for each in modules)
-        if (
-            name != ALL_LINEAR
-            and not stated
-            and not any(_is_meant(each, [name]) for each in named_modules)
-        ):
+        is_ours = is_target(name) and any(each.startswith(name) for each in modules)
+        is_known = name == ALL_LINEAR or is_ours
+        if not is_known and not any(_is_meant(each, [name]) for each in named_modules):
             available = sorted({module.rpartition(".")[2] for module in named_modules})
             fix = ",".join(available) if named_modules else ",".join(targets_of(config))
             raise ValueError(

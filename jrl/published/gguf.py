@@ -5,9 +5,7 @@ and tensors, most of them quantised. The folder has config.json, safetensors, to
 tokenizer_config.json and generation_config.json, and is read like any other checkpoint.
 """
 
-import json
 import re
-import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +18,7 @@ import numpy as np
 from jrl.published.gguf_file import GgufFile
 from jrl.published.gguf_options import config_options
 from jrl.published.gguf_tokenizer import tokenizer_files
-from moe.huggingface.checkpoint import write_tensors
+from moe.huggingface.checkpoint import INDEX, write_json, write_tensors
 from moe.huggingface.configuration import read_config
 from moe.huggingface.tensors import tensors_of
 
@@ -53,15 +51,15 @@ def convert(path: Path, folder: Path, ignore: Collection[str] = ()) -> None:
         temporary = Path(name) / folder.name
         temporary.mkdir()
         with _naming(path):
-            _write(file, options, temporary)
-        if folder.exists():  # another process was first
-            return
+            write_json(temporary / "config.json", options)
+            for file_name, content in tokenizer_files(file.metadata).items():
+                (temporary / file_name).write_bytes(content)
+            _write_weights(temporary, options, file)
         try:
             temporary.rename(folder)
         except OSError:
-            if not folder.exists():
+            if not folder.exists():  # no other process was first
                 raise
-            shutil.rmtree(temporary)
 
 
 def metadata_names(path: Path) -> set[str]:
@@ -79,13 +77,6 @@ def _naming(path: Path) -> Iterator[None]:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _write(file: GgufFile, options: Mapping[str, Any], folder: Path) -> None:
-    _write_json(folder / "config.json", options)
-    for name, content in tokenizer_files(file.metadata).items():
-        (folder / name).write_bytes(content)
-    _write_weights(folder, options, file)
-
-
 def _write_weights(folder: Path, options: Mapping[str, Any], file: GgufFile) -> None:
     """Writes the tensors in files of about `FILE_BYTES`, with an index where there are several."""
     import gguf
@@ -99,24 +90,25 @@ def _write_weights(folder: Path, options: Mapping[str, Any], file: GgufFile) -> 
     unread = set(file.tensors) - {"rope_freqs.weight"}
     if options["tie_word_embeddings"]:
         unread -= {"output.weight"}
-    files: list[dict[str, np.ndarray]] = [{}]
-    weight_map: dict[str, int] = {}
+    tensors, number = dict[str, np.ndarray](), 1
+    weight_map: dict[str, str] = {}
     for name, tensor, source in _converted(shapes, options, file, name_map):
         unread.discard(source)
-        if files[-1] and sum(array.nbytes for array in files[-1].values()) > FILE_BYTES:
-            write_tensors(files[-1], folder / f"model-{len(files):05d}.safetensors")
-            files[-1] = {}
-            files.append({})
-        files[-1][name] = tensor
-        weight_map[name] = len(files)
+        if sum(array.nbytes for array in tensors.values()) > FILE_BYTES:
+            write_tensors(tensors, folder / _file_name(number))
+            tensors, number = {}, number + 1
+        tensors[name], weight_map[name] = tensor, _file_name(number)
     if unread:
         raise ValueError(f"has tensors that are not supported: {', '.join(sorted(unread))}.")
-    if len(files) == 1:
-        write_tensors(files[0], folder / "model.safetensors")
+    if number == 1:
+        write_tensors(tensors, folder / "model.safetensors")
         return
-    write_tensors(files[-1], folder / f"model-{len(files):05d}.safetensors")
-    index = {name: f"model-{number:05d}.safetensors" for name, number in weight_map.items()}
-    _write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": index})
+    write_tensors(tensors, folder / _file_name(number))
+    write_json(folder / INDEX, {"metadata": {}, "weight_map": weight_map})
+
+
+def _file_name(number: int) -> str:
+    return f"model-{number:05d}.safetensors"
 
 
 def _converted(
@@ -163,7 +155,3 @@ def _in_order(name: str, values: np.ndarray, options: Mapping[str, Any], kind: s
     if kind == "gemma3" and name.endswith("norm.weight"):
         return values - np.float32(1.0)
     return values
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -6,7 +6,7 @@ package `gguf` reads them too, and takes minutes for a vocabulary of a quarter o
 
 import mmap
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,7 @@ import numpy as np
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+SCALARS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}
 """Format of `struct` by the number of a type."""
 STRING, ARRAY = 8, 9
 
@@ -84,10 +72,7 @@ class GgufFile:
             raise ValueError("ends early, or its header is damaged: download it again.") from error
         alignment = metadata.get("general.alignment", 32)
         begin = -(-cursor.position // alignment) * alignment
-        by_name = {
-            name: StoredTensor(name, shape, kind, begin + offset)
-            for name, shape, kind, offset in tensors
-        }
+        by_name = {each.name: replace(each, offset=begin + each.offset) for each in tensors}
         return cls(metadata, by_name, content)
 
     def values(self, name: str) -> np.ndarray:
@@ -105,9 +90,8 @@ class GgufFile:
             kind = gguf.GGMLQuantizationType(tensor.kind)
             block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
         except (ValueError, KeyError) as error:
-            raise ValueError(
-                f"{name} has the type {tensor.kind}, which is not supported."
-            ) from error
+            what = f"{name} has the type {tensor.kind}, which is not supported."
+            raise ValueError(what) from error
         size = int(np.prod(tensor.shape)) // block * num_bytes
         if tensor.offset + size > len(self.content):
             raise ValueError(f"ends within the tensor {name}: download it again.")
@@ -119,9 +103,8 @@ class GgufFile:
         try:
             return gguf.dequantize(rows, kind)
         except NotImplementedError as error:
-            raise ValueError(
-                f"{name} is quantised as {kind.name}, which is not supported."
-            ) from error
+            what = f"{name} is quantised as {kind.name}, which is not supported."
+            raise ValueError(what) from error
 
 
 class _Cursor:
@@ -159,7 +142,8 @@ class _Cursor:
         name = self.text()
         return name, self.value(self.scalar("I"))
 
-    def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+    def tensor(self) -> StoredTensor:
+        """A tensor with its offset from the first one."""
         name, num_dims = self.text(), self.scalar("I")
         dims = [self.scalar("Q") for _ in range(num_dims)]
-        return name, tuple(reversed(dims)), self.scalar("I"), self.scalar("Q")
+        return StoredTensor(name, tuple(reversed(dims)), self.scalar("I"), self.scalar("Q"))

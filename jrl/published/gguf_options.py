@@ -11,18 +11,13 @@ from typing import Any
 import numpy as np
 
 from jrl.published.gguf_file import GgufFile
+from moe.huggingface.dense_families import GEMMA3, LLAMA, MISTRAL, QWEN2, QWEN3
+from moe.huggingface.family import Family
+from moe.huggingface.moe_families import QWEN3_MOE
 from moe.huggingface.options import Options
 
-ARCHITECTURES = {
-    "llama": ("LlamaForCausalLM", "llama"),
-    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
-    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
-    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
-    "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
-}
-"""The `architectures` and `model_type` of config.json by `general.architecture` of GGUF."""
-WITH_WINDOW = ("MistralForCausalLM", "mistral")
-"""Those of a `llama` with a sliding window, which every layer has then."""
+FAMILIES = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "qwen3moe": QWEN3_MOE, "gemma3": GEMMA3}
+"""By `general.architecture` of GGUF; a `llama` with a window, which every layer has, is MISTRAL."""
 LLAMA3_FACTORS = (8.0, 32.0)
 """RoPE scaling factors of Llama 3.1 and 3.2; GGUF has only the frequencies that follow from one."""
 GEMMA3_PERIOD = 6
@@ -132,25 +127,24 @@ def config_options(
             f"{source} is one of {parts} parts of a model: join them first, with "
             "llama-gguf-split --merge of llama.cpp."
         )
-    if kind not in ARCHITECTURES:
+    if kind not in FAMILIES:
         raise ValueError(
             f"{source}: general.architecture={kind!r} is not supported; supported: "
-            f"{', '.join(ARCHITECTURES)}."
+            f"{', '.join(FAMILIES)}."
         )
     stated = {name: v for name, v in file.metadata.items() if name.startswith(f"{kind}.")}
     metadata = Metadata(kind, Options(stated, source))
     options = _sizes(file, metadata)
     if kind == "qwen3moe":
         options |= _experts(metadata)
-    options |= _attention(metadata, options)
     if kind == "gemma3":
         options |= {"hidden_activation": "gelu_pytorch_tanh", **_gemma3(metadata, options)}
     else:
-        options["hidden_act"] = "silu"
+        options |= {**_attention(metadata, options), "hidden_act": "silu"}
     if (scaling := _rope_scaling(file, metadata, options)) is not None:
         options["rope_scaling"] = scaling
-    neutral = dict(ONE_VALUE) | ({} if kind == "qwen3moe" else WITHOUT_EXPERTS)
-    for name, accepted in neutral.items():
+    without_experts = {} if kind == "qwen3moe" else WITHOUT_EXPERTS
+    for name, accepted in {**ONE_VALUE, **without_experts}.items():
         metadata.options.require(f"{kind}.{name}", *accepted, default=accepted[0])
     metadata.options.take(*(f"{kind}.{name}" for name in WITHOUT_EFFECT), default=None)
     metadata.options.finish(ignore, REMEDY)
@@ -158,18 +152,16 @@ def config_options(
 
 
 def _sizes(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
-    architecture, model_type = ARCHITECTURES[metadata.kind]
-    num_heads, width = (
-        metadata.require("attention.head_count"),
-        metadata.require("embedding_length"),
-    )
+    num_heads = metadata.require("attention.head_count")
+    width = metadata.require("embedding_length")
     rotated = metadata.get("rope.dimension_count", width // num_heads)
     head_dim = metadata.get("attention.key_length", rotated)
     metadata.check_equal("attention.value_length", head_dim)
     metadata.check_equal("rope.dimension_count", head_dim)
+    matrices = [tensor for tensor in file.tensors.values() if len(tensor.shape) > 1]
+    is_half = all(tensor.kind in HALF_PRECISION for tensor in matrices)
     return {
-        "architectures": [architecture],
-        "model_type": model_type,
+        **_named(FAMILIES[metadata.kind]),
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "hidden_size": width,
         "intermediate_size": metadata.require("feed_forward_length"),
@@ -181,7 +173,7 @@ def _sizes(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
         "rms_norm_eps": _shortest(metadata.require("attention.layer_norm_rms_epsilon")),
         "rope_theta": _shortest(metadata.get("rope.freq_base", 10_000.0)),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "dtype": "bfloat16" if _is_half(file) else "float32",
+        "dtype": "bfloat16" if is_half else "float32",
         **_token_ids(file.metadata),
     }
 
@@ -199,8 +191,6 @@ def _experts(metadata: Metadata) -> dict[str, Any]:
 
 def _attention(metadata: Metadata, options: Mapping[str, Any]) -> dict[str, Any]:
     """Scale of the scores and sliding window, of architectures other than Gemma 3."""
-    if metadata.kind == "gemma3":
-        return {}
     if metadata.get("attention.scale", 0.0):
         metadata.check_equal("attention.scale", options["head_dim"] ** -0.5)
     window = metadata.get("attention.sliding_window", 0)
@@ -211,8 +201,11 @@ def _attention(metadata: Metadata, options: Mapping[str, Any]) -> dict[str, Any]
         raise metadata.unsupported("attention.sliding_window", window, "0, for none")
     if pattern not in (None, 0, 1):
         raise metadata.unsupported("attention.sliding_window_pattern", pattern, "1")
-    architecture, model_type = WITH_WINDOW
-    return {"architectures": [architecture], "model_type": model_type, "sliding_window": window}
+    return {**_named(MISTRAL), "sliding_window": window}
+
+
+def _named(family: Family) -> dict[str, Any]:
+    return {"architectures": [family.architecture], "model_type": family.model_type}
 
 
 def _gemma3(metadata: Metadata, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,11 +234,6 @@ def _gemma3(metadata: Metadata, options: Mapping[str, Any]) -> dict[str, Any]:
 def _shortest(value: float) -> float:
     """The decimal number that a float32 was written as: 1e-05 for 9.999999747378752e-06."""
     return float(str(np.float32(value)))
-
-
-def _is_half(file: GgufFile) -> bool:
-    matrices = [tensor for tensor in file.tensors.values() if len(tensor.shape) > 1]
-    return all(tensor.kind in HALF_PRECISION for tensor in matrices)
 
 
 def _token_ids(metadata: Mapping[str, Any]) -> dict[str, int]:

@@ -43,6 +43,8 @@ PRE_TOKENIZERS = {
     "deepseek-r1-qwen": _split(QWEN2_SPLIT),
 }
 """How a text is split before byte-level BPE, by `tokenizer.ggml.pre`."""
+AS_WRITTEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+"""Options of a token that is found in a text as it stands, whatever is around it."""
 NFC = {"qwen2", "deepseek-r1-qwen"}
 """Tokenizers that put texts into Unicode's normal form C first."""
 SPACE = "\u2581"
@@ -50,13 +52,10 @@ SPACE = "\u2581"
 
 
 def tokenizer_files(metadata: Metadata) -> dict[str, bytes]:
-    """The files of a checkpoint that say how text becomes tokens, by name.
+    """The files of a checkpoint that say how text becomes tokens, by name, from metadata of GGUF.
 
     tokenizer.json has the pipeline, tokenizer_config.json the special tokens, `add_bos_token` and
     the chat template, generation_config.json the ids that end a completion.
-
-    Args:
-      metadata: of a GGUF file, by its names.
 
     Raises:
       ValueError: for a kind of tokenizer or a split of texts that is not supported.
@@ -98,7 +97,7 @@ def _byte_level(metadata: Metadata) -> dict[str, Any]:
     return {
         "normalizer": {"type": "NFC"} if pre in NFC else None,
         "pre_tokenizer": _sequence("pretokenizers", PRE_TOKENIZERS[pre]),
-        "decoder": {**BYTE_LEVEL, "use_regex": True},
+        "decoder": GPT2_WORDS,
         "model": _bpe(_ids(metadata["tokenizer.ggml.tokens"]), merges),
     }
 
@@ -188,15 +187,7 @@ def _added_tokens(metadata: Metadata, vocabulary: Mapping[str, int]) -> list[dic
     tokens = metadata["tokenizer.ggml.tokens"]
     types = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     return [
-        {
-            "id": index,
-            "content": token,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": kind == CONTROL,
-        }
+        {"id": index, "content": token, **AS_WRITTEN, "special": kind == CONTROL}
         for index, (token, kind) in enumerate(zip(tokens, types, strict=True))
         if kind in (CONTROL, USER_DEFINED) and vocabulary.get(token) == index
     ]

@@ -26,20 +26,16 @@ def open_checkpoint(name: str, ignore: Sequence[str] = ()) -> tuple[Path, ModelC
     folder = prepare_checkpoint(name, ignore)
     config = config_from(folder, ignore=ignore)
     if ignore:
-        _check_ignored(ignore, option_names(folder) | _metadata_names(name), name)
+        names = option_names(folder)
+        if (gguf := gguf_file(name)) is not None:
+            from jrl.published.gguf import metadata_names
+
+            names |= metadata_names(gguf)
+        _check_ignored(ignore, names, name)
     passed_over = [*idle_options(folder), *ignore]
     if passed_over and is_main_process():
         print(f"passed over in config.json: {', '.join(passed_over)}", flush=True)
     return folder, config
-
-
-def _metadata_names(name: str) -> set[str]:
-    gguf = gguf_file(name)
-    if gguf is None:
-        return set()
-    from jrl.published.gguf import metadata_names
-
-    return metadata_names(gguf)
 
 
 def _check_ignored(ignore: Sequence[str], names: Collection[str], subject: str) -> None:
@@ -52,11 +48,7 @@ def _check_ignored(ignore: Sequence[str], names: Collection[str], subject: str) 
 
 
 def check_packages(subject: str) -> None:
-    """Rejects what needs the packages of published checkpoints where they are not installed.
-
-    Args:
-      subject: what needs them, for the message.
-    """
+    """Rejects `subject`, which needs the packages of published checkpoints, without them."""
     if find_spec("safetensors") is None or find_spec("tokenizers") is None:
         raise ValueError(
             f"{subject} needs safetensors and tokenizers, which are not both installed: run pip "

@@ -9,7 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jrl.rollout.adjustments import Adjustments
-from jrl.serving.api.fields import ApiError, boolean, integer, invalid_argument, is_value, stops
+from jrl.serving.api.fields import (
+    ApiError,
+    boolean,
+    integer,
+    invalid_argument,
+    invalid_value,
+    is_value,
+    stops,
+)
 from jrl.serving.api.messages import messages_of
 from jrl.serving.api.sampling import SAMPLING_ARGUMENTS, sampling_parameters
 from jrl.serving.api.tools import TOOL_ARGUMENTS, ToolUse, response_schema, tools_of
@@ -28,17 +36,13 @@ class ApiRequest:
     """A valid request.
 
     Attributes:
-      model: its name as clients know it.
       prompts: texts or token ids to complete; None for a conversation.
       messages: the conversation, with all fields of its messages.
       max_tokens: of a choice, 0 generates nothing; None takes the server's default.
       n: choices of each prompt.
-      temperature, top_p: of sampling.
       seed: of sampling; None takes a random one.
       stops: stop strings; a choice ends before the first.
-      stream: true if the response is streamed.
       include_usage: true if a stream ends with its usage.
-      logprobs: true if log-probabilities are returned.
       top_logprobs: number of top log-probabilities per position.
       echo: true if the prompt precedes the completion.
       adjustments: of the logits before sampling; None changes none.
@@ -84,14 +88,9 @@ class ApiRequest:
 
 
 def parse_completion(body: Mapping[str, Any]) -> ApiRequest:
-    """Parses the body of ``/v1/completions``.
-
-    Raises:
-      ApiError: for invalid or unsupported arguments.
-    """
-    _check_names(
-        body, (*COMMON_ARGUMENTS, "prompt", "max_tokens", "logprobs", "echo"), NEUTRAL_COMPLETION
-    )
+    """Parses the body of ``/v1/completions``; invalid or unsupported arguments raise ApiError."""
+    arguments = (*COMMON_ARGUMENTS, "prompt", "max_tokens", "logprobs", "echo")
+    _check_names(body, arguments, NEUTRAL_COMPLETION)
     top_logprobs = integer(body, "logprobs", 0, MAX_TOP_LOGPROBS)
     common, prompts = _common(body), _prompts(body)
     if len(prompts) * common["n"] > MAX_CHOICES:
@@ -112,17 +111,10 @@ def parse_completion(body: Mapping[str, Any]) -> ApiRequest:
 
 
 def parse_chat(body: Mapping[str, Any]) -> ApiRequest:
-    """Parses the body of ``/v1/chat/completions``.
-
-    Raises:
-      ApiError: for invalid or unsupported arguments.
-    """
-    chat_arguments = ("messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs")
-    _check_names(
-        body,
-        (*COMMON_ARGUMENTS, *chat_arguments, *TOOL_ARGUMENTS, TEMPLATE_ARGUMENTS),
-        NEUTRAL_CHAT,
-    )
+    """Parses the body of ``/v1/chat/completions``, with errors as of `parse_completion`."""
+    own = ("messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs")
+    arguments = (*COMMON_ARGUMENTS, *own, *TOOL_ARGUMENTS, TEMPLATE_ARGUMENTS)
+    _check_names(body, arguments, NEUTRAL_CHAT)
     logprobs = boolean(body, "logprobs")
     top_logprobs = integer(body, "top_logprobs", 0, MAX_TOP_LOGPROBS)
     if top_logprobs is not None and not logprobs:
@@ -153,15 +145,8 @@ def parse_chat(body: Mapping[str, Any]) -> ApiRequest:
 
 TEMPLATE_ARGUMENTS = "chat_template_kwargs"
 COMMON_ARGUMENTS = (
-    "model",
-    "n",
-    *SAMPLING_ARGUMENTS,
-    "seed",
-    "stop",
-    "stream",
-    "stream_options",
-    "response_format",
-    "user",
+    *("model", "n", *SAMPLING_ARGUMENTS, "seed", "stop"),
+    *("stream", "stream_options", "response_format", "user"),
 )
 """Arguments of both; `user` names the client and has no effect."""
 
@@ -219,10 +204,7 @@ def _common(body: Mapping[str, Any]) -> dict[str, Any]:
         if not stream:
             raise invalid_argument("stream_options", "stream_options needs stream=true.")
         if not isinstance(options, dict) or set(options) - {"include_usage"}:
-            raise invalid_argument(
-                "stream_options",
-                f'stream_options={short(options)} must be {{"include_usage": true or false}}.',
-            )
+            raise invalid_value("stream_options", options, '{"include_usage": true or false}')
     n = integer(body, "n", 1, MAX_CHOICES)
     return {
         "model": _model(body),
@@ -249,10 +231,8 @@ def _prompts(body: Mapping[str, Any]) -> tuple[str | tuple[int, ...], ...]:
     prompt: Any = body.get("prompt")
     prompts: list[Any] = prompt if isinstance(prompt, list) and not _is_ids(prompt) else [prompt]
     if not prompts or not all(isinstance(item, str) or _is_ids(item) for item in prompts):
-        raise invalid_argument(
-            "prompt",
-            f"prompt={short(prompt)} must be a text, a list of token ids, or a list of either.",
-        )
+        rule = "a text, a list of token ids, or a list of either"
+        raise invalid_value("prompt", prompt, rule)
     if len(prompts) > MAX_PROMPTS:
         raise invalid_argument(
             "prompt", f"prompt has {len(prompts)} prompts: send {MAX_PROMPTS} at most at a time."

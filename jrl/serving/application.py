@@ -30,6 +30,9 @@ BODY_SECONDS = 60.0
 """Timeout of a request's body."""
 MAX_DISCARDED_BODIES = 8
 """Multiple of the largest body that is read and discarded, so that the client gets the error."""
+Handler = Callable[[Call], Awaitable[ASGIApp]]
+Events = asyncio.Queue[Event | None]
+"""Events of a request; None when its client has left."""
 STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
@@ -38,8 +41,6 @@ class FrontEnd:
 
     Args:
       service: its `flush` is set to that of this object.
-      served: the model.
-      metrics: of the server.
       api_key: required of clients, except at ``/health``; None requires none.
       max_bytes: limit of a body.
     """
@@ -57,7 +58,7 @@ class FrontEnd:
         self._api_key, self._max_bytes = api_key, max_bytes
         self._token_strings = TokenStrings(served.format.tokenizer)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._outbox: list[tuple[asyncio.Queue[Event | None], Event]] = []
+        self._outbox: list[tuple[Events, Event]] = []
         self._open: set[asyncio.Timeout] = set()
         self._end: float | None = None
         service.flush = self._flush
@@ -115,9 +116,7 @@ class FrontEnd:
             with suppress(RuntimeError):  # the loop has ended, and with it all listeners
                 self._loop.call_soon_threadsafe(_deliver, outbox)
 
-    def _endpoint(
-        self, name: str, parse: Callable[[Mapping[str, Any]], ApiRequest]
-    ) -> Callable[[Call], Awaitable[ASGIApp]]:
+    def _endpoint(self, name: str, parse: Callable[[Mapping[str, Any]], ApiRequest]) -> Handler:
         async def serve(call: Call) -> ASGIApp:
             self._loop = asyncio.get_running_loop()
             try:
@@ -146,7 +145,7 @@ class FrontEnd:
         if request.needs_grammar:
             grammar = await asyncio.to_thread(self._served.grammar, request)
         limits = [self._served.limit(request, prompt) for prompt in prompts]
-        events: asyncio.Queue[Event | None] = asyncio.Queue()
+        events: Events = asyncio.Queue()
         job = Job(request, prompts, limits, lambda e: self._outbox.append((events, e)), grammar)
         self._service.submit(job)
         tokenizer = self._served.format.tokenizer
@@ -162,7 +161,7 @@ class FrontEnd:
         name: str,
         job: Job,
         answer: ResponseBuilder,
-        events: "asyncio.Queue[Event | None]",
+        events: Events,
         scope: Scope,
         receive: Receive,
         send: Send,
@@ -186,10 +185,8 @@ class FrontEnd:
                 self._service.cancel(job)
             self._count(name, status)
 
-    def _require_key(
-        self, handler: Callable[[Call], Awaitable[Response]]
-    ) -> Callable[[Call], Awaitable[Response]]:
-        async def serve(call: Call) -> Response:
+    def _require_key(self, handler: Handler) -> Handler:
+        async def serve(call: Call) -> ASGIApp:
             try:
                 self._check_key(call)
                 return await handler(call)
@@ -343,9 +340,7 @@ async def _until_disconnect(receive: Receive) -> None:
         pass
 
 
-async def _send_full(
-    answer: ResponseBuilder, events: "asyncio.Queue[Event | None]", send: Send
-) -> str:
+async def _send_full(answer: ResponseBuilder, events: Events, send: Send) -> str:
     """Sends the full response when it is complete, and returns its status."""
     while not answer.finished:
         delta = await events.get()
@@ -359,9 +354,7 @@ async def _send_full(
     return "200"
 
 
-async def _stream(
-    answer: ResponseBuilder, events: "asyncio.Queue[Event | None]", send: Send
-) -> str:
+async def _stream(answer: ResponseBuilder, events: Events, send: Send) -> str:
     """Sends a stream of events, and returns its status."""
     await send({"type": "http.response.start", "status": 200, "headers": STREAM})
     status = "200"
@@ -394,6 +387,6 @@ async def _send_json(send: Send, status: int, body: Mapping[str, Any]) -> None:
     await send({"type": "http.response.body", "body": content})
 
 
-def _deliver(outbox: "list[tuple[asyncio.Queue[Event | None], Event]]") -> None:
+def _deliver(outbox: list[tuple[Events, Event]]) -> None:
     for events, delta in outbox:
         events.put_nowait(delta)

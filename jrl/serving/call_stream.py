@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jrl.serving.transcript import partial_match
 from jrl.tasks.tools.call_format import ToolFormat, to_json
 from jrl.tasks.tools.calls import Call, ToolParameters
 from jrl.text.prompt_format import special_text_of
@@ -18,13 +19,7 @@ OPENING = re.compile(r"<[^<>\s]*>|\[[A-Z_]+\]|```\w*|.", re.DOTALL)
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool call in a response.
-
-    Attributes:
-      id: of the call in its conversation.
-      name: of the tool.
-      arguments: JSON text.
-    """
+    """A tool call in a response, with its id in the conversation and its arguments as JSON."""
 
     id: str
     name: str
@@ -38,8 +33,6 @@ class CallStream:
     only then it is known what of it are calls.
 
     Args:
-      tokenizer: of the policy.
-      format: of its calls.
       tools: that may be called.
       first_index: number of calls in the conversation so far, for the ids of these.
       parallel: true if there may be more than one call.
@@ -64,11 +57,7 @@ class CallStream:
         self._begin: int | None = None  # characters before the first call
 
     def add(self, tokens: Sequence[int], text: str, last: bool) -> tuple[str, list[ToolCall]]:
-        """Appends tokens.
-
-        Args:
-          text: that they complete.
-          last: true if no more come.
+        """Appends tokens and the text that they complete; `last` is true if no more come.
 
         Returns:
           The text that is final, and at the end the calls.
@@ -78,15 +67,14 @@ class CallStream:
         self._text += text
         if self._begin is None:
             self._begin = self._find_begin(num_before)
-        if last:
-            calls = self._calls()
-            if calls:
-                end = self._safe_length() if self._begin is None else self._begin
-                return self._emit(len(self._text[:end].rstrip())), calls
+        calls = self._calls() if last else []
+        if last and not calls:
             return self._emit(len(self._text)), []
-        end = self._safe_length() if self._begin is None else self._begin
+        end = self._begin
+        if end is None:
+            end = len(self._text) - partial_match(self._text, self._mark)
         # Blanks before a call are none of the text.
-        return self._emit(len(self._text[:end].rstrip())), []
+        return self._emit(len(self._text[:end].rstrip())), calls
 
     def _emit(self, end: int) -> str:
         text = self._text[self._emitted : end]
@@ -108,12 +96,6 @@ class CallStream:
         is_bracket = len(self._mark) == 1
         line = self._text[self._text.rfind("\n", 0, position) + 1 : position]
         return not is_bracket or not line.strip()
-
-    def _safe_length(self) -> int:
-        """Length of the text without an end that may be the start of a mark."""
-        longest = min(len(self._mark) - 1, len(self._text))
-        held = (n for n in range(longest, 0, -1) if self._text.endswith(self._mark[:n]))
-        return len(self._text) - next(held, 0)
 
     def _calls(self) -> list[ToolCall]:
         """Calls of the whole choice; none where one of them cannot be read."""

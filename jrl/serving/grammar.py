@@ -33,18 +33,12 @@ ANYTHING = r"/(.|\n)*/"
 
 
 class GrammarConstraint:
-    """Tokens that a choice may continue with in a grammar.
+    """Tokens that a choice may continue with in a grammar, from a matcher at its start."""
 
-    Args:
-      matcher: of llguidance, at the start of the grammar.
-      vocab_size: of the network.
-      stop_ids: tokens that end a choice.
-    """
-
-    def __init__(self, matcher: Any, vocab_size: int, stop_ids: Sequence[int]):
-        self._matcher, self._num_words = matcher, -(-vocab_size // WORD_BITS)
+    def __init__(self, matcher: Any, tokenizer: Tokenizer):
+        self._matcher, self._num_words = matcher, -(-tokenizer.vocab_size // WORD_BITS)
         self._ends = np.zeros(self._num_words, np.uint32)
-        for token in stop_ids:
+        for token in tokenizer.stop_ids:
             self._ends[token // WORD_BITS] |= np.uint32(1 << token % WORD_BITS)
 
     def allowed(self) -> np.ndarray:
@@ -61,30 +55,18 @@ class GrammarConstraint:
 
 
 class Grammar:
-    """A grammar, compiled for a tokenizer.
-
-    Args:
-      matcher: of llguidance, at the start.
-      tokenizer: of the choices.
-    """
+    """A grammar, compiled for a tokenizer: a matcher of llguidance at its start."""
 
     def __init__(self, matcher: Any, tokenizer: Tokenizer):
         self._matcher, self._tokenizer = matcher, tokenizer
 
     def start(self) -> GrammarConstraint:
         """Constraint of a choice, at its start."""
-        tokenizer = self._tokenizer
-        return GrammarConstraint(
-            self._matcher.deep_copy(), tokenizer.vocab_size, tokenizer.stop_ids
-        )
+        return GrammarConstraint(self._matcher.deep_copy(), self._tokenizer)
 
 
 class GrammarCompiler:
-    """Compiles grammars for a tokenizer, whose tables are made for the first of them.
-
-    Args:
-      tokenizer: of the choices.
-    """
+    """Compiles grammars for a tokenizer, whose tables are made for the first of them."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -135,10 +117,8 @@ class GrammarCompiler:
         """The vocabulary as llguidance takes it."""
         from llguidance import LLTokenizer, TokenizerWrapper
 
-        return LLTokenizer(
-            TokenizerWrapper(_Vocabulary(self._tokenizer)),
-            eos_token=list(self._tokenizer.stop_ids),
-        )
+        vocabulary = TokenizerWrapper(_Vocabulary(self._tokenizer))
+        return LLTokenizer(vocabulary, eos_token=list(self._tokenizer.stop_ids))
 
 
 class _Vocabulary:

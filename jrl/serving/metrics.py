@@ -1,5 +1,7 @@
 """Prometheus metrics of a server."""
 
+from functools import partial
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -9,66 +11,46 @@ CLIENT_GONE = "gone"
 
 
 class Metrics:
-    """Metrics of one server.
-
-    Args:
-      slots: choices that are decoded concurrently.
-    """
+    """Metrics of one server, which decodes choices in so many slots."""
 
     def __init__(self, slots: int):
         self._registry = registry = CollectorRegistry()
-        self.requests = Counter(
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry)
+        self.requests = counter(
             "jrl_requests",
             f"Finished requests, by HTTP status; {CLIENT_GONE} if the client disconnected.",
             ("endpoint", "status"),
-            registry=registry,
         )
-        self.choices = Counter(
-            "jrl_choices",
-            "Finished choices, by finish reason: stop, length, or gone.",
-            ("finish",),
-            registry=registry,
+        self.choices = counter(
+            "jrl_choices", "Finished choices, by finish reason: stop, length, or gone.", ("finish",)
         )
-        self.queued = Gauge("jrl_queue_length", "Choices that wait for a slot.", registry=registry)
-        self.live = Gauge("jrl_slots_live", "Active slots.", registry=registry)
-        self.slots = Gauge(
-            "jrl_slots", ("Number of slots: choices decoded concurrently."), registry=registry
-        )
+        self.queued = gauge("jrl_queue_length", "Choices that wait for a slot.")
+        self.live = gauge("jrl_slots_live", "Active slots.")
+        self.slots = gauge("jrl_slots", "Number of slots: choices decoded concurrently.")
         self.slots.set(slots)
-        self.version = Gauge(
-            "jrl_policy_version", "Training step of the served policy.", registry=registry
-        )
-        self.uncompiled = Gauge(
+        self.version = gauge("jrl_policy_version", "Training step of the served policy.")
+        self.uncompiled = gauge(
             "jrl_uncompiled",
             "Remaining warm-up requests, which compile programs while the server is idle.",
-            registry=registry,
         )
-        self.loads = Counter(
-            "jrl_policy_loads",
-            "Loads of later policy versions, by outcome.",
-            ("outcome",),
-            registry=registry,
+        self.loads = counter(
+            "jrl_policy_loads", "Loads of later policy versions, by outcome.", ("outcome",)
         )
-        self.prompt_tokens = Counter(
-            "jrl_prompt_tokens", "Prompt tokens of admitted requests.", registry=registry
+        self.prompt_tokens = counter("jrl_prompt_tokens", "Prompt tokens of admitted requests.")
+        self.generated_tokens = counter(
+            "jrl_generated_tokens", "Sampled tokens, up to the end of each choice."
         )
-        self.generated_tokens = Counter(
-            "jrl_generated_tokens",
-            ("Sampled tokens, up to the end of each choice."),
-            registry=registry,
-        )
-        self.first_token = Histogram(
+        self.first_token = histogram(
             "jrl_time_to_first_token_seconds",
             "Time from a request's arrival to the first token of each of its choices.",
             buckets=FIRST_TOKEN_BUCKETS,
-            registry=registry,
         )
-        self.between_tokens = Histogram(
+        self.between_tokens = histogram(
             "jrl_time_between_tokens_seconds",
             "Time between tokens of a choice after its first, mean over the tokens of a streamed "
             "chunk.",
             buckets=INTER_TOKEN_BUCKETS,
-            registry=registry,
         )
 
     def text(self) -> bytes:

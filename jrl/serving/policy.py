@@ -46,7 +46,6 @@ class ApiModel:
     """A model as clients know it.
 
     Attributes:
-      name: model name in requests.
       format: encoding of prompts and conversations to tokens.
       length: most tokens of prompt plus completion.
       max_tokens: most tokens of a completion; None is limited by `length` only.
@@ -78,9 +77,7 @@ class ApiModel:
         """
         check_biases(request.adjustments, self.format.tokenizer.vocab_size)
         try:
-            rows = (
-                [self._conversation(request)] if request.prompts is None else self._texts(request)
-            )
+            rows = [self._conversation(request)] if request.chat else self._texts(request)
         except ValueError as error:
             param = "messages" if request.chat else "prompt"
             raise invalid_argument(param, " ".join(str(error).split())) from error
@@ -122,11 +119,7 @@ class ApiModel:
         return GrammarCompiler(self.format.tokenizer)
 
     def grammar(self, request: ApiRequest) -> Grammar:
-        """Grammar of a request that needs one.
-
-        Raises:
-          ApiError: as for `GrammarCompiler.compile`.
-        """
+        """Grammar of a request that needs one, with errors as of `GrammarCompiler.compile`."""
         return self._grammars.compile(request.schema, request.tools, self.format.tool_format)
 
     def call_stream(self, request: ApiRequest) -> CallStream | None:
@@ -154,11 +147,8 @@ class ApiModel:
         return rows
 
     def limit(self, request: ApiRequest, prompt: np.ndarray) -> int:
-        """Limit of the completion's tokens for this prompt.
-
-        Raises:
-          ApiError: where they exceed the server's limit or the context length.
-        """
+        """Limit of the completion's tokens for this prompt; raises ApiError where they exceed the
+        server's limit or the context length."""
         available = self.length - len(prompt)
         max_tokens = request.max_tokens
         if max_tokens is None:

@@ -17,9 +17,7 @@ MAX_TOKENS_PER_PASS = 1024
 class PromptScoring:
     """Scores the prompts of requests, first come first served, and sends the results.
 
-    Args:
-      engine: only the scheduler thread calls this.
-      tokenizer: of the prompts.
+    Only the scheduler thread calls this.
     """
 
     def __init__(self, engine: StreamingEngine, tokenizer: Tokenizer):
@@ -47,11 +45,8 @@ class PromptScoring:
         return list({id(job): job for job, _ in self._prompts}.values())
 
     def step(self, version: int) -> list[Job]:
-        """Runs one pass, sends its results, and returns the requests that are complete.
-
-        Args:
-          version: of the policy.
-        """
+        """Runs one pass of a policy's version, sends its results, and returns the requests that are
+        complete."""
         batch, num_tokens = list[tuple[Job, int]](), 0
         needs_top_tokens = self._prompts[0][0].request.top_logprobs > 0
         while self._prompts:
@@ -64,13 +59,10 @@ class PromptScoring:
         prompts = [job.prompts[index] for job, index in batch]
         left = {id(job) for job, _ in self._prompts}
         done: dict[int, Job] = {}
-        for (job, index), scores in zip(
-            batch, self._engine.score(prompts, needs_top_tokens), strict=True
-        ):
-            num_top = job.request.top_logprobs
-            logprobs = prompt_logprobs(
-                self._tokenizer, job.prompts[index].tolist(), scores, num_top
-            )
+        scored = self._engine.score(prompts, needs_top_tokens)
+        for (job, index), scores in zip(batch, scored, strict=True):
+            ids, num_top = job.prompts[index].tolist(), job.request.top_logprobs
+            logprobs = prompt_logprobs(self._tokenizer, ids, scores, num_top)
             job.on_event(PromptDelta(index, logprobs, version))
             if id(job) not in left:
                 done[id(job)] = job
@@ -80,11 +72,8 @@ class PromptScoring:
 def prompt_logprobs(
     tokenizer: Tokenizer, ids: Sequence[int], scores: PromptScores, num_top: int
 ) -> list[TokenLogprobs]:
-    """Tokens of a prompt with their log-probabilities; the first one has none.
-
-    Args:
-      num_top: top tokens of each position.
-    """
+    """Tokens of a prompt with their log-probabilities, of which the first has none, and those of
+    the `num_top` top tokens of each position."""
     detokenizer, offset, entries = Detokenizer(tokenizer), 0, list[TokenLogprobs]()
     for index, token in enumerate(ids):
         logprob, top = None, ()

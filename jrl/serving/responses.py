@@ -27,7 +27,6 @@ class ChoiceDelta:
     """Increment of a choice that is sent to its client.
 
     Attributes:
-      index: of the choice.
       text: text that is final.
       logprobs: tokens that start in the text, if log-probabilities were requested.
       num_tokens: sampled so far.
@@ -47,13 +46,7 @@ class ChoiceDelta:
 
 @dataclass(frozen=True)
 class PromptDelta:
-    """Log-probabilities of a prompt, which come before the deltas of its choices.
-
-    Attributes:
-      index: of the prompt.
-      logprobs: of all its tokens.
-      version: of the policy that scored it.
-    """
+    """Log-probabilities of all tokens of a prompt, which come before the deltas of its choices."""
 
     index: int
     logprobs: list[TokenLogprobs]
@@ -69,7 +62,6 @@ class Job:
     """Request between its arrival and its end.
 
     Attributes:
-      request: the parsed request.
       prompts: token ids of each prompt.
       limits: most tokens of a completion, for each prompt.
       on_event: callback for events, called from the engine's thread.
@@ -117,8 +109,6 @@ class ResponseBuilder:
     """Response to one request, built up incrementally.
 
     Args:
-      request: the request.
-      token_strings: text of single tokens.
       prompt_tokens: of all its prompts.
       echoes: texts of the prompts, if they precede the completions.
     """
@@ -130,8 +120,7 @@ class ResponseBuilder:
         prompt_tokens: int,
         echoes: Sequence[str] = (),
     ):
-        self._request = request
-        self._token_strings = token_strings
+        self._request, self._token_strings = request, token_strings
         self._prompt_tokens = prompt_tokens
         kind = "chatcmpl" if request.chat else "cmpl"
         self._id, self._created = f"{kind}-{secrets.token_hex(12)}", int(time.time())
@@ -252,10 +241,8 @@ class ResponseBuilder:
         if not self._request.logprobs:
             return None
         if self._request.chat:
-            return {
-                "content": [self._logprobs_entry(position) for position in positions],
-                "refusal": None,
-            }
+            content = [self._logprobs_entry(position) for position in positions]
+            return {"content": content, "refusal": None}
         strings, top_logprobs = list[str](), list[dict[str, float] | None]()
         for position in positions:
             strings.append(self._token_strings.string_of(position.token))

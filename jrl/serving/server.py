@@ -117,9 +117,6 @@ class Connections:
     If there are more than `max_connections`, the connection that has been idle for the longest is
     dropped; if all are being served, the new one is rejected. So a client that sends its request
     immediately is served, however many idle connections there are.
-
-    Args:
-      max_connections: connections at a time.
     """
 
     def __init__(self, max_connections: int):
@@ -139,9 +136,7 @@ class Connections:
         self._open.add(new)
         if len(self._open) <= self.max_connections:
             return
-        idle = (
-            connection for connection in self._open if connection is not new and connection.is_idle
-        )
+        idle = (each for each in self._open if each is not new and each.is_idle)
         oldest = min(idle, key=lambda connection: connection.since, default=None)
         if oldest is None:
             new.reject()
@@ -157,9 +152,7 @@ class Connections:
         while True:
             await asyncio.sleep(CHECK_SECONDS)
             now = asyncio.get_running_loop().time()
-            for connection in [
-                connection for connection in self._open if connection.has_expired(now)
-            ]:
+            for connection in [each for each in self._open if each.has_expired(now)]:
                 connection.drop()
 
 
@@ -233,11 +226,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def check_private(host: str, listening: socket.socket) -> None:
-    """Checks that an address is reachable from this machine only.
-
-    Raises:
-      ValueError: where `listening` is not bound to a loopback address.
-    """
+    """Raises ValueError unless an address is loopback, which only this machine can reach."""
     address = ip_address(listening.getsockname()[0])
     if not address.is_loopback:
         raise ValueError(
@@ -257,7 +246,6 @@ def run(
     """Serves until Ctrl-C or SIGTERM; then rejects new requests and finishes running ones.
 
     Args:
-      service: started.
       listening: socket from `listen`.
       follow: true loads later policies as they appear.
       connections: most connections of clients at a time.
@@ -296,16 +284,15 @@ async def serve(
         log_level="error",
     )
     server = _Server(config)
-    watching = asyncio.create_task(connections.watch())
-    following = asyncio.create_task(_follow(service)) if follow else None
-    ending = asyncio.create_task(_stop_when_done(server, service, front, stop))
+    background = [connections.watch(), _stop_when_done(server, service, front, stop)]
+    if follow:
+        background.append(_follow(service))
+    tasks = [asyncio.create_task(each) for each in background]
     try:
         await server.serve(sockets=[listening])
     finally:
-        ending.cancel()
-        watching.cancel()
-        if following is not None:
-            following.cancel()
+        for task in tasks:
+            task.cancel()
 
 
 async def _stop_when_done(

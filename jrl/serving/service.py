@@ -47,9 +47,7 @@ class Service:
 
     Args:
       engine: engine of sufficient capacity; without weights yet.
-      served: the model.
-      versions: source of its weights.
-      metrics: of the server.
+      versions: source of the weights.
       queue: choices that may be queued in addition to those with a slot.
       window: tokens of a choice between two scheduler steps.
     """
@@ -141,11 +139,8 @@ class Service:
         with self._changed:
             self._check_open()
             if self._num_unfinished + count > capacity:
-                wait = (
-                    self._mean_seconds
-                    * (self._num_unfinished - self._num_live + 1)
-                    / self._engine.slots
-                )
+                num_before = self._num_unfinished - self._num_live + 1
+                wait = self._mean_seconds * num_before / self._engine.slots
                 raise ApiError(
                     429,
                     f"{self._num_unfinished} choices are decoded or queued already, of at most "
@@ -262,25 +257,18 @@ class Service:
                 job = self._waiting.popleft() if self._waiting else None
             if job is None:
                 return
-            self._start(job)
-
-    def _start(self, job: Job) -> None:
-        self._metrics.prompt_tokens.inc(job.prompt_tokens)
-        if job.request.scores_prompts:
-            self._scoring.add(job)
-        else:
-            self._generate(job)
+            self._metrics.prompt_tokens.inc(job.prompt_tokens)
+            if job.request.scores_prompts:
+                self._scoring.add(job)
+            else:
+                self._generate(job)
 
     def _generate(self, job: Job) -> None:
         """Submits the choices of a request to the engine; those of no token are complete."""
-        request, tokenizer = job.request, self._served.format.tokenizer
+        request, grammar = job.request, job.grammar
         seed = secrets.randbits(SEED_BITS) if request.seed is None else request.seed % 2**SEED_BITS
         sampling = RequestSampling(
-            request.temperature,
-            request.top_p,
-            seed,
-            request.top_logprobs > 0,
-            request.adjustments,
+            request.temperature, request.top_p, seed, request.top_logprobs > 0, request.adjustments
         )
         for prompt_index, (ids, limit) in enumerate(zip(job.prompts, job.limits, strict=True)):
             prompt_id = self._next_id()
@@ -291,7 +279,7 @@ class Service:
             choices = range(prompt_index * request.n, (prompt_index + 1) * request.n)
             for index in choices:
                 text = Transcript(
-                    tokenizer,
+                    self._served.format.tokenizer,
                     request.stops,
                     request.logprobs,
                     context,
@@ -301,20 +289,16 @@ class Service:
                 calls = self._served.call_stream(request)
                 self._choices[prompt_id, index] = _Choice(index, text, calls)
             if limit:
-                requests = list[Request]()
-                for index in choices:
-                    row_sampling = _constrain(sampling, job.grammar)
-                    requests.append(Request(prompt_id, index, ids, limit, sampling=row_sampling))
+                requests = [
+                    Request(prompt_id, index, ids, limit, sampling=_constrain(sampling, grammar))
+                    for index in choices
+                ]
                 self._engine.submit(requests)
         if not any(job.limits):
-            self._finish_empty(job)
-
-    def _finish_empty(self, job: Job) -> None:
-        """Finishes a request for no token (max_tokens=0)."""
-        for _, index in job.rows:
-            job.on_event(ChoiceDelta(index, "", [], 0, "length", self.version))
-        for row in job.rows:
-            self._finish(row, "length")
+            for _, index in job.rows:
+                job.on_event(ChoiceDelta(index, "", [], 0, "length", self.version))
+            for row in job.rows:
+                self._finish(row, "length")
 
     def _next_id(self) -> int:
         """Next id that no prompt in flight has."""
@@ -384,10 +368,10 @@ class Service:
     def _remove(self, job: Job) -> None:
         """Frees the queue entry or slots of a request whose client has left."""
         with self._changed:
-            if job in self._waiting:
+            is_waiting = job in self._waiting
+            if is_waiting:
                 self._waiting.remove(job)
-                self._num_unfinished -= job.num_choices
-            elif self._scoring.drop(job):
+            if is_waiting or self._scoring.drop(job):
                 self._num_unfinished -= job.num_choices
         rows = [row for row in job.rows if row in self._choices]
         if rows:

@@ -66,11 +66,7 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Stop strings of a streamed text, which may span calls of `add`.
-
-    Args:
-      stops: none of them empty.
-    """
+    """Stop strings of a streamed text, none of them empty, which may span calls of `add`."""
 
     def __init__(self, stops: Sequence[str]):
         self._stops, self._withheld = tuple(stops), ""
@@ -86,7 +82,7 @@ class StopStrings:
         if positions:
             self.stopped, self._withheld = True, ""
             return text[: min(positions)]
-        withheld = max(self._partial_match(text, stop) for stop in self._stops)
+        withheld = max(partial_match(text, stop) for stop in self._stops)
         self._withheld = text[len(text) - withheld :]
         return text[: len(text) - withheld]
 
@@ -95,11 +91,11 @@ class StopStrings:
         withheld, self._withheld = self._withheld, ""
         return withheld
 
-    @staticmethod
-    def _partial_match(text: str, stop: str) -> int:
-        """Number of characters at the end of the text that may be the start of the stop string."""
-        longest = min(len(stop) - 1, len(text))
-        return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+def partial_match(text: str, stop: str) -> int:
+    """Number of characters at the end of a text that may be the start of a stop string."""
+    longest = min(len(stop) - 1, len(text))
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class TokenStrings:
@@ -107,9 +103,6 @@ class TokenStrings:
 
     A token is written as its text, or, if it is a part of a character, as its bytes in the form
     ``bytes:\\xe2\\x82``.
-
-    Args:
-      tokenizer: of the tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -146,11 +139,9 @@ class TokenStrings:
         token_bytes = self._tokenizer.bytes_of(token)
         if REPLACEMENT_CHARACTER in joint_text and token_bytes is not None:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
-        return (
-            joint_text[len(text) :]
-            if joint_text.startswith(text)
-            else self._tokenizer.decode([token])
-        )
+        if joint_text.startswith(text):
+            return joint_text[len(text) :]
+        return self._tokenizer.decode([token])
 
 
 @dataclass(frozen=True)
@@ -158,7 +149,6 @@ class TokenLogprobs:
     """Token of a choice with its log-probabilities.
 
     Attributes:
-      token: its id.
       logprob: in the policy at temperature 1, nats; None of the first token of a prompt.
       top_logprobs: ids and log-probabilities of the top tokens at this position.
       offset: characters of the choice before it.
@@ -174,7 +164,6 @@ class Transcript:
     """Text and tokens of a choice while it is generated.
 
     Args:
-      tokenizer: of the policy.
       stops: stop strings; it ends before the first.
       keeps_logprobs: true if its tokens are returned with log-probabilities.
       before: tokens of the text that it continues.
@@ -193,7 +182,7 @@ class Transcript:
         self._ends = frozenset(tokenizer.stop_ids)
         # If the token of each character matters, tokens are decoded one by one.
         self._token_by_token = keeps_logprobs or bool(stops)
-        self._keeps_logprobs, self._keeps_end = keeps_logprobs, keeps_logprobs and keeps_end
+        self._keeps_logprobs, self._keeps_end = keeps_logprobs, keeps_end
         self._read = 0  # characters unfolded
         self._emitted = 0  # characters that went out
         self._pending: list[TokenLogprobs] = []
@@ -228,39 +217,25 @@ class Transcript:
             text = self._detokenizer.add(readable)
             self.num_tokens += len(tokens)
         else:
-            for index, token in enumerate(readable):
-                if self._keeps_logprobs:
-                    alternatives = tuple(top_logprobs[index]) if top_logprobs is not None else ()
-                    self._pending.append(
-                        TokenLogprobs(token, logprobs[index], alternatives, self._read)
-                    )
+            for index, token in enumerate(tokens):
+                is_end = index == len(readable)
+                if self._keeps_logprobs and (self._keeps_end or not is_end):
+                    top = () if top_logprobs is None else tuple(top_logprobs[index])
+                    self._pending.append(TokenLogprobs(token, logprobs[index], top, self._read))
+                self.num_tokens += 1
+                if is_end:
+                    break
                 new_text = self._detokenizer.add([token])
                 self._read += len(new_text)
                 text += self._stops.add(new_text)
-                self.num_tokens += 1
                 if self.stopped:
                     break
-            self.num_tokens += ended and not self.stopped
-            if ended and self._keeps_end:
-                index = len(readable)
-                alternatives = tuple(top_logprobs[index]) if top_logprobs is not None else ()
-                entry = TokenLogprobs(tokens[index], logprobs[index], alternatives, self._read)
-                self._pending.append(entry)
         if last and not self.stopped:
             rest = self._detokenizer.rest()
             text += self._stops.add(rest) + ("" if self.stopped else self._stops.rest())
         self._emitted += len(text)
-        return text, self._take_emitted(last or self.stopped)
-
-    def _take_emitted(self, all_tokens: bool) -> list[TokenLogprobs]:
-        """Tokens whose first character was emitted, removed from those that wait.
-
-        At the end they are joined by tokens without text, unless a stop string ended the choice.
-        """
-        ready = [
-            token
-            for token in self._pending
-            if token.offset < self._emitted or (all_tokens and not self.stopped)
-        ]
+        # At the end tokens without text come too, unless a stop string ended the choice.
+        takes_all = last and not self.stopped
+        ready = [token for token in self._pending if takes_all or token.offset < self._emitted]
         self._pending = self._pending[len(ready) :]
-        return ready
+        return text, ready

@@ -114,23 +114,19 @@ class WarmUp:
 def plan_trials(engine: StreamingEngine, longest: int) -> tuple[list[Trial], list[Trial]]:
     """Trials of short requests, and all others: each size of the rows, the step and the cache.
 
-    Those that sample are run with adjustments of the logits and without.
-
-    Args:
-      longest: most tokens of a prompt.
+    Those that sample are run with adjustments of the logits and without. `longest` is the most
+    tokens of a prompt.
     """
-    common, later = [Trial((1,), top_logprobs=True)], list[Trial]()
+    common = [Trial((1,), top_logprobs=True)]
     narrowest, *wider = engine.cache_sizes
     # Decode steps over all slots and over fewer of them.
     samples = [1 + fewer for fewer in (0, *engine.step_sizes[:-1])]
-    for num_samples in samples[1:]:
-        common.append(Trial((1,), num_samples))
+    common += [Trial((1,), num_samples) for num_samples in samples[1:]]
     fitting_length = min(longest, narrowest - 1)
     common += _prefill_trials(engine, min(fitting_length, SHORT_PROMPT))
-    later += _prefill_trials(engine, fitting_length)
     # More choices than slots: the last starts as a copy of the others.
     copy_trial = Trial((1,), engine.slots + 1)
-    later.append(copy_trial)
+    later = [*_prefill_trials(engine, fitting_length), copy_trial]
     # While the cache has its size; copies too, which sample as well.
     prompt_counts = [*samples, engine.slots + 1]
     later += [Trial((1,), number, other=True) for number in prompt_counts]
@@ -152,14 +148,10 @@ def _prefill_trials(engine: StreamingEngine, longest: int) -> list[Trial]:
 
 
 def fill_prompts(width: int, rows: int, longest: int, max_prompts: int) -> tuple[int, ...]:
-    """Prompt lengths for which the engine prefills rows of this width and number, if there are any.
-
-    Args:
-      longest: most tokens of a prompt.
-      max_prompts: prompts at most.
-    """
+    """Lengths of at most `max_prompts` prompts, none over `longest`, for which the engine prefills
+    rows of this width and number, if there are any."""
     row = [longest] * (width // longest) + [width % longest] * (width % longest > 0)
     lengths = tuple(row) * rows
-    return (
-        lengths if len(lengths) <= max_prompts else (min(width, longest),) * min(rows, max_prompts)
-    )
+    if len(lengths) <= max_prompts:
+        return lengths
+    return (min(width, longest),) * min(rows, max_prompts)

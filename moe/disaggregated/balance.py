@@ -16,6 +16,7 @@ References:
 """
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -127,16 +128,13 @@ def plan_placement(
         num_groups = num_servers = 1
     # Experts of a group are neighbours, and remain so in their server.
     groups = np.arange(len(loads)).reshape(num_groups, -1)
-    server = pack(loads[groups].sum(1), num_servers, num_groups // num_servers)
+    group_loads = loads[groups].sum(1)
+    servers = pack(group_loads, num_servers, num_groups // num_servers)
+    of_server = num_slots // num_servers, num_devices // num_servers
     return np.concatenate(
         [
-            _plan_server(
-                loads,
-                groups[_items_of_bin(server, server_index, loads[groups].sum(1))].reshape(-1),
-                num_slots // num_servers,
-                num_devices // num_servers,
-            )
-            for server_index in range(num_servers)
+            _plan_server(loads, groups[_items_of_bin(servers, i, group_loads)].ravel(), *of_server)
+            for i in range(num_servers)
         ]
     )
 
@@ -153,9 +151,7 @@ def _plan_server(loads, experts, num_slots: int, num_devices: int) -> Int[np.nda
     if num_slots == num_devices:
         return experts[slot_experts]
     device = pack(loads_of_slots, num_devices, num_slots // num_devices)
-    order = np.concatenate(
-        [_items_of_bin(device, device_index, loads_of_slots) for device_index in range(num_devices)]
-    )
+    order = np.concatenate([_items_of_bin(device, i, loads_of_slots) for i in range(num_devices)])
     return experts[slot_experts[order]]
 
 
@@ -181,8 +177,7 @@ class RebalancingPolicy:
                 raise ValueError(f"{name}={getattr(self, name)} must be in [0, 1).")
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """Sizes of the expert side; see `plan_placement`."""
 
     num_slots: int
@@ -217,13 +212,7 @@ class Move:
 
 def initial_balance(num_layers: int, num_experts: int, sizes: Sizes) -> Balance:
     """State before the first step: no loads, experts placed as if all loads were equal."""
-    slot_experts = plan_placement(
-        np.ones(num_experts),
-        sizes.num_slots,
-        sizes.num_devices,
-        sizes.num_servers,
-        sizes.num_groups,
-    )
+    slot_experts = plan_placement(np.ones(num_experts), *sizes)
     return Balance(0, np.zeros((num_layers, num_experts)), np.tile(slot_experts, (num_layers, 1)))
 
 
@@ -267,9 +256,7 @@ def observe(
 def _better_placement(
     load, slot_experts, sizes: Sizes, policy: RebalancingPolicy
 ) -> np.ndarray | None:
-    new = plan_placement(
-        load, sizes.num_slots, sizes.num_devices, sizes.num_servers, sizes.num_groups
-    )
+    new = plan_placement(load, *sizes)
     fullest, new_fullest = (
         device_loads(load, slots, sizes.num_devices).max() for slots in (slot_experts, new)
     )

@@ -34,7 +34,7 @@ from moe.tokens.packing import PackedBatch
 from moe.weights import Experts, Layer
 from sharding.collectives import local_shard, vary
 
-WORD_DTYPES = {2: jnp.uint16, 4: jnp.uint32}
+WORD_DTYPES = {2: jnp.dtype(jnp.uint16), 4: jnp.dtype(jnp.uint32)}
 """Unsigned dtypes by the item size of the tokens."""
 
 
@@ -84,7 +84,6 @@ class Serving(NamedTuple):
 
     Attributes:
       config: the network, as `moe.decoding.for_step` or `moe.decoding.for_prefill` returns it.
-      mesh: meshes of both sides.
       num_slots: number of expert slots on each device along ``ep``.
       records_choices: the expert ids of each token are recorded.
     """
@@ -108,19 +107,15 @@ class Serving(NamedTuple):
         return self.mesh.experts.layout.num_devices
 
     def message_out(self, num_tokens: int) -> Message:
-        """Message from an attention device to an expert device.
+        """Message from an attention device of so many tokens to an expert device.
 
         The devices along ``etp`` share the rows equally; their messages together have capacity for
         all tokens of the sender.
-
-        Args:
-          num_tokens: number of tokens of the attention device.
         """
         config = self.config
         rows = -(-num_tokens // self.mesh.experts.size(self.mesh.experts.etp))
         width = message_width(config.d_model, config.experts_per_token, config.dtype)
-        word = {2: "uint16", 4: "uint32"}[jnp.dtype(config.dtype).itemsize]
-        return Message(rows, width, jnp.dtype(word))
+        return Message(rows, width, WORD_DTYPES[jnp.dtype(config.dtype).itemsize])
 
     def message_back(self, num_tokens: int) -> Message:
         """Message from an expert device back to an attention device."""
@@ -161,10 +156,9 @@ def state_specs(serving: Serving) -> TokenState[PartitionSpec]:
 def initial_state(serving: Serving, x: Float[Array, "token d_model"]) -> TokenState[Array]:
     """Initial state of tokens, with nothing in flight to the experts."""
     config, (num_tokens, _) = serving.config, x.shape
-    k, shared_output, choices = config.experts_per_token, None, None
+    k, choices = config.experts_per_token, None
     rows = serving.num_targets * serving.message_out(num_tokens).rows
-    if config.d_ff:
-        shared_output = jnp.zeros_like(x)
+    shared_output = jnp.zeros_like(x) if config.d_ff else None
     if serving.records_choices:
         shape = config.num_expert_layers, num_tokens, k
         choices = jnp.full(shape, config.num_experts, jnp.int32)
@@ -176,11 +170,7 @@ def initial_state(serving: Serving, x: Float[Array, "token d_model"]) -> TokenSt
 def combine_outputs(
     state: TokenState[Array], received: tuple[Array, ...]
 ) -> Float[Array, "token d_model"]:
-    """Residual stream after the whole layer: adds the expert outputs.
-
-    Args:
-      received: sums from each expert device.
-    """
+    """Residual stream after the whole layer: adds the sums from each expert device."""
     x = state.x
     out = combine(jnp.concatenate(received), state.row_indices).astype(x.dtype)
     out = out if state.shared_output is None else out + state.shared_output
@@ -204,8 +194,6 @@ def attend_and_route(
       layer_index: index of the layer among those with experts.
       x: the residual stream after the layer before, this device's tokens.
       packed: the batch that these tokens are of.
-      core: core attention of the layer.
-      slot_table: slots of each expert.
       choices: expert ids, as `TokenState.choices`; those of this layer are written.
 
     Returns:

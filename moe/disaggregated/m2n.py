@@ -16,9 +16,9 @@ import stat
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,9 +53,21 @@ class Message(NamedTuple):
         return self.rows * self.width * np.dtype(self.dtype).itemsize
 
 
-@runtime_checkable
-class Exchange(Protocol):
-    """Exchange of messages from one side to the other."""
+def row_sharding(mesh: FoldedMesh) -> NamedSharding:
+    """Sharding of arrays whose rows are split over all devices of `mesh`."""
+    return NamedSharding(mesh.mesh, PartitionSpec(mesh.axes))
+
+
+class Exchange:
+    """Exchange of messages from one side to the other.
+
+    Args:
+      source, target: meshes without a device in common.
+    """
+
+    def __init__(self, source: FoldedMesh, target: FoldedMesh):
+        self._sources, self._targets = devices_of(source), devices_of(target)
+        self._sharding = row_sharding(target)
 
     def __call__(self, arrays: Arrays | None, message: Message) -> Arrays | None:
         """Sends the messages of `arrays` to the other side.
@@ -67,18 +79,16 @@ class Exchange(Protocol):
         Returns:
           An array for each source device; None in a process that has no target device.
         """
+        raise NotImplementedError
+
+    def _assemble_all(self, shards_by_source: Iterable[Sequence[Array]]) -> Arrays:
+        """Arrays over the target devices, from the messages that this process received."""
+        num_targets = len(self._targets)
+        return tuple(_assemble(shards, num_targets, self._sharding) for shards in shards_by_source)
 
 
-def row_sharding(mesh: FoldedMesh) -> NamedSharding:
-    """Sharding of arrays whose rows are split over all devices of `mesh`."""
-    return NamedSharding(mesh.mesh, PartitionSpec(mesh.axes))
-
-
-class DevicePut:
+class DevicePut(Exchange):
     """Copies between devices of one process, by one `jax.device_put` for all messages.
-
-    Args:
-      source, target: meshes without a device in common.
 
     Raises:
       ValueError: if other processes have some of the devices.
@@ -90,27 +100,20 @@ class DevicePut:
                 'm2n="device_put" needs all devices in one process, but other processes have some '
                 'of them: use "collective".'
             )
-        self._sources, self._targets = devices_of(source), devices_of(target)
-        self._sharding = row_sharding(target)
+        super().__init__(source, target)
 
     def __call__(self, arrays: Arrays | None, message: Message) -> Arrays | None:
         assert arrays is not None
         shards_by_device = [_shards(array) for array in arrays]
-        messages = [
-            shards_by_device[j][source] for source in self._sources for j in range(len(arrays))
-        ]
+        messages = [shards[source] for source in self._sources for shards in shards_by_device]
         # One call for all copies, so that the host dispatches them together and does not wait.
         received = jax.device_put(messages, self._targets * len(self._sources))
         num_targets = len(self._targets)
-        return tuple(
-            _assemble(
-                received[i * num_targets : (i + 1) * num_targets], num_targets, self._sharding
-            )
-            for i in range(len(self._sources))
-        )
+        starts = range(0, len(received), num_targets)
+        return self._assemble_all(received[start : start + num_targets] for start in starts)
 
 
-class Collective:
+class Collective(Exchange):
     """Collective-permutes over the union of both sides in one compiled program; between processes
     by Gloo or NCCL.
 
@@ -123,22 +126,19 @@ class Collective:
     """
 
     def __init__(self, source: FoldedMesh, target: FoldedMesh):
-        self._sources, self._targets = devices_of(source), devices_of(target)
+        super().__init__(source, target)
         devices, auto = np.array([*self._sources, *self._targets]), jax.sharding.AxisType.Auto
         # One axis over all devices of both sides, in one program: every process runs it.
         mesh = Mesh(devices, (UNION,), axis_types=(auto,))
         self._union = NamedSharding(mesh, PartitionSpec(UNION))
-        self._sharding = row_sharding(target)
 
     def __call__(self, arrays: Arrays | None, message: Message) -> Arrays | None:
         process, num_devices = jax.process_index(), len(self._sources) + len(self._targets)
         local_devices = [d for d in (*self._sources, *self._targets) if d.process_index == process]
         # An array over the union needs a buffer on each device, also on those that send nothing.
         zeros = {d: _zeros(message, d) for d in local_devices}
-        shards_to_send = (
-            [{}] * len(self._targets) if arrays is None else [_shards(array) for array in arrays]
-        )
-        shards_to_send = [zeros | shard_of for shard_of in shards_to_send]
+        own = [{}] * len(self._targets) if arrays is None else map(_shards, arrays)
+        shards_to_send = [zeros | shard_of for shard_of in own]
         ordering_tokens = _ordering_tokens(frozenset(local_devices))
         inputs = [
             _assemble([shard_of[d] for d in local_devices], num_devices, self._union)
@@ -152,11 +152,12 @@ class Collective:
         local_targets = [d for d in self._targets if d.process_index == process]
         if not local_targets:
             return None
-        shards = [[shard_of[d] for d in local_targets] for shard_of in map(_shards, received)]
-        return tuple(_assemble(shard_of, len(self._targets), self._sharding) for shard_of in shards)
+        return self._assemble_all(
+            [shard_of[d] for d in local_targets] for shard_of in map(_shards, received)
+        )
 
 
-class DirectTransfer:
+class DirectTransfer(Exchange):
     """Reads from the memory of the other process (`jax.experimental.transfer`): a source offers its
     messages and the target pulls them, one offer for each pair of processes. Messages within a
     process are copied from device to device.
@@ -167,8 +168,8 @@ class DirectTransfer:
     """
 
     def __init__(self, source: FoldedMesh, target: FoldedMesh):
-        self._sources, self._targets = devices_of(source), devices_of(target)
-        self._sharding, self._server = row_sharding(target), _transfer_server()
+        super().__init__(source, target)
+        self._server = _transfer_server()
 
     def __call__(self, arrays: Arrays | None, message: Message) -> Arrays | None:
         process, received = jax.process_index(), dict[tuple[int, int], Array]()
@@ -191,23 +192,16 @@ class DirectTransfer:
                 pairs = self._pairs(sender, process)
                 devices = [self._targets[j] for _, j in pairs]
                 received |= zip(pairs, self._server.pull(sender, message, devices), strict=True)
-        num_targets = len(self._targets)
-        local_targets = [
-            j for j, device in enumerate(self._targets) if device.process_index == process
-        ]
-        return tuple(
-            _assemble([received[i, j] for j in local_targets], num_targets, self._sharding)
-            for i in range(len(self._sources))
+        local_targets = _local_indices(self._targets, process)
+        return self._assemble_all(
+            [received[i, j] for j in local_targets] for i in range(len(self._sources))
         )
 
     def _pairs(self, sender: int, to: int) -> list[tuple[int, int]]:
         """Index pairs (source, target) of the devices of one process that send to those of
         another."""
-        sources, targets = (
-            [i for i, device in enumerate(devices) if device.process_index == process]
-            for devices, process in ((self._sources, sender), (self._targets, to))
-        )
-        return [(i, j) for i in sources for j in targets]
+        targets = _local_indices(self._targets, to)
+        return [(i, j) for i in _local_indices(self._sources, sender) for j in targets]
 
 
 class _TransferServer:
@@ -256,6 +250,9 @@ class _TransferServer:
         # unique on the sender's server by the receiver's index.
         self._counts[sender, to] += 1
         return self._counts[sender, to] * jax.process_count() + to
+
+
+_transfer_server = cache(_TransferServer)
 
 
 class _Watch:
@@ -336,8 +333,7 @@ def reachable_host(names: Sequence[str], process: int) -> str:
     """Address by which the other processes reach the host of a process.
 
     Args:
-      names: host names of all processes.
-      process: index of the process whose host this is.
+      names: host names of all processes, by their index.
 
     Raises:
       ValueError: if the host's name resolves to no address that others can reach.
@@ -414,11 +410,6 @@ def _ordering_tokens(devices: frozenset[Any]) -> dict[Any, Array]:
     return {device: _zeros(Message(1, 1, np.dtype(np.int32)), device) for device in devices}
 
 
-@cache
-def _transfer_server() -> _TransferServer:
-    return _TransferServer()
-
-
 def _all_gather_text(text: str) -> list[str]:
     """All-gathers a text from every process."""
     padded = np.frombuffer(text.encode().ljust(MAX_NAME_BYTES, b"\0"), np.uint8)
@@ -428,6 +419,10 @@ def _all_gather_text(text: str) -> list[str]:
 
 def _process_ids(devices: Sequence[Any]) -> list[int]:
     return sorted({device.process_index for device in devices})
+
+
+def _local_indices(devices: Sequence[Any], process: int) -> list[int]:
+    return [i for i, device in enumerate(devices) if device.process_index == process]
 
 
 def _is_single_process(source: FoldedMesh, target: FoldedMesh) -> bool:

@@ -28,35 +28,19 @@ class Placement:
     """Placement of experts in slots of the devices along ``ep``, equally many on each.
 
     Args:
-      replicas: for each expert the (device, slot) pairs that hold it; one or more.
+      slot_experts: expert in each slot, device after device; several slots may hold one.
       num_devices: number of devices along ``ep``.
-      num_slots: number of slots of a device.
 
     Raises:
-      ValueError: if an expert has no slot, or a slot does not exist or holds two experts.
+      ValueError: if an expert up to the largest id has no slot.
     """
 
-    replicas: tuple[tuple[tuple[int, int], ...], ...]
+    slot_experts: tuple[int, ...]
     num_devices: int
-    num_slots: int
 
     def __post_init__(self):
-        seen: dict[tuple[int, int], int] = {}
-        for expert, slots in enumerate(self.replicas):
-            if not slots:
-                raise ValueError(f"expert {expert} has no slot: give every expert one or more.")
-            for device, slot in slots:
-                if not (0 <= device < self.num_devices and 0 <= slot < self.num_slots):
-                    raise ValueError(
-                        f"expert {expert} is placed on slot {slot} of device {device}, but there "
-                        f"are only {self.num_slots} slots on each of {self.num_devices} devices."
-                    )
-                if (device, slot) in seen:
-                    raise ValueError(
-                        f"slot {slot} of device {device} holds the experts "
-                        f"{seen[device, slot]} and {expert}: use a slot for each."
-                    )
-                seen[device, slot] = expert
+        if absent := set(range(self.num_experts)) - {*self.slot_experts}:
+            raise ValueError(f"expert {min(absent)} has no slot: give every expert one or more.")
 
     @classmethod
     def identity(cls, num_experts: int, num_devices: int) -> "Placement":
@@ -70,51 +54,42 @@ class Placement:
                 f"num_experts={num_experts} cannot be split over ep={num_devices} devices: choose "
                 "an ep that divides it."
             )
-        each = num_experts // num_devices
-        replicas = tuple((divmod(expert, each),) for expert in range(num_experts))
-        return cls(replicas, num_devices, each)
+        return cls(tuple(range(num_experts)), num_devices)
 
     @classmethod
     def from_slots(cls, slot_experts: Int[np.ndarray, "slot"], num_devices: int) -> "Placement":
-        """Placement from the expert in each slot, device after device: the inverse of `experts` if
-        no slot is empty. Every expert up to the largest id needs a slot."""
-        each = len(slot_experts) // num_devices
-        replicas = [list[tuple[int, int]]() for _ in range(int(slot_experts.max()) + 1)]
-        for slot, expert in enumerate(slot_experts.tolist()):
-            replicas[expert].append(divmod(slot, each))
-        return cls(tuple(map(tuple, replicas)), num_devices, each)
+        """Placement from the expert in each slot, device after device: the inverse of `experts`."""
+        return cls(tuple(slot_experts.tolist()), num_devices)
+
+    @property
+    def num_experts(self) -> int:
+        return max(self.slot_experts) + 1
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots of a device."""
+        return len(self.slot_experts) // self.num_devices
 
     @property
     def experts(self) -> Int[np.ndarray, "slot"]:
-        """Expert in each slot, device after device; expert 0 in empty slots, which no token is sent
-        to."""
-        slot_experts = np.zeros(self.num_devices * self.num_slots, np.int32)
-        for expert, slots in enumerate(self.replicas):
-            for device, slot in slots:
-                slot_experts[device * self.num_slots + slot] = expert
-        return slot_experts
+        """Expert in each slot, device after device."""
+        return np.array(self.slot_experts, np.int32)
 
     @property
     def is_identity(self) -> bool:
         """True if the slots hold the experts in order, each once."""
-        slot_experts = self.experts
-        return len(slot_experts) == len(self.replicas) and bool(
-            np.all(slot_experts == np.arange(len(slot_experts)))
-        )
+        return self.slot_experts == tuple(range(self.num_experts))
 
     def slot_table(self) -> SlotTable:
         """Lookup table for the attention side. Its shape depends only on the numbers of experts
         and slots, so that another placement needs no new program."""
-        spare = self.num_devices * self.num_slots - len(self.replicas)
-        width = 1 + spare
-        slots = np.full(
-            (len(self.replicas) + 1, width), self.num_devices * self.num_slots, np.int32
-        )
-        for expert, pairs in enumerate(self.replicas):
-            indices = [device * self.num_slots + slot for device, slot in pairs]
-            slots[expert] = (indices + indices[-1:] * width)[:width]
-        counts = np.array([*map(len, self.replicas), 1], np.int32)
-        return SlotTable(slots, counts)
+        experts, num_slots, num_experts = self.experts, len(self.slot_experts), self.num_experts
+        width = 1 + num_slots - num_experts
+        slots = np.full((num_experts + 1, width), num_slots, np.int32)
+        for expert in range(num_experts):
+            indices = np.flatnonzero(experts == expert)
+            slots[expert] = np.pad(indices, (0, width - len(indices)), "edge")
+        return SlotTable(slots, np.append(np.bincount(experts), 1).astype(np.int32))
 
 
 def layer_placements(
@@ -139,10 +114,7 @@ def layer_placements(
 
 def lookup_slots(experts: Int[Array, "token k"], table: SlotTable) -> Int[Array, "token k"]:
     """Slot that each expert id of a token is sent to; neighbouring tokens use different replicas.
-
-    Args:
-      experts: expert ids; `num_experts` for none gives the index past the last slot.
-    """
+    The id `num_experts`, for none, gives the index past the last slot."""
     token = jnp.arange(experts.shape[0], dtype=experts.dtype)[:, None]
     slots, counts = jnp.asarray(table.slots), jnp.asarray(table.counts)
     return slots[experts, token % counts[experts]]

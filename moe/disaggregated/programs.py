@@ -35,6 +35,7 @@ from moe.model import embed, last_norm, record_kv
 from moe.tokens.packing import PackedBatch
 from moe.weights import Experts, Layer, Transformer
 from sharding.collectives import join_shards, vary
+from sharding.folding import FoldedMesh
 from sharding.sharded_jit import MeshJit
 
 Arrays = tuple[Array, ...]
@@ -89,9 +90,8 @@ def begin(serving: Serving, rest: Transformer[Array], inputs: Inputs) -> TokenSt
         tokens = _packed(serving, inputs, None).tokens
         return initial_state(serving, embed(vary(rest, mesh.axes), tokens, serving.config, mesh))
 
-    return _shard_map_attention(
-        serving, local, (rest_specs(serving.config, mesh), _input_specs(serving, inputs))
-    )(rest, inputs)
+    in_specs = rest_specs(serving.config, mesh), _input_specs(serving, inputs)
+    return _shard_map_varying(mesh, local, in_specs, state_specs(serving))(rest, inputs)
 
 
 @partial(_on_attention, static_argnums=(0, 1), donate_argnums=(4, 5))
@@ -104,17 +104,8 @@ def dense_layer(
     state: TokenState[Array],
     inputs: Inputs,
 ) -> tuple[TokenState[Array], Buffers]:
-    """Runs a dense layer: attention and feed-forward.
-
-    Args:
-      num_positions: number of positions of the cache that are read; None is all.
-      layer_index: index of the layer in the network.
-      buffers: donated; None before a prefill.
-      state: donated.
-
-    Returns:
-      The state and the buffers after the layer.
-    """
+    """Runs a dense layer: attention and feed-forward. Arguments are as of `attention_half`; returns
+    the state and the buffers after the layer."""
     mesh, config = serving.mesh.attention, serving.config
 
     def local(layer: Any, layer_index: Array, buffers: Buffers, state: Any, inputs: Inputs) -> Any:
@@ -125,7 +116,8 @@ def dense_layer(
         return state.replace(x=x), core.updated_buffers
 
     in_specs = first_specs(config, mesh), *_attention_specs(serving, buffers, inputs)
-    return _shard_map_attention(serving, local, in_specs, buffers_out=True)(
+    out_specs = state_specs(serving), _buffer_specs(serving)
+    return _shard_map_varying(mesh, local, in_specs, out_specs)(
         layer, layer_index, buffers, state, inputs
     )
 
@@ -181,12 +173,12 @@ def attention_half(
         )
         return state, core.updated_buffers, sent
 
-    token_spec = PartitionSpec(mesh.axes)
+    rows = (PartitionSpec(mesh.axes),) * serving.num_targets
     replicated: Any = PartitionSpec()
     half_specs = AttentionHalf(attention_specs(config, mesh), replicated)
-    in_specs = half_specs, *_attention_specs(serving, buffers, inputs)
-    in_specs = *in_specs, (token_spec,) * serving.num_targets
-    return _shard_map_attention(serving, local, in_specs, buffers_out=True, sends=True)(
+    in_specs = half_specs, *_attention_specs(serving, buffers, inputs), rows
+    out_specs = state_specs(serving), _buffer_specs(serving), rows
+    return _shard_map_varying(mesh, local, in_specs, out_specs)(
         half, layer_index, buffers, state, inputs, received
     )
 
@@ -205,17 +197,15 @@ def experts_half(serving: Serving, experts: Experts[Array], received: Arrays) ->
       on each expert device.
     """
     mesh = serving.mesh.experts
-    token_spec = PartitionSpec(mesh.axes)
+    rows = (PartitionSpec(mesh.axes),) * serving.num_sources
 
     def local(experts: Experts[Array], received: Arrays) -> Arrays:
         return compute_experts(serving, *vary((experts, received), mesh.axes))
 
-    return jax.shard_map(
-        local,
-        mesh=mesh.mesh,
-        in_specs=(expert_specs(mesh), (token_spec,) * serving.num_sources),
-        out_specs=(token_spec,) * serving.num_sources,
-    )(experts, received)
+    in_specs = expert_specs(mesh), rows
+    return jax.shard_map(local, mesh=mesh.mesh, in_specs=in_specs, out_specs=rows)(
+        experts, received
+    )
 
 
 @partial(_on_attention, static_argnums=0)
@@ -245,16 +235,11 @@ def end_step(
 
     token_spec = PartitionSpec(mesh.axes)
     choices_spec = PartitionSpec(mesh.except_sequence) if serving.records_choices else None
-    return jax.shard_map(
-        local,
-        mesh=mesh.mesh,
-        in_specs=(
-            rest_specs(config, mesh),
-            state_specs(serving),
-            (token_spec,) * serving.num_targets,
-        ),
-        out_specs=(token_spec, choices_spec),
-    )(rest, state, received)
+    in_specs = rest_specs(config, mesh), state_specs(serving), (token_spec,) * serving.num_targets
+    out_specs = token_spec, choices_spec
+    return jax.shard_map(local, mesh=mesh.mesh, in_specs=in_specs, out_specs=out_specs)(
+        rest, state, received
+    )
 
 
 @partial(_on_attention, static_argnums=0)
@@ -274,26 +259,20 @@ def end_prefill(
         return by_row(x, state.choices, _packed(serving, inputs, None), inputs.lengths, mesh)
 
     token_spec, rows = PartitionSpec(mesh.axes), PartitionSpec(mesh.except_sequence)
-    return jax.shard_map(
-        local,
-        mesh=mesh.mesh,
-        in_specs=(
-            rest_specs(config, mesh),
-            state_specs(serving),
-            (token_spec,) * serving.num_targets,
-            _input_specs(serving, inputs),
-        ),
-        out_specs=(rows, rows if serving.records_choices else None),
-    )(rest, state, received, inputs)
+    in_specs = (
+        rest_specs(config, mesh),
+        state_specs(serving),
+        (token_spec,) * serving.num_targets,
+        _input_specs(serving, inputs),
+    )
+    out_specs = rows, rows if serving.records_choices else None
+    return jax.shard_map(local, mesh=mesh.mesh, in_specs=in_specs, out_specs=out_specs)(
+        rest, state, received, inputs
+    )
 
 
 class _Core:
-    """Core attention of a layer, for a decode step or for a prefill.
-
-    Attributes:
-      packed: the tokens as a packed batch.
-      attend: core attention of the layer.
-    """
+    """Core attention of a layer (`attend`) on a packed batch, of a decode step or of a prefill."""
 
     def __init__(
         self,
@@ -363,23 +342,10 @@ def _attention_specs(serving: Serving, buffers: Buffers, inputs: Inputs) -> tupl
     return PartitionSpec(), buffers_spec, state_specs(serving), _input_specs(serving, inputs)
 
 
-def _shard_map_attention(
-    serving: Serving,
-    local: Any,
-    in_specs: tuple[Any, ...],
-    buffers_out: bool = False,
-    sends: bool = False,
-) -> Any:
-    mesh = serving.mesh.attention
-    out: list[Any] = [state_specs(serving)]
-    if buffers_out:
-        out.append(_buffer_specs(serving))
-    if sends:
-        out.append((PartitionSpec(mesh.axes),) * serving.num_targets)
+def _shard_map_varying(mesh: FoldedMesh, local: Any, in_specs: Any, out_specs: Any) -> Any:
+    """`jax.shard_map` of a function whose results differ between all devices."""
 
     def local_varying(*args: Any) -> Any:
-        results = local(*args)
-        return vary(results, mesh.axes)
+        return vary(local(*args), mesh.axes)
 
-    out_specs: Any = tuple(out) if len(out) > 1 else out[0]
     return jax.shard_map(local_varying, mesh=mesh.mesh, in_specs=in_specs, out_specs=out_specs)

@@ -8,6 +8,7 @@ devices of one side runs the programs of that side and takes part in the exchang
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache as remembered
 from typing import Any, NamedTuple
 
@@ -50,12 +51,34 @@ class DecodeLoop(NamedTuple):
     on_counts: Callable[[int, Array], None] | None = None
 
 
+@dataclass
+class _MicroBatch:
+    """A micro-batch on its way through the layers.
+
+    Attributes:
+      serving: configuration of the programs that run it.
+      num_tokens: its tokens on an attention device.
+      buffers: keys and values of each layer, which all micro-batches share.
+      num_positions: number of positions of the cache that are read; None is all.
+      inputs, state: None in a process without attention devices, as all below.
+      received: sums of the layer before.
+      messages: to the experts, from the attention of a layer until they are sent.
+    """
+
+    serving: Serving
+    num_tokens: int
+    buffers: list[Buffers]
+    num_positions: int | None = None
+    inputs: Any = None
+    state: TokenState[Array] | None = None
+    received: Arrays | None = None
+    messages: Arrays | None = None
+
+
 class Runner:
     """Disaggregated prefill and decoding, with attention and experts on disjoint devices.
 
     Args:
-      config: the network.
-      mesh: meshes of both sides.
       placement: placement of experts on the devices along ``ep``; None is each once, in order.
       m2n: method of the exchanges, see `moe.disaggregated.m2n.make_exchange`.
       records_choices: the expert ids of each token are recorded.
@@ -108,26 +131,20 @@ class Runner:
         Args:
           tokens: rows sharded over ``dp``; in a process without attention any array of that shape.
         """
-        serving, inputs, state = self._prefill, Prompts(tokens, lengths), None
+        layout, num_tokens = self.mesh.attention.layout, tokens.shape[0] * tokens.shape[1]
         buffers = [Buffers(None, None)] * self.config.num_layers
-        ranks, rows = self.mesh.attention.layout, tokens.shape[0]
-        num_tokens = rows * tokens.shape[1] // (ranks.dp * ranks.tp)
-        received = self._zero_sums(serving, num_tokens)
-        if self._attends:
-            assert weights.rest is not None
-            state = self._begin(serving, None, weights, buffers, inputs)
+        batch = _MicroBatch(self._prefill, num_tokens // (layout.dp * layout.tp), buffers)
+        self._begin(batch, weights, Prompts(tokens, lengths))
         for layer in range(self.config.num_expert_layers):
-            messages = None
-            if self._attends:
-                state, messages = self._attention(
-                    serving, None, weights, layer, buffers, state, inputs, received
-                )
-            received = self._experts(serving, weights, layer, messages, num_tokens)
+            self._attention(batch, weights, layer)
+            self._experts(batch, weights, layer)
             self._wait(1)
         if not self._attends:
             return None
-        assert weights.rest is not None and state is not None and received is not None
-        states, choices = programs.end_prefill(serving, weights.rest, state, received, inputs)
+        assert weights.rest is not None and batch.state is not None and batch.received is not None
+        states, choices = programs.end_prefill(
+            batch.serving, weights.rest, batch.state, batch.received, batch.inputs
+        )
         return Prefilled(_join_buffers(buffers, self.config), states, choices)
 
     def decode(
@@ -154,62 +171,33 @@ class Runner:
         Returns:
           The cache.
         """
-        serving, layout = self._step, self.mesh.attention.layout
+        layout = self.mesh.attention.layout
         check_micro_batches(num_rows, micro_batches, self.mesh)
         num_tokens = num_rows // (layout.num_devices * micro_batches)
         buffers = [] if cache is None else _split_cache(cache, self.config)
-        token_states: dict[int, TokenState[Array]] = {}
-        inputs_of: dict[int, Steps] = {}
-        received: dict[int, Arrays | None] = {}
-        messages: dict[int, Arrays | None] = {}
+        batches = [
+            _MicroBatch(self._step, num_tokens, buffers, num_positions)
+            for _ in range(micro_batches)
+        ]
         self.log.clear()
-
-        def start(i: int) -> None:
-            received[i] = self._zero_sums(serving, num_tokens)
-            if not self._attends:
-                return
-            first = self._replicated_int(i * num_rows // (layout.dp * micro_batches))
-            inputs_of[i] = Steps(loop.begin(i), first)
-            token_states[i] = self._begin(serving, num_positions, weights, buffers, inputs_of[i])
-
-        def attend(i: int, layer: int) -> None:
-            messages[i] = None
-            if self._attends:
-                state, inputs = token_states[i], inputs_of[i]
-                token_states[i], messages[i] = self._attention(
-                    serving, num_positions, weights, layer, buffers, state, inputs, received[i]
-                )
-
-        def finish(i: int) -> None:
-            counts = None
-            if self._attends:
-                assert weights.rest is not None
-                logits, choices = programs.end_step(
-                    serving, weights.rest, token_states.pop(i), received[i]
-                )
-                counts = loop.end(i, logits, choices)
-            if loop.on_counts is not None and self._sends_counts:
-                received_counts = self._send_counts(counts)
-                if not self._attends:
-                    assert received_counts is not None
-                    loop.on_counts(i, received_counts[0].addressable_data(0))
-
         num_layers = self.config.num_expert_layers
         for entry in order_programs(num_layers, micro_batches, loop.should_continue):
             if self.keeps_log:
                 self.log.append(entry)
-            i = entry.micro_batch
+            i, batch = entry.micro_batch, batches[entry.micro_batch]
             if entry.role == "begin":
-                start(i)
+                inputs = None
+                if self._attends:
+                    first = self._replicated_int(i * num_rows // (layout.dp * micro_batches))
+                    inputs = Steps(loop.begin(i), first)
+                self._begin(batch, weights, inputs)
             elif entry.role == "attention":
-                attend(i, entry.layer)
+                self._attention(batch, weights, entry.layer)
             elif entry.role == "experts":
-                received[i] = self._experts(
-                    serving, weights, entry.layer, messages.pop(i), num_tokens
-                )
+                self._experts(batch, weights, entry.layer)
                 self._wait(micro_batches)
             else:
-                finish(i)
+                self._end(batch, weights, i, loop)
         self._wait(0)
         return _join_buffers(buffers, self.config) if self._attends else None
 
@@ -249,81 +237,74 @@ class Runner:
         while len(self._in_flight) > exchanges:
             jax.block_until_ready(self._in_flight.popleft())
 
-    def _begin(
-        self,
-        serving: Serving,
-        num_positions: int | None,
-        weights: SplitWeights[Array],
-        buffers: list[Buffers],
-        inputs: Any,
-    ) -> TokenState[Array]:
-        """Embeds tokens and runs the leading dense layers, whose buffers it replaces."""
+    def _begin(self, batch: _MicroBatch, weights: SplitWeights[Array], inputs: Any) -> None:
+        """Embeds tokens and runs the leading dense layers."""
+        if not self._attends:
+            return
         assert weights.rest is not None
+        serving, buffers, batch.inputs = batch.serving, batch.buffers, inputs
+        message = serving.message_back(batch.num_tokens)
+        shape = serving.num_sources * message.rows, message.width
+        zeros = _zeros_program(row_sharding(self.mesh.attention), shape, message.dtype)()
+        batch.received = (zeros,) * serving.num_targets
         state = programs.begin(serving, weights.rest, inputs)
         for index, layer in enumerate(weights.first):
             layer_index = self._replicated_int(index)
             state, buffers[index] = programs.dense_layer(
-                serving, num_positions, layer, layer_index, buffers[index], state, inputs
+                serving, batch.num_positions, layer, layer_index, buffers[index], state, inputs
             )
-        return state
+        batch.state = state
 
-    def _attention(
-        self,
-        serving: Serving,
-        num_positions: int | None,
-        weights: SplitWeights[Array],
-        layer: int,
-        buffers: list[Buffers],
-        state: TokenState[Array] | None,
-        inputs: Any,
-        received: Arrays | None,
-    ) -> tuple[TokenState[Array], Arrays]:
-        """Runs the attention half of a layer, whose buffers it replaces."""
+    def _attention(self, batch: _MicroBatch, weights: SplitWeights[Array], layer: int) -> None:
+        """Runs the attention half of a layer."""
+        if not self._attends:
+            return
         index = self.config.num_dense_layers + layer
-        assert state is not None and received is not None
-        after, buffers[index], messages = programs.attention_half(
-            serving,
-            num_positions,
+        assert batch.state is not None and batch.received is not None
+        batch.state, batch.buffers[index], batch.messages = programs.attention_half(
+            batch.serving,
+            batch.num_positions,
             weights.attention_half(layer),
             self._replicated_int(index),
-            buffers[index],
-            state,
-            inputs,
-            received,
+            batch.buffers[index],
+            batch.state,
+            batch.inputs,
+            batch.received,
         )
-        return after, messages
 
-    def _experts(
-        self,
-        serving: Serving,
-        weights: SplitWeights[Array],
-        layer: int,
-        messages: Arrays | None,
-        num_tokens: int,
-    ) -> Arrays | None:
+    def _experts(self, batch: _MicroBatch, weights: SplitWeights[Array], layer: int) -> None:
         """Runs the exchanges of a layer, and its experts between them."""
-        out, back = serving.message_out(num_tokens), serving.message_back(num_tokens)
+        serving = batch.serving
+        out, back = serving.message_out(batch.num_tokens), serving.message_back(batch.num_tokens)
+        messages, batch.messages = batch.messages, None
         received_rows, sums = self._out(messages, out), None
         if self._computes:
             assert received_rows is not None
             sums = programs.experts_half(serving, weights.experts[layer], received_rows)
         pairs = serving.num_sources * serving.num_targets
         self.bytes_sent += pairs * (out.num_bytes + back.num_bytes)
-        received = self._back(sums, back)
+        batch.received = self._back(sums, back)
         if self._is_multi_process:
-            last_arrays = sums if received is None else received
+            last_arrays = sums if batch.received is None else batch.received
             assert last_arrays is not None
             self._in_flight.append(last_arrays)
-        return received
 
-    def _zero_sums(self, serving: Serving, num_tokens: int) -> Arrays | None:
-        """Received sums before the first layer: zeros."""
-        if not self._attends:
-            return None
-        message = serving.message_back(num_tokens)
-        shape = serving.num_sources * message.rows, message.width
-        zeros = _zeros_program(row_sharding(self.mesh.attention), shape, message.dtype)()
-        return (zeros,) * serving.num_targets
+    def _end(
+        self, batch: _MicroBatch, weights: SplitWeights[Array], i: int, loop: DecodeLoop
+    ) -> None:
+        """Runs the end of a step, and sends the counts of its rows."""
+        counts = None
+        if self._attends:
+            state, batch.state = batch.state, None
+            assert weights.rest is not None and state is not None and batch.received is not None
+            logits, choices = programs.end_step(batch.serving, weights.rest, state, batch.received)
+            del state
+            counts = loop.end(i, logits, choices)
+        if loop.on_counts is not None and self._sends_counts:
+            received_counts = self._send_counts(counts)
+            if not self._attends:
+                assert received_counts is not None
+                loop.on_counts(i, received_counts[0].addressable_data(0))
 
     def _replicated_int(self, integer: int) -> Array:
         """An integer replicated over the attention devices; cached."""
@@ -350,11 +331,7 @@ def _zeros_program(
 
 
 def check_micro_batches(num_rows: int, micro_batches: int, mesh: SplitMesh) -> None:
-    """Checks that micro-batches and attention devices divide the rows.
-
-    Raises:
-      ValueError: if they do not.
-    """
+    """Raises ValueError unless micro-batches and attention devices divide the rows."""
     layout = mesh.attention.layout
     unit = layout.num_devices * micro_batches
     if micro_batches < 1 or num_rows < 1 or num_rows % unit:

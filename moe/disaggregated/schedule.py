@@ -61,14 +61,10 @@ class AttentionTime:
 
 def lightest_batch(times: Sequence[float], free_slots: Sequence[int]) -> int:
     """Index of the batch that the next sequence joins: the one with the least predicted time among
-    those with a free slot, the first of equals.
+    those that have free slots, the first of equals.
 
     As long as all have a free slot, the times of batches that are filled so differ by no more than
     that of the longest sequence (Graham, "Bounds for certain multiprocessing anomalies", 1966).
-
-    Args:
-      times: predicted time of each batch.
-      free_slots: number of free slots of each.
 
     Raises:
       ValueError: where no batch has a free slot.
@@ -107,7 +103,6 @@ def order_programs(
 
     Args:
       num_layers: number of layers with experts.
-      micro_batches: number of micro-batches, each a part of the rows.
       should_continue: true if a token of that index is to be decoded; called once for each in
         order, before any of its programs is enqueued.
     """

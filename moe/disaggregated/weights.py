@@ -88,7 +88,8 @@ def split_weights(
     # Both sides in all processes: each has a part of what is read.
     attention_weights = _without_experts(weights)
     weight_specs = _without_experts(specs(config, mesh.attention))
-    sharded = _put_tree(attention_weights, weight_specs, mesh.attention)
+    on_attention = named_shardings(weight_specs, mesh.attention)
+    sharded = jax.tree.map(_put_leaf, attention_weights, on_attention)
     if has_local_devices(mesh.attention):
         rest, first, attention = _unstack_attention(config, mesh.attention)(sharded)
         replicated = NamedSharding(mesh.attention.mesh, PartitionSpec())
@@ -99,7 +100,8 @@ def split_weights(
         slot_experts = np.stack([each.experts for each in placements])
         layers = np.arange(len(slot_experts))[:, None]
         routed = jax.tree.map(lambda x: x[layers, slot_experts], routed)
-    sharded = _put_tree(routed, expert_specs(mesh.experts, stacked=True), mesh.experts)
+    on_experts = named_shardings(expert_specs(mesh.experts, stacked=True), mesh.experts)
+    sharded = jax.tree.map(_put_leaf, routed, on_experts)
     if has_local_devices(mesh.experts):
         experts = _unstack_experts(config.num_expert_layers, mesh.experts)(sharded)
     return SplitWeights(rest, first, attention, experts, slot_tables)
@@ -122,16 +124,16 @@ def move_experts(
       before, after: a placement for each layer, with equally many slots.
     """
     experts, slot_tables = list(weights.experts), list(weights.slot_tables)
-    on_all = (NamedSharding(side.mesh, PartitionSpec()) for side in (mesh.attention, mesh.experts))
-    on_attention, on_experts = on_all
+    on_attention, on_experts = (
+        NamedSharding(side.mesh, PartitionSpec()) for side in (mesh.attention, mesh.experts)
+    )
     for layer, (old, new) in enumerate(zip(before, after, strict=True)):
         if old == new:
             continue
         if experts:
-            old_experts = old.experts.tolist()
-            sources = np.array([old_experts.index(expert) for expert in new.experts], np.int32)
+            sources = [old.slot_experts.index(expert) for expert in new.slot_experts]
             experts[layer] = _gather_program(mesh.experts)(
-                experts[layer], _put_leaf(sources, on_experts)
+                experts[layer], _put_leaf(np.array(sources, np.int32), on_experts)
             )
         if slot_tables:
             slot_tables[layer] = jax.tree.map(
@@ -143,23 +145,16 @@ def move_experts(
 @cache
 def _gather_program(mesh: FoldedMesh) -> Callable[[Experts[Array], Array], Experts[Array]]:
     """Compiled gather of the experts of a layer by slot index; the old ones are donated."""
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh.mesh, spec), expert_specs(mesh))
 
     def take(experts: Experts[Array], slots: Array) -> Experts[Array]:
         return jax.tree.map(lambda x: x[slots], experts)
 
-    return jit_onto(take, shardings, donate_argnums=0)
+    return jit_onto(take, named_shardings(expert_specs(mesh), mesh), donate_argnums=0)
 
 
 def check_splits(config: ModelConfig, mesh: SplitMesh, placement: Placement | None = None) -> None:
-    """Checks that a network can be split over two such sides.
-
-    Args:
-      placement: None is each expert once.
-
-    Raises:
-      ValueError: if it cannot, with the reason.
-    """
+    """Raises ValueError for a network that cannot be split over two such sides, with the reason; a
+    `placement` of None is each expert once."""
     if not config.num_experts:
         raise ValueError(
             "num_experts=0 leaves the expert devices without work: decode a dense network on one "
@@ -182,9 +177,9 @@ def check_splits(config: ModelConfig, mesh: SplitMesh, placement: Placement | No
         )
     ep, etp = (mesh.experts.size(axes) for axes in (mesh.experts.ep, mesh.experts.etp))
     placement = placement or Placement.identity(config.num_experts, ep)
-    if len(placement.replicas) != config.num_experts:
+    if placement.num_experts != config.num_experts:
         raise ValueError(
-            f"a placement of {len(placement.replicas)} experts does not fit num_experts="
+            f"a placement of {placement.num_experts} experts does not fit num_experts="
             f"{config.num_experts}: place every expert."
         )
     if placement.num_devices != ep:
@@ -263,13 +258,6 @@ def _without_layer_axis(stack: Any) -> Any:
     return jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), stack)
 
 
-def _put_tree(tree: Any, spec_tree: Any, mesh: FoldedMesh) -> Any:
-    def put(leaf: Any, spec: PartitionSpec) -> Array:
-        return _put_leaf(leaf, NamedSharding(mesh.mesh, spec))
-
-    return jax.tree.map(put, tree, spec_tree)
-
-
 def _put_leaf(leaf: Any, sharding: NamedSharding) -> Array:
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         leaf = multihost_utils.process_allgather(leaf, tiled=True)
@@ -284,21 +272,13 @@ def _put_leaf(leaf: Any, sharding: NamedSharding) -> Array:
 def _unstack_attention(config: ModelConfig, mesh: FoldedMesh) -> Callable[[Any], Any]:
     """Compiled function that unstacks the layers of the attention side, in one program, so that no
     stack outlives it."""
-    spec_tree = specs(config, mesh)
-    layers = config.num_expert_layers
-    first = () if spec_tree.first_layers is None else (first_specs(config, mesh),)
-    out = (
-        rest_specs(config, mesh),
-        first * config.num_dense_layers,
-        (attention_specs(config, mesh),) * layers,
-    )
+    dense, layers = config.num_dense_layers, config.num_expert_layers
+    first = (first_specs(config, mesh),) * dense if dense else ()
+    out = rest_specs(config, mesh), first, (attention_specs(config, mesh),) * layers
 
     def unstack(weights: Transformer[Array]) -> Any:
-        return (
-            without_layers(weights),
-            _unstack(weights.first_layers, config.num_dense_layers),
-            _unstack(weights.layers, layers),
-        )
+        unstacked = _unstack(weights.first_layers, dense), _unstack(weights.layers, layers)
+        return without_layers(weights), *unstacked
 
     return jit_sharded(unstack, named_shardings(out, mesh))
 

@@ -16,9 +16,8 @@ Options of adapter_config.json are supported, without effect, or rejected with t
 checked against PEFT 0.21. An option that is not listed here is rejected, unless it is off.
 """
 
-import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -31,7 +30,7 @@ from jaxtyping import Array
 from moe.adapters import Adapted, is_adapted, select_trained
 from moe.architecture.lora import Lora, group_targets
 from moe.config import ModelConfig
-from moe.huggingface.checkpoint import write_tensors
+from moe.huggingface.checkpoint import write_json, write_tensors
 from moe.huggingface.configuration import family_for
 from moe.huggingface.options import Options
 from moe.huggingface.tensors import Tensors, tensors_of
@@ -40,29 +39,17 @@ from moe.weights import Transformer, adaptable_weights, axis_sizes, initialise_t
 from sharding.folding import FoldedMesh
 
 WITHOUT_EFFECT = {
-    "auto_mapping",
-    "base_model_name_or_path",
-    "corda_config",
-    "ensure_weight_tying",
-    "eva_config",
-    "exclude_modules",
-    "inference_mode",
-    "layers_pattern",
-    "layers_to_transform",
-    "loftq_config",
-    "lora_dropout",
-    "lora_ga_config",
-    "megatron_core",
-    "peft_version",
-    "qalora_group_size",
-    "revision",
-    "runtime_config",
-    "target_modules",
-    "target_parameters",
-    "task_type",
+    # Files and the programs that wrote them.
+    *("auto_mapping", "base_model_name_or_path", "peft_version", "revision"),
+    *("inference_mode", "runtime_config", "task_type"),
+    # Training, and a start that is over.
+    *("corda_config", "eva_config", "loftq_config", "lora_ga_config", "lora_dropout"),
+    *("ensure_weight_tying", "megatron_core", "qalora_group_size"),
+    # Which modules have adapters, as the names of the tensors say.
+    *("exclude_modules", "layers_pattern", "layers_to_transform"),
+    *("target_modules", "target_parameters"),
 }
-"""Options that change no logit: of files, of training, of a start that is over, and those that
-say which modules have adapters, as the names of the tensors do."""
+"""Options that change no logit."""
 
 STARTS = ("gaussian", "eva", "orthogonal", "mica")
 """Values of ``init_lora_weights`` beside true and false that leave the weights as they are."""
@@ -81,10 +68,7 @@ CONVERT = (
 PLAIN = "train a plain LoRA"
 REJECTED = {
     "alora_invocation_tokens": ("it is active only after invocation tokens (aLoRA)", PLAIN),
-    "arrow_config": (
-        "it routes among adapters (Arrow)",
-        "use the folder of one of them",
-    ),
+    "arrow_config": ("it routes among adapters (Arrow)", "use the folder of one of them"),
     "fan_in_fan_out": ("its matrices are transposed", MERGE),
     "kasa_config": ("it removes singular values from the weights (KaSA)", MERGE),
     "layer_replication": ("it replicates layers", MERGE),
@@ -193,14 +177,9 @@ def _check_start(path: Path, start: Any) -> None:
         why = "its initialisation changes the base weights"
         raise _rejection(path, "init_lora_weights", start, why, fix)
     if named not in STARTS:
-        supported = ", ".join(STARTS)
-        raise _rejection(
-            path,
-            "init_lora_weights",
-            start,
-            f"supported are true, false, {supported}",
-            "set it to true if that initialisation leaves the base weights unchanged",
-        )
+        why = f"supported are true, false, {', '.join(STARTS)}"
+        fix = "set it to true if that initialisation leaves the base weights unchanged"
+        raise _rejection(path, "init_lora_weights", start, why, fix)
 
 
 def _read_patterns(options: Options, name: str, fits: Any) -> Mapping[str, Any]:
@@ -240,66 +219,51 @@ def _rejection(path: Path, name: str, value: Any, why: str, fix: str) -> ValueEr
 class _Order:
     """Element order of an adapter in PEFT's tensors, for `a` and `b` of one layer.
 
+    Ours are ``[expert, *in, rank]`` and ``[expert, rank, *out]``, without the first axis for a
+    weight that is not of experts; PEFT's are ``[expert rank, in]`` and ``[out, rank expert]``.
+
     Attributes:
       a, b: the shapes of ours.
-      experts: whether the first axis of both is that of experts.
+      experts: the number of experts; None for another weight.
       out: the axes of `b` after the rank, counted from there, in the order of PEFT's tensor.
     """
 
     a: tuple[int, ...]
     b: tuple[int, ...]
-    experts: bool
+    experts: int | None
     out: tuple[int, ...]
 
-    @property
-    def rank(self) -> int:
-        return self.a[-1]
+    def shapes_of(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Of PEFT's ``lora_A`` and ``lora_B`` where they have some rank."""
+        rows, own_rank = (self.experts or 1) * rank, (self.experts or 1) * self.a[-1]
+        return (rows, prod(self.a) // own_rank), (prod(self.b) // own_rank, rows)
 
-    def shape_of(self, half: str, rank: int) -> tuple[int, int]:
-        """Of PEFT's ``lora_A`` or ``lora_B`` where it has some rank."""
-        experts = self.a[0] if self.experts else 1
-        width = prod(self.a if half == "A" else self.b) // (experts * self.rank)
-        return (experts * rank, width) if half == "A" else (width, experts * rank)
+    def to_theirs(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """``lora_A`` and ``lora_B``."""
+        experts, rank = self.experts or 1, self.a[-1]
+        in_last = a.reshape(experts, -1, rank).swapaxes(1, 2)
+        axes = (2 + axis for axis in self.out)
+        out = b.reshape(experts, rank, *self._out_sizes).transpose(0, 1, *axes)
+        out_first = out.reshape(experts, rank, -1).transpose(2, 1, 0)
+        shape_a, shape_b = self.shapes_of(rank)
+        return in_last.reshape(shape_a), out_first.reshape(shape_b)
 
-    def pad_rank(self, half: str, theirs: np.ndarray, rank: int) -> np.ndarray:
-        """PEFT's tensor with zeros for the ranks that it has fewer than ours."""
-        if rank == self.rank:
-            return theirs
-        experts = self.a[0] if self.experts else 1
-        # A is of one expert after the other, B of one rank after the other.
-        split = (experts, rank, -1) if half == "A" else (-1, rank, experts)
-        wider = np.pad(theirs.reshape(split), ((0, 0), (0, self.rank - rank), (0, 0)))
-        return wider.reshape(self.shape_of(half, self.rank))
-
-    def a_to_theirs(self, a: np.ndarray) -> np.ndarray:
-        """``[*in, rank]`` -> ``[rank, in]``; with experts in front ``[expert rank, in]``."""
-        if self.experts:
-            return a.swapaxes(1, 2).reshape(-1, a.shape[1])
-        return a.reshape(-1, a.shape[-1]).T
-
-    def b_to_theirs(self, b: np.ndarray) -> np.ndarray:
-        """``[rank, *out]`` -> ``[out, rank]``; with experts in front ``[out, rank expert]``."""
-        if self.experts:
-            flat = b.transpose(0, 1, *self._out).reshape(*b.shape[:2], -1)
-            return flat.transpose(2, 1, 0).reshape(flat.shape[2], -1)
-        return b.reshape(b.shape[0], -1).T
-
-    def a_to_ours(self, theirs: np.ndarray) -> np.ndarray:
-        if self.experts:
-            return theirs.reshape(self.a[0], self.a[2], self.a[1]).swapaxes(1, 2)
-        return theirs.T.reshape(self.a)
-
-    def b_to_ours(self, theirs: np.ndarray) -> np.ndarray:
-        if self.experts:
-            flat = theirs.reshape(prod(self.b[2:]), self.b[1], self.b[0]).transpose(2, 1, 0)
-            ordered = flat.reshape(*self.b[:2], *(self.b[axis] for axis in self._out))
-            return ordered.transpose(0, 1, *(2 + dim for dim in np.argsort(self.out)))
-        return theirs.T.reshape(self.b)
+    def to_ours(
+        self, lora_a: np.ndarray, lora_b: np.ndarray, rank: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """`a` and `b` with zeros for the ranks that PEFT's tensors have fewer."""
+        experts, fewer = self.experts or 1, self.a[-1] - rank
+        rank_last = lora_a.reshape(experts, rank, -1).swapaxes(1, 2)
+        a = np.pad(rank_last, ((0, 0), (0, 0), (0, fewer)))
+        rank_first = lora_b.reshape(-1, rank, experts).transpose(2, 1, 0)
+        b = np.pad(rank_first, ((0, 0), (0, fewer), (0, 0)))
+        ordered = b.reshape(*b.shape[:2], *(self._out_sizes[axis] for axis in self.out))
+        inverse = (2 + int(axis) for axis in np.argsort(self.out))
+        return a.reshape(self.a), ordered.transpose(0, 1, *inverse).reshape(self.b)
 
     @property
-    def _out(self) -> tuple[int, ...]:
-        """The axes `out` of an expert's `b`."""
-        return tuple(2 + axis for axis in self.out)
+    def _out_sizes(self) -> tuple[int, ...]:
+        return self.b[1 if self.experts is None else 2 :]
 
 
 @dataclass(frozen=True)
@@ -323,6 +287,12 @@ class _Module:
     order: _Order
     weight_index: int
     index: tuple[int, ...]
+
+    @property
+    def tensor_names(self) -> tuple[str, str]:
+        """Of its ``lora_A`` and ``lora_B``."""
+        base = f"{PREFIX}{self.name}"
+        return f"{base}.lora_A.weight", f"{base}.lora_B.weight"
 
 
 def save_adapters(
@@ -354,10 +324,9 @@ def save_adapters(
     leaves = [leaf for leaf in jax.tree.leaves(weights, is_leaf=is_adapted) if is_adapted(leaf)]
     modules, tensors = _modules(config, architecture), {}
     for module in modules:
-        leaf, order = leaves[module.weight_index], module.order
+        leaf = leaves[module.weight_index]
         a, b = (np.asarray(x[module.index], np.float32) for x in (leaf.a, leaf.b))
-        tensors[f"{PREFIX}{module.name}.lora_A.weight"] = order.a_to_theirs(a)
-        tensors[f"{PREFIX}{module.name}.lora_B.weight"] = order.b_to_theirs(b)
+        tensors |= zip(module.tensor_names, module.order.to_theirs(a, b), strict=True)
     options = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -375,7 +344,7 @@ def save_adapters(
     directory.mkdir(parents=True, exist_ok=True)
     contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
     write_tensors(contiguous, directory / TENSORS)
-    (directory / CONFIG).write_text(json.dumps(options, indent=2) + "\n")
+    write_json(directory / CONFIG, options)
 
 
 def adapters_of(
@@ -397,13 +366,13 @@ def adapters_of(
     options = AdapterOptions.read(directory / CONFIG)
     plain = config.without_adapters()
     available = tuple(adaptable_weights(plain))
-    every_weight = Lora(options.rank, options.alpha, available, options.rank_stabilised)
     with _open(directory) as file:
         names = set(file.keys())
     modules_by_weight = dict[str, list[_Module]]()
     for weight in available:
-        modules = _modules(_with_targets(plain, every_weight, (weight,)), architecture)
-        present = [module for module in modules if f"{PREFIX}{module.name}.lora_A.weight" in names]
+        lora = Lora(options.rank, options.alpha, (weight,), options.rank_stabilised)
+        modules = _modules(replace(plain, lora=lora), architecture)
+        present = [module for module in modules if module.tensor_names[0] in names]
         if present:
             modules_by_weight[weight] = present
     if not modules_by_weight:
@@ -435,8 +404,13 @@ def load_adapters(
       architecture: as for `save_adapters`.
 
     Raises:
-      ValueError: when tensors are unknown, lack their other half, or have another shape.
+      ValueError: for a network without adapters, and when tensors are unknown, lack their other
+        half, or have another shape.
     """
+    if (lora := config.lora) is None:
+        raise ValueError(
+            "the config has no lora, so no adapters can be read: set lora to adapters_of(...)."
+        )
     directory, statement = Path(directory), table(config)
     options = AdapterOptions.read(directory / CONFIG)
     shapes = jax.eval_shape(lambda: initialise_trained(config, jax.random.key(0)))
@@ -446,8 +420,7 @@ def load_adapters(
     with _open(directory) as file:
         present = set(file.keys())
         for module in _modules(config, architecture):
-            leaf, order = leaves[module.weight_index], module.order
-            names = [f"{PREFIX}{module.name}.lora_{half}.weight" for half in "AB"]
+            leaf, order, names = leaves[module.weight_index], module.order, module.tensor_names
             expected.update(names)
             if not present.intersection(names):
                 continue
@@ -456,17 +429,16 @@ def load_adapters(
                 continue
             theirs = [np.asarray(file.get_tensor(name)).astype(np.float32) for name in names]
             rank = options.rank_of(module.key)
-            for half, x, name in zip("AB", theirs, names, strict=True):
-                shape = order.shape_of(half, rank)
+            for name, x, shape in zip(names, theirs, order.shapes_of(rank), strict=True):
                 if x.shape != shape:
                     wrong.append(f"{name.removeprefix(PREFIX)} has {x.shape}, not {shape}")
             if wrong:
                 continue
-            a, b = (order.pad_rank(half, x, rank) for half, x in zip("AB", theirs, strict=True))
-            module_scale, scale = options.scale_of(module.key), _lora_of(config).scale
-            if module_scale != scale:
-                b = b * np.float32(module_scale / scale)
-            leaf.a[module.index], leaf.b[module.index] = order.a_to_ours(a), order.b_to_ours(b)
+            lora_a, lora_b = theirs
+            module_scale = options.scale_of(module.key)
+            if module_scale != lora.scale:
+                lora_b = lora_b * np.float32(module_scale / lora.scale)
+            leaf.a[module.index], leaf.b[module.index] = order.to_ours(lora_a, lora_b, rank)
     # PEFT keeps a copy of a head that has an adapter.
     expected |= {f"{PREFIX}lm_head.base_layer.weight"}
     wrong += [f"unknown {name}" for name in sorted(present - expected)]
@@ -479,77 +451,44 @@ def load_adapters(
     return jax.device_put(in_chunks(empty, mesh), target_shardings)
 
 
-def _adapted_weights(
-    config: ModelConfig, architecture: str | None
-) -> Iterator[tuple[str, Adapted[Any], Tensors]]:
-    """Name, statement and tensors of each weight with an adapter, in the order of the leaves."""
-    plain = config.without_adapters()
-    plans = tensors_of(plain, family_for(plain, architecture))
-    listed = jax.tree_util.tree_leaves_with_path(table(config), is_leaf=is_adapted)
-    for (path, stated), plan in zip(listed, plans, strict=True):
-        if is_adapted(stated):
-            yield path[-1].name, stated, plan
-
-
 def _order_of(stated: Adapted[Any], plan: Tensors, sizes: Mapping[str, int]) -> _Order:
-    experts = _is_of_experts(stated)
-    front = 1 if experts else len(plan.stack)
+    has_experts = "expert" in stated.base.axes.split()
+    front = 1 if has_experts else len(plan.stack)
     a, b = (weight.axes.split()[front:] for weight in (stated.a, stated.b))
     stored_axes = out_axes = [axis for axis in b if axis not in ("expert", "lora_rank")]
-    if experts and "expert" not in plan.stack:
+    if has_experts and "expert" not in plan.stack:
         # One parameter that a checkpoint has as one too has its elements as they are there.
         stored_axes = [axis for axes in plan.dimensions for axis in axes if axis in out_axes]
     a_shape, b_shape = (tuple(sizes[axis] for axis in axes) for axes in (a, b))
-    return _Order(a_shape, b_shape, experts, tuple(out_axes.index(axis) for axis in stored_axes))
-
-
-def _is_of_experts(stated: Adapted[Any]) -> bool:
-    return "expert" in stated.base.axes.split()
+    out = tuple(out_axes.index(axis) for axis in stored_axes)
+    return _Order(a_shape, b_shape, sizes["expert"] if has_experts else None, out)
 
 
 def _modules(config: ModelConfig, architecture: str | None) -> list[_Module]:
-    modules, sizes = [], axis_sizes(config)
-    fused = family_for(config.without_adapters(), architecture).fused_in_peft
-    for weight_index, (name, stated, plan) in enumerate(_adapted_weights(config, architecture)):
+    modules, sizes, plain = [], axis_sizes(config), config.without_adapters()
+    family = family_for(plain, architecture)
+    listed = jax.tree_util.tree_leaves_with_path(table(config), is_leaf=is_adapted)
+    plans = zip(listed, tensors_of(plain, family), strict=True)
+    adapted = ((path, stated, plan) for (path, stated), plan in plans if is_adapted(stated))
+    for weight_index, (path, stated, plan) in enumerate(adapted):
         order = _order_of(stated, plan, sizes)
-        if _is_of_experts(stated):
-            parameter, suffix = STACKED[name]
-            for layer in range(plan.sizes["layer"]):
-                module = f"model.layers.{plan.layers[layer]}.{EXPERTS}{suffix}"
-                target = f"{EXPERTS}.{parameter}"
-                key = f"model.layers.{plan.layers[layer]}.{target}"
+        if order.experts is not None:
+            parameter, suffix = STACKED[path[-1].name]
+            target = f"{EXPERTS}.{parameter}"
+            for layer, number in enumerate(plan.layers):
+                in_layer = f"model.layers.{number}."
+                module, key = f"{in_layer}{EXPERTS}{suffix}", in_layer + target
                 modules.append(_Module(module, target, True, key, order, weight_index, (layer,)))
             continue
         for index, tensor in plan.names():
             module = tensor.removesuffix(".weight")
             # The same for all layers: what follows the layer's number.
             target = module.split(".", 3)[-1] if plan.stack else module
-            by_weight = fused and module.endswith(PROJECTIONS)
+            by_weight = family.fused_in_peft and module.endswith(PROJECTIONS)
             suffix = ".weight" if by_weight else ""
-            modules.append(
-                _Module(
-                    name=module,
-                    target=target + suffix,
-                    is_parameter=by_weight,
-                    key=module + suffix,
-                    order=order,
-                    weight_index=weight_index,
-                    index=index,
-                )
-            )
+            target, key = target + suffix, module + suffix
+            modules.append(_Module(module, target, by_weight, key, order, weight_index, index))
     return modules
-
-
-def _lora_of(config: ModelConfig) -> Lora:
-    if config.lora is None:
-        raise ValueError(
-            "the config has no lora, so no adapters can be read: set lora to adapters_of(...)."
-        )
-    return config.lora
-
-
-def _with_targets(plain: ModelConfig, lora: Lora, targets: tuple[str, ...]) -> ModelConfig:
-    return replace(plain, lora=replace(lora, targets=targets))
 
 
 def _open(directory: Path) -> Any:

@@ -5,6 +5,7 @@ They are loaded into shards on a mesh without ever having all of them in memory,
 """
 
 import json
+import math
 import re
 import stat
 from collections.abc import Mapping
@@ -40,6 +41,8 @@ DTYPES = ("F32", "BF16", "F16")
 """Of tensors that can be read, beside those of `moe.huggingface.quantised`; all become float32."""
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 """Ends of the names of two tensors."""
+INDEX = "model.safetensors.index.json"
+"""The file that tells in which file each tensor is, where there are several."""
 Entry = tuple[str, Tensors, int, tuple[int, ...]]
 """Name, how it is ordered, the index of its weight, its index in the weight's stack."""
 
@@ -109,7 +112,7 @@ def _open(directory: Path, stack: ExitStack) -> dict[str, PlainTensor]:
     import safetensors  # an extra
 
     paths = sorted(directory.glob("*.safetensors"))
-    index = directory / "model.safetensors.index.json"
+    index = directory / INDEX
     if index.exists():
         # A directory may also hold the same tensors in one piece, under another name.
         paths = [directory / name for name in sorted(set(_read_weight_map(index).values()))]
@@ -178,11 +181,7 @@ def _check(
 ) -> None:
     """Refuses a checkpoint whose tensors are not those of the network."""
     expected = {name: plan.shape for plan in plans for _, name in plan.names()}
-    wrong = [
-        f"missing {name} {expected_shape}"
-        for name, expected_shape in expected.items()
-        if name not in files
-    ]
+    wrong = [f"missing {name} {shape}" for name, shape in expected.items() if name not in files]
     for name in sorted(files):
         shape, kind = files[name].shape, files[name].kind
         if name not in expected:
@@ -273,8 +272,13 @@ def save(
     """
     directory = Path(directory)
     family = family_for(config, architecture)
-    options = options_from(config, family.architecture) | _check_about(about or {})
-    options |= {"dtype": dtype, "torch_dtype": dtype}
+    options = options_from(config, family.architecture)
+    about = about or {}
+    if unknown := sorted(set(about) - WITHOUT_EFFECT):
+        raise ValueError(
+            f"about has {', '.join(unknown)}, which follow from the model: leave them out."
+        )
+    options |= {**about, "dtype": dtype, "torch_dtype": dtype}
     leaves = _check_weights(config, weights)
     directory.mkdir(parents=True, exist_ok=True)
     if any(directory.glob("*.safetensors*")):
@@ -284,7 +288,8 @@ def save(
         for weight_index, plan in enumerate(tensors_of(config, family))
         for index, name in plan.names()
     ]
-    files = _files(entries, jnp.dtype(dtype).itemsize, file_bytes)
+    itemsize = jnp.dtype(dtype).itemsize
+    files = _files(entries, itemsize, file_bytes)
     for file, file_entries in files.items():
         tensors = {
             name: _tensor(leaves[weight_index], plan, index, dtype)
@@ -292,9 +297,12 @@ def save(
         }
         write_tensors(tensors, directory / file)
     if len(files) > 1:
-        _write_index(directory, files, jnp.dtype(dtype).itemsize)
+        size = sum(math.prod(plan.shape) for _, plan, _, _ in entries) * itemsize
+        weight_map = {name: file for file, listed in files.items() for name, *_ in listed}
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        write_json(directory / INDEX, index)
     # Last: a directory with a config.json is whole.
-    _write_json(directory / "config.json", options)
+    write_json(directory / "config.json", options)
 
 
 def write_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:
@@ -306,6 +314,11 @@ def write_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:
     mode = stat.S_IMODE(path.stat().st_mode)
     save_file(tensors, path, metadata={"format": "pt"})
     path.chmod(mode)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """A JSON file of a checkpoint."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def fold_embedding_scale(
@@ -322,14 +335,6 @@ def fold_embedding_scale(
     return replace(config, embedding_scale=1.0), replace(
         weights, embedding=weights.embedding * scale
     )
-
-
-def _check_about(about: Mapping[str, Any]) -> dict[str, Any]:
-    if unknown := sorted(set(about) - WITHOUT_EFFECT):
-        raise ValueError(
-            f"about has {', '.join(unknown)}, which follow from the model: leave them out."
-        )
-    return dict(about)
 
 
 def _check_weights(config: ModelConfig, weights: Transformer[Any]) -> list[Array | np.ndarray]:
@@ -353,7 +358,7 @@ def _files(entries: list[Entry], itemsize: int, file_bytes: int) -> dict[str, li
     groups: list[list[Entry]] = [[]]
     free_bytes = file_bytes
     for entry in entries:
-        size = int(np.prod(entry[1].shape)) * itemsize
+        size = math.prod(entry[1].shape) * itemsize
         if groups[-1] and size > free_bytes:
             groups.append([])
             free_bytes = file_bytes
@@ -373,20 +378,3 @@ def _tensor(
 ) -> np.ndarray:
     theirs = plan.to_theirs(np.asarray(leaf[plan.index_in_weight(index)]))
     return np.ascontiguousarray(theirs.astype(jnp.dtype(dtype)))
-
-
-def _write_index(directory: Path, files: dict[str, list[Entry]], itemsize: int) -> None:
-    size = sum(
-        int(np.prod(entry[1].shape)) for file_entries in files.values() for entry in file_entries
-    )
-    index = {
-        "metadata": {"total_size": size * itemsize},
-        "weight_map": {
-            entry[0]: file for file, file_entries in files.items() for entry in file_entries
-        },
-    }
-    _write_json(directory / "model.safetensors.index.json", index)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")

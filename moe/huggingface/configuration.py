@@ -46,21 +46,6 @@ FAMILIES = (
 Dtype = Literal["float32", "bfloat16"]
 _HINTS = get_type_hints(ModelConfig)
 
-TRAINING = (
-    "load_balance_coef",
-    "router_z_coef",
-    "batch_balance_coef",
-    "global_balance_coef",
-    "bias_update_rate",
-    "max_positions",
-    "capacity_factor",
-    "drop_policy",
-    "drop_scope",
-    "dtype",
-    "execution",
-    "lora",
-)
-"""Fields of `ModelConfig` that say how a network is trained and computed, not which it is."""
 UNBALANCED: dict[str, Any] = {
     "load_balance_coef": 0.0,
     "router_z_coef": 0.0,
@@ -70,6 +55,12 @@ UNBALANCED: dict[str, Any] = {
 }
 """Auxiliary loss coefficients of an imported network, all off: further training sets its own. The
 `router_aux_loss_coef` of a config.json is that of its past training."""
+TRAINING = (
+    *UNBALANCED,
+    *("max_positions", "capacity_factor", "drop_policy", "drop_scope"),
+    *("dtype", "execution", "lora"),
+)
+"""Fields of `ModelConfig` that say how a network is trained and computed, not which it is."""
 ROUTING = (
     "experts_per_token",
     "d_expert",
@@ -112,31 +103,24 @@ def read_config(
 
 
 def idle_options(path: str | Path) -> list[str]:
-    """Options of a config.json that are not known and off, as "name=value": passed over.
-
-    Args:
-      path: as for `config_from`.
-    """
+    """Options of a config.json that are not known and off, as "name=value": passed over."""
     _, _, options = _read(path, None)
-    return [f"{name}={json.dumps(options.values[name])}" for name in options.idle()]
+    return [f"{name}={json.dumps(value)}" for name, value in options.idle().items()]
 
 
 def option_names(path: str | Path) -> set[str]:
-    """Names of all options of a config.json.
-
-    Args:
-      path: as for `config_from`.
-    """
+    """Names of all options of a config.json."""
     return set(_options(path).values)
 
 
 def family_of(path: str | Path) -> Family:
-    """The architecture that names a checkpoint's tensors.
-
-    Args:
-      path: as for `config_from`.
-    """
+    """The architecture that names a checkpoint's tensors."""
     return _family(_options(path))
+
+
+def architecture_of(path: str | Path) -> str:
+    """The architecture that a checkpoint is one of, for example "Qwen3MoeForCausalLM"."""
+    return family_of(path).architecture
 
 
 def _options(path: str | Path) -> Options:
@@ -153,21 +137,11 @@ def _read(path: str | Path, dtype: Dtype | None) -> tuple[ModelConfig, Family, O
     except (TypeError, AttributeError, ArithmeticError) as error:
         raise options.not_fitting(f"one of its options has the wrong type ({error})") from error
     stored = options.take("dtype", "torch_dtype", default=None)
-    activation_dtype = dtype or ("bfloat16" if stored == "bfloat16" else "float32")
     for name, value in model_fields.items():
         if not _fits(value, _HINTS[name]):
             raise options.not_fitting(f"{name}={value!r} has the wrong type or range")
-    config = ModelConfig(**model_fields, **UNBALANCED, dtype=activation_dtype)
-    return config, family, options
-
-
-def architecture_of(path: str | Path) -> str:
-    """The architecture that a checkpoint is one of, for example "Qwen3MoeForCausalLM".
-
-    Args:
-      path: as for `config_from`.
-    """
-    return family_of(path).architecture
+    dtype = dtype or ("bfloat16" if stored == "bfloat16" else "float32")
+    return ModelConfig(**model_fields, **UNBALANCED, dtype=dtype), family, options
 
 
 def options_from(config: ModelConfig, architecture: str | None = None) -> dict[str, Any]:
@@ -179,8 +153,7 @@ def options_from(config: ModelConfig, architecture: str | None = None) -> dict[s
     Raises:
       ValueError: when none can, or the one asked for cannot: with the fields that it lacks.
     """
-    family = family_for(config, architecture)
-    return _write_options(config, family)
+    return _write_options(config, family_for(config, architecture))
 
 
 def family_for(config: ModelConfig, architecture: str | None = None) -> Family:
@@ -269,7 +242,6 @@ def _write_options(config: ModelConfig, family: Family) -> dict[str, Any]:
 
 def _lost_fields(config: ModelConfig, family: Family) -> list[str]:
     """Fields that come back changed when the network is written as `family` and read again."""
-    names = [field.name for field in fields(ModelConfig)]
     options = Options(_write_options(config, family), f"a {family.model_type} configuration")
     # Not made a ModelConfig of: an architecture may read what it cannot express as nonsense.
     read_back = {
@@ -277,7 +249,7 @@ def _lost_fields(config: ModelConfig, family: Family) -> list[str]:
         **read_groups((*COMMON, *family.option_groups), options),
     }
     expected = vars(_network(config))
-    return [name for name in names if name not in TRAINING and read_back[name] != expected[name]]
+    return [n for n, v in expected.items() if n not in TRAINING and read_back[n] != v]
 
 
 def _network(config: ModelConfig) -> ModelConfig:

@@ -168,12 +168,11 @@ GEMMA3 = Family(
     ),
     plus_one(
         {
-            "attention.norm": "input_layernorm",
-            "attention.out_norm": "post_attention_layernorm",
-            "norm": "pre_feedforward_layernorm",
-            "out_norm": "post_feedforward_layernorm",
-            "attention.query_norm": "self_attn.q_norm",
-            "attention.key_norm": "self_attn.k_norm",
+            **QUERY_KEY_NORMS,
+            "attention.norm": "input_layernorm.weight",
+            "attention.out_norm": "post_attention_layernorm.weight",
+            "norm": "pre_feedforward_layernorm.weight",
+            "out_norm": "post_feedforward_layernorm.weight",
         }
     ),
     last_norm=Stored("model.norm.weight", offset=1.0),

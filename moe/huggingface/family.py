@@ -52,6 +52,8 @@ class Family:
       also: other names in config.json of the same architecture, which it is not written under.
       predicts_further: a file may hold layers that predict further tokens, after the network's own
         or under ``mtp.``, which are left out.
+      fused_in_peft: whether PEFT takes dense projections for those of experts, see
+        `moe.huggingface.adapters`.
       defaults: values of common options that a file leaves out, where no other function has them.
     """
 
@@ -98,7 +100,7 @@ def dense_names(prefix: str) -> dict[str, str]:
 
 def plus_one(norms: Mapping[str, str]) -> dict[str, Stored]:
     """Norms that multiply by ``1 + w``, by the path of the weight."""
-    return {path: Stored(f"{name}.weight", offset=1.0) for path, name in norms.items()}
+    return {path: Stored(name, offset=1.0) for path, name in norms.items()}
 
 
 PROJECTED_EXPERTS = expert_names("mlp", "gate_proj", "up_proj", "down_proj")

@@ -77,13 +77,6 @@ QWEN2_MOE = Family(
     {**QKV_BIASES, **PROJECTED_EXPERTS, **SHARED_EXPERT},
 )
 
-
-def read_no_shared_expert(options: Options, fields: Fields) -> Fields:
-    """Width of the shared expert, of which there is none."""
-    options.require("shared_expert_intermediate_size", 0, None)
-    return {}
-
-
 QWEN3_MOE = Family(
     "Qwen3MoeForCausalLM",
     "qwen3_moe",
@@ -93,7 +86,7 @@ QWEN3_MOE = Family(
         # What Qwen3-Coder says of what every Qwen3-MoE is.
         required("qkv_bias", written=False),
         required("use_qk_norm", True, written=False),
-        OptionGroup(read_no_shared_expert),
+        required("shared_expert_intermediate_size", 0, None, written=False),
         HEAD_DIM,
         fixed(query_key_norm="head"),
         *experts(normalises=False),
@@ -119,17 +112,18 @@ OLMOE = Family(
 )
 
 
+MLA_OPTIONS = ("v_head_dim", "kv_lora_rank", "q_lora_rank")
+"""Options of the names that fields of `MultiHeadLatentAttention` have."""
+
+
 def read_latent_attention(options: Options, fields: Fields) -> Fields:
     """DeepSeek's latent attention."""
-    qk_rope_head_dim = options.take("qk_rope_head_dim")
+    rotated = options.take("qk_rope_head_dim")
+    head_dim = options.take("qk_nope_head_dim") + rotated
+    stated = {name: options.take(name) for name in MLA_OPTIONS}
     return {
-        "head_dim": options.take("qk_nope_head_dim") + qk_rope_head_dim,
-        "mla": MultiHeadLatentAttention(
-            kv_lora_rank=options.take("kv_lora_rank"),
-            q_lora_rank=options.take("q_lora_rank"),
-            qk_rope_head_dim=qk_rope_head_dim,
-            v_head_dim=options.take("v_head_dim"),
-        ),
+        "head_dim": head_dim,
+        "mla": MultiHeadLatentAttention(qk_rope_head_dim=rotated, **stated),
     }
 
 
@@ -139,9 +133,7 @@ def write_latent_attention(config: ModelConfig) -> dict[str, Any] | None:
     return mla and {
         "qk_nope_head_dim": config.head_dim - mla.qk_rope_head_dim,
         "qk_rope_head_dim": mla.qk_rope_head_dim,
-        "v_head_dim": mla.v_head_dim,
-        "kv_lora_rank": mla.kv_lora_rank,
-        "q_lora_rank": mla.q_lora_rank,
+        **{name: getattr(mla, name) for name in MLA_OPTIONS},
     }
 
 
@@ -260,6 +252,14 @@ GPT_OSS = Family(
 )
 
 LINEAR = "linear_attention"
+DELTA_OPTIONS = {
+    "num_key_heads": ("linear_num_key_heads", 16),
+    "num_value_heads": ("linear_num_value_heads", 32),
+    "key_head_dim": ("linear_key_head_dim", 128),
+    "value_head_dim": ("linear_value_head_dim", 128),
+    "conv_width": ("linear_conv_kernel_dim", 4),
+}
+"""Option and its default by the field of `GatedDeltaNet`."""
 
 
 def read_delta(options: Options, fields: Fields) -> Fields:
@@ -276,16 +276,11 @@ def read_delta(options: Options, fields: Fields) -> Fields:
         raise options.unsupported(
             "layer_types", kinds, f"{FULL} or {LINEAR} for each layer, with at least one of both"
         )
-    return {
-        "delta": GatedDeltaNet(
-            layers=linear,
-            num_key_heads=options.take("linear_num_key_heads", default=16),
-            num_value_heads=options.take("linear_num_value_heads", default=32),
-            key_head_dim=options.take("linear_key_head_dim", default=128),
-            value_head_dim=options.take("linear_value_head_dim", default=128),
-            conv_width=options.take("linear_conv_kernel_dim", default=4),
-        )
+    sizes = {
+        field: options.take(name, default=default)
+        for field, (name, default) in DELTA_OPTIONS.items()
     }
+    return {"delta": GatedDeltaNet(layers=linear, **sizes)}
 
 
 def write_delta(config: ModelConfig) -> dict[str, Any] | None:
@@ -295,11 +290,7 @@ def write_delta(config: ModelConfig) -> dict[str, Any] | None:
         "layer_types": [
             LINEAR if layer in delta.layers else FULL for layer in range(config.num_layers)
         ],
-        "linear_num_key_heads": delta.num_key_heads,
-        "linear_num_value_heads": delta.num_value_heads,
-        "linear_key_head_dim": delta.key_head_dim,
-        "linear_value_head_dim": delta.value_head_dim,
-        "linear_conv_kernel_dim": delta.conv_width,
+        **{name: getattr(delta, field) for field, (name, _) in DELTA_OPTIONS.items()},
     }
 
 
@@ -325,11 +316,10 @@ QWEN3_NEXT = Family(
         **SHARED_EXPERT,
         **plus_one(
             {
-                "attention.norm": "input_layernorm",
-                "attention.query_norm": "self_attn.q_norm",
-                "attention.key_norm": "self_attn.k_norm",
-                "delta.norm": "input_layernorm",
-                "norm": "post_attention_layernorm",
+                **QUERY_KEY_NORMS,
+                "attention.norm": "input_layernorm.weight",
+                "delta.norm": "input_layernorm.weight",
+                "norm": "post_attention_layernorm.weight",
             }
         ),
         "delta.inward": "linear_attn.in_proj_qkvz.weight",

@@ -41,19 +41,16 @@ WITHOUT_EFFECT = {
 }
 """Options that change no logit."""
 
-_ABSENT = object()
+REQUIRED = object()
+"""Default of an option that a file must have."""
 
 
 class Options:
-    """Options of a checkpoint. Each is taken once; `finish` rejects those that were not taken.
-
-    Args:
-      values: what config.json holds.
-      source: where it was read, for messages.
-    """
+    """Options of a checkpoint, and where they were read, for messages. Each is taken once; `finish`
+    rejects those that were not taken."""
 
     def __init__(self, values: Mapping[str, Any], source: str):
-        self._values, self._source, self._consumed = values, source, set[str]()
+        self.values, self.source, self._consumed = values, source, set[str]()
 
     @classmethod
     def read(cls, path: Path) -> "Options":
@@ -77,17 +74,9 @@ class Options:
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "Options":
         """The same options, none of them taken, with values for those that are not there."""
-        return Options({**defaults, **self._values}, self._source)
+        return Options({**defaults, **self.values}, self.source)
 
-    @property
-    def source(self) -> str:
-        return self._source
-
-    @property
-    def values(self) -> Mapping[str, Any]:
-        return self._values
-
-    def take(self, *names: str, default: Any = _ABSENT) -> Any:
+    def take(self, *names: str, default: Any = REQUIRED) -> Any:
         """The option under the first of its names that is there.
 
         Raises:
@@ -95,10 +84,10 @@ class Options:
         """
         self._consumed.update(names)
         for name in names:
-            if name in self._values:
-                return self._values[name]
-        if default is _ABSENT:
-            raise ValueError(f"{self._source} lacks the option {' or '.join(names)}.")
+            if name in self.values:
+                return self.values[name]
+        if default is REQUIRED:
+            raise ValueError(f"{self.source} lacks the option {' or '.join(names)}.")
         return default
 
     def require(self, name: str, *accepted: Any, default: Any = None) -> None:
@@ -110,19 +99,20 @@ class Options:
 
     def unsupported(self, name: str, value: Any, accepted: str) -> ValueError:
         return ValueError(
-            f"{self._source}: {name}={value!r} is not supported; supported: {accepted}."
+            f"{self.source}: {name}={value!r} is not supported; supported: {accepted}."
         )
 
     def not_fitting(self, why: str) -> ValueError:
-        return ValueError(f"{self._source} is not valid: {why}; use the checkpoint's file.")
+        return ValueError(f"{self.source} is not valid: {why}; use the checkpoint's file.")
 
     def unread(self) -> dict[str, Any]:
         """Options that were not taken and are not known."""
-        return {name: self._values[name] for name in self._unread()}
+        names = sorted(set(self.values) - self._consumed - WITHOUT_EFFECT)
+        return {name: self.values[name] for name in names}
 
-    def idle(self) -> list[str]:
+    def idle(self) -> dict[str, Any]:
         """Options that were not taken, are not known, and are off: false, null or empty."""
-        return [name for name in self._unread() if _is_off(self._values[name])]
+        return {name: value for name, value in self.unread().items() if _is_off(value)}
 
     def finish(self, ignore: Collection[str] = (), remedy: str = "") -> None:
         """Refuses options that were not taken, are not known, and are not off.
@@ -131,15 +121,13 @@ class Options:
           ignore: those that are passed over in any case.
           remedy: the sentence that ends the message, of what to do.
         """
-        rest = [name for name in self._unread() if not _is_off(self._values[name])]
-        if rest := [name for name in rest if name not in ignore]:
-            listed = ", ".join(f"{name}={self._values[name]!r}" for name in rest)
+        passed_over = {*ignore, *self.idle()}
+        rest = {name: v for name, v in self.unread().items() if name not in passed_over}
+        if rest:
+            listed = ", ".join(f"{name}={value!r}" for name, value in rest.items())
             raise ValueError(
-                f"{self._source} has options that are not supported: {listed}. {remedy}".rstrip()
+                f"{self.source} has options that are not supported: {listed}. {remedy}".rstrip()
             )
-
-    def _unread(self) -> list[str]:
-        return sorted(set(self._values) - self._consumed - WITHOUT_EFFECT)
 
 
 def _is_off(value: Any) -> bool:

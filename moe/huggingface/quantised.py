@@ -23,7 +23,7 @@ import numpy as np
 from moe.huggingface.options import Options
 
 Slices = tuple[slice, ...]
-
+"""Of an array, one for each axis."""
 FP8, MXFP4 = "fp8", "mxfp4"
 FP8_SCALES, MXFP4_BLOCKS, MXFP4_SCALES = "_scale_inv", "_blocks", "_scales"
 """Suffixes of their tensors' names, after the name of the tensor that they encode."""
@@ -37,12 +37,8 @@ GROUP = 32
 
 @dataclass(frozen=True)
 class Quantisation:
-    """Quantisation format of a checkpoint's tensors.
-
-    Args:
-      method: "fp8" or "mxfp4".
-      block: rows and columns of the blocks of "fp8".
-    """
+    """Quantisation format of a checkpoint's tensors, "fp8" or "mxfp4"; the rows and columns of a
+    block of "fp8"."""
 
     method: str
     block: tuple[int, int] = (128, 128)
@@ -74,8 +70,7 @@ def read_quantisation(options: Options) -> Quantisation | None:
         return Quantisation(MXFP4)
     quantization.require("fmt", "e4m3", default="e4m3")
     # Rounding of activations by serving engines; here activations are not quantised.
-    for name in ("activation_scheme", "scale_fmt"):
-        quantization.take(name, default=None)
+    quantization.take("activation_scheme", "scale_fmt", default=None)
     block = quantization.take("weight_block_size", default=None)
     quantization.finish()
     if not (
@@ -93,12 +88,8 @@ def read_quantisation(options: Options) -> Quantisation | None:
 
 @dataclass(frozen=True)
 class PlainTensor:
-    """A tensor as it is. Tensors can be read in parts, and say their type as safetensors does.
-
-    Args:
-      file: an open file.
-      path: of the file.
-    """
+    """A tensor as it is, of an open file. Tensors can be read in parts, and say their type as
+    safetensors does."""
 
     file: Any
     path: Path
@@ -126,11 +117,7 @@ class PlainTensor:
 
 @dataclass(frozen=True)
 class Fp8Tensor:
-    """Of "fp8": ``[row, column]`` bytes, and a factor for each block.
-
-    Args:
-      block: rows and columns of a block.
-    """
+    """Of "fp8": ``[row, column]`` bytes, and a factor for each block of so many rows, columns."""
 
     numbers: PlainTensor
     scales: PlainTensor

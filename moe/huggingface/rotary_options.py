@@ -10,16 +10,16 @@ from moe.huggingface.family import Fields, OptionGroup
 from moe.huggingface.options import Options
 from moe.huggingface.shared_options import FULL, SLIDING
 
-_LINEAR = {"factor": "factor"}
+_ORIGINAL = "original_max_position_embeddings"
 _LLAMA = {
     "factor": "factor",
     "low_frequency_factor": "low_freq_factor",
     "high_frequency_factor": "high_freq_factor",
-    "original_context": "original_max_position_embeddings",
+    "original_context": _ORIGINAL,
 }
 _YARN = {
     "factor": "factor",
-    "original_context": "original_max_position_embeddings",
+    "original_context": _ORIGINAL,
     "beta_fast": "beta_fast",
     "beta_slow": "beta_slow",
     "attention_factor": "attention_factor",
@@ -28,11 +28,10 @@ _YARN = {
     "truncate": "truncate",
 }
 _KINDS = {
-    "linear": (LinearScaling, _LINEAR),
+    "linear": (LinearScaling, {"factor": "factor"}),
     "llama3": (LlamaScaling, _LLAMA),
     "yarn": (YarnScaling, _YARN),
 }
-_ORIGINAL = "original_max_position_embeddings"
 _BOUNDED = ("llama3", "yarn")
 """Kinds that need the length the network was first trained for."""
 
@@ -97,11 +96,7 @@ def rotary_by_window(default_base: float, window_base: float | None = None) -> O
 
 
 def rotary_dim(default: float = 1.0) -> OptionGroup:
-    """The part of a head that is rotated.
-
-    Args:
-      default: the fraction where the options say none.
-    """
+    """The fraction of a head that is rotated, `default` where the options say none."""
 
     def read(options: Options, fields: Fields) -> Fields:
         fraction = options.take("partial_rotary_factor", default=default)
@@ -144,34 +139,27 @@ def _read_scaling(
         for name, value in parameters.items()
         if name not in others and value is not None
     }
-    if kind == "default":
-        scaling: RopeScaling | None = None
-        unknown = set(rest)
-    elif isinstance(kind, str) and kind in _KINDS:
-        record, names = _KINDS[kind]
-        supported = set(names.values()) - (set() if temperatures else {"mscale", "mscale_all_dim"})
-        unknown = set(rest) - supported
-        fields = {
-            field: _as_declared(record, field, rest[name])
-            for field, name in names.items()
-            if name in rest
-        }
-        missing = {"factor", "original_max_position_embeddings"} & supported - set(rest)
-        if missing:
-            raise options.unsupported(
-                "rope_scaling", parameters, f"parameters with {', '.join(sorted(missing))}"
-            )
-        scaling = None if unknown else record(**fields)
-    else:
+    if kind != "default" and not (isinstance(kind, str) and kind in _KINDS):
         raise options.unsupported("rope_type", kind, f"default, {', '.join(_KINDS)}")
-    if unknown:
+    record, names = _KINDS.get(kind, (None, {}))
+    fields = {
+        field: _as_declared(record, field, rest[name])
+        for field, name in names.items()
+        if name in rest
+    }
+    supported = set(names.values()) - (set() if temperatures else {"mscale", "mscale_all_dim"})
+    if missing := {"factor", _ORIGINAL} & supported - set(rest):
+        raise options.unsupported(
+            "rope_scaling", parameters, f"parameters with {', '.join(sorted(missing))}"
+        )
+    if unknown := set(rest) - supported:
         raise options.unsupported(
             "rope_scaling", parameters, f"parameters without {', '.join(sorted(unknown))}"
         )
-    return scaling
+    return None if record is None else record(**fields)
 
 
-def _as_declared(record: type, field: str, value: Any) -> Any:
+def _as_declared(record: Any, field: str, value: Any) -> Any:
     """A number as the field of a scaling is declared: files write 32 for 32.0."""
     declared = get_type_hints(record)[field]
     is_float = declared is float or float in get_args(declared)

@@ -6,27 +6,19 @@ from typing import Any
 from moe.architecture.feed_forward import Activation
 from moe.config import ModelConfig
 from moe.huggingface.family import Fields, OptionGroup
-from moe.huggingface.options import Options
+from moe.huggingface.options import REQUIRED, Options
 from moe.huggingface.quantised import read_quantisation
 
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """By their names in `transformers`."""
 
 
-REQUIRED = object()
-"""Default of an option that a file must have."""
-
-
 def option(field: str, *names: str, default: Any = REQUIRED) -> OptionGroup:
-    """A field that an option states, under the first of its names when written.
-
-    Args:
-      names: of the option; none is the field's.
-    """
+    """A field that an option states, under the first of its `names` when written; without any it
+    has the field's."""
     names = names or (field,)
-    keywords = {} if default is REQUIRED else {"default": default}
     return OptionGroup(
-        lambda options, fields: {field: options.take(*names, **keywords)},
+        lambda options, fields: {field: options.take(*names, default=default)},
         lambda config: {names[0]: getattr(config, field)},
     )
 
@@ -36,22 +28,23 @@ def fixed(**values: Any) -> OptionGroup:
     return OptionGroup(lambda options, fields: values)
 
 
-def required(name: str, value: Any = False, written: bool = True) -> OptionGroup:
-    """An option that is supported with one value, which it has where a file lacks it."""
+def required(name: str, *accepted: Any, written: bool = True) -> OptionGroup:
+    """An option of which only some values are supported, false where none is named; the first is
+    its value where a file lacks it."""
+    accepted = accepted or (False,)
 
     def read(options: Options, fields: Fields) -> Fields:
-        options.require(name, value, default=value)
+        options.require(name, *accepted, default=accepted[0])
         return {}
 
-    return OptionGroup(read, lambda config: {name: value} if written else {})
+    return OptionGroup(read, lambda config: {name: accepted[0]} if written else {})
 
 
 def ignored(*names: str) -> OptionGroup:
     """Options that say what others do, or nothing."""
 
     def read(options: Options, fields: Fields) -> Fields:
-        for name in names:
-            options.take(name, default=None)
+        options.take(*names, default=None)
         return {}
 
     return OptionGroup(read)
@@ -172,12 +165,8 @@ DENSE_LAYERS = OptionGroup(
 
 
 def experts(normalises: bool, width: str = "moe_intermediate_size") -> tuple[OptionGroup, ...]:
-    """Routed experts of Qwen and OLMoE.
-
-    Args:
-      normalises: the default of ``norm_topk_prob``.
-      width: the option of an expert's width.
-    """
+    """Routed experts of Qwen and OLMoE: `normalises` is the default of ``norm_topk_prob``, `width`
+    the option of an expert's width."""
     return (
         option("num_experts", "num_experts", "num_local_experts"),
         option("experts_per_token", "num_experts_per_tok"),
@@ -187,11 +176,8 @@ def experts(normalises: bool, width: str = "moe_intermediate_size") -> tuple[Opt
 
 
 def grouped_experts(**defaults: Any) -> tuple[OptionGroup, ...]:
-    """Routed experts chosen in groups by sigmoids, shared ones beside them, dense layers first.
-
-    Args:
-      **defaults: of options that a file may lack.
-    """
+    """Routed experts chosen in groups by sigmoids, shared ones beside them, dense layers first,
+    with the defaults of options that a file may lack."""
 
     def stated(field: str, *names: str) -> OptionGroup:
         return option(field, *names, default=defaults.get(names[0], REQUIRED))
@@ -290,12 +276,8 @@ def windows(slides: Callable[[int, int], bool] | None) -> OptionGroup:
 def read_listed_windows(
     options: Options, fields: Fields, window: int | None, slides: Callable[[int], bool]
 ) -> Fields:
-    """The window and the layers that have none, of architectures whose files list them.
-
-    Args:
-      window: where the file says none.
-      slides: index of a layer -> whether it has a window where the file does not list them.
-    """
+    """The window and the layers that have none, of architectures whose files list them. Where one
+    does not, `window` is the window, and `slides` tells whether a layer of some index has it."""
     window = options.take("sliding_window", default=window)
     layer_types, full = _read_layer_types(options, fields, slides)
     if len(full) == len(layer_types):

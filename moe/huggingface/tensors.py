@@ -19,14 +19,13 @@ import numpy as np
 from moe.architecture.attention import delta_layers
 from moe.config import ModelConfig
 from moe.huggingface.family import COMMON_NAMES, Family, Stored
+from moe.huggingface.quantised import Slices
 from moe.weights import Weight, axis_sizes, table
 
 STACKS = ("layer", "first_layer", "attention_layer", "delta_layer", "expert", "half")
 """Axes of a weight along which a checkpoint has a tensor for each index."""
 GATE_AND_UP = ("gate", "up")
 """What the entries of the axis ``half`` are called."""
-
-Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
@@ -131,35 +130,23 @@ def _tensors(
     path: str, weight: Weight, config: ModelConfig, family: Family, sizes: dict[str, int]
 ) -> Tensors:
     axes = weight.axes.split()
-    fused = _stored_tensor(path, config, family)
-    if fused is None:
-        stored = [
-            _stored_tensor(path.replace("gate_up", name), config, family) for name in GATE_AND_UP
-        ]
-    else:
-        stored = [fused]
-    tensors = [tensor for tensor in stored if tensor is not None]
-    in_axes = tuple(weight.fan_in.split())
-    if tensors[0].dimensions is None:
+    stored, in_axes = _stored_tensors(path, config, family), tuple(weight.fan_in.split())
+    if stored[0].dimensions is None:
         stack = tuple(axis for axis in axes if axis in STACKS)
         out_axes = tuple(axis for axis in axes if axis not in (*stack, *in_axes))
         dimensions = (out_axes, in_axes) if in_axes else (out_axes,)
     else:
-        dimensions = tuple(
-            tuple(named_axes.split()) for named_axes in tensors[0].dimensions.split(",")
-        )
-        stack = tuple(
-            axis for axis in axes if not any(axis in named_axes for named_axes in dimensions)
-        )
+        dimensions = tuple(tuple(named.split()) for named in stored[0].dimensions.split(","))
+        stack = tuple(axis for axis in axes if not any(axis in named for named in dimensions))
     return Tensors(
-        name_templates=tuple(tensor.name for tensor in tensors),
+        name_templates=tuple(tensor.name for tensor in stored),
         layers=_layers(axes[0], config),
         stack=stack,
         dims=tuple(axes.index(axis) for axis in stack),
         axes=tuple(axis for axis in axes if axis not in stack),
         dimensions=dimensions,
         sizes=sizes,
-        offset=tensors[0].offset,
+        offset=stored[0].offset,
     )
 
 
@@ -176,15 +163,15 @@ def _layers(axis: str, config: ModelConfig) -> tuple[int, ...]:
     return tuple(stacks.get(axis, (0,)))
 
 
-def _stored_tensor(path: str, config: ModelConfig, family: Family) -> Stored | None:
-    """The tensor of a weight; None where its halves have one each."""
+def _stored_tensors(path: str, config: ModelConfig, family: Family) -> list[Stored]:
+    """The tensor of a weight, or those of its halves."""
     ends = {
         "embedding": Stored("model.embed_tokens.weight"),
         "norm": family.last_norm,
         "head": Stored("lm_head.weight"),
     }
     if path in ends:
-        return ends[path]
+        return [ends[path]]
     stack, _, path_in_layer = path.partition(".")
     names = {**COMMON_NAMES, **family.names}
     is_plain_dense = path_in_layer.startswith("dense.") and (
@@ -196,10 +183,11 @@ def _stored_tensor(path: str, config: ModelConfig, family: Family) -> Stored | N
     if is_plain_dense or without_latent:
         names = COMMON_NAMES
     if path_in_layer.endswith(".gate_up") and path_in_layer not in names:
-        return None
+        halves = (path.replace("gate_up", name) for name in GATE_AND_UP)
+        return [tensor for half in halves for tensor in _stored_tensors(half, config, family)]
     tensor = names[path_in_layer]
     tensor = Stored(tensor) if isinstance(tensor, str) else tensor
-    return replace(tensor, name="model.layers.{layer}." + tensor.name)
+    return [replace(tensor, name="model.layers.{layer}." + tensor.name)]
 
 
 def _dotted_path(path: tuple[Any, ...]) -> str:

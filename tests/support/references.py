@@ -34,7 +34,6 @@ def causal_mask(valid):
 
 
 def placement_of(replicas, num_devices):
-    """Placement of experts with as many slots per device as the largest slot index needs."""
-    slots_of_experts = tuple(tuple((int(d), int(s)) for d, s in slots) for slots in replicas)
-    num_slots = 1 + max((slot for slots in slots_of_experts for _, slot in slots), default=0)
-    return Placement(slots_of_experts, num_devices, num_slots)
+    """Placement from the (device, slot) pairs of each expert, which fill all slots."""
+    experts = {pair: expert for expert, slots in enumerate(replicas) for pair in slots}
+    return Placement(tuple(experts[pair] for pair in sorted(experts)), num_devices)

@@ -1,7 +1,6 @@
 """Values of arguments: checks of their types and ranges, and the errors that reject requests, in
 OpenAI's format."""
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,13 +9,10 @@ from jrl.tasks.data.fields import short
 MAX_MESSAGE_LENGTH = 300
 """Most characters of an exception's message that a client receives."""
 KINDS = {
-    400: "invalid_request_error",
+    **dict.fromkeys((400, 405, 408, 413), "invalid_request_error"),
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
-    408: "invalid_request_error",
-    413: "invalid_request_error",
     429: "rate_limit_error",
 }
 """The type of an error by its status."""
@@ -83,6 +79,11 @@ def invalid_argument(param: str, message: str, code: str | None = None) -> ApiEr
     return ApiError(400, message, param, code)
 
 
+def invalid_value(param: str, value: Any, rule: str) -> ApiError:
+    """Error 400 for an argument whose value must be another."""
+    return invalid_argument(param, f"{param}={short(value)} must be {rule}.")
+
+
 def is_value(*values: Any) -> Callable[[Any], bool]:
     """Predicate that is true for these values, of the same type."""
     return lambda argument: any(
@@ -94,30 +95,25 @@ def stops(body: Mapping[str, Any]) -> tuple[str, ...]:
     stop = body.get("stop")
     stops = [] if stop is None else stop if isinstance(stop, list) else [stop]
     if not all(isinstance(text, str) and text for text in stops) or len(stops) > MAX_STOPS:
-        raise invalid_argument(
-            "stop",
-            f"stop={short(stop)} must be a text that is not empty, or a list of {MAX_STOPS} at "
-            "most.",
-        )
+        rule = f"a text that is not empty, or a list of {MAX_STOPS} at most"
+        raise invalid_value("stop", stop, rule)
     return tuple(stops)
 
 
 def boolean(body: Mapping[str, Any], name: str) -> bool:
     value = body.get(name)
     if value is not None and type(value) is not bool:
-        raise invalid_argument(name, f"{name}={short(value)} must be true or false.")
+        raise invalid_value(name, value, "true or false")
     return bool(value)
 
 
 def integer(body: Mapping[str, Any], name: str, minimum: int, maximum: int | None) -> int | None:
-    value = body.get(name)
+    value, limit = body.get(name), MAX_TOKENS if maximum is None else maximum
     if value is None:
         return None
-    if type(value) is not int or not minimum <= value <= (
-        MAX_TOKENS if maximum is None else maximum
-    ):
+    if type(value) is not int or not minimum <= value <= limit:
         span = f"from {minimum} to {MAX_TOKENS}" if maximum is None else f"in {minimum}..{maximum}"
-        raise invalid_argument(name, f"{name}={short(value)} must be a whole number {span}.")
+        raise invalid_value(name, value, f"a whole number {span}")
     return value
 
 
@@ -125,12 +121,6 @@ def number(body: Mapping[str, Any], name: str, minimum: float, maximum: float) -
     value = body.get(name)
     if value is None:
         return None
-    if (
-        type(value) not in (int, float)
-        or not minimum <= value <= maximum
-        or not math.isfinite(value)
-    ):
-        raise invalid_argument(
-            name, f"{name}={short(value)} must be a number in {minimum:g}..{maximum:g}."
-        )
+    if type(value) not in (int, float) or not minimum <= value <= maximum:
+        raise invalid_value(name, value, f"a number in {minimum:g}..{maximum:g}")
     return float(value)

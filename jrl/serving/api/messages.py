@@ -4,35 +4,29 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from jrl.serving.api.fields import invalid_argument
+from jrl.serving.api.fields import invalid_argument, invalid_value
 from jrl.tasks.data.conversations import CONTENT_SUBSTITUTES, Turn
 from jrl.tasks.data.fields import short
 from jrl.tasks.tools.calls import Arguments
 
+MESSAGE = '{"role": ..., "content": ...}'
+CALL = '{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}'
 TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content", "reasoning")
 """Fields of a message that are passed to the chat template as they are."""
 
 
 def messages_of(body: Mapping[str, Any]) -> tuple[Turn, ...]:
-    """The messages of a request, as chat templates take them.
-
-    Raises:
-      ApiError: for what is no message, and for fields that are not supported.
-    """
+    """The messages of a request, as chat templates take them; raises ApiError for what is no
+    message, and for fields that are not supported."""
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise invalid_argument(
-            "messages",
-            f'messages={short(messages)} must be a list of {{"role": ..., "content": ...}}.',
-        )
+        raise invalid_value("messages", messages, f"a list of {MESSAGE}")
     return tuple(_message(f"messages[{index}]", each) for index, each in enumerate(messages))
 
 
 def _message(path: str, message: Any) -> Turn:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise invalid_argument(
-            path, f'{path}={short(message)} must be {{"role": ..., "content": ...}}.'
-        )
+        raise invalid_value(path, message, MESSAGE)
     turn: dict[str, Any] = {"role": message["role"], "content": None}
     for name, value in message.items():
         if name in turn or value in (None, []):
@@ -46,9 +40,7 @@ def _message(path: str, message: Any) -> Turn:
                 "unsupported_parameter",
             )
         elif not isinstance(value, str):
-            raise invalid_argument(
-                f"{path}.{name}", f"{path}.{name}={short(value)} must be a text."
-            )
+            raise invalid_value(f"{path}.{name}", value, "a text")
         else:
             turn[name] = value
     content = message.get("content")
@@ -56,10 +48,7 @@ def _message(path: str, message: Any) -> Turn:
         content = "".join(_part(f"{path}.content[{i}]", part) for i, part in enumerate(content))
     replaced = turn["role"] == "assistant" and any(map(turn.get, CONTENT_SUBSTITUTES))
     if not isinstance(content, str) and not (content is None and replaced):
-        raise invalid_argument(
-            f"{path}.content",
-            f"{path}.content={short(content)} must be a text, or a list of parts that are.",
-        )
+        raise invalid_value(f"{path}.content", content, "a text, or a list of parts that are")
     return {**turn, "content": content}
 
 
@@ -78,7 +67,7 @@ def _part(path: str, part: Any) -> str:
 
 def _calls(path: str, calls: Any) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
-        raise invalid_argument(path, f"{path}={short(calls)} must be a list of calls.")
+        raise invalid_value(path, calls, "a list of calls")
     return [_call(f"{path}[{index}]", call) for index, call in enumerate(calls)]
 
 
@@ -86,11 +75,7 @@ def _call(path: str, call: Any) -> dict[str, Any]:
     """A call with arguments that are a mapping, and JSON text where a template wants text."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise invalid_argument(
-            path,
-            f'{path}={short(call)} must be {{"id": ..., "type": "function", "function": '
-            '{"name": ..., "arguments": ...}}.',
-        )
+        raise invalid_value(path, call, CALL)
     written = function.get("arguments") or "{}"
     arguments = written
     if isinstance(written, str):
@@ -99,8 +84,7 @@ def _call(path: str, call: Any) -> dict[str, Any]:
         except (ValueError, RecursionError):
             arguments = None
     if not isinstance(arguments, dict):
-        where = f"{path}.function.arguments"
-        raise invalid_argument(where, f"{where}={short(written)} must be a JSON object as a text.")
+        raise invalid_value(f"{path}.function.arguments", written, "a JSON object as a text")
     wrapped = Arguments(arguments, written if isinstance(written, str) else None)
     identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {

@@ -1,39 +1,25 @@
 """Sampling parameters of requests, and their defaults in generation_config.json."""
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jrl.rollout.adjustments import MAX_BIASES, NO_ADJUSTMENTS, Adjustments
 from jrl.rollout.sampling import LEAST_TEMPERATURE, LEAST_TOP_P
-from jrl.serving.api.fields import ApiError, integer, invalid_argument, number
-from jrl.tasks.data.fields import short
+from jrl.serving.api.fields import ApiError, integer, invalid_argument, invalid_value, number
 
-SAMPLING_ARGUMENTS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-)
 DEFAULT_ARGUMENTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Arguments that a checkpoint may give a default, those of vLLM."""
+SAMPLING_ARGUMENTS = (*DEFAULT_ARGUMENTS, "presence_penalty", "frequency_penalty", "logit_bias")
 MAX_PENALTY, MAX_BIAS = 2.0, 100.0
 LEAST_REPETITION, MAX_REPETITION = 0.01, 100.0
 GENERATION_CONFIG = "generation_config.json"
 
 
 def sampling_parameters(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Temperature, top-p and adjustments of a request; adjustments are None if they change nothing.
-
-    Raises:
-      ApiError: for values out of range.
-    """
+    """Temperature, top-p and adjustments of a request, None if they change nothing; raises ApiError
+    for values out of range."""
     temperature, top_p = number(body, "temperature", 0.0, 2.0), number(body, "top_p", 0.0, 1.0)
     greedy = "use temperature=0 for greedy decoding"
     if temperature is not None and 0 < temperature < LEAST_TEMPERATURE:
@@ -63,19 +49,19 @@ def sampling_parameters(body: Mapping[str, Any]) -> dict[str, Any]:
 def _biases(value: Any) -> tuple[tuple[int, float], ...]:
     if value is None:
         return ()
-    rule = f"must be an object of token ids and numbers in -{MAX_BIAS:g}..{MAX_BIAS:g}"
+    rule = f"an object of token ids and numbers in -{MAX_BIAS:g}..{MAX_BIAS:g}"
     if not isinstance(value, dict):
-        raise invalid_argument("logit_bias", f"logit_bias={short(value)} {rule}.")
+        raise invalid_value("logit_bias", value, rule)
     if len(value) > MAX_BIASES:
         raise invalid_argument(
             "logit_bias", f"logit_bias has {len(value)} tokens: give {MAX_BIASES} at most."
         )
     biases = []
     for token, bias in value.items():
-        is_number = type(bias) in (int, float) and math.isfinite(bias) and abs(bias) <= MAX_BIAS
+        is_number = type(bias) in (int, float) and abs(bias) <= MAX_BIAS
         # As many digits as an id of 32 bits has.
         if not (token.isascii() and token.isdigit() and len(token) < 10 and is_number):
-            raise invalid_argument("logit_bias", f"logit_bias={short({token: bias})} {rule}.")
+            raise invalid_value("logit_bias", {token: bias}, rule)
         if bias:
             biases.append((int(token), float(bias)))
     return tuple(biases)
@@ -109,9 +95,7 @@ def read_generation_config(directory: Path) -> tuple[dict[str, Any], int | None]
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise ValueError("it is not a JSON object")
-        stated = {
-            name: content[name] for name in DEFAULT_ARGUMENTS if content.get(name) is not None
-        }
+        stated = {n: content[n] for n in DEFAULT_ARGUMENTS if content.get(n) is not None}
         sampling_parameters(stated)
         longest = integer(content, "max_new_tokens", 1, None)
     except (OSError, ValueError, ApiError) as error:

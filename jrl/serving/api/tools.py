@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jrl.serving.api.fields import boolean, invalid_argument
+from jrl.serving.api.fields import boolean, invalid_argument, invalid_value
 from jrl.tasks.data.fields import short
 from jrl.tasks.tools.call_format import ToolParameters
 from jrl.tasks.tools.calls import parameters_by_tool
@@ -14,6 +14,7 @@ from jrl.tasks.tools.calls import parameters_by_tool
 MAX_TOOLS = 128
 TOOL_ARGUMENTS = ("tools", "tool_choice", "parallel_tool_calls")
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+CHOICES = '"none", "auto", "required", or {"type": "function", "function": {"name": ...}}'
 SHAPE = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
@@ -53,15 +54,12 @@ class ToolUse:
 
 
 def tools_of(body: Mapping[str, Any]) -> ToolUse | None:
-    """The tools of a request; None without any.
-
-    Raises:
-      ApiError: for what is no tool, and for a choice that is not among them.
-    """
+    """The tools of a request, None without any; raises ApiError for what is no tool, and for a
+    choice that is not among them."""
     tools, parallel = body.get("tools") or [], body.get("parallel_tool_calls")
     boolean(body, "parallel_tool_calls")
     if not isinstance(tools, list):
-        raise invalid_argument("tools", f"tools={short(tools)} must be a list of {SHAPE}.")
+        raise invalid_value("tools", tools, f"a list of {SHAPE}")
     if len(tools) > MAX_TOOLS:
         raise invalid_argument("tools", f"tools has {len(tools)} tools: give {MAX_TOOLS} at most.")
     names = [_check_tool(f"tools[{index}]", tool) for index, tool in enumerate(tools)]
@@ -80,16 +78,13 @@ def _check_tool(path: str, tool: Any) -> str:
     """The name of a tool."""
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or tool.get("type") != "function":
-        raise invalid_argument(path, f"{path}={short(tool)} must be {SHAPE}.")
+        raise invalid_value(path, tool, SHAPE)
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or NAME.fullmatch(name) is None:
-        where = f"{path}.function.name"
-        raise invalid_argument(
-            where, f"{where}={short(name)} must be up to 64 letters, digits, dots, - and _."
-        )
+        rule = "up to 64 letters, digits, dots, - and _"
+        raise invalid_value(f"{path}.function.name", name, rule)
     if parameters is not None and not isinstance(parameters, dict):
-        where = f"{path}.function.parameters"
-        raise invalid_argument(where, f"{where}={short(parameters)} must be a JSON schema.")
+        raise invalid_value(f"{path}.function.parameters", parameters, "a JSON schema")
     return name
 
 
@@ -106,20 +101,13 @@ def _choice(value: Any, names: list[str]) -> tuple[Literal["none", "auto", "requ
     function = value.get("function") if isinstance(value, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(value, dict) or value.get("type") != "function" or name not in names:
-        raise invalid_argument(
-            "tool_choice",
-            f'tool_choice={short(value)} must be "none", "auto", "required", or {{"type": '
-            f'"function", "function": {{"name": ...}}}} with one of {", ".join(names)}.',
-        )
+        raise invalid_value("tool_choice", value, f"{CHOICES} with one of {', '.join(names)}")
     return "required", name
 
 
 def response_schema(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """JSON schema of the response; None for any text.
-
-    Raises:
-      ApiError: for an unknown format, and for a schema that is no object.
-    """
+    """JSON schema of the response, None for any text; raises ApiError for an unknown format, and
+    for a schema that is no object."""
     value = body.get("response_format")
     if value is None or value == {"type": "text"}:
         return None
@@ -127,11 +115,8 @@ def response_schema(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
         return ANY_OBJECT
     stated = value.get("json_schema") if isinstance(value, dict) else None
     if not isinstance(stated, dict) or value.get("type") != "json_schema":
-        raise invalid_argument(
-            "response_format", f"response_format={short(value)} must be {SHAPES}."
-        )
+        raise invalid_value("response_format", value, SHAPES)
     schema = stated.get("schema")
     if not isinstance(schema, dict):
-        where = "response_format.json_schema.schema"
-        raise invalid_argument(where, f"{where}={short(schema)} must be a JSON schema.")
+        raise invalid_value("response_format.json_schema.schema", schema, "a JSON schema")
     return schema

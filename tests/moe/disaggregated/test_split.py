@@ -129,15 +129,7 @@ def test_layers_have_a_placement_each_of_as_many_slots():
         layer_placements((one, more), 2)
 
 
-@pytest.mark.parametrize(
-    ("copies", "message"),
-    [
-        ([[(0, 0)], []], "expert 1 has no slot"),
-        ([[(0, 0)], [(0, 0)]], "slot 0 of device 0 holds the experts 0 and 1"),
-        ([[(2, 0)]], "slot 0 of device 2, but there are only 1 slots on each of 2 devices"),
-    ],
-)
-def test_placements_that_cannot_be_are_refused_in_one_line(copies, message):
-    with pytest.raises(ValueError, match=message) as error:
-        placement_of(copies, num_devices=2)
+def test_placements_that_cannot_be_are_refused_in_one_line():
+    with pytest.raises(ValueError, match="expert 1 has no slot") as error:
+        placement_of([[(0, 0)], [], [(1, 0)]], num_devices=2)
     assert "\n" not in str(error.value)
