@@ -206,12 +206,9 @@ def checkpoint_tokenizer(directory: str | Path, vocab_size: int) -> Tokenizer:
         )
     config = read_optional(directory / "tokenizer_config.json")
     add_bos = config.get("add_bos_token")
-    starts_with_bos = bool(config.get("bos_token", True) if add_bos is None else add_bos)
-    return with_turn_end(
-        tokenizer.with_usage(
-            _usage_of_checkpoint(directory, config, starts_with_bos, bool(add_bos))
-        )
-    )
+    begins = bool(config.get("bos_token", True) if add_bos is None else add_bos)
+    usage = _usage_of_checkpoint(directory, config, begins, bool(add_bos))
+    return with_turn_end(tokenizer.with_usage(usage))
 
 
 def tokenizer_of(
@@ -230,12 +227,14 @@ def tokenizer_of(
     backend = _load_pipeline(pipeline)
     config = read_optional(path.parent / "tokenizer_config.json")
     tokens = {name: _token_text(config.get(name)) for name in TOKENS}
-    starts_with_bos = _starts_with_bos(backend, pipeline, config, tokens["bos_token"])
+    add_bos = config.get("add_bos_token")
     # Where no file says a word of it, a plain text begins with it, and a template knows better.
-    unspecified = config.get("add_bos_token") is None and pipeline.get("post_processor") is None
-    usage = _usage_of_checkpoint(
-        path.parent, config, starts_with_bos, starts_with_bos and not unspecified
-    )
+    unspecified = add_bos is None and pipeline.get("post_processor") is None
+    begins = bool(add_bos is None or add_bos)
+    if add_bos is None and not unspecified and tokens["bos_token"] is not None:
+        first = backend.encode("", add_special_tokens=True).tokens[:1]
+        begins = first == [tokens["bos_token"]]
+    usage = _usage_of_checkpoint(path.parent, config, begins, begins and not unspecified)
     size = max(backend.get_vocab().values(), default=-1) + 1 if vocab_size is None else vocab_size
     check_usage(usage, size)
     if tokens["eos_token"] is None and usage.stop_ids:
@@ -262,15 +261,11 @@ def _is_byte_level(pipeline: Mapping[str, Any]) -> bool:
 
 
 def _usage_of_checkpoint(
-    directory: Path,
-    config: Mapping[str, Any],
-    starts_with_bos: bool,
-    template_starts_with_bos: bool,
+    directory: Path, config: Mapping[str, Any], begins: bool, template_begins: bool
 ) -> Usage:
     template = chat_template_in(directory, config)
     day = None if template is None else today()
-    ends = _stop_ids(directory)
-    return Usage(ends, starts_with_bos, template, day, template_begins=template_starts_with_bos)
+    return Usage(_stop_ids(directory), begins, template, day, template_begins=template_begins)
 
 
 def _stop_ids(directory: Path) -> tuple[int, ...]:
@@ -286,19 +281,6 @@ def _stop_ids(directory: Path) -> tuple[int, ...]:
                 )
         ids += eos_ids
     return tuple(dict.fromkeys(ids))
-
-
-def _starts_with_bos(
-    backend: tokenizers.Tokenizer,
-    pipeline: Mapping[str, Any],
-    config: Mapping[str, Any],
-    bos: str | None,
-) -> bool:
-    """True if the beginning of sequence comes before a text, as `checkpoint_tokenizer` says."""
-    add_bos = config.get("add_bos_token")
-    if bos is None or add_bos is not None or pipeline.get("post_processor") is None:
-        return bool(add_bos is None or add_bos)
-    return backend.encode("", add_special_tokens=True).tokens[:1] == [bos]
 
 
 def _load_pipeline(content: Mapping[str, Any]) -> tokenizers.Tokenizer:
@@ -338,10 +320,6 @@ class EscapedTextTokenizer:
     The pipeline gets another name for each special token, which the text has in its place, and
     leaves the name that the text spells to the model: everything else is read as it always is, so
     that a text without escapes has the same tokens.
-
-    Args:
-      pipeline: what tokenizer.json holds.
-      special: the special tokens, by how they are written.
     """
 
     def __init__(self, pipeline: Mapping[str, Any], special: Mapping[str, int]):
@@ -354,44 +332,32 @@ class EscapedTextTokenizer:
         self._pipeline.encode_special_tokens = True
         self._special = special
         self._names = {text: f"{OPEN}{index}{CLOSE}" for index, text in enumerate(special)}
-        added_by_text = {token["content"]: token for token in added}
-        options = ("single_word", "lstrip", "rstrip", "normalized")
+        options = {
+            token["content"]: {
+                name: token[name] for name in ("single_word", "lstrip", "rstrip", "normalized")
+            }
+            for token in added
+        }
         self._pipeline.add_tokens(
-            [
-                tokenizers.AddedToken(
-                    name,
-                    **{
-                        option: added_by_text[text][option]
-                        for option in options
-                        if text in added_by_text
-                    },
-                )
-                for text, name in self._names.items()
-            ]
+            [tokenizers.AddedToken(name, **options.get(x, {})) for x, name in self._names.items()]
         )
         self._special_ids = {
             self._pipeline.token_to_id(name): special[text] for text, name in self._names.items()
         }
 
     def encode_spans(self, text: str, escape: str) -> TokenSpans:
-        """The tokens, and their offsets in the text without escapes.
-
-        Raises:
-          ValueError: where the model has a special token for what is spelled.
-        """
+        """The tokens, and their offsets in the text without escapes; refuses a spelled special
+        token that the model has a token for."""
         if OPEN in text or CLOSE in text:
             raise ValueError("it has U+FDD0 or U+FDD1, which are no characters: leave them out")
         segments, widths = list[str](), list[int]()
         for segment in re.split(f"({special_pattern(self._special)})", text):
-            name = self._names.get(segment)
-            if name is None:
-                segment = segment.replace(escape, "")
-                segments.append(segment)
-                widths += [1] * len(segment)
-            else:
-                segments.append(name)
+            segments.append(self._names.get(segment, segment.replace(escape, "")))
+            if segment in self._names:
                 # The first character of the name has the width of the token.
-                widths += [len(segment), *[0] * (len(name) - 1)]
+                widths += [len(segment), *[0] * (len(segments[-1]) - 1)]
+            else:
+                widths += [1] * len(segments[-1])
         offsets = np.concatenate([[0], np.cumsum(widths)]).astype(np.int64)
         encoding = self._pipeline.encode("".join(segments), add_special_tokens=False)
         spelled = set(encoding.ids) & set(self._special.values())

@@ -237,16 +237,12 @@ def gym_checker(
     return answer
 
 
-def template_checker(program: str, *arguments: str) -> Callable[[Message], Message]:
-    """Renders chat templates.
-
-    Args:
-      program: path of `jrl.text.template_program`.
-      arguments: of its `Templates`.
-    """
+def template_checker(program: str, calls: str, seconds: str) -> Callable[[Message], Message]:
+    """Renders chat templates, by the paths of `jrl.text.template_program` and
+    `jrl.tasks.tools.calls`."""
     module = _load_file(Path(program))
     _limit_memory(module.MAX_MEMORY)
-    return module.Templates(*arguments)
+    return module.Templates(_load_file(Path(calls)).Arguments, float(seconds))
 
 
 def _user_code() -> ModuleType:
