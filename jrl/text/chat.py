@@ -52,12 +52,7 @@ class TemplateLimit(ValueError):
 
 
 class TemplateSyntax(ValueError):
-    """A source that is no template.
-
-    Attributes:
-      line: where.
-      message: why.
-    """
+    """A source that is no template: the line, and the message why."""
 
     def __init__(self, line: int, message: str):
         super().__init__(f"line {line}: {message}")
@@ -94,14 +89,17 @@ class Renderer:
           TemplateLimit: where it takes too much for one of them.
           ValueError: where JSON does not hold a value.
         """
-        argument_texts = list(_arguments(variables))
+        argument_texts = [
+            each
+            for index, names in enumerate(variables)
+            for each in _arguments(names.get("messages"), [index, "messages"])
+        ]
         question = {**self._key, "given": variables, "arguments": argument_texts}
-        reply = _ask(question, len(variables))
-        while "unknown" in reply:  # the process has been started again, or has dropped it
+        # The process may have been started again, or have dropped it.
+        while "unknown" in (reply := _ask(question, len(variables))):
             self._send_compile()
-            reply = _ask(question, len(variables))
-        rendered = reply["texts"]
-        return [each if isinstance(each, str) else ValueError(each["error"]) for each in rendered]
+        texts = reply["texts"]
+        return [each if isinstance(each, str) else ValueError(each["error"]) for each in texts]
 
     def _send_compile(self) -> None:
         reply = _ask(self._compile_request)
@@ -109,31 +107,20 @@ class Renderer:
             raise TemplateSyntax(*reply["syntax"])
 
 
-def _arguments(variables: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[str | int], str]]:
+def _arguments(value: Any, path: list[str | int]) -> Iterator[tuple[list[str | int], str]]:
     """Paths of call arguments in messages, and the JSON text of each, which JSON drops."""
-    for conversation_index, names in enumerate(variables):
-        for index, message in enumerate(names.get("messages", ())):
-            # All others have texts alone.
-            if not message.keys() <= {"role", "content"}:
-                yield from _arguments_in(message, [conversation_index, "messages", index])
-
-
-def _arguments_in(value: Any, path: list[str | int]) -> Iterator[tuple[list[str | int], str]]:
     if isinstance(value, Arguments):
         yield path, str(value)
     elif isinstance(value, Mapping):
         for name, each in value.items():
-            yield from _arguments_in(each, [*path, name])
+            yield from _arguments(each, [*path, name])
     elif isinstance(value, list | tuple):
         for index, each in enumerate(value):
-            yield from _arguments_in(each, [*path, index])
+            yield from _arguments(each, [*path, index])
 
 
 def _ask(question: Message, texts: int = 1) -> Message:
-    """The reply to a question.
-
-    Args:
-      texts: that it asks for.
+    """The reply to a question that asks for a number of texts.
 
     Raises:
       TemplateLimit: where it asks for too much.
@@ -248,13 +235,7 @@ class ChatTemplate:
     def write(
         self, conversation: Conversation, *, opened: bool = False, tagged: bool = False
     ) -> str:
-        """The text of a conversation with all the fields of its messages.
-
-        A content that is null is one for templates that look for it, and empty for all others.
-
-        Args:
-          opened: whether the assistant's next turn is begun.
-          tagged: whether what the assistant wrote is between `SPAN_BEGIN` and `SPAN_END`.
+        """The text of a conversation, as `write_all` writes several.
 
         Raises:
           TemplateLimit: when the template takes too much time or memory, or writes too much.
@@ -266,12 +247,14 @@ class ChatTemplate:
     def write_all(
         self, requests: Sequence[tuple[Conversation, bool]], *, tagged: bool = False
     ) -> list[str | TemplateRejection]:
-        """The texts of several conversations, which takes little longer than that of one; in place
-        of those that the template refuses, the error.
+        """The texts of several conversations with all the fields of their messages, which takes
+        little longer than that of one; in place of those that the template refuses, the error.
+
+        A content that is null is one for templates that look for it, and empty for all others.
 
         Args:
           requests: each, and whether the assistant's next turn is begun.
-          tagged: as of `write`.
+          tagged: whether what the assistant wrote is between `SPAN_BEGIN` and `SPAN_END`.
 
         Raises:
           TemplateLimit: as for `write`.
@@ -313,11 +296,7 @@ class ChatTemplate:
         )
 
     def render(self, conversation: Conversation) -> str:
-        """The text of a conversation up to where the network takes over.
-
-        Raises:
-          ValueError: as for `write`.
-        """
+        """The text of a conversation up to where the network takes over, as of `write`."""
         return self.write(conversation, opened=True)
 
     def encode(self, conversation: Conversation) -> list[int]:
@@ -350,13 +329,10 @@ class ChatTemplate:
         escaped_content = content if special else escape_text(content, tokens, escaped.escape)
         first = tokenizer.encode_special_spans(before, escaped.escape).ids
         both = tokenizer.encode_special_spans(before + escaped_content, escaped.escape).ids
-        # A token may have characters of both: the prompt ends before it then.
-        separate = both[: len(first)] != first
-        return (
-            tokenizer.encode_special_spans(escaped_content, escaped.escape).ids
-            if separate
-            else both[len(first) :]
-        )
+        if both[: len(first)] == first:
+            return both[len(first) :]
+        # A token has characters of both: the prompt ends before it.
+        return tokenizer.encode_special_spans(escaped_content, escaped.escape).ids
 
     def answer(
         self, before: Conversation, after: Sequence[Turn], *, ended: bool = True
@@ -405,10 +381,6 @@ class ChatTemplate:
         The turn is rendered with a probe: in the last argument of its last call, or in its content.
         The text starts behind the probe. Some templates leave out the content of a turn with calls,
         some write calls before it, and some accept one call alone.
-
-        Args:
-          index: of the turn in the conversation.
-          ends: a pattern of tokens that end turns.
         """
         probe, rejection, count = unused_character(escaped.texts + escaped.escape), None, 0
         for messages, in_content in _with_probes(escaped.conversation.turns, index, probe):
@@ -462,11 +434,7 @@ def _replace_turn(messages: Sequence[Turn], index: int, changes: Turn) -> tuple[
 
 
 def _start_renderer(source: str, day: str, markers: tuple[str, str] | None = None) -> Renderer:
-    """The template, as a process renders it.
-
-    Args:
-      markers: what it writes around its ``{% generation %}``; None writes nothing.
-    """
+    """A `Renderer`; what stands in its way is said with the remedy."""
     if find_spec("jinja2") is None:
         raise ValueError(
             "the checkpoint has a chat template, which needs jinja2, and that is not installed: "
@@ -526,11 +494,9 @@ def with_turn_end(tokenizer: Tokenizer, path: str | None = None) -> Tokenizer:
         if isinstance(error, TemplateLimit) and path is not None:
             raise  # now, as to find it out once more takes as long
         return tokenizer
-    return (
-        tokenizer
-        if end_id == usage.turn_end
-        else tokenizer.with_usage(replace(usage, turn_end=end_id))
-    )
+    if end_id == usage.turn_end:
+        return tokenizer
+    return tokenizer.with_usage(replace(usage, turn_end=end_id))
 
 
 def _find_turn_end(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:

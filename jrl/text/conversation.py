@@ -33,9 +33,6 @@ def message_of(format: PromptFormat, ids: np.ndarray, before: Sequence[int] = ()
 
     With a template, special tokens are written out: a tool call may be made of them. If the tokens
     before the turn have opened reasoning, the text starts with the mark of that.
-
-    Args:
-      before: the tokens that the turn continues.
     """
     if format.template is None:
         return text_of(format.tokenizer, ids)
@@ -46,12 +43,9 @@ def message_of(format: PromptFormat, ids: np.ndarray, before: Sequence[int] = ()
 def environment_messages(
     format: PromptFormat, example: Example, texts: Sequence[str], truncated: Sequence[int] = ()
 ) -> list[dict[str, Any]]:
-    """The policy's messages as its environment is given them: with the calls of tools in the format
-    of the checkpoint, and "truncated" where the limit of a turn cut one.
-
-    Args:
-      texts: those of its turns.
-      truncated: indices of those that were cut.
+    """The policy's messages, of the texts of its turns, as its environment is given them: with the
+    calls of tools in the format of the checkpoint, and "truncated" in the turns of these indices,
+    which their limit cut.
     """
     messages: list[dict[str, Any]] = [{"role": "assistant", "content": text} for text in texts]
     tools = example_tools(example)
@@ -125,11 +119,7 @@ def reference_conversation(format: PromptFormat, example: Example) -> tuple[list
 def _encode_turn(
     format: PromptFormat, example: Example, before: Messages, content: str
 ) -> list[int]:
-    """The tokens of a turn of the policy with its end.
-
-    Args:
-      before: messages after the prompt.
-    """
+    """The tokens of a turn of the policy with its end, after these messages behind the prompt."""
     tokenizer = format.tokenizer
     if format.template is None:
         text = before[-1][1] if before else example.prompt

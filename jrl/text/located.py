@@ -19,12 +19,8 @@ from jrl.tasks.tools.calls import Arguments
 
 @dataclass(frozen=True)
 class TokenSpans:
-    """The tokens of a text with their spans of characters in it.
-
-    Attributes:
-      ids: of the tokens.
-      begins, ends: ``[tokens]`` the characters of each: its first, and the one behind its last.
-    """
+    """Ids of the tokens of a text, and ``[tokens]`` the first character of each in it and the one
+    behind its last."""
 
     ids: list[int]
     begins: np.ndarray
@@ -47,11 +43,8 @@ class TokenSpans:
 
     @classmethod
     def concatenate(cls, segments: Sequence["TokenSpans"], sizes: Sequence[int]) -> "TokenSpans":
-        """The tokens of texts that follow each other, each of which was read alone.
-
-        Args:
-          sizes: characters of each text.
-        """
+        """The tokens of texts that follow each other, each of which was read alone and has a size
+        in characters."""
         offsets = np.cumsum([0, *sizes[:-1]])
         return cls(
             [token for segment in segments for token in segment.ids],
