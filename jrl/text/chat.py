@@ -20,8 +20,11 @@ from jrl.tasks.data.conversations import Conversation, Turn, content_of, role_co
 from jrl.tasks.data.records import as_json
 from jrl.tasks.tools import calls as calls_program
 from jrl.tasks.tools.calls import Arguments
+from jrl.tasks.tools.schema import shorten
 from jrl.tasks.workers.process import Message, Worker, WorkerEnded, program_worker
 from jrl.text.located import (
+    SPAN_BEGIN,
+    SPAN_END,
     EscapedConversation,
     escape_special_tokens,
     escape_text,
@@ -34,9 +37,6 @@ PROCESSOR_SECONDS = 5.0
 """For one template and one conversation; the program counts them itself."""
 SECONDS = 20.0
 """Of the clock, where the program does not end by itself."""
-
-SPAN_BEGIN, SPAN_END = "\ufdd0", "\ufdd1"
-"""Around what a template marks as the assistant's; no text has them, they are no characters."""
 
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\b")
 NULL_CONTENT_CHECK = re.compile(
@@ -398,7 +398,7 @@ class ChatTemplate:
                 return text_after, end_match
         if rejection is not None:
             raise rejection
-        after = _shorten(role_content_pairs(escaped.conversation.turns[index + 1 :]))
+        after = shorten(role_content_pairs(escaped.conversation.turns[index + 1 :]), 90)
         if count == 1:
             raise ValueError(
                 "the chat template ends a tool call without an end-of-turn token, so that "
@@ -467,12 +467,7 @@ def _rejection_error(error: ValueError, variables: Mapping[str, Any]) -> Templat
 
 
 def _format_messages(variables: Mapping[str, Any]) -> str:
-    return _shorten([(turn.get("role"), turn.get("content")) for turn in variables["messages"]])
-
-
-def _shorten(messages: Sequence[tuple[Any, Any]]) -> str:
-    text = json.dumps(messages, ensure_ascii=False)
-    return text if len(text) <= 90 else text[:87] + "..."
+    return shorten([(turn.get("role"), turn.get("content")) for turn in variables["messages"]], 90)
 
 
 def with_turn_end(tokenizer: Tokenizer, path: str | None = None) -> Tokenizer:

@@ -43,7 +43,6 @@ def checkpoint_files(tokenizer: Tokenizer, folder: Path) -> dict[str, bytes]:
     has.
 
     Args:
-      tokenizer: of the run.
       folder: that of `copy_checkpoint_files`, which need not be there.
 
     Raises:

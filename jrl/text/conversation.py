@@ -60,12 +60,7 @@ def environment_messages(
 
 
 def answer_ids(
-    format: PromptFormat,
-    example: Example,
-    before: Messages,
-    after: Messages,
-    *,
-    ended: bool = True,
+    format: PromptFormat, example: Example, before: Messages, after: Messages, *, ended: bool = True
 ) -> list[int]:
     """The tokens between a turn of the policy and its next.
 

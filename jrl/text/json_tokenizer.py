@@ -15,7 +15,7 @@ import tokenizers
 from jrl.runs import records
 from jrl.text.chat import today, with_turn_end
 from jrl.text.checkpoint_files import chat_template_in, read_object, read_optional
-from jrl.text.located import TokenSpans, special_pattern
+from jrl.text.located import SPAN_BEGIN, SPAN_END, TokenSpans, check_no_marks, special_pattern
 from jrl.text.tokenizer import Tokenizer, Usage, check_usage, usage_from
 
 BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -62,16 +62,14 @@ class JsonTokenizer(Tokenizer):
             # A template spells them, whether they were added to the vocabulary or are of it.
             if self._id(name) is not None and self._content[name] not in added:
                 self._pipeline.add_special_tokens([self._content[name]])
-        eos = self._id("eos_token")
+        eos, self.bos_id, pad, unk = map(self._id, TOKENS)
         if eos is None:
             raise ValueError(
                 "eos_token is not set, and responses could not end: name it in "
                 "tokenizer_config.json."
             )
-        bos, pad, unk = (self._id(name) for name in ("bos_token", "pad_token", "unk_token"))
         self.eos_id = eos
         self.unk_id = -1 if unk is None else unk
-        self.bos_id = bos
         self.pad_id = pad if pad is not None else eos if unk is None else unk
 
     @cached_property
@@ -214,11 +212,9 @@ def checkpoint_tokenizer(directory: str | Path, vocab_size: int) -> Tokenizer:
 def tokenizer_of(
     path: Path, pipeline: Mapping[str, Any], vocab_size: int | None = None
 ) -> Tokenizer:
-    """The tokenizer of a tokenizer.json, with what the files beside it say.
+    """The tokenizer of a tokenizer.json that holds a pipeline, with what the files beside it say.
 
     Args:
-      path: where it was read.
-      pipeline: what it holds.
       vocab_size: ids of the network; None is as many as there are tokens.
 
     Raises:
@@ -309,10 +305,6 @@ def _token_text(token: Any) -> str | None:
     return text
 
 
-OPEN, CLOSE = "\ufdd0", "\ufdd1"
-"""Around the numbers that stand for special tokens; no text has them, they are no characters."""
-
-
 class EscapedTextTokenizer:
     """Encodes a text in which the special tokens that are meant are written as they are, and those
     that are text are escaped (`jrl.text.located`).
@@ -331,7 +323,7 @@ class EscapedTextTokenizer:
         self._pipeline = _load_pipeline(changed)
         self._pipeline.encode_special_tokens = True
         self._special = special
-        self._names = {text: f"{OPEN}{index}{CLOSE}" for index, text in enumerate(special)}
+        self._names = {text: f"{SPAN_BEGIN}{n}{SPAN_END}" for n, text in enumerate(special)}
         options = {
             token["content"]: {
                 name: token[name] for name in ("single_word", "lstrip", "rstrip", "normalized")
@@ -348,8 +340,7 @@ class EscapedTextTokenizer:
     def encode_spans(self, text: str, escape: str) -> TokenSpans:
         """The tokens, and their offsets in the text without escapes; refuses a spelled special
         token that the model has a token for."""
-        if OPEN in text or CLOSE in text:
-            raise ValueError("it has U+FDD0 or U+FDD1, which are no characters: leave them out")
+        check_no_marks(text)
         segments, widths = list[str](), list[int]()
         for segment in re.split(f"({special_pattern(self._special)})", text):
             segments.append(self._names.get(segment, segment.replace(escape, "")))

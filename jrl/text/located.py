@@ -61,6 +61,16 @@ def special_pattern(tokens: Iterable[str]) -> str:
     return "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)"
 
 
+SPAN_BEGIN, SPAN_END = "\ufdd0", "\ufdd1"
+"""Marks in a text that is written or read on the way; no text has them, they are no characters."""
+
+
+def check_no_marks(text: str) -> None:
+    """Refuses a text that has `SPAN_BEGIN` or `SPAN_END`."""
+    if SPAN_BEGIN in text or SPAN_END in text:
+        raise ValueError("it has U+FDD0 or U+FDD1, which are no characters: leave them out")
+
+
 PRIVATE_USE = range(0xE000, 0xF900)
 """Characters that stand for nothing in Unicode."""
 

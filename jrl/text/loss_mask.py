@@ -26,8 +26,8 @@ import numpy as np
 from jrl.tasks import Example
 from jrl.tasks.data.chats import Chat
 from jrl.tasks.data.conversations import Conversation, content_of
-from jrl.text.chat import SPAN_BEGIN, SPAN_END, ChatTemplate, text_or_raise
-from jrl.text.located import TokenSpans, escape_special_tokens
+from jrl.text.chat import ChatTemplate, text_or_raise
+from jrl.text.located import SPAN_BEGIN, SPAN_END, TokenSpans, check_no_marks, escape_special_tokens
 from jrl.text.prompt_format import NO_TOOLS, PromptFormat
 from jrl.text.tokenizer import Tokenizer
 
@@ -81,10 +81,7 @@ Tokens = tuple[list[int], np.ndarray]
 
 
 def encode_chat(format: PromptFormat, chat: Chat, *, last: bool = False) -> Encoded:
-    """The tokens of a conversation.
-
-    Args:
-      last: whether the last turn of the assistant alone is trained on.
+    """The tokens of a conversation; with `last`, its last turn alone is trained on.
 
     Raises:
       ValueError: naming the record, where the template refuses it, or writes the beginning of a
@@ -184,8 +181,7 @@ def _encode_with_template(
         format.add_defaults(chat.conversation), tokenizer.special_tokens
     )
     if template.has_generation_tags:
-        if SPAN_BEGIN in escaped.texts or SPAN_END in escaped.texts:
-            raise ValueError("it has U+FDD0 or U+FDD1, which are no characters: leave them out")
+        check_no_marks(escaped.texts)
         text, spans = _split_tagged(template.write(escaped.conversation, tagged=True))
         opened = template.generation_prompt(_before_last_turn(escaped.conversation))
         # A tag may enclose what the template itself begins the turn with.

@@ -113,11 +113,7 @@ def stop(number: int, frame: Any) -> NoReturn:
 
 
 def compile_template(source: str, day: datetime, markers: list[str] | None) -> Template:
-    """The template of a source.
-
-    Args:
-      day: what it takes for today.
-      markers: what it writes around its ``{% generation %}``; None writes nothing.
+    """The template of a source, as `jrl.text.chat.Renderer` describes it.
 
     Raises:
       TemplateSyntaxError: it is none.

@@ -115,8 +115,7 @@ class Tokenizer:
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """Ids that end a completion, each once, the end of sequence first."""
-        turn = () if self.usage.turn_end is None else (self.usage.turn_end,)
-        return tuple(dict.fromkeys((self.eos_id, *self.usage.stop_ids, *turn)))
+        return tuple(dict.fromkeys((self.eos_id, *self.usage.stop_ids, self.turn_end_id)))
 
     @property
     def turn_end_id(self) -> int:
@@ -262,11 +261,8 @@ class Tokenizer:
     def decode(self, ids: Iterable[SupportsInt]) -> str:
         """Turns ids into text; special ids give nothing, and none of them stops it.
 
-        Args:
-          ids: each in [0, vocab_size).
-
         Raises:
-          ValueError: an id is outside of the vocabulary.
+          ValueError: an id is outside of the vocabulary, [0, vocab_size).
         """
         return self._text(
             [token for token in self._check_ids(ids) if token not in self.special_ids]
@@ -275,15 +271,11 @@ class Tokenizer:
     def decode_special(
         self, ids: Iterable[SupportsInt], unknown: str = "", names: Container[str] | None = None
     ) -> str:
-        """Turns ids into text in which special tokens are written out.
+        """As `decode`, with special tokens written out.
 
         Args:
-          ids: each in [0, vocab_size).
           unknown: stands for a special token that is not written out, and an id that has none.
           names: the special tokens that are written out; None is all.
-
-        Raises:
-          ValueError: an id is outside of the vocabulary.
         """
         text_by_id = {
             identity: text

@@ -38,8 +38,8 @@ def tool_format_of(template: ChatTemplate, tokenizer: Tokenizer) -> ToolFormat |
     candidates = detect_formats("" if source is None else source)
     schema, tools = PROBE.schema, {PROBE.name: PROBE.parameters}
     conversation = replace(Conversation.from_pairs([("user", "?")]), tools=[schema])
+    call = Call(PROBE.name, ARGUMENTS)
     for format in (*candidates, *(each for each in FORMATS if each not in candidates)):
-        call = Call(PROBE.name, ARGUMENTS)
         message = _assistant_message("", [call], [format.call_id(call.name, 0)])
         try:
             without_call = template.write(conversation)

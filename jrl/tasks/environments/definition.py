@@ -81,13 +81,8 @@ def is_conversing(task: Any) -> bool:
 
 
 class EnvironmentPrompts:
-    """A definition whose prompts hold what its environments begin with.
-
-    Args:
-      name: of the task.
-      definition: with generated prompts, and sizes.
-      host: of its environments.
-    """
+    """A definition with generated prompts and sizes, whose prompts hold what the environments of a
+    host begin with."""
 
     def __init__(self, name: str, definition: Any, host: Host):
         self._name, self._definition, self._host = name, definition, host

@@ -89,29 +89,20 @@ class Host(Protocol):
         ...
 
 
-class LocalHost:
+class LocalHost(Conversations):
     """Environments of the library, which are trusted: in this process, without a limit of time."""
 
     def __init__(self, definition: Any, scoring: Scoring):
+        super().__init__(environment_factory(definition), _never_awaited)
         self.scoring: Scoring = scoring
-        self._conversations = Conversations(environment_factory(definition), _never_awaited)
-
-    def opening_messages(self, fields: Message) -> list[list[str]]:
-        return self._conversations.opening_messages(fields)
 
     def say(
         self, conversation_id: int, example: Example, messages: PolicyMessages
     ) -> "Future[Reply]":
         fields, future = dict(example.record), Future[Reply]()
-        answer = self._conversations.answer(conversation_id, fields, messages)
+        answer = self.answer(conversation_id, fields, messages)
         future.set_result(_parse_reply(answer))
         return future
-
-    def end(self, conversation_id: int) -> None:
-        self._conversations.end(conversation_id)
-
-    def close(self) -> None:
-        self._conversations.close()
 
 
 class WorkerHost:

@@ -171,14 +171,8 @@ class Sandbox:
 
 
 class _Outcome(NamedTuple):
-    """Output of a sandbox, and how it ended.
-
-    Attributes:
-      printed: by the code.
-      report: what the init process wrote to its standard error.
-      complete: whether it had ended when that was read.
-      late: whether it was ended because it took too long.
-    """
+    """Output of the code, and report of the init process on its standard error; whether that had
+    ended when it was read, and whether it was ended because it took too long."""
 
     printed: bytes
     report: str
