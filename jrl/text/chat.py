@@ -79,11 +79,8 @@ class Renderer:
         self._send_compile()
 
     def render(self, variables: Sequence[Mapping[str, Any]]) -> list[str | ValueError]:
-        """The texts that it writes, or its own errors in place of what it refuses.
-
-        Args:
-          variables: for each the names that it sees, with what JSON holds
-            (`jrl.tasks.data.records.to_json_value`).
+        """The texts that it writes with each of these sets of names, or its own errors in place of
+        what it refuses. Values are what JSON holds (`jrl.tasks.data.records.to_json_value`).
 
         Raises:
           TemplateLimit: where it takes too much for one of them.

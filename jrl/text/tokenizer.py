@@ -72,14 +72,13 @@ class Tokenizer:
     """
 
     def __init__(self, model: bytes, usage: Usage | None = None):
-        """Loads a serialised SentencePiece model.
+        """Loads a serialised SentencePiece model, the bytes of a `.model` file.
 
         A model without a padding id pads with its unknown id: `encode` refuses what would become
         unknown, so that id never occurs in a text. Where a model has no beginning of sequence,
         nothing comes before a prompt.
 
         Args:
-          model: the bytes of a `.model` file.
           usage: how it is used; None is a plain model, whose only end is its own.
 
         Raises:

@@ -39,14 +39,11 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def calls(self, text: str, tools: ToolParameters) -> list[Call]:
-        """The calls in what a policy wrote, in their order; empty where there is none.
+        """The calls in what a policy wrote, with special tokens written out, in their order; empty
+        where there is none.
 
         A call that is started and cannot be read has an error. Text within reasoning is none, and
         neither is a mention of how calls are written.
-
-        Args:
-          text: with special tokens written out.
-          tools: the tools that may be called.
         """
 
     @abstractmethod

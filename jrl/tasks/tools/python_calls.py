@@ -261,8 +261,8 @@ class PythonList(MarkedFormat):
             if name not in tools:
                 return [], opened.end()
             return [unreadable_call(str(error), name)], len(text)
-        end = self._end.match(text, literals.position)
-        if end is None or end.end() < len(text) or any(x.name not in tools for x in calls):
+        ends = self._end.fullmatch(text, literals.position)
+        if not ends or any(call.name not in tools for call in calls):
             return [], literals.position
         return calls, len(text)
 

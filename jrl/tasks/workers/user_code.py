@@ -136,17 +136,16 @@ def parse_reward(value: Any) -> Message:
         return {"value": float(value.score), "reason": str(value.reason)}
     try:
         if isinstance(value, Mapping):
-            components = {name: _number(component) for name, component in value.items()}
-            if not components or not all(isinstance(name, str) and name for name in components):
+            numbers = {name: _number(component) for name, component in value.items()}
+            if not numbers or not all(isinstance(name, str) and name for name in numbers):
                 raise TypeError(f"{dict(value)!r} has no names")
-            numbers, reply = list(components.values()), {"parts": components}
+            reply = {"parts": numbers}
         else:
-            reply = {"value": _number(value)}
-            numbers = [reply["value"]]
+            reply = numbers = {"value": _number(value)}
     except (TypeError, OverflowError) as error:
         message = f"a number, or a dict of numbers by name, was expected: {error}"
         return {"failure": "invalid", "message": message[:500]}
-    if not all(map(math.isfinite, numbers)):
+    if not all(map(math.isfinite, numbers.values())):
         return {"failure": "not_finite", "message": f"it gave {value!r}"[:500]}
     return reply
 
