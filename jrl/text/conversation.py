@@ -93,21 +93,17 @@ def _with_tool_calls(
 def reference_conversation(format: PromptFormat, example: Example) -> tuple[list[int], list[bool]]:
     """The tokens of a reference conversation after the prompt, and their loss mask: true on the
     policy's turns with their ends."""
-    ids: list[int] = []
-    loss_mask: list[bool] = []
+    ids, loss_mask, end = list[int](), list[bool](), 0
     messages = _render_calls(format, example, example.turns or (("assistant", example.answer),))
-    index = 0
-    while index < len(messages):
-        role, content = messages[index]
-        if role == "assistant":
-            new = _encode_turn(format, example, messages[:index], content)
-            index += 1
-        else:
-            end = next(n for n in range(index, len(messages)) if messages[n][0] == "assistant")
-            new = answer_ids(format, example, messages[:index], messages[index:end])
-            index = end
-        ids += new
-        loss_mask += [role == "assistant"] * len(new)
+    for index, (role, content) in enumerate(messages):
+        if role != "assistant":
+            continue
+        before, after = messages[:end], messages[end:index]
+        between = answer_ids(format, example, before, after) if after else []
+        turn = _encode_turn(format, example, messages[:index], content)
+        ids += [*between, *turn]
+        loss_mask += [False] * len(between) + [True] * len(turn)
+        end = index + 1
     return ids, loss_mask
 
 

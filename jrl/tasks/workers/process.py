@@ -222,16 +222,14 @@ class Worker:
         try:
             line = next_line(self._lines.get, seconds)
             sign()
-        except queue.Empty:
+            if not line:
+                raise WorkerEnded("the worker ended before it answered")
+        except BaseException as error:
+            # Interrupted, too: the answer that is still to come must not meet the next question.
             self._kill()
-            raise TimeoutError(f"no answer within {seconds} seconds") from None
-        except BaseException:
-            # Interrupted: the answer that is still to come must not meet the next question.
-            self._kill()
+            if isinstance(error, queue.Empty):
+                raise TimeoutError(f"no answer within {seconds} seconds") from None
             raise
-        if not line:
-            self._kill()
-            raise WorkerEnded("the worker ended before it answered")
         return json.loads(line)
 
     def _kill(self) -> None:

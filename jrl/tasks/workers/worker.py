@@ -232,10 +232,6 @@ def template_checker(program: str, calls: str, seconds: str) -> Callable[[Messag
     return module.Templates(_load_file(Path(calls)).Arguments, float(seconds))
 
 
-def _user_code() -> ModuleType:
-    return _load_file(Path(__file__).with_name("user_code.py"))
-
-
 def _load_file(path: Path, package: str | None = None) -> ModuleType:
     """The module in a file; with a name, the package that imports of the name refer to."""
     folders = None if package is None else [str(path.parent)]
@@ -248,12 +244,13 @@ def _load_file(path: Path, package: str | None = None) -> ModuleType:
     return module
 
 
+USER_CODE = Path(__file__).with_name("user_code.py")
 CHECKERS: dict[str, Callable[..., Callable[[Message], Message]]] = {
     "math": math_checker,
     "gym": gym_checker,
     "template": template_checker,
-    "reward": lambda described: _user_code().reward_checker(described),
-    "environment": lambda described: _user_code().environment_checker(described),
+    "reward": lambda described: _load_file(USER_CODE).reward_checker(described),
+    "environment": lambda described: _load_file(USER_CODE).environment_checker(described),
 }
 
 
