@@ -191,22 +191,18 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._path = path
         template_day = day or "1970-01-01"
-        has_tags = GENERATION_TAG.search(source) is not None
+        # Whether the template tags the assistant's text by ``{% generation %}``.
+        self.has_generation_tags: bool = GENERATION_TAG.search(source) is not None
         try:
             self._template = _start_renderer(source, template_day)
-            self._tagging_template = (
-                _start_renderer(source, template_day, (SPAN_BEGIN, SPAN_END)) if has_tags else None
-            )
+            if self.has_generation_tags:
+                markers = SPAN_BEGIN, SPAN_END
+                self._tagging_template = _start_renderer(source, template_day, markers)
         except TemplateLimit as error:
             raise self._limit_error(error, "to be compiled") from error
         self._checks_null = NULL_CONTENT_CHECK.search(source) is not None
         # What a template cannot do without; the rest of its names are those of the special tokens.
         self._names = {"tools": None, "documents": None, **tokenizer.named_tokens}
-
-    @property
-    def has_generation_tags(self) -> bool:
-        """True if the template tags the assistant's text by ``{% generation %}``."""
-        return self._tagging_template is not None
 
     @cached_property
     def turn_suffix(self) -> str | None:
@@ -257,16 +253,14 @@ class ChatTemplate:
           TemplateLimit: as for `write`.
         """
         template = self._tagging_template if tagged else self._template
-        assert template is not None
         variables = [
             self._template_variables(conversation, opened) for conversation, opened in requests
         ]
         try:
             texts = template.render(variables)
         except TemplateLimit as error:
-            raise self._limit_error(
-                error, f"for the messages {_format_messages(variables[0])}"
-            ) from error
+            what = f"for the messages {_format_messages(variables[0])}"
+            raise self._limit_error(error, what) from error
         except ValueError as error:
             texts = [error] * len(variables)
         return [
@@ -303,9 +297,7 @@ class ChatTemplate:
           ValueError: as for `write`, and for what the tokenizer does not know.
         """
         escaped = escape_special_tokens(conversation, self._tokenizer.special_tokens)
-        ids = self._tokenizer.encode_special_spans(
-            self.render(escaped.conversation), escaped.escape
-        ).ids
+        ids = self._tokenizer.encode_special(self.render(escaped.conversation), escaped.escape)
         return self._tokenizer.with_template_prefix(ids)
 
     def encode_continuation(
@@ -324,12 +316,12 @@ class ChatTemplate:
         escaped = escape_special_tokens(conversation, tokens, content)
         before = self.render(escaped.conversation)
         escaped_content = content if special else escape_text(content, tokens, escaped.escape)
-        first = tokenizer.encode_special_spans(before, escaped.escape).ids
-        both = tokenizer.encode_special_spans(before + escaped_content, escaped.escape).ids
+        first = tokenizer.encode_special(before, escaped.escape)
+        both = tokenizer.encode_special(before + escaped_content, escaped.escape)
         if both[: len(first)] == first:
             return both[len(first) :]
         # A token has characters of both: the prompt ends before it.
-        return tokenizer.encode_special_spans(escaped_content, escaped.escape).ids
+        return tokenizer.encode_special(escaped_content, escaped.escape)
 
     def answer(
         self, before: Conversation, after: Sequence[Turn], *, ended: bool = True
@@ -362,11 +354,9 @@ class ChatTemplate:
                 special_pattern(tokenizer.special_tokens), text_after
             )
             if first_special is not None:
-                return tokenizer.encode_special_spans(
-                    text_after[first_special.start() :], escaped.escape
-                ).ids
+                return tokenizer.encode_special(text_after[first_special.start() :], escaped.escape)
         end = next((text for text, i in ends.items() if i == tokenizer.turn_end_id), "")
-        ids = tokenizer.encode_special_spans(end + remainder, escaped.escape).ids
+        ids = tokenizer.encode_special(end + remainder, escaped.escape)
         ids = ids[1:] if end else ids
         return ids if ended else [tokenizer.turn_end_id, *ids]
 

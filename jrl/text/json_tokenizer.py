@@ -95,7 +95,7 @@ class JsonTokenizer(Tokenizer):
         return {name: self._content[name] for name in TOKENS if self._content.get(name)}
 
     def encode(self, text: str) -> list[int]:
-        return self._reject_unknown(self._pipeline.encode(text, add_special_tokens=False).ids, text)
+        return self._encoding(text).ids
 
     def encode_special_spans(self, text: str, escape: str | None = None) -> TokenSpans:
         if escape is None or escape not in text:
@@ -103,22 +103,22 @@ class JsonTokenizer(Tokenizer):
         return self._escaped_tokenizer.encode_spans(text, escape)
 
     def _spans(self, text: str) -> list[tuple[int, int, int]]:
+        encoding = self._encoding(text)
+        return [(token, *span) for token, span in zip(encoding.ids, encoding.offsets, strict=True)]
+
+    def _encoding(self, text: str) -> tokenizers.Encoding:
         encoding = self._pipeline.encode(text, add_special_tokens=False)
-        ids = self._reject_unknown(encoding.ids, text)
-        return [(token, *span) for token, span in zip(ids, encoding.offsets, strict=True)]
+        if self.unk_id in encoding.ids:
+            raise ValueError(
+                f"text {text!r} has characters that the checkpoint's tokenizer cannot encode: "
+                "leave it out of the data."
+            )
+        return encoding
 
     @cached_property
     def _escaped_tokenizer(self) -> "EscapedTextTokenizer":
         """Reads texts that spell special tokens as text."""
         return EscapedTextTokenizer(self._content["pipeline"], self.special_tokens)
-
-    def _reject_unknown(self, ids: list[int], text: str) -> list[int]:
-        if self.unk_id in ids:
-            raise ValueError(
-                f"text {text!r} has characters that the checkpoint's tokenizer cannot encode: "
-                "leave it out of the data."
-            )
-        return ids
 
     def bytes_of(self, token: int) -> bytes | None:
         piece = self._pipeline.id_to_token(token)

@@ -45,13 +45,11 @@ class TokenSpans:
     def concatenate(cls, segments: Sequence["TokenSpans"], sizes: Sequence[int]) -> "TokenSpans":
         """The tokens of texts that follow each other, each of which was read alone and has a size
         in characters."""
-        offsets = np.cumsum([0, *sizes[:-1]])
+        offset_segments = list(zip(np.cumsum([0, *sizes[:-1]]), segments, strict=True))
         return cls(
             [token for segment in segments for token in segment.ids],
-            *(
-                np.concatenate([x + n for x, n in zip(each, offsets, strict=True)])
-                for each in ([s.begins for s in segments], [s.ends for s in segments])
-            ),
+            np.concatenate([offset + segment.begins for offset, segment in offset_segments]),
+            np.concatenate([offset + segment.ends for offset, segment in offset_segments]),
         )
 
 

@@ -139,9 +139,7 @@ def _encode_text(tokenizer: Tokenizer, text: str) -> Encoded:
         ids = [*ids, tokenizer.eos_id]
     if len(ids) < 2:
         raise ValueError("its text has one token, which nothing predicts: leave the record out")
-    loss_mask = np.ones(len(ids), bool)
-    loss_mask[0] = False
-    return Encoded(np.array(ids, np.int32), loss_mask, 1)
+    return Encoded(np.array(ids, np.int32), np.arange(len(ids)) > 0, 1)
 
 
 def _encode_without_template(format: PromptFormat, chat: Chat) -> Tokens:
@@ -182,13 +180,7 @@ def _encode_with_template(
     )
     if template.has_generation_tags:
         check_no_marks(escaped.texts)
-        text, spans = _split_tagged(template.write(escaped.conversation, tagged=True))
-        opened = template.generation_prompt(_before_last_turn(escaped.conversation))
-        # A tag may enclose what the template itself begins the turn with.
-        spans = [
-            (begin + len(opened) if text.startswith(opened, begin) else begin, end)
-            for begin, end in spans
-        ]
+        text, spans = _locate_tagged_text(template, escaped.conversation)
     else:
         text, spans = _locate_assistant_text(template, escaped.conversation, last)
     offsets = [
@@ -223,22 +215,24 @@ def _mask_special_tokens(tokenizer: Tokenizer, encoding: TokenSpans) -> np.ndarr
     return np.isin(encoding.ids, list(tokenizer.special_ids))
 
 
-def _before_last_turn(conversation: Conversation) -> Conversation:
-    """The conversation before the assistant's last turn."""
-    messages = conversation.turns
-    last = max(index for index, turn in enumerate(messages) if turn["role"] == "assistant")
-    return replace(conversation, turns=messages[:last])
-
-
-def _split_tagged(tagged_text: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text without the tags of a template, and the spans between them."""
-    text, *others = tagged_text.split(SPAN_BEGIN)
+def _locate_tagged_text(
+    template: ChatTemplate, conversation: Conversation
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text that the template writes, without its tags, and the spans between them."""
+    text, *others = template.write(conversation, tagged=True).split(SPAN_BEGIN)
     spans: list[tuple[int, int]] = []
     for other in others:
         span_text, _, after = other.partition(SPAN_END)
         spans.append((len(text), len(text) + len(span_text)))
         text += span_text + after
-    return text, spans
+    messages = conversation.turns
+    last = max(index for index, turn in enumerate(messages) if turn["role"] == "assistant")
+    opened = template.generation_prompt(replace(conversation, turns=messages[:last]))
+    # A tag may enclose what the template itself begins the turn with.
+    return text, [
+        (begin + len(opened) if text.startswith(opened, begin) else begin, end)
+        for begin, end in spans
+    ]
 
 
 def _locate_assistant_text(

@@ -118,10 +118,9 @@ class PromptFormat:
         # Some templates take no answers of tools, which nobody would notice before a call.
         call_text = format.render([Call(name, {}) for name in list(tools)[:1]])
         messages = attach_calls(format, tools, (("assistant", call_text), ("tool", "7")))
-        conversation = self.conversation(example)
-        self.template.answer(
-            replace(conversation, turns=(*conversation.turns, *messages[:1])), messages[1:]
-        )
+        before = self.conversation(example)
+        before = replace(before, turns=(*before.turns, *messages[:1]))
+        self.template.answer(before, messages[1:])
 
     @cached_property
     def _shows_tools_cache(self) -> dict[tuple[str, ...], bool]:

@@ -214,17 +214,17 @@ class Tokenizer:
             )
         return ids
 
-    def encode_special(self, text: str) -> list[int]:
-        """As `encode`, with the id of each special token that is written in the text."""
-        return self.encode_special_spans(text).ids
-
-    def encode_special_spans(self, text: str, escape: str | None = None) -> TokenSpans:
-        """As `encode_special`, with the spans of the tokens in the text.
+    def encode_special(self, text: str, escape: str | None = None) -> list[int]:
+        """As `encode`, with the id of each special token that is written in the text.
 
         Args:
           escape: a character that is no part of the text; special tokens with it between their
-            characters are text. Offsets are counted without it.
+            characters are text.
         """
+        return self.encode_special_spans(text, escape).ids
+
+    def encode_special_spans(self, text: str, escape: str | None = None) -> TokenSpans:
+        """As `encode_special`, with the spans of the tokens in the text without escapes."""
         spans, offset = list[tuple[int, int, int]](), 0
         for segment in re.split(f"({special_pattern(self.special_tokens)})", text):
             if segment in self.special_tokens:
@@ -263,9 +263,7 @@ class Tokenizer:
         Raises:
           ValueError: an id is outside of the vocabulary, [0, vocab_size).
         """
-        return self._text(
-            [token for token in self._check_ids(ids) if token not in self.special_ids]
-        )
+        return self._text([i for i in self._check_ids(ids) if i not in self.special_ids])
 
     def decode_special(
         self, ids: Iterable[SupportsInt], unknown: str = "", names: Container[str] | None = None

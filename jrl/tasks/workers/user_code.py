@@ -192,12 +192,11 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class Conversations:
-    """Environments of active conversations.
+    """Environments of active conversations (`jrl.tasks.environments.definition.Environment`).
 
-    The output of an environment must depend on its record and on the messages so far alone. One
-    that is missing, for instance because its process was ended for another's time-out, is created
-    again, and the conversation replayed. Each is closed once, where it has a `close`: when its
-    conversation is over, when it raises, in `end`, or in `close`.
+    One that is missing, for instance because its process was ended for another's time-out, is
+    created again, and the conversation replayed. Each is closed once, where it has a `close`: when
+    its conversation is over, when it raises, in `end`, or in `close`.
 
     Args:
       make: the environment of a record's fields.
