@@ -81,7 +81,7 @@ Tokens = tuple[list[int], np.ndarray]
 
 
 def encode_chat(format: PromptFormat, chat: Chat, *, last: bool = False) -> Encoded:
-    """The tokens of a conversation; with `last`, its last turn alone is trained on.
+    """The tokens of a conversation; with `last`, the assistant's last turn alone is trained on.
 
     Raises:
       ValueError: naming the record, where the template refuses it, or writes the beginning of a

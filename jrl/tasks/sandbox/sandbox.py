@@ -209,8 +209,7 @@ def _read(process: "subprocess.Popen[bytes]", end: float, max_bytes: int) -> _Ou
 
 
 def _describe_end(report: str) -> str:
-    """Reason of a bad end, from the report of the init process; empty if the code ended
-    well."""
+    """Reason of a bad end, from the report of the init process; empty if the code ended well."""
     last_line = report.strip().splitlines()[-1:]
     if last_line == ["status 0"]:
         return ""
