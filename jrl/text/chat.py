@@ -20,8 +20,11 @@ from jrl.tasks.data.conversations import Conversation, Turn, content_of, role_co
 from jrl.tasks.data.records import as_json
 from jrl.tasks.tools import calls as calls_program
 from jrl.tasks.tools.calls import Arguments
+from jrl.tasks.tools.schema import shorten
 from jrl.tasks.workers.process import Message, Worker, WorkerEnded, program_worker
 from jrl.text.located import (
+    SPAN_BEGIN,
+    SPAN_END,
     EscapedConversation,
     escape_special_tokens,
     escape_text,
@@ -34,9 +37,6 @@ PROCESSOR_SECONDS = 5.0
 """For one template and one conversation; the program counts them itself."""
 SECONDS = 20.0
 """Of the clock, where the program does not end by itself."""
-
-SPAN_BEGIN, SPAN_END = "\ufdd0", "\ufdd1"
-"""Around what a template marks as the assistant's; no text has them, they are no characters."""
 
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\b")
 NULL_CONTENT_CHECK = re.compile(
@@ -52,12 +52,7 @@ class TemplateLimit(ValueError):
 
 
 class TemplateSyntax(ValueError):
-    """A source that is no template.
-
-    Attributes:
-      line: where.
-      message: why.
-    """
+    """A source that is no template: the line, and the message why."""
 
     def __init__(self, line: int, message: str):
         super().__init__(f"line {line}: {message}")
@@ -84,24 +79,24 @@ class Renderer:
         self._send_compile()
 
     def render(self, variables: Sequence[Mapping[str, Any]]) -> list[str | ValueError]:
-        """The texts that it writes, or its own errors in place of what it refuses.
-
-        Args:
-          variables: for each the names that it sees, with what JSON holds
-            (`jrl.tasks.data.records.to_json_value`).
+        """The texts that it writes with each of these sets of names, or its own errors in place of
+        what it refuses. Values are what JSON holds (`jrl.tasks.data.records.to_json_value`).
 
         Raises:
           TemplateLimit: where it takes too much for one of them.
           ValueError: where JSON does not hold a value.
         """
-        argument_texts = list(_arguments(variables))
+        argument_texts = [
+            each
+            for index, names in enumerate(variables)
+            for each in _arguments(names.get("messages"), [index, "messages"])
+        ]
         question = {**self._key, "given": variables, "arguments": argument_texts}
-        reply = _ask(question, len(variables))
-        while "unknown" in reply:  # the process has been started again, or has dropped it
+        # The process may have been started again, or have dropped it.
+        while "unknown" in (reply := _ask(question, len(variables))):
             self._send_compile()
-            reply = _ask(question, len(variables))
-        rendered = reply["texts"]
-        return [each if isinstance(each, str) else ValueError(each["error"]) for each in rendered]
+        texts = reply["texts"]
+        return [each if isinstance(each, str) else ValueError(each["error"]) for each in texts]
 
     def _send_compile(self) -> None:
         reply = _ask(self._compile_request)
@@ -109,31 +104,20 @@ class Renderer:
             raise TemplateSyntax(*reply["syntax"])
 
 
-def _arguments(variables: Sequence[Mapping[str, Any]]) -> Iterator[tuple[list[str | int], str]]:
+def _arguments(value: Any, path: list[str | int]) -> Iterator[tuple[list[str | int], str]]:
     """Paths of call arguments in messages, and the JSON text of each, which JSON drops."""
-    for conversation_index, names in enumerate(variables):
-        for index, message in enumerate(names.get("messages", ())):
-            # All others have texts alone.
-            if not message.keys() <= {"role", "content"}:
-                yield from _arguments_in(message, [conversation_index, "messages", index])
-
-
-def _arguments_in(value: Any, path: list[str | int]) -> Iterator[tuple[list[str | int], str]]:
     if isinstance(value, Arguments):
         yield path, str(value)
     elif isinstance(value, Mapping):
         for name, each in value.items():
-            yield from _arguments_in(each, [*path, name])
+            yield from _arguments(each, [*path, name])
     elif isinstance(value, list | tuple):
         for index, each in enumerate(value):
-            yield from _arguments_in(each, [*path, index])
+            yield from _arguments(each, [*path, index])
 
 
 def _ask(question: Message, texts: int = 1) -> Message:
-    """The reply to a question.
-
-    Args:
-      texts: that it asks for.
+    """The reply to a question that asks for a number of texts.
 
     Raises:
       TemplateLimit: where it asks for too much.
@@ -207,22 +191,18 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._path = path
         template_day = day or "1970-01-01"
-        has_tags = GENERATION_TAG.search(source) is not None
+        # Whether the template tags the assistant's text by ``{% generation %}``.
+        self.has_generation_tags: bool = GENERATION_TAG.search(source) is not None
         try:
             self._template = _start_renderer(source, template_day)
-            self._tagging_template = (
-                _start_renderer(source, template_day, (SPAN_BEGIN, SPAN_END)) if has_tags else None
-            )
+            if self.has_generation_tags:
+                markers = SPAN_BEGIN, SPAN_END
+                self._tagging_template = _start_renderer(source, template_day, markers)
         except TemplateLimit as error:
             raise self._limit_error(error, "to be compiled") from error
         self._checks_null = NULL_CONTENT_CHECK.search(source) is not None
         # What a template cannot do without; the rest of its names are those of the special tokens.
         self._names = {"tools": None, "documents": None, **tokenizer.named_tokens}
-
-    @property
-    def has_generation_tags(self) -> bool:
-        """True if the template tags the assistant's text by ``{% generation %}``."""
-        return self._tagging_template is not None
 
     @cached_property
     def turn_suffix(self) -> str | None:
@@ -248,13 +228,7 @@ class ChatTemplate:
     def write(
         self, conversation: Conversation, *, opened: bool = False, tagged: bool = False
     ) -> str:
-        """The text of a conversation with all the fields of its messages.
-
-        A content that is null is one for templates that look for it, and empty for all others.
-
-        Args:
-          opened: whether the assistant's next turn is begun.
-          tagged: whether what the assistant wrote is between `SPAN_BEGIN` and `SPAN_END`.
+        """The text of a conversation, as `write_all` writes several.
 
         Raises:
           TemplateLimit: when the template takes too much time or memory, or writes too much.
@@ -266,27 +240,27 @@ class ChatTemplate:
     def write_all(
         self, requests: Sequence[tuple[Conversation, bool]], *, tagged: bool = False
     ) -> list[str | TemplateRejection]:
-        """The texts of several conversations, which takes little longer than that of one; in place
-        of those that the template refuses, the error.
+        """The texts of several conversations with all the fields of their messages, which takes
+        little longer than that of one; in place of those that the template refuses, the error.
+
+        A content that is null is one for templates that look for it, and empty for all others.
 
         Args:
           requests: each, and whether the assistant's next turn is begun.
-          tagged: as of `write`.
+          tagged: whether what the assistant wrote is between `SPAN_BEGIN` and `SPAN_END`.
 
         Raises:
           TemplateLimit: as for `write`.
         """
         template = self._tagging_template if tagged else self._template
-        assert template is not None
         variables = [
             self._template_variables(conversation, opened) for conversation, opened in requests
         ]
         try:
             texts = template.render(variables)
         except TemplateLimit as error:
-            raise self._limit_error(
-                error, f"for the messages {_format_messages(variables[0])}"
-            ) from error
+            what = f"for the messages {_format_messages(variables[0])}"
+            raise self._limit_error(error, what) from error
         except ValueError as error:
             texts = [error] * len(variables)
         return [
@@ -313,11 +287,7 @@ class ChatTemplate:
         )
 
     def render(self, conversation: Conversation) -> str:
-        """The text of a conversation up to where the network takes over.
-
-        Raises:
-          ValueError: as for `write`.
-        """
+        """The text of a conversation up to where the network takes over, as of `write`."""
         return self.write(conversation, opened=True)
 
     def encode(self, conversation: Conversation) -> list[int]:
@@ -327,9 +297,7 @@ class ChatTemplate:
           ValueError: as for `write`, and for what the tokenizer does not know.
         """
         escaped = escape_special_tokens(conversation, self._tokenizer.special_tokens)
-        ids = self._tokenizer.encode_special_spans(
-            self.render(escaped.conversation), escaped.escape
-        ).ids
+        ids = self._tokenizer.encode_special(self.render(escaped.conversation), escaped.escape)
         return self._tokenizer.with_template_prefix(ids)
 
     def encode_continuation(
@@ -348,15 +316,12 @@ class ChatTemplate:
         escaped = escape_special_tokens(conversation, tokens, content)
         before = self.render(escaped.conversation)
         escaped_content = content if special else escape_text(content, tokens, escaped.escape)
-        first = tokenizer.encode_special_spans(before, escaped.escape).ids
-        both = tokenizer.encode_special_spans(before + escaped_content, escaped.escape).ids
-        # A token may have characters of both: the prompt ends before it then.
-        separate = both[: len(first)] != first
-        return (
-            tokenizer.encode_special_spans(escaped_content, escaped.escape).ids
-            if separate
-            else both[len(first) :]
-        )
+        first = tokenizer.encode_special(before, escaped.escape)
+        both = tokenizer.encode_special(before + escaped_content, escaped.escape)
+        if both[: len(first)] == first:
+            return both[len(first) :]
+        # A token has characters of both: the prompt ends before it.
+        return tokenizer.encode_special(escaped_content, escaped.escape)
 
     def answer(
         self, before: Conversation, after: Sequence[Turn], *, ended: bool = True
@@ -389,11 +354,9 @@ class ChatTemplate:
                 special_pattern(tokenizer.special_tokens), text_after
             )
             if first_special is not None:
-                return tokenizer.encode_special_spans(
-                    text_after[first_special.start() :], escaped.escape
-                ).ids
+                return tokenizer.encode_special(text_after[first_special.start() :], escaped.escape)
         end = next((text for text, i in ends.items() if i == tokenizer.turn_end_id), "")
-        ids = tokenizer.encode_special_spans(end + remainder, escaped.escape).ids
+        ids = tokenizer.encode_special(end + remainder, escaped.escape)
         ids = ids[1:] if end else ids
         return ids if ended else [tokenizer.turn_end_id, *ids]
 
@@ -405,10 +368,6 @@ class ChatTemplate:
         The turn is rendered with a probe: in the last argument of its last call, or in its content.
         The text starts behind the probe. Some templates leave out the content of a turn with calls,
         some write calls before it, and some accept one call alone.
-
-        Args:
-          index: of the turn in the conversation.
-          ends: a pattern of tokens that end turns.
         """
         probe, rejection, count = unused_character(escaped.texts + escaped.escape), None, 0
         for messages, in_content in _with_probes(escaped.conversation.turns, index, probe):
@@ -426,7 +385,7 @@ class ChatTemplate:
                 return text_after, end_match
         if rejection is not None:
             raise rejection
-        after = _shorten(role_content_pairs(escaped.conversation.turns[index + 1 :]))
+        after = shorten(role_content_pairs(escaped.conversation.turns[index + 1 :]), 90)
         if count == 1:
             raise ValueError(
                 "the chat template ends a tool call without an end-of-turn token, so that "
@@ -462,11 +421,7 @@ def _replace_turn(messages: Sequence[Turn], index: int, changes: Turn) -> tuple[
 
 
 def _start_renderer(source: str, day: str, markers: tuple[str, str] | None = None) -> Renderer:
-    """The template, as a process renders it.
-
-    Args:
-      markers: what it writes around its ``{% generation %}``; None writes nothing.
-    """
+    """A `Renderer`; what stands in its way is said with the remedy."""
     if find_spec("jinja2") is None:
         raise ValueError(
             "the checkpoint has a chat template, which needs jinja2, and that is not installed: "
@@ -499,12 +454,7 @@ def _rejection_error(error: ValueError, variables: Mapping[str, Any]) -> Templat
 
 
 def _format_messages(variables: Mapping[str, Any]) -> str:
-    return _shorten([(turn.get("role"), turn.get("content")) for turn in variables["messages"]])
-
-
-def _shorten(messages: Sequence[tuple[Any, Any]]) -> str:
-    text = json.dumps(messages, ensure_ascii=False)
-    return text if len(text) <= 90 else text[:87] + "..."
+    return shorten([(turn.get("role"), turn.get("content")) for turn in variables["messages"]], 90)
 
 
 def with_turn_end(tokenizer: Tokenizer, path: str | None = None) -> Tokenizer:
@@ -526,11 +476,9 @@ def with_turn_end(tokenizer: Tokenizer, path: str | None = None) -> Tokenizer:
         if isinstance(error, TemplateLimit) and path is not None:
             raise  # now, as to find it out once more takes as long
         return tokenizer
-    return (
-        tokenizer
-        if end_id == usage.turn_end
-        else tokenizer.with_usage(replace(usage, turn_end=end_id))
-    )
+    if end_id == usage.turn_end:
+        return tokenizer
+    return tokenizer.with_usage(replace(usage, turn_end=end_id))
 
 
 def _find_turn_end(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:

@@ -43,7 +43,6 @@ def checkpoint_files(tokenizer: Tokenizer, folder: Path) -> dict[str, bytes]:
     has.
 
     Args:
-      tokenizer: of the run.
       folder: that of `copy_checkpoint_files`, which need not be there.
 
     Raises:
@@ -62,7 +61,8 @@ def checkpoint_files(tokenizer: Tokenizer, folder: Path) -> dict[str, bytes]:
     if CONFIG not in files or config != read_object(folder / CONFIG):
         files[CONFIG] = _json(config)
     generation = read_object(folder / GENERATION) if GENERATION in files else {}
-    updated = {**token_ids(tokenizer), **generation, "eos_token_id": _ends(tokenizer)}
+    ids = token_ids(tokenizer)
+    updated = {**ids, **generation, "eos_token_id": ids["eos_token_id"]}
     if updated != generation:
         files[GENERATION] = _json(updated)
     return files | tokenizer.vocabulary()
@@ -71,12 +71,9 @@ def checkpoint_files(tokenizer: Tokenizer, folder: Path) -> dict[str, bytes]:
 def token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
     """The special ids as config.json and generation_config.json name them."""
     begins = {} if tokenizer.bos_id is None else {"bos_token_id": tokenizer.bos_id}
-    return {**begins, "eos_token_id": _ends(tokenizer), "pad_token_id": tokenizer.pad_id}
-
-
-def _ends(tokenizer: Tokenizer) -> int | list[int]:
     ends = list(tokenizer.stop_ids)
-    return ends[0] if len(ends) == 1 else ends
+    eos = ends[0] if len(ends) == 1 else ends
+    return {**begins, "eos_token_id": eos, "pad_token_id": tokenizer.pad_id}
 
 
 def _config_of(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -94,19 +91,15 @@ def _json(content: Mapping[str, Any]) -> bytes:
 
 
 def chat_template_in(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """The chat template of a checkpoint, where its tokenizer looks for it.
-
-    Args:
-      config: its tokenizer_config.json.
-    """
-    jinja_path = directory / "chat_template.jinja"
+    """The chat template of a checkpoint with this tokenizer_config.json, where its tokenizer looks
+    for it."""
+    jinja_path = directory / TEMPLATE
     if jinja_path.exists():
         return _read_text(jinja_path)
-    in_config = config.get("chat_template") is not None
-    json_path = directory / ("tokenizer_config.json" if in_config else "chat_template.json")
-    template = (
-        config["chat_template"] if in_config else read_optional(json_path).get("chat_template")
-    )
+    json_path, template = directory / CONFIG, config.get("chat_template")
+    if template is None:
+        json_path = directory / TEMPLATES
+        template = read_optional(json_path).get("chat_template")
     if isinstance(template, list):
         by_name = {entry.get("name"): entry.get("template") for entry in template}
         if "default" not in by_name:

@@ -33,9 +33,6 @@ def message_of(format: PromptFormat, ids: np.ndarray, before: Sequence[int] = ()
 
     With a template, special tokens are written out: a tool call may be made of them. If the tokens
     before the turn have opened reasoning, the text starts with the mark of that.
-
-    Args:
-      before: the tokens that the turn continues.
     """
     if format.template is None:
         return text_of(format.tokenizer, ids)
@@ -46,12 +43,9 @@ def message_of(format: PromptFormat, ids: np.ndarray, before: Sequence[int] = ()
 def environment_messages(
     format: PromptFormat, example: Example, texts: Sequence[str], truncated: Sequence[int] = ()
 ) -> list[dict[str, Any]]:
-    """The policy's messages as its environment is given them: with the calls of tools in the format
-    of the checkpoint, and "truncated" where the limit of a turn cut one.
-
-    Args:
-      texts: those of its turns.
-      truncated: indices of those that were cut.
+    """The policy's messages, of the texts of its turns, as its environment is given them: with the
+    calls of tools in the format of the checkpoint, and "truncated" in the turns of these indices,
+    which their limit cut.
     """
     messages: list[dict[str, Any]] = [{"role": "assistant", "content": text} for text in texts]
     tools = example_tools(example)
@@ -66,12 +60,7 @@ def environment_messages(
 
 
 def answer_ids(
-    format: PromptFormat,
-    example: Example,
-    before: Messages,
-    after: Messages,
-    *,
-    ended: bool = True,
+    format: PromptFormat, example: Example, before: Messages, after: Messages, *, ended: bool = True
 ) -> list[int]:
     """The tokens between a turn of the policy and its next.
 
@@ -104,32 +93,24 @@ def _with_tool_calls(
 def reference_conversation(format: PromptFormat, example: Example) -> tuple[list[int], list[bool]]:
     """The tokens of a reference conversation after the prompt, and their loss mask: true on the
     policy's turns with their ends."""
-    ids: list[int] = []
-    loss_mask: list[bool] = []
+    ids, loss_mask, end = list[int](), list[bool](), 0
     messages = _render_calls(format, example, example.turns or (("assistant", example.answer),))
-    index = 0
-    while index < len(messages):
-        role, content = messages[index]
-        if role == "assistant":
-            new = _encode_turn(format, example, messages[:index], content)
-            index += 1
-        else:
-            end = next(n for n in range(index, len(messages)) if messages[n][0] == "assistant")
-            new = answer_ids(format, example, messages[:index], messages[index:end])
-            index = end
-        ids += new
-        loss_mask += [role == "assistant"] * len(new)
+    for index, (role, content) in enumerate(messages):
+        if role != "assistant":
+            continue
+        before, after = messages[:end], messages[end:index]
+        between = answer_ids(format, example, before, after) if after else []
+        turn = _encode_turn(format, example, messages[:index], content)
+        ids += [*between, *turn]
+        loss_mask += [False] * len(between) + [True] * len(turn)
+        end = index + 1
     return ids, loss_mask
 
 
 def _encode_turn(
     format: PromptFormat, example: Example, before: Messages, content: str
 ) -> list[int]:
-    """The tokens of a turn of the policy with its end.
-
-    Args:
-      before: messages after the prompt.
-    """
+    """The tokens of a turn of the policy with its end, after these messages behind the prompt."""
     tokenizer = format.tokenizer
     if format.template is None:
         text = before[-1][1] if before else example.prompt

@@ -15,7 +15,7 @@ import tokenizers
 from jrl.runs import records
 from jrl.text.chat import today, with_turn_end
 from jrl.text.checkpoint_files import chat_template_in, read_object, read_optional
-from jrl.text.located import TokenSpans, special_pattern
+from jrl.text.located import SPAN_BEGIN, SPAN_END, TokenSpans, check_no_marks, special_pattern
 from jrl.text.tokenizer import Tokenizer, Usage, check_usage, usage_from
 
 BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -62,16 +62,14 @@ class JsonTokenizer(Tokenizer):
             # A template spells them, whether they were added to the vocabulary or are of it.
             if self._id(name) is not None and self._content[name] not in added:
                 self._pipeline.add_special_tokens([self._content[name]])
-        eos = self._id("eos_token")
+        eos, self.bos_id, pad, unk = map(self._id, TOKENS)
         if eos is None:
             raise ValueError(
                 "eos_token is not set, and responses could not end: name it in "
                 "tokenizer_config.json."
             )
-        bos, pad, unk = (self._id(name) for name in ("bos_token", "pad_token", "unk_token"))
         self.eos_id = eos
         self.unk_id = -1 if unk is None else unk
-        self.bos_id = bos
         self.pad_id = pad if pad is not None else eos if unk is None else unk
 
     @cached_property
@@ -97,7 +95,7 @@ class JsonTokenizer(Tokenizer):
         return {name: self._content[name] for name in TOKENS if self._content.get(name)}
 
     def encode(self, text: str) -> list[int]:
-        return self._reject_unknown(self._pipeline.encode(text, add_special_tokens=False).ids, text)
+        return self._encoding(text).ids
 
     def encode_special_spans(self, text: str, escape: str | None = None) -> TokenSpans:
         if escape is None or escape not in text:
@@ -105,22 +103,22 @@ class JsonTokenizer(Tokenizer):
         return self._escaped_tokenizer.encode_spans(text, escape)
 
     def _spans(self, text: str) -> list[tuple[int, int, int]]:
+        encoding = self._encoding(text)
+        return [(token, *span) for token, span in zip(encoding.ids, encoding.offsets, strict=True)]
+
+    def _encoding(self, text: str) -> tokenizers.Encoding:
         encoding = self._pipeline.encode(text, add_special_tokens=False)
-        ids = self._reject_unknown(encoding.ids, text)
-        return [(token, *span) for token, span in zip(ids, encoding.offsets, strict=True)]
+        if self.unk_id in encoding.ids:
+            raise ValueError(
+                f"text {text!r} has characters that the checkpoint's tokenizer cannot encode: "
+                "leave it out of the data."
+            )
+        return encoding
 
     @cached_property
     def _escaped_tokenizer(self) -> "EscapedTextTokenizer":
         """Reads texts that spell special tokens as text."""
         return EscapedTextTokenizer(self._content["pipeline"], self.special_tokens)
-
-    def _reject_unknown(self, ids: list[int], text: str) -> list[int]:
-        if self.unk_id in ids:
-            raise ValueError(
-                f"text {text!r} has characters that the checkpoint's tokenizer cannot encode: "
-                "leave it out of the data."
-            )
-        return ids
 
     def bytes_of(self, token: int) -> bytes | None:
         piece = self._pipeline.id_to_token(token)
@@ -206,22 +204,17 @@ def checkpoint_tokenizer(directory: str | Path, vocab_size: int) -> Tokenizer:
         )
     config = read_optional(directory / "tokenizer_config.json")
     add_bos = config.get("add_bos_token")
-    starts_with_bos = bool(config.get("bos_token", True) if add_bos is None else add_bos)
-    return with_turn_end(
-        tokenizer.with_usage(
-            _usage_of_checkpoint(directory, config, starts_with_bos, bool(add_bos))
-        )
-    )
+    begins = bool(config.get("bos_token", True) if add_bos is None else add_bos)
+    usage = _usage_of_checkpoint(directory, config, begins, bool(add_bos))
+    return with_turn_end(tokenizer.with_usage(usage))
 
 
 def tokenizer_of(
     path: Path, pipeline: Mapping[str, Any], vocab_size: int | None = None
 ) -> Tokenizer:
-    """The tokenizer of a tokenizer.json, with what the files beside it say.
+    """The tokenizer of a tokenizer.json that holds a pipeline, with what the files beside it say.
 
     Args:
-      path: where it was read.
-      pipeline: what it holds.
       vocab_size: ids of the network; None is as many as there are tokens.
 
     Raises:
@@ -230,12 +223,14 @@ def tokenizer_of(
     backend = _load_pipeline(pipeline)
     config = read_optional(path.parent / "tokenizer_config.json")
     tokens = {name: _token_text(config.get(name)) for name in TOKENS}
-    starts_with_bos = _starts_with_bos(backend, pipeline, config, tokens["bos_token"])
+    add_bos = config.get("add_bos_token")
     # Where no file says a word of it, a plain text begins with it, and a template knows better.
-    unspecified = config.get("add_bos_token") is None and pipeline.get("post_processor") is None
-    usage = _usage_of_checkpoint(
-        path.parent, config, starts_with_bos, starts_with_bos and not unspecified
-    )
+    unspecified = add_bos is None and pipeline.get("post_processor") is None
+    begins = bool(add_bos is None or add_bos)
+    if add_bos is None and not unspecified and tokens["bos_token"] is not None:
+        first = backend.encode("", add_special_tokens=True).tokens[:1]
+        begins = first == [tokens["bos_token"]]
+    usage = _usage_of_checkpoint(path.parent, config, begins, begins and not unspecified)
     size = max(backend.get_vocab().values(), default=-1) + 1 if vocab_size is None else vocab_size
     check_usage(usage, size)
     if tokens["eos_token"] is None and usage.stop_ids:
@@ -262,15 +257,11 @@ def _is_byte_level(pipeline: Mapping[str, Any]) -> bool:
 
 
 def _usage_of_checkpoint(
-    directory: Path,
-    config: Mapping[str, Any],
-    starts_with_bos: bool,
-    template_starts_with_bos: bool,
+    directory: Path, config: Mapping[str, Any], begins: bool, template_begins: bool
 ) -> Usage:
     template = chat_template_in(directory, config)
     day = None if template is None else today()
-    ends = _stop_ids(directory)
-    return Usage(ends, starts_with_bos, template, day, template_begins=template_starts_with_bos)
+    return Usage(_stop_ids(directory), begins, template, day, template_begins=template_begins)
 
 
 def _stop_ids(directory: Path) -> tuple[int, ...]:
@@ -286,19 +277,6 @@ def _stop_ids(directory: Path) -> tuple[int, ...]:
                 )
         ids += eos_ids
     return tuple(dict.fromkeys(ids))
-
-
-def _starts_with_bos(
-    backend: tokenizers.Tokenizer,
-    pipeline: Mapping[str, Any],
-    config: Mapping[str, Any],
-    bos: str | None,
-) -> bool:
-    """True if the beginning of sequence comes before a text, as `checkpoint_tokenizer` says."""
-    add_bos = config.get("add_bos_token")
-    if bos is None or add_bos is not None or pipeline.get("post_processor") is None:
-        return bool(add_bos is None or add_bos)
-    return backend.encode("", add_special_tokens=True).tokens[:1] == [bos]
 
 
 def _load_pipeline(content: Mapping[str, Any]) -> tokenizers.Tokenizer:
@@ -327,10 +305,6 @@ def _token_text(token: Any) -> str | None:
     return text
 
 
-OPEN, CLOSE = "\ufdd0", "\ufdd1"
-"""Around the numbers that stand for special tokens; no text has them, they are no characters."""
-
-
 class EscapedTextTokenizer:
     """Encodes a text in which the special tokens that are meant are written as they are, and those
     that are text are escaped (`jrl.text.located`).
@@ -338,10 +312,6 @@ class EscapedTextTokenizer:
     The pipeline gets another name for each special token, which the text has in its place, and
     leaves the name that the text spells to the model: everything else is read as it always is, so
     that a text without escapes has the same tokens.
-
-    Args:
-      pipeline: what tokenizer.json holds.
-      special: the special tokens, by how they are written.
     """
 
     def __init__(self, pipeline: Mapping[str, Any], special: Mapping[str, int]):
@@ -353,45 +323,32 @@ class EscapedTextTokenizer:
         self._pipeline = _load_pipeline(changed)
         self._pipeline.encode_special_tokens = True
         self._special = special
-        self._names = {text: f"{OPEN}{index}{CLOSE}" for index, text in enumerate(special)}
-        added_by_text = {token["content"]: token for token in added}
-        options = ("single_word", "lstrip", "rstrip", "normalized")
+        self._names = {text: f"{SPAN_BEGIN}{n}{SPAN_END}" for n, text in enumerate(special)}
+        options = {
+            token["content"]: {
+                name: token[name] for name in ("single_word", "lstrip", "rstrip", "normalized")
+            }
+            for token in added
+        }
         self._pipeline.add_tokens(
-            [
-                tokenizers.AddedToken(
-                    name,
-                    **{
-                        option: added_by_text[text][option]
-                        for option in options
-                        if text in added_by_text
-                    },
-                )
-                for text, name in self._names.items()
-            ]
+            [tokenizers.AddedToken(name, **options.get(x, {})) for x, name in self._names.items()]
         )
         self._special_ids = {
             self._pipeline.token_to_id(name): special[text] for text, name in self._names.items()
         }
 
     def encode_spans(self, text: str, escape: str) -> TokenSpans:
-        """The tokens, and their offsets in the text without escapes.
-
-        Raises:
-          ValueError: where the model has a special token for what is spelled.
-        """
-        if OPEN in text or CLOSE in text:
-            raise ValueError("it has U+FDD0 or U+FDD1, which are no characters: leave them out")
+        """The tokens, and their offsets in the text without escapes; refuses a spelled special
+        token that the model has a token for."""
+        check_no_marks(text)
         segments, widths = list[str](), list[int]()
         for segment in re.split(f"({special_pattern(self._special)})", text):
-            name = self._names.get(segment)
-            if name is None:
-                segment = segment.replace(escape, "")
-                segments.append(segment)
-                widths += [1] * len(segment)
-            else:
-                segments.append(name)
+            segments.append(self._names.get(segment, segment.replace(escape, "")))
+            if segment in self._names:
                 # The first character of the name has the width of the token.
-                widths += [len(segment), *[0] * (len(name) - 1)]
+                widths += [len(segment), *[0] * (len(segments[-1]) - 1)]
+            else:
+                widths += [1] * len(segments[-1])
         offsets = np.concatenate([[0], np.cumsum(widths)]).astype(np.int64)
         encoding = self._pipeline.encode("".join(segments), add_special_tokens=False)
         spelled = set(encoding.ids) & set(self._special.values())

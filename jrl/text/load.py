@@ -16,7 +16,6 @@ def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> Tokenizer
     a checkpoint beside it, as `jrl.text.json_tokenizer.checkpoint_tokenizer` does.
 
     Args:
-      path: where the file is.
       vocab_size: ids of the network, which may have more than a tokenizer.json has tokens.
 
     Raises:

@@ -19,12 +19,8 @@ from jrl.tasks.tools.calls import Arguments
 
 @dataclass(frozen=True)
 class TokenSpans:
-    """The tokens of a text with their spans of characters in it.
-
-    Attributes:
-      ids: of the tokens.
-      begins, ends: ``[tokens]`` the characters of each: its first, and the one behind its last.
-    """
+    """Ids of the tokens of a text, and ``[tokens]`` the first character of each in it and the one
+    behind its last."""
 
     ids: list[int]
     begins: np.ndarray
@@ -47,18 +43,13 @@ class TokenSpans:
 
     @classmethod
     def concatenate(cls, segments: Sequence["TokenSpans"], sizes: Sequence[int]) -> "TokenSpans":
-        """The tokens of texts that follow each other, each of which was read alone.
-
-        Args:
-          sizes: characters of each text.
-        """
-        offsets = np.cumsum([0, *sizes[:-1]])
+        """The tokens of texts that follow each other, each of which was read alone and has a size
+        in characters."""
+        offset_segments = list(zip(np.cumsum([0, *sizes[:-1]]), segments, strict=True))
         return cls(
             [token for segment in segments for token in segment.ids],
-            *(
-                np.concatenate([x + n for x, n in zip(each, offsets, strict=True)])
-                for each in ([s.begins for s in segments], [s.ends for s in segments])
-            ),
+            np.concatenate([offset + segment.begins for offset, segment in offset_segments]),
+            np.concatenate([offset + segment.ends for offset, segment in offset_segments]),
         )
 
 
@@ -66,6 +57,16 @@ def special_pattern(tokens: Iterable[str]) -> str:
     """A pattern for any of the special tokens, the longest that fits first; for none, a pattern
     that fits nowhere."""
     return "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)"
+
+
+SPAN_BEGIN, SPAN_END = "\ufdd0", "\ufdd1"
+"""Marks in a text that is written or read on the way; no text has them, they are no characters."""
+
+
+def check_no_marks(text: str) -> None:
+    """Refuses a text that has `SPAN_BEGIN` or `SPAN_END`."""
+    if SPAN_BEGIN in text or SPAN_END in text:
+        raise ValueError("it has U+FDD0 or U+FDD1, which are no characters: leave them out")
 
 
 PRIVATE_USE = range(0xE000, 0xF900)

@@ -26,8 +26,8 @@ import numpy as np
 from jrl.tasks import Example
 from jrl.tasks.data.chats import Chat
 from jrl.tasks.data.conversations import Conversation, content_of
-from jrl.text.chat import SPAN_BEGIN, SPAN_END, ChatTemplate, text_or_raise
-from jrl.text.located import TokenSpans, escape_special_tokens
+from jrl.text.chat import ChatTemplate, text_or_raise
+from jrl.text.located import SPAN_BEGIN, SPAN_END, TokenSpans, check_no_marks, escape_special_tokens
 from jrl.text.prompt_format import NO_TOOLS, PromptFormat
 from jrl.text.tokenizer import Tokenizer
 
@@ -75,11 +75,13 @@ class ChatFormat(PromptFormat):
         return encoded.ids[: encoded.context].tolist()
 
 
-def encode_chat(format: PromptFormat, chat: Chat, *, last: bool = False) -> Encoded:
-    """The tokens of a conversation.
+Tokens = tuple[list[int], np.ndarray]
+"""Ids of a whole conversation, and ``[time]`` which turn of the assistant each is of, counted from
+0; -1 is of none."""
 
-    Args:
-      last: whether the last turn of the assistant alone is trained on.
+
+def encode_chat(format: PromptFormat, chat: Chat, *, last: bool = False) -> Encoded:
+    """The tokens of a conversation; with `last`, the assistant's last turn alone is trained on.
 
     Raises:
       ValueError: naming the record, where the template refuses it, or writes the beginning of a
@@ -89,12 +91,12 @@ def encode_chat(format: PromptFormat, chat: Chat, *, last: bool = False) -> Enco
         if chat.text is not None:
             return _encode_text(format.tokenizer, chat.text)
         if format.template is None:
-            tokens = _encode_without_template(format, chat)
+            ids, turn = _encode_without_template(format, chat)
         else:
-            tokens = _encode_with_template(format, format.template, chat, last)
+            ids, turn = _encode_with_template(format, format.template, chat, last)
     except ValueError as error:
         raise ValueError(f"{chat.location}: {error}") from error
-    encoded = _build_loss_mask(tokens, format.tokenizer, last)
+    encoded = _build_loss_mask(ids, turn, format.tokenizer, last)
     if encoded is None:
         raise ValueError(
             f"{chat.location}: the assistant's turns have no token to train on: leave the record "
@@ -103,25 +105,11 @@ def encode_chat(format: PromptFormat, chat: Chat, *, last: bool = False) -> Enco
     return encoded
 
 
-@dataclass(frozen=True)
-class ConversationTokens:
-    """The tokens of a whole conversation, and who said them.
-
-    Attributes:
-      ids: ``[time]`` its tokens.
-      turn: ``[time]`` which turn of the assistant each is of, counted from 0; -1 is of none.
-    """
-
-    ids: list[int]
-    turn: np.ndarray
-
-
 def _build_loss_mask(
-    tokens: ConversationTokens, tokenizer: Tokenizer, last: bool
+    ids: list[int], turn: np.ndarray, tokenizer: Tokenizer, last: bool
 ) -> Encoded | None:
     """Builds the loss mask: tokens of each turn until its end, and the end of sequence after the
     last where nothing ends it; None if no token is trained on."""
-    ids, turn = list(tokens.ids), tokens.turn
     loss_mask = np.zeros(len(ids), bool)
     turn_indices = np.unique(turn[turn >= 0])
     for turn_index in turn_indices[-1:] if last else turn_indices:
@@ -151,12 +139,10 @@ def _encode_text(tokenizer: Tokenizer, text: str) -> Encoded:
         ids = [*ids, tokenizer.eos_id]
     if len(ids) < 2:
         raise ValueError("its text has one token, which nothing predicts: leave the record out")
-    loss_mask = np.ones(len(ids), bool)
-    loss_mask[0] = False
-    return Encoded(np.array(ids, np.int32), loss_mask, 1)
+    return Encoded(np.array(ids, np.int32), np.arange(len(ids)) > 0, 1)
 
 
-def _encode_without_template(format: PromptFormat, chat: Chat) -> ConversationTokens:
+def _encode_without_template(format: PromptFormat, chat: Chat) -> Tokens:
     """Without a template."""
     tokenizer, messages = format.tokenizer, chat.conversation.turns
     if any(turn.get("tool_calls") for turn in messages) or chat.conversation.tools is not None:
@@ -165,7 +151,7 @@ def _encode_without_template(format: PromptFormat, chat: Chat) -> ConversationTo
         question, answer = map(content_of, messages)
         before = tokenizer.with_prefix(tokenizer.encode(question))
         after = [*tokenizer.encode_continuation(question, answer), tokenizer.eos_id]
-        return ConversationTokens([*before, *after], np.repeat([-1, 0], [len(before), len(after)]))
+        return [*before, *after], np.repeat([-1, 0], [len(before), len(after)])
     ids, turn = list(tokenizer.prefix), [np.full(len(tokenizer.prefix), -1)]
     unencoded, turn_index = "", 0
     for index, each in enumerate(messages):
@@ -179,12 +165,12 @@ def _encode_without_template(format: PromptFormat, chat: Chat) -> ConversationTo
         in_turn = encoding.within(len(unencoded), len(unencoded) + len(content_of(each)))
         turn += [np.where(in_turn, turn_index, -1), np.array([turn_index])]
         unencoded, turn_index = "", turn_index + 1
-    return ConversationTokens(ids, np.concatenate(turn))
+    return ids, np.concatenate(turn)
 
 
 def _encode_with_template(
     format: PromptFormat, template: ChatTemplate, chat: Chat, last: bool
-) -> ConversationTokens:
+) -> Tokens:
     """By a template. A special token that a message spells is text, as in prompts
     (`jrl.text.chat.ChatTemplate`)."""
     tokenizer = format.tokenizer
@@ -193,26 +179,20 @@ def _encode_with_template(
         format.add_defaults(chat.conversation), tokenizer.special_tokens
     )
     if template.has_generation_tags:
-        if SPAN_BEGIN in escaped.texts or SPAN_END in escaped.texts:
-            raise ValueError("it has U+FDD0 or U+FDD1, which are no characters: leave them out")
-        text, spans = _split_tagged(template.write(escaped.conversation, tagged=True))
-        generation_prompt = template.generation_prompt(_before_last_turn(escaped.conversation))
-        # A tag may enclose what the template itself begins the turn with.
-        skipped = [
-            len(generation_prompt) if text.startswith(generation_prompt, begin) else 0
-            for begin, _ in spans
-        ]
-        spans = [(begin + n, end) for n, (begin, end) in zip(skipped, spans, strict=True)]
+        check_no_marks(escaped.texts)
+        text, spans = _locate_tagged_text(template, escaped.conversation)
     else:
         text, spans = _locate_assistant_text(template, escaped.conversation, last)
-    begin_offsets = [escaped.unescaped_offset(text, begin) for begin, _ in spans]
-    end_offsets = [escaped.unescaped_offset(text, end) for _, end in spans]
+    offsets = [
+        (escaped.unescaped_offset(text, begin), escaped.unescaped_offset(text, end))
+        for begin, end in spans
+    ]
     encoding = tokenizer.encode_special_spans(text, escaped.escape)
     special = _mask_special_tokens(tokenizer, encoding)
     straddled = [
         begin
-        for (begin, _), begin_offset in zip(spans, begin_offsets, strict=True)
-        if np.any((encoding.begins < begin_offset) & (begin_offset < encoding.ends) & ~special)
+        for (begin, _), (offset, _) in zip(spans, offsets, strict=True)
+        if np.any((encoding.begins < offset) & (offset < encoding.ends) & ~special)
     ]
     if straddled:
         # The policy is asked after the tokens of the prompt alone.
@@ -223,11 +203,11 @@ def _encode_with_template(
         )
         special = _mask_special_tokens(tokenizer, encoding)
     turn = np.full(len(encoding.ids), -1)
-    for turn_index, (begin, end) in enumerate(zip(begin_offsets, end_offsets, strict=True)):
+    for turn_index, (begin, end) in enumerate(offsets):
         # Some special tokens take the blanks behind them along; nobody says those.
         turn[encoding.within(begin, end) & ~(special & (encoding.begins < begin))] = turn_index
     ids = tokenizer.with_template_prefix(encoding.ids)
-    return ConversationTokens(ids, np.concatenate([np.full(len(ids) - len(turn), -1), turn]))
+    return ids, np.concatenate([np.full(len(ids) - len(turn), -1), turn])
 
 
 def _mask_special_tokens(tokenizer: Tokenizer, encoding: TokenSpans) -> np.ndarray:
@@ -235,38 +215,34 @@ def _mask_special_tokens(tokenizer: Tokenizer, encoding: TokenSpans) -> np.ndarr
     return np.isin(encoding.ids, list(tokenizer.special_ids))
 
 
-def _before_last_turn(conversation: Conversation) -> Conversation:
-    """The conversation before the assistant's last turn."""
-    messages = conversation.turns
-    last = max(index for index, turn in enumerate(messages) if turn["role"] == "assistant")
-    return replace(conversation, turns=messages[:last])
-
-
-def _split_tagged(tagged_text: str) -> tuple[str, list[tuple[int, int]]]:
-    """The text without the tags of a template, and the spans between them."""
-    text, *others = tagged_text.split(SPAN_BEGIN)
+def _locate_tagged_text(
+    template: ChatTemplate, conversation: Conversation
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text that the template writes, without its tags, and the spans between them."""
+    text, *others = template.write(conversation, tagged=True).split(SPAN_BEGIN)
     spans: list[tuple[int, int]] = []
     for other in others:
         span_text, _, after = other.partition(SPAN_END)
         spans.append((len(text), len(text) + len(span_text)))
         text += span_text + after
-    return text, spans
+    messages = conversation.turns
+    last = max(index for index, turn in enumerate(messages) if turn["role"] == "assistant")
+    opened = template.generation_prompt(replace(conversation, turns=messages[:last]))
+    # A tag may enclose what the template itself begins the turn with.
+    return text, [
+        (begin + len(opened) if text.startswith(opened, begin) else begin, end)
+        for begin, end in spans
+    ]
 
 
 def _locate_assistant_text(
     template: ChatTemplate, conversation: Conversation, last: bool
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The text that the template writes, and the spans of the assistant's in it, between what is
-    written before each of its turns and after it.
-
-    Args:
-      last: whether the last turn alone is requested.
-    """
+    """The text that the template writes, and the spans of the assistant's in it, or of its last
+    turn alone: between what is written before a turn and after it."""
     messages = conversation.turns
-    assistant_indices = [
-        index for index, turn in enumerate(messages) if turn["role"] == "assistant"
-    ]
-    selected = assistant_indices[-1:] if last else assistant_indices
+    selected = [index for index, turn in enumerate(messages) if turn["role"] == "assistant"]
+    selected = selected[-1:] if last else selected
     requests = [(conversation, False)]
     for index in selected:
         requests.append((replace(conversation, turns=messages[:index]), True))

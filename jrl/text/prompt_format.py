@@ -110,7 +110,7 @@ class PromptFormat:
         format, tools = self.tool_format, example_tools(example)
         if format is None:
             raise ValueError(
-                f"the chat template calls tools ({_tool_names(example)}) in an unknown format, so "
+                f"the chat template calls tools ({', '.join(tools)}) in an unknown format, so "
                 "that calls could not be parsed; known formats are "
                 f"{', '.join(x.name for x in FORMATS)}: give --chat-template a file that calls "
                 "them in one of these."
@@ -118,10 +118,9 @@ class PromptFormat:
         # Some templates take no answers of tools, which nobody would notice before a call.
         call_text = format.render([Call(name, {}) for name in list(tools)[:1]])
         messages = attach_calls(format, tools, (("assistant", call_text), ("tool", "7")))
-        conversation = self.conversation(example)
-        self.template.answer(
-            replace(conversation, turns=(*conversation.turns, *messages[:1])), messages[1:]
-        )
+        before = self.conversation(example)
+        before = replace(before, turns=(*before.turns, *messages[:1]))
+        self.template.answer(before, messages[1:])
 
     @cached_property
     def _shows_tools_cache(self) -> dict[tuple[str, ...], bool]:
@@ -140,16 +139,15 @@ class PromptFormat:
         if tools not in self._shows_tools_cache:
             schemas = [json.loads(tool) for tool in tools]
             try:
-                self._shows_tools_cache[tools] = shows_tools(
-                    template, schemas, list(example_tools(example))
-                )
+                names = list(example_tools(example))
+                self._shows_tools_cache[tools] = shows_tools(template, schemas, names)
             except ValueError:  # it refuses the question that was made up, which says nothing
                 self._shows_tools_cache[tools] = True
         if not self._shows_tools_cache[tools]:
             raise ValueError(
-                f"the chat template does not write tools ({_tool_names(example)}), so that the "
-                "policy would never see them: give --chat-template a file that does, or leave the "
-                "tools out."
+                f"the chat template does not write tools ({', '.join(example_tools(example))}), "
+                "so that the policy would never see them: give --chat-template a file that does, "
+                "or leave the tools out."
             )
 
     @cached_property
@@ -172,9 +170,20 @@ class PromptFormat:
           ValueError: for a conversation without a template, tools that the template does not
             write, a prompt without any token, and for what template or tokenizer refuse.
         """
-        if self.template is not None:
+        if self.template is None:
+            ids = self._encode_text(example)
+        else:
             self.check_shown(example)
-            return self._require_tokens(self.template.encode(self.conversation(example)), example)
+            ids = self.template.encode(self.conversation(example))
+        if not ids:
+            raise ValueError(
+                f"the prompt {example.prompt[:60]!r} has no token, and the tokenizer puts none "
+                "before it, so nothing could be predicted from it: give a prompt with content."
+            )
+        return ids
+
+    def _encode_text(self, example: Example) -> list[int]:
+        """The tokens of a prompt without a template, which has to be one text."""
         messages = example.messages
         if len(messages) > 1 or (messages and messages[0][0] != "user"):
             raise ValueError(
@@ -183,25 +192,12 @@ class PromptFormat:
             )
         if example.tools and example.record.get("tools"):
             raise ValueError(f"the prompt {example.prompt[:60]!r} {NO_TOOLS}")
-        ids = self.tokenizer.with_prefix(self.tokenizer.encode(example.prompt))
-        return self._require_tokens(ids, example)
-
-    def _require_tokens(self, ids: list[int], example: Example) -> list[int]:
-        if not ids:
-            raise ValueError(
-                f"the prompt {example.prompt[:60]!r} has no token, and the tokenizer puts none "
-                "before it, so nothing could be predicted from it: give a prompt with content."
-            )
-        return ids
+        return self.tokenizer.with_prefix(self.tokenizer.encode(example.prompt))
 
 
 def example_tools(example: Example) -> ToolParameters:
     """The tools of an example."""
     return parameters_by_tool([json.loads(tool) for tool in example.tools])
-
-
-def _tool_names(example: Example) -> str:
-    return ", ".join(example_tools(example))
 
 
 def prompt_format(run: PromptSettings, tokenizer: Tokenizer) -> PromptFormat:

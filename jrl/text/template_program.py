@@ -16,8 +16,6 @@ Either may be answered with ``{"exceeded": PHRASE}``, the limit that the templat
 import json
 import signal
 from datetime import datetime
-from functools import cache
-from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
@@ -43,12 +41,12 @@ class Templates:
     """Compiled templates, by key.
 
     Args:
-      calls: path of `jrl.tasks.tools.call_format`.
+      arguments: class of the arguments of a call, `jrl.tasks.tools.calls.Arguments`.
       seconds: of the processor, for each template and each text.
     """
 
-    def __init__(self, calls: str, seconds: str):
-        self._calls, self._seconds = calls, float(seconds)
+    def __init__(self, arguments: type, seconds: float):
+        self._arguments, self._seconds = arguments, seconds
         self._templates: dict[str, Template] = {}
         signal.signal(signal.SIGPROF, stop)
 
@@ -83,7 +81,7 @@ class Templates:
             value = question["given"]
             for step in before:
                 value = value[step]
-            value[last] = arguments_type(self._calls)(value[last], text)
+            value[last] = self._arguments(value[last], text)
         texts: list[str | Message] = []
         for variables in question["given"]:
             limit_time(self._seconds)
@@ -114,22 +112,8 @@ def stop(number: int, frame: Any) -> NoReturn:
     raise TookTooLong
 
 
-@cache
-def arguments_type(calls: str) -> Any:
-    """The class of arguments of a call."""
-    spec = spec_from_file_location("calls", calls)
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.Arguments
-
-
 def compile_template(source: str, day: datetime, markers: list[str] | None) -> Template:
-    """The template of a source.
-
-    Args:
-      day: what it takes for today.
-      markers: what it writes around its ``{% generation %}``; None writes nothing.
+    """The template of a source, as `jrl.text.chat.Renderer` describes it.
 
     Raises:
       TemplateSyntaxError: it is none.

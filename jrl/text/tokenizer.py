@@ -9,14 +9,18 @@ import base64
 import io
 import json
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any, SupportsInt
 
 import numpy as np
 import sentencepiece
+from sentencepiece.sentencepiece_pb2 import (
+    SentencePieceText,  # pyright: ignore[reportAttributeAccessIssue]
+)
 
 from jrl.runs import records
 from jrl.text.located import TokenSpans, special_pattern
@@ -67,22 +71,14 @@ class Tokenizer:
       usage: what else there is to know.
     """
 
-    vocab_size: int
-    pad_id: int
-    bos_id: int | None
-    eos_id: int
-    unk_id: int
-    usage: Usage
-
     def __init__(self, model: bytes, usage: Usage | None = None):
-        """Loads a serialised SentencePiece model.
+        """Loads a serialised SentencePiece model, the bytes of a `.model` file.
 
         A model without a padding id pads with its unknown id: `encode` refuses what would become
         unknown, so that id never occurs in a text. Where a model has no beginning of sequence,
         nothing comes before a prompt.
 
         Args:
-          model: the bytes of a `.model` file.
           usage: how it is used; None is a plain model, whose only end is its own.
 
         Raises:
@@ -118,8 +114,7 @@ class Tokenizer:
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """Ids that end a completion, each once, the end of sequence first."""
-        turn = () if self.usage.turn_end is None else (self.usage.turn_end,)
-        return tuple(dict.fromkeys((self.eos_id, *self.usage.stop_ids, *turn)))
+        return tuple(dict.fromkeys((self.eos_id, *self.usage.stop_ids, self.turn_end_id)))
 
     @property
     def turn_end_id(self) -> int:
@@ -156,14 +151,11 @@ class Tokenizer:
     def train_characters(cls, characters: str) -> "Tokenizer":
         """Trains a model in which each character is one token and nothing is normalised.
 
-        Decoding an encoded text gives it back exactly, blanks and line ends included. The same
-        characters, in any order, give the same bytes.
+        Decoding an encoded text gives it back exactly, blanks and line ends included. Ids 0 to 3
+        are padding, beginning, end and unknown.
 
         Args:
           characters: what the texts are made of; order and repetitions do not matter.
-
-        Returns:
-          A tokenizer with ids 0 to 3 for padding, beginning, end and unknown.
 
         Raises:
           ValueError: there is no character, nothing but line ends, or a character that
@@ -206,9 +198,6 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Turns text into ids, without beginning or end of sequence.
 
-        Args:
-          text: any string over the model's characters.
-
         Raises:
           ValueError: the model has no piece for a character of `text`.
         """
@@ -225,24 +214,17 @@ class Tokenizer:
             )
         return ids
 
-    def encode_special(self, text: str) -> list[int]:
-        """Turns text into ids, with the id of each special token that is written in it.
-
-        Raises:
-          ValueError: as for `encode`.
-        """
-        return self.encode_special_spans(text).ids
-
-    def encode_special_spans(self, text: str, escape: str | None = None) -> TokenSpans:
-        """As `encode_special`, with the spans of the tokens in the text.
+    def encode_special(self, text: str, escape: str | None = None) -> list[int]:
+        """As `encode`, with the id of each special token that is written in the text.
 
         Args:
           escape: a character that is no part of the text; special tokens with it between their
-            characters are text. Offsets are counted without it.
-
-        Raises:
-          ValueError: as for `encode`.
+            characters are text.
         """
+        return self.encode_special_spans(text, escape).ids
+
+    def encode_special_spans(self, text: str, escape: str | None = None) -> TokenSpans:
+        """As `encode_special`, with the spans of the tokens in the text without escapes."""
         spans, offset = list[tuple[int, int, int]](), 0
         for segment in re.split(f"({special_pattern(self.special_tokens)})", text):
             if segment in self.special_tokens:
@@ -254,11 +236,7 @@ class Tokenizer:
         return TokenSpans.from_spans(spans)
 
     def encode_spans(self, text: str) -> TokenSpans:
-        """As `encode`, with the spans of the tokens in the text.
-
-        Raises:
-          ValueError: as for `encode`.
-        """
+        """As `encode`, with the spans of the tokens in the text."""
         return TokenSpans.from_spans(self._spans(text))
 
     def with_prefix(self, ids: list[int]) -> list[int]:
@@ -282,28 +260,19 @@ class Tokenizer:
     def decode(self, ids: Iterable[SupportsInt]) -> str:
         """Turns ids into text; special ids give nothing, and none of them stops it.
 
-        Args:
-          ids: each in [0, vocab_size).
-
         Raises:
-          ValueError: an id is outside of the vocabulary.
+          ValueError: an id is outside of the vocabulary, [0, vocab_size).
         """
-        return self._text(
-            [token for token in self._check_ids(ids) if token not in self.special_ids]
-        )
+        return self._text([i for i in self._check_ids(ids) if i not in self.special_ids])
 
     def decode_special(
         self, ids: Iterable[SupportsInt], unknown: str = "", names: Container[str] | None = None
     ) -> str:
-        """Turns ids into text in which special tokens are written out.
+        """As `decode`, with special tokens written out.
 
         Args:
-          ids: each in [0, vocab_size).
           unknown: stands for a special token that is not written out, and an id that has none.
           names: the special tokens that are written out; None is all.
-
-        Raises:
-          ValueError: an id is outside of the vocabulary.
         """
         text_by_id = {
             identity: text
@@ -311,14 +280,12 @@ class Tokenizer:
             if names is None or text in names
         }
         segments: list[str] = []
-        run: list[int] = []
-        for token in self._check_ids(ids):
-            if token not in self.special_ids:
-                run.append(token)
-                continue
-            segments += [self._text(run), text_by_id.get(token, unknown)]
-            run = []
-        return "".join([*segments, self._text(run)])
+        for special, run in groupby(self._check_ids(ids), self.special_ids.__contains__):
+            if special:
+                segments += [text_by_id.get(token, unknown) for token in run]
+            else:
+                segments.append(self._text(list(run)))
+        return "".join(segments)
 
     def bytes_of(self, token: int) -> bytes | None:
         """The bytes of a token that stands for bytes, which may be a part of a character; None of
@@ -327,12 +294,8 @@ class Tokenizer:
         return bytes.fromhex(piece[3:5]) if self._processor.IsByte(token) else None
 
     def save(self, path: str | Path) -> None:
-        """Writes what `load_tokenizer` reads, a plain model as its `.model` file; a reader sees the
-        old file or the whole new one.
-
-        Args:
-          path: where to write it; its folder must exist.
-        """
+        """Writes what `load_tokenizer` reads, a plain model as its `.model` file, into a folder
+        that must exist; a reader sees the old file or the whole new one."""
         content = self._model
         if self.usage != Usage():
             model = base64.b64encode(self._model).decode()
@@ -350,7 +313,12 @@ class Tokenizer:
     def _spans(self, text: str) -> list[tuple[int, int, int]]:
         """As `encode`, each id with its first character and the one behind its last."""
         self.encode(text)  # refuses what it does not know
-        return piece_spans(self._processor.encode(text, out_type="serialized_proto"), text)
+        # Its offsets are of bytes; the library's own conversion depends on its version.
+        sizes = [len(character.encode()) for character in text]
+        characters = [*np.repeat(np.arange(len(text)), sizes).tolist(), len(text)]
+        message = self._processor.encode(text, out_type="serialized_proto")
+        pieces = SentencePieceText.FromString(message).pieces
+        return [(each.id, characters[each.begin], characters[each.end]) for each in pieces]
 
     def _text(self, ids: list[int]) -> str:
         """The text of ids of which none is special."""
@@ -391,57 +359,3 @@ def _unusable_character(character: str) -> ValueError:
         f"characters has {character!r} (U+{ord(character):04X}), which SentencePiece uses itself "
         "or cannot keep: replace it in the data"
     )
-
-
-PIECES, ID, BEGIN, END = 2, 2, 4, 5
-"""Numbers of the fields: of the text, and of a piece."""
-VARINT, BYTES, FLOAT = 0, 2, 5
-"""Kinds of values on the wire."""
-
-
-def piece_spans(message: bytes, text: str) -> list[tuple[int, int, int]]:
-    """Id, first character and the one behind the last of each piece of a text.
-
-    Args:
-      message: that SentencePiece serialises of the text (`sentencepiece.proto`: a text has pieces,
-        a piece its id and the bytes of its start and end). The library's own objects for it have
-        changed their names between versions; the message has not.
-    """
-    sizes = [len(character.encode()) for character in text]
-    # The character of each byte, and the number of characters behind the last.
-    characters = [*np.repeat(np.arange(len(text)), sizes).tolist(), len(text)]
-    spans = []
-    for field, value in _message_fields(message):
-        if field == PIECES and isinstance(value, bytes):
-            piece = {name: x for name, x in _message_fields(value) if isinstance(x, int)}
-            begin, end = piece.get(BEGIN, 0), piece.get(END, 0)
-            spans.append((piece.get(ID, 0), characters[begin], characters[end]))
-    return spans
-
-
-def _message_fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Number and value of each field of a message."""
-    offset = 0
-    while offset < len(message):
-        key, offset = _varint(message, offset)
-        field, kind = key >> 3, key & 7
-        if kind == VARINT:
-            value, offset = _varint(message, offset)
-        elif kind == BYTES:
-            size, offset = _varint(message, offset)
-            value, offset = message[offset : offset + size], offset + size
-        else:
-            assert kind == FLOAT, f"kind {kind} is not a field type of a SentencePieceText"
-            value, offset = message[offset : offset + 4], offset + 4
-        yield field, value
-
-
-def _varint(message: bytes, offset: int) -> tuple[int, int]:
-    """A number, and the place behind it."""
-    value = shift = 0
-    while True:
-        byte = message[offset]
-        value |= (byte & 0x7F) << shift
-        offset, shift = offset + 1, shift + 7
-        if byte < 0x80:
-            return value, offset

@@ -9,7 +9,7 @@ from typing import Any
 
 from jrl.tasks.data.conversations import Conversation, Turn
 from jrl.tasks.tools.call_format import ToolFormat
-from jrl.tasks.tools.calls import Arguments, Call, ToolParameters
+from jrl.tasks.tools.calls import Arguments, Call, ToolParameters, message_call
 from jrl.tasks.tools.detection import FORMATS, detect_formats
 from jrl.tasks.tools.tool import Tool
 from jrl.text.chat import ChatTemplate
@@ -38,8 +38,8 @@ def tool_format_of(template: ChatTemplate, tokenizer: Tokenizer) -> ToolFormat |
     candidates = detect_formats("" if source is None else source)
     schema, tools = PROBE.schema, {PROBE.name: PROBE.parameters}
     conversation = replace(Conversation.from_pairs([("user", "?")]), tools=[schema])
+    call = Call(PROBE.name, ARGUMENTS)
     for format in (*candidates, *(each for each in FORMATS if each not in candidates)):
-        call = Call(PROBE.name, ARGUMENTS)
         message = _assistant_message("", [call], [format.call_id(call.name, 0)])
         try:
             without_call = template.write(conversation)
@@ -117,11 +117,7 @@ def _assistant_message(content: str, calls: Sequence[Call], ids: Sequence[str]) 
     if not calls:
         return {"role": "assistant", "content": content}
     tool_calls = [
-        {
-            "id": identity,
-            "type": "function",
-            "function": {"name": call.name or NAMELESS, "arguments": Arguments(call.arguments)},
-        }
+        message_call(identity, call.name or NAMELESS, Arguments(call.arguments))
         for call, identity in zip(calls, ids, strict=True)
     ]
     return {"role": "assistant", "content": "", "tool_calls": tool_calls}

@@ -80,19 +80,9 @@ def is_conversing(task: Any) -> bool:
     return callable(getattr(task, "environment", None))
 
 
-def fields_of(record: Record) -> dict[str, Any]:
-    """Fields of a record that its environment is created from."""
-    return {name: x for name, x in record.items() if name not in ("prompt", "messages", "turns")}
-
-
 class EnvironmentPrompts:
-    """A definition whose prompts hold what its environments begin with.
-
-    Args:
-      name: of the task.
-      definition: with generated prompts, and sizes.
-      host: of its environments.
-    """
+    """A definition with generated prompts and sizes, whose prompts hold what the environments of a
+    host begin with."""
 
     def __init__(self, name: str, definition: Any, host: Host):
         self._name, self._definition, self._host = name, definition, host
@@ -121,12 +111,8 @@ class Conversational(PromptSourceTask):
     """A task whose completions are conversations."""
 
     def __init__(self, prompts: Prompts, host: Host):
-        """Puts the two together.
-
-        Args:
-          prompts: whose records are opened.
-          host: of their environments; closed with the task.
-        """
+        """Puts prompts and the host of their environments together, which is closed with the
+        task."""
         super().__init__(prompts)
         self.environments = host
 
@@ -156,14 +142,16 @@ def open_example(
     Raises:
       ValueError: where there are none, or a field cannot be what it is for.
     """
-    record = {"prompt": record} if isinstance(record, str) else dict(record)
-    reference_messages = _parse_reference_messages(
-        record.pop("turns", ()), f'{location}: field "turns"'
-    )
-    fields = fields_of(record)
-    messages = [dict(message) for message in record.pop("messages", ())]
-    if "prompt" in record:
-        messages = [{"role": "user", "content": record["prompt"]}]
+    fields: dict[str, Any] = {"prompt": record} if isinstance(record, str) else dict(record)
+    turns = tuple((str(turn["role"]), str(turn["content"])) for turn in fields.pop("turns", ()))
+    if turns and (turns[0][0] != "assistant" or turns[-1][0] != "assistant"):
+        raise ValueError(
+            f'{location}: field "turns" must begin and end with a message of the assistant, which '
+            "is trained on"
+        )
+    messages = [dict(message) for message in fields.pop("messages", ())]
+    if "prompt" in fields:
+        messages = [{"role": "user", "content": fields.pop("prompt")}]
     messages += [{"role": role, "content": text} for role, text in host.opening_messages(fields)]
     if not messages:
         raise ValueError(
@@ -173,26 +161,15 @@ def open_example(
     opening: dict[str, Any] = {"messages": messages}
     if len(messages) == 1 and messages[0]["role"] == "user":
         opening = {"prompt": messages[0]["content"]}
-    if reference_messages:
-        opening["answer"] = "\n".join(text for _, text in reference_messages)
-    example = example_of(opening, location)
+    if turns:
+        opening["answer"] = "\n".join(text for _, text in turns)
     return replace(
-        example,
+        example_of(opening, location),
         record=fields,
-        turns=reference_messages,
+        turns=turns,
         hidden=json.dumps(fields, sort_keys=True, default=to_json_value),
         tools=tuple(tools),
     )
-
-
-def _parse_reference_messages(value: Any, location: str) -> tuple[tuple[str, str], ...]:
-    """Role and content of the messages of a reference conversation."""
-    pairs = tuple((str(turn["role"]), str(turn["content"])) for turn in value)
-    if pairs and (pairs[0][0] != "assistant" or pairs[-1][0] != "assistant"):
-        raise ValueError(
-            f"{location} must begin and end with a message of the assistant, which is trained on"
-        )
-    return pairs
 
 
 def tools_of(definition: Any) -> tuple[str, ...]:

@@ -76,11 +76,8 @@ class Host(Protocol):
     def say(
         self, conversation_id: int, example: Example, messages: PolicyMessages
     ) -> "Future[Reply]":
-        """Submits the policy's messages; the future is the environment's reply to the last one.
-
-        Args:
-          messages: all of them; a text is a message with that content.
-        """
+        """Submits all messages of the policy; the future is the environment's reply to the last. A
+        text is a message with that content."""
         ...
 
     def end(self, conversation_id: int) -> None:
@@ -92,32 +89,20 @@ class Host(Protocol):
         ...
 
 
-class LocalHost:
+class LocalHost(Conversations):
     """Environments of the library, which are trusted: in this process, without a limit of time."""
 
     def __init__(self, definition: Any, scoring: Scoring):
+        super().__init__(environment_factory(definition), _never_awaited)
         self.scoring: Scoring = scoring
-        self._conversations = Conversations(environment_factory(definition), _never_awaited)
-
-    def opening_messages(self, fields: Message) -> list[list[str]]:
-        return self._conversations.opening_messages(fields)
 
     def say(
         self, conversation_id: int, example: Example, messages: PolicyMessages
     ) -> "Future[Reply]":
-        future: Future[Reply] = Future()
-        future.set_result(
-            _parse_reply(
-                self._conversations.answer(conversation_id, dict(example.record), messages)
-            )
-        )
+        fields, future = dict(example.record), Future[Reply]()
+        answer = self.answer(conversation_id, fields, messages)
+        future.set_result(_parse_reply(answer))
         return future
-
-    def end(self, conversation_id: int) -> None:
-        self._conversations.end(conversation_id)
-
-    def close(self) -> None:
-        self._conversations.close()
 
 
 class WorkerHost:
@@ -139,8 +124,7 @@ class WorkerHost:
         self.scoring: Scoring = scoring
         self._text, self._seconds = reference.text, seconds
         self._folder = tempfile.TemporaryDirectory(prefix="jrl-environment-")
-        folder = self._folder.name
-        make = reference.worker_maker("environment", folder, makes=True, seconds=seconds)
+        make = reference.worker_maker("environment", self._folder.name, makes=True, seconds=seconds)
         num_workers = default_workers() if workers is None else workers
         self._workers = [_ConversationWorker(make()) for _ in range(num_workers)]
         self._worker_of: dict[int, _ConversationWorker] = {}
@@ -148,14 +132,13 @@ class WorkerHost:
 
     def opening_messages(self, fields: Message) -> list[list[str]]:
         question = {"open": True, "fields": as_json(fields)}
-        worker = min(self._workers, key=lambda worker: worker.busy)
-        answer: Message
+        worker = min(self._workers, key=lambda worker: len(worker.pending))
         try:
             answer = worker.submit(lambda: worker.ask(question)).result()
-        except Exception as error:
-            answer = {"error": str(error)}
-        if "error" in answer:
-            raise ValueError(f"{self._text} cannot begin a conversation: {answer['error']}")
+        except Exception as error:  # the host was closed
+            answer = parse_failure(error)
+        if "failure" in answer:
+            raise ValueError(f"{self._text} cannot begin a conversation: {answer['message']}")
         return answer["messages"]
 
     def say(
@@ -163,12 +146,11 @@ class WorkerHost:
     ) -> "Future[Reply]":
         worker = self._worker_of.get(conversation_id)
         if worker is None:
-            worker = self._worker_of[conversation_id] = min(
-                self._workers, key=lambda worker: len(worker.members)
-            )
+            worker = min(self._workers, key=lambda worker: len(worker.members))
+            self._worker_of[conversation_id] = worker
             worker.members.add(conversation_id)
-        question = {"conversation": conversation_id, "fields": as_json(dict(example.record))}
-        question["said"] = list(messages)
+        fields, said = as_json(dict(example.record)), list(messages)
+        question = {"conversation": conversation_id, "fields": fields, "said": said}
         return worker.submit(lambda: self._ask(worker, conversation_id, question))
 
     def end(self, conversation_id: int) -> None:
@@ -193,29 +175,22 @@ class WorkerHost:
     def _ask(self, worker: "_ConversationWorker", conversation_id: int, question: Message) -> Reply:
         # What is to be played again has the time of all its steps.
         calls = 1 if conversation_id in worker.started else 1 + len(question["said"])
-        try:
-            answer = worker.ask(question, seconds=self._seconds * calls)
-            worker.started.add(conversation_id)
-        except Exception as error:
-            answer = error
-        answer = parse_failure(answer)
+        answer = worker.ask(question, seconds=self._seconds * calls)
         if "failure" in answer:
             self._warn(answer)
         if "failure" in answer or answer["done"]:
             worker.started.discard(conversation_id)
             self._remove(conversation_id)
+        else:
+            worker.started.add(conversation_id)
         return _parse_reply(answer)
 
     def _end_conversation(self, worker: "_ConversationWorker", conversation_id: int) -> None:
         if conversation_id not in worker.started:
             return
         worker.started.discard(conversation_id)
-        try:
-            answer = worker.ask({"end": conversation_id})
-        except Exception as error:
-            # Nobody reads this call's future: what is not said here is never said.
-            answer = {"error": str(error)}
-        self._warn_unclosed(answer.get("error"))
+        # Nobody reads this call's future: what is not said here is never said.
+        self._warn_unclosed(worker.ask({"end": conversation_id}).get("message"))
 
     def _warn_unclosed(self, message: str | None) -> None:
         if message is not None:
@@ -238,33 +213,34 @@ class _ConversationWorker:
     Attributes:
       members: conversations that belong here.
       started: those of them whose environments the process has.
+      pending: what it has been asked and not answered.
     """
 
     def __init__(self, worker: Worker):
         self.worker = worker
         self.members: set[int] = set()
         self.started: set[int] = set()
-        self.busy = 0
+        self.pending: set[Future[Any]] = set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jrl environment")
 
     def submit(self, call: Any) -> "Future[Any]":
-        self.busy += 1
         future = self._thread.submit(call)
-        future.add_done_callback(lambda _: self._release())
+        self.pending.add(future)
+        future.add_done_callback(self.pending.discard)
         return future
 
     def ask(self, question: Message, seconds: float | None = None) -> Message:
-        """As `Worker.ask`, in the thread of its own."""
+        """As `Worker.ask`, in the thread of its own; with the failure in place of an error."""
         try:
-            return self.worker.ask(question, seconds=seconds)
-        except Exception:
+            return parse_failure(self.worker.ask(question, seconds=seconds))
+        except Exception as error:
             # Whatever it was, the process ended or may have, and all conversations of it.
             self.started.clear()
-            raise
+            return parse_failure(error)
 
     def close(self) -> str | None:
         """Closes the environments and ends the process; what went wrong, if anything did."""
-        is_busy, problem = bool(self.started or self.busy), None
+        is_busy, problem = bool(self.started or self.pending), None
         self._thread.shutdown(wait=False, cancel_futures=True)
         if is_busy:
             try:
@@ -275,9 +251,6 @@ class _ConversationWorker:
         self.started.clear()
         self.worker.close()
         return problem
-
-    def _release(self) -> None:
-        self.busy -= 1
 
 
 def _parse_reply(answer: Message) -> Reply:

@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-Stepped = tuple[list[dict[str, str]], float, bool]
+from jrl.tasks.tools.tool import Stepped
 
 
 class OpenEnvironment:
@@ -64,8 +64,7 @@ class OpenEnvironment:
 
     async def close(self) -> None:
         """Ends the client's connection, where it has one to close."""
-        close = getattr(self._client, "close", None)
-        if close is not None:
+        if (close := getattr(self._client, "close", None)) is not None:
             await _await_value(close())
 
     def _message(self, result: Any) -> dict[str, str]:

@@ -203,9 +203,7 @@ def failure_of(program: Bubblewrap) -> str:
     with program.command() as (command, descriptors):
         run = [sys.executable, "-P", "-s", "-c", "pass"]
         status, printed = run_to_end([*command, *run], descriptors)
-    return (
-        "" if status == 0 else printed.strip().splitlines()[-1] if printed.strip() else f"{status}"
-    )
+    return "" if status == 0 else (printed.strip() or f"{status}").splitlines()[-1]
 
 
 def run_to_end(command: Sequence[str], descriptors: Sequence[int] = ()) -> tuple[int, str]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jrl.tasks.sandbox import cgroups
 from jrl.tasks.sandbox.bubblewrap import HOME, INIT, INIT_INSIDE, NoSandbox, bubblewrap
@@ -75,16 +76,7 @@ class Sandbox:
           ValueError: where the sandbox cannot be made any more.
         """
         with self._open_command() as (command, cwd, descriptors, group):
-            ended = _run_process(
-                command,
-                cwd=cwd,
-                descriptors=descriptors,
-                seconds=self.seconds + 2 * STARTUP_SECONDS,
-                # A character has four bytes at most.
-                max_bytes=4 * self.output + 4,
-                code=code.encode("utf-8", "replace"),
-                limits=self._limits(namespaced=cwd is None),
-            )
+            ended = self._run_process(command, cwd, descriptors, code.encode("utf-8", "replace"))
             out_of_memory = group is not None and group.ran_out()
         text = ended.printed.decode("utf-8", "replace")
         text = text if cwd is None else text.replace(cwd, ".")
@@ -93,22 +85,12 @@ class Sandbox:
         if out_of_memory:
             ending = f"stopped: more than {self.memory_mb} MB of memory"
         elif ended.complete:
-            ending = self._describe_end(ended.report)
+            ending = _describe_end(ended.report)
         else:
             ending = f"stopped after {self.seconds:g} seconds" if ended.late else ""
         if not ending:
             return text
         return f"{text}\n({ending})" if text else f"({ending})"
-
-    def _describe_end(self, report: str) -> str:
-        """Reason of a bad end, from the report of the init process; empty if the code ended
-        well."""
-        last_line = report.strip().splitlines()[-1:]
-        if last_line == ["status 0"]:
-            return ""
-        if last_line and last_line[0].startswith(("status ", "stopped")):
-            return last_line[0].replace("status", "ended with status")
-        raise NoSandbox(f"the sandbox of a policy's code has failed: {report.strip()[-300:]}")
 
     def _may_be_unsafe(self) -> bool:
         return self.unsafe or os.environ.get(UNSAFE) == "1"
@@ -125,6 +107,41 @@ class Sandbox:
             "count_processes": int(namespaced and _kernel_version() >= COUNTS_IN_NAMESPACES),
         }
         return [f"{name}={number}" for name, number in numbers.items()]
+
+    def _run_process(
+        self, command: Sequence[str], cwd: str | None, descriptors: Sequence[int], code: bytes
+    ) -> "_Outcome":
+        """Starts the init process, in its folder if it has none in a sandbox, and ends it when it
+        is done, late, or has printed enough."""
+        environment = {
+            "PATH": os.defpath,
+            "HOME": cwd or HOME,
+            "LANG": "C.UTF-8",
+            "PYTHONHASHSEED": "0",
+            # The stack of each thread counts as memory.
+            "OPENBLAS_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": "1",
+        }
+        with tempfile.TemporaryFile() as file:
+            file.write(code)
+            file.flush()
+            process = subprocess.Popen(
+                [*command, str(file.fileno()), *self._limits(namespaced=cwd is None)],
+                # Held open, and nothing written: it ends with this process, however that ends.
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                cwd=cwd or "/",
+                env=environment,
+                pass_fds=[*descriptors, file.fileno()],
+                start_new_session=True,
+            )
+            try:
+                end = time.monotonic() + self.seconds + 2 * STARTUP_SECONDS
+                # A character has four bytes at most.
+                return _read(process, end, max_bytes=4 * self.output + 4)
+            finally:  # where the wait was interrupted as well
+                _end(process)
 
     @contextmanager
     def _open_command(
@@ -153,84 +170,29 @@ class Sandbox:
                     group.remove()
 
 
-@dataclass
-class _Outcome:
-    """Output of a sandbox, and how it ended.
+class _Outcome(NamedTuple):
+    """Output of the code, and report of the init process on its standard error; whether that had
+    ended when it was read, and whether it was ended because it took too long."""
 
-    Attributes:
-      printed: by the code.
-      report: what the init process wrote to its standard error.
-      complete: whether it had ended when that was read.
-      late: whether it was ended because it took too long.
-    """
-
-    printed: bytes = b""
-    report: str = ""
-    complete: bool = False
-    late: bool = False
+    printed: bytes
+    report: str
+    complete: bool
+    late: bool
 
 
-def _run_process(
-    command: Sequence[str],
-    *,
-    cwd: str | None,
-    descriptors: Sequence[int],
-    seconds: float,
-    max_bytes: int,
-    code: bytes,
-    limits: Sequence[str],
-) -> _Outcome:
-    """Starts the init process, and ends it when it is done, late, or has printed enough.
-
-    Args:
-      cwd: its folder; None where it has one of its own.
-      max_bytes: bytes that are read of what the code prints.
-      limits: its arguments.
-    """
-    environment = {
-        "PATH": os.defpath,
-        "HOME": cwd or HOME,
-        "LANG": "C.UTF-8",
-        "PYTHONHASHSEED": "0",
-        # The stack of each thread counts as memory.
-        "OPENBLAS_NUM_THREADS": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    with tempfile.TemporaryFile() as file:
-        file.write(code)
-        file.flush()
-        process = subprocess.Popen(
-            [*command, str(file.fileno()), *limits],
-            # Held open, and nothing written: it ends with this process, however that ends.
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            cwd=cwd or "/",
-            env=environment,
-            pass_fds=[*descriptors, file.fileno()],
-            start_new_session=True,
-        )
-        ended = _Outcome()
-        try:
-            _read(process, ended, time.monotonic() + seconds, max_bytes)
-        finally:  # where the wait was interrupted as well
-            _end(process)
-    return ended
-
-
-def _read(process: "subprocess.Popen[bytes]", ended: _Outcome, end: float, max_bytes: int) -> None:
+def _read(process: "subprocess.Popen[bytes]", end: float, max_bytes: int) -> _Outcome:
     """Reads both outputs until the init process has closed its own, or the code printed enough."""
     assert process.stdout is not None and process.stderr is not None
-    printed, report = bytearray(), bytearray()
+    printed, report, complete, late = bytearray(), bytearray(), False, False
     with selectors.DefaultSelector() as selector:
         for stream, into in ((process.stdout, printed), (process.stderr, report)):
             os.set_blocking(stream.fileno(), False)
             selector.register(stream, selectors.EVENT_READ, into)
-        while not ended.complete and len(printed) < max_bytes:
+        while not complete and len(printed) < max_bytes:
             left = end - time.monotonic()
             events = selector.select(left) if left > 0 else []
             if not events:
-                ended.late = True
+                late = True
                 break
             for key, _ in events:
                 part = os.read(key.fd, min(65536, max_bytes))
@@ -238,12 +200,22 @@ def _read(process: "subprocess.Popen[bytes]", ended: _Outcome, end: float, max_b
                 if not part:
                     selector.unregister(key.fileobj)
                     # The code's output does not tell: whatever it started may hold that open.
-                    ended.complete |= key.fileobj is process.stderr
-    if ended.complete:
+                    complete |= key.fileobj is process.stderr
+    if complete:
         while len(printed) < max_bytes and (part := _ready(process.stdout.fileno())):
             printed += part
-    ended.printed = bytes(printed[:max_bytes])
-    ended.report = report.decode("utf-8", "replace")
+    text = report.decode("utf-8", "replace")
+    return _Outcome(bytes(printed[:max_bytes]), text, complete, late)
+
+
+def _describe_end(report: str) -> str:
+    """Reason of a bad end, from the report of the init process; empty if the code ended well."""
+    last_line = report.strip().splitlines()[-1:]
+    if last_line == ["status 0"]:
+        return ""
+    if last_line and last_line[0].startswith(("status ", "stopped")):
+        return last_line[0].replace("status", "ended with status")
+    raise NoSandbox(f"the sandbox of a policy's code has failed: {report.strip()[-300:]}")
 
 
 def _ready(descriptor: int) -> bytes:

@@ -21,12 +21,7 @@ MAX_DEPTH = 20
 
 _SYMBOL = re.compile(r" *([0-9]+|[-+*/()])")
 
-_OPERATIONS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
-    "+": add,
-    "-": sub,
-    "*": mul,
-    "/": truediv,
-}
+_OPERATIONS = {"+": add, "-": sub, "*": mul, "/": truediv}
 _NEGATE = "negate"
 
 
@@ -65,10 +60,8 @@ class PostfixExpression:
 
 
 def parse(text: str) -> PostfixExpression:
-    """Reads an arithmetic expression by recursive descent.
-
-    Args:
-      text: at most 200 characters, with at most 20 parentheses and signs open at a time.
+    """Reads an arithmetic expression of at most 200 characters, with at most 20 parentheses and
+    signs open at a time, by recursive descent.
 
     Raises:
       ValueError: the text is no expression, or a longer or deeper one.

@@ -4,6 +4,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from jrl.tasks.answers.extraction import REASONING
@@ -18,9 +19,7 @@ _REASONING = {
     # Harmony's channels are messages of their own: `jrl.tasks.tools.json_calls`.
     if not opened.startswith("<|channel|>")
 }
-_REASONING_TAGS = re.compile(
-    "|".join(re.escape(mark) for pair in _REASONING.items() for mark in pair), re.IGNORECASE
-)
+_REASONING_TAGS = "|".join(re.escape(mark) for pair in _REASONING.items() for mark in pair)
 
 
 class ToolFormat(ABC):
@@ -40,14 +39,11 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def calls(self, text: str, tools: ToolParameters) -> list[Call]:
-        """The calls in what a policy wrote, in their order; empty where there is none.
+        """The calls in what a policy wrote, with special tokens written out, in their order; empty
+        where there is none.
 
         A call that is started and cannot be read has an error. Text within reasoning is none, and
         neither is a mention of how calls are written.
-
-        Args:
-          text: with special tokens written out.
-          tools: the tools that may be called.
         """
 
     @abstractmethod
@@ -55,11 +51,8 @@ class ToolFormat(ABC):
         """The text that a policy writes to make these calls."""
 
     def call_id(self, name: str, index: int) -> str:
-        """Id of a call in a chat template, if the policy gave it no usable one.
-
-        Args:
-          index: of the call in its conversation.
-        """
+        """Id of a call in a chat template by its index in the conversation, if the policy gave it
+        no usable one."""
         # Nine letters and digits, which is what some templates demand.
         return f"call{index:05d}"
 
@@ -83,35 +76,30 @@ class MarkedFormat(ToolFormat):
 
     def calls(self, text: str, tools: ToolParameters) -> list[Call]:
         collected: list[Call] = []
-        position = 0
-        tag, call = _REASONING_TAGS.search(text), self._opening.search(text)
-        while tag is not None or call is not None:
-            if tag is not None and (call is None or tag.start() <= call.start()):
-                closed = _REASONING.get(tag[0].lower())
-                if closed is None:
-                    collected, position = [], tag.end()
-                else:
-                    end = re.compile(re.escape(closed), re.IGNORECASE).search(text, tag.end())
-                    if end is None:
-                        break
-                    position = end.end()
-            elif call is not None:
-                calls, position = self._read(text, call, tools)
+        position, pattern = 0, _tag_or_opening(self._opening)
+        while match := pattern.search(text, position):
+            if match["tag"] is None:
+                calls, position = self._read(text, match, tools)
                 collected += calls
-            if tag is not None and tag.start() < position:
-                tag = _REASONING_TAGS.search(text, position)
-            if call is not None and call.start() < position:
-                call = self._opening.search(text, position)
+            elif (closed := _REASONING.get(match["tag"].lower())) is None:
+                collected, position = [], match.end()
+            else:
+                end = re.compile(re.escape(closed), re.IGNORECASE).search(text, match.end())
+                if end is None:
+                    break
+                position = end.end()
         return collected
 
 
-def skip_unreadable(text: str, opened: re.Match[str], close: str, reason: str) -> ParsedCalls:
-    """Result for an opening behind which no call can be read: a call with an error, or none, where
-    the opening is only mentioned.
+@cache
+def _tag_or_opening(opening: re.Pattern[str]) -> re.Pattern[str]:
+    """A pattern for the opening of a call, and for the tags of reasoning, its group "tag"."""
+    return re.compile(f"(?P<tag>(?i:{_REASONING_TAGS}))|{opening.pattern}", opening.flags)
 
-    Args:
-      close: the end of a call.
-    """
+
+def skip_unreadable(text: str, opened: re.Match[str], close: str, reason: str) -> ParsedCalls:
+    """Result for an opening behind which no call can be read: a call with an error up to what
+    closes it, or none, where the opening is only mentioned."""
     begin, behind = opened.span()
     if text.startswith("`", behind) and begin and text[begin - 1] == "`":
         return [], behind

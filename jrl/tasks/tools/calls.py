@@ -64,26 +64,25 @@ def parameters_by_tool(schemas: list[Any]) -> ToolParameters:
     }
 
 
+def message_call(identity: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """An item of the "tool_calls" of a message, with OpenAI's fields."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": identity, "type": "function", "function": function}
+
+
 def parse_message_calls(message: Mapping[str, Any]) -> list[Call]:
     """The calls in the "tool_calls" of a message, as `format_message_calls` wrote them."""
     calls = []
     for each in message.get("tool_calls") or ():
-        function = each["function"]
-        calls.append(
-            Call(function["name"], function["arguments"], each.get("id", ""), each.get("error", ""))
-        )
+        name, arguments = each["function"]["name"], each["function"]["arguments"]
+        calls.append(Call(name, arguments, each.get("id", ""), each.get("error", "")))
     return calls
 
 
 def format_message_calls(calls: list[Call], ids: list[str]) -> list[dict[str, Any]]:
-    """The "tool_calls" of a message, OpenAI's fields with arguments that are a mapping; a call that
-    cannot be read has its "error" too."""
+    """The "tool_calls" of a message; a call that cannot be read has its "error" too."""
     return [
-        {
-            "id": identity,
-            "type": "function",
-            "function": {"name": call.name, "arguments": dict(call.arguments)},
-            **({"error": call.error} if call.error else {}),
-        }
+        message_call(identity, call.name, dict(call.arguments))
+        | ({"error": call.error} if call.error else {})
         for call, identity in zip(calls, ids, strict=True)
     ]

@@ -32,14 +32,13 @@ class Plain(ToolFormat):
         if match is None:
             return []
         name, text = match[1], match[2]
-        tool = tools.get(name, {})
-        names = list(tool.get("required") or tool.get("properties") or ())
         if name not in tools:
             return [Call(name)]
-        if len(names) != 1:
-            return [make_call(name, text)]
         call = make_call(name, text)
-        return [call if names[0] in call.arguments else Call(name, {names[0]: text})]
+        names = list(tools[name].get("required") or tools[name].get("properties") or ())
+        if len(names) == 1 and names[0] not in call.arguments:
+            call = Call(name, {names[0]: text})
+        return [call]
 
     def render(self, calls: Sequence[Call]) -> str:
         """Of the first of them: a turn has one."""

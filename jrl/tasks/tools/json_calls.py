@@ -52,11 +52,10 @@ class Llama(MarkedFormat):
         if builtin := self._builtin.match(text, position):
             literals = Literals(text, builtin.end())
             try:
-                return [
-                    Call(builtin[1], read_arguments(literals, builtin[1], tools))
-                ], literals.position
+                arguments = read_arguments(literals, builtin[1], tools)
             except ValueError as error:
                 return [unreadable_call(str(error), builtin[1])], len(text)
+            return [Call(builtin[1], arguments)], literals.position
         try:
             values, end = self._read_objects(text, skip_blanks(text, position))
         except ValueError as error:
@@ -71,12 +70,7 @@ class Llama(MarkedFormat):
             if start is None or start[1] not in tools:
                 return [], position + 1
             return [unreadable_call(str(error), start[1])], len(text)
-        turn_end = self._end.match(text, end)
-        if (
-            turn_end is None
-            or turn_end.end() < len(text)
-            or not all(_is_call(x, tools) for x in values)
-        ):
+        if not self._end.fullmatch(text, end) or not all(_is_call(x, tools) for x in values):
             return [], end
         return [parse_call(each) for each in values], len(text)
 
@@ -174,11 +168,7 @@ class Harmony(ToolFormat):
                 continue
             if channel is not None and channel[1] == "analysis":
                 continue
-            name, body = recipient[1].removeprefix("functions."), body.strip()
-            if not body.startswith("{"):
-                calls.append(unreadable_call("its arguments are no JSON object", name))
-            else:
-                calls.append(make_call(name, body))
+            calls.append(make_call(recipient[1].removeprefix("functions."), body.strip()))
         return calls
 
     def render(self, calls: Sequence[Call]) -> str:

@@ -16,9 +16,5 @@ def python_tool(sandbox: Sandbox | None = None) -> Tool:
         raise ValueError(f"{sandbox} leaves no code to run: {output.splitlines()[-1]}")
     network = "a" if sandbox.network else "no"
     code = f"A program; it has {sandbox.seconds:g} seconds and {network} network."
-
-    def run(code: str) -> str:
-        return sandbox.run(code)
-
     description = "Runs Python code and gives what it prints."
-    return Tool.of(run, name="python", description=description, about={"code": code})
+    return Tool.of(sandbox.run, name="python", description=description, about={"code": code})

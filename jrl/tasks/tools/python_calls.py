@@ -1,7 +1,7 @@
 """Calls written as Python's, and of Gemma: argument values that are literals, and no JSON."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jrl.tasks.tools.call_format import (
@@ -40,12 +40,8 @@ MAX_DIGITS = 1000
 class Literals:
     """Reads literals from a text; `position` is where it has come to.
 
-    Strings may have line ends in them, as policies write programs.
-
-    Args:
-      text: to read.
-      position: to begin at.
-      quotes: what a string stands between, without escapes; None is Python's strings.
+    Strings may have line ends in them, as policies write programs. They are Python's, or stand
+    between one of the `quotes`, without escapes.
     """
 
     def __init__(self, text: str, position: int, quotes: Sequence[str] | None = None):
@@ -85,7 +81,7 @@ class Literals:
 
     def _value(self) -> Any:
         if self.next_is("["):
-            return self._list()
+            return [self.value() for _ in self.items("]")]
         if self.next_is("{"):
             return self.mapping()
         if (text := self._string()) is not None:
@@ -101,26 +97,23 @@ class Literals:
     def mapping(self) -> dict[str, Any]:
         """Names and values up to the brace that closes them."""
         entries: dict[str, Any] = {}
-        while not self.next_is("}"):
+        for _ in self.items("}"):
             key = self._string()
             key = self.name() if key is None else key
             if key is None:
                 raise ValueError(f"a name is missing at its character {self.position + 1}")
             self.expect(":")
             entries[key] = self.value()
-            if not self.next_is(","):
-                self.expect("}")
-                break
         return entries
 
-    def _list(self) -> list[Any]:
-        items: list[Any] = []
-        while not self.next_is("]"):
-            items.append(self.value())
+    def items(self, close: str) -> Iterator[None]:
+        """Yields before each item of a list, whose reader advances past it; passes over the commas
+        between them and the mark that closes the list."""
+        while not self.next_is(close):
+            yield
             if not self.next_is(","):
-                self.expect("]")
+                self.expect(close)
                 break
-        return items
 
     def _string(self) -> str | None:
         if self._quotes is None:
@@ -172,7 +165,7 @@ def read_arguments(literals: Literals, name: str, tools: ToolParameters) -> dict
     given in the order of the tool's."""
     order = list(tools.get(name, {}).get("properties") or {})
     arguments: dict[str, Any] = {}
-    while not literals.next_is(")"):
+    for _ in literals.items(")"):
         position = literals.position
         argument = literals.name()
         if argument is None or not literals.next_is("="):
@@ -183,17 +176,13 @@ def read_arguments(literals: Literals, name: str, tools: ToolParameters) -> dict
         if argument in arguments:
             raise ValueError(f"it gives the argument {argument} twice")
         arguments[argument] = literals.value()
-        if not literals.next_is(","):
-            literals.expect(")")
-            break
     return arguments
 
 
 def format_python_call(call: Call) -> str:
     """A call as Python's."""
-    return (
-        f"{call.name}({', '.join(f'{n}={_format_literal(v)}' for n, v in call.arguments.items())})"
-    )
+    arguments = (f"{name}={_format_literal(value)}" for name, value in call.arguments.items())
+    return f"{call.name}({', '.join(arguments)})"
 
 
 class Olmo(MarkedFormat):
@@ -263,21 +252,17 @@ class PythonList(MarkedFormat):
     _end = re.compile(r"\s*(?:<\|python_end\|>)?\s*")
 
     def _read(self, text: str, opened: re.Match[str], tools: ToolParameters) -> ParsedCalls:
-        literals, calls = Literals(text, opened.end()), list[Call]()
+        literals = Literals(text, opened.end())
         try:
-            while not literals.next_is("]"):
-                calls.append(read_call(literals, tools))
-                if not literals.next_is(","):
-                    literals.expect("]")
-                    break
+            calls = [read_call(literals, tools) for _ in literals.items("]")]
         except ValueError as error:
             # Other brackets are an answer.
             name = Literals(text, opened.end()).name() or ""
             if name not in tools:
                 return [], opened.end()
             return [unreadable_call(str(error), name)], len(text)
-        end = self._end.match(text, literals.position)
-        if end is None or end.end() < len(text) or any(x.name not in tools for x in calls):
+        ends = self._end.fullmatch(text, literals.position)
+        if not ends or any(call.name not in tools for call in calls):
             return [], literals.position
         return calls, len(text)
 

@@ -25,14 +25,7 @@ MAX_NESTING = 64
 
 
 def parameters_of(function: Callable[..., Any], about: Mapping[str, str]) -> dict[str, Any]:
-    """The schema of a function's arguments.
-
-    Args:
-      about: what an argument is, by its name, in place of what the docstring says.
-
-    Raises:
-      ValueError: for an argument without a type, or with one that is no JSON value's.
-    """
+    """The schema of a function's arguments, as `jrl.tasks.tools.tool.Tool.of` describes it."""
     name, inner = name_of(function), _unwrapped(function)
     hints = get_type_hints(inner if inspect.isroutine(inner) else type(inner).__call__)
     described = {**described_arguments(function), **about}
@@ -173,11 +166,8 @@ def check_arguments(tool: str, arguments: Mapping[str, Any], parameters: Schema)
 
 
 def check_value(value: Any, schema: Any, where: str, depth: int = 0) -> Any:
-    """The value as a schema has it. What of the schema is not known here is passed over.
-
-    Args:
-      where: it stands, for messages.
-      depth: schemas around it.
+    """The value as a schema within `depth` others has it. What of the schema is not known here is
+    passed over.
 
     Raises:
       ValueError: for a value that it does not allow, in one line.
@@ -192,11 +182,11 @@ def check_value(value: Any, schema: Any, where: str, depth: int = 0) -> Any:
     kinds = types_of(schema)
     if kinds and not any(_has_type(value, kind) for kind in kinds):
         wanted = " or ".join(_TYPE_PHRASES.get(kind, kind) for kind in kinds)
-        raise ValueError(f"{where} is {_shorten(value)}, which is not {wanted}")
+        raise ValueError(f"{where} is {shorten(value)}, which is not {wanted}")
     allowed = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if allowed is not None and not any(_equals(value, each) for each in allowed):
         one_of = ", ".join(json.dumps(each, ensure_ascii=False) for each in allowed)
-        raise ValueError(f"{where} is {_shorten(value)}, which is none of {one_of}"[:300])
+        raise ValueError(f"{where} is {shorten(value)}, which is none of {one_of}"[:300])
     if isinstance(value, bool):
         return value
     if isinstance(value, float) and "integer" in kinds and value.is_integer():
@@ -243,9 +233,7 @@ def _check_any_of(value: Any, options: Any, where: str, depth: int) -> Any:
     wanted = " or ".join(
         _TYPE_PHRASES.get(kind, kind) for each in options for kind in types_of(each)
     )
-    raise ValueError(
-        f"{where} is {_shorten(value)}, which is not {wanted}" if wanted else errors[0]
-    )
+    raise ValueError(f"{where} is {shorten(value)}, which is not {wanted}" if wanted else errors[0])
 
 
 def types_of(schema: Any) -> list[str]:
@@ -307,9 +295,10 @@ def _list_names(properties: Mapping[str, Any]) -> str:
 
 def _quote_name(name: str) -> str:
     """A name in a message: as it is where it is one, else in quotes."""
-    return name if re.fullmatch(r"\w{1,40}", name) else _shorten(name)
+    return name if re.fullmatch(r"\w{1,40}", name) else shorten(name)
 
 
-def _shorten(value: Any) -> str:
+def shorten(value: Any, length: int = 60) -> str:
+    """The JSON of a value for a message, cut to a length in characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return text if len(text) <= length else text[: length - 3] + "..."

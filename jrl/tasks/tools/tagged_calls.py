@@ -135,11 +135,8 @@ def _format_arguments(pair: str, call: Call) -> str:
 def _read_arguments(
     pair: re.Pattern[str], text: str, name: re.Match[str], tools: ToolParameters
 ) -> tuple[dict[str, Any], int]:
-    """The arguments that follow the name of a tool, and the position behind them.
-
-    Args:
-      pair: an argument's name and its text.
-    """
+    """The arguments that follow the name of a tool, each a pair of its name and its text, and the
+    position behind them."""
     position, arguments = name.end(), dict[str, Any]()
     properties = tools.get(name[1], {}).get("properties") or {}
     while match := pair.match(text, position):

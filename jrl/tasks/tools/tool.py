@@ -9,12 +9,7 @@ from typing import Any
 from jrl.tasks.answers import extract
 from jrl.tasks.tools.calls import Call, parse_message_calls
 from jrl.tasks.tools.detection import detect_calls
-from jrl.tasks.tools.schema import (
-    check_arguments,
-    description_of,
-    name_of,
-    parameters_of,
-)
+from jrl.tasks.tools.schema import check_arguments, description_of, name_of, parameters_of
 
 Stepped = tuple[list[dict[str, str]], float, bool]
 
@@ -130,16 +125,13 @@ class ToolEnvironment:
             if "tool_calls" in message
             else detect_calls(text, self._tool_parameters)
         )
-        truncated = bool(message.get("truncated"))
-        if truncated:
+        if truncated := bool(message.get("truncated")):
             # The last of them may be the one that was cut.
             calls = [call for call in calls if not call.error]
         if not calls:
             answer = extract(text, bare=self._error is not None)
             if truncated and (answer is None or not answer.marked):
-                return self._reply(
-                    [{"role": "user", "content": self._error_text(TRUNCATED_MESSAGE)}]
-                )
+                return self._reply("user", [self._error_text(TRUNCATED_MESSAGE)])
             return [], 0.0 if answer is None else self._score(answer.text), True
         answers: list[str] = []
         for index, call in enumerate(calls):
@@ -147,23 +139,21 @@ class ToolEnvironment:
             if not isinstance(answer, str):
                 return self._await_answers(answers, answer, calls[index + 1 :])
             answers.append(answer)
-        return self._reply_to_calls(answers)
+        return self._reply("tool", answers)
 
     async def _await_answers(
         self, answers: list[str], answer: Awaitable[str], after: Sequence[Call]
     ) -> Stepped:
         # One after the other: a call may count on what those before it have done.
-        answers = [*answers, await answer]
+        answers.append(await answer)
         for call in after:
             reply = self._answer(call)
             answers.append(reply if isinstance(reply, str) else await reply)
-        return self._reply_to_calls(answers)
+        return self._reply("tool", answers)
 
-    def _reply_to_calls(self, answers: Sequence[str]) -> Stepped:
-        return self._reply([{"role": "tool", "content": answer} for answer in answers])
-
-    def _reply(self, messages: list[dict[str, str]]) -> Stepped:
+    def _reply(self, role: str, contents: Sequence[str]) -> Stepped:
         self._left -= 1
+        messages = [{"role": role, "content": content} for content in contents]
         return messages, 0.0, self._left < 0
 
     def _answer(self, call: Call) -> str | Awaitable[str]:
@@ -171,9 +161,9 @@ class ToolEnvironment:
             result = self._find_tool(call).call(call.arguments)
         except REPORTED_ERRORS as error:
             return self._format_error(error)
-        return (
-            self._await_result(result) if inspect.isawaitable(result) else _text(result) + self._end
-        )
+        if inspect.isawaitable(result):
+            return self._await_result(result)
+        return _text(result) + self._end
 
     async def _await_result(self, result: Awaitable[Any]) -> str:
         try:

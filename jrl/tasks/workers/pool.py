@@ -19,10 +19,9 @@ MAX_BATCH = 64
 
 def default_workers() -> int:
     """As many as the processor cores of this process, up to `MAX_DEFAULT_WORKERS`."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    return max(1, min(MAX_DEFAULT_WORKERS, cores))
+    affine = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if affine else os.cpu_count() or 1
+    return min(MAX_DEFAULT_WORKERS, cores)
 
 
 class Pool:
@@ -91,9 +90,8 @@ class Pool:
         def answer() -> None:
             max_batch = self._batch_size(-(-len(questions) // num_threads))
             while batch := _take_batch(pending, max_batch):
-                for (index, _), reply in zip(
-                    batch, self._try_ask([question for _, question in batch]), strict=True
-                ):
+                replies = self._try_ask([question for _, question in batch])
+                for (index, _), reply in zip(batch, replies, strict=True):
                     answers[index] = reply
 
         threads = [

@@ -44,18 +44,11 @@ class WorkerNotStarted(WorkerEnded):
     """The program said that it cannot answer at all."""
 
 
-def program_worker(
-    kind: str, *arguments: str, seconds: float, startup_seconds: float = STARTUP_SECONDS
-) -> "Worker":
-    """A worker of the program beside this file (`jrl.tasks.workers.worker`).
-
-    Args:
-      kind: what it answers.
-      arguments: of the kind.
-      seconds, startup_seconds: as of `Worker`.
-    """
+def program_worker(kind: str, *arguments: str, seconds: float) -> "Worker":
+    """A worker of the program beside this file (`jrl.tasks.workers.worker`), which answers a kind
+    of questions with the kind's arguments."""
     command = [sys.executable, "-P", str(PROGRAM), kind, *arguments]
-    return Worker(command, seconds=seconds, startup_seconds=startup_seconds)
+    return Worker(command, seconds=seconds)
 
 
 def parse_failure(answer: Message | Exception) -> Message:
@@ -98,10 +91,9 @@ class Worker:
         self._closed = False
 
     def ask(self, question: Message, *, seconds: float | None = None) -> Message:
-        """Sends a question and waits for the answer.
+        """Sends a question, whatever JSON can hold, and waits for the answer.
 
         Args:
-          question: whatever JSON can hold.
           seconds: how long this answer may take, where that differs from the worker's own limit.
 
         Raises:
@@ -163,12 +155,8 @@ class Worker:
         return [answers[index] for index in range(len(questions))]
 
     def accepts_batches(self) -> bool:
-        """True if the program answers multiple questions at a time; it is started, if need be.
-
-        Raises:
-          WorkerEnded: it could not be started.
-          ValueError: the worker was closed.
-        """
+        """True if the program answers multiple questions at a time; it is started, if need be, with
+        the errors of `ask`."""
         with self._lock:
             self._ensure_running()
             return bool(self._greeting.get("together"))
@@ -198,8 +186,7 @@ class Worker:
         A question that is being asked ends with `WorkerEnded`.
         """
         self._closed = True
-        stop = self._stop
-        if stop is not None:
+        if (stop := self._stop) is not None:
             stop()  # who asks holds the lock until then
         with self._lock:
             self._kill()
@@ -235,16 +222,14 @@ class Worker:
         try:
             line = next_line(self._lines.get, seconds)
             sign()
-        except queue.Empty:
+            if not line:
+                raise WorkerEnded("the worker ended before it answered")
+        except BaseException as error:
+            # Interrupted, too: the answer that is still to come must not meet the next question.
             self._kill()
-            raise TimeoutError(f"no answer within {seconds} seconds") from None
-        except BaseException:
-            # Interrupted: the answer that is still to come must not meet the next question.
-            self._kill()
+            if isinstance(error, queue.Empty):
+                raise TimeoutError(f"no answer within {seconds} seconds") from None
             raise
-        if not line:
-            self._kill()
-            raise WorkerEnded("the worker ended before it answered")
         return json.loads(line)
 
     def _kill(self) -> None:
@@ -260,11 +245,6 @@ def next_line(
 
     Time in which this process itself is frozen (SIGSTOP, a machine that sleeps) does not count: the
     thread could not pass on what was there.
-
-    Args:
-      get: of the queue of lines.
-      seconds: how long it may take.
-      clock: seconds, monotonic.
 
     Raises:
       queue.Empty: none came in time.

@@ -67,9 +67,7 @@ class RewardChecker:
     """Answers ``{"prompt": ..., "completion": ..., "fields": {...}}`` by a reward; "special" is the
     completion with special tokens, where that is another text.
 
-    Attributes:
-      accepts_batches: whether several questions may be asked at a time: where the reward is
-        `async`.
+    It `accepts_batches` of questions where the reward is `async`.
     """
 
     def __init__(self, reward: Callable[..., Any]):
@@ -83,18 +81,14 @@ class RewardChecker:
     def __call__(self, question: Message) -> Message:
         value = self._call(question)
         if inspect.isawaitable(value):
-            value = self._loop.run_until_complete(_await_value(value))
+            value = self._loop.run_until_complete(value)
         return parse_reward(value)
 
     def each(
         self, questions: Sequence[Message], seconds: float, send: Callable[[Message], None]
     ) -> None:
-        """Answers questions concurrently, and sends ``{"number": ..., "answer": ...}`` when
-        one is answered.
-
-        Args:
-          seconds: time limit of one, from its start.
-        """
+        """Answers questions concurrently, each with a time limit from its start, and sends
+        ``{"number": ..., "answer": ...}`` when one is answered."""
 
         async def answer_one(index: int, question: Message) -> None:
             limit = asyncio.timeout(seconds)
@@ -142,17 +136,16 @@ def parse_reward(value: Any) -> Message:
         return {"value": float(value.score), "reason": str(value.reason)}
     try:
         if isinstance(value, Mapping):
-            components = {name: _number(component) for name, component in value.items()}
-            if not components or not all(isinstance(name, str) and name for name in components):
+            numbers = {name: _number(component) for name, component in value.items()}
+            if not numbers or not all(isinstance(name, str) and name for name in numbers):
                 raise TypeError(f"{dict(value)!r} has no names")
-            numbers, reply = list(components.values()), {"parts": components}
+            reply = {"parts": numbers}
         else:
-            reply = {"value": _number(value)}
-            numbers = [reply["value"]]
+            reply = numbers = {"value": _number(value)}
     except (TypeError, OverflowError) as error:
         message = f"a number, or a dict of numbers by name, was expected: {error}"
         return {"failure": "invalid", "message": message[:500]}
-    if not all(map(math.isfinite, numbers)):
+    if not all(map(math.isfinite, numbers.values())):
         return {"failure": "not_finite", "message": f"it gave {value!r}"[:500]}
     return reply
 
@@ -188,10 +181,6 @@ def _select_fields(fields: Message, accepted: set[str] | None) -> Message:
     return {name: x for name, x in fields.items() if accepted is None or name in accepted}
 
 
-async def _await_value(value: Any) -> Any:
-    return await value
-
-
 ROLES = ("user", "tool", "system")
 """Roles of an environment's messages."""
 MAX_OPEN_CONVERSATIONS = 4096
@@ -203,12 +192,11 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class Conversations:
-    """Environments of active conversations.
+    """Environments of active conversations (`jrl.tasks.environments.definition.Environment`).
 
-    The output of an environment must depend on its record and on the messages so far alone. One
-    that is missing, for instance because its process was ended for another's time-out, is created
-    again, and the conversation replayed. Each is closed once, where it has a `close`: when its
-    conversation is over, when it raises, in `end`, or in `close`.
+    One that is missing, for instance because its process was ended for another's time-out, is
+    created again, and the conversation replayed. Each is closed once, where it has a `close`: when
+    its conversation is over, when it raises, in `end`, or in `close`.
 
     Args:
       make: the environment of a record's fields.
@@ -243,12 +231,8 @@ class Conversations:
     def answer(
         self, conversation_id: int, fields: Message, messages: Sequence[Message | str]
     ) -> Message:
-        """Returns the environment's reply to the last message of the policy.
-
-        Args:
-          conversation_id: id of the conversation.
-          fields: of its record.
-          messages: all messages of the policy so far; a text is one with that content.
+        """The environment's reply to the last message of the policy, of all of them so far; a text
+        is a message with that content.
 
         Returns:
           ``{"messages": ..., "reward": ..., "done": ...}`` or ``{"failure": ..., "message": ...}``.
@@ -345,17 +329,12 @@ def parse_step(value: Any) -> Message:
 
 
 def environment_checker(described: str) -> Conversations:
-    """For the environments of a user's own task.
-
-    Args:
-      described: as of `reward_checker`, of what makes a task.
-    """
+    """For the environments of a user's own task, described as for `reward_checker`."""
     about = json.loads(described)
     module = load_user_module(about, "jrl_own_task")
     make = environment_factory(build_from(module, about["name"]))
     # One loop for all calls: what an async environment keeps open belongs to it.
-    loop = asyncio.new_event_loop()
-    return Conversations(make, lambda value: loop.run_until_complete(_await_value(value)))
+    return Conversations(make, asyncio.new_event_loop().run_until_complete)
 
 
 def environment_factory(task: Any) -> Callable[[Message], Any]:

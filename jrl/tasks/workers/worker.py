@@ -66,6 +66,16 @@ def parse_expr(text: str, local_dict=None, *_, evaluate: bool = True, **__):
 
     names = local_dict or {}
     options = {} if evaluate else {"evaluate": False}
+    add, multiply, power = (
+        functools.partial(each, evaluate=evaluate) for each in (sympy.Add, sympy.Mul, sympy.Pow)
+    )
+    operations = {
+        ast.Add: add,
+        ast.Sub: lambda left, right: add(left, multiply(-1, right)),
+        ast.Mult: multiply,
+        ast.Div: lambda left, right: multiply(left, power(right, -1)),
+        ast.Pow: power,
+    }
 
     def build(node: ast.AST):
         match node:
@@ -78,21 +88,11 @@ def parse_expr(text: str, local_dict=None, *_, evaluate: bool = True, **__):
                     return names[name]
                 return getattr(sympy, name) if name in _CONSTANTS else sympy.Symbol(name)
             case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return sympy.Mul(-1, build(operand), evaluate=evaluate)
+                return multiply(-1, build(operand))
             case ast.UnaryOp(op=ast.UAdd(), operand=operand):
                 return build(operand)
-            case ast.BinOp(left=left, op=ast.Add(), right=right):
-                return sympy.Add(build(left), build(right), evaluate=evaluate)
-            case ast.BinOp(left=left, op=ast.Sub(), right=right):
-                negated = sympy.Mul(-1, build(right), evaluate=evaluate)
-                return sympy.Add(build(left), negated, evaluate=evaluate)
-            case ast.BinOp(left=left, op=ast.Mult(), right=right):
-                return sympy.Mul(build(left), build(right), evaluate=evaluate)
-            case ast.BinOp(left=left, op=ast.Div(), right=right):
-                inverse = sympy.Pow(build(right), -1, evaluate=evaluate)
-                return sympy.Mul(build(left), inverse, evaluate=evaluate)
-            case ast.BinOp(left=left, op=ast.Pow(), right=right):
-                return sympy.Pow(build(left), build(right), evaluate=evaluate)
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in operations:
+                return operations[type(op)](build(left), build(right))
             case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if (
                 name in _FUNCTIONS
             ):
@@ -122,23 +122,13 @@ def _reject_execution(*_, **__):
 
 def _load_answers() -> None:
     """Has `jrl.tasks.answers` loaded as `jrl_answers`, without `jrl`, which would load jax."""
-    folder = Path(__file__).parents[1] / "answers"
     if ANSWERS not in sys.modules:
         # A package of another name: in this process nothing is called `jrl`.
-        spec = spec_from_file_location(
-            ANSWERS, folder / "__init__.py", submodule_search_locations=[str(folder)]
-        )
-        assert spec is not None and spec.loader is not None
-        sys.modules[ANSWERS] = package = module_from_spec(spec)
-        spec.loader.exec_module(package)
+        _load_file(Path(__file__).parents[1] / "answers/__init__.py", ANSWERS)
 
 
 def math_checker(rule: str = "final") -> Callable[[Message], Message]:
-    """Answers ``{"gold": ..., "completion": ...}``.
-
-    Args:
-      rule: one of `jrl.tasks.answers.verdict.RULES`.
-    """
+    """Answers ``{"gold": ..., "completion": ...}`` by one of `jrl.tasks.answers.verdict.RULES`."""
     _replace_parser()
     _load_answers()
     verdict, symbolic = import_module("jrl_answers.verdict"), import_module("jrl_answers.symbolic")
@@ -182,11 +172,8 @@ def gym_checker(
                 return {"error": f"row {index} is not the same twice for one seed: choose another"}
             points = dataset().score_answer(answer, entry(index))
             if points != 1.0:
-                return {
-                    "error": (
-                        f"its reference answer to row {index} scores {points}: choose another"
-                    )
-                }
+                message = f"its reference answer to row {index} scores {points}: choose another"
+                return {"error": message}
         return {}
 
     @functools.cache
@@ -237,36 +224,33 @@ def gym_checker(
     return answer
 
 
-def template_checker(program: str, *arguments: str) -> Callable[[Message], Message]:
-    """Renders chat templates.
-
-    Args:
-      program: path of `jrl.text.template_program`.
-      arguments: of its `Templates`.
-    """
+def template_checker(program: str, calls: str, seconds: str) -> Callable[[Message], Message]:
+    """Renders chat templates, by the paths of `jrl.text.template_program` and
+    `jrl.tasks.tools.calls`."""
     module = _load_file(Path(program))
     _limit_memory(module.MAX_MEMORY)
-    return module.Templates(*arguments)
+    return module.Templates(_load_file(Path(calls)).Arguments, float(seconds))
 
 
-def _user_code() -> ModuleType:
-    return _load_file(Path(__file__).with_name("user_code.py"))
-
-
-def _load_file(path: Path) -> ModuleType:
-    spec = spec_from_file_location(path.stem, path)
+def _load_file(path: Path, package: str | None = None) -> ModuleType:
+    """The module in a file; with a name, the package that imports of the name refer to."""
+    folders = None if package is None else [str(path.parent)]
+    spec = spec_from_file_location(package or path.stem, path, submodule_search_locations=folders)
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)
+    if package is not None:
+        sys.modules[package] = module
     spec.loader.exec_module(module)
     return module
 
 
+USER_CODE = Path(__file__).with_name("user_code.py")
 CHECKERS: dict[str, Callable[..., Callable[[Message], Message]]] = {
     "math": math_checker,
     "gym": gym_checker,
     "template": template_checker,
-    "reward": lambda described: _user_code().reward_checker(described),
-    "environment": lambda described: _user_code().environment_checker(described),
+    "reward": lambda described: _load_file(USER_CODE).reward_checker(described),
+    "environment": lambda described: _load_file(USER_CODE).environment_checker(described),
 }
 
 
