@@ -9,12 +9,11 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from jrl.faults.collect.fleet import Fleet
-from jrl.faults.collect.record import SUFFIX, Record, describe_unreadable, read
+from jrl.faults.collect.record import Record
 from jrl.faults.collect.vocabulary import mask_valid
 
 
@@ -54,17 +53,6 @@ class Aligned:
 
     fleet: Fleet
     processes: tuple[Process, ...]
-
-
-def read_folder(folder: Path | str) -> tuple[list[Record], list[str]]:
-    """All records of a folder, and one line for each file that cannot be read."""
-    records, unreadable = [], []
-    for path in sorted(Path(folder).glob(f"*{SUFFIX}")):
-        try:
-            records.append(read(path))
-        except (ValueError, OSError) as error:  # such as a file that was deleted meanwhile
-            unreadable.append(describe_unreadable(path, error))
-    return records, unreadable
 
 
 def align(

@@ -15,8 +15,9 @@ returned, and `Follower` returns what was added since, as ``tail -f`` does.
 import json
 import os
 import struct
+import sys
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
@@ -66,7 +67,6 @@ class Writer:
         a restarted process gets the next number.
       machine: the name under which it is compared with others.
       columns: names of the metrics, all different.
-      host: name of the host; this one by default.
       begun: Unix time in seconds.
 
     Raises:
@@ -79,7 +79,6 @@ class Writer:
         machine: str,
         columns: Sequence[str],
         *,
-        host: str | None = None,
         begun: float | int,
     ):
         if not machine or machine.startswith(".") or "/" in machine or "\0" in machine:
@@ -89,7 +88,7 @@ class Writer:
         self.columns = tuple(columns)
         header = {
             "machine": machine,
-            "host": os.uname().nodename if host is None else host,
+            "host": os.uname().nodename,
             "pid": os.getpid(),
             "begun": float(begun),
             "columns": list(columns),
@@ -134,14 +133,12 @@ def read(path: Path | str, last: int | None = None) -> Record:
       OSError: where it cannot be read.
     """
     path = Path(path)
-    with path.open("rb") as file:
-        header = read_header(path, file)
-        size = header.row_dtype.itemsize
-        complete, torn = divmod(os.fstat(file.fileno()).st_size - header.size, size)
-        count = complete if last is None else min(complete, last)
-        file.seek(header.size + (complete - count) * size)
-        content = file.read(count * size)
-    return decode(header, content[: len(content) // size * size], torn)  # it may have been cut
+    return Follower(path.parent, sys.maxsize if last is None else last).follow(path)
+
+
+def read_folder(folder: Path | str) -> tuple[list[Record], list[str]]:
+    """All records of a folder, and one line for each file that cannot be read."""
+    return Follower(Path(folder), sys.maxsize).read()
 
 
 @dataclass(frozen=True)
@@ -165,24 +162,28 @@ class Header:
         return np.dtype([("time", "<f8"), ("values", "<f4", (columns,)), ("crc", "<u4")])
 
 
-def read_header(path: Path, file: BinaryIO) -> Header:
-    """The header of a file that was just opened.
+def _read_header(path: Path, file: BinaryIO) -> Header:
+    """The header of a file that was just opened."""
+    prefix = file.read(_PREFIX.size)
+    if len(prefix) < _PREFIX.size:
+        raise ValueError(f"{path} has a truncated header: delete it, it holds no sample.")
+    magic, length, seed = _PREFIX.unpack(prefix)
+    if magic != MAGIC:
+        raise ValueError(f"{path} is not a record of samples: give a file that a sampler wrote.")
+    text = file.read(length)
+    if len(text) < length or zlib.crc32(text) != seed:
+        raise ValueError(f"{path} has a damaged header: its columns are lost; delete it.")
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        content = None
+    if not _is_header(content):
+        raise ValueError(f"{path} has a header that no sampler wrote: delete it.")
+    return Header(content=content, seed=seed, size=_PREFIX.size + length)
 
-    Raises:
-      ValueError: where the file is no record or its header is damaged or truncated.
-    """
-    return _parse_header(path, file.read(_PREFIX.size), file.read)
 
-
-def describe_unreadable(path: Path, error: ValueError | OSError) -> str:
-    """One line on a file that cannot be read: a damaged one, or one that cannot be opened."""
-    if isinstance(error, OSError):
-        return f"{path} cannot be read: {error.strerror}."
-    return str(error)
-
-
-def decode(header: Header, content: bytes, torn: int) -> Record:
-    """Decodes full rows into a record; `torn` bytes after them are no row."""
+def _decode(header: Header, content: bytes) -> Record:
+    """Decodes full rows into a record."""
     rows = np.frombuffer(content, header.row_dtype)
     good = _checksums_match(content, rows, header.seed)
     ended = bool(len(rows) and good[-1] and np.isnan(rows["values"][-1]).all())
@@ -194,7 +195,6 @@ def decode(header: Header, content: bytes, torn: int) -> Record:
         times=samples["time"].astype(np.float64),
         values=samples["values"].astype(np.float32),
         damaged=len(rows) - int(good.sum()),
-        torn=torn,
         ended=ended,
     )
 
@@ -210,25 +210,6 @@ def _create(folder: Path, machine: str) -> tuple[Path, int]:
             return path, os.open(path, flags, 0o644)
         except FileExistsError:
             index += 1
-
-
-def _parse_header(path: Path, prefix: bytes, read_more: Callable[[int], bytes]) -> Header:
-    """The header that begins with `prefix`, whose text `read_more` returns."""
-    if len(prefix) < _PREFIX.size:
-        raise ValueError(f"{path} has a truncated header: delete it, it holds no sample.")
-    magic, length, seed = _PREFIX.unpack(prefix)
-    if magic != MAGIC:
-        raise ValueError(f"{path} is not a record of samples: give a file that a sampler wrote.")
-    text = read_more(length)
-    if len(text) < length or zlib.crc32(text) != seed:
-        raise ValueError(f"{path} has a damaged header: its columns are lost; delete it.")
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        content = None
-    if not _is_header(content):
-        raise ValueError(f"{path} has a header that no sampler wrote: delete it.")
-    return Header(content=content, seed=seed, size=_PREFIX.size + length)
 
 
 def _is_header(header: Any) -> TypeGuard[dict[str, Any]]:
@@ -277,24 +258,25 @@ class Follower:
     _files: dict[Path, _File] = field(default_factory=dict)
 
     def read(self) -> tuple[list[Record], list[str]]:
-        """The newest `last` rows of every file, those of earlier calls included, and one line for
-        each file that cannot be read."""
+        """The newest rows of every file, and one line for each file that cannot be read."""
         self.bytes_read = 0
         records, unreadable = [], []
         paths = sorted(self.folder.glob(f"*{SUFFIX}"))
         for path in paths:
             try:
-                records.append(self._follow(path))
-            except (ValueError, OSError) as error:  # such as a file that was deleted meanwhile
-                self._files.pop(path, None)
-                unreadable.append(describe_unreadable(path, error))
+                records.append(self.follow(path))
+            except ValueError as error:
+                unreadable.append(str(error))
+            except OSError as error:  # such as of a file that was deleted meanwhile
+                unreadable.append(f"{path} cannot be read: {error.strerror}.")
         self._files = {path: each for path, each in self._files.items() if path in paths}
         return records, unreadable
 
-    def _follow(self, path: Path) -> Record:
+    def follow(self, path: Path) -> Record:
+        """The newest rows of one file, those of earlier calls included, see `read`."""
+        state = self._files.pop(path, None)
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
-            state = self._files.get(path)
             if state is None or state.inode != status.st_ino or state.offset > status.st_size:
                 state = self._begin(path, file, status)
             row_size = state.header.row_dtype.itemsize
@@ -302,27 +284,23 @@ class Follower:
             file.seek(state.offset)
             content = file.read(complete_rows * row_size)
         self.bytes_read += len(content)
-        content = content[: len(content) // row_size * row_size]
+        content = content[: len(content) // row_size * row_size]  # it may have been cut
         state.offset += len(content)
-        torn = (status.st_size - state.offset) % row_size
-        new = decode(state.header, content, torn)
-        state.record = self._append_rows(state.record, new, bool(content))
-        self._files[path] = state
-        return state.record
-
-    def _begin(self, path: Path, file: BinaryIO, status: os.stat_result) -> _File:
-        header = read_header(path, file)
-        self.bytes_read += header.size
-        rows = (status.st_size - header.size) // header.row_dtype.itemsize
-        offset = header.size + max(0, rows - self.last) * header.row_dtype.itemsize
-        return _File(status.st_ino, header, offset, decode(header, b"", 0))
-
-    def _append_rows(self, old: Record, new: Record, has_rows: bool) -> Record:
-        """The newest rows of both; it has ended if the last row written is the end marker."""
-        return replace(
+        old, new = state.record, _decode(state.header, content)
+        state.record = replace(
             new,
             times=np.concatenate([old.times, new.times])[-self.last :],
             values=np.concatenate([old.values, new.values])[-self.last :],
             damaged=old.damaged + new.damaged,
-            ended=new.ended if has_rows else old.ended,
+            torn=(status.st_size - state.offset) % row_size,
+            ended=new.ended if content else old.ended,
         )
+        self._files[path] = state
+        return state.record
+
+    def _begin(self, path: Path, file: BinaryIO, status: os.stat_result) -> _File:
+        header = _read_header(path, file)
+        self.bytes_read += header.size
+        rows = (status.st_size - header.size) // header.row_dtype.itemsize
+        offset = header.size + max(0, rows - self.last) * header.row_dtype.itemsize
+        return _File(status.st_ino, header, offset, _decode(header, b""))

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jrl.faults.collect.align import align, read_folder
-from jrl.faults.collect.record import Record, Writer
+from jrl.faults.collect.align import align
+from jrl.faults.collect.record import Record, Writer, read_folder
 
 START = 1_000_000.0
 NOW = START + 59
