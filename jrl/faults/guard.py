@@ -56,6 +56,9 @@ class Guard:
     Args:
       attachment: its settings; None watches nothing, and every method does nothing.
 
+    Attributes:
+      fleet: samples that the detector compared when it last raised an alarm; None before.
+
     Raises:
       ValueError: where psutil or, for a port, prometheus-client is not installed.
     """
@@ -65,7 +68,7 @@ class Guard:
         self._stack = ExitStack()
         self._sampler: Sampler | None = None
         self._raised: queue.SimpleQueue[Alarm] = queue.SimpleQueue()
-        self._fleet: Fleet | None = None
+        self.fleet: Fleet | None = None
         self._stop = threading.Event()
 
     def step_ended(self, seconds: float) -> None:
@@ -76,11 +79,6 @@ class Guard:
     def alarms(self) -> list[Alarm]:
         """The alarms raised since the last call."""
         return [self._raised.get() for _ in range(self._raised.qsize())]
-
-    @property
-    def fleet(self) -> Fleet | None:
-        """Samples that the detector compared when it last raised an alarm; None before."""
-        return self._fleet
 
     def __enter__(self) -> "Guard":
         if self._attachment is None:
@@ -114,7 +112,7 @@ class Guard:
         while not self._stop.wait(settings.interval):
             result = watcher.detect()
             if result.raised:
-                self._fleet = result.fleet
+                self.fleet = result.fleet
             for alarm in result.raised:
                 self._raised.put(alarm)
                 for hook in settings.hooks:

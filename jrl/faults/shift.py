@@ -27,6 +27,9 @@ ONE_IN, PIPELINE = 50, 16
 LOG_OFFSET = 0.1
 """Share of the typical value, added before the logarithm so that zero needs no special case."""
 
+Deviations = Float[np.ndarray, "machine window"]
+Scores = Float[np.ndarray, "machine moment"]
+
 
 @dataclass(frozen=True)
 class ShiftDetector:
@@ -118,9 +121,6 @@ class ShiftDetector:
             continuity=self.continuity,
             recent=self.recent,
         )
-        names = find_recorded(self.metrics, fleet.metrics)
-        if not self.metrics:
-            names = search_order(PRIORITY, fleet.metrics)
         reason = self._incomparable_reason(fleet, grid)
         if reason:
             return Report([], (reason,), comparable=False)
@@ -130,6 +130,9 @@ class ShiftDetector:
                 "the fleet did the same work, without a pause, for too short a time: no verdict."
             )
             return Report([], (reason,), comparable=False)
+        names = find_recorded(self.metrics, fleet.metrics)
+        if not self.metrics:
+            names = search_order(PRIORITY, fleet.metrics)
         notes: list[str] = []
         deviations: dict[str, np.ndarray] = {}
         for name in names:
@@ -146,9 +149,7 @@ class ShiftDetector:
             return Report([], tuple(notes), comparable=False)
         notes += _silent_rows(fleet)
         for group in groups_of(deviations):
-            deviations[Group(group)] = _combine_deviations(
-                [deviations[name] for name in group], grid
-            )
+            deviations[Group(group)] = _combine_deviations([deviations[n] for n in group], grid)
         times = fleet.start + grid.hop * fleet.period * windows
         return self._verdict(fleet, grid, times, deviations, tuple(notes))
 
@@ -186,7 +187,7 @@ class ShiftDetector:
         notes: tuple[str, ...],
     ) -> Report:
         """The report; `times` are those at which the compared windows begin."""
-        traces, best = {}, None
+        traces, candidates = {}, []
         for name, away in deviations.items():
             scores, signs = onset_scores(away, grid, self.share, self.threshold / RATIO)
             gaps = _gaps(times, grid, grid.hop * fleet.period)
@@ -199,20 +200,17 @@ class ShiftDetector:
             leader_or_none = np.where(top >= threshold, leader, NO_MACHINE)
             begins = times[grid.overlap : grid.overlap + len(top)]
             traces[name] = Trace(begins, top, leader_or_none, threshold)
-            if top[moment] >= threshold and (best is None or top[moment] > best[0]):
-                best = (
-                    float(top[moment]),
-                    name,
-                    int(leader[moment]),
-                    moment,
-                    int(signs[leader[moment], moment]),
-                )
+            if top[moment] >= threshold:
+                row = int(leader[moment])
+                sign = int(signs[row, moment])
+                candidates.append((float(top[moment]), name, row, moment, sign))
         alarms = []
-        if best is not None:
+        if candidates:
+            best = max(candidates, key=lambda candidate: candidate[0])
             alarms.append(self._alarm(fleet, grid, times, deviations, traces, best))
         return Report(alarms, notes, True, fleet.machines, traces)
 
-    def _threshold(self, scores: Float[np.ndarray, "machine moment"]) -> float:
+    def _threshold(self, scores: Scores) -> float:
         """The score from which a machine is an outlier in one metric, see `ShiftDetector`."""
         greatest = np.sort(scores.max(axis=1))[::-1]
         rank = max(PIPELINE, len(greatest) // ONE_IN)
@@ -251,11 +249,10 @@ class ShiftDetector:
         metric = name
         if isinstance(name, Group):
             # Of a group the metric that is farthest away says what to look at.
+            level = slice(begin, begin + grid.length)
             metric = max(
                 name.members,
-                key=lambda each: float(
-                    np.nanmedian(sign * deviations[each][row, begin : begin + grid.length])
-                ),
+                key=lambda each: float(np.nanmedian(sign * deviations[each][row, level])),
             )
             evidence["metrics together"] = len(name.members)
         return Alarm(
@@ -283,7 +280,7 @@ def deviation(
     grid: Grid,
     windows: Int[np.ndarray, "selected"],
     resolution: float | int,
-) -> Float[np.ndarray, "machine selected"]:
+) -> Deviations:
     """Deviation of each machine from the others in some windows, in spreads, see `ShiftDetector`.
 
     NaN without samples, and for all machines where fewer than three have any.
@@ -302,9 +299,7 @@ def deviation(
     return away / _spreads(away, grid, resolution * typical)[:, None]
 
 
-def _spreads(
-    away: Float[np.ndarray, "machine window"], grid: Grid, least: float
-) -> Float[np.ndarray, "machine"]:
+def _spreads(away: Deviations, grid: Grid, least: float) -> Float[np.ndarray, "machine"]:
     """The spread of each machine: the largest of its own and two of the fleet, at least `least`.
 
     Slow noise is larger over `continuity` than over a minute. A machine's own is not taken over so
@@ -368,11 +363,8 @@ def _gaps(
 
 
 def onset_scores(
-    away: Float[np.ndarray, "machine window"],
-    grid: Grid,
-    share: float | int,
-    least: float | int = 0.0,
-) -> tuple[Float[np.ndarray, "machine moment"], Float[np.ndarray, "machine moment"]]:
+    away: Deviations, grid: Grid, share: float | int, least: float | int = 0.0
+) -> tuple[Scores, Scores]:
     """The part of each machine's level that is new, and its sign, for every moment.
 
     Moment k is the window ``overlap + k``: at least one window without a sample of the level
@@ -387,7 +379,7 @@ def onset_scores(
 
 
 def _rows_with_level(
-    away: Float[np.ndarray, "machine window"], length: int, share: float | int, least: float | int
+    away: Deviations, length: int, share: float | int, least: float | int
 ) -> Int[np.ndarray, "row"]:
     """Rows of machines that may have a level of at least `least` on either side.
 
@@ -404,9 +396,7 @@ def _rows_with_level(
     return np.flatnonzero(rows)
 
 
-def _all_scores(
-    away: Float[np.ndarray, "machine window"], grid: Grid, share: float | int
-) -> tuple[Float[np.ndarray, "machine moment"], Float[np.ndarray, "machine moment"]]:
+def _all_scores(away: Deviations, grid: Grid, share: float | int) -> tuple[Scores, Scores]:
     """`onset_scores` of every machine."""
     # Of each window and those before it, `length` in all: of the levels and of what was before.
     stretch = np.sort(_trailing(away.astype(np.float32), grid.length), axis=2)  # NaN comes last
@@ -445,9 +435,7 @@ def _levels_before(away: np.ndarray, grid: Grid, moments: int) -> tuple[np.ndarr
     return np.stack(long, axis=1)[:, index], short
 
 
-def _trend(
-    latest: Float[np.ndarray, "machine moment"], grid: Grid, share: float | int
-) -> Float[np.ndarray, "machine moment"]:
+def _trend(latest: Scores, grid: Grid, share: float | int) -> Scores:
     """Change of `latest` until the level has to be reached, by each machine's trend.
 
     `latest` is the median over the last `grid.length` windows at each moment. The trend is its

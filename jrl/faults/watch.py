@@ -33,6 +33,7 @@ from jrl.faults.watcher import (
     RemoteWatcher,
     Watcher,
     command_hook,
+    has_samples,
 )
 from jrl.report.display import visible
 from jrl.runs.folder import RunFolder
@@ -223,7 +224,7 @@ def render(result: DetectionPass, request: WatchOptions) -> RenderableType:
         table.add_row(*cells, *recent.get(each.machine, [""] * len(shown)))
     lines: list[RenderableType] = [table] if result.processes else []
     lines += [Text(visible(line), style="yellow") for line in result.unreadable]
-    if result.has_samples and len(result.fleet.machines) < MIN_MACHINES:
+    if has_samples(result.processes) and len(result.fleet.machines) < MIN_MACHINES:
         lines.append(Text("fewer than three processes are running: none can be compared"))
     lines += [Text(f"ALARM: {visible(alarm.describe())}", "bold red") for alarm in result.alarms]
     lines += [Text(visible(line), style="dim") for line in result.notes]

@@ -119,8 +119,7 @@ class DetectionPass:
       raised: those of machines that had no alarm in the previous pass.
       unreadable: one line for each file or address that cannot be read.
       notes: what could not be compared and why, one line each.
-      comparable: true if anything was compared; see `is_comparable` for a detector without
-        `examine`.
+      comparable: true if anything was compared.
       health: cost and coverage of the pass itself, in words.
     """
 
@@ -137,11 +136,6 @@ class DetectionPass:
     def ended(self) -> bool:
         """True if there are processes and all of them have ended cleanly."""
         return bool(self.processes) and all(each.state == "ended" for each in self.processes)
-
-    @property
-    def has_samples(self) -> bool:
-        """True if any process has a sample."""
-        return has_samples(self.processes)
 
 
 class AlarmTracker:
@@ -324,18 +318,11 @@ def has_samples(processes: Sequence[Process]) -> bool:
 
 
 def examine(fleet: Fleet, detector: Detector) -> Report:
-    """Report of a detector on a fleet; the alarms and `is_comparable` of one without `examine`."""
+    """Report of a detector; one without `examine` compares a fleet of `MIN_MACHINES`."""
     of_detector = getattr(detector, "examine", None)
     if of_detector is not None:
         return of_detector(fleet)
-    return Report(detector(fleet), comparable=is_comparable(detector, fleet))
-
-
-def is_comparable(detector: Detector, fleet: Fleet) -> bool:
-    """True if a detector without `examine` compares a fleet: as its `compares` says, or without it
-    if there are `MIN_MACHINES`."""
-    compares = getattr(detector, "compares", None)
-    return len(fleet.machines) >= MIN_MACHINES if compares is None else compares(fleet)
+    return Report(detector(fleet), comparable=len(fleet.machines) >= MIN_MACHINES)
 
 
 def drop_machines(fleet: Fleet, machines: Collection[str]) -> Fleet:

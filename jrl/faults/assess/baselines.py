@@ -1,7 +1,7 @@
 """Baselines of the default detector: simple detectors, Minder, and ablations of Minder.
 
-Each has a threshold chosen on the same simulated fleets by the same
-rule (``python -m jrl.faults benchmark --calibrate``).
+Each has a threshold chosen on the same simulated fleets by the same rule (``python -m jrl.faults
+benchmark --calibrate``).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -175,19 +175,14 @@ class RobustZ:
         return scores
 
 
-def moving_median(metrics: tuple[str, ...]) -> list[View]:
-    """A median of eight samples in place of the LSTM-VAE."""
-    return [
-        View(name, (channel,), as_points, summary=partial(_smooth, np.median))
-        for channel, name in enumerate(metrics)
-    ]
+def smoothed(middle: Callable[..., np.ndarray], metrics: tuple[str, ...]) -> list[View]:
+    """A median or mean of eight samples in place of the LSTM-VAE.
 
-
-def moving_mean(metrics: tuple[str, ...]) -> list[View]:
-    """RAW, as smooth as the reconstruction of the LSTM-VAE: the mean of eight samples."""
+    The mean is RAW, as smooth as the reconstruction of the LSTM-VAE.
+    """
+    summary = partial(_smooth, middle)
     return [
-        View(name, (channel,), as_points, summary=partial(_smooth, np.mean))
-        for channel, name in enumerate(metrics)
+        View(name, (channel,), as_points, summary=summary) for channel, name in enumerate(metrics)
     ]
 
 
@@ -297,12 +292,12 @@ DETECTORS: dict[str, AnyDetector] = {
     "shift (default)": ShiftDetector(),
     "robust z": RobustZ(9.12),
     "robust z, logs": RobustZ(9.12, logs=True),
-    "moving median": Minder(5.11, method=moving_median),
+    "moving median": Minder(5.11, method=partial(smoothed, np.median)),
     "Minder": Minder(),
     "Minder, onset rule": MinderOnset(),
     "Mahalanobis": Minder(1.19, method=mahalanobis),
     "no VAE (RAW)": Minder(1.43, method=without_vae),
-    "no VAE, smoothed": Minder(6.78, method=moving_mean),
+    "no VAE, smoothed": Minder(6.78, method=partial(smoothed, np.mean)),
     "concatenated (CON)": Minder(1.3, method=concatenated),
     "one joint model (INT)": Minder(1.67, method=joint),
     "no continuity": Instant(12.4),

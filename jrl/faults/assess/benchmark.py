@@ -28,12 +28,12 @@ from jrl.faults.assess.outcomes import (
     DETECTED,
     SILENT,
     WRONG,
+    complete_rows,
     false_alarm_rate,
     figures,
     map_in_processes,
     operational_precision,
     outcome,
-    read_records,
 )
 from jrl.faults.collect.fleet import Fleet
 from jrl.faults.minder.detect import Minder
@@ -133,19 +133,15 @@ def run(request: BenchmarkOptions) -> dict[str, Any]:
     Records are appended to ``records.jsonl`` as they complete. An interrupted run is resumed from
     there, also with more records than it was started with.
     """
-    Path(request.out).mkdir(parents=True, exist_ok=True)
     detectors = select_detectors(request.only)
     jobs = [(CLEAN_SEED + request.seed + i, False) for i in range(request.clean)]
     jobs += [(TEST_SEED + request.seed + i, True) for i in range(request.incidents)]
-    path = Path(request.out) / "records.jsonl"
-    seen = {row["seed"]: row for row in read_records(path, _record_settings(request, detectors))}
-    due = [job for job in jobs if job[0] not in seen]
-    with path.open("a") as file:
-        for row in _with_progress(request, detectors, due):
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            seen[row["seed"]] = row
-    records = [seen[seed] for seed, _ in jobs]
+    records = complete_rows(
+        Path(request.out) / "records.jsonl",
+        _record_settings(request, detectors),
+        jobs,
+        partial(_with_progress, request, detectors),
+    )
     faulty = [row for row in records if row["fault"] is not None]
     clean = [row for row in records if row["fault"] is None]
     return {
@@ -175,9 +171,8 @@ def _with_progress(
     settings = {faulty: _settings(request, faulty) for faulty in (True, False)}
     with Progress(*columns) as progress:
         task = progress.add_task("records", total=len(jobs))
-        for row in map_in_processes(
-            partial(_run_job, detectors, settings), jobs, request.processes
-        ):
+        run_job = partial(_run_job, detectors, settings)
+        for row in map_in_processes(run_job, jobs, request.processes):
             progress.advance(task)
             yield row
 
@@ -222,16 +217,12 @@ def _summary(
     outcomes = [row["outcomes"][name] for row in faulty]
     counts = Counter(outcomes)
     false = sum(row["outcomes"][name] != SILENT for row in clean)
-    kinds = sorted({row["fault"] for row in faulty})
-    recall = {
-        kind: [sum(row["outcomes"][name] == DETECTED for row in incidents), len(incidents)]
-        for kind in kinds
-        if (incidents := [row for row in faulty if row["fault"] == kind])
-    }
+    incidents = Counter(row["fault"] for row in faulty)
+    detected = Counter(row["fault"] for row in faulty if row["outcomes"][name] == DETECTED)
     return {
         **asdict(figures(outcomes)),
         "counts": {kind: counts[kind] for kind in (DETECTED, WRONG, SILENT)},
-        "recall_by_fault": recall,
+        "recall_by_fault": {kind: [detected[kind], incidents[kind]] for kind in sorted(incidents)},
         "f1_by_machines": _by_machines(name, faulty),
         "false_alarms": false,
         "false_alarms_per_look": false_alarm_rate(false, len(clean)) if clean else None,
@@ -267,13 +258,7 @@ def _print(results: dict[str, Any]) -> None:
     )
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("detector")
-    for name in (
-        "precision",
-        "recall",
-        "F1",
-        "paper's F1",
-        "alarms on a clean record",
-    ):
+    for name in ("precision", "recall", "F1", "paper's F1", "alarms on a clean record"):
         table.add_column(name, justify="right")
     for name, row in results["detectors"].items():
         cells = [_interval(row[figure]) for figure in ("precision", "recall", "f1")]
@@ -293,19 +278,19 @@ def _print(results: dict[str, Any]) -> None:
     print(f"found by {first}: " + ", ".join(f"{k} {a}/{n}" for k, (a, n) in kinds.items()))
 
 
-def _interval(triple: Sequence[float], digits: int = 3) -> str:
+def _interval(triple: Sequence[float]) -> str:
     value, low, high = triple
-    return f"{value:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
+    return f"{value:.3f} ({low:.3f}-{high:.3f})"
 
 
-def measure_scale(out: Path, sizes: tuple[int, ...] = SCALE_SIZES, rounds: int = 3) -> int:
-    """Prints, writes and plots the least cost of `rounds` calls of the default detector."""
+def measure_scale(out: Path) -> int:
+    """Prints, writes and plots the least cost of three calls of the default detector."""
     rows = []
-    for size in sizes:
+    for size in SCALE_SIZES:
         row: dict[str, float] = {"machines": size}
         for kind, faulty in (("clean", False), ("fault", True)):
             fleet = simulate(Settings(machines=size, faulty=faulty), SCALE_SEED + size).fleet
-            row[f"{kind}_seconds"], row[f"{kind}_cpu_seconds"] = _cost(fleet, rounds)
+            row[f"{kind}_seconds"], row[f"{kind}_cpu_seconds"] = _cost(fleet)
         row["peak_memory_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         rows.append(row)
     (out / "scale.json").write_text(json.dumps(rows, indent=2) + "\n")
@@ -320,11 +305,11 @@ def measure_scale(out: Path, sizes: tuple[int, ...] = SCALE_SIZES, rounds: int =
     return 0
 
 
-def _cost(fleet: Fleet, rounds: int) -> tuple[float, float]:
+def _cost(fleet: Fleet) -> tuple[float, float]:
     detector = StandardDetector()
     detector(fleet)
     wall, cpu = [], []
-    for _ in range(rounds):
+    for _ in range(3):
         begin = time.perf_counter(), time.process_time()
         detector(fleet)
         wall.append(time.perf_counter() - begin[0])

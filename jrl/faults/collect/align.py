@@ -85,34 +85,24 @@ def align(
         if not (math.isfinite(value) and value > 0):
             raise ValueError(f"{name}={value} must be a finite number of seconds above 0.")
     records_by_machine: defaultdict[str, list[Record]] = defaultdict(list)
-    for record in records:
+    for record in sorted(records, key=lambda record: (record.machine, record.begun)):
         records_by_machine[record.machine].append(record)
-    newest = {
-        name: _newest(machine_records)
-        for name, machine_records in sorted(records_by_machine.items())
-    }
     if now is None:
-        times = [time for time in newest.values() if math.isfinite(time)]
+        newest = [_newest(each) for each in records_by_machine.values()]
+        times = [time for time in newest if math.isfinite(time)]
         now = float(np.median(times)) if times else 0.0
     # The grid ends at the tick nearest to the latest sample that counts.
     start = (math.floor(now / period) - math.ceil(seconds / period) + 1) * period
     processes = tuple(
-        _process_state(records_by_machine[name], newest[name], now, silence, ahead)
-        for name in newest
+        _process_state(each, now, silence, ahead) for each in records_by_machine.values()
     )
     running = [process.machine for process in processes if process.state == "running"]
-    metrics = sorted(
-        {
-            name
-            for machine in running
-            for record in records_by_machine[machine]
-            for name in record.columns
-        }
-    )
+    compared = [record for machine in running for record in records_by_machine[machine]]
+    metrics = sorted({name for record in compared for name in record.columns})
     length = math.ceil(seconds / period) + math.ceil(ahead / period)
     values = np.full((len(running), len(metrics), length), np.nan, np.float32)
     for row, name in enumerate(running):
-        for record in sorted(records_by_machine[name], key=lambda record: record.begun):
+        for record in records_by_machine[name]:
             _write_samples(values[row], record, metrics, start, period)
     values = values[:, :, : _num_used_ticks(values)]
     return Aligned(Fleet(tuple(running), tuple(metrics), start, period, values), processes)
@@ -126,17 +116,12 @@ def _newest(records: Sequence[Record]) -> float:
 
 
 def _process_state(
-    records: Sequence[Record],
-    newest: float,
-    now: float | int,
-    silence: float | int,
-    ahead: float | int,
+    records: Sequence[Record], now: float | int, silence: float | int, ahead: float | int
 ) -> Process:
     last = max(records, key=lambda record: record.begun)
     times = np.concatenate([record.times for record in records])
     future = int((times > now + ahead).sum())
     within = times[times <= now + ahead]
-    age = now - newest
     if len(times) == 0:
         state = "no data"
     elif future and (len(within) == 0 or now - within.max() > silence):
@@ -149,7 +134,7 @@ def _process_state(
         machine=last.machine,
         host=last.host,
         state=state,
-        age=age,
+        age=now - _newest(records),
         damaged=sum(record.damaged for record in records),
         torn=sum(record.torn for record in records),
         future=future,
@@ -163,10 +148,9 @@ def _write_samples(
     ticks = np.floor((record.times - start) / period + 0.5)
     inside = np.flatnonzero((ticks >= 0) & (ticks < values.shape[1]))[::-1]
     tick, last = np.unique(ticks[inside].astype(int), return_index=True)
-    columns = np.array([metrics.index(name) for name in record.columns], int)
-    samples = record.values[inside[last]]
-    for column, name, column_samples in zip(columns, record.columns, samples.T, strict=True):
-        values[column, tick] = np.where(mask_valid(name, column_samples), column_samples, np.nan)
+    for name, samples in zip(record.columns, record.values[inside[last]].T, strict=True):
+        valid_samples = np.where(mask_valid(name, samples), samples, np.nan)
+        values[metrics.index(name), tick] = valid_samples
 
 
 def _num_used_ticks(values: np.ndarray) -> int:

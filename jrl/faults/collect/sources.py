@@ -122,13 +122,18 @@ class Gpus:
 
     Args:
       nvml: the module pynvml, initialised.
-      own: this process's GPUs, as CUDA numbers or UUIDs; None takes all of the host.
+      gpus: this process's GPUs, as CUDA numbers or UUIDs; None takes all of the host.
     """
 
     def __init__(self, nvml: Any, gpus: Sequence[str] | None = None):
         self._nvml = nvml
         names = range(nvml.nvmlDeviceGetCount()) if gpus is None else gpus
-        self._handles = [self._handle(name) for name in names]
+        self._handles = [
+            nvml.nvmlDeviceGetHandleByIndex(int(name))
+            if str(name).isdigit()
+            else nvml.nvmlDeviceGetHandleByUUID(name)
+            for name in names
+        ]
         self._rates = Rates()
         readers = {**self._gauges(), **self._counters()}
         self._readable = [
@@ -152,13 +157,6 @@ class Gpus:
                     if value is not None:
                         values[f"gpu{index}/{name}"] = value
         return {**gauges, **self._rates(time, counters)}
-
-    def _handle(self, name: str | int) -> Any:
-        """The GPU with a number or a UUID."""
-        nvml = self._nvml
-        if str(name).isdigit():
-            return nvml.nvmlDeviceGetHandleByIndex(int(name))
-        return nvml.nvmlDeviceGetHandleByUUID(name)
 
     def _try_read(self, reader: Callable[[Any], float], handle: Any) -> float | None:
         """Reads a value; None if this GPU or its driver does not support it."""

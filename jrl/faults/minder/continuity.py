@@ -75,7 +75,6 @@ def score_where_needed(
     *,
     length: int,
     share: float | int,
-    strides: tuple[int, ...] = (8, 4, 2, 1),
 ) -> Int[np.ndarray, " window"]:
     """Machine that each window names, scoring only windows that can affect `find_span`.
 
@@ -89,7 +88,7 @@ def score_where_needed(
     """
     named = np.full(num_windows, UNSEEN)
     matters = np.full(num_windows, num_windows >= length)
-    for stride in strides:
+    for stride in (8, 4, 2, 1):
         due = np.flatnonzero(matters & (named == UNSEEN))
         due = due[due % stride == 0]
         if due.size:
