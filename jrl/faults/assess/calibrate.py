@@ -50,17 +50,11 @@ def calibrate(
     jobs += [(clean, CLEAN_SEED + seed + i) for i in range(counts[1])]
     score_record = partial(outcomes_by_threshold, names)
     rows = list(track(map_in_processes(score_record, jobs, processes), "records", total=len(jobs)))
-    for column, name in enumerate(names):
-        each = [
-            figures([row[column][index] for row in rows[: counts[0]]], resamples=1)
-            for index in range(len(THRESHOLDS))
-        ]
-        alarms = np.array(
-            [
-                sum(row[column][index] != SILENT for row in rows[counts[0] :])
-                for index in range(len(THRESHOLDS))
-            ]
-        )
+    by_detector = np.swapaxes(rows, 0, 1)
+    for name, outcomes in zip(names, by_detector, strict=True):
+        of_faulty, of_clean = outcomes[: counts[0]], outcomes[counts[0] :]
+        each = [figures(of_threshold, resamples=1) for of_threshold in of_faulty.T.tolist()]
+        alarms = (of_clean != SILENT).sum(axis=0)
         f1 = np.array([entry.f1[0] for entry in each])
         allowed = alarms <= max(FALSE_ALARMS * counts[1], alarms.min())
         best = f1[allowed].max(initial=0.0)

@@ -10,7 +10,7 @@ https://github.com/google/cadvisor/blob/master/docs/storage/prometheus.md
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -203,8 +203,7 @@ def build_fleet(
             blank.add((machine, column))
         kind = group[0][0]
         rows = np.stack([_resample(kind, each, start, period, length) for each, _ in readings])
-        row = values[row_of[machine], column_of[column]]
-        row[:] = _aggregate(kind, rows)
+        values[row_of[machine], column_of[column]] = _aggregate(kind, rows)
     return Fleet(machines, metrics, start, float(period), values, frozenset(blank))
 
 
@@ -217,10 +216,8 @@ def _is_compared(series: Series, requested: Collection[str]) -> bool:
 
 def mask_blanks(readings: np.ndarray) -> np.ndarray:
     """Mask of the readings that are DCGM's blank values."""
-    mask = np.zeros(readings.shape, bool)
-    for least, greatest in BLANKS:
-        mask |= (readings >= least) & (readings <= greatest)
-    return mask
+    masks = [(readings >= least) & (readings <= greatest) for least, greatest in BLANKS]
+    return np.logical_or.reduce(masks)
 
 
 def _mask_invalid(kind: str, column: str, series: Series) -> tuple[Series, bool]:
@@ -234,7 +231,7 @@ def _mask_invalid(kind: str, column: str, series: Series) -> tuple[Series, bool]
     values = np.where(valid, values, np.nan)
     if kind == CODE and valid.any():
         # Before the first error there is no code.
-        values[: int(valid.argmax())][blank[: int(valid.argmax())]] = 0.0
+        values[blank & (np.cumsum(valid) == 0)] = 0.0
     return replace(series, values=values), bool(blank.any())
 
 
@@ -276,14 +273,14 @@ def _drop_container_series(series: Sequence[Series]) -> list[Series]:
         for each in series
         if each.labels.get("id") == "/"
     }
-    remaining = []
-    for each in series:
-        name, root = each.labels["__name__"], each.labels.get("id")
-        is_container = name.startswith("container_") and root != "/"
-        has_root = (name, each.labels.get("instance")) in roots
-        if not (is_container and (has_root or each.labels.get("container") == "POD")):
-            remaining.append(each)
-    return remaining
+
+    def is_part(labels: Mapping[str, str]) -> bool:
+        name = labels["__name__"]
+        if not name.startswith("container_") or labels.get("id") == "/":
+            return False
+        return (name, labels.get("instance")) in roots or labels.get("container") == "POD"
+
+    return [each for each in series if not is_part(each.labels)]
 
 
 def _resample(

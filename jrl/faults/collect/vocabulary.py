@@ -74,29 +74,25 @@ GPU_ACTIVITY = (
 )
 """Metrics that one cause moves together: a GPU's load."""
 
-FATAL = frozenset(
-    {
-        "gpu/xid",
-        "gpu/ecc/uncorrected",
-        "gpu/rows/remap_failure",
-        "memory/ecc/uncorrected",
-        "rdma/link_downed",
-    }
+FATAL = (
+    "gpu/xid",
+    "gpu/ecc/uncorrected",
+    "gpu/rows/remap_failure",
+    "memory/ecc/uncorrected",
+    "rdma/link_downed",
 )
 """Counters, kept as totals, that do not increase on a healthy machine."""
 
-ERROR_RATES = frozenset(
-    {
-        "gpu/ecc/corrected",
-        "gpu/pcie/replays",
-        "gpu/nvlink/errors",
-        "gpu/rows/remapped",
-        "gpu/throttled",
-        "memory/ecc/corrected",
-        "rdma/errors",
-        "network/errors",
-        "cpu/throttled",
-    }
+ERROR_RATES = (
+    "gpu/ecc/corrected",
+    "gpu/pcie/replays",
+    "gpu/nvlink/errors",
+    "gpu/rows/remapped",
+    "gpu/throttled",
+    "memory/ecc/corrected",
+    "rdma/errors",
+    "network/errors",
+    "cpu/throttled",
 )
 """Errors a second that machines correct by themselves, and throttling."""
 BEYOND = np.finfo(np.float64).max

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
+from jrl.checks import check_least, check_range
 from jrl.faults.collect.vocabulary import GPU_ACTIVITY as GPU
 from jrl.faults.collect.vocabulary import PRODUCTION as PRODUCTION
 
@@ -234,10 +235,8 @@ class Settings:
     clock_skew: float | int = 0.5
 
     def __post_init__(self):
-        if self.machines is not None and self.machines < 2:
-            raise ValueError(f"machines={self.machines} must be at least 2.")
-        if self.seconds < 60:
-            raise ValueError(f"seconds={self.seconds} must be at least 60.")
+        check_least(self, ("machines",), 2)
+        check_least(self, ("seconds",), 60)
         if not 1 <= self.period <= self.seconds // 2:
             raise ValueError(f"period={self.period} must lie in 1..{self.seconds // 2} seconds.")
         unknown = [name for name in self.metrics if name not in METRICS]
@@ -247,11 +246,8 @@ class Settings:
             )
         if self.fault is not None and self.fault not in MIX:
             raise ValueError(f"fault={self.fault!r} is unknown: choose among {', '.join(MIX)}.")
-        if not self.difficulty > 0:
-            raise ValueError(f"difficulty={self.difficulty} must be above 0.")
-        for name in ("earliest", "disturbances", "offsets", "clock_skew"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 0.")
+        check_range(self, ("difficulty",), 0, above=True)
+        check_range(self, ("earliest", "disturbances", "offsets", "clock_skew"), 0)
         for name, most in (("missing", 0.99), ("outages", 1.0), ("drifts", 1.0)):
             if not 0 <= getattr(self, name) <= most:
                 raise ValueError(f"{name}={getattr(self, name)} must lie in [0, {most}].")
