@@ -34,7 +34,6 @@ class Attachment:
       detector: names the outlier machines.
       hooks: called for each alarm, in the watcher's thread and in this order.
       port: port at which Prometheus may scrape the newest sample; None serves none.
-      period: seconds between two samples.
       interval: seconds between two detection passes of the watcher.
       gpus: this process's GPUs, see `local_gpus`; None takes all of the host.
     """
@@ -45,7 +44,6 @@ class Attachment:
     detector: Detector
     hooks: tuple[Hook, ...] = ()
     port: int | None = None
-    period: float | int = 1.0
     interval: float | int = DETECTION_INTERVAL
     gpus: tuple[str, ...] | None = None
 
@@ -86,14 +84,11 @@ class Guard:
         settings = self._attachment
         with ExitStack() as stack:  # closes what has started if the rest cannot start
             read = available_sources(settings.gpus)
-            sampler = Sampler(
-                settings.folder / "faults", settings.machine, period=settings.period, read=read
-            )
+            sampler = Sampler(settings.folder / "faults", settings.machine, read=read)
             self._sampler = stack.enter_context(sampler)
             if settings.port is not None:
-                stack.enter_context(
-                    Exporter(lambda: sampler.latest, settings.machine, settings.port)
-                )
+                exporter = Exporter(lambda: sampler.latest, settings.machine, settings.port)
+                stack.enter_context(exporter)
             if settings.watches:
                 thread = threading.Thread(target=self._watch, args=(settings,), name="watcher")
                 thread.daemon = True

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jrl.faults.collect.fleet import Fleet, Report
+from jrl.faults.shift import JOINT
 from jrl.report.plots import BLUE, GRID, INK, MUTED
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def _plot_scores(axes: "Axes", fleet: Fleet, report: Report) -> None:
     alarm = report.alarms[0] if report.alarms else None
     shown = list(report.traces)[:1]
     if alarm is not None:
-        shown = [name for name in report.traces if alarm.metric in name.split(" + ")] or shown
+        shown = [name for name in report.traces if alarm.metric in name.split(JOINT)] or shown
     for name in shown[:1]:
         trace = report.traces[name]
         seen = np.flatnonzero(np.isfinite(trace.scores))

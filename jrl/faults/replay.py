@@ -138,9 +138,7 @@ def _print(fleet: Fleet, report: Report, notes: list[str]) -> None:
 
 
 def _table(report: Report) -> Table:
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    table.add_column("metric searched")
-    table.add_column("stands out most")
+    table = Table("metric searched", "stands out most", box=box.SIMPLE, pad_edge=False)
     for name in ("of its moments", "greatest score", "moments looked at"):
         table.add_column(name, justify="right")
     for metric, trace in report.traces.items():

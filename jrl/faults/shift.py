@@ -26,6 +26,8 @@ ONE_IN, PIPELINE = 50, 16
 """Which of the others: one machine of so many, and in small fleets the first beyond a pipeline."""
 LOG_OFFSET = 0.1
 """Share of the typical value, added before the logarithm so that zero needs no special case."""
+JOINT = " + "
+"""Between the metrics of a group, in its name."""
 
 Deviations = Float[np.ndarray, "machine window"]
 Scores = Float[np.ndarray, "machine moment"]
@@ -149,7 +151,8 @@ class ShiftDetector:
             return Report([], tuple(notes), comparable=False)
         notes += _silent_rows(fleet)
         for group in groups_of(deviations):
-            deviations[Group(group)] = _combine_deviations([deviations[n] for n in group], grid)
+            of_group = [deviations[name] for name in group]
+            deviations[JOINT.join(group)] = _combine_deviations(of_group, grid)
         times = fleet.start + grid.hop * fleet.period * windows
         return self._verdict(fleet, grid, times, deviations, tuple(notes))
 
@@ -229,8 +232,9 @@ class ShiftDetector:
         """The alarm of `best`: its score, metric, row, moment and sign."""
         score, name, row, moment, sign = best
         begin = moment + grid.overlap
+        level = slice(begin, begin + grid.length)
         away = sign * deviations[name][row]
-        middle_deviation = float(np.nanmedian(away[begin : begin + grid.length]))
+        middle_deviation = float(np.nanmedian(away[level]))
         # From the first window that is nearer to the level than to what was before, while it lasts.
         shifted = away[begin:] >= middle_deviation - score / 2
         first = int(shifted.argmax()) if shifted.any() else 0
@@ -247,14 +251,12 @@ class ShiftDetector:
             "scores": traces[name].scores,
         }
         metric = name
-        if isinstance(name, Group):
+        if name not in fleet.metrics:
             # Of a group the metric that is farthest away says what to look at.
-            level = slice(begin, begin + grid.length)
-            metric = max(
-                name.members,
-                key=lambda each: float(np.nanmedian(sign * deviations[each][row, level])),
-            )
-            evidence["metrics together"] = len(name.members)
+            members = name.split(JOINT)
+            of_members = [np.nanmedian(sign * deviations[each][row, level]) for each in members]
+            metric = members[int(np.argmax(of_members))]
+            evidence["metrics together"] = len(members)
         return Alarm(
             fleet.machines[row],
             metric,
@@ -262,17 +264,6 @@ class ShiftDetector:
             min(fleet.end, float(times[last]) + 2 * middle),
             evidence,
         )
-
-
-class Group(str):
-    """Joint name of multiple metrics; `members` are their own names."""
-
-    members: tuple[str, ...]
-
-    def __new__(cls, members: Sequence[str]) -> "Group":
-        group = super().__new__(cls, " + ".join(members))
-        group.members = tuple(members)
-        return group
 
 
 def deviation(

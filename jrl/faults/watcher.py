@@ -175,9 +175,8 @@ class Watcher:
         have an empty name.
       detector: names the outlier machines.
       seconds: length of the compared record.
-      silence: a process without a sample for so many seconds is no longer compared.
-      silence_timeout: after so many it raises an alarm, if it had samples after the youngest
-        running process started; None never.
+      silence_timeout: a process without a sample for so many seconds raises an alarm, if it had
+        samples after the youngest running process started; None never.
       acknowledged: see `AlarmTracker`.
     """
 
@@ -187,7 +186,6 @@ class Watcher:
         detector: Detector,
         *,
         seconds: float | int = RECORD_SECONDS,
-        silence: float | int = 10.0,
         silence_timeout: float | int | None = 60.0,
         acknowledged: Callable[[], Collection[str]] | None = None,
     ):
@@ -195,7 +193,7 @@ class Watcher:
         rows = 2 * math.ceil(seconds)
         self._followers = {name: Follower(folder, rows) for name, folder in folders.items()}
         self._tracker = AlarmTracker(detector, acknowledged)
-        self._seconds, self._silence, self._timeout = seconds, silence, silence_timeout
+        self._seconds, self._timeout = seconds, silence_timeout
         paths = ", ".join(str(folder) for folder in folders.values())
         self._no_sample_note = (
             f"no sample yet in {paths}: a run started with --faults writes one a second"
@@ -211,7 +209,7 @@ class Watcher:
             prefix = f"{name}/" if name else ""
             records += [replace(each, machine=prefix + each.machine) for each in folder_records]
             unreadable += errors
-        aligned = align(records, now=now, seconds=self._seconds, silence=self._silence)
+        aligned = align(records, now=now, seconds=self._seconds)
         fleet = trim_to_common_start(aligned.fleet)
         report, raised = self._tracker.update(fleet, self._silent(aligned, records, now))
         read = sum(follower.bytes_read for follower in self._followers.values())
@@ -281,9 +279,8 @@ class RemoteWatcher:
         series, problems = self._store.update(now)
         fleet = build_fleet(series, label=self._label, requested=self._requested)
         report, raised = self._tracker.update(fleet)
-        processes = tuple(
-            self._process_state(fleet, row, now) for row in range(len(fleet.machines))
-        )
+        rows = range(len(fleet.machines))
+        processes = tuple(self._process_state(fleet, row, now) for row in rows)
         health = (
             f"{len(series)} series of {len(fleet.machines)} machines every {fleet.period:g} s, "
             f"asked in {time.monotonic() - started:.2f} s"
@@ -306,7 +303,7 @@ class RemoteWatcher:
 
     def _process_state(self, fleet: Fleet, row: int, now: float) -> Process:
         seen = np.flatnonzero(np.isfinite(fleet.values[row]).any(axis=0))
-        age = now - float(fleet.times[seen[-1]]) if seen.size else float("nan")
+        age = now - float(fleet.times[seen[-1]]) if seen.size else math.nan
         late = not age <= max(self._silence, 3 * fleet.period)
         state = "silent" if late else "running"
         return Process(fleet.machines[row], "", state, age, damaged=0, torn=0, future=0)

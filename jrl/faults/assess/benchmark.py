@@ -244,9 +244,9 @@ def _by_machines(name: str, faulty: list[dict[str, Any]]) -> dict[str, dict[str,
     for least, most in SIZES:
         incidents = [row for row in faulty if least <= row["machines"] <= most]
         if incidents:
-            sizes = sorted(row["machines"] for row in incidents)
+            sizes = [row["machines"] for row in incidents]
             f1 = figures([row["outcomes"][name] for row in incidents]).f1
-            results[f"{sizes[0]} to {sizes[-1]}"] = {"f1": f1, "incidents": len(incidents)}
+            results[f"{min(sizes)} to {max(sizes)}"] = {"f1": f1, "incidents": len(incidents)}
     return results
 
 
@@ -256,8 +256,7 @@ def _print(results: dict[str, Any]) -> None:
         f"{settings['incidents']} incidents and {settings['clean']} clean records of "
         f"{settings['seconds']} s, difficulty {settings['difficulty']}; 95 % intervals\n"
     )
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    table.add_column("detector")
+    table = Table("detector", box=box.SIMPLE, pad_edge=False)
     for name in ("precision", "recall", "F1", "paper's F1", "alarms on a clean record"):
         table.add_column(name, justify="right")
     for name, row in results["detectors"].items():
@@ -269,12 +268,10 @@ def _print(results: dict[str, Any]) -> None:
     print("F1 by machines of the fleet:")
     for name, row in results["detectors"].items():
         sizes = row["f1_by_machines"].items()
-        cells = (
-            f"{size} {_interval(result['f1'])} of {result['incidents']}" for size, result in sizes
-        )
+        cells = (f"{size} {_interval(each['f1'])} of {each['incidents']}" for size, each in sizes)
         print(f"  {name}: {', '.join(cells)}")
-    first = next(iter(results["detectors"]))
-    kinds = results["detectors"][first]["recall_by_fault"]
+    first, row = next(iter(results["detectors"].items()))
+    kinds = row["recall_by_fault"]
     print(f"found by {first}: " + ", ".join(f"{k} {a}/{n}" for k, (a, n) in kinds.items()))
 
 

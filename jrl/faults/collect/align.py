@@ -1,8 +1,8 @@
 """Alignment of the records of multiple processes, each with its own clock, as one fleet on one.
 
-A sample belongs to the tick nearest to its time, whatever the order they were written in; of
-multiple samples at one tick the last written counts. A tick without a sample is NaN: the detector
-fills gaps. Processes that cannot be compared are left out and reported.
+A sample belongs to the second nearest to its time, whatever the order they were written in; of
+multiple samples at one second the last written counts. A second without a sample is NaN: the
+detector fills gaps. Processes that cannot be compared are left out and reported.
 """
 
 import math
@@ -15,6 +15,11 @@ import numpy as np
 from jrl.faults.collect.fleet import Fleet
 from jrl.faults.collect.record import Record
 from jrl.faults.collect.vocabulary import mask_valid
+
+MAX_AGE = 10.0
+"""Seconds without a sample after which a machine is not compared."""
+MAX_AHEAD = 5.0
+"""Seconds by which samples may be ahead: later ones are of a wrong clock, and left out."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +61,7 @@ class Aligned:
 
 
 def align(
-    records: Iterable[Record],
-    *,
-    now: float | int | None = None,
-    seconds: float | int = 900.0,
-    period: float | int = 1.0,
-    silence: float | int = 10.0,
-    ahead: float | int = 5.0,
+    records: Iterable[Record], *, now: float | int | None = None, seconds: float | int = 900.0
 ) -> Aligned:
     """Aligns records on one clock.
 
@@ -71,19 +70,15 @@ def align(
       now: Unix time of the end; None takes the median of the machines' newest samples, which no
         single wrong clock can move far.
       seconds: how far back to look.
-      period: seconds between two ticks.
-      silence: a machine without a sample for so many seconds is not compared.
-      ahead: samples more than so many seconds after `now` are a wrong clock, and left out.
 
     Returns:
       The fleet of the running machines. Its metrics are those that any of them has.
 
     Raises:
-      ValueError: for `seconds`, `period` or `silence` that is not finite and above 0.
+      ValueError: for `seconds` that are not finite and above 0.
     """
-    for name, value in (("seconds", seconds), ("period", period), ("silence", silence)):
-        if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{name}={value} must be a finite number of seconds above 0.")
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise ValueError(f"seconds={seconds} must be a finite number of seconds above 0.")
     records_by_machine: defaultdict[str, list[Record]] = defaultdict(list)
     for record in sorted(records, key=lambda record: (record.machine, record.begun)):
         records_by_machine[record.machine].append(record)
@@ -91,21 +86,21 @@ def align(
         newest = [_newest(each) for each in records_by_machine.values()]
         times = [time for time in newest if math.isfinite(time)]
         now = float(np.median(times)) if times else 0.0
-    # The grid ends at the tick nearest to the latest sample that counts.
-    start = (math.floor(now / period) - math.ceil(seconds / period) + 1) * period
-    processes = tuple(
-        _process_state(each, now, silence, ahead) for each in records_by_machine.values()
-    )
+    # The grid ends at the second nearest to the latest sample that counts.
+    start = float(math.floor(now) - math.ceil(seconds) + 1)
+    processes = tuple(_process_state(each, now) for each in records_by_machine.values())
     running = [process.machine for process in processes if process.state == "running"]
     compared = [record for machine in running for record in records_by_machine[machine]]
     metrics = sorted({name for record in compared for name in record.columns})
-    length = math.ceil(seconds / period) + math.ceil(ahead / period)
+    length = math.ceil(seconds) + math.ceil(MAX_AHEAD)
     values = np.full((len(running), len(metrics), length), np.nan, np.float32)
     for row, name in enumerate(running):
         for record in records_by_machine[name]:
-            _write_samples(values[row], record, metrics, start, period)
-    values = values[:, :, : _num_used_ticks(values)]
-    return Aligned(Fleet(tuple(running), tuple(metrics), start, period, values), processes)
+            _write_samples(values[row], record, metrics, start)
+    # Up to the last second in which any machine has a sample.
+    used = np.flatnonzero(np.isfinite(values).any(axis=(0, 1)))
+    values = values[:, :, : used[-1] + 1 if used.size else 0]
+    return Aligned(Fleet(tuple(running), tuple(metrics), start, values=values), processes)
 
 
 def _newest(records: Sequence[Record]) -> float:
@@ -115,21 +110,19 @@ def _newest(records: Sequence[Record]) -> float:
     )
 
 
-def _process_state(
-    records: Sequence[Record], now: float | int, silence: float | int, ahead: float | int
-) -> Process:
+def _process_state(records: Sequence[Record], now: float | int) -> Process:
     last = max(records, key=lambda record: record.begun)
     times = np.concatenate([record.times for record in records])
-    future = int((times > now + ahead).sum())
-    within = times[times <= now + ahead]
+    future = int((times > now + MAX_AHEAD).sum())
+    within = times[times <= now + MAX_AHEAD]
     if len(times) == 0:
         state = "no data"
-    elif future and (len(within) == 0 or now - within.max() > silence):
+    elif future and (len(within) == 0 or now - within.max() > MAX_AGE):
         state = "clock ahead"
     elif last.ended:
         state = "ended"
     else:
-        state = "silent" if now - within.max() > silence else "running"
+        state = "silent" if now - within.max() > MAX_AGE else "running"
     return Process(
         machine=last.machine,
         host=last.host,
@@ -142,18 +135,12 @@ def _process_state(
 
 
 def _write_samples(
-    values: np.ndarray, record: Record, metrics: Sequence[str], start: float, period: float | int
+    values: np.ndarray, record: Record, metrics: Sequence[str], start: float
 ) -> None:
-    """Writes the samples of one record at their ticks; later written samples overwrite earlier."""
-    ticks = np.floor((record.times - start) / period + 0.5)
+    """Writes the samples of one record at their seconds, later written ones over earlier ones."""
+    ticks = np.floor(record.times - start + 0.5)
     inside = np.flatnonzero((ticks >= 0) & (ticks < values.shape[1]))[::-1]
     tick, last = np.unique(ticks[inside].astype(int), return_index=True)
     for name, samples in zip(record.columns, record.values[inside[last]].T, strict=True):
         valid_samples = np.where(mask_valid(name, samples), samples, np.nan)
         values[metrics.index(name), tick] = valid_samples
-
-
-def _num_used_ticks(values: np.ndarray) -> int:
-    """Ticks up to the last at which any machine has a sample."""
-    has_sample = np.isfinite(values).any(axis=(0, 1))
-    return int(np.flatnonzero(has_sample)[-1]) + 1 if has_sample.any() else 0

@@ -141,29 +141,21 @@ def read_folder(folder: Path | str) -> tuple[list[Record], list[str]]:
     return Follower(Path(folder), sys.maxsize).read()
 
 
-@dataclass(frozen=True)
-class Header:
-    """Header of a file.
-
-    Attributes:
-      content: machine, host, pid, begun and columns.
-      seed: its checksum, from which those of the rows start.
-      size: its bytes.
-    """
-
-    content: dict[str, Any]
-    seed: int
-    size: int
-
-    @property
-    def row_dtype(self) -> np.dtype:
-        """Structured dtype of a row."""
-        columns = len(self.content["columns"])
-        return np.dtype([("time", "<f8"), ("values", "<f4", (columns,)), ("crc", "<u4")])
+def _create(folder: Path, machine: str) -> tuple[Path, int]:
+    """Creates a new file under the next free index."""
+    folder.mkdir(parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+    index = 1
+    while True:
+        path = folder / f"{machine}.{index}{SUFFIX}"
+        try:
+            return path, os.open(path, flags, 0o644)
+        except FileExistsError:
+            index += 1
 
 
-def _read_header(path: Path, file: BinaryIO) -> Header:
-    """The header of a file that was just opened."""
+def _read_header(path: Path, file: BinaryIO) -> tuple[Record, int]:
+    """The record, without its samples, and the checksum from which those of the rows start."""
     prefix = file.read(_PREFIX.size)
     if len(prefix) < _PREFIX.size:
         raise ValueError(f"{path} has a truncated header: delete it, it holds no sample.")
@@ -179,37 +171,10 @@ def _read_header(path: Path, file: BinaryIO) -> Header:
         content = None
     if not _is_header(content):
         raise ValueError(f"{path} has a header that no sampler wrote: delete it.")
-    return Header(content=content, seed=seed, size=_PREFIX.size + length)
-
-
-def _decode(header: Header, content: bytes) -> Record:
-    """Decodes full rows into a record."""
-    rows = np.frombuffer(content, header.row_dtype)
-    good = _checksums_match(content, rows, header.seed)
-    ended = bool(len(rows) and good[-1] and np.isnan(rows["values"][-1]).all())
-    samples = rows[good][:-1] if ended else rows[good]
-    samples = samples[np.isfinite(samples["time"])]
-    return Record(
-        **{name: header.content[name] for name in ("machine", "host", "pid", "begun")},
-        columns=tuple(header.content["columns"]),
-        times=samples["time"].astype(np.float64),
-        values=samples["values"].astype(np.float32),
-        damaged=len(rows) - int(good.sum()),
-        ended=ended,
-    )
-
-
-def _create(folder: Path, machine: str) -> tuple[Path, int]:
-    """Creates a new file under the next free index."""
-    folder.mkdir(parents=True, exist_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-    index = 1
-    while True:
-        path = folder / f"{machine}.{index}{SUFFIX}"
-        try:
-            return path, os.open(path, flags, 0o644)
-        except FileExistsError:
-            index += 1
+    columns = tuple(content["columns"])
+    names = {name: content[name] for name in ("machine", "host", "pid", "begun")}
+    values = np.zeros((0, len(columns)), np.float32)
+    return Record(**names, columns=columns, times=np.zeros(0), values=values), seed
 
 
 def _is_header(header: Any) -> TypeGuard[dict[str, Any]]:
@@ -222,6 +187,11 @@ def _is_header(header: Any) -> TypeGuard[dict[str, Any]]:
     )
 
 
+def _row_type(columns: Sequence[str]) -> np.dtype:
+    """Structured dtype of a row."""
+    return np.dtype([("time", "<f8"), ("values", "<f4", (len(columns),)), ("crc", "<u4")])
+
+
 def _checksums_match(content: bytes, rows: np.ndarray, seed: int) -> np.ndarray:
     size = rows.dtype.itemsize
     view = memoryview(content)
@@ -231,10 +201,10 @@ def _checksums_match(content: bytes, rows: np.ndarray, seed: int) -> np.ndarray:
 
 @dataclass
 class _File:
-    """Read position of a file, and the rows of it that are kept."""
+    """Read position of a file, and the newest rows of it."""
 
     inode: int
-    header: Header
+    seed: int
     offset: int
     record: Record
 
@@ -279,28 +249,40 @@ class Follower:
             status = os.fstat(file.fileno())
             if state is None or state.inode != status.st_ino or state.offset > status.st_size:
                 state = self._begin(path, file, status)
-            row_size = state.header.row_dtype.itemsize
+            row_size = _row_type(state.record.columns).itemsize
             complete_rows = (status.st_size - state.offset) // row_size
             file.seek(state.offset)
             content = file.read(complete_rows * row_size)
         self.bytes_read += len(content)
         content = content[: len(content) // row_size * row_size]  # it may have been cut
         state.offset += len(content)
-        old, new = state.record, _decode(state.header, content)
         state.record = replace(
-            new,
-            times=np.concatenate([old.times, new.times])[-self.last :],
-            values=np.concatenate([old.values, new.values])[-self.last :],
-            damaged=old.damaged + new.damaged,
+            self._append_rows(state.record, content, state.seed),
             torn=(status.st_size - state.offset) % row_size,
-            ended=new.ended if content else old.ended,
         )
         self._files[path] = state
         return state.record
 
     def _begin(self, path: Path, file: BinaryIO, status: os.stat_result) -> _File:
-        header = _read_header(path, file)
-        self.bytes_read += header.size
-        rows = (status.st_size - header.size) // header.row_dtype.itemsize
-        offset = header.size + max(0, rows - self.last) * header.row_dtype.itemsize
-        return _File(status.st_ino, header, offset, _decode(header, b""))
+        record, seed = _read_header(path, file)
+        offset, row_size = file.tell(), _row_type(record.columns).itemsize
+        self.bytes_read += offset
+        skipped = max(0, (status.st_size - offset) // row_size - self.last)
+        return _File(status.st_ino, seed, offset + skipped * row_size, record)
+
+    def _append_rows(self, record: Record, content: bytes, seed: int) -> Record:
+        """A record with further rows; it has ended if the last of all is the end marker."""
+        rows = np.frombuffer(content, _row_type(record.columns))
+        if not len(rows):
+            return record
+        good = _checksums_match(content, rows, seed)
+        ended = bool(good[-1] and np.isnan(rows["values"][-1]).all())
+        samples = rows[good][:-1] if ended else rows[good]
+        samples = samples[np.isfinite(samples["time"])]
+        return replace(
+            record,
+            times=np.concatenate([record.times, samples["time"]])[-self.last :],
+            values=np.concatenate([record.values, samples["values"]])[-self.last :],
+            damaged=record.damaged + len(rows) - int(good.sum()),
+            ended=ended,
+        )

@@ -23,6 +23,7 @@ from jrl.faults.collect.vocabulary import SLOWDOWN, STEP_TIME, exported_name
 
 USUAL_DELAY = 0.05
 """Seconds by which a thread may be late on a host that is merely busy."""
+ADDRESS = "127.0.0.1"
 TICKS = 10
 """Ticks whose delays count."""
 
@@ -192,8 +193,7 @@ class Exporter:
     Args:
       latest: `Sampler.latest` as a function.
       machine: the value of the label.
-      port: 0 takes any free port.
-      address: of the interface to listen on; only this host by default.
+      port: 0 takes any free port, of this host only.
 
     Attributes:
       port: the port it listens on.
@@ -203,19 +203,15 @@ class Exporter:
     """
 
     def __init__(
-        self,
-        latest: Callable[[], tuple[float, Mapping[str, float]]],
-        machine: str,
-        port: int,
-        address: str = "127.0.0.1",
+        self, latest: Callable[[], tuple[float, Mapping[str, float]]], machine: str, port: int
     ):
         self._module, self._latest, self._machine = import_client(), latest, machine
         registry = self._module.CollectorRegistry()
         registry.register(self)
         try:
-            self._server, self._thread = self._module.start_http_server(port, address, registry)
+            self._server, self._thread = self._module.start_http_server(port, ADDRESS, registry)
         except (OSError, OverflowError) as error:
-            raise ValueError(f"port={port} on {address} is not available: {error}") from None
+            raise ValueError(f"port={port} on {ADDRESS} is not available: {error}") from None
         self.port: int = self._server.server_port
 
     def collect(self) -> Iterator[Any]:

@@ -56,10 +56,8 @@ MEANINGS = {
 }
 """From the sampler's names, ``gpu`` for any GPU, to the names of models and detectors."""
 
-
 PRIORITY = (*PRODUCTION, STEP_TIME)
 """The order in which metrics are searched: the paper's, then the time of a step."""
-
 
 LEVELS = ("memory/process", "memory/host", "gpu/memory")
 """Memory in use, which differs by rank: compared only on request."""

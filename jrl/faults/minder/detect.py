@@ -290,7 +290,6 @@ def farthest(
     Args:
       values: scaled, without gaps; at least 3 machines.
       starts: first sample of each window.
-      view: embedding that distances are measured in.
       floor: see `Minder`.
     """
     num_machines = values.shape[1]

@@ -145,10 +145,8 @@ def normal_score(
     Args:
       sums: what `distance_sums` returns.
       machine_mask: true on machines, at least 3: between two nothing tells which one is off.
+        Padding scores 0.
       floor: distances among the others count as at least this much, in units of the embedding.
-
-    Returns:
-      The scores; 0 for padding.
     """
     counts = machine_mask.astype(sums.dtype)
     n = counts.sum()

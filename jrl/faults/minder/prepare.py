@@ -22,8 +22,7 @@ class Prepared:
     """A fleet that can be compared.
 
     Attributes:
-      machines: names of those that are compared, in the order of the fleet.
-      metrics: names of those that are compared, in the order of the fleet.
+      machines, metrics: names of those that are compared, in the order of the fleet.
       rows: indices of the machines in the fleet.
       start: Unix time of column 0, in seconds.
       period: seconds between two samples.
