@@ -149,7 +149,12 @@ class ShiftDetector:
         if not deviations:
             notes.append("no metric can be compared: no verdict.")
             return Report([], tuple(notes), comparable=False)
-        notes += _silent_rows(fleet)
+        has_samples = np.isfinite(fleet.values).any(axis=(1, 2))
+        notes += [
+            f"machine {fleet.machines[row]!r} has no data: not compared. Check whether it still "
+            "reports."
+            for row in np.flatnonzero(~has_samples)
+        ]
         for group in groups_of(deviations):
             of_group = [deviations[name] for name in group]
             deviations[JOINT.join(group)] = _combine_deviations(of_group, grid)
@@ -445,12 +450,3 @@ def _trailing(away: np.ndarray, width: int) -> np.ndarray:
     padding = np.full((len(away), width - 1), np.nan, away.dtype)
     padded = np.concatenate([padding, away], axis=1)
     return np.lib.stride_tricks.sliding_window_view(padded, width, axis=1)
-
-
-def _silent_rows(fleet: Fleet) -> list[str]:
-    has_samples = np.isfinite(fleet.values).any(axis=(1, 2))
-    return [
-        f"machine {fleet.machines[row]!r} has no data: not compared. Check whether it still "
-        "reports."
-        for row in np.flatnonzero(~has_samples)
-    ]

@@ -287,7 +287,6 @@ def whitening(
 
 AnyDetector = Minder | RobustZ | ShiftDetector
 
-
 DETECTORS: dict[str, AnyDetector] = {
     "shift (default)": ShiftDetector(),
     "robust z": RobustZ(9.12),

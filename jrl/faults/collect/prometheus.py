@@ -149,11 +149,10 @@ class Store:
                 times.append(time)
                 values.append(value)
                 self._newest = max(self._newest, time)
-        for key, (times, values) in list(self._series.items()):
+        for times, values in self._series.values():
             old = int(np.searchsorted(times, now - self._seconds))
             del times[:old], values[:old]
-            if not times:
-                del self._series[key]
+        self._series = {key: each for key, each in self._series.items() if each[0]}
         series = self._series.items()
         return [Series(dict(k), np.array(t), np.array(v)) for k, (t, v) in series], problems
 
