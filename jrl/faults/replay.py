@@ -67,6 +67,8 @@ def read_fleet(
 ) -> tuple[Fleet, list[str]]:
     """Reads the fleet of a file or a folder, and lists what could not be read.
 
+    The fleet of a folder has the processes that ran until the end, from when all have samples.
+
     Args:
       machine_label: names the machine in an answer of Prometheus.
       metrics: names of exporters that are read although they are unknown.
@@ -76,7 +78,18 @@ def read_fleet(
       OSError: where it cannot be read.
     """
     if path.is_dir():
-        return _read_records(path)
+        aligned, _, notes = _read_run(path)
+        if not aligned.processes:
+            raise ValueError(
+                f"{path} holds no records of the sampler: give the folder of a run that was "
+                "started with --faults."
+            )
+        notes += [
+            f"process {each.machine!r} is not compared: {each.state}."
+            for each in aligned.processes
+            if each.state != "running"
+        ]
+        return trim_to_common_start(aligned.fleet), notes
     if path.suffix == ".json":
         series = read_series([path.read_bytes()], machine=machine_label, requested=metrics)
         fleet = build_fleet(series, label=machine_label, requested=metrics)
@@ -93,22 +106,6 @@ def find_stopped(path: Path) -> list[Alarm]:
         for each in aligned.processes
         if each.state == "silent" and each.machine not in ended
     ]
-
-
-def _read_records(path: Path) -> tuple[Fleet, list[str]]:
-    """Fleet of the processes that ran until the end, from when all of them have samples."""
-    aligned, _, notes = _read_run(path)
-    if not aligned.processes:
-        raise ValueError(
-            f"{path} holds no records of the sampler: give the folder of a run that was started "
-            "with --faults."
-        )
-    notes += [
-        f"process {each.machine!r} is not compared: {each.state}."
-        for each in aligned.processes
-        if each.state != "running"
-    ]
-    return trim_to_common_start(aligned.fleet), notes
 
 
 def _read_run(path: Path) -> tuple[Aligned, set[str], list[str]]:

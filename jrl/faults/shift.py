@@ -76,9 +76,8 @@ class ShiftDetector:
       recent: seconds before the onset that count as what was there just before.
       resolution: the least spread, as a share of the metric's typical value, so that differences
         of a thousandth do not count.
-      past: seconds that an onset needs before it, of the same work. A single record has what it
-        has (0). Where looks follow each other, as in `watch`, every onset passes through the middle
-        of the record, so `StandardDetector` asks for six minutes.
+      past: seconds that an onset needs before it, of the same work; 0 for a single record. Where
+        looks follow each other, as in `watch`, every onset passes through the middle of a record.
       metrics: what is compared, by any name of `jrl.faults.collect.vocabulary`; by default all that
         were recorded but memory in use (`LEVELS` there) and fatal error counters (`FATAL`).
 

@@ -44,8 +44,8 @@ class StandardDetector:
       silence: seconds without a sample.
       window: seconds of a window of the third.
       metrics: what is compared, by any name of `jrl.faults.collect.vocabulary`; all by default.
-      past: seconds that the onset of a shift needs before it, see `ShiftDetector`: more than
-        twice a slowdown of 150 s that recovers, which is then less than half of what was before.
+      past: see `ShiftDetector`; more than twice a slowdown of 150 s that recovers, which is then
+        less than half of what was before.
       codes: causes, a subset of `CAUSES`, for which an error code names its machine in the first
         question. The others are reported in the notes.
     """

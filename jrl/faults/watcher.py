@@ -160,7 +160,10 @@ class AlarmTracker:
         """The report on a fleet, with the alarms of `others` at its end, and the alarms of machines
         that had none at the last call."""
         acknowledged = set(self._acknowledged())
-        report = examine(drop_machines(fleet, acknowledged), self._detector)
+        rows = [row for row, name in enumerate(fleet.machines) if name not in acknowledged]
+        names = tuple(fleet.machines[row] for row in rows)
+        compared = replace(fleet, machines=names, values=fleet.values[rows])
+        report = examine(compared, self._detector)
         alarms = [*report.alarms, *(each for each in others if each.machine not in acknowledged)]
         raised = tuple(alarm for alarm in alarms if alarm.machine not in self._alarmed)
         self._alarmed = {alarm.machine for alarm in alarms}
@@ -320,13 +323,6 @@ def examine(fleet: Fleet, detector: Detector) -> Report:
     if of_detector is not None:
         return of_detector(fleet)
     return Report(detector(fleet), comparable=len(fleet.machines) >= MIN_MACHINES)
-
-
-def drop_machines(fleet: Fleet, machines: Collection[str]) -> Fleet:
-    """The fleet without these machines."""
-    rows = [row for row, name in enumerate(fleet.machines) if name not in machines]
-    names = tuple(fleet.machines[row] for row in rows)
-    return replace(fleet, machines=names, values=fleet.values[rows])
 
 
 def trim_to_common_start(fleet: Fleet) -> Fleet:

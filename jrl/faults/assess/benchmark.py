@@ -136,31 +136,21 @@ def run(request: BenchmarkOptions) -> dict[str, Any]:
     detectors = select_detectors(request.only)
     jobs = [(CLEAN_SEED + request.seed + i, False) for i in range(request.clean)]
     jobs += [(TEST_SEED + request.seed + i, True) for i in range(request.incidents)]
-    records = complete_rows(
-        Path(request.out) / "records.jsonl",
-        _record_settings(request, detectors),
-        jobs,
-        partial(_with_progress, request, detectors),
-    )
+    thresholds = {name: detector.threshold for name, detector in detectors.items()}
+    # What determines the outcome of a record besides its seed, as JSON has it.
+    settings = json.loads(json.dumps(asdict(request) | {"thresholds": thresholds}))
+    for name in ("processes", "out", "incidents", "clean"):
+        del settings[name]
+    compute = partial(_with_progress, request, detectors)
+    records = complete_rows(Path(request.out) / "records.jsonl", settings, jobs, compute)
     faulty = [row for row in records if row["fault"] is not None]
     clean = [row for row in records if row["fault"] is None]
     return {
         "settings": {k: v for k, v in asdict(request).items() if k != "out"},
-        "thresholds": {name: detector.threshold for name, detector in detectors.items()},
+        "thresholds": thresholds,
         "detectors": {name: _summary(name, faulty, clean, request) for name in detectors},
         "records": records,
     }
-
-
-def _record_settings(
-    request: BenchmarkOptions, detectors: dict[str, AnyDetector]
-) -> dict[str, Any]:
-    """Settings that determine the outcome of a record besides its seed, as JSON stores them."""
-    settings = asdict(request)
-    for name in ("processes", "out", "incidents", "clean"):
-        del settings[name]
-    settings["thresholds"] = {name: detector.threshold for name, detector in detectors.items()}
-    return json.loads(json.dumps(settings))
 
 
 def _with_progress(

@@ -97,19 +97,14 @@ def most_events(count: int) -> float:
 
 
 def operational_precision(
-    recall: float | int,
-    wrong: float | int,
-    per_pass: float | int,
-    *,
-    passes: float | int,
-    faults: float | int = 2,
+    recall: float | int, wrong: float | int, per_pass: float | int, *, passes: float | int
 ) -> float:
     """Share of the alarms an operator receives that are right.
 
     ``f r / (f (r + w) + l a)`` with f faults a day, of which r are found and w give a wrong name,
     and l detection passes a day over a healthy fleet, each a false alarm with probability a.
-    Minder's fleet had two faults a day.
     """
+    faults = 2  # a day, as in Minder's fleet
     right = faults * recall
     total = right + faults * wrong + passes * per_pass
     return right / total if total > 0 else 0.0
@@ -125,7 +120,6 @@ def map_in_processes(
 
     Args:
       function: a function of a module, or a `partial` of one, for it goes to the processes.
-      jobs: its arguments.
       processes: how many; one works in this process, None takes one per core.
     """
     if processes is not None and processes < 1:

@@ -90,9 +90,8 @@ def train_models(
     windows = windows_by_model(fleets, training.windows, np.random.default_rng(training.seed))
     data = np.stack(list(windows.values()))
     weights, errors = fit(data, training, show)
-    names = list(windows)
-    models = {name: {k: v[i] for k, v in weights.items()} for i, name in enumerate(names)}
-    return models, dict(zip(names, errors.tolist(), strict=True))
+    models = {name: {k: v[i] for k, v in weights.items()} for i, name in enumerate(windows)}
+    return models, dict(zip(windows, errors.tolist(), strict=True))
 
 
 def train_joint(fleets: Sequence[Fleet], training: Training) -> vae.Weights:
@@ -208,13 +207,11 @@ def fit(
     on_device = jnp.asarray(data)
     state, errors = (weights, optimizer.init(weights)), jnp.zeros(())
     run = jax.jit(partial(jax.lax.scan, step))
-    num_chunks = 10
-    for chunk in range(num_chunks):
-        keys = jax.random.split(
-            jax.random.fold_in(key, chunk + 1), -(-training.steps // num_chunks)
-        )
+    chunk_steps = -(-training.steps // 10)
+    for chunk in range(1, 11):
+        keys = jax.random.split(jax.random.fold_in(key, chunk), chunk_steps)
         state, errors = run(state, keys)
-        show(f"step {(chunk + 1) * len(keys)}: mean squared error {errors[-20:].mean():.2e}")
+        show(f"step {chunk * chunk_steps}: mean squared error {errors[-20:].mean():.2e}")
     return state[0], np.asarray(errors[-20:].mean(0))
 
 

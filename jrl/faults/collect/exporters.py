@@ -23,7 +23,6 @@ from jrl.faults.collect.vocabulary import mask_valid
 
 LEVEL, COUNTER, TOTAL, CODE = "level", "counter", "total", "code"
 """Compared as it is; as a rate; kept as a total, as it must not increase; an error code."""
-IDLE_MODES = ("idle", "iowait")
 MAX_VALUES = 2**28
 """Values of a fleet: 1 GiB."""
 MAX_NAMED = 12
@@ -131,10 +130,8 @@ def describe_ignored(series: Iterable[Series], requested: Collection[str] = ()) 
     """One line that lists the metrics of known exporters that are not compared; empty without any.
 
     It is unknown if such a metric is a level or a counter, and how its devices are aggregated. Some
-    of DCGM's default list, such as the energy since boot, would look like a shift.
-
-    Args:
-      requested: names that are compared nevertheless.
+    of DCGM's default list, such as the energy since boot, would look like a shift. The `requested`
+    are compared nevertheless.
     """
     names = sorted({each.labels["__name__"] for each in series})
     names = [name for name in names if is_ignored(name, requested)]
@@ -172,10 +169,9 @@ def build_fleet(
     period = usual_period(compared) if period is None else period
     machines_of_all = machines_of(compared, label)
     check_times(compared, machines_of_all)
+    gpus = gpus_of(compared, machines_of_all)
     series_by_column: defaultdict[tuple[str, str], list[tuple[str, Series]]] = defaultdict(list)
-    for each, machine, gpu in zip(
-        compared, machines_of_all, gpus_of(compared, machines_of_all), strict=True
-    ):
+    for each, machine, gpu in zip(compared, machines_of_all, gpus, strict=True):
         name = each.labels["__name__"]
         column, kind = find_metric(name) or (name, COUNTER if name.endswith("_total") else LEVEL)
         if column.startswith("gpu/") and gpu is not None:
@@ -209,7 +205,7 @@ def build_fleet(
 
 def _is_compared(series: Series, requested: Collection[str]) -> bool:
     """True if a series is compared: not idle CPU time, the loopback device or an ignored name."""
-    if series.labels.get("mode") in IDLE_MODES or series.labels.get("device") == "lo":
+    if series.labels.get("mode") in ("idle", "iowait") or series.labels.get("device") == "lo":
         return False
     return not is_ignored(series.labels["__name__"], requested)
 

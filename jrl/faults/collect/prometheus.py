@@ -118,12 +118,7 @@ class SampleSource(Protocol):
 
 
 class Store:
-    """Store of the series of the last `seconds`, extended by polling a source.
-
-    Args:
-      source: polled for samples newer than the newest one stored.
-      seconds: retention time of samples.
-    """
+    """Store of the series of the last `seconds`, extended by polling a source for newer samples."""
 
     def __init__(self, source: SampleSource, seconds: float | int):
         self._source, self._seconds = source, float(seconds)

@@ -192,13 +192,6 @@ def _row_type(columns: Sequence[str]) -> np.dtype:
     return np.dtype([("time", "<f8"), ("values", "<f4", (len(columns),)), ("crc", "<u4")])
 
 
-def _checksums_match(content: bytes, rows: np.ndarray, seed: int) -> np.ndarray:
-    size = rows.dtype.itemsize
-    view = memoryview(content)
-    checksums = [zlib.crc32(view[i * size : (i + 1) * size - 4], seed) for i in range(len(rows))]
-    return np.array(checksums, np.uint32) == rows["crc"]
-
-
 @dataclass
 class _File:
     """Read position of a file, and the newest rows of it."""
@@ -275,7 +268,9 @@ class Follower:
         rows = np.frombuffer(content, _row_type(record.columns))
         if not len(rows):
             return record
-        good = _checksums_match(content, rows, seed)
+        size, view = rows.dtype.itemsize, memoryview(content)
+        checksums = [zlib.crc32(view[i : i + size - 4], seed) for i in range(0, len(view), size)]
+        good = np.array(checksums, np.uint32) == rows["crc"]
         ended = bool(good[-1] and np.isnan(rows["values"][-1]).all())
         samples = rows[good][:-1] if ended else rows[good]
         samples = samples[np.isfinite(samples["time"])]

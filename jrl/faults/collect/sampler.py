@@ -48,11 +48,8 @@ class StepClock:
         self._last: float | None = None
 
     def step(self, seconds: float | None = None) -> None:
-        """Records the end of a step and the start of the next.
-
-        Args:
-          seconds: duration of the step; None counts from the last call.
-        """
+        """Records the end of a step of some seconds, by default since the last call, and the start
+        of the next."""
         now = time.monotonic()
         with self._lock:
             if seconds is None and self._begun is not None:
@@ -91,11 +88,7 @@ class TickDelays:
         self._delays: deque[float] = deque(maxlen=TICKS)
 
     def tick(self, delay: float) -> int:
-        """Records a tick with its delay, and the ticks that were missed meanwhile.
-
-        Returns:
-          How many were missed.
-        """
+        """Records a tick with its delay, and those missed meanwhile, whose number it returns."""
         missed = int(max(0.0, delay) // self._period)
         for number in range(missed + 1):
             self._delays.append(delay - number * self._period)

@@ -218,11 +218,7 @@ def local_gpus(local: Sequence[int], environment: Mapping[str, str]) -> tuple[st
 
 
 def available_sources(gpus: Sequence[str] | None = None) -> list[Source]:
-    """The host, and its GPUs where pynvml and an NVIDIA driver are installed.
-
-    Args:
-      gpus: those of this process, see `local_gpus`; None takes all of the host.
-    """
+    """The host, and the `Gpus` of this process where pynvml and an NVIDIA driver are installed."""
     available: list[Source] = [Host()]
     try:
         import pynvml as nvml

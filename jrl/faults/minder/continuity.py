@@ -55,12 +55,7 @@ def _has_enough_hits(
     if hit.size < length:
         return np.zeros(0, bool)
     total = np.r_[0, np.cumsum(hit)]
-    return total[length:] - total[:-length] >= min_hits(length, share)
-
-
-def min_hits(length: int, share: float | int) -> int:
-    """The least number of hits among `length` windows."""
-    return max(1, math.ceil(share * length - 1e-9))
+    return total[length:] - total[:-length] >= max(1, math.ceil(share * length - 1e-9))
 
 
 def _stretches(enough: np.ndarray, length: int) -> list[tuple[int, int]]:

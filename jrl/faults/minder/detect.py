@@ -38,6 +38,11 @@ MAX_WINDOWS = 64
 """Windows that are embedded in one compiled call, however few the machines are."""
 
 
+Search = tuple[Int[np.ndarray, " window"], Float[np.ndarray, " window"], Span | None]
+"""The row that each window of a view names, `NO_MACHINE` or `UNSEEN`; the greatest score of each,
+NaN where unseen; and the stretch that raises an alarm."""
+
+
 def per_metric(
     metrics: tuple[str, ...], models: Mapping[str, vae.Weights] | None = None
 ) -> list[View]:
@@ -106,11 +111,7 @@ class Minder:
                 break
         return Report(alarms, prepared.notes, machines=prepared.machines, traces=traces)
 
-    def _search(
-        self, scorer: "WindowScorer", prepared: Prepared
-    ) -> tuple[Int[np.ndarray, " window"], Float[np.ndarray, " window"], Span | None]:
-        """The row that each window of a view names, `NO_MACHINE` or `UNSEEN`; the greatest score of
-        each, NaN where unseen; and the stretch that raises an alarm."""
+    def _search(self, scorer: "WindowScorer", prepared: Prepared) -> Search:
         length = self._continuity_windows(prepared)
         named = score_where_needed(
             partial(scorer.name_machines, threshold=self.threshold),
