@@ -70,8 +70,7 @@ class Drainer:
     """Decides whether an alarm drains the run, in its first process.
 
     Args:
-      run_folder: of the run, with its earlier drains.
-      num_processes: of the run.
+      run_folder, num_processes: of the run.
       every: fewest seconds between two drains of the run, over its restarts too.
       plan: the restart on fewer processes; None leaves it to whatever restarts the run.
     """

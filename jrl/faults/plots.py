@@ -22,8 +22,7 @@ def _style_axes(axes: "Axes", title: str, unit: str = "") -> None:
     axes.set_ylabel(unit, fontsize=8, color=MUTED)
     axes.grid(color=GRID, linewidth=0.6)
     axes.tick_params(labelsize=8, colors=MUTED, length=0)
-    for side in ("top", "right", "left", "bottom"):
-        axes.spines[side].set_visible(False)
+    axes.spines[:].set_visible(False)
 
 
 def plot_fleet(fleet: Fleet, report: Report, path: Path | str) -> None:

@@ -178,12 +178,8 @@ def fit(
     training: Training,
     show: Callable[[str], None] = lambda line: None,
 ) -> tuple[vae.Weights, Float[np.ndarray, "metric"]]:
-    """Trains one model per metric, all in one compiled function.
-
-    Returns:
-      The weights, stacked over metrics, and the mean squared error of each metric over the last
-      steps.
-    """
+    """Weights of one model per metric, stacked, all trained in one compiled function, and the mean
+    squared error of each metric over the last steps."""
     num_metrics, _, num_channels, num_windows = data.shape
     key = jax.random.key(training.seed)
     weights = jax.vmap(lambda k: vae.init(k, num_channels))(jax.random.split(key, num_metrics))

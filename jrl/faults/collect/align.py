@@ -27,8 +27,7 @@ class Process:
     """State of one process.
 
     Attributes:
-      machine: its name.
-      host: the host it runs on.
+      machine, host: its name, and that of its host.
       state: "running", "silent" (no new sample, or a clock that is behind), "ended", "no data" or
         "clock ahead"; only the running are compared.
       age: seconds from its newest sample to the end of the fleet; negative for a clock that is

@@ -36,8 +36,7 @@ class Record:
 
     Attributes:
       machine: name of the machine that was sampled.
-      host: the host's name.
-      pid: the process id on it.
+      host, pid: name of its host, and the process id there.
       begun: Unix time at which the file was started, in seconds.
       columns: name of each metric.
       times: Unix time of each sample in seconds, in the order they were written.

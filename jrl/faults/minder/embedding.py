@@ -81,7 +81,6 @@ def distance_sums(
     more than `MANY_DIMS` go through `sums_by_products`.
 
     Args:
-      points: embeddings of all windows.
       machine_mask: true on machines; the rest is padding. The number of machines is a multiple of
         `BLOCK`.
 

@@ -144,11 +144,8 @@ def _wandering(num_machines: int, seconds: int, random: np.random.Generator) -> 
 
 def disturb(values: np.ndarray, settings: Settings, random: np.random.Generator) -> None:
     """Adds all of them to ``[machine, metric, time]`` shares of capacity, in place."""
-    burst(values, settings, random)
-    slow_transiently(values, settings, random)
-    offset(values, settings, random)
-    misread(values, settings, random)
-    read_late(values, settings, random)
+    for add in (burst, slow_transiently, offset, misread, read_late):
+        add(values, settings, random)
     if settings.drifts > 0:
         drift(values, settings, random)
 

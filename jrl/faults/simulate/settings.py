@@ -22,6 +22,7 @@ NVLINK = ("nvlink_bandwidth",)
 PCIE = ("pcie_bandwidth",)
 MEMORY = ("memory_usage", "gpu_memory_used")
 DISK = ("disk_usage",)
+HARDWARE, SOFTWARE = "intra-host hardware", "intra-host software"
 
 
 @dataclass(frozen=True)
@@ -121,13 +122,13 @@ class Fault:
 FAULTS = (
     Fault(
         "ECC error",
-        "intra-host hardware",
+        HARDWARE,
         38.9,
         ((CPU, 0.80, -0.25), (GPU, 0.66, -0.30), (CONGESTION, 0.35, 0.25), (NVLINK, 0.40, -0.15)),
     ),
     Fault(
         "PCIe downgrading",
-        "intra-host hardware",
+        HARDWARE,
         6.6,
         ((CONGESTION, 1.0, 0.40), (PCIE, 1.0, -0.15), (GPU, 0.3, -0.12), (NETWORK, 0.9, -0.1)),
         pipeline=0.45,
@@ -135,45 +136,33 @@ FAULTS = (
     ),
     Fault(
         "NIC dropout",
-        "intra-host hardware",
+        HARDWARE,
         5.7,
         ((CONGESTION, 0.5, -0.12), (NETWORK, 1.0, -0.3), (CPU, 0.8, -0.25), (GPU, 0.8, -0.3)),
         pipeline=0.3,
     ),
     Fault(
-        "GPU card drop",
-        "intra-host hardware",
-        2.0,
-        ((GPU, 0.9, -0.35), (CPU, 0.7, -0.2), (NVLINK, 0.7, -0.25)),
+        "GPU card drop", HARDWARE, 2.0, ((GPU, 0.9, -0.35), (CPU, 0.7, -0.2), (NVLINK, 0.7, -0.25))
     ),
-    Fault("NVLink error", "intra-host hardware", 1.7, ((NVLINK, 1.0, -0.3), (GPU, 0.5, -0.2))),
+    Fault("NVLink error", HARDWARE, 1.7, ((NVLINK, 1.0, -0.3), (GPU, 0.5, -0.2))),
     Fault(
-        "AOC error",
-        "intra-host hardware",
-        0.9,
-        ((NETWORK, 0.7, -0.1), (CONGESTION, 0.5, 0.12)),
-        pipeline=0.4,
+        "AOC error", HARDWARE, 0.9, ((NETWORK, 0.7, -0.1), (CONGESTION, 0.5, 0.12)), pipeline=0.4
     ),
     Fault(
         "CUDA execution error",
-        "intra-host software",
+        SOFTWARE,
         14.6,
         ((CPU, 0.8, -0.25), (GPU, 0.75, -0.28), (NVLINK, 0.3, -0.15)),
     ),
     Fault(
         "GPU execution error",
-        "intra-host software",
+        SOFTWARE,
         7.7,
         ((GPU, 0.85, -0.25), (CPU, 0.5, -0.2), (CONGESTION, 0.3, 0.2)),
         pipeline=0.55,
         fleet=0.3,
     ),
-    Fault(
-        "HDFS error",
-        "intra-host software",
-        5.7,
-        ((CPU, 0.85, -0.25), (DISK, 0.8, -0.08), (GPU, 0.5, -0.2)),
-    ),
+    Fault("HDFS error", SOFTWARE, 5.7, ((CPU, 0.85, -0.25), (DISK, 0.8, -0.08), (GPU, 0.5, -0.2))),
     Fault(
         "machine unreachable",
         "network",
