@@ -70,18 +70,13 @@ class Drainer:
     """Decides whether an alarm drains the run, in its first process.
 
     Args:
-      run_folder: of the run, with its earlier drains.
-      num_processes: of the run.
+      run_folder, num_processes: of the run.
       every: fewest seconds between two drains of the run, over its restarts too.
       plan: the restart on fewer processes; None leaves it to whatever restarts the run.
     """
 
     def __init__(
-        self,
-        run_folder: Path,
-        num_processes: int,
-        every: float | int,
-        plan: Plan | None = None,
+        self, run_folder: Path, num_processes: int, every: float | int, plan: Plan | None = None
     ):
         self._run_folder, self._num_processes = run_folder, num_processes
         self._every, self._plan = every, plan
@@ -93,11 +88,10 @@ class Drainer:
         return self._requested is not None
 
     def consider(self, alarms: Sequence[Alarm], fleet: Fleet | None) -> str | None:
-        """Requests a drain for the first of the alarms; a line with the reason if it cannot be.
+        """Requests a drain for the first of the new alarms, the most certain.
 
-        Args:
-          alarms: newly raised, the most certain first.
-          fleet: samples that the detector compared.
+        Returns:
+          A line with the reason if it cannot be drained.
         """
         if not alarms or self.requested:
             return None
@@ -113,8 +107,7 @@ class Drainer:
     def write(self, step: int) -> str:
         """Writes the evidence of the requested drain, and returns it in one line.
 
-        Args:
-          step: of the checkpoint that was saved for it.
+        The checkpoint of `step` was saved for it.
         """
         assert self._requested is not None
         alarm, fleet, restart = self._requested

@@ -34,7 +34,6 @@ class Attachment:
       detector: names the outlier machines.
       hooks: called for each alarm, in the watcher's thread and in this order.
       port: port at which Prometheus may scrape the newest sample; None serves none.
-      period: seconds between two samples.
       interval: seconds between two detection passes of the watcher.
       gpus: this process's GPUs, see `local_gpus`; None takes all of the host.
     """
@@ -45,7 +44,6 @@ class Attachment:
     detector: Detector
     hooks: tuple[Hook, ...] = ()
     port: int | None = None
-    period: float | int = 1.0
     interval: float | int = DETECTION_INTERVAL
     gpus: tuple[str, ...] | None = None
 
@@ -56,6 +54,9 @@ class Guard:
     Args:
       attachment: its settings; None watches nothing, and every method does nothing.
 
+    Attributes:
+      fleet: samples that the detector compared when it last raised an alarm; None before.
+
     Raises:
       ValueError: where psutil or, for a port, prometheus-client is not installed.
     """
@@ -65,7 +66,7 @@ class Guard:
         self._stack = ExitStack()
         self._sampler: Sampler | None = None
         self._raised: queue.SimpleQueue[Alarm] = queue.SimpleQueue()
-        self._fleet: Fleet | None = None
+        self.fleet: Fleet | None = None
         self._stop = threading.Event()
 
     def step_ended(self, seconds: float) -> None:
@@ -77,25 +78,17 @@ class Guard:
         """The alarms raised since the last call."""
         return [self._raised.get() for _ in range(self._raised.qsize())]
 
-    @property
-    def fleet(self) -> Fleet | None:
-        """Samples that the detector compared when it last raised an alarm; None before."""
-        return self._fleet
-
     def __enter__(self) -> "Guard":
         if self._attachment is None:
             return self
         settings = self._attachment
         with ExitStack() as stack:  # closes what has started if the rest cannot start
             read = available_sources(settings.gpus)
-            sampler = Sampler(
-                settings.folder / "faults", settings.machine, period=settings.period, read=read
-            )
+            sampler = Sampler(settings.folder / "faults", settings.machine, read=read)
             self._sampler = stack.enter_context(sampler)
             if settings.port is not None:
-                stack.enter_context(
-                    Exporter(lambda: sampler.latest, settings.machine, settings.port)
-                )
+                exporter = Exporter(lambda: sampler.latest, settings.machine, settings.port)
+                stack.enter_context(exporter)
             if settings.watches:
                 thread = threading.Thread(target=self._watch, args=(settings,), name="watcher")
                 thread.daemon = True
@@ -114,7 +107,7 @@ class Guard:
         while not self._stop.wait(settings.interval):
             result = watcher.detect()
             if result.raised:
-                self._fleet = result.fleet
+                self.fleet = result.fleet
             for alarm in result.raised:
                 self._raised.put(alarm)
                 for hook in settings.hooks:

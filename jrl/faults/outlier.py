@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-from jrl.faults.collect.fleet import Alarm, Fleet
+from jrl.faults.collect.fleet import Alarm, Fleet, Report
 from jrl.faults.collect.vocabulary import STEP_TIME, find_recorded
 
 MAD_TO_STD = 1.4826
@@ -84,6 +84,10 @@ class OutlierDetector:
             if alarms:
                 return alarms
         return []
+
+    def examine(self, fleet: Fleet) -> Report:
+        """Report with the alarms, and whether the fleet can be compared."""
+        return Report(self(fleet), comparable=self.compares(fleet))
 
     def compares(self, fleet: Fleet) -> bool:
         """True if at least three machines have a metric, and the record is long enough for an

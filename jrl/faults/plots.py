@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jrl.faults.collect.fleet import Fleet, Report
+from jrl.faults.shift import JOINT
 from jrl.report.plots import BLUE, GRID, INK, MUTED
 
 if TYPE_CHECKING:
@@ -21,8 +22,7 @@ def _style_axes(axes: "Axes", title: str, unit: str = "") -> None:
     axes.set_ylabel(unit, fontsize=8, color=MUTED)
     axes.grid(color=GRID, linewidth=0.6)
     axes.tick_params(labelsize=8, colors=MUTED, length=0)
-    for side in ("top", "right", "left", "bottom"):
-        axes.spines[side].set_visible(False)
+    axes.spines[:].set_visible(False)
 
 
 def plot_fleet(fleet: Fleet, report: Report, path: Path | str) -> None:
@@ -44,15 +44,10 @@ def plot_fleet(fleet: Fleet, report: Report, path: Path | str) -> None:
     for axes, name in zip(panels, names, strict=False):
         _plot_metric(axes, fleet, minutes, name, None if alarm is None else alarm.machine)
     _plot_scores(panels[-1], fleet, report)
-    for axes in panels:
-        if alarm is not None:
-            axes.axvspan(
-                (alarm.start - fleet.start) / 60,
-                (alarm.end - fleet.start) / 60,
-                color=RED,
-                alpha=0.07,
-                linewidth=0,
-            )
+    if alarm is not None:
+        begin, end = ((time - fleet.start) / 60 for time in (alarm.start, alarm.end))
+        for axes in panels:
+            axes.axvspan(begin, end, color=RED, alpha=0.07, linewidth=0)
     since = datetime.fromtimestamp(fleet.start, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     panels[-1].set_xlabel(f"minutes since {since}", fontsize=8, color=MUTED)
     title = "No machine stands out" if alarm is None else alarm.describe().split(" (")[0]
@@ -82,10 +77,10 @@ def _plot_metric(
 def _plot_scores(axes: "Axes", fleet: Fleet, report: Report) -> None:
     """Plots the greatest score of each window, in the alarm's metric or the first one searched."""
     title = "score of the machine farthest from the others"
-    alarm = report.alarms[0] if report.alarms else None
-    shown = list(report.traces)[:1]
-    if alarm is not None:
-        shown = [name for name in report.traces if alarm.metric in name.split(" + ")] or shown
+    shown = list(report.traces)
+    if report.alarms:
+        metric = report.alarms[0].metric
+        shown = [name for name in shown if metric in name.split(JOINT)] or shown
     for name in shown[:1]:
         trace = report.traces[name]
         seen = np.flatnonzero(np.isfinite(trace.scores))
@@ -127,10 +122,8 @@ def plot_scale(rows: list[dict[str, float]], path: Path | str) -> None:
     axes = figure.subplots()
     machines = [row["machines"] for row in rows]
     for key, label, colour in (("clean", "clean", BLUE), ("fault", "with a fault", RED)):
-        axes.plot(
-            machines, [row[f"{key}_seconds"] for row in rows], "o-", color=colour, label=label
-        )
-        cpu = [row[f"{key}_cpu_seconds"] for row in rows]
+        wall, cpu = ([row[f"{key}_{kind}"] for row in rows] for kind in ("seconds", "cpu_seconds"))
+        axes.plot(machines, wall, "o-", color=colour, label=label)
         axes.plot(machines, cpu, ":", color=colour, label=f"{label}, CPU time")
     axes.axhline(3.6, color=MUTED, linestyle="--", linewidth=0.8)
     axes.set(xscale="log", yscale="log", xlabel="machines")

@@ -15,10 +15,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jrl.faults.collect.align import align, read_folder
+from jrl.faults.collect.align import Aligned, align
 from jrl.faults.collect.exporters import build_fleet, describe_ignored
 from jrl.faults.collect.fleet import INCOMPARABLE, Alarm, Fleet, Report
 from jrl.faults.collect.prometheus import read_series
+from jrl.faults.collect.record import read_folder
 from jrl.faults.plots import plot_fleet
 from jrl.faults.standard import SILENCE, SilenceDetector, StandardDetector
 from jrl.faults.watcher import DetectorOptions, examine, trim_to_common_start
@@ -40,7 +41,8 @@ class ReplayOptions(DetectorOptions):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
     request = tyro.cli(ReplayOptions, prog="python -m jrl.faults replay", args=arguments)
-    fleet, notes = read_fleet(Path(request.record), request.machine_label, request.metrics)
+    record = Path(request.record)
+    fleet, notes = read_fleet(record, request.machine_label, request.metrics)
     fleet = fleet.last(request.last)
     if request.metrics:
         fleet = fleet.select(request.metrics)
@@ -51,10 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = examine(fleet, detector)
     if request.detector != "standard":  # which looks for silence itself
         report = replace(report, alarms=[*report.alarms, *SilenceDetector()(fleet)])
-    if Path(request.record).is_dir():
-        report = replace(report, alarms=[*report.alarms, *find_stopped(Path(request.record))])
+    if record.is_dir():
+        report = replace(report, alarms=[*report.alarms, *find_stopped(record)])
     _print(fleet, report, notes)
-    path = Path(request.plot or Path(request.record).with_suffix(".png"))
+    path = Path(request.plot or record.with_suffix(".png"))
     plot_fleet(fleet, report, path)
     print(f"picture: {path}")
     return 0 if report.comparable else INCOMPARABLE
@@ -65,6 +67,8 @@ def read_fleet(
 ) -> tuple[Fleet, list[str]]:
     """Reads the fleet of a file or a folder, and lists what could not be read.
 
+    The fleet of a folder has the processes that ran until the end, from when all have samples.
+
     Args:
       machine_label: names the machine in an answer of Prometheus.
       metrics: names of exporters that are read although they are unknown.
@@ -74,7 +78,18 @@ def read_fleet(
       OSError: where it cannot be read.
     """
     if path.is_dir():
-        return _read_records(path)
+        aligned, _, notes = _read_run(path)
+        if not aligned.processes:
+            raise ValueError(
+                f"{path} holds no records of the sampler: give the folder of a run that was "
+                "started with --faults."
+            )
+        notes += [
+            f"process {each.machine!r} is not compared: {each.state}."
+            for each in aligned.processes
+            if each.state != "running"
+        ]
+        return trim_to_common_start(aligned.fleet), notes
     if path.suffix == ".json":
         series = read_series([path.read_bytes()], machine=machine_label, requested=metrics)
         fleet = build_fleet(series, label=machine_label, requested=metrics)
@@ -84,40 +99,24 @@ def read_fleet(
 
 def find_stopped(path: Path) -> list[Alarm]:
     """Alarms for processes of a run whose samples stopped without a clean end."""
-    inside = path / "faults"
-    records, _ = read_folder(inside if inside.is_dir() else path)
-    ended = {record.machine for record in records if record.ended}
-    aligned = align([replace(record, ended=False) for record in records])
+    aligned, ended, _ = _read_run(path)
+    end = aligned.fleet.end
     return [
-        Alarm(
-            each.machine,
-            SILENCE,
-            aligned.fleet.end - each.age,
-            aligned.fleet.end,
-            {"seconds": float(each.age)},
-        )
+        Alarm(each.machine, SILENCE, end - each.age, end, {"seconds": float(each.age)})
         for each in aligned.processes
         if each.state == "silent" and each.machine not in ended
     ]
 
 
-def _read_records(path: Path) -> tuple[Fleet, list[str]]:
-    """Fleet of the processes that ran until the end, from when all of them have samples."""
+def _read_run(path: Path) -> tuple[Aligned, set[str], list[str]]:
+    """Aligned processes of a run, names of those that ended cleanly, and what cannot be read.
+
+    Of a finished run all processes have ended, and are compared nevertheless.
+    """
     inside = path / "faults"
     records, notes = read_folder(inside if inside.is_dir() else path)
-    if not records:
-        raise ValueError(
-            f"{path} holds no records of the sampler: give the folder of a run that was started "
-            "with --faults."
-        )
-    # Of a finished run all processes have ended, and are compared nevertheless.
-    aligned = align([replace(record, ended=False) for record in records])
-    notes += [
-        f"process {each.machine!r} is not compared: {each.state}."
-        for each in aligned.processes
-        if each.state != "running"
-    ]
-    return trim_to_common_start(aligned.fleet), notes
+    ended = {record.machine for record in records if record.ended}
+    return align([replace(record, ended=False) for record in records]), ended, notes
 
 
 def _print(fleet: Fleet, report: Report, notes: list[str]) -> None:
@@ -136,9 +135,7 @@ def _print(fleet: Fleet, report: Report, notes: list[str]) -> None:
 
 
 def _table(report: Report) -> Table:
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    table.add_column("metric searched")
-    table.add_column("stands out most")
+    table = Table("metric searched", "stands out most", box=box.SIMPLE, pad_edge=False)
     for name in ("of its moments", "greatest score", "moments looked at"):
         table.add_column(name, justify="right")
     for metric, trace in report.traces.items():

@@ -26,6 +26,11 @@ ONE_IN, PIPELINE = 50, 16
 """Which of the others: one machine of so many, and in small fleets the first beyond a pipeline."""
 LOG_OFFSET = 0.1
 """Share of the typical value, added before the logarithm so that zero needs no special case."""
+JOINT = " + "
+"""Between the metrics of a group, in its name."""
+
+Deviations = Float[np.ndarray, "machine window"]
+Scores = Float[np.ndarray, "machine moment"]
 
 
 @dataclass(frozen=True)
@@ -71,9 +76,8 @@ class ShiftDetector:
       recent: seconds before the onset that count as what was there just before.
       resolution: the least spread, as a share of the metric's typical value, so that differences
         of a thousandth do not count.
-      past: seconds that an onset needs before it, of the same work. A single record has what it
-        has (0). Where looks follow each other, as in `watch`, every onset passes through the middle
-        of the record, so `StandardDetector` asks for six minutes.
+      past: seconds that an onset needs before it, of the same work; 0 for a single record. Where
+        looks follow each other, as in `watch`, every onset passes through the middle of a record.
       metrics: what is compared, by any name of `jrl.faults.collect.vocabulary`; by default all that
         were recorded but memory in use (`LEVELS` there) and fatal error counters (`FATAL`).
 
@@ -118,9 +122,6 @@ class ShiftDetector:
             continuity=self.continuity,
             recent=self.recent,
         )
-        names = find_recorded(self.metrics, fleet.metrics)
-        if not self.metrics:
-            names = search_order(PRIORITY, fleet.metrics)
         reason = self._incomparable_reason(fleet, grid)
         if reason:
             return Report([], (reason,), comparable=False)
@@ -130,6 +131,9 @@ class ShiftDetector:
                 "the fleet did the same work, without a pause, for too short a time: no verdict."
             )
             return Report([], (reason,), comparable=False)
+        names = find_recorded(self.metrics, fleet.metrics)
+        if not self.metrics:
+            names = search_order(PRIORITY, fleet.metrics)
         notes: list[str] = []
         deviations: dict[str, np.ndarray] = {}
         for name in names:
@@ -144,11 +148,15 @@ class ShiftDetector:
         if not deviations:
             notes.append("no metric can be compared: no verdict.")
             return Report([], tuple(notes), comparable=False)
-        notes += _silent_rows(fleet)
+        has_samples = np.isfinite(fleet.values).any(axis=(1, 2))
+        notes += [
+            f"machine {fleet.machines[row]!r} has no data: not compared. Check whether it still "
+            "reports."
+            for row in np.flatnonzero(~has_samples)
+        ]
         for group in groups_of(deviations):
-            deviations[Group(group)] = _combine_deviations(
-                [deviations[name] for name in group], grid
-            )
+            of_group = [deviations[name] for name in group]
+            deviations[JOINT.join(group)] = _combine_deviations(of_group, grid)
         times = fleet.start + grid.hop * fleet.period * windows
         return self._verdict(fleet, grid, times, deviations, tuple(notes))
 
@@ -186,7 +194,7 @@ class ShiftDetector:
         notes: tuple[str, ...],
     ) -> Report:
         """The report; `times` are those at which the compared windows begin."""
-        traces, best = {}, None
+        traces, candidates = {}, []
         for name, away in deviations.items():
             scores, signs = onset_scores(away, grid, self.share, self.threshold / RATIO)
             gaps = _gaps(times, grid, grid.hop * fleet.period)
@@ -199,20 +207,17 @@ class ShiftDetector:
             leader_or_none = np.where(top >= threshold, leader, NO_MACHINE)
             begins = times[grid.overlap : grid.overlap + len(top)]
             traces[name] = Trace(begins, top, leader_or_none, threshold)
-            if top[moment] >= threshold and (best is None or top[moment] > best[0]):
-                best = (
-                    float(top[moment]),
-                    name,
-                    int(leader[moment]),
-                    moment,
-                    int(signs[leader[moment], moment]),
-                )
+            if top[moment] >= threshold:
+                row = int(leader[moment])
+                sign = int(signs[row, moment])
+                candidates.append((float(top[moment]), name, row, moment, sign))
         alarms = []
-        if best is not None:
+        if candidates:
+            best = max(candidates, key=lambda candidate: candidate[0])
             alarms.append(self._alarm(fleet, grid, times, deviations, traces, best))
         return Report(alarms, notes, True, fleet.machines, traces)
 
-    def _threshold(self, scores: Float[np.ndarray, "machine moment"]) -> float:
+    def _threshold(self, scores: Scores) -> float:
         """The score from which a machine is an outlier in one metric, see `ShiftDetector`."""
         greatest = np.sort(scores.max(axis=1))[::-1]
         rank = max(PIPELINE, len(greatest) // ONE_IN)
@@ -231,8 +236,9 @@ class ShiftDetector:
         """The alarm of `best`: its score, metric, row, moment and sign."""
         score, name, row, moment, sign = best
         begin = moment + grid.overlap
+        level = slice(begin, begin + grid.length)
         away = sign * deviations[name][row]
-        middle_deviation = float(np.nanmedian(away[begin : begin + grid.length]))
+        middle_deviation = float(np.nanmedian(away[level]))
         # From the first window that is nearer to the level than to what was before, while it lasts.
         shifted = away[begin:] >= middle_deviation - score / 2
         first = int(shifted.argmax()) if shifted.any() else 0
@@ -249,15 +255,12 @@ class ShiftDetector:
             "scores": traces[name].scores,
         }
         metric = name
-        if isinstance(name, Group):
+        if name not in fleet.metrics:
             # Of a group the metric that is farthest away says what to look at.
-            metric = max(
-                name.members,
-                key=lambda each: float(
-                    np.nanmedian(sign * deviations[each][row, begin : begin + grid.length])
-                ),
-            )
-            evidence["metrics together"] = len(name.members)
+            members = name.split(JOINT)
+            of_members = [np.nanmedian(sign * deviations[each][row, level]) for each in members]
+            metric = members[int(np.argmax(of_members))]
+            evidence["metrics together"] = len(members)
         return Alarm(
             fleet.machines[row],
             metric,
@@ -267,23 +270,12 @@ class ShiftDetector:
         )
 
 
-class Group(str):
-    """Joint name of multiple metrics; `members` are their own names."""
-
-    members: tuple[str, ...]
-
-    def __new__(cls, members: Sequence[str]) -> "Group":
-        group = super().__new__(cls, " + ".join(members))
-        group.members = tuple(members)
-        return group
-
-
 def deviation(
     values: Float[np.ndarray, "machine time"],
     grid: Grid,
     windows: Int[np.ndarray, "selected"],
     resolution: float | int,
-) -> Float[np.ndarray, "machine selected"]:
+) -> Deviations:
     """Deviation of each machine from the others in some windows, in spreads, see `ShiftDetector`.
 
     NaN without samples, and for all machines where fewer than three have any.
@@ -302,9 +294,7 @@ def deviation(
     return away / _spreads(away, grid, resolution * typical)[:, None]
 
 
-def _spreads(
-    away: Float[np.ndarray, "machine window"], grid: Grid, least: float
-) -> Float[np.ndarray, "machine"]:
+def _spreads(away: Deviations, grid: Grid, least: float) -> Float[np.ndarray, "machine"]:
     """The spread of each machine: the largest of its own and two of the fleet, at least `least`.
 
     Slow noise is larger over `continuity` than over a minute. A machine's own is not taken over so
@@ -368,11 +358,8 @@ def _gaps(
 
 
 def onset_scores(
-    away: Float[np.ndarray, "machine window"],
-    grid: Grid,
-    share: float | int,
-    least: float | int = 0.0,
-) -> tuple[Float[np.ndarray, "machine moment"], Float[np.ndarray, "machine moment"]]:
+    away: Deviations, grid: Grid, share: float | int, least: float | int = 0.0
+) -> tuple[Scores, Scores]:
     """The part of each machine's level that is new, and its sign, for every moment.
 
     Moment k is the window ``overlap + k``: at least one window without a sample of the level
@@ -387,7 +374,7 @@ def onset_scores(
 
 
 def _rows_with_level(
-    away: Float[np.ndarray, "machine window"], length: int, share: float | int, least: float | int
+    away: Deviations, length: int, share: float | int, least: float | int
 ) -> Int[np.ndarray, "row"]:
     """Rows of machines that may have a level of at least `least` on either side.
 
@@ -404,9 +391,7 @@ def _rows_with_level(
     return np.flatnonzero(rows)
 
 
-def _all_scores(
-    away: Float[np.ndarray, "machine window"], grid: Grid, share: float | int
-) -> tuple[Float[np.ndarray, "machine moment"], Float[np.ndarray, "machine moment"]]:
+def _all_scores(away: Deviations, grid: Grid, share: float | int) -> tuple[Scores, Scores]:
     """`onset_scores` of every machine."""
     # Of each window and those before it, `length` in all: of the levels and of what was before.
     stretch = np.sort(_trailing(away.astype(np.float32), grid.length), axis=2)  # NaN comes last
@@ -445,9 +430,7 @@ def _levels_before(away: np.ndarray, grid: Grid, moments: int) -> tuple[np.ndarr
     return np.stack(long, axis=1)[:, index], short
 
 
-def _trend(
-    latest: Float[np.ndarray, "machine moment"], grid: Grid, share: float | int
-) -> Float[np.ndarray, "machine moment"]:
+def _trend(latest: Scores, grid: Grid, share: float | int) -> Scores:
     """Change of `latest` until the level has to be reached, by each machine's trend.
 
     `latest` is the median over the last `grid.length` windows at each moment. The trend is its
@@ -466,12 +449,3 @@ def _trailing(away: np.ndarray, width: int) -> np.ndarray:
     padding = np.full((len(away), width - 1), np.nan, away.dtype)
     padded = np.concatenate([padding, away], axis=1)
     return np.lib.stride_tricks.sliding_window_view(padded, width, axis=1)
-
-
-def _silent_rows(fleet: Fleet) -> list[str]:
-    has_samples = np.isfinite(fleet.values).any(axis=(1, 2))
-    return [
-        f"machine {fleet.machines[row]!r} has no data: not compared. Check whether it still "
-        "reports."
-        for row in np.flatnonzero(~has_samples)
-    ]

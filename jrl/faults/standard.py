@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 
@@ -43,8 +44,8 @@ class StandardDetector:
       silence: seconds without a sample.
       window: seconds of a window of the third.
       metrics: what is compared, by any name of `jrl.faults.collect.vocabulary`; all by default.
-      past: seconds that the onset of a shift needs before it, see `ShiftDetector`: more than
-        twice a slowdown of 150 s that recovers, which is then less than half of what was before.
+      past: see `ShiftDetector`; more than twice a slowdown of 150 s that recovers, which is then
+        less than half of what was before.
       codes: causes, a subset of `CAUSES`, for which an error code names its machine in the first
         question. The others are reported in the notes.
     """
@@ -184,10 +185,9 @@ def moved_counters(fleet: Fleet, causes: Collection[str] = ("machine",)) -> list
     for column, metric in enumerate(fleet.metrics):
         if not is_fatal(metric):
             continue
-        increased = []
+        increased: list[Alarm] = []
         for row in range(len(fleet.machines)):
-            first = next(_alarms(fleet, row, column, causes), None)
-            increased += [] if first is None else [first]
+            increased += islice(_alarms(fleet, row, column, causes), 1)
         increased.sort(key=lambda alarm: alarm.start)
         alarms += increased[:1] if 2 * len(increased) > len(fleet.machines) else increased
     return sorted(alarms, key=lambda alarm: alarm.start)
@@ -206,7 +206,6 @@ def other_codes(fleet: Fleet, causes: Collection[str] = ("machine",)) -> list[st
     return [
         f"{code.describe()} on {_list_machines(machines)}: no machine is named for it."
         for code, machines in machines_by_code.items()
-        if machines
     ]
 
 

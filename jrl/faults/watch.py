@@ -33,6 +33,7 @@ from jrl.faults.watcher import (
     RemoteWatcher,
     Watcher,
     command_hook,
+    has_samples,
 )
 from jrl.report.display import visible
 from jrl.runs.folder import RunFolder
@@ -103,15 +104,15 @@ def main(arguments: list[str]) -> int:
             f"on_fault={request.on_fault!r} is an action of a run: give it to python -m jrl.train, "
             "or a shell command here."
         )
-    hooks = [] if request.on_fault is None else [command_hook(request.on_fault)]
+    hook = None if request.on_fault is None else command_hook(request.on_fault)
     alarmed = False
     with _open_screen(Console(), live=not request.once) as show:
         while True:
             result = watcher.detect()
             show(result, request)
-            alarmed = alarmed or bool(result.raised)
             for alarm in result.raised:
-                for hook in hooks:
+                alarmed = True
+                if hook is not None:
                     hook(alarm)
             if request.once or result.ended or (alarmed and request.until_fault):
                 break
@@ -211,19 +212,19 @@ def render(result: DetectionPass, request: WatchOptions) -> RenderableType:
     recent = _recent_cells(result, shown, request.window)
     alarmed = {alarm.machine for alarm in result.alarms}
     for each in result.processes:
-        style = "bold red" if each.machine in alarmed else STYLES.get(each.state, "red")
+        style = "bold red" if each.machine in alarmed else ""
         lost = each.damaged + each.future + (each.torn > 0)
-        cells = [
-            Text(visible(each.machine), style="bold red" if each.machine in alarmed else ""),
+        table.add_row(
+            Text(visible(each.machine), style),
             Text(visible(each.host)),
-            Text(each.state, style=style),
+            Text(each.state, style or STYLES.get(each.state, "red")),
             _format_age(each.age),
             str(lost) if lost else "",
-        ]
-        table.add_row(*cells, *recent.get(each.machine, [""] * len(shown)))
+            *recent.get(each.machine, [""] * len(shown)),
+        )
     lines: list[RenderableType] = [table] if result.processes else []
     lines += [Text(visible(line), style="yellow") for line in result.unreadable]
-    if result.has_samples and len(result.fleet.machines) < MIN_MACHINES:
+    if has_samples(result.processes) and len(result.fleet.machines) < MIN_MACHINES:
         lines.append(Text("fewer than three processes are running: none can be compared"))
     lines += [Text(f"ALARM: {visible(alarm.describe())}", "bold red") for alarm in result.alarms]
     lines += [Text(visible(line), style="dim") for line in result.notes]

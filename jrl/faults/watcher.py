@@ -119,8 +119,7 @@ class DetectionPass:
       raised: those of machines that had no alarm in the previous pass.
       unreadable: one line for each file or address that cannot be read.
       notes: what could not be compared and why, one line each.
-      comparable: true if anything was compared; see `is_comparable` for a detector without
-        `examine`.
+      comparable: true if anything was compared.
       health: cost and coverage of the pass itself, in words.
     """
 
@@ -137,11 +136,6 @@ class DetectionPass:
     def ended(self) -> bool:
         """True if there are processes and all of them have ended cleanly."""
         return bool(self.processes) and all(each.state == "ended" for each in self.processes)
-
-    @property
-    def has_samples(self) -> bool:
-        """True if any process has a sample."""
-        return has_samples(self.processes)
 
 
 class AlarmTracker:
@@ -166,7 +160,10 @@ class AlarmTracker:
         """The report on a fleet, with the alarms of `others` at its end, and the alarms of machines
         that had none at the last call."""
         acknowledged = set(self._acknowledged())
-        report = examine(drop_machines(fleet, acknowledged), self._detector)
+        rows = [row for row, name in enumerate(fleet.machines) if name not in acknowledged]
+        names = tuple(fleet.machines[row] for row in rows)
+        compared = replace(fleet, machines=names, values=fleet.values[rows])
+        report = examine(compared, self._detector)
         alarms = [*report.alarms, *(each for each in others if each.machine not in acknowledged)]
         raised = tuple(alarm for alarm in alarms if alarm.machine not in self._alarmed)
         self._alarmed = {alarm.machine for alarm in alarms}
@@ -181,9 +178,8 @@ class Watcher:
         have an empty name.
       detector: names the outlier machines.
       seconds: length of the compared record.
-      silence: a process without a sample for so many seconds is no longer compared.
-      silence_timeout: after so many it raises an alarm, if it had samples after the youngest
-        running process started; None never.
+      silence_timeout: a process without a sample for so many seconds raises an alarm, if it had
+        samples after the youngest running process started; None never.
       acknowledged: see `AlarmTracker`.
     """
 
@@ -193,7 +189,6 @@ class Watcher:
         detector: Detector,
         *,
         seconds: float | int = RECORD_SECONDS,
-        silence: float | int = 10.0,
         silence_timeout: float | int | None = 60.0,
         acknowledged: Callable[[], Collection[str]] | None = None,
     ):
@@ -201,7 +196,7 @@ class Watcher:
         rows = 2 * math.ceil(seconds)
         self._followers = {name: Follower(folder, rows) for name, folder in folders.items()}
         self._tracker = AlarmTracker(detector, acknowledged)
-        self._seconds, self._silence, self._timeout = seconds, silence, silence_timeout
+        self._seconds, self._timeout = seconds, silence_timeout
         paths = ", ".join(str(folder) for folder in folders.values())
         self._no_sample_note = (
             f"no sample yet in {paths}: a run started with --faults writes one a second"
@@ -217,7 +212,7 @@ class Watcher:
             prefix = f"{name}/" if name else ""
             records += [replace(each, machine=prefix + each.machine) for each in folder_records]
             unreadable += errors
-        aligned = align(records, now=now, seconds=self._seconds, silence=self._silence)
+        aligned = align(records, now=now, seconds=self._seconds)
         fleet = trim_to_common_start(aligned.fleet)
         report, raised = self._tracker.update(fleet, self._silent(aligned, records, now))
         read = sum(follower.bytes_read for follower in self._followers.values())
@@ -287,9 +282,8 @@ class RemoteWatcher:
         series, problems = self._store.update(now)
         fleet = build_fleet(series, label=self._label, requested=self._requested)
         report, raised = self._tracker.update(fleet)
-        processes = tuple(
-            self._process_state(fleet, row, now) for row in range(len(fleet.machines))
-        )
+        rows = range(len(fleet.machines))
+        processes = tuple(self._process_state(fleet, row, now) for row in rows)
         health = (
             f"{len(series)} series of {len(fleet.machines)} machines every {fleet.period:g} s, "
             f"asked in {time.monotonic() - started:.2f} s"
@@ -312,7 +306,7 @@ class RemoteWatcher:
 
     def _process_state(self, fleet: Fleet, row: int, now: float) -> Process:
         seen = np.flatnonzero(np.isfinite(fleet.values[row]).any(axis=0))
-        age = now - float(fleet.times[seen[-1]]) if seen.size else float("nan")
+        age = now - float(fleet.times[seen[-1]]) if seen.size else math.nan
         late = not age <= max(self._silence, 3 * fleet.period)
         state = "silent" if late else "running"
         return Process(fleet.machines[row], "", state, age, damaged=0, torn=0, future=0)
@@ -324,25 +318,11 @@ def has_samples(processes: Sequence[Process]) -> bool:
 
 
 def examine(fleet: Fleet, detector: Detector) -> Report:
-    """Report of a detector on a fleet; the alarms and `is_comparable` of one without `examine`."""
+    """Report of a detector; one without `examine` compares a fleet of `MIN_MACHINES`."""
     of_detector = getattr(detector, "examine", None)
     if of_detector is not None:
         return of_detector(fleet)
-    return Report(detector(fleet), comparable=is_comparable(detector, fleet))
-
-
-def is_comparable(detector: Detector, fleet: Fleet) -> bool:
-    """True if a detector without `examine` compares a fleet: as its `compares` says, or without it
-    if there are `MIN_MACHINES`."""
-    compares = getattr(detector, "compares", None)
-    return len(fleet.machines) >= MIN_MACHINES if compares is None else compares(fleet)
-
-
-def drop_machines(fleet: Fleet, machines: Collection[str]) -> Fleet:
-    """The fleet without these machines."""
-    rows = [row for row, name in enumerate(fleet.machines) if name not in machines]
-    names = tuple(fleet.machines[row] for row in rows)
-    return replace(fleet, machines=names, values=fleet.values[rows])
+    return Report(detector(fleet), comparable=len(fleet.machines) >= MIN_MACHINES)
 
 
 def trim_to_common_start(fleet: Fleet) -> Fleet:
@@ -358,9 +338,8 @@ def trim_to_common_start(fleet: Fleet) -> Fleet:
 def command_hook(command: str, timeout: float | int = HOOK_TIMEOUT) -> Hook:
     """Returns a function that runs a shell command and reports a failure on standard error.
 
-    The command receives the alarm in its environment: ``JRL_FAULT_MACHINE``, ``JRL_FAULT_METRIC``,
-    ``JRL_FAULT_START`` and ``JRL_FAULT_END`` (Unix times in seconds), and ``JRL_FAULT_LINE``, all
-    of it in words. Put the names in double quotes there.
+    The command receives the alarm in the variables ``JRL_FAULT_*`` of its environment: Unix times
+    in seconds, and all of it in words as ``LINE``. Put the names in double quotes there.
 
     Raises:
       ValueError: on an empty command.

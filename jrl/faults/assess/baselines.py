@@ -1,10 +1,10 @@
 """Baselines of the default detector: simple detectors, Minder, and ablations of Minder.
 
-Each has a threshold chosen on the same simulated fleets by the same
-rule (``python -m jrl.faults benchmark --calibrate``).
+Each has a threshold chosen on the same simulated fleets by the same rule (``python -m jrl.faults
+benchmark --calibrate``).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -18,8 +18,8 @@ from jrl.faults.collect.fleet import NO_MACHINE, Alarm, Fleet
 from jrl.faults.collect.vocabulary import PRIORITY, PRODUCTION, meaning, search_order
 from jrl.faults.minder import vae
 from jrl.faults.minder.continuity import UNSEEN, Span, find_span
-from jrl.faults.minder.detect import Minder, WindowScorer
-from jrl.faults.minder.embedding import Channels, Embedding, Points, View, Windows, denoise
+from jrl.faults.minder.detect import Minder, Search, WindowScorer
+from jrl.faults.minder.embedding import Channels, Points, View, Windows, denoise
 from jrl.faults.minder.prepare import Prepared
 from jrl.faults.outlier import MAD_TO_STD, nan_median
 from jrl.faults.shift import ShiftDetector, heavy_tailed
@@ -48,7 +48,8 @@ def concatenated(metrics: tuple[str, ...]) -> list[View]:
     """CON: the denoised metrics side by side, one distance."""
     models = vae.shipped_models()
     weights = [models.get(meaning(name), models[vae.ANY]) for name in metrics]
-    return [View(ALL, tuple(range(len(metrics))), side_by_side(weights))]
+    stacked = {name: jnp.stack([each[name] for each in weights]) for name in weights[0]}
+    return [View(ALL, tuple(range(len(metrics))), partial(side_by_side, stacked))]
 
 
 def joint(metrics: tuple[str, ...]) -> list[View]:
@@ -73,18 +74,13 @@ def joint_model(metrics: tuple[str, ...]) -> vae.Weights:
 class Instant(Minder):
     """Minder without continuity: the greatest score of a metric is an alarm if it is high enough.
 
-    Attributes:
-      continuity: not used.
-      stride: windows from one that is scored to the next.
+    Every eighth window is scored; `continuity` is not used.
     """
 
     continuity: float | int = 0
-    stride: int = 8
 
-    def _search(
-        self, scorer: WindowScorer, prepared: Prepared
-    ) -> tuple[np.ndarray, np.ndarray, Span | None]:
-        starts = np.arange(0, scorer.scores.size, self.stride)
+    def _search(self, scorer: WindowScorer, prepared: Prepared) -> Search:
+        starts = np.arange(0, scorer.scores.size, 8)
         named = np.full(scorer.scores.size, UNSEEN)
         named[starts] = scorer.name_machines(starts, self.threshold)
         scores = np.where(named == UNSEEN, np.nan, scorer.scores)
@@ -100,9 +96,7 @@ class MinderOnset(Minder):
     Outlier machines without such an onset are skipped, and the search continues.
     """
 
-    def _search(
-        self, scorer: WindowScorer, prepared: Prepared
-    ) -> tuple[np.ndarray, np.ndarray, Span | None]:
+    def _search(self, scorer: WindowScorer, prepared: Prepared) -> Search:
         named, scores, span = super()._search(scorer, prepared)
         values = prepared.values[scorer.view.channels[0]]
         away = values - np.median(values, axis=0)
@@ -175,19 +169,14 @@ class RobustZ:
         return scores
 
 
-def moving_median(metrics: tuple[str, ...]) -> list[View]:
-    """A median of eight samples in place of the LSTM-VAE."""
-    return [
-        View(name, (channel,), as_points, summary=partial(_smooth, np.median))
-        for channel, name in enumerate(metrics)
-    ]
+def smoothed(middle: Callable[..., np.ndarray], metrics: tuple[str, ...]) -> list[View]:
+    """A median or mean of eight samples in place of the LSTM-VAE.
 
-
-def moving_mean(metrics: tuple[str, ...]) -> list[View]:
-    """RAW, as smooth as the reconstruction of the LSTM-VAE: the mean of eight samples."""
+    The mean is RAW, as smooth as the reconstruction of the LSTM-VAE.
+    """
+    summary = partial(_smooth, middle)
     return [
-        View(name, (channel,), as_points, summary=partial(_smooth, np.mean))
-        for channel, name in enumerate(metrics)
+        View(name, (channel,), as_points, summary=summary) for channel, name in enumerate(metrics)
     ]
 
 
@@ -197,17 +186,9 @@ def _smooth(middle: Callable[..., np.ndarray], values: np.ndarray, width: int) -
     return (middle(windows, axis=3) * vae.WINDOW**0.5).astype(np.float32)
 
 
-def side_by_side(weights_per_channel: Sequence[vae.Weights]) -> Embedding:
-    """Every channel through a model of its own, then all as one point (ablation CON)."""
-    stacked = {
-        name: jnp.stack([weights[name] for weights in weights_per_channel])
-        for name in weights_per_channel[0]
-    }
-    return partial(_side_by_side, stacked)
-
-
 @jax.jit
-def _side_by_side(weights: vae.Weights, windows: Windows) -> Points:
+def side_by_side(weights: vae.Weights, windows: Windows) -> Points:
+    """Every channel through a model of its own, then all as one point (ablation CON)."""
     points = jax.vmap(denoise)(weights, windows[:, None])
     return jnp.moveaxis(points, 0, 1).reshape(points.shape[1], -1, points.shape[3])
 
@@ -292,17 +273,16 @@ def whitening(
 
 AnyDetector = Minder | RobustZ | ShiftDetector
 
-
 DETECTORS: dict[str, AnyDetector] = {
     "shift (default)": ShiftDetector(),
     "robust z": RobustZ(9.12),
     "robust z, logs": RobustZ(9.12, logs=True),
-    "moving median": Minder(5.11, method=moving_median),
+    "moving median": Minder(5.11, method=partial(smoothed, np.median)),
     "Minder": Minder(),
     "Minder, onset rule": MinderOnset(),
     "Mahalanobis": Minder(1.19, method=mahalanobis),
     "no VAE (RAW)": Minder(1.43, method=without_vae),
-    "no VAE, smoothed": Minder(6.78, method=moving_mean),
+    "no VAE, smoothed": Minder(6.78, method=partial(smoothed, np.mean)),
     "concatenated (CON)": Minder(1.3, method=concatenated),
     "one joint model (INT)": Minder(1.67, method=joint),
     "no continuity": Instant(12.4),

@@ -28,12 +28,12 @@ from jrl.faults.assess.outcomes import (
     DETECTED,
     SILENT,
     WRONG,
+    complete_rows,
     false_alarm_rate,
     figures,
     map_in_processes,
     operational_precision,
     outcome,
-    read_records,
 )
 from jrl.faults.collect.fleet import Fleet
 from jrl.faults.minder.detect import Minder
@@ -133,38 +133,24 @@ def run(request: BenchmarkOptions) -> dict[str, Any]:
     Records are appended to ``records.jsonl`` as they complete. An interrupted run is resumed from
     there, also with more records than it was started with.
     """
-    Path(request.out).mkdir(parents=True, exist_ok=True)
     detectors = select_detectors(request.only)
     jobs = [(CLEAN_SEED + request.seed + i, False) for i in range(request.clean)]
     jobs += [(TEST_SEED + request.seed + i, True) for i in range(request.incidents)]
-    path = Path(request.out) / "records.jsonl"
-    seen = {row["seed"]: row for row in read_records(path, _record_settings(request, detectors))}
-    due = [job for job in jobs if job[0] not in seen]
-    with path.open("a") as file:
-        for row in _with_progress(request, detectors, due):
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            seen[row["seed"]] = row
-    records = [seen[seed] for seed, _ in jobs]
+    thresholds = {name: detector.threshold for name, detector in detectors.items()}
+    # What determines the outcome of a record besides its seed, as JSON has it.
+    settings = json.loads(json.dumps(asdict(request) | {"thresholds": thresholds}))
+    for name in ("processes", "out", "incidents", "clean"):
+        del settings[name]
+    compute = partial(_with_progress, request, detectors)
+    records = complete_rows(Path(request.out) / "records.jsonl", settings, jobs, compute)
     faulty = [row for row in records if row["fault"] is not None]
     clean = [row for row in records if row["fault"] is None]
     return {
         "settings": {k: v for k, v in asdict(request).items() if k != "out"},
-        "thresholds": {name: detector.threshold for name, detector in detectors.items()},
+        "thresholds": thresholds,
         "detectors": {name: _summary(name, faulty, clean, request) for name in detectors},
         "records": records,
     }
-
-
-def _record_settings(
-    request: BenchmarkOptions, detectors: dict[str, AnyDetector]
-) -> dict[str, Any]:
-    """Settings that determine the outcome of a record besides its seed, as JSON stores them."""
-    settings = asdict(request)
-    for name in ("processes", "out", "incidents", "clean"):
-        del settings[name]
-    settings["thresholds"] = {name: detector.threshold for name, detector in detectors.items()}
-    return json.loads(json.dumps(settings))
 
 
 def _with_progress(
@@ -175,9 +161,8 @@ def _with_progress(
     settings = {faulty: _settings(request, faulty) for faulty in (True, False)}
     with Progress(*columns) as progress:
         task = progress.add_task("records", total=len(jobs))
-        for row in map_in_processes(
-            partial(_run_job, detectors, settings), jobs, request.processes
-        ):
+        run_job = partial(_run_job, detectors, settings)
+        for row in map_in_processes(run_job, jobs, request.processes):
             progress.advance(task)
             yield row
 
@@ -222,16 +207,12 @@ def _summary(
     outcomes = [row["outcomes"][name] for row in faulty]
     counts = Counter(outcomes)
     false = sum(row["outcomes"][name] != SILENT for row in clean)
-    kinds = sorted({row["fault"] for row in faulty})
-    recall = {
-        kind: [sum(row["outcomes"][name] == DETECTED for row in incidents), len(incidents)]
-        for kind in kinds
-        if (incidents := [row for row in faulty if row["fault"] == kind])
-    }
+    incidents = Counter(row["fault"] for row in faulty)
+    detected = Counter(row["fault"] for row in faulty if row["outcomes"][name] == DETECTED)
     return {
         **asdict(figures(outcomes)),
         "counts": {kind: counts[kind] for kind in (DETECTED, WRONG, SILENT)},
-        "recall_by_fault": recall,
+        "recall_by_fault": {kind: [detected[kind], incidents[kind]] for kind in sorted(incidents)},
         "f1_by_machines": _by_machines(name, faulty),
         "false_alarms": false,
         "false_alarms_per_look": false_alarm_rate(false, len(clean)) if clean else None,
@@ -253,9 +234,9 @@ def _by_machines(name: str, faulty: list[dict[str, Any]]) -> dict[str, dict[str,
     for least, most in SIZES:
         incidents = [row for row in faulty if least <= row["machines"] <= most]
         if incidents:
-            sizes = sorted(row["machines"] for row in incidents)
+            sizes = [row["machines"] for row in incidents]
             f1 = figures([row["outcomes"][name] for row in incidents]).f1
-            results[f"{sizes[0]} to {sizes[-1]}"] = {"f1": f1, "incidents": len(incidents)}
+            results[f"{min(sizes)} to {max(sizes)}"] = {"f1": f1, "incidents": len(incidents)}
     return results
 
 
@@ -265,15 +246,8 @@ def _print(results: dict[str, Any]) -> None:
         f"{settings['incidents']} incidents and {settings['clean']} clean records of "
         f"{settings['seconds']} s, difficulty {settings['difficulty']}; 95 % intervals\n"
     )
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    table.add_column("detector")
-    for name in (
-        "precision",
-        "recall",
-        "F1",
-        "paper's F1",
-        "alarms on a clean record",
-    ):
+    table = Table("detector", box=box.SIMPLE, pad_edge=False)
+    for name in ("precision", "recall", "F1", "paper's F1", "alarms on a clean record"):
         table.add_column(name, justify="right")
     for name, row in results["detectors"].items():
         cells = [_interval(row[figure]) for figure in ("precision", "recall", "f1")]
@@ -284,28 +258,26 @@ def _print(results: dict[str, Any]) -> None:
     print("F1 by machines of the fleet:")
     for name, row in results["detectors"].items():
         sizes = row["f1_by_machines"].items()
-        cells = (
-            f"{size} {_interval(result['f1'])} of {result['incidents']}" for size, result in sizes
-        )
+        cells = (f"{size} {_interval(each['f1'])} of {each['incidents']}" for size, each in sizes)
         print(f"  {name}: {', '.join(cells)}")
-    first = next(iter(results["detectors"]))
-    kinds = results["detectors"][first]["recall_by_fault"]
+    first, row = next(iter(results["detectors"].items()))
+    kinds = row["recall_by_fault"]
     print(f"found by {first}: " + ", ".join(f"{k} {a}/{n}" for k, (a, n) in kinds.items()))
 
 
-def _interval(triple: Sequence[float], digits: int = 3) -> str:
+def _interval(triple: Sequence[float]) -> str:
     value, low, high = triple
-    return f"{value:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
+    return f"{value:.3f} ({low:.3f}-{high:.3f})"
 
 
-def measure_scale(out: Path, sizes: tuple[int, ...] = SCALE_SIZES, rounds: int = 3) -> int:
-    """Prints, writes and plots the least cost of `rounds` calls of the default detector."""
+def measure_scale(out: Path) -> int:
+    """Prints, writes and plots the least cost of three calls of the default detector."""
     rows = []
-    for size in sizes:
+    for size in SCALE_SIZES:
         row: dict[str, float] = {"machines": size}
         for kind, faulty in (("clean", False), ("fault", True)):
             fleet = simulate(Settings(machines=size, faulty=faulty), SCALE_SEED + size).fleet
-            row[f"{kind}_seconds"], row[f"{kind}_cpu_seconds"] = _cost(fleet, rounds)
+            row[f"{kind}_seconds"], row[f"{kind}_cpu_seconds"] = _cost(fleet)
         row["peak_memory_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         rows.append(row)
     (out / "scale.json").write_text(json.dumps(rows, indent=2) + "\n")
@@ -320,11 +292,11 @@ def measure_scale(out: Path, sizes: tuple[int, ...] = SCALE_SIZES, rounds: int =
     return 0
 
 
-def _cost(fleet: Fleet, rounds: int) -> tuple[float, float]:
+def _cost(fleet: Fleet) -> tuple[float, float]:
     detector = StandardDetector()
     detector(fleet)
     wall, cpu = [], []
-    for _ in range(rounds):
+    for _ in range(3):
         begin = time.perf_counter(), time.process_time()
         detector(fleet)
         wall.append(time.perf_counter() - begin[0])

@@ -16,7 +16,7 @@ from jrl.faults.assess.baselines import DETECTORS, AnyDetector, Instant, RobustZ
 from jrl.faults.assess.outcomes import DETECTED, SILENT, WRONG, figures, map_in_processes, outcome
 from jrl.faults.collect.fleet import NO_MACHINE
 from jrl.faults.minder import vae
-from jrl.faults.minder.continuity import find_span
+from jrl.faults.minder.continuity import Span, find_span
 from jrl.faults.minder.detect import Minder, ScoredFleet
 from jrl.faults.simulate import Incident, Settings, simulate
 
@@ -39,10 +39,8 @@ def calibrate(
     """Prints, for each detector, the best threshold and its figures on these fleets.
 
     Args:
-      names: of the detectors.
       settings: of records with a fault and without.
       counts: how many of each.
-      seed: added to their seeds.
       processes: records at a time; None takes one per core.
     """
     faulty, clean = settings
@@ -50,17 +48,11 @@ def calibrate(
     jobs += [(clean, CLEAN_SEED + seed + i) for i in range(counts[1])]
     score_record = partial(outcomes_by_threshold, names)
     rows = list(track(map_in_processes(score_record, jobs, processes), "records", total=len(jobs)))
-    for column, name in enumerate(names):
-        each = [
-            figures([row[column][index] for row in rows[: counts[0]]], resamples=1)
-            for index in range(len(THRESHOLDS))
-        ]
-        alarms = np.array(
-            [
-                sum(row[column][index] != SILENT for row in rows[counts[0] :])
-                for index in range(len(THRESHOLDS))
-            ]
-        )
+    by_detector = np.swapaxes(rows, 0, 1)
+    for name, outcomes in zip(names, by_detector, strict=True):
+        of_faulty, of_clean = outcomes[: counts[0]], outcomes[counts[0] :]
+        each = [figures(of_threshold, resamples=1) for of_threshold in of_faulty.T.tolist()]
+        alarms = (of_clean != SILENT).sum(axis=0)
         f1 = np.array([entry.f1[0] for entry in each])
         allowed = alarms <= max(FALSE_ALARMS * counts[1], alarms.min())
         best = f1[allowed].max(initial=0.0)
@@ -117,13 +109,11 @@ def _verdict(
     for machine, score in series:
         if isinstance(minder, Instant):
             top = int(score.argmax())
-            candidate = (int(machine[top]), top, top) if score[top] > threshold else None
+            span = Span(int(machine[top]), top, top, 1) if score[top] > threshold else None
         else:
             named = np.where(score > threshold, machine, NO_MACHINE)
             span = find_span(named, length=length, share=minder.share)
-            candidate = None if span is None else (span.machine, span.first, span.last)
-        if candidate is not None:
-            machine_named, first, last = candidate
-            overlap = first * STRIDE < when[1] and (last + 1) * STRIDE > when[0]
-            return DETECTED if machine_named == truth and overlap else WRONG
+        if span is not None:
+            overlap = span.first * STRIDE < when[1] and (span.last + 1) * STRIDE > when[0]
+            return DETECTED if span.machine == truth and overlap else WRONG
     return SILENT

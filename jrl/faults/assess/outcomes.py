@@ -10,7 +10,7 @@ import json
 import math
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +47,7 @@ class Figures:
     f1: tuple[float, float, float]
 
 
-def figures(outcomes: Sequence[str], *, resamples: int = 2000, seed: int = 0) -> Figures:
+def figures(outcomes: Sequence[str], *, resamples: int = 2000) -> Figures:
     """``precision = found / (found + wrong)``, ``recall = found / all``, F1 their harmonic mean.
 
     Intervals are percentiles over bootstrap resamples of the incidents. A precision without alarms
@@ -56,7 +56,7 @@ def figures(outcomes: Sequence[str], *, resamples: int = 2000, seed: int = 0) ->
     kinds = np.array([[o == DETECTED, o == WRONG] for o in outcomes], float).reshape(-1, 2)
     if len(kinds) == 0:
         raise ValueError("outcomes is empty: give at least one incident.")
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     resampled = kinds[random.integers(len(kinds), size=(resamples, len(kinds)))].mean(1)
     center = _rates(kinds.mean(0, keepdims=True))[0]
     low, high = np.percentile(_rates(resampled), [2.5, 97.5], axis=0)
@@ -81,10 +81,10 @@ def false_alarm_rate(alarms: int, passes: int) -> tuple[float, float, float]:
     return share, max(0.0, middle - half), min(1.0, middle + half)
 
 
-def most_events(count: int, confidence: float = 0.95) -> float:
-    """Upper confidence bound of the mean of a Poisson distribution of which `count` was seen.
+def most_events(count: int) -> float:
+    """Upper 95 % bound of the mean of a Poisson distribution of which `count` was seen.
 
-    The mean at which so few or fewer have the probability ``1 - confidence``: 3.0 for none.
+    The mean at which so few or fewer have the probability 0.05: 3.0 for none.
     """
     low, high = 0.0, 10.0 + 4 * count
     while high - low > 1e-6:
@@ -92,24 +92,19 @@ def most_events(count: int, confidence: float = 0.95) -> float:
         few = sum(
             math.exp(k * math.log(mean) - mean - math.lgamma(k + 1)) for k in range(count + 1)
         )
-        low, high = (mean, high) if few > 1 - confidence else (low, mean)
+        low, high = (mean, high) if few > 1 - 0.95 else (low, mean)
     return high
 
 
 def operational_precision(
-    recall: float | int,
-    wrong: float | int,
-    per_pass: float | int,
-    *,
-    passes: float | int,
-    faults: float | int = 2,
+    recall: float | int, wrong: float | int, per_pass: float | int, *, passes: float | int
 ) -> float:
     """Share of the alarms an operator receives that are right.
 
     ``f r / (f (r + w) + l a)`` with f faults a day, of which r are found and w give a wrong name,
     and l detection passes a day over a healthy fleet, each a false alarm with probability a.
-    Minder's fleet had two faults a day.
     """
+    faults = 2  # a day, as in Minder's fleet
     right = faults * recall
     total = right + faults * wrong + passes * per_pass
     return right / total if total > 0 else 0.0
@@ -125,7 +120,6 @@ def map_in_processes(
 
     Args:
       function: a function of a module, or a `partial` of one, for it goes to the processes.
-      jobs: its arguments.
       processes: how many; one works in this process, None takes one per core.
     """
     if processes is not None and processes < 1:
@@ -145,18 +139,36 @@ def _one_thread() -> None:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {ONE_THREAD}".strip()
 
 
-def read_records(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Records that an interrupted run has completed; a new file begins with `settings`.
+def complete_rows(
+    path: Path,
+    settings: dict[str, Any],
+    jobs: Sequence[tuple[int, Any]],
+    compute: Callable[[list[tuple[int, Any]]], Iterable[dict[str, Any]]],
+) -> list[dict[str, Any]]:
+    """Rows of the jobs, in their order; a file has those that an interrupted run has completed.
+
+    The others are appended as they complete. A new file begins with `settings`.
+
+    Args:
+      jobs: each begins with its seed, which is in its row too.
+      compute: yields the rows of jobs.
 
     Raises:
       ValueError: where the file begins with other settings.
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
     content = path.read_text() if path.exists() else ""
-    first, *rows = content.splitlines() or [json.dumps(settings)]
+    first, *lines = content.splitlines() or [json.dumps(settings)]
     if json.loads(first) != settings:
         raise ValueError(
             f"{path} belongs to other settings or thresholds: give another --out, or delete it."
         )
-    complete = rows if content.endswith("\n") else rows[:-1]
-    path.write_text("\n".join([first, *complete]) + "\n")  # without what a kill has torn
-    return [json.loads(row) for row in complete]
+    lines = lines if content.endswith("\n") else lines[:-1]
+    path.write_text("\n".join([first, *lines]) + "\n")  # without what a kill has torn
+    seen = {row["seed"]: row for row in map(json.loads, lines)}
+    with path.open("a") as file:
+        for row in compute([job for job in jobs if job[0] not in seen]):
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            seen[row["seed"]] = row
+    return [seen[job[0]] for job in jobs]

@@ -8,7 +8,7 @@ and most begin or end in some checkpoint of the day. The clean hours are those o
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,10 +22,10 @@ from jrl.faults.assess.outcomes import (
     DETECTED,
     SILENT,
     WRONG,
+    complete_rows,
     map_in_processes,
     most_events,
     outcome,
-    read_records,
 )
 from jrl.faults.collect.fleet import Fleet
 from jrl.faults.simulate import Settings, simulate
@@ -107,9 +107,17 @@ def run(request: SlidingOptions) -> dict[str, Any]:
     there, also with more records than it was started with.
     """
     count = max(1, round(request.hours / request.stretch)) if request.hours > 0 else 0
-    jobs = [("clean", CLEAN_SEED + request.seed + i) for i in range(count)]
-    jobs += [("fault", FAULT_SEED + request.seed + i) for i in range(request.incidents)]
-    rows = _run_jobs(request, jobs)
+    jobs = [(CLEAN_SEED + request.seed + i, "clean") for i in range(count)]
+    jobs += [(FAULT_SEED + request.seed + i, "fault") for i in range(request.incidents)]
+    settings = asdict(request) | {"threshold": float(StandardDetector.threshold)}
+    for name in ("hours", "incidents", "processes", "out"):
+        del settings[name]
+
+    def compute(due: list[tuple[int, str]]) -> Iterable[dict[str, Any]]:
+        rows = map_in_processes(partial(_look, request), due, request.processes)
+        return track(rows, "records", total=len(due))
+
+    rows = complete_rows(Path(request.out) / "sliding.jsonl", settings, jobs, compute)
     clean = [row for row in rows if row["kind"] == "clean"]
     faulty = [row for row in rows if row["kind"] == "fault"]
     hours = count * request.stretch
@@ -128,27 +136,9 @@ def run(request: SlidingOptions) -> dict[str, Any]:
     }
 
 
-def _run_jobs(request: SlidingOptions, jobs: list[tuple[str, int]]) -> list[dict[str, Any]]:
-    """Rows of the jobs, in their order."""
-    Path(request.out).mkdir(parents=True, exist_ok=True)
-    path = Path(request.out) / "sliding.jsonl"
-    settings = asdict(request) | {"threshold": float(StandardDetector.threshold)}
-    for name in ("hours", "incidents", "processes", "out"):
-        del settings[name]
-    seen = {(row["kind"], row["seed"]): row for row in read_records(path, settings)}
-    due = [job for job in jobs if job not in seen]
-    rows = map_in_processes(partial(_look, request), due, request.processes)
-    with path.open("a") as file:
-        for row in track(rows, "records", total=len(due)):
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-            seen[row["kind"], row["seed"]] = row
-    return [seen[job] for job in jobs]
-
-
-def _look(request: SlidingOptions, job: tuple[str, int]) -> dict[str, Any]:
+def _look(request: SlidingOptions, job: tuple[int, str]) -> dict[str, Any]:
     """One record."""
-    kind, seed = job
+    seed, kind = job
     if kind == "fault":
         return _look_at_fault(request, seed)
     settings = Operation(

@@ -90,9 +90,8 @@ def train_models(
     windows = windows_by_model(fleets, training.windows, np.random.default_rng(training.seed))
     data = np.stack(list(windows.values()))
     weights, errors = fit(data, training, show)
-    names = list(windows)
-    models = {name: {k: v[i] for k, v in weights.items()} for i, name in enumerate(names)}
-    return models, dict(zip(names, errors.tolist(), strict=True))
+    models = {name: {k: v[i] for k, v in weights.items()} for i, name in enumerate(windows)}
+    return models, dict(zip(windows, errors.tolist(), strict=True))
 
 
 def train_joint(fleets: Sequence[Fleet], training: Training) -> vae.Weights:
@@ -179,12 +178,8 @@ def fit(
     training: Training,
     show: Callable[[str], None] = lambda line: None,
 ) -> tuple[vae.Weights, Float[np.ndarray, "metric"]]:
-    """Trains one model per metric, all in one compiled function.
-
-    Returns:
-      The weights, stacked over metrics, and the mean squared error of each metric over the last
-      steps.
-    """
+    """Weights of one model per metric, stacked, all trained in one compiled function, and the mean
+    squared error of each metric over the last steps."""
     num_metrics, _, num_channels, num_windows = data.shape
     key = jax.random.key(training.seed)
     weights = jax.vmap(lambda k: vae.init(k, num_channels))(jax.random.split(key, num_metrics))
@@ -208,13 +203,11 @@ def fit(
     on_device = jnp.asarray(data)
     state, errors = (weights, optimizer.init(weights)), jnp.zeros(())
     run = jax.jit(partial(jax.lax.scan, step))
-    num_chunks = 10
-    for chunk in range(num_chunks):
-        keys = jax.random.split(
-            jax.random.fold_in(key, chunk + 1), -(-training.steps // num_chunks)
-        )
+    chunk_steps = -(-training.steps // 10)
+    for chunk in range(1, 11):
+        keys = jax.random.split(jax.random.fold_in(key, chunk), chunk_steps)
         state, errors = run(state, keys)
-        show(f"step {(chunk + 1) * len(keys)}: mean squared error {errors[-20:].mean():.2e}")
+        show(f"step {chunk * chunk_steps}: mean squared error {errors[-20:].mean():.2e}")
     return state[0], np.asarray(errors[-20:].mean(0))
 
 

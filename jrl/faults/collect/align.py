@@ -1,21 +1,25 @@
 """Alignment of the records of multiple processes, each with its own clock, as one fleet on one.
 
-A sample belongs to the tick nearest to its time, whatever the order they were written in; of
-multiple samples at one tick the last written counts. A tick without a sample is NaN: the detector
-fills gaps. Processes that cannot be compared are left out and reported.
+A sample belongs to the second nearest to its time, whatever the order they were written in; of
+multiple samples at one second the last written counts. A second without a sample is NaN: the
+detector fills gaps. Processes that cannot be compared are left out and reported.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from jrl.faults.collect.fleet import Fleet
-from jrl.faults.collect.record import SUFFIX, Record, describe_unreadable, read
+from jrl.faults.collect.record import Record
 from jrl.faults.collect.vocabulary import mask_valid
+
+MAX_AGE = 10.0
+"""Seconds without a sample after which a machine is not compared."""
+MAX_AHEAD = 5.0
+"""Seconds by which samples may be ahead: later ones are of a wrong clock, and left out."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +27,7 @@ class Process:
     """State of one process.
 
     Attributes:
-      machine: its name.
-      host: the host it runs on.
+      machine, host: its name, and that of its host.
       state: "running", "silent" (no new sample, or a clock that is behind), "ended", "no data" or
         "clock ahead"; only the running are compared.
       age: seconds from its newest sample to the end of the fleet; negative for a clock that is
@@ -56,25 +59,8 @@ class Aligned:
     processes: tuple[Process, ...]
 
 
-def read_folder(folder: Path | str) -> tuple[list[Record], list[str]]:
-    """All records of a folder, and one line for each file that cannot be read."""
-    records, unreadable = [], []
-    for path in sorted(Path(folder).glob(f"*{SUFFIX}")):
-        try:
-            records.append(read(path))
-        except (ValueError, OSError) as error:  # such as a file that was deleted meanwhile
-            unreadable.append(describe_unreadable(path, error))
-    return records, unreadable
-
-
 def align(
-    records: Iterable[Record],
-    *,
-    now: float | int | None = None,
-    seconds: float | int = 900.0,
-    period: float | int = 1.0,
-    silence: float | int = 10.0,
-    ahead: float | int = 5.0,
+    records: Iterable[Record], *, now: float | int | None = None, seconds: float | int = 900.0
 ) -> Aligned:
     """Aligns records on one clock.
 
@@ -83,51 +69,37 @@ def align(
       now: Unix time of the end; None takes the median of the machines' newest samples, which no
         single wrong clock can move far.
       seconds: how far back to look.
-      period: seconds between two ticks.
-      silence: a machine without a sample for so many seconds is not compared.
-      ahead: samples more than so many seconds after `now` are a wrong clock, and left out.
 
     Returns:
       The fleet of the running machines. Its metrics are those that any of them has.
 
     Raises:
-      ValueError: for `seconds`, `period` or `silence` that is not finite and above 0.
+      ValueError: for `seconds` that are not finite and above 0.
     """
-    for name, value in (("seconds", seconds), ("period", period), ("silence", silence)):
-        if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{name}={value} must be a finite number of seconds above 0.")
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise ValueError(f"seconds={seconds} must be a finite number of seconds above 0.")
     records_by_machine: defaultdict[str, list[Record]] = defaultdict(list)
-    for record in records:
+    for record in sorted(records, key=lambda record: (record.machine, record.begun)):
         records_by_machine[record.machine].append(record)
-    newest = {
-        name: _newest(machine_records)
-        for name, machine_records in sorted(records_by_machine.items())
-    }
     if now is None:
-        times = [time for time in newest.values() if math.isfinite(time)]
+        newest = [_newest(each) for each in records_by_machine.values()]
+        times = [time for time in newest if math.isfinite(time)]
         now = float(np.median(times)) if times else 0.0
-    # The grid ends at the tick nearest to the latest sample that counts.
-    start = (math.floor(now / period) - math.ceil(seconds / period) + 1) * period
-    processes = tuple(
-        _process_state(records_by_machine[name], newest[name], now, silence, ahead)
-        for name in newest
-    )
+    # The grid ends at the second nearest to the latest sample that counts.
+    start = float(math.floor(now) - math.ceil(seconds) + 1)
+    processes = tuple(_process_state(each, now) for each in records_by_machine.values())
     running = [process.machine for process in processes if process.state == "running"]
-    metrics = sorted(
-        {
-            name
-            for machine in running
-            for record in records_by_machine[machine]
-            for name in record.columns
-        }
-    )
-    length = math.ceil(seconds / period) + math.ceil(ahead / period)
+    compared = [record for machine in running for record in records_by_machine[machine]]
+    metrics = sorted({name for record in compared for name in record.columns})
+    length = math.ceil(seconds) + math.ceil(MAX_AHEAD)
     values = np.full((len(running), len(metrics), length), np.nan, np.float32)
     for row, name in enumerate(running):
-        for record in sorted(records_by_machine[name], key=lambda record: record.begun):
-            _write_samples(values[row], record, metrics, start, period)
-    values = values[:, :, : _num_used_ticks(values)]
-    return Aligned(Fleet(tuple(running), tuple(metrics), start, period, values), processes)
+        for record in records_by_machine[name]:
+            _write_samples(values[row], record, metrics, start)
+    # Up to the last second in which any machine has a sample.
+    used = np.flatnonzero(np.isfinite(values).any(axis=(0, 1)))
+    values = values[:, :, : used[-1] + 1 if used.size else 0]
+    return Aligned(Fleet(tuple(running), tuple(metrics), start, values=values), processes)
 
 
 def _newest(records: Sequence[Record]) -> float:
@@ -137,31 +109,24 @@ def _newest(records: Sequence[Record]) -> float:
     )
 
 
-def _process_state(
-    records: Sequence[Record],
-    newest: float,
-    now: float | int,
-    silence: float | int,
-    ahead: float | int,
-) -> Process:
+def _process_state(records: Sequence[Record], now: float | int) -> Process:
     last = max(records, key=lambda record: record.begun)
     times = np.concatenate([record.times for record in records])
-    future = int((times > now + ahead).sum())
-    within = times[times <= now + ahead]
-    age = now - newest
+    future = int((times > now + MAX_AHEAD).sum())
+    within = times[times <= now + MAX_AHEAD]
     if len(times) == 0:
         state = "no data"
-    elif future and (len(within) == 0 or now - within.max() > silence):
+    elif future and (len(within) == 0 or now - within.max() > MAX_AGE):
         state = "clock ahead"
     elif last.ended:
         state = "ended"
     else:
-        state = "silent" if now - within.max() > silence else "running"
+        state = "silent" if now - within.max() > MAX_AGE else "running"
     return Process(
         machine=last.machine,
         host=last.host,
         state=state,
-        age=age,
+        age=now - _newest(records),
         damaged=sum(record.damaged for record in records),
         torn=sum(record.torn for record in records),
         future=future,
@@ -169,19 +134,12 @@ def _process_state(
 
 
 def _write_samples(
-    values: np.ndarray, record: Record, metrics: Sequence[str], start: float, period: float | int
+    values: np.ndarray, record: Record, metrics: Sequence[str], start: float
 ) -> None:
-    """Writes the samples of one record at their ticks; later written samples overwrite earlier."""
-    ticks = np.floor((record.times - start) / period + 0.5)
+    """Writes the samples of one record at their seconds, later written ones over earlier ones."""
+    ticks = np.floor(record.times - start + 0.5)
     inside = np.flatnonzero((ticks >= 0) & (ticks < values.shape[1]))[::-1]
     tick, last = np.unique(ticks[inside].astype(int), return_index=True)
-    columns = np.array([metrics.index(name) for name in record.columns], int)
-    samples = record.values[inside[last]]
-    for column, name, column_samples in zip(columns, record.columns, samples.T, strict=True):
-        values[column, tick] = np.where(mask_valid(name, column_samples), column_samples, np.nan)
-
-
-def _num_used_ticks(values: np.ndarray) -> int:
-    """Ticks up to the last at which any machine has a sample."""
-    has_sample = np.isfinite(values).any(axis=(0, 1))
-    return int(np.flatnonzero(has_sample)[-1]) + 1 if has_sample.any() else 0
+    for name, samples in zip(record.columns, record.values[inside[last]].T, strict=True):
+        valid_samples = np.where(mask_valid(name, samples), samples, np.nan)
+        values[metrics.index(name), tick] = valid_samples

@@ -10,7 +10,7 @@ https://github.com/google/cadvisor/blob/master/docs/storage/prometheus.md
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -23,7 +23,6 @@ from jrl.faults.collect.vocabulary import mask_valid
 
 LEVEL, COUNTER, TOTAL, CODE = "level", "counter", "total", "code"
 """Compared as it is; as a rate; kept as a total, as it must not increase; an error code."""
-IDLE_MODES = ("idle", "iowait")
 MAX_VALUES = 2**28
 """Values of a fleet: 1 GiB."""
 MAX_NAMED = 12
@@ -131,10 +130,8 @@ def describe_ignored(series: Iterable[Series], requested: Collection[str] = ()) 
     """One line that lists the metrics of known exporters that are not compared; empty without any.
 
     It is unknown if such a metric is a level or a counter, and how its devices are aggregated. Some
-    of DCGM's default list, such as the energy since boot, would look like a shift.
-
-    Args:
-      requested: names that are compared nevertheless.
+    of DCGM's default list, such as the energy since boot, would look like a shift. The `requested`
+    are compared nevertheless.
     """
     names = sorted({each.labels["__name__"] for each in series})
     names = [name for name in names if is_ignored(name, requested)]
@@ -172,10 +169,9 @@ def build_fleet(
     period = usual_period(compared) if period is None else period
     machines_of_all = machines_of(compared, label)
     check_times(compared, machines_of_all)
+    gpus = gpus_of(compared, machines_of_all)
     series_by_column: defaultdict[tuple[str, str], list[tuple[str, Series]]] = defaultdict(list)
-    for each, machine, gpu in zip(
-        compared, machines_of_all, gpus_of(compared, machines_of_all), strict=True
-    ):
+    for each, machine, gpu in zip(compared, machines_of_all, gpus, strict=True):
         name = each.labels["__name__"]
         column, kind = find_metric(name) or (name, COUNTER if name.endswith("_total") else LEVEL)
         if column.startswith("gpu/") and gpu is not None:
@@ -203,24 +199,21 @@ def build_fleet(
             blank.add((machine, column))
         kind = group[0][0]
         rows = np.stack([_resample(kind, each, start, period, length) for each, _ in readings])
-        row = values[row_of[machine], column_of[column]]
-        row[:] = _aggregate(kind, rows)
+        values[row_of[machine], column_of[column]] = _aggregate(kind, rows)
     return Fleet(machines, metrics, start, float(period), values, frozenset(blank))
 
 
 def _is_compared(series: Series, requested: Collection[str]) -> bool:
     """True if a series is compared: not idle CPU time, the loopback device or an ignored name."""
-    if series.labels.get("mode") in IDLE_MODES or series.labels.get("device") == "lo":
+    if series.labels.get("mode") in ("idle", "iowait") or series.labels.get("device") == "lo":
         return False
     return not is_ignored(series.labels["__name__"], requested)
 
 
 def mask_blanks(readings: np.ndarray) -> np.ndarray:
     """Mask of the readings that are DCGM's blank values."""
-    mask = np.zeros(readings.shape, bool)
-    for least, greatest in BLANKS:
-        mask |= (readings >= least) & (readings <= greatest)
-    return mask
+    masks = [(readings >= least) & (readings <= greatest) for least, greatest in BLANKS]
+    return np.logical_or.reduce(masks)
 
 
 def _mask_invalid(kind: str, column: str, series: Series) -> tuple[Series, bool]:
@@ -234,7 +227,7 @@ def _mask_invalid(kind: str, column: str, series: Series) -> tuple[Series, bool]
     values = np.where(valid, values, np.nan)
     if kind == CODE and valid.any():
         # Before the first error there is no code.
-        values[: int(valid.argmax())][blank[: int(valid.argmax())]] = 0.0
+        values[blank & (np.cumsum(valid) == 0)] = 0.0
     return replace(series, values=values), bool(blank.any())
 
 
@@ -276,14 +269,14 @@ def _drop_container_series(series: Sequence[Series]) -> list[Series]:
         for each in series
         if each.labels.get("id") == "/"
     }
-    remaining = []
-    for each in series:
-        name, root = each.labels["__name__"], each.labels.get("id")
-        is_container = name.startswith("container_") and root != "/"
-        has_root = (name, each.labels.get("instance")) in roots
-        if not (is_container and (has_root or each.labels.get("container") == "POD")):
-            remaining.append(each)
-    return remaining
+
+    def is_part(labels: Mapping[str, str]) -> bool:
+        name = labels["__name__"]
+        if not name.startswith("container_") or labels.get("id") == "/":
+            return False
+        return (name, labels.get("instance")) in roots or labels.get("container") == "POD"
+
+    return [each for each in series if not is_part(each.labels)]
 
 
 def _resample(

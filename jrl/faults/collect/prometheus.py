@@ -14,6 +14,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -36,10 +37,7 @@ _ESCAPE = re.compile(r'\\([\\"n])')
 
 
 def read_series(
-    answers: Sequence[str | bytes],
-    *,
-    machine: str | None,
-    requested: Collection[str] = (),
+    answers: Sequence[str | bytes], *, machine: str | None, requested: Collection[str] = ()
 ) -> list[Series]:
     """The series of range-query answers, one or several.
 
@@ -89,8 +87,9 @@ def read_matrix(answer: str | bytes) -> Iterator[tuple[dict[str, str], list[tupl
     if content.get("status") == "error":
         raise ValueError(f"Prometheus answered {content.get('errorType')}: {content.get('error')}")
     data = content.get("data")
-    if not isinstance(data, dict) or data.get("resultType") != "matrix":
-        kind = data.get("resultType") if isinstance(data, dict) else None
+    data = data if isinstance(data, dict) else {}
+    kind = data.get("resultType")
+    if kind != "matrix":
         raise ValueError(f"the answer is a {kind}, not a matrix: ask /api/v1/query_range.")
     if not isinstance(data.get("result"), list):
         raise ValueError("the answer has no list of series: it is not as Prometheus writes it.")
@@ -119,12 +118,7 @@ class SampleSource(Protocol):
 
 
 class Store:
-    """Store of the series of the last `seconds`, extended by polling a source.
-
-    Args:
-      source: polled for samples newer than the newest one stored.
-      seconds: retention time of samples.
-    """
+    """Store of the series of the last `seconds`, extended by polling a source for newer samples."""
 
     def __init__(self, source: SampleSource, seconds: float | int):
         self._source, self._seconds = source, float(seconds)
@@ -150,11 +144,10 @@ class Store:
                 times.append(time)
                 values.append(value)
                 self._newest = max(self._newest, time)
-        for key, (times, values) in list(self._series.items()):
+        for times, values in self._series.values():
             old = int(np.searchsorted(times, now - self._seconds))
             del times[:old], values[:old]
-            if not times:
-                del self._series[key]
+        self._series = {key: each for key, each in self._series.items() if each[0]}
         series = self._series.items()
         return [Series(dict(k), np.array(t), np.array(v)) for k, (t, v) in series], problems
 
@@ -213,24 +206,19 @@ class Pages:
     def poll(self, since: float, now: float) -> tuple[list[Sample], list[str]]:
         del since  # a page has current values only
         with ThreadPoolExecutor(min(MAX_CONCURRENT, len(self._addresses))) as pool:
-            pages = list(pool.map(_page, self._addresses))
-        samples: list[Sample] = []
-        problems = []
-        for address, (text, problem) in zip(self._addresses, pages, strict=True):
-            if problem is not None:
-                problems.append(problem)
-                continue
-            host = urllib.parse.urlsplit(address).netloc
-            page_samples = [({"instance": host, **labels}, now, v) for labels, v in read_page(text)]
-            samples += page_samples
-        return samples, problems
+            pages = list(pool.map(partial(_scrape, now=now), self._addresses))
+        samples = [sample for page_samples, _ in pages for sample in page_samples]
+        return samples, [problem for _, problems in pages for problem in problems]
 
 
-def _page(address: str) -> tuple[str, str | None]:
+def _scrape(address: str, now: float) -> tuple[list[Sample], list[str]]:
+    """Samples of a page, and a line if it cannot be fetched."""
     try:
-        return fetch(address).decode(errors="replace"), None
+        text = fetch(address).decode(errors="replace")
     except ValueError as error:
-        return "", str(error)
+        return [], [str(error)]
+    host = urllib.parse.urlsplit(address).netloc
+    return [({"instance": host, **labels}, now, value) for labels, value in read_page(text)], []
 
 
 def fetch(address: str, timeout: float | int = TIMEOUT) -> bytes:

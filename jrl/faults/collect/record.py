@@ -15,8 +15,9 @@ returned, and `Follower` returns what was added since, as ``tail -f`` does.
 import json
 import os
 import struct
+import sys
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard
@@ -35,8 +36,7 @@ class Record:
 
     Attributes:
       machine: name of the machine that was sampled.
-      host: the host's name.
-      pid: the process id on it.
+      host, pid: name of its host, and the process id there.
       begun: Unix time at which the file was started, in seconds.
       columns: name of each metric.
       times: Unix time of each sample in seconds, in the order they were written.
@@ -66,7 +66,6 @@ class Writer:
         a restarted process gets the next number.
       machine: the name under which it is compared with others.
       columns: names of the metrics, all different.
-      host: name of the host; this one by default.
       begun: Unix time in seconds.
 
     Raises:
@@ -79,7 +78,6 @@ class Writer:
         machine: str,
         columns: Sequence[str],
         *,
-        host: str | None = None,
         begun: float | int,
     ):
         if not machine or machine.startswith(".") or "/" in machine or "\0" in machine:
@@ -89,7 +87,7 @@ class Writer:
         self.columns = tuple(columns)
         header = {
             "machine": machine,
-            "host": os.uname().nodename if host is None else host,
+            "host": os.uname().nodename,
             "pid": os.getpid(),
             "begun": float(begun),
             "columns": list(columns),
@@ -134,69 +132,12 @@ def read(path: Path | str, last: int | None = None) -> Record:
       OSError: where it cannot be read.
     """
     path = Path(path)
-    with path.open("rb") as file:
-        header = read_header(path, file)
-        size = header.row_dtype.itemsize
-        complete, torn = divmod(os.fstat(file.fileno()).st_size - header.size, size)
-        count = complete if last is None else min(complete, last)
-        file.seek(header.size + (complete - count) * size)
-        content = file.read(count * size)
-    return decode(header, content[: len(content) // size * size], torn)  # it may have been cut
+    return Follower(path.parent, sys.maxsize if last is None else last).follow(path)
 
 
-@dataclass(frozen=True)
-class Header:
-    """Header of a file.
-
-    Attributes:
-      content: machine, host, pid, begun and columns.
-      seed: its checksum, from which those of the rows start.
-      size: its bytes.
-    """
-
-    content: dict[str, Any]
-    seed: int
-    size: int
-
-    @property
-    def row_dtype(self) -> np.dtype:
-        """Structured dtype of a row."""
-        columns = len(self.content["columns"])
-        return np.dtype([("time", "<f8"), ("values", "<f4", (columns,)), ("crc", "<u4")])
-
-
-def read_header(path: Path, file: BinaryIO) -> Header:
-    """The header of a file that was just opened.
-
-    Raises:
-      ValueError: where the file is no record or its header is damaged or truncated.
-    """
-    return _parse_header(path, file.read(_PREFIX.size), file.read)
-
-
-def describe_unreadable(path: Path, error: ValueError | OSError) -> str:
-    """One line on a file that cannot be read: a damaged one, or one that cannot be opened."""
-    if isinstance(error, OSError):
-        return f"{path} cannot be read: {error.strerror}."
-    return str(error)
-
-
-def decode(header: Header, content: bytes, torn: int) -> Record:
-    """Decodes full rows into a record; `torn` bytes after them are no row."""
-    rows = np.frombuffer(content, header.row_dtype)
-    good = _checksums_match(content, rows, header.seed)
-    ended = bool(len(rows) and good[-1] and np.isnan(rows["values"][-1]).all())
-    samples = rows[good][:-1] if ended else rows[good]
-    samples = samples[np.isfinite(samples["time"])]
-    return Record(
-        **{name: header.content[name] for name in ("machine", "host", "pid", "begun")},
-        columns=tuple(header.content["columns"]),
-        times=samples["time"].astype(np.float64),
-        values=samples["values"].astype(np.float32),
-        damaged=len(rows) - int(good.sum()),
-        torn=torn,
-        ended=ended,
-    )
+def read_folder(folder: Path | str) -> tuple[list[Record], list[str]]:
+    """All records of a folder, and one line for each file that cannot be read."""
+    return Follower(Path(folder), sys.maxsize).read()
 
 
 def _create(folder: Path, machine: str) -> tuple[Path, int]:
@@ -212,14 +153,15 @@ def _create(folder: Path, machine: str) -> tuple[Path, int]:
             index += 1
 
 
-def _parse_header(path: Path, prefix: bytes, read_more: Callable[[int], bytes]) -> Header:
-    """The header that begins with `prefix`, whose text `read_more` returns."""
+def _read_header(path: Path, file: BinaryIO) -> tuple[Record, int]:
+    """The record, without its samples, and the checksum from which those of the rows start."""
+    prefix = file.read(_PREFIX.size)
     if len(prefix) < _PREFIX.size:
         raise ValueError(f"{path} has a truncated header: delete it, it holds no sample.")
     magic, length, seed = _PREFIX.unpack(prefix)
     if magic != MAGIC:
         raise ValueError(f"{path} is not a record of samples: give a file that a sampler wrote.")
-    text = read_more(length)
+    text = file.read(length)
     if len(text) < length or zlib.crc32(text) != seed:
         raise ValueError(f"{path} has a damaged header: its columns are lost; delete it.")
     try:
@@ -228,7 +170,10 @@ def _parse_header(path: Path, prefix: bytes, read_more: Callable[[int], bytes]) 
         content = None
     if not _is_header(content):
         raise ValueError(f"{path} has a header that no sampler wrote: delete it.")
-    return Header(content=content, seed=seed, size=_PREFIX.size + length)
+    columns = tuple(content["columns"])
+    names = {name: content[name] for name in ("machine", "host", "pid", "begun")}
+    values = np.zeros((0, len(columns)), np.float32)
+    return Record(**names, columns=columns, times=np.zeros(0), values=values), seed
 
 
 def _is_header(header: Any) -> TypeGuard[dict[str, Any]]:
@@ -241,19 +186,17 @@ def _is_header(header: Any) -> TypeGuard[dict[str, Any]]:
     )
 
 
-def _checksums_match(content: bytes, rows: np.ndarray, seed: int) -> np.ndarray:
-    size = rows.dtype.itemsize
-    view = memoryview(content)
-    checksums = [zlib.crc32(view[i * size : (i + 1) * size - 4], seed) for i in range(len(rows))]
-    return np.array(checksums, np.uint32) == rows["crc"]
+def _row_type(columns: Sequence[str]) -> np.dtype:
+    """Structured dtype of a row."""
+    return np.dtype([("time", "<f8"), ("values", "<f4", (len(columns),)), ("crc", "<u4")])
 
 
 @dataclass
 class _File:
-    """Read position of a file, and the rows of it that are kept."""
+    """Read position of a file, and the newest rows of it."""
 
     inode: int
-    header: Header
+    seed: int
     offset: int
     record: Record
 
@@ -277,52 +220,63 @@ class Follower:
     _files: dict[Path, _File] = field(default_factory=dict)
 
     def read(self) -> tuple[list[Record], list[str]]:
-        """The newest `last` rows of every file, those of earlier calls included, and one line for
-        each file that cannot be read."""
+        """The newest rows of every file, and one line for each file that cannot be read."""
         self.bytes_read = 0
         records, unreadable = [], []
         paths = sorted(self.folder.glob(f"*{SUFFIX}"))
         for path in paths:
             try:
-                records.append(self._follow(path))
-            except (ValueError, OSError) as error:  # such as a file that was deleted meanwhile
-                self._files.pop(path, None)
-                unreadable.append(describe_unreadable(path, error))
+                records.append(self.follow(path))
+            except ValueError as error:
+                unreadable.append(str(error))
+            except OSError as error:  # such as of a file that was deleted meanwhile
+                unreadable.append(f"{path} cannot be read: {error.strerror}.")
         self._files = {path: each for path, each in self._files.items() if path in paths}
         return records, unreadable
 
-    def _follow(self, path: Path) -> Record:
+    def follow(self, path: Path) -> Record:
+        """The newest rows of one file, those of earlier calls included, see `read`."""
+        state = self._files.pop(path, None)
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
-            state = self._files.get(path)
             if state is None or state.inode != status.st_ino or state.offset > status.st_size:
                 state = self._begin(path, file, status)
-            row_size = state.header.row_dtype.itemsize
+            row_size = _row_type(state.record.columns).itemsize
             complete_rows = (status.st_size - state.offset) // row_size
             file.seek(state.offset)
             content = file.read(complete_rows * row_size)
         self.bytes_read += len(content)
-        content = content[: len(content) // row_size * row_size]
+        content = content[: len(content) // row_size * row_size]  # it may have been cut
         state.offset += len(content)
-        torn = (status.st_size - state.offset) % row_size
-        new = decode(state.header, content, torn)
-        state.record = self._append_rows(state.record, new, bool(content))
+        state.record = replace(
+            self._append_rows(state.record, content, state.seed),
+            torn=(status.st_size - state.offset) % row_size,
+        )
         self._files[path] = state
         return state.record
 
     def _begin(self, path: Path, file: BinaryIO, status: os.stat_result) -> _File:
-        header = read_header(path, file)
-        self.bytes_read += header.size
-        rows = (status.st_size - header.size) // header.row_dtype.itemsize
-        offset = header.size + max(0, rows - self.last) * header.row_dtype.itemsize
-        return _File(status.st_ino, header, offset, decode(header, b"", 0))
+        record, seed = _read_header(path, file)
+        offset, row_size = file.tell(), _row_type(record.columns).itemsize
+        self.bytes_read += offset
+        skipped = max(0, (status.st_size - offset) // row_size - self.last)
+        return _File(status.st_ino, seed, offset + skipped * row_size, record)
 
-    def _append_rows(self, old: Record, new: Record, has_rows: bool) -> Record:
-        """The newest rows of both; it has ended if the last row written is the end marker."""
+    def _append_rows(self, record: Record, content: bytes, seed: int) -> Record:
+        """A record with further rows; it has ended if the last of all is the end marker."""
+        rows = np.frombuffer(content, _row_type(record.columns))
+        if not len(rows):
+            return record
+        size, view = rows.dtype.itemsize, memoryview(content)
+        checksums = [zlib.crc32(view[i : i + size - 4], seed) for i in range(0, len(view), size)]
+        good = np.array(checksums, np.uint32) == rows["crc"]
+        ended = bool(good[-1] and np.isnan(rows["values"][-1]).all())
+        samples = rows[good][:-1] if ended else rows[good]
+        samples = samples[np.isfinite(samples["time"])]
         return replace(
-            new,
-            times=np.concatenate([old.times, new.times])[-self.last :],
-            values=np.concatenate([old.values, new.values])[-self.last :],
-            damaged=old.damaged + new.damaged,
-            ended=new.ended if has_rows else old.ended,
+            record,
+            times=np.concatenate([record.times, samples["time"]])[-self.last :],
+            values=np.concatenate([record.values, samples["values"]])[-self.last :],
+            damaged=record.damaged + len(rows) - int(good.sum()),
+            ended=ended,
         )

@@ -23,10 +23,9 @@ from jrl.faults.collect.vocabulary import SLOWDOWN, STEP_TIME, exported_name
 
 USUAL_DELAY = 0.05
 """Seconds by which a thread may be late on a host that is merely busy."""
+ADDRESS = "127.0.0.1"
 TICKS = 10
 """Ticks whose delays count."""
-Latest = Callable[[], tuple[float, Mapping[str, float]]]
-"""Unix time and metrics of the newest sample; time 0 where there is none yet."""
 
 
 class StepClock:
@@ -46,31 +45,26 @@ class StepClock:
         self._lock = threading.Lock()
         self._begun: float | None = None
         self._durations: list[float] = []
-        self._last = 0.0
-        self._steps = 0
+        self._last: float | None = None
 
     def step(self, seconds: float | None = None) -> None:
-        """Records the end of a step and the start of the next.
-
-        Args:
-          seconds: duration of the step; None counts from the last call.
-        """
+        """Records the end of a step of some seconds, by default since the last call, and the start
+        of the next."""
         now = time.monotonic()
         with self._lock:
             if seconds is None and self._begun is not None:
                 seconds = now - self._begun
             if seconds is not None:
                 self._durations.append(seconds)
-                self._steps += 1
             self._begun = now
 
     def read(self, now: float) -> Mapping[str, float]:
         with self._lock:
-            if not self._steps or self._begun is None:
-                return {}
             if self._durations:
                 self._last = sum(self._durations) / len(self._durations)
                 self._durations.clear()
+            if self._last is None or self._begun is None:
+                return {}
             return {STEP_TIME: max(self._last, now - self._begun)}
 
 
@@ -94,11 +88,7 @@ class TickDelays:
         self._delays: deque[float] = deque(maxlen=TICKS)
 
     def tick(self, delay: float) -> int:
-        """Records a tick with its delay, and the ticks that were missed meanwhile.
-
-        Returns:
-          How many were missed.
-        """
+        """Records a tick with its delay, and those missed meanwhile, whose number it returns."""
         missed = int(max(0.0, delay) // self._period)
         for number in range(missed + 1):
             self._delays.append(delay - number * self._period)
@@ -122,6 +112,7 @@ class Sampler:
 
     Attributes:
       clock: for the training loop to report to.
+      latest: Unix time and metrics of the newest sample; time 0 where there is none yet.
 
     Raises:
       ValueError: where psutil is missing, or on a period that cannot be.
@@ -143,27 +134,19 @@ class Sampler:
         sources = available_sources() if read is None else read
         self._sources = [*sources, self.clock, self._delays]
         self._stop = threading.Event()
-        self._latest: tuple[float, dict[str, float]] = (0.0, {})
+        self.latest: tuple[float, dict[str, float]] = (0.0, {})
         columns = [name for source in self._sources for name in source.columns]
         self.writer = Writer(folder, machine, columns, begun=time.time())
         self._read()  # rates need a reading to start from
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
-
-    @property
-    def latest(self) -> tuple[float, dict[str, float]]:
-        """Unix time and metrics of the newest sample."""
-        return self._latest
 
     def sample(self) -> dict[str, float]:
         """Takes one sample and writes it."""
         values = self._read()
         now = time.time()
         self.writer.append(now, values)
-        self._latest = (now, values)
+        self.latest = (now, values)
         return values
-
-    def start(self) -> None:
-        self._thread.start()
 
     def close(self) -> None:
         """Stops, and marks a clean end in the record."""
@@ -173,7 +156,7 @@ class Sampler:
         self.writer.close(time.time())
 
     def __enter__(self) -> "Sampler":
-        self.start()
+        self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -203,8 +186,7 @@ class Exporter:
     Args:
       latest: `Sampler.latest` as a function.
       machine: the value of the label.
-      port: 0 takes any free port.
-      address: of the interface to listen on; only this host by default.
+      port: 0 takes any free port, of this host only.
 
     Attributes:
       port: the port it listens on.
@@ -213,15 +195,26 @@ class Exporter:
       ValueError: where prometheus-client is not installed, or the port is not available.
     """
 
-    def __init__(self, latest: Latest, machine: str, port: int, address: str = "127.0.0.1"):
-        module = import_client()
-        registry = module.CollectorRegistry()
-        registry.register(_Collector(module, latest, machine))
+    def __init__(
+        self, latest: Callable[[], tuple[float, Mapping[str, float]]], machine: str, port: int
+    ):
+        self._module, self._latest, self._machine = import_client(), latest, machine
+        registry = self._module.CollectorRegistry()
+        registry.register(self)
         try:
-            self._server, self._thread = module.start_http_server(port, address, registry)
+            self._server, self._thread = self._module.start_http_server(port, ADDRESS, registry)
         except (OSError, OverflowError) as error:
-            raise ValueError(f"port={port} on {address} is not available: {error}") from None
+            raise ValueError(f"port={port} on {ADDRESS} is not available: {error}") from None
         self.port: int = self._server.server_port
+
+    def collect(self) -> Iterator[Any]:
+        """Metrics of a scrape; prometheus-client calls this."""
+        for name, value in self._latest()[1].items():
+            gauge = self._module.metrics_core.GaugeMetricFamily(
+                exported_name(name), f"{name} of a training process", labels=["machine"]
+            )
+            gauge.add_metric([self._machine], value)
+            yield gauge
 
     def close(self) -> None:
         self._server.shutdown()
@@ -233,22 +226,6 @@ class Exporter:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-class _Collector:
-    """Collector that prometheus-client calls at each scrape."""
-
-    def __init__(self, module: ModuleType, latest: Latest, machine: str):
-        self._module, self._latest, self._machine = module, latest, machine
-
-    def collect(self) -> Iterator[Any]:
-        _, values = self._latest()
-        for name, value in values.items():
-            gauge = self._module.metrics_core.GaugeMetricFamily(
-                exported_name(name), f"{name} of a training process", labels=["machine"]
-            )
-            gauge.add_metric([self._machine], value)
-            yield gauge
 
 
 def import_client() -> ModuleType:

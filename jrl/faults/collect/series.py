@@ -12,8 +12,6 @@ from jaxtyping import Float64
 
 MACHINE_LABELS = ("machine", "node", "instance", "Hostname", "hostname")
 """Labels that name a machine, in order of preference; the port of an instance is left out."""
-HOST_LABELS = ("Hostname", "hostname")
-UUID_LABELS = ("UUID", "uuid")
 DAY = 86400.0
 MAX_GAP = 7 * DAY
 """Seconds without any sample beyond which a clock is wrong, not a fleet at rest."""
@@ -130,7 +128,7 @@ def check_times(series: Sequence[Series], machines: Sequence[str]) -> None:
 def _split_by_host(series: Sequence[Series], names: Sequence[str]) -> list[str]:
     """Machine names by host where multiple hosts share one instance."""
     hosts = [
-        _value(each.labels, HOST_LABELS)
+        each.labels.get("Hostname", each.labels.get("hostname"))
         if _first_label(each.labels, MACHINE_LABELS) == "instance"
         else None
         for each in series
@@ -172,13 +170,8 @@ def _first_label(labels: Mapping[str, str], names: Sequence[str]) -> str | None:
     return next((name for name in names if name in labels), None)
 
 
-def _value(labels: Mapping[str, str], names: Sequence[str]) -> str | None:
-    name = _first_label(labels, names)
-    return None if name is None else labels[name]
-
-
 def _uuid(series: Series) -> str | None:
-    return _value(series.labels, UUID_LABELS)
+    return series.labels.get("UUID", series.labels.get("uuid"))
 
 
 def _format_date(time: float) -> str:

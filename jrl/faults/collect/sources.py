@@ -4,8 +4,9 @@ A source is created once, lists the metrics that this machine has, and is read a
 Counters become rates over the time since the last reading, so a late reading is still correct.
 """
 
-import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
@@ -71,7 +72,7 @@ class Host:
 
     def __init__(self):
         self._psutil = import_psutil()
-        self._process = self._psutil.Process(os.getpid())
+        self._process = self._psutil.Process()
         self._rates = Rates()
         gauges, counters = self._measure()
         self.columns = (*counters, *gauges)
@@ -122,58 +123,48 @@ class Gpus:
 
     Args:
       nvml: the module pynvml, initialised.
-      own: this process's GPUs, as CUDA numbers or UUIDs; None takes all of the host.
+      gpus: this process's GPUs, as CUDA numbers or UUIDs; None takes all of the host.
     """
 
     def __init__(self, nvml: Any, gpus: Sequence[str] | None = None):
-        self._nvml = nvml
-        names = range(nvml.nvmlDeviceGetCount()) if gpus is None else gpus
-        self._handles = [self._handle(name) for name in names]
-        self._rates = Rates()
-        readers = {**self._gauges(), **self._counters()}
-        self._readable = [
-            {name for name, reader in readers.items() if self._try_read(reader, handle) is not None}
-            for handle in self._handles
+        self._nvml, self._rates = nvml, Rates()
+        handles = [
+            nvml.nvmlDeviceGetHandleByIndex(int(name))
+            if str(name).isdigit()
+            else nvml.nvmlDeviceGetHandleByUUID(name)
+            for name in (range(nvml.nvmlDeviceGetCount()) if gpus is None else gpus)
         ]
-        self.columns = tuple(
-            f"gpu{index}/{name}"
-            for index, readable in enumerate(self._readable)
-            for name in readers
-            if name in readable
+        gauges, counters = (
+            {
+                f"gpu{index}/{name}": partial(reader, handle)
+                for index, handle in enumerate(handles)
+                for name, reader in readers.items()
+            }
+            for readers in (self._gauges(), self._counters())
         )
+        self._gauge_readers = {column: gauges[column] for column in self._measure(gauges)}
+        self._counter_readers = {column: counters[column] for column in self._measure(counters)}
+        self.columns = (*self._gauge_readers, *self._counter_readers)
 
     def read(self, time: float) -> Mapping[str, float]:
-        gauges: dict[str, float] = {}
-        counters: dict[str, float] = {}
-        for index, handle in enumerate(self._handles):
-            for readers, values in ((self._gauges(), gauges), (self._counters(), counters)):
-                for name in self._readable[index] & readers.keys():
-                    value = self._try_read(readers[name], handle)
-                    if value is not None:
-                        values[f"gpu{index}/{name}"] = value
-        return {**gauges, **self._rates(time, counters)}
+        counters = self._measure(self._counter_readers)
+        return {**self._measure(self._gauge_readers), **self._rates(time, counters)}
 
-    def _handle(self, name: str | int) -> Any:
-        """The GPU with a number or a UUID."""
-        nvml = self._nvml
-        if str(name).isdigit():
-            return nvml.nvmlDeviceGetHandleByIndex(int(name))
-        return nvml.nvmlDeviceGetHandleByUUID(name)
-
-    def _try_read(self, reader: Callable[[Any], float], handle: Any) -> float | None:
-        """Reads a value; None if this GPU or its driver does not support it."""
-        try:
-            return float(reader(handle))
-        except self._nvml.NVMLError:
-            return None
+    def _measure(self, readers: Mapping[str, Callable[[], float]]) -> dict[str, float]:
+        """Values of the metrics that their GPU and its driver support."""
+        values = {}
+        for column, reader in readers.items():
+            with suppress(self._nvml.NVMLError):
+                values[column] = float(reader())
+        return values
 
     def _gauges(self) -> dict[str, Callable[[Any], float]]:
         nvml = self._nvml
+        # Older versions of the package lack some functions.
+        ecc_errors = getattr(nvml, "nvmlDeviceGetTotalEccErrors", None)
         fatal = {}
-        if hasattr(nvml, "nvmlDeviceGetTotalEccErrors"):
-            fatal["ecc/uncorrected"] = lambda h: nvml.nvmlDeviceGetTotalEccErrors(
-                h, UNCORRECTED, SINCE_LOADED
-            )
+        if ecc_errors is not None:
+            fatal["ecc/uncorrected"] = lambda h: ecc_errors(h, UNCORRECTED, SINCE_LOADED)
         return fatal | {
             "duty_cycle": lambda h: nvml.nvmlDeviceGetUtilizationRates(h).gpu / 100,
             "memory_bandwidth": lambda h: nvml.nvmlDeviceGetUtilizationRates(h).memory / 100,
@@ -202,11 +193,9 @@ class Gpus:
             return answer.value.ullVal / 1024
 
         errors: dict[str, Callable[[Any], float]] = {}
-        # Older versions of the package lack these.
-        if hasattr(nvml, "nvmlDeviceGetTotalEccErrors"):
-            errors["ecc/corrected"] = lambda h: nvml.nvmlDeviceGetTotalEccErrors(
-                h, CORRECTED, SINCE_LOADED
-            )
+        ecc_errors = getattr(nvml, "nvmlDeviceGetTotalEccErrors", None)
+        if ecc_errors is not None:
+            errors["ecc/corrected"] = lambda h: ecc_errors(h, CORRECTED, SINCE_LOADED)
         if hasattr(nvml, "nvmlDeviceGetPcieReplayCounter"):
             errors["pcie/replays"] = nvml.nvmlDeviceGetPcieReplayCounter
         return errors | {
@@ -229,11 +218,7 @@ def local_gpus(local: Sequence[int], environment: Mapping[str, str]) -> tuple[st
 
 
 def available_sources(gpus: Sequence[str] | None = None) -> list[Source]:
-    """The host, and its GPUs where pynvml and an NVIDIA driver are installed.
-
-    Args:
-      gpus: those of this process, see `local_gpus`; None takes all of the host.
-    """
+    """The host, and the `Gpus` of this process where pynvml and an NVIDIA driver are installed."""
     available: list[Source] = [Host()]
     try:
         import pynvml as nvml

@@ -56,10 +56,8 @@ MEANINGS = {
 }
 """From the sampler's names, ``gpu`` for any GPU, to the names of models and detectors."""
 
-
 PRIORITY = (*PRODUCTION, STEP_TIME)
 """The order in which metrics are searched: the paper's, then the time of a step."""
-
 
 LEVELS = ("memory/process", "memory/host", "gpu/memory")
 """Memory in use, which differs by rank: compared only on request."""
@@ -74,29 +72,25 @@ GPU_ACTIVITY = (
 )
 """Metrics that one cause moves together: a GPU's load."""
 
-FATAL = frozenset(
-    {
-        "gpu/xid",
-        "gpu/ecc/uncorrected",
-        "gpu/rows/remap_failure",
-        "memory/ecc/uncorrected",
-        "rdma/link_downed",
-    }
+FATAL = (
+    "gpu/xid",
+    "gpu/ecc/uncorrected",
+    "gpu/rows/remap_failure",
+    "memory/ecc/uncorrected",
+    "rdma/link_downed",
 )
 """Counters, kept as totals, that do not increase on a healthy machine."""
 
-ERROR_RATES = frozenset(
-    {
-        "gpu/ecc/corrected",
-        "gpu/pcie/replays",
-        "gpu/nvlink/errors",
-        "gpu/rows/remapped",
-        "gpu/throttled",
-        "memory/ecc/corrected",
-        "rdma/errors",
-        "network/errors",
-        "cpu/throttled",
-    }
+ERROR_RATES = (
+    "gpu/ecc/corrected",
+    "gpu/pcie/replays",
+    "gpu/nvlink/errors",
+    "gpu/rows/remapped",
+    "gpu/throttled",
+    "memory/ecc/corrected",
+    "rdma/errors",
+    "network/errors",
+    "cpu/throttled",
 )
 """Errors a second that machines correct by themselves, and throttling."""
 BEYOND = np.finfo(np.float64).max
@@ -137,32 +131,28 @@ def exported_name(name: str) -> str:
     return "jrl_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
 
-CODES = frozenset({"gpu/xid", exported_name("gpu/xid")})
-"""Fatal metrics that hold the code of the last error, see `jrl.faults.collect.error_codes`."""
+_SAMPLED = {exported_name(name): name for name in (*MEANINGS, *LEVELS, *FATAL, *RANGES)}
 
-_EXPORTED = {exported_name(name): meaning for name, meaning in MEANINGS.items()}
-_LEVELS = {*LEVELS, *map(exported_name, LEVELS)}
+
+def of_any_gpu(name: str) -> str:
+    """The sampler's name of a metric, without the number of its GPU; unknown names stay."""
+    generic = re.sub(r"^(jrl_)?gpu\d+([/_])", r"\1gpu\2", name)
+    return _SAMPLED.get(generic, generic)
 
 
 def meaning(name: str) -> str:
     """Name of a recorded metric in models and detectors."""
-    generic = of_any_gpu(name)
-    return MEANINGS.get(generic) or _EXPORTED.get(generic) or name
-
-
-def of_any_gpu(name: str) -> str:
-    """The name of a metric without the number of its GPU."""
-    return re.sub(r"^(jrl_)?gpu\d+([/_])", r"\1gpu\2", name)
+    return MEANINGS.get(of_any_gpu(name), name)
 
 
 def is_fatal(name: str) -> bool:
     """True if a metric counts errors that no healthy machine has."""
-    return of_any_gpu(name) in FATAL or of_any_gpu(name) in map(exported_name, FATAL)
+    return of_any_gpu(name) in FATAL
 
 
 def is_code(name: str) -> bool:
-    """True if a metric is the code of the last error, not a count of errors."""
-    return of_any_gpu(name) in CODES
+    """True if a metric is the code of the last error, see `jrl.faults.collect.error_codes`."""
+    return of_any_gpu(name) == "gpu/xid"
 
 
 def is_error_rate(name: str) -> bool:
@@ -201,19 +191,11 @@ def find_recorded(requested: Sequence[str], recorded: Iterable[str]) -> tuple[st
 def search_order(priority: Sequence[str], recorded: Sequence[str]) -> tuple[str, ...]:
     """The recorded metrics in the order of `priority`, then others not in `LEVELS` and `FATAL`."""
     first = find_recorded(priority, recorded)
-    others = [name for name in recorded if of_any_gpu(name) not in _LEVELS and not is_fatal(name)]
+    others = [name for name in recorded if of_any_gpu(name) not in {*LEVELS, *FATAL}]
     return tuple(dict.fromkeys((*first, *others)))
-
-
-_RANGES = RANGES | {exported_name(name): limits for name, limits in RANGES.items()}
-
-
-def limits(name: str) -> tuple[float, float]:
-    """The least and the greatest value of a recorded metric."""
-    return _RANGES.get(of_any_gpu(name), (-BEYOND, BEYOND))
 
 
 def mask_valid(name: str, readings: np.ndarray) -> np.ndarray:
     """Mask of the readings in the valid range of a recorded metric; false for NaN and infinity."""
-    least, greatest = limits(name)
+    least, greatest = RANGES.get(of_any_gpu(name), (-BEYOND, BEYOND))
     return (readings >= least) & (readings <= greatest)

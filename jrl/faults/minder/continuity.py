@@ -55,12 +55,7 @@ def _has_enough_hits(
     if hit.size < length:
         return np.zeros(0, bool)
     total = np.r_[0, np.cumsum(hit)]
-    return total[length:] - total[:-length] >= min_hits(length, share)
-
-
-def min_hits(length: int, share: float | int) -> int:
-    """The least number of hits among `length` windows."""
-    return max(1, math.ceil(share * length - 1e-9))
+    return total[length:] - total[:-length] >= max(1, math.ceil(share * length - 1e-9))
 
 
 def _stretches(enough: np.ndarray, length: int) -> list[tuple[int, int]]:
@@ -75,7 +70,6 @@ def score_where_needed(
     *,
     length: int,
     share: float | int,
-    strides: tuple[int, ...] = (8, 4, 2, 1),
 ) -> Int[np.ndarray, " window"]:
     """Machine that each window names, scoring only windows that can affect `find_span`.
 
@@ -89,7 +83,7 @@ def score_where_needed(
     """
     named = np.full(num_windows, UNSEEN)
     matters = np.full(num_windows, num_windows >= length)
-    for stride in strides:
+    for stride in (8, 4, 2, 1):
         due = np.flatnonzero(matters & (named == UNSEEN))
         due = due[due % stride == 0]
         if due.size:

@@ -21,6 +21,7 @@ from jrl.faults.minder.continuity import UNSEEN, Span, find_span, score_where_ne
 from jrl.faults.minder.embedding import (
     BLOCK,
     Method,
+    Points,
     View,
     denoise,
     distance_sums,
@@ -35,6 +36,11 @@ COMPUTE_LOCK = threading.Lock()
 """Computations started from more threads than the CPU backend has can deadlock."""
 MAX_WINDOWS = 64
 """Windows that are embedded in one compiled call, however few the machines are."""
+
+
+Search = tuple[Int[np.ndarray, " window"], Float[np.ndarray, " window"], Span | None]
+"""The row that each window of a view names, `NO_MACHINE` or `UNSEEN`; the greatest score of each,
+NaN where unseen; and the stretch that raises an alarm."""
 
 
 def per_metric(
@@ -69,11 +75,7 @@ class Minder:
       tokens: ``[machine, time]`` tokens that a machine received; metrics in `per_token` are divided
         by them, as another way to compare ranks of unequal load.
       per_token: the metrics that grow with the tokens a machine receives.
-      norm: of the distance; see `distance_sums`.
       method: embedding that distances are measured in; see `jrl.faults.assess.baselines`.
-      least_share: see `prepare`.
-      max_lag: see `prepare`.
-      now: see `prepare`.
     """
 
     threshold: float | int = 3.08
@@ -84,11 +86,7 @@ class Minder:
     roles: Sequence[str] | None = None
     tokens: np.ndarray | None = None
     per_token: Sequence[str] = ()
-    norm: str = "euclidean"
     method: Method = per_metric
-    least_share: float | int = 0.5
-    max_lag: int = 2
-    now: float | None = None
 
     def __call__(self, fleet: Fleet) -> list[Alarm]:
         """The alarms of a fleet: none, or the outlier machine."""
@@ -113,11 +111,7 @@ class Minder:
                 break
         return Report(alarms, prepared.notes, machines=prepared.machines, traces=traces)
 
-    def _search(
-        self, scorer: "WindowScorer", prepared: Prepared
-    ) -> tuple[Int[np.ndarray, " window"], Float[np.ndarray, " window"], Span | None]:
-        """The row that each window of a view names, `NO_MACHINE` or `UNSEEN`; the greatest score of
-        each, NaN where unseen; and the stretch that raises an alarm."""
+    def _search(self, scorer: "WindowScorer", prepared: Prepared) -> Search:
         length = self._continuity_windows(prepared)
         named = score_where_needed(
             partial(scorer.name_machines, threshold=self.threshold),
@@ -135,12 +129,7 @@ class Minder:
         """The prepared fleet with role numbers, and reasons for which it cannot be compared."""
         if self.tokens is not None:
             fleet = divide_by_tokens(fleet, self.tokens, self.per_token)
-        prepared = prepare(
-            fleet.select(search_order(self.priority, fleet.metrics)),
-            least_share=self.least_share,
-            max_lag=self.max_lag,
-            now=self.now,
-        )
+        prepared = prepare(fleet.select(search_order(self.priority, fleet.metrics)))
         roles = role_numbers(fleet, self.roles)[prepared.rows]
         sizes = np.bincount(roles) if roles.size else np.zeros(1, int)
         reasons = []
@@ -209,7 +198,7 @@ def divide_by_tokens(fleet: Fleet, tokens: np.ndarray, metrics: Sequence[str]) -
     values = fleet.values.copy()
     for name in metrics:
         values[:, fleet.metrics.index(name)] /= relative
-    return Fleet(fleet.machines, fleet.metrics, fleet.start, fleet.period, values)
+    return replace(fleet, values=values)
 
 
 @dataclass(frozen=True)
@@ -220,7 +209,7 @@ class ScoredFleet:
       prepared: the compared fleet.
       roles: number of the role of each machine in it.
       reasons: those for which it cannot be compared, one line each.
-      scorers: by method, view, floor and norm: scores do not depend on anything else.
+      scorers: by method, view and floor: scores do not depend on anything else.
     """
 
     prepared: Prepared
@@ -230,33 +219,22 @@ class ScoredFleet:
 
     def scorer(self, view: View, minder: Minder) -> "WindowScorer":
         """The cached scorer of a view."""
-        key = (minder.method, view.name, minder.floor, minder.norm)
+        key = (minder.method, view.name, minder.floor)
         if key not in self.scorers:
-            self.scorers[key] = WindowScorer(
-                self.prepared, self.roles, view, minder.floor, minder.norm
-            )
+            self.scorers[key] = WindowScorer(self.prepared, self.roles, view, minder.floor)
         return self.scorers[key]
 
 
 class WindowScorer:
     """Computes and caches the farthest machine of each window of one view, and its score."""
 
-    def __init__(
-        self,
-        prepared: Prepared,
-        roles: np.ndarray,
-        view: View,
-        floor: float | int = 0.0,
-        norm: str = "euclidean",
-    ):
-        channels = list(view.channels)
-        uses_all = channels == list(range(len(prepared.metrics)))
-        values = prepared.values if uses_all else prepared.values[channels]
+    def __init__(self, prepared: Prepared, roles: np.ndarray, view: View, floor: float | int = 0.0):
+        values = prepared.values[list(view.channels)]
         # Windows that are wider begin earlier: the first sample stands for what came before it.
         early = view.width - vae.WINDOW
         values = np.pad(values, ((0, 0), (0, 0), (early, 0)), mode="edge")
         num_windows = values.shape[2] - view.width + 1
-        self.floor, self.norm, self.view = floor, norm, view
+        self.floor, self.view = floor, view
         self.members = [
             rows for role in np.unique(roles) if (rows := np.flatnonzero(roles == role)).size > 2
         ]
@@ -265,9 +243,7 @@ class WindowScorer:
         ]
         if view.summary is not None:
             self.view = replace(view, width=1)
-            self.values = [
-                view.summary(values_of_role, view.width) for values_of_role in self.values
-            ]
+            self.values = [view.summary(of_role, view.width) for of_role in self.values]
         self.machine = np.full(num_windows, UNSEEN)
         self.scores = np.full(num_windows, -np.inf, np.float32)
 
@@ -276,7 +252,7 @@ class WindowScorer:
         starts = starts[self.machine[starts] == UNSEEN]
         for rows, values in zip(self.members, self.values, strict=True):
             for chunk in _chunks(starts, rows.size):
-                machine, score = farthest(values, chunk, self.view, self.floor, self.norm)
+                machine, score = farthest(values, chunk, self.view, self.floor)
                 better = score > self.scores[chunk]
                 self.machine[chunk] = np.where(better, rows[machine], self.machine[chunk])
                 self.scores[chunk] = np.where(better, score, self.scores[chunk])
@@ -309,16 +285,13 @@ def farthest(
     starts: Int[np.ndarray, " window"],
     view: View,
     floor: float | int = 0.0,
-    norm: str = "euclidean",
 ) -> tuple[Int[np.ndarray, " window"], Float[np.ndarray, " window"]]:
     """The machine with the greatest score in each window, and that score.
 
     Args:
       values: scaled, without gaps; at least 3 machines.
       starts: first sample of each window.
-      view: embedding that distances are measured in.
       floor: see `Minder`.
-      norm: see `distance_sums`.
     """
     num_machines = values.shape[1]
     size = _padded_size(num_machines)
@@ -329,16 +302,13 @@ def farthest(
     machine_mask = jnp.asarray(np.arange(size) < num_machines)
     with COMPUTE_LOCK:
         points = view.embed(jnp.asarray(windows))
-        machine, score = _farthest(points, machine_mask, float(floor) * vae.WINDOW**0.5, norm)
+        machine, score = _farthest(points, machine_mask, float(floor) * vae.WINDOW**0.5)
         return np.asarray(machine)[: len(starts)], np.asarray(score)[: len(starts)]
 
 
-@partial(jax.jit, static_argnames="norm")
+@jax.jit
 def _farthest(
-    points: Float[jax.Array, "window dim machine"],
-    machine_mask: Bool[jax.Array, " machine"],
-    floor: float | jax.Array,
-    norm: str,
+    points: Points, machine_mask: Bool[jax.Array, " machine"], floor: float | jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    scores = normal_score(distance_sums(points, machine_mask, norm=norm), machine_mask, floor=floor)
+    scores = normal_score(distance_sums(points, machine_mask), machine_mask, floor=floor)
     return scores.argmax(-1), scores.max(-1)

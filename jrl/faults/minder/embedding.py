@@ -7,7 +7,6 @@ all, or leave the denoising out (`jrl.faults.assess.baselines`).
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -71,12 +70,9 @@ def denoise(weights: vae.Weights, windows: Windows) -> Points:
     return jnp.swapaxes(points, 0, 1)
 
 
-@partial(jax.jit, static_argnames="norm")
+@jax.jit
 def distance_sums(
-    points: Float[Array, "window dim machine"],
-    machine_mask: Bool[Array, " machine"],
-    *,
-    norm: str = "euclidean",
+    points: Points, machine_mask: Bool[Array, " machine"]
 ) -> Float[Array, "window machine"]:
     """Sum of the distances from each machine to all in the mask: ``d_i = sum_j |e_i - e_j|``.
 
@@ -85,16 +81,14 @@ def distance_sums(
     more than `MANY_DIMS` go through `sums_by_products`.
 
     Args:
-      points: embeddings of all windows.
       machine_mask: true on machines; the rest is padding. The number of machines is a multiple of
         `BLOCK`.
-      norm: "euclidean", "manhattan" or "chebyshev".
 
     References:
       Deng et al., "Minder", NSDI 2025, section 4.4. https://arxiv.org/abs/2411.01791
     """
     num_windows, num_dims, num_machines = points.shape
-    if norm == "euclidean" and num_dims > MANY_DIMS:
+    if num_dims > MANY_DIMS:
         return sums_by_products(points, machine_mask)
     others = points.reshape(num_windows, num_dims, num_machines // BLOCK, BLOCK)
     weights = machine_mask.reshape(-1, BLOCK).astype(points.dtype)
@@ -103,7 +97,8 @@ def distance_sums(
         columns, weight = block
         for j in range(BLOCK):
             differences = [points[:, k] - columns[:, k, j][:, None] for k in range(num_dims)]
-            total = total + weight[j] * _length(differences, norm)
+            squares = [difference * difference for difference in differences]
+            total = total + weight[j] * jnp.sqrt(sum(squares[1:], squares[0]))
         return total, None
 
     blocks = (jnp.moveaxis(others, 2, 0), weights)
@@ -111,7 +106,7 @@ def distance_sums(
 
 
 def sums_by_products(
-    points: Float[Array, "window dim machine"], machine_mask: Bool[Array, " machine"]
+    points: Points, machine_mask: Bool[Array, " machine"]
 ) -> Float[Array, "window machine"]:
     """`distance_sums` by ``|a - b|^2 = |a|^2 + |b|^2 - 2 a b``, one window's matrix at a time.
 
@@ -133,17 +128,6 @@ def sums_by_products(
     return jax.lax.map(sum_window, points)
 
 
-def _length(differences: list[Array], norm: str) -> Array:
-    if norm == "euclidean":
-        return jnp.sqrt(sum((d * d for d in differences[1:]), differences[0] * differences[0]))
-    sizes = [jnp.abs(d) for d in differences]
-    if norm == "manhattan":
-        return sum(sizes[1:], sizes[0])
-    if norm == "chebyshev":
-        return jnp.stack(sizes).max(0)
-    raise ValueError(f"norm={norm!r} must be one of euclidean, manhattan, chebyshev.")
-
-
 def normal_score(
     sums: Float[Array, "window machine"],
     machine_mask: Bool[Array, " machine"],
@@ -160,10 +144,8 @@ def normal_score(
     Args:
       sums: what `distance_sums` returns.
       machine_mask: true on machines, at least 3: between two nothing tells which one is off.
+        Padding scores 0.
       floor: distances among the others count as at least this much, in units of the embedding.
-
-    Returns:
-      The scores; 0 for padding.
     """
     counts = machine_mask.astype(sums.dtype)
     n = counts.sum()

@@ -12,14 +12,17 @@ from jaxtyping import Float32, Int
 
 from jrl.faults.collect.fleet import Fleet
 
+MIN_SHARE = 0.5
+"""Share of the samples of each compared metric that a machine has at least, to be compared."""
+Values = Float32[np.ndarray, "metric machine time"]
+
 
 @dataclass(frozen=True)
 class Prepared:
     """A fleet that can be compared.
 
     Attributes:
-      machines: names of those that are compared, in the order of the fleet.
-      metrics: names of those that are compared, in the order of the fleet.
+      machines, metrics: names of those that are compared, in the order of the fleet.
       rows: indices of the machines in the fleet.
       start: Unix time of column 0, in seconds.
       period: seconds between two samples.
@@ -32,42 +35,24 @@ class Prepared:
     rows: Int[np.ndarray, "machine"]
     start: float | int
     period: float | int
-    values: Float32[np.ndarray, "metric machine time"]
+    values: Values
     notes: tuple[str, ...]
 
 
-def prepare(
-    fleet: Fleet,
-    *,
-    least_share: float = 0.5,
-    max_lag: int = 2,
-    now: float | None = None,
-) -> Prepared:
+def prepare(fleet: Fleet, *, max_lag: int = 2) -> Prepared:
     """Drops what cannot be compared, aligns, fills and scales the rest.
 
     Args:
-      fleet: what was recorded.
-      least_share: a machine is compared if it has at least this share of the samples of each metric
-        that any machine has, in (0, 1].
       max_lag: most samples by which a machine's record is moved against the others'.
-      now: Unix time beyond which samples cannot be; None believes the record. Samples of the future
-        are dropped.
 
     Returns:
       What is left: machines or metrics may be none. The fleet's own values are not changed.
     """
     values = np.moveaxis(fleet.values, 0, 1)
     notes: list[str] = []
-    if now is not None and fleet.end > now + fleet.period:
-        num_past = int(np.clip(np.ceil((now - fleet.start) / fleet.period), 0, fleet.num_samples))
-        notes.append(
-            f"{fleet.num_samples - num_past} of {fleet.num_samples} samples carry a time after "
-            "now: dropped. Set the recording machines' clocks."
-        )
-        values = values[:, :, :num_past]
     present = np.isfinite(values)
     columns = _columns(fleet, values, present, notes)
-    rows = _rows(fleet, present[columns], least_share, notes)
+    rows = _rows(fleet, present[columns], notes)
     selected = np.ix_(columns, rows)
     return Prepared(
         tuple(fleet.machines[row] for row in rows),
@@ -96,26 +81,21 @@ def _columns(
     return np.array(columns, int)
 
 
-def _rows(
-    fleet: Fleet, present: np.ndarray, least_share: float, notes: list[str]
-) -> Int[np.ndarray, "row"]:
+def _rows(fleet: Fleet, present: np.ndarray, notes: list[str]) -> Int[np.ndarray, "row"]:
     """Machines that have enough samples of every metric that is compared."""
     if present.shape[0] == 0 or present.shape[2] == 0:
         return np.arange(len(fleet.machines))
     share = present.mean(2).min(0)
-    for row in np.flatnonzero(share < least_share):
+    for row in np.flatnonzero(share < MIN_SHARE):
         what = "no data" if not present[:, row].any() else f"{share[row]:.0%} of the samples"
         notes.append(
             f"machine {fleet.machines[row]!r} has {what} in some metric: not compared. Check "
             "whether it still reports."
         )
-    return np.flatnonzero(share >= least_share)
+    return np.flatnonzero(share >= MIN_SHARE)
 
 
-def fill(
-    values: Float32[np.ndarray, "metric machine time"],
-    present: np.ndarray,
-) -> Float32[np.ndarray, "metric machine time"]:
+def fill(values: Values, present: np.ndarray) -> Values:
     """Puts the nearest present sample of the row in each gap, the earlier one at equal distance.
 
     Every row needs one present sample, or is left as it is.
@@ -139,9 +119,7 @@ def fill(
     return flat.reshape(values.shape)
 
 
-def correct_lags(
-    values: Float32[np.ndarray, "metric machine time"], max_lag: int
-) -> Float32[np.ndarray, "metric machine time"]:
+def correct_lags(values: Values, max_lag: int) -> Values:
     """Moves each machine's record by the lag at which it follows the fleet's mean best.
 
     The lag is one for all metrics, within ``max_lag`` samples either way; 0 is left only where
@@ -161,8 +139,8 @@ def correct_lags(
         spread = values[metric].std() ** 2
         follow += moved @ values[metric][:, inner].T / np.float32(spread * len(lags))
     best = follow.argmax(0)
-    zero = max_lag
-    clear = follow[best, np.arange(num_machines)] > 1.02 * np.maximum(follow[zero], 0) + 0.01 * time
+    unmoved = np.maximum(follow[max_lag], 0)
+    clear = follow[best, np.arange(num_machines)] > 1.02 * unmoved + 0.01 * time
     lag = np.where(clear, lags[best], 0)
     out = values.copy()
     for shift in np.unique(lag[lag != 0]):
@@ -171,9 +149,7 @@ def correct_lags(
     return out
 
 
-def scale(
-    values: Float32[np.ndarray, "metric machine time"],
-) -> Float32[np.ndarray, "metric machine time"]:
+def scale(values: Values) -> Values:
     """``(x - min) / (max - min)`` with the extremes of each metric over all machines and times."""
     if values.size == 0:
         return values

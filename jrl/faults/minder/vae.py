@@ -117,14 +117,13 @@ def loss(
 
 def save(path: Path | str, models: dict[str, Weights]) -> None:
     """Writes models by metric name, as one ``.npz`` file of ``metric/layer/parameter`` arrays."""
-    content = io.BytesIO()
     arrays = {
         f"{metric}/{name}": np.asarray(value, np.float32)
         for metric, weights in models.items()
         for name, value in weights.items()
     }
-    np.savez_compressed(content, **arrays)  # pyright: ignore[reportArgumentType]
-    Path(path).write_bytes(content.getvalue())
+    with Path(path).open("wb") as file:
+        np.savez_compressed(file, **arrays)  # pyright: ignore[reportArgumentType]
 
 
 def load(path: Path | str) -> dict[str, Weights]:

@@ -11,9 +11,9 @@ production is not like that:
   flows of a collective meet, CPU usage where logs are shipped or Python collects garbage, activity
   where a loader is late (`burst`). A burst is in one metric, or in one group.
 
-The rates of all this differ more between fleets than within one (`_rate`): networks are tuned or
-not, hosts shared or not. The kinds are well known; their rates and sizes are not published and are
-our choices, see `docs/faults.md`.
+The rates of all this differ more between fleets than within one: networks are tuned or not, hosts
+shared or not. The kinds are well known; their rates and sizes are not published and are our
+choices, see `docs/faults.md`.
 """
 
 from dataclasses import dataclass
@@ -144,25 +144,20 @@ def _wandering(num_machines: int, seconds: int, random: np.random.Generator) -> 
 
 def disturb(values: np.ndarray, settings: Settings, random: np.random.Generator) -> None:
     """Adds all of them to ``[machine, metric, time]`` shares of capacity, in place."""
-    burst(values, settings, random)
-    slow_transiently(values, settings, random)
-    offset(values, settings, random)
-    misread(values, settings, random)
-    read_late(values, settings, random)
+    for add in (burst, slow_transiently, offset, misread, read_late):
+        add(values, settings, random)
     if settings.drifts > 0:
         drift(values, settings, random)
 
 
-def _rate(median: float, settings: Settings, random: np.random.Generator) -> float:
-    """Rate of this fleet: one fleet in six has three times the median, one in six a third."""
-    return settings.disturbances * median * random.lognormal(0, 1.1)
-
-
 def _sample_events(
-    rate: float, shape: tuple[int, int], random: np.random.Generator
+    median: float, num_machines: int, seconds: int, settings: Settings, random: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Machines and seconds of events that come at `rate` per machine and second."""
-    num_machines, seconds = shape
+    """Machines and seconds of events that come at some rate per machine and second.
+
+    One fleet in six has three times the median rate, one in six a third.
+    """
+    rate = settings.disturbances * median * random.lognormal(0, 1.1)
     count = random.poisson(rate * num_machines * seconds)
     return random.integers(num_machines, size=count), random.integers(seconds, size=count)
 
@@ -170,9 +165,7 @@ def _sample_events(
 def read_late(values: np.ndarray, settings: Settings, random: np.random.Generator) -> None:
     """Moves half or more of a second into the next, in all counters of a machine simultaneously."""
     num_machines, _, seconds = values.shape
-    machine, time = _sample_events(
-        _rate(LATE_SHARE, settings, random), (num_machines, seconds - 1), random
-    )
+    machine, time = _sample_events(LATE_SHARE, num_machines, seconds - 1, settings, random)
     late = random.uniform(0.5, 1, time.size).astype(np.float32)
     for column, name in enumerate(settings.metrics):
         if METRICS[name].counter:
@@ -186,9 +179,7 @@ def misread(values: np.ndarray, settings: Settings, random: np.random.Generator)
     num_machines, _, seconds = values.shape
     for column, name in enumerate(settings.metrics):
         metric = METRICS[name]
-        machine, time = _sample_events(
-            _rate(metric.spikes, settings, random), (num_machines, seconds), random
-        )
+        machine, time = _sample_events(metric.spikes, num_machines, seconds, settings, random)
         if metric.gpu:
             left = random.uniform(0, 0.5, time.size)
             values[machine, column, time] *= left.astype(np.float32)
@@ -201,8 +192,7 @@ def burst(values: np.ndarray, settings: Settings, random: np.random.Generator) -
     """Seconds to a minute above, or for activity below, what the others have."""
     num_machines, _, seconds = values.shape
     for columns, rate, size in _groups(settings):
-        shape = (num_machines, seconds)
-        events = _sample_events(_rate(rate, settings, random), shape, random)
+        events = _sample_events(rate, num_machines, seconds, settings, random)
         for machine, begin in zip(*events, strict=True):
             length = int(np.clip(random.lognormal(np.log(8), 0.8), 2, LONGEST_BURST))
             change = size * random.lognormal(0, 0.6)
@@ -251,11 +241,8 @@ def drift(values: np.ndarray, settings: Settings, random: np.random.Generator) -
     ramp = np.arange(seconds, dtype=np.float32) / 900
     for machine in np.flatnonzero(random.random(num_machines) < settings.drifts):
         column = int(random.integers(num_metrics))
-        size = (
-            random.choice([-1, 1])
-            * random.uniform(0, MAX_DRIFT)
-            * METRICS[settings.metrics[column]].level
-        )
+        share = random.choice([-1, 1]) * random.uniform(0, MAX_DRIFT)
+        size = share * METRICS[settings.metrics[column]].level
         values[machine, column] += np.float32(size) * ramp
 
 

@@ -3,6 +3,7 @@
 ``python -m jrl.faults simulate FILE`` writes one as a file that ``replay`` reads.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,8 +38,8 @@ class Incident:
     job: Job
     machine: str | None = None
     fault: str | None = None
-    start: float = float("nan")
-    end: float = float("nan")
+    start: float = math.nan
+    end: float = math.nan
     shown: tuple[str, ...] = ()
 
 
@@ -87,7 +88,8 @@ def _fail(
     latest = max(settings.earliest + 1, min(seconds - duration, seconds // 2))
     begin = int(random.integers(settings.earliest, latest))
     end = min(seconds, begin + duration)
-    envelope = _envelope(seconds, begin, end, random.uniform(2, 20))
+    time = np.arange(seconds, dtype=np.float32)
+    envelope = np.clip((time - begin) / random.uniform(2, 20), 0, 1) * (time < end)
     effect = np.full(len(names), fault.fleet, np.float32)
     effect[job.pipeline == job.pipeline[machine]] = max(fault.pipeline, fault.fleet)
     effect[machine] = 1.0
@@ -113,12 +115,6 @@ def _sizes(fault: Fault, settings: Settings, random: np.random.Generator) -> dic
     return {
         name: size * strength * random.lognormal(0, 0.25) for names, size in shows for name in names
     }
-
-
-def _envelope(seconds: int, begin: int, end: int, ramp: float) -> np.ndarray:
-    time = np.arange(seconds, dtype=np.float32)
-    rise = np.clip((time - begin) / ramp, 0, 1)
-    return rise * (time < end)
 
 
 def _downsample(values: np.ndarray, period: int) -> np.ndarray:
@@ -183,8 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if incident.machine is None:
         print("nothing fails")
     else:
-        begin = incident.start - incident.fleet.start
-        end = incident.end - incident.fleet.start
+        begin, end = incident.start - EPOCH, incident.end - EPOCH
         shown = ", ".join(incident.shown) or "none of the recorded metrics"
         print(f"{incident.fault} on {incident.machine} from {begin:.0f} to {end:.0f} s, in {shown}")
     return 0

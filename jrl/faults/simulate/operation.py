@@ -16,10 +16,12 @@ other one, so it also tests what was tuned there. Its rates and sizes are choice
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
+from jrl.checks import check_least
 from jrl.faults.collect.fleet import Fleet
 
 START = 1_780_000_000.0
@@ -135,8 +137,7 @@ class Operation:
     missing: float | int = 0.01
 
     def __post_init__(self):
-        if self.machines < 3:
-            raise ValueError(f"machines={self.machines} must be at least 3.")
+        check_least(self, ("machines",), 3)
         for name in ("hours", "period"):
             if not 0 < getattr(self, name) < np.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must be a finite number above 0.")
@@ -148,8 +149,7 @@ class Operation:
                 raise ValueError(f"{name}={getattr(self, name)} must lie in [0, {most}].")
 
 
-@dataclass(frozen=True)
-class _Phase:
+class Phase(NamedTuple):
     """A phase of the whole fleet; times in seconds from the start."""
 
     name: str
@@ -157,8 +157,8 @@ class _Phase:
     end: float
 
 
-def simulate_operation(settings: Operation, seed: int) -> tuple[Fleet, tuple[tuple, ...]]:
-    """Healthy hours of a seed, and their phases: name, begin and end in seconds from the start.
+def simulate_operation(settings: Operation, seed: int) -> tuple[Fleet, tuple[Phase, ...]]:
+    """Healthy hours of a seed, and their phases other than training.
 
     The same settings and seed give the same values.
     """
@@ -188,13 +188,12 @@ def simulate_operation(settings: Operation, seed: int) -> tuple[Fleet, tuple[tup
     np.copyto(values, np.nan, where=lost[:, None])
     names = tuple(f"machine-{row:04d}" for row in range(shape[0]))
     metrics = tuple(signal.name for signal in SIGNALS)
-    fleet = Fleet(names, metrics, START, float(settings.period), values)
-    return fleet, tuple((phase.name, phase.begin, phase.end) for phase in phases)
+    return Fleet(names, metrics, START, float(settings.period), values), tuple(phases)
 
 
 def _phases(
     schedule: Schedule, seconds: float | int, random: np.random.Generator
-) -> Iterator[_Phase]:
+) -> Iterator[Phase]:
     """Phases other than training, in order and without overlap."""
     due: dict[str, float] = {}
     for name in ("checkpoint", "evaluation", "restart", "rollout"):
@@ -207,7 +206,7 @@ def _phases(
             return
         length = getattr(schedule, name)[0 if name == "rollout" else 1]
         end = begin + length * random.uniform(0.9, 1.1)
-        yield _Phase(name, begin, end)
+        yield Phase(name, begin, end)
         due[name] = end + _until_next(schedule, name, random)
         due = {each: max(time, end) for each, time in due.items()}
 
@@ -233,7 +232,7 @@ def _cover(
 
 
 def _phase_shares(
-    phases: list[_Phase], shape: tuple[int, int], period: float | int, random: np.random.Generator
+    phases: list[Phase], shape: tuple[int, int], period: float | int, random: np.random.Generator
 ) -> dict[str, Float[np.ndarray, "machine time"]]:
     """Share of each sample that a machine spends in each phase; the rest is training."""
     shares: dict[str, np.ndarray] = {}
@@ -254,7 +253,7 @@ def _phase_shares(
 
 
 def _roles(
-    phases: list[_Phase], shape: tuple[int, int], period: float | int, random: np.random.Generator
+    phases: list[Phase], shape: tuple[int, int], period: float | int, random: np.random.Generator
 ) -> list[tuple[slice, Int[np.ndarray, "machine"], Float[np.ndarray, "machine"]]]:
     """Rank and pipeline stage (0 to 1) of each machine, for the samples between two restarts.
 
@@ -336,8 +335,7 @@ def _noise(
         noise += slow * _correlated(shape, seconds, settings.period, random)
     noise *= size
     time = settings.period * np.arange(shape[1], dtype=np.float32)
-    drifting = np.flatnonzero(random.random(shape[0]) < settings.drifts / len(SIGNALS))
-    for row in drifting:
+    for row in np.flatnonzero(random.random(shape[0]) < settings.drifts / len(SIGNALS)):
         cycle = random.uniform(2, 8) * 3600
         noise[row] += np.float32(random.uniform(0, 0.1)) * np.sin(
             np.float32(2 * np.pi / cycle) * time + np.float32(random.uniform(0, 2 * np.pi))

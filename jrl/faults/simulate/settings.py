@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
+from jrl.checks import check_least, check_range
 from jrl.faults.collect.vocabulary import GPU_ACTIVITY as GPU
 from jrl.faults.collect.vocabulary import PRODUCTION as PRODUCTION
 
@@ -21,6 +22,7 @@ NVLINK = ("nvlink_bandwidth",)
 PCIE = ("pcie_bandwidth",)
 MEMORY = ("memory_usage", "gpu_memory_used")
 DISK = ("disk_usage",)
+HARDWARE, SOFTWARE = "intra-host hardware", "intra-host software"
 
 
 @dataclass(frozen=True)
@@ -120,13 +122,13 @@ class Fault:
 FAULTS = (
     Fault(
         "ECC error",
-        "intra-host hardware",
+        HARDWARE,
         38.9,
         ((CPU, 0.80, -0.25), (GPU, 0.66, -0.30), (CONGESTION, 0.35, 0.25), (NVLINK, 0.40, -0.15)),
     ),
     Fault(
         "PCIe downgrading",
-        "intra-host hardware",
+        HARDWARE,
         6.6,
         ((CONGESTION, 1.0, 0.40), (PCIE, 1.0, -0.15), (GPU, 0.3, -0.12), (NETWORK, 0.9, -0.1)),
         pipeline=0.45,
@@ -134,45 +136,33 @@ FAULTS = (
     ),
     Fault(
         "NIC dropout",
-        "intra-host hardware",
+        HARDWARE,
         5.7,
         ((CONGESTION, 0.5, -0.12), (NETWORK, 1.0, -0.3), (CPU, 0.8, -0.25), (GPU, 0.8, -0.3)),
         pipeline=0.3,
     ),
     Fault(
-        "GPU card drop",
-        "intra-host hardware",
-        2.0,
-        ((GPU, 0.9, -0.35), (CPU, 0.7, -0.2), (NVLINK, 0.7, -0.25)),
+        "GPU card drop", HARDWARE, 2.0, ((GPU, 0.9, -0.35), (CPU, 0.7, -0.2), (NVLINK, 0.7, -0.25))
     ),
-    Fault("NVLink error", "intra-host hardware", 1.7, ((NVLINK, 1.0, -0.3), (GPU, 0.5, -0.2))),
+    Fault("NVLink error", HARDWARE, 1.7, ((NVLINK, 1.0, -0.3), (GPU, 0.5, -0.2))),
     Fault(
-        "AOC error",
-        "intra-host hardware",
-        0.9,
-        ((NETWORK, 0.7, -0.1), (CONGESTION, 0.5, 0.12)),
-        pipeline=0.4,
+        "AOC error", HARDWARE, 0.9, ((NETWORK, 0.7, -0.1), (CONGESTION, 0.5, 0.12)), pipeline=0.4
     ),
     Fault(
         "CUDA execution error",
-        "intra-host software",
+        SOFTWARE,
         14.6,
         ((CPU, 0.8, -0.25), (GPU, 0.75, -0.28), (NVLINK, 0.3, -0.15)),
     ),
     Fault(
         "GPU execution error",
-        "intra-host software",
+        SOFTWARE,
         7.7,
         ((GPU, 0.85, -0.25), (CPU, 0.5, -0.2), (CONGESTION, 0.3, 0.2)),
         pipeline=0.55,
         fleet=0.3,
     ),
-    Fault(
-        "HDFS error",
-        "intra-host software",
-        5.7,
-        ((CPU, 0.85, -0.25), (DISK, 0.8, -0.08), (GPU, 0.5, -0.2)),
-    ),
+    Fault("HDFS error", SOFTWARE, 5.7, ((CPU, 0.85, -0.25), (DISK, 0.8, -0.08), (GPU, 0.5, -0.2))),
     Fault(
         "machine unreachable",
         "network",
@@ -234,10 +224,8 @@ class Settings:
     clock_skew: float | int = 0.5
 
     def __post_init__(self):
-        if self.machines is not None and self.machines < 2:
-            raise ValueError(f"machines={self.machines} must be at least 2.")
-        if self.seconds < 60:
-            raise ValueError(f"seconds={self.seconds} must be at least 60.")
+        check_least(self, ("machines",), 2)
+        check_least(self, ("seconds",), 60)
         if not 1 <= self.period <= self.seconds // 2:
             raise ValueError(f"period={self.period} must lie in 1..{self.seconds // 2} seconds.")
         unknown = [name for name in self.metrics if name not in METRICS]
@@ -247,11 +235,8 @@ class Settings:
             )
         if self.fault is not None and self.fault not in MIX:
             raise ValueError(f"fault={self.fault!r} is unknown: choose among {', '.join(MIX)}.")
-        if not self.difficulty > 0:
-            raise ValueError(f"difficulty={self.difficulty} must be above 0.")
-        for name in ("earliest", "disturbances", "offsets", "clock_skew"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 0.")
+        check_range(self, ("difficulty",), 0, above=True)
+        check_range(self, ("earliest", "disturbances", "offsets", "clock_skew"), 0)
         for name, most in (("missing", 0.99), ("outages", 1.0), ("drifts", 1.0)):
             if not 0 <= getattr(self, name) <= most:
                 raise ValueError(f"{name}={getattr(self, name)} must lie in [0, {most}].")

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from jrl.faults.collect.align import read_folder
+from jrl.faults.collect.record import read_folder
 from jrl.faults.drain import read_drains
 from jrl.runs.records import read_metrics
 from tests.campaign.faults.attempt import Attempt, End, Host

@@ -9,7 +9,7 @@ import time
 import pytest
 from command_runs import metrics
 
-from jrl.faults.collect.align import read_folder
+from jrl.faults.collect.record import read_folder
 from jrl.faults.collect.vocabulary import SLOWDOWN
 from jrl.faults.drain import process_of, read_drains
 from jrl.launch import __main__ as command

@@ -70,14 +70,6 @@ def test_what_is_left_out_is_said():
         assert words in text
 
 
-def test_samples_of_the_future_are_dropped():
-    values = np.random.default_rng(0).normal(size=(3, 2, 40)).astype(np.float32)
-    prepared = prepare(fleet_of(values), now=1030.0)
-    assert prepared.values.shape == (2, 3, 30)
-    assert "10 of 40 samples carry a time after now" in prepared.notes[0]
-    assert prepare(fleet_of(values), now=0.0).values.size == 0
-
-
 @pytest.mark.parametrize("shape", [(0, 2, 30), (3, 0, 30), (3, 2, 0)])
 def test_empty_fleets_are_prepared(shape):
     prepared = prepare(fleet_of(np.zeros(shape)))
