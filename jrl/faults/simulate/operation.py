@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from jrl.checks import check_least
+from jrl.checks import check_range
 from jrl.faults.collect.fleet import Fleet
 
 START = 1_780_000_000.0
@@ -137,7 +137,7 @@ class Operation:
     missing: float | int = 0.01
 
     def __post_init__(self):
-        check_least(self, ("machines",), 3)
+        check_range(self, ("machines",), 3)
         for name in ("hours", "period"):
             if not 0 < getattr(self, name) < np.inf:
                 raise ValueError(f"{name}={getattr(self, name)} must be a finite number above 0.")

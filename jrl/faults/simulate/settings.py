@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
-from jrl.checks import check_least, check_range
+from jrl.checks import check_range
 from jrl.faults.collect.vocabulary import GPU_ACTIVITY as GPU
 from jrl.faults.collect.vocabulary import PRODUCTION as PRODUCTION
 
@@ -224,8 +224,8 @@ class Settings:
     clock_skew: float | int = 0.5
 
     def __post_init__(self):
-        check_least(self, ("machines",), 2)
-        check_least(self, ("seconds",), 60)
+        check_range(self, ("machines",), 2)
+        check_range(self, ("seconds",), 60)
         if not 1 <= self.period <= self.seconds // 2:
             raise ValueError(f"period={self.period} must lie in 1..{self.seconds // 2} seconds.")
         unknown = [name for name in self.metrics if name not in METRICS]
