@@ -338,8 +338,9 @@ def trim_to_common_start(fleet: Fleet) -> Fleet:
 def command_hook(command: str, timeout: float | int = HOOK_TIMEOUT) -> Hook:
     """Returns a function that runs a shell command and reports a failure on standard error.
 
-    The command receives the alarm in the variables ``JRL_FAULT_*`` of its environment: Unix times
-    in seconds, and all of it in words as ``LINE``. Put the names in double quotes there.
+    The command receives the alarm in its environment: ``JRL_FAULT_MACHINE``, ``JRL_FAULT_METRIC``,
+    ``JRL_FAULT_START`` and ``JRL_FAULT_END`` (Unix times in seconds), and ``JRL_FAULT_LINE``, all
+    of it in words. Put the names in double quotes there.
 
     Raises:
       ValueError: on an empty command.

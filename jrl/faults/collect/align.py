@@ -1,8 +1,8 @@
 """Alignment of the records of multiple processes, each with its own clock, as one fleet on one.
 
-A sample belongs to the second nearest to its time, whatever the order they were written in; of
-multiple samples at one second the last written counts. A second without a sample is NaN: the
-detector fills gaps. Processes that cannot be compared are left out and reported.
+Ticks are whole seconds. A sample belongs to the tick nearest to its time, whatever the order they
+were written in; of multiple samples at one tick the last written counts. A tick without a sample is
+NaN: the detector fills gaps. Processes that cannot be compared are left out and reported.
 """
 
 import math
@@ -85,7 +85,7 @@ def align(
         newest = [_newest(each) for each in records_by_machine.values()]
         times = [time for time in newest if math.isfinite(time)]
         now = float(np.median(times)) if times else 0.0
-    # The grid ends at the second nearest to the latest sample that counts.
+    # The grid ends at the tick nearest to the latest sample that counts.
     start = float(math.floor(now) - math.ceil(seconds) + 1)
     processes = tuple(_process_state(each, now) for each in records_by_machine.values())
     running = [process.machine for process in processes if process.state == "running"]
@@ -96,7 +96,7 @@ def align(
     for row, name in enumerate(running):
         for record in records_by_machine[name]:
             _write_samples(values[row], record, metrics, start)
-    # Up to the last second in which any machine has a sample.
+    # Up to the last tick at which any machine has a sample.
     used = np.flatnonzero(np.isfinite(values).any(axis=(0, 1)))
     values = values[:, :, : used[-1] + 1 if used.size else 0]
     return Aligned(Fleet(tuple(running), tuple(metrics), start, values=values), processes)
@@ -136,7 +136,7 @@ def _process_state(records: Sequence[Record], now: float | int) -> Process:
 def _write_samples(
     values: np.ndarray, record: Record, metrics: Sequence[str], start: float
 ) -> None:
-    """Writes the samples of one record at their seconds, later written ones over earlier ones."""
+    """Writes the samples of one record at their ticks; later written samples overwrite earlier."""
     ticks = np.floor(record.times - start + 0.5)
     inside = np.flatnonzero((ticks >= 0) & (ticks < values.shape[1]))[::-1]
     tick, last = np.unique(ticks[inside].astype(int), return_index=True)

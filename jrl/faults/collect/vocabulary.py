@@ -132,6 +132,7 @@ def exported_name(name: str) -> str:
 
 
 _SAMPLED = {exported_name(name): name for name in (*MEANINGS, *LEVELS, *FATAL, *RANGES)}
+"""From the names of its exporter to the sampler's."""
 
 
 def of_any_gpu(name: str) -> str:
