@@ -24,7 +24,6 @@ from two_sides import (
 
 from moe.architecture.rope import YarnScaling
 from moe.config import MultiHeadLatentAttention
-from moe.disaggregated import programs
 from moe.disaggregated.balance import plan_placement
 from moe.disaggregated.placement import Placement
 from moe.disaggregated.runner import Runner
@@ -114,8 +113,7 @@ def test_two_sides_are_one(split, micro_batches, config, options, caplog):
     runner = counted(Runner(config, mesh, records_choices=True, **options))
     runner.keeps_log = True
     halves = "attention_half", "experts_half"
-    for half in halves:
-        getattr(programs, half).clear_cache()
+    jax.clear_caches()
     weights = sides(mesh, config, options.get("placement"))
     with jax.log_compiles():
         check(runner, weights, micro_batches, config)
