@@ -201,7 +201,8 @@ def length_adaptive_lambda(
       floor: the least lam, in [0, 1].
 
     Returns:
-      One lam per row, to be passed on with an axis more, ``gae(..., lam=lam[:, None])``.
+      One lam per row, to be passed on with an axis more,
+      ``gae(..., lam=lam[:, None])``.
 
     Raises:
       ValueError: if `alpha` is not positive or `floor` is outside [0, 1].

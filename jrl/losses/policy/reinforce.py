@@ -62,8 +62,8 @@ def reinforce_loss(
       denominators: as in `ppo_loss`.
 
     Returns:
-      `(loss, metrics)` as of `ppo_loss`, with one metric, ``nll``: the mean of ``-logprobs``, which
-      for tokens of the current policy estimates the entropy.
+      `(loss, metrics)` as of `ppo_loss`, with one metric. ``nll`` is the mean of ``-logprobs``, for
+      tokens of the current policy an estimate of the entropy.
 
     Raises:
       ValueError: if the aggregation is unknown or stands beside denominators as None.
