@@ -89,8 +89,8 @@ def _with_chosen_layout(options: TrainOptions) -> TrainOptions:
             f"layout={AUTO!r} is chosen in one process: run one with --dry-run and as many "
             "--devices, and give all processes the layout that it prints."
         )
-    own_devices = dict.fromkeys(("rollout_layout", "rollout_devices", "slots"))
-    single_device = replace(run, layout="dp1", **own_devices, **SINGLE_MESH_SETTINGS)
+    no_rollout_layout = dict.fromkeys(("rollout_layout", "rollout_devices", "slots"))
+    single_device = replace(run, layout="dp1", **no_rollout_layout, **SINGLE_MESH_SETTINGS)
     single_device_options = replace(options, run=single_device, recipe=recipe.divided(1))
     setup = _build(single_device_options, _open_resumed(options))
     with closing(setup.task):

@@ -169,14 +169,16 @@ def describe(hang: Hang, stacks: str) -> str:
             f"threads: {stacks}"
         )
     names = names_of(hang.late)
-    have = "has" if len(hang.late) == 1 else "have"
+    is_one = len(hang.late) == 1
     if hang.is_silent:
+        verb = "has sent no heartbeat for" if is_one else "have sent no heartbeat for"
         text = (
-            f"{names} {have} sent no heartbeat for {seconds}: frozen, or the machine or the link "
-            f"is down; last in {_phase_text(first)} of step {first.step}"
+            f"{names} {verb} {seconds}: frozen, or the machine or the link is down; last in "
+            f"{_phase_text(first)} of step {first.step}"
         )
     else:
-        text = f"{names} {have} been in {_phase_text(first)} of step {first.step} for {seconds}"
+        verb = "has been in" if is_one else "have been in"
+        text = f"{names} {verb} {_phase_text(first)} of step {first.step} for {seconds}"
         if (reason := REASONS.get(first.phase)) is not None:
             text += f", {reason}"
     if hang.others:

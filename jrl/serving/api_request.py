@@ -112,8 +112,8 @@ def parse_completion(body: Mapping[str, Any]) -> ApiRequest:
 
 def parse_chat(body: Mapping[str, Any]) -> ApiRequest:
     """Parses the body of ``/v1/chat/completions``, with errors as of `parse_completion`."""
-    own = ("messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs")
-    arguments = (*COMMON_ARGUMENTS, *own, *TOOL_ARGUMENTS, TEMPLATE_ARGUMENTS)
+    chat_arguments = ("messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs")
+    arguments = (*COMMON_ARGUMENTS, *chat_arguments, *TOOL_ARGUMENTS, TEMPLATE_ARGUMENTS)
     _check_names(body, arguments, NEUTRAL_CHAT)
     logprobs = boolean(body, "logprobs")
     top_logprobs = integer(body, "top_logprobs", 0, MAX_TOP_LOGPROBS)

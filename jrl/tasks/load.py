@@ -194,7 +194,7 @@ class _Loader:
     def _add_rewards(
         self,
         prompts: Prompts,
-        own: CodeReference | None = None,
+        custom: CodeReference | None = None,
         definition: Any = None,
         verifier: Task | None = None,
     ) -> Rewarded:
@@ -208,9 +208,9 @@ class _Loader:
             texts = [text for text in settings.rewards if text != TASK_REWARD]
             codes = [parse_reference(text, self.code_path) for text in texts]
             rewards = []
-            for code in codes if own is None else [own, *codes]:
+            for code in codes if custom is None else [custom, *codes]:
                 reward = CustomReward(
-                    code, makes=code is own, seconds=settings.seconds, workers=self.workers
+                    code, makes=code is custom, seconds=settings.seconds, workers=self.workers
                 )
                 stack.callback(reward.close)
                 rewards.append(reward)

@@ -154,8 +154,10 @@ class Mixture:
         pairs = pair_completions(examples, completions)
         verdicts: dict[str, Iterator[Verdict]] = {}
         for name, task in self._tasks.items():
-            own = [pair for pair in pairs if pair[0].task == name]
-            verdicts[name] = iter(task.verify([e for e, _ in own], [c for _, c in own]))
+            rows = [pair for pair in pairs if pair[0].task == name]
+            verdicts[name] = iter(
+                task.verify([e for e, _ in task_pairs], [c for _, c in task_pairs])
+            )
         return [next(verdicts[example.task]) for example in examples]
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ import tokenizers
 from jrl.runs import records
 from jrl.text.chat import today, with_turn_end
 from jrl.text.checkpoint_files import chat_template_in, read_object, read_optional
-from jrl.text.located import SPAN_BEGIN, SPAN_END, TokenSpans, check_no_marks, special_pattern
+from jrl.text.located import SPAN_BEGIN, SPAN_END, TokenSpans, check_no_delimiters, special_pattern
 from jrl.text.tokenizer import Tokenizer, Usage, check_usage, usage_from
 
 BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -340,7 +340,7 @@ class EscapedTextTokenizer:
     def encode_spans(self, text: str, escape: str) -> TokenSpans:
         """The tokens, and their offsets in the text without escapes; refuses a spelled special
         token that the model has a token for."""
-        check_no_marks(text)
+        check_no_delimiters(text)
         segments, widths = list[str](), list[int]()
         for segment in re.split(f"({special_pattern(self._special)})", text):
             segments.append(self._names.get(segment, segment.replace(escape, "")))

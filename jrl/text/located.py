@@ -63,7 +63,7 @@ SPAN_BEGIN, SPAN_END = "\ufdd0", "\ufdd1"
 """Marks in a text that is written or read on the way; no text has them, they are no characters."""
 
 
-def check_no_marks(text: str) -> None:
+def check_no_delimiters(text: str) -> None:
     """Refuses a text that has `SPAN_BEGIN` or `SPAN_END`."""
     if SPAN_BEGIN in text or SPAN_END in text:
         raise ValueError("it has U+FDD0 or U+FDD1, which are no characters: leave them out")

@@ -27,7 +27,13 @@ from jrl.tasks import Example
 from jrl.tasks.data.chats import Chat
 from jrl.tasks.data.conversations import Conversation, content_of
 from jrl.text.chat import ChatTemplate, text_or_raise
-from jrl.text.located import SPAN_BEGIN, SPAN_END, TokenSpans, check_no_marks, escape_special_tokens
+from jrl.text.located import (
+    SPAN_BEGIN,
+    SPAN_END,
+    TokenSpans,
+    check_no_delimiters,
+    escape_special_tokens,
+)
 from jrl.text.prompt_format import NO_TOOLS, PromptFormat
 from jrl.text.tokenizer import Tokenizer
 
@@ -179,7 +185,7 @@ def _encode_with_template(
         format.add_defaults(chat.conversation), tokenizer.special_tokens
     )
     if template.has_generation_tags:
-        check_no_marks(escaped.texts)
+        check_no_delimiters(escaped.texts)
         text, spans = _locate_tagged_text(template, escaped.conversation)
     else:
         text, spans = _locate_assistant_text(template, escaped.conversation, last)

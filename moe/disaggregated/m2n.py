@@ -137,8 +137,8 @@ class Collective(Exchange):
         local_devices = [d for d in (*self._sources, *self._targets) if d.process_index == process]
         # An array over the union needs a buffer on each device, also on those that send nothing.
         zeros = {d: _zeros(message, d) for d in local_devices}
-        own = [{}] * len(self._targets) if arrays is None else map(_shards, arrays)
-        shards_to_send = [zeros | shard_of for shard_of in own]
+        local_shards = [{}] * len(self._targets) if arrays is None else map(_shards, arrays)
+        shards_to_send = [zeros | shard_of for shard_of in local_shards]
         ordering_tokens = _ordering_tokens(frozenset(local_devices))
         inputs = [
             _assemble([shard_of[d] for d in local_devices], num_devices, self._union)

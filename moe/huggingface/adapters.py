@@ -235,8 +235,8 @@ class _Order:
 
     def shapes_of(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Of PEFT's ``lora_A`` and ``lora_B`` where they have some rank."""
-        rows, own_rank = (self.experts or 1) * rank, (self.experts or 1) * self.a[-1]
-        return (rows, prod(self.a) // own_rank), (prod(self.b) // own_rank, rows)
+        rows, lora_rank = (self.experts or 1) * rank, (self.experts or 1) * self.a[-1]
+        return (rows, prod(self.a) // lora_rank), (prod(self.b) // lora_rank, rows)
 
     def to_theirs(self, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """``lora_A`` and ``lora_B``."""

@@ -183,8 +183,8 @@ def _stored_tensors(path: str, config: ModelConfig, family: Family) -> list[Stor
     if is_plain_dense or without_latent:
         names = COMMON_NAMES
     if path_in_layer.endswith(".gate_up") and path_in_layer not in names:
-        halves = (path.replace("gate_up", name) for name in GATE_AND_UP)
-        return [tensor for half in halves for tensor in _stored_tensors(half, config, family)]
+        half_paths = (path.replace("gate_up", name) for name in GATE_AND_UP)
+        return [tensor for half in half_paths for tensor in _stored_tensors(half, config, family)]
     tensor = names[path_in_layer]
     tensor = Stored(tensor) if isinstance(tensor, str) else tensor
     return [replace(tensor, name="model.layers.{layer}." + tensor.name)]

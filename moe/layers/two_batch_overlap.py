@@ -88,8 +88,8 @@ def restore_row_order(
     """
     if not packed.half_batches:
         return x
-    halves = zip(packed.half_batches, split_streams(x, packed, mesh), strict=True)
-    shards = [half.zigzag.split(gather_tokens(shard, mesh.tp)) for half, shard in halves]
+    half_batches = zip(packed.half_batches, split_streams(x, packed, mesh), strict=True)
+    shards = [half.zigzag.split(gather_tokens(shard, mesh.tp)) for half, shard in half_batches]
     sections = zip(*shards, strict=True)
     return local_shard(packed.zigzag.join(*map(jnp.concatenate, sections)), mesh.tp)
 

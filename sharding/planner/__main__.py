@@ -140,8 +140,8 @@ def program_of(args: argparse.Namespace, hardware: Hardware) -> tuple[Method, Sy
         )
     if name == "jrl":
         system, has_ragged = library_system(hardware), hardware.name not in (*TPUS, "laptop")
-        wires = [None if wire == "none" else wire for wire in args.activation_wire]
-        options["activation_wire"] = wires
+        dtypes = [None if dtype == "none" else dtype for dtype in args.activation_wire]
+        options["activation_wire"] = dtypes
         dispatch = ("ragged",) if has_ragged else ("all_gather", "all_to_all")
         method = Method(even=has_ragged, storage="bfloat16")
         return method, system, Choices(dispatch, storage=(method.storage,), **options)

@@ -149,8 +149,8 @@ class WorkerHost:
             worker = min(self._workers, key=lambda worker: len(worker.members))
             self._worker_of[conversation_id] = worker
             worker.members.add(conversation_id)
-        fields, said = as_json(dict(example.record)), list(messages)
-        question = {"conversation": conversation_id, "fields": fields, "said": said}
+        fields, history = as_json(dict(example.record)), list(messages)
+        question = {"conversation": conversation_id, "fields": fields, "said": history}
         return worker.submit(lambda: self._ask(worker, conversation_id, question))
 
     def end(self, conversation_id: int) -> None:

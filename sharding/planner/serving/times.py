@@ -75,7 +75,7 @@ def _roofline(
     tp: int,
     efficiency: float,
     matrices: int,
-    num_copies: int = 1,
+    num_reads: int = 1,
     cache: float = 0.0,
     num_sums: int = 1,
 ) -> Times:
@@ -86,7 +86,7 @@ def _roofline(
     latency = 2 * (tp - 1) * hardware.latency_inside
     return Times(
         products=2 * matrices / (tp * hardware.peak * efficiency),
-        weights=ITEMSIZE * matrices * num_copies / (tp * memory),
+        weights=ITEMSIZE * matrices * num_reads / (tp * memory),
         tokens=cache / memory + num_sums * sent / (hardware.inside * LINK_EFFICIENCY),
         constant=num_sums * latency,
     )
