@@ -155,9 +155,7 @@ class Mixture:
         verdicts: dict[str, Iterator[Verdict]] = {}
         for name, task in self._tasks.items():
             rows = [pair for pair in pairs if pair[0].task == name]
-            verdicts[name] = iter(
-                task.verify([e for e, _ in task_pairs], [c for _, c in task_pairs])
-            )
+            verdicts[name] = iter(task.verify([e for e, _ in rows], [c for _, c in rows]))
         return [next(verdicts[example.task]) for example in examples]
 
     def close(self) -> None:
