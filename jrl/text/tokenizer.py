@@ -9,7 +9,7 @@ import base64
 import io
 import json
 import re
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from itertools import groupby
@@ -18,9 +18,6 @@ from typing import Any, SupportsInt
 
 import numpy as np
 import sentencepiece
-from sentencepiece.sentencepiece_pb2 import (
-    SentencePieceText,  # pyright: ignore[reportAttributeAccessIssue]
-)
 
 from jrl.runs import records
 from jrl.text.located import TokenSpans, special_pattern
@@ -313,12 +310,7 @@ class Tokenizer:
     def _spans(self, text: str) -> list[tuple[int, int, int]]:
         """As `encode`, each id with its first character and the one behind its last."""
         self.encode(text)  # refuses what it does not know
-        # Its offsets are of bytes; the library's own conversion depends on its version.
-        sizes = [len(character.encode()) for character in text]
-        characters = [*np.repeat(np.arange(len(text)), sizes).tolist(), len(text)]
-        message = self._processor.encode(text, out_type="serialized_proto")
-        pieces = SentencePieceText.FromString(message).pieces
-        return [(each.id, characters[each.begin], characters[each.end]) for each in pieces]
+        return piece_spans(self._processor.encode(text, out_type="serialized_proto"), text)
 
     def _text(self, ids: list[int]) -> str:
         """The text of ids of which none is special."""
@@ -359,3 +351,56 @@ def _unusable_character(character: str) -> ValueError:
         f"characters has {character!r} (U+{ord(character):04X}), which SentencePiece uses itself "
         "or cannot keep: replace it in the data"
     )
+
+
+PIECES, ID, BEGIN, END = 2, 2, 4, 5
+"""Numbers of the fields: of the text, and of a piece."""
+VARINT, BYTES, FLOAT = 0, 2, 5
+"""Kinds of values on the wire."""
+
+
+def piece_spans(message: bytes, text: str) -> list[tuple[int, int, int]]:
+    """Id, first character and the one behind the last of each piece of a text, from the message
+    that SentencePiece serialises of it (`sentencepiece.proto`).
+
+    A text has pieces, a piece its id and the bytes of its start and end. The library's own objects
+    for it have changed their names between versions, and need protobuf; the message is the same in all.
+    """
+    sizes = [len(character.encode()) for character in text]
+    # The character of each byte, and the number of characters behind the last.
+    characters = [*np.repeat(np.arange(len(text)), sizes).tolist(), len(text)]
+    spans = []
+    for field, value in _message_fields(message):
+        if field == PIECES and isinstance(value, bytes):
+            piece = {name: x for name, x in _message_fields(value) if isinstance(x, int)}
+            begin, end = piece.get(BEGIN, 0), piece.get(END, 0)
+            spans.append((piece.get(ID, 0), characters[begin], characters[end]))
+    return spans
+
+
+def _message_fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Number and value of each field of a message."""
+    offset = 0
+    while offset < len(message):
+        key, offset = _varint(message, offset)
+        field, kind = key >> 3, key & 7
+        if kind == VARINT:
+            value, offset = _varint(message, offset)
+        elif kind == BYTES:
+            size, offset = _varint(message, offset)
+            value, offset = message[offset : offset + size], offset + size
+        else:
+            assert kind == FLOAT, f"kind {kind} is not a field type of a SentencePieceText"
+            value, offset = message[offset : offset + 4], offset + 4
+        yield field, value
+
+
+def _varint(message: bytes, offset: int) -> tuple[int, int]:
+    """A number, and the place behind it."""
+    value = shift = 0
+    while True:
+        byte = message[offset]
+        value |= (byte & 0x7F) << shift
+        offset, shift = offset + 1, shift + 7
+        if byte < 0x80:
+            return value, offset
