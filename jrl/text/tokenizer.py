@@ -364,7 +364,7 @@ def piece_spans(message: bytes, text: str) -> list[tuple[int, int, int]]:
     that SentencePiece serialises of it (`sentencepiece.proto`).
 
     A text has pieces, a piece its id and the bytes of its start and end. The library's own objects
-    for it have changed their names between versions, and need protobuf; the message is the same in all.
+    for it have changed their names between versions and need protobuf; the message is one.
     """
     sizes = [len(character.encode()) for character in text]
     # The character of each byte, and the number of characters behind the last.
