@@ -66,7 +66,9 @@ class Target:
         """Stores an array in the layout of `tiled`."""
         ref[...] = value
 
-    def full(self, shape: tuple[int, ...], value: float, dtype: DTypeLike = jnp.float32) -> Any:
+    def full(
+        self, shape: tuple[int, ...], value: float | int, dtype: DTypeLike = jnp.float32
+    ) -> Any:
         """An array of one number, in the layout of `tiled`, as those of the next three."""
         return self.tiled(jnp.full(shape, value, dtype))
 
