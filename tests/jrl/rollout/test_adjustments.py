@@ -175,6 +175,8 @@ def written(made, *requests):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", full_but(["dp1", "tp2 dp2 / ep2"], "dp1"))
 def test_rows_with_adjustments_run_beside_others(layout):
+    # Programs of earlier tests in this process would be found again, and not counted.
+    jax.clear_caches()
     made = engine(layout)
     plain = written(made, asked(0), asked(1, temperature=1.2), asked(2))
     before = mesh_backend.advance.cache_size()
