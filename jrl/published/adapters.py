@@ -79,9 +79,9 @@ def targets_from_modules(config: ModelConfig, names: Sequence[str]) -> tuple[str
             )
     named_modules = {module for parts in modules.values() for part in parts for module in part}
     for name in names:
-        is_ours = is_target(name) and any(each.startswith(name) for each in modules)
-        is_module = name == ALL_LINEAR or is_ours
-        if not is_module and not any(_is_meant(each, [name]) for each in named_modules):
+        is_weight = is_target(name) and any(weight.startswith(name) for weight in modules)
+        is_module = any(_is_meant(module, [name]) for module in named_modules)
+        if not (name == ALL_LINEAR or is_weight or is_module):
             available = sorted({module.rpartition(".")[2] for module in named_modules})
             fix = ",".join(available) if named_modules else ",".join(targets_of(config))
             raise ValueError(
