@@ -48,7 +48,7 @@ class Completion:
     @property
     def score(self) -> float:
         """Score of the verdict; 0 without one."""
-        # Unfinished responses get no reward from it (`jrl.trainer.prepare.add_verdicts`).
+        # Unfinished responses get no reward from it (`collect.add_verdicts`).
         return 0.0 if self.verdict is None else self.verdict.score
 
     @property

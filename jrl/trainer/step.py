@@ -1,49 +1,56 @@
-"""Training step: collects completions, prepares their batch and runs the optimizer steps.
-
-With asynchronous rollouts (`AsyncStep`) the sampler finishes the next batch while this one is
-trained on.
-"""
+"""Training step: collects completions, prepares their batch (rewards, log-probabilities, values,
+advantages, loss masks) and runs the optimizer steps."""
 
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jrl.losses import overlong_filter
 from jrl.processes.agreement import to_devices, to_host
 from jrl.processes.progress import phase, sign
-from jrl.recipes.base.batch import Batch, replicated, required, take_rows
-from jrl.recipes.base.recipe import Recipe
-from jrl.rollout.collection.async_collector import (
-    AsyncBuffer,
-    AsyncBufferSpec,
-    AsyncCollector,
-    AsyncRollouts,
-    check_staleness,
+from jrl.recipes.base.batch import (
+    Batch,
+    Targets,
+    replicated,
+    required,
+    responses_of,
+    take_rows,
 )
-from jrl.rollout.collection.collect import Collected, batch_from_host, collect
-from jrl.rollout.decoding.slots import SlotPool
+from jrl.recipes.base.mismatch import Corrected, Correction
+from jrl.recipes.base.recipe import Recipe
+from jrl.rollout.collection.collect import Collected, add_verdicts, collect
 from jrl.rollout.packing import MAX_ROWS_PER_BIN, clear_idle_rows, counts_of, pack_rows, plan
-from jrl.rollout.resharding import are_disjoint
-from jrl.rollout.sampler import Sampler, correct_of, scores_of, timed
+from jrl.rollout.sampler import Completion, Sampler, correct_of, scores_of, timed
+from jrl.trainer.adaptive_temperature import statistics_of_step, temperatures
+from jrl.trainer.async_step import AsyncStep
 from jrl.trainer.learner.learner import Learner
 from jrl.trainer.learner.networks import (
     CriticObjective,
     Network,
     Networks,
     PolicyObjective,
+    sampling_differences,
     statistics_of,
 )
-from jrl.trainer.prepare import mismatch_metrics, prepare, statistics_of_step, temperatures
-from jrl.trainer.scoring import logprobs_of
-from jrl.trainer.state import Randomness, TrainState
+from jrl.trainer.scoring import (
+    logprobs_and_choices_of,
+    logprobs_and_entropy_of,
+    logprobs_of,
+    packed_scores,
+    values_of,
+)
+from jrl.trainer.state import Randomness, TrainState, reference_of
 from jrl.trainer.summary import count_updates, describe, summarise
 from jrl.trainer.token_records import TokenLogConfig, TokenRecord, token_records
+from moe.config import ModelConfig
+from moe.weights import Transformer
 from sharding.sharded_jit import DeviceJit
 
 SAMPLES_TIMING = "timing_s/samples"
@@ -212,6 +219,195 @@ def _train_on_collected(
     return state, RolloutStepResult(metrics, nonfinite, collected, tokens)
 
 
+def prepare(
+    networks: Networks,
+    state: TrainState[Array],
+    completions: Sequence[Completion],
+    scores: np.ndarray,
+    batch: Batch[Array],
+    correct: np.ndarray | None = None,
+) -> tuple[Batch[Array], dict[str, float]]:
+    """Adds to the batch everything that is computed before the first update.
+
+    Advantages are computed before rejection; rejected tokens are then removed from the loss masks.
+
+    Args:
+      completions: the rows of `batch`.
+      scores: of their verdicts.
+      batch: as `collect` returns it, on the mesh of training.
+      correct: mask of the scores with full marks; None is those of 1.
+
+    Returns:
+      The batch, and metrics: the seconds of each phase and, where the trainer scores the
+      completions too, the mismatch between sampler and trainer.
+    """
+    recipe, seconds, rescored = networks.recipe, dict[str, float](), None
+    full = np.asarray(scores == 1.0) if correct is None else correct
+    length = networks.policy.objective.response_length
+    batch = add_verdicts(batch, completions, scores, full, recipe, length, networks.mesh)
+    # Forward passes with the weights before the first update: none is repeated per epoch.
+    if state.critic is not None:
+        assert networks.critic is not None
+        with timed("timing_s/values", seconds):
+            values = _compute_values(networks, networks.critic, state.critic.weights, batch)
+            batch = replace(batch, old_values=jax.block_until_ready(values))
+    if (reference := reference_of(networks, state)) is not None:
+        with timed("timing_s/ref", seconds):
+            # Another network with its own routing: nothing is replayed.
+            scored = _compute_logprobs(*reference, batch, replays=False)
+            batch = replace(batch, reference_logprobs=jax.block_until_ready(scored)[0])
+    if recipe.router_replay == "R3":
+        _check_recorded_choices(batch, networks.policy.config)
+    # The sampler's own log-probabilities are the old ones by default, which saves a pass.
+    if recipe.rescores:
+        with timed("timing_s/old_log_prob", seconds):
+            batch, rescored = _rescore(networks, state.policy.weights, batch)
+    with timed("timing_s/adv", seconds):
+        batch, metrics = _with_targets(recipe, batch, rescored)
+        jax.block_until_ready(batch)
+        metrics = {name: float(value) for name, value in to_host(metrics).items()}
+    return batch, metrics | seconds
+
+
+def _compute_values(
+    networks: Networks,
+    network: Network[CriticObjective],
+    critic: Transformer[Array],
+    batch: Batch[Array],
+) -> Array:
+    """Critic values of the window's tokens, for advantages, and of finished responses, for the
+    critic's loss."""
+    if not networks.packs:
+        return values_of(network.objective, critic, batch.tokens, batch.valid)
+    # A packed pass scores only tokens in the mask, so the critic's tokens are added to it.
+    if batch.finished is not None:
+        mask = batch.mask | (responses_of(batch) & batch.finished[:, None])
+        batch = replace(batch, mask=mask)
+    (values,) = packed_scores(network.objective, critic, batch, network.bins)
+    return values
+
+
+def _compute_logprobs(
+    networks: Networks, policy: Transformer[Array], batch: Batch[Array], replays: bool
+) -> tuple[Array, Array]:
+    objective = networks.policy.objective
+    replayed = objective.replayed(batch) if replays else None
+    # A packed pass replays all recorded expert ids: one that must not replay runs unpacked rows.
+    if networks.packs and (replays or objective.recipe.router_replay is None):
+        logprobs, sampled = packed_scores(objective, policy, batch, networks.policy.bins)
+        return logprobs, sampled
+    return logprobs_of(objective, policy, batch.tokens, batch.valid, replayed)
+
+
+def _check_recorded_choices(batch: Batch[Array], config: ModelConfig) -> None:
+    """Checks that the rollout recorded expert ids for all layers with experts."""
+    expected = (*batch.tokens.shape, config.num_expert_layers, config.experts_per_token)
+    recorded = None if batch.choices is None else batch.choices.shape
+    if recorded != expected:
+        raise ValueError(
+            "router_replay='R3' replays the experts that the sampler chose, "
+            f"{list(expected)} numbers (batch, time, layers with experts, experts per token), and "
+            f"the rollout gave {'none' if recorded is None else list(recorded)}: sample with an "
+            "engine that records them, or choose R2."
+        )
+
+
+def _rescore(
+    networks: Networks, policy: Transformer[Array], batch: Batch[Array]
+) -> tuple[Batch[Array], Array]:
+    """Scores the batch with the policy; returns the batch and the policy's log-probabilities. The
+    batch gets the policy's expert ids under R2, and its entropy for an adaptive temperature."""
+    objective, recipe = networks.policy.objective, networks.recipe
+    # R2 with an adaptive temperature takes two passes: the second, for the entropy, replays the
+    # expert ids of the first, as every update does.
+    if recipe.router_replay == "R2":
+        rescored, choices = jax.block_until_ready(
+            logprobs_and_choices_of(objective, policy, batch.tokens, batch.valid)
+        )
+        batch = replace(batch, choices=choices)
+        if recipe.temperature_rule is None:
+            return batch, rescored
+    if recipe.temperature_rule is None:
+        scored = _compute_logprobs(networks, policy, batch, replays=True)
+        return batch, jax.block_until_ready(scored)[0]
+    scored = logprobs_and_entropy_of(
+        objective, policy, batch.tokens, batch.valid, objective.replayed(batch)
+    )
+    rescored, entropy = jax.block_until_ready(scored)
+    return replace(batch, old_entropy=entropy), rescored
+
+
+@partial(DeviceJit, static_argnums=0)
+def targets_of(recipe: Recipe, batch: Batch[Array]) -> Targets[Array]:
+    """Recipe's advantages and returns over the whole batch."""
+    return recipe.targets(batch)
+
+
+correct_mismatch = DeviceJit(Correction.correct, static_argnums=0)
+"""Mismatch correction of a step's batch, `Correction.correct`, compiled."""
+
+
+@DeviceJit
+def mismatch_metrics(logprobs: Array, old_logprobs: Array, mask: Array) -> dict[str, Array]:
+    """Metrics of the mismatch between sampler and trainer, in the full policy of both."""
+    differences = sampling_differences(logprobs, old_logprobs, mask)
+    return {name: metric.value() for name, metric in differences.items()}
+
+
+def _with_targets(
+    recipe: Recipe, batch: Batch[Array], rescored: Array | None
+) -> tuple[Batch[Array], dict[str, Array]]:
+    """Adds the recipe's targets and the mismatch correction; returns the batch and metrics.
+
+    Args:
+      rescored: log-probabilities of the policy as recomputed by the trainer, None without.
+    """
+    # Both as returned by `collect`: the mask before tokens are removed, and the sampler's own
+    # log-probabilities, which the correction compares with even if the old ones are recomputed.
+    sampled_mask, sampler_logprobs = batch.mask, required(batch.old_logprobs)
+    if recipe.old_logprobs == "recompute":
+        batch = replace(batch, old_logprobs=required(rescored))
+    # Over the whole batch: baselines need their group, whitening needs every token.
+    targets = targets_of(recipe, batch)
+    # Rejection comes after the advantages, so that rejected samples are still part of baselines.
+    mask = sampled_mask if targets.mask is None else targets.mask
+    critic_mask = targets.critic_mask
+    if recipe.overlong_filter:
+        # Set before the filter: the critic is trained on truncated completions too.
+        critic_mask = mask if critic_mask is None and targets.returns is not None else critic_mask
+        mask = overlong_filter(mask, required(batch.truncated))
+    correction = Corrected(mask, None, {})
+    if rescored is not None or recipe.correction.on:
+        # Compared in the full policy: neither top-k and top-p nor an adaptive temperature is a
+        # mismatch. The correction chooses the denominator of the weights.
+        correction = correct_mismatch(
+            recipe.correction,
+            rescored,
+            sampler_logprobs,
+            mask,
+            old_logprobs=required(batch.old_logprobs),
+            behaviour_logprobs=required(batch.behaviour_logprobs),
+        )
+    if critic_mask is not None:
+        # Rejected tokens are removed for both networks.
+        # Tokens outside of `mask` (truncated, or of earlier windows) were not candidates for
+        # rejection, so they stay in the critic's mask.
+        critic_mask = critic_mask & (correction.mask | ~mask)
+    metrics = correction.metrics
+    if recipe.temperature_rule is not None:
+        # Updates compute no log-probabilities at an adaptive temperature (`PolicyObjective`).
+        metrics = metrics | mismatch_metrics(required(rescored), sampler_logprobs, sampled_mask)
+    batch = replace(
+        batch,
+        mask=correction.mask,
+        advantages=targets.advantages,
+        returns=targets.returns,
+        critic_mask=critic_mask,
+        importance_weights=correction.importance_weights,
+    )
+    return batch, metrics
+
+
 def train_on_batch(
     networks: Networks, state: TrainState[Array], batch: Batch[Array], randomness: Randomness
 ) -> tuple[TrainState[Array], list[dict[str, dict[str, Any]]], list[NonFinite], dict[str, float]]:
@@ -346,130 +542,3 @@ def sampling_difference(
 def _mismatch_of(logprobs: Array, sampled: Array, mask: Array) -> dict[str, Any]:
     """Mismatch metrics of two log-probabilities, and true if any token is in the mask."""
     return {"differences": mismatch_metrics(logprobs, sampled, mask), "any_token": jnp.any(mask)}
-
-
-class AsyncResult(NamedTuple):
-    """Result of asynchronous sampling, stored in the state for the next step.
-
-    Attributes:
-      buffer, pool: of the state.
-      seconds: spent in sampling.
-    """
-
-    buffer: AsyncBuffer[Array]
-    pool: SlotPool[Array] | None
-    seconds: dict[str, float]
-
-
-class AsyncStep:
-    """Completions of a step, which are available, and sampling of the next batch.
-
-    On separate devices the sampler runs concurrently with the updates, else before them, with the
-    same weights and so with the same result.
-
-    Args:
-      sampler: its engine gets the weights; no request is in flight in it.
-      networks: that are about to be updated.
-      state: before the step.
-    """
-
-    def __init__(self, sampler: Sampler, networks: Networks, state: TrainState[Array]):
-        self._sampler, self._networks = sampler, networks
-        self._seconds = {"timing_s/gen": 0.0, "timing_s/reward": 0.0}
-        version = int(state.step)
-        self._before = sampler.engine.usage.copy()
-        # Reset to the state of a new engine, which it is after a restart.
-        sampler.engine.release()
-        sampler.engine.load(state.policy.weights, version, state.entropy_statistics)
-        if state.pool is not None:
-            sampler.engine.give_pool(state.pool)
-        # Read back from the state even where this process sampled it: a resumed run takes the same
-        # path.
-        spec = networks.ahead_spec
-        assert spec is not None and state.ahead is not None
-        self._spec: AsyncBufferSpec = spec
-        async_batch = spec.unpack(to_host(state.ahead), sampler)
-        # In the first step nothing was sampled ahead: it samples its own batch first.
-        if async_batch is None:
-            async_batch = self._draw(int(state.prompts_seen))
-        staleness = check_staleness(async_batch.ready, version, spec.batches)
-        self._async_batch = async_batch
-        self._metrics = {
-            "staleness/mean": float(staleness.mean()),
-            "staleness/max": float(staleness.max()),
-        }
-
-    def collected(self) -> Collected:
-        """Training batch of the step."""
-        async_batch, networks, sampler = self._async_batch, self._networks, self._sampler
-        batch = batch_from_host(
-            [completion.trajectory for completion in async_batch.ready],
-            async_batch.counts,
-            networks.mesh,
-            sampler.prompt_length,
-            sampler.response_length,
-            sampler.format.tokenizer.pad_id,
-            networks.policy.config.num_experts,
-        )
-        metrics = async_batch.metrics | self._metrics
-        # No times: the batch was sampled in the step before. Those of this step are in
-        # `AsyncResult`.
-        return Collected(async_batch.ready, batch, async_batch.prompts_seen, None, metrics, {})
-
-    @contextmanager
-    def sampling(self) -> Iterator[Callable[[], AsyncResult]]:
-        """Context manager around the updates of the step, which samples ahead.
-
-        Yields:
-          A function that returns the sampled rows after the step; it waits for the sampler, as the
-          end of the block does.
-        """
-        async_batch, engine = self._async_batch, self._sampler.engine
-
-        def draw() -> AsyncRollouts:
-            return self._draw(async_batch.prompts_seen, async_batch)
-
-        if not are_disjoint(self._networks.mesh, engine.mesh):
-            # Sampled with the weights before this step's updates, as in the concurrent case: the
-            # same rows either way.
-            stored = self._store(draw(), 0.0)
-            engine.release()  # memory for the updates
-            yield lambda: stored
-            return
-        # The executor is joined at the end of the block, so a failing step leaves no thread behind.
-        # One thread, as the engine's slots are changed by one call at a time.
-        with ThreadPoolExecutor(1, "jrl rollout") as thread:
-            future = thread.submit(draw)
-
-            def wait_for_sampler() -> AsyncResult:
-                begin = time.perf_counter()
-                with phase("rollout"):
-                    after = future.result()
-                return self._store(after, time.perf_counter() - begin)
-
-            yield wait_for_sampler
-
-    def _draw(self, first: int, previous: AsyncRollouts | None = None) -> AsyncRollouts:
-        collector = AsyncCollector(
-            self._sampler,
-            self._networks.recipe,
-            batches=self._spec.batches,
-            first=first,
-            keep_pool=self._networks.pool_spec is not None,
-            seconds=self._seconds,
-        )
-        with phase("rollout"):
-            return collector.collect_batch([] if previous is None else previous.pending)
-
-    def _store(self, async_batch: AsyncRollouts, waited: float) -> AsyncResult:
-        seconds = self._seconds | {
-            "timing_s/wait_for_rollout": waited,
-            **self._sampler.engine.usage.since(self._before).metrics(),
-        }
-        buffer = to_devices(self._spec.pack(async_batch), replicated(self._networks.mesh))
-        # Removed from the engine: the slots are part of the state for a checkpoint, and the next
-        # step gives them back.
-        keeps_pool = self._networks.pool_spec is not None
-        return AsyncResult(
-            buffer, self._sampler.engine.take_pool() if keeps_pool else None, seconds
-        )

@@ -23,7 +23,7 @@ WITHOUT_COLLECTIVES = {
     # Elementwise, or each row by itself.
     "jrl/trainer/evaluation/evaluate.py": {"_rewards"},
     "jrl/trainer/learner/learner.py": {"_copy_leaves"},
-    "jrl/trainer/prepare.py": {"_clear_unfinished"},
+    "jrl/rollout/collection/collect.py": {"_clear_unfinished"},
     "jrl/rollout/packing.py": {"clear_idle_rows", "_counts", "_mask_empty_slots"},
     "jrl/rollout/decoding/slots.py": {"halt", "_resize", "recent_tokens", "_compiled_zeros"},
     "jrl/rollout/decoding/packed_prefill.py": {"copy_to_cache"},

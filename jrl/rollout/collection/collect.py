@@ -3,7 +3,7 @@ recipe, filtered by dynamic sampling or continued for a window."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -20,7 +20,13 @@ from jrl.rollout.collection.dynamic_sampling import DynamicSampler
 from jrl.rollout.collection.windows import Unfinished, sample_windows
 from jrl.rollout.decoding.requests import Trajectory, move_to_host
 from jrl.rollout.decoding.slots import TokenRows
-from jrl.rollout.sampler import Completion, Sampler, sort_completions
+from jrl.rollout.sampler import (
+    Completion,
+    Sampler,
+    lengths_of,
+    sampled_lengths_of,
+    sort_completions,
+)
 from jrl.rollout.sampling import Sampling
 from jrl.tasks import REASONS
 from sharding.folding import FoldedMesh
@@ -306,6 +312,64 @@ def _as_batch(
         finished=row_fields["finished"] if layout.windows else None,
         choices=None if choices is None else align(choices, valid, layout.no_expert),
     )
+
+
+def add_verdicts(
+    batch: Batch[Array],
+    completions: Sequence[Completion],
+    scores: np.ndarray,
+    correct: np.ndarray,
+    recipe: Recipe,
+    response_length: int,
+    mesh: FoldedMesh,
+) -> Batch[Array]:
+    """Adds results of the verifier to the batch: rewards, correct, groups and lengths.
+
+    Args:
+      completions: the rows of `batch`.
+      scores: of their verdicts.
+      correct: mask of the scores with full marks.
+      response_length: maximum tokens of a response.
+      mesh: of training.
+    """
+    lengths = lengths_of(completions)
+    before_end = sum_earlier_turn_rewards(completions, batch)
+    # Rewards of turns before the last are not transformed: the recipe's `rewards` applies to the
+    # end.
+    final = jnp.asarray(scores if before_end is None else scores - before_end)
+    rewards = recipe.rewards(final, jnp.asarray(lengths), response_length)
+    verdicts = {
+        "rewards": rewards if before_end is None else rewards + before_end,
+        "correct": correct,
+        "groups": groups_of(completions),
+        "lengths": sampled_lengths_of(completions),
+    }
+    batch = replace(batch, **to_devices(verdicts, over_rows(mesh)))
+    return batch if batch.finished is None else _clear_unfinished(batch, batch.finished)
+
+
+def sum_earlier_turn_rewards(
+    completions: Sequence[Completion], batch: Batch[Array]
+) -> np.ndarray | None:
+    """Sum of the rewards of turns before the last, ``[completions]``; None where the batch has
+    none."""
+    if batch.turn_rewards is None:
+        return None
+    conversations = [completion.trajectory.request.conversation for completion in completions]
+    earlier_rewards = [
+        () if conversation is None else conversation.rewards_before_end
+        for conversation in conversations
+    ]
+    return np.array(
+        [sum(reward for _, reward in row_rewards) for row_rewards in earlier_rewards], np.float32
+    )
+
+
+@jax.jit
+def _clear_unfinished(batch: Batch[Array], finished: Array) -> Batch[Array]:
+    """Sets the rewards of unfinished responses to 0, as they were not verified."""
+    rewards = jnp.where(finished, required(batch.rewards), 0.0)
+    return replace(batch, rewards=rewards, correct=required(batch.correct) & finished)
 
 
 def select_completions(

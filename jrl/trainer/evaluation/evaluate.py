@@ -17,7 +17,7 @@ from jrl.losses import pass_at_k
 from jrl.processes.agreement import to_host
 from jrl.recipes.base.batch import per_turn_rewards
 from jrl.report.critic import CriticRollout
-from jrl.rollout.collection.collect import batch_of_completions, groups_of
+from jrl.rollout.collection.collect import add_verdicts, batch_of_completions, groups_of
 from jrl.rollout.decoding.slots import ranks
 from jrl.rollout.sampler import (
     Completion,
@@ -32,7 +32,6 @@ from jrl.rollout.sampling import GREEDY, Sampling
 from jrl.tasks import REASONS, Example, Task
 from jrl.text.prompt_format import PromptFormat
 from jrl.trainer.learner.networks import CriticObjective, Network
-from jrl.trainer.prepare import add_verdicts
 from jrl.trainer.scoring import values_of
 from jrl.trainer.summary import conversation_metrics, reward_means, task_metrics
 from moe.weights import Transformer
@@ -254,7 +253,15 @@ def evaluate_critic(
         rows = pad_with_repeats(completions, size * k)
         all_rows = np.ones(len(rows), bool)
         batch = batch_of_completions(sampler, rows, all_rows, network.mesh)
-        batch = add_verdicts(objective, rows, scores_of(rows), correct_of(rows), batch)
+        batch = add_verdicts(
+            batch,
+            rows,
+            scores_of(rows),
+            correct_of(rows),
+            recipe,
+            objective.response_length,
+            network.mesh,
+        )
         values = values_of(objective, critic, batch.tokens, batch.valid)
         # The critic was trained to predict rewards of the recipe, not scores.
         arrays = to_host((values, _rewards(batch), batch.mask, batch.lengths))

@@ -15,9 +15,9 @@ from jrl.recipes.base.batch import over_rows
 from jrl.rollout.sampler import scores_of
 from jrl.text.tokenizer import Tokenizer
 from jrl.trainer.learner.update import update
-from jrl.trainer.prepare import prepare
 from jrl.trainer.scoring import logprobs_of
 from jrl.trainer.state import init_state
+from jrl.trainer.step import prepare
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from three_updates import FAST_COMPILE, random_weights
 from jrl.recipes import Batch
 from jrl.rollout.packing import PackedSizes, clear_idle_rows, counts_of, pack_rows, plan
 from jrl.trainer.learner.update import update
-from jrl.trainer.prepare import targets_of
+from jrl.trainer.step import targets_of
 from moe.config import ModelConfig
 
 ROWS, PROMPT_LENGTH, RESPONSE_LENGTH, WINDOW = 8, 16, 48, 16

@@ -34,10 +34,9 @@ from jrl.rollout.packing import (
 )
 from jrl.trainer.learner.networks import CriticObjective, PolicyObjective
 from jrl.trainer.learner.update import Max
-from jrl.trainer.prepare import targets_of
 from jrl.trainer.scoring import logprobs_of, packed_scores, values_of
 from jrl.trainer.state import init_state
-from jrl.trainer.step import mini_batches, train_on_batch
+from jrl.trainer.step import mini_batches, targets_of, train_on_batch
 from moe.execution import Execution
 from sharding.folding import Layout, fold_abstract
 

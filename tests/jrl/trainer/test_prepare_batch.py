@@ -15,8 +15,8 @@ from jrl.report.metrics import check_defined
 from jrl.rollout.collection.collect import collect
 from jrl.rollout.sampler import Completion, scores_of
 from jrl.tasks import Verdict
-from jrl.trainer import prepare as preparing
-from jrl.trainer.prepare import prepare
+from jrl.trainer import step as preparing
+from jrl.trainer.step import prepare
 
 
 def state_of(setup):

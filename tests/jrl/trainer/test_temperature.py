@@ -20,7 +20,7 @@ from jrl.losses import EntropyStatistics, entropy_statistics
 from jrl.report.metrics import check_defined, without_timings
 from jrl.runs.checkpoints import Checkpoints
 from jrl.trainer import step as stepping
-from jrl.trainer.prepare import statistics_of_step
+from jrl.trainer.adaptive_temperature import statistics_of_step
 from jrl.trainer.scoring import logprobs_and_entropy_of
 from jrl.trainer.state import restore, save
 from jrl.trainer.step import sampling_difference

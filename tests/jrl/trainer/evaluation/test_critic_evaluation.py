@@ -12,8 +12,8 @@ from jrl.rollout.collection.collect import batch_from_host, groups_of, sampling_
 from jrl.rollout.decoding.requests import move_to_host
 from jrl.rollout.sampler import numbered_heldout, scores_of
 from jrl.trainer.evaluation.evaluate import evaluate_critic, heldout_examples
-from jrl.trainer.prepare import prepare
 from jrl.trainer.state import init_state
+from jrl.trainer.step import prepare
 
 PROMPTS, K = 4, 2
 
