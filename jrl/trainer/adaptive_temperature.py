@@ -23,8 +23,8 @@ def statistics_of_step(
     networks: Networks,
     batch: Batch[Array],
     sampled: Array,
-    before: EntropyStatistics[Array] | None,
-) -> EntropyStatistics[Array] | None:
+    before: EntropyStatistics[Array],
+) -> EntropyStatistics[Array]:
     """Recipe's entropy statistics of a step, replicated on every device; those of the step `before`
     where no token is in the mask.
 
@@ -32,8 +32,6 @@ def statistics_of_step(
       batch: as `jrl.trainer.step.prepare` returns it.
       sampled: ``[batch, time]`` the mask before anything was rejected.
     """
-    if before is None:
-        return None
     return _statistics(networks.recipe, replicated(networks.mesh))(
         replace(batch, mask=sampled), before
     )

@@ -164,20 +164,19 @@ def _train_on_collected(
             networks, state, completions, scores, collected.batch, correct
         )
     sampled, sampling = collected.batch.mask, networks.policy.objective.sampling
-    # Over all sampled tokens: `prepare` may have removed tokens from the mask of `batch`.
-    if state.entropy_statistics is not None:
-        temperature_metrics = to_host(
-            temperatures(sampling, batch, sampled, state.entropy_statistics)
-        )
+    statistics = state.entropy_statistics
+    if statistics is not None:
+        # Over all sampled tokens: `prepare` may have removed tokens from the mask of `batch`.
+        temperature_metrics = to_host(temperatures(sampling, batch, sampled, statistics))
         prepare_metrics |= {name: float(value) for name, value in temperature_metrics.items()}
+        # With the policy that sampled: before the updates, for the sampler of the next step.
+        statistics = statistics_of_step(networks, batch, sampled, statistics)
     tokens = dict[int, TokenRecord]()
     if token_log is not None:
         # Scored before the updates, which donate the buffers of these weights.
         policy = state.policy.weights
         with timed(SAMPLES_TIMING, prepare_metrics):
             tokens = token_records(networks, policy, completions, collected.batch, batch, token_log)
-    # With the policy that sampled: before the updates, for the sampler of the next step.
-    statistics = statistics_of_step(networks, batch, sampled, state.entropy_statistics)
     with phase("update"):
         state, history, nonfinite, seconds = train_on_batch(networks, state, batch, randomness)
     state = replace(

@@ -109,8 +109,6 @@ def test_a_step_is_sampled_by_the_entropies_of_the_step_before(tmp_path, monkeyp
 def test_other_recipes_keep_nothing():
     setup = small_setup(small_recipe("dapo"))
     assert fresh_state(setup, fresh_weights(setup)).entropy_statistics is None
-    batch = small_batch(setup)
-    assert statistics_of_step(setup.networks, batch, batch.mask, None) is None
 
 
 def test_a_step_without_a_token_that_counts_leaves_what_was_kept():
