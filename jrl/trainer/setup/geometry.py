@@ -1,5 +1,6 @@
 """Batch geometry of a run: the sharding of rows and tokens over devices, and its divisibility."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from jrl.recipes.base.hyperparameters import MICRO_BATCH, near_divisors
@@ -114,7 +115,11 @@ class Geometry:
         divides."""
         if self.recipe.micro_batch is not None:
             return self
-        for size in near_divisors(self.recipe.mini_batch_size, MICRO_BATCH):
+        return self.with_first_valid(near_divisors(self.recipe.mini_batch_size, MICRO_BATCH))
+
+    def with_first_valid(self, micro_batches: Iterable[int]) -> "Geometry":
+        """Copy with the first of the micro-batches that divides over the devices, if any does."""
+        for size in micro_batches:
             candidate = replace(self, recipe=replace(self.recipe, micro_batch=size))
             try:
                 candidate.check()
