@@ -78,6 +78,11 @@ class Geometry:
 
         return num_units, (tokens(-(-num_units // 2)), tokens(num_units // 2))
 
+    @property
+    def slots_unit(self) -> int:
+        """Number that divides all numbers of slots: ranks, and micro-batches of each."""
+        return ranks(self.rollout_mesh) * self.rollout_micro_batches
+
     def slots(self, requested: int | None) -> int:
         """Number of decoding slots.
 
@@ -87,8 +92,7 @@ class Geometry:
         Raises:
           ValueError: for a number that does not divide over the devices.
         """
-        # Rows must divide over the ranks, and over the micro-batches of each.
-        unit = ranks(self.rollout_mesh) * self.rollout_micro_batches
+        unit = self.slots_unit
         # Rounded up, so that a few slots may stay empty: ranks must have equally many.
         if requested is None:
             return -(-min(self.recipe.rows_decoded, MAX_SLOTS) // unit) * unit
