@@ -111,10 +111,8 @@ def chat_rows(
         if encoded_chat is not None:
             encoded[chat.index] = encoded_chat
     dropped = chats.leave_out(lambda chat: chat.index in encoded)
-    chats.answer_with(
-        {chat_id: _turn_text(format, encoded_chat) for chat_id, encoded_chat in encoded.items()}
-    )
-    longest = max(len(encoded_chat.ids) for encoded_chat in encoded.values())
+    chats.answer_with({chat_id: _turn_text(format, chat) for chat_id, chat in encoded.items()})
+    longest = max(len(chat.ids) for chat in encoded.values())
     before, after = _round_up_positions(1, mesh), _round_up_positions(longest - 1, mesh)
     return ChatRows(encoded, before, after, dropped, truncated)
 
@@ -152,10 +150,10 @@ def sampled_lengths(
       ValueError: for a request of less than one token.
     """
     heldout = [chats.heldout(index) for index in range(chats.heldout_size or 0)]
-    heldout_chats = [rows.encoded[chat.index] for chat in heldout]
-    prompt_length = max(encoded_chat.context for encoded_chat in heldout_chats)
+    encoded_chats = [rows.encoded[chat.index] for chat in heldout]
+    prompt_length = max(chat.context for chat in encoded_chats)
     if requested is None:
-        longest = max(encoded_chat.turn_length for encoded_chat in heldout_chats)
+        longest = max(chat.turn_length for chat in encoded_chats)
         requested = longest + max(-(-longest // 4), EXTRA_TOKENS)
         if model.max_positions is not None:
             # The longest turn fits behind its own prompt, which is mostly not the longest one.

@@ -73,8 +73,9 @@ class Geometry:
         num_units = self.rows // layout.group_size
 
         def tokens(prompts: int) -> int:
-            sections = layout.sections(prompts * layout.group_size, self.response_length)
-            return sum(map(self._tokens, sections))
+            return self.num_tokens(
+                *layout.sections(prompts * layout.group_size, self.response_length)
+            )
 
         return num_units, (tokens(-(-num_units // 2)), tokens(num_units // 2))
 
@@ -110,7 +111,7 @@ class Geometry:
         lengths = self.prompt_length, self.response_length
         rows = -(-requested // dp)
         # Tokens divide at the latest when the rows of a rank do.
-        while any(self._tokens((rows, time)) % ranks for time in lengths):
+        while any(self.num_tokens((rows, time)) % ranks for time in lengths):
             rows += 1
         return rows * dp
 
@@ -139,8 +140,8 @@ class Geometry:
           ValueError: naming the size that does not.
         """
         recipe, dp = self.recipe, self.mesh.size(self.mesh.dp)
-        name = "batch" if recipe.supervised else "mini_batch"
-        sizes = {name: recipe.mini_batch_size, "micro_batch": recipe.micro_batch_size}
+        mini_batch = "batch" if recipe.supervised else "mini_batch"
+        sizes = {mini_batch: recipe.mini_batch_size, "micro_batch": recipe.micro_batch_size}
         for name, size in sizes.items():
             if size % dp:
                 raise ValueError(
@@ -149,10 +150,8 @@ class Geometry:
                 )
         ranks = self.mesh.size(self.mesh.sequence)
         sections = self.prompt_layout.sections(self.rows, self.response_length)
-        for name, num_tokens in zip(
-            ("prompts", "responses"), map(self._tokens, sections), strict=True
-        ):
-            if num_tokens % ranks:
+        for name, section in zip(("prompts", "responses"), sections, strict=True):
+            if (num_tokens := self.num_tokens(section)) % ranks:
                 raise ValueError(
                     f"the {name} of a micro_batch have {num_tokens} tokens per data-parallel rank, "
                     f"which do not divide over cp x tp = {ranks}: choose prompts and micro_batch, "
@@ -160,6 +159,7 @@ class Geometry:
                     f"{self.response_length}, in multiples of {ranks}."
                 )
 
-    def _tokens(self, section: tuple[int, int]) -> int:
-        """Number of tokens of a section, with the padding of context parallelism."""
-        return ZigzagLayout((section,), self.mesh.size(self.mesh.cp)).num_tokens
+    def num_tokens(self, *sections: tuple[int, int]) -> int:
+        """Number of tokens of sections ``(rows, length)``, with the padding of context
+        parallelism."""
+        return ZigzagLayout(sections, self.mesh.size(self.mesh.cp)).num_tokens

@@ -23,7 +23,6 @@ from moe.cache import cache_columns, kernel_bytes
 from moe.config import ModelConfig
 from moe.disaggregated.weights import side_bytes
 from moe.layers.depth import map_layer_groups
-from moe.ops.zigzag import ZigzagLayout
 from moe.router.routing import choices_dtype
 from moe.weights import Transformer, cast_shapes, shapes, table, without_layers
 from sharding.folding import FoldedMesh
@@ -293,7 +292,7 @@ def logits_bytes(model: ModelConfig, geometry: Geometry, rows: int) -> int:
     mesh, vocab_size = geometry.mesh, model.vocab_size
     # Of responses only: states before prompt tokens never reach the LM head.
     section = -(-rows // mesh.size(mesh.dp)), geometry.response_length
-    tokens = ZigzagLayout((section,), mesh.size(mesh.cp)).num_tokens // mesh.size(mesh.cp)
+    tokens = geometry.num_tokens(section) // mesh.size(mesh.cp)
     width, chunk = -(-vocab_size // mesh.size(mesh.tp)), model.execution.vocab_chunk
     num_logits = tokens * (width if chunk is None else min(chunk, width))
     # Top-k and top-p need all logits of a row: rows are sharded over tp instead of the vocabulary.
@@ -313,7 +312,7 @@ def stage_input_bytes(model: ModelConfig, geometry: Geometry) -> int:
     flight."""
     mesh = geometry.mesh
     sections = geometry.prompt_layout.sections(geometry.rows, geometry.response_length)
-    tokens = ZigzagLayout(sections, mesh.size(mesh.cp)).num_tokens // mesh.size(mesh.sequence)
+    tokens = geometry.num_tokens(*sections) // mesh.size(mesh.sequence)
     schedule = Schedule(mesh.layout.pp, geometry.num_micro_batches, mesh.layout.vpp)
     # Slot indices start at 0.
     chunks = 1 + max(map(max, schedule.slots()))

@@ -91,6 +91,9 @@ def method_of(config: ModelConfig, mesh: FoldedMesh, batch: Batch, run: RunConfi
     """Planner's execution settings: those of the network, and the run's dtypes of gradients and
     moments."""
     execution = config.execution
+    server_devices = execution.server_devices
+    if server_devices is None and execution.dispatch in TWO_LEVELS:
+        server_devices = hardware_of(mesh).domain
     return Method(
         # None where no token is dispatched.
         dispatch=execution.dispatch or "all_gather",
@@ -109,16 +112,8 @@ def method_of(config: ModelConfig, mesh: FoldedMesh, batch: Batch, run: RunConfi
         mu_dtype=run.mu_dtype,
         attention=attention_of(config, mesh, batch),
         duplicates_experts=mesh.platform == "cpu",
-        server_devices=server_devices_of(config, mesh),
+        server_devices=server_devices,
     )
-
-
-def server_devices_of(config: ModelConfig, mesh: FoldedMesh) -> int | None:
-    """Devices of a server for `Method.server_devices`: those of the run, or of the hardware."""
-    execution = config.execution
-    if execution.dispatch not in TWO_LEVELS or execution.server_devices is not None:
-        return execution.server_devices
-    return hardware_of(mesh).domain
 
 
 def attention_of(config: ModelConfig, mesh: FoldedMesh, batch: Batch) -> str | None:
@@ -200,12 +195,11 @@ def choose_layout(setup: Setup, recipe: Recipe, num_devices: int) -> tuple[Layou
         if num_bytes > budget:
             too_large[option.layout] = num_bytes
             continue
+        skipped = f" but {rank}, which need too much memory" if too_large else ""
         reason_line = (
             f"layout auto: {option.layout}, by the planner the fastest of {len(options)} layouts"
-        )
-        reason_line += f" but {rank}, which need too much memory" if too_large else ""
-        reason_line += (
-            f"; {num_bytes / 1e9:.3g} GB of {budget / 1e9:.3g} on each {hardware.name} device"
+            f"{skipped}; {num_bytes / 1e9:.3g} GB of {budget / 1e9:.3g} on each {hardware.name} "
+            "device"
         )
         if rank + 1 < len(options):
             next_option = options[rank + 1]
