@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
-import jax
 from jaxtyping import Array
 
 from jrl.checks import flag
@@ -28,7 +27,7 @@ from jrl.text.load import load_tokenizer
 from jrl.text.prompt_format import PromptFormat, prompt_format
 from jrl.trainer.evaluation.saved_policy import load_model, load_policy_of, load_published
 from jrl.trainer.learner.learner import weights_of
-from jrl.trainer.setup.network import check_supported, network_of
+from jrl.trainer.setup.network import check_supported, first_devices, network_of
 from moe.config import PRESETS, ModelConfig
 from moe.disaggregated.split import Split, SplitMesh, devices_of, fold_split
 from moe.disaggregated.weights import check_splits
@@ -87,7 +86,7 @@ def parse_device_split(
             "leave out --layout."
         )
     settings = requested
-    if requested.split is None and layout is None and run.rollout_split is not None:
+    if requested.split is None and layout is None:
         settings = requested.with_defaults_from(run)
     if settings.split is None:
         for name in ("micro_batches", "expert_slots", "replan"):
@@ -97,18 +96,12 @@ def parse_device_split(
                     f'for example "tp1 dp2 / ep2", or leave out {flag(name)}.'
                 )
         return None
-    split, devices = Split.parse(settings.split), jax.devices()
-    needed = split.num_devices
-    if len(devices) < needed:
-        raise ValueError(
-            f"split={settings.split!r} needs {needed} devices and there are {len(devices)}: give "
-            f"--layout dp1 to serve on one mesh, or --devices {needed} to have as many fake ones "
-            "on a CPU."
-        )
+    split, user = Split.parse(settings.split), f"split={settings.split!r}"
+    advice = "give --layout dp1 to serve on one mesh"
+    mesh = fold_split(split, first_devices(split.num_devices, user, advice))
     micro_batches = settings.micro_batches
     if micro_batches is None:
         micro_batches = RunConfig.rollout_micro_batches
-    mesh = fold_split(split, devices[:needed])
     return DeviceSplit(mesh, micro_batches, settings.expert_slots, settings.replan)
 
 
@@ -286,13 +279,8 @@ def _mesh(model: ModelConfig, text: str, device_split: DeviceSplit | None) -> Fo
         check_splits(model, groups, first_placement(model, groups, device_split.expert_slots))
         mesh = device_split.loading_mesh(model)
     else:
-        layout, devices = Layout.parse(text), jax.devices()
-        if len(devices) < layout.num_devices:
-            raise ValueError(
-                f"layout {text!r} needs {layout.num_devices} devices and there are {len(devices)}: "
-                f"give --layout dp1, or --devices {layout.num_devices} to have as many fake ones "
-                "on a CPU."
-            )
-        mesh = rollout_mesh(text, fold(layout, devices[: layout.num_devices]))
+        layout = Layout.parse(text)
+        devices = first_devices(layout.num_devices, f"layout {text!r}", "give --layout dp1")
+        mesh = rollout_mesh(text, fold(layout, devices))
     check_supported(model, mesh)
     return mesh

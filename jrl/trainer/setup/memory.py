@@ -4,6 +4,7 @@ update and of sampling that follow from sizes only; and the slots of an evaluati
 import math
 import os
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -284,11 +285,7 @@ def _state_bytes(model: ModelConfig, tp: int, itemsize: int) -> int:
 
 
 def logits_bytes(model: ModelConfig, geometry: Geometry, rows: int) -> int:
-    """Bytes of the float32 logits on one device while `rows` responses are scored in one pass.
-
-    They are those of a vocabulary chunk or, for top-k and top-p, those of the whole vocabulary for
-    this device's tokens.
-    """
+    """Bytes of the float32 logits on one device while `rows` responses are scored in one pass."""
     mesh, vocab_size = geometry.mesh, model.vocab_size
     # Of responses only: states before prompt tokens never reach the LM head.
     section = -(-rows // mesh.size(mesh.dp)), geometry.response_length
@@ -342,26 +339,23 @@ def evaluation_slots(setup: Setup, rows: int) -> tuple[int, str]:
     mesh, requested = setup.rollout_mesh, setup.run.slots
     unit, total = setup.geometry.slots_unit, device_memory(mesh)
     row_length = setup.prompt_length + setup.response_length
-
-    def cache_bytes_of(slots: int) -> int:
-        return cache_bytes(setup.model.without_adapters(), mesh, slots, row_length)
-
+    cache_bytes_of = partial(
+        cache_bytes, setup.model.without_adapters(), mesh, row_length=row_length
+    )
     if requested is None:
-        budget = _budget(setup, total)
         # Rounded up: a few slots may stay empty, and each rank has at least one.
         needed = -(-min(rows, MAX_SLOTS) // unit) * unit
-        fitting = unit * max(1, budget // cache_bytes_of(unit))
+        fitting = unit * max(1, _budget(setup, total) // cache_bytes_of(unit))
         slots = min(needed, fitting)
-        limited = slots < needed
+        fit_text = "as many as fit" if fitting < needed else "with"
     else:
-        slots, limited = setup.geometry.slots(requested), False
+        slots, fit_text = setup.geometry.slots(requested), "with"
         if total is not None and cache_bytes_of(slots) > total:
             raise ValueError(
                 f"slots={slots} need a KV cache of {_size(cache_bytes_of(slots))} for rows of "
                 f"{row_length:,} tokens, and the device has {_size(total)}: lower --slots or "
                 "--response-length."
             )
-    fit_text = "as many as fit" if limited else "with"
     return slots, (
         f"{rows:,} completions of at most {setup.response_length:,} tokens, {slots:,} at a time "
         f"(--slots), {fit_text} a KV cache of {_size(cache_bytes_of(slots))}"

@@ -3,6 +3,9 @@ supported."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from typing import Any
+
+import jax
 
 from jrl.checks import flag
 from jrl.config.run import NETWORK_SETTINGS, RunConfig
@@ -125,11 +128,8 @@ def with_dispatch(model: ModelConfig, run: RunConfig, mesh: FoldedMesh) -> Model
 
 
 def buffers_explained(model: ModelConfig, run: RunConfig) -> str | None:
-    """Explanation of the buffers of `with_dispatch`, in a line; None without a choice.
-
-    Args:
-      model: as `with_dispatch` returns it.
-    """
+    """Explanation of the buffers that `with_dispatch` chose for `model`, in a line; None without a
+    choice."""
     factor = model.execution.buffer_factor
     if run.buffer_factor is not None or factor is None:
         return None
@@ -164,6 +164,18 @@ def exchange_of(model: ModelConfig, mesh: FoldedMesh) -> TokenExchange:
         rate=execution.exchange_rate,
         comm_dtype=execution.activation_wire,
     )
+
+
+def first_devices(count: int, user: str, advice: str) -> list[Any]:
+    """The first devices of the program; raises ValueError, which names the user and gives the
+    advice, where there are fewer."""
+    devices = jax.devices()
+    if len(devices) < count:
+        raise ValueError(
+            f"{user} needs {count} devices and there are {len(devices)}: {advice}, or --devices "
+            f"{count} to have as many fake ones on a CPU."
+        )
+    return devices[:count]
 
 
 def check_supported(model: ModelConfig, mesh: FoldedMesh) -> None:
@@ -243,17 +255,15 @@ def check_overlaps(
       ValueError: naming the flag.
     """
     execution = model.execution
-    if execution.overlap_grad_reduce:
-        reason = None
-        if mesh.layout.pp > 1:
+    layout = mesh.layout
+    if execution.overlap_grad_reduce and (layout.pp > 1 or layout.num_devices == 1):
+        reason = "there is no other device to sum gradients with"
+        if layout.pp > 1:
             reason = "the stages of a pipeline sum gradients after their last micro-batch"
-        elif mesh.layout.num_devices == 1:
-            reason = "there is no other device to sum gradients with"
-        if reason is not None:
-            raise ValueError(
-                f"overlap_grad_reduce=True changes nothing on layout {mesh.layout}: {reason}. "
-                f"Leave out {flag('overlap_grad_reduce')}, or choose another layout."
-            )
+        raise ValueError(
+            f"overlap_grad_reduce=True changes nothing on layout {layout}: {reason}. Leave out "
+            f"{flag('overlap_grad_reduce')}, or choose another layout."
+        )
     if not execution.two_batch_overlap:
         return
     if can_drop(model):
@@ -273,7 +283,7 @@ def check_overlaps(
         if tokens % ranks:
             raise ValueError(
                 f"two_batch_overlap=True: a half-batch of {tokens} tokens cannot be split over cp "
-                f"x tp = {ranks} of layout {mesh.layout}. Choose a micro-batch whose half-batches "
+                f"x tp = {ranks} of layout {layout}. Choose a micro-batch whose half-batches "
                 f"divide, or leave out {flag('two_batch_overlap')}."
             )
 

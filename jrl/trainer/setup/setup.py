@@ -61,6 +61,7 @@ from jrl.trainer.setup.network import (
     check_overlaps,
     check_shardable,
     check_supported,
+    first_devices,
     network_of,
     with_dispatch,
 )
@@ -311,17 +312,12 @@ def build_setup(
       ValueError: for any invalid setting.
     """
     layout = Layout.parse(run.layout)
-    devices = jax.devices()
-    if len(devices) < layout.num_devices:
+    user = f"layout {run.layout!r}"
+    devices = first_devices(layout.num_devices, user, "choose another layout")
+    if is_multiprocess() and jax.device_count() > layout.num_devices:
         raise ValueError(
-            f"layout {run.layout!r} needs {layout.num_devices} devices and there are "
-            f"{len(devices)}: choose another layout, or --devices {layout.num_devices} "
-            "to have as many fake ones on a CPU."
-        )
-    if is_multiprocess() and len(devices) > layout.num_devices:
-        raise ValueError(
-            f"layout {run.layout!r} takes {layout.num_devices} devices, and the processes of the "
-            f"run have {len(devices)}: each must use its devices, so choose a layout of all."
+            f"{user} takes {layout.num_devices} devices, and the processes of the run have "
+            f"{jax.device_count()}: each must use its devices, so choose a layout of all."
         )
     if run.checkpoint is not None and model is None:
         _, model = open_checkpoint(run.model, run.ignore_options)
@@ -341,7 +337,7 @@ def build_setup(
         if tokenizer is None:
             tokenizer = _tokenizer(run, task, model)
         network = network_of(model or PRESETS[run.model](tokenizer.vocab_size), run)
-        mesh = fold(layout, devices[: layout.num_devices])
+        mesh = fold(layout, devices)
         format, rows, dropped = _format(run, recipe, tokenizer), None, 0
         if isinstance(task, Chats):
             supervision = recipe.supervision
