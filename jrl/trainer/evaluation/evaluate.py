@@ -75,9 +75,7 @@ def heldout_metrics(
     prompts = numbered_heldout(examples)
     requests = sampler.requests(prompts, 1)
     # The sampled completions are verified while the greedy ones are decoded.
-    decodings = [
-        sampler.decode(requests, prompts, sampling_mode) for sampling_mode in (sampling, GREEDY)
-    ]
+    decodings = [sampler.decode(requests, prompts, mode) for mode in (sampling, GREEDY)]
     sampled, greedy = (decoding.wait() for decoding in decodings)
     return {
         **{f"val/{name}": value for name, value in _details(sampled, greedy).items()},

@@ -61,13 +61,6 @@ class DeviceSplit:
                 f"{unit}, or another --micro-batches."
             )
 
-    def loading_mesh(self, model: ModelConfig) -> FoldedMesh:
-        """Mesh over all devices, on which weights are loaded before they are sent to the groups:
-        data parallel, with experts over as many devices as divide them."""
-        devices = [*devices_of(self.mesh.attention), *devices_of(self.mesh.experts)]
-        num_devices = len(devices)
-        return fold(Layout(dp=num_devices, ep=math.gcd(num_devices, model.num_experts)), devices)
-
 
 def parse_device_split(
     requested: SplitSettings, layout: str | None, run: RunConfig
@@ -183,9 +176,13 @@ class ServedModel:
         Raises:
           ValueError: for slots that do not divide over the devices.
         """
-        split, tokenizer = self.device_split, self.format.tokenizer
+        split, tokenizer, model = self.device_split, self.format.tokenizer, self.model
+        # On a CPU, XLA copies a layer's weights out of a scanned stack in each decode step, which
+        # takes as long as its products when there are few rows. Prefills are scanned all the same.
+        if self.mesh.platform == "cpu" and model.execution.scan_layers is None:
+            model = replace(model, execution=replace(model.execution, scan_layers=False))
         decoder = Decoder(
-            _unrolled_on_cpus(self.model, self.mesh),
+            model,
             self.mesh if split is None else split.mesh.attention,
             tokenizer.pad_id,
             tokenizer.stop_ids,
@@ -255,17 +252,6 @@ def open_served_model(
     return ServedModel(path.resolve().name, model, mesh, device_split, format, versions)
 
 
-def _unrolled_on_cpus(model: ModelConfig, mesh: FoldedMesh) -> ModelConfig:
-    """Model whose layers are unrolled in decoding on a CPU, unless `scan_layers` is set.
-
-    XLA copies a layer's weights out of a scanned stack in each decode step on a CPU, which takes as
-    long as its products when there are few rows. Prefills are scanned in either case.
-    """
-    if mesh.platform != "cpu" or model.execution.scan_layers is not None:
-        return model
-    return replace(model, execution=replace(model.execution, scan_layers=False))
-
-
 def _default_layout(run: RunConfig) -> str:
     if run.rollout_devices is not None:
         return run.rollout_layout or f"dp{run.rollout_devices}"
@@ -277,7 +263,11 @@ def _mesh(model: ModelConfig, text: str, device_split: DeviceSplit | None) -> Fo
     if device_split is not None:
         groups = device_split.mesh
         check_splits(model, groups, first_placement(model, groups, device_split.expert_slots))
-        mesh = device_split.loading_mesh(model)
+        # Weights are loaded on it before they are sent to the groups: data parallel, with experts
+        # over as many devices as divide them.
+        devices = [*devices_of(groups.attention), *devices_of(groups.experts)]
+        ep = math.gcd(len(devices), model.num_experts)
+        mesh = fold(Layout(dp=len(devices), ep=ep), devices)
     else:
         layout = Layout.parse(text)
         devices = first_devices(layout.num_devices, f"layout {text!r}", "give --layout dp1")

@@ -319,9 +319,8 @@ def turn_ends(setup: Setup) -> str | None:
         return None
     token_texts = {token: text for text, token in tokenizer.special_tokens.items()}
     names = [token_texts.get(token, str(token)) for token in tokenizer.stop_ids]
-    template_turn_end = tokenizer.usage.turn_end
-    if template_turn_end is not None:
-        template_end = token_texts[template_turn_end]
+    if (turn_end := tokenizer.usage.turn_end) is not None:
+        template_end = token_texts[turn_end]
         other_ends = [name for name in names if name != template_end]
         also = f"; {' and '.join(other_ends)} end them too" if other_ends else ""
         return f"turns end with {template_end}, as the chat template writes them{also}"

@@ -154,10 +154,9 @@ def response_length(
         return run.response_length
     if run.checkpoint is None:
         return -(-5 * longest_answer(task, tokenizer) // 4)
-    longest = model.max_positions
-    remaining = (
-        CHECKPOINT_RESPONSE if longest is None else min(longest - prompt, CHECKPOINT_RESPONSE)
-    )
+    longest, remaining = model.max_positions, CHECKPOINT_RESPONSE
+    if longest is not None:
+        remaining = min(longest - prompt, remaining)
     if remaining < 1:
         raise ValueError(
             f"prompts of {prompt} tokens leave no tokens for a completion: the network of "

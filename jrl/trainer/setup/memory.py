@@ -336,12 +336,10 @@ def evaluation_slots(setup: Setup, rows: int) -> tuple[int, str]:
     Raises:
       ValueError: for a number that does not divide over the devices, or whose cache does not fit.
     """
-    mesh, requested = setup.rollout_mesh, setup.run.slots
+    model, mesh, requested = setup.model.without_adapters(), setup.rollout_mesh, setup.run.slots
     unit, total = setup.geometry.slots_unit, device_memory(mesh)
     row_length = setup.prompt_length + setup.response_length
-    cache_bytes_of = partial(
-        cache_bytes, setup.model.without_adapters(), mesh, row_length=row_length
-    )
+    cache_bytes_of = partial(cache_bytes, model, mesh, row_length=row_length)
     if requested is None:
         # Rounded up: a few slots may stay empty, and each rank has at least one.
         needed = -(-min(rows, MAX_SLOTS) // unit) * unit

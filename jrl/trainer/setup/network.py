@@ -31,14 +31,8 @@ GPU_BUFFER_FACTOR = 1.5
 8 GPUs has 1.6 GiB of temporaries with them, and 5.6 with buffers for any routing."""
 
 EXPERT_FIELDS = (
-    "dispatch",
-    "server_devices",
-    "exchange_rate",
-    "activation_wire",
-    "router",
-    "experts",
-    "buffer_factor",
-    "expert_chunks",
+    *("dispatch", "server_devices", "exchange_rate", "activation_wire"),
+    *("router", "experts", "buffer_factor", "expert_chunks"),
 )
 """Fields of `Execution` that apply to experts only."""
 

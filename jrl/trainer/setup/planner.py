@@ -120,7 +120,6 @@ def attention_of(config: ModelConfig, mesh: FoldedMesh, batch: Batch) -> str | N
     """Attention implementation that stores scores in memory, for `Method.attention`: the one that
     `moe.attention.core` would choose for a micro-batch; None for a kernel."""
     implementation = config.execution.attention
-    # Fused kernels store no scores: None.
     if implementation is not None:
         return {"plain": "plain", "xla": "plain", "blocked": "blocked"}.get(implementation)
     # GPUs use cuDNN; devices of an unknown platform are assumed to be GPUs.
@@ -157,8 +156,7 @@ class Candidate:
         update = memory_of_update(setup.model, setup.geometry, setup.run)
         # The inputs of a stage's layers are part of an update's activations.
         buffers.pop(STAGE_INPUTS, None)
-        # Temporary buffers are not live at the same time: an update, a scoring pass, a gradient in
-        # flight, a decoding step.
+        # Temporary buffers are not live at the same time.
         temporary = [buffers.pop(name, 0) for name in (LOGITS, GRADIENTS_SENT, DECODE_PARTIALS)]
         peak_temporary = max(update.activations + update.buffers, *temporary)
         return sum(buffers.values()) + peak_temporary
@@ -187,31 +185,31 @@ def choose_layout(setup: Setup, recipe: Recipe, num_devices: int) -> tuple[Layou
             f"layout='auto': no layout of {num_devices} devices fits this run{rejection}. Choose "
             "another number of --devices, or batches that divide."
         )
-    too_large: dict[Layout, float] = {}
-    # The fastest first: layouts that do not fit are skipped until the first that does.
     options.sort(key=lambda option: option.seconds)
-    for rank, option in enumerate(options):
-        num_bytes = option.bytes()
-        if num_bytes > budget:
-            too_large[option.layout] = num_bytes
-            continue
-        skipped = f" but {rank}, which need too much memory" if too_large else ""
-        reason_line = (
-            f"layout auto: {option.layout}, by the planner the fastest of {len(options)} layouts"
-            f"{skipped}; {num_bytes / 1e9:.3g} GB of {budget / 1e9:.3g} on each {hardware.name} "
-            "device"
+    # The fastest first: layouts that do not fit are skipped until the first that does.
+    sizes: dict[Layout, float] = {}
+    for option in options:
+        num_bytes = sizes[option.layout] = option.bytes()
+        if num_bytes <= budget:
+            break
+    else:
+        smallest = min(sizes, key=lambda layout: sizes[layout])
+        raise ValueError(
+            f"layout='auto': nothing fits on {num_devices} devices with {budget / 1e9:.3g} GB to "
+            f"plan with: {smallest} needs least, {sizes[smallest] / 1e9:.3g} GB. Take more "
+            "devices, --dtype bfloat16, --remat full or --fsdp."
         )
-        if rank + 1 < len(options):
-            next_option = options[rank + 1]
-            slowdown = next_option.seconds / option.seconds - 1
-            reason_line += f"; next {next_option.layout}, {slowdown:.0%} slower"
-        return option.layout, reason_line
-    smallest = min(too_large, key=lambda layout: too_large[layout])
-    raise ValueError(
-        f"layout='auto': nothing fits on {num_devices} devices with {budget / 1e9:.3g} GB to plan "
-        f"with: {smallest} needs least, {too_large[smallest] / 1e9:.3g} GB. Take more devices, "
-        "--dtype bfloat16, --remat full or --fsdp."
+    rank = len(sizes) - 1
+    skipped = f" but {rank}, which need too much memory" if rank else ""
+    reason_line = (
+        f"layout auto: {option.layout}, by the planner the fastest of {len(options)} layouts"
+        f"{skipped}; {num_bytes / 1e9:.3g} GB of {budget / 1e9:.3g} on each {hardware.name} device"
     )
+    if rank + 1 < len(options):
+        next_option = options[rank + 1]
+        slowdown = next_option.seconds / option.seconds - 1
+        reason_line += f"; next {next_option.layout}, {slowdown:.0%} slower"
+    return option.layout, reason_line
 
 
 def detect_hardware() -> Hardware:

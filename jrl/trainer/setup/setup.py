@@ -165,11 +165,10 @@ class Setup:
         or rollout devices. With disaggregation that of attention, where the rows are."""
         if self.split is not None:
             return self.split.attention
-        if self.run.rollout_devices is not None:
-            return separate_rollout_mesh(
-                self.run.rollout_layout, self.run.rollout_devices, self.mesh
-            )
-        return rollout_mesh(self.run.rollout_layout, self.mesh)
+        text, num_devices = self.run.rollout_layout, self.run.rollout_devices
+        if num_devices is not None:
+            return separate_rollout_mesh(text, num_devices, self.mesh)
+        return rollout_mesh(text, self.mesh)
 
     @property
     def geometry(self) -> Geometry:
