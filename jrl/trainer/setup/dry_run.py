@@ -148,8 +148,7 @@ def execution(setup: Setup) -> dict[str, str]:
     if settings["context"] is None and mesh.layout.cp > 1:
         settings["context"] = f"{context_of(model, mesh)} (sends least)"
     settings["dispatch"] = dispatch_explained(model, setup.run, mesh) or settings["dispatch"]
-    buffers = buffers_explained(model, setup.run)
-    settings["buffer_factor"] = buffers or settings["buffer_factor"]
+    settings["buffer_factor"] = buffers_explained(model, setup.run) or settings["buffer_factor"]
     if model.num_experts:
         settings |= {name: getattr(model, name) for name in NETWORK_SETTINGS}
     # Settings that do not apply to the network are left out.
@@ -191,9 +190,7 @@ def parameters(model: ModelConfig, recipe: Recipe) -> dict[str, str]:
         if model.lora is not None:
             rows["of which trained, in addition to the policy's"] = _trained_text(critic)
     if recipe.uses_reference:
-        rows["reference"] = (
-            f"{num_parameters(model):,}" if model.lora is None else "the policy without adapters"
-        )
+        rows["reference"] = rows["policy"] if model.lora is None else "the policy without adapters"
     return rows
 
 

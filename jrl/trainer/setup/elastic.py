@@ -98,11 +98,8 @@ def restart_without(setup: Setup, process: int, num_processes: int, minimum: int
 
 
 def _on_fewer_devices(run: RunConfig, num_devices: int) -> RunConfig:
-    """Settings of a run on so many devices, with a smaller dp, and as many slots on each.
-
-    Raises:
-      ValueError: where the devices do not divide by the other axes.
-    """
+    """Settings of a run on so many devices, with a smaller dp, and as many slots on each; raises
+    ValueError where the devices do not divide by the other axes."""
     rollout_layout, slots, before = run.rollout_layout, run.slots, Layout.parse(run.layout)
     if rollout_layout is not None:
         rollout_layout = _with_devices(rollout_layout, num_devices)

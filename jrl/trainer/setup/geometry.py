@@ -69,15 +69,11 @@ class Geometry:
         """
         if packing:
             return self.bins, ()
-        layout = self.prompt_layout
-        num_units = self.rows // layout.group_size
-
-        def tokens(prompts: int) -> int:
-            return self.num_tokens(
-                *layout.sections(prompts * layout.group_size, self.response_length)
-            )
-
-        return num_units, (tokens(-(-num_units // 2)), tokens(num_units // 2))
+        layout, group = self.prompt_layout, self.prompt_layout.group_size
+        num_units = self.rows // group
+        halves = -(-num_units // 2), num_units // 2
+        sections = (layout.sections(half * group, self.response_length) for half in halves)
+        return num_units, tuple(self.num_tokens(*each) for each in sections)
 
     @property
     def slots_unit(self) -> int:
@@ -134,11 +130,8 @@ class Geometry:
         return self
 
     def check(self) -> None:
-        """Checks that mini-batches and micro-batches divide over the devices, in rows and tokens.
-
-        Raises:
-          ValueError: naming the size that does not.
-        """
+        """Checks that mini-batches and micro-batches divide over the devices, in rows and tokens;
+        raises ValueError, naming the size that does not."""
         recipe, dp = self.recipe, self.mesh.size(self.mesh.dp)
         mini_batch = "batch" if recipe.supervised else "mini_batch"
         sizes = {mini_batch: recipe.mini_batch_size, "micro_batch": recipe.micro_batch_size}

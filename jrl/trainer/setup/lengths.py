@@ -62,11 +62,8 @@ def _bound(length: int, task: Any, tokenizer: Tokenizer) -> int:
 
 
 def prompt_length(run: RunConfig, task: Task, format: PromptFormat) -> int:
-    """Tokens that prompts are padded to.
-
-    Raises:
-      ValueError: when the run sets fewer than the longest prompt has.
-    """
+    """Tokens that prompts are padded to; raises ValueError when the run sets fewer than the longest
+    prompt has."""
     needed = longest_prompt(task, format)
     if run.prompt_length is None:
         return needed

@@ -204,10 +204,7 @@ def _optimizer_bytes(config: ModelConfig, mesh: FoldedMesh, mu_dtype: str) -> di
 
 
 def gradient_bytes(
-    config: ModelConfig,
-    mesh: FoldedMesh,
-    like: Transformer[jax.ShapeDtypeStruct],
-    chunks: int = 1,
+    config: ModelConfig, mesh: FoldedMesh, like: Transformer[jax.ShapeDtypeStruct], chunks: int = 1
 ) -> int:
     """Bytes of the gradients of trained weights on one device, in the dtypes of `like`; those of
     layers are sharded under fsdp, and of one of `chunks` of them."""

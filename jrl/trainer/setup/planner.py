@@ -213,11 +213,8 @@ def choose_layout(setup: Setup, recipe: Recipe, num_devices: int) -> tuple[Layou
 
 
 def detect_hardware() -> Hardware:
-    """Planner's hardware description of the devices; for a CPU that of a laptop.
-
-    Raises:
-      ValueError: for an accelerator that it does not support.
-    """
+    """Planner's hardware description of the devices, for a CPU that of a laptop; raises ValueError
+    for an accelerator that it does not support."""
     device = jax.devices()[0]
     hardware = HARDWARE["laptop"] if device.platform == "cpu" else find_hardware(device.device_kind)
     if hardware is None:
@@ -229,11 +226,7 @@ def detect_hardware() -> Hardware:
 
 
 def make_candidate(setup: Setup, recipe: Recipe, layout: Layout, hardware: Hardware) -> Candidate:
-    """Run on a layout, with its predicted time.
-
-    Raises:
-      ValueError: where the layout is not valid for the run.
-    """
+    """Run on a layout (`with_layout`), with its predicted time."""
     run_setup = with_layout(setup, recipe, layout)
     cost = time_of_update(run_setup.model, run_setup.geometry, run_setup.run, hardware)
     return Candidate(run_setup, cost.total / run_setup.recipe.mini_batch_size)

@@ -192,11 +192,8 @@ class Setup:
         )
 
     def sampler(self, seed: int | None = None) -> Sampler:
-        """Creates a sampler of the task's completions, without weights.
-
-        Args:
-          seed: of sampling; None is that of the run.
-        """
+        """Creates a sampler of the task's completions, without weights; a seed of None is that of
+        the run."""
         engine: RolloutEngine = self._engine(self.run.seed if seed is None else seed)
         if has_environments(self.task):
             engine = ConversationEngine(
