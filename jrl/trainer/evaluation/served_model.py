@@ -89,9 +89,9 @@ def parse_device_split(
                     f'for example "tp1 dp2 / ep2", or leave out {flag(name)}.'
                 )
         return None
-    split, user = Split.parse(settings.split), f"split={settings.split!r}"
+    split, setting = Split.parse(settings.split), f"split={settings.split!r}"
     advice = "give --layout dp1 to serve on one mesh"
-    mesh = fold_split(split, first_devices(split.num_devices, user, advice))
+    mesh = fold_split(split, first_devices(split.num_devices, setting, advice))
     micro_batches = settings.micro_batches
     if micro_batches is None:
         micro_batches = RunConfig.rollout_micro_batches

@@ -160,13 +160,13 @@ def exchange_of(model: ModelConfig, mesh: FoldedMesh) -> TokenExchange:
     )
 
 
-def first_devices(count: int, user: str, advice: str) -> list[Any]:
-    """The first devices of the program; raises ValueError, which names the user and gives the
-    advice, where there are fewer."""
+def first_devices(count: int, setting: str, advice: str) -> list[Any]:
+    """First devices of the run; raises ValueError, with the setting that needs them and the advice,
+    where there are fewer."""
     devices = jax.devices()
     if len(devices) < count:
         raise ValueError(
-            f"{user} needs {count} devices and there are {len(devices)}: {advice}, or --devices "
+            f"{setting} needs {count} devices and there are {len(devices)}: {advice}, or --devices "
             f"{count} to have as many fake ones on a CPU."
         )
     return devices[:count]

@@ -308,11 +308,11 @@ def build_setup(
       ValueError: for any invalid setting.
     """
     layout = Layout.parse(run.layout)
-    user = f"layout {run.layout!r}"
-    devices = first_devices(layout.num_devices, user, "choose another layout")
+    setting = f"layout {run.layout!r}"
+    devices = first_devices(layout.num_devices, setting, "choose another layout")
     if is_multiprocess() and jax.device_count() > layout.num_devices:
         raise ValueError(
-            f"{user} takes {layout.num_devices} devices, and the processes of the run have "
+            f"{setting} takes {layout.num_devices} devices, and the processes of the run have "
             f"{jax.device_count()}: each must use its devices, so choose a layout of all."
         )
     if run.checkpoint is not None and model is None:
