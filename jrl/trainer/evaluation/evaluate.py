@@ -4,8 +4,9 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from itertools import islice
 from typing import IO, Any, TypeVar
 
 import jax
@@ -35,7 +36,6 @@ from jrl.trainer.learner.networks import CriticObjective, Network
 from jrl.trainer.scoring import values_of
 from jrl.trainer.summary import conversation_metrics, reward_means, task_metrics
 from moe.weights import Transformer
-from sharding.folding import FoldedMesh
 from sharding.former_names import former_keywords
 
 Row = TypeVar("Row")
@@ -74,9 +74,7 @@ def heldout_metrics(
     prompts = numbered_heldout(examples)
     requests = sampler.requests(prompts, 1)
     # The sampled completions are verified while the greedy ones are decoded.
-    decodings = [
-        sampler.decode(requests, prompts, sampling_mode) for sampling_mode in (sampling, GREEDY)
-    ]
+    decodings = [sampler.decode(requests, prompts, mode) for mode in (sampling, GREEDY)]
     sampled, greedy = (decoding.wait() for decoding in decodings)
     return {
         **{f"val/{name}": value for name, value in _details(sampled, greedy).items()},
@@ -126,9 +124,6 @@ def evaluate(
         return completions
 
     sampled, greedy = complete("sampled", sampling, k), complete("greedy", GREEDY, 1)
-    # In float64: these are averaged and printed, and are part of no loss.
-    scores = np.array([completion.score for completion in sampled])
-    best = np.array([completion.score for completion in greedy])
     full = correct_of(sampled)
     correct = full.reshape(-1, k).sum(axis=1)
     # The unbiased estimator of pass@k needs the number of correct completions only.
@@ -140,8 +135,9 @@ def evaluate(
         # Over prompts, as completions of one prompt are not independent.
         "accuracy/sampled/standard_error": (correct / k).std() / math.sqrt(len(examples)),
         "accuracy/greedy": correct_of(greedy).mean(),
-        "score/sampled": scores.mean(),
-        "score/greedy": best.mean(),
+        # In float64, unlike `scores_of`: they are printed, and are part of no loss.
+        "score/sampled": np.mean([completion.score for completion in sampled]),
+        "score/greedy": np.mean([completion.score for completion in greedy]),
         **{
             f"pass@{n}": np.mean([float(pass_at_k(k, c, n)) for c in counts])
             for n in _powers_up_to(k)
@@ -160,13 +156,9 @@ def _details(sampled: list[Completion], greedy: list[Completion]) -> dict[str, f
     return reward_means(sampled) | by_task | conversation_metrics(sampled)
 
 
-def _powers_up_to(k: int) -> Iterator[int]:
+def _powers_up_to(k: int) -> list[int]:
     """Powers of two below `k`, and `k` itself."""
-    power = 1
-    while power < k:
-        yield power
-        power *= 2
-    yield k
+    return [*(2**n for n in range((k - 1).bit_length())), k]
 
 
 class Completions:
@@ -222,7 +214,7 @@ def evaluate_critic(
     *,
     num_prompts: int,
     k: int,
-    report: Callable[[str, int, int], None] = lambda phase, done, total: None,
+    report: Report = lambda phase, done, total: None,
 ) -> CriticRollout:
     """Samples `k` completions of each held-out prompt, and scores them with the critic.
 
@@ -230,24 +222,20 @@ def evaluate_critic(
     without a KL penalty, which needs the reference model.
 
     Args:
-      sampler: with the policy loaded.
-      network: the critic's network.
-      critic: its weights.
-      sampling: sampling parameters.
-      num_prompts: held-out prompts, or all there are if they are fewer.
-      k: completions per prompt.
+      sampler, sampling, num_prompts, k: as of `evaluate`.
+      network, critic: the critic's network and its weights.
       report: called with "critic", the completions done and all there will be.
     """
     # Training shares prompts in groups of its own size, which `k` need not be.
     recipe, objective = network.objective.recipe, network.objective.for_separate_rows()
     examples = numbered_heldout(heldout_examples(sampler.task, num_prompts))
     report("critic", 0, len(examples) * k)
-    size = _batch_size(network.mesh, len(examples), k)
-    batches, prompt_ids = [], list(examples)
-    for start in range(0, len(prompt_ids), size):
-        batch_examples = {
-            prompt_id: examples[prompt_id] for prompt_id in prompt_ids[start : start + size]
-        }
+    # Prompts that are decoded and scored at a time divide over the devices.
+    unit = ranks(network.mesh)
+    size = min(len(examples), max(1, MAX_ROWS_PER_CALL // k)) // unit * unit or unit
+    batches = []
+    for start in range(0, len(examples), size):
+        batch_examples = dict(islice(examples.items(), start, start + size))
         completions = sampler.sample(batch_examples, sampling, k)
         # The last batch is padded to divide over the devices; padding is removed below.
         rows = pad_with_repeats(completions, size * k)
@@ -282,9 +270,3 @@ def evaluate_critic(
         high=recipe.reward_correct,
         alpha=recipe.length_adaptive_alpha,
     )
-
-
-def _batch_size(mesh: FoldedMesh, num_prompts: int, k: int) -> int:
-    """Number of prompts that are decoded and scored at a time, divisible over the devices."""
-    unit = ranks(mesh)
-    return min(num_prompts, max(1, MAX_ROWS_PER_CALL // k)) // unit * unit or unit

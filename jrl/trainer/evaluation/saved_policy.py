@@ -90,10 +90,7 @@ def load_both(
     """
     if networks.critic is None:
         raise ValueError(f"run {folder.path} has a recipe that trains no critic.")
-    models = {
-        "policy/weights": networks.policy.config,
-        "critic/weights": networks.critic.config,
-    }
+    models = {"policy/weights": networks.policy.config, "critic/weights": networks.critic.config}
     (policy, critic), step = _load(folder, models, networks.mesh)
     return policy, critic, step
 
@@ -134,13 +131,11 @@ def _load(
             if not any_of(checkpoints.identity(step) != identity_before):
                 check_files(folder, step, restored[0][1])
                 _warn(checkpoints, damaged, step)
-                model, frozen = models["policy/weights"], None
-                if model.lora is not None:
-                    frozen = restore_base(checkpoints, model, mesh)
-                pairs = zip(restored, models.values(), strict=True)
+                model = models["policy/weights"]
+                frozen = None if model.lora is None else restore_base(checkpoints, model, mesh)
                 return [
                     _shard_weights(weights, model, mesh, float32, frozen)
-                    for (weights, _), model in pairs
+                    for (weights, _), model in zip(restored, models.values(), strict=True)
                 ], step
 
 
@@ -162,8 +157,7 @@ def _abstract_weights(model: ModelConfig, mesh: FoldedMesh) -> Any:
     """Shapes and shardings of a network's trained weights as stored in a checkpoint: float32, the
     layers in order."""
     # `save` stores layers in order, so that checkpoints do not depend on the layout.
-    plain = placement.without_chunks(model, mesh)
-    shardings = float32_shardings(model, plain)
+    shardings = float32_shardings(model, placement.without_chunks(model, mesh))
     all_weights = jax.tree.map(abstract_array, moe_weights.shapes(model), shardings)
     return select_trained(all_weights, moe_weights.table(model))
 
@@ -232,9 +226,8 @@ def load_published(
     shardings = float32_shardings(model, mesh)
     if adapters is None:
         return load_weights(directory, model, mesh, shardings)
-    architecture = architecture_of(directory)
     adapted = replace(model, lora=open_adapters(adapters, directory, model, "lora"))
-    learned = load_adapters(adapters, adapted, mesh, architecture)
+    learned = load_adapters(adapters, adapted, mesh, architecture_of(directory))
     base = load_weights(directory, model, mesh)
     weights = with_base(base, learned, moe_weights.table(adapted))
     return jax.device_put(reshard(weights, adapted, mesh, mesh), shardings)
@@ -242,6 +235,4 @@ def load_published(
 
 def load_model(folder: RunFolder) -> ModelConfig | None:
     """Network config of a run that started from a public checkpoint; None for a preset."""
-    if not folder.model_path.exists():
-        return None
-    return config_from(folder.model_path)
+    return config_from(folder.model_path) if folder.model_path.exists() else None

@@ -4,12 +4,12 @@ groups of attention and experts."""
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
-import jax
 from jaxtyping import Array
 
+from jrl.checks import flag
 from jrl.config.files import configuration_of
 from jrl.config.run import IMPLEMENTATION_SETTINGS, RunConfig, SplitSettings
 from jrl.published.adapters import check_of_checkpoint, open_adapters
@@ -27,7 +27,7 @@ from jrl.text.load import load_tokenizer
 from jrl.text.prompt_format import PromptFormat, prompt_format
 from jrl.trainer.evaluation.saved_policy import load_model, load_policy_of, load_published
 from jrl.trainer.learner.learner import weights_of
-from jrl.trainer.setup.network import check_supported, network_of
+from jrl.trainer.setup.network import check_supported, first_devices, network_of
 from moe.config import PRESETS, ModelConfig
 from moe.disaggregated.split import Split, SplitMesh, devices_of, fold_split
 from moe.disaggregated.weights import check_splits
@@ -50,20 +50,8 @@ class DeviceSplit:
     expert_slots: int | None
     replan: int | None
 
-    def check(self, model: ModelConfig) -> None:
-        """Rejects a network that the device groups do not support.
-
-        Raises:
-          ValueError: with the reason.
-        """
-        check_splits(model, self.mesh, first_placement(model, self.mesh, self.expert_slots))
-
     def check_slots(self, slots: int) -> None:
-        """Rejects a number of slots that does not divide over devices and micro-batches.
-
-        Raises:
-          ValueError: for such a number.
-        """
+        """Raises ValueError for slots that do not divide over devices and micro-batches."""
         layout, micro_batches = self.mesh.attention.layout, self.micro_batches
         unit = layout.num_devices * micro_batches
         if slots % unit:
@@ -72,13 +60,6 @@ class DeviceSplit:
                 f"attention x micro_batches={micro_batches}: choose --slots in multiples of "
                 f"{unit}, or another --micro-batches."
             )
-
-    def loading_mesh(self, model: ModelConfig) -> FoldedMesh:
-        """Mesh over all devices, on which weights are loaded before they are sent to the groups:
-        data parallel, with experts over as many devices as divide them."""
-        devices = [*devices_of(self.mesh.attention), *devices_of(self.mesh.experts)]
-        num_devices = len(devices)
-        return fold(Layout(dp=num_devices, ep=math.gcd(num_devices, model.num_experts)), devices)
 
 
 def parse_device_split(
@@ -98,33 +79,23 @@ def parse_device_split(
             "leave out --layout."
         )
     settings = requested
-    if requested.split is None and layout is None and run.rollout_split is not None:
+    if requested.split is None and layout is None:
         settings = requested.with_defaults_from(run)
     if settings.split is None:
-        _reject_split_settings(requested)
+        for name in ("micro_batches", "expert_slots", "replan"):
+            if (value := getattr(requested, name)) is not None:
+                raise ValueError(
+                    f"{name}={value} needs the devices of attention and of experts: give --split, "
+                    f'for example "tp1 dp2 / ep2", or leave out {flag(name)}.'
+                )
         return None
-    split, devices = Split.parse(settings.split), jax.devices()
-    needed = split.num_devices
-    if len(devices) < needed:
-        raise ValueError(
-            f"split={settings.split!r} needs {needed} devices and there are {len(devices)}: give "
-            f"--layout dp1 to serve on one mesh, or --devices {needed} to have as many fake ones "
-            "on a CPU."
-        )
+    split, setting = Split.parse(settings.split), f"split={settings.split!r}"
+    advice = "give --layout dp1 to serve on one mesh"
+    mesh = fold_split(split, first_devices(split.num_devices, setting, advice))
     micro_batches = settings.micro_batches
     if micro_batches is None:
         micro_batches = RunConfig.rollout_micro_batches
-    mesh = fold_split(split, devices[:needed])
     return DeviceSplit(mesh, micro_batches, settings.expert_slots, settings.replan)
-
-
-def _reject_split_settings(requested: SplitSettings) -> None:
-    for name in ("micro_batches", "expert_slots", "replan"):
-        if (value := getattr(requested, name)) is not None:
-            raise ValueError(
-                f"{name}={value} needs the devices of attention and of experts: give --split, for "
-                f'example "tp1 dp2 / ep2", or leave out --{name.replace("_", "-")}.'
-            )
 
 
 @dataclass(frozen=True)
@@ -132,8 +103,7 @@ class RunSource:
     """Source of weights: a run, which may still be training.
 
     Attributes:
-      folder: of the run.
-      model: its network.
+      folder, model: of the run.
       mesh: the mesh that its weights are loaded on.
     """
 
@@ -159,8 +129,7 @@ class CheckpointSource:
     """Source of weights: a public checkpoint, of which there is one version.
 
     Attributes:
-      directory: its folder.
-      model: its network.
+      directory, model: of the checkpoint.
       mesh: the mesh that its weights are loaded on.
       adapters: a folder in PEFT's format whose adapters are merged into them; None for none.
     """
@@ -207,9 +176,13 @@ class ServedModel:
         Raises:
           ValueError: for slots that do not divide over the devices.
         """
-        split, tokenizer = self.device_split, self.format.tokenizer
+        split, tokenizer, model = self.device_split, self.format.tokenizer, self.model
+        # On a CPU, XLA copies a layer's weights out of a scanned stack in each decode step, which
+        # takes as long as its products when there are few rows. Prefills are scanned all the same.
+        if self.mesh.platform == "cpu" and model.execution.scan_layers is None:
+            model = replace(model, execution=replace(model.execution, scan_layers=False))
         decoder = Decoder(
-            _unrolled_on_cpus(self.model, self.mesh),
+            model,
             self.mesh if split is None else split.mesh.attention,
             tokenizer.pad_id,
             tokenizer.stop_ids,
@@ -254,51 +227,29 @@ def open_served_model(
     """
     split = split or SplitSettings()
     if is_checkpoint(location):
-        return _open_checkpoint(location, layout, split, ignore, adapters)
-    check_of_checkpoint(adapters, location, is_checkpoint=False)
-    folder = RunFolder.read(location)
-    run, _ = configuration_of(folder)
-    # Implementations were chosen for the training devices; here the best that applies is used.
-    run = replace(run, **dict.fromkeys(IMPLEMENTATION_SETTINGS))
-    tokenizer = load_tokenizer(folder.tokenizer_path)
-    model = load_model(folder)
-    model = network_of(PRESETS[run.model](tokenizer.vocab_size) if model is None else model, run)
+        run = RunConfig(model=location)
+        path, config = open_checkpoint(location, ignore)
+        from jrl.text.json_tokenizer import checkpoint_tokenizer  # needs an extra
+
+        if adapters is not None:
+            open_adapters(adapters, path, config, "lora")
+        model = network_of(config, run)
+        tokenizer = checkpoint_tokenizer(path, model.vocab_size)
+        source = partial(CheckpointSource, path, adapters=adapters)
+    else:
+        check_of_checkpoint(adapters, location, is_checkpoint=False)
+        folder = RunFolder.read(location)
+        run, _ = configuration_of(folder)
+        # Implementations were chosen for the training devices; here the best that applies is used.
+        run = replace(run, **dict.fromkeys(IMPLEMENTATION_SETTINGS))
+        tokenizer = load_tokenizer(folder.tokenizer_path)
+        network = load_model(folder) or PRESETS[run.model](tokenizer.vocab_size)
+        model = network_of(network, run)
+        path, source = folder.path, partial(RunSource, folder)
     device_split = parse_device_split(split, layout, run)
     mesh = _mesh(model, _default_layout(run) if layout is None else layout, device_split)
-    format, versions = prompt_format(run, tokenizer), RunSource(folder, model, mesh)
-    return ServedModel(folder.path.resolve().name, model, mesh, device_split, format, versions)
-
-
-def _open_checkpoint(
-    location: str,
-    layout: str | None,
-    split: SplitSettings,
-    ignore: Sequence[str],
-    adapters: str | None,
-) -> ServedModel:
-    run = RunConfig(model=location)
-    directory, config = open_checkpoint(location, ignore)
-    from jrl.text.json_tokenizer import checkpoint_tokenizer  # needs an extra
-
-    if adapters is not None:
-        open_adapters(adapters, directory, config, "lora")
-    model = network_of(config, run)
-    device_split = parse_device_split(split, layout, run)
-    mesh = _mesh(model, layout or "dp1", device_split)
-    format = prompt_format(run, checkpoint_tokenizer(directory, model.vocab_size))
-    name, versions = directory.resolve().name, CheckpointSource(directory, model, mesh, adapters)
-    return ServedModel(name, model, mesh, device_split, format, versions)
-
-
-def _unrolled_on_cpus(model: ModelConfig, mesh: FoldedMesh) -> ModelConfig:
-    """Model whose layers are unrolled in decoding on a CPU, unless `scan_layers` is set.
-
-    XLA copies a layer's weights out of a scanned stack in each decode step on a CPU, which takes as
-    long as its products when there are few rows. Prefills are scanned in either case.
-    """
-    if mesh.platform != "cpu" or model.execution.scan_layers is not None:
-        return model
-    return replace(model, execution=replace(model.execution, scan_layers=False))
+    format, versions = prompt_format(run, tokenizer), source(model, mesh)
+    return ServedModel(path.resolve().name, model, mesh, device_split, format, versions)
 
 
 def _default_layout(run: RunConfig) -> str:
@@ -310,16 +261,16 @@ def _default_layout(run: RunConfig) -> str:
 def _mesh(model: ModelConfig, text: str, device_split: DeviceSplit | None) -> FoldedMesh:
     """Mesh of a layout that can serve the network; with disaggregation that of all devices."""
     if device_split is not None:
-        device_split.check(model)
-        mesh = device_split.loading_mesh(model)
+        groups = device_split.mesh
+        check_splits(model, groups, first_placement(model, groups, device_split.expert_slots))
+        # Weights are loaded on it before they are sent to the groups: data parallel, with experts
+        # over as many devices as divide them.
+        devices = [*devices_of(groups.attention), *devices_of(groups.experts)]
+        ep = math.gcd(len(devices), model.num_experts)
+        mesh = fold(Layout(dp=len(devices), ep=ep), devices)
     else:
-        layout, devices = Layout.parse(text), jax.devices()
-        if len(devices) < layout.num_devices:
-            raise ValueError(
-                f"layout {text!r} needs {layout.num_devices} devices and there are {len(devices)}: "
-                f"give --layout dp1, or --devices {layout.num_devices} to have as many fake ones "
-                "on a CPU."
-            )
-        mesh = rollout_mesh(text, fold(layout, devices[: layout.num_devices]))
+        layout = Layout.parse(text)
+        devices = first_devices(layout.num_devices, f"layout {text!r}", "give --layout dp1")
+        mesh = rollout_mesh(text, fold(layout, devices))
     check_supported(model, mesh)
     return mesh

@@ -54,8 +54,8 @@ def load_initial_adapters(setup: Setup) -> Transformer[Array] | None:
     run = setup.run
     if run.lora_from is None or run.checkpoint is None:
         return None
-    kind = architecture_of(run.checkpoint)
-    adapters = load_adapters(run.lora_from, setup.model, setup.mesh, kind)
+    architecture = architecture_of(run.checkpoint)
+    adapters = load_adapters(run.lora_from, setup.model, setup.mesh, architecture)
     print(f"starting from the adapters in {run.lora_from}")
     return adapters
 

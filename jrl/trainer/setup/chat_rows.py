@@ -40,36 +40,30 @@ class ChatRows:
     dropped: int
     truncated: int
 
-    def counts(self, chats: Sequence[Chat]) -> tuple[np.ndarray, np.ndarray]:
-        """Number of tokens of each conversation, and of those in the loss mask, ``[chats]``."""
-        encoded_chats = [self.encoded[chat.index] for chat in chats]
-        sizes = [
-            (len(encoded_chat.ids), int(encoded_chat.loss_mask.sum()))
-            for encoded_chat in encoded_chats
-        ]
+    def counts(self, chats: Sequence[Chat] | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Number of tokens of each conversation, or of each of the run, and of those in the loss
+        mask, ``[chats]``."""
+        ids = self.encoded if chats is None else [chat.index for chat in chats]
+        encoded_chats = [self.encoded[chat_id] for chat_id in ids]
+        sizes = [(len(chat.ids), int(chat.loss_mask.sum())) for chat in encoded_chats]
         tokens, loss_tokens = np.array(sizes, np.int64).reshape(-1, 2).T
         return tokens, loss_tokens
 
     def describe(self, task: Task) -> list[str]:
         """Summary lines of the training data, and of conversations left out or truncated."""
-        loss_tokens = sum(
-            int(encoded_chat.loss_mask.sum()) for encoded_chat in self.encoded.values()
-        )
-        tokens = sum(len(encoded_chat.ids) for encoded_chat in self.encoded.values())
-        longest = max(len(encoded_chat.ids) for encoded_chat in self.encoded.values())
+        tokens, loss_tokens = self.counts()
         num_heldout = task.heldout_size or 0
-        lines = [
+        too_long = {"dropped": self.dropped, "truncated": self.truncated}
+        return [
             f"{len(self.encoded) - num_heldout:,} conversations to train on and {num_heldout:,} "
-            f"held out, {tokens:,} tokens, of which {loss_tokens:,} are the assistant's and "
-            f"{longest:,} in one"
+            f"held out, {tokens.sum():,} tokens, of which {loss_tokens.sum():,} are the "
+            f"assistant's and {tokens.max():,} in one",
+            *(
+                f"{action} {count:,} conversations that are too long (--max-length)"
+                for action, count in too_long.items()
+                if count
+            ),
         ]
-        if self.dropped:
-            lines.append(f"dropped {self.dropped:,} conversations that are too long (--max-length)")
-        if self.truncated:
-            lines.append(
-                f"truncated {self.truncated:,} conversations that are too long (--max-length)"
-            )
-        return lines
 
     def batch(
         self, chats: Sequence[Chat], rows: int, pad_id: int, mesh: FoldedMesh
@@ -117,17 +111,10 @@ def chat_rows(
         if encoded_chat is not None:
             encoded[chat.index] = encoded_chat
     dropped = chats.leave_out(lambda chat: chat.index in encoded)
-    chats.answer_with(
-        {chat_id: _turn_text(format, encoded_chat) for chat_id, encoded_chat in encoded.items()}
-    )
-    longest = max(len(encoded_chat.ids) for encoded_chat in encoded.values())
-    return ChatRows(
-        encoded,
-        _round_up_positions(1, mesh),
-        _round_up_positions(longest - 1, mesh),
-        dropped,
-        truncated,
-    )
+    chats.answer_with({chat_id: _turn_text(format, chat) for chat_id, chat in encoded.items()})
+    longest = max(len(chat.ids) for chat in encoded.values())
+    before, after = _round_up_positions(1, mesh), _round_up_positions(longest - 1, mesh)
+    return ChatRows(encoded, before, after, dropped, truncated)
 
 
 def training_chats(chats: Chats, first: int, count: int) -> list[Chat]:
@@ -163,10 +150,10 @@ def sampled_lengths(
       ValueError: for a request of less than one token.
     """
     heldout = [chats.heldout(index) for index in range(chats.heldout_size or 0)]
-    heldout_chats = [rows.encoded[chat.index] for chat in heldout]
-    prompt_length = max(encoded_chat.context for encoded_chat in heldout_chats)
+    encoded_chats = [rows.encoded[chat.index] for chat in heldout]
+    prompt_length = max(chat.context for chat in encoded_chats)
     if requested is None:
-        longest = max(encoded_chat.turn_length for encoded_chat in heldout_chats)
+        longest = max(chat.turn_length for chat in encoded_chats)
         requested = longest + max(-(-longest // 4), EXTRA_TOKENS)
         if model.max_positions is not None:
             # The longest turn fits behind its own prompt, which is mostly not the longest one.

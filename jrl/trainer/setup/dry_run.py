@@ -27,11 +27,7 @@ from moe.attention.context_parallel import context_of, received_elements
 from moe.config import ModelConfig
 from moe.execution import TWO_LEVELS, Execution
 from moe.implementations import DEFAULTS, explain_selection
-from moe.weights import (
-    num_active_parameters,
-    num_parameters,
-    num_trained_parameters,
-)
+from moe.weights import num_active_parameters, num_parameters, num_trained_parameters
 from sharding.costs.hardware import find_hardware
 from sharding.folding import FoldedMesh
 from sharding.schedule import Schedule
@@ -47,28 +43,36 @@ AXES = {
 }
 """Meaning of each axis of a layout."""
 
+UNSET = {
+    "buffer_factor": "worst case",
+    "vocab_chunk": "full vocabulary",
+    "capacity_factor": "any number",
+    "scan_layers": "where there are more than eight",
+    "decode_attention": "plain",
+    "router": "plain",
+    "server_devices": "those that fast links join",
+    "exchange_rate": "the planner's",
+    "activation_wire": "that of activations",
+}
+"""Meaning of settings of the network that are None."""
+
 
 def print_dry_run(setup: Setup, console: Console | None = None) -> None:
     """Prints the tables of a dry run: batch, parameters, execution, memory and layout; also the
     predicted update, and memory and layout of sampling, where these apply."""
     console = console or Console()
     size = setup.mesh.layout.num_devices
-    described = f"{setup.recipe.name} on {setup.run.task}"
     batch = batch_arithmetic(setup) if setup.rows is None else chat_arithmetic(setup)
-    _print(console, f"Batch: {described}", batch)
+    _print(console, f"Batch: {setup.recipe.name} on {setup.run.task}", batch)
     _print(console, f"Parameters: {setup.run.model}", parameters(setup.model, setup.recipe))
     _print(console, "Execution", execution(setup))
     memory_bytes = memory(setup)
-    rows = {name: readable_bytes(num_bytes) for name, num_bytes in memory_bytes.items()}
-    rows["in total, without activations"] = readable_bytes(sum(memory_bytes.values()))
-    _print(console, "Memory per device", rows)
+    memory_bytes["in total, without activations"] = sum(memory_bytes.values())
+    _print(console, "Memory per device", _readable(memory_bytes))
     if setup.model.mla is None and setup.model.delta is None:
         _print(console, "Policy update, predicted", prediction(setup))
     if setup.run.rollout_devices is not None:
-        rollout_rows = {
-            name: readable_bytes(num_bytes) for name, num_bytes in rollout_memory(setup).items()
-        }
-        _print(console, "Memory per rollout device", rollout_rows)
+        _print(console, "Memory per rollout device", _readable(rollout_memory(setup)))
     devices = f"{_count(size, 'device', 'devices')} ({jax.devices()[0].device_kind})"
     _print(console, f"Layout: {setup.run.layout} on {devices}", axes(setup.mesh))
     if setup.rollout_mesh != setup.mesh:
@@ -119,11 +123,8 @@ def batch_arithmetic(setup: Setup) -> dict[str, str]:
         "optimizer steps per step": f"{_count(num_mini, 'mini-batch', 'mini-batches')} x "
         f"{_count(recipe.epochs, 'epoch', 'epochs')} = {updates:,}",
         "steps": f"{run.steps:,}",
+        **_bubble(setup),
     }
-    layout = setup.mesh.layout
-    if layout.pp > 1:
-        bubble = Schedule(layout.pp, num_micro_batches, layout.vpp).bubble
-        rows["pipeline bubble / busy time"] = f"{bubble:.1%}"
     if recipe.uses_critic:
         rows["of which train only the critic"] = f"{pretraining:,}"
         rows["optimizer steps of the critic"] = (
@@ -147,45 +148,32 @@ def execution(setup: Setup) -> dict[str, str]:
     if settings["context"] is None and mesh.layout.cp > 1:
         settings["context"] = f"{context_of(model, mesh)} (sends least)"
     settings["dispatch"] = dispatch_explained(model, setup.run, mesh) or settings["dispatch"]
-    buffers = buffers_explained(model, setup.run)
-    settings["buffer_factor"] = buffers or settings["buffer_factor"]
-    # Settings that do not apply to the network are left out.
-    hidden = {"latent"} if model.mla is None else set()
-    if mesh.layout.cp == 1:
-        hidden.add("context")
-    if not model.num_experts:
-        hidden |= set(EXPERT_FIELDS)
-    else:
+    settings["buffer_factor"] = buffers_explained(model, setup.run) or settings["buffer_factor"]
+    if model.num_experts:
         settings |= {name: getattr(model, name) for name in NETWORK_SETTINGS}
-    if settings["dispatch"] not in TWO_LEVELS:
-        hidden.add("server_devices")
-    if model.capacity_factor is None:
-        hidden |= {"drop_policy", "drop_scope"}
-    if not model.selection_bias:
-        hidden.add("bias_update_rate")
-    meaning = {"buffer_factor": "worst case", "vocab_chunk": "full vocabulary"}
-    meaning |= {"capacity_factor": "any number", "scan_layers": "where there are more than eight"}
-    meaning |= {"decode_attention": "plain", "router": "plain"}
-    meaning |= {
-        name: choice for name in DEFAULTS if (choice := explain_selection(model, name, mesh))
+    # Settings that do not apply to the network are left out.
+    applies = {
+        "latent": model.mla is not None,
+        "context": mesh.layout.cp > 1,
+        **dict.fromkeys(EXPERT_FIELDS, model.num_experts > 0),
+        "server_devices": settings["dispatch"] in TWO_LEVELS,
+        **dict.fromkeys(("drop_policy", "drop_scope"), model.capacity_factor is not None),
+        "bias_update_rate": model.selection_bias,
     }
-    meaning |= {"server_devices": "those that fast links join"}
-    meaning |= {"exchange_rate": "the planner's", "activation_wire": "that of activations"}
+    selections = {name: explain_selection(model, name, mesh) for name in DEFAULTS}
+
+    def text(name: str, value: object) -> str:
+        if value is None:
+            return selections.get(name) or UNSET.get(name, "the best that applies")
+        return ("off", "on")[value] if isinstance(value, bool) else str(value)
+
     rows = {
-        flag(name): meaning.get(name, "the best that applies")
-        if value is None
-        else _format_value(value)
-        for name, value in settings.items()
-        if name not in hidden
+        flag(name): text(name, value) for name, value in settings.items() if applies.get(name, True)
     }
     if mesh.layout.cp > 1:
         sent_text = f"{received_elements(model, mesh):,} elements per token and layer, forward"
         rows["sent over cp by attention"] = sent_text
     return rows
-
-
-def _format_value(value: object) -> str:
-    return ("off", "on")[value] if isinstance(value, bool) else str(value)
 
 
 def parameters(model: ModelConfig, recipe: Recipe) -> dict[str, str]:
@@ -202,9 +190,7 @@ def parameters(model: ModelConfig, recipe: Recipe) -> dict[str, str]:
         if model.lora is not None:
             rows["of which trained, in addition to the policy's"] = _trained_text(critic)
     if recipe.uses_reference:
-        rows["reference"] = (
-            f"{num_parameters(model):,}" if model.lora is None else "the policy without adapters"
-        )
+        rows["reference"] = rows["policy"] if model.lora is None else "the policy without adapters"
     return rows
 
 
@@ -232,6 +218,7 @@ def prediction(setup: Setup) -> dict[str, str]:
         "communication": cost.exposed,
         "pipeline bubble": cost.bubble,
     }
+    with_overlap = times_with_overlap(model, geometry, run, hardware)
     return rows | {
         "seconds": f"{cost.total:.3g}",
         **{
@@ -241,16 +228,18 @@ def prediction(setup: Setup) -> dict[str, str]:
         },
         "model FLOPs utilisation": f"{cost.mfu(hardware):.1%}",
         **{
-            f"seconds with {flag(name)}, at best": f"{cost_with_overlap.total:.3g}"
-            for name, cost_with_overlap in times_with_overlap(
-                model, geometry, run, hardware
-            ).items()
+            f"seconds with {flag(name)}, at best": f"{overlapped.total:.3g}"
+            for name, overlapped in with_overlap.items()
         },
     }
 
 
 def _count(count: int, singular: str, plural: str) -> str:
     return f"{count:,} {singular if count == 1 else plural}"
+
+
+def _readable(num_bytes: dict[str, int]) -> dict[str, str]:
+    return {name: readable_bytes(count) for name, count in num_bytes.items()}
 
 
 def readable_bytes(num_bytes: int) -> str:
@@ -275,28 +264,32 @@ def chat_arithmetic(setup: Setup) -> dict[str, str]:
     """Lines of the arithmetic from conversations to optimizer steps."""
     chats, rows, recipe, run = setup.task, setup.rows, setup.recipe, setup.run
     assert isinstance(chats, Chats) and rows is not None
-    encoded_chats = list(rows.encoded.values())
-    tokens = sum(len(chat.ids) for chat in encoded_chats)
-    loss_tokens = sum(chat.loss_mask.sum() for chat in encoded_chats)
-    num_micro_batches, layout = setup.geometry.num_micro_batches, setup.mesh.layout
-    micro = recipe.micro_batch_size
+    token_counts, loss_counts = rows.counts()
+    tokens, loss_tokens = token_counts.sum(), loss_counts.sum()
+    num_micro_batches, micro = setup.geometry.num_micro_batches, recipe.micro_batch_size
     epochs = run.steps * recipe.completions / chats.num_train
-    lines = {
+    return {
         "conversations": f"{chats.num_train:,} to train on, {chats.heldout_size:,} held out",
         "dropped, truncated": f"{rows.dropped:,}, {rows.truncated:,}",
         "tokens": (
             f"{tokens:,}, of which {loss_tokens:,} are in the loss ({loss_tokens / tokens:.1%})"
         ),
-        "tokens of the longest": f"{max(len(chat.ids) for chat in encoded_chats):,}",
+        "tokens of the longest": f"{token_counts.max():,}",
         "steps": f"{run.steps:,} x {recipe.completions:,} conversations = {epochs:.3g} epochs",
         "micro-batches per step": f"{recipe.completions:,} / {micro:,} = {num_micro_batches:,}",
         "packed": "yes" if setup.networks.packs else "no",
         "learning rate": f"{recipe.learning_rate:g}, {recipe.optimizer.schedule}",
+        **_bubble(setup),
     }
-    if layout.pp > 1:
-        bubble = Schedule(layout.pp, num_micro_batches, layout.vpp).bubble
-        lines["pipeline bubble / busy time"] = f"{bubble:.1%}"
-    return lines
+
+
+def _bubble(setup: Setup) -> dict[str, str]:
+    """Row of the pipeline's bubble; none without a pipeline."""
+    layout = setup.mesh.layout
+    if layout.pp == 1:
+        return {}
+    bubble = Schedule(layout.pp, setup.geometry.num_micro_batches, layout.vpp).bubble
+    return {"pipeline bubble / busy time": f"{bubble:.1%}"}
 
 
 def print_first_input(setup: Setup, console: Console) -> None:
@@ -323,9 +316,8 @@ def turn_ends(setup: Setup) -> str | None:
         return None
     token_texts = {token: text for text, token in tokenizer.special_tokens.items()}
     names = [token_texts.get(token, str(token)) for token in tokenizer.stop_ids]
-    template_turn_end = tokenizer.usage.turn_end
-    if template_turn_end is not None:
-        template_end = token_texts[template_turn_end]
+    if (turn_end := tokenizer.usage.turn_end) is not None:
+        template_end = token_texts[turn_end]
         other_ends = [name for name in names if name != template_end]
         also = f"; {' and '.join(other_ends)} end them too" if other_ends else ""
         return f"turns end with {template_end}, as the chat template writes them{also}"
@@ -340,12 +332,8 @@ def tools_called(setup: Setup) -> str | None:
     format = setup.format.tool_format
     if setup.rows is not None or format is None or not has_environments(setup.task):
         return None
-    tool_names = example_tools(setup.task.train(0))
-    return (
-        f"tools ({', '.join(tool_names)}) are called in the format {format.name}"
-        if tool_names
-        else None
-    )
+    names = ", ".join(example_tools(setup.task.train(0)))
+    return f"tools ({names}) are called in the format {format.name}" if names else None
 
 
 def _print_tokens(setup: Setup, console: Console, title: str, ids: Iterable[SupportsInt]) -> None:

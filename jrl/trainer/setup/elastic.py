@@ -5,6 +5,7 @@ from pathlib import Path
 
 import jax
 
+from jrl.checks import flag
 from jrl.config.run import RunConfig
 from jrl.faults.drain import Restart
 from jrl.recipes.base.recipe import Recipe
@@ -83,55 +84,43 @@ def restart_without(setup: Setup, process: int, num_processes: int, minimum: int
     per_process = setup.mesh.layout.num_devices // num_processes
     reasons = []
     for count in range(len(remaining), minimum - 1, -1):
+        num_devices = count * per_process
         try:
-            smaller = _setup_on_fewer_devices(setup, count * per_process)
+            run = _on_fewer_devices(setup.run, num_devices)
+            mesh = fold(Layout.parse(run.layout), jax.devices()[:num_devices])
+            smaller = _with_micro_batch(replace(setup, run=run, mesh=mesh), setup.geometry.rows)
+            check_layout(smaller)
         except ValueError as error:
             reasons.append(f"on {count} processes {error}")
             continue
-        flags = _flags(setup, smaller)
-        return Restart(tuple(remaining[:count]), flags, smaller.run.layout)
+        return Restart(tuple(remaining[:count]), _flags(setup, smaller), run.layout)
     raise ValueError(f"no layout with a smaller dp is legal: {' '.join(reasons)}")
 
 
-def _setup_on_fewer_devices(setup: Setup, num_devices: int) -> Setup:
-    """The run on its first devices, with a smaller dp.
-
-    Raises:
-      ValueError: where that is not legal.
-    """
-    run = _on_fewer_devices(setup.run, num_devices)
-    mesh = fold(Layout.parse(run.layout), jax.devices()[:num_devices])
-    smaller = _with_micro_batch(replace(setup, run=run, mesh=mesh), setup.geometry.rows)
-    check_layout(smaller)
-    return smaller
-
-
 def _on_fewer_devices(run: RunConfig, num_devices: int) -> RunConfig:
-    """Settings of a run on so many devices, with a smaller dp, and as many slots on each.
-
-    Raises:
-      ValueError: where the devices do not divide by the other axes.
-    """
-    layout, rollout_layout, slots = Layout.parse(run.layout), run.rollout_layout, run.slots
+    """Settings of a run on so many devices, with a smaller dp, and as many slots on each; raises
+    ValueError where the devices do not divide by the other axes."""
+    rollout_layout, slots, before = run.rollout_layout, run.slots, Layout.parse(run.layout)
     if rollout_layout is not None:
-        rollout_layout = str(_with_devices(Layout.parse(rollout_layout), num_devices))
+        rollout_layout = _with_devices(rollout_layout, num_devices)
     return replace(
         run,
-        layout=str(_with_devices(layout, num_devices)),
+        layout=_with_devices(run.layout, num_devices),
         rollout_layout=rollout_layout,
         devices=None if run.devices is None else num_devices,
-        slots=None if slots is None else slots * num_devices // layout.num_devices,
+        slots=None if slots is None else slots * num_devices // before.num_devices,
     )
 
 
-def _with_devices(layout: Layout, num_devices: int) -> Layout:
+def _with_devices(text: str, num_devices: int) -> str:
     """The layout with the dp of so many devices."""
+    layout = Layout.parse(text)
     unit = layout.tp * layout.cp * layout.pp
     if num_devices % unit:
         raise ValueError(
             f"{num_devices} devices do not divide by tp x cp x pp = {unit} of {str(layout)!r}."
         )
-    return replace(layout, dp=num_devices // unit)
+    return str(replace(layout, dp=num_devices // unit))
 
 
 def _with_micro_batch(setup: Setup, rows: int) -> Setup:
@@ -139,14 +128,8 @@ def _with_micro_batch(setup: Setup, rows: int) -> Setup:
     recipe, dp = setup.recipe, setup.mesh.layout.dp
     sizes = [size for size in divisors(recipe.mini_batch_size) if size % dp == 0]
     fitting = [size for size in sizes if size <= rows * dp]
-    for size in (*reversed(fitting), *sizes[len(fitting) :]):
-        candidate = replace(setup, recipe=replace(recipe, micro_batch=size))
-        try:
-            candidate.geometry.check()
-        except ValueError:
-            continue
-        return candidate
-    return setup  # whose check gives the reason
+    geometry = setup.geometry.with_first_valid((*reversed(fitting), *sizes[len(fitting) :]))
+    return replace(setup, recipe=geometry.recipe)
 
 
 def _flags(setup: Setup, smaller: Setup) -> tuple[str, ...]:
@@ -155,5 +138,5 @@ def _flags(setup: Setup, smaller: Setup) -> tuple[str, ...]:
     for name in ("rollout_layout", "devices", "slots"):
         value = getattr(smaller.run, name)
         if value != getattr(setup.run, name):
-            flags += ["--" + name.replace("_", "-"), str(value)]
+            flags += [flag(name), str(value)]
     return (*flags, "--micro-batch", str(smaller.recipe.micro_batch_size))

@@ -1,5 +1,6 @@
 """Batch geometry of a run: the sharding of rows and tokens over devices, and its divisibility."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from jrl.recipes.base.hyperparameters import MICRO_BATCH, near_divisors
@@ -68,14 +69,16 @@ class Geometry:
         """
         if packing:
             return self.bins, ()
-        layout = self.prompt_layout
-        num_units = self.rows // layout.group_size
+        layout, group = self.prompt_layout, self.prompt_layout.group_size
+        num_units = self.rows // group
+        halves = -(-num_units // 2), num_units // 2
+        sections = (layout.sections(half * group, self.response_length) for half in halves)
+        return num_units, tuple(self.num_tokens(*each) for each in sections)
 
-        def tokens(prompts: int) -> int:
-            sections = layout.sections(prompts * layout.group_size, self.response_length)
-            return sum(map(self._tokens, sections))
-
-        return num_units, (tokens(-(-num_units // 2)), tokens(num_units // 2))
+    @property
+    def slots_unit(self) -> int:
+        """Number that divides all numbers of slots: ranks, and micro-batches of each."""
+        return ranks(self.rollout_mesh) * self.rollout_micro_batches
 
     def slots(self, requested: int | None) -> int:
         """Number of decoding slots.
@@ -86,8 +89,7 @@ class Geometry:
         Raises:
           ValueError: for a number that does not divide over the devices.
         """
-        # Rows must divide over the ranks, and over the micro-batches of each.
-        unit = ranks(self.rollout_mesh) * self.rollout_micro_batches
+        unit = self.slots_unit
         # Rounded up, so that a few slots may stay empty: ranks must have equally many.
         if requested is None:
             return -(-min(self.recipe.rows_decoded, MAX_SLOTS) // unit) * unit
@@ -105,7 +107,7 @@ class Geometry:
         lengths = self.prompt_length, self.response_length
         rows = -(-requested // dp)
         # Tokens divide at the latest when the rows of a rank do.
-        while any(self._tokens((rows, time)) % ranks for time in lengths):
+        while any(self.num_tokens((rows, time)) % ranks for time in lengths):
             rows += 1
         return rows * dp
 
@@ -114,7 +116,11 @@ class Geometry:
         divides."""
         if self.recipe.micro_batch is not None:
             return self
-        for size in near_divisors(self.recipe.mini_batch_size, MICRO_BATCH):
+        return self.with_first_valid(near_divisors(self.recipe.mini_batch_size, MICRO_BATCH))
+
+    def with_first_valid(self, micro_batches: Iterable[int]) -> "Geometry":
+        """Copy with the first of the micro-batches that divides over the devices, if any does."""
+        for size in micro_batches:
             candidate = replace(self, recipe=replace(self.recipe, micro_batch=size))
             try:
                 candidate.check()
@@ -124,14 +130,11 @@ class Geometry:
         return self
 
     def check(self) -> None:
-        """Checks that mini-batches and micro-batches divide over the devices, in rows and tokens.
-
-        Raises:
-          ValueError: naming the size that does not.
-        """
+        """Checks that mini-batches and micro-batches divide over the devices, in rows and tokens;
+        raises ValueError, naming the size that does not."""
         recipe, dp = self.recipe, self.mesh.size(self.mesh.dp)
-        name = "batch" if recipe.supervised else "mini_batch"
-        sizes = {name: recipe.mini_batch_size, "micro_batch": recipe.micro_batch_size}
+        mini_batch = "batch" if recipe.supervised else "mini_batch"
+        sizes = {mini_batch: recipe.mini_batch_size, "micro_batch": recipe.micro_batch_size}
         for name, size in sizes.items():
             if size % dp:
                 raise ValueError(
@@ -140,10 +143,8 @@ class Geometry:
                 )
         ranks = self.mesh.size(self.mesh.sequence)
         sections = self.prompt_layout.sections(self.rows, self.response_length)
-        for name, num_tokens in zip(
-            ("prompts", "responses"), map(self._tokens, sections), strict=True
-        ):
-            if num_tokens % ranks:
+        for name, section in zip(("prompts", "responses"), sections, strict=True):
+            if (num_tokens := self.num_tokens(section)) % ranks:
                 raise ValueError(
                     f"the {name} of a micro_batch have {num_tokens} tokens per data-parallel rank, "
                     f"which do not divide over cp x tp = {ranks}: choose prompts and micro_batch, "
@@ -151,6 +152,7 @@ class Geometry:
                     f"{self.response_length}, in multiples of {ranks}."
                 )
 
-    def _tokens(self, section: tuple[int, int]) -> int:
-        """Number of tokens of a section, with the padding of context parallelism."""
-        return ZigzagLayout((section,), self.mesh.size(self.mesh.cp)).num_tokens
+    def num_tokens(self, *sections: tuple[int, int]) -> int:
+        """Number of tokens of sections ``(rows, length)``, with the padding of context
+        parallelism."""
+        return ZigzagLayout(sections, self.mesh.size(self.mesh.cp)).num_tokens

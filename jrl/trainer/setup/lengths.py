@@ -62,11 +62,8 @@ def _bound(length: int, task: Any, tokenizer: Tokenizer) -> int:
 
 
 def prompt_length(run: RunConfig, task: Task, format: PromptFormat) -> int:
-    """Tokens that prompts are padded to.
-
-    Raises:
-      ValueError: when the run sets fewer than the longest prompt has.
-    """
+    """Tokens that prompts are padded to; raises ValueError when the run sets fewer than the longest
+    prompt has."""
     needed = longest_prompt(task, format)
     if run.prompt_length is None:
         return needed
@@ -154,10 +151,9 @@ def response_length(
         return run.response_length
     if run.checkpoint is None:
         return -(-5 * longest_answer(task, tokenizer) // 4)
-    longest = model.max_positions
-    remaining = (
-        CHECKPOINT_RESPONSE if longest is None else min(longest - prompt, CHECKPOINT_RESPONSE)
-    )
+    longest, remaining = model.max_positions, CHECKPOINT_RESPONSE
+    if longest is not None:
+        remaining = min(longest - prompt, remaining)
     if remaining < 1:
         raise ValueError(
             f"prompts of {prompt} tokens leave no tokens for a completion: the network of "

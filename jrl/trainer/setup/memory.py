@@ -11,12 +11,12 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jrl.rollout.collection.collect import sampling_of
-from jrl.rollout.decoding.slots import ranks
 from jrl.rollout.expert_balancer import first_placement
 from jrl.trainer.learner.learner import keeps_masters
 from jrl.trainer.scoring import num_micro_batches
 from jrl.trainer.setup.geometry import MAX_SLOTS, Geometry
 from jrl.trainer.setup.setup import Setup
+from moe import placement
 from moe.adapters import select_frozen, select_trained
 from moe.architecture.attention import delta_layers
 from moe.attention.latent import caches_latent
@@ -24,16 +24,6 @@ from moe.cache import cache_columns, kernel_bytes
 from moe.config import ModelConfig
 from moe.disaggregated.weights import side_bytes
 from moe.layers.depth import map_layer_groups
-from moe.ops.zigzag import ZigzagLayout
-from moe.placement import (
-    in_chunks,
-    local_bytes,
-    shard_dims,
-    shard_specs,
-    specs,
-    stored_depth,
-    stored_specs,
-)
 from moe.router.routing import choices_dtype
 from moe.weights import Transformer, cast_shapes, shapes, table, without_layers
 from sharding.folding import FoldedMesh
@@ -75,7 +65,7 @@ def memory(setup: Setup) -> dict[str, int]:
       ``4 x rows x response / (cp tp) x vocab`` where the sampler truncates and that is more, with
       the rows per device of the largest forward pass: a micro-batch, a warm start's batch, or
       where completions are scored before the first update all of them (on a pipeline, one of
-      `_num_scoring_micro_batches`);
+      their `num_micro_batches`);
     * under `Recipe.router_replay` the expert ids of each token and layer, a byte or two each;
     * under a `RunConfig.gradient_wire` of bfloat16 two bfloat16 copies of the largest gradient of a
       matrix, sent to and received from other sequence-parallel groups;
@@ -91,22 +81,11 @@ def memory(setup: Setup) -> dict[str, int]:
 
     Activations and temporary buffers of the compiler come in addition.
     """
-    run, recipe, mesh = setup.run, setup.recipe, setup.mesh
+    run, recipe, model, mesh = setup.run, setup.recipe, setup.model, setup.mesh
+    geometry, fsdp, has_adapters = setup.geometry, model.execution.fsdp, model.lora is not None
     time = setup.prompt_length + setup.response_length
-    # The 0 below is for a recipe without a critic.
-    networks = [setup.model, *([setup.model.as_critic()] if recipe.uses_critic else [])]
-    bytes_held = partial(weight_bytes, shards=setup.model.execution.fsdp)
-    weights, critic = (*(bytes_held(network, mesh) for network in networks), 0)[:2]
-    has_adapters = setup.model.lora is not None
-    if has_adapters and critic:
-        # The critic's base weights are the policy's.
-        critic -= bytes_held(setup.model.as_critic(), mesh, frozen=True)
-    shard_bytes, critic_shard_bytes = (
-        *(float32_shard_bytes(network, mesh) for network in networks),
-        0,
-    )[:2]
-    # In halves of a float32 copy: two for the second moment, two or one for the first.
-    moment_bf16_units = 2 + jax.numpy.dtype(run.mu_dtype).itemsize // 2
+    critic = model.as_critic() if recipe.uses_critic else None
+    networks = [model] if critic is None else [model, critic]
     # Policy and critic are updated one after the other: the larger one counts.
     gradients = max(gradient_bytes(network, mesh, shapes(network)) for network in networks)
     # Those of a micro-batch are in the dtypes of the weights; their sum, which a pipeline has of
@@ -114,40 +93,45 @@ def memory(setup: Setup) -> dict[str, int]:
     summand = max(
         gradient_bytes(network, mesh, cast_shapes(network), mesh.layout.vpp) for network in networks
     )
-    if setup.geometry.num_micro_batches > 1:
+    if geometry.num_micro_batches > 1:
         gradients += summand
     elif mesh.layout.pp == 1:
         gradients = summand
-    gathered = max(weight_bytes(network, mesh) for network in networks)
     # Rows on all devices, of passes that do not overlap: the largest counts.
-    forward = [recipe.mini_batch_size // setup.geometry.num_micro_batches]
+    forward = [recipe.mini_batch_size // geometry.num_micro_batches]
     if run.weights is None and run.checkpoint is None and run.warm_start_steps:
-        forward.append(setup.geometry.supervised_rows(run.warm_start_batch))
+        forward.append(geometry.supervised_rows(run.warm_start_batch))
+    local_completions = recipe.completions // mesh.size(mesh.dp)
     if recipe.uses_reference or recipe.rescores:
-        forward.append(recipe.completions // _num_scoring_micro_batches(setup.geometry, time))
-    # Tokens of a step on one device.
-    tokens = recipe.completions // mesh.size(mesh.dp) * time
-    replays = recipe.router_replay is not None
+        num_passes = 1
+        if mesh.layout.pp > 1:
+            num_passes = num_micro_batches(local_completions, time, geometry.prompt_layout, mesh)
+        forward.append(recipe.completions // num_passes)
     # Separate rollout devices have a table of their own.
     rollout = rollout_memory(setup) if run.rollout_devices is None else {}
+    rollout_policy = rollout.pop("rollout policy", 0)
+    weights = weight_bytes(model, mesh, shards=fsdp)
     rows = {
         "weights": weights,
         "gradients": gradients,
-        "float32 masters": shard_bytes if keeps_masters(setup.model) else 0,
-        "optimizer moments": shard_bytes * moment_bf16_units // 2,
-        "critic": critic,
-        "critic's float32 masters": critic_shard_bytes if keeps_masters(setup.model) else 0,
-        "critic's optimizer moments": critic_shard_bytes * moment_bf16_units // 2,
+        **_optimizer_bytes(model, mesh, run.mu_dtype),
+    }
+    if critic is not None:
+        # With adapters, the critic's base weights are the policy's.
+        shared = weight_bytes(critic, mesh, shards=fsdp, frozen=True) if has_adapters else 0
+        rows["critic"] = weight_bytes(critic, mesh, shards=fsdp) - shared
+        optimizer_bytes = _optimizer_bytes(critic, mesh, run.mu_dtype)
+        rows |= {f"critic's {name}": size for name, size in optimizer_bytes.items()}
+    gathered = max(weight_bytes(network, mesh) for network in networks)
+    replays = recipe.router_replay is not None
+    rows |= {
         "reference": weights if recipe.uses_reference and not has_adapters else 0,
-        "weights gathered for scoring": gathered if setup.model.execution.fsdp else 0,
-        # Decoding uses unstacked weights.
-        "unstacked weights to sample": rollout.get("unstacked weights to sample", 0),
-        "key/value cache": rollout.get("key/value cache", 0),
-        DECODE_PARTIALS: rollout.get(DECODE_PARTIALS, 0),
-        LOGITS: logits_bytes(setup.model, setup.geometry, max(forward)),
-        "expert ids": choices_bytes(setup.model, tokens) if replays else 0,
-        "rollout policy": rollout.get("rollout policy", 0),
-        STAGE_INPUTS: stage_input_bytes(setup.model, setup.geometry) if mesh.layout.pp > 1 else 0,
+        "weights gathered for scoring": gathered if fsdp else 0,
+        **rollout,
+        LOGITS: logits_bytes(model, geometry, max(forward)),
+        "expert ids": choices_bytes(model, local_completions * time) if replays else 0,
+        "rollout policy": rollout_policy,
+        STAGE_INPUTS: stage_input_bytes(model, geometry) if mesh.layout.pp > 1 else 0,
         GRADIENTS_SENT: max(sent_bytes(network, mesh, run.gradient_wire) for network in networks),
     }
     return {name: num_bytes for name, num_bytes in rows.items() if num_bytes}
@@ -160,23 +144,18 @@ def rollout_memory(setup: Setup) -> dict[str, int]:
     slots = setup.geometry.slots(setup.run.slots)
     row_length = setup.prompt_length + setup.response_length
     rollout_bytes = {"key/value cache": cache_bytes(model, mesh, slots, row_length)}
-    micro_batches = 1 if setup.split is None else setup.run.rollout_micro_batches
-    rows = slots // mesh.size(mesh.dp) // micro_batches
+    rows = slots // mesh.size(mesh.dp) // setup.geometry.rollout_micro_batches
     partials = kernel_bytes(model, mesh, rows, cache_columns(row_length, model, mesh))
     if partials:
         rollout_bytes[DECODE_PARTIALS] = partials
     if setup.split is not None:
-        placement = first_placement(model, setup.split, setup.run.rollout_expert_slots)
-        return {
-            **rollout_bytes,
-            "rollout policy": max(side_bytes(model, setup.split, placement)),
-        }
-    weights = weight_bytes(model, mesh)
+        experts = first_placement(model, setup.split, setup.run.rollout_expert_slots)
+        return rollout_bytes | {"rollout policy": max(side_bytes(model, setup.split, experts))}
     is_copy = mesh != setup.mesh or setup.model.lora is not None
     return {
         "unstacked weights to sample": unstacked_bytes(model, mesh, is_stored=is_copy),
         **rollout_bytes,
-        "rollout policy": weights if is_copy else 0,
+        "rollout policy": weight_bytes(model, mesh) if is_copy else 0,
     }
 
 
@@ -188,7 +167,7 @@ def unstacked_bytes(config: ModelConfig, mesh: FoldedMesh, *, is_stored: bool) -
       config: without adapters.
       is_stored: true where the policy is a copy in the sharding that decoding needs.
     """
-    bytes_of_weights = _local_bytes(cast_shapes(config), mesh, specs(config, mesh))
+    bytes_of_weights = _local_bytes(cast_shapes(config), mesh, placement.specs(config, mesh))
     total = _total(bytes_of_weights)
     if config.execution.fsdp and not is_stored:
         return total
@@ -206,30 +185,33 @@ def weight_bytes(
       shards: true for the device's optimizer shards only.
       frozen: true for frozen weights only.
     """
-    shard_or_full_specs = shard_specs(config, mesh) if shards else specs(config, mesh)
-    bytes_of_weights = _local_bytes(cast_shapes(config), mesh, shard_or_full_specs)
+    specs_of = placement.shard_specs if shards else placement.specs
+    bytes_of_weights = _local_bytes(cast_shapes(config), mesh, specs_of(config, mesh))
     return _total(select_frozen(bytes_of_weights, table(config)) if frozen else bytes_of_weights)
 
 
-def float32_shard_bytes(config: ModelConfig, mesh: FoldedMesh) -> int:
-    """Bytes of the float32 shard of trained weights: masters, or one of the moments."""
+def _optimizer_bytes(config: ModelConfig, mesh: FoldedMesh, mu_dtype: str) -> dict[str, int]:
+    """Bytes of the float32 masters and of Adam's moments on one device, by kind of buffer."""
     # `shapes` are float32, `cast_shapes` have the dtypes of computation.
-    bytes_of_weights = _local_bytes(shapes(config), mesh, shard_specs(config, mesh))
-    return _total(select_trained(bytes_of_weights, table(config)))
+    bytes_of_weights = _local_bytes(shapes(config), mesh, placement.shard_specs(config, mesh))
+    shard = _total(select_trained(bytes_of_weights, table(config)))
+    # In halves of a float32 copy: two for the second moment, two or one for the first.
+    moment_halves = 2 + jax.numpy.dtype(mu_dtype).itemsize // 2
+    return {
+        "float32 masters": shard if keeps_masters(config) else 0,
+        "optimizer moments": shard * moment_halves // 2,
+    }
 
 
 def gradient_bytes(
-    config: ModelConfig,
-    mesh: FoldedMesh,
-    like: Transformer[jax.ShapeDtypeStruct],
-    chunks: int = 1,
+    config: ModelConfig, mesh: FoldedMesh, like: Transformer[jax.ShapeDtypeStruct], chunks: int = 1
 ) -> int:
     """Bytes of the gradients of trained weights on one device, in the dtypes of `like`; those of
     layers are sharded under fsdp, and of one of `chunks` of them."""
     # Under fsdp a layer's gradient is reduce-scattered immediately; those of embedding and LM head
     # are unsharded until the end.
-    unsharded = _local_bytes(like, mesh, specs(config, mesh))
-    layers = _local_bytes(like, mesh, stored_specs(config, mesh)).layers
+    unsharded = _local_bytes(like, mesh, placement.specs(config, mesh))
+    layers = _local_bytes(like, mesh, placement.stored_specs(config, mesh)).layers
     layers = jax.tree.map(lambda size: size // chunks, layers)
     return _total(select_trained(replace(unsharded, layers=layers), table(config)))
 
@@ -239,8 +221,8 @@ def sent_bytes(config: ModelConfig, mesh: FoldedMesh, comm_dtype: str) -> int:
     sequence-parallel groups (`sharding.compression`); 0 where gradients are sent in float32."""
     if comm_dtype == "float32":
         return 0
-    dims = shard_dims(config, mesh, comm_dtype)
-    float32_bytes = _local_bytes(shapes(config), mesh, specs(config, mesh))
+    dims = placement.shard_dims(config, mesh, comm_dtype)
+    float32_bytes = _local_bytes(shapes(config), mesh, placement.specs(config, mesh))
 
     def bytes_sent(dim: ShardDim, float32: int) -> int:
         uncompressed_stages = [stage for stage in dim.stages if stage != dim.compressed]
@@ -262,8 +244,8 @@ def _local_bytes(
 ) -> Transformer[int]:
     """Bytes of each weight on one device."""
     # As stored: uneven pipeline stages are padded to equal depth.
-    stored_shapes = jax.eval_shape(lambda weights: in_chunks(weights, mesh), like)
-    return local_bytes(stored_shapes, spec_tree, mesh)
+    stored_shapes = jax.eval_shape(lambda weights: placement.in_chunks(weights, mesh), like)
+    return placement.local_bytes(stored_shapes, spec_tree, mesh)
 
 
 def cache_bytes(model: ModelConfig, mesh: FoldedMesh, slots: int, row_length: int) -> int:
@@ -300,15 +282,11 @@ def _state_bytes(model: ModelConfig, tp: int, itemsize: int) -> int:
 
 
 def logits_bytes(model: ModelConfig, geometry: Geometry, rows: int) -> int:
-    """Bytes of the float32 logits on one device while `rows` responses are scored in one pass.
-
-    They are those of a vocabulary chunk or, for top-k and top-p, those of the whole vocabulary for
-    this device's tokens.
-    """
+    """Bytes of the float32 logits on one device while `rows` responses are scored in one pass."""
     mesh, vocab_size = geometry.mesh, model.vocab_size
     # Of responses only: states before prompt tokens never reach the LM head.
     section = -(-rows // mesh.size(mesh.dp)), geometry.response_length
-    tokens = ZigzagLayout((section,), mesh.size(mesh.cp)).num_tokens // mesh.size(mesh.cp)
+    tokens = geometry.num_tokens(section) // mesh.size(mesh.cp)
     width, chunk = -(-vocab_size // mesh.size(mesh.tp)), model.execution.vocab_chunk
     num_logits = tokens * (width if chunk is None else min(chunk, width))
     # Top-k and top-p need all logits of a row: rows are sharded over tp instead of the vocabulary.
@@ -328,27 +306,14 @@ def stage_input_bytes(model: ModelConfig, geometry: Geometry) -> int:
     flight."""
     mesh = geometry.mesh
     sections = geometry.prompt_layout.sections(geometry.rows, geometry.response_length)
-    tokens = ZigzagLayout(sections, mesh.size(mesh.cp)).num_tokens // mesh.size(mesh.sequence)
+    tokens = geometry.num_tokens(*sections) // mesh.size(mesh.sequence)
     schedule = Schedule(mesh.layout.pp, geometry.num_micro_batches, mesh.layout.vpp)
     # Slot indices start at 0.
     chunks = 1 + max(map(max, schedule.slots()))
     # Dense first layers run with the embedding, outside of the chunks.
-    layers = stored_depth(model.num_layers - model.num_dense_layers, mesh)
+    layers = placement.stored_depth(model.num_layers - model.num_dense_layers, mesh)
     itemsize = jax.numpy.dtype(model.dtype).itemsize
     return chunks * layers * tokens * model.d_model * itemsize
-
-
-def _num_scoring_micro_batches(geometry: Geometry, time: int) -> int:
-    """Number of micro-batches in which all completions are scored; 1 without a pipeline.
-
-    Args:
-      time: tokens of a completion with its prompt.
-    """
-    mesh = geometry.mesh
-    if mesh.layout.pp == 1:
-        return 1
-    rows = geometry.recipe.completions // mesh.size(mesh.dp)
-    return num_micro_batches(rows, time, geometry.prompt_layout, mesh)
 
 
 CPU_CACHE_BYTES = 2 << 30
@@ -368,29 +333,24 @@ def evaluation_slots(setup: Setup, rows: int) -> tuple[int, str]:
     Raises:
       ValueError: for a number that does not divide over the devices, or whose cache does not fit.
     """
-    mesh, requested = setup.rollout_mesh, setup.run.slots
-    unit, total = ranks(mesh) * setup.geometry.rollout_micro_batches, device_memory(mesh)
+    model, mesh, requested = setup.model.without_adapters(), setup.rollout_mesh, setup.run.slots
+    unit, total = setup.geometry.slots_unit, device_memory(mesh)
     row_length = setup.prompt_length + setup.response_length
-
-    def cache_bytes_of(slots: int) -> int:
-        return cache_bytes(setup.model.without_adapters(), mesh, slots, row_length)
-
+    cache_bytes_of = partial(cache_bytes, model, mesh, row_length=row_length)
     if requested is None:
-        budget = _budget(setup, total)
         # Rounded up: a few slots may stay empty, and each rank has at least one.
         needed = -(-min(rows, MAX_SLOTS) // unit) * unit
-        fitting = unit * max(1, budget // cache_bytes_of(unit))
+        fitting = unit * max(1, _budget(setup, total) // cache_bytes_of(unit))
         slots = min(needed, fitting)
-        limited = slots < needed
+        fit_text = "as many as fit" if fitting < needed else "with"
     else:
-        slots, limited = setup.geometry.slots(requested), False
+        slots, fit_text = setup.geometry.slots(requested), "with"
         if total is not None and cache_bytes_of(slots) > total:
             raise ValueError(
                 f"slots={slots} need a KV cache of {_size(cache_bytes_of(slots))} for rows of "
                 f"{row_length:,} tokens, and the device has {_size(total)}: lower --slots or "
                 "--response-length."
             )
-    fit_text = "as many as fit" if limited else "with"
     return slots, (
         f"{rows:,} completions of at most {setup.response_length:,} tokens, {slots:,} at a time "
         f"(--slots), {fit_text} a KV cache of {_size(cache_bytes_of(slots))}"

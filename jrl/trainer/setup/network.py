@@ -1,8 +1,11 @@
 """Network config of a run: router and execution settings, and the checks that they are
 supported."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from typing import Any
+
+import jax
 
 from jrl.checks import flag
 from jrl.config.run import NETWORK_SETTINGS, RunConfig
@@ -28,14 +31,8 @@ GPU_BUFFER_FACTOR = 1.5
 8 GPUs has 1.6 GiB of temporaries with them, and 5.6 with buffers for any routing."""
 
 EXPERT_FIELDS = (
-    "dispatch",
-    "server_devices",
-    "exchange_rate",
-    "activation_wire",
-    "router",
-    "experts",
-    "buffer_factor",
-    "expert_chunks",
+    *("dispatch", "server_devices", "exchange_rate", "activation_wire"),
+    *("router", "experts", "buffer_factor", "expert_chunks"),
 )
 """Fields of `Execution` that apply to experts only."""
 
@@ -46,13 +43,13 @@ def network_of(model: ModelConfig, run: RunConfig) -> ModelConfig:
     Raises:
       ValueError: for a setting that has no effect in such a network.
     """
-    requested = {name: getattr(run, name) for name in NETWORK_SETTINGS}
-    requested = {name: value for name, value in requested.items() if value is not None}
+    settings = {name: getattr(run, name) for name in NETWORK_SETTINGS}
+    requested = {name: value for name, value in settings.items() if value is not None}
     for name, value in requested.items():
         if name == "bias_update_rate" and value and not model.selection_bias:
-            raise _no_effect_error(name, value, run, "selection bias")
+            raise _no_effect_error(name, run, "selection bias")
         if value and not model.num_experts:
-            raise _no_effect_error(name, value, run, "experts")
+            raise _no_effect_error(name, run, "experts")
     capacity = requested.get("capacity_factor", model.capacity_factor)
     for name in ("drop_policy", "drop_scope"):
         if name in requested and capacity is None:
@@ -62,9 +59,9 @@ def network_of(model: ModelConfig, run: RunConfig) -> ModelConfig:
             )
     for name in EXPERT_FIELDS:
         if getattr(run, name) != getattr(Execution, name) and not model.num_experts:
-            raise _no_effect_error(name, getattr(run, name), run, "experts")
+            raise _no_effect_error(name, run, "experts")
     if run.latent is not None and model.mla is None:
-        raise _no_effect_error("latent", run.latent, run, "latent attention")
+        raise _no_effect_error("latent", run, "latent attention")
     requested_execution = {field.name: getattr(run, field.name) for field in fields(Execution)}
     # In a run None is the default, and 0 means buffers for any routing.
     if run.buffer_factor == 0:
@@ -114,22 +111,19 @@ def with_dispatch(model: ModelConfig, run: RunConfig, mesh: FoldedMesh) -> Model
     default, those that are the fastest on the training mesh. They are set explicitly, so that
     scoring and sampling use the same method, with dropless buffers and on layouts of their own
     too."""
-    if run.buffer_factor is None and dispatches_tokens(model, mesh) and mesh.platform == "gpu":
-        execution = replace(model.execution, buffer_factor=GPU_BUFFER_FACTOR)
-        model = replace(model, execution=execution)
     name = run.dispatch
-    # Chosen once, for the training mesh: other passes must not choose another for theirs.
-    if name is None and dispatches_tokens(model, mesh):
-        name = cheapest(exchange_of(model, mesh), mesh)
+    if dispatches_tokens(model, mesh):
+        if run.buffer_factor is None and mesh.platform == "gpu":
+            execution = replace(model.execution, buffer_factor=GPU_BUFFER_FACTOR)
+            model = replace(model, execution=execution)
+        # Chosen once, for the training mesh: other passes must not choose another for theirs.
+        name = name or cheapest(exchange_of(model, mesh), mesh)
     return replace(model, execution=replace(model.execution, dispatch=name))
 
 
 def buffers_explained(model: ModelConfig, run: RunConfig) -> str | None:
-    """Explanation of the buffers of `with_dispatch`, in a line; None without a choice.
-
-    Args:
-      model: as `with_dispatch` returns it.
-    """
+    """Explanation of the buffers that `with_dispatch` chose for `model`, in a line; None without a
+    choice."""
     factor = model.execution.buffer_factor
     if run.buffer_factor is not None or factor is None:
         return None
@@ -154,19 +148,28 @@ def dispatches_tokens(model: ModelConfig, mesh: FoldedMesh) -> bool:
 def exchange_of(model: ModelConfig, mesh: FoldedMesh) -> TokenExchange:
     """Sizes of a layer's token dispatch, for the cost model."""
     execution, k = model.execution, model.experts_per_token
-    peer_capacity = peer_capacity_of(
-        k, mesh.layout.ep, model.capacity_factor, execution.buffer_factor
-    )
-    itemsize = 2 if model.dtype == "bfloat16" else 4
+    factors = model.capacity_factor, execution.buffer_factor
     return TokenExchange(
         model.num_experts,
         k,
         model.d_model,
-        itemsize,
-        peer_capacity,
-        execution.exchange_rate,
-        execution.activation_wire,
+        itemsize=2 if model.dtype == "bfloat16" else 4,
+        peer_capacity=peer_capacity_of(k, mesh.layout.ep, *factors),
+        rate=execution.exchange_rate,
+        comm_dtype=execution.activation_wire,
     )
+
+
+def first_devices(count: int, setting: str, advice: str) -> list[Any]:
+    """First devices of the run; raises ValueError, with the setting that needs them and the advice,
+    where there are fewer."""
+    devices = jax.devices()
+    if len(devices) < count:
+        raise ValueError(
+            f"{setting} needs {count} devices and there are {len(devices)}: {advice}, or --devices "
+            f"{count} to have as many fake ones on a CPU."
+        )
+    return devices[:count]
 
 
 def check_supported(model: ModelConfig, mesh: FoldedMesh) -> None:
@@ -185,48 +188,40 @@ def check_supported(model: ModelConfig, mesh: FoldedMesh) -> None:
             f"{mesh.layout}: no token is sent to experts on another device. Leave out "
             f"{flag('activation_wire')}, or choose a layout with ep or etp."
         )
+    for name, reason, alternative in _obstacles(model, mesh):
+        raise ValueError(
+            f"{name}={getattr(execution, name)!r} {reason}: leave out {flag(name)}{alternative}."
+        )
+
+
+def _obstacles(model: ModelConfig, mesh: FoldedMesh) -> Iterator[tuple[str, str, str]]:
+    """Implementations that are not supported: the field, the reason, and an alternative to leaving
+    it out."""
+    execution, platform = model.execution, mesh.platform
     for name in ("attention", "decode_attention", "router", "experts"):
-        value = getattr(execution, name)
-        if value is None or not value.startswith("mosaic"):
+        if not (getattr(execution, name) or "").startswith("mosaic"):
             continue
-        if mesh.platform != "gpu":
-            raise ValueError(
-                f"{name}={value!r} is a kernel for NVIDIA's Hopper, not for {mesh.platform!r} "
-                f"devices: leave out {flag(name)}."
-            )
-        foreign = foreign_gpus(hopper_only=name != "router")
-        if foreign is not None:
-            raise ValueError(
-                f"{name}={value!r} does not support {foreign}: leave out {flag(name)}."
-            )
-    if execution.experts == "megablox" and mesh.platform != "tpu":
-        raise ValueError(
-            f"experts='megablox' is a kernel for TPUs, not for {mesh.platform!r} devices: leave "
-            f"out {flag('experts')}."
-        )
-    if execution.attention == "cudnn" and (mesh.platform != "gpu" or model.dtype != "bfloat16"):
-        raise ValueError(
-            f"attention='cudnn' takes bfloat16 on NVIDIA GPUs, not {model.dtype} on "
-            f"{mesh.platform!r} devices: leave out --attention, or give --dtype bfloat16 there."
-        )
-    obstacles = {"decode_attention": decode_kernel_obstacle(model)}
+        if platform != "gpu":
+            yield name, f"is a kernel for NVIDIA's Hopper, not for {platform!r} devices", ""
+        elif (foreign := foreign_gpus(hopper_only=name != "router")) is not None:
+            yield name, f"does not support {foreign}", ""
+    if execution.experts == "megablox" and platform != "tpu":
+        yield "experts", f"is a kernel for TPUs, not for {platform!r} devices", ""
+    if execution.attention == "cudnn" and (platform != "gpu" or model.dtype != "bfloat16"):
+        reason = f"takes bfloat16 on NVIDIA GPUs, not {model.dtype} on {platform!r} devices"
+        yield "attention", reason, ", or give --dtype bfloat16 there"
+    instead = ", or give --dtype bfloat16" if model.dtype == "float32" else ""
+    if (obstacle := decode_kernel_obstacle(model)) is not None:
+        yield "decode_attention", obstacle, instead
     if execution.attention == "mosaic":
-        reason = unsupported_heads(model.dtype, 1, model.head_dim, model.v_head_dim)
-        obstacles["attention"] = None if reason is None else f"is not supported: {reason}"
-    for name, obstacle in obstacles.items():
-        if obstacle is not None:
-            instead = ", or give --dtype bfloat16" if model.dtype == "float32" else ""
-            raise ValueError(
-                f"{name}={getattr(execution, name)!r} {obstacle}: leave out {flag(name)}{instead}."
-            )
+        heads = unsupported_heads(model.dtype, 1, model.head_dim, model.v_head_dim)
+        if heads is not None:
+            yield "attention", f"is not supported: {heads}", instead
 
 
 def check_dispatchers(model: ModelConfig, *meshes: FoldedMesh) -> None:
-    """Rejects meshes on which the token dispatcher that was chosen is not supported.
-
-    Raises:
-      ValueError: naming the dispatcher.
-    """
+    """Raises ValueError, naming the token dispatcher that was chosen, for a mesh on which it is not
+    supported."""
     execution = model.execution
     if execution.dispatch is not None:
         for mesh in meshes:
@@ -234,14 +229,8 @@ def check_dispatchers(model: ModelConfig, *meshes: FoldedMesh) -> None:
 
 
 def check_shardable(model: ModelConfig, *meshes: FoldedMesh) -> None:
-    """Rejects meshes over which the weights cannot be sharded.
-
-    Args:
-      meshes: of training and of sampling.
-
-    Raises:
-      ValueError: naming the axis and the layout.
-    """
+    """Raises ValueError, naming axis and layout, for a mesh over which the weights cannot be
+    sharded."""
     for mesh in meshes:
         specs(model.without_adapters(), mesh)
 
@@ -260,17 +249,15 @@ def check_overlaps(
       ValueError: naming the flag.
     """
     execution = model.execution
-    if execution.overlap_grad_reduce:
-        reason = None
-        if mesh.layout.pp > 1:
+    layout = mesh.layout
+    if execution.overlap_grad_reduce and (layout.pp > 1 or layout.num_devices == 1):
+        reason = "there is no other device to sum gradients with"
+        if layout.pp > 1:
             reason = "the stages of a pipeline sum gradients after their last micro-batch"
-        elif mesh.layout.num_devices == 1:
-            reason = "there is no other device to sum gradients with"
-        if reason is not None:
-            raise ValueError(
-                f"overlap_grad_reduce=True changes nothing on layout {mesh.layout}: {reason}. "
-                f"Leave out {flag('overlap_grad_reduce')}, or choose another layout."
-            )
+        raise ValueError(
+            f"overlap_grad_reduce=True changes nothing on layout {layout}: {reason}. Leave out "
+            f"{flag('overlap_grad_reduce')}, or choose another layout."
+        )
     if not execution.two_batch_overlap:
         return
     if can_drop(model):
@@ -290,12 +277,13 @@ def check_overlaps(
         if tokens % ranks:
             raise ValueError(
                 f"two_batch_overlap=True: a half-batch of {tokens} tokens cannot be split over cp "
-                f"x tp = {ranks} of layout {mesh.layout}. Choose a micro-batch whose half-batches "
+                f"x tp = {ranks} of layout {layout}. Choose a micro-batch whose half-batches "
                 f"divide, or leave out {flag('two_batch_overlap')}."
             )
 
 
-def _no_effect_error(name: str, value: object, run: RunConfig, lacking: str) -> ValueError:
+def _no_effect_error(name: str, run: RunConfig, lacking: str) -> ValueError:
+    value = getattr(run, name)
     value_text = repr(value) if isinstance(value, str) else value
     return ValueError(
         f"{name}={value_text} changes nothing: the network of {run.model} has no {lacking}. Leave "

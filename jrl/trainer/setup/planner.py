@@ -91,6 +91,9 @@ def method_of(config: ModelConfig, mesh: FoldedMesh, batch: Batch, run: RunConfi
     """Planner's execution settings: those of the network, and the run's dtypes of gradients and
     moments."""
     execution = config.execution
+    server_devices = execution.server_devices
+    if server_devices is None and execution.dispatch in TWO_LEVELS:
+        server_devices = hardware_of(mesh).domain
     return Method(
         # None where no token is dispatched.
         dispatch=execution.dispatch or "all_gather",
@@ -109,23 +112,14 @@ def method_of(config: ModelConfig, mesh: FoldedMesh, batch: Batch, run: RunConfi
         mu_dtype=run.mu_dtype,
         attention=attention_of(config, mesh, batch),
         duplicates_experts=mesh.platform == "cpu",
-        server_devices=server_devices_of(config, mesh),
+        server_devices=server_devices,
     )
-
-
-def server_devices_of(config: ModelConfig, mesh: FoldedMesh) -> int | None:
-    """Devices of a server for `Method.server_devices`: those of the run, or of the hardware."""
-    execution = config.execution
-    if execution.dispatch not in TWO_LEVELS or execution.server_devices is not None:
-        return execution.server_devices
-    return hardware_of(mesh).domain
 
 
 def attention_of(config: ModelConfig, mesh: FoldedMesh, batch: Batch) -> str | None:
     """Attention implementation that stores scores in memory, for `Method.attention`: the one that
     `moe.attention.core` would choose for a micro-batch; None for a kernel."""
     implementation = config.execution.attention
-    # Fused kernels store no scores: None.
     if implementation is not None:
         return {"plain": "plain", "xla": "plain", "blocked": "blocked"}.get(implementation)
     # GPUs use cuDNN; devices of an unknown platform are assumed to be GPUs.
@@ -162,8 +156,7 @@ class Candidate:
         update = memory_of_update(setup.model, setup.geometry, setup.run)
         # The inputs of a stage's layers are part of an update's activations.
         buffers.pop(STAGE_INPUTS, None)
-        # Temporary buffers are not live at the same time: an update, a scoring pass, a gradient in
-        # flight, a decoding step.
+        # Temporary buffers are not live at the same time.
         temporary = [buffers.pop(name, 0) for name in (LOGITS, GRADIENTS_SENT, DECODE_PARTIALS)]
         peak_temporary = max(update.activations + update.buffers, *temporary)
         return sum(buffers.values()) + peak_temporary
@@ -192,40 +185,36 @@ def choose_layout(setup: Setup, recipe: Recipe, num_devices: int) -> tuple[Layou
             f"layout='auto': no layout of {num_devices} devices fits this run{rejection}. Choose "
             "another number of --devices, or batches that divide."
         )
-    too_large: dict[Layout, float] = {}
-    # The fastest first: layouts that do not fit are skipped until the first that does.
     options.sort(key=lambda option: option.seconds)
-    for rank, option in enumerate(options):
-        num_bytes = option.bytes()
-        if num_bytes > budget:
-            too_large[option.layout] = num_bytes
-            continue
-        reason_line = (
-            f"layout auto: {option.layout}, by the planner the fastest of {len(options)} layouts"
+    # The fastest first: layouts that do not fit are skipped until the first that does.
+    sizes: dict[Layout, float] = {}
+    for option in options:
+        num_bytes = sizes[option.layout] = option.bytes()
+        if num_bytes <= budget:
+            break
+    else:
+        smallest = min(sizes, key=lambda layout: sizes[layout])
+        raise ValueError(
+            f"layout='auto': nothing fits on {num_devices} devices with {budget / 1e9:.3g} GB to "
+            f"plan with: {smallest} needs least, {sizes[smallest] / 1e9:.3g} GB. Take more "
+            "devices, --dtype bfloat16, --remat full or --fsdp."
         )
-        reason_line += f" but {rank}, which need too much memory" if too_large else ""
-        reason_line += (
-            f"; {num_bytes / 1e9:.3g} GB of {budget / 1e9:.3g} on each {hardware.name} device"
-        )
-        if rank + 1 < len(options):
-            next_option = options[rank + 1]
-            slowdown = next_option.seconds / option.seconds - 1
-            reason_line += f"; next {next_option.layout}, {slowdown:.0%} slower"
-        return option.layout, reason_line
-    smallest = min(too_large, key=lambda layout: too_large[layout])
-    raise ValueError(
-        f"layout='auto': nothing fits on {num_devices} devices with {budget / 1e9:.3g} GB to plan "
-        f"with: {smallest} needs least, {too_large[smallest] / 1e9:.3g} GB. Take more devices, "
-        "--dtype bfloat16, --remat full or --fsdp."
+    rank = len(sizes) - 1
+    skipped = f" but {rank}, which need too much memory" if rank else ""
+    reason_line = (
+        f"layout auto: {option.layout}, by the planner the fastest of {len(options)} layouts"
+        f"{skipped}; {num_bytes / 1e9:.3g} GB of {budget / 1e9:.3g} on each {hardware.name} device"
     )
+    if rank + 1 < len(options):
+        next_option = options[rank + 1]
+        slowdown = next_option.seconds / option.seconds - 1
+        reason_line += f"; next {next_option.layout}, {slowdown:.0%} slower"
+    return option.layout, reason_line
 
 
 def detect_hardware() -> Hardware:
-    """Planner's hardware description of the devices; for a CPU that of a laptop.
-
-    Raises:
-      ValueError: for an accelerator that it does not support.
-    """
+    """Planner's hardware description of the devices, for a CPU that of a laptop; raises ValueError
+    for an accelerator that it does not support."""
     device = jax.devices()[0]
     hardware = HARDWARE["laptop"] if device.platform == "cpu" else find_hardware(device.device_kind)
     if hardware is None:
@@ -237,11 +226,7 @@ def detect_hardware() -> Hardware:
 
 
 def make_candidate(setup: Setup, recipe: Recipe, layout: Layout, hardware: Hardware) -> Candidate:
-    """Run on a layout, with its predicted time.
-
-    Raises:
-      ValueError: where the layout is not valid for the run.
-    """
+    """Run on a layout (`with_layout`), with its predicted time."""
     run_setup = with_layout(setup, recipe, layout)
     cost = time_of_update(run_setup.model, run_setup.geometry, run_setup.run, hardware)
     return Candidate(run_setup, cost.total / run_setup.recipe.mini_batch_size)

@@ -61,6 +61,7 @@ from jrl.trainer.setup.network import (
     check_overlaps,
     check_shardable,
     check_supported,
+    first_devices,
     network_of,
     with_dispatch,
 )
@@ -164,30 +165,25 @@ class Setup:
         or rollout devices. With disaggregation that of attention, where the rows are."""
         if self.split is not None:
             return self.split.attention
-        if self.run.rollout_devices is not None:
-            return separate_rollout_mesh(
-                self.run.rollout_layout, self.run.rollout_devices, self.mesh
-            )
-        return rollout_mesh(self.run.rollout_layout, self.mesh)
+        text, num_devices = self.run.rollout_layout, self.run.rollout_devices
+        if num_devices is not None:
+            return separate_rollout_mesh(text, num_devices, self.mesh)
+        return rollout_mesh(text, self.mesh)
 
     @property
     def geometry(self) -> Geometry:
         """Geometry of batches on the devices."""
-        layout = rollout = f"layout {self.run.layout!r}"
-        if self.rollout_mesh != self.mesh:
-            rollout_layout = self.run.rollout_layout or str(self.rollout_mesh.layout)
-            rollout = f"rollout layout {rollout_layout!r}"
-        micro_batches = 1
+        run, rows, micro_batches = self.run, self.rows, 1
+        layout = rollout = f"layout {run.layout!r}"
         if self.split is not None:
-            micro_batches = self.run.rollout_micro_batches
-            rollout = f"rollout split {self.run.rollout_split!r}"
-        prompt_length, response_length = self.prompt_length, self.response_length
-        if self.rows is not None:
-            prompt_length, response_length = self.rows.before, self.rows.after
+            micro_batches = run.rollout_micro_batches
+            rollout = f"rollout split {run.rollout_split!r}"
+        elif self.rollout_mesh != self.mesh:
+            rollout = f"rollout layout {run.rollout_layout or str(self.rollout_mesh.layout)!r}"
         return Geometry(
             self.recipe,
-            prompt_length=prompt_length,
-            response_length=response_length,
+            prompt_length=self.prompt_length if rows is None else rows.before,
+            response_length=self.response_length if rows is None else rows.after,
             mesh=self.mesh,
             rollout_mesh=self.rollout_mesh,
             layout=layout,
@@ -196,20 +192,16 @@ class Setup:
         )
 
     def sampler(self, seed: int | None = None) -> Sampler:
-        """Creates a sampler of the task's completions, without weights.
-
-        Args:
-          seed: of sampling; None is that of the run.
-        """
-        randomness = self.randomness if seed is None else Randomness(seed)
-        engine: RolloutEngine = self._engine(randomness)
+        """Creates a sampler of the task's completions, without weights; a seed of None is that of
+        the run."""
+        engine: RolloutEngine = self._engine(self.run.seed if seed is None else seed)
         if has_environments(self.task):
             engine = ConversationEngine(
                 engine, self.task, self.format, self.run.max_turns, self.run.turn_length
             )
         return Sampler(engine, self.task, self.format, self.prompt_length, self.response_length)
 
-    def _engine(self, randomness: Randomness) -> Engine:
+    def _engine(self, seed: int) -> Engine:
         decoder = Decoder(
             self.model,
             self.rollout_mesh,
@@ -236,21 +228,20 @@ class Setup:
             backend,
             slots=self.geometry.slots(self.run.slots),
             max_length=self.prompt_length + self.response_length,
-            key=randomness.key("rollout"),
+            key=Randomness(seed).key("rollout"),
             prompts=prompts,
         )
 
     @property
     def networks(self) -> Networks:
         """Trained networks with their objectives and optimizers."""
-        recipe, layout = self.recipe, self.geometry.prompt_layout
-        num_micro_batches, bins = self.geometry.num_micro_batches, self.geometry.bins
-        response = self.response_length
+        recipe, geometry, response = self.recipe, self.geometry, self.response_length
+        layout, sizes = geometry.prompt_layout, (geometry.num_micro_batches, geometry.bins)
         critic = None
         if recipe.uses_critic:
             objective = CriticObjective(self.model.as_critic(), self.mesh, layout, recipe, response)
             optimizer = self._with_run_settings(recipe.critic_optimizer)
-            critic = Network(objective, optimizer, num_micro_batches, bins)
+            critic = Network(objective, optimizer, *sizes)
         policy_objective = PolicyObjective(
             self.model, self.mesh, layout, recipe, response, sampling=sampling_of(recipe)
         )
@@ -259,8 +250,8 @@ class Setup:
         if packs is None:
             # With windows, most tokens of a step only provide context; most conversations are far
             # shorter than the longest.
-            packs = isinstance(recipe.collection, Windows) or recipe.supervised
-            packs = packs and self.mesh.layout.pp == 1
+            is_sparse = isinstance(recipe.collection, Windows) or recipe.supervised
+            packs = is_sparse and self.mesh.layout.pp == 1
         ahead = pool = None
         if self.run.max_staleness:
             ahead = AsyncBufferSpec(
@@ -273,9 +264,9 @@ class Setup:
             )
         if self.run.stale_cache:
             # For its sizes only: an engine allocates its pool when rows come.
-            engine = self._engine(self.randomness)
+            engine = self._engine(self.run.seed)
             pool = PoolSpec(engine.decoder, engine.slots, engine.max_length)
-        policy = Network(policy_objective, optimizer, num_micro_batches, bins)
+        policy = Network(policy_objective, optimizer, *sizes)
         return Networks(policy, critic, packs, ahead, pool)
 
     @property
@@ -317,17 +308,12 @@ def build_setup(
       ValueError: for any invalid setting.
     """
     layout = Layout.parse(run.layout)
-    devices = jax.devices()
-    if len(devices) < layout.num_devices:
+    setting = f"layout {run.layout!r}"
+    devices = first_devices(layout.num_devices, setting, "choose another layout")
+    if is_multiprocess() and jax.device_count() > layout.num_devices:
         raise ValueError(
-            f"layout {run.layout!r} needs {layout.num_devices} devices and there are "
-            f"{len(devices)}: choose another layout, or --devices {layout.num_devices} "
-            "to have as many fake ones on a CPU."
-        )
-    if is_multiprocess() and len(devices) > layout.num_devices:
-        raise ValueError(
-            f"layout {run.layout!r} takes {layout.num_devices} devices, and the processes of the "
-            f"run have {len(devices)}: each must use its devices, so choose a layout of all."
+            f"{setting} takes {layout.num_devices} devices, and the processes of the run have "
+            f"{jax.device_count()}: each must use its devices, so choose a layout of all."
         )
     if run.checkpoint is not None and model is None:
         _, model = open_checkpoint(run.model, run.ignore_options)
@@ -346,10 +332,8 @@ def build_setup(
     try:
         if tokenizer is None:
             tokenizer = _tokenizer(run, task, model)
-        network = network_of(
-            PRESETS[run.model](tokenizer.vocab_size) if model is None else model, run
-        )
-        mesh = fold(layout, devices[: layout.num_devices])
+        network = network_of(model or PRESETS[run.model](tokenizer.vocab_size), run)
+        mesh = fold(layout, devices)
         format, rows, dropped = _format(run, recipe, tokenizer), None, 0
         if isinstance(task, Chats):
             supervision = recipe.supervision
@@ -364,9 +348,11 @@ def build_setup(
             _check_tools(task, format)
             prompt, dropped = fit_prompts(run, task, format)
             response = response_length(run, task, tokenizer, network, prompt)
+        # In this order: windows depend on the limit of responses, micro-batches on rows and
+        # lengths.
         setup = Setup(
             run=run,
-            recipe=recipe,
+            recipe=recipe.fitted(response),
             task=task,
             tokenizer=tokenizer,
             model=with_dispatch(network, run, mesh),
@@ -376,9 +362,6 @@ def build_setup(
             prompts_dropped=dropped,
             rows=rows,
         )
-        # In this order: windows depend on the limit of responses, micro-batches on rows and
-        # lengths.
-        setup = replace(setup, recipe=recipe.fitted(setup.response_length))
         setup = replace(setup, recipe=setup.geometry.with_micro_batch().recipe)
         check_layout(replace(setup, model=network))
         _check_fits(setup)
@@ -390,11 +373,8 @@ def build_setup(
 
 
 def check_layout(setup: Setup) -> None:
-    """Checks that the network and the batches of a run divide over its layout.
-
-    Raises:
-      ValueError: naming what does not.
-    """
+    """Checks that the network and the batches of a run divide over its layout; raises ValueError,
+    naming what does not."""
     network, geometry = setup.model, setup.geometry
     check_supported(network, setup.mesh)
     check_dispatchers(network, setup.rollout_mesh)
@@ -405,11 +385,7 @@ def check_layout(setup: Setup) -> None:
 
 
 def _task(run: RunConfig, recipe: Recipe, code_path: Path | None) -> Task:
-    """Loads the task: prompts with a verifier, or conversations for SFT.
-
-    Args:
-      code_path: folder with the run's copies of the user's own files; None reads the originals.
-    """
+    """Loads the task: prompts with a verifier, or conversations for SFT."""
     fields = Fields(run.prompt_field, run.answer_field, run.messages_field)
     if recipe.supervision is not None:
         heldout, last = parse_heldout(run.held_out), recipe.supervision.last_turn
@@ -440,11 +416,7 @@ def _format(run: RunConfig, recipe: Recipe, tokenizer: Tokenizer) -> PromptForma
 
 
 def _tokenizer(run: RunConfig, task: Task, model: ModelConfig | None) -> Tokenizer:
-    """Tokenizer of a new run.
-
-    Args:
-      model: of a checkpoint, None for a preset.
-    """
+    """Tokenizer of a new run; `model` is that of a checkpoint, None for a preset."""
     if run.tokenizer is not None:
         size = None if model is None else model.vocab_size
         return with_template(run, load_tokenizer(run.tokenizer, size))
