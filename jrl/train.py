@@ -81,6 +81,7 @@ def _with_chosen_layout(options: TrainOptions) -> TrainOptions:
 
     Task, network and lengths are made for it on a layout of one device, and again for the run.
     """
+    from jrl.trainer.setup.network import network_of
     from jrl.trainer.setup.planner import choose_layout
 
     run, recipe = options.run, options.recipe
@@ -91,11 +92,14 @@ def _with_chosen_layout(options: TrainOptions) -> TrainOptions:
         )
     no_rollout_layout = dict.fromkeys(("rollout_layout", "rollout_devices", "slots"))
     single_device = replace(run, layout="dp1", **no_rollout_layout, **SINGLE_MESH_SETTINGS)
+    # Settings of communication are rejected on one device.
+    single_device = replace(single_device, activation_wire=None, overlap_grad_reduce=False)
     single_device_options = replace(options, run=single_device, recipe=recipe.divided(1))
     setup = _build(single_device_options, _open_resumed(options))
     with closing(setup.task):
         devices = jax.device_count() - (run.rollout_devices or 0)
-        layout, reason_line = choose_layout(replace(setup, run=run), recipe, devices)
+        setup = replace(setup, run=run, model=network_of(setup.model, run))
+        layout, reason_line = choose_layout(setup, recipe, devices)
     print(reason_line)
     return replace(options, run=replace(run, layout=str(layout)), recipe=recipe.divided(layout.dp))
 

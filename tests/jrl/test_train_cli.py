@@ -274,9 +274,12 @@ def test_fake_devices(tmp_path):
     assert config["run"]["gradient_wire"] == "bfloat16"
 
 
-def test_the_planner_chooses_a_layout(monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "of_several_devices", ["", "--overlap-grad-reduce", "--activation-wire float8_e4m3fn"]
+)
+def test_the_planner_chooses_a_layout(monkeypatch, capsys, of_several_devices):
     monkeypatch.setattr(jax, "device_count", lambda: 4)
-    assert main([*FLAGS, "--layout", "auto", "--dry-run"]) == 0
+    assert main([*FLAGS, "--layout", "auto", "--dry-run", *of_several_devices.split()]) == 0
     out = capsys.readouterr().out
     (layout,) = re.findall(r"layout auto: (.*), by the planner the fastest of", out)
     assert Layout.parse(layout).num_devices == 4

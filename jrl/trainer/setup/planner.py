@@ -11,7 +11,7 @@ from jrl.recipes.base.recipe import Recipe
 from jrl.trainer.learner.learner import keeps_masters
 from jrl.trainer.setup.geometry import Geometry
 from jrl.trainer.setup.memory import DECODE_PARTIALS, GRADIENTS_SENT, LOGITS, STAGE_INPUTS, memory
-from jrl.trainer.setup.network import check_dispatchers, check_overlaps, with_dispatch
+from jrl.trainer.setup.network import check_overlaps, check_supported, with_dispatch
 from jrl.trainer.setup.setup import Setup
 from moe.architecture.feed_forward import can_drop
 from moe.attention.context_parallel import context_of
@@ -246,7 +246,7 @@ def with_layout(setup: Setup, recipe: Recipe, layout: Layout) -> Setup:
     # As in a run on this layout: its mini-batch may differ, so time is compared per sequence.
     divided_recipe = recipe.divided(layout.dp).fitted(setup.response_length)
     model = with_dispatch(setup.model, run, mesh)
-    check_dispatchers(model, mesh)
+    check_supported(model, mesh)
     new_setup = replace(setup, run=run, recipe=divided_recipe, mesh=mesh, model=model)
     new_setup = replace(new_setup, recipe=new_setup.geometry.with_micro_batch().recipe)
     new_setup.geometry.check()

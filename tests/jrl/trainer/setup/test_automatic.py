@@ -102,6 +102,15 @@ def test_layouts_that_refuse_the_overlap_that_is_asked_for_are_left_out(setup):
     with_layout(asked, Grpo(), Layout.parse("dp4"))
 
 
+def test_layouts_without_the_messages_that_a_setting_compresses_are_left_out(setup):
+    execution = replace(setup.model.execution, activation_wire="float8_e4m3fn")
+    asked = replace(setup, model=replace(setup.model, execution=execution))
+    with pytest.raises(ValueError, match="activation_wire='float8_e4m3fn' changes nothing"):
+        with_layout(asked, Grpo(), Layout.parse("dp4"))
+    layout, _ = choose_layout(asked, Grpo(), 4)
+    assert layout.ep * layout.etp > 1
+
+
 def test_slow_links_between_devices_are_avoided(setup, monkeypatch):
     on_hardware(monkeypatch, inside=1e3, outside=1e3)
     layout, _ = choose_layout(setup, Grpo(), 4)
