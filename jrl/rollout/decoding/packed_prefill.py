@@ -15,12 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from jrl.rollout.decoding.scheduler import AdmissionPlan, first_fit
 from jrl.rollout.decoding.sizes import row_count, shared_width, single_row_widths
-from jrl.rollout.decoding.slots import Decoder, cache_specs, over_slots
+from jrl.rollout.decoding.slots import Decoder, cache_specs, over_slots, prefilled_specs
 from moe.cache import KEY_COLUMN, ROW, VALUE_COLUMN, Cache, cache_of, over_columns
 from moe.config import ModelConfig
 from moe.decoding import Prefilled, for_prefill
@@ -172,15 +171,11 @@ def run_packed(decoder: Decoder, weights: Transformer[Array], packing: Packing[A
       padding after them; the state of the last token of each slot's prompt. No expert ids.
     """
     mesh = decoder.mesh
-    rows = over_slots(mesh)
-    head_spec: Any = cache_specs(decoder)
-    row_spec: Any = rows
-    replicated: Any = PartitionSpec()
     return jax.shard_map(
         partial(_run_packed_local, decoder),
         mesh=mesh.mesh,
-        in_specs=(specs(decoder.config, mesh), rows),
-        out_specs=Prefilled(head_spec, row_spec, row_spec, replicated),
+        in_specs=(specs(decoder.config, mesh), over_slots(mesh)),
+        out_specs=prefilled_specs(mesh, cache_specs(decoder)),
     )(weights, packing)
 
 

@@ -32,13 +32,12 @@ MIN_STREAM_CACHE_LENGTH = 128
 for longer rows: a step reads the whole cache."""
 
 
-def bucket(size: int, most: int | None = None, least: int = MIN_PREFILL_WIDTH) -> int:
-    """Rounds `size` up to `least` times a power of two, but no more than `most`.
-
-    Few sizes mean few functions to compile.
-    """
+def bucket(
+    size: int, most: int | None = None, least: int = MIN_PREFILL_WIDTH, factor: int = 2
+) -> int:
+    """Rounds `size` up to `least` times a power of `factor`, but no more than `most`."""
     while least < size:
-        least *= 2
+        least *= factor
     return least if most is None else min(least, most)
 
 
@@ -98,8 +97,8 @@ def shared_width(widths: Sequence[int], longest: int) -> int:
 
 
 def row_count(least: int) -> int:
-    """Rounds a number of rows up to a power of two, for which functions are compiled."""
-    return bucket(least, 2 * least, least=1)
+    """Rounds a number of rows up to a power of two, for which functions are compiled; 0 is 0."""
+    return bucket(least, least=1) if least else 0
 
 
 def row_sizes(widths: Sequence[int], per_rank: int, most_tokens: int) -> list[tuple[int, int]]:
