@@ -236,7 +236,6 @@ class Engine:
                 scheduler.waiting.append(request)
             else:
                 scheduler.resume_in_slot(request.slot, request)
-                scheduler.lengths[request.slot] = request.length
                 self._limits[request.slot] = request.limit
                 self._rows_changed()
 

@@ -185,7 +185,7 @@ def advance(
     """
     mesh, replicated = decoder.mesh, PartitionSpec()
     pools = pool_specs(mesh, pool)
-    local = jax.shard_map(
+    return jax.shard_map(
         partial(_advance_local, decoder, sampling, cache_length),
         mesh=mesh.mesh,
         in_specs=(
@@ -195,8 +195,7 @@ def advance(
             StepLimits(replicated, replicated, over_slots(mesh)),
         ),
         out_specs=(pools, replicated),
-    )
-    return local(policy, pool, sampler_state, limits)
+    )(policy, pool, sampler_state, limits)
 
 
 def _advance_local(
@@ -225,15 +224,9 @@ def _advance_local(
         # The last token of a live row has not been run: this step writes its keys and values.
         last = jnp.maximum(rows.lengths - 1, 0)
         tokens = jnp.take_along_axis(rows.tokens, last[:, None], axis=1)[:, 0]
+        inputs = StepTokens(tokens, last, loop.live)
         logits, cache, choices = decode_step(
-            layers,
-            rest,
-            loop.cache,
-            StepTokens(tokens, last, loop.live),
-            config,
-            mesh,
-            decoder.records_choices,
-            rope,
+            layers, rest, loop.cache, inputs, config, mesh, decoder.records_choices, rope
         )
         if rows.choices is not None:
             rows = replace(rows, choices=write_token(rows.choices, loop.live, last, choices))
@@ -326,8 +319,7 @@ class MeshBackend:
     def __init__(self, decoder: Decoder, training: FoldedMesh):
         self._policy_config, self._training = decoder.config, training
         self.decoder = decoder._replace(config=decoder.config.without_adapters())
-        self._weights: Transformer[Array] | None = None
-        self._unstacked: UnstackedPolicy[Array] | None = None
+        self._policy: tuple[Transformer[Array], UnstackedPolicy[Array]] | None = None
         self.slot_sharding = NamedSharding(decoder.mesh.mesh, over_slots(decoder.mesh))
 
     def check(self, slots: int) -> None:
@@ -342,12 +334,12 @@ class MeshBackend:
         """Puts the policy, which is on the mesh of training, on the devices that decode."""
         self.release()  # old and new need not fit in memory together
         mesh = self.decoder.mesh
-        self._weights = rollout_policy(weights, self._policy_config, self._training, mesh)
-        self._unstacked = unstack_policy(self.decoder, self._weights)
+        policy = rollout_policy(weights, self._policy_config, self._training, mesh)
+        self._policy = policy, unstack_policy(self.decoder, policy)
 
     def release(self) -> None:
         """Frees the memory of the policy."""
-        self._weights = self._unstacked = None
+        self._policy = None
 
     def restart(self) -> bool:
         """Called where no request is in flight: undoes what earlier requests changed, so that
@@ -442,15 +434,9 @@ class MeshBackend:
         """
         numbers = np.int32(limits.max_steps), np.int32(limits.min_live)
         max_steps, min_live = to_devices(numbers, replicated(self.decoder.mesh))
-        return advance(
-            self.decoder,
-            sampling,
-            cache_length,
-            self._loaded()[1],
-            pool,
-            state,
-            StepLimits(max_steps, min_live, to_devices(limits.slots, self.slot_sharding)),
-        )
+        slots = to_devices(limits.slots, self.slot_sharding)
+        policy, limits = self._loaded()[1], StepLimits(max_steps, min_live, slots)
+        return advance(self.decoder, sampling, cache_length, policy, pool, state, limits)
 
     def output_buffer(self, rows: TokenRows[Array], size: int) -> TokenRows[Array]:
         """Empty output buffer for `size` rows such as these."""
@@ -469,5 +455,6 @@ class MeshBackend:
         return to_host(tree)
 
     def _loaded(self) -> tuple[Transformer[Array], UnstackedPolicy[Array]]:
-        assert self._weights is not None and self._unstacked is not None, "no weights were loaded"
-        return self._weights, self._unstacked
+        """The policy, as it is stored for prefill and for steps."""
+        assert self._policy is not None, "no weights were loaded"
+        return self._policy

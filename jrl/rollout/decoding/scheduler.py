@@ -54,13 +54,8 @@ class AdmissionPlan:
 def plan_unpacked_rows(
     plan: AdmissionPlan, max_length: int, unit: int, per_rank: int
 ) -> tuple[int, int]:
-    """Width and number of the prefill rows of a rank where each prompt has a row of its own.
-
-    Args:
-      max_length: tokens of the longest row.
-      unit: divisor of the width.
-      per_rank: slots of a rank.
-    """
+    """Width and number of the prefill rows of a rank where each prompt has a row of its own;
+    arguments are those of `sizes.unpacked_row_sizes`."""
     # Conversations come at any length, and each width is a compiled function.
     least = MIN_TURN_WIDTH if plan.continues_conversations else MIN_PREFILL_WIDTH
     # Rounded up after the bucket: tokens of a prefill are sharded over the ranks of `unit`.
@@ -151,11 +146,8 @@ class SlotScheduler:
         return sum(map(len, self._free))
 
     def live_to_stop(self, sizes: Sequence[int]) -> int:
-        """Number of live rows at which the scheduler runs again.
-
-        Args:
-          sizes: slots of each rank that a step may compute, ascending.
-        """
+        """Number of live rows at which the scheduler runs again; `sizes` are those of
+        `active_slots`."""
         live = len(self.running)
         if self.waiting:
             # Enough free slots for waiting requests.
@@ -169,7 +161,7 @@ class SlotScheduler:
         """Assigns a suspended request to the slot that it had, which must be free."""
         # Its KV cache is there: in another slot it would continue with that of another row.
         self._free[slot // self.per_rank].remove(slot)
-        self.running[slot] = request
+        self.running[slot], self.lengths[slot] = request, request.length
 
     def free_slot(self, slot: int) -> Request:
         """Frees a slot and returns its request."""
@@ -299,15 +291,13 @@ class SlotScheduler:
 
     def _merge_into_single_row(self, plans: list[AdmissionPlan]) -> list[AdmissionPlan]:
         """Merges all admissions into one if a single row of each rank holds them."""
+        if len(plans) < 2 or not self._row_widths:
+            return plans
         of_ranks = zip(*(plan.runs for plan in plans), strict=True)
-        tokens = max((sum(map(len, chain(*runs))) for runs in of_ranks), default=0)
+        tokens = max(sum(map(len, chain(*runs))) for runs in of_ranks)
         # A dispatch costs more than the padding of a few prompts: one row of different lengths is
         # faster than a prefill for each width, as long as the row is short.
-        if (
-            len(plans) < 2
-            or not self._row_widths
-            or not single_row_widths(self._row_widths, tokens)
-        ):
+        if not single_row_widths(self._row_widths, tokens):
             return plans
         merged = AdmissionPlan([[] for _ in range(self.ranks)])
         for plan in plans:

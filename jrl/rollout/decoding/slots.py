@@ -181,11 +181,7 @@ def over_slots(mesh: FoldedMesh) -> PartitionSpec:
 
 
 def empty_pool(decoder: Decoder, slots: int, max_length: int) -> SlotPool[Array]:
-    """Creates a pool in which no row is live.
-
-    Args:
-      max_length: maximum tokens of a row.
-    """
+    """Creates a pool in which no row is live, for rows of at most `max_length` tokens."""
     return _build_pool_functions(decoder, slots, max_length)[0]()
 
 
@@ -320,14 +316,9 @@ def run_prefill(
 ) -> Prefilled:
     """Runs `moe.decoding.prefill` on global arrays, with dropless expert buffers."""
     decoder = decoder.for_any_routing()
-    mesh = decoder.mesh
-    rows = over_slots(mesh)
-
-    def local(weights: Transformer[Array], tokens: Array, lengths: Array) -> Prefilled:
-        return run_prefill_local(decoder, vary(weights, mesh.axes), tokens, lengths)
-
+    mesh, rows = decoder.mesh, over_slots(decoder.mesh)
     return jax.shard_map(
-        local,
+        partial(run_prefill_local, decoder),
         mesh=mesh.mesh,
         in_specs=(specs(decoder.config, mesh), rows, rows),
         out_specs=prefilled_specs(mesh, cache_specs(decoder)),
@@ -338,6 +329,7 @@ def run_prefill_local(
     decoder: Decoder, weights: Transformer[Array], tokens: Array, lengths: Array
 ) -> Prefilled:
     config, mesh = decoder.config, decoder.mesh
+    weights = vary(weights, mesh.axes)
     output = prefill(weights, tokens, lengths, config, mesh, decoder.records_choices)
     choices = output.choices
     if choices is not None:
@@ -431,12 +423,8 @@ def append_next_tokens(
     grows: Array,
     sampler_state: SamplerState,
 ) -> tuple[TokenRows[Array], Array]:
-    """Samples the next tokens and appends them to the rows in the mask `grows`; returns the rows,
-    and the mask of those that continue.
-
-    Args:
-      logits: of this rank's shard of the rows.
-    """
+    """Samples the next tokens, from the logits of this rank's shard of the rows, and appends them
+    to the rows in the mask `grows`; returns the rows, and the mask of those that continue."""
     token, behaviour, old, top_tokens = _sample(
         decoder, sampling, logits, pool, rows, sampler_state
     )
@@ -493,11 +481,7 @@ def recent_tokens(
 def make_output_buffer(
     rows: TokenRows[Array], size: int, sharding: NamedSharding
 ) -> TokenRows[Array]:
-    """Empty output buffer for `size` rows such as these.
-
-    Args:
-      sharding: sharding of the buffer.
-    """
+    """Empty output buffer for `size` rows such as these."""
     leaves, structure = jax.tree.flatten(rows)
     return structure.unflatten(
         _compiled_zeros(sharding, size, tuple((x.shape[1:], x.dtype) for x in leaves))()

@@ -238,32 +238,22 @@ class SplitBackend:
             if not self.decoder.records_choices:
                 choices = None
             pool, num_sampled, num_live = _sample_micro_batch(
-                self.decoder,
-                sampling,
-                num_micro_batches,
-                pool,
-                logits,
-                choices,
-                state,
-                indices[i],
+                self.decoder, sampling, num_micro_batches, pool, logits, choices, state, indices[i]
             )
             counts[i].append((num_sampled, num_live))
             return num_sampled, num_live
 
         def count(token: int) -> int:
             """Number of live rows after `token`, the first token that was not counted yet."""
-            each = jax.device_get([tokens_of_batch[token] for tokens_of_batch in counts])
-            totals.append(
-                np.sum([np.reshape(tokens_of_batch, -1) for tokens_of_batch in each], axis=0)
-            )
+            of_batches = jax.device_get([of_tokens[token] for of_tokens in counts])
+            totals.append(np.sum([np.reshape(pair, -1) for pair in of_batches], axis=0))
             return int(totals[-1][1])
 
         # Enqueued steps run on; counts are read `STEPS_BEFORE_COUNT` tokens later.
         def continues(token: int) -> bool:
-            num_live = (
-                count(token - STEPS_BEFORE_COUNT) if token >= STEPS_BEFORE_COUNT else min_live + 1
-            )
-            return token < max_tokens and num_live > min_live
+            if token >= STEPS_BEFORE_COUNT and count(token - STEPS_BEFORE_COUNT) <= min_live:
+                return False
+            return token < max_tokens
 
         cache = self._runner.decode(
             self._loaded(),
@@ -425,16 +415,16 @@ def _sample_micro_batch(
     mesh = decoder.mesh
 
     def local(pool, logits, choices, sampler_state, index):
-        micro_batch = jax.tree.map(lambda x: _slice_micro_batch(x, num_micro_batches, index), pool)
+        def slice_rows(x: Array) -> Array:
+            return _slice_micro_batch(x, num_micro_batches, index)
+
+        micro_batch = jax.tree.map(slice_rows, pool)
         rows, live = micro_batch.rows, micro_batch.live
         if rows.choices is not None:
             last = jnp.maximum(rows.lengths - 1, 0)
             rows = replace(rows, choices=write_token(rows.choices, live, last, choices))
         # Per-request sampling parameters, if there are any, of this micro-batch.
-        row_sampling = jax.tree.map(
-            lambda x: _slice_micro_batch(x, num_micro_batches, index), sampler_state.rows
-        )
-        state = sampler_state._replace(rows=row_sampling)
+        state = sampler_state._replace(rows=jax.tree.map(slice_rows, sampler_state.rows))
         rows, continues = append_next_tokens(
             decoder, sampling, logits, micro_batch, rows, live, state
         )
@@ -455,19 +445,12 @@ def _sample_micro_batch(
 
         return vary(updated, mesh.except_sequence), count(live), count(continues)
 
-    replicated, rows = PartitionSpec(), over_slots(mesh)
-    pools = pool_specs(mesh, pool)
-    choices_spec = None if choices is None else rows
+    replicated, over_devices, rows = PartitionSpec(), PartitionSpec(mesh.axes), over_slots(mesh)
+    pools, states = pool_specs(mesh, pool), sampler_state_specs(mesh, sampler_state)
     return jax.shard_map(
         local,
         mesh=mesh.mesh,
-        in_specs=(
-            pools,
-            PartitionSpec(mesh.axes),
-            choices_spec,
-            sampler_state_specs(mesh, sampler_state),
-            replicated,
-        ),
+        in_specs=(pools, over_devices, rows, states, replicated),
         out_specs=(pools, replicated, replicated),
     )(pool, logits, choices, sampler_state, index)
 
