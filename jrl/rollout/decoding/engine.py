@@ -295,14 +295,8 @@ class Engine:
         return done
 
     def stream(self, max_tokens: int) -> list[StreamChunk]:
-        """Admits waiting requests to free slots, and decodes all rows further.
-
-        Args:
-          max_tokens: maximum new tokens of a row, in addition to the first of its response.
-
-        Returns:
-          The new tokens of all rows.
-        """
+        """Admits waiting requests to free slots, decodes all rows further, and returns their new
+        tokens: at most `max_tokens` of a row, in addition to the first of its response."""
         scheduler = self.scheduler
         # At every scheduler step, where `poll` waits for more free slots: clients wait for an
         # answer.

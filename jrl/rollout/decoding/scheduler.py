@@ -114,14 +114,11 @@ class SlotScheduler:
         self.lengths = np.zeros(slots, np.int32)
         self.running: dict[int, Request] = {}
         self.waiting: deque[Request] = deque()
-        self._free = self._all_free()
+        self._free: list[deque[int]] = []
         # Prefix cache: for rank and prompt, a slot whose row starts with the prompt, as computed by
         # the loaded weights.
         self._prefix_slots: dict[tuple[int, int], int] = {}
-
-    def _all_free(self) -> list[deque[int]]:
-        per_rank = self.per_rank
-        return [deque(range(r * per_rank, (r + 1) * per_rank)) for r in range(self.ranks)]
+        self.reset()
 
     def active_slots(self, sizes: Sequence[int]) -> np.ndarray | None:
         """Slots that a step computes, ``[ranks * size]``, counted from each rank's first. They
@@ -186,7 +183,8 @@ class SlotScheduler:
         engine. No request is in flight."""
         assert not self.running, "rows are in flight"
         self._prefix_slots.clear()
-        self._free = self._all_free()
+        per_rank = self.per_rank
+        self._free = [deque(range(r * per_rank, (r + 1) * per_rank)) for r in range(self.ranks)]
 
     def schedule(self) -> list[AdmissionPlan]:
         """Admits waiting requests to free slots, FIFO.

@@ -1,8 +1,8 @@
 """Sizes that decoding is compiled for: prefill rows, slots of a step, and lengths of the KV cache.
 
-Each size is a compiled function, so that there are few of each. All functions take `max_length`,
-the tokens of the longest row, `per_rank`, the slots of a rank, and `most_tokens`, the approximate
-number of tokens in one prefill of a rank; lists of sizes are ascending, and multiples of `unit`.
+Each size is a compiled function, so that there are few of each; lists of sizes are ascending. Of
+the arguments, `max_length` is the tokens of the longest row, `per_rank` the slots of a rank, `unit`
+a divisor of the sizes, and `most_tokens` the approximate number of tokens in one prefill of a rank.
 """
 
 from collections.abc import Sequence

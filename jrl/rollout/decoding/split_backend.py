@@ -245,8 +245,8 @@ class SplitBackend:
 
         def count(token: int) -> int:
             """Number of live rows after `token`, the first token that was not counted yet."""
-            of_batches = jax.device_get([of_tokens[token] for of_tokens in counts])
-            totals.append(np.sum([np.reshape(pair, -1) for pair in of_batches], axis=0))
+            pairs = jax.device_get([of_batch[token] for of_batch in counts])
+            totals.append(np.sum([np.reshape(pair, -1) for pair in pairs], axis=0))
             return int(totals[-1][1])
 
         # Enqueued steps run on; counts are read `STEPS_BEFORE_COUNT` tokens later.
