@@ -81,8 +81,8 @@ class AdmissionArrays(Generic[Leaf]):
 def make_admission(
     plan: AdmissionPlan, slots: int, width: int, decoder: Decoder
 ) -> AdmissionArrays[np.ndarray]:
-    """Arrays of the admitted requests, an entry for each of all `slots`; `width` are the positions
-    of restored rows."""
+    """Arrays of the admitted requests, an entry for each of all `slots`; `width` is at least the
+    length of the longest row that is restored."""
     fields, per_rank = list[tuple[int, ...]](), slots // len(plan.runs)
     for _, request, source in plan.assignments:
         # `~source` is a global slot; the compiled function counts the slots of its own rank.
