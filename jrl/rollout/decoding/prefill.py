@@ -198,7 +198,8 @@ def admit_prefilled(
     mesh = decoder.mesh
     rows, pools = over_slots(mesh), pool_specs(mesh, pool)
     sampler_specs = sampler_state_specs(mesh, sampler_state)
-    rests, prefills = rest_specs(decoder.config, mesh), prefilled_specs(mesh, pools.cache)
+    rests = rest_specs(decoder.config, mesh)
+    prefills = None if prefilled is None else prefilled_specs(mesh, pools.cache)
     return jax.shard_map(
         partial(_admit_prefilled_local, decoder, sampling),
         mesh=mesh.mesh,
