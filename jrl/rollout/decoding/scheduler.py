@@ -268,7 +268,7 @@ class SlotScheduler:
             key = rank, shared_prompt
             if free[rank] and (key in self._prefix_slots or key in scheduled_runs):
                 return rank
-        # The rank with most free slots, so that ranks fill evenly.
+        # The rank with most free slots, so that ranks fill evenly; the first of equals.
         return int(np.argmax(free))
 
     def _find_plan(

@@ -370,7 +370,7 @@ def _sample(
     pool: SlotPool[Array],
     rows: TokenRows[Array],
     sampler_state: SamplerState,
-) -> Any:
+) -> tuple[Array, Array, Array, TopTokens[Array] | None]:
     """Samples the next token of each row, the same on every rank of ``tp``: ids, the two
     log-probabilities of `TokenRows`, and the top-k tokens of the position or None."""
     # Each rank of tp samples for its shard of the rows, of which it has all logits; then tokens are
