@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from jrl.losses import EntropyStatistics
@@ -49,7 +48,6 @@ from jrl.rollout.decoding.slots import (
     SlotPool,
     empty_pool,
     halt,
-    over_slots,
     recent_tokens,
     with_cache_length,
 )
@@ -130,7 +128,8 @@ class Engine:
         if streams:
             self.cache_sizes = stream_cache_lengths(self.max_length)
             # Packed rows support neither the states of Gated DeltaNet nor recorded expert ids.
-            if backend.packs_prompts and config.delta is None and not self.decoder.records_choices:
+            packs = isinstance(backend, MeshBackend) and config.delta is None
+            if packs and not self.decoder.records_choices:
                 self._row_widths = row_widths(self.max_length, self._unit)
         if backend.computes_fewer and streams:
             self.step_sizes = fewer_slots(per_rank, self._unit, STREAM_SHRINK_FACTOR, least=1)
@@ -147,7 +146,6 @@ class Engine:
             choose_slot=backend.slot_choice(slots),
         )
         self.usage = Usage()
-        self._slot_sharding = NamedSharding(mesh.mesh, over_slots(mesh))
         self._key = self._replicate(jax.random.key_data(key))
         self._version, self._entropy = 0, None
         self._sampling: Sampling | None = Sampling()
@@ -162,7 +160,7 @@ class Engine:
     def prefill_sizes(self) -> list[tuple[int, int]]:
         """Widths and numbers of rows in a prefill of a rank, each pair of which is a compiled
         function, ascending."""
-        per_rank, most_tokens = self.slots // self.ranks, self._prefill_tokens
+        per_rank, most_tokens = self.scheduler.per_rank, self._prefill_tokens
         if self._row_widths:
             return row_sizes(self._row_widths, per_rank, most_tokens)
         return unpacked_row_sizes(self.max_length, self._unit, per_rank, most_tokens)
@@ -238,7 +236,6 @@ class Engine:
                 scheduler.waiting.append(request)
             else:
                 scheduler.resume_in_slot(request.slot, request)
-                scheduler.lengths[request.slot] = request.length
                 self._limits[request.slot] = request.limit
                 self._rows_changed()
 
@@ -247,11 +244,9 @@ class Engine:
     ) -> None:
         """Aborts all requests of these prompts, and these rows, given by prompt and sample ids."""
         of_prompts, single = set(prompts), set(rows)
-
-        def is_dropped(request: Request) -> bool:
-            return request.prompt in of_prompts or (request.prompt, request.sample) in single
-
-        slots = self.scheduler.drop(is_dropped)
+        slots = self.scheduler.drop(
+            lambda each: each.prompt in of_prompts or (each.prompt, each.sample) in single
+        )
         if slots and self._pool is not None:
             stays_live = np.ones(self.slots, bool)
             stays_live[slots] = False
@@ -300,14 +295,8 @@ class Engine:
         return done
 
     def stream(self, max_tokens: int) -> list[StreamChunk]:
-        """Admits waiting requests to free slots, and decodes all rows further.
-
-        Args:
-          max_tokens: maximum new tokens of a row, in addition to the first of its response.
-
-        Returns:
-          The new tokens of all rows.
-        """
+        """Admits waiting requests to free slots, decodes all rows further, and returns their new
+        tokens: at most `max_tokens` of a row, in addition to the first of its response."""
         scheduler = self.scheduler
         # At every scheduler step, where `poll` waits for more free slots: clients wait for an
         # answer.
@@ -349,7 +338,7 @@ class Engine:
     @property
     def scores_prompts(self) -> bool:
         """True if `score` is supported."""
-        return self.backend.scores_prompts
+        return isinstance(self.backend, MeshBackend)
 
     def score(
         self, prompts: Sequence[np.ndarray], needs_top_tokens: bool = False
@@ -360,6 +349,8 @@ class Engine:
           prompts: ids of each, none longer than a row.
           needs_top_tokens: true to return the top-k tokens of each position.
         """
+        if not isinstance(self.backend, MeshBackend):
+            raise NotImplementedError("prompts are scored on one mesh only")
         return score_prompts(
             self.backend.score,
             prompts,
@@ -384,7 +375,7 @@ class Engine:
 
     def _admit_unpacked(self, plan: AdmissionPlan) -> tuple[SlotPool[Array], bool]:
         """Admits prompts that each have a row of their own, or are copies of other slots."""
-        ranks, per_rank = self.ranks, self.slots // self.ranks
+        ranks, per_rank = self.ranks, self.scheduler.per_rank
         if self._streams and not any(plan.runs):
             # Copies of whole rows, so that no function is compiled per length.
             width, num_rows = max(self._cache_length, self._cache_size(plan.width)), 0
@@ -395,12 +386,11 @@ class Engine:
         for rank, runs in enumerate(plan.runs):
             for index, ids in enumerate(runs):
                 tokens[rank, index, : len(ids)], lengths[rank, index] = ids, len(ids)
-        admission = self._make_admission(plan, width)
-        pool, (sampling, state) = self._with_cache_of(width), self._sampler()
+        admission, pool = self._make_admission(plan, width), self._with_cache_of(width)
         tokens, lengths, admission = self._shard_over_slots(
             (tokens.reshape(-1, width), lengths.reshape(-1), admission)
         )
-        return self.backend.admit(pool, tokens, lengths, admission, sampling, state)
+        return self.backend.admit(pool, tokens, lengths, admission, *self._sampler())
 
     def _admit_packed(self, plan: AdmissionPlan) -> tuple[SlotPool[Array], bool]:
         """Admits prompts that share rows."""
@@ -414,20 +404,19 @@ class Engine:
         for slot, request, _ in plan.assignments:
             tokens[slot, : request.length] = request.ids
             # The tokens, and the state of the last, are indexed by the slot itself.
-            admission.sources[slot] = slot % (slots // self.ranks)
-        sampling, state = self._sampler()
+            admission.sources[slot] = slot % self.scheduler.per_rank
         packed, tokens, admission = self._shard_over_slots(
             ((packing, cache_copies), tokens, admission)
         )
-        return self.backend.admit_packed(pool, packed, tokens, admission, sampling, state)
+        assert isinstance(self.backend, MeshBackend), "no other backend packs rows"
+        return self.backend.admit_packed(pool, packed, tokens, admission, *self._sampler())
 
     def _make_admission(self, plan: AdmissionPlan, width: int) -> AdmissionArrays[np.ndarray]:
         """Makes the arrays of an admission (`make_admission`), and updates usage, lengths and
         limits."""
         self.usage.prefilled += sum(len(ids) for runs in plan.runs for ids in runs)
         self.usage.admitted += len(plan.assignments)
-        per_rank = self.slots // self.ranks
-        admission = make_admission(plan, self.slots, per_rank, width, self.decoder)
+        admission = make_admission(plan, self.slots, width, self.decoder)
         slots = [slot for slot, *_ in plan.assignments]
         self.scheduler.lengths[slots] = admission.lengths[slots]
         self._limits[slots] = admission.limits[slots]
@@ -437,11 +426,7 @@ class Engine:
         self, running_slots: Sequence[int], max_tokens: int, min_live: int, sizes: Sequence[int]
     ) -> np.ndarray:
         """Decodes up to `max_tokens` tokens of each row, until at most `min_live` are live; returns
-        the mask of live slots.
-
-        Args:
-          sizes: slots of each rank that a step may compute, ascending.
-        """
+        the mask of live slots. `sizes` are those of `step_sizes` that a step may have."""
         scheduler = self.scheduler
         lengths, limits = scheduler.lengths[running_slots], self._limits[running_slots]
         if self._streams or scheduler.waiting:
@@ -594,7 +579,7 @@ class Engine:
         return with_cache_length(pool, self.cache_sizes[0]) if self._streams else pool
 
     def _shard_over_slots(self, tree: Any) -> Any:
-        return to_devices(tree, self._slot_sharding)
+        return to_devices(tree, self.backend.slot_sharding)
 
     def _replicate(self, tree: Any) -> Any:
         return to_devices(tree, replicated(self.mesh))

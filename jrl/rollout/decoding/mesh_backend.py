@@ -27,12 +27,11 @@ from jrl.rollout.decoding.slots import (
     SamplerState,
     SlotPool,
     TokenRows,
-    append_tokens,
+    append_next_tokens,
     check_slots,
     make_output_buffer,
     over_slots,
     pool_specs,
-    sample_next_tokens,
     sampler_state_specs,
     without_cache,
     write_to_buffer,
@@ -186,7 +185,7 @@ def advance(
     """
     mesh, replicated = decoder.mesh, PartitionSpec()
     pools = pool_specs(mesh, pool)
-    local = jax.shard_map(
+    return jax.shard_map(
         partial(_advance_local, decoder, sampling, cache_length),
         mesh=mesh.mesh,
         in_specs=(
@@ -196,8 +195,7 @@ def advance(
             StepLimits(replicated, replicated, over_slots(mesh)),
         ),
         out_specs=(pools, replicated),
-    )
-    return local(policy, pool, sampler_state, limits)
+    )(policy, pool, sampler_state, limits)
 
 
 def _advance_local(
@@ -209,15 +207,10 @@ def _advance_local(
     sampler_state: SamplerState,
     limits: StepLimits[Array],
 ) -> tuple[SlotPool[Array], Advanced]:
-    slots = limits.slots
-    if slots is not None:
+    whole_pool = pool
+    if limits.slots is not None:
         # Gathered once for all steps, whose cost is proportional to the number of rows.
-        gathered, sampler_state = _gather_slots(slots, pool, sampler_state)
-        all_gathered = replace(limits, slots=None)
-        gathered, advanced = _advance_local(
-            decoder, sampling, cache_length, policy, gathered, sampler_state, all_gathered
-        )
-        return _scatter_slots(slots, pool, gathered), advanced
+        pool, sampler_state = _gather_slots(limits.slots, pool, sampler_state)
     config, mesh = decoder.config, decoder.mesh
     layers, rest = vary((policy.layers, policy.rest), mesh.axes)
 
@@ -231,20 +224,15 @@ def _advance_local(
         # The last token of a live row has not been run: this step writes its keys and values.
         last = jnp.maximum(rows.lengths - 1, 0)
         tokens = jnp.take_along_axis(rows.tokens, last[:, None], axis=1)[:, 0]
+        inputs = StepTokens(tokens, last, loop.live)
         logits, cache, choices = decode_step(
-            layers,
-            rest,
-            loop.cache,
-            StepTokens(tokens, last, loop.live),
-            config,
-            mesh,
-            decoder.records_choices,
-            rope,
+            layers, rest, loop.cache, inputs, config, mesh, decoder.records_choices, rope
         )
         if rows.choices is not None:
             rows = replace(rows, choices=write_token(rows.choices, loop.live, last, choices))
-        sampled = sample_next_tokens(decoder, sampling, logits, pool, rows, sampler_state)
-        rows, live = append_tokens(decoder, pool, rows, loop.live, sampled, sampler_state.version)
+        rows, live = append_next_tokens(
+            decoder, sampling, logits, pool, rows, loop.live, sampler_state
+        )
         # The number of rows live before the step: the token that ends a row is part of it.
         row_steps = loop.row_steps + loop.num_live
         return _Loop(loop.steps + 1, count(live), row_steps, rows, live, cache)
@@ -264,6 +252,8 @@ def _advance_local(
     )
     cache = over_columns(_update_cache, pool.cache, loop.cache)
     pool = replace(pool, rows=loop.rows, live=loop.live, cache=cache)
+    if limits.slots is not None:
+        pool = _scatter_slots(limits.slots, whole_pool, pool)
     return pool, Advanced(loop.steps, loop.row_steps)
 
 
@@ -277,7 +267,7 @@ def _gather_slots(
 
     # Rows are on another axis in the cache than in the other arrays.
     cache = jax.tree.map(lambda x: take(x, x.ndim + ROW), pool.cache)
-    gathered = jax.tree.map(take, replace(pool, cache=Cache((), ())))
+    gathered = jax.tree.map(take, without_cache(pool))
     return replace(gathered, cache=cache), sampler_state._replace(
         rows=jax.tree.map(take, sampler_state.rows)
     )
@@ -291,8 +281,7 @@ def _scatter_slots(
         return target.set(new, mode="clip", unique_indices=True)
 
     cache = jax.tree.map(lambda x, new: scatter(x, new, x.ndim + ROW), pool.cache, gathered.cache)
-    no_cache = Cache[Array]((), ())
-    rest = jax.tree.map(scatter, replace(pool, cache=no_cache), replace(gathered, cache=no_cache))
+    rest = jax.tree.map(scatter, without_cache(pool), without_cache(gathered))
     return replace(rest, cache=cache)
 
 
@@ -317,23 +306,21 @@ class MeshBackend:
 
     Attributes:
       decoder: compile-time settings; its mesh is the one of the rows.
-      packs_prompts: true if prompts may share rows of a prefill.
+      slot_sharding: sharding of arrays with a row per slot.
       computes_fewer: true if a step may compute fewer slots than all.
       keeps_cache: true if rows may continue with their KV cache when the weights change.
-      scores_prompts: true if it has `score`.
       max_prefill_tokens: approximate number of prompt tokens of a rank in one prefill; None where
         the engine's own bounds suffice.
     """
 
     max_prefill_tokens: int | None = None
-    packs_prompts = computes_fewer = keeps_cache = scores_prompts = True
+    computes_fewer = keeps_cache = True
 
     def __init__(self, decoder: Decoder, training: FoldedMesh):
         self._policy_config, self._training = decoder.config, training
         self.decoder = decoder._replace(config=decoder.config.without_adapters())
-        self._weights: Transformer[Array] | None = None
-        self._unstacked: UnstackedPolicy[Array] | None = None
-        self._rows = NamedSharding(decoder.mesh.mesh, over_slots(decoder.mesh))
+        self._policy: tuple[Transformer[Array], UnstackedPolicy[Array]] | None = None
+        self.slot_sharding = NamedSharding(decoder.mesh.mesh, over_slots(decoder.mesh))
 
     def check(self, slots: int) -> None:
         """Checks that this many slots can decode; raises ValueError otherwise."""
@@ -347,12 +334,12 @@ class MeshBackend:
         """Puts the policy, which is on the mesh of training, on the devices that decode."""
         self.release()  # old and new need not fit in memory together
         mesh = self.decoder.mesh
-        self._weights = rollout_policy(weights, self._policy_config, self._training, mesh)
-        self._unstacked = unstack_policy(self.decoder, self._weights)
+        policy = rollout_policy(weights, self._policy_config, self._training, mesh)
+        self._policy = policy, unstack_policy(self.decoder, policy)
 
     def release(self) -> None:
         """Frees the memory of the policy."""
-        self._weights = self._unstacked = None
+        self._policy = None
 
     def restart(self) -> bool:
         """Called where no request is in flight: undoes what earlier requests changed, so that
@@ -393,7 +380,7 @@ class MeshBackend:
         sampling: Sampling,
         state: SamplerState,
     ) -> tuple[SlotPool[Array], bool]:
-        """`admit` of prompts that share rows, where `packs_prompts`.
+        """`admit` of prompts that share rows.
 
         Args:
           rows: the packed rows, and the copies of their keys and values to the slots.
@@ -421,9 +408,10 @@ class MeshBackend:
     def score(
         self, packing: Packing[np.ndarray], needs_top_tokens: bool
     ) -> PackedScores[np.ndarray]:
-        """Log-probabilities of the tokens of packed rows, on the host, where `scores_prompts`."""
+        """Log-probabilities of the tokens of packed rows, on the host."""
         decoder, weights = self.decoder, self._loaded()[0]
-        top, rows = decoder.top_logprobs if needs_top_tokens else 0, to_devices(packing, self._rows)
+        top = decoder.top_logprobs if needs_top_tokens else 0
+        rows = to_devices(packing, self.slot_sharding)
         scores, _ = run_with_fallback(
             lambda: score_packed(decoder, top, weights, rows),
             lambda _: score_packed(decoder.for_any_routing(), top, weights, rows)[0],
@@ -446,31 +434,27 @@ class MeshBackend:
         """
         numbers = np.int32(limits.max_steps), np.int32(limits.min_live)
         max_steps, min_live = to_devices(numbers, replicated(self.decoder.mesh))
-        return advance(
-            self.decoder,
-            sampling,
-            cache_length,
-            self._loaded()[1],
-            pool,
-            state,
-            StepLimits(max_steps, min_live, to_devices(limits.slots, self._rows)),
-        )
+        slots = to_devices(limits.slots, self.slot_sharding)
+        policy, limits = self._loaded()[1], StepLimits(max_steps, min_live, slots)
+        return advance(self.decoder, sampling, cache_length, policy, pool, state, limits)
 
     def output_buffer(self, rows: TokenRows[Array], size: int) -> TokenRows[Array]:
         """Empty output buffer for `size` rows such as these."""
-        return make_output_buffer(rows, size, self._rows)
+        return make_output_buffer(rows, size, self.slot_sharding)
 
     def write_to_buffer(
         self, buffer: TokenRows[Array], rows: TokenRows[Array], destinations: np.ndarray
     ) -> TokenRows[Array]:
         """Copies the row of each slot to its destination in the output buffer, which is donated;
         destinations are unique, and past the end drops a row."""
-        return write_to_buffer(buffer, rows, to_devices(destinations, self._rows), self._rows)
+        sharding = self.slot_sharding
+        return write_to_buffer(buffer, rows, to_devices(destinations, sharding), sharding)
 
     def to_host(self, tree: Any) -> Any:
         """Copies arrays of the rows' mesh to the host, in all processes."""
         return to_host(tree)
 
     def _loaded(self) -> tuple[Transformer[Array], UnstackedPolicy[Array]]:
-        assert self._weights is not None and self._unstacked is not None, "no weights were loaded"
-        return self._weights, self._unstacked
+        """The policy, as it is stored for prefill and for steps."""
+        assert self._policy is not None, "no weights were loaded"
+        return self._policy

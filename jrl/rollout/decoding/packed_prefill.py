@@ -15,12 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from jrl.rollout.decoding.scheduler import AdmissionPlan, first_fit
 from jrl.rollout.decoding.sizes import row_count, shared_width, single_row_widths
-from jrl.rollout.decoding.slots import Decoder, cache_specs, over_slots
+from jrl.rollout.decoding.slots import Decoder, cache_specs, over_slots, prefilled_specs
 from moe.cache import KEY_COLUMN, ROW, VALUE_COLUMN, Cache, cache_of, over_columns
 from moe.config import ModelConfig
 from moe.decoding import Prefilled, for_prefill
@@ -91,12 +90,8 @@ class RowPlan:
 
 
 def plan_rows(plan: AdmissionPlan, widths: Sequence[int]) -> RowPlan:
-    """Plans packed rows by first fit, in the order of the prompts; one row if it holds all.
-
-    Args:
-      plan: with prompts to run.
-      widths: allowed widths of rows (`sizes.row_widths`).
-    """
+    """Plans packed rows by first fit, in the order of the prompts; one row if it holds all. Their
+    width is one of `sizes.row_widths`, or a multiple for a single row."""
     lengths = [[len(ids) for ids in runs] for runs in plan.runs]
     width, *_ = single_row_widths(widths, max(map(sum, lengths))) or [
         shared_width(widths, max(map(max, filter(None, lengths))))
@@ -110,11 +105,7 @@ def plan_rows(plan: AdmissionPlan, widths: Sequence[int]) -> RowPlan:
 def make_packing(
     row_plan: RowPlan, plan: AdmissionPlan, slots: int, pad_id: int
 ) -> Packing[np.ndarray]:
-    """Arrays of the packed rows.
-
-    Args:
-      slots: total number.
-    """
+    """Arrays of the packed rows, for `slots` slots in total."""
     ranks = len(row_plan.starts)
     shape = ranks, row_plan.num_rows * row_plan.width
     tokens = np.full(shape, pad_id, np.int32)
@@ -137,11 +128,10 @@ def make_packing(
 def plan_cache_copies(
     row_plan: RowPlan, plan: AdmissionPlan, slots: int, max_length: int, cache_length: int
 ) -> CacheCopies[np.ndarray]:
-    """Copies from packed rows into the KV cache.
+    """Copies from packed rows into the KV cache of `slots` slots in total.
 
     Args:
-      slots: total number.
-      max_length: tokens of the longest row.
+      max_length: tokens of the longest row, which bounds the number of copies.
       cache_length: of the cache, at least that of the longest prompt.
     """
     ranks = len(row_plan.starts)
@@ -172,15 +162,11 @@ def run_packed(decoder: Decoder, weights: Transformer[Array], packing: Packing[A
       padding after them; the state of the last token of each slot's prompt. No expert ids.
     """
     mesh = decoder.mesh
-    rows = over_slots(mesh)
-    head_spec: Any = cache_specs(decoder)
-    row_spec: Any = rows
-    replicated: Any = PartitionSpec()
     return jax.shard_map(
         partial(_run_packed_local, decoder),
         mesh=mesh.mesh,
-        in_specs=(specs(decoder.config, mesh), rows),
-        out_specs=Prefilled(head_spec, row_spec, row_spec, replicated),
+        in_specs=(specs(decoder.config, mesh), over_slots(mesh)),
+        out_specs=prefilled_specs(mesh, cache_specs(decoder)),
     )(weights, packing)
 
 
@@ -236,14 +222,8 @@ def _split_stacks(stacks: list[tuple[Array, ...]], config: ModelConfig) -> list[
 def copy_to_cache(
     decoder: Decoder, cache: Cache[Array], prefilled: Cache[Array], cache_copies: CacheCopies[Array]
 ) -> Cache[Array]:
-    """Copies the results of a packed prefill into the KV cache of the slots.
-
-    Args:
-      cache: donated.
-      prefilled: of `run_packed`.
-    """
-    mesh = decoder.mesh
-    heads = cache_specs(decoder)
+    """Copies the results of `run_packed` into the KV cache of the slots, which is donated."""
+    mesh, heads = decoder.mesh, cache_specs(decoder)
     return jax.shard_map(
         partial(_copy_to_cache_local, decoder),
         mesh=mesh.mesh,
@@ -272,8 +252,6 @@ def _copy_to_cache_local(
 
         return over_columns(copy_chunk, cache, prefilled)
 
-    axes = decoder.mesh.axes
-    cache, prefilled = vary(cache, axes), vary(prefilled, axes)
-    cache_copies = vary(cache_copies, axes)
+    cache, prefilled, cache_copies = vary((cache, prefilled, cache_copies), decoder.mesh.axes)
     # The number of iterations may differ between ranks: there is no collective in the body.
     return lax.fori_loop(0, cache_copies.counts[0], copy, cache)

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,11 @@ from jrl.rollout.decoding.slots import (
     Decoder,
     SamplerState,
     SlotPool,
-    TokenRows,
-    append_tokens,
+    append_next_tokens,
     over_slots,
     pool_specs,
+    prefilled_specs,
     run_prefill_local,
-    sample_next_tokens,
     sampler_state_specs,
 )
 from jrl.rollout.sampling import Sampling
@@ -80,16 +79,11 @@ class AdmissionArrays(Generic[Leaf]):
 
 
 def make_admission(
-    plan: AdmissionPlan, slots: int, per_rank: int, width: int, decoder: Decoder
+    plan: AdmissionPlan, slots: int, width: int, decoder: Decoder
 ) -> AdmissionArrays[np.ndarray]:
-    """Arrays of the admitted requests, an entry for each slot.
-
-    Args:
-      slots: total number.
-      per_rank: slots of a rank.
-      width: positions of the longest row, at least.
-    """
-    fields = list[tuple[int, ...]]()
+    """Arrays of the admitted requests, an entry for each of all `slots`; `width` is at least the
+    length of the longest row that is restored."""
+    fields, per_rank = list[tuple[int, ...]](), slots // len(plan.runs)
     for _, request, source in plan.assignments:
         # `~source` is a global slot; the compiled function counts the slots of its own rank.
         source = source if source >= 0 else ~source % per_rank
@@ -105,13 +99,7 @@ def make_admission(
 def _collect_restored(
     plan: AdmissionPlan, slots: int, width: int, decoder: Decoder
 ) -> RestoredRows[np.ndarray] | None:
-    """Restored state of rows that were sampled before: log-probabilities, versions and expert ids;
-    None where none was.
-
-    Args:
-      slots: total number.
-      width: positions of the longest row, at least.
-    """
+    """Restored state of rows that were sampled before; None where none was."""
     if all(request.sampled is None for _, request, _ in plan.assignments):
         return None
     restored = RestoredRows(
@@ -210,26 +198,14 @@ def admit_prefilled(
     mesh = decoder.mesh
     rows, pools = over_slots(mesh), pool_specs(mesh, pool)
     sampler_specs = sampler_state_specs(mesh, sampler_state)
-    prefilled_specs: Any = None
-    if prefilled is not None:
-        choices_specs: Any = None if prefilled.choices is None else rows
-        row_spec: Any = rows
-        head_spec: Any = pools.cache
-        prefilled_specs = Prefilled(head_spec, row_spec, choices_specs)
-    local = jax.shard_map(
+    rests = rest_specs(decoder.config, mesh)
+    prefills = None if prefilled is None else prefilled_specs(mesh, pools.cache)
+    return jax.shard_map(
         partial(_admit_prefilled_local, decoder, sampling),
         mesh=mesh.mesh,
-        in_specs=(
-            rest_specs(decoder.config, mesh),
-            pools,
-            prefilled_specs,
-            rows,
-            rows,
-            sampler_specs,
-        ),
+        in_specs=(rests, pools, prefills, rows, rows, sampler_specs),
         out_specs=pools,
-    )
-    return local(rest, pool, prefilled, tokens, admission, sampler_state)
+    )(rest, pool, prefilled, tokens, admission, sampler_state)
 
 
 def _admit_prefilled_local(
@@ -249,9 +225,9 @@ def _admit_prefilled_local(
     # The LM head runs for all slots, as the number of admitted rows is not static.
     states = local_shard(pool.states, mesh.sequence)
     logits = logits_of(weights, states, decoder.config, mesh)
-    sampled = sample_next_tokens(decoder, sampling, logits, pool, pool.rows, sampler_state)
-    rows, continues = append_tokens(
-        decoder, pool, pool.rows, admission.sources >= 0, sampled, sampler_state.version
+    admitted = admission.sources >= 0
+    rows, continues = append_next_tokens(
+        decoder, sampling, logits, pool, pool.rows, admitted, sampler_state
     )
     # A row whose first token ends it is never live.
     return replace(pool, rows=rows, live=pool.live | continues)
@@ -314,7 +290,8 @@ def _write_rows(
         )
     behaviour_logprobs, old_logprobs, versions = records
     return SlotPool(
-        rows=TokenRows(
+        rows=replace(
+            rows,
             lengths=where_admitted(admission.lengths, rows.lengths),
             starts=where_admitted(starts, rows.starts),
             tokens=ids,
@@ -322,7 +299,6 @@ def _write_rows(
             old_logprobs=where_admitted(old_logprobs, rows.old_logprobs),
             versions=where_admitted(versions, rows.versions),
             choices=choices,
-            top_tokens=rows.top_tokens,
         ),
         cache=over_columns(partial(copy_prefix, row=ROW), pool.cache, prefilled.cache),
         states=where_admitted(jnp.take(prefilled.states, source, axis=0), pool.states),

@@ -104,20 +104,13 @@ class StreamingEngine(Protocol):
     """Interface of an engine that a server drives; `jrl.rollout.decoding.engine.Engine` documents
     the methods."""
 
-    @property
-    def slots(self) -> int: ...
-
-    @property
-    def ranks(self) -> int: ...
+    slots: int
+    ranks: int
+    step_sizes: list[int]
+    cache_sizes: list[int]
 
     @property
     def prefill_sizes(self) -> list[tuple[int, int]]: ...
-
-    @property
-    def step_sizes(self) -> list[int]: ...
-
-    @property
-    def cache_sizes(self) -> list[int]: ...
 
     @property
     def num_idle(self) -> int: ...

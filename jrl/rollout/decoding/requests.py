@@ -223,12 +223,7 @@ def make_chunk(
 
 
 def read_sampled(rows: TokenRows[np.ndarray], row: int, request: Request) -> Sampled:
-    """Sampled tokens of a request so far, with their records.
-
-    Args:
-      rows: on the host.
-      row: index of the request's row.
-    """
+    """Sampled tokens of a request so far, with their records, from its row of `rows`."""
     end = int(rows.lengths[row])
 
     def column(array: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ from jrl.rollout.decoding.requests import Request
 from jrl.rollout.decoding.sizes import (
     MIN_PREFILL_WIDTH,
     bucket,
+    row_count,
     shared_width,
     single_row_widths,
 )
@@ -47,19 +48,14 @@ class AdmissionPlan:
     def continues_conversations(self) -> bool:
         """True if some are continued conversations, which come in groups of any size and length:
         fewer prefill sizes are compiled for them."""
-        return any(map(_continues_conversation, (request for _, request, _ in self.assignments)))
+        return any(_continues_conversation(request) for _, request, _ in self.assignments)
 
 
 def plan_unpacked_rows(
     plan: AdmissionPlan, max_length: int, unit: int, per_rank: int
 ) -> tuple[int, int]:
-    """Width and number of the prefill rows of a rank where each prompt has a row of its own.
-
-    Args:
-      max_length: tokens of the longest row.
-      unit: divisor of the width.
-      per_rank: slots of a rank.
-    """
+    """Width and number of the prefill rows of a rank where each prompt has a row of its own;
+    arguments are those of `sizes.unpacked_row_sizes`."""
     # Conversations come at any length, and each width is a compiled function.
     least = MIN_TURN_WIDTH if plan.continues_conversations else MIN_PREFILL_WIDTH
     # Rounded up after the bucket: tokens of a prefill are sharded over the ranks of `unit`.
@@ -67,18 +63,10 @@ def plan_unpacked_rows(
     # The maximum over ranks: the compiled function has one shape on all.
     most = max(map(len, plan.runs))
     # Few of each: every width with every number of rows is a compiled function.
-    num_rows = bucket(most, least=1) if most else 0
+    num_rows = row_count(most)
     if plan.continues_conversations and most:
-        num_rows = max(num_rows, min(per_rank, _round_up_coarsely(most)))
+        num_rows = max(num_rows, bucket(most, per_rank, least=8, factor=4))
     return width, num_rows
-
-
-def _round_up_coarsely(rows: int) -> int:
-    """Rounds a number of rows up to 8, 32, 128, ...: few sizes for any number of rows."""
-    size = 8
-    while size < rows:
-        size *= 4
-    return size
 
 
 def _continues_conversation(request: Request) -> bool:
@@ -126,14 +114,11 @@ class SlotScheduler:
         self.lengths = np.zeros(slots, np.int32)
         self.running: dict[int, Request] = {}
         self.waiting: deque[Request] = deque()
-        self._free = self._all_free()
+        self._free: list[deque[int]] = []
         # Prefix cache: for rank and prompt, a slot whose row starts with the prompt, as computed by
         # the loaded weights.
         self._prefix_slots: dict[tuple[int, int], int] = {}
-
-    def _all_free(self) -> list[deque[int]]:
-        per_rank = self.per_rank
-        return [deque(range(r * per_rank, (r + 1) * per_rank)) for r in range(self.ranks)]
+        self.reset()
 
     def active_slots(self, sizes: Sequence[int]) -> np.ndarray | None:
         """Slots that a step computes, ``[ranks * size]``, counted from each rank's first. They
@@ -158,11 +143,8 @@ class SlotScheduler:
         return sum(map(len, self._free))
 
     def live_to_stop(self, sizes: Sequence[int]) -> int:
-        """Number of live rows at which the scheduler runs again.
-
-        Args:
-          sizes: slots of each rank that a step may compute, ascending.
-        """
+        """Number of live rows at which the scheduler runs again; `sizes` are those of
+        `active_slots`."""
         live = len(self.running)
         if self.waiting:
             # Enough free slots for waiting requests.
@@ -176,7 +158,7 @@ class SlotScheduler:
         """Assigns a suspended request to the slot that it had, which must be free."""
         # Its KV cache is there: in another slot it would continue with that of another row.
         self._free[slot // self.per_rank].remove(slot)
-        self.running[slot] = request
+        self.running[slot], self.lengths[slot] = request, request.length
 
     def free_slot(self, slot: int) -> Request:
         """Frees a slot and returns its request."""
@@ -186,9 +168,7 @@ class SlotScheduler:
 
     def drop(self, is_dropped: Callable[[Request], bool]) -> list[int]:
         """Drops the selected requests from queue and slots; returns the freed slots."""
-        retained = [request for request in self.waiting if not is_dropped(request)]
-        self.waiting.clear()
-        self.waiting.extend(retained)
+        self.waiting = deque(request for request in self.waiting if not is_dropped(request))
         slots = [slot for slot, request in self.running.items() if is_dropped(request)]
         for slot in slots:
             self.free_slot(slot)
@@ -203,7 +183,8 @@ class SlotScheduler:
         engine. No request is in flight."""
         assert not self.running, "rows are in flight"
         self._prefix_slots.clear()
-        self._free = self._all_free()
+        per_rank = self.per_rank
+        self._free = [deque(range(r * per_rank, (r + 1) * per_rank)) for r in range(self.ranks)]
 
     def schedule(self) -> list[AdmissionPlan]:
         """Admits waiting requests to free slots, FIFO.
@@ -227,20 +208,19 @@ class SlotScheduler:
             rank = self._choose_rank(shared_prompt, scheduled_runs)
             slot = self._take_free_slot(rank, admitted)
             admitted[slot] = request
+            key = None if shared_prompt is None else (rank, shared_prompt)
             # A slot holds its prompt's KV cache, finished or not, until another row takes it.
-            if shared_prompt is not None and (rank, shared_prompt) in self._prefix_slots:
-                copy_plan.assignments.append(
-                    (slot, request, ~self._prefix_slots[rank, shared_prompt])
-                )
+            if key in self._prefix_slots:
+                copy_plan.assignments.append((slot, request, ~self._prefix_slots[key]))
                 continue
-            if shared_prompt is not None and (rank, shared_prompt) in scheduled_runs:
-                plan, run = scheduled_runs[rank, shared_prompt]
+            if key in scheduled_runs:
+                plan, run = scheduled_runs[key]
             else:
                 plan = self._find_plan(plans_by_width, rank, request)
                 run = len(plan.runs[rank])
                 plan.runs[rank].append(request.ids)
-                if shared_prompt is not None:
-                    scheduled_runs[rank, shared_prompt] = plan, run
+                if key is not None:
+                    scheduled_runs[key] = plan, run
             plan.assignments.append((slot, request, run))
         self.running |= admitted
         # Within one call samples share the prefill; later a recurrent state has advanced with its
@@ -249,13 +229,11 @@ class SlotScheduler:
             admitted = {}
         # Reassigned slots lose their entries; those that start with a prompt only can be copied
         # from now on.
-        self._prefix_slots = {
-            key: slot for key, slot in self._prefix_slots.items() if slot not in admitted
-        } | {
-            (slot // self.per_rank, request.prompt): slot
-            for slot, request in admitted.items()
-            if not request.has_response
-        }
+        reusable = {key: slot for key, slot in self._prefix_slots.items() if slot not in admitted}
+        for slot, request in admitted.items():
+            if not request.has_response:
+                reusable[slot // self.per_rank, request.prompt] = slot
+        self._prefix_slots = reusable
         # Sorted by width, not by arrival: equal requests run equal functions in equal order.
         in_width_order = [plan for _, plans in sorted(plans_by_width.items()) for plan in plans]
         # Without copies that admission would be an empty dispatch.
@@ -264,11 +242,7 @@ class SlotScheduler:
         )
 
     def _take_free_slot(self, rank: int, admitted: Mapping[int, Request]) -> int:
-        """Takes a free slot of the rank.
-
-        Args:
-          admitted: the requests that were admitted in the same call.
-        """
+        """Takes a free slot of the rank; `admitted` are those of the same call, by slot."""
         free = self._free[rank]
         if self._choose_slot is None:
             # Prompts in the slots that were freed later may still be copied.
@@ -289,14 +263,11 @@ class SlotScheduler:
         if self.ranks == 1:
             return 0
         free = [len(slots) for slots in self._free]
-        if shared_prompt is not None:
-            # A copy within a rank moves nothing between devices.
-            for rank in range(self.ranks):
-                if free[rank] and (
-                    (rank, shared_prompt) in self._prefix_slots
-                    or (rank, shared_prompt) in scheduled_runs
-                ):
-                    return rank
+        # A copy within a rank moves nothing between devices.
+        for rank in range(self.ranks):
+            key = rank, shared_prompt
+            if free[rank] and (key in self._prefix_slots or key in scheduled_runs):
+                return rank
         # The rank with most free slots, so that ranks fill evenly; the first of equals.
         return int(np.argmax(free))
 
@@ -318,15 +289,13 @@ class SlotScheduler:
 
     def _merge_into_single_row(self, plans: list[AdmissionPlan]) -> list[AdmissionPlan]:
         """Merges all admissions into one if a single row of each rank holds them."""
+        if len(plans) < 2 or not self._row_widths:
+            return plans
         of_ranks = zip(*(plan.runs for plan in plans), strict=True)
-        tokens = max((sum(map(len, chain(*runs))) for runs in of_ranks), default=0)
+        tokens = max(sum(map(len, chain(*runs))) for runs in of_ranks)
         # A dispatch costs more than the padding of a few prompts: one row of different lengths is
         # faster than a prefill for each width, as long as the row is short.
-        if (
-            len(plans) < 2
-            or not self._row_widths
-            or not single_row_widths(self._row_widths, tokens)
-        ):
+        if not single_row_widths(self._row_widths, tokens):
             return plans
         merged = AdmissionPlan([[] for _ in range(self.ranks)])
         for plan in plans:

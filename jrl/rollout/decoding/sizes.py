@@ -1,6 +1,8 @@
 """Sizes that decoding is compiled for: prefill rows, slots of a step, and lengths of the KV cache.
 
-Each size is a compiled function, so that there are few of each.
+Each size is a compiled function, so that there are few of each; lists of sizes are ascending. Of
+the arguments, `max_length` is the tokens of the longest row, `per_rank` the slots of a rank, `unit`
+a divisor of the sizes, and `most_tokens` the approximate number of tokens in one prefill of a rank.
 """
 
 from collections.abc import Sequence
@@ -32,13 +34,12 @@ MIN_STREAM_CACHE_LENGTH = 128
 for longer rows: a step reads the whole cache."""
 
 
-def bucket(size: int, most: int | None = None, least: int = MIN_PREFILL_WIDTH) -> int:
-    """Rounds `size` up to `least` times a power of two, but no more than `most`.
-
-    Few sizes mean few functions to compile.
-    """
+def bucket(
+    size: int, most: int | None = None, least: int = MIN_PREFILL_WIDTH, factor: int = 2
+) -> int:
+    """Rounds `size` up to `least` times a power of `factor`, but no more than `most`."""
     while least < size:
-        least *= 2
+        least *= factor
     return least if most is None else min(least, most)
 
 
@@ -52,13 +53,8 @@ def step_sizes(per_rank: int, max_length: int, unit: int) -> list[int]:
 
 
 def fewer_slots(per_rank: int, unit: int, fewer: int, least: int) -> list[int]:
-    """Numbers of slots of a rank that a step may compute, ascending: all, and repeatedly `fewer`
-    times fewer.
-
-    Args:
-      unit: divisor of each number except the last.
-      least: the minimum, except for the last.
-    """
+    """Numbers of slots of a rank that a step may compute: all, and repeatedly `fewer` times fewer,
+    which are multiples of `unit` and no fewer than `least`."""
     sizes = [per_rank]
     while sizes[0] // fewer >= max(least, unit):
         sizes.insert(0, -(-sizes[0] // fewer // unit) * unit)
@@ -66,15 +62,9 @@ def fewer_slots(per_rank: int, unit: int, fewer: int, least: int) -> list[int]:
 
 
 def row_widths(max_length: int, unit: int) -> list[int]:
-    """All widths of packed rows, ascending: `SINGLE_ROW_UNIT`, the unit of `single_row_widths`,
-    then `MIN_SHARED_WIDTH` times powers of two, up to the longest row.
-
-    Args:
-      max_length: tokens of the longest row.
-      unit: divisor of the widths.
-    """
-    # The first is for a single row of all prompts, the others for multiple packed rows:
-    # `single_row_widths` multiplies it and `shared_width` skips it.
+    """All widths of packed rows: `SINGLE_ROW_UNIT` for a single row of all prompts, which
+    `single_row_widths` multiplies, then `MIN_SHARED_WIDTH` times powers of two, up to the longest
+    row."""
     widths = [min(SINGLE_ROW_UNIT, max_length), min(MIN_SHARED_WIDTH, max_length)]
     while widths[-1] < max_length:
         widths.append(min(2 * widths[-1], max_length))
@@ -82,11 +72,8 @@ def row_widths(max_length: int, unit: int) -> list[int]:
 
 
 def single_row_widths(widths: Sequence[int], tokens: int | None = None) -> list[int]:
-    """Widths of a single row that holds `tokens`, ascending; None returns all widths.
-
-    Args:
-      widths: `row_widths`.
-    """
+    """Widths, multiples of the first of `row_widths`, of a single row that holds `tokens`; all for
+    None."""
     # Not the exact length, though it would not need padding: each width is a compiled function.
     multiples = (widths[0] * times for times in range(1, MAX_SINGLE_ROW_MULTIPLE + 1))
     return [width for width in multiples if tokens is None or width >= tokens]
@@ -98,19 +85,14 @@ def shared_width(widths: Sequence[int], longest: int) -> int:
 
 
 def row_count(least: int) -> int:
-    """Rounds a number of rows up to a power of two, for which functions are compiled."""
-    return bucket(least, 2 * least, least=1)
+    """Rounds a number of rows up to a power of two, for which functions are compiled; 0 is 0."""
+    return bucket(least, least=1) if least else 0
 
 
 def row_sizes(widths: Sequence[int], per_rank: int, most_tokens: int) -> list[tuple[int, int]]:
     """All widths and numbers of rows in a packed prefill of a rank, each pair of which is a
-    compiled function: one row, and multiple rows where one is not enough.
-
-    Args:
-      widths: of rows (`row_widths`).
-      per_rank: slots of a rank, which is the maximum number of prompts.
-      most_tokens: approximate number of tokens in one prefill.
-    """
+    compiled function: one row, and multiple rows where one is not enough; `widths` are
+    `row_widths`."""
     single_widths = single_row_widths(widths)
     sizes = [(width, 1) for width in single_widths]
     for width in widths[1:] or widths:
@@ -122,12 +104,7 @@ def row_sizes(widths: Sequence[int], per_rank: int, most_tokens: int) -> list[tu
 def unpacked_row_sizes(
     max_length: int, unit: int, per_rank: int, most_tokens: int
 ) -> list[tuple[int, int]]:
-    """All widths and numbers of rows in a prefill where each prompt has a row of its own.
-
-    Args:
-      max_length: tokens of the longest row.
-      unit: divisor of the widths.
-    """
+    """All widths and numbers of rows in a prefill where each prompt has a row of its own."""
     widths = [min(MIN_PREFILL_WIDTH, max_length)]
     while widths[-1] < max_length:
         widths.append(min(2 * widths[-1], max_length))
@@ -136,17 +113,13 @@ def unpacked_row_sizes(
 
 
 def _row_numbers(width: int, per_rank: int, most_tokens: int) -> list[int]:
-    """Numbers of rows of this width that a rank may run in one prefill, ascending."""
+    """Numbers of rows of this width that a rank may run in one prefill."""
     most = row_count(min(per_rank, max(1, most_tokens // width)))
     return [2**power for power in range(most.bit_length())]
 
 
 def stream_cache_lengths(max_length: int) -> list[int]:
-    """Lengths that the cache may have in serving, ascending.
-
-    Args:
-      max_length: tokens of the longest row.
-    """
+    """Lengths that the cache may have in serving."""
     lengths = [min(MIN_STREAM_CACHE_LENGTH, max_length)]
     while lengths[-1] < max_length:
         half_again = lengths[-1] * 3 // 2

@@ -27,7 +27,7 @@ from moe.decoding import Prefilled, prefill
 from moe.layers.depth import is_stack, split_layer_groups
 from moe.placement import specs
 from moe.router.routing import choices_dtype
-from moe.weights import DeltaNet, Transformer, cast_shapes, initialise
+from moe.weights import DeltaNet, Transformer, cast_shapes, shapes
 from sharding.collectives import join_shards, local_shard, vary
 from sharding.folding import FoldedMesh
 from sharding.sharded_jit import abstract_array, jit_onto, jit_sharded, named_shardings
@@ -181,11 +181,7 @@ def over_slots(mesh: FoldedMesh) -> PartitionSpec:
 
 
 def empty_pool(decoder: Decoder, slots: int, max_length: int) -> SlotPool[Array]:
-    """Creates a pool in which no row is live.
-
-    Args:
-      max_length: maximum tokens of a row.
-    """
+    """Creates a pool in which no row is live, for rows of at most `max_length` tokens."""
     return _build_pool_functions(decoder, slots, max_length)[0]()
 
 
@@ -263,9 +259,7 @@ def cache_specs(decoder: Decoder) -> Cache[PartitionSpec]:
     """Partition specs of the cache of a pool."""
     config = decoder.config
     # Abstract weights determine which layers have Gated DeltaNet, and which are stacks.
-    layers = jax.eval_shape(
-        lambda: split_layer_groups(initialise(config, jax.random.key(0)), config)
-    )
+    layers = jax.eval_shape(partial(split_layer_groups, config=config), shapes(config))
     layer_specs = [
         (isinstance(layer.attention, DeltaNet), _over_heads(is_stack(layer) - ROW, decoder.mesh))
         for layer in layers
@@ -273,6 +267,13 @@ def cache_specs(decoder: Decoder) -> Cache[PartitionSpec]:
     heads = tuple(spec for is_delta, spec in layer_specs if not is_delta)
     deltas = tuple(spec for is_delta, spec in layer_specs if is_delta)
     return Cache(heads, () if caches_latent(config) else heads, deltas, deltas)
+
+
+def prefilled_specs(mesh: FoldedMesh, cache: Any) -> Any:
+    """Partition specs of the result of a prefill; `cache` are those of its cache."""
+    rows: Any = over_slots(mesh)
+    replicated: Any = PartitionSpec()
+    return Prefilled(cache, rows, rows, replicated)
 
 
 def _over_heads(ndim: int, mesh: FoldedMesh) -> PartitionSpec:
@@ -315,19 +316,12 @@ def run_prefill(
 ) -> Prefilled:
     """Runs `moe.decoding.prefill` on global arrays, with dropless expert buffers."""
     decoder = decoder.for_any_routing()
-    mesh = decoder.mesh
-    rows = over_slots(mesh)
-    head_spec: Any = cache_specs(decoder)
-    row_spec: Any = rows
-
-    def local(weights: Transformer[Array], tokens: Array, lengths: Array) -> Prefilled:
-        return run_prefill_local(decoder, vary(weights, mesh.axes), tokens, lengths)
-
+    mesh, rows = decoder.mesh, over_slots(decoder.mesh)
     return jax.shard_map(
-        local,
+        partial(run_prefill_local, decoder),
         mesh=mesh.mesh,
         in_specs=(specs(decoder.config, mesh), rows, rows),
-        out_specs=Prefilled(head_spec, row_spec, row_spec),
+        out_specs=prefilled_specs(mesh, cache_specs(decoder)),
     )(weights, tokens, lengths)
 
 
@@ -335,6 +329,7 @@ def run_prefill_local(
     decoder: Decoder, weights: Transformer[Array], tokens: Array, lengths: Array
 ) -> Prefilled:
     config, mesh = decoder.config, decoder.mesh
+    weights = vary(weights, mesh.axes)
     output = prefill(weights, tokens, lengths, config, mesh, decoder.records_choices)
     choices = output.choices
     if choices is not None:
@@ -362,41 +357,22 @@ class SamplerState(NamedTuple):
     greedy: Array | None = None
 
 
-class NextTokens(NamedTuple):
-    """Next token of each row.
-
-    Attributes:
-      tokens: ids.
-      behaviour_logprobs, old_logprobs: of them, as in `TokenRows`.
-      top_tokens: top-k tokens of the position; None where they are not recorded.
-    """
-
-    tokens: Array
-    behaviour_logprobs: Array
-    old_logprobs: Array
-    top_tokens: TopTokens[Array] | None = None
-
-
 def sampler_state_specs(mesh: FoldedMesh, sampler_state: SamplerState) -> Any:
     """Partition specs of the sampler state."""
     specs = jax.tree.map(lambda _: PartitionSpec(), sampler_state)
     return specs._replace(rows=jax.tree.map(lambda _: over_slots(mesh), sampler_state.rows))
 
 
-def sample_next_tokens(
+def _sample(
     decoder: Decoder,
     sampling: Sampling,
     logits: Array,
     pool: SlotPool[Array],
     rows: TokenRows[Array],
     sampler_state: SamplerState,
-) -> NextTokens:
-    """Samples the next token of each row with its log-probabilities, the same on every rank of
-    ``tp``.
-
-    Args:
-      logits: of this rank's shard of the rows.
-    """
+) -> tuple[Array, Array, Array, TopTokens[Array] | None]:
+    """Samples the next token of each row, the same on every rank of ``tp``: ids, the two
+    log-probabilities of `TokenRows`, and the top-k tokens of the position or None."""
     # Each rank of tp samples for its shard of the rows, of which it has all logits; then tokens are
     # all-gathered.
     key, axes = keys_of(sampler_state.key), decoder.mesh.sequence
@@ -404,7 +380,12 @@ def sample_next_tokens(
     # Counted from the start of the response, so that a resumed row uses the same RNG keys as an
     # uninterrupted one.
     positions = local_shard(rows.lengths - pool.responses, axes)
-    if sampler_state.rows is not None:
+    top_tokens = None
+    if sampler_state.rows is None:
+        keys = row_keys(key, local_shard(pool.prompts, axes), samples, positions)
+        entropy, greedy = vary((sampler_state.entropy, sampler_state.greedy), decoder.mesh.axes)
+        sampled = sample_tokens(logits, sampling, keys, entropy, greedy)
+    else:
         row_sampling = jax.tree.map(lambda x: local_shard(x, axes), sampler_state.rows)
         keys = row_keys(key, *row_sampling.seeds.T, samples, positions)
         adjusted = None
@@ -413,17 +394,9 @@ def sample_next_tokens(
             history = (local_shard(x, axes) for x in history)
             adjusted = adjust_logits(logits, row_sampling.adjustments, *history)
         sampled = sample_rows(logits, row_sampling, keys, adjusted)
-        top_tokens = None
         if decoder.top_logprobs:
             top_tokens = _top_k_tokens(logits, row_sampling.needs_top_tokens, decoder.top_logprobs)
-        return jax.tree.map(lambda x: join_shards(x, axes), NextTokens(*sampled, top_tokens))
-
-    keys = row_keys(key, local_shard(pool.prompts, axes), samples, positions)
-    entropy, greedy = vary((sampler_state.entropy, sampler_state.greedy), decoder.mesh.axes)
-    token, behaviour, old = sample_tokens(logits, sampling, keys, entropy, greedy)
-    return NextTokens(
-        join_shards(token, axes), join_shards(behaviour, axes), join_shards(old, axes)
-    )
+    return jax.tree.map(lambda x: join_shards(x, axes), (*sampled, top_tokens))
 
 
 def _top_k_tokens(
@@ -441,34 +414,36 @@ def _top_k_tokens(
     return TopTokens(*jax.lax.cond(jnp.any(wanted), compute, lambda: zeros))
 
 
-def append_tokens(
+def append_next_tokens(
     decoder: Decoder,
+    sampling: Sampling,
+    logits: Array,
     pool: SlotPool[Array],
     rows: TokenRows[Array],
     grows: Array,
-    sampled: NextTokens,
-    version: Array,
+    sampler_state: SamplerState,
 ) -> tuple[TokenRows[Array], Array]:
-    """Appends the sampled tokens to the rows in the mask `grows`; returns the rows, and the mask of
-    those that continue."""
-    token, behaviour, old, top_tokens = sampled
-    # Position of the next token; other rows are not written to.
-    positions = rows.lengths
+    """Samples the next tokens, from the logits of this rank's shard of the rows, and appends them
+    to the rows in the mask `grows`; returns the rows, and the mask of those that continue."""
+    token, behaviour, old, top_tokens = _sample(
+        decoder, sampling, logits, pool, rows, sampler_state
+    )
+
+    def append(into: Array, new: Array) -> Array:
+        return write_token(into, grows, rows.lengths, new)
+
     # Per token, not per row: a row in flight may continue with newer weights.
-    versions = jnp.broadcast_to(version.astype(jnp.int32), token.shape)
+    versions = jnp.broadcast_to(sampler_state.version.astype(jnp.int32), token.shape)
     longer = replace(
         rows,
         lengths=rows.lengths + grows.astype(jnp.int32),
-        tokens=write_token(rows.tokens, grows, positions, token),
-        behaviour_logprobs=write_token(rows.behaviour_logprobs, grows, positions, behaviour),
-        old_logprobs=write_token(rows.old_logprobs, grows, positions, old),
-        versions=write_token(rows.versions, grows, positions, versions),
+        tokens=append(rows.tokens, token),
+        behaviour_logprobs=append(rows.behaviour_logprobs, behaviour),
+        old_logprobs=append(rows.old_logprobs, old),
+        versions=append(rows.versions, versions),
     )
     if top_tokens is not None:
-        recorded = jax.tree.map(
-            lambda into, new: write_token(into, grows, positions, new), rows.top_tokens, top_tokens
-        )
-        longer = replace(longer, top_tokens=recorded)
+        longer = replace(longer, top_tokens=jax.tree.map(append, rows.top_tokens, top_tokens))
     # The token that ends a response is part of it.
     continues = grows & (longer.lengths < pool.limits)
     for stop in decoder.stop_ids:
@@ -506,11 +481,7 @@ def recent_tokens(
 def make_output_buffer(
     rows: TokenRows[Array], size: int, sharding: NamedSharding
 ) -> TokenRows[Array]:
-    """Empty output buffer for `size` rows such as these.
-
-    Args:
-      sharding: sharding of the buffer.
-    """
+    """Empty output buffer for `size` rows such as these."""
     leaves, structure = jax.tree.flatten(rows)
     return structure.unflatten(
         _compiled_zeros(sharding, size, tuple((x.shape[1:], x.dtype) for x in leaves))()
@@ -540,9 +511,7 @@ def write_to_buffer(
 
 @remembered
 def _compiled_write(sharding: NamedSharding) -> Any:
-    def write(
-        buffer: TokenRows[Array], rows: TokenRows[Array], destinations: Array
-    ) -> TokenRows[Array]:
+    def write(buffer, rows, destinations):
         return jax.tree.map(
             lambda into, new: into.at[destinations].set(new, mode="drop", unique_indices=True),
             buffer,

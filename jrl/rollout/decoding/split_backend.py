@@ -19,7 +19,6 @@ from jaxtyping import Array
 from jrl.processes.agreement import any_of, is_multiprocess, to_devices, to_every_host
 from jrl.recipes.base.batch import replicated
 from jrl.rollout.decoding.mesh_backend import Advanced, StepLimits
-from jrl.rollout.decoding.packed_prefill import CacheCopies, Packing
 from jrl.rollout.decoding.prefill import AdmissionArrays, admit_prefilled
 from jrl.rollout.decoding.scheduler import ChooseSlot
 from jrl.rollout.decoding.sizes import bucket
@@ -28,19 +27,17 @@ from jrl.rollout.decoding.slots import (
     SamplerState,
     SlotPool,
     TokenRows,
-    append_tokens,
+    append_next_tokens,
     check_slots,
     make_output_buffer,
     over_slots,
     pool_specs,
-    sample_next_tokens,
     sampler_state_specs,
     without_cache,
     write_to_buffer,
     write_token,
 )
 from jrl.rollout.expert_balancer import ExpertBalancer
-from jrl.rollout.prompt_scores import PackedScores
 from jrl.rollout.resharding import split_policy
 from jrl.rollout.sampling import Sampling
 from moe.cache import StepTokens
@@ -97,9 +94,8 @@ class SplitBackend:
       ValueError: on sizes that do not divide.
     """
 
-    # Packed prefill is for one mesh only, micro-batches are of one size, and the KV cache depends
-    # on the placement of experts.
-    packs_prompts = computes_fewer = keeps_cache = scores_prompts = False
+    # Micro-batches are of one size, and the KV cache depends on the placement of experts.
+    computes_fewer = keeps_cache = False
 
     def __init__(
         self,
@@ -137,7 +133,7 @@ class SplitBackend:
         self._weights: SplitWeights[Array] | None = None
         self.loads = self._no_loads()
         self._has_attention = has_local_devices(mesh.attention)
-        self._rows = NamedSharding(mesh.attention.mesh, over_slots(mesh.attention))
+        self.slot_sharding = NamedSharding(mesh.attention.mesh, over_slots(mesh.attention))
 
     def check(self, slots: int) -> None:
         check_micro_batches(slots, self._micro_batches, self._mesh)
@@ -211,22 +207,6 @@ class SplitBackend:
         )
         return pool, False
 
-    def admit_packed(
-        self,
-        pool: SlotPool[Array],
-        rows: tuple[Packing[Array], CacheCopies[Array]],
-        tokens: Array,
-        admission: AdmissionArrays[Array],
-        sampling: Sampling,
-        state: SamplerState,
-    ) -> tuple[SlotPool[Array], bool]:
-        raise NotImplementedError("packed prefill is for one mesh only")
-
-    def score(
-        self, packing: Packing[np.ndarray], needs_top_tokens: bool
-    ) -> PackedScores[np.ndarray]:
-        raise NotImplementedError("prompts are scored on one mesh only")
-
     def decode(
         self,
         pool: SlotPool[Array],
@@ -258,32 +238,22 @@ class SplitBackend:
             if not self.decoder.records_choices:
                 choices = None
             pool, num_sampled, num_live = _sample_micro_batch(
-                self.decoder,
-                sampling,
-                num_micro_batches,
-                pool,
-                logits,
-                choices,
-                state,
-                indices[i],
+                self.decoder, sampling, num_micro_batches, pool, logits, choices, state, indices[i]
             )
             counts[i].append((num_sampled, num_live))
             return num_sampled, num_live
 
         def count(token: int) -> int:
             """Number of live rows after `token`, the first token that was not counted yet."""
-            each = jax.device_get([tokens_of_batch[token] for tokens_of_batch in counts])
-            totals.append(
-                np.sum([np.reshape(tokens_of_batch, -1) for tokens_of_batch in each], axis=0)
-            )
+            pairs = jax.device_get([of_batch[token] for of_batch in counts])
+            totals.append(np.sum([np.reshape(pair, -1) for pair in pairs], axis=0))
             return int(totals[-1][1])
 
         # Enqueued steps run on; counts are read `STEPS_BEFORE_COUNT` tokens later.
         def continues(token: int) -> bool:
-            num_live = (
-                count(token - STEPS_BEFORE_COUNT) if token >= STEPS_BEFORE_COUNT else min_live + 1
-            )
-            return token < max_tokens and num_live > min_live
+            if token >= STEPS_BEFORE_COUNT and count(token - STEPS_BEFORE_COUNT) <= min_live:
+                return False
+            return token < max_tokens
 
         cache = self._runner.decode(
             self._loaded(),
@@ -307,14 +277,15 @@ class SplitBackend:
 
     def output_buffer(self, rows: TokenRows[Array], size: int) -> TokenRows[Array]:
         # In a run of multiple processes it is on all of them.
-        sharding = replicated(self._training) if is_multiprocess() else self._rows
+        sharding = replicated(self._training) if is_multiprocess() else self.slot_sharding
         return make_output_buffer(rows, size, sharding)
 
     def write_to_buffer(
         self, buffer: TokenRows[Array], rows: TokenRows[Array], destinations: np.ndarray
     ) -> TokenRows[Array]:
         if not is_multiprocess():
-            return write_to_buffer(buffer, rows, to_devices(destinations, self._rows), self._rows)
+            sharding = self.slot_sharding
+            return write_to_buffer(buffer, rows, to_devices(destinations, sharding), sharding)
         # The output buffer is on all processes: rows move through their hosts, finished ones only.
         (slots,) = np.nonzero(destinations < buffer.lengths.shape[0])
         num_rows = bucket(len(slots), len(destinations), least=1)
@@ -372,13 +343,8 @@ def _gather_rows(rows: TokenRows[Array], slots: Array, mesh: FoldedMesh) -> Toke
 def _read_step_inputs(
     decoder: Decoder, num_micro_batches: int, pool: SlotPool[Array], index: Array
 ) -> StepTokens:
-    """Last token of each row of a micro-batch, which has not been run yet, its position, and the
-    mask of live rows.
-
-    Args:
-      pool: without its cache.
-      index: index of the micro-batch, of `num_micro_batches`.
-    """
+    """Last token of each row of the micro-batch `index`, which has not been run yet, its position,
+    and the mask of live rows; `pool` is without its cache."""
     mesh = decoder.mesh
 
     def local(pool: SlotPool[Array], index: Array) -> StepTokens:
@@ -407,13 +373,9 @@ def _add_expert_loads(
     choices: Array,
     index: Array,
 ) -> Array:
-    """Adds the tokens of a micro-batch to the load of each expert.
+    """Adds the tokens of the micro-batch `index` to `loads`, ``[layer, expert]`` and donated.
 
-    Args:
-      loads: ``[layer, expert]`` so far; donated.
-      live: of all rows.
-      choices: ``[row, layer, k]`` expert ids of the micro-batch.
-      index: index of the micro-batch, of `num_micro_batches`.
+    `live` is the mask of all rows; `choices` are the expert ids of the micro-batch.
     """
     mesh = decoder.mesh
 
@@ -443,41 +405,28 @@ def _sample_micro_batch(
     sampler_state: SamplerState,
     index: Array,
 ) -> tuple[SlotPool[Array], Array, Array]:
-    """Samples the next token of the live rows of a micro-batch, as
+    """Samples the next token of the live rows of the micro-batch `index`, as
     `jrl.rollout.decoding.mesh_backend.advance` does for all rows.
 
-    Args:
-      pool: without its cache; donated.
-      logits: ``[row, vocab]`` over all devices.
-      choices: ``[row, layer, k]`` expert ids of the token that was run.
-      index: index of the micro-batch, of `num_micro_batches`.
-
-    Returns:
-      The pool, the number of rows that got a token, and the number of those still live.
+    `pool` is without its cache, and donated; `logits` are sharded over all devices; `choices` are
+    the expert ids of the tokens that were run. Returns the pool, the number of rows that got a
+    token, and the number of those still live.
     """
     mesh = decoder.mesh
 
-    def local(
-        pool: SlotPool[Array],
-        logits: Array,
-        choices: Array | None,
-        sampler_state: SamplerState,
-        index: Array,
-    ) -> tuple[SlotPool[Array], Array, Array]:
-        micro_batch = jax.tree.map(lambda x: _slice_micro_batch(x, num_micro_batches, index), pool)
+    def local(pool, logits, choices, sampler_state, index):
+        def slice_rows(x: Array) -> Array:
+            return _slice_micro_batch(x, num_micro_batches, index)
+
+        micro_batch = jax.tree.map(slice_rows, pool)
         rows, live = micro_batch.rows, micro_batch.live
         if rows.choices is not None:
             last = jnp.maximum(rows.lengths - 1, 0)
             rows = replace(rows, choices=write_token(rows.choices, live, last, choices))
         # Per-request sampling parameters, if there are any, of this micro-batch.
-        row_sampling = jax.tree.map(
-            lambda x: _slice_micro_batch(x, num_micro_batches, index), sampler_state.rows
-        )
-        sampled = sample_next_tokens(
-            decoder, sampling, logits, micro_batch, rows, sampler_state._replace(rows=row_sampling)
-        )
-        rows, continues = append_tokens(
-            decoder, micro_batch, rows, live, sampled, sampler_state.version
+        state = sampler_state._replace(rows=jax.tree.map(slice_rows, sampler_state.rows))
+        rows, continues = append_next_tokens(
+            decoder, sampling, logits, micro_batch, rows, live, state
         )
         # Micro-batch i is the i-th part of each device's slots.
         first = index * live.shape[0]
@@ -496,19 +445,12 @@ def _sample_micro_batch(
 
         return vary(updated, mesh.except_sequence), count(live), count(continues)
 
-    replicated, rows = PartitionSpec(), over_slots(mesh)
-    pools = pool_specs(mesh, pool)
-    choices_spec = None if choices is None else rows
+    replicated, over_devices, rows = PartitionSpec(), PartitionSpec(mesh.axes), over_slots(mesh)
+    pools, states = pool_specs(mesh, pool), sampler_state_specs(mesh, sampler_state)
     return jax.shard_map(
         local,
         mesh=mesh.mesh,
-        in_specs=(
-            pools,
-            PartitionSpec(mesh.axes),
-            choices_spec,
-            sampler_state_specs(mesh, sampler_state),
-            replicated,
-        ),
+        in_specs=(pools, over_devices, rows, states, replicated),
         out_specs=(pools, replicated, replicated),
     )(pool, logits, choices, sampler_state, index)
 

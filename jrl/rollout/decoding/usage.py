@@ -1,6 +1,7 @@
 """Counters of a rollout engine: steps, tokens and the utilisation of its slots."""
 
 from dataclasses import astuple, dataclass, replace
+from operator import sub
 
 
 @dataclass
@@ -30,9 +31,7 @@ class Usage:
 
     def since(self, before: "Usage") -> "Usage":
         """Differences of the counters to those of `before`."""
-        return Usage(
-            *(now - then for now, then in zip(astuple(self), astuple(before), strict=True))
-        )
+        return Usage(*map(sub, astuple(self), astuple(before)))
 
     @property
     def utilisation(self) -> float:
