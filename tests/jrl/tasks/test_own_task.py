@@ -220,6 +220,16 @@ def test_prompts_do_not_depend_on_where_the_file_is(tmp_path, source):
             r"""prompts\[0\]: field "x" is b'', which cannot be sent""",
         ),
         (
+            "class DataFrame:\n  columns = ['prompt', 'answer']\n"
+            "  __iter__ = lambda self: iter(self.columns)\n"
+            "class make:\n  prompts = DataFrame()\n  def reward(self, *_): return 1",
+            r"prompts is a DataFrame: give a list of records, of a DataFrame its to_dict",
+        ),
+        (
+            "class make:\n  prompts = {'a': '1', 'b': '2'}\n  def reward(self, *_): return 1",
+            r"prompts is a dict: give a list of records",
+        ),
+        (
             "class make:\n  prompts = [{'prompt': p, 'answer': '1'} for p in 'ab']\n"
             "  def reward(self, *_): return 1 / 0",
             r"sums\.py:make fails on the reference answer of the first prompt: ZeroDivisionError",
