@@ -121,7 +121,7 @@ def test_a_recipe_of_ones_own_lies_beside_its_file(file, tmp_path, monkeypatch):
         ("reward: a.py:b", r"is 'a\.py:b', not a list of str: write reward: \[\"a\.py:b\"\]\.$"),
         (
             "chat_template_kwargs: {enable_thinking: false}",
-            r"not str .*: write it as a text, chat_template_kwargs: '\{\"enable_thinking\": false\}'\.$",
+            r"write it as a text, chat_template_kwargs: '\{\"enable_thinking\": false\}'\.$",
         ),
         ("remat: most", r"remat is 'most', not 'none' \| 'selective' \| 'projections' \| 'full'"),
         ("optimizer: {learning_rate: 1}", r"optimizer is not a setting of this recipe"),

@@ -267,6 +267,25 @@ def test_references_that_are_refused(file):
         load_task("sort", 0, rewards=RewardSettings(weights=("a=1",)))
 
 
+def test_a_file_that_imports_its_neighbour_or_has_no_such_name(file):
+    (file.parent / "neighbour.py").touch()
+    file.write_text("import neighbour\ndef make(prompt, completion): return 1")
+    beside = r"No module named 'neighbour': a run has a copy of sums\.py alone.* or install it as a"
+    settings = RewardSettings(("sums.py:make",))
+    for load in (
+        lambda: load_task("sums.py:make", 0),
+        lambda: load_task("sort", 0, workers=1, rewards=settings),
+    ):
+        with pytest.raises(ValueError, match=beside):
+            load()
+    file.write_text("import absent_library\n")
+    with pytest.raises(ValueError, match=r"No module named 'absent_library'$"):
+        load_task("sums.py:make", 0)
+    file.write_text("def other(prompt, completion): return 1")
+    with pytest.raises(ValueError, match=r"sums\.py:make fails on .*: ValueError: it has no make$"):
+        load_task("sort", 0, workers=1, rewards=settings)
+
+
 TOGETHER = """
 import asyncio
 
