@@ -8,6 +8,7 @@ The file is YAML 1.2, a flag a line, its name with underscores or hyphens: ``lea
 
 import difflib
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -117,7 +118,8 @@ class Settings:
 def read_settings(reference: str) -> Settings:
     """Reads a settings file, or one that comes with the library (``preset:NAME``); ValueError where
     there is none, it is not YAML, or names a setting twice."""
-    path = _preset_path(reference) if reference.startswith(PREFIX) else Path(reference)
+    is_preset = reference.startswith(PREFIX)
+    path = _preset_path(reference) if is_preset else Path(os.path.expanduser(reference))
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:

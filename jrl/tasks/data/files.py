@@ -8,6 +8,7 @@ compared exactly and formulas by math-verify (`jrl.tasks.answers.verdict`).
 
 import gzip
 import json
+import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -39,12 +40,12 @@ def read_records(kind: str, path: str | Path) -> Iterator[LocatedRecord]:
       ValueError: where it cannot be read, or what reads it is not installed.
     """
     readers = {"jsonl": _read_jsonl, "parquet": _read_parquet, "dataset": _read_dataset}
-    return readers[kind](Path(path))
+    return readers[kind](Path(os.path.expanduser(path)))
 
 
 def kind_of(path: str | Path) -> str:
     """The kind of a file or folder by its name."""
-    path = Path(path)
+    path = Path(os.path.expanduser(path))
     if path.suffix == ".parquet" or (path.is_dir() and any(path.glob("*.parquet"))):
         return "parquet"
     return "dataset" if path.is_dir() else "jsonl"
