@@ -85,11 +85,13 @@ def require_field(
     return value
 
 
-def require_answer(record: Mapping[str, Any], name: str, location: str) -> str:
-    """The reference answer of a record as a text."""
-    # A conversation beside the prompt ends with the answer, and is read by its own flag.
+def require_answer(
+    record: Mapping[str, Any], name: str, location: str, *, has_prompt: bool = False
+) -> str:
+    """The reference answer of a record as a text; `has_prompt` says that its prompt is a text."""
+    # A conversation beside a prompt may end with the answer, and is read by a flag.
     has_messages = any(get_field(record, field) is not None for field in LIKELY_MESSAGES)
-    flags = (*ANSWER_FLAGS, "--messages-field") if has_messages else ANSWER_FLAGS
+    flags = (*ANSWER_FLAGS, "--messages-field") if has_prompt and has_messages else ANSWER_FLAGS
     return answer_text(require_field(record, name, location, flags), name, location)
 
 

@@ -160,6 +160,18 @@ def test_records_of_public_data_sets_that_need_a_flag():
             read(ultra, "f:1")
         with pytest.raises(ValueError, match=r"perhaps --prompt-field instruction \(join input to"):
             read({"instruction": "Add.", "input": "1 2", "output": "3"}, "f:1")
+    unanswered = {"conversations": [{"from": "human", "value": "a"}]}
+    with pytest.raises(ValueError, match=r'no field "answer".*with --answer-field$'):
+        example_of(unanswered, "f:1", answered=True)
+
+
+@pytest.mark.parametrize("system", ["", " ", None])
+def test_an_empty_system_field_is_no_message(system):
+    said = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "1"}]
+    chat = chat_of({"conversations": said, "system": system}, "f:1")
+    assert [turn["role"] for turn in chat.conversation.turns] == ["user", "assistant"]
+    chat = chat_of({"conversations": said, "system": "Count."}, "f:1")
+    assert chat.conversation.turns[0] == {"role": "system", "content": "Count."}
 
 
 def test_prompts_that_come_again(tmp_path):
