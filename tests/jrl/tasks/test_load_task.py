@@ -37,13 +37,14 @@ def test_unknown_names(spec, message):
 
 def test_paths_without_their_kind(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("a.jsonl", "a.csv", "own.py", "a.parquet"):
+    for name in ("a.jsonl", "a.csv", "a.tsv", "own.py", "a.parquet"):
         (tmp_path / name).touch()
     for spec, fix in {
         "a.jsonl": r"give jsonl:a\.jsonl",
         "a.parquet": r"give parquet:a\.parquet",
         "own.py": r"give own\.py:NAME",
         "a.csv": r"pandas\.read_csv\('a\.csv'\)\.to_parquet\('a\.parquet'\), then parquet:a\.par",
+        "a.tsv": r"pandas\.read_table\('a\.tsv'\)",
         "csv:a.csv": r"then parquet:a\.parquet",
         ".": r"give parquet:\.",
     }.items():
