@@ -84,7 +84,7 @@ def _check(options: ExportOptions, folder: RunFolder) -> None:
             "an export needs safetensors and tokenizers, which are not both installed: run pip "
             'install -e ".[hf]"'
         )
-    target = Path(options.to)
+    target = Path(os.path.expanduser(options.to))
     if target.exists() or target.is_symlink():
         raise ValueError(f"to={options.to!r} already exists: choose a new folder.")
     # Of a run that has them the file says so; one without any has no such setting.
@@ -124,7 +124,7 @@ def _export(options: ExportOptions, folder: RunFolder, run: RunConfig) -> None:
     dtype = options.dtype or network.dtype
     files = checkpoint_files(tokenizer, folder.origin_path)
     architecture = family_for(model, architecture).architecture
-    with _atomic_folder(Path(options.to)) as folder_in_progress:
+    with _atomic_folder(Path(os.path.expanduser(options.to))) as folder_in_progress:
         for name, content in files.items():
             (folder_in_progress / name).write_bytes(content)
         save(

@@ -180,4 +180,6 @@ def type_name(annotation: Any) -> str:
     """Name of a type for error messages."""
     if get_origin(annotation) is Literal:
         return " | ".join(map(repr, get_args(annotation)))
+    if get_origin(annotation) is tuple:
+        return f"a list of {type_name(get_args(annotation)[0])}"
     return annotation.__name__ if isinstance(annotation, type) else str(annotation)

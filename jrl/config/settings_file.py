@@ -7,6 +7,8 @@ The file is YAML 1.2, a flag a line, its name with underscores or hyphens: ``lea
 """
 
 import difflib
+import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -44,11 +46,14 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise yaml.MarkedYAMLError(
-                problem=f"{', '.join(twice)} is there twice", problem_mark=node.start_mark
-            )
+        names: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in names:
+                    raise yaml.MarkedYAMLError(
+                        problem=f"{key.value} is there twice", problem_mark=key.start_mark
+                    )
+                names.add(key.value)
         return super().construct_mapping(node, deep)
 
 
@@ -102,7 +107,10 @@ class Settings:
                 continue
             value, kind = self.values[field.name], hints[field.name]
             if not has_type(value, kind):
-                raise ValueError(f"{self.path}: {field.name} is {value!r}, not {type_name(kind)}.")
+                raise ValueError(
+                    f"{self.path}: {field.name} is {value!r}, not {type_name(kind)}"
+                    f"{_suggest_value(field.name, value, kind)}."
+                )
             changes[field.name] = convert_value(value, kind)
         return replace(config, **changes)  # pyright: ignore[reportArgumentType]
 
@@ -110,7 +118,8 @@ class Settings:
 def read_settings(reference: str) -> Settings:
     """Reads a settings file, or one that comes with the library (``preset:NAME``); ValueError where
     there is none, it is not YAML, or names a setting twice."""
-    path = _preset_path(reference) if reference.startswith(PREFIX) else Path(reference)
+    is_preset = reference.startswith(PREFIX)
+    path = _preset_path(reference) if is_preset else Path(os.path.expanduser(reference))
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
@@ -145,6 +154,19 @@ def settings_text(config: Mapping[str, Any], comment: str = "") -> str:
             flat[name] = list(value) if isinstance(value, tuple) else value
     text = yaml.dump(flat, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
     return f"# {comment}\n{text}" if comment else text
+
+
+def _suggest_value(name: str, value: Any, kind: Any) -> str:
+    """What to write in place of a value of another type, as it was probably meant; empty where that
+    is not clear."""
+    if has_type([value], kind):
+        return f": write {name}: {json.dumps([value])}"  # JSON is YAML too
+    if isinstance(value, dict) and has_type("", kind):
+        return f": write it as a text, {name}: '{json.dumps(value)}'"
+    booleans = {"yes": "true", "on": "true", "no": "false", "off": "false"}
+    if isinstance(value, str) and value.lower() in booleans and has_type(True, kind):
+        return f": write {name}: {booleans[value.lower()]}"
+    return ""
 
 
 def _flatten(content: Mapping[Any, Any]) -> list[tuple[str, Any]]:

@@ -25,7 +25,7 @@ def is_checkpoint(name: str) -> bool:
     folder with config.json and safetensors, or as a .gguf file."""
     if name in PRESET_NAMES:
         return False
-    return name.startswith(PREFIXES) or _is_folder(Path(name)) or _is_gguf(Path(name))
+    return name.startswith(PREFIXES) or _is_folder(_path(name)) or _is_gguf(_path(name))
 
 
 def checkpoint_folder(name: str) -> Path:
@@ -43,8 +43,8 @@ def checkpoint_folder(name: str) -> Path:
     try:
         gguf = gguf_file(name)
     except ValueError:
-        return Path(name)
-    return Path(name.removeprefix("hf:")) if gguf is None else _converted_folder(gguf)
+        return _path(name)
+    return _path(name.removeprefix("hf:")) if gguf is None else _converted_folder(gguf)
 
 
 def prepare_checkpoint(name: str, ignore: Collection[str] = ()) -> Path:
@@ -59,7 +59,7 @@ def prepare_checkpoint(name: str, ignore: Collection[str] = ()) -> Path:
     """
     gguf = gguf_file(name)
     if gguf is None:
-        return Path(name.removeprefix("hf:"))
+        return _path(name.removeprefix("hf:"))
     folder = _converted_folder(gguf)
     if not folder.is_dir():
         from jrl.published.gguf import convert
@@ -77,7 +77,7 @@ def gguf_file(name: str) -> Path | None:
     """
     if name.startswith("pip:"):
         return _packaged_gguf(name.removeprefix("pip:"))
-    path = Path(name.removeprefix("gguf:"))
+    path = _path(name.removeprefix("gguf:"))
     if name.startswith("gguf:") and not path.is_file():
         raise ValueError(f"{name}: there is no such file: give the path of a .gguf file.")
     return path if name.startswith("gguf:") or _is_gguf(path) else None
@@ -89,6 +89,11 @@ def download_command(name: str) -> str | None:
         return None
     folder = name.rpartition("/")[2]
     return f"hf download {name} --local-dir {folder}, then --model {folder}"
+
+
+def _path(name: str) -> Path:
+    """A path as a shell reads it, which leaves ``hf:~/DIR`` and the names in files to us."""
+    return Path(os.path.expanduser(name))
 
 
 def _is_folder(path: Path) -> bool:

@@ -7,6 +7,7 @@ its last object, the manifest, is there.
 
 import errno
 import logging
+import os
 import re
 import shutil
 from collections.abc import Hashable, Iterator
@@ -36,7 +37,7 @@ def storage_path(address: StoragePath | str) -> StoragePath:
     for addresses of other storage, and without a bucket."""
     matched = OBJECT_STORAGE.fullmatch(str(address))
     if matched is None:
-        return Path(address).absolute()
+        return Path(os.path.expanduser(address)).absolute()
     if matched[1] != "gs":
         raise ValueError(
             f"{address} is an address of storage that Orbax does not write: give gs://BUCKET/PATH, "

@@ -39,7 +39,7 @@ def local_path(path: Path | str) -> Path:
             "several machines of one that all of them share (NFS, Lustre). Checkpoints may be in "
             "a bucket: --checkpoint-dir gs://BUCKET/PATH."
         )
-    return Path(path)
+    return Path(os.path.expanduser(path))
 
 
 def next_run_path(recipe: str, task: str) -> Path:

@@ -3,6 +3,7 @@
 import difflib
 import json
 import re
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from jrl.tasks.answers.verdict import FINAL
 from jrl.tasks.builtin import BUILT_IN, CONVERSATIONS, MIN_DIGITS, scratchpad_of
 from jrl.tasks.data.fields import Fields
-from jrl.tasks.data.files import KINDS, jsonl, prompts_of
+from jrl.tasks.data.files import KINDS, jsonl, kind_of, prompts_of
 from jrl.tasks.data.prompt_list import PromptList, drop_repeated
 from jrl.tasks.data.records import check_sendable, example_of
 from jrl.tasks.data.split import HeldOut, parse_heldout
@@ -249,6 +250,8 @@ class _Loader:
         if kind == "gym" and rest:
             name, options = _parse_options(spec, rest)
             return gym(name, seed, workers=self.workers, options=options, heldout=heldout)
+        if spec and (path := Path(rest if kind == "csv" else spec)).exists():
+            raise ValueError(f"task={spec!r} is a path without its kind: {_kind_hint(path)}")
         names = [*BUILT_IN, *CONVERSATIONS, WORD_PROBLEMS]
         near = difflib.get_close_matches(kind, [*names, *OUTSIDE], n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
@@ -262,6 +265,18 @@ class _Loader:
         host = LocalHost(definition, Scoring(failed=self.settings.failed))
         prompts = ProceduralTask(spec, self.seed, EnvironmentPrompts(spec, definition, host))
         return Conversational(_hold_out(prompts, self.heldout), host)
+
+
+def _kind_hint(path: Path) -> str:
+    """How a file or folder is named as a task, for a message."""
+    reader = {".csv": "read_csv", ".tsv": "read_table"}.get(path.suffix)
+    if reader is not None:
+        return (
+            "tables of text are not read. pandas converts them: "
+            f"pandas.{reader}({str(path)!r}).to_parquet('{path.stem}.parquet'), then "
+            f"parquet:{path.stem}.parquet"
+        )
+    return f"give {path}:NAME" if path.suffix == ".py" else f"give {kind_of(path)}:{path}"
 
 
 def _hold_out(task: ProceduralTask, heldout: HeldOut) -> ProceduralTask:
@@ -341,6 +356,12 @@ def _examples(
 ) -> tuple[list[Example], int]:
     """The examples of records, no two with the same prompt, and how many were left out."""
     examples = []
+    # Iteration over a DataFrame or a mapping gives its names, which are texts and would be prompts.
+    if isinstance(records, str | Mapping) or hasattr(records, "columns"):
+        raise ValueError(
+            f"{location} is a {type(records).__name__}: give a list of records, of a DataFrame its "
+            "to_dict('records')"
+        )
     for index, record in enumerate(records):
         where = f"{location}[{index}]"
         record = {"prompt": record} if isinstance(record, str) else record

@@ -7,6 +7,7 @@ are installed are not copied.
 import importlib
 import inspect
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -114,12 +115,13 @@ def parse_reference(text: str, code_path: Path | None = None) -> CodeReference:
     if match := _FILE.fullmatch(text):
         file, name = match[1], match[2]
         copy = None if code_path is None else code_path / copy_name(file)
-        path = copy if copy is not None and copy.exists() else Path(file)
+        original = Path(os.path.expanduser(file))
+        path = copy if copy is not None and copy.exists() else original
         try:
             source = path.read_bytes()
         except OSError as error:
             raise ValueError(f"{text}: {path} cannot be read: {error.strerror}") from None
-        return CodeReference(text, name, file=str(Path(file).absolute()), source=source)
+        return CodeReference(text, name, file=str(original.absolute()), source=source)
     if match := _MODULE.fullmatch(text):
         return CodeReference(text, match[2], module=match[1])
     raise ValueError(

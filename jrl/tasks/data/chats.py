@@ -165,7 +165,7 @@ def chat_of(
     answered = parsed.is_text or get_field(record, fields.answer) is not None
     if messages[-1]["role"] != "assistant" and answered:
         # A question with its answer, as reinforcement reads it.
-        answer = require_answer(record, fields.answer, location)
+        answer = require_answer(record, fields.answer, location, has_prompt=parsed.is_text)
         messages = (*messages, {"role": "assistant", "content": answer})
     positions = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
     if not positions:

@@ -85,9 +85,14 @@ def require_field(
     return value
 
 
-def require_answer(record: Mapping[str, Any], name: str, location: str) -> str:
-    """The reference answer of a record as a text."""
-    return answer_text(require_field(record, name, location, ANSWER_FLAGS), name, location)
+def require_answer(
+    record: Mapping[str, Any], name: str, location: str, *, has_prompt: bool = False
+) -> str:
+    """The reference answer of a record as a text; `has_prompt` says that its prompt is a text."""
+    # A conversation beside a prompt may end with the answer, and is read by a flag.
+    has_messages = any(get_field(record, field) is not None for field in LIKELY_MESSAGES)
+    flags = (*ANSWER_FLAGS, "--messages-field") if has_prompt and has_messages else ANSWER_FLAGS
+    return answer_text(require_field(record, name, location, flags), name, location)
 
 
 def answer_text(value: Any, field: str, location: str) -> str:
@@ -152,6 +157,8 @@ def suggest_flags(record: Mapping[str, Any], flags: Sequence[str]) -> str:
             if name.rpartition(".")[2] in likely and isinstance(value, kinds)
         ]
         suggestions += candidates[:1]
+    if "--prompt-field instruction" in suggestions and "input" in record:
+        suggestions[0] += " (join input to it in the file: a prompt is one field)"
     hint = f", here perhaps {' or '.join(suggestions)}" if suggestions else ""
     return " or ".join(flags) + hint
 

@@ -1,11 +1,15 @@
 """Tasks from files: JSON lines, Parquet, and folders that Hugging Face's `datasets` saved.
 
-Each record comes with its location, for error messages: lines and rows are counted from 1. The
-fields of a line or a row are described in `jrl.tasks.data.records`. Numbers are compared exactly
-and formulas by math-verify (`jrl.tasks.answers.verdict`).
+A file of JSON lines may be compressed by gzip, and may be one JSON array of objects instead. Each
+record comes with its location, for error messages: lines, rows and the objects of an array are
+counted from 1. The fields of a line or a row are described in `jrl.tasks.data.records`. Numbers are
+compared exactly and formulas by math-verify (`jrl.tasks.answers.verdict`).
 """
 
+import gzip
 import json
+import os
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +26,8 @@ from jrl.tasks.workers.process import Message, parse_failure, program_worker
 
 KINDS = ("jsonl", "parquet", "dataset")
 """Kinds of files: JSON lines, a Parquet file or a folder of them, a folder of `save_to_disk`."""
+GZIP, PARQUET = b"\x1f\x8b", b"PAR1"
+"""First bytes of files in these formats."""
 
 LocatedRecord = tuple[str, Any]
 """Location of a record, and the record."""
@@ -34,12 +40,12 @@ def read_records(kind: str, path: str | Path) -> Iterator[LocatedRecord]:
       ValueError: where it cannot be read, or what reads it is not installed.
     """
     readers = {"jsonl": _read_jsonl, "parquet": _read_parquet, "dataset": _read_dataset}
-    return readers[kind](Path(path))
+    return readers[kind](Path(os.path.expanduser(path)))
 
 
 def kind_of(path: str | Path) -> str:
     """The kind of a file or folder by its name."""
-    path = Path(path)
+    path = Path(os.path.expanduser(path))
     if path.suffix == ".parquet" or (path.is_dir() and any(path.glob("*.parquet"))):
         return "parquet"
     return "dataset" if path.is_dir() else "jsonl"
@@ -48,13 +54,32 @@ def kind_of(path: str | Path) -> str:
 def _read_jsonl(path: Path) -> Iterator[LocatedRecord]:
     try:
         content = path.read_bytes()
-    except OSError as error:
-        raise ValueError(
-            f"{path}: cannot be read ({error.strerror}): give a file of JSON lines"
-        ) from error
-    for line, row in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        if content.startswith(GZIP):
+            content = gzip.decompress(content)
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{path}: cannot be read ({reason}): give a file of JSON lines") from error
+    if content.startswith(PARQUET):
+        raise ValueError(f"{path}: is a Parquet file: give parquet:{path}")
+    content = content.removeprefix(b"\xef\xbb\xbf")
+    if (records := _parse_array(content)) is not None:
+        for number, record in enumerate(records, start=1):
+            yield f"{path}:{number}", record
+        return
+    for line, row in enumerate(content.split(b"\n"), start=1):
         if row.strip():
             yield f"{path}:{line}", _parse_line(row, f"{path}:{line}")
+
+
+def _parse_array(content: bytes) -> list[Any] | None:
+    """The entries of a file that is one JSON array; None of any other, whose lines are parsed one
+    by one."""
+    if not content.lstrip().startswith(b"["):
+        return None
+    try:
+        return json.loads(content.decode("utf-8"), parse_float=Number)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _parse_line(row: bytes, location: str) -> Mapping[str, Any]:
@@ -65,7 +90,7 @@ def _parse_line(row: bytes, location: str) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(
             f'{location}: is not JSON ({error}): write one {{"prompt": ..., "answer": ...}} per'
-            " line"
+            " line, or one JSON array of them"
         ) from error
 
 

@@ -82,7 +82,8 @@ def read_record(record: Any, location: str, fields: Fields) -> ParsedRecord:
         prompt = parse_messages(record, require_field(record, name, location), name, location)
         system = record.get("system")
         opens = name == "conversations" and prompt[0]["role"] != "system"
-        if opens and isinstance(system, str):
+        # A table has the field in every row, and an empty text where there is no such message.
+        if opens and isinstance(system, str) and system.strip():
             prompt = ({"role": "system", "content": system}, *prompt)
     is_answered = not completion and prompt[-1]["role"] == "assistant"
     tools, arguments = tools_of(record, location), template_arguments_of(record, location)
@@ -117,7 +118,7 @@ def example_of(
     is_reference = bool(completion) and completion[-1]["role"] == "assistant"
     reference = completion[-1]["content"] if is_reference else None
     if get_field(record, fields.answer) is not None or (answered and reference is None):
-        answer = require_answer(record, fields.answer, location)
+        answer = require_answer(record, fields.answer, location, has_prompt=parsed.is_text)
     else:
         answer = reference or ""
     return Example(

@@ -32,6 +32,17 @@ def load_source(source: bytes, file: str, name: str) -> ModuleType:
     sys.modules[name] = module
     try:
         exec(compile(source, file, "exec"), vars(module))
+    except ModuleNotFoundError as error:
+        del sys.modules[name]
+        missing = (error.name or "").partition(".")[0]
+        beside = Path(file).parent / missing
+        if not missing or not (beside.is_dir() or beside.with_suffix(".py").is_file()):
+            raise
+        raise ModuleNotFoundError(
+            f"{error}: a run has a copy of {Path(file).name} alone, without what lies beside it. "
+            f"Put the code of {missing} into that file, or install it as a package",
+            name=error.name,
+        ) from error
     except BaseException:
         del sys.modules[name]
         raise
@@ -126,6 +137,8 @@ def reward_checker(described: str) -> RewardChecker:
     about = json.loads(described)
     module = load_user_module(about, "jrl_own_reward")
     name = about["name"]
+    if not hasattr(module, name):
+        raise ValueError(f"it has no {name}")
     reward = build_from(module, name).reward if about["makes"] else getattr(module, name)
     return RewardChecker(reward)
 

@@ -157,8 +157,8 @@ def response_length(
     if remaining < 1:
         raise ValueError(
             f"prompts of {prompt} tokens leave no tokens for a completion: the network of "
-            f"{run.model} supports sequences of {longest} tokens. Leave out the longest prompts, "
-            "or give --response-length."
+            f"{run.model} supports sequences of {longest} tokens. Drop the longest prompts with "
+            "--prompt-length, the tokens that a prompt may have."
         )
     return remaining
 

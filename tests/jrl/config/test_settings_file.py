@@ -112,11 +112,20 @@ def test_a_recipe_of_ones_own_lies_beside_its_file(file, tmp_path, monkeypatch):
         ("steps: many", r"steps is 'many', not int"),
         ("steps: 010", r"steps is '010', not int"),  # eight, says YAML 1.1
         ("steps: 7.5", r"steps is 7.5, not int"),
-        ("fsdp: yes", r"fsdp is 'yes', not bool"),
-        ("log_to: wandb", r"log_to is 'wandb', not tuple"),
+        ("fsdp: yes", r"fsdp is 'yes', not bool: write fsdp: true\.$"),
+        ("fsdp: maybe", r"fsdp is 'maybe', not bool\.$"),
+        (
+            "log_to: wandb",
+            r"'wandb', not a list of 'tensorboard' \| 'wandb': write log_to: \[\"wandb\"\]",
+        ),
+        ("reward: a.py:b", r"is 'a\.py:b', not a list of str: write reward: \[\"a\.py:b\"\]\.$"),
+        (
+            "chat_template_kwargs: {enable_thinking: false}",
+            r"write it as a text, chat_template_kwargs: '\{\"enable_thinking\": false\}'\.$",
+        ),
         ("remat: most", r"remat is 'most', not 'none' \| 'selective' \| 'projections' \| 'full'"),
         ("optimizer: {learning_rate: 1}", r"optimizer is not a setting of this recipe"),
-        ("steps: 7\nsteps: 8", r"given.yaml is not YAML: steps is there twice \(line 1\)"),
+        ("steps: 7\nsteps: 8", r"given.yaml is not YAML: steps is there twice \(line 2\)"),
         ("mini-batch: 7\nmini_batch: 8", r"mini_batch occurs twice: leave one out"),
         ("resume: true", r"resume is only for the command line: .* give --resume there"),
         ("config: other.yaml", r"config is only for the command line"),

@@ -35,6 +35,23 @@ def test_unknown_names(spec, message):
         load_task(spec, 0)
 
 
+def test_paths_without_their_kind(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.jsonl", "a.csv", "a.tsv", "own.py", "a.parquet"):
+        (tmp_path / name).touch()
+    for spec, fix in {
+        "a.jsonl": r"give jsonl:a\.jsonl",
+        "a.parquet": r"give parquet:a\.parquet",
+        "own.py": r"give own\.py:NAME",
+        "a.csv": r"pandas\.read_csv\('a\.csv'\)\.to_parquet\('a\.parquet'\), then parquet:a\.par",
+        "a.tsv": r"pandas\.read_table\('a\.tsv'\)",
+        "csv:a.csv": r"then parquet:a\.parquet",
+        ".": r"give parquet:\.",
+    }.items():
+        with pytest.raises(ValueError, match=rf"task='{spec}' is a path without its kind: .*{fix}"):
+            load_task(spec, 0)
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -220,6 +220,16 @@ def test_prompts_do_not_depend_on_where_the_file_is(tmp_path, source):
             r"""prompts\[0\]: field "x" is b'', which cannot be sent""",
         ),
         (
+            "class DataFrame:\n  columns = ['prompt', 'answer']\n"
+            "  __iter__ = lambda self: iter(self.columns)\n"
+            "class make:\n  prompts = DataFrame()\n  def reward(self, *_): return 1",
+            r"prompts is a DataFrame: give a list of records, of a DataFrame its to_dict",
+        ),
+        (
+            "class make:\n  prompts = {'a': '1', 'b': '2'}\n  def reward(self, *_): return 1",
+            r"prompts is a dict: give a list of records",
+        ),
+        (
             "class make:\n  prompts = [{'prompt': p, 'answer': '1'} for p in 'ab']\n"
             "  def reward(self, *_): return 1 / 0",
             r"sums\.py:make fails on the reference answer of the first prompt: ZeroDivisionError",
@@ -255,6 +265,25 @@ def test_references_that_are_refused(file):
         load_task("sort", 0, rewards=RewardSettings(("sums.py",)))
     with pytest.raises(ValueError, match="reward_weights=a=1 needs --reward, or a custom task"):
         load_task("sort", 0, rewards=RewardSettings(weights=("a=1",)))
+
+
+def test_a_file_that_imports_its_neighbour_or_has_no_such_name(file):
+    (file.parent / "neighbour.py").touch()
+    file.write_text("import neighbour\ndef make(prompt, completion): return 1")
+    beside = r"No module named 'neighbour': a run has a copy of sums\.py alone.* or install it as a"
+    settings = RewardSettings(("sums.py:make",))
+    for load in (
+        lambda: load_task("sums.py:make", 0),
+        lambda: load_task("sort", 0, workers=1, rewards=settings),
+    ):
+        with pytest.raises(ValueError, match=beside):
+            load()
+    file.write_text("import absent_library\n")
+    with pytest.raises(ValueError, match=r"No module named 'absent_library'$"):
+        load_task("sums.py:make", 0)
+    file.write_text("def other(prompt, completion): return 1")
+    with pytest.raises(ValueError, match=r"sums\.py:make fails on .*: ValueError: it has no make$"):
+        load_task("sort", 0, workers=1, rewards=settings)
 
 
 TOGETHER = """

@@ -1,6 +1,7 @@
 """What conversations in records may be, and what tables add to them."""
 
 import json
+from functools import partial
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -149,6 +150,28 @@ def test_a_conversation_without_an_answer_names_the_field_that_may_have_it():
     )
     with pytest.raises(ValueError, match=message):
         chat_of({"messages": [USER], "solution": "1"}, "f:1")
+
+
+def test_records_of_public_data_sets_that_need_a_flag():
+    """UltraChat has a conversation beside the prompt, Alpaca a prompt of two fields."""
+    ultra = {"prompt": "Hi", "messages": [USER, {"role": "assistant", "content": "1"}]}
+    for read in (chat_of, partial(example_of, answered=True)):
+        with pytest.raises(ValueError, match=r'no field "answer".*--messages-field messages'):
+            read(ultra, "f:1")
+        with pytest.raises(ValueError, match=r"perhaps --prompt-field instruction \(join input to"):
+            read({"instruction": "Add.", "input": "1 2", "output": "3"}, "f:1")
+    unanswered = {"conversations": [{"from": "human", "value": "a"}]}
+    with pytest.raises(ValueError, match=r'no field "answer".*with --answer-field$'):
+        example_of(unanswered, "f:1", answered=True)
+
+
+@pytest.mark.parametrize("system", ["", " ", None])
+def test_an_empty_system_field_is_no_message(system):
+    said = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "1"}]
+    chat = chat_of({"conversations": said, "system": system}, "f:1")
+    assert [turn["role"] for turn in chat.conversation.turns] == ["user", "assistant"]
+    chat = chat_of({"conversations": said, "system": "Count."}, "f:1")
+    assert chat.conversation.turns[0] == {"role": "system", "content": "Count."}
 
 
 def test_prompts_that_come_again(tmp_path):

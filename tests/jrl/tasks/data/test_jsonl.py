@@ -1,5 +1,6 @@
 """Files of prompts and answers: what they may hold, and how math-verify scores completions."""
 
+import gzip
 import importlib.util
 import json
 import os
@@ -13,7 +14,7 @@ from annotations import unchecked
 from jrl.tasks import load_task
 from jrl.tasks.data.chats import load_chats
 from jrl.tasks.data.fields import Fields
-from jrl.tasks.data.files import _read_unique, jsonl, prompts_of
+from jrl.tasks.data.files import _read_unique, jsonl, prompts_of, read_records
 from jrl.tasks.data.prompt_list import FiniteTask, PromptList
 from jrl.tasks.mixture import lists_of
 from jrl.tasks.task import Example
@@ -372,6 +373,29 @@ def test_lines_that_are_refused(tmp_path, content, message):
     with pytest.raises(ValueError, match=r"a\.jsonl:? ?.*" + message) as raised:
         jsonl(path, 0, seconds=1.0)
     assert "\n" not in str(raised.value)
+
+
+def test_files_as_they_are_published(tmp_path):
+    """Compressed, and as one JSON array; their records are those of the lines."""
+    rows = [{"prompt": f"{n}+1?", "answer": n + 0.50} for n in range(3)]
+    lines = write(tmp_path / "a.jsonl", rows)
+    expected = [record for _, record in read_records("jsonl", lines)]
+    packed, array = tmp_path / "a.jsonl.gz", tmp_path / "a.json"
+    packed.write_bytes(gzip.compress(lines.read_bytes()))
+    array.write_text("\ufeff" + json.dumps(rows, indent=1), encoding="utf-8")
+    for path in (packed, array):
+        found = list(read_records("jsonl", path))
+        assert [record for _, record in found] == expected
+        assert [location for location, _ in found] == [f"{path}:{n}" for n in (1, 2, 3)]
+    packed.write_bytes(packed.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"a\.jsonl\.gz: cannot be read \(Compressed file ended"):
+        list(read_records("jsonl", packed))
+    array.write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match=r"a\.json: is a Parquet file: give parquet:.*a\.json"):
+        list(read_records("jsonl", array))
+    array.write_text("[1\n")
+    with pytest.raises(ValueError, match=r"a\.json:1: is not JSON .*, or one JSON array of them"):
+        list(read_records("jsonl", array))
 
 
 @pytest.mark.slow

@@ -134,7 +134,7 @@ def test_a_checkpoint_has_room_to_reason(tokenizer, limits, prompt, length, said
 def test_prompts_that_fill_the_window_are_refused(tokenizer):
     model = replace(small_model(tokenizer.vocab_size), max_positions=20)
     with pytest.raises(
-        ValueError, match=r"prompts of 20 tokens leave no tokens.*hf:DIR supports s"
+        ValueError, match=r"prompts of 20 tokens leave no tokens.*hf:DIR supports .*--prompt-length"
     ):
         response_length(CHECKPOINT, asked(EXAMPLES), tokenizer, model, 20)
 

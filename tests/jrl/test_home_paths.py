@@ -1,0 +1,34 @@
+"""Paths below the home folder where no shell expands them: after a prefix or an equals sign, in a
+settings file."""
+
+import json
+
+from jrl.config.run import RunConfig
+from jrl.config.settings_file import read_settings
+from jrl.published.location import checkpoint_folder, gguf_file, is_checkpoint, prepare_checkpoint
+from jrl.runs.directory import storage_path
+from jrl.runs.folder import RunFolder
+from jrl.tasks.data.files import kind_of, read_records
+from jrl.tasks.references import parse_reference
+
+
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "a"}))
+    (tmp_path / "own.py").write_text("def f(): pass")
+    (tmp_path / "run.yaml").write_text("steps: 2")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "a.safetensors", "a.gguf"):
+        (tmp_path / "model" / name).touch()
+    assert [record for _, record in read_records("jsonl", "~/a.jsonl")] == [{"prompt": "a"}]
+    assert kind_of("~/data") == "dataset"
+    assert parse_reference("~/own.py:f").file == str(tmp_path / "own.py")
+    assert is_checkpoint("~/model")
+    for name in ("~/model", "hf:~/model"):
+        assert checkpoint_folder(name) == prepare_checkpoint(name) == tmp_path / "model"
+        assert RunConfig(model=name).checkpoint == str(tmp_path / "model")
+    assert gguf_file("gguf:~/model/a.gguf") == tmp_path / "model" / "a.gguf"
+    assert RunFolder("~/runs/a").path == tmp_path / "runs" / "a"
+    assert storage_path("~/checkpoints") == tmp_path / "checkpoints"
+    assert read_settings("~/run.yaml").values == {"steps": 2}
