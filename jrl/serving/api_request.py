@@ -1,7 +1,7 @@
 """Requests of the API: parsing and validation of their bodies.
 
 Unsupported arguments are rejected by name. An argument with a neutral value, such as a
-length_penalty of 1, is accepted; otherwise only `user`, which names the client, is ignored.
+length_penalty of 1, is accepted; otherwise only labels, such as `user`, are ignored.
 """
 
 from collections.abc import Callable, Mapping
@@ -117,7 +117,7 @@ def parse_chat(body: Mapping[str, Any]) -> ApiRequest:
     _check_names(body, arguments, NEUTRAL_CHAT)
     logprobs = boolean(body, "logprobs")
     top_logprobs = integer(body, "top_logprobs", 0, MAX_TOP_LOGPROBS)
-    if top_logprobs is not None and not logprobs:
+    if top_logprobs and not logprobs:
         raise invalid_argument("top_logprobs", f"top_logprobs={top_logprobs} needs logprobs=true.")
     limits = {
         name: value
@@ -144,11 +144,13 @@ def parse_chat(body: Mapping[str, Any]) -> ApiRequest:
 
 
 TEMPLATE_ARGUMENTS = "chat_template_kwargs"
+LABELS = ("user", "safety_identifier", "metadata", "prompt_cache_key", "prompt_cache_retention")
+"""Arguments that change no answer and are ignored."""
 COMMON_ARGUMENTS = (
     *("model", "n", *SAMPLING_ARGUMENTS, "seed", "stop"),
-    *("stream", "stream_options", "response_format", "user"),
+    *("stream", "stream_options", "response_format", *LABELS),
 )
-"""Arguments of both; `user` names the client and has no effect."""
+"""Arguments of both."""
 
 
 _ZERO, _ONE = is_value(0, 0.0), is_value(1, 1.0)
@@ -165,8 +167,12 @@ NEUTRAL_VALUES: Mapping[str, Callable[[Any], bool]] = {
     "use_beam_search": _FALSE,
     "length_penalty": _ONE,
     "early_stopping": _FALSE,
+    "priority": _ZERO,
+    "return_token_ids": _FALSE,
+    "return_tokens_as_token_ids": _FALSE,
 }
 """Unsupported arguments, each with a predicate that is true for its neutral values."""
+NEUTRAL_STREAM_OPTIONS = {"include_obfuscation": _FALSE, "continuous_usage_stats": _FALSE}
 NEUTRAL_COMPLETION = {**NEUTRAL_VALUES, "suffix": is_value(""), "add_special_tokens": _TRUE}
 NEUTRAL_CHAT = {
     **NEUTRAL_VALUES,
@@ -174,8 +180,10 @@ NEUTRAL_CHAT = {
     "function_call": is_value("none"),
     "modalities": is_value(["text"]),
     "store": _FALSE,
-    "metadata": is_value({}),
     "service_tier": is_value("auto", "default"),
+    "echo": _FALSE,
+    "include_reasoning": _TRUE,
+    "documents": is_value([]),
     "add_generation_prompt": _TRUE,
     "continue_final_message": _FALSE,
     "add_special_tokens": _FALSE,
@@ -188,7 +196,7 @@ def _check_names(
     neutral: Mapping[str, Callable[[Any], bool]],
 ) -> None:
     for name, value in body.items():
-        if name in supported or value is None or (name in neutral and neutral[name](value)):
+        if name in supported or _is_neutral(name, value, neutral):
             continue
         raise invalid_argument(
             name,
@@ -197,13 +205,20 @@ def _check_names(
         )
 
 
+def _is_neutral(name: str, value: Any, neutral: Mapping[str, Callable[[Any], bool]]) -> bool:
+    return value is None or (name in neutral and neutral[name](value))
+
+
 def _common(body: Mapping[str, Any]) -> dict[str, Any]:
     stream = boolean(body, "stream")
     options = body.get("stream_options")
     if options is not None:
         if not stream:
             raise invalid_argument("stream_options", "stream_options needs stream=true.")
-        if not isinstance(options, dict) or set(options) - {"include_usage"}:
+        if not isinstance(options, dict) or any(
+            name != "include_usage" and not _is_neutral(name, value, NEUTRAL_STREAM_OPTIONS)
+            for name, value in options.items()
+        ):
             raise invalid_value("stream_options", options, '{"include_usage": true or false}')
     n = integer(body, "n", 1, MAX_CHOICES)
     return {

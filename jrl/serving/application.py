@@ -30,6 +30,11 @@ BODY_SECONDS = 60.0
 """Timeout of a request's body."""
 MAX_DISCARDED_BODIES = 8
 """Multiple of the largest body that is read and discarded, so that the client gets the error."""
+ENDPOINTS = (
+    "The endpoints are /v1/completions, /v1/chat/completions and /v1/models; set the base_url of a "
+    "client to end in /v1."
+)
+"""End of the message to a request of another path."""
 Handler = Callable[[Call], Awaitable[ASGIApp]]
 Events = asyncio.Queue[Event | None]
 """Events of a request; None when its client has left."""
@@ -305,6 +310,8 @@ def error_response(error: ApiError) -> Response:
 async def _handle_http_error(call: Call, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = f"{call.method} {call.url.path}: {error.detail}."
+    if error.status_code == 404:
+        what += f" {ENDPOINTS}"
     return JSONResponse(ApiError(error.status_code, what).body, error.status_code, error.headers)
 
 

@@ -23,8 +23,13 @@ from jrl.text.tokenizer import Tokenizer
 
 ARGUMENTS = {"probe": 1}
 """Arguments of a call that is written to find where a format has its JSON."""
-NO_PARAMETERS: Mapping[str, Any] = {"properties": {}, "additionalProperties": False}
+NO_PARAMETERS: Mapping[str, Any] = {"properties": {}}
 """Schema of a tool that states none, which takes no arguments."""
+CLOSING: Mapping[str, Any] = {"additionalProperties": False}
+ENUMERATING = frozenset(
+    ("type", "properties", "required", "title", "description", "$defs", "definitions", "$schema")
+)
+"""Keywords of a schema that names all arguments of its tool."""
 LAYOUT, ONE_LINE = r"(\n[ \t]{0,32}| )?", " ?"
 """Blanks between two tokens of JSON: of indented JSON, and of one line. Without a bound, small
 policies write blanks for ever."""
@@ -155,10 +160,17 @@ def call_rule(
     text, arguments = format.render([Call(name, ARGUMENTS)]), to_json(ARGUMENTS)
     before, separator, after = text.partition(arguments)
     if separator:
-        schema = json_rule({**ANY_OBJECT, **(parameters or NO_PARAMETERS)}, ONE_LINE)
+        schema = json_rule(_arguments_schema(parameters or NO_PARAMETERS), ONE_LINE)
         return " ".join([*_literals(before, tokenizer), schema, *_literals(after, tokenizer)])
     before = text[: text.index(name) + len(name)]
     return " ".join([*_literals(before, tokenizer), ANYTHING])
+
+
+def _arguments_schema(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Schema of an object of arguments. Others than it names are allowed only if it says so, as
+    tools take none, though JSON schemas allow them by default."""
+    closes = "properties" in parameters and parameters.keys() <= ENUMERATING
+    return {**ANY_OBJECT, **parameters, **(CLOSING if closes else {})}
 
 
 def _literals(text: str, tokenizer: Tokenizer) -> list[str]:

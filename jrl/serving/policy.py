@@ -16,6 +16,7 @@ from jrl.serving.call_stream import CallStream
 from jrl.serving.grammar import Grammar, GrammarCompiler
 from jrl.tasks import Example
 from jrl.tasks.data.conversations import role_content_pairs
+from jrl.tasks.data.fields import short
 from jrl.tasks.tools.detection import FORMATS
 from jrl.text.prompt_format import PromptFormat
 from moe.weights import Transformer
@@ -140,7 +141,12 @@ class ApiModel:
                 ids = tokenizer.with_prefix(tokenizer.encode(prompt))
             else:
                 ids = list(prompt)
-                tokenizer.decode(ids)  # refuses ids outside of the vocabulary
+                for token in ids:
+                    if not 0 <= token < tokenizer.vocab_size:
+                        raise ValueError(
+                            f"prompt has the token {short(token)}, outside of the vocabulary of "
+                            f"{tokenizer.vocab_size}: send ids of this model's tokenizer, or text."
+                        )
             if not ids:
                 raise ValueError("prompt has no token: give a text that is not empty.")
             rows.append(ids)

@@ -128,6 +128,27 @@ def test_everything_that_is_served_is_read():
     assert asked.adjustments is None
 
 
+LABELS = {
+    "user": "me",
+    "safety_identifier": "me",
+    "prompt_cache_key": "k",
+    "prompt_cache_retention": "24h",
+    "metadata": {"trace": "1"},
+}
+NEUTRAL = {"priority": 0, "return_token_ids": False, "return_tokens_as_token_ids": False}
+
+
+def test_what_clients_add_and_changes_no_answer_is_passed_over():
+    options = {"include_obfuscation": False, "continuous_usage_stats": False, "other": None}
+    stream = {"stream": True, "stream_options": {"include_usage": True, **options}}
+    for parse, body in ((parse_completion, COMPLETION), (parse_chat, CHAT)):
+        assert parse({**body, **LABELS, **NEUTRAL}) == parse(body)
+        asked = parse({**body, **stream})
+        assert asked.stream and asked.include_usage
+    chat = {"top_logprobs": 0, "logprobs": False, "echo": False, "documents": []}
+    assert parse_chat({**CHAT, **chat, "include_reasoning": True}) == parse_chat(CHAT)
+
+
 def test_adjustments_are_read_and_neutral_ones_are_none():
     given = {
         "top_k": 20,
@@ -194,6 +215,11 @@ BOTH = [
     ({"stream": 1}, "stream", "stream=1 must be true or false"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream=true"),
     ({"stream": True, "stream_options": {"x": 1}}, "stream_options", "must be"),
+    (
+        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+        "stream_options",
+        "must be",
+    ),
     ({"max_tokens": 10**4299}, "max_tokens", "must be a whole number from [01] to 2147483647"),
     ({"frequency_penalty": 2.5}, "frequency_penalty", r"must be a number in -2\.\.2"),
     ({"presence_penalty": "1"}, "presence_penalty", "presence_penalty='1' must be a number"),

@@ -95,6 +95,35 @@ def test_a_tool_that_must_be_called_is(name, tokenizer):
         assert "now" in text
 
 
+OPEN = {name: value for name, value in SCHEMA.items() if name != "additionalProperties"}
+
+
+@needs_library
+@pytest.mark.parametrize(
+    "parameters", [OPEN, {"type": "object", "properties": {}}, {"properties": {}, "title": "Now"}]
+)
+def test_a_call_has_the_arguments_that_its_schema_names(parameters, tokenizer):
+    format = next(each for each in FORMATS if each.name == "hermes")
+    function = {"name": "tool", "parameters": parameters}
+    tools = ToolUse(({"type": "function", "function": function},), "required")
+    grammar = GrammarCompiler(tokenizer).compile(None, tools, format)
+    for seed in range(4):
+        ids = walk(grammar, tokenizer, seed)
+        text = special_text_of(tokenizer, np.array(ids, np.int32))
+        (call,) = format.calls(text, tools.parameters)
+        assert not call.error and call.arguments.keys() == parameters["properties"].keys()
+
+
+@pytest.mark.parametrize(
+    "more", [{"additionalProperties": True}, {"patternProperties": {}}, {"anyOf": [{}]}]
+)
+def test_a_schema_that_says_what_else_there_may_be_is_as_it_is(more, tokenizer):
+    format = next(each for each in FORMATS if each.name == "hermes")
+    parameters = {"type": "object", "properties": {}, **more}
+    rule = grammars.call_rule(format, tokenizer, "tool", parameters)
+    assert grammars.json_rule(parameters, grammars.ONE_LINE) in rule
+
+
 @needs_library
 def test_json_or_a_call_where_both_may_be(tokenizer):
     format = next(each for each in FORMATS if each.name == "hermes")

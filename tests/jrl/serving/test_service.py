@@ -336,7 +336,7 @@ def test_a_server_that_ends_takes_nothing_more_and_finishes_what_runs():
         ("/v1/completions", {"content": b'{"user": "\xed\xa0\x80"}'}, 400, r"body has \ud800,"),
         ("/v1/completions", {"json": asking(prompt="a" * 400)}, 413, "more than 400 bytes"),
         ("/v1/completions", {"json": asking(prompt="x")}, 400, "the character 'x'"),
-        ("/v1/completions", {"json": asking(prompt=[99])}, 400, "ids has 99, outside"),
+        ("/v1/completions", {"json": asking(prompt=[99])}, 400, "prompt has the token 99, outside"),
         (
             "/v1/completions",
             {"json": asking(prompt="a" * 34)},
@@ -352,6 +352,7 @@ def test_a_server_that_ends_takes_nothing_more_and_finishes_what_runs():
         ),
         ("/v1/load", {}, 403, "this server has none"),
         ("/v1/nothing", {}, 404, "Not Found"),
+        ("/chat/completions", {}, 404, "set the base_url of a client to end in /v1"),
     ],
 )
 def test_refusals_are_in_openais_form(path, given, status, message):
