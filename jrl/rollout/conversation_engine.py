@@ -289,10 +289,8 @@ def _max_response_length(request: Request) -> int:
 
 
 def _append_answer(sampled: Sampled, answer: np.ndarray) -> Sampled:
-    """Appends an environment's answer to a response, with log-probabilities of 0.
-
-    The tokens of the answer have the version of the turn before them.
-    """
+    """Appends an environment's answer to a response, with log-probabilities of 0 and the version of
+    the turn before it."""
     after, choices = (0, len(answer)), sampled.choices
     if choices is not None:
         # No record (`num_experts`): prefill routes these tokens when the row is admitted.

@@ -208,11 +208,8 @@ def _merged_in_layer_order(
 def _resharding(
     config: ModelConfig, source: FoldedMesh, target: FoldedMesh
 ) -> Callable[[list[Array], Any], list[Array]]:
-    """Compiled function that reshards all weights by XLA's collectives between the devices.
-
-    Args:
-      config: with adapters if they are to be merged.
-    """
+    """Compiled function that reshards all weights by XLA's collectives between the devices; if
+    `config` has adapters, they are merged."""
     rollout_config = _without_fsdp(config.without_adapters())
     shardings = jax.tree.leaves(placement.shardings(rollout_config, target))
 

@@ -312,11 +312,7 @@ class Sampler:
     def _text(
         self, trajectory: Trajectory, decoded: dict[tuple[str, bytes], CompletionText]
     ) -> str:
-        """Text of a trajectory.
-
-        Args:
-          decoded: texts by their ids, extended by this one: samples of a prompt are often equal.
-        """
+        """Text of a trajectory, from `decoded` where an equal one was before."""
         dialogue = trajectory.request.conversation
         # With the environment's answers in between: tokens do not show who wrote them.
         if dialogue is not None:

@@ -120,9 +120,8 @@ class RequestSampling(NamedTuple):
     """Sampling parameters of one request.
 
     Attributes:
-      temperature, top_p: as in `RowSampling`.
+      temperature, top_p, needs_top_tokens: as in `RowSampling`.
       seed: in 0..2**64 - 1.
-      needs_top_tokens: as in `RowSampling`.
       adjustments: of the logits; None changes none.
     """
 

@@ -28,7 +28,6 @@ from jrl.rollout.decoding.requests import Finish, Request, Sampled, Trajectory, 
 from jrl.rollout.sampler import Completion, Sampler, Unverified
 from jrl.tasks import REASONS, Example, Verdict
 from jrl.text.prompt_format import text_of
-from jrl.text.tokenizer import Tokenizer
 from moe.config import ModelConfig
 
 Leaf = TypeVar("Leaf")
@@ -177,13 +176,9 @@ class AsyncBufferSpec(NamedTuple):
         # Prompts and answers are not stored: the task returns them again by their ids.
         prompts = np.unique(buffer.prompts[entries]).tolist()
         examples = {prompt: sampler.task.train(prompt) for prompt in prompts}
-        requests = {
-            (request.prompt, request.sample): request
-            for request in sampler.requests(examples, self.recipe.group_size)
-        }
-        tokenizer = sampler.format.tokenizer
+        ids = {prompt: sampler.encoded(example) for prompt, example in examples.items()}
         rows = [
-            _read(buffer, entry, requests, examples, tokenizer, self.reward_components)
+            _read(buffer, entry, sampler, examples, ids, self.reward_components)
             for entry in entries
         ]
         # The entries of the next step come first: their number separates them from pending rows.
@@ -260,43 +255,37 @@ def _write(
 def _read(
     buffer: AsyncBuffer[np.ndarray],
     entry: int,
-    requests: Mapping[tuple[int, int], Request],
+    sampler: Sampler,
     examples: Mapping[int, Example],
-    tokenizer: Tokenizer,
+    ids: Mapping[int, np.ndarray],
     reward_components: Sequence[str],
 ) -> Completion | Request:
-    """Row of one entry.
-
-    Args:
-      requests: fresh ones, by the ids of prompt and sample.
-      examples: by prompt id.
-    """
-    request = requests[int(buffer.prompts[entry]), int(buffer.samples[entry])]
-    length, sampled = int(buffer.lengths[entry]), None
+    """Row of one entry; `examples` and token ids of prompts are by prompt id."""
+    prompt, sample = int(buffer.prompts[entry]), int(buffer.samples[entry])
+    tokens, length, sampled = ids[prompt], int(buffer.lengths[entry]), None
     if length:
-        choices = buffer.choices
         sampled = Sampled(
             buffer.tokens[entry, :length],
             buffer.behaviour_logprobs[entry, :length],
             buffer.old_logprobs[entry, :length],
             buffer.versions[entry, :length],
-            None if choices is None else choices[entry, : len(request.tokens) + length],
+            None if buffer.choices is None else buffer.choices[entry, : len(tokens) + length],
         )
+    request = Request(prompt, sample, tokens, sampler.response_length, sampled=sampled)
     # Still in flight: requested again, with its tokens so far, and its slot if that was kept.
     if buffer.finishes[entry] < 0 or sampled is None:
         slot = int(buffer.slots[entry])
-        return request._replace(sampled=sampled, slot=None if slot < 0 else slot)
+        return request._replace(slot=None if slot < 0 else slot)
     finish = FINISH_REASONS[buffer.finishes[entry]]
-    request = request._replace(sampled=sampled)
     trajectory = Trajectory(request, sampled.tokens, finish, buffer=None, row=0)
     # The text is decoded again from the tokens; the verdict was stored.
-    text, parts = text_of(tokenizer, sampled.tokens), None
+    text, parts = text_of(sampler.format.tokenizer, sampled.tokens), None
     if buffer.parts is not None and (values := _as_floats(buffer.parts[entry]).tolist())[0]:
         pairs = zip(reward_components, values[1:], strict=True)
         parts = tuple((name, value) for name, value in pairs if not math.isnan(value))
     score = float(_as_floats(buffer.scores[entry]))
     verdict = Verdict(score, REASONS[buffer.reasons[entry]], parts)
-    return Completion(trajectory, examples[request.prompt], text, verdict)
+    return Completion(trajectory, examples[prompt], text, verdict)
 
 
 def _to_words(values: np.ndarray) -> np.ndarray:
