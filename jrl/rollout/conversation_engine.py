@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Array
@@ -28,15 +28,10 @@ from moe.weights import Transformer
 from sharding.folding import FoldedMesh
 
 
-@dataclass(frozen=True)
-class _PendingReply:
-    """Row that waits for the answer of its environment.
-
-    Attributes:
-      trajectory: up to the end of the policy's turn.
-      conversation: with that turn's message.
-      reply: the pending answer; None in processes other than the first.
-    """
+class _PendingReply(NamedTuple):
+    """Row that waits for the answer of its environment: its trajectory up to the end of the
+    policy's turn, the conversation with that turn's message, and the answer, which is None in
+    processes other than the first."""
 
     trajectory: Trajectory
     conversation: Conversation
@@ -221,7 +216,7 @@ class ConversationEngine:
     def _answer(self, pending: _PendingReply, reply: Reply) -> Request | Trajectory:
         """Request that continues a row after a reply; its trajectory where the conversation is
         over."""
-        trajectory, conversation = pending.trajectory, pending.conversation
+        trajectory, conversation, _ = pending
         if reply.failure is not None:
             return self._finish_conversation(trajectory, conversation, reply.failure)
         length, before = trajectory.length, conversation.messages

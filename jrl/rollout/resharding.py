@@ -141,7 +141,6 @@ def rollout_policy(
 
     Args:
       weights: on the mesh of training.
-      config: the policy network.
       rollout: over the devices of training, in the same order, or over others.
     """
     if rollout == training and not has_adapters(weights):
@@ -161,8 +160,6 @@ def split_policy(
 
     Args:
       weights: on the mesh of training.
-      config: the policy network.
-      mesh: of both device groups.
       experts: expert placement of each layer with experts.
     """
     in_order, config = _merged_in_layer_order(weights, config, training)
@@ -177,7 +174,6 @@ def reshard(
     (`moe.adapters.merge_adapters`).
 
     Args:
-      config: the network of the weights.
       target: over the devices of `source`, in the same order, or over other devices of the
         process.
     """

@@ -162,8 +162,7 @@ class Unverified:
         # From the front only: an early one waits for those before it, so that the order of
         # completions does not depend on the speed of a verifier.
         done = 0
-        while done < len(self._pending):
-            _, verdicts = self._pending[done]
+        for _, verdicts in self._pending:
             if verdicts is None or not verdicts.done():
                 break
             done += 1
@@ -295,9 +294,8 @@ class Sampler:
         """Requests to the engine, `num_samples` consecutive ones per prompt."""
         requests = []
         for prompt, example in examples.items():
-            ids, dialogue = self.encoded(example), None
-            if environments_of(self.task, example) is not None:
-                dialogue = Conversation(example)
+            ids, environments = self.encoded(example), environments_of(self.task, example)
+            dialogue = None if environments is None else Conversation(example)
             # Neighbours in the queue: prefill runs a prompt once for those admitted together.
             requests += [
                 Request(prompt, sample, ids, self.response_length, conversation=dialogue)

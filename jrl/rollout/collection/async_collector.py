@@ -183,12 +183,12 @@ class AsyncBufferSpec(NamedTuple):
         ]
         # The entries of the next step come first: their number separates them from pending rows.
         ready = [row for row in rows[: self.recipe.completions] if isinstance(row, Completion)]
-        metrics = dict(zip(METRICS, _as_floats(buffer.metrics).tolist(), strict=True))
+        metrics = zip(METRICS, _as_floats(buffer.metrics).tolist(), strict=True)
         return AsyncRollouts(
             ready=ready,
             counts=buffer.counts[: len(ready)],
             prompts_seen=int(buffer.prompts_seen),
-            metrics={name: value for name, value in metrics.items() if not math.isnan(value)},
+            metrics={name: value for name, value in metrics if not math.isnan(value)},
             pending=rows[self.recipe.completions :],
         )
 
@@ -325,14 +325,8 @@ class AsyncCollector(Groups):
         collection = recipe.collection
         self._compares = isinstance(collection, DynamicSampling)
         rounds = collection.max_rounds if isinstance(collection, DynamicSampling) else 1
-        super().__init__(
-            sampler,
-            recipe,
-            sampling_of(recipe),
-            first=first,
-            most=rounds * recipe.prompts,
-            seconds=seconds,
-        )
+        most = rounds * recipe.prompts
+        super().__init__(sampler, recipe, sampling_of(recipe), first, most, seconds)
         self._keep_pool, self._num_beyond = keep_pool, (batches - 1) * recipe.prompts
         self._ended = Counter[int]()
 

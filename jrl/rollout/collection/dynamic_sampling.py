@@ -40,7 +40,6 @@ class Groups:
         sampler: Sampler,
         recipe: Recipe,
         sampling: Sampling,
-        *,
         first: int,
         most: int,
         seconds: dict[str, float],
