@@ -135,8 +135,9 @@ def adjust_logits(
       Keskar et al., "CTRL: A Conditional Transformer Language Model for Controllable Generation",
       2019 (repetition penalty). https://arxiv.org/abs/1909.05858
     """
-    rows = jnp.arange(logits.shape[0])[:, None]
-    biased = logits.at[rows, adjustments.bias_tokens].add(adjustments.bias_values, mode="drop")
+    biased = logits.at[jnp.arange(logits.shape[0])[:, None], adjustments.bias_tokens].add(
+        adjustments.bias_values, mode="drop"
+    )
 
     def penalise() -> Array:
         columns, rows = jnp.arange(tokens.shape[1])[None], jnp.arange(tokens.shape[0])[:, None]
