@@ -227,10 +227,10 @@ class ConversationEngine:
         )
         if reply.done:
             return self._finish_conversation(trajectory, conversation)
-        num_turns = len(conversation.policy_messages)
-        if self._max_turns is not None and num_turns >= self._max_turns:
+        num_messages = len(conversation.policy_messages)
+        if self._max_turns is not None and num_messages >= self._max_turns:
             return self._finish_conversation(trajectory, replace(conversation, turn_limit=True))
-        ended = num_turns - 1 not in conversation.truncated_turns
+        ended = num_messages - 1 not in conversation.truncated_turns
         try:
             answer = answer_ids(
                 self._format, conversation.example, before, reply.messages, ended=ended

@@ -195,13 +195,13 @@ def clear_idle_rows(rows: Batch[Array]) -> Batch[Array]:
     return replace(rows, valid=rows.valid & jnp.any(rows.mask, axis=1, keepdims=True))
 
 
-def _balance(loads: np.ndarray, num_parts: int, max_items: int | None = None) -> list[list[int]]:
-    """Assigns items to parts, at most `max_items` to each, balanced by their loads; in each part
-    the items with the greatest loads come first."""
-    parts = pack(loads.astype(float), num_parts, max_items)
+def _balance(loads: np.ndarray, num_buckets: int, max_items: int | None = None) -> list[list[int]]:
+    """Assigns items to buckets, at most `max_items` to each, balanced by their loads; in each
+    bucket the items with the greatest loads come first."""
+    buckets = pack(loads.astype(float), num_buckets, max_items)
     # Stable, as every process makes the plan for itself: items of one load keep their order.
     order = np.argsort(-loads, kind="stable")
-    return [order[parts[order] == part].tolist() for part in range(num_parts)]
+    return [order[buckets[order] == bucket].tolist() for bucket in range(num_buckets)]
 
 
 def _pack_bins(rows: list[int], tokens: np.ndarray, length: int, max_rows: int) -> list[list[int]]:

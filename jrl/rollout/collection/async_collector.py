@@ -132,8 +132,8 @@ class AsyncBufferSpec(NamedTuple):
         if self.config is not None:
             choices = no_choices(self.config, num_entries, self.prompt_length + response)
         if self.reward_components:
-            no_parts = [0.0, *[np.nan] * len(self.reward_components)]
-            parts = _to_words(np.tile(no_parts, (num_entries, 1)))
+            no_components = [0.0, *[np.nan] * len(self.reward_components)]
+            parts = _to_words(np.tile(no_components, (num_entries, 1)))
         return AsyncBuffer(
             prompts_seen=np.zeros((), np.int32),
             metrics=_to_words(np.full(len(METRICS), np.nan)),
