@@ -135,61 +135,37 @@ def adjust_logits(
       Keskar et al., "CTRL: A Conditional Transformer Language Model for Controllable Generation",
       2019 (repetition penalty). https://arxiv.org/abs/1909.05858
     """
-    rows = jnp.arange(logits.shape[0])[:, None]
-    biased = logits.at[rows, adjustments.bias_tokens].add(adjustments.bias_values, mode="drop")
-    penalised = jax.lax.cond(
-        jnp.any(
-            (adjustments.presence != 0)
-            | (adjustments.frequency != 0)
-            | (adjustments.repetition != 1)
-        ),
-        lambda: _penalise(biased, adjustments, tokens, responses, lengths),
-        lambda: biased,
-    )
-    return jax.lax.cond(
-        jnp.any(adjustments.constrained),
-        lambda: jnp.where(
-            _unpack(adjustments.allowed, logits.shape[1]) | ~adjustments.constrained[:, None],
-            penalised,
-            -jnp.inf,
-        ),
-        lambda: penalised,
+    biased = logits.at[jnp.arange(logits.shape[0])[:, None], adjustments.bias_tokens].add(
+        adjustments.bias_values, mode="drop"
     )
 
+    def penalise() -> Array:
+        columns, rows = jnp.arange(tokens.shape[1])[None], jnp.arange(tokens.shape[0])[:, None]
+        so_far = columns < lengths[:, None]
+        generated = so_far & (columns >= responses[:, None])
 
-def _penalise(
-    logits: Float[Array, "row vocab"],
-    adjustments: RowAdjustments[Array],
-    tokens: Int[Array, "row column"],
-    responses: Int[Array, "row"],
-    lengths: Int[Array, "row"],
-) -> Float[Array, "row vocab"]:
-    columns, rows = jnp.arange(tokens.shape[1])[None], jnp.arange(tokens.shape[0])[:, None]
-    so_far = columns < lengths[:, None]
-    generated = so_far & (columns >= responses[:, None])
+        def count(mask: Bool[Array, "row column"]) -> Float[Array, "row vocab"]:
+            zeros = jnp.zeros_like(biased)
+            return zeros.at[rows, tokens].add(mask.astype(biased.dtype), mode="drop")
 
-    def count(mask: Bool[Array, "row column"]) -> Float[Array, "row vocab"]:
-        zeros = jnp.zeros_like(logits)
-        return zeros.at[rows, tokens].add(mask.astype(logits.dtype), mode="drop")
+        repetition = adjustments.repetition[:, None]
+        scaled = jnp.where(biased > 0, biased / repetition, biased * repetition)
+        repeated = jnp.where(count(so_far) > 0, scaled, biased)
+        counts = count(generated)
+        frequency, presence = adjustments.frequency[:, None], adjustments.presence[:, None]
+        return repeated - frequency * counts - presence * (counts > 0).astype(biased.dtype)
 
-    repetition = adjustments.repetition[:, None]
-    scaled = jnp.where(logits > 0, logits / repetition, logits * repetition)
-    logits = jnp.where(count(so_far) > 0, scaled, logits)
-    counts = count(generated)
-    frequency, presence = adjustments.frequency[:, None], adjustments.presence[:, None]
-    return logits - frequency * counts - presence * (counts > 0).astype(logits.dtype)
+    penalties = (adjustments.presence != 0) | (adjustments.frequency != 0)
+    penalties |= adjustments.repetition != 1
+    penalised = jax.lax.cond(jnp.any(penalties), penalise, lambda: biased)
 
+    def constrain() -> Array:
+        vocab = np.arange(logits.shape[1])
+        bits = (vocab % WORD_BITS).astype(np.uint32)[None]
+        allowed = (adjustments.allowed[:, vocab // WORD_BITS] >> bits & 1) > 0
+        return jnp.where(allowed | ~adjustments.constrained[:, None], penalised, -jnp.inf)
 
-def _unpack(words: Array, size: int) -> Bool[Array, "row vocab"]:
-    """The bits of words."""
-    tokens = np.arange(size)
-    bits = (tokens % WORD_BITS).astype(np.uint32)[None]
-    return (words[:, tokens // WORD_BITS] >> bits & 1) > 0
-
-
-def narrows(adjustments: RowAdjustments[Array]) -> Bool[Array, "row"]:
-    """True for rows whose top-k or min-p removes tokens."""
-    return (adjustments.top_ks > 0) | (adjustments.min_ps > 0)
+    return jax.lax.cond(jnp.any(adjustments.constrained), constrain, lambda: penalised)
 
 
 def apply_top_k_and_min_p(

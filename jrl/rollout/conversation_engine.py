@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from itertools import count
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Array
@@ -27,15 +28,10 @@ from moe.weights import Transformer
 from sharding.folding import FoldedMesh
 
 
-@dataclass(frozen=True)
-class _PendingReply:
-    """Row that waits for the answer of its environment.
-
-    Attributes:
-      trajectory: up to the end of the policy's turn.
-      conversation: with that turn's message.
-      reply: the pending answer; None in processes other than the first.
-    """
+class _PendingReply(NamedTuple):
+    """Row that waits for the answer of its environment: its trajectory up to the end of the
+    policy's turn, the conversation with that turn's message, and the answer, which is None in
+    processes other than the first."""
 
     trajectory: Trajectory
     conversation: Conversation
@@ -72,7 +68,7 @@ class ConversationEngine:
         self._max_turns, self._turn_length, self._sampling = max_turns, turn_length, Sampling()
         self._pending: list[_PendingReply] = []
         self._environment_ids: dict[tuple[int, int], tuple[int, Example]] = {}
-        self._next_environment_id = 0
+        self._new_ids = count()
         self._warnings = FewWarnings()
 
     @property
@@ -109,7 +105,7 @@ class ConversationEngine:
         conversation = request.conversation
         if conversation is None or self._turn_length is None:
             return request
-        max_length = request.max_new_tokens if conversation.limit is None else conversation.limit
+        max_length = _max_response_length(request)
         turn_end = min(max_length, conversation.begin + self._turn_length)
         return request._replace(
             max_new_tokens=turn_end, conversation=replace(conversation, limit=max_length)
@@ -171,8 +167,7 @@ class ConversationEngine:
                 )
             row, reply = _row_id(trajectory), None
             if row not in self._environment_ids:
-                self._environment_ids[row] = self._next_environment_id, conversation.example
-                self._next_environment_id += 1
+                self._environment_ids[row] = next(self._new_ids), conversation.example
             if is_main_process():
                 environment, example = self._environment_ids[row]
                 messages = environment_messages(
@@ -212,56 +207,49 @@ class ConversationEngine:
 
     def _continue_rows(self, replies: Sequence[tuple[_PendingReply, Reply]]) -> list[Trajectory]:
         """Submits answered rows to the engine again; returns finished trajectories."""
-        done, continued = list[Trajectory](), list[tuple[Trajectory, Conversation, np.ndarray]]()
-        for pending, reply in replies:
-            trajectory, conversation = pending.trajectory, pending.conversation
-            length = trajectory.length
-            if reply.failure is not None:
-                done.append(
-                    self._finish_conversation(trajectory, conversation, failure=reply.failure)
-                )
-                continue
-            rewards = (*conversation.rewards, (length - 1, reply.reward))
-            before = conversation.messages
-            conversation = replace(
-                conversation, rewards=rewards, messages=(*before, *reply.messages)
-            )
-            if reply.done:
-                done.append(self._finish_conversation(trajectory, conversation))
-                continue
-            if self._max_turns is not None and len(conversation.policy_messages) >= self._max_turns:
-                done.append(
-                    self._finish_conversation(trajectory, replace(conversation, turn_limit=True))
-                )
-                continue
-            ended = len(conversation.policy_messages) - 1 not in conversation.truncated_turns
-            try:
-                after = answer_ids(
-                    self._format, conversation.example, before, reply.messages, ended=ended
-                )
-            except ValueError as error:
-                # An invalid answer, or one that the template rejects, must not end the run.
-                self._warn(f"{error}")
-                done.append(self._finish_conversation(trajectory, conversation, failure="invalid"))
-                continue
-            end = length + len(after)
-            if end >= _max_response_length(trajectory.request):
-                # No token would be left for the policy.
-                done.append(
-                    self._finish_conversation(replace(trajectory, finish="length"), conversation)
-                )
-                continue
-            conversation = replace(conversation, answers=(*conversation.answers, (length, end)))
-            continued.append((trajectory, conversation, np.array(after, np.int32)))
-        requests = [
-            trajectory.request._replace(
-                conversation=conversation, sampled=_append_answer(trajectory.sampled, after)
-            )
-            for trajectory, conversation, after in continued
-        ]
+        rows = [self._answer(pending, reply) for pending, reply in replies]
+        requests = [self._limit_turn(row) for row in rows if isinstance(row, Request)]
         if requests:
-            self._engine.submit([self._limit_turn(each) for each in requests], self._sampling)
-        return done
+            self._engine.submit(requests, self._sampling)
+        return [row for row in rows if isinstance(row, Trajectory)]
+
+    def _answer(self, pending: _PendingReply, reply: Reply) -> Request | Trajectory:
+        """Request that continues a row after a reply; its trajectory where the conversation is
+        over."""
+        trajectory, conversation, _ = pending
+        if reply.failure is not None:
+            return self._finish_conversation(trajectory, conversation, reply.failure)
+        length, before = trajectory.length, conversation.messages
+        conversation = replace(
+            conversation,
+            rewards=(*conversation.rewards, (length - 1, reply.reward)),
+            messages=(*before, *reply.messages),
+        )
+        if reply.done:
+            return self._finish_conversation(trajectory, conversation)
+        num_messages = len(conversation.policy_messages)
+        if self._max_turns is not None and num_messages >= self._max_turns:
+            return self._finish_conversation(trajectory, replace(conversation, turn_limit=True))
+        ended = num_messages - 1 not in conversation.truncated_turns
+        try:
+            answer = answer_ids(
+                self._format, conversation.example, before, reply.messages, ended=ended
+            )
+        except ValueError as error:
+            # An invalid answer, or one that the template rejects, must not end the run.
+            self._warnings.warn(
+                f"{error}",
+                f"an answer of task={self._task.name} cannot be encoded ({error}); its "
+                "conversation ends and counts under verifier/invalid",
+            )
+            return self._finish_conversation(trajectory, conversation, "invalid")
+        end = length + len(answer)
+        if end >= _max_response_length(trajectory.request):
+            # No token would be left for the policy.
+            return self._finish_conversation(replace(trajectory, finish="length"), conversation)
+        conversation = replace(conversation, answers=(*conversation.answers, (length, end)))
+        sampled = _append_answer(trajectory.sampled, np.array(answer, np.int32))
+        return trajectory.request._replace(conversation=conversation, sampled=sampled)
 
     def _finish_conversation(
         self, trajectory: Trajectory, conversation: Conversation, failure: str | None = None
@@ -276,13 +264,6 @@ class ConversationEngine:
         conversation = replace(conversation, verdict=verdict)
         request = trajectory.request._replace(max_new_tokens=max_length, conversation=conversation)
         return replace(trajectory, request=request)
-
-    def _warn(self, message: str) -> None:
-        self._warnings.warn(
-            message,
-            f"an answer of task={self._task.name} cannot be encoded ({message}); its conversation "
-            "ends and counts under verifier/invalid",
-        )
 
     def _environment_host(self, example: Example) -> Host:
         host = environments_of(self._task, example)
@@ -303,20 +284,16 @@ def _max_response_length(request: Request) -> int:
 
 
 def _append_answer(sampled: Sampled, answer: np.ndarray) -> Sampled:
-    """Appends an environment's answer to a response, with log-probabilities of 0.
-
-    The tokens of the answer have the version of the turn before them.
-    """
-    zeros = np.zeros(len(answer), np.float32)
-    choices = sampled.choices
+    """Appends an environment's answer to a response, with log-probabilities of 0 and the version of
+    the turn before it."""
+    after, choices = (0, len(answer)), sampled.choices
     if choices is not None:
         # No record (`num_experts`): prefill routes these tokens when the row is admitted.
-        shape = (len(answer), *choices.shape[1:])
-        choices = np.concatenate([choices, np.broadcast_to(choices[-1], shape)])
+        choices = np.pad(choices, (after, (0, 0), (0, 0)), "edge")
     return Sampled(
         tokens=np.concatenate([sampled.tokens, answer]),
-        behaviour_logprobs=np.concatenate([sampled.behaviour_logprobs, zeros]),
-        old_logprobs=np.concatenate([sampled.old_logprobs, zeros]),
-        versions=np.concatenate([sampled.versions, np.repeat(sampled.versions[-1:], len(answer))]),
+        behaviour_logprobs=np.pad(sampled.behaviour_logprobs, after),
+        old_logprobs=np.pad(sampled.old_logprobs, after),
+        versions=np.pad(sampled.versions, after, "edge"),
         choices=choices,
     )

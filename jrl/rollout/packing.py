@@ -18,6 +18,7 @@ from jaxtyping import Array
 from jrl.processes.agreement import to_devices, to_host
 from jrl.recipes.base.batch import Batch, over_rows, take_rows
 from jrl.rollout.decoding.scheduler import first_fit
+from moe.disaggregated.balance import pack
 from moe.ops.zigzag import ZigzagLayout
 from sharding.folding import FoldedMesh
 
@@ -129,15 +130,11 @@ def plan(
     # To ranks first, evenly by tokens, as all run as many passes as the fullest of them needs.
     length, ranks = bin_length(time, mesh), mesh.size(mesh.dp)
     bins_of_ranks = [
-        _pack_bins(rows, tokens, length, max_rows_per_bin)
-        for rows in _assign_to_ranks(tokens, ranks)
+        _pack_bins([row for row in rows if tokens[row]], tokens, length, max_rows_per_bin)
+        for rows in _balance(tokens, ranks)
     ]
     # A pass has collectives: all ranks must run the same number.
     passes = max(-(-max(map(len, bins_of_ranks)) // bins), 1)
-    micro_batches_of_ranks = [
-        _assign_to_micro_batches(rank_bins, loss_tokens, passes, bins)
-        for rank_bins in bins_of_ranks
-    ]
     # In the worst case one row per bin, where all have their full length.
     num_micro_batches = max(passes, -(-len(tokens) // (ranks * bins)))
     # A static shape, so it is that of the worst case; `passes` is how many of them run.
@@ -147,8 +144,11 @@ def plan(
     # Estimated for full micro-batches, so that few rows do not compile another size.
     num_bins = max(sum(map(len, bins_of_ranks)), 1)
     max_loss_tokens = -(-int(loss_tokens[tokens > 0].sum()) * bins // num_bins)
-    for rank, rank_bins in enumerate(micro_batches_of_ranks):
-        for micro_batch, micro_batch_bins in enumerate(rank_bins):
+    for rank, rank_bins in enumerate(bins_of_ranks):
+        # The LM head's buffer is sized for the fullest micro-batch: balancing keeps it small.
+        loads = np.array([loss_tokens[bin_rows].sum() for bin_rows in rank_bins], np.int64)
+        for micro_batch, indices in enumerate(_balance(loads, passes, bins)):
+            micro_batch_bins = [rank_bins[index] for index in indices]
             micro_batch_rows = [row for bin_rows in micro_batch_bins for row in bin_rows]
             rows[rank, micro_batch, : len(micro_batch_rows)] = micro_batch_rows
             starts[rank, micro_batch, : len(micro_batch_rows)] = [
@@ -195,17 +195,13 @@ def clear_idle_rows(rows: Batch[Array]) -> Batch[Array]:
     return replace(rows, valid=rows.valid & jnp.any(rows.mask, axis=1, keepdims=True))
 
 
-def _assign_to_ranks(tokens: np.ndarray, ranks: int) -> list[list[int]]:
-    """Assigns the rows that have tokens to ranks, the longest first."""
-    rows_of_ranks: list[list[int]] = [[] for _ in range(ranks)]
-    loads = np.zeros(ranks, np.int64)
-    # Stable, as every process makes the plan for itself: rows of one length keep their order.
-    for row in np.argsort(-tokens, kind="stable"):
-        if tokens[row]:
-            rank = int(np.argmin(loads))
-            rows_of_ranks[rank].append(int(row))
-            loads[rank] += tokens[row]
-    return rows_of_ranks
+def _balance(loads: np.ndarray, num_buckets: int, max_items: int | None = None) -> list[list[int]]:
+    """Assigns items to buckets, at most `max_items` to each, balanced by their loads; in each
+    bucket the items with the greatest loads come first."""
+    buckets = pack(loads.astype(float), num_buckets, max_items)
+    # Stable, as every process makes the plan for itself: items of one load keep their order.
+    order = np.argsort(-loads, kind="stable")
+    return [order[buckets[order] == bucket].tolist() for bucket in range(num_buckets)]
 
 
 def _pack_bins(rows: list[int], tokens: np.ndarray, length: int, max_rows: int) -> list[list[int]]:
@@ -219,30 +215,12 @@ def _pack_bins(rows: list[int], tokens: np.ndarray, length: int, max_rows: int) 
     return bins
 
 
-def _assign_to_micro_batches(
-    bins: list[list[int]], loss_tokens: np.ndarray, passes: int, max_bins: int
-) -> list[list[list[int]]]:
-    """Assigns bins to micro-batches, at most `max_bins` to each, balanced by loss tokens."""
-    micro_batches: list[list[list[int]]] = [[] for _ in range(passes)]
-    loads = np.zeros(passes, np.int64)
-    loss_tokens_of_bins = np.array([loss_tokens[bin_rows].sum() for bin_rows in bins], np.int64)
-    # The LM head's buffer is sized for the fullest micro-batch: balancing keeps it small.
-    for bin in np.argsort(-loss_tokens_of_bins, kind="stable"):
-        open_ = [n for n, micro_batch in enumerate(micro_batches) if len(micro_batch) < max_bins]
-        # One is always open: `passes` was counted for the rank with most bins.
-        micro_batch = min(open_, key=lambda n: loads[n])
-        micro_batches[micro_batch].append(bins[bin])
-        loads[micro_batch] += loss_tokens_of_bins[bin]
-    return micro_batches
-
-
 @jax.jit
-def _counts(batch: Batch[Array]) -> tuple[Array, Array, Array]:
+def _counts(batch: Batch[Array]) -> list[Array]:
     # Without a mask of its own the critic uses that of the policy.
     critic = batch.mask if batch.critic_mask is None else batch.critic_mask
     masks = batch.valid, batch.mask, critic
-    sums = [jnp.sum(mask, axis=1, dtype=jnp.int32) for mask in masks]
-    return sums[0], sums[1], sums[2]
+    return [jnp.sum(mask, axis=1, dtype=jnp.int32) for mask in masks]
 
 
 @jax.jit

@@ -2,7 +2,7 @@
 pass over packed rows."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -34,30 +34,22 @@ MAX_CHUNK = 64
 """Tokens whose logits over the vocabulary are in memory at a time."""
 
 
-@dataclass(frozen=True)
-class PromptScores:
-    """Log-probabilities of the tokens of a prompt from its second one on.
-
-    Attributes:
-      logprobs: ``[token - 1]`` in the policy at temperature 1, nats.
-      top_tokens: ``[token - 1, k]`` top-k tokens of each position; None if not requested.
-    """
-
-    logprobs: np.ndarray
-    top_tokens: TopTokens[np.ndarray] | None
-
-
 @struct.dataclass
 class PackedScores(Generic[Leaf]):
-    """Scores of packed rows; those of the first token of a prompt are arbitrary values.
+    """Log-probabilities of the tokens of prompts in packed rows; those of the first token of a
+    prompt are arbitrary values.
 
     Attributes:
-      logprobs: ``[row, width]``.
-      top_tokens: ``[row, width, k]``; None if not requested.
+      logprobs: ``[row, width]`` in the policy at temperature 1, nats.
+      top_tokens: ``[row, width, k]`` top-k tokens of each position; None if not requested.
     """
 
     logprobs: Leaf
     top_tokens: TopTokens[Leaf] | None
+
+
+PromptScores = PackedScores[np.ndarray]
+"""Scores of one prompt from its second token on, ``[token - 1]``."""
 
 
 def score_prompts(
@@ -91,8 +83,7 @@ def score_prompts(
     for ids, (rank, index) in zip(prompts, placed, strict=True):
         start = rows.starts[rank][index]
         span = slice(start + 1, start + len(ids))
-        of_prompt = jax.tree.map(lambda x, rank=rank, span=span: np.array(x[rank, span]), by_rank)
-        scores.append(PromptScores(of_prompt.logprobs, of_prompt.top_tokens))
+        scores.append(jax.tree.map(lambda x, at=(rank, span): np.array(x[at]), by_rank))
     return scores
 
 

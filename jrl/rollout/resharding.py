@@ -141,7 +141,6 @@ def rollout_policy(
 
     Args:
       weights: on the mesh of training.
-      config: the policy network.
       rollout: over the devices of training, in the same order, or over others.
     """
     if rollout == training and not has_adapters(weights):
@@ -161,8 +160,6 @@ def split_policy(
 
     Args:
       weights: on the mesh of training.
-      config: the policy network.
-      mesh: of both device groups.
       experts: expert placement of each layer with experts.
     """
     in_order, config = _merged_in_layer_order(weights, config, training)
@@ -177,7 +174,6 @@ def reshard(
     (`moe.adapters.merge_adapters`).
 
     Args:
-      config: the network of the weights.
       target: over the devices of `source`, in the same order, or over other devices of the
         process.
     """
@@ -208,11 +204,8 @@ def _merged_in_layer_order(
 def _resharding(
     config: ModelConfig, source: FoldedMesh, target: FoldedMesh
 ) -> Callable[[list[Array], Any], list[Array]]:
-    """Compiled function that reshards all weights by XLA's collectives between the devices.
-
-    Args:
-      config: with adapters if they are to be merged.
-    """
+    """Compiled function that reshards all weights by XLA's collectives between the devices; if
+    `config` has adapters, they are merged."""
     rollout_config = _without_fsdp(config.without_adapters())
     shardings = jax.tree.leaves(placement.shardings(rollout_config, target))
 

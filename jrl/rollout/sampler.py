@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -141,24 +141,20 @@ class Unverified:
 
     def __init__(self, task: Task, seconds: dict[str, float]):
         self._task, self._seconds = task, seconds
-        self._pending: list[
-            tuple[list[Trajectory], list[Example], list[str], Future[list[Verdict]] | None]
-        ] = []
+        self._pending: list[tuple[list[Completion], Future[list[Verdict]] | None]] = []
 
-    def add(
-        self, trajectories: list[Trajectory], examples: list[Example], texts: list[str]
-    ) -> None:
+    def add(self, completions: list[Completion]) -> None:
         """Adds completions and starts the verification of finished ones."""
-        # `_take` applies the same filter: verdicts come for these only, in this order.
-        indices = [index for index, t in enumerate(trajectories) if _to_verify(t)]
         verdicts = None
         # In the first process only: an answer that timed out there did so for all.
         if is_main_process():
-            to_verify = [examples[index] for index in indices]
-            texts_to_verify = [texts[index] for index in indices]
-            verdicts = _in_background(self._task.verify, to_verify, texts_to_verify)
+            # `_take` applies the same filter: verdicts come for these only, in this order.
+            to_verify = [each for each in completions if _to_verify(each)]
+            examples = [each.example for each in to_verify]
+            texts = [each.text for each in to_verify]
+            verdicts = _in_background(lambda: self._task.verify(examples, texts))
         # In the order of decoding, which all processes share; verdicts may come in any order.
-        self._pending.append((trajectories, examples, texts, verdicts))
+        self._pending.append((completions, verdicts))
 
     def poll(self) -> list[Completion]:
         """Completions whose verdicts came since the last call; a collective operation in a run of
@@ -166,8 +162,7 @@ class Unverified:
         # From the front only: an early one waits for those before it, so that the order of
         # completions does not depend on the speed of a verifier.
         done = 0
-        while done < len(self._pending):
-            verdicts = self._pending[done][3]
+        for _, verdicts in self._pending:
             if verdicts is None or not verdicts.done():
                 break
             done += 1
@@ -186,7 +181,7 @@ class Unverified:
         additions, self._pending = self._pending[:num_additions], self._pending[num_additions:]
         # None in the other processes, which wait in the broadcast. An exception of a verifier is
         # raised here, in the thread of the caller.
-        futures = [future for *_, future in additions if future is not None]
+        futures = [future for _, future in additions if future is not None]
         with phase(REWARD):
             verdicts = [verdict for future in futures for verdict in future.result()]
         # No broadcast of nothing: `num_additions` is the same in all processes, so none waits
@@ -194,24 +189,17 @@ class Unverified:
         broadcast = iter(_broadcast_verdicts(verdicts) if additions else [])
         return [
             # The same predicate as in `add`: otherwise verdicts would go to other rows.
-            Completion(
-                *row, next(broadcast) if _to_verify(row[0]) else _conversation_verdict(row[0])
-            )
-            for trajectories, examples, texts, _ in additions
-            for row in zip(trajectories, examples, texts, strict=True)
+            replace(each, verdict=next(broadcast)) if _to_verify(each) else each
+            for completions, _ in additions
+            for each in completions
         ]
 
 
-def _to_verify(trajectory: Trajectory) -> bool:
-    """True if the task's verifier scores the trajectory. It does not score unfinished responses,
+def _to_verify(completion: Completion) -> bool:
+    """True if the task's verifier scores the completion. It does not score unfinished responses,
     nor conversations, which environments score."""
+    trajectory = completion.trajectory
     return trajectory.finish != "window" and trajectory.request.conversation is None
-
-
-def _conversation_verdict(trajectory: Trajectory) -> Verdict | None:
-    """Verdict of a conversation; None for an unfinished response."""
-    dialogue = trajectory.request.conversation
-    return None if dialogue is None else dialogue.verdict
 
 
 # Compared by identity: the arrays of an engine cannot be compared.
@@ -294,16 +282,20 @@ class Sampler:
         """Starts the verification of finished trajectories."""
         # Decoded once: verifier, samples.jsonl and the page must show the same text.
         decoded = dict[tuple[str, bytes], CompletionText]()
-        texts = [self._text(t, decoded) for t in trajectories]
-        unverified.add(trajectories, [examples[t.request.prompt] for t in trajectories], texts)
+        completions = []
+        for trajectory in trajectories:
+            request, text = trajectory.request, self._text(trajectory, decoded)
+            # Environments have scored conversations; other responses have no verdict yet.
+            verdict = None if request.conversation is None else request.conversation.verdict
+            completions.append(Completion(trajectory, examples[request.prompt], text, verdict))
+        unverified.add(completions)
 
     def requests(self, examples: Mapping[int, Example], num_samples: int) -> list[Request]:
         """Requests to the engine, `num_samples` consecutive ones per prompt."""
         requests = []
         for prompt, example in examples.items():
-            ids, dialogue = self.encoded(example), None
-            if environments_of(self.task, example) is not None:
-                dialogue = Conversation(example)
+            ids, environments = self.encoded(example), environments_of(self.task, example)
+            dialogue = None if environments is None else Conversation(example)
             # Neighbours in the queue: prefill runs a prompt once for those admitted together.
             requests += [
                 Request(prompt, sample, ids, self.response_length, conversation=dialogue)
@@ -318,11 +310,7 @@ class Sampler:
     def _text(
         self, trajectory: Trajectory, decoded: dict[tuple[str, bytes], CompletionText]
     ) -> str:
-        """Text of a trajectory.
-
-        Args:
-          decoded: texts by their ids, extended by this one: samples of a prompt are often equal.
-        """
+        """Text of a trajectory, from `decoded` where an equal one was before."""
         dialogue = trajectory.request.conversation
         # With the environment's answers in between: tokens do not show who wrote them.
         if dialogue is not None:
@@ -383,17 +371,13 @@ def _broadcast_verdicts(verdicts: list[Verdict]) -> list[Verdict]:
     ]
 
 
-def _in_background(
-    verify: Callable[[Sequence[Example], Sequence[str]], list[Verdict]],
-    examples: Sequence[Example],
-    texts: Sequence[str],
-) -> "Future[list[Verdict]]":
+def _in_background(verify: Callable[[], list[Verdict]]) -> "Future[list[Verdict]]":
     """Runs `verify` in a daemon thread, which does not keep the process from ending."""
     future: Future[list[Verdict]] = Future()
 
     def run() -> None:
         try:
-            future.set_result(verify(examples, texts))
+            future.set_result(verify())
         # Any exception is passed to the waiting thread, which would otherwise wait forever.
         except BaseException as error:
             future.set_exception(error)

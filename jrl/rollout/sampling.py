@@ -28,7 +28,6 @@ from jrl.rollout.adjustments import (
     Constraint,
     RowAdjustments,
     apply_top_k_and_min_p,
-    narrows,
     stack_adjustments,
 )
 
@@ -121,9 +120,8 @@ class RequestSampling(NamedTuple):
     """Sampling parameters of one request.
 
     Attributes:
-      temperature, top_p: as in `RowSampling`.
+      temperature, top_p, needs_top_tokens: as in `RowSampling`.
       seed: in 0..2**64 - 1.
-      needs_top_tokens: as in `RowSampling`.
       adjustments: of the logits; None changes none.
     """
 
@@ -139,8 +137,6 @@ class RequestSampling(NamedTuple):
         return None if self.adjustments is None else self.adjustments.constraint
 
 
-LOW_WORD_MASK = 2**32 - 1
-"""The low word of a seed."""
 IDLE_SAMPLING = RequestSampling(temperature=0.0)
 """Sampling parameters of a row without a request: no noise is generated for it."""
 
@@ -160,10 +156,8 @@ def stack_sampling(
     return RowSampling(
         temperatures=np.array([each.temperature for each in parameters], np.float32),
         top_ps=np.array([each.top_p for each in parameters], np.float32),
-        # In two words: JAX has no 64-bit integers by default.
-        seeds=np.array(
-            [(each.seed & LOW_WORD_MASK, each.seed >> 32) for each in parameters], np.uint32
-        ),
+        # In two words, the low one first: JAX has no 64-bit integers by default.
+        seeds=np.array([each.seed for each in parameters], "<u8").view("<u4").reshape(rows, 2),
         needs_top_tokens=np.array([each.needs_top_tokens for each in parameters]),
         adjustments=stack_adjustments(adjustments, rows, vocab_size),
     )
@@ -172,10 +166,7 @@ def stack_sampling(
 def policy_logits(
     logits: Float[Array, "row vocab"], sampling: Sampling
 ) -> Float[Array, "row vocab"]:
-    """Logits of the policy at the base temperature, every token included.
-
-    This is the distribution whose log-probabilities the losses differentiate.
-    """
+    """Logits of the policy at the base temperature, every token included."""
     return logits / sampling.policy_temperature
 
 
@@ -325,7 +316,7 @@ def _narrow(
     greedy: Bool[Array, "row"],
 ) -> Float[Array, "row vocab"]:
     """Logits after top-k and min-p of rows that have them and are sampled."""
-    narrowed = narrows(adjustments) & ~greedy
+    narrowed = ((adjustments.top_ks > 0) | (adjustments.min_ps > 0)) & ~greedy
     return jax.lax.cond(
         jnp.any(narrowed),
         lambda: jnp.where(narrowed[:, None], apply_top_k_and_min_p(scaled, adjustments), scaled),

@@ -6,7 +6,6 @@ operations on arrays.
 """
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,8 +69,7 @@ def _split(key: UInt32[Array, "2"], shape: tuple[int, ...]) -> UInt32[Array, "..
 
 def _random_bits(key: UInt32[Array, "2"], width: int, shape: tuple[int, ...]) -> Array:
     high, low = _bits_of_counts(key, shape)
-    of_width: dict[int, Any] = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}
-    return (high ^ low).astype(of_width[width])
+    return (high ^ low).astype({8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}[width])
 
 
 UNROLLED = define_prng_impl(

@@ -116,8 +116,8 @@ def _likeliest() -> Iterator[list[tuple[str, Trajectory]]]:
     def spied(self: Sampler, requests, examples, sampling, **options):
         drawn = decode(self, requests, examples, sampling, **options)
         if sampling.greedy:
-            for trajectories, asked, *_ in drawn._pending:
-                found.extend((e.prompt, t) for e, t in zip(asked, trajectories, strict=True))
+            for completions, _ in drawn._pending:
+                found.extend((each.example.prompt, each.trajectory) for each in completions)
         return drawn
 
     with patch.object(Sampler, "decode", spied):

@@ -25,7 +25,7 @@ from jrl.rollout.collection.collect import (
 from jrl.rollout.collection.dynamic_sampling import Groups
 from jrl.rollout.decoding.prefill import no_choices
 from jrl.rollout.decoding.requests import Finish, Request, Sampled, Trajectory, move_to_host
-from jrl.rollout.sampler import Completion, Sampler, Unverified, sort_completions
+from jrl.rollout.sampler import Completion, Sampler, Unverified
 from jrl.tasks import REASONS, Example, Verdict
 from jrl.text.prompt_format import text_of
 from moe.config import ModelConfig
@@ -128,9 +128,12 @@ class AsyncBufferSpec(NamedTuple):
         def full(value: int, *shape: int) -> np.ndarray:
             return np.full(shape, value, np.int32)
 
-        choices = None
+        choices = parts = None
         if self.config is not None:
             choices = no_choices(self.config, num_entries, self.prompt_length + response)
+        if self.reward_components:
+            no_components = [0.0, *[np.nan] * len(self.reward_components)]
+            parts = _to_words(np.tile(no_components, (num_entries, 1)))
         return AsyncBuffer(
             prompts_seen=np.zeros((), np.int32),
             metrics=_to_words(np.full(len(METRICS), np.nan)),
@@ -147,9 +150,7 @@ class AsyncBufferSpec(NamedTuple):
             old_logprobs=np.zeros((num_entries, response), np.float32),
             versions=full(0, num_entries, response),
             choices=choices,
-            parts=_to_words(_reward_components([], num_entries, self.reward_components))
-            if self.reward_components
-            else None,
+            parts=parts,
         )
 
     def pack(self, rollouts: AsyncRollouts) -> AsyncBuffer[np.ndarray]:
@@ -159,20 +160,11 @@ class AsyncBufferSpec(NamedTuple):
         assert len(rows) <= self.num_entries, (
             f"{len(rows)} rows exceed the {self.num_entries} entries of the buffer"
         )
-        scores = np.zeros(self.num_entries)
-        scores[: len(rows)] = [0.0 if isinstance(row, Request) else row.score for row in rows]
-        buffer = replace(
-            buffer,
-            prompts_seen=np.asarray(rollouts.prompts_seen, np.int32),
-            metrics=_to_words(np.array([rollouts.metrics.get(name, np.nan) for name in METRICS])),
-            scores=_to_words(scores),
-        )
-        if self.reward_components:
-            components = _reward_components(rows, self.num_entries, self.reward_components)
-            buffer = replace(buffer, parts=_to_words(components))
+        buffer.prompts_seen[...] = rollouts.prompts_seen
+        _as_floats(buffer.metrics)[:] = [rollouts.metrics.get(name, np.nan) for name in METRICS]
         buffer.counts[: len(rollouts.counts)] = rollouts.counts
         for entry, row in enumerate(rows):
-            _write(buffer, entry, row)
+            _write(buffer, entry, row, self.reward_components)
         return buffer
 
     def unpack(self, buffer: AsyncBuffer[np.ndarray], sampler: Sampler) -> AsyncRollouts | None:
@@ -181,9 +173,9 @@ class AsyncBufferSpec(NamedTuple):
         if buffer.lengths[0] < 0:
             return None
         entries = np.flatnonzero(buffer.lengths >= 0).tolist()
-        prompts = {int(prompt) for prompt in buffer.prompts[entries]}
         # Prompts and answers are not stored: the task returns them again by their ids.
-        examples = {prompt: sampler.task.train(prompt) for prompt in sorted(prompts)}
+        prompts = np.unique(buffer.prompts[entries]).tolist()
+        examples = {prompt: sampler.task.train(prompt) for prompt in prompts}
         ids = {prompt: sampler.encoded(example) for prompt, example in examples.items()}
         rows = [
             _read(buffer, entry, sampler, examples, ids, self.reward_components)
@@ -191,12 +183,12 @@ class AsyncBufferSpec(NamedTuple):
         ]
         # The entries of the next step come first: their number separates them from pending rows.
         ready = [row for row in rows[: self.recipe.completions] if isinstance(row, Completion)]
-        metrics = dict(zip(METRICS, _from_words(buffer.metrics).tolist(), strict=True))
+        metrics = zip(METRICS, _as_floats(buffer.metrics).tolist(), strict=True)
         return AsyncRollouts(
             ready=ready,
             counts=buffer.counts[: len(ready)],
             prompts_seen=int(buffer.prompts_seen),
-            metrics={name: value for name, value in metrics.items() if not math.isnan(value)},
+            metrics={name: value for name, value in metrics if not math.isnan(value)},
             pending=rows[self.recipe.completions :],
         )
 
@@ -228,21 +220,12 @@ def check_staleness(completions: Sequence[Completion], version: int, bound: int)
     return staleness
 
 
-def _reward_components(
-    rows: Sequence[Completion | Request], num_entries: int, names: tuple[str, ...]
-) -> np.ndarray:
-    """Reward components ``[entry, 1 + component]`` as `AsyncBuffer.parts`, in float64."""
-    components = np.full((num_entries, 1 + len(names)), np.nan)
-    components[:, 0] = 0
-    for entry, row in enumerate(rows):
-        verdict = row.verdict if isinstance(row, Completion) else None
-        if verdict is not None and verdict.parts is not None:
-            values = dict(verdict.parts)
-            components[entry] = [1, *(values.get(name, np.nan) for name in names)]
-    return components
-
-
-def _write(buffer: AsyncBuffer[np.ndarray], entry: int, row: Completion | Request) -> None:
+def _write(
+    buffer: AsyncBuffer[np.ndarray],
+    entry: int,
+    row: Completion | Request,
+    reward_components: Sequence[str],
+) -> None:
     request = row_of(row)
     buffer.prompts[entry], buffer.samples[entry] = request.prompt, request.sample
     # 0 is a request that was not started; -1 would be an empty entry.
@@ -251,6 +234,11 @@ def _write(buffer: AsyncBuffer[np.ndarray], entry: int, row: Completion | Reques
         assert row.verdict is not None
         buffer.finishes[entry] = FINISH_REASONS.index(row.trajectory.finish)
         buffer.reasons[entry] = REASONS.index(row.verdict.reason)
+        _as_floats(buffer.scores)[entry] = row.score
+        if buffer.parts is not None and row.verdict.parts is not None:
+            values = dict(row.verdict.parts)
+            parts = [values.get(name, np.nan) for name in reward_components]
+            _as_floats(buffer.parts)[entry] = [1, *parts]
     if request.slot is not None:
         buffer.slots[entry] = request.slot
     if sampled is None:
@@ -269,27 +257,21 @@ def _read(
     entry: int,
     sampler: Sampler,
     examples: Mapping[int, Example],
-    prompts: Mapping[int, np.ndarray],
-    names: tuple[str, ...],
+    ids: Mapping[int, np.ndarray],
+    reward_components: Sequence[str],
 ) -> Completion | Request:
-    """Row of one entry.
-
-    Args:
-      examples, prompts: by prompt id; `prompts` are token ids.
-      names: of the reward components of verdicts.
-    """
+    """Row of one entry; `examples` and token ids of prompts are by prompt id."""
     prompt, sample = int(buffer.prompts[entry]), int(buffer.samples[entry])
-    ids, length = prompts[prompt], int(buffer.lengths[entry])
-    sampled = None
+    tokens, length, sampled = ids[prompt], int(buffer.lengths[entry]), None
     if length:
         sampled = Sampled(
             buffer.tokens[entry, :length],
             buffer.behaviour_logprobs[entry, :length],
             buffer.old_logprobs[entry, :length],
             buffer.versions[entry, :length],
-            None if buffer.choices is None else buffer.choices[entry, : len(ids) + length],
+            None if buffer.choices is None else buffer.choices[entry, : len(tokens) + length],
         )
-    request = Request(prompt, sample, ids, sampler.response_length, sampled=sampled)
+    request = Request(prompt, sample, tokens, sampler.response_length, sampled=sampled)
     # Still in flight: requested again, with its tokens so far, and its slot if that was kept.
     if buffer.finishes[entry] < 0 or sampled is None:
         slot = int(buffer.slots[entry])
@@ -297,13 +279,12 @@ def _read(
     finish = FINISH_REASONS[buffer.finishes[entry]]
     trajectory = Trajectory(request, sampled.tokens, finish, buffer=None, row=0)
     # The text is decoded again from the tokens; the verdict was stored.
-    text = text_of(sampler.format.tokenizer, sampled.tokens)
-    score = float(_from_words(buffer.scores[entry]))
-    components = None
-    if buffer.parts is not None and (values := _from_words(buffer.parts[entry]).tolist())[0]:
-        pairs = zip(names, values[1:], strict=True)
-        components = tuple((name, value) for name, value in pairs if not math.isnan(value))
-    verdict = Verdict(score, REASONS[buffer.reasons[entry]], components)
+    text, parts = text_of(sampler.format.tokenizer, sampled.tokens), None
+    if buffer.parts is not None and (values := _as_floats(buffer.parts[entry]).tolist())[0]:
+        pairs = zip(reward_components, values[1:], strict=True)
+        parts = tuple((name, value) for name, value in pairs if not math.isnan(value))
+    score = float(_as_floats(buffer.scores[entry]))
+    verdict = Verdict(score, REASONS[buffer.reasons[entry]], parts)
     return Completion(trajectory, examples[prompt], text, verdict)
 
 
@@ -312,10 +293,9 @@ def _to_words(values: np.ndarray) -> np.ndarray:
     return values.astype(np.float64).view(np.int32).reshape(*values.shape, 2)
 
 
-def _from_words(words: np.ndarray) -> np.ndarray:
-    """Inverse of `_to_words`: float64 numbers from pairs of int32 words."""
-    values = np.ascontiguousarray(words, np.int32).view(np.float64)
-    return values.reshape(words.shape[:-1])
+def _as_floats(words: np.ndarray) -> np.ndarray:
+    """Inverse of `_to_words`: float64 numbers, a view of contiguous words."""
+    return np.ascontiguousarray(words, np.int32).view(np.float64)[..., 0]
 
 
 class AsyncCollector(Groups):
@@ -342,13 +322,12 @@ class AsyncCollector(Groups):
         keep_pool: bool = False,
         seconds: dict[str, float],
     ):
-        super().__init__(sampler, recipe, sampling_of(recipe), seconds)
-        self._first, self._next_prompt, self._keep_pool = first, first, keep_pool
-        self._beyond = (batches - 1) * recipe.prompts
         collection = recipe.collection
         self._compares = isinstance(collection, DynamicSampling)
         rounds = collection.max_rounds if isinstance(collection, DynamicSampling) else 1
-        self._last = first + rounds * recipe.prompts
+        most = rounds * recipe.prompts
+        super().__init__(sampler, recipe, sampling_of(recipe), first, most, seconds)
+        self._keep_pool, self._num_beyond = keep_pool, (batches - 1) * recipe.prompts
         self._ended = Counter[int]()
 
     def collect_batch(self, pending: list[Completion | Request]) -> AsyncRollouts:
@@ -379,66 +358,42 @@ class AsyncCollector(Groups):
 
     def _resume_rows(self, pending: list[Completion | Request]) -> None:
         """Restores the rows that an earlier call left over."""
-        for row in pending:
-            prompt = row_of(row).prompt
-            self._examples[prompt] = self._sampler.task.train(prompt)
-            self._next_prompt = max(self._next_prompt, prompt + 1)
+        prompts = sorted({row_of(row).prompt for row in pending})
+        self._examples = {prompt: self._sampler.task.train(prompt) for prompt in prompts}
         done = [row for row in pending if isinstance(row, Completion)]
         self._ended.update(row_of(row).prompt for row in done)
         self._add_verified(done)
         requests = [row for row in pending if isinstance(row, Request)]
         self._sampler.engine.submit(requests, self._sampling)
 
-    def _end(self) -> int:
-        """End of the next batch's prompt ids, if all undecided groups are informative."""
-        num_informative = 0
-        for prompt in range(self._first, self._last):
-            # Undecided groups are assumed to be informative: the batch cannot end sooner, and
-            # prompts up to there are needed whatever the verdicts are.
-            num_informative += self._informative.get(prompt, True)
-            if num_informative == self._recipe.prompts:
-                return prompt + 1
-        return self._last
-
     def _submit_prompts(self) -> None:
         """Submits the prompts that may be started."""
-        prompts = range(self._next_prompt, self._end() + self._beyond)
-        self._submit_groups(prompts)
-        self._next_prompt = max(self._next_prompt, prompts.stop)
+        self._submit_until(self._needed().stop + self._num_beyond)
 
     def _is_complete(self) -> bool:
         """True if the next batch is complete; its last prompt is then determined."""
-        prompts = range(self._first, self._end())
         if self._compares:
-            return all(prompt in self._informative for prompt in prompts)
+            return self._is_decided()
         # Without dynamic sampling the batch does not depend on verdicts: they are awaited once, at
         # the end.
-        return all(self._ended[prompt] == self._recipe.group_size for prompt in prompts)
+        return all(self._ended[prompt] == self._recipe.group_size for prompt in self._needed())
 
     def _split_batch(self, suspended: list[Request]) -> AsyncRollouts:
         """Splits the rows into the next batch and pending rows, which include unfinished ones."""
-        end = self._end()
-        assert all(request.prompt >= end for request in suspended), (
+        prompts = self._needed()
+        assert all(request.prompt >= prompts.stop for request in suspended), (
             "the next batch has unfinished rows"
         )
-        prompts = range(self._first, end)
-        completions = sort_completions(
-            [each for prompt in prompts for each in self._groups[prompt]]
-        )
-        informative = np.array([self._informative.get(prompt, True) for prompt in prompts])
+        completions, informative = self._sampled(prompts)
         ready, counts = select_completions(self._recipe, completions, informative)
         metrics = verifier_counts(completions)
         if self._compares:
             metrics |= generation_metrics(self._recipe, informative, counts)
-        later = [each for prompt in self._groups if prompt >= end for each in self._groups[prompt]]
+        later = [each for n, group in self._groups.items() if n not in prompts for each in group]
         # To the host: they become a part of the state, which outlives the engine's output buffers.
-        on_host = _move_to_host([*ready, *later])
+        sampled = [*ready, *later]
+        pairs = zip(sampled, move_to_host([each.trajectory for each in sampled]), strict=True)
+        on_host = [replace(each, trajectory=trajectory) for each, trajectory in pairs]
         pending: list[Completion | Request] = [*on_host[len(ready) :], *suspended]
         pending.sort(key=lambda row: (row_of(row).prompt, row_of(row).sample))
-        return AsyncRollouts(on_host[: len(ready)], counts, end, metrics, pending)
-
-
-def _move_to_host(completions: list[Completion]) -> list[Completion]:
-    moved = move_to_host([completion.trajectory for completion in completions])
-    pairs = zip(completions, moved, strict=True)
-    return [replace(each, trajectory=trajectory) for each, trajectory in pairs]
+        return AsyncRollouts(on_host[: len(ready)], counts, prompts.stop, metrics, pending)

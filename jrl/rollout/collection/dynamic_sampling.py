@@ -28,24 +28,38 @@ class Groups:
       sampler: with the policy loaded.
       recipe: the number and size of groups.
       sampling: parameters of sampling.
+      first: id of the first prompt of the batch.
+      most: maximum number of its prompts.
       seconds: dictionary to which the time taken is added.
     """
 
     _compares = True  # true if verdicts decide which groups are informative
 
     def __init__(
-        self, sampler: Sampler, recipe: Recipe, sampling: Sampling, seconds: dict[str, float]
+        self,
+        sampler: Sampler,
+        recipe: Recipe,
+        sampling: Sampling,
+        first: int,
+        most: int,
+        seconds: dict[str, float],
     ):
         self._sampler, self._recipe, self._sampling = sampler, recipe, sampling
-        self._seconds = seconds
+        self._prompts, self._seconds = range(first, first + most), seconds
         self._unverified = Unverified(sampler.task, seconds)
         self._examples: dict[int, Example] = {}
         self._groups: defaultdict[int, list[Completion]] = defaultdict(list)
         self._informative: dict[int, bool] = {}
 
-    def _submit_groups(self, prompts: range) -> None:
-        """Submits the groups of prompts to the engine."""
-        if prompts:
+    @property
+    def _next_prompt(self) -> int:
+        """First prompt that was not requested yet."""
+        return self._prompts.start + len(self._examples)
+
+    def _submit_until(self, end: int) -> None:
+        """Submits the groups of all prompts before `end` that were not requested yet."""
+        if self._next_prompt < end:
+            prompts = range(self._next_prompt, end)
             fresh = {prompt: self._sampler.task.train(prompt) for prompt in prompts}
             self._examples |= fresh
             requests = self._sampler.requests(fresh, self._recipe.group_size)
@@ -59,12 +73,34 @@ class Groups:
 
     def _add_verified(self, completions: list[Completion]) -> None:
         for completion in completions:
-            self._groups[completion.trajectory.request.prompt].append(completion)
-        for prompt in {completion.trajectory.request.prompt for completion in completions}:
+            prompt = completion.trajectory.request.prompt
             group = self._groups[prompt]
+            group.append(completion)
             # Complete groups only: a further completion may still have another score.
             if self._compares and len(group) == self._recipe.group_size:
                 self._informative[prompt] = is_informative(group)
+
+    def _needed(self) -> range:
+        """Prompts of the batch if all undecided groups are informative: it cannot end sooner, so
+        they are needed whatever the verdicts are."""
+        num_informative = 0
+        for prompt in self._prompts:
+            # In the order of prompts: a later one that is verified sooner must not replace it, or
+            # the batch would depend on the timing of verdicts.
+            num_informative += self._informative.get(prompt, True)
+            if num_informative == self._recipe.prompts:
+                return range(self._prompts.start, prompt + 1)
+        return self._prompts
+
+    def _is_decided(self) -> bool:
+        """True if verdicts have determined the prompts of the batch."""
+        return all(prompt in self._informative for prompt in self._needed())
+
+    def _sampled(self, prompts: range) -> tuple[list[Completion], np.ndarray]:
+        """Completions of prompts, in their order, and ``[prompts]`` true for informative groups."""
+        completions = [each for prompt in prompts for each in self._groups[prompt]]
+        informative = [self._informative.get(prompt, True) for prompt in prompts]
+        return sort_completions(completions), np.array(informative)
 
 
 class DynamicSampler(Groups):
@@ -73,25 +109,7 @@ class DynamicSampler(Groups):
     The batch is made of the first prompts, up to the last that is needed. Idle slots prefetch
     prompts beyond those, as many as the fraction of informative groups so far suggests; surplus
     groups are dropped, and sampled again in the next step.
-
-    Args:
-      sampler, recipe, sampling, seconds: as of `Groups`.
-      first: id of the first prompt.
-      most: maximum number of prompts.
     """
-
-    def __init__(
-        self,
-        sampler: Sampler,
-        recipe: Recipe,
-        sampling: Sampling,
-        *,
-        first: int,
-        most: int,
-        seconds: dict[str, float],
-    ):
-        super().__init__(sampler, recipe, sampling, seconds)
-        self._first, self._most = first, most
 
     def find(self) -> tuple[list[Completion], np.ndarray]:
         """Samples until a step has enough informative groups, or the maximum number of prompts is
@@ -101,7 +119,7 @@ class DynamicSampler(Groups):
           The completions of all needed prompts, in their order, and ``[prompts]`` true for groups
           with unequal scores.
         """
-        while (needed := self._needed()) is None:
+        while not self._is_decided():
             self._submit_prompts()
             if trajectories := self._poll_engine():
                 self._sampler.judge(self._unverified, trajectories, self._examples)
@@ -109,41 +127,22 @@ class DynamicSampler(Groups):
             else:
                 # Nothing is in flight: only verdicts are missing.
                 self._add_verified(self._unverified.wait())
+        needed = self._needed()
         self._sampler.engine.cancel([prompt for prompt in self._examples if prompt not in needed])
-        examples = {prompt: self._examples[prompt] for prompt in needed}
-        completions = [each for prompt in needed for each in self._groups[prompt]]
-        informative = np.array([self._informative[prompt] for prompt in needed])
-        return sort_completions(completions, examples), informative
-
-    def _needed(self) -> range | None:
-        """Prompt ids of the batch; None until they are determined."""
-        num_informative = 0
-        for prompt in range(self._first, self._first + self._most):
-            # In the order of prompts: a later one that is verified sooner must not replace it, or
-            # the batch would depend on the timing of verdicts.
-            if prompt not in self._informative:
-                return None
-            num_informative += self._informative[prompt]
-            if num_informative == self._recipe.prompts:
-                return range(self._first, prompt + 1)
-        return range(self._first, self._first + self._most)
+        return self._sampled(needed)
 
     def _submit_prompts(self) -> None:
         """Submits all prompts that are certainly needed, and into idle slots those likely to be."""
-        num_verified, num_submitted = len(self._informative), len(self._examples)
-        num_informative = sum(self._informative.values())
-        num_unverified = num_submitted - num_verified
-        # Needed even if all undecided groups turn out to be informative.
-        missing = self._recipe.prompts - num_informative - num_unverified
+        num_verified, num_informative = len(self._informative), sum(self._informative.values())
+        num_unverified = len(self._examples) - num_verified
         # Plus one in numerator and denominator: the fraction is never 0, and defined at the start.
         likely = (num_informative + 1) / (num_verified + 1)
         expected = math.ceil(
             (self._recipe.prompts - num_informative - num_unverified * likely) / likely
         )
         idle_groups = self._sampler.engine.num_idle // self._recipe.group_size
-        more = max(missing, min(expected, idle_groups))
-        end = self._first + min(num_submitted + max(more, 0), self._most)
-        self._submit_groups(range(self._first + num_submitted, end))
+        prefetched = self._next_prompt + min(expected, idle_groups)
+        self._submit_until(min(max(self._needed().stop, prefetched), self._prompts.stop))
 
 
 def is_informative(group: Sequence[Completion]) -> bool:

@@ -1,10 +1,8 @@
 """Partial rollouts (T-PPO): responses sampled in windows, and the unfinished ones between two
 steps."""
 
-from collections.abc import Sequence
 from typing import Generic, TypeVar
 
-import jax
 import numpy as np
 from flax import struct
 
@@ -34,7 +32,7 @@ class Unfinished(Generic[Leaf]):
 
 
 def none_unfinished(recipe: Recipe, response_length: int) -> Unfinished[np.ndarray]:
-    """Initial state, before the first step."""
+    """No unfinished responses, the state before the first step."""
     # A step's responses, and the rest of a group that did not fit into the step.
     num_entries = recipe.completions + recipe.group_size
     zeros = np.zeros(num_entries, np.int32)
@@ -57,15 +55,10 @@ def sample_windows(
       The responses, of which the unfinished have no verdict; the training prompts used so far; and
       the responses that are unfinished now.
     """
-    rows: list[tuple[int, int, np.ndarray]] = [
+    columns = unfinished.prompts, unfinished.samples, unfinished.lengths, unfinished.tokens
+    rows = [
         (int(prompt), int(sample), tokens[:length])
-        for prompt, sample, length, tokens in zip(
-            unfinished.prompts,
-            unfinished.samples,
-            unfinished.lengths,
-            unfinished.tokens,
-            strict=True,
-        )
+        for prompt, sample, length, tokens in zip(*columns, strict=True)
         if length >= 0
     ]
     while len(rows) < recipe.completions:
@@ -87,23 +80,12 @@ def sample_windows(
     completions = sampler.decode(requests, examples, sampling, seconds=seconds).wait()
     # Neither log-probabilities nor KV cache: the next step trains on its own tokens only, and
     # recomputes the rest.
-    continued = [
-        (completion.trajectory.request.prompt, completion.trajectory.request.sample, tokens)
-        for completion in completions
-        if completion.trajectory.finish == "window"
-        for tokens in [completion.trajectory.response]
-    ]
+    trajectories = [each.trajectory for each in completions if each.trajectory.finish == "window"]
+    continued = [(t.request.prompt, t.request.sample, t.response) for t in trajectories]
     continued.sort(key=lambda row: row[:2])
-    return completions, prompts_seen, _store_rows([*continued, *later], unfinished)
-
-
-def _store_rows(
-    rows: Sequence[tuple[int, int, np.ndarray]], like: Unfinished[np.ndarray]
-) -> Unfinished[np.ndarray]:
-    packed = jax.tree.map(np.zeros_like, like)
-    packed.lengths[:] = -1
-    for entry, (prompt, sample, tokens) in enumerate(rows):
-        packed.prompts[entry], packed.samples[entry] = prompt, sample
-        packed.lengths[entry] = len(tokens)
-        packed.tokens[entry, : len(tokens)] = tokens
-    return packed
+    unfinished = none_unfinished(recipe, sampler.response_length)
+    for entry, (prompt, sample, tokens) in enumerate([*continued, *later]):
+        unfinished.prompts[entry], unfinished.samples[entry] = prompt, sample
+        unfinished.lengths[entry] = len(tokens)
+        unfinished.tokens[entry, : len(tokens)] = tokens
+    return completions, prompts_seen, unfinished
