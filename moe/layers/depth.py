@@ -93,7 +93,7 @@ def run_layers(
     ) -> tuple[Carry, list[Any]]:
         (first, stack), outs = numbered, []
         # In a period those of the first layers stand for all.
-        deltas = [layer for layer in delta_layers if layer < stack.norm.shape[0]]
+        deltas = [layer for layer in delta_layers if layer < _depth_of(stack)]
         for position, layer in enumerate(_unstack_layers(stack, deltas)):
             carry, out = run_layer(first + position, position, layer, carry)
             outs.append(out)
@@ -103,7 +103,7 @@ def run_layers(
         index, layer = numbered
         return run_layer(index, 0, layer, carry)
 
-    depth = layers.norm.shape[0]
+    depth = _depth_of(layers)
     if not is_scanned(depth, execution, period):
         return run_unrolled(carry, (0, layers))
     if period == 1:
@@ -114,6 +114,11 @@ def run_layers(
     # All periods have equally many layers of each type, so each leaf splits into equal shares.
     periods = jax.tree.map(lambda x: x.reshape(depth // period, -1, *x.shape[1:]), layers)
     return lax.scan(run_unrolled, carry, (starts, periods))
+
+
+def _depth_of(stack: Layer[Any]) -> int:
+    """Number of layers of a stack, whose weights may be arrays or `sharding.zero.Reduced`."""
+    return jax.tree.leaves(stack.norm)[0].shape[0]
 
 
 def _unstack_layers(layers: Layer[Array], delta_layers: Sequence[int]) -> list[Layer[Array]]:
