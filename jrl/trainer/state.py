@@ -65,8 +65,6 @@ class Randomness:
 class TrainState(Generic[Leaf]):
     """Train state between two steps.
 
-    RNG keys need no state: each is derived from the seed, the step and its purpose.
-
     Attributes:
       step: ``[]`` steps done.
       prompts_seen: ``[]`` training prompts used so far, including those of the warm start.
@@ -283,9 +281,6 @@ def restore_base(
     checkpoints: Checkpoints, config: ModelConfig, mesh: FoldedMesh
 ) -> Transformer[Array]:
     """Restores the base weights of a policy with adapters, on a mesh, which may be another.
-
-    Args:
-      config: of the policy.
 
     Raises:
       ValueError: where they are missing, damaged, or those of another network.

@@ -62,7 +62,7 @@ class TokenRecord:
         return {
             "text": token_texts(tokenizer, self.ids.tolist()),
             "of": self.length,
-            **{name: [_short(x) for x in getattr(self, name)] for name in columns},
+            **{name: [float(f"{x:.{DIGITS}g}") for x in getattr(self, name)] for name in columns},
         }
 
 
@@ -85,16 +85,14 @@ def token_records(
     Returns:
       The records of the rows that `shown_rows` selects, by row index.
     """
-    mesh, objective = networks.mesh, networks.policy.objective
+    # The shown rows do not share prompts.
+    mesh, objective = networks.mesh, networks.policy.objective.for_separate_rows()
     row_indices = shown_rows(completions, token_log.completions)
-    # Padded to divide over the devices; rows do not share prompts here.
+    # Padded to divide over the devices.
     num_rows = -(-len(row_indices) // ranks(mesh)) * ranks(mesh)
     gathered_rows = np.resize(np.asarray(row_indices, np.int32), num_rows)
-    objective = objective.for_separate_rows()
     needed = Batch(
-        tokens=batch.tokens,
-        valid=batch.valid,
-        mask=batch.mask,
+        *(batch.tokens, batch.valid, batch.mask),
         # An unused field, which carries the mask from before `prepare`.
         critic_mask=as_sampled.mask,
         old_logprobs=as_sampled.old_logprobs,
@@ -125,7 +123,3 @@ def token_records(
             entropy=entropy[index, recorded],
         )
     return records
-
-
-def _short(x: float | np.floating) -> float:
-    return float(f"{x:.{DIGITS}g}")
