@@ -62,7 +62,7 @@ class TokenRecord:
         return {
             "text": token_texts(tokenizer, self.ids.tolist()),
             "of": self.length,
-            **{name: [float(f"{x:.{DIGITS}g}") for x in getattr(self, name)] for name in columns},
+            **{name: [_short(x) for x in getattr(self, name)] for name in columns},
         }
 
 
@@ -123,3 +123,7 @@ def token_records(
             entropy=entropy[index, recorded],
         )
     return records
+
+
+def _short(x: float | np.floating) -> float:
+    return float(f"{x:.{DIGITS}g}")

@@ -278,16 +278,14 @@ class Network(Generic[ObjectiveT]):
         """
 
         def run(objective: ObjectiveT, learner: Learner[Array]) -> tuple[Updated, Array | None]:
-            frozen = None
-            if objective.config.lora is not None:
-                adapters, frozen = split(learner.weights, objective.config)
-                learner = replace(learner, weights=adapters)
-            learner, metrics = _update(
-                *(objective, self.optimizer, self.num_micro_batches, learner),
-                *(batch, statistics, passes, frozen),
-            )
-            if frozen is not None:
-                learner = replace(learner, weights=combine_trees(learner.weights, frozen))
+            settings = objective, self.optimizer, self.num_micro_batches
+            if objective.config.lora is None:
+                learner, metrics = _update(*settings, learner, batch, statistics, passes)
+                return (learner, metrics), metrics.get("overflow")
+            adapters, frozen = split(learner.weights, objective.config)
+            learner = replace(learner, weights=adapters)
+            learner, metrics = _update(*settings, learner, batch, statistics, passes, frozen)
+            learner = replace(learner, weights=combine_trees(learner.weights, frozen))
             return (learner, metrics), metrics.get("overflow")
 
         def without_overflow(result: Updated) -> Updated:
