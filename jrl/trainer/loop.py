@@ -177,7 +177,9 @@ def train(
             metrics |= metrics_of(alarms) | drift_alarm(metrics, run.drift_alarm)
             outputs.warn(alarms)
             if run.on_fault == DRAIN and step < run.steps:
-                outputs.warn_of_refusal(drainer.consider(alarms, guard.fleet))
+                refusal = drainer.consider(alarms, guard.fleet)
+                if refusal is not None:
+                    outputs.display.alarm(refusal)
             outputs.warn_of_drift(step, metrics)
             if outputs.warn_of_suspicion(step, metrics) and isinstance(result, RolloutStepResult):
                 outputs.write_suspicious(setup.format, step, result)
@@ -296,10 +298,9 @@ def _monitors(
             "task": run.task,
             "process": str(process),
             "devices": str(jax.device_count()),
-            **folder.versions(),
+            **{name.replace("-", "_"): version for name, version in folder.versions().items()},
         }
-        names = {name.replace("-", "_"): text for name, text in labels.items()}
-        monitor = RunExporter(port, names, run.steps, run.step_deadline, watchdog.status)
+        monitor = RunExporter(port, labels, run.steps, run.step_deadline, watchdog.status)
         stack.callback(monitor.close)
         return [monitor]
 
@@ -340,9 +341,8 @@ def _first_state(
         plain = setup.model.without_adapters()
         weights = init_weights(plain, setup.mesh, setup.randomness.key("weights"))
         if setup.run.warm_start_steps:
-            target = setup.run.warm_start_accuracy
             stop.doing = "stopping the warm start, whose progress is discarded"
-            display = WarmStartDisplay(setup.run.warm_start_steps, target)
+            display = WarmStartDisplay(setup.run.warm_start_steps, setup.run.warm_start_accuracy)
             with phase("warm start"), display:
                 weights, metrics = warm_start(
                     setup, sampler, weights, display.update, lambda: any_of(bool(stop))
@@ -354,8 +354,7 @@ def _first_state(
     stop.doing = "finishing the first evaluation and saving its checkpoint"
     critic_key = setup.randomness.key("critic")
     if setup.model.lora is not None and adapters is None:
-        key = setup.randomness.key("adapters")
-        adapters = init_adapters(setup.model, setup.mesh, key)
+        adapters = init_adapters(setup.model, setup.mesh, setup.randomness.key("adapters"))
     return init_state(setup.networks, weights, critic_key, prompts_seen, adapters), metrics
 
 
@@ -397,10 +396,8 @@ def _drained(run: RunConfig, drainer: Drainer, stop: Stop, step: int) -> str | N
     # After a signal, whatever sent it decides how the run continues.
     if run.on_fault != DRAIN or step == run.steps or any_of(bool(stop)):
         return None
-    line = None
     with RaiseInAllProcesses():
-        if drainer.requested:
-            line = drainer.write(step)
+        line = drainer.write(step) if drainer.requested else None
     return broadcast_from_main(line)
 
 
@@ -420,9 +417,7 @@ def _check_finite(
     state: TrainState[Array], max_nonfinite: int, folder: RunFolder, checkpoints: Checkpoints
 ) -> None:
     for network, learner in (("policy", state.policy), ("critic", state.critic)):
-        if learner is None:
-            continue
-        skipped = int(learner.skipped_in_a_row)
+        skipped = 0 if learner is None else int(learner.skipped_in_a_row)
         if skipped >= max_nonfinite:
             checkpoints.wait()
             raise NonFiniteRun(

@@ -34,6 +34,12 @@ from jrl.trainer.summary import single_turn_answers
 
 NUM_SHOWN = 4
 """Held-out prompts shown before and after, and completions per step in samples.jsonl."""
+TOTALS = {
+    "training/total_tokens": "training/tokens",
+    "training/nonfinite_skipped_total": "training/nonfinite_skipped",
+    "training/empty_skipped_total": "training/empty_skipped",
+}
+"""Metrics that are sums over all steps, and the metric of a step that each adds up."""
 
 
 def appender(path: Path) -> Appender:
@@ -50,19 +56,14 @@ class Outputs:
     loggers: list[loggers.Logger]
     display: TrainingDisplay
     recipe_metrics: Mapping[str, str]
-    total_tokens: float
-    total_skipped: float
-    total_empty: float
+    totals: dict[str, float]
     drifted: bool
     lookout: Lookout = field(default_factory=Lookout)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        self.total_tokens += metrics["training/tokens"]
-        self.total_skipped += metrics["training/nonfinite_skipped"]
-        self.total_empty += metrics["training/empty_skipped"]
-        metrics["training/total_tokens"] = self.total_tokens
-        metrics["training/nonfinite_skipped_total"] = self.total_skipped
-        metrics["training/empty_skipped_total"] = self.total_empty
+        for total, name in TOTALS.items():
+            self.totals[total] += metrics[name]
+        metrics |= self.totals
         check_defined(metrics, self.recipe_metrics)
         self.metrics.append(step, metrics)
         for logger in self.loggers:
@@ -72,11 +73,6 @@ class Outputs:
     def warn(self, alarms: list[Alarm]) -> None:
         for alarm in alarms:
             self.display.alarm(alarm.describe())
-
-    def warn_of_refusal(self, line: str | None) -> None:
-        """Shows why a run is not drained; nothing for None."""
-        if line is not None:
-            self.display.alarm(line)
 
     def warn_of_drift(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows an alarm at the first step of a drift of the sampler from the trainer."""
@@ -108,16 +104,13 @@ class Outputs:
     def write_suspicious(self, format: PromptFormat, step: int, result: RolloutStepResult) -> None:
         """Writes completions with full marks, those first whose full marks a second check
         disputes."""
-        correct_rows = [
-            completion for completion in result.collected.completions if completion.correct
-        ]
-        disputed = [
-            completion
-            for completion in correct_rows
-            if any(map(is_disputed, single_turn_answers([completion])))
-        ]
+
+        def is_undisputed(completion: Completion) -> bool:
+            return not any(map(is_disputed, single_turn_answers([completion])))
+
+        correct = [each for each in result.collected.completions if each.correct]
         by_prompt: dict[int, Completion] = {}
-        for completion in [*disputed, *correct_rows]:
+        for completion in sorted(correct, key=is_undisputed):
             by_prompt.setdefault(completion.trajectory.request.prompt, completion)
         for completion in list(by_prompt.values())[:NUM_SHOWN]:
             self.samples.append(step, {"kind": "suspicious", **completion.record(format)})
@@ -138,8 +131,7 @@ def write_heldout_samples(
     examples = numbered_heldout(heldout_examples(setup.task, NUM_SHOWN))
     sampler.engine.load(state.policy.weights, int(state.step))
     for completion in sampler.sample(examples, sampling_of(setup.recipe), 1):
-        record = completion.record(setup.format)
-        lines.append(int(state.step), {"kind": "heldout", **record})
+        lines.append(int(state.step), {"kind": "heldout", **completion.record(setup.format)})
 
 
 @contextmanager
@@ -166,28 +158,22 @@ def open_outputs(run: RunConfig, recipe: Recipe, folder: RunFolder, step: int) -
             loggers=extra,
             display=stack.enter_context(TrainingDisplay(run.steps, step, rewards)),
             recipe_metrics=recipe.metrics,
-            total_tokens=last.get("training/total_tokens", 0.0),
-            total_skipped=last.get("training/nonfinite_skipped_total", 0.0),
-            total_empty=last.get("training/empty_skipped_total", 0.0),
+            totals={name: last.get(name, 0.0) for name in TOTALS},
             drifted=last.get("sampling/drift_alarm", 0.0) > 0,
             lookout=Lookout(history),
         )
 
 
-def save_nonfinite(folder: RunFolder, name: str, skipped: NonFinite) -> Path:
+def save_nonfinite(folder: RunFolder, name: str, skipped: NonFinite) -> None:
     """Saves the batch of a skipped update as plain arrays in an .npz file."""
     path = folder.path / "nonfinite" / f"{name}.npz"
     # A collective: all processes copy to the host, and the first one writes.
     batch = to_host(skipped.batch)
     arrays = {name: value for name, value in vars(batch).items() if value is not None}
-    arrays |= {
-        "loss": np.asarray(skipped.loss),
-        "grad_norm": np.asarray(skipped.grad_norm),
-    }
+    arrays |= {"loss": skipped.loss, "grad_norm": skipped.grad_norm}
     if is_main_process():
         path.parent.mkdir(exist_ok=True)
         np.savez(path, allow_pickle=False, **arrays)
-    return path
 
 
 def finish(folder: RunFolder, title: str, stopped: bool) -> None:

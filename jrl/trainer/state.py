@@ -1,15 +1,14 @@
 """Train state: everything that changes during a run, as one pytree; saved in checkpoints."""
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Generic, Literal, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from jrl.losses import EntropyStatistics
@@ -27,6 +26,8 @@ from jrl.trainer.learner.learner import (
     copy_arrays,
     float32_shardings,
     keeps_masters,
+    map_networks,
+    replicate,
     state_shardings,
     weights_of,
 )
@@ -64,8 +65,6 @@ class Randomness:
 class TrainState(Generic[Leaf]):
     """Train state between two steps.
 
-    RNG keys need no state: each is derived from the seed, the step and its purpose.
-
     Attributes:
       step: ``[]`` steps done.
       prompts_seen: ``[]`` training prompts used so far, including those of the warm start.
@@ -98,7 +97,7 @@ def init_weights(config: ModelConfig, mesh: FoldedMesh, key: Array) -> Transform
     return _initialiser(config, mesh)(key)
 
 
-@functools.cache
+@cache
 def _initialiser(config: ModelConfig, mesh: FoldedMesh) -> Callable[[Array], Transformer[Array]]:
     """Compiled function of `init_weights`, cached."""
     return jit_sharded(
@@ -110,11 +109,10 @@ def _initialiser(config: ModelConfig, mesh: FoldedMesh) -> Callable[[Array], Tra
 def init_adapters(config: ModelConfig, mesh: FoldedMesh, key: Array) -> Transformer[Array]:
     """Initialises adapters, and the value head of a critic, sharded on the mesh; None in the place
     of frozen weights."""
-    make = jit_sharded(
+    return jit_sharded(
         lambda key: placement.in_chunks(moe_weights.initialise_trained(config, key), mesh),
         select_trained(placement.shardings(config, mesh), moe_weights.table(config)),
-    )
-    return make(key)
+    )(key)
 
 
 def init_state(
@@ -133,65 +131,47 @@ def init_state(
       adapters: of a policy with adapters, as `init_adapters` returns them. The critic has adapters
         of its own on the same base weights, and a value head that is fully trained.
     """
-    config, critic = networks.policy.config, None
+    config, mesh, critic = networks.policy.config, networks.mesh, None
     # Frozen weights have no masters: they are cast once, and policy and critic share the arrays.
     if config.lora is not None:
         assert adapters is not None, "a policy with adapters needs initial adapters"
-        base_weights = weights_of(policy, config.without_adapters(), networks.mesh)
+        base_weights = weights_of(policy, config.without_adapters(), mesh)
         policy = with_base(base_weights, adapters, moe_weights.table(config))
         if networks.critic is not None:
             critic_config = networks.critic.config
-            critic_adapters = init_adapters(critic_config, networks.mesh, critic_key)
-            critic_weights = with_base(
-                base_weights, critic_adapters, moe_weights.table(critic_config)
+            critic_adapters = init_adapters(critic_config, mesh, critic_key)
+            critic = networks.critic.init(
+                with_base(base_weights, critic_adapters, moe_weights.table(critic_config))
             )
-            critic = networks.critic.init(critic_weights)
     elif networks.critic is not None:
         # It starts as the policy with a value head of zeros, so that values start at 0.
-        network = networks.critic
-        head = init_weights(network.config, network.mesh, critic_key).head
-        critic = network.init(replace(policy, head=head))
-
-    # `+ 0` makes a new buffer: `device_put` may return one that another field has.
-    def counter(value: int) -> Array:
-        return jax.device_put(jnp.asarray(value, jnp.int32), replicated(networks.mesh)) + 0
-
-    learner, reference = networks.policy.init(policy), None
+        head = init_weights(networks.critic.config, mesh, critic_key).head
+        critic = networks.critic.init(replace(policy, head=head))
+    learner = networks.policy.init(policy)
+    reference = unfinished = entropy_statistics = None
     if networks.recipe.uses_reference and config.lora is None:
         # A copy, as the first update donates the policy's buffers.
         reference = copy_arrays(learner.weights)
+    # Empty or neutral rather than None where steps will fill it: the state keeps its structure.
+    objective = networks.policy.objective
+    if isinstance(networks.recipe.collection, Windows):
+        empty_rows = none_unfinished(networks.recipe, objective.response_length)
+        unfinished = to_devices(empty_rows, replicated(mesh))
+    if objective.sampling.adaptive is not None:
+        entropy_statistics = replicate(EntropyStatistics.neutral(), mesh)
     return TrainState(
-        step=counter(0),
-        prompts_seen=counter(prompts_seen),
+        step=replicate(jnp.zeros((), jnp.int32), mesh),
+        prompts_seen=replicate(jnp.asarray(prompts_seen, jnp.int32), mesh),
         policy=learner,
         critic=critic,
         reference=reference,
-        unfinished=_unfinished(networks),
-        entropy_statistics=_first_statistics(networks),
-        # Empty rather than None where steps will fill it: the state keeps its structure.
+        unfinished=unfinished,
+        entropy_statistics=entropy_statistics,
         ahead=None
         if networks.ahead_spec is None
-        else to_devices(networks.ahead_spec.empty(), replicated(networks.mesh)),
+        else to_devices(networks.ahead_spec.empty(), replicated(mesh)),
         pool=None if networks.pool_spec is None else empty_pool(*networks.pool_spec),
     )
-
-
-def _first_statistics(networks: Networks) -> EntropyStatistics[Array] | None:
-    """Neutral entropy statistics for the first step, which samples at the base temperature; None
-    for a constant temperature."""
-    if networks.policy.objective.sampling.adaptive is None:
-        return None
-    # Distinct buffers, as everywhere in the state.
-    sharding = replicated(networks.mesh)
-    return jax.tree.map(lambda x: jax.device_put(x, sharding) + 0, EntropyStatistics.neutral())
-
-
-def _unfinished(networks: Networks) -> Unfinished[Array] | None:
-    objective = networks.policy.objective
-    if not isinstance(objective.recipe.collection, Windows):
-        return None
-    empty_rows = none_unfinished(objective.recipe, objective.response_length)
-    return to_devices(empty_rows, replicated(networks.mesh))
 
 
 def abstract(networks: Networks) -> TrainState[Any]:
@@ -199,26 +179,37 @@ def abstract(networks: Networks) -> TrainState[Any]:
     into."""
     policy, critic, mesh = networks.policy, networks.critic, networks.mesh
 
-    def initial_state(weights: Transformer[Array], key: Array) -> TrainState[Array]:
-        adapters = None
-        if policy.config.lora is not None:
-            adapters = init_adapters(policy.config, mesh, key)
-        return init_state(networks, placement.in_chunks(weights, mesh), key, adapters=adapters)
+    def initial_state() -> TrainState[Array]:
+        config, key = policy.config, jax.random.key(0)
+        adapters = None if config.lora is None else init_adapters(config, mesh, key)
+        weights = init_weights(config.without_adapters(), mesh, key)
+        return init_state(networks, weights, key, adapters=adapters)
 
-    state = jax.eval_shape(
-        initial_state,
-        moe_weights.shapes(policy.config.without_adapters()),
-        jax.eval_shape(lambda: jax.random.key(0)),
+    state = replace(jax.eval_shape(initial_state), pool=None)
+    pool = None if networks.pool_spec is None else abstract_pool(*networks.pool_spec)
+    shardings = replace(
+        _shardings(state, policy.config, mesh),
+        policy=_learner_shardings(state.policy, policy),
+        critic=None if critic is None else _learner_shardings(state.critic, critic),
     )
-    weights = placement.shardings(policy.config, mesh)
-    separate_fields = "policy", "critic", "pool"
-    other_fields = {name: x for name, x in vars(state).items() if name not in separate_fields}
+    return replace(jax.tree.map(abstract_array, state, shardings), pool=pool)
+
+
+def _shardings(tree: Any, config: ModelConfig, mesh: FoldedMesh) -> Any:
+    """Shardings of a tree: weights as a network is stored, everything else replicated."""
+    weights = placement.shardings(config, mesh)
+    return map_networks(lambda _: weights, lambda _: replicated(mesh), tree)
+
+
+def _learner_shardings(learner: Learner[Any], network: Network[Any]) -> Learner[Any]:
+    """Shardings of a learner, as of `update.init_learner` and `update.update`."""
+    config, mesh = network.config, network.mesh
+    # Separately: moments are trees like the weights, and are sharded where weights may be
+    # replicated.
     return replace(
-        state,
-        **_abstract_tree(other_fields, weights, mesh),
-        policy=_abstract_learner(state.policy, policy),
-        critic=None if critic is None else _abstract_learner(state.critic, critic),
-        pool=None if networks.pool_spec is None else abstract_pool(*networks.pool_spec),
+        _shardings(replace(learner, opt_state=None, masters=None), config, mesh),
+        opt_state=state_shardings(learner.opt_state, config, mesh),
+        masters=None if learner.masters is None else placement.shard_shardings(config, mesh),
     )
 
 
@@ -239,44 +230,40 @@ def save(
         _save_base(checkpoints, networks, state.policy.weights)
     # Pipeline stages may store layers out of order or with padding, which must not affect a reader
     # with another layout.
-    num_layers = moe_weights.axis_sizes(networks.policy.config)["layer"]
-    saved_state = _restack(
-        networks,
-        _without_cast(networks, state),
-        lambda: _without_cast(networks, abstract(_with_layer_order(networks))),
-        lambda weights: placement.in_layer_order(weights, networks.mesh, num_layers),
-    )
+    stored = _restack(_without_cast(networks, state), networks, _with_layer_order(networks))
     with phase(CHECKPOINT):
-        checkpoints.save(int(state.step), saved_state, meta)
+        checkpoints.save(int(state.step), stored, meta)
 
 
 def restore(checkpoints: Checkpoints, networks: Networks, step: int) -> TrainState[Array]:
     """Restores the state that `save` wrote, on the mesh of `networks`, which may be another."""
-    like = _without_cast(networks, abstract(_with_layer_order(networks)))
+    config, in_order = networks.policy.config, _with_layer_order(networks)
     with phase(CHECKPOINT):
-        state = checkpoints.restore(step, like)[0]
-    state = _restack(
-        networks,
-        state,
-        lambda: _without_cast(networks, abstract(networks)),
-        lambda weights: placement.in_chunks(weights, networks.mesh),
-    )
-    if networks.policy.config.lora is not None:
-        base_weights = restore_base(checkpoints, networks.policy.config, networks.mesh)
-        return _map_learners(functools.partial(_with_base, base_weights), networks, state)
+        stored, _ = checkpoints.restore(step, _abstract_stored(in_order))
+    base = None if config.lora is None else restore_base(checkpoints, config, networks.mesh)
+
+    def complete(learner: Learner[Array], network: Network[Any]) -> Learner[Array]:
+        """Inverse of `_without_cast`."""
+        if base is not None:
+            weights = with_base(base, learner.weights, moe_weights.table(network.config))
+            return replace(learner, weights=weights)
+        if not keeps_masters(network.config):
+            return learner
+        weights = weights_of(learner.weights, network.config, network.mesh)
+        return replace(learner, weights=weights, masters=learner.weights)
+
     # Last: the weights are cast from masters that are sharded as in this run.
-    return _map_learners(_with_cast, networks, state)
+    return _map_learners(complete, networks, _restack(stored, in_order, networks))
 
 
 def _save_base(checkpoints: Checkpoints, networks: Networks, weights: Transformer[Array]) -> None:
     """Writes the base weights of a policy with adapters, unless they are stored already.
 
-    They are written once, next to the checkpoints in ``checkpoints/base``, in the dtypes of
-    computation and with the layers in order: a run resumes without the public checkpoint that it
-    started from.
+    They are in ``checkpoints/base``, in the dtypes of computation: a run resumes without the public
+    checkpoint that it started from.
     """
     config, mesh = networks.policy.config.without_adapters(), networks.mesh
-    base_checkpoints = _base_checkpoints(checkpoints)
+    base_checkpoints = Checkpoints(checkpoints.directory / BASE)
     if checkpoints.latest_step() is None:
         base_checkpoints.drop_after(-1)  # of a run that was killed before its first checkpoint
     if base_checkpoints.steps():
@@ -295,9 +282,6 @@ def restore_base(
 ) -> Transformer[Array]:
     """Restores the base weights of a policy with adapters, on a mesh, which may be another.
 
-    Args:
-      config: of the policy.
-
     Raises:
       ValueError: where they are missing, damaged, or those of another network.
     """
@@ -306,16 +290,12 @@ def restore_base(
     like = jax.tree.map(
         abstract_array, moe_weights.cast_shapes(config), placement.shardings(config, plain)
     )
-    in_order, _ = _base_checkpoints(checkpoints).restore(0, like)
+    in_order, _ = Checkpoints(checkpoints.directory / BASE).restore(0, like)
     if mesh == plain:
         return in_order
     # `reshard` returns unsharded weights (no FSDP); training may need them sharded.
     resharded = reshard(in_order, config, plain, mesh)
     return jax.device_put(resharded, placement.shardings(config, mesh))
-
-
-def _base_checkpoints(checkpoints: Checkpoints) -> Checkpoints:
-    return Checkpoints(checkpoints.directory / BASE)
 
 
 def _without_cast(networks: Networks, state: TrainState[Leaf]) -> TrainState[Leaf]:
@@ -330,12 +310,10 @@ def _without_cast(networks: Networks, state: TrainState[Leaf]) -> TrainState[Lea
     return _map_learners(keep_trained, networks, state)
 
 
-def _with_base(
-    base_weights: Transformer[Array], learner: Learner[Array], network: Network[Any]
-) -> Learner[Array]:
-    """Inverse of `_without_cast` for a network with adapters."""
-    weights = with_base(base_weights, learner.weights, moe_weights.table(network.config))
-    return replace(learner, weights=weights)
+def _abstract_stored(networks: Networks) -> TrainState[Any]:
+    """Shapes, dtypes and shardings of the state as it is stored, layers as on the mesh of
+    `networks`."""
+    return _without_cast(networks, abstract(networks))
 
 
 def _map_learners(
@@ -361,15 +339,7 @@ def reference_of(
         return None
     if state.reference is not None:
         return networks, state.reference
-    return networks.with_adapters(None), without_adapters(state.policy.weights)
-
-
-def _with_cast(learner: Learner[Array], network: Network[Any]) -> Learner[Array]:
-    """Inverse of `_without_cast`: casts the weights from their masters."""
-    if not keeps_masters(network.config):
-        return learner
-    weights = weights_of(learner.weights, network.config, network.mesh)
-    return replace(learner, weights=weights, masters=learner.weights)
+    return networks.without_adapters(), without_adapters(state.policy.weights)
 
 
 def _with_layer_order(networks: Networks) -> Networks:
@@ -377,54 +347,23 @@ def _with_layer_order(networks: Networks) -> Networks:
     return networks.with_mesh(placement.without_chunks(networks.policy.config, networks.mesh))
 
 
-def _restack(
-    networks: Networks,
-    state: TrainState[Array],
-    like: Callable[[], TrainState[Any]],
-    stack: Callable[[Transformer[Array]], Transformer[Array]],
-) -> TrainState[Array]:
-    """Applies `stack` to all weight trees of the state, with the shapes and shardings that `like`
-    returns."""
-    # Only a pipeline stacks layers differently; `like` takes as long as a step of a small network.
-    if networks.mesh == _with_layer_order(networks).mesh:
-        return state
+def _restack(stored: TrainState[Array], source: Networks, target: Networks) -> TrainState[Array]:
+    """Reshapes the weights of a stored state from the stacks of layers on the mesh of `source` to
+    those on that of `target`."""
+    # Only a pipeline stacks layers differently, and `abstract` takes as long as a step of a small
+    # network.
+    if source.mesh == target.mesh:
+        return stored
+    num_layers = moe_weights.axis_sizes(source.policy.config)["layer"]
 
-    def stack_node(node: Any) -> Any:
-        return stack(node) if isinstance(node, Transformer) else node
+    def restack(weights: Transformer[Array]) -> Transformer[Array]:
+        in_order = placement.in_layer_order(weights, source.mesh, num_layers)
+        return placement.in_chunks(in_order, target.mesh)
 
     # The pool has no stacked layers, and may be on other devices.
-    restack = jit_sharded(
-        lambda state: jax.tree.map(stack_node, state, is_leaf=_is_network),
-        jax.tree.map(lambda leaf: leaf.sharding, replace(like(), pool=None)),
+    like = replace(_abstract_stored(target), pool=None)
+    compiled = jit_sharded(
+        lambda state: map_networks(restack, lambda leaf: leaf, state),
+        jax.tree.map(lambda leaf: leaf.sharding, like),
     )
-    return replace(restack(replace(state, pool=None)), pool=state.pool)
-
-
-def _abstract_learner(learner: Learner[Any], network: Network[Any]) -> Learner[Any]:
-    """Shapes and shardings of a learner, as of `update.init_learner` and `update.update`."""
-    config, mesh = network.config, network.mesh
-    # Separately: moments are trees like the weights, and are sharded where weights may be
-    # replicated.
-    others = replace(learner, opt_state=None)
-    abstract_learner = _abstract_tree(others, placement.shardings(config, mesh), mesh)
-    opt_shardings = state_shardings(learner.opt_state, config, mesh)
-    return replace(
-        abstract_learner,
-        opt_state=jax.tree.map(abstract_array, learner.opt_state, opt_shardings),
-        masters=_abstract_tree(learner.masters, placement.shard_shardings(config, mesh), mesh),
-    )
-
-
-def _abstract_tree(tree: Any, shardings: Transformer[NamedSharding], mesh: FoldedMesh) -> Any:
-    """Shapes and shardings of a tree: weights by `shardings`, everything else replicated."""
-
-    def abstract_node(node: Any) -> Any:
-        if isinstance(node, Transformer):
-            return jax.tree.map(abstract_array, node, shardings)
-        return abstract_array(node, replicated(mesh))
-
-    return jax.tree.map(abstract_node, tree, is_leaf=_is_network)
-
-
-def _is_network(node: Any) -> bool:
-    return isinstance(node, Transformer)
+    return replace(compiled(replace(stored, pool=None)), pool=stored.pool)

@@ -46,16 +46,13 @@ def conversation_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     conversations = [each for each in of_completions if each is not None]
     if not conversations:
         return {}
-    return {
-        "conversation/turns": float(np.mean([len(each.policy_messages) for each in conversations])),
-        "conversation/cut_turns": float(
-            np.mean([len(each.truncated_turns) for each in conversations])
-        ),
-        "conversation/answer_tokens": float(
-            np.mean([each.num_answer_tokens for each in conversations])
-        ),
-        "conversation/turn_limit": float(np.mean([each.turn_limit for each in conversations])),
+    values = {
+        "turns": [len(each.policy_messages) for each in conversations],
+        "cut_turns": [len(each.truncated_turns) for each in conversations],
+        "answer_tokens": [each.num_answer_tokens for each in conversations],
+        "turn_limit": [each.turn_limit for each in conversations],
     }
+    return {f"conversation/{name}": float(np.mean(of_each)) for name, of_each in values.items()}
 
 
 def task_metrics(completions: Sequence[Completion], method: str | None = None) -> dict[str, float]:
@@ -101,44 +98,30 @@ def describe(
     # Dynamic sampling may end without any informative group.
     masked_advantages = advantages[mask] if mask.any() else np.zeros(1)
     truncated = np.array([completion.truncated for completion in completions])
-    metrics = {
-        **_spread("critic/advantages", masked_advantages),
-        "training/tokens": valid.sum(),
-    }
+    metrics = {**_spread("critic/advantages", masked_advantages), "training/tokens": valid.sum()}
     # Unfinished responses are not verified: their score of 0 has no meaning.
     if finished is not None:
         scores, lengths, rewards, truncated = (
             x[finished] for x in (scores, lengths, rewards, truncated)
         )
     if len(scores):
-        metrics |= _finished_metrics(scores, lengths, rewards, truncated, group_size)
+        metrics |= {
+            **_spread("critic/score", scores),
+            **_spread("critic/rewards", rewards),
+            "critic/rewards/std": rewards.std(),
+            **_spread("response_length", lengths),
+            "response_length/clip_ratio": truncated.mean(),
+        }
+        if group_size is not None:
+            metrics["critic/score/group_std"] = scores.reshape(-1, group_size).std(axis=1).mean()
+        if group_size is not None and group_size > 1:
+            group_rewards = rewards.reshape(-1, group_size)
+            metrics["frac_reward_zero_std"] = (np.ptp(group_rewards, axis=1) == 0).mean()
     metrics |= (
         reward_means(completions) | task_metrics(completions) | conversation_metrics(completions)
     )
     metrics |= answer_statistics(single_turn_answers(completions))
     return {name: float(value) for name, value in metrics.items()}
-
-
-def _finished_metrics(
-    scores: np.ndarray,
-    lengths: np.ndarray,
-    rewards: np.ndarray,
-    truncated: np.ndarray,
-    group_size: int | None,
-) -> dict[str, Any]:
-    metrics = {
-        **_spread("critic/score", scores),
-        **_spread("critic/rewards", rewards),
-        "critic/rewards/std": rewards.std(),
-        **_spread("response_length", lengths),
-        "response_length/clip_ratio": truncated.mean(),
-    }
-    if group_size is not None:
-        metrics["critic/score/group_std"] = scores.reshape(-1, group_size).std(axis=1).mean()
-    if group_size is not None and group_size > 1:
-        group_rewards = rewards.reshape(-1, group_size)
-        metrics["frac_reward_zero_std"] = (np.ptp(group_rewards, axis=1) == 0).mean()
-    return metrics
 
 
 def _spread(name: str, numbers: np.ndarray) -> dict[str, Any]:

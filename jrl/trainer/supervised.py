@@ -41,8 +41,7 @@ class Supervised:
         chats, rows = setup.task, setup.rows
         assert isinstance(chats, Chats) and rows is not None
         self._setup, self._sampler, self._networks = setup, sampler, setup.networks
-        self._chats: Chats = chats
-        self._rows: ChatRows = rows
+        self._chats, self._rows = chats, rows
         examples = heldout_examples(chats, setup.run.eval_prompts)
         self._heldout = [chat for chat in examples if isinstance(chat, Chat)]
 

@@ -85,16 +85,14 @@ def token_records(
     Returns:
       The records of the rows that `shown_rows` selects, by row index.
     """
-    mesh, objective = networks.mesh, networks.policy.objective
+    # The shown rows do not share prompts.
+    mesh, objective = networks.mesh, networks.policy.objective.for_separate_rows()
     row_indices = shown_rows(completions, token_log.completions)
-    # Padded to divide over the devices; rows do not share prompts here.
+    # Padded to divide over the devices.
     num_rows = -(-len(row_indices) // ranks(mesh)) * ranks(mesh)
     gathered_rows = np.resize(np.asarray(row_indices, np.int32), num_rows)
-    objective = objective.for_separate_rows()
     needed = Batch(
-        tokens=batch.tokens,
-        valid=batch.valid,
-        mask=batch.mask,
+        *(batch.tokens, batch.valid, batch.mask),
         # An unused field, which carries the mask from before `prepare`.
         critic_mask=as_sampled.mask,
         old_logprobs=as_sampled.old_logprobs,

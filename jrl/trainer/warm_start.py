@@ -59,8 +59,7 @@ def warm_start(
     rows = setup.geometry.supervised_rows(run.warm_start_batch)
     # A copy: updates donate their buffers, and `weights` is the caller's.
     learner = imitator.init(weights)
-    step = 0
-    loss = float("nan")
+    step, loss = 0, float("nan")
     while step < run.warm_start_steps:
         examples = _training_examples(setup, step)
         learner, metrics = imitator.update(learner, supervised_batch(setup, examples, rows))

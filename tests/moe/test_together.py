@@ -38,10 +38,10 @@ def on_their_way(config, mesh):
     def local(weights, piece):
         num_tokens = all_sum(jnp.sum(piece[1].astype(jnp.int32)), mesh.dp)
 
-        def loss_of(own, piece, mark):
+        def loss_of(own, piece):
             piece = vary(piece, mesh.except_sequence)
             packed = pack_rows(*piece[:2], mesh, config, replay_of(piece))
-            x, stats = model.run(mark(own), packed, config, mesh)
+            x, stats = model.run(own, packed, config, mesh)
             total = token_loss(own, x, piece, num_tokens, config, mesh)
             total = total + router_loss(stats, config, mesh, num_tokens)
             return all_sum(total, mesh.except_sequence), all_sum(stats, mesh.axes)

@@ -11,7 +11,6 @@ References:
   https://arxiv.org/abs/1710.03740
 """
 
-import functools
 from collections.abc import Callable
 from functools import cache
 from typing import Any, Generic, TypeVar
@@ -23,11 +22,12 @@ from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from jrl.recipes.base.batch import replicated
 from jrl.recipes.base.optimizer import Optimizer
 from moe import placement
 from moe.adapters import combine_trees, select_frozen, select_trained
 from moe.config import ModelConfig
-from moe.weights import Transformer, cast, table
+from moe.weights import Transformer, cast, shapes, table
 from sharding.folding import FoldedMesh
 from sharding.sharded_jit import jit_sharded
 from sharding.zero import unshard
@@ -88,19 +88,18 @@ def init_learner(
       weights: float32; copied, because updates donate their buffers. For a network with adapters in
         the dtypes of computation; its frozen weights are not copied.
     """
-    if config.lora is not None:
-        # Moments of trained weights only: those of a frozen weight would be zeros for ever.
-        trainable, base = split(weights, config)
-        trained_weights = copy_arrays(trainable)
-        moments = _init_moments(optimizer, trained_weights, config, mesh)
-        return Learner(combine_trees(trained_weights, base), moments, *_zero_counters(mesh))
+    # Moments of trained weights only: those of a frozen weight would be zeros for ever.
+    trained, frozen = split(weights, config)
     keeps = keeps_masters(config)
-    trained_weights = to_masters(config, mesh)(weights) if keeps else copy_arrays(weights)
-    opt_state = _init_moments(optimizer, trained_weights, config, mesh)
-    if not keeps:
-        return Learner(trained_weights, opt_state, *_zero_counters(mesh))
-    weights = weights_of(trained_weights, config, mesh)
-    return Learner(weights, opt_state, *_zero_counters(mesh), masters=trained_weights)
+    trained = to_masters(config, mesh)(trained) if keeps else copy_arrays(trained)
+    opt_state = _moments_init(optimizer, config, mesh)(trained)
+    counters: dict[str, Any] = {
+        name: replicate(jnp.zeros((), jnp.int32), mesh)
+        for name in ("updates", "skipped", "skipped_in_a_row")
+    }
+    if keeps:
+        return Learner(weights_of(trained, config, mesh), opt_state, **counters, masters=trained)
+    return Learner(combine_trees(trained, frozen), opt_state, **counters)
 
 
 def copy_arrays(tree: Tree) -> Tree:
@@ -115,36 +114,22 @@ def _copy_leaves(leaves: list[Array]) -> list[Array]:
     return [jnp.copy(leaf) for leaf in leaves]
 
 
-def _init_moments(
-    optimizer: Optimizer, trained_weights: Any, config: ModelConfig, mesh: FoldedMesh
-) -> Any:
-    leaves, structure = jax.tree.flatten(trained_weights)
-    sizes = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-    return _compiled_moments_init(optimizer, structure, sizes, config, mesh)(trained_weights)
-
-
-@functools.cache
-def _compiled_moments_init(
-    optimizer: Optimizer,
-    structure: Any,
-    sizes: tuple[jax.ShapeDtypeStruct, ...],
-    config: ModelConfig,
-    mesh: FoldedMesh,
-) -> Callable[[Any], Any]:
-    """Compiled function of `_init_moments`, cached."""
+@cache
+def _moments_init(
+    optimizer: Optimizer, config: ModelConfig, mesh: FoldedMesh
+) -> Callable[..., optax.OptState]:
+    """Compiled function that initialises the optimizer state of trained weights."""
     init = transformation(optimizer).init
-    like = jax.eval_shape(init, structure.unflatten(sizes))
+    # For the structure: shardings do not depend on sizes.
+    like = jax.eval_shape(init, select_trained(shapes(config), table(config)))
     return jit_sharded(init, state_shardings(like, config, mesh))
 
 
-def _zero_counters(mesh: FoldedMesh) -> tuple[Array, Array, Array]:
-    """Counters of a new learner."""
-    # Distinct buffers: a donated argument may not name one twice.
-    replicated = NamedSharding(mesh.mesh, PartitionSpec())
-    updates, skipped, in_a_row = (
-        jax.device_put(jnp.zeros((), jnp.int32), replicated) + 0 for _ in range(3)
-    )
-    return updates, skipped, in_a_row
+def replicate(tree: Tree, mesh: FoldedMesh) -> Tree:
+    """Copies arrays to every device, each into a buffer of its own: a donated argument may not name
+    one twice."""
+    # `device_put` may return a buffer that another array has; a sum is a new one.
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, replicated(mesh)) + 0, tree)
 
 
 def split(
@@ -159,12 +144,20 @@ def state_shardings(opt_state: Any, config: ModelConfig, mesh: FoldedMesh) -> An
     """Shardings of the optimizer state: moments sharded (`moe.placement.shard_specs`), counters
     replicated."""
     shards = split(placement.shard_shardings(config, mesh), config)[0]
+    return map_networks(lambda _: shards, lambda _: replicated(mesh), opt_state)
 
-    def sharding_of(node: Any) -> Any:
-        replicated = NamedSharding(mesh.mesh, PartitionSpec())
-        return shards if isinstance(node, Transformer) else replicated
 
-    return jax.tree.map(sharding_of, opt_state, is_leaf=lambda node: isinstance(node, Transformer))
+def map_networks(
+    network: Callable[[Transformer[Any]], Any], leaf: Callable[[Any], Any], tree: Any
+) -> Any:
+    """Maps one function over the weight trees in `tree`, and another over all other leaves."""
+
+    def is_network(node: Any) -> bool:
+        return isinstance(node, Transformer)
+
+    return jax.tree.map(
+        lambda node: network(node) if is_network(node) else leaf(node), tree, is_leaf=is_network
+    )
 
 
 def keeps_masters(config: ModelConfig) -> bool:
@@ -215,14 +208,13 @@ def cast_and_gather(
     if config.execution.fsdp:
         return shards
     # The type of a gather does not say that gathered weights are equal on all devices.
-    gather = jax.shard_map(
+    return jax.shard_map(
         lambda shards: unshard(shards, shard_dims),
         mesh=mesh.mesh,
         in_specs=(shard_specs,),
         out_specs=specs,
         check_vma=False,
-    )
-    return gather(shards)
+    )(shards)
 
 
 def constrain_sharding(

@@ -21,7 +21,6 @@ from jrl.trainer.learner.learner import Learner, init_learner, split
 from jrl.trainer.learner.update import Max, Objective, update
 from jrl.trainer.scoring import RetryOnOverflow, logprobs_and_entropy_of
 from moe.adapters import combine_trees
-from moe.architecture.lora import Lora
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.router.statistics import RouterStatistics, run_with_fallback
@@ -111,7 +110,23 @@ class PolicyObjective(Objective):
         return loss, {**metrics, **differences}
 
     def router_metrics(self, router: RouterStatistics[Array] | None) -> dict[str, Any]:
-        metrics = _router_metrics(router, self.mesh)
+        """Means over tokens and layers, and the load of each expert, of the tokens of all ranks of
+        ``cp`` and ``tp``."""
+        if router is None:
+            return {}
+        # Metrics only; the gradient comes from `router_loss`.
+        router = all_sum(jax.lax.stop_gradient(router), self.mesh.sequence)
+        metrics = {
+            "moe/load_balancing_loss": Mean(router.balance, router.tokens),
+            "moe/z_loss": Mean(router.z, router.tokens),
+            "moe/router_entropy": Mean(router.entropy, router.tokens),
+            "moe/dropped_fraction": Mean(router.dropped, jnp.sum(router.load)),
+            "moe/padded_fraction": Mean(router.padded, router.positions),
+            # Counts and no mean: the selection bias is updated by those of the whole mini-batch.
+            "load": router.load,
+        }
+        if router.agreed is not None and router.replayed is not None:
+            metrics["moe/replay_agreement"] = Mean(router.agreed, router.replayed)
         if self.recipe.router_replay == "R3":
             metrics["sampling/routing_agreement"] = metrics["moe/replay_agreement"]
         return metrics
@@ -181,29 +196,9 @@ def statistics_of(
     return jax.lax.stop_gradient(statistics), overflow
 
 
-def _router_metrics(router: RouterStatistics[Array] | None, mesh: FoldedMesh) -> dict[str, Any]:
-    """Means over tokens and layers, and the load of each expert, of the tokens of all ranks
-    of ``cp`` and ``tp``."""
-    if router is None:
-        return {}
-    # Metrics only; the gradient comes from `router_loss`.
-    router = jax.lax.stop_gradient(router)
-    router = all_sum(router, mesh.sequence)
-    metrics = {
-        "moe/load_balancing_loss": Mean(router.balance, router.tokens),
-        "moe/z_loss": Mean(router.z, router.tokens),
-        "moe/router_entropy": Mean(router.entropy, router.tokens),
-        "moe/dropped_fraction": Mean(router.dropped, jnp.sum(router.load)),
-        "moe/padded_fraction": Mean(router.padded, router.positions),
-        # Counts and no mean: the selection bias is updated by those of the whole mini-batch.
-        "load": router.load,
-    }
-    if router.agreed is not None and router.replayed is not None:
-        metrics["moe/replay_agreement"] = Mean(router.agreed, router.replayed)
-    return metrics
-
-
 ObjectiveT = TypeVar("ObjectiveT", PolicyObjective, CriticObjective, SupervisedObjective)
+Updated = tuple[Learner[Array], dict[str, Any]]
+"""Learner after an optimizer step, and the metrics of the step."""
 
 
 def overlap_flags(execution: Execution) -> list[str]:
@@ -216,28 +211,18 @@ def overlap_flags(execution: Execution) -> list[str]:
     return [flag(name) for name, is_on in requested.items() if is_on]
 
 
-def can_overlap(execution: Execution, mesh: FoldedMesh) -> bool:
-    """True if overlap is requested on accelerators that communicate; a CPU runs its collectives one
-    by one."""
-    if mesh.layout.num_devices == 1 or mesh.platform in (None, "cpu"):
-        return False
-    return bool(overlap_flags(execution))
-
-
 def warn_if_synchronous(program: Any, num_static: int, *args: Any) -> None:
     """Prints one line if overlap is requested and all collectives of an update are synchronous.
 
-    It compiles the program once for each set of static arguments; the next call of `program` runs
-    it.
-
-    Args:
-      program: jitted function of the update (`jrl.trainer.scoring`).
-      num_static: number of static arguments, the objective first.
-      args: of `program`.
+    It compiles `program`, a jitted function, once for each set of its static arguments, the first
+    `num_static`, which begin with the objective; the next call of the program runs it.
     """
     objective = args[0]
-    execution = objective.config.execution
-    if args[:num_static] in _CHECKED or not can_overlap(execution, objective.mesh):
+    flags, mesh = overlap_flags(objective.config.execution), objective.mesh
+    if not flags or args[:num_static] in _CHECKED:
+        return
+    # A CPU runs its collectives one by one, and a single device has none.
+    if mesh.layout.num_devices == 1 or mesh.platform in (None, "cpu"):
         return
     _CHECKED.add(args[:num_static])
     text = program.lower(*args).compile().as_text()
@@ -245,7 +230,7 @@ def warn_if_synchronous(program: Any, num_static: int, *args: Any) -> None:
         return
     _WARNINGS.warn(
         "synchronous",
-        f"{', '.join(overlap_flags(execution))}: the compiler overlaps nothing, all collectives of "
+        f"{', '.join(flags)}: the compiler overlaps nothing, all collectives of "
         "the update are synchronous. On a GPU its memory is too tight then: choose a smaller "
         "--micro-batch or --remat full, or leave out what overlaps.",
     )
@@ -285,16 +270,14 @@ class Network(Generic[ObjectiveT]):
         batch: Batch[Array],
         statistics: Any = None,
         passes: Array | None = None,
-    ) -> tuple[Learner[Array], dict[str, Any]]:
+    ) -> Updated:
         """Runs one optimizer step, see `jrl.trainer.learner.update.update`; on an overflow of the
         expert buffers it is recomputed with dropless ones.
 
         A network with adapters donates only these: its frozen weights may be shared with others.
         """
 
-        def run(
-            objective: ObjectiveT, learner: Learner[Array]
-        ) -> tuple[tuple[Learner[Array], dict[str, Any]], Array | None]:
+        def run(objective: ObjectiveT, learner: Learner[Array]) -> tuple[Updated, Array | None]:
             settings = objective, self.optimizer, self.num_micro_batches
             if objective.config.lora is None:
                 learner, metrics = _update(*settings, learner, batch, statistics, passes)
@@ -305,9 +288,7 @@ class Network(Generic[ObjectiveT]):
             learner = replace(learner, weights=combine_trees(learner.weights, frozen))
             return (learner, metrics), metrics.get("overflow")
 
-        def without_overflow(
-            result: tuple[Learner[Array], dict[str, Any]],
-        ) -> tuple[Learner[Array], dict[str, Any]]:
+        def without_overflow(result: Updated) -> Updated:
             # Nothing changed: the returned learner equals the donated one, in its buffers.
             learner, first_metrics = result
             (learner, metrics), _ = run(self.objective.for_any_routing(), learner)
@@ -320,7 +301,7 @@ class Network(Generic[ObjectiveT]):
         return replace(self, objective=replace(self.objective, mesh=mesh))
 
 
-def _update(*args: Any) -> tuple[Learner[Array], dict[str, Any]]:
+def _update(*args: Any) -> Updated:
     """`update`; its first call says if the compiled program lacks the requested overlap."""
     warn_if_synchronous(update, 3, *args)
     return update(*args)
@@ -367,10 +348,9 @@ class Networks:
     def mesh(self) -> FoldedMesh:
         return self.policy.mesh
 
-    def with_adapters(self, lora: Lora | None) -> "Networks":
-        """Copy whose policy has other adapters, or none."""
-        objective = self.policy.objective
-        objective = replace(objective, config=replace(objective.config, lora=lora))
+    def without_adapters(self) -> "Networks":
+        """Copy whose policy has no adapters."""
+        objective = replace(self.policy.objective, config=self.policy.config.without_adapters())
         return replace(self, policy=replace(self.policy, objective=objective))
 
     def with_mesh(self, mesh: FoldedMesh) -> "Networks":

@@ -45,15 +45,9 @@ from sharding.collectives import Axes, all_sum, vary
 from sharding.sharded_jit import MeshJit
 from sharding.zero import Reduced, Reduction
 
-WrapWeights = Callable[[Transformer[Array]], Transformer[Any]]
-"""Function of all weights before the forward pass: the same, some of them replaced by a
-`Reduced`."""
-Loss = Callable[[Transformer[Array], Any, WrapWeights], tuple[Array, Any]]
-"""(trained weights, micro-batch, function of all weights before the forward pass) -> the loss of
-the micro-batch and its metrics."""
-
-LAYER_FIELDS = ("layers", "first_layers")
-"""Fields of a network that contain layers."""
+Loss = Callable[[Transformer[Any], Any], tuple[Array, Any]]
+"""(trained weights, some of them in a `Reduced`, micro-batch) -> the loss of the micro-batch and
+its metrics."""
 
 Leaf = TypeVar("Leaf")
 
@@ -125,8 +119,6 @@ def update(
     the caller has to update again with dropless buffers.
 
     Args:
-      objective: the loss.
-      optimizer: settings of the optimizer.
       num_micro_batches: micro-batches the mini-batch is split into on each device.
       learner: donated.
       batch: the mini-batch, rows over ``dp``.
@@ -265,61 +257,30 @@ def _local_gradients(
     # Consecutive rows: samples of a prompt stay in one micro-batch if possible, and share it.
     micro_batches = jax.tree.map(lambda x: x.reshape(num_micro_batches, -1, *x.shape[1:]), batch)
     layer_shard_dims = all_dims.layers if fsdp else None
-    # Under fsdp the transpose of a layer's gather has reduce-scattered its gradient already.
-    is_sharded = replace(
-        jax.tree.map(lambda _: False, shard_dims),
-        layers=jax.tree.map(lambda _: fsdp, shard_dims.layers),
-    )
-    reductions = jax.tree.map(partial(Reduction, mesh), specs, shard_dims, is_sharded)
-    # A scan holds the activations of one micro-batch; a pipeline interleaves several.
-    if mesh.layout.pp == 1:
-        return _sequential_gradients(
-            objective,
-            local_weights,
-            frozen,
-            micro_batches,
-            totals,
-            shard_dims=layer_shard_dims,
-            reductions=reductions,
-            passes=passes,
+    reductions = jax.tree.map(partial(Reduction, mesh), specs, shard_dims)
+    if fsdp:
+        # The transpose of a layer's gather has reduce-scattered its gradient already.
+        in_shards = partial(replace, is_sharded=True)
+        reductions = replace(reductions, layers=jax.tree.map(in_shards, reductions.layers))
+    # A pipeline interleaves several micro-batches.
+    if mesh.layout.pp > 1:
+        assert passes is None, "a pipeline runs all micro-batches in one pass"
+        loss, grads, metrics = _pipeline_gradients(
+            objective, local_weights, frozen, micro_batches, totals, layer_shard_dims
         )
-    assert passes is None, "a pipeline runs all micro-batches in one pass"
-    loss, grads, metrics = _pipeline_gradients(
-        objective, local_weights, frozen, micro_batches, totals, shard_dims=layer_shard_dims
-    )
-    return loss, _reduce_gradients(reductions, grads), metrics
+        return loss, jax.tree.map(Reduction.__call__, reductions, grads), metrics
 
-
-def _reduce_gradients(
-    reductions: Transformer[Any], grads: Transformer[Array]
-) -> Transformer[Array]:
-    return jax.tree.map(lambda reduction, gradient: reduction(gradient), reductions, grads)
-
-
-def _sequential_gradients(
-    objective: Objective,
-    local_weights: Transformer[Array],
-    frozen: Transformer[Array] | None,
-    micro_batches: Batch[Array],
-    totals: Totals[Array],
-    shard_dims: Layer[zero.ShardDim] | None,
-    reductions: Transformer[Any],
-    passes: Array | None,
-) -> tuple[Array, Transformer[Array], dict[str, Any]]:
-    """Loss, sharded gradient and metrics without pipeline parallelism, micro-batch by
-    micro-batch."""
-    config, mesh = objective.config, objective.mesh
-
-    def micro_batch_loss(local_weights, micro_batch, wrap):
+    def micro_batch_loss(local_weights, micro_batch):
         micro_batch = vary(micro_batch, mesh.except_sequence)
-        weights = wrap(local_weights if frozen is None else combine_trees(local_weights, frozen))
-        x, router = model.run(weights, objective.pack(micro_batch), config, mesh, shard_dims)
+        weights = local_weights if frozen is None else combine_trees(frozen, local_weights)
+        x, router = model.run(weights, objective.pack(micro_batch), config, mesh, layer_shard_dims)
         loss, metrics = objective.loss(weights, x, micro_batch, totals)
         loss = loss + router_loss(router, config, mesh, totals.num_valid)
         # Ranks of cp and tp have the same loss, which counts once.
         metrics = {**metrics, **_router_metrics(objective, router)}
         return all_sum(loss, mesh.except_sequence), metrics
 
+    # A scan holds the activations of one micro-batch.
     if config.execution.overlap_grad_reduce:
         loss, grads, metrics = accumulate_with_overlapped_reduction(
             micro_batch_loss, local_weights, reductions, micro_batches, passes, mesh.axes
@@ -328,11 +289,8 @@ def _sequential_gradients(
         loss, grads, metrics = accumulate_gradients(
             micro_batch_loss, local_weights, micro_batches, passes, mesh.axes
         )
-        grads = _reduce_gradients(reductions, grads)
-    metrics = {
-        name: _reduce_metric(metric, mesh.except_sequence) for name, metric in metrics.items()
-    }
-    return loss, grads, metrics
+        grads = jax.tree.map(Reduction.__call__, reductions, grads)
+    return loss, grads, _reduce_metrics(metrics, mesh.except_sequence)
 
 
 def _pipeline_gradients(
@@ -362,10 +320,8 @@ def _pipeline_gradients(
     router_metrics = jax.tree.map(lambda x: x[None], _router_metrics(objective, router))
     # Stages have the same metrics, which count once, and each its own share of the loss.
     metric_axes = tuple(axis for axis in mesh.except_sequence if axis not in mesh.pp)
-    reduced_metrics = {
-        name: _reduce_metric(m, metric_axes) for name, m in {**metrics, **router_metrics}.items()
-    }
-    return all_sum(loss, mesh.except_sequence), grads, reduced_metrics
+    metrics = _reduce_metrics({**metrics, **router_metrics}, metric_axes)
+    return all_sum(loss, mesh.except_sequence), grads, metrics
 
 
 def _router_metrics(objective: Objective, router: RouterStatistics[Array] | None) -> dict[str, Any]:
@@ -375,11 +331,15 @@ def _router_metrics(objective: Objective, router: RouterStatistics[Array] | None
     return metrics | {"overflow": all_sum(router.overflow, objective.mesh.sequence)}
 
 
-def _reduce_metric(metric: Any, axes: tuple[str, ...]) -> Any:
-    """Reduces a metric that is stacked over micro-batches, over them and the devices of `axes`."""
-    if isinstance(metric, Max):
-        return Max(jax.lax.pmax(jnp.max(vary(metric.maximum, axes)), axes))
-    return jax.tree.map(lambda x: all_sum(jnp.sum(x, axis=0), axes), metric)
+def _reduce_metrics(metrics: dict[str, Any], axes: Axes) -> dict[str, Any]:
+    """Reduces metrics that are stacked over micro-batches, over them and the devices of `axes`."""
+
+    def reduce(metric: Any) -> Any:
+        if isinstance(metric, Max):
+            return Max(jax.lax.pmax(jnp.max(vary(metric.maximum, axes)), axes))
+        return jax.tree.map(lambda x: all_sum(jnp.sum(x, axis=0), axes), metric)
+
+    return {name: reduce(metric) for name, metric in metrics.items()}
 
 
 def accumulate_gradients(
@@ -403,10 +363,10 @@ def accumulate_gradients(
     zero_sums = (jnp.zeros((), jnp.float32), vary(zeros, axes))
 
     def add_micro_batch(total, micro_batch):
-        loss_and_metrics, grads = jax.value_and_grad(loss_of, has_aux=True)(
-            local_weights, micro_batch, _unwrapped
+        loss_before, grads_before = total
+        (loss, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(
+            local_weights, micro_batch
         )
-        (loss, metrics), (loss_before, grads_before) = loss_and_metrics, total
         summed = jax.tree.map(lambda total, x: total + x.astype(total.dtype), grads_before, grads)
         return (loss_before + loss, summed), metrics
 
@@ -449,67 +409,41 @@ def accumulate_with_overlapped_reduction(
     last = jax.tree.map(
         lambda x: lax.dynamic_index_in_dim(x, last_index, keepdims=False), micro_batches
     )
-    outside_layers = without_layers(local_weights)
-    zeros = jax.tree.map(
-        lambda reduction, weight: reduction.sum_zeros(weight), reductions, local_weights
-    )
-    zeros = {name: getattr(zeros, name) for name in LAYER_FIELDS}
+    zeros = jax.tree.map(Reduction.sum_zeros, reductions, local_weights)
+
+    def wrap(reduction: Reduction, weight: Array, before: Array | None, zeros: Array) -> Any:
+        return Reduced(weight, before, zeros, reduction)
 
     # Differentiated by these zeros, not by the layers: their cotangent is the sum over devices of
     # the layers' gradient (`sharding.zero`).
-    def last_loss(differentiated):
-        outside_layers, zeros = differentiated
+    def last_loss(differentiated: Transformer[Array]) -> tuple[Array, Any]:
+        wrapped = jax.tree.map(wrap, reductions, local_weights, total, differentiated)
+        return loss_of(_with_layers(differentiated, wrapped), last)
 
-        def wrap_layers(weights: Transformer[Array]) -> Transformer[Any]:
-            stacks = {
-                name: _wrap_stack(
-                    getattr(reductions, name),
-                    getattr(weights, name),
-                    getattr(total, name),
-                    stack_zeros,
-                )
-                for name, stack_zeros in zeros.items()
-            }
-            return replace(weights, **stacks)
+    (last_value, last_metrics), grads = jax.value_and_grad(last_loss, has_aux=True)(
+        _with_layers(local_weights, zeros)
+    )
 
-        stacks = {name: getattr(local_weights, name) for name in LAYER_FIELDS}
-        return loss_of(replace(outside_layers, **stacks), last, wrap_layers)
-
-    (last_value, last_metrics), (outer_grads, layer_grads) = jax.value_and_grad(
-        last_loss, has_aux=True
-    )((outside_layers, zeros))
-
-    def reduce_gradient(reduction: Any, gradient: Array, before: Array | None) -> Array:
+    def reduce_gradient(reduction: Reduction, gradient: Array, before: Array | None) -> Array:
         # As `accumulate_gradients` does it: widened first, added, and then summed over devices.
         gradient = gradient.astype(jnp.float32)
         return reduction(gradient if before is None else before + gradient)
 
-    grads = jax.tree.map(reduce_gradient, *map(without_layers, (reductions, outer_grads, total)))
-    metrics = jax.tree.map(
-        lambda *stacked: _insert_metric(last_index, *stacked),
-        last_metrics,
-        *([] if metrics is None else [metrics]),
-    )
-    return loss + last_value, replace(grads, **layer_grads), metrics
+    reduced = jax.tree.map(reduce_gradient, *map(without_layers, (reductions, grads, total)))
+    if metrics is None:
+        metrics = jax.tree.map(lambda x: x[None], last_metrics)
+    else:
+        metrics = jax.tree.map(partial(_insert_metric, last_index), metrics, last_metrics)
+    return loss + last_value, _with_layers(reduced, grads), metrics
 
 
-def _unwrapped(weights: Transformer[Array]) -> Transformer[Array]:
-    return weights
+def _with_layers(weights: Transformer[Any], layers_of: Transformer[Any]) -> Transformer[Any]:
+    """`weights` with the layers of another network."""
+    return replace(weights, layers=layers_of.layers, first_layers=layers_of.first_layers)
 
 
-def _wrap_stack(reductions: Any, weights: Any, before: Any, zeros: Any) -> Any:
-    """Stack of layers with a `Reduced` instead of each trained weight."""
-
-    def wrap(reduction: Any, weight: Any, before: Any, zero: Any) -> Any:
-        return weight if reduction is None else Reduced(weight, before, zero, reduction)
-
-    return jax.tree.map(wrap, reductions, weights, before, zeros, is_leaf=lambda leaf: leaf is None)
-
-
-def _insert_metric(index: int | Array, last: Array, others: Array | None = None) -> Array:
+def _insert_metric(index: int | Array, others: Array, last: Array) -> Array:
     """Inserts the metric of the last micro-batch at `index` among those of the others, which are
     zeros from there on."""
-    if others is None:
-        return last[None]
     padded = jnp.concatenate([others, jnp.zeros_like(others[:1])])
     return lax.dynamic_update_index_in_dim(padded, last, index, 0)

@@ -127,7 +127,7 @@ def test_a_drift_of_the_sampler_is_shown_where_it_begins():
     shown = []
     display: Any = SimpleNamespace(alarm=shown.append)
     nothing: Any = None
-    opened = outputs.Outputs(nothing, nothing, [], display, {}, 0, 0, 0, drifted=False)
+    opened = outputs.Outputs(nothing, nothing, [], display, {}, {}, drifted=False)
     for step, (kl, alarm) in enumerate([(0.001, 0.0), (0.5, 1.0), (0.6, 1.0), (0.0, 0.0)]):
         opened.warn_of_drift(step, {"sampling/k3_kl": kl, "sampling/drift_alarm": alarm})
     opened.warn_of_drift(4, {})
@@ -144,7 +144,7 @@ def test_a_suspicion_is_shown_once_with_its_samples():
     display: Any = SimpleNamespace(alarm=shown.append)
     samples: Any = SimpleNamespace(append=lambda step, record: written.append((step, record)))
     nothing: Any = None
-    opened = outputs.Outputs(nothing, samples, [], display, {}, 0, 0, 0, drifted=False)
+    opened = outputs.Outputs(nothing, samples, [], display, {}, {}, drifted=False)
 
     def completion(prompt, text, verdict):
         return SimpleNamespace(

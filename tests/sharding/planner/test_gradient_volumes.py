@@ -111,10 +111,10 @@ def test_a_step_with_gradients_on_their_way_sends_what_is_stated(layout, wire, e
             own = replace(own, **zero.unshard(ends, of_ends))
         micro_batches = jax.tree.map(lambda x: x.reshape(3, 2, -1), piece)
 
-        def loss_of(own, piece, mark):
+        def loss_of(own, piece):
             packed = pack_rows(*piece, mesh, config)
             of_layers = cuts.layers if is_sharded else None
-            x, _ = model.run(mark(own), packed, config, mesh, of_layers)
+            x, _ = model.run(own, packed, config, mesh, of_layers)
             one = jnp.int32(1)
             return all_sum(token_loss(own, x, piece, one, config, mesh), mesh.except_sequence), {}
 
