@@ -339,7 +339,7 @@ def reference_of(
         return None
     if state.reference is not None:
         return networks, state.reference
-    return networks.without_adapters(), without_adapters(state.policy.weights)
+    return networks.with_adapters(None), without_adapters(state.policy.weights)
 
 
 def _with_layer_order(networks: Networks) -> Networks:

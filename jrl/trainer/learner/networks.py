@@ -21,6 +21,7 @@ from jrl.trainer.learner.learner import Learner, init_learner, split
 from jrl.trainer.learner.update import Max, Objective, update
 from jrl.trainer.scoring import RetryOnOverflow, logprobs_and_entropy_of
 from moe.adapters import combine_trees
+from moe.architecture.lora import Lora
 from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.router.statistics import RouterStatistics, run_with_fallback
@@ -348,9 +349,10 @@ class Networks:
     def mesh(self) -> FoldedMesh:
         return self.policy.mesh
 
-    def without_adapters(self) -> "Networks":
-        """Copy whose policy has no adapters."""
-        objective = replace(self.policy.objective, config=self.policy.config.without_adapters())
+    def with_adapters(self, lora: Lora | None) -> "Networks":
+        """Copy whose policy has other adapters, or none."""
+        objective = self.policy.objective
+        objective = replace(objective, config=replace(objective.config, lora=lora))
         return replace(self, policy=replace(self.policy, objective=objective))
 
     def with_mesh(self, mesh: FoldedMesh) -> "Networks":

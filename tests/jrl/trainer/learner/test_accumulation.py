@@ -121,8 +121,7 @@ def depended(jaxpr, variables):
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("overlaps", [True, False])
+@pytest.mark.parametrize("overlaps", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_no_sum_waits_for_the_layers_below(overlaps):
     """Of unrolled layers: those of the last wait for fewest products, and those of the first dense
     one for most. In the plain order all wait for all."""
