@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
+import numpy as np
+
 MAX_EXPONENT = 300
 """Largest decimal exponent of an answer, about that of a float: it is written out in digits."""
 LIKELY_ANSWERS = (
@@ -66,7 +68,7 @@ def get_field(record: Mapping[str, Any], name: str, default: Any = None) -> Any:
     """The value of a field, or the default where there is none; a name with a dot is looked for as
     it is, and then as a field of a field."""
     if name in record:
-        return _as_list(record[name])
+        return to_python(record[name])
     outer, dot, inner = name.partition(".")
     value = record.get(outer) if dot else None
     return get_field(value, inner, default) if isinstance(value, Mapping) else default
@@ -102,8 +104,7 @@ def answer_text(value: Any, field: str, location: str) -> str:
       ValueError: for what is no text with content and no number, and for a number that is not
         finite, too large or too small.
     """
-    if hasattr(value, "item"):
-        value = value.item()  # of numpy
+    value = to_python(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return check_text(value, field, location)
     try:
@@ -130,7 +131,7 @@ def check_text(value: Any, field: str, location: str, *, empty: bool = False) ->
 def from_json(value: Any, field: str, location: str, what: str) -> Any:
     """Value of a field, decoded if it is JSON text, as it often is in tables. The message says to
     write `what` instead."""
-    value = _as_list(value)
+    value = to_python(value)
     if not isinstance(value, str):
         return value
     try:
@@ -169,8 +170,13 @@ def short(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _as_list(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else value  # of numpy
+def to_python(value: Any) -> Any:
+    """A value of NumPy or JAX as one of Python. A number has the digits that it needs in its type:
+    as a Python float, a float32 of 0.1 is 0.10000000149011612."""
+    if not hasattr(value, "tolist"):
+        return value
+    value = np.asarray(value)[()]
+    return Number(str(value)) if isinstance(value, np.floating) else value.tolist()
 
 
 def _format_number(value: int | float) -> str:
@@ -190,6 +196,6 @@ def _format_number(value: int | float) -> str:
 def _iterate_fields(record: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
     """The fields and the fields of fields, with dotted names."""
     for name, value in record.items():
-        yield f"{before}{name}", _as_list(value)
+        yield f"{before}{name}", to_python(value)
         if isinstance(value, Mapping):
             yield from _iterate_fields(value, f"{before}{name}.")

@@ -10,13 +10,15 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jrl.tasks.answers.verdict import FINAL
-from jrl.tasks.data.fields import Fields, Number, Row, short
+from jrl.tasks.data.fields import Fields, Number, Row, short, to_python
 from jrl.tasks.data.prompt_list import FiniteTask, PromptList, drop_repeated
 from jrl.tasks.data.records import check_sendable, example_of
 from jrl.tasks.data.split import HeldOut
@@ -106,13 +108,14 @@ def _read_parquet(path: Path) -> Iterator[LocatedRecord]:
         )
     for file in files:
         try:
-            rows = pyarrow.parquet.read_table(file).to_pylist()
+            table = pyarrow.parquet.read_table(file)
+            rows = table.to_pylist()
         except (OSError, pyarrow.ArrowException) as error:
             raise ValueError(
                 f"{file}: cannot be read ({error}): give a Parquet file, or a folder of them"
             ) from error
-        for row_number, row in enumerate(rows, start=1):
-            yield f"{file}:{row_number}", Row(row)
+        for row_number, row in enumerate(_table_rows(rows, table.schema), start=1):
+            yield f"{file}:{row_number}", row
 
 
 def _read_dataset(path: Path) -> Iterator[LocatedRecord]:
@@ -128,8 +131,22 @@ def _read_dataset(path: Path) -> Iterator[LocatedRecord]:
     if isinstance(dataset, datasets.DatasetDict):
         splits = ", ".join(f"{path}/{split}" for split in dataset)
         raise ValueError(f"{path}: holds the splits {splits}: give one of them")
-    for row_number, row in enumerate(dataset, start=1):
-        yield f"{path}:{row_number}", Row(row)
+    rows = _table_rows(dataset, dataset.features.arrow_schema)
+    for row_number, row in enumerate(rows, start=1):
+        yield f"{path}:{row_number}", row
+
+
+def _table_rows(rows: Iterable[Any], schema: Any) -> Iterator[Row]:
+    """Rows of a table, with the numbers of 16 and 32 bits as of NumPy (`to_python`)."""
+    types = {"halffloat": np.float16, "float": np.float32}
+    narrow = {field.name: types.get(str(field.type)) for field in schema}
+    for row in rows:
+        numbers = {
+            name: to_python(of_type(row[name]))
+            for name, of_type in narrow.items()
+            if of_type is not None and row[name] is not None
+        }
+        yield Row(row | numbers)
 
 
 def _check_installed(library: str, extra: str, task: str) -> None:

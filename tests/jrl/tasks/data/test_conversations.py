@@ -3,6 +3,7 @@
 import json
 from functools import partial
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -72,6 +73,21 @@ def test_a_parquet_file(tmp_path):
     ):
         assert read["tools"] != own["tools"]
         assert chat_of(read, place).conversation == chat_of(own, place).conversation
+
+
+@pytest.mark.parametrize("kind", [pa.float16(), pa.float32(), pa.float64()])
+def test_numbers_of_a_table_have_the_digits_of_their_type(tmp_path, kind):
+    answers = pa.array([kind.to_pandas_dtype()(0.1), None], kind)
+    pq.write_table(pa.table({"prompt": ["a", "b"], "answer": answers}), tmp_path / "a.parquet")
+    (place, read), (_, without) = read_records("parquet", tmp_path / "a.parquet")
+    assert example_of(read, place, Fields(), answered=True).answer == "0.1"
+    assert json.dumps([read["answer"], without["answer"]]) == "[0.1, null]"
+
+
+@pytest.mark.parametrize("number", [np.float32(0.1), np.float64(0.1), np.float16(0.1)])
+def test_numbers_of_numpy_have_the_digits_of_their_type(number):
+    record = {"prompt": "a", "answer": number}
+    assert example_of(record, "a", Fields(), answered=True).answer == "0.1"
 
 
 def talk(content, role="user"):
