@@ -166,7 +166,8 @@ class RunFolder:
         if not folder.config_path.is_file():
             raise ValueError(
                 f"run folder {folder.path} holds no run (config.json is missing): "
-                "start one there without --resume, or give the folder of a run"
+                "give the folder of a run, such as runs/grpo-sort-1; without --resume a new one "
+                "starts there"
             )
         return folder
 
