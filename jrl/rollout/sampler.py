@@ -156,37 +156,21 @@ class Unverified:
         # In the order of decoding, which all processes share; verdicts may come in any order.
         self._pending.append((completions, verdicts))
 
-    def poll(self) -> list[Completion]:
-        """Completions whose verdicts came since the last call; a collective operation in a run of
-        multiple processes."""
-        # From the front only: an early one waits for those before it, so that the order of
-        # completions does not depend on the speed of a verifier.
-        done = 0
-        for _, verdicts in self._pending:
-            if verdicts is None or not verdicts.done():
-                break
-            done += 1
-        # Only the first process knows its verdicts. All must take as many, or they would train on
-        # different rows.
-        return self._take(int(broadcast_from_main(done)))
-
-    def wait(self) -> list[Completion]:
-        """All completions that `poll` has not returned yet; a collective operation in a run of
-        multiple processes."""
-        with timed("timing_s/reward", self._seconds):
-            return self._take(len(self._pending))
-
-    def _take(self, num_additions: int) -> list[Completion]:
-        """Waits for the verdicts of the first `num_additions` additions."""
+    def wait(self, num_running: int = 0) -> list[Completion]:
+        """Waits for the verdicts of all additions but the last `num_running`, and returns their
+        completions; a collective operation in a run of multiple processes."""
+        # By number, never by which verdicts are there: what is sampled next, and with it the
+        # rounding of log-probabilities, must not depend on the speed of a verifier.
+        num_additions = len(self._pending) - num_running
         additions, self._pending = self._pending[:num_additions], self._pending[num_additions:]
         # None in the other processes, which wait in the broadcast. An exception of a verifier is
         # raised here, in the thread of the caller.
         futures = [future for _, future in additions if future is not None]
-        with phase(REWARD):
+        with timed("timing_s/reward", self._seconds), phase(REWARD):
             verdicts = [verdict for future in futures for verdict in future.result()]
-        # No broadcast of nothing: `num_additions` is the same in all processes, so none waits
-        # forever.
-        broadcast = iter(_broadcast_verdicts(verdicts) if additions else [])
+            # No broadcast of nothing: the additions are the same in all processes, so none waits
+            # forever.
+            broadcast = iter(_broadcast_verdicts(verdicts) if additions else [])
         return [
             # The same predicate as in `add`: otherwise verdicts would go to other rows.
             replace(each, verdict=next(broadcast)) if _to_verify(each) else each

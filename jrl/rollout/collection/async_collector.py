@@ -25,7 +25,7 @@ from jrl.rollout.collection.collect import (
 from jrl.rollout.collection.dynamic_sampling import Groups
 from jrl.rollout.decoding.prefill import no_choices
 from jrl.rollout.decoding.requests import Finish, Request, Sampled, Trajectory, move_to_host
-from jrl.rollout.sampler import Completion, Sampler, Unverified
+from jrl.rollout.sampler import Completion, Sampler
 from jrl.tasks import REASONS, Example, Verdict
 from jrl.text.prompt_format import text_of
 from moe.config import ModelConfig
@@ -341,16 +341,7 @@ class AsyncCollector(Groups):
         self._submit_prompts()
         # Requests after each poll follow from counts, and so do the weights that sample them.
         while not self._is_complete():
-            trajectories, before = self._poll_engine(), self._unverified
-            if trajectories and self._compares:
-                self._unverified = Unverified(self._sampler.task, self._seconds)
-            if trajectories:
-                self._sampler.judge(self._unverified, trajectories, self._examples)
-                self._ended.update(t.request.prompt for t in trajectories)
-            if self._compares:
-                # Verdicts of one poll are awaited after the next poll: computed meanwhile, and read
-                # at the same point whether the verifier is fast or slow.
-                self._add_verified(before.wait())
+            self._ended.update(trajectory.request.prompt for trajectory in self._poll())
             self._submit_prompts()
         self._add_verified(self._unverified.wait())
         # Rows of later batches are suspended, and continue with the next weights.

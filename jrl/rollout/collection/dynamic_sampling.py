@@ -65,11 +65,18 @@ class Groups:
             requests = self._sampler.requests(fresh, self._recipe.group_size)
             self._sampler.engine.submit(requests, self._sampling)
 
-    def _poll_engine(self) -> list[Trajectory]:
-        """Polls the engine for finished trajectories, and adds the time taken."""
-        # Verification runs in the background meanwhile.
+    def _poll(self) -> list[Trajectory]:
+        """Polls the engine, and starts the verification of finished trajectories. Where verdicts
+        decide what is sampled, those of the poll before are awaited: they were computed meanwhile,
+        and are read at the same point whether the verifier is fast or slow."""
         with timed("timing_s/gen", self._seconds):
-            return self._sampler.engine.poll()
+            trajectories = self._sampler.engine.poll()
+        if trajectories:
+            self._sampler.judge(self._unverified, trajectories, self._examples)
+        if self._compares:
+            # If nothing is in flight, only verdicts are missing.
+            self._add_verified(self._unverified.wait(num_running=1 if trajectories else 0))
+        return trajectories
 
     def _add_verified(self, completions: list[Completion]) -> None:
         for completion in completions:
@@ -113,7 +120,7 @@ class DynamicSampler(Groups):
 
     def find(self) -> tuple[list[Completion], np.ndarray]:
         """Samples until a step has enough informative groups, or the maximum number of prompts is
-        reached. The result does not depend on the order in which responses finish.
+        reached. The result does not depend on the speed of the verifier.
 
         Returns:
           The completions of all needed prompts, in their order, and ``[prompts]`` true for groups
@@ -121,12 +128,7 @@ class DynamicSampler(Groups):
         """
         while not self._is_decided():
             self._submit_prompts()
-            if trajectories := self._poll_engine():
-                self._sampler.judge(self._unverified, trajectories, self._examples)
-                self._add_verified(self._unverified.poll())
-            else:
-                # Nothing is in flight: only verdicts are missing.
-                self._add_verified(self._unverified.wait())
+            self._poll()
         needed = self._needed()
         self._sampler.engine.cancel([prompt for prompt in self._examples if prompt not in needed])
         return self._sampled(needed)

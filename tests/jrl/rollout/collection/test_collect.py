@@ -1,5 +1,6 @@
 """A step's completions: prompts in, text out, verdicts counted, groups filtered."""
 
+import time
 from dataclasses import fields, replace
 
 import jax
@@ -87,6 +88,7 @@ class ScriptedEngine:
     def __init__(self, setup, order):
         self.mesh, self.prompts, self.usage = setup.mesh, [], Usage()
         self.cancelled, self.num_idle, self._asked, self._order = [], 0, [], order
+        self.calls = []
         self._decoder = setup.sampler().engine.decoder
 
     def load(self, weights, version):
@@ -96,6 +98,7 @@ class ScriptedEngine:
         pass
 
     def submit(self, requests, sampling):
+        self.calls.append(len(requests))
         self.prompts += [request.prompt for request in requests if request.sample == 0]
         self._asked += requests
 
@@ -109,6 +112,7 @@ class ScriptedEngine:
         self._asked = [request for request in self._asked if request.prompt not in prompts]
 
     def poll(self, draining=False):
+        self.calls.append("poll")
         self._order.shuffle(self._asked)
         ended, self._asked = self._asked[:3], self._asked[3:]
         if not ended:
@@ -145,11 +149,17 @@ class ScriptedTask(ProceduralTask):
 GOOD, PARTIAL, ALL, NONE = (1.0, 0.0), (0.0, 0.5), (1.0, 1.0), (0.0, 0.0)
 
 
-def scripted(scores, recipe, idle=0):
+class SlowTask(ScriptedTask):
+    def verify(self, examples, completions):
+        time.sleep(0.02)  # many polls of the scripted engine
+        return super().verify(examples, completions)
+
+
+def scripted(scores, recipe, idle=0, task=ScriptedTask):
     setup = small_setup(recipe)
     engine = ScriptedEngine(setup, np.random.default_rng(len(scores)))
     engine.num_idle = idle
-    task = ScriptedTask(setup.task, scores)
+    task = task(setup.task, scores)
     sampler = Sampler(engine, task, setup.format, setup.prompt_length, setup.response_length)
     return setup, engine, collected_by(setup, sampler, 100)
 
@@ -170,6 +180,16 @@ def test_what_is_begun_in_advance_has_no_say(idle):
     assert len(engine.prompts) == len(set(engine.prompts))
     assert engine.cancelled == [number for number in engine.prompts if number >= 109]
     assert bool(engine.cancelled) == bool(idle)
+
+
+def test_requests_do_not_depend_on_the_speed_of_the_verifier():
+    """Prompts that run together are one function's rows: others round otherwise."""
+    scores = [NONE, GOOD, ALL, PARTIAL, NONE, NONE, GOOD, ALL, GOOD, GOOD, GOOD, NONE]
+    fast, slow = (
+        scripted(scores, small_recipe("dapo"), 6, task)[1].calls
+        for task in (ScriptedTask, SlowTask)
+    )
+    assert slow == fast
 
 
 @pytest.mark.parametrize("name", full_but(WHOLE_GROUPS, "dapo", "vapo"))
