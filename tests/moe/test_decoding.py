@@ -131,7 +131,7 @@ def test_the_kernel_is_given_what_a_step_sees(scan_layers, monkeypatch):
 
     def twin(query, keys, values, first, stop, layer, *, scale):
         calls.append(keys.shape)
-        return kernels._plain(query, keys, values, first, stop, layer, scale=scale)
+        return kernels.plain_decode_attention(query, keys, values, first, stop, layer, scale=scale)
 
     monkeypatch.setattr(kernels, "split_attention", twin)
     weights, one = random_weights(plain, 0), mesh_of("dp1")
