@@ -157,8 +157,8 @@ def settings_text(config: Mapping[str, Any], comment: str = "") -> str:
 
 
 def _suggest_value(name: str, value: Any, kind: Any) -> str:
-    """What to write in place of a value of another type, as it was probably meant; empty where that
-    is not clear."""
+    """Advice on what to write in place of a value of another type; empty where that is not
+    clear."""
     if has_type([value], kind):
         return f": write {name}: {json.dumps([value])}"  # JSON is YAML too
     if isinstance(value, dict) and has_type("", kind):

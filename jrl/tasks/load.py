@@ -268,7 +268,7 @@ class _Loader:
 
 
 def _kind_hint(path: Path) -> str:
-    """How a file or folder is named as a task, for a message."""
+    """Advice on naming a file or folder as a task."""
     reader = {".csv": "read_csv", ".tsv": "read_table"}.get(path.suffix)
     if reader is not None:
         return (

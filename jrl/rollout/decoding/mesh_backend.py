@@ -207,7 +207,7 @@ def _advance_local(
     sampler_state: SamplerState,
     limits: StepLimits[Array],
 ) -> tuple[SlotPool[Array], Advanced]:
-    whole_pool = pool
+    all_slots = pool
     if limits.slots is not None:
         # Gathered once for all steps, whose cost is proportional to the number of rows.
         pool, sampler_state = _gather_slots(limits.slots, pool, sampler_state)
@@ -253,7 +253,7 @@ def _advance_local(
     cache = over_columns(_update_cache, pool.cache, loop.cache)
     pool = replace(pool, rows=loop.rows, live=loop.live, cache=cache)
     if limits.slots is not None:
-        pool = _scatter_slots(limits.slots, whole_pool, pool)
+        pool = _scatter_slots(limits.slots, all_slots, pool)
     return pool, Advanced(loop.steps, loop.row_steps)
 
 

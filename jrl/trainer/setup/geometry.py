@@ -71,8 +71,8 @@ class Geometry:
             return self.bins, ()
         layout, group = self.prompt_layout, self.prompt_layout.group_size
         num_units = self.rows // group
-        halves = -(-num_units // 2), num_units // 2
-        sections = (layout.sections(half * group, self.response_length) for half in halves)
+        prompts = -(-num_units // 2), num_units // 2
+        sections = (layout.sections(count * group, self.response_length) for count in prompts)
         return num_units, tuple(self.num_tokens(*each) for each in sections)
 
     @property

@@ -195,11 +195,11 @@ def _optimizer_bytes(config: ModelConfig, mesh: FoldedMesh, mu_dtype: str) -> di
     # `shapes` are float32, `cast_shapes` have the dtypes of computation.
     bytes_of_weights = _local_bytes(shapes(config), mesh, placement.shard_specs(config, mesh))
     shard = _total(select_trained(bytes_of_weights, table(config)))
-    # In halves of a float32 copy: two for the second moment, two or one for the first.
-    moment_halves = 2 + jax.numpy.dtype(mu_dtype).itemsize // 2
+    # For each float32 weight: the second moment is float32, the first of `mu_dtype`.
+    moment_bytes = 4 + jax.numpy.dtype(mu_dtype).itemsize
     return {
         "float32 masters": shard if keeps_masters(config) else 0,
-        "optimizer moments": shard * moment_halves // 2,
+        "optimizer moments": shard * moment_bytes // 4,
     }
 
 
