@@ -148,7 +148,7 @@ class Unverified:
         verdicts = None
         # In the first process only: an answer that timed out there did so for all.
         if is_main_process():
-            # `_take` applies the same filter: verdicts come for these only, in this order.
+            # `wait` applies the same filter: verdicts come for these only, in this order.
             to_verify = [each for each in completions if _to_verify(each)]
             examples = [each.example for each in to_verify]
             texts = [each.text for each in to_verify]
