@@ -96,8 +96,8 @@ def test_a_step_of_dynamic_sampling(talk, monkeypatch):
         sampler.engine, "cancel", lambda prompts: dropped.append(counts.open) or cancel(prompts)
     )
     # Of these prompts more are begun than are needed.
-    collect(sampler, recipe, setup.mesh, 20)
-    assert dropped == [1] and counts.open == 0
+    collect(sampler, recipe, setup.mesh, 48)
+    assert dropped == [2] and counts.open == 0
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no answer"), KeyboardInterrupt()])
