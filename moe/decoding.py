@@ -1,4 +1,4 @@
-"""Prefill and the decode step, over a KV cache.
+"""Decode step over a KV cache, which a prefill has filled (`moe.model.prefill`).
 
 The token at position p of a row is cached in column p of that row, whatever the other rows do: rows
 may be at different positions, and the results of a row do not depend on when it was admitted. The
@@ -21,120 +21,20 @@ from moe.attention.delta import DeltaCore, DeltaState, run_step
 from moe.attention.latent import LatentCore
 from moe.attention.layer import CoreAttention
 from moe.attention.rotary import RotaryCache
-from moe.cache import Cache, StepCore, StepTokens, cache_of, index_layer, to_cache_layout
+from moe.cache import Cache, StepCore, StepTokens, cache_of, index_layer
 from moe.config import ModelConfig
 from moe.head import logits_of
 from moe.layers.block import block
 from moe.layers.depth import depth_of, is_stack, runs_of
-from moe.model import embed, run_with_kv
+from moe.model import embed
 from moe.ops.mask import Window
 from moe.ops.precision import rms_norm
 from moe.ops.zigzag import ZigzagLayout
-from moe.router.statistics import layers_in_order, overflow_of
-from moe.tokens.packing import PackedBatch, pack_rows
+from moe.router.statistics import layers_in_order
+from moe.tokens.packing import PackedBatch
 from moe.weights import DeltaNet, Layer, Transformer
 from sharding.collectives import join_shards
 from sharding.folding import FoldedMesh
-
-
-class Prefilled(NamedTuple):
-    """Result of a prefill.
-
-    Attributes:
-      cache: as long as the rows; the columns after each row's tokens are undefined.
-      states: ``[row, d_model]`` the hidden state of each row's last token after the last norm, as
-        `moe.head.logits_of` takes it, but replicated over ``tp``.
-      choices: ``[row, column, layer, k]`` expert ids of each token, `num_experts` after each row's
-        tokens; None if they were not requested.
-      overflow: ``[]`` number of expert ids on all devices that exceeded the buffers: unless it is
-        0, the rows must be recomputed with buffers for any routing (`Execution.buffer_factor`).
-        None if the buffers are large enough for any routing, or without experts.
-    """
-
-    cache: Cache[Array]
-    states: Array
-    choices: Array | None
-    overflow: Array | None = None
-
-
-def prefill(
-    weights: Transformer[Array],
-    tokens: Int[Array, "row column"],
-    lengths: Int[Array, "row"],
-    config: ModelConfig,
-    mesh: FoldedMesh,
-    record_choices: bool = False,
-) -> Prefilled:
-    """Prefill: runs rows of tokens and returns their keys and values.
-
-    Args:
-      tokens: ids; those of a row start in its first column, and what follows them is not read.
-      record_choices: also return the expert ids of each token.
-
-    Raises:
-      ValueError: on a layout with ``cp``, as a cache holds whole rows, or with ``pp``; or if ``tp``
-        does not divide the number of tokens, rows times columns.
-    """
-    if mesh.layout.cp > 1:
-        raise ValueError(
-            f"layout {mesh.layout}: decoding does not support context parallelism, as a KV cache "
-            "holds full rows: use cp=1."
-        )
-    config = for_prefill(config)
-    packed = packed_prefill(tokens, lengths, config, mesh, record_choices)
-    collect_kv = partial(to_cache_layout, tokens.shape)
-    x, router, cached_kv = run_with_kv(collect_kv, weights, packed, config, mesh)
-    expert_ids = None if router is None else router.choices
-    states, choices = by_row(x, expert_ids, packed, lengths, mesh)
-    return Prefilled(cache_of(cached_kv), states, choices, overflow_of(router, config))
-
-
-def for_prefill(config: ModelConfig) -> ModelConfig:
-    """Configuration of a prefill: no remat, no capacity that drops tokens, full weights (no FSDP),
-    rows in their order (no two-batch overlap)."""
-    execution = replace(config.execution, remat="none", fsdp=False, two_batch_overlap=False)
-    return replace(config, execution=execution, capacity_factor=None)
-
-
-def packed_prefill(
-    tokens: Int[Array, "row column"],
-    lengths: Int[Array, "row"],
-    config: ModelConfig,
-    mesh: FoldedMesh,
-    record_choices: bool,
-) -> PackedBatch:
-    """Packed batch of the rows of a prefill: rows times columns tokens, row after row, equal on
-    every ``tp`` rank.
-
-    Args:
-      tokens, lengths, record_choices: as for `prefill`.
-      config: as `for_prefill` returns it.
-    """
-    valid = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
-    packed = pack_rows(tokens, valid, mesh, config)
-    return packed._replace(record_choices=record_choices)
-
-
-def by_row(
-    x: Float[Array, "local d_model"],
-    expert_ids: Int[Array, "layer local k"] | None,
-    packed: PackedBatch,
-    lengths: Int[Array, "row"],
-    mesh: FoldedMesh,
-) -> tuple[Array, Array | None]:
-    """States and expert ids by row, as in `Prefilled`, from those of all tokens.
-
-    Args:
-      x: hidden states after the last norm, this rank's shard.
-      expert_ids: of the layers with experts, before dropping; None if they were not recorded.
-    """
-    (states_of_rows,) = packed.zigzag.restore(join_shards(x, mesh.sequence))
-    last = jnp.maximum(lengths - 1, 0)[:, None, None]
-    states, choices = jnp.take_along_axis(states_of_rows, last, axis=1)[:, 0], None
-    if expert_ids is not None:
-        by_token = join_shards(jnp.moveaxis(expert_ids, 0, 1), mesh.sequence)
-        (choices,) = packed.zigzag.restore(by_token)
-    return states, choices
 
 
 def for_step(config: ModelConfig) -> ModelConfig:

@@ -33,10 +33,11 @@ def half_of(step: Step) -> Half:
 
 
 def _serving(step: Step) -> Any:
-    from moe.decoding import for_prefill, for_step
+    from moe.decoding import for_step
     from moe.disaggregated.layer import Serving
     from moe.disaggregated.placement import Placement
     from moe.disaggregated.split import Split, fold_split
+    from moe.model import for_prefill
 
     mesh = fold_split(Split.parse(step.layout), compilers.devices(step.device, step.shape))
     execution: dict[str, Any] = step.execution | {"scan_layers": False}

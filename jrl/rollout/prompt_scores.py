@@ -19,8 +19,8 @@ from jrl.rollout.decoding.scheduler import AdmissionPlan
 from jrl.rollout.decoding.slots import Decoder, TopTokens, over_slots
 from jrl.rollout.sampling import logprobs_of
 from moe import model
-from moe.decoding import for_prefill
 from moe.head import logits_of
+from moe.model import for_prefill
 from moe.placement import specs
 from moe.router.statistics import overflow_of
 from moe.tokens.packing import pack_segments

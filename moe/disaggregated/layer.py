@@ -83,7 +83,7 @@ class Serving(NamedTuple):
     """Static configuration of the programs of both sides.
 
     Attributes:
-      config: the network, as `moe.decoding.for_step` or `moe.decoding.for_prefill` returns it.
+      config: the network, as `moe.decoding.for_step` or `moe.model.for_prefill` returns it.
       num_slots: number of expert slots on each device along ``ep``.
       records_choices: the expert ids of each token are recorded.
     """

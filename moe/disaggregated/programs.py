@@ -12,7 +12,7 @@ from jaxtyping import Array
 from moe.attention.latent import LatentCore, caches_latent
 from moe.attention.layer import CoreAttention, window_of_layer
 from moe.cache import StepCore, StepTokens, to_cache_layout
-from moe.decoding import by_row, packed_prefill, packed_step
+from moe.decoding import packed_step
 from moe.disaggregated.layer import (
     Serving,
     TokenState,
@@ -31,7 +31,7 @@ from moe.disaggregated.weights import (
 )
 from moe.head import logits_of
 from moe.layers.block import block
-from moe.model import embed, last_norm, record_kv
+from moe.model import by_row, embed, last_norm, packed_prefill, record_kv
 from moe.tokens.packing import PackedBatch
 from moe.weights import Experts, Layer, Transformer
 from sharding.collectives import join_shards, vary
@@ -251,7 +251,7 @@ def end_prefill(
     inputs: Prompts,
 ) -> tuple[Array, Array | None]:
     """States ``[row, d_model]`` and expert ids ``[row, column, layer, k]`` after a prefill, as in
-    `moe.decoding.Prefilled`, both sharded over ``dp``."""
+    `moe.model.Prefilled`, both sharded over ``dp``."""
     mesh, config = serving.mesh.attention, serving.config
 
     def local(rest: Any, state: Any, received: Arrays, inputs: Prompts) -> Any:

@@ -21,7 +21,7 @@ from jaxtyping import Array, Int
 from moe.attention.latent import caches_latent
 from moe.cache import Cache, StepTokens
 from moe.config import ModelConfig
-from moe.decoding import Prefilled, for_prefill, for_step
+from moe.decoding import for_step
 from moe.disaggregated import programs
 from moe.disaggregated.layer import Serving, TokenState
 from moe.disaggregated.m2n import Arrays, Message, make_exchange, row_sharding
@@ -30,6 +30,7 @@ from moe.disaggregated.programs import Buffers, Prompts, Steps
 from moe.disaggregated.schedule import Enqueued, order_programs
 from moe.disaggregated.split import SplitMesh, devices_of, has_local_devices
 from moe.disaggregated.weights import SplitWeights
+from moe.model import Prefilled, for_prefill
 
 
 class DecodeLoop(NamedTuple):
@@ -123,7 +124,7 @@ class Runner:
         tokens: Int[Array, "row column"],
         lengths: Int[Array, "row"],
     ) -> Prefilled | None:
-        """Prefill, as `moe.decoding.prefill`, alternately on both sides.
+        """Prefill, as `moe.model.prefill`, alternately on both sides.
 
         The results are on the attention side, with a buffer for the keys and one for the values of
         each layer; None in a process without attention devices.

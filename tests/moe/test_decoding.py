@@ -16,12 +16,13 @@ from moe.architecture.rope import YarnScaling
 from moe.attention.latent import caches_latent
 from moe.cache import KEY_COLUMN, StepTokens
 from moe.config import GatedDeltaNet, MultiHeadLatentAttention
-from moe.decoding import decode_step, prefill
+from moe.decoding import decode_step
 from moe.execution import Execution
 from moe.experts.dispatch.choice import dispatch
 from moe.kernels import decode_attention as kernels
 from moe.layers import block
 from moe.layers.depth import split_layer_groups
+from moe.model import prefill
 from moe.placement import specs
 from moe.weights import shapes
 from sharding.collectives import vary

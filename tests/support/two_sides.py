@@ -13,12 +13,13 @@ from jax.sharding import PartitionSpec as P
 
 from moe.cache import Cache, StepTokens, over_columns
 from moe.config import ModelConfig
-from moe.decoding import decode_step, prefill
+from moe.decoding import decode_step
 from moe.disaggregated.placement import Placement
 from moe.disaggregated.runner import DecodeLoop, Runner
 from moe.disaggregated.split import Split, SplitMesh, fold_split
 from moe.disaggregated.weights import SplitWeights, split_weights
 from moe.layers.depth import split_layer_groups
+from moe.model import prefill
 from moe.placement import specs
 from moe.weights import Transformer, axis_sizes, shapes, table
 from sharding.collectives import vary

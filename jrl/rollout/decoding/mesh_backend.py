@@ -42,8 +42,9 @@ from jrl.rollout.resharding import rollout_policy
 from jrl.rollout.sampling import Sampling
 from moe.attention.rotary import rotary_tables
 from moe.cache import ROW, Cache, StepTokens, over_columns
-from moe.decoding import Prefilled, decode_step
+from moe.decoding import decode_step
 from moe.layers.depth import map_layer_groups, split_layer_groups
+from moe.model import Prefilled
 from moe.placement import specs
 from moe.router.statistics import run_with_fallback
 from moe.weights import Layer, Transformer, without_layers

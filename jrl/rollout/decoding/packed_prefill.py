@@ -22,9 +22,8 @@ from jrl.rollout.decoding.sizes import row_count, shared_width, single_row_width
 from jrl.rollout.decoding.slots import Decoder, cache_specs, over_slots, prefilled_specs
 from moe.cache import KEY_COLUMN, ROW, VALUE_COLUMN, Cache, cache_of, over_columns
 from moe.config import ModelConfig
-from moe.decoding import Prefilled, for_prefill
 from moe.layers.depth import is_scanned, period_of_stack
-from moe.model import run_with_kv
+from moe.model import Prefilled, for_prefill, run_with_kv
 from moe.placement import specs
 from moe.router.statistics import overflow_of
 from moe.tokens.packing import pack_segments

@@ -26,9 +26,9 @@ from jrl.rollout.decoding.slots import (
 from jrl.rollout.sampling import Sampling
 from moe.cache import ROW, over_columns
 from moe.config import ModelConfig
-from moe.decoding import Prefilled
 from moe.disaggregated.weights import rest_specs
 from moe.head import logits_of
+from moe.model import Prefilled
 from moe.placement import specs
 from moe.router.routing import choices_dtype
 from moe.weights import Transformer

@@ -23,8 +23,8 @@ from jrl.rollout.threefry import keys_of
 from moe.attention.latent import caches_latent
 from moe.cache import ROW, Cache, over_columns
 from moe.config import ModelConfig
-from moe.decoding import Prefilled, prefill
 from moe.layers.depth import is_stack, split_layer_groups
+from moe.model import Prefilled, prefill
 from moe.placement import specs
 from moe.router.routing import choices_dtype
 from moe.weights import DeltaNet, Transformer, cast_shapes, shapes
@@ -314,7 +314,7 @@ def _resize(cache: Cache[Array], length: int) -> Cache[Array]:
 def run_prefill(
     decoder: Decoder, weights: Transformer[Array], tokens: Array, lengths: Array
 ) -> Prefilled:
-    """Runs `moe.decoding.prefill` on global arrays, with dropless expert buffers."""
+    """Runs `moe.model.prefill` on global arrays, with dropless expert buffers."""
     decoder = decoder.for_any_routing()
     mesh, rows = decoder.mesh, over_slots(decoder.mesh)
     return jax.shard_map(

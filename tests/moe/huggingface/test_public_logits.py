@@ -14,9 +14,10 @@ from tiers import full_but
 
 from moe import model
 from moe.cache import StepTokens
-from moe.decoding import decode_step, prefill
+from moe.decoding import decode_step
 from moe.execution import Execution
 from moe.layers.depth import split_layer_groups
+from moe.model import prefill
 from moe.placement import specs
 from moe.tokens import packing
 from moe.weights import Transformer

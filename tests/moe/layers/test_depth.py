@@ -17,7 +17,7 @@ from whole_network import loss_and_gradient
 from moe import model
 from moe.architecture.attention import GatedDeltaNet
 from moe.cache import StepTokens
-from moe.decoding import decode_step, prefill
+from moe.decoding import decode_step
 from moe.execution import Execution
 from moe.layers.depth import (
     MAX_UNROLLED,
@@ -27,6 +27,7 @@ from moe.layers.depth import (
     runs_of,
     split_layer_groups,
 )
+from moe.model import prefill
 from moe.placement import in_chunks, in_layer_order, specs
 from moe.tokens.packing import pack_rows
 from moe.weights import shapes
