@@ -14,10 +14,9 @@ from jrl.processes.agreement import broadcast_from_main, is_main_process
 from jrl.processes.progress import ENVIRONMENT, phase
 from jrl.report.warnings import FewWarnings
 from jrl.rollout.conversation import Conversation
-from jrl.rollout.decoding.protocol import RolloutEngine
+from jrl.rollout.decoding.protocol import RolloutEngine, Usage
 from jrl.rollout.decoding.requests import Request, Sampled, Trajectory
 from jrl.rollout.decoding.slots import SlotPool
-from jrl.rollout.decoding.usage import Usage
 from jrl.rollout.sampling import Sampling
 from jrl.tasks import Example, Task
 from jrl.tasks.environments.host import Host, Reply

@@ -15,6 +15,7 @@ from jrl.recipes.base.batch import replicated
 from jrl.rollout.decoding.mesh_backend import MeshBackend, StepLimits
 from jrl.rollout.decoding.packed_prefill import make_packing, plan_cache_copies, plan_rows
 from jrl.rollout.decoding.prefill import AdmissionArrays, make_admission
+from jrl.rollout.decoding.protocol import Usage
 from jrl.rollout.decoding.requests import (
     Finish,
     Request,
@@ -52,7 +53,6 @@ from jrl.rollout.decoding.slots import (
     with_cache_length,
 )
 from jrl.rollout.decoding.split_backend import SplitBackend
-from jrl.rollout.decoding.usage import Usage
 from jrl.rollout.prompt_scores import PromptScores, score_prompts
 from jrl.rollout.sampling import Sampling, stack_sampling
 from moe.cache import KEY_COLUMN, cache_columns

@@ -1,6 +1,9 @@
-"""Protocols of engines: rollouts poll for trajectories, a server streams tokens."""
+"""Protocols of engines: rollouts poll for trajectories, a server streams tokens; and the counters
+of their work."""
 
 from collections.abc import Collection, Sequence
+from dataclasses import astuple, dataclass, replace
+from operator import sub
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -9,11 +12,54 @@ from jaxtyping import Array
 from jrl.losses import EntropyStatistics
 from jrl.rollout.decoding.requests import Request, StreamChunk, Trajectory
 from jrl.rollout.decoding.slots import SlotPool
-from jrl.rollout.decoding.usage import Usage
 from jrl.rollout.prompt_scores import PromptScores
 from jrl.rollout.sampling import Sampling
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh
+
+
+@dataclass
+class Usage:
+    """Counters of decoding.
+
+    Attributes:
+      steps: of decoding; each gives every live row a token.
+      slot_steps: tokens that were computed: steps times the slots in each.
+      row_steps: tokens that were sampled in them.
+      admitted: rows admitted to slots; each got a token then, without a step.
+      prefilled: tokens of prompts, and of resumed responses, that were run.
+      repeated: admissions that were recomputed after an overflow of the expert buffers
+        (`Execution.buffer_factor`).
+    """
+
+    steps: int = 0
+    slot_steps: int = 0
+    row_steps: int = 0
+    admitted: int = 0
+    prefilled: int = 0
+    repeated: int = 0
+
+    def copy(self) -> "Usage":
+        """Snapshot of the counters, which an engine keeps updating."""
+        return replace(self)
+
+    def since(self, before: "Usage") -> "Usage":
+        """Differences of the counters to those of `before`."""
+        return Usage(*map(sub, astuple(self), astuple(before)))
+
+    @property
+    def utilisation(self) -> float:
+        """Fraction of computed tokens that were sampled; 1 where there were none."""
+        return self.row_steps / self.slot_steps if self.slot_steps else 1.0
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics for the log; sampled tokens include those of dropped groups."""
+        return {
+            "perf/slot_utilisation": self.utilisation,
+            "perf/decode_steps": float(self.steps),
+            "perf/sampled_tokens": float(self.row_steps + self.admitted),
+            "perf/prefill_repeated": float(self.repeated),
+        }
 
 
 @runtime_checkable

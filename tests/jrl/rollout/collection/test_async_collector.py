@@ -9,8 +9,8 @@ from small_runs import GROUP_SIZE, PROMPTS, small_recipe, small_run, small_setup
 from tiers import full_but
 
 from jrl.rollout.collection.async_collector import AsyncCollector, check_staleness, row_of
+from jrl.rollout.decoding.protocol import Usage
 from jrl.rollout.decoding.requests import Request, Sampled, Trajectory
-from jrl.rollout.decoding.usage import Usage
 from jrl.rollout.sampler import Sampler
 from jrl.tasks import Verdict
 from jrl.tasks.definition import ProceduralTask

@@ -22,9 +22,9 @@ from tiers import full_but
 from jrl.recipes import RECIPES
 from jrl.recipes.base.batch import over_rows
 from jrl.rollout.collection.collect import collect, groups_of, shown_rows
+from jrl.rollout.decoding.protocol import Usage
 from jrl.rollout.decoding.requests import Request, Trajectory
 from jrl.rollout.decoding.slots import OutputBuffer, TokenRows
-from jrl.rollout.decoding.usage import Usage
 from jrl.rollout.sampler import Completion, Sampler, lengths_of, scores_of
 from jrl.tasks import REASONS, Example, Verdict
 from jrl.tasks.definition import ProceduralTask
