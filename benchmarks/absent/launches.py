@@ -182,7 +182,7 @@ def decode_step(rows: int = 64, length: int = 1024, **execution: Any) -> Program
 
     from benchmarks.absent import compilers
     from benchmarks.gpu.networks import network
-    from moe import decoding
+    from moe import decoding, model
     from moe.cache import StepTokens, cache_columns
     from moe.layers.depth import split_layer_groups
     from moe.placement import specs
@@ -206,7 +206,7 @@ def decode_step(rows: int = 64, length: int = 1024, **execution: Any) -> Program
         )
 
     def prefilled(weights: Any, tokens: Any, lengths: Any) -> Any:
-        return decoding.prefill(weights, tokens, lengths, config, mesh).cache
+        return model.prefill(weights, tokens, lengths, config, mesh).cache
 
     def step(weights: Any, cache: Any, tokens: Any, positions: Any, live: Any) -> Any:
         layers, inputs = split_layer_groups(weights, config), StepTokens(tokens, positions, live)

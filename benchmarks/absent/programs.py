@@ -190,7 +190,8 @@ def _policy(step: Step) -> tuple[Any, Any, Any]:
     """Objective of the policy, optimizer settings and its state as shapes."""
     from jrl.recipes import RECIPES
     from jrl.trainer import state
-    from jrl.trainer.learner.networks import Network, Networks, PolicyObjective
+    from jrl.trainer.learner.networks import Networks
+    from jrl.trainer.learner.update import Network, PolicyObjective
     from jrl.trainer.scoring import PromptLayout
 
     config, mesh = _network(step)

@@ -1,7 +1,7 @@
 """Scoring: forward passes over given tokens for log-probabilities, entropies and critic values.
 
 `Scorer` runs rows and reads the last hidden states of the network, inside the `jax.shard_map`; the
-losses of the updates are `Scorer`s too (`jrl.trainer.learner.networks`). Rows run as they are,
+losses of the updates are `Scorer`s too (`jrl.trainer.learner.update`). Rows run as they are,
 except that rows that share a prompt run it once; or packed into bins, without computation on
 padding (`jrl.rollout.packing`).
 

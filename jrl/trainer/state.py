@@ -31,7 +31,8 @@ from jrl.trainer.learner.learner import (
     state_shardings,
     weights_of,
 )
-from jrl.trainer.learner.networks import Network, Networks
+from jrl.trainer.learner.networks import Networks
+from jrl.trainer.learner.update import Network
 from moe import placement
 from moe import weights as moe_weights
 from moe.adapters import select_trained, with_base, without_adapters

@@ -31,10 +31,10 @@ from jrl.rollout.sampler import Completion, Sampler, correct_of, scores_of, time
 from jrl.trainer.adaptive_temperature import statistics_of_step, temperatures
 from jrl.trainer.async_step import AsyncStep
 from jrl.trainer.learner.learner import Learner
-from jrl.trainer.learner.networks import (
+from jrl.trainer.learner.networks import Networks
+from jrl.trainer.learner.update import (
     CriticObjective,
     Network,
-    Networks,
     PolicyObjective,
     sampling_differences,
     statistics_of,

@@ -15,7 +15,7 @@ from jrl.recipes.base.batch import replicated
 from jrl.rollout.sampler import Sampler
 from jrl.tasks.data.chats import Chat, Chats
 from jrl.trainer.evaluation.evaluate import heldout_examples
-from jrl.trainer.learner.networks import PolicyObjective
+from jrl.trainer.learner.update import PolicyObjective
 from jrl.trainer.outputs import Outputs, write_heldout_samples
 from jrl.trainer.scoring import logprobs_and_argmax_of
 from jrl.trainer.setup.chat_rows import ChatRows, training_chats

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jrl.recipes.base.batch import Batch
-from jrl.trainer.learner.networks import Network
+from jrl.trainer.learner.update import Network
 from jrl.trainer.scoring import PromptLayout
 from jrl.trainer.setup.setup import Setup
 from tests.campaign.drawing import Crossing

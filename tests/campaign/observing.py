@@ -15,7 +15,8 @@ from jrl.recipes.base.recipe import Windows
 from jrl.rollout.decoding.requests import Request, move_to_host
 from jrl.rollout.packing import clear_idle_rows, counts_of
 from jrl.trainer.learner.learner import Learner
-from jrl.trainer.learner.networks import Network, Networks, statistics_of
+from jrl.trainer.learner.networks import Networks
+from jrl.trainer.learner.update import Network, statistics_of
 from jrl.trainer.scoring import logprobs_and_choices_of, logprobs_of, packed_scores, values_of
 from jrl.trainer.setup.setup import Setup
 from jrl.trainer.step import update_rows

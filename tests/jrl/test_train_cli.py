@@ -22,7 +22,7 @@ from jrl.runs.folder import RunFolder
 from jrl.train import main
 from jrl.trainer import loop
 from jrl.trainer.evaluation.saved_policy import prompts_seen_by
-from jrl.trainer.learner import networks
+from jrl.trainer.learner import update as of_update
 from sharding.folding import Layout
 
 pytestmark = pytest.mark.usefixtures("in_empty_folder")
@@ -197,13 +197,13 @@ def test_a_terminated_run_goes_on_to_the_same_end(finished, tmp_path, monkeypatc
 
 
 def test_a_run_stopped_in_its_warm_start_says_how_to_begin_again(monkeypatch, capsys):
-    update = networks.update
+    update = of_update.update
 
     def interrupted(*arguments):
         os.kill(os.getpid(), signal.SIGINT)
         return update(*arguments)
 
-    monkeypatch.setattr(networks, "update", interrupted)
+    monkeypatch.setattr(of_update, "update", interrupted)
     assert main([*FLAGS, "--run-dir", "run"]) == 0
     said = capsys.readouterr()
     assert "in the warm start, before the first checkpoint; restart with: python -m" in said.out

@@ -15,7 +15,7 @@ from programs import jit, mesh_of, random_weights
 from small_networks import ROUTED, any_choices, ragged_rows
 from whole_network import loss_and_gradient, replay_of, token_loss
 
-from jrl.trainer.learner.update import accumulate_with_overlapped_reduction
+from jrl.trainer.learner.accumulation import accumulate_with_overlapped_reduction
 from moe import model
 from moe.execution import Execution
 from moe.placement import in_chunks, in_layer_order, shard_dims, shard_specs, specs

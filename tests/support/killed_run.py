@@ -26,10 +26,10 @@ from jrl.runs import checkpoints  # noqa: E402
 from jrl.runs.checkpoints import Checkpoints  # noqa: E402
 from jrl.runs.records import Appender  # noqa: E402
 from jrl.trainer import loop  # noqa: E402
-from jrl.trainer.learner import networks  # noqa: E402
+from jrl.trainer.learner import update as of_update  # noqa: E402
 
 MOMENTS = {
-    "warm start": (networks, "update"),
+    "warm start": (of_update, "update"),
     "step": (loop, "train_step"),
     "window": (Engine, "poll"),
     "line": (Appender, "append"),

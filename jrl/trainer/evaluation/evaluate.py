@@ -32,7 +32,7 @@ from jrl.rollout.sampler import (
 from jrl.rollout.sampling import GREEDY, Sampling
 from jrl.tasks import REASONS, Example, Task
 from jrl.text.prompt_format import PromptFormat
-from jrl.trainer.learner.networks import CriticObjective, Network
+from jrl.trainer.learner.update import CriticObjective, Network
 from jrl.trainer.scoring import values_of
 from jrl.trainer.summary import conversation_metrics, reward_means, task_metrics
 from moe.weights import Transformer

@@ -1,4 +1,5 @@
-"""Jitted update that policy, critic and warm start share.
+"""Objectives of the networks (the losses of policy, critic and warm start), and the jitted update
+that minimises one of them.
 
 Gradients are computed inside the `jax.shard_map`, micro-batch after micro-batch with the
 denominators of the whole mini-batch, summed over devices once, and applied outside it on global
@@ -10,7 +11,6 @@ bfloat16 weights, summed over micro-batches and devices in float32. In a network
 these have gradients and are updated; the base weights are frozen.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -19,35 +19,40 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
-from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Float
 
-from jrl.recipes.base.batch import Batch, Totals
+from jrl.losses import Mean, aggregate, kl_estimate, mismatch_statistics
+from jrl.recipes.base.batch import Batch, Totals, required
 from jrl.recipes.base.optimizer import Optimizer
+from jrl.recipes.base.recipe import Metrics, Recipe
+from jrl.trainer.learner.accumulation import (
+    accumulate_gradients,
+    accumulate_with_overlapped_reduction,
+)
 from jrl.trainer.learner.learner import (
     Learner,
     cast_and_gather,
     constrain_sharding,
+    init_learner,
     keeps_masters,
     split,
     state_shardings,
     transformation,
 )
-from jrl.trainer.scoring import Scorer, scan_first
+from jrl.trainer.learner.synchronous import warn_if_synchronous
+from jrl.trainer.scoring import RetryOnOverflow, Scorer, logprobs_and_entropy_of
 from moe import model, placement, stages
 from moe.adapters import combine_trees
+from moe.config import ModelConfig
 from moe.router.balance import router_loss, with_updated_bias
-from moe.router.statistics import RouterStatistics
-from moe.weights import Layer, Transformer, without_layers
+from moe.router.statistics import RouterStatistics, run_with_fallback
+from moe.weights import Layer, Transformer
 from sharding import zero
 from sharding.collectives import Axes, all_sum, vary
+from sharding.folding import FoldedMesh
 from sharding.sharded_jit import MeshJit
-from sharding.zero import Reduced, Reduction
-
-Loss = Callable[[Transformer[Any], Any], tuple[Array, Any]]
-"""(trained weights, some of them in a `Reduced`, micro-batch) -> the loss of the micro-batch and
-its metrics."""
+from sharding.zero import Reduction
 
 Leaf = TypeVar("Leaf")
 
@@ -81,6 +86,244 @@ class Objective(Scorer):
         """Metrics of the routers' sums over all layers: `load`, ``[layer, route]`` tokens per
         expert on all ranks of ``cp`` and ``tp``, which updates the selection bias."""
         return {} if router is None else {"load": all_sum(router.load, self.mesh.sequence)}
+
+
+def policy_loss(
+    recipe: Recipe,
+    logprobs: Float[Array, "batch time"],
+    entropy: Float[Array, "batch time"],
+    batch: Batch[Array],
+    totals: Totals[Array],
+    response_length: int,
+) -> tuple[Float[Array, ""], Metrics]:
+    """Micro-batch's share of the policy's loss of its mini-batch.
+
+    ``aggregate(w surrogate) - entropy_coef aggregate(entropy) + kl_coef aggregate(k3) + auxiliary``
+    with the recipe's surrogate, denominators and auxiliary loss, and importance weights w.
+
+    Args:
+      logprobs: of the current policy, nats.
+      entropy: of the current policy's distribution over each token, nats.
+      batch: any micro-batch of the mini-batch.
+      totals: of the whole mini-batch.
+      response_length: the limit of a completion, in tokens.
+    """
+
+    def reduced(per_token: Float[Array, "batch time"]) -> Float[Array, ""]:
+        # Of the whole mini-batch: a mean of micro-batches' means would give tokens of short
+        # micro-batches a larger weight.
+        denominators = recipe.denominators(totals, response_length)
+        return aggregate(per_token, batch.mask, recipe.aggregation, **denominators)
+
+    # So that a recipe need not mask its sums.
+    logprobs, entropy = (jnp.where(batch.mask, x, 0.0) for x in (logprobs, entropy))
+    surrogate, metrics = recipe.surrogate(logprobs, entropy, batch, totals.statistics)
+    if batch.importance_weights is not None:
+        surrogate = surrogate * jax.lax.stop_gradient(batch.importance_weights)
+    # Denominators are those of the mini-batch, so this is a share, and shares are summed over
+    # micro-batches and rows of `dp`.
+    loss = reduced(surrogate)
+    metrics = {f"actor/{name}": value for name, value in metrics.items()}
+    metrics["actor/pg_loss"] = loss
+    metrics["actor/entropy"] = Mean.of(entropy, batch.mask)
+    if recipe.entropy_coef is not None:
+        loss = loss - recipe.entropy_coef * reduced(entropy)
+    if recipe.kl_coef is not None:
+        # k3 is 0 or more at every token; k1, minimised, would fall without bound.
+        kl = kl_estimate(logprobs, required(batch.reference_logprobs), batch.mask, kind="k3")
+        loss = loss + recipe.kl_coef * reduced(kl)
+        metrics["actor/kl_loss"] = Mean.of(kl, batch.mask)
+    auxiliary, auxiliary_metrics = recipe.auxiliary_loss(logprobs, batch, totals)
+    return loss if auxiliary is None else loss + auxiliary, {**metrics, **auxiliary_metrics}
+
+
+@dataclass(frozen=True)
+class PolicyObjective(Objective):
+    """Objective of the policy: the recipe's loss, to which the router's losses are added."""
+
+    recipe: Recipe
+    response_length: int
+
+    def replayed(self, batch: Batch[Array]) -> Array | None:
+        """Expert ids that each pass over `batch` replays; None without router replay."""
+        return None if self.recipe.router_replay is None else required(batch.choices)
+
+    def loss(
+        self, weights: Transformer[Array], x: Array, batch: Batch[Array], totals: Totals[Array]
+    ) -> tuple[Array, dict[str, Any]]:
+        scores = self.scores(weights, x, batch)
+        loss, metrics = policy_loss(
+            self.recipe, scores.logprobs, scores.entropy, batch, totals, self.response_length
+        )
+        if self.sampling.adaptive is not None or batch.behaviour_logprobs is None:
+            # A pass over the tokens does not compute the distribution at an adaptive temperature:
+            # `prepare` has compared the full policy. Given tokens have no sampler to compare with.
+            return loss, dict(metrics)
+        sampled = required(batch.behaviour_logprobs)
+        differences = sampling_differences(scores.behaviour_logprobs, sampled, batch.mask)
+        return loss, {**metrics, **differences}
+
+    def router_metrics(self, router: RouterStatistics[Array] | None) -> dict[str, Any]:
+        """Means over tokens and layers, and the load of each expert, of the tokens of all ranks of
+        ``cp`` and ``tp``."""
+        if router is None:
+            return {}
+        # Metrics only; the gradient comes from `router_loss`.
+        router = all_sum(jax.lax.stop_gradient(router), self.mesh.sequence)
+        metrics = {
+            "moe/load_balancing_loss": Mean(router.balance, router.tokens),
+            "moe/z_loss": Mean(router.z, router.tokens),
+            "moe/router_entropy": Mean(router.entropy, router.tokens),
+            "moe/dropped_fraction": Mean(router.dropped, jnp.sum(router.load)),
+            "moe/padded_fraction": Mean(router.padded, router.positions),
+            # Counts and no mean: the selection bias is updated by those of the whole mini-batch.
+            "load": router.load,
+        }
+        if router.agreed is not None and router.replayed is not None:
+            metrics["moe/replay_agreement"] = Mean(router.agreed, router.replayed)
+        if self.recipe.router_replay == "R3":
+            metrics["sampling/routing_agreement"] = metrics["moe/replay_agreement"]
+        return metrics
+
+
+def sampling_differences(
+    logprobs: Float[Array, "batch time"],
+    sampled: Float[Array, "batch time"],
+    mask: Bool[Array, "batch time"],
+) -> dict[str, Any]:
+    """Metrics of the mismatch between trainer and sampler, in the distribution sampled from.
+
+    Zero in exact arithmetic before the first update: the remainder is the rounding difference
+    between decoding with a KV cache and one forward pass, which corrections are for.
+
+    Args:
+      logprobs: of the tokens as computed by the trainer, nats.
+      sampled: the same as recorded by the sampler.
+      mask: loss mask of the sampled tokens.
+    """
+    difference = jnp.where(mask, jnp.abs(logprobs - sampled), 0.0)
+    return {
+        "sampling/sampling_logp_difference/mean": Mean.of(difference, mask),
+        "sampling/sampling_logp_difference/max": Max(jnp.max(difference)),
+        "sampling/k3_kl": mismatch_statistics(logprobs, sampled, mask)["k3_kl"],
+    }
+
+
+@dataclass(frozen=True)
+class CriticObjective(Objective):
+    """Objective of the critic: the recipe's loss, to which the routers' losses are added."""
+
+    recipe: Recipe
+    response_length: int
+
+    def loss(
+        self, weights: Transformer[Array], x: Array, batch: Batch[Array], totals: Totals[Array]
+    ) -> tuple[Array, dict[str, Any]]:
+        # `batch.old_values` are from before the step's first update: the centre of the value clip.
+        values = self.values(weights, x, batch)
+        loss, metrics = self.recipe.critic_loss(values, batch, totals, self.response_length)
+        return loss, {**metrics, "critic/vf_loss": loss}
+
+
+@dataclass(frozen=True)
+class SupervisedObjective(Objective):
+    """Negative log-likelihood of given completions, the mean over their tokens, in the plain
+    softmax, whatever the sampling temperature."""
+
+    def loss(
+        self, weights: Transformer[Array], x: Array, batch: Batch[Array], totals: Totals[Array]
+    ) -> tuple[Array, dict[str, Any]]:
+        scores = self.scores(weights, x, batch)
+        return aggregate(-scores.logprobs, batch.mask, num_tokens=totals.num_tokens), {}
+
+
+@RetryOnOverflow
+def statistics_of(
+    objective: PolicyObjective, policy: Transformer[Array], batch: Batch[Array]
+) -> tuple[Any, Array | None]:
+    """Statistics of a whole mini-batch for the recipe's surrogate, without a gradient."""
+    # Over the whole mini-batch: quantiles of micro-batches do not give its quantile.
+    (logprobs, entropy), overflow = logprobs_and_entropy_of.with_overflow(
+        objective, policy, batch.tokens, batch.valid, objective.replayed(batch)
+    )
+    statistics = objective.recipe.statistics(logprobs, entropy, batch)
+    return jax.lax.stop_gradient(statistics), overflow
+
+
+ObjectiveT = TypeVar("ObjectiveT", PolicyObjective, CriticObjective, SupervisedObjective)
+Updated = tuple[Learner[Array], dict[str, Any]]
+"""Learner after an optimizer step, and the metrics of the step."""
+
+
+@dataclass(frozen=True)
+class Network(Generic[ObjectiveT]):
+    """Trained network with its objective and its optimizer.
+
+    Attributes:
+      objective: the loss, with the network's config and mesh.
+      optimizer: settings of the optimizer.
+      num_micro_batches: of a mini-batch, on each device.
+      bins: of a micro-batch, where rows are packed.
+    """
+
+    objective: ObjectiveT
+    optimizer: Optimizer
+    num_micro_batches: int
+    bins: int = 1
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.objective.config
+
+    @property
+    def mesh(self) -> FoldedMesh:
+        return self.objective.mesh
+
+    def init(self, weights: Transformer[Array]) -> Learner[Array]:
+        """Creates a learner, see `jrl.trainer.learner.learner.init_learner`."""
+        return init_learner(self.optimizer, weights, self.config, self.mesh)
+
+    def update(
+        self,
+        learner: Learner[Array],
+        batch: Batch[Array],
+        statistics: Any = None,
+        passes: Array | None = None,
+    ) -> Updated:
+        """Runs one optimizer step, see `update`; on an overflow of the expert buffers it is
+        recomputed with dropless ones.
+
+        A network with adapters donates only these: its frozen weights may be shared with others.
+        """
+
+        def run(objective: ObjectiveT, learner: Learner[Array]) -> tuple[Updated, Array | None]:
+            settings = objective, self.optimizer, self.num_micro_batches
+            if objective.config.lora is None:
+                learner, metrics = _update(*settings, learner, batch, statistics, passes)
+                return (learner, metrics), metrics.get("overflow")
+            adapters, frozen = split(learner.weights, objective.config)
+            learner = replace(learner, weights=adapters)
+            learner, metrics = _update(*settings, learner, batch, statistics, passes, frozen)
+            learner = replace(learner, weights=combine_trees(learner.weights, frozen))
+            return (learner, metrics), metrics.get("overflow")
+
+        def without_overflow(result: Updated) -> Updated:
+            # Nothing changed: the returned learner equals the donated one, in its buffers.
+            learner, first_metrics = result
+            (learner, metrics), _ = run(self.objective.for_any_routing(), learner)
+            return learner, metrics | {"overflow": first_metrics["overflow"]}
+
+        return run_with_fallback(lambda: run(self.objective, learner), without_overflow)[0]
+
+    def with_mesh(self, mesh: FoldedMesh) -> "Network[ObjectiveT]":
+        """Copy on another mesh."""
+        return replace(self, objective=replace(self.objective, mesh=mesh))
+
+
+def _update(*args: Any) -> Updated:
+    """`update`; its first call says if the compiled program lacks the requested overlap."""
+    warn_if_synchronous(update, 3, *args)
+    return update(*args)
 
 
 def count(batch: Batch[Array], statistics: Any = None) -> Totals[Array]:
@@ -340,110 +583,3 @@ def _reduce_metrics(metrics: dict[str, Any], axes: Axes) -> dict[str, Any]:
         return jax.tree.map(lambda x: all_sum(jnp.sum(x, axis=0), axes), metric)
 
     return {name: reduce(metric) for name, metric in metrics.items()}
-
-
-def accumulate_gradients(
-    loss_of: Loss,
-    local_weights: Transformer[Array],
-    micro_batches: Any,
-    passes: Array | None,
-    axes: Axes,
-) -> tuple[Array, Transformer[Array], Any]:
-    """Accumulates loss and gradient of this device over micro-batches; returns these sums, and the
-    metrics of each micro-batch.
-
-    Args:
-      local_weights: trained weights, varying over `axes`, all those of the mesh.
-      micro_batches: inputs ``[micro_batch, ...]``.
-      passes: number of micro-batches to run, as in `scan_first`.
-    """
-    # In float32 whatever the weights are: a bfloat16 sum of hundreds would lose further addends.
-    # The carry varies over every axis, as gradients do: a scan keeps the types of its carry.
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), local_weights)
-    zero_sums = (jnp.zeros((), jnp.float32), vary(zeros, axes))
-
-    def add_micro_batch(total, micro_batch):
-        loss_before, grads_before = total
-        (loss, metrics), grads = jax.value_and_grad(loss_of, has_aux=True)(
-            local_weights, micro_batch
-        )
-        summed = jax.tree.map(lambda total, x: total + x.astype(total.dtype), grads_before, grads)
-        return (loss_before + loss, summed), metrics
-
-    (loss, grads), metrics = scan_first(add_micro_batch, zero_sums, micro_batches, passes)
-    return loss, grads, metrics
-
-
-def accumulate_with_overlapped_reduction(
-    loss_of: Loss,
-    local_weights: Transformer[Array],
-    reductions: Transformer[Any],
-    micro_batches: Any,
-    passes: Array | None,
-    axes: Axes,
-) -> tuple[Array, Transformer[Array], Any]:
-    """Accumulates gradients as `accumulate_gradients`, and sums them over devices, overlapped with
-    the backward pass: each layer's as soon as the last micro-batch has computed it.
-
-    The last micro-batch is outside of the loop over the others, and compiled in addition. Sums are
-    in the same order: the values are those of `accumulate_gradients`, except where the compiler
-    fuses the last micro-batch differently and rounds once less.
-
-    Args:
-      reductions: a `sharding.zero.Reduction` for each weight of `local_weights`.
-      passes: at least 1.
-    """
-    num_micro_batches = jax.tree.leaves(micro_batches)[0].shape[0]
-    # None is an empty sum: the gradient of a single micro-batch is not added to zeros.
-    loss = jnp.zeros((), jnp.float32)
-    total = jax.tree.map(lambda _: None, local_weights)
-    metrics = None
-    if num_micro_batches > 1:
-        other_micro_batches = jax.tree.map(lambda x: x[:-1], micro_batches)
-        other_passes = None if passes is None else passes - 1
-        loss, total, metrics = accumulate_gradients(
-            loss_of, local_weights, other_micro_batches, other_passes, axes
-        )
-    # The last micro-batch that runs: gradients are summed over devices once, when complete.
-    last_index = num_micro_batches - 1 if passes is None else passes - 1
-    last = jax.tree.map(
-        lambda x: lax.dynamic_index_in_dim(x, last_index, keepdims=False), micro_batches
-    )
-    zeros = jax.tree.map(Reduction.sum_zeros, reductions, local_weights)
-
-    def wrap(reduction: Reduction, weight: Array, before: Array | None, zeros: Array) -> Any:
-        return Reduced(weight, before, zeros, reduction)
-
-    # Differentiated by these zeros, not by the layers: their cotangent is the sum over devices of
-    # the layers' gradient (`sharding.zero`).
-    def last_loss(differentiated: Transformer[Array]) -> tuple[Array, Any]:
-        wrapped = jax.tree.map(wrap, reductions, local_weights, total, differentiated)
-        return loss_of(_with_layers(differentiated, wrapped), last)
-
-    (last_value, last_metrics), grads = jax.value_and_grad(last_loss, has_aux=True)(
-        _with_layers(local_weights, zeros)
-    )
-
-    def reduce_gradient(reduction: Reduction, gradient: Array, before: Array | None) -> Array:
-        # As `accumulate_gradients` does it: widened first, added, and then summed over devices.
-        gradient = gradient.astype(jnp.float32)
-        return reduction(gradient if before is None else before + gradient)
-
-    reduced = jax.tree.map(reduce_gradient, *map(without_layers, (reductions, grads, total)))
-    if metrics is None:
-        metrics = jax.tree.map(lambda x: x[None], last_metrics)
-    else:
-        metrics = jax.tree.map(partial(_insert_metric, last_index), metrics, last_metrics)
-    return loss + last_value, _with_layers(reduced, grads), metrics
-
-
-def _with_layers(weights: Transformer[Any], layers_of: Transformer[Any]) -> Transformer[Any]:
-    """`weights` with the layers of another network."""
-    return replace(weights, layers=layers_of.layers, first_layers=layers_of.first_layers)
-
-
-def _insert_metric(index: int | Array, others: Array, last: Array) -> Array:
-    """Inserts the metric of the last micro-batch at `index` among those of the others, which are
-    zeros from there on."""
-    padded = jnp.concatenate([others, jnp.zeros_like(others[:1])])
-    return lax.dynamic_update_index_in_dim(padded, last, index, 0)

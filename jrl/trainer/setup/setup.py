@@ -44,12 +44,11 @@ from jrl.text.prompt_format import (
     with_template,
 )
 from jrl.text.tokenizer import Tokenizer
-from jrl.trainer.learner.networks import (
+from jrl.trainer.learner.networks import Networks, PoolSpec
+from jrl.trainer.learner.update import (
     CriticObjective,
     Network,
-    Networks,
     PolicyObjective,
-    PoolSpec,
     SupervisedObjective,
 )
 from jrl.trainer.scoring import PromptLayout

@@ -11,8 +11,7 @@ from jrl import entropy_signal, hapo_loss
 from jrl.losses import EntropyStatistics, entropy_statistics
 from jrl.recipes import AdaptiveTemperature, Batch, Dapo, Hapo
 from jrl.recipes.base.mismatch import Correction
-from jrl.trainer.learner.networks import policy_loss
-from jrl.trainer.learner.update import count
+from jrl.trainer.learner.update import count, policy_loss
 
 OFF = {
     "adaptive_temperature": False,

@@ -16,8 +16,7 @@ from tiers import full_but
 from jrl import Mean, sapo_loss
 from jrl.recipes import RECIPES, Batch, GroupRelative, Metrics, Recipe, Targets
 from jrl.report.metrics import check_defined
-from jrl.trainer.learner.networks import policy_loss, statistics_of
-from jrl.trainer.learner.update import count
+from jrl.trainer.learner.update import count, policy_loss, statistics_of
 
 ROWS, PROMPT, TIME = 6, 2, 7
 LENGTHS = np.array([5, 1, 3, 0, 2, 4])

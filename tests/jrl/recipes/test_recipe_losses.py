@@ -24,8 +24,7 @@ from jrl.recipes import (
     Tppo,
     Vapo,
 )
-from jrl.trainer.learner.networks import policy_loss
-from jrl.trainer.learner.update import count
+from jrl.trainer.learner.update import count, policy_loss
 
 ROWS, TIME = 6, 7
 LIMIT = TIME - 2

@@ -12,8 +12,7 @@ from jrl.losses import aggregate
 from jrl.recipes import RECIPES, Batch, Grpo
 from jrl.recipes.base.mismatch import Correction
 from jrl.report.metrics import check_defined
-from jrl.trainer.learner.networks import policy_loss
-from jrl.trainer.learner.update import count
+from jrl.trainer.learner.update import count, policy_loss
 
 # Three tokens and four; what lies under the mask is far off.
 LOG_W = np.array([[0.1, -0.2, 1.2, 0.0], [-0.5, -0.9, 0.3, 9.0]], np.float32)

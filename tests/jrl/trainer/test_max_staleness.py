@@ -21,7 +21,7 @@ from jrl.rollout.resharding import are_disjoint
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.records import Appender, read
 from jrl.trainer import loop
-from jrl.trainer.learner import networks
+from jrl.trainer.learner import update as of_update
 
 
 class Kill(BaseException):
@@ -215,7 +215,7 @@ def killed_after(events, patch):
     left = iter(range(events, 0, -1))
     places = [
         (Engine, "_decode"),
-        (networks, "update"),
+        (of_update, "update"),
         (Appender, "append"),
         (Checkpoints, "save"),
     ]

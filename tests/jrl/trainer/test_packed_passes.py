@@ -32,8 +32,7 @@ from jrl.rollout.packing import (
     plan,
     round_up_size,
 )
-from jrl.trainer.learner.networks import CriticObjective, PolicyObjective
-from jrl.trainer.learner.update import Max
+from jrl.trainer.learner.update import CriticObjective, Max, PolicyObjective
 from jrl.trainer.scoring import logprobs_of, packed_scores, values_of
 from jrl.trainer.state import init_state
 from jrl.trainer.step import mini_batches, targets_of, train_on_batch

@@ -28,7 +28,7 @@ from jrl.report.metrics import without_timings
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.records import read, read_metrics
 from jrl.trainer import loop, outputs
-from jrl.trainer.learner import networks
+from jrl.trainer.learner import update as of_update
 from jrl.trainer.state import abstract
 from moe.execution import Execution
 
@@ -164,7 +164,7 @@ def test_a_signal_finishes_the_step_saves_and_draws(number, finished, tmp_path, 
 def test_a_signal_ends_the_warm_start(finished, tmp_path, monkeypatch):
     """There is nothing to save yet; the run begins again, and is the same run."""
     expected, path = finished("grpo"), tmp_path / "run"
-    update, calls = networks.update, []
+    update, calls = of_update.update, []
 
     def interrupted(*arguments):
         calls.append(arguments)
@@ -172,7 +172,7 @@ def test_a_signal_ends_the_warm_start(finished, tmp_path, monkeypatch):
         return update(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(networks, "update", interrupted)
+        patch.setattr(of_update, "update", interrupted)
         outcome = begin_or_go_on(expected.setup, path)
     assert outcome == loop.Outcome(step=0, stopped=True, saved=False)
     assert len(calls) == 1

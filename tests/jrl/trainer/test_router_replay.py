@@ -26,7 +26,7 @@ from jrl.recipes import GroupRelative
 from jrl.recipes.base.batch import over_rows
 from jrl.report.metrics import check_defined, without_timings
 from jrl.trainer import step as stepping
-from jrl.trainer.learner.networks import statistics_of
+from jrl.trainer.learner.update import statistics_of
 from jrl.trainer.scoring import logprobs_and_choices_of, logprobs_of
 from moe import model
 from moe.execution import Execution

@@ -15,8 +15,7 @@ from three_updates import gradient_of, random_weights
 from jrl.config.run import RunConfig
 from jrl.processes.agreement import to_host
 from jrl.recipes import Sft
-from jrl.trainer.learner.networks import policy_loss
-from jrl.trainer.learner.update import count
+from jrl.trainer.learner.update import count, policy_loss
 from jrl.trainer.setup.chat_rows import training_chats
 from jrl.trainer.setup.setup import build_setup
 from jrl.trainer.step import update_rows

@@ -19,7 +19,7 @@ from small_runs import (
 from jrl.recipes import RECIPES
 from jrl.rollout.decoding import mesh_backend
 from jrl.trainer import step as stepping
-from jrl.trainer.learner import networks
+from jrl.trainer.learner import update as of_update
 from jrl.trainer.scoring import logprobs_of
 from jrl.trainer.step import mini_batches, sampling_difference, train_on_batch, train_step
 from jrl.trainer.summary import summarise
@@ -46,7 +46,7 @@ def learned_from(monkeypatch):
         updates.append((network, np.asarray(batch.tokens)[:, 0].tolist()))
         return learner, {"loss": 0.0, "grad_norm": 0.0, "finite": True, "empty": False}
 
-    monkeypatch.setattr(networks, "update", record)
+    monkeypatch.setattr(of_update, "update", record)
     return updates
 
 
@@ -151,7 +151,7 @@ def test_critic_and_policy_have_masks_of_their_own(monkeypatch):
         seen.setdefault(objective.config.head != "value", []).append(np.asarray(batch.mask))
         return learner, {"loss": 0.0, "grad_norm": 0.0, "finite": True, "empty": False}
 
-    monkeypatch.setattr(networks, "update", record)
+    monkeypatch.setattr(of_update, "update", record)
     setup = small_setup(small_recipe("ppo"))
     batch = small_batch(setup, ROWS)
     learn(setup, state_of(setup), batch.replace(critic_mask=~batch.mask))
@@ -165,7 +165,7 @@ def test_what_was_left_out_is_handed_over(learned_from, monkeypatch):
         loss = np.float32(np.nan)
         return arguments[3], {"loss": loss, "grad_norm": 2.0, "finite": False, "empty": False}
 
-    monkeypatch.setattr(networks, "update", refuse)
+    monkeypatch.setattr(of_update, "update", refuse)
     setup = small_setup(small_recipe("vapo", pretrain_critic=0))
     _, history, nonfinite, _ = learn(setup, state_of(setup), numbered(setup))
     assert len(history) == 2

@@ -23,7 +23,7 @@ from jrl.tasks.workers.process import Worker
 from jrl.trainer import loop
 from jrl.trainer import step as stepping
 from jrl.trainer import warm_start as warming
-from jrl.trainer.learner import networks
+from jrl.trainer.learner import update as of_update
 from jrl.trainer.warm_start import (
     CHECK_EVERY,
     WarmStartFailed,
@@ -134,7 +134,7 @@ def test_reinforcement_goes_on_after_the_prompts_that_were_imitated(task, tmp_pa
         evaluated.append(examples)
         return {}
 
-    monkeypatch.setattr(networks, "update", learn)
+    monkeypatch.setattr(of_update, "update", learn)
     monkeypatch.setattr(warming, "supervised_batch", lambda _, shown, __: imitated.extend(shown))
     monkeypatch.setattr(Sampler, "sample", lambda *_: [])
     monkeypatch.setattr(warming, "accuracy", lambda _: 0.0)

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec
 from traced_volumes import CONFIGS, MIXTRAL, given_to_collectives, method_of, stated
 from whole_network import token_loss
 
+from jrl.trainer.learner.accumulation import accumulate_with_overlapped_reduction
 from jrl.trainer.learner.learner import cast_and_gather
-from jrl.trainer.learner.update import accumulate_with_overlapped_reduction
 from moe import model
 from moe.counts import sizes_of
 from moe.execution import Execution

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from jrl.report.warnings import FewWarnings
-from jrl.trainer.learner import networks
-from jrl.trainer.learner.networks import overlap_flags, warn_if_synchronous
+from jrl.trainer.learner import synchronous
+from jrl.trainer.learner.synchronous import overlap_flags, warn_if_synchronous
 from moe.config import ModelConfig
 from moe.execution import Execution
 from sharding.folding import FoldedMesh, Layout, fold_abstract
@@ -54,8 +54,8 @@ class Program:
 
 @pytest.fixture(autouse=True)
 def nothing_said_before(monkeypatch):
-    monkeypatch.setattr(networks, "_CHECKED", set())
-    monkeypatch.setattr(networks, "_WARNINGS", FewWarnings())
+    monkeypatch.setattr(synchronous, "_CHECKED", set())
+    monkeypatch.setattr(synchronous, "_WARNINGS", FewWarnings())
 
 
 def said(capsys, text, platform="gpu", layout="dp2", **execution):
