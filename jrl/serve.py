@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
 
 import tyro
 
@@ -68,6 +69,9 @@ class ServeOptions:
     JRL_API_KEY, and without it no key is required."""
     allow_anyone: bool = False
     """Serve other machines without a key."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins of web pages that may call the server from a browser (CORS), such as
+    http://localhost:3000; * is every page."""
     follow: bool = False
     """Load later checkpoints of the run as they appear; requests in flight are finished by the
     policy that started them."""
@@ -138,6 +142,8 @@ def _check(options: ServeOptions) -> None:
         raise ValueError(
             "api_key is empty, which any client could show: give one, or leave it out."
         )
+    for origin in options.allowed_origins:
+        check_origin(origin)
     check_seed(options.seed)
     template_arguments(options.chat_template_kwargs)
     modules = {
@@ -150,6 +156,20 @@ def _check(options: ServeOptions) -> None:
         raise ValueError(
             f'serving needs {", ".join(missing)}: run pip install -e ".[serve]" in the clone.'
         )
+
+
+def check_origin(origin: str) -> None:
+    """Raises ValueError unless the text is an origin as browsers state it: scheme, host and port.
+
+    ``*`` is every origin, ``null`` that of a local file.
+    """
+    url = urlsplit(origin)
+    if origin in ("*", "null") or origin == f"{url.scheme}://{url.netloc}" != "://":
+        return
+    raise ValueError(
+        f"allowed_origins={origin!r} is no origin: give scheme, host and port without a path, such "
+        "as http://localhost:3000, or * for every page."
+    )
 
 
 def _serve(options: ServeOptions) -> None:
@@ -230,7 +250,14 @@ def _build_service(options: ServeOptions):
     service = Service(
         engine, served, policy.versions, metrics, queue=options.queue, window=options.window
     )
-    front = FrontEnd(service, served, metrics, api_key=_key(options), max_bytes=options.max_body)
+    front = FrontEnd(
+        service,
+        served,
+        metrics,
+        api_key=_key(options),
+        max_bytes=options.max_body,
+        allowed_origins=options.allowed_origins,
+    )
     return service, front, name
 
 

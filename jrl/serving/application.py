@@ -3,7 +3,7 @@
 import asyncio
 import hmac
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -12,6 +12,8 @@ from typing import Any
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as Call
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -48,6 +50,7 @@ class FrontEnd:
       service: its `flush` is set to that of this object.
       api_key: required of clients, except at ``/health``; None requires none.
       max_bytes: limit of a body.
+      allowed_origins: origins of web pages that may read answers; "*" is every one.
     """
 
     def __init__(
@@ -58,9 +61,11 @@ class FrontEnd:
         *,
         api_key: str | None,
         max_bytes: int,
+        allowed_origins: Sequence[str] = (),
     ):
         self._service, self._served, self._metrics = service, served, metrics
         self._api_key, self._max_bytes = api_key, max_bytes
+        self._allowed_origins = allowed_origins
         self._token_strings = TokenStrings(served.format.tokenizer)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._outbox: list[tuple[Events, Event]] = []
@@ -85,7 +90,18 @@ class FrontEnd:
         # Unknown paths and methods are answered in OpenAI's format too, and so are internal errors,
         # whose traceback the server logs.
         handlers: dict[Any, Any] = {HTTPException: _handle_http_error, Exception: _handle_exception}
-        return Starlette(routes=routes, exception_handlers=handlers)
+        # Before the check of keys: a browser's preflight request (OPTIONS) carries none.
+        cross_origin = Middleware(
+            CORSMiddleware,
+            allow_origins=self._allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        )
+        return Starlette(
+            routes=routes,
+            exception_handlers=handlers,
+            middleware=[cross_origin] if self._allowed_origins else [],
+        )
 
     @property
     def num_open(self) -> int:

@@ -51,6 +51,12 @@ ASKED = Conversation.from_pairs([("user", "How many pens?")])
         (["--port=70000"], "port=70000 must lie in 0..65535"),
         (["--api-key="], "api_key is empty"),
         (["--connections=0"], "connections=0 must be at least 1"),
+        (
+            ["--allowed-origins", "http://a", "localhost:3000"],
+            "'localhost:3000' is no origin",
+        ),
+        (["--allowed-origins", "http://localhost:3000/"], "is no origin"),
+        (["--allowed-origins", "*", "null", "https://a.b", "--port=0"], "no-such-run"),
         (["--host=0.0.0.0", "--port=0"], "host=0.0.0.0 can be reached by other machines, and no"),
         # Allowed, it comes to the run.
         (["--host=0.0.0.0", "--port=0", "--allow-anyone"], "no-such-run"),

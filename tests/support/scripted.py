@@ -128,6 +128,7 @@ class House:
         warm_up=False,
         served=None,
         engine=None,
+        allowed_origins=(),
     ):
         self.engine, self.versions = engine or Scripted(slots), Newer()
         self.metrics = Metrics(slots)
@@ -141,7 +142,12 @@ class House:
             window=3,
         )
         self.front = FrontEnd(
-            self.service, served, self.metrics, api_key=api_key, max_bytes=most_bytes
+            self.service,
+            served,
+            self.metrics,
+            api_key=api_key,
+            max_bytes=most_bytes,
+            allowed_origins=allowed_origins,
         )
         self.application = self.front.application()
         self.service.start(warm_up)

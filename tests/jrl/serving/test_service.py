@@ -380,6 +380,40 @@ def test_the_key_is_asked_for():
     assert answers[-1].json()["data"][0]["id"] == "m"
 
 
+@pytest.mark.parametrize(
+    ("origins", "origin", "allowed"),
+    [
+        ((), "http://page", None),
+        (("http://page",), "http://page", "http://page"),
+        (("http://page",), "http://other", None),
+        (("*",), "null", "*"),
+    ],
+)
+def test_a_web_page_reads_answers_if_its_origin_is_allowed(origins, origin, allowed):
+    """Also where a key is required: a browser asks without one first, and shows an error's text."""
+    house, header = House(api_key="k", allowed_origins=origins), "access-control-allow-origin"
+    headers = {"Origin": origin}
+    preflight = headers | {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type",
+    }
+
+    async def scene(client):
+        asked = await client.options("/v1/completions", headers=preflight)
+        refused = await client.post("/v1/completions", json=asking(), headers=headers)
+        headers["Authorization"] = "Bearer k"
+        body = asking(stream=True)
+        return asked, refused, await client.post("/v1/completions", json=body, headers=headers)
+
+    asked, refused, answer = house.run(scene)
+    assert [asked.is_success, refused.status_code, answer.status_code] == [
+        allowed is not None,
+        401,
+        200,
+    ]
+    assert {each.headers.get(header) for each in (asked, refused, answer)} == {allowed}
+
+
 def test_metrics_need_no_key_where_there_is_none():
     answer = House().run(lambda client: client.get("/metrics"))
     assert answer.status_code == 200 and "jrl_uncompiled" in answer.text
