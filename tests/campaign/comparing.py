@@ -36,6 +36,9 @@ SEEN_IN_PART = 0.1
 whole gradient: a small leaf (a router of one expert a token) may be rounding alone."""
 AT_THE_PIVOT = ("actor/redistributed.sum",)
 """Counts of tokens above or below one of them, which itself counts or does not by its rounding."""
+LAST_DIGITS = 4 * 2.0**-24
+"""Rounding error of a log-entropy in float32: two units of the entropy, in one pass and another."""
+FOLLOW_THE_SIGNAL = tuple(f"policy {kind}" for kind in ("loss", "norm", "gradient", "metrics"))
 LEAST = 1e-3
 """A leaf whose gradient is less than this part of the largest of all is a difference of terms that
 cancel (the bias of keys, which moves all scores of a query alike): its error is theirs."""
@@ -163,9 +166,12 @@ def micro_batches(setup: Setup) -> tuple[np.ndarray, int]:
 def _comparison(setup: Setup, found: Observed, expected: Observed) -> Comparison:
     exact = EXACT if setup.model.delta is None else KEYS_ARE_SHORT
     rounds = _roundings(setup)
+    signal = _signal_rounding(expected.get("statistics"))
     distances, limits, where = dict[str, float](), dict[str, float](), dict[str, str]()
     assert found.keys() == expected.keys(), (found.keys(), expected.keys())
     for part, own in found.items():
+        if part == "statistics":
+            continue
         other = expected[part]
         assert own.keys() == other.keys(), (part, own.keys() ^ other.keys())
         kind = part.split()[-1]
@@ -179,7 +185,19 @@ def _comparison(setup: Setup, found: Observed, expected: Observed) -> Comparison
         name = max(far, key=lambda name: (np.isnan(far[name]), far[name]))
         distances[part], where[part] = float(far[name]), name
         limits[part] = max(exact, rounds.get(kind, 0.0))
+        if part in FOLLOW_THE_SIGNAL:
+            limits[part] = max(limits[part], signal)
     return Comparison(distances, limits, where)
+
+
+def _signal_rounding(statistics: dict[str, np.ndarray] | None) -> float:
+    """Rounding error of HAPO's signal, which divides log-entropies by their distance to the pivot:
+    that of nearly equal entropies has few digits."""
+    if statistics is None:
+        return 0.0
+    extremes = (abs(float(statistics[name])) for name in ("h_max", "h_min"))
+    ranges = [extreme * float(statistics["scale"]) for extreme in extremes if extreme]
+    return LAST_DIGITS / min(ranges, default=1.0)
 
 
 def _roundings(setup: Setup) -> dict[str, float]:

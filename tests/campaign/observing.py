@@ -138,6 +138,7 @@ def observe(
     statistics = None
     if setup.recipe.uses_statistics:
         statistics = statistics_of(policy.objective, learner.weights, rows)
+        found["statistics"] = {key: np.asarray(x) for key, x in vars(to_host(statistics)).items()}
     found |= _updated("policy", policy, learner, rows, counted("actor"), statistics)
     if critic is not None:
         learner = critic.init(weights_of(critic, setup.run.seed + 1))
