@@ -1,12 +1,12 @@
-"""Objectives as functions on arrays. Everything here needs jax and nothing else.
+"""Losses, advantages and metrics as functions of arrays. They depend on jax alone.
 
-Arrays are `[..., time]`, aligned to the token that they speak about: ``logprobs[b, t]`` is the
-log-probability in nats of ``tokens[b, t]`` given what precedes it, ``values[b, t]`` the critic's
-estimate of the state before it, and ``mask[b, t]`` is true where the policy sampled it. A mask may
-be bool or 0/1 of any dtype and may have holes; what lies where it is false, NaN and inf included,
-never reaches a result or a gradient. Inputs in half precision are computed with in float32.
+Arrays are `[..., time]`, aligned to the token that they describe. ``logprobs[b, t]`` is the
+log-probability of ``tokens[b, t]`` given the tokens before it, in nats. ``values[b, t]`` is the
+critic's estimate of the state before that token. ``mask[b, t]`` is true where the policy sampled
+it. A mask may be bool or 0/1 of any dtype and may have holes; masked values, NaN and inf included,
+never reach a result or a gradient. Half-precision inputs are computed in float32.
 
-`None` means "off" and 0 means zero. Arrays come first, the current policy before the old one; if
+`None` means "off" and 0 means zero. Arrays come first, the current policy before the old one. If
 their shapes do not agree, a ValueError names them.
 
 Examples in docstrings assume ``import jax.numpy as jnp`` and the names of `jrl`.

@@ -1,7 +1,7 @@
-"""The array contract in code: masks of any dtype, one working precision, no silent broadcasting.
+"""Validation and masking of input arrays: any mask dtype, one precision, no silent broadcasting.
 
-Every function of this package begins with these few lines, so that the rules of the package
-docstring are written once. What is done with the arrays afterwards is left to the other files.
+The functions of this package begin with calls to these, which implement the rules of the package
+docstring.
 """
 
 from typing import TypeAlias
@@ -12,27 +12,28 @@ from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Int, Num, Real, Shaped
 
-# A setting, see jrl/losses/settings.py; and any single number, such as a count or a coefficient.
+# `Number` is a setting, see jrl/losses/settings.py. `Scalar` is any single number, such as a count
+# or a coefficient.
 Number: TypeAlias = Real[ArrayLike, ""]
 Scalar: TypeAlias = Num[ArrayLike, ""]
 
-# Arrays inside the library: in the working precision, the mask as bool.
+# Arrays after validation: floats in the working precision, masks as bool.
 PerToken: TypeAlias = Float[Array, "*batch time"]
 PerRow: TypeAlias = Float[Array, "*batch"]
 TokenMask: TypeAlias = Bool[Array, "*batch time"]
 
 
 def as_mask(mask: Shaped[ArrayLike, "*shape"]) -> Bool[Array, "*shape"]:
-    """A boolean mask from one of any dtype; anything but zero counts as true."""
+    """Boolean mask from a mask of any dtype; nonzero is true."""
     return jnp.asarray(mask).astype(bool)
 
 
 def as_floats(*arrays: Shaped[ArrayLike, "..."]) -> tuple[Float[Array, "..."], ...]:
-    """The arrays in one working precision: float64 where one of them has it, float32 otherwise.
+    """Converts arrays to one working precision: float64 if one of them is float64, else float32.
 
-    Half precision is raised rather than kept: a ratio of probabilities, a sum over a batch and a
-    squared error all need more than its eight bits. Where no array is of floats, as with integer
-    rewards, the precision is JAX's default, which is float64 under ``jax_enable_x64``.
+    Half precision is converted to float32: ratios of probabilities, sums over a batch and squared
+    errors need more than the 8 significant bits of bfloat16. If no array is floating-point, as with
+    integer rewards, the precision is JAX's default, which is float64 under ``jax_enable_x64``.
     """
     converted = [jnp.asarray(array) for array in arrays]
     floats = [array.dtype for array in converted if jnp.issubdtype(array.dtype, jnp.floating)]
@@ -41,10 +42,10 @@ def as_floats(*arrays: Shaped[ArrayLike, "..."]) -> tuple[Float[Array, "..."], .
 
 
 def zero_masked(x: Shaped[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Shaped[Array, "*shape"]:
-    """`x` where the mask is true and zero elsewhere, whatever `x` holds there.
+    """`x` where the mask is true and zero elsewhere, also where `x` is NaN or inf.
 
-    Applied before any arithmetic, not after it: the derivative of a NaN is a NaN, and a zero
-    cotangent multiplied by it stays one.
+    Apply it before any arithmetic, not after: the derivative at a NaN is NaN, and stays NaN when
+    multiplied by a zero cotangent.
     """
     return jnp.where(mask, x, jnp.zeros((), x.dtype))
 
@@ -52,7 +53,7 @@ def zero_masked(x: Shaped[Array, "*shape"], mask: Bool[Array, "*shape"]) -> Shap
 def masked_constants(
     mask: Shaped[ArrayLike, "*shape"], **arrays: Shaped[ArrayLike, "*shape"]
 ) -> tuple[Bool[Array, "*shape"], tuple[Float[Array, "*shape"], ...]]:
-    """The mask as bool, and the named arrays in one precision, 0 under it, without gradients."""
+    """The mask as bool, and the named arrays in one precision, 0 where masked, no gradient."""
     check_shapes(**arrays, mask=mask)
     mask = as_mask(mask)
     constants = jax.lax.stop_gradient(tuple(jnp.asarray(x) for x in arrays.values()))
@@ -60,31 +61,31 @@ def masked_constants(
 
 
 def num_true(mask: Bool[Array, "*shape"], axis: int | None = None) -> Int[Array, "..."]:
-    """Number of true entries, over everything or along one axis."""
+    """Number of true entries, over all axes or along one."""
     return jnp.sum(mask, axis=axis, dtype=jnp.int32)
 
 
 def row_lengths(mask: TokenMask, like: Float[Array, "..."]) -> Float[Array, "*batch 1"]:
-    """The true tokens of each row, at least 1 so that it divides, in the dtype of `like`."""
+    """Unmasked tokens of each row, at least 1 to be a valid divisor, in the dtype of `like`."""
     return jnp.maximum(num_true(mask, -1), 1)[..., None].astype(like.dtype)
 
 
 def row_mean(x: PerToken, mask: TokenMask) -> Float[Array, "*batch 1"]:
-    """The mean of each row over its true tokens, 0 where it has none."""
+    """Mean of each row over its unmasked tokens, 0 if it has none."""
     return jnp.sum(zero_masked(x, mask), axis=-1, keepdims=True) / row_lengths(mask, x)
 
 
 def ratio_or_zero(x: Float[Array, "..."], divisor: Shaped[Array, "..."]) -> Float[Array, "..."]:
-    """``x / divisor``, and 0 where the divisor is 0. A NaN in either stays one."""
+    """``x / divisor``, and 0 where the divisor is 0. Other NaNs propagate."""
     divisor = divisor.astype(x.dtype)
     nothing = divisor == 0
     return jnp.where(nothing, 0, x / jnp.where(nothing, 1, divisor))
 
 
 def zero_per_row(x: PerToken) -> PerRow:
-    """0 for each row, also where rows have no entry at all.
+    """0 for each row, also for rows of length 0.
 
-    Made from the rows so that, under `jax.shard_map`, it varies over the devices they do.
+    Computed from `x`, so that under `jax.shard_map` it varies over the same mesh axes.
     """
     return jnp.zeros_like(jnp.sum(x, axis=-1))
 
@@ -92,7 +93,7 @@ def zero_per_row(x: PerToken) -> PerRow:
 def clip(x: Float[Array, "*shape"], bound: int | float | Array) -> Float[Array, "*shape"]:
     """`x` clamped to plus or minus `bound`.
 
-    Beyond the bounds the derivative is 0, at them 1 (that of `jnp.clip` is a half there).
+    The derivative is 0 beyond the bounds and 1 at them (`jnp.clip` has 1/2 there).
     """
     return jnp.where(x > bound, bound, jnp.where(x < -bound, -bound, x))
 
@@ -100,9 +101,10 @@ def clip(x: Float[Array, "*shape"], bound: int | float | Array) -> Float[Array, 
 def broadcastable(
     name: str, x: Shaped[ArrayLike, "..."], like: Float[Array, "*shape"]
 ) -> Float[Array, "..."]:
-    """`x` in the dtype of `like`, a scalar or an array with as many axes that broadcasts to it.
+    """Converts `x` to the dtype of `like` and checks that it broadcasts to it.
 
-    An array of shape `[time]` never meets one of `[batch, time]` by accident of equal sizes.
+    `x` is a scalar or has as many axes as `like`: shape `[time]` does not broadcast to
+    `[batch, time]`.
     """
     array = jnp.asarray(x)
     fits = array.ndim == like.ndim and all(
@@ -119,12 +121,12 @@ def broadcastable(
 def broadcast(
     name: str, x: Shaped[ArrayLike, "..."], like: Float[Array, "*shape"]
 ) -> Float[Array, "*shape"]:
-    """`x` in the shape and dtype of `like`, by the rules of `broadcastable`."""
+    """Broadcasts `x` to the shape and dtype of `like`, by the rules of `broadcastable`."""
     return jnp.broadcast_to(broadcastable(name, x, like), like.shape)
 
 
 def check_shapes(**arrays: Shaped[ArrayLike, "..."]) -> None:
-    """Check that the named arrays, which all speak about the same tokens, have one shape."""
+    """Checks that the named arrays, aligned to the same tokens, have one shape."""
     shapes = {name: jnp.shape(array) for name, array in arrays.items()}
     if len(set(shapes.values())) > 1:
         listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
@@ -132,7 +134,7 @@ def check_shapes(**arrays: Shaped[ArrayLike, "..."]) -> None:
 
 
 def check_responses(**arrays: Shaped[ArrayLike, "..."]) -> None:
-    """Check that the named arrays have one number for each response: one axis, of one size."""
+    """Checks that the named arrays are `[batch]`, one number per response, of one size."""
     for name, array in arrays.items():
         shape = jnp.shape(array)
         if len(shape) != 1:
@@ -148,7 +150,7 @@ def check_responses(**arrays: Shaped[ArrayLike, "..."]) -> None:
 def check_rows(
     rows_of: str, array: Shaped[ArrayLike, "..."], **per_row: Shaped[ArrayLike, "..."]
 ) -> None:
-    """Check that the named arrays have one entry for each row of the array called `rows_of`."""
+    """Checks that the named arrays have one entry per row of `array`, named `rows_of` in errors."""
     shape = jnp.shape(array)
     for name, entries in per_row.items():
         if not shape or jnp.shape(entries) != shape[:-1]:

@@ -1,6 +1,7 @@
-"""Coefficients that steer themselves: what they become from what was measured.
+"""Adaptive coefficients of the KL penalty and the entropy bonus.
 
-Each is a pure transition. The caller keeps the number, in its checkpoint like any other state.
+Each function maps the current coefficient and a measurement to the next coefficient. The caller
+stores the coefficient, and checkpoints it like other state.
 """
 
 import jax
@@ -15,19 +16,19 @@ from jrl.losses.arrays import Number, Scalar, as_floats
 def adaptive_kl_coefficient(
     coefficient: Scalar, kl: Scalar, *, target: Number, num_samples: Scalar, horizon: Number
 ) -> Float[Array, ""]:
-    """The next coefficient of a KL penalty, which is to hold the divergence near a target.
+    """Adaptive KL coefficient: the next weight of a KL penalty that holds the KL near a target.
 
         coefficient (1 + clip(kl / target - 1, -0.2, 0.2) num_samples / horizon)
 
-    A proportional controller on the relative error, bounded so that one odd batch moves little.
+    A proportional controller on the relative error. The clip bounds the effect of one batch.
 
     Args:
-      coefficient: the weight of the penalty in this step, non-negative. 0 stays 0.
-      kl: what was measured in it, in nats, in the units of the target: the mean over tokens, or
-        over responses of their sums (the original).
-      target: the divergence wanted, positive; 6 nats per response in the original.
-      num_samples: responses that were measured; the coefficient moves in proportion.
-      horizon: over about how many responses it may change by a fifth; 10000 in the original.
+      coefficient: weight of the penalty in this step, non-negative. 0 stays 0.
+      kl: KL divergence measured in this step, in nats: the mean over tokens, or over responses of
+        their sums (the original), as in `target`.
+      target: target KL divergence, positive; 6 nats per response in the original.
+      num_samples: number of responses measured; the change is proportional to it.
+      horizon: responses over which the coefficient may change by about 20 %; 10000 originally.
 
     Returns:
       The coefficient for the next step, without a gradient.
@@ -62,23 +63,23 @@ def adaptive_entropy_coefficient(
     low: Number = 0.0,
     high: Number = 1.0,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The next coefficient of an entropy bonus that acts only while entropy is low.
+    """Adaptive entropy coefficient: the next weight of an entropy bonus applied at low entropy.
 
-    While the measured entropy is at most `target` the coefficient grows by `step`, otherwise it
-    shrinks by it, within [low, high]. The bonus is applied with the new coefficient in the first
-    case and not at all in the second, so that entropy is never pushed above the target.
+    If the measured entropy is at most `target`, the coefficient grows by `step` and the bonus is
+    applied with the new coefficient. Otherwise the coefficient shrinks by `step` and no bonus is
+    applied, so that entropy is never pushed above the target. The coefficient stays in [low, high].
 
     Args:
-      coefficient: what this function returned first the last time, or the starting value.
-      entropy: the mean over tokens measured now, in nats.
-      target: below or at it the bonus acts; 0.2 is TRL's default (its example says 5.0).
-      step: how fast the coefficient moves; 0.005 is TRL's default.
-      low: the coefficient stays at or above it.
-      high: the coefficient stays at or below it.
+      coefficient: first result of the previous call, or the initial value.
+      entropy: mean entropy over the tokens of this step, in nats.
+      target: the bonus is applied at or below it; 0.2 is TRL's default (its example has 5.0).
+      step: change of the coefficient per call; 0.005 is TRL's default.
+      low: lower bound of the coefficient.
+      high: upper bound of the coefficient.
 
     Returns:
-      `(coefficient, applied)`, the one to keep and the one to weigh the bonus with now; both
-      without a gradient.
+      `(coefficient, applied)`, the coefficient to store and the weight of the bonus in this step;
+      both without a gradient.
 
     Raises:
       ValueError: if `step` is negative, or `low` is above `high`.

@@ -1,4 +1,4 @@
-"""The settings with which our functions give the numbers of another library."""
+"""Settings that reproduce the numbers of verl, TRL and OpenRLHF."""
 
 from typing import Any, Literal
 
@@ -8,7 +8,7 @@ Library = Literal["verl", "trl", "openrlhf"]
 
 VERSIONS = {"verl": "verl 0.9", "trl": "TRL 1.16", "openrlhf": "OpenRLHF 0.11"}
 
-# How the three reduce: over tokens or sequences, and whether rows without a token are sequences.
+# Aggregation: over tokens or sequences, and whether a fully masked row counts as a sequence.
 _TOKENS = {"aggregation": "token-mean", "empty_rows": "skip"}
 _SEQUENCES = {"aggregation": "seq-mean-token-mean", "empty_rows": "skip"}
 _TRL_TOKENS = {**_TOKENS, "empty_rows": "count"}
@@ -25,7 +25,7 @@ _VERL: dict[str, dict[str, Any]] = {
     "dr_grpo_advantages": {},
     "rloo_advantages": {},
     "opo_advantages": {},
-    # Of the responses with a reward that is not 0, however the others of their group did.
+    # Counts responses with a nonzero reward, also in groups without variance.
     "gpg_advantages": {"alpha": "nonzero"},
     "pass_at_k_advantages": {"scale": "group", "epsilon": 1e-6},
     "gdpo_advantages": {"whitened": True, "epsilon": 1e-6, "whiten_epsilon": 1e-8},
@@ -37,12 +37,12 @@ _VERL: dict[str, dict[str, Any]] = {
     "ppo_loss": {**_CLIP, "clip_dual": 3.0, "max_log_ratio": 20.0, **_TOKENS},
     "gpg_loss": {**_TOKENS},
     "cispo_loss": {**_CLIP, "level": "token", "max_log_ratio": 20.0, **_TOKENS},
-    # Its clamp is one of the mean, at +10.
+    # verl clamps the mean log-ratio of the sequence instead, at +10.
     "gspo_loss": {**_GSPO, "gradient": "token", **_TOKENS},
     "gmpo_loss": {**_CLIP, "max_log_ratio": None, **_SEQUENCES, "empty_rows": "count"},
     "sapo_loss": {**_SAPO, "max_log_ratio": 20.0, **_SEQUENCES},
     "dro_loss": {"max_log_ratio": None, **_TOKENS},
-    # clip_ratio_low and clip_ratio_high, whatever the kind; the cap is clip_ratio_c.
+    # The bounds are clip_ratio_low and clip_ratio_high for both kinds; the cap is clip_ratio_c.
     "dppo_loss": {"max_divergence": (0.2, 0.2), "max_ratio": 3.0, "max_log_ratio": 20.0, **_TOKENS},
     "clip_cov_loss": {**_COV, "low": 1.0, "high": 5.0, **_CLIP},
     "kl_cov_loss": {**_COV, "coefficient": 0.1},
@@ -59,7 +59,7 @@ _TRL: dict[str, dict[str, Any]] = {
     "dr_grpo_advantages": {},
     "gdpo_advantages": {"whitened": True, "epsilon": 1e-4, "whiten_epsilon": 0.0},
     "ppo_loss": {**_CLIP, "clip_dual": None, "max_log_ratio": None, **_TRL_TOKENS},
-    # epsilon_high is the cap itself there: 5, the value that it recommends, is 1 + 4.
+    # In TRL epsilon_high is the cap itself: its recommended 5 is 1 + 4.
     "cispo_loss": {
         "clip_low": None,
         "clip_high": 4.0,
@@ -79,7 +79,7 @@ _TRL: dict[str, dict[str, Any]] = {
     "luspo_loss": {**_GSPO, "gradient": "sequence", **_TRL_SEQUENCES},
     "sapo_loss": {**_SAPO, "max_log_ratio": None, **_TRL_SEQUENCES},
     "kl_estimate": {"kind": "k3", "max_log_ratio": None, "max_value": None},
-    # All tokens, and all sequences: both masks are off.
+    # Both masks are off by default: all tokens and all sequences are kept.
     "top_entropy_mask": {"fraction": 1.0},
     "off_policy_sequence_mask": {"max_divergence": float("inf")},
     "adaptive_entropy_coefficient": {"target": 0.2, "step": 0.005, "low": 0.0, "high": 1.0},
@@ -94,7 +94,7 @@ _OPENRLHF: dict[str, dict[str, Any]] = {
     "grpo_advantages": {"scale": "group", "unbiased": True, "epsilon": 1e-9, "singleton": "zero"},
     "dr_grpo_advantages": {},
     "rloo_advantages": {},
-    # What it whitens by is `whiten` with the settings below.
+    # OpenRLHF whitens separately: by `whiten` with the settings below.
     "reinforce_plus_plus_advantages": {"whitened": False},
     "whiten": {"unbiased": False, "epsilon": 0.0, "min_variance": 1e-8},
     "ppo_loss": {**_CLIP, "clip_dual": None, "max_log_ratio": 20.0, **_TOKENS},
@@ -111,7 +111,7 @@ _SETTINGS = {"verl": _VERL, "trl": _TRL, "openrlhf": _OPENRLHF}
 
 
 class Conventions(dict[str, dict[str, Any]]):
-    """Keywords by function; a function that is not there is said to be missing, with the others."""
+    """Keyword arguments by function name; the KeyError of a missing name lists the others."""
 
     def __init__(self, library: Library):
         super().__init__({name: dict(x) for name, x in _SETTINGS[library].items()})
@@ -125,26 +125,26 @@ class Conventions(dict[str, dict[str, Any]]):
 
 
 def conventions(*, like: Library) -> Conventions:
-    """Keyword arguments that make our functions follow another library, by function.
+    """Keyword arguments, by function, with which jrl gives the numbers of another library.
 
-    For people who compare curves: ``ppo_loss(..., **conventions(like="trl")["ppo_loss"])``. There
-    is an entry for each advantage, loss, divergence and weight that the library has, under our
-    name, with its defaults: how the standard deviation of a group is taken and what is added to it,
-    whether rows without a true token count as sequences, what is clamped, and the bounds. An
-    empty entry is a function without settings. What has no default there (`beta` of `dro_loss`,
-    `kind` of `dppo_loss`) is yours to give, and single settings are replaced as in any dictionary:
+    For comparing training curves: ``ppo_loss(..., **conventions(like="trl")["ppo_loss"])``. There
+    is an entry for each advantage, loss, divergence and weight that the library has, under the name
+    in jrl, with the library's defaults: the standard deviation of a group and its epsilon, whether
+    rows without an unmasked token count as sequences, clamps, and clip bounds. An empty entry is a
+    function without settings. Arguments without a default there (`beta` of `dro_loss`, `kind` of
+    `dppo_loss`) must still be passed. Override single settings as in any dictionary:
     ``{**settings["ppo_loss"], "clip_high": 0.28}``.
 
-    What a setting cannot express is in the documentation, function by function: among it OpenRLHF's
-    GAE (pass ``values * mask`` and a mask without holes), and the 1e-8 that verl adds to the length
-    of a row.
+    The documentation lists the differences that settings cannot express, by function. Among them
+    are OpenRLHF's GAE (pass ``values * mask`` and a mask without holes) and the 1e-8 that verl adds
+    to the length of a row.
 
     Args:
       like: the library: verl 0.9, TRL 1.16 or OpenRLHF 0.11.
 
     Returns:
-      A new dictionary from the name of a function to its keywords. Asked for a function that the
-      library has not, it says so in its KeyError.
+      A new dictionary from function name to keyword arguments. For a function that the library
+      lacks, its KeyError says so.
 
     Raises:
       ValueError: if the library is another one.

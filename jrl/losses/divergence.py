@@ -1,4 +1,4 @@
-"""KL divergence of a policy from another, estimated from the sampled tokens."""
+"""KL divergence between two policies, estimated from the sampled tokens."""
 
 from typing import Literal
 
@@ -23,36 +23,36 @@ def kl_estimate(
     max_log_ratio: Number | None = 20.0,
     max_value: Number | None = None,
 ) -> Float[Array, "*batch time"]:
-    """Estimate of KL(policy || reference) from each sampled token.
+    """Per-token estimate of KL(policy || reference) from sampled tokens.
 
     With ``d = logprobs - reference_logprobs`` on tokens sampled from the policy:
 
     | kind | value | as a loss, its expected gradient is |
     |---|---|---|
-    | ``k1`` | ``d`` | zero: use it in the reward, never in the loss |
+    | ``k1`` | ``d`` | zero: use it in the reward, not in the loss |
     | ``k2`` | ``d^2 / 2`` | that of KL(policy ‖ reference) |
     | ``k3`` | ``exp(-d) + d - 1`` | that of KL(reference ‖ policy) |
-    | ``abs`` | ``|d|`` | of no divergence; a measure of distance |
-    | ``k1+`` | ``d`` | that of ``k2``, straight through |
-    | ``k3+`` | ``exp(-d) + d - 1`` | that of ``k2``, straight through |
-    | ``abs+`` | ``|d|`` | that of ``k2``, straight through |
+    | ``abs`` | ``|d|`` | that of no divergence; it measures distance |
+    | ``k1+`` | ``d`` | that of ``k2`` (straight-through) |
+    | ``k3+`` | ``exp(-d) + d - 1`` | that of ``k2`` (straight-through) |
+    | ``abs+`` | ``|d|`` | that of ``k2`` (straight-through) |
 
-    k1 and k3 have the KL divergence as their mean, k2 only to second order; k2 and k3 are never
-    negative. verl calls k1 ``kl``, k2 ``mse`` and k3 ``low_var_kl``.
+    k1 and k3 are unbiased estimates of the KL divergence; k2 equals it to second order. k2 and k3
+    are never negative. verl calls k1 ``kl``, k2 ``mse`` and k3 ``low_var_kl``.
 
     Args:
       logprobs: of the sampled tokens under the policy, in nats.
       reference_logprobs: the same under the reference; no gradient.
-      mask: true on sampled tokens. If given, estimates are 0 where it is false, and what lies there
-        reaches no gradient; None estimates everywhere.
+      mask: true on sampled tokens. Estimates are 0 where it is false, without a gradient. None
+        estimates everywhere.
       kind: the estimator.
-      max_log_ratio: clamp d to plus or minus this many nats first, as the policy losses do: k3 of
-        a token that the policy has nearly given up is ``exp(-d)``, which is infinite in float32
-        from 89 nats on and 5e8 at 20. None is off. (verl has 20 for k3 and no clamp for the others,
-        TRL and OpenRLHF have none.)
-      max_value: clamp the estimate to plus or minus this; None is off. (verl for k3, OpenRLHF for
-        all: 10.) Where a clamp acts, the gradient is 0, which lets the farthest tokens go free; but
-        those of k1+, k3+ and abs+ are d whatever the clamps do to the value, as in both libraries.
+      max_log_ratio: clamps d to plus or minus this many nats first, as the policy losses do. For a
+        token whose probability has collapsed, k3 is about ``exp(-d)``: infinite in float32 from 89
+        nats on, 5e8 at 20. None disables it. (verl has 20 for k3 and no clamp for the others, TRL
+        and OpenRLHF have none.)
+      max_value: clamps the estimate to plus or minus this; None disables it. (verl for k3, OpenRLHF
+        for all: 10.) A clamped token has gradient 0, so a loss does not penalise the most
+        divergent tokens. k1+, k3+ and abs+ have gradient d despite clamps, as in both libraries.
 
     Returns:
       One estimate per token, in nats. In a loss, `aggregate` it with the policy loss's mask and
@@ -83,20 +83,21 @@ def kl_estimate(
     if max_value is not None:
         estimate = clip(estimate, max_value)
     if kind.endswith("+"):
-        # Zero in value. A token of probability 0 has no finite slope, and gets none.
+        # Straight-through: the slope adds 0 to the value. At probability 0 the gradient would be
+        # infinite, and is set to 0.
         slope = _estimate(zero_masked(difference, jnp.isfinite(difference)), "k2")
         estimate = slope - jax.lax.stop_gradient(slope) + jax.lax.stop_gradient(estimate)
     return estimate
 
 
 def _estimate(difference: Float[Array, "*batch time"], kind: str) -> Float[Array, "*batch time"]:
-    """One of the four plain estimators from the log-ratio."""
+    """The estimate of `kind` ``k1``, ``k2``, ``k3`` or ``abs`` from the log-ratio."""
     if kind == "k1":
         return difference
     if kind == "k2":
         return difference**2 / 2
     if kind == "k3":
-        # exp(-d) - 1 by expm1: near d = 0 the estimate is d^2 / 2, far below the rounding of 1.
+        # By expm1: near d = 0 the estimate is d^2 / 2, far below the rounding error of exp(-d).
         return jnp.expm1(-difference) + difference
-    # Not by jnp.abs, whose derivative at 0 is 1: equal policies are not pushed apart.
+    # Not jnp.abs, whose derivative at 0 is 1: equal policies must have gradient 0.
     return difference * jnp.sign(difference)

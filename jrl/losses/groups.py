@@ -1,7 +1,7 @@
-"""Sums and extremes over the rows that share a prompt, for groups named by any integers.
+"""Sums, minima and maxima over groups: the rows that share a prompt, by any integer ids.
 
-Rows of a group need not be neighbours, nor groups of one size. All of it traces under `jax.jit`: as
-many groups as rows are provided for, which is always enough and costs one number per row.
+Rows of a group need not be adjacent, and groups may differ in size. All functions trace under
+`jax.jit`: the number of segments is the number of rows, an upper bound of the number of groups.
 """
 
 import jax
@@ -14,7 +14,7 @@ from jrl.losses.arrays import as_floats, check_responses
 
 
 def number_groups(groups: Integer[ArrayLike, "batch"]) -> Int[Array, "batch"]:
-    """The same groups, named 0, 1, 2, ... in increasing order of their names."""
+    """Group index 0, 1, 2, ... of each row, in increasing order of the group ids."""
     groups = jnp.asarray(groups)
     _, index = jnp.unique(groups, return_inverse=True, size=groups.size)
     return index
@@ -23,7 +23,7 @@ def number_groups(groups: Integer[ArrayLike, "batch"]) -> Int[Array, "batch"]:
 def check_groups(
     groups: Integer[ArrayLike, "batch"], **numbers: Shaped[ArrayLike, "..."]
 ) -> tuple[Array, ...]:
-    """Numbers of responses in one working precision, without a gradient, and `number_groups`."""
+    """Checked `numbers` per response, in one precision without a gradient, then `number_groups`."""
     check_responses(**numbers, groups=groups)
     floats = as_floats(*jax.lax.stop_gradient(tuple(numbers.values())))
     return *floats, number_groups(groups)
@@ -32,41 +32,41 @@ def check_groups(
 def isolate_uncounted(
     x: Float[Array, "batch"], index: Int[Array, "batch"], counts: Bool[Array, "batch"]
 ) -> tuple[Float[Array, "batch"], Int[Array, "batch"]]:
-    """`x` and groups in which the rows that do not count are alone, each with a 0.
+    """Replaces uncounted rows by 0, each in a group of its own; returns `x` and the new index.
 
-    Whatever such a row holds, NaN included, no other row then hears of it.
+    Their values, NaN included, then do not affect other rows.
     """
     singleton_groups = x.size + jnp.arange(x.size, dtype=index.dtype)
     return jnp.where(counts, x, 0), number_groups(jnp.where(counts, index, singleton_groups))
 
 
 def group_sum(x: Float[Array, "batch"], index: Int[Array, "batch"]) -> Float[Array, "batch"]:
-    """The sum of `x` over each row's group, repeated on every row of it."""
+    """Sum of `x` over the group of each row, one entry per row."""
     return jax.ops.segment_sum(x, index, num_segments=x.size)[index]
 
 
 def group_min(x: Float[Array, "batch"], index: Int[Array, "batch"]) -> Float[Array, "batch"]:
-    """The least `x` in each row's group, repeated on every row of it."""
+    """Minimum of `x` over the group of each row, one entry per row."""
     return jax.ops.segment_min(x, index, num_segments=x.size)[index]
 
 
 def group_max(x: Float[Array, "batch"], index: Int[Array, "batch"]) -> Float[Array, "batch"]:
-    """The greatest `x` in each row's group, repeated on every row of it."""
+    """Maximum of `x` over the group of each row, one entry per row."""
     return jax.ops.segment_max(x, index, num_segments=x.size)[index]
 
 
 def group_size(x: Float[Array, "batch"], index: Int[Array, "batch"]) -> Float[Array, "batch"]:
-    """The number of rows in each row's group, in the dtype of `x`."""
+    """Number of rows in the group of each row, in the dtype of `x`."""
     return group_sum(jnp.ones_like(x), index)
 
 
 def group_centred(x: Float[Array, "batch"], index: Int[Array, "batch"]) -> Float[Array, "batch"]:
-    """`x` minus the mean of its group, exactly 0 where the whole group is equal.
+    """`x` minus the mean of its group, exactly 0 in a group without variance.
 
-    Taken relative to the least of the group before anything is averaged, so that the mean of equal
-    numbers is not off by a rounding, which a division by ``epsilon`` would then blow up. Equality
-    is asked for as well: a compiler may fuse the subtraction with what made `x`, without the
-    rounding that the least went through.
+    The group's minimum is subtracted before averaging. The mean of equal numbers then has no
+    rounding error, which a division by ``epsilon`` would amplify. Equality of maximum and minimum
+    is tested too, as the compiler may fuse the subtraction with the computation of `x` and skip the
+    rounding of the minimum.
     """
     least = group_min(x, index)
     above_least = x - least

@@ -1,4 +1,4 @@
-"""Exact quantities from logits: log-probability of a token, entropy, KL divergence."""
+"""Log-probabilities, entropy and KL divergence, computed exactly from logits."""
 
 from functools import partial
 from typing import Literal, SupportsIndex
@@ -37,23 +37,23 @@ def logprobs_from_logits(
     *,
     chunk_size: SupportsIndex | None = None,
 ) -> Float[Array, "*batch"]:
-    """Log-probabilities of given tokens, from the logits of the positions that predict them.
+    """Log-probabilities of given tokens, from the logits that predict them.
 
-    ``z_token - log sum_v exp(z_v)``. Nothing is shifted: ``logits[b, t]`` must be what the model
-    says before it sees ``tokens[b, t]``.
+    ``z_token - log sum_v exp(z_v)``. Nothing is shifted: ``logits[b, t]`` must be the output that
+    predicts ``tokens[b, t]``.
 
     Args:
-      logits: unnormalised log-probabilities of every token of the vocabulary. -inf is an impossible
-        token, which gets no gradient.
-      tokens: the tokens asked about, in ``0..vocab - 1``.
-      mask: true where the result is wanted. If given, it is 0 elsewhere, whatever `tokens` holds,
-        and what lies there reaches no gradient; None computes it everywhere.
-      chunk_size: go through the vocabulary this many entries at a time, so that in half precision
-        only a chunk is ever raised to float32. The result is the same up to rounding. None takes
-        all of it at once.
+      logits: unnormalised log-probabilities of every token of the vocabulary. -inf is a token of
+        probability 0, which has no gradient.
+      tokens: token ids, in ``0..vocab - 1``.
+      mask: true where the result is needed. Results are 0 elsewhere for any `tokens`, without a
+        gradient. None computes all.
+      chunk_size: processes the vocabulary in chunks of this many entries, so that only one chunk of
+        half-precision logits at a time is converted to float32. The result is the same up to
+        rounding. None processes the vocabulary at once.
 
     Returns:
-      Log-probabilities in nats, with their gradients; -inf for an impossible token.
+      Log-probabilities in nats, with their gradients; -inf for a token of probability 0.
 
     Raises:
       ValueError: if `chunk_size` is not positive.
@@ -99,18 +99,18 @@ def entropy_from_logits(
     *,
     chunk_size: SupportsIndex | None = None,
 ) -> Float[Array, "*batch"]:
-    """Exact entropy of the distributions whose logits lie along the last axis.
+    """Exact entropy of the softmax over the last axis.
 
     ``H = -sum_v p_v log p_v`` with ``p = softmax(logits)``. A logit of -inf is an entry of
     probability 0, which adds nothing to the value or the gradient.
 
     Args:
       logits: unnormalised log-probabilities of every token of the vocabulary.
-      mask: true where the entropy is wanted. If given, it is 0 elsewhere, and what lies there
-        reaches no gradient; None computes it everywhere.
-      chunk_size: go through the vocabulary this many entries at a time, so that no second array of
-        the size of `logits` is made; any positive number, whether or not it divides the vocabulary.
-        The result is the same up to rounding. None takes all of it at once.
+      mask: true where the entropy is needed. Results are 0 elsewhere, without a gradient. None
+        computes all.
+      chunk_size: processes the vocabulary in chunks of this many entries, so that no second array
+        of the size of `logits` is allocated. Any positive number; it need not divide the
+        vocabulary. The result is the same up to rounding. None processes the vocabulary at once.
 
     Returns:
       The entropy in nats, between 0 and ``log(vocab)``, with its gradient.
@@ -153,7 +153,7 @@ def kl_from_logits(
     direction: KLDirection = "policy||reference",
     chunk_size: SupportsIndex | None = None,
 ) -> Float[Array, "*batch"]:
-    """Exact KL divergence between two policies at each position, summed over the vocabulary.
+    """Exact KL divergence between two policies at each position, a sum over the vocabulary.
 
     With ``p = softmax(logits)`` and ``q = softmax(ref_logits)``:
 
@@ -162,21 +162,21 @@ def kl_from_logits(
     | ``policy||reference`` | ``sum_v p_v log p_v/q_v`` | ``p_v (log p_v/q_v - KL)`` |
     | ``reference||policy`` | ``sum_v q_v log q_v/p_v`` | ``p_v - q_v`` |
 
-    The first is the mean over tokens sampled from the policy of the estimators k1 and k3 of
-    `kl_estimate`. It is summed as ``sum_v (q_v - p_v + p_v log p_v/q_v)``, of which no term is
-    negative, so that the result is not either, and near 0 it keeps its digits.
+    The first is the expectation, over tokens sampled from the policy, of the estimators k1 and k3
+    of `kl_estimate`. It is computed as ``sum_v (q_v - p_v + p_v log p_v/q_v)``. No term is
+    negative, so neither is the result, and it is accurate near 0.
 
     Args:
       logits: of the policy, for every token of the vocabulary. -inf is a token of probability 0.
       ref_logits: of the reference; no gradient.
-      mask: true where the divergence is wanted. If given, it is 0 elsewhere, and what lies there
-        reaches no gradient; None computes it everywhere.
-      direction: which of the two.
-      chunk_size: as in `entropy_from_logits`; None takes all of the vocabulary at once.
+      mask: true where the divergence is needed. Results are 0 elsewhere, without a gradient. None
+        computes all.
+      direction: one of the two in the table.
+      chunk_size: as in `entropy_from_logits`; None processes the vocabulary at once.
 
     Returns:
-      The divergence in nats, with its gradient; infinite where the first policy allows a token that
-      the second does not.
+      The divergence in nats, with its gradient; infinite if a token has probability 0 under the
+      second policy of `direction` but not under the first.
 
     Raises:
       ValueError: if `direction` is unknown, or `chunk_size` is not positive.
@@ -220,7 +220,7 @@ def _divergence(
         terms = _terms(first_piece, second_piece, of_first, of_second)
         return jnp.sum(jnp.where(along(counts, terms), terms, 0), axis=-1)
 
-    # PerRow that do not count are 0 in both, and so is their divergence.
+    # Masked rows have logits of 0 in both, so their divergence is 0.
     return over_chunks(start, jnp.add, logits.shape[-1], chunk_size)
 
 
@@ -230,7 +230,7 @@ def _terms(first: Logits, second: Logits, of_first: Normaliser, of_second: Norma
     log_q, q_possible = of_second.logprobs(second)
     p, q = jnp.exp(log_p), zero_masked(jnp.exp(log_q), q_possible)
     difference = log_p - log_q
-    # Where p and q are close q - p has no digits left; where p is far below q expm1 overflows.
+    # If p and q are close, q - p cancels; if p is far below q, expm1 overflows.
     close = p * (jnp.expm1(-difference) + difference)
     terms = jnp.where(difference > -1, close, q - p + p * difference)
     terms = jnp.where(p_possible, terms, q)

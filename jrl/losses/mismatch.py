@@ -1,6 +1,7 @@
-"""Corrections for a sampler whose probabilities are not quite the trainer's.
+"""Off-policy correction: importance-sampling weights, rejection masks and mismatch metrics.
 
-Everywhere ``w`` is trainer over sampler, and so are all thresholds. Nothing here has a gradient.
+They correct for the difference between the sampler's and the trainer's probabilities. ``w`` is
+always the ratio trainer over sampler, and all ranges bound that ratio. No result has a gradient.
 """
 
 from dataclasses import dataclass
@@ -54,32 +55,32 @@ def mismatch_weights(
     level: WeightLevel = "token",
     max_log_weight: Number | None = 20.0,
 ) -> Float[Array, "*batch time"]:
-    """Importance weights of samples whose sampler is not quite the trainer's policy.
+    """Importance-sampling weights for the mismatch between sampler and trainer.
 
     With ``log w_t = logprobs - behaviour_logprobs``, trainer over sampler,
 
-    | level | weight of each token | what it corrects |
+    | level | weight of each token | correction |
     |---|---|---|
-    | ``token`` | ``w_t`` | each token by itself: biased, little noise |
-    | ``sequence`` | ``prod_t w_t``, on the whole row | the sequence: unbiased, very noisy |
-    | ``geometric`` | ``exp(mean_t log w_t)``, likewise | nothing exactly; a length-free measure |
+    | ``token`` | ``w_t`` | of each token separately: biased, low variance |
+    | ``sequence`` | ``prod_t w_t``, for the whole row | of the sequence: unbiased, high variance |
+    | ``geometric`` | ``exp(mean_t log w_t)``, likewise | not exact; independent of length |
 
     A factor of 1.1 per token is 2.6 after 10 tokens and 14000 after 100.
 
-    Which `logprobs`: those of the *old* policy, recomputed by the trainer before its first step,
-    where the loss has a ratio of its own against them (three policies, "decoupled"); those of the
-    current policy where it has not (two policies). Multiplying a PPO loss whose ratio is taken
-    against the sampler by these weights would correct twice.
+    If the loss has a ratio of current to old policy, pass as `logprobs` those of the *old* policy,
+    recomputed by the trainer before its first step (three policies, "decoupled"). Without such a
+    ratio, pass those of the current policy (two policies). A PPO loss whose ratio is taken against
+    the sampler would be corrected twice by these weights.
 
-    Bound the weights by `truncated_weights` or `icepop_weights` and give them to a loss as
+    Bound the weights by `truncated_weights` or `icepop_weights` and pass them to a loss as
     `importance_weights`.
 
     Args:
-      logprobs: of the sampled tokens as the trainer computes them, in nats; no gradient.
-      behaviour_logprobs: the same as the sampler gave them, at its temperature; no gradient.
+      logprobs: of the sampled tokens as computed by the trainer, in nats; no gradient.
+      behaviour_logprobs: the same as recorded by the sampler, at its temperature; no gradient.
       mask: true on sampled tokens. A row is one sequence.
-      level: over what the ratio is taken.
-      max_log_weight: the logarithm of a weight is clamped to plus or minus this; None is off.
+      level: the level of the ratio, see the table.
+      max_log_weight: clamps log-weights to plus or minus this; None disables it.
 
     Returns:
       One weight per token, without a gradient; 0 where the mask is false.
@@ -117,18 +118,18 @@ def truncated_weights(
     high: Number | None = 2.0,
     low: Number | None = None,
 ) -> Float[Array, "*batch time"]:
-    """Weights clamped to a range: truncated importance sampling (TIS).
+    """Truncated importance-sampling (TIS) weights, clamped to a range.
 
         min(w, high), and max(., low) if it is set
 
-    On weights of tokens this is token TIS, on those of sequences sequence TIS. verl's default is 2
+    With token weights this is token TIS, with sequence weights sequence TIS. verl's default is 2
     (1.5 to 5 are common for tokens, 2 to 10 for sequences); OpenRLHF clamps to [0.5, 5].
 
     Args:
       weights: trainer over sampler, of `mismatch_weights`; no gradient.
       mask: true on sampled tokens.
-      high: the greatest weight; None is off.
-      low: the least; None is off.
+      high: upper bound; None disables it.
+      low: lower bound; None disables it.
 
     Returns:
       One weight per token, without a gradient; 0 where the mask is false.
@@ -157,22 +158,22 @@ def icepop_weights(
     low: Number | None = 0.5,
     high: Number | None = 5.0,
 ) -> Float[Array, "*batch time"]:
-    """Weights set to 0 outside of a range: masked importance sampling (MIS), as in IcePop.
+    """Masked importance-sampling (MIS) weights, as in IcePop: 0 outside a range.
 
         w where low <= w <= high, and 0 elsewhere
 
-    On weights of tokens this is IcePop or token MIS; on those of sequences it is sequence MIS,
-    TRL's default with `high` 3 and no `low`. A token of weight 0 gives no gradient but is still
-    counted by the loss's denominators: a rejection mask changes those, too.
+    With token weights this is IcePop or token MIS; with sequence weights it is sequence MIS, TRL's
+    default with `high` 3 and no `low`. A token of weight 0 has no gradient but remains in the
+    denominators of the loss; a rejection mask removes it from those too.
 
-    The range is one of trainer over sampler. verl's thresholds for rejection by k1 act on
-    ``-log w``, so that its "0.5_2.0" bounds sampler over trainer, in logarithms.
+    The range bounds trainer over sampler. verl's thresholds for rejection by k1 bound ``-log w``:
+    its "0.5_2.0" is a range of the log of sampler over trainer.
 
     Args:
       weights: trainer over sampler, of `mismatch_weights`; no gradient.
       mask: true on sampled tokens.
-      low: the least weight that is kept; None is off. 0.5 in verl's preset and OpenRLHF.
-      high: the greatest; None is off. 5 in both.
+      low: smallest weight that is not masked; None disables it. 0.5 in verl's preset and OpenRLHF.
+      high: largest weight that is not masked; None disables it. 5 in both.
 
     Returns:
       One weight per token, without a gradient; 0 where the mask is false.
@@ -199,26 +200,26 @@ def normalized_weights(
     over: WeightMean = "token",
     mean: Scalar | None = None,
 ) -> Float[Array, "*batch time"]:
-    """Weights divided by their mean over the batch, so that they average to one.
+    """Self-normalised importance-sampling weights: divided by their mean over the batch.
 
-    Truncation makes weights smaller on average, and with them the step; this undoes it.
+    Truncation lowers the mean of the weights, and with it the step size; this restores it.
 
-    | over | the mean |
+    | over | mean |
     |---|---|
-    | ``token`` | of the weights of all true tokens |
+    | ``token`` | over the weights of all tokens in the mask |
     | ``sequence`` | over the sequences, of the mean weight within each |
 
     Args:
       weights: after truncation; no gradient.
       mask: true on sampled tokens.
-      over: what each counts once in the mean.
-      mean: the mean over the whole batch. None takes it from the arrays given here, which must then
-        be the **whole batch**: micro-batches that each divide by their own mean are weighed
-        differently.
+      over: the unit of the mean, see the table.
+      mean: mean over the whole batch. None computes it from `weights` and `mask`, which must then
+        be the **whole batch**: micro-batches that each divide by their own mean get different
+        scales.
 
     Returns:
-      One weight per token, without a gradient; 0 where the mask is false, and the weights as they
-      are if their mean is 0.
+      One weight per token, without a gradient; 0 where the mask is false, and unchanged weights if
+      their mean is 0.
 
     Raises:
       ValueError: if `over` is unknown.
@@ -254,23 +255,23 @@ def sequence_masked_weights(
     high: Number | None,
     max_log_weight: Number | None = 20.0,
 ) -> Float[Array, "*batch time"]:
-    """Weights of tokens, unclamped, of the sequences whose geometric mean lies in a range.
+    """Token-level importance weights, untruncated, with sequences masked by their geometric mean.
 
         w_t where low <= exp(mean_t log w_t) <= high, and 0 on the other sequences
 
-    "seq-mask-TIS" in OpenRLHF and NeMo-RL: a sequence that as a whole is far from the trainer's
-    policy is left out, and within the others nothing is truncated.
+    "seq-mask-TIS" in OpenRLHF and NeMo-RL: sequences far from the trainer's policy get weight 0,
+    and the token weights of the others are not truncated.
 
     Args:
       logprobs: as for `mismatch_weights`; no gradient.
       behaviour_logprobs: likewise.
       mask: true on sampled tokens. A row is one sequence.
-      low: the least geometric mean that is kept, trainer over sampler; None is off.
-      high: the greatest; None is off.
+      low: lower bound of the geometric mean, trainer over sampler; None disables it.
+      high: upper bound of it; None disables it.
       max_log_weight: as for `mismatch_weights`.
 
     Returns:
-      One weight per token, without a gradient; 0 where the mask is false or the sequence left out.
+      One weight per token, without a gradient; 0 where the mask is false or in a masked sequence.
 
     Raises:
       ValueError: if the range is empty or negative.
@@ -292,7 +293,7 @@ def log_ratio(
     behaviour_logprobs: Float[ArrayLike, "*batch time"],
     mask: Shaped[ArrayLike, "*batch time"],
 ) -> tuple[Float[Array, "*batch time"], Bool[Array, "*batch time"]]:
-    """``log w``, trainer over sampler, without a gradient and 0 under the mask; and the mask."""
+    """``log w``, trainer over sampler, 0 where masked and without a gradient; and the mask."""
     mask, (logprobs, behaviour_logprobs) = masked_constants(
         mask, logprobs=logprobs, behaviour_logprobs=behaviour_logprobs
     )
@@ -302,7 +303,7 @@ def log_ratio(
 def outside(
     x: Float[Array, "*shape"], low: settings.Checked | None, high: settings.Checked | None
 ) -> Bool[Array, "*shape"]:
-    """Mask of the entries of `x` outside of the range; false for NaN."""
+    """Mask of the entries of `x` outside the range; false for NaN."""
     below = jnp.zeros_like(x, dtype=bool) if low is None else x < low
     return below if high is None else below | (x > high)
 
@@ -310,7 +311,7 @@ def outside(
 def weight_range(
     low: Number | None, high: Number | None
 ) -> tuple[settings.Checked | None, settings.Checked | None]:
-    """The settings `low` and `high` of a range of weights that holds something."""
+    """The settings `low` and `high`, checked to be a non-empty range of weights."""
     rule = "bounds a weight and cannot be negative; None is off."
     low = settings.optional("low", low, rule, at_least=0)
     high = settings.optional("high", high, rule, at_least=0)
@@ -327,22 +328,22 @@ def geometric_rejection_mask(
     low: Number | None,
     high: Number | None,
 ) -> Bool[Array, "*batch time"]:
-    """The mask without the sequences whose weight per token leaves a range.
+    """Geometric rejection mask: masks sequences whose geometric-mean weight is outside a range.
 
-        a sequence stays if low <= exp(mean_t log w_t) <= high,    w = trainer over sampler
+        a sequence is kept if low <= exp(mean_t log w_t) <= high,    w = trainer over sampler
 
-    **The range is one of w.** verl computes the same with ``k1 = -log w`` and bounds that, so its
-    thresholds are those of sampler over trainer: its (a, b) is ``low=1/b, high=1/a`` here. Its
-    preset of 0.999 to 1.001 is, to a millionth, the same both ways.
+    **The range bounds w.** verl bounds ``k1 = -log w`` instead, so its thresholds are those of
+    sampler over trainer: its (a, b) is ``low=1/b, high=1/a`` here. Its preset of 0.999 to 1.001 is
+    the same in both directions, to a millionth.
 
-    With fewer true tokens, a loss that counts its own tokens has another denominator.
+    A loss that counts the tokens of its mask then has a smaller denominator.
 
     Args:
-      logprobs: of the sampled tokens as the trainer computes them, in nats; no gradient.
-      behaviour_logprobs: the same as the sampler gave them; no gradient.
+      logprobs: of the sampled tokens as computed by the trainer, in nats; no gradient.
+      behaviour_logprobs: the same as recorded by the sampler; no gradient.
       mask: true on sampled tokens. A row is one sequence.
-      low: the least geometric mean that is kept; None is off.
-      high: the greatest; None is off.
+      low: lower bound of the geometric mean; None disables it.
+      high: upper bound of it; None disables it.
 
     Returns:
       A boolean mask, false wherever `mask` is.
@@ -377,27 +378,27 @@ def divergence_rejection_mask(
     bound: Number,
     max_log_weight: Number | None = 20.0,
 ) -> Bool[Array, "*batch time"]:
-    """The mask without the tokens or sequences whose divergence exceeds a bound.
+    """Divergence rejection mask: masks tokens or sequences whose KL estimate exceeds a bound.
 
     With w = trainer over sampler, the divergence of a token is
 
     | kind | value | estimates |
     |---|---|---|
     | ``k2`` | ``log(w)^2 / 2`` | KL(sampler ‖ trainer), to second order |
-    | ``k3`` | ``w - 1 - log w`` | KL(sampler ‖ trainer), without bias and never negative |
+    | ``k3`` | ``w - 1 - log w`` | KL(sampler ‖ trainer), unbiased and never negative |
 
-    and what is compared with the bound is, with `over`, the value of each ``token`` (which then
-    goes alone) or the ``sum``, ``mean`` or ``max`` over each sequence (which goes as a whole).
+    `over` is the level: ``token`` bounds each token and masks single tokens; ``sum``, ``mean`` and
+    ``max`` bound that statistic of each sequence and mask whole sequences.
 
     Args:
-      logprobs: of the sampled tokens as the trainer computes them, in nats; no gradient.
-      behaviour_logprobs: the same as the sampler gave them; no gradient.
+      logprobs: of the sampled tokens as computed by the trainer, in nats; no gradient.
+      behaviour_logprobs: the same as recorded by the sampler; no gradient.
       mask: true on sampled tokens. A row is one sequence.
       kind: the estimator.
-      over: what is bounded.
-      bound: the greatest value that is kept, in nats. For the mean of k3, verl has 0.001 to 0.01.
-      max_log_weight: ``log w`` is clamped to plus or minus this first, so that probabilities that
-        vanish under one policy are far, and not undefined; None is off.
+      over: the quantity to bound.
+      bound: largest value that is not masked, in nats. For the mean of k3, verl has 0.001 to 0.01.
+      max_log_weight: clamps ``log w`` to plus or minus this first, so that the divergence is finite
+        if a token has probability 0 under one policy; None disables it.
 
     Returns:
       A boolean mask, false wherever `mask` is.
@@ -437,14 +438,14 @@ def divergence_rejection_mask(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class EffectiveSampleSize(Additive, Generic[Leaf]):
-    """The sums behind the share of a sample that counts, which itself is not additive.
+    """Effective sample size as a fraction of the sample size, from sums over importance weights.
 
-    Records of pieces add up as `Mean` does, and `value` is then that of everything together.
+    Records of micro-batches add up, as those of `Mean`; `value` is then that of the whole batch.
 
     Attributes:
-      count: how many weights.
+      count: number of weights.
       sum: their sum.
-      sum_of_squares: the sum of their squares.
+      sum_of_squares: sum of their squares.
 
     Examples:
       >>> record = EffectiveSampleSize.of(jnp.array([1.0, 1.0, 0.0, 0.0]), jnp.ones(4))
@@ -460,14 +461,14 @@ class EffectiveSampleSize(Additive, Generic[Leaf]):
     def of(
         cls, weights: Float[ArrayLike, "*shape"], mask: Shaped[ArrayLike, "*shape"]
     ) -> "EffectiveSampleSize[Array]":
-        """The sums over the weights where `mask` is true, without a gradient."""
+        """Sums over the weights where `mask` is true, without a gradient."""
         mask, (weights,) = masked_constants(mask, weights=weights)
         return EffectiveSampleSize(
             count=num_true(mask), sum=jnp.sum(weights), sum_of_squares=jnp.sum(weights**2)
         )
 
     def value(self) -> Float[Array, ""]:
-        """``1 / mean((w / mean w)^2)``, from 0 to 1; 1 if all weights agree, 0 if none counts."""
+        """``1 / mean((w / mean w)^2)``, in [0, 1]; 1 if all are equal, 0 if all are 0 or masked."""
         total, squares = jnp.asarray(self.sum), jnp.asarray(self.sum_of_squares)
         return divide(divide(total, squares) * total, jnp.asarray(self.count))
 
@@ -479,14 +480,14 @@ def mismatch_statistics(
     *,
     max_log_weight: Number | None = 20.0,
 ) -> dict[str, Mean | EffectiveSampleSize]:
-    """How far the sampler of a batch is from the policy that the trainer computes.
+    """Metrics of the mismatch between sampler and trainer: KL, perplexity, chi-square, weights.
 
     Args:
-      logprobs: of the sampled tokens as the trainer computes them, in nats; no gradient.
-      behaviour_logprobs: the same as the sampler gave them; no gradient.
+      logprobs: of the sampled tokens as computed by the trainer, in nats; no gradient.
+      behaviour_logprobs: the same as recorded by the sampler; no gradient.
       mask: true on sampled tokens. A row is one sequence.
-      max_log_weight: log-weights, of tokens and of sequences, are clamped to plus or minus this
-        in everything but ``kl`` and ``log_ppl_diff``; None is off.
+      max_log_weight: clamps the log-weights of tokens and of sequences to plus or minus this in all
+        metrics but ``kl``, ``log_ppl_diff`` and ``log_ppl_abs_diff``; None disables it.
 
     Returns:
       Records that add up over micro-batches (``+``) and devices (``jax.lax.psum``); `value` of each
@@ -494,13 +495,13 @@ def mismatch_statistics(
 
       * ``kl``: mean over tokens of ``-log w``, the k1 estimate of KL(sampler || trainer);
       * ``k3_kl``: mean over tokens of ``w - 1 - log w``, the k3 estimate of the same;
-      * ``log_ppl_diff``: mean over sequences of their mean ``-log w``, that is of the
-        log-perplexity under the trainer minus that under the sampler;
-      * ``log_ppl_abs_diff``: the same of its size;
+      * ``log_ppl_diff``: mean over sequences of their mean ``-log w``, the log-perplexity under the
+        trainer minus that under the sampler;
+      * ``log_ppl_abs_diff``: mean over sequences of the absolute value of that difference;
       * ``chi2_token``: mean over tokens of ``w^2 - 1``;
       * ``chi2_seq``: mean over sequences of ``(prod_t w)^2 - 1``;
       * ``weight``: mean over tokens of w, 1 in expectation;
-      * ``eff_sample_size``: `EffectiveSampleSize` of the tokens' weights, a share from 0 to 1.
+      * ``eff_sample_size``: `EffectiveSampleSize` of the token weights, a fraction in [0, 1].
 
     References:
       verl, "Rollout correction", metrics.

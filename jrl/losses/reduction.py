@@ -1,8 +1,9 @@
-"""From one number per token to one number per batch, and to metrics that add up.
+"""Loss aggregation: reduction of per-token losses to a scalar, and metrics that add up.
 
-A reduction whose denominator is counted in the piece at hand depends on how the batch was cut. Here
-the caller may give the counts of the *whole* batch; then the sum over any cut into micro-batches or
-devices equals the whole, values and gradients. Metrics travel as (sum, count) for the same reason.
+A denominator counted in a micro-batch makes the loss depend on how the batch was split. The caller
+may pass the counts of the *whole* batch instead; then the sum over micro-batches or devices equals
+the loss of the whole batch, in value and gradient. Metrics are pairs (sum, count) for the same
+reason.
 """
 
 import difflib
@@ -42,7 +43,7 @@ EmptyRows = Literal["skip", "count"]
 
 
 class Denominators(TypedDict, total=False):
-    """The keywords of `aggregate` after the mode, which every loss hands on to it as they are."""
+    """Keywords of `aggregate` after the mode, which every loss passes on unchanged."""
 
     num_tokens: Scalar | None
     num_sequences: Scalar | None
@@ -56,9 +57,9 @@ Sums = TypeVar("Sums", bound="Additive")
 
 
 class Additive:
-    """A record of sums: those of pieces add up with ``+``, leaf by leaf.
+    """Record of sums: records of micro-batches add up with ``+``, leaf by leaf.
 
-    Over devices, ``jax.lax.psum`` takes the record as it is.
+    Over devices, apply ``jax.lax.psum`` to the record.
     """
 
     def __add__(self: Sums, other: Sums) -> Sums:
@@ -68,14 +69,14 @@ class Additive:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Mean(Additive, Generic[Leaf]):
-    """A mean that has not been divided yet, so that means over pieces add up exactly.
+    """Mean as a pair of sum and count, which adds up exactly over micro-batches and devices.
 
-    Two of them add with ``+``; over devices, ``jax.lax.psum`` takes the record as it is. A mean of
-    means, by contrast, is wrong as soon as the pieces hold different numbers of tokens.
+    Two records add with ``+``; over devices, apply ``jax.lax.psum`` to the record. A mean of means,
+    by contrast, is wrong if micro-batches have different numbers of tokens.
 
     Attributes:
-      sum: what was summed.
-      count: over how many tokens; an integer, exact far beyond the 2**24 that float32 can count.
+      sum: sum over the unmasked entries.
+      count: number of them; an integer, as float32 counts exactly only up to 2**24.
 
     Examples:
       >>> first = Mean.of(jnp.array([1.0, 2.0, 3.0]), jnp.array([1, 1, 1]))
@@ -89,18 +90,18 @@ class Mean(Additive, Generic[Leaf]):
 
     @classmethod
     def of(cls, x: Shaped[ArrayLike, "*shape"], mask: Shaped[ArrayLike, "*shape"]) -> "Mean[Array]":
-        """The mean of `x` where `mask` is true, without a gradient."""
+        """Mean of `x` where `mask` is true, without a gradient."""
         mask = as_mask(mask)
         (x,) = as_floats(jax.lax.stop_gradient(x))
         return Mean(sum=jnp.sum(zero_masked(x, mask)), count=num_true(mask))
 
     def value(self) -> Float[Array, ""]:
-        """The mean; 0 where nothing was counted."""
+        """The mean; 0 if the count is 0."""
         return divide(jnp.asarray(self.sum), jnp.asarray(self.count))
 
 
 def divide(total: Float[Array, "*shape"], count: Scalar) -> Float[Array, "*shape"]:
-    """`total / count`, and `total` itself (a sum of nothing, 0) where the count is 0."""
+    """`total / count`, and `total` itself where the count is 0 (an empty sum is 0)."""
     count = jnp.asarray(count, total.dtype)
     return total / jnp.where(count == 0, 1, count)
 
@@ -108,11 +109,11 @@ def divide(total: Float[Array, "*shape"], count: Scalar) -> Float[Array, "*shape
 def masked_mean(
     x: Shaped[ArrayLike, "*shape"], mask: Shaped[ArrayLike, "*shape"], axis: int | None = None
 ) -> Float[Array, "..."]:
-    """Mean of `x` where `mask` is true, over everything or along one axis.
+    """Mean of `x` where `mask` is true, over all axes or along one.
 
     Args:
-      x: anything real; what lies under a false mask is ignored, NaN and inf included.
-      mask: true where `x` counts.
+      x: real numbers; masked entries are ignored, NaN and inf included.
+      mask: true on the entries of `x` to average.
       axis: the axis to reduce; None reduces all of them.
 
     Returns:
@@ -136,12 +137,12 @@ def aggregate(
     sequence_lengths: Real[ArrayLike, "*batch time"] | None = None,
     empty_rows: EmptyRows = "skip",
 ) -> Float[Array, ""]:
-    """Reduce one loss per token to one loss.
+    """Aggregates per-token losses to a scalar loss.
 
-    With ``l`` the loss, ``n_i`` the number of true tokens in row i, ``N`` the tokens and ``S`` the
-    sequences of the batch:
+    With ``l`` the loss of a token, ``n_i`` the number of unmasked tokens in row i, and ``N`` and
+    ``S`` the numbers of unmasked tokens and of sequences in the batch:
 
-    | mode | value | where it is used |
+    | mode | value | used in |
     |---|---|---|
     | ``token-mean`` | ``sum_it l / N`` | DAPO, VAPO |
     | ``token-sum`` | ``sum_it l`` | |
@@ -149,35 +150,35 @@ def aggregate(
     | ``seq-mean-token-mean`` | ``sum_i (sum_t l / n_i) / S`` | GRPO, PPO per response |
     | ``seq-mean-token-sum-norm`` | ``sum_it l / (S * max_length)`` | Dr. GRPO |
 
-    A row is a sequence, and rows without a true token are not counted in S unless `empty_rows` says
-    so. Where nothing is counted at all the result is 0, and so is its gradient.
+    A row is a sequence. Rows without an unmasked token are not counted in S, unless `empty_rows` is
+    "count". Without any unmasked token, the result and its gradient are 0.
 
-    **Cutting a batch.** `num_tokens` and `num_sequences` are the N and S of the whole batch. Given
-    to every piece, they make the sum over the pieces equal the whole, and the gradients too. Each
-    mode reads the one that it needs, so both may always be passed. One thing remains: if a piece
-    holds part of a sequence (a cut along time), or several (packing), `seq-mean-token-mean` must be
-    told how long each sequence is.
+    **Gradient accumulation.** `num_tokens` and `num_sequences` are N and S of the whole batch. If
+    every micro-batch gets them, the sum over micro-batches equals the loss of the whole batch, in
+    value and gradient. Each mode reads the one that it needs, so both may always be passed. If a
+    row has part of a sequence (split along time) or several sequences (packing),
+    `seq-mean-token-mean` also needs `sequence_lengths`.
 
     Args:
       per_token: the loss of each token.
-      mask: true on the tokens that count.
-      mode: how to weigh tokens and sequences.
+      mask: loss mask; true on the tokens in the loss.
+      mode: the weighting of tokens and sequences, see the table.
       num_tokens: N; counted in `mask` if None.
-      num_sequences: S; the rows with a true token are counted if None.
-      max_length: the constant of `seq-mean-token-sum-norm`, in tokens: the longest response that is
-        allowed, not the width of this batch, which varies.
-      sequence_lengths: for each token, the number of true tokens in its whole sequence; read by
-        `seq-mean-token-mean` alone. ``n_i`` of the row if None.
-      empty_rows: "skip" leaves rows without a true token out of S, as verl does; "count" counts
-        them, as TRL does. Without effect where `num_sequences` is given.
+      num_sequences: S; if None, the number of rows with an unmasked token.
+      max_length: the constant of `seq-mean-token-sum-norm`, in tokens: the maximum response length,
+        not the width of this batch, which varies.
+      sequence_lengths: for each token, the number of unmasked tokens in its whole sequence; used by
+        `seq-mean-token-mean` only. ``n_i`` of the row if None.
+      empty_rows: "skip" leaves rows without an unmasked token out of S, as verl does; "count"
+        counts them, as TRL does. No effect if `num_sequences` is given.
 
     Returns:
       The loss, in float32 (float64 if `per_token` is).
 
     Raises:
       ValueError: if the mode or `empty_rows` is unknown, `max_length` is missing or not positive
-        where it is needed, or `sequence_lengths` comes without `num_sequences`, which rows then
-        cannot tell.
+        where it is needed, or `sequence_lengths` is used without `num_sequences`, which cannot be
+        counted from rows then.
 
     References:
       Yu et al., "DAPO", 2025, section 3.3. https://arxiv.org/abs/2503.14476
@@ -229,7 +230,7 @@ def aggregate(
 
 
 def check_denominators(loss: Callable[..., Any], denominators: Mapping[str, Any]) -> None:
-    """Check that what a loss hands on to `aggregate` are denominators and not typing errors."""
+    """Checks that the keywords that `loss` passes on to `aggregate` are denominators, not typos."""
     parameters = {
         n for n, p in inspect.signature(loss).parameters.items() if p.kind != p.VAR_KEYWORD
     }

@@ -1,4 +1,4 @@
-"""Rewards before advantages are computed: length penalties, selection of groups, and pass@k."""
+"""Reward shaping before advantages: overlong penalty and filter, dynamic sampling; and pass@k."""
 
 from math import comb
 from typing import Any, SupportsIndex
@@ -22,25 +22,25 @@ def overlong_penalty(
     buffer: Number,
     floor: Number | None = -1.0,
 ) -> Float[Array, "*batch"]:
-    """DAPO's soft punishment of responses that come near the limit of length.
+    """Soft overlong penalty of DAPO: a length penalty for responses close to the maximum length.
 
-    ``clip((max_length - buffer - length) / buffer, floor, 0)``: nothing up to
-    ``max_length - buffer`` tokens, then falling linearly to -1 at `max_length`, and -1 beyond.
+    ``clip((max_length - buffer - length) / buffer, floor, 0)``: 0 up to ``max_length - buffer``
+    tokens, then decreasing linearly to -1 at `max_length`, and constant beyond (for `floor` -1).
 
     Args:
       lengths: of the responses, in tokens.
-      max_length: the longest response that is allowed, in tokens; 20480 in the paper.
-      buffer: over how many tokens before it the penalty grows; 4096 in the paper. 0 punishes with
-        -1 per token what is longer than `max_length`, and nothing else.
-      floor: the penalty goes no lower; -1 in the paper and in TRL. None lets it fall on beyond
-        `max_length`, as verl does; the two agree up to there.
+      max_length: maximum response length, in tokens; 20480 in the paper.
+      buffer: number of tokens before `max_length` over which the penalty grows; 4096 in the paper.
+        0 penalises only responses longer than `max_length`, by 1 per excess token down to `floor`.
+      floor: lower bound of the penalty; -1 in the paper and in TRL. None lets it decrease further
+        beyond `max_length`, as in verl; up to there the two agree.
 
     Returns:
-      One penalty per response, 0 or negative, to be added to its reward. It is not part of the
-      accuracy by which `informative_groups` chooses.
+      One penalty per response, 0 or negative, to be added to its reward. Leave it out of the
+      `scores` of `informative_groups`.
 
     Raises:
-      ValueError: if `buffer` does not lie between 0 and `max_length`, or `floor` is positive.
+      ValueError: if `buffer` is not between 0 and `max_length`, or `floor` is positive.
 
     References:
       Yu et al., "DAPO", 2025, eq. 13. https://arxiv.org/abs/2503.14476
@@ -56,7 +56,7 @@ def overlong_penalty(
     rule = "must not be positive: it bounds a penalty; None is off."
     floor = settings.optional("floor", floor, rule, at_most=0)
     (lengths,) = as_floats(jax.lax.stop_gradient(lengths))
-    # Lengths are whole, so with an empty buffer one token too many is already the full penalty.
+    # Lengths are integers: with buffer 0, one excess token has the penalty -1.
     over = jnp.maximum(buffer, 1) if isinstance(buffer, Array) else max(buffer, 1)
     return jnp.clip((longest - buffer - lengths) / over, floor, 0)
 
@@ -64,17 +64,17 @@ def overlong_penalty(
 def overlong_filter(
     mask: Shaped[ArrayLike, "*batch time"], truncated: Shaped[ArrayLike, "*batch"]
 ) -> Bool[Array, "*batch time"]:
-    """The mask without the responses that the length limit cut off.
+    """Overlong filtering of DAPO: masks responses truncated at the maximum length.
 
-    Such a response was not judged but interrupted, and a reward of "wrong" teaches something else
-    than it seems to. With this mask it adds neither a loss nor a token to the denominators of
-    `aggregate`. DAPO introduces the filter; most of its runs, the best among them, use
-    `overlong_penalty` instead. A critic may learn from the response all the same: give it the mask
-    as it was. (TRL: ``mask_truncated_completions``.)
+    A truncated response is unfinished: scoring it as wrong penalises its length, not its reasoning.
+    With this mask it adds neither to the loss nor to the denominators of `aggregate`. DAPO
+    introduces the filter; most of its runs, including the best, use `overlong_penalty` instead. A
+    critic can still be trained on the response: pass it the original mask. (TRL:
+    ``mask_truncated_completions``.)
 
     Args:
       mask: true on sampled tokens.
-      truncated: true for each response that ended for lack of room, of any dtype.
+      truncated: one per row, of any dtype; true for responses that reached the length limit.
 
     Returns:
       True where `mask` is, but nowhere in a truncated response.
@@ -96,16 +96,15 @@ def overlong_filter(
 def informative_groups(
     scores: Shaped[ArrayLike, "batch"], groups: Integer[ArrayLike, "batch"]
 ) -> Bool[Array, "batch"]:
-    """Rows whose group holds different scores, the ones that DAPO's dynamic sampling keeps.
+    """Dynamic-sampling filter of DAPO: mask of the rows in groups with different scores.
 
     A group in which all responses are right, or all wrong, has group-relative advantages of 0 and
-    teaches nothing. "Different" is meant exactly (the greatest is above the least), so no rounding
-    of a standard deviation is involved. A group of one has nothing to differ from and is not kept
-    (verl keeps it).
+    no gradient. The test is maximum > minimum, which is exact: no standard deviation is rounded. A
+    group of one is not kept (verl keeps it).
 
     Args:
-      scores: the *accuracy* of each response, bool or number. Not the shaped reward: a length
-        penalty would make groups differ that are all wrong.
+      scores: the *accuracy* of each response, bool or number. Not the shaped reward: with a length
+        penalty, a group in which all are wrong would count as different.
       groups: one integer per response, equal for those that share a prompt.
 
     Returns:
@@ -129,30 +128,30 @@ def pass_at_k(
     num_correct: Real[ArrayLike, "*shape"],
     k: SupportsIndex,
 ) -> float | Float[Array, "*shape"]:
-    """The chance that at least one of k responses is correct, without bias.
+    """Unbiased estimate of pass@k: the probability that at least one of k responses is correct.
 
         1 - C(n - c, k) / C(n, k)
 
-    from n responses of which c are correct: of all choices of k of them, the share with a correct
-    one. The obvious ``1 - (1 - c / n)^k`` is too low. The mean over prompts is the pass@k of a
-    benchmark. (Advantages for it as an objective are `pass_at_k_advantages`.)
+    for n responses of which c are correct: the fraction of subsets of size k with a correct
+    response. The plug-in estimate ``1 - (1 - c / n)^k`` is too low. The mean over prompts is the
+    pass@k of a benchmark. (`pass_at_k_advantages` has advantages for it as an objective.)
 
-    Known numbers are counted exactly, however large they are. Arrays are worked out as
-    ``-expm1(sum_{i < k} log(1 - c / (n - i)))``, in which neither a large n nor a small chance
-    loses digits.
+    Concrete scalars use exact integers of any size. Arrays use
+    ``-expm1(sum_{i < k} log(1 - c / (n - i)))``, which is accurate for large n and for small
+    probabilities.
 
     Args:
-      num_samples: n, the responses to a prompt; one number for all prompts, or one for each.
-      num_correct: c, how many of them are correct, from 0 to n.
-      k: how many are drawn, from 1 to n.
+      num_samples: n, responses to a prompt; one number for all prompts, or one for each.
+      num_correct: c, the number of correct ones among them, from 0 to n.
+      k: size of the subsets, from 1 to n.
 
     Returns:
-      A chance from 0 to 1, a float from two numbers, otherwise an array in float32 (float64 where
-      JAX has it).
+      A probability in [0, 1], a float for two concrete numbers, else an array in float32 (float64
+      under ``jax_enable_x64``).
 
     Raises:
-      ValueError: if `k` is not in 1..n, or `num_correct` not in 0..n; of counts that are traced
-        neither can be checked.
+      ValueError: if `k` is not in 1..n, or `num_correct` not in 0..n; traced counts are not
+        checked.
 
     References:
       Chen et al., "Evaluating large language models trained on code", 2021, eq. 1.
@@ -178,14 +177,14 @@ def pass_at_k(
         _check_counts(int(samples.ravel()[wrong]), int(correct.ravel()[wrong]), 1)
         _check_counts(int(samples.min()), 0, k)
     num_removed = jnp.arange(k, dtype=correct.dtype).reshape(*(1,) * correct.ndim, k)
-    # Above 1 where fewer than k are wrong: every choice has a correct one.
+    # Above 1 if fewer than k are wrong: every subset then has a correct one.
     share = correct[..., None] / jnp.maximum(samples[..., None] - num_removed, 1)
-    # Its size, as the negative of 0 would be -0.
+    # abs instead of negation, which would give -0 for 0.
     return jnp.abs(jnp.expm1(jnp.sum(jnp.log1p(-jnp.minimum(share, 1)), axis=-1)))
 
 
 def _check_counts(num_samples: int, num_correct: int, k: int) -> None:
-    """Check that the counts of a prompt go together."""
+    """Checks that 0 <= num_correct <= num_samples and k <= num_samples."""
     if not 0 <= num_correct <= num_samples:
         raise ValueError(f"num_correct={num_correct} must lie in 0..{num_samples}, the samples.")
     if k > num_samples:

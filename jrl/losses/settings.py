@@ -1,8 +1,8 @@
-"""Settings: one number each, read and checked in one place.
+"""Validation of scalar settings (hyperparameters).
 
-A setting may be a number of Python, numpy or jax. One that is known becomes Python's, which takes
-the precision of the arrays it meets, and is checked. One that is traced passes as it is: its value
-is not known yet, so no rule can be held against it.
+A setting may be a Python, numpy or jax number. A concrete one is checked and converted to a Python
+number, which takes the dtype of the arrays it is combined with. A traced one is returned unchanged
+and unchecked, as its value is not available.
 """
 
 import operator
@@ -16,9 +16,9 @@ from jaxtyping import Float, Shaped
 
 from jrl.losses.arrays import Number, Scalar
 
-# What is left of a setting once it was checked.
+# A validated setting: a Python number, or an array if traced.
 Checked: TypeAlias = int | float | Array
-# A distance the same both ways, or two as (down, up).
+# One distance for both directions, or two as (down, up).
 Sides: TypeAlias = Number | tuple[Number, Number] | list[Number] | Float[ArrayLike, "2"]
 
 
@@ -31,10 +31,10 @@ def number(
     above: int | float | None = None,
     at_most: int | float | None = None,
 ) -> Checked:
-    """The setting `x`, checked if it is known; a limit of None is off.
+    """Validates a scalar setting `x`; traced values are not checked. None disables a limit.
 
     Raises:
-      ValueError: ``name=x rule`` if `x` is no number, has axes, is NaN, or is out of the range.
+      ValueError: if `x` is not a number, has axes, is NaN, or is out of range (``name=x rule``).
     """
     x = _scalar(name, x)
     if isinstance(x, Tracer):
@@ -53,12 +53,12 @@ def number(
 def optional(
     name: str, x: Number | None, rule: str, **limits: int | float | None
 ) -> Checked | None:
-    """As `number`, and None, which is "off", as it is."""
+    """Validates a setting as `number` does; None ("off") stays None."""
     return None if x is None else number(name, x, rule, **limits)
 
 
 def discount(name: str, x: Scalar | Shaped[ArrayLike, "..."]) -> Any:
-    """A discount or a lambda: one number in [0, 1], or an array of them, which passes as it is."""
+    """Validates a discount or lambda: a scalar in [0, 1], or an array, which is not checked."""
     if not is_array(x):
         raise ValueError(f"{name}={x!r} must be a number, or an array of numbers.")
     if not jnp.ndim(x):
@@ -68,22 +68,22 @@ def discount(name: str, x: Scalar | Shaped[ArrayLike, "..."]) -> Any:
 
 
 def distance(name: str, x: Number, off: str = "float('inf') is off") -> Checked:
-    """A setting that is a distance: 0 or more."""
+    """Validates a distance: 0 or more."""
     return number(name, x, f"is a distance and cannot be negative; {off}.", at_least=0)
 
 
 def optional_distance(name: str, x: Number | None) -> Checked | None:
-    """A distance, or None, which is "off"."""
+    """Validates a distance; None ("off") stays None."""
     return None if x is None else distance(name, x, "None is off")
 
 
 def epsilon(name: str, x: Number) -> Checked:
-    """A setting that is added to a divisor: 0 or more."""
+    """Validates an epsilon that is added to a divisor: 0 or more."""
     return number(name, x, "is added to a divisor and cannot be negative; 0 is off.", at_least=0)
 
 
 def distance_pair(name: str, x: Sides, off: str = "float('inf') is off") -> tuple[Checked, Checked]:
-    """Two distances as (down, up), from two or from one for both."""
+    """Validates two distances (down, up), or one for both directions."""
     distances: Any = x
     shape = (len(distances),) if type(x) in (tuple, list) else ()
     if is_array(x):
@@ -99,7 +99,7 @@ def distance_pair(name: str, x: Sides, off: str = "float('inf') is off") -> tupl
 
 
 def span(low: Number, high: Number, why: str, *, equal: bool = False) -> tuple[Checked, Checked]:
-    """The settings `low` and `high`, the lower first; they may be the same where `equal`."""
+    """Validates a range: `low` below `high`, or at most `high` if `equal`."""
     low, high = number("low", low), number("high", high)
     if isinstance(low, Array) or isinstance(high, Array):
         return low, high
@@ -110,13 +110,13 @@ def span(low: Number, high: Number, why: str, *, equal: bool = False) -> tuple[C
 
 
 def count(name: str, x: Scalar | None, of: str) -> Checked | None:
-    """A count over the whole batch, or None, for which the caller counts the arrays it has."""
+    """Validates a count over the whole batch; None (the caller counts its arrays) stays None."""
     rule = f"counts the {of} of the whole batch, one number of 0 or more."
     return optional(name, x, rule, at_least=0)
 
 
 def integer(name: str, x: SupportsIndex, rule: str, *, at_least: int) -> int:
-    """A whole number whose value decides what is compiled, so that it cannot be traced."""
+    """Validates an integer that shapes the compiled function, so that it must not be traced."""
     setting: Any = x
     value = static(name, setting, rule, at_least=at_least)
     if value % 1:
@@ -125,7 +125,7 @@ def integer(name: str, x: SupportsIndex, rule: str, *, at_least: int) -> int:
 
 
 def static(name: str, x: Number, rule: str, **limits: int | float | None) -> int | float:
-    """As `number`, of a setting whose value decides what is compiled, so that it is not traced."""
+    """Validates a setting that shapes the compiled function, so that it must not be traced."""
     x = number(name, x, rule, **limits)
     if isinstance(x, Array):
         raise ValueError(
@@ -136,9 +136,9 @@ def static(name: str, x: Number, rule: str, **limits: int | float | None) -> int
 
 
 def choice(name: str, x: str, among: Any, what: str = "one of them") -> None:
-    """Check that `x` is one of the strings of the `Literal` called `among`.
+    """Checks that `x` is one of the strings of the `Literal` `among`.
 
-    Where there are more than two, `what` is what the message says that `x` is not.
+    With more than two of them, the message says that `x` is "not `what`".
     """
     names = get_args(among)
     if x not in names:
@@ -148,18 +148,18 @@ def choice(name: str, x: str, among: Any, what: str = "one of them") -> None:
 
 
 def check_scalar(name: str, x: Scalar) -> None:
-    """Check that `x`, which is computed and not chosen, is a single number."""
+    """Checks that `x`, a computed value and not a setting, is a scalar."""
     if jnp.ndim(x):
         raise ValueError(f"{name} has shape {jnp.shape(x)} and must be one number.")
 
 
 def is_array(x: Any) -> bool:
-    """True if `x` is a number or an array, of Python, numpy or jax."""
+    """True if `x` is a Python, numpy or jax number or array."""
     return isinstance(x, get_args(ArrayLike))
 
 
 def _scalar(name: str, x: Any) -> Checked:
-    """A number as one of Python's, and a traced one as it is."""
+    """Converts a number to a Python number; a traced one is returned unchanged."""
     if type(x) in (bool, int, float):
         return x
     if not is_array(x) or jnp.iscomplexobj(x):

@@ -1,4 +1,4 @@
-"""The critic's head and its loss, and how much of the returns it explains."""
+"""Critic: bounded value head, clipped value loss, and explained variance."""
 
 from dataclasses import dataclass
 from typing import Generic, Unpack
@@ -36,19 +36,18 @@ from jrl.losses.reduction import (
 def bounded_value(
     x: Float[ArrayLike, "*shape"], *, low: Number, high: Number
 ) -> Float[Array, "*shape"]:
-    """A value between two bounds from what the critic's head gives, which has none.
+    """Bounded value head: maps the unbounded output of the critic's head to the range of returns.
 
         V = low + (high - low) (1/2 + atan(x) / pi)
 
-    A critic that cannot leave the range of the returns makes no temporal-difference error larger
-    than the reward can. 0 gives the middle, and unlike the sigmoid's the slope,
-    ``(high - low) / (pi (1 + x^2))``, falls only with the square of the distance: a critic that
-    was sure and wrong still learns.
+    Values within the range of the returns bound the temporal-difference errors. ``x = 0`` gives the
+    midpoint. The slope, ``(high - low) / (pi (1 + x^2))``, decreases only quadratically, not
+    exponentially as that of a sigmoid, so saturated wrong values still have a gradient.
 
     Args:
-      x: the output of the value head, any number.
-      low: the least return that is possible, in units of reward.
-      high: the greatest.
+      x: output of the value head, any number.
+      low: smallest possible return, in units of reward.
+      high: largest possible return.
 
     Returns:
       Values in [low, high], with their gradient.
@@ -78,30 +77,30 @@ def value_loss(
     aggregation: Aggregation = "token-mean",
     **denominators: Unpack[Denominators],
 ) -> tuple[Float[Array, ""], dict[str, "Mean | ExplainedVariance"]]:
-    """Half the squared error of the critic, optionally clipped as PPO clips its policy.
+    """Value loss of PPO: half the squared error of the critic, optionally clipped.
 
     With ``V' = clip(V, V_old - low, V_old + high)``,
 
         l = max((V - G)^2, (V' - G)^2) / 2
 
-    The gradient of a token is 0 where the clipped error is strictly the larger: the critic has
-    moved far enough towards the return within this batch.
+    The gradient of a token is 0 where the clipped error is strictly larger: its value has moved
+    beyond the clip range towards the return.
 
     Args:
-      values: the critic's estimates now.
-      old_values: its estimates when the batch was collected; no gradient, read only for the clip.
-      returns: what to regress on, such as the second result of `gae`; no gradient.
+      values: current estimates of the critic.
+      old_values: its estimates when the batch was collected; no gradient, used only for the clip.
+      returns: regression targets, such as the second result of `gae`; no gradient.
       mask: true on sampled tokens.
-      clip: how far a value may move, in units of reward: one distance, or two as (down, up). None
-        is off. (verl: 0.5; verl's T-PPO: 0.5 down and 0.6 up; OpenRLHF: off.)
-      aggregation: how to weigh tokens and sequences, see `aggregate`.
+      clip: clip range around `old_values`, in units of reward: one distance, or two as (down, up).
+        None disables it. (verl: 0.5; verl's T-PPO: 0.5 down and 0.6 up; OpenRLHF: off.)
+      aggregation: weighting of tokens and sequences, see `aggregate`.
       denominators: those of `aggregate`, such as `num_tokens`.
 
     Returns:
       `(loss, metrics)`. The metrics add up over micro-batches and devices.
 
-      * ``vf_clipfrac``: where the clip binds, of the true tokens;
-      * ``vpred_mean``: of the true tokens;
+      * ``vf_clipfrac``: clipped fraction of the unmasked tokens;
+      * ``vpred_mean``: mean of `values` over the unmasked tokens;
       * ``vf_explained_var``: an `ExplainedVariance` of the returns by the values.
 
     Raises:
@@ -142,12 +141,12 @@ def value_loss(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ExplainedVariance(Additive, Generic[Leaf]):
-    """The sums behind an explained variance, which itself is not additive.
+    """Explained variance of the returns by the values, as a record of sums.
 
-    Records of pieces add up as `Mean` does, and `value` is then that of everything together.
+    Records of micro-batches add up, as those of `Mean`; `value` is then that of the whole batch.
 
     Attributes:
-      count: tokens.
+      count: number of unmasked tokens.
       error_sum: sum of ``G - V``.
       error_squares: sum of ``(G - V)^2``.
       return_sum: sum of ``G - centre``.
@@ -168,10 +167,10 @@ class ExplainedVariance(Additive, Generic[Leaf]):
         mask: Shaped[ArrayLike, "*batch time"],
         centre: Scalar = 0.0,
     ) -> "ExplainedVariance[Array]":
-        """The sums over the true tokens of one piece, without a gradient.
+        """Sums over the unmasked tokens of a micro-batch, without a gradient.
 
-        `centre` is a number near the mean return, the same for every piece. It changes no result
-        but for rounding, and matters where returns vary by less than a hundredth of their size.
+        `centre` is a number near the mean return, the same for all micro-batches. It affects only
+        rounding, and matters if returns vary by less than a hundredth of their size.
         """
         mask, (values, returns) = masked_constants(mask, values=values, returns=returns)
         error = returns - values
@@ -185,7 +184,7 @@ class ExplainedVariance(Additive, Generic[Leaf]):
         )
 
     def value(self) -> Float[Array, ""]:
-        """``1 - Var(G - V) / Var(G)``; 0 where the returns do not vary, beyond rounding."""
+        """``1 - Var(G - V) / Var(G)``; 0 if the returns do not vary beyond rounding errors."""
         errors, error_square, returns, return_square = (
             divide(jnp.asarray(total), jnp.asarray(self.count))
             for total in (self.error_sum, self.error_squares, self.return_sum, self.return_squares)
@@ -200,19 +199,19 @@ def explained_variance(
     returns: Float[ArrayLike, "*batch time"],
     mask: Shaped[ArrayLike, "*batch time"],
 ) -> Float[Array, ""]:
-    """How much of the variance of the returns the critic explains: ``1 - Var(G - V) / Var(G)``.
+    """Explained variance of the returns by the critic's values: ``1 - Var(G - V) / Var(G)``.
 
-    1 is a perfect critic (up to a constant), 0 is one that knows no more than a constant does, and
-    below 0 it is worse than none. For a batch in pieces, add up `ExplainedVariance` records: the
-    mean of the pieces' explained variances is a different number.
+    1 is a perfect critic (up to a constant), 0 is no better than a constant, and below 0 is worse
+    than one. Over micro-batches, add up `ExplainedVariance` records: the mean of their explained
+    variances is a different number.
 
     Args:
       values: the critic's estimates.
-      returns: what they are compared with.
-      mask: true on the tokens that count.
+      returns: the returns to compare with.
+      mask: true on sampled tokens.
 
     Returns:
-      The explained variance, without a gradient; 0 where the returns do not vary.
+      The explained variance, without a gradient; 0 if the returns do not vary.
 
     Examples:
       >>> returns = jnp.array([0.0, 1.0, 2.0, 3.0])

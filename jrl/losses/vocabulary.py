@@ -1,9 +1,8 @@
-"""Sums over a vocabulary, optionally in chunks.
+"""Sums over the vocabulary, optionally in chunks.
 
-Nothing else of the size of the logits ``[..., vocab]`` is then made on the way to the result.
-Derivatives are written down in closed form: they are elementwise in the logits once the
-log-normaliser is known, so the backward pass makes the cotangent of the logits and nothing else of
-that size either.
+With chunks, the forward pass allocates no second array of the size of the logits ``[..., vocab]``.
+Derivatives are in closed form: they are elementwise in the logits for a fixed log-normaliser, so
+the only array of that size in the backward pass is the gradient of the logits.
 """
 
 from collections.abc import Callable
@@ -22,12 +21,13 @@ from jrl.losses.arrays import PerRow, as_floats, as_mask, zero_masked
 Total = TypeVar("Total")
 Logits: TypeAlias = Float[Array, "*batch vocab"]
 RowMask: TypeAlias = Bool[Array, "*batch"]
-# Of some entries: the greatest logit, and two sums relative to it.
+# Partial sums over some entries: the maximum logit m, and the sums of exp(z - m) and of
+# (z - m) exp(z - m).
 Part: TypeAlias = tuple[Array, Array, Array]
 
 
 def checked_chunk_size(chunk_size: SupportsIndex | None) -> int | None:
-    """The setting as a whole number."""
+    """The setting `chunk_size` as an int, checked; None stays None."""
     if chunk_size is None:
         return None
     rule = "must be at least 1; None is off."
@@ -37,7 +37,7 @@ def checked_chunk_size(chunk_size: SupportsIndex | None) -> int | None:
 def rows_of_logits(
     logits: Float[ArrayLike, "*batch vocab"], mask: Shaped[ArrayLike, "*batch"] | None
 ) -> tuple[Logits, RowMask]:
-    """The logits as they are, and a mask that says which rows of them count."""
+    """The logits as an array, and a boolean mask of their rows; None masks none."""
     logits = jnp.asarray(logits)
     if mask is None:
         return logits, jnp.ones(logits.shape[:-1], bool)
@@ -52,15 +52,15 @@ def rows_of_logits(
 class Normaliser(NamedTuple):
     """Log-normaliser of logits in two terms: ``log p = (z - shift) - log_sum``.
 
-    Kept apart because ``shift + log_sum`` would be rounded to the size of the logits. The shift,
-    the greatest logit, counts as a constant, which changes no derivative of a log-probability.
+    Their sum would be rounded at the magnitude of the logits. The shift is the maximum logit,
+    treated as a constant, which changes no derivative of a log-probability.
     """
 
     shift: PerRow
     log_sum: PerRow
 
     def logprobs(self, logits: Logits) -> tuple[Logits, Bool[Array, "*batch vocab"]]:
-        """Log-probabilities, 0 in place of -inf, and where they are not that."""
+        """Log-probabilities, with 0 in place of -inf, and the mask of the logits above -inf."""
         possible = logits != -jnp.inf
         # Made finite before the arithmetic: 0 * -inf is a NaN in the value and in the derivative.
         logits = jnp.where(possible, logits, self.shift[..., None])
@@ -69,9 +69,9 @@ class Normaliser(NamedTuple):
 
 
 def chunk_of(logits: Logits, mask: RowMask, first: Array, size: int) -> Float[Array, "*batch size"]:
-    """A piece of the logits in the working precision, 0 in rows that do not count."""
-    # Tied to the place in the loop: XLA for CPUs raises half precision before it slices, and would
-    # otherwise move that out of the loop and hold everything in float32.
+    """Chunk of the logits in the working precision, 0 in masked rows."""
+    # The barrier keeps the conversion inside the loop: XLA for CPUs converts half precision before
+    # it slices, would hoist that out of the loop and store all logits in float32.
     logits, first = jax.lax.optimization_barrier((logits, first))
     piece = jax.lax.dynamic_slice_in_dim(logits, first, size, axis=-1)
     (piece,) = as_floats(piece)
@@ -79,7 +79,7 @@ def chunk_of(logits: Logits, mask: RowMask, first: Array, size: int) -> Float[Ar
 
 
 def along(x: Shaped[Array, "size"], like: Shaped[Array, "*batch size"]) -> Shaped[Array, "..."]:
-    """One number per entry, with as many axes as `like` has."""
+    """Reshapes a vector for broadcasting along the last axis of `like`."""
     return x.reshape((1,) * (like.ndim - 1) + x.shape)
 
 
@@ -89,11 +89,11 @@ def over_chunks(
     vocab: int,
     chunk_size: int | None,
 ) -> Total:
-    """Folds ``start(first, counts)`` over the vocabulary by `merge`.
+    """Reduces ``start(first, counts)`` over the chunks of the vocabulary with `merge`.
 
-    `first` is where a chunk begins, and `counts` tells which of its entries are new: the last one
-    is moved back to end with the vocabulary. The first chunk begins the sum, so that the loop
-    carries what its body makes, under `jax.shard_map` too.
+    `first` is the first entry of a chunk. `counts` masks the entries that no earlier chunk had: the
+    last chunk is moved back to end with the vocabulary. The loop starts from the result of the
+    first chunk, so that its carry has the type of its body's result, under `jax.shard_map` too.
     """
     size = vocab if chunk_size is None else min(chunk_size, vocab)
     everything = jnp.ones(size, bool)
@@ -109,7 +109,7 @@ def over_chunks(
 
 
 def statistics(chunk_size: int | None, logits: Logits, mask: RowMask) -> tuple[Normaliser, PerRow]:
-    """The normaliser and the entropy in one pass, with a running maximum."""
+    """The normaliser and the entropy in one pass (online softmax)."""
 
     def start(first: Array, counts: Array) -> Part:
         piece = chunk_of(logits, mask, first, counts.size)
@@ -121,7 +121,7 @@ def statistics(chunk_size: int | None, logits: Logits, mask: RowMask) -> tuple[N
         return largest, jnp.sum(weights, axis=-1), jnp.sum(weights * relative, axis=-1)
 
     def rescale(part: Part, largest: Array) -> tuple[Array, Array]:
-        """The sums of a part, relative to another maximum."""
+        """Rescales the sums of a part to another maximum."""
         maximum, total, moment = part
         empty = maximum == -jnp.inf
         down = jnp.where(empty, 0, maximum - largest)
@@ -159,9 +159,9 @@ def _log_normaliser_jvp(chunk_size, primals, tangents):
 def contracted(
     slope: Callable[..., Array], tangent: Logits, mask: RowMask, logits: Logits, *constants: object
 ) -> PerRow:
-    """``sum_v slope_v tangent_v``, where the backward pass works the slope out when it needs it.
+    """``sum_v slope_v tangent_v``, with the slope recomputed in the backward pass.
 
-    Otherwise the slope, as large as the logits, would be kept from the forward pass until then.
+    Otherwise the slope, of the size of the logits, would be stored from forward to backward pass.
     """
 
     def contract(tangent: Array, logits: Array, *constants: object) -> Array:
@@ -170,5 +170,5 @@ def contracted(
         weights = zero_masked(slope(zero_masked(logits, rows), *constants), rows)
         return jnp.sum(weights * zero_masked(tangent.astype(weights.dtype), rows), axis=-1)
 
-    # What the barriers of prevent_cse would prevent is that the slope joins the arithmetic around.
+    # The barriers of prevent_cse would keep XLA from fusing the slope with adjacent operations.
     return jax.checkpoint(contract, prevent_cse=False)(tangent, logits, *constants)

@@ -1,7 +1,7 @@
-"""Advantage estimators: how much better an action was than expected.
+"""Advantage estimators: from a critic (GAE), from groups (GRPO, RLOO, ...), and from returns.
 
-None of them lets a gradient through: an advantage is a fact about the rollout. Nothing is whitened
-unless `whiten` is called or the estimator's paper has it in its formula.
+Advantages have no gradient. They are whitened only by a call of `whiten`, or where the paper's
+formula includes whitening.
 """
 
 from jrl.losses.advantages import best_of_k, critic, group, rewards_to_go, whitening

@@ -1,4 +1,4 @@
-"""Advantages for the best of several responses rather than for each of them."""
+"""Advantages for pass@k objectives: the maximum reward of k responses."""
 
 from typing import Literal, SupportsIndex
 
@@ -22,14 +22,14 @@ def pass_at_k_advantages(
     scale: Literal["group"] | None = "group",
     epsilon: Number = 1e-6,
 ) -> Float[Array, "batch"]:
-    """The objective "best of the whole group": only the best response gets anything.
+    """Pass@k advantages with k the group size: nonzero for the best response of the group only.
 
     ``A_best = (R_best - R_second) / (std_g + epsilon)`` with the unbiased standard deviation, and 0
-    for the others. ``R_best - R_second`` is what the maximum of the group would lose without its
-    best response, so k is the size of the group. See `pass_at_k_exact_advantages` for a smaller k.
+    for the others. ``R_best - R_second`` is the drop of the group's maximum without its best
+    response, so k is the size of the group. See `pass_at_k_exact_advantages` for a smaller k.
 
-    Where several responses share the best reward, none of them is missed if it is left out, and
-    all get 0. So does a group of one, in which there is no second (verl raises an error).
+    If several responses share the best reward, the maximum is the same without any one of them, and
+    all get 0. A group of one, which has no second response, gets 0 (verl raises an error).
 
     Args:
       rewards: one per response.
@@ -71,26 +71,25 @@ def pass_at_k_advantages(
 def pass_at_k_exact_advantages(
     rewards: Real[ArrayLike, "batch"], groups: Integer[ArrayLike, "batch"], *, k: SupportsIndex
 ) -> Float[Array, "batch"]:
-    """The unbiased advantage of "best of k", from groups of at least k responses.
+    """Unbiased pass@k (best-of-k) advantages from groups of at least k responses.
 
-    What the response adds to the best of ``k - 1`` others, averaged over all choices of them:
+    The gain of a response over the best of ``k - 1`` others, averaged over all subsets of them:
 
         A_i = k mean_J max(R_i - max_{j in J} R_j, 0),    J = k - 1 of the other responses
 
     The mean of ``A_i grad log pi_i`` over the group is an unbiased estimate of the gradient of
-    ``E max(R_1, ..., R_k)``, which for rewards in {0, 1} is pass@k. There, a wrong response gets 0
-    and each of c right ones ``k C(n - c, k - 1) / C(n - 1, k - 1)``: a prompt with many right
-    answers teaches nothing any more. With k the size of the group this is `pass_at_k_advantages`
-    without the scale, times k.
+    ``E max(R_1, ..., R_k)``, which for rewards in {0, 1} is pass@k. With such rewards, a wrong
+    response gets 0 and each of c right ones ``k C(n - c, k - 1) / C(n - 1, k - 1)``, which is 0 for
+    prompts with fewer than ``k - 1`` wrong responses. With k the size of the group this is
+    `pass_at_k_advantages` with ``scale=None``, times k.
 
-    It is n times the "leave one out minus one" reward of the paper, in which the sum over the
-    group, not the mean, estimates the gradient. A group smaller than k gets 0.
+    It is n times the "leave one out minus one" reward of the paper, where the sum over the group,
+    not the mean, estimates the gradient. A group smaller than k gets 0.
 
     Args:
       rewards: one per response.
       groups: one integer per response, equal for those that share a prompt.
-      k: the number of responses of which the best counts, at least 2. (For k = 1 see
-        `rloo_advantages`.)
+      k: the k of pass@k, at least 2. (For k = 1 see `rloo_advantages`.)
 
     Returns:
       One advantage per response, at least 0 and without a gradient.
@@ -118,7 +117,7 @@ def pass_at_k_exact_advantages(
     below = (row - jax.lax.cummax(jnp.where(starts, row, 0))).astype(rewards.dtype)
     others = group_size(ascending, index) - 1
 
-    # C(below, k - 1) / C(others, k - 1), the chance that all of J lies among the rows below.
+    # C(below, k - 1) / C(others, k - 1), the probability that all of J is among the rows below.
     chance = jnp.ones_like(rewards)
     for num_removed in range(k - 1):
         chance = chance * ratio_or_zero(

@@ -1,4 +1,4 @@
-"""Advantages from a critic: generalised advantage estimation (GAE), and its lam by length."""
+"""Generalised advantage estimation (GAE) from a critic, and its length-adaptive lambda."""
 
 from functools import partial
 
@@ -37,49 +37,48 @@ def gae(
     terminated: Shaped[ArrayLike, "*#batch"] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "*batch time"], Float[Array, "*batch time"]]:
-    """Generalised advantage estimation over the tokens that the policy sampled.
+    """Generalised advantage estimation (GAE) over the sampled tokens.
 
-    With t+1 the *next token whose mask is true*, however far away it is,
+    With t+1 the *next unmasked token*, at any distance,
 
         delta_t = r_t + gamma_t V_{t+1} - V_t
         A_t     = delta_t + gamma_t lam_t A_{t+1}
         G_t     = A_t + V_t
 
-    and, after the last such token, ``A = 0`` and V is 0 where the response ended there and
-    `bootstrap_value` where it was only cut short. This is the estimate on the compressed sequence:
-    a hole in the mask (a tool's answer, another speaker) makes no temporal-difference error and
-    costs no factor of lam.
+    After the last such token, ``A = 0`` and V is 0 if the response ended, or `bootstrap_value` if
+    it was truncated. This is GAE on the compressed sequence: a hole in the mask (a tool's answer,
+    another speaker) adds no temporal-difference error and no factor of lam.
 
-    **A reward must lie on a token whose mask is true.** Like everything under a false mask, a
-    reward elsewhere is never read. Where a response ends in masked tokens, the terminal reward
-    therefore belongs on the last *sampled* token and not in the last column.
+    **A reward must be on an unmasked token.** A reward on a masked token is ignored, as all masked
+    values are. If a response ends in masked tokens, put the terminal reward on the last *sampled*
+    token, not in the last column.
 
-    **Several sequences packed in one row** are cut apart by ``gamma=0`` on the last sampled token
-    of each: that token then sees neither the value nor the advantage that follow.
+    **Packed sequences in one row** are separated by ``gamma=0`` on the last sampled token of each,
+    which drops the value and the advantage that follow it.
 
-    What libraries differ in is the hole: verl and NeMo-RL skip it as here, OpenRLHF and older forks
-    of verl take the value there for 0, which makes two errors. Advantages are not whitened here
-    (verl and OpenRLHF do it in the same function); `whiten` does it.
+    Libraries differ in the treatment of holes: verl and NeMo-RL skip them as here, OpenRLHF and
+    older forks of verl use a value of 0 there, which adds two errors. `gae` does not whiten
+    advantages (verl and OpenRLHF do it in the same function); call `whiten`.
 
     Args:
-      rewards: one per token; usually zero but for the last sampled one.
+      rewards: one per token; usually zero except on the last sampled one.
       values: the critic's estimate of the state before each token.
-      mask: true on sampled tokens; holes are legal.
+      mask: true on sampled tokens; holes are allowed.
       gamma: the discount, in [0, 1]; a scalar, or an array with as many axes as `rewards` such as
-        ``gamma[:, None]`` for one per row. It belongs to the step from its token to the next.
-      lam: how far to trust rewards (1) over values (0); of the same shapes as `gamma`.
-      bootstrap_value: the value of the state after the last sampled token, one per row, for
-        responses that were cut short. None for responses that ended, whose value is then 0.
-      terminated: one per row; true where the response ended, so that the value after it is 0
-        whatever `bootstrap_value` holds, false where it was truncated and `bootstrap_value`
-        counts. None lets `bootstrap_value` count everywhere.
-      implementation: "scan" goes token by token. "blocked" gives the same up to rounding and is
-        faster on long rows, most of all where ``gamma lam`` is one number and the mask has no
-        holes. None takes "blocked" from 256 tokens on.
+        ``gamma[:, None]`` for one per row. It applies to the step from its token to the next.
+      lam: lambda of GAE, from 0 (one-step TD error) to 1 (return minus value); of the same shapes
+        as `gamma`.
+      bootstrap_value: value of the state after the last sampled token, one per row, for truncated
+        responses. None is 0, for responses that ended.
+      terminated: one per row; true if the response ended, so that the value after it is 0, false if
+        it was truncated and `bootstrap_value` applies. None applies `bootstrap_value` to all rows.
+      implementation: "scan" iterates over tokens. "blocked" is equal up to rounding and faster on
+        long rows, most of all if ``gamma lam`` is a scalar and the mask has no holes. None is
+        "blocked" from 256 tokens on.
 
     Returns:
-      `(advantages, returns)`, both 0 where the mask is false and both without a gradient. A row
-      without a true token is all 0.
+      `(advantages, returns)`, both 0 where the mask is false and both without a gradient. A fully
+      masked row is all 0.
 
     Raises:
       ValueError: if `terminated` is given without `bootstrap_value`, or the implementation is
@@ -127,27 +126,27 @@ def decoupled_gae(
     bootstrap_value: Scalar | Float[ArrayLike, "*#batch"] | None = None,
     terminated: Shaped[ArrayLike, "*#batch"] | None = None,
 ) -> tuple[Float[Array, "*batch time"], Float[Array, "*batch time"]]:
-    """Advantages with one lam and the critic's targets with another: VC-PPO and VAPO.
+    """Decoupled GAE of VC-PPO and VAPO: separate lambdas for advantages and critic targets.
 
         A_t = sum_k (prod gamma lam_policy) delta_{t+k}
         G_t = sum_k (prod gamma lam_critic) delta_{t+k} + V_t
 
-    With a lam below 1 the reward at the end reaches the first tokens of a long response with
-    hardly any weight, so a critic that learns from such targets stays where it was initialised. It
-    learns from undiscounted returns instead (``lam_critic=1``), while the policy keeps the lower
-    variance of a smaller lam. The policy gradient has the same expectation under a perfect critic
-    whatever the two are.
+    With a lam below 1, the terminal reward has almost no weight on the first tokens of a long
+    response, and a critic trained on such targets stays near its initialisation. It is therefore
+    trained on Monte Carlo returns (``lam_critic=1``), while a smaller lam lowers the variance of
+    the policy gradient. With a perfect critic, the expected policy gradient does not depend on
+    either lam.
 
     Args:
-      rewards: one per token; usually zero but for the last sampled one.
+      rewards: one per token; usually zero except on the last sampled one.
       values: the critic's estimate of the state before each token.
-      mask: true on sampled tokens; holes are legal.
+      mask: true on sampled tokens; holes are allowed.
       gamma: the discount, in [0, 1]; a scalar or an array as for `gae`.
       lam_policy: the lam of the advantages; 0.95 in VC-PPO, in VAPO that of
         ``length_adaptive_lambda(mask.sum(-1))[:, None]``.
       lam_critic: the lam of the returns; 1 in both papers.
-      bootstrap_value: the value after the last sampled token, one per row, as for `gae`.
-      terminated: where `bootstrap_value` does not count, as for `gae`.
+      bootstrap_value: value after the last sampled token, one per row, as for `gae`.
+      terminated: true where `bootstrap_value` does not apply, as for `gae`.
 
     Returns:
       `(advantages, returns)`, both 0 where the mask is false and both without a gradient. Unless
@@ -174,7 +173,7 @@ def decoupled_gae(
 
 
 def check_adaptive_lambda(alpha: Number, floor: Number) -> tuple[settings.Checked, ...]:
-    """The settings of `length_adaptive_lambda`."""
+    """Validates the settings of `length_adaptive_lambda`."""
     rule = "must be positive: VAPO uses 0.05, later work 0.4 to 1.5."
     alpha = settings.number("alpha", alpha, rule, above=0)
     rule = "must lie in [0, 1], as every lam does."
@@ -184,24 +183,24 @@ def check_adaptive_lambda(alpha: Number, floor: Number) -> tuple[settings.Checke
 def length_adaptive_lambda(
     lengths: Real[ArrayLike, "*batch"], *, alpha: Number = 0.05, floor: Number = 0.0
 ) -> Float[Array, "*batch"]:
-    """VAPO's lam for a response of each length.
+    """Length-adaptive lambda of VAPO: a GAE lambda that grows with the length of the response.
 
     ``lam(l) = max(1 - 1 / (alpha l), floor)``, so that the geometric weights of the
     temporal-difference errors sum to ``alpha l``. The weight of the terminal error on the first
-    token tends to ``exp(-1 / alpha)`` whatever the length: the reach is a fixed *share* of the
+    token tends to ``exp(-1 / alpha)`` for long responses: the horizon is a fixed *fraction* of the
     response, about 23 % of it (down to a weight of 1 %) with ``alpha = 0.05``.
 
-    The expression is negative for ``alpha l < 1``. The floor decides what short responses get: 0,
-    the default, is one-step TD (the form of NeMo-RL); 0.95 lets lam adapt only beyond 400 tokens
-    (the form of verl's T-PPO).
+    The expression is negative for ``alpha l < 1``. The floor sets lam for short responses: 0, the
+    default, is one-step TD (as in NeMo-RL); 0.95 lets lam adapt only beyond 400 tokens, for the
+    default `alpha` (as in verl's T-PPO).
 
     Args:
       lengths: sampled tokens per row, ``mask.sum(-1)``; 0 gives the floor.
-      alpha: the share of a response that the errors reach, positive.
-      floor: the least lam, in [0, 1].
+      alpha: sum of the weights as a fraction of the response, positive.
+      floor: lower bound of lam, in [0, 1].
 
     Returns:
-      One lam per row, to be passed on with an axis more,
+      One lam per row, to be passed on with one more axis,
       ``gae(..., lam=lam[:, None])``.
 
     Raises:
@@ -230,41 +229,41 @@ def extended_gae(
     bootstrap_value: Scalar | Float[ArrayLike, "*#batch"] | None = None,
     ignore_last: Number = 0,
 ) -> tuple[Float[Array, "*batch time"], Float[Array, "*batch time"], Bool[Array, "*batch time"]]:
-    """Generalised advantage estimation when some responses are not finished yet (T-PPO).
+    """Extended GAE (EGAE) of T-PPO: GAE with unfinished (truncated) responses.
 
     As `gae`, with the value after the last sampled token ``l - 1`` of a *truncated* response
 
         V_l = V_{l-1}            without `bootstrap_value`, the assumption of the paper
         V_l = bootstrap_value    with it
 
-    and ``V_l = 0`` for a finished one. Under the assumption the last temporal-difference error is
-    ``r_{l-1} + (gamma_{l-1} - 1) V_{l-1}``, which is 0 at ``gamma = 1`` without a reward. With a
-    perfect critic only that error is biased, by the advantage of the last action, and earlier
-    tokens carry it with weights ``(gamma lam)^k``; the critic's output *after* the last token is
-    usually computed anyway, and as `bootstrap_value` it removes the bias. A cut must not be taken
-    for an end: ``V_l = 0`` would punish every unfinished response.
+    and ``V_l = 0`` for a finished one. With the paper's assumption, the last temporal-difference
+    error is ``r_{l-1} + (gamma_{l-1} - 1) V_{l-1}``, which is 0 at ``gamma = 1`` without a reward.
+    With a perfect critic only that error is biased, by the advantage of the last action, and the
+    bias enters earlier tokens with weights ``(gamma lam)^k``. The critic's output *after* the last
+    token, usually available, removes the bias as `bootstrap_value`. Truncation must not be treated
+    as termination: ``V_l = 0`` would penalise every unfinished response.
 
     The last `ignore_last` tokens of a truncated response, which depend most on the boundary, get
-    advantage 0 and leave the mask that is returned: use that mask for `whiten` and for the policy's
-    loss. The release of T-PPO ignores 8; its whitening and its clamp of advantages to [-10, 10]
-    are not done here.
+    advantage 0 and are false in the returned mask: use that mask for `whiten` and for the policy
+    loss. T-PPO's release ignores 8. Its whitening, and its clamp of advantages to [-10, 10], are
+    not included.
 
     Args:
-      rewards: one per token; the verifier's reward only where the response has ended.
+      rewards: one per token; the verifier's reward only for finished responses.
       values: the critic's estimate of the state before each token.
-      mask: true on the sampled tokens of the current window; holes are legal.
-      truncated: one per row; true where the response goes on after the window.
+      mask: true on the sampled tokens of the current window; holes are allowed.
+      truncated: one per row; true if the response continues after the window.
       gamma: the discount, in [0, 1]; a scalar or an array as for `gae`.
-      lam: how far to trust rewards over values, as for `gae`; in T-PPO
+      lam: lambda of GAE, as for `gae`; in T-PPO
         ``length_adaptive_lambda(effective_length(...), floor=0.95)[:, None]``.
-      bootstrap_value: the value of the state after the last sampled token, one per row; read on
-        truncated rows only. None assumes it unchanged.
-      ignore_last: how many sampled tokens at the end of truncated rows to leave out.
+      bootstrap_value: value of the state after the last sampled token, one per row; used on
+        truncated rows only. None is the paper's assumption.
+      ignore_last: number of sampled tokens to mask at the end of truncated rows.
 
     Returns:
       `(advantages, returns, kept_mask)`, the first two 0 where `mask` is false and without a
-      gradient. Returns, ``A + V`` before anything is ignored, cover all of `mask`; the critic of
-      T-PPO learns from finished rows only, ``mask & ~truncated[:, None]``.
+      gradient. Returns, ``A + V`` without regard to `ignore_last`, cover all of `mask`; the critic
+      of T-PPO is trained on finished rows only, ``mask & ~truncated[:, None]``.
 
     Raises:
       ValueError: if `ignore_last` is negative.
@@ -284,7 +283,7 @@ def extended_gae(
     ignore_last = settings.number("ignore_last", ignore_last, rule, at_least=0)
     mask = as_mask(mask)
     rewards, values = as_floats(rewards, values)
-    # With how many true tokens, itself among them, the row ends; the last one has 1.
+    # Number of unmasked tokens from each token to the end of its row, itself included.
     remaining = jnp.flip(jnp.cumsum(jnp.flip(mask, -1), -1, dtype=jnp.int32), -1)
     nothing = zero_per_row(values)
     truncated = broadcast("truncated", as_mask(truncated), nothing) != 0
@@ -306,16 +305,16 @@ def extended_gae(
 def effective_length(
     lengths: Real[ArrayLike, "*batch"], truncated: Shaped[ArrayLike, "*batch"], *, window: Number
 ) -> Float[Array, "*batch"]:
-    """The length that a response is taken to have while it is still being written.
+    """Effective length of T-PPO: the estimated final length of unfinished responses.
 
-    ``l + window / 2`` where it is truncated, ``l`` where it has ended: an unfinished response ends
-    somewhere within the next window, in the middle on average. It is the length from which T-PPO
-    takes its lam, ``length_adaptive_lambda(effective_length(...), alpha=0.05, floor=0.95)``.
+    ``l + window / 2`` if truncated, ``l`` if finished: an unfinished response is assumed to end
+    within the next window, in the middle on average. T-PPO computes lam from this length,
+    ``length_adaptive_lambda(effective_length(...), alpha=0.05, floor=0.95)``.
 
     Args:
       lengths: sampled tokens so far, those of earlier windows included.
-      truncated: one per response; true where it goes on after the window.
-      window: tokens that are sampled per round, positive.
+      truncated: one per response; true if it continues after the window.
+      window: tokens sampled per rollout window, positive.
 
     Returns:
       One length per response, in tokens.

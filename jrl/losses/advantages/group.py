@@ -1,4 +1,4 @@
-"""Advantages from a group: each response against the others that answer the same prompt."""
+"""Group-relative advantages: GRPO, Dr. GRPO, RLOO, MaxRL, OPO, GPG, GDPO and HAPO."""
 
 from typing import Literal
 
@@ -51,30 +51,30 @@ def grpo_advantages(
     epsilon: Number = 1e-6,
     singleton: Literal["zero", "reward"] = "zero",
 ) -> Float[Array, "batch"]:
-    """Group-relative advantages: each response against the others that answer the same prompt.
+    """Group-relative advantages of GRPO: rewards normalised within the responses to a prompt.
 
     ``A_i = (R_i - mean_g) / (std + epsilon)``, with the standard deviation of the group or of the
-    whole batch. A constant added to the rewards of a group changes nothing.
+    whole batch. Adding a constant to the rewards of a group does not change the advantages.
 
-    A group without variance gets exactly 0: rewards are taken relative to the least of their group
-    before anything is averaged, so that rounding cannot be blown up by ``1 / epsilon``. The same
-    holds for a group of one, which has nothing to be compared with. A row that only fills up a
-    batch disturbs no other if its group is its own and `scale` is not "batch".
+    Advantages are exactly 0 in a group without variance: the group's minimum is subtracted before
+    averaging, so that ``1 / epsilon`` does not amplify rounding errors. By default they are also 0
+    in a group of one. A padding row does not affect other rows if it has a group of its own and
+    `scale` is not "batch".
 
-    The defaults are those of verl, which however hands a group of one its reward; TRL has
-    ``epsilon=1e-4``, HAPO's release the deviation of the population.
+    The defaults are those of verl, except that verl uses ``singleton="reward"``; TRL has
+    ``epsilon=1e-4``, HAPO's release the population standard deviation.
 
     Args:
       rewards: one per response.
       groups: one integer per response, equal for those that share a prompt; any integers, in any
         order.
-      scale: "group" divides by the standard deviation of the group; "batch" by that of all the
-        rewards passed, so pass the whole batch (Lite PPO, and TRL under the same name); None by
-        nothing, which is `dr_grpo_advantages`.
+      scale: "group" divides by the standard deviation of the group; "batch" by that of all
+        `rewards`, so pass the whole batch (Lite PPO, and TRL under the same name); None does not
+        divide, as `dr_grpo_advantages`.
       unbiased: divide the squares by ``n - 1`` rather than by ``n`` in the standard deviation.
       epsilon: added to the standard deviation.
-      singleton: "zero" gives a group of one 0; "reward" is the rule of verl, which takes its mean
-        for 0 and its standard deviation for 1.
+      singleton: "zero" is an advantage of 0 in a group of one; "reward" uses mean 0 and standard
+        deviation 1 there, as verl does.
 
     Returns:
       One advantage per response, without a gradient. All tokens of a response share it, as in
@@ -122,11 +122,11 @@ def grpo_advantages(
 def dr_grpo_advantages(
     rewards: Real[ArrayLike, "batch"], groups: Integer[ArrayLike, "batch"]
 ) -> Float[Array, "batch"]:
-    """The advantage of Dr. GRPO: the reward minus the mean of its group, and no scale.
+    """Advantages of Dr. GRPO: the reward minus the mean of its group, without scaling.
 
     ``A_i = R_i - mean_g``. Without the division by the group's standard deviation, prompts that are
-    nearly always or nearly never solved are not weighted up. The other half of Dr. GRPO is the
-    aggregation: sums over tokens, divided by a constant length (``seq-mean-token-sum-norm``).
+    nearly always or nearly never solved are not weighted up. Dr. GRPO also changes the aggregation:
+    sums over tokens are divided by a constant length (``seq-mean-token-sum-norm``).
 
     Args:
       rewards: one per response.
@@ -148,13 +148,13 @@ def dr_grpo_advantages(
 def rloo_advantages(
     rewards: Real[ArrayLike, "batch"], groups: Integer[ArrayLike, "batch"]
 ) -> Float[Array, "batch"]:
-    """REINFORCE leave-one-out: the reward minus the mean of the *other* responses of the group.
+    """REINFORCE leave-one-out (RLOO): reward minus the mean of the *other* responses of the group.
 
     ``A_i = R_i - mean_{j != i} R_j = n / (n - 1) (R_i - mean_g)``. The baseline does not depend on
-    the response itself, so the policy gradient stays unbiased; that of `dr_grpo_advantages` is the
-    same but for the factor ``(n - 1) / n``.
+    the response itself, so the policy gradient is unbiased. That of `dr_grpo_advantages` is the
+    same times ``(n - 1) / n``.
 
-    A group of one has no others and gets 0 (verl hands it its raw reward).
+    A group of one gets 0 (in verl its raw reward).
 
     Args:
       rewards: one per response.
@@ -179,17 +179,17 @@ def rloo_advantages(
 def maxrl_advantages(
     rewards: Real[ArrayLike, "batch"], groups: Integer[ArrayLike, "batch"]
 ) -> Float[Array, "batch"]:
-    """Maximum-likelihood RL: the reward against the mean of its group, in units of that mean.
+    """Maximum-likelihood RL (MaxRL): reward minus the mean of its group, divided by that mean.
 
     ``A_i = (R_i - mean_g) / mean_g``, and 0 where the mean is 0. With rewards in {0, 1} the mean is
     the success rate p, and dividing the policy gradient by p makes it that of ``log p``: the score
-    function is averaged over the *successes* alone. A prompt that is solved once in sixteen tries
-    counts sixteen times as much as with `dr_grpo_advantages`. With n responses a group the
-    expectation is the gradient of ``log p`` cut after n terms of its series in ``1 - p``.
+    function is averaged over the *successes* only. A prompt solved once in 16 tries has 16 times
+    the weight that it has with `dr_grpo_advantages`. With n responses per group, the expectation is
+    the gradient of ``log p`` truncated after n terms of its series in ``1 - p``.
 
-    **Rewards must not be negative.** A negative mean turns the sign of every advantage of its
-    group around, and a mean near zero between rewards of both signs blows them up; neither can be
-    refused while a program is traced. Rewards of -1 and 1 become 0 and 1 by ``(R + 1) / 2``.
+    **Rewards must not be negative.** A negative mean flips the sign of all advantages of its group,
+    and a mean near zero of rewards of both signs makes them very large. Neither is checked, as
+    rewards may be traced. Map rewards of -1 and 1 to 0 and 1 by ``(R + 1) / 2``.
 
     Args:
       rewards: one per response, at least 0; usually 0 or 1.
@@ -217,22 +217,22 @@ def opo_advantages(
     groups: Integer[ArrayLike, "batch"],
     lengths: Real[ArrayLike, "batch"],
 ) -> Float[Array, "batch"]:
-    """On-policy RL with the optimal baseline: the mean of the group, weighted by length.
+    """Advantages of OPO (optimal reward baseline): reward minus the length-weighted group mean.
 
-    ``A_i = R_i - sum_j l_j R_j / sum_j l_j`` over the responses j of the group. The baseline with
-    the least variance weighs each reward by the squared norm of its score function; if tokens
-    contribute to that norm alike and independently, it is proportional to the length.
+    ``A_i = R_i - sum_j l_j R_j / sum_j l_j`` over the responses j of the group. The
+    minimum-variance baseline weights each reward by the squared norm of its score function, which
+    is proportional to the length if tokens contribute to it equally and independently.
 
-    A group of one gets 0 (verl hands it its raw reward), and so does one without a token.
+    A group of one gets 0 (in verl its raw reward), and so does a group without a token.
 
     Args:
       rewards: one per response.
       groups: one integer per response, equal for those that share a prompt.
-      lengths: sampled tokens per response, ``mask.sum(-1)``. A response of length 0 has no part in
-        the advantages of the others, whatever its reward.
+      lengths: sampled tokens per response, ``mask.sum(-1)``. A response of length 0 does not affect
+        the advantages of the others.
 
     Returns:
-      One advantage per response, without a gradient. In each group those of all tokens sum to 0.
+      One advantage per response, without a gradient. Summed over all tokens of a group they are 0.
 
     References:
       Hao et al., "On-policy RL with optimal reward baseline", 2025.
@@ -248,10 +248,10 @@ def opo_advantages(
 def _centred_by_length(
     rewards: Float[Array, "batch"], lengths: Float[Array, "batch"], index: Int[Array, "batch"]
 ) -> Float[Array, "batch"]:
-    """The rewards minus the mean of their group over its tokens, 0 in a group without a token."""
+    """Rewards minus the length-weighted mean of their group; 0 in a group without a token."""
     counts = lengths != 0
     least = group_min(jnp.where(counts, rewards, jnp.inf), index)
-    # Exactly 0 where all are equal, as their mean would not be.
+    # Exactly 0 if all are equal; minus their mean there may be a rounding error.
     above_least = rewards - least
     tokens = group_sum(lengths, index)
     weighted = jnp.where(counts, lengths * above_least, 0)
@@ -265,22 +265,20 @@ def gpg_advantages(
     *,
     alpha: Literal["informative", "nonzero"] | Number = "informative",
 ) -> Float[Array, "batch"]:
-    """Group policy gradient: the reward minus the mean of its group, rescaled for empty groups.
+    """Group policy gradient (GPG): reward minus group mean, rescaled for zero-variance groups.
 
-    ``A_i = alpha (R_i - mean_g)``. Groups in which all rewards are equal add nothing to the
-    gradient but still count in the mean over the batch; ``alpha = batch / (rows that count)``
-    makes up for them. The loss that goes with it has no ratio and no clip: ``-A log pi``.
+    ``A_i = alpha (R_i - mean_g)``. Groups in which all rewards are equal have no gradient but are
+    counted in the mean over the batch; ``alpha = batch / counted rows`` compensates for them. Its
+    loss is ``-A log pi``, without ratio or clip.
 
-    The count is over the array that is passed, so pass the whole batch; rows that only fill it up
-    count too.
+    Rows are counted in the array `rewards`, padding rows included: pass the whole batch.
 
     Args:
       rewards: one per response.
       groups: one integer per response, equal for those that share a prompt.
-      alpha: "informative" counts the rows of groups with different rewards, which is the purpose
-        the paper gives; "nonzero" counts the rows with a reward other than 0 as verl does, which
-        is always all of them when rewards are -1 and 1; a number is used as it is, such as 1 to
-        leave the scale alone.
+      alpha: "informative" counts the rows of groups with different rewards, as the paper intends;
+        "nonzero" counts the rows with a nonzero reward, as verl does, which are all rows if rewards
+        are -1 and 1; a number is used as alpha itself, such as 1 for no rescaling.
 
     Returns:
       One advantage per response, without a gradient; 0 in a group of one.
@@ -318,26 +316,26 @@ def gdpo_advantages(
     epsilon: Number = 1e-6,
     whiten_epsilon: Number = 1e-8,
 ) -> Float[Array, "batch"]:
-    """Group-relative advantages of several rewards, each normalised before they are added.
+    """GDPO advantages for multiple rewards: each is normalised within its group before the sum.
 
         S_i = sum_c w_c (R_ic - mean_g,c) / (std_g,c + epsilon)
         A_i = (S_i - mean_batch) / sqrt(variance_batch + whiten_epsilon)
 
     If rewards are added first, different combinations with the same sum (right but too long, wrong
-    but well formatted) become one, and the reward with the widest spread drowns the others. The
-    whitening keeps the scale the same for any number of rewards. Both deviations are unbiased.
+    but well formatted) are indistinguishable, and the reward with the largest variance dominates.
+    Whitening makes the scale independent of their number. Both deviations are unbiased.
 
-    The whitening needs all responses: pass the whole batch, without rows that only fill it up.
-    Libraries differ in what it averages over: the release and verl over tokens (pass `lengths`),
-    TRL over responses, with ``1e-4`` added to the standard deviation.
+    The whitening needs all responses: pass the whole batch, without padding rows. Libraries differ
+    in its average: GDPO's release and verl average over tokens (pass `lengths`), TRL over
+    responses, with ``1e-4`` added to the standard deviation.
 
     Args:
       rewards: one per response and component, unweighted.
       groups: one integer per response, equal for those that share a prompt.
-      weights: one per component; None weighs all by 1.
-      lengths: sampled tokens per response, ``mask.sum(-1)``, by which each counts in the mean and
-        the variance of the batch; None counts each once.
-      whitened: False stops at ``S_i``.
+      weights: one per component; None is 1 for all.
+      lengths: sampled tokens per response, ``mask.sum(-1)``, its weight in the mean and variance of
+        the batch; None weights responses equally.
+      whitened: False returns ``S_i``.
       epsilon: added to the standard deviation of a group.
       whiten_epsilon: added to the variance of the batch, inside the root.
 
@@ -388,25 +386,25 @@ def token_level_group_average(
     epsilon: Number = 1e-6,
     fallback: Number | None = None,
 ) -> Float[Array, "batch time"]:
-    """HAPO's token-level group average: each response counts by its tokens in mean and deviation.
+    """Token-level group average of HAPO: rewards normalised by length-weighted mean and deviation.
 
-    With every token carrying the reward of its response and l the lengths of the group,
+    Every token has the reward of its response. With l the lengths of the responses of the group,
 
         mean = sum_i l_i R_i / sum_i l_i,    std^2 = sum_i l_i (R_i - mean)^2 / sum_i l_i
         A_it = (R_i - mean) / (std + epsilon)
 
-    so that the advantages of all tokens of a group sum to 0 and a token-mean loss does not push
-    with the sign of the longer responses. The deviation is the population's. A group without
+    so that the advantages of all tokens of a group sum to 0, and longer responses do not bias the
+    sign of a token-mean loss. The standard deviation is that of the population. A group without
     variance gets exactly 0.
 
     Args:
       rewards: one per response.
       groups: one integer per response, equal for those that share a prompt.
-      mask: true on sampled tokens; holes are legal, and responses without a token do not count.
+      mask: true on sampled tokens; holes are allowed, and responses without a token are excluded.
       epsilon: added to the standard deviation.
-      fallback: if a response of a group gets an advantage of this size or beyond, the whole group
-        gets those of `grpo_advantages` instead, as in HAPO's release with 5; then tokens no longer
-        sum to 0. None never falls back.
+      fallback: if the absolute advantage of any response of a group is at least this, the whole
+        group gets `grpo_advantages` instead, as in HAPO's release with 5; its tokens then do not
+        sum to 0. None disables it.
 
     Returns:
       One advantage per token, 0 where the mask is false and without a gradient.

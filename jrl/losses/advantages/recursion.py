@@ -1,9 +1,9 @@
-"""The backward recursion behind every estimator that discounts along a response.
+"""Backward recursion of GAE and of discounted returns.
 
     delta_t = r_t + gamma_t V_{t+1} - V_t        A_t = delta_t + gamma_t lam_t A_{t+1}
 
-over the true tokens, three times: token by token, which is the definition; in blocks for any
-coefficients; and, where ``gamma lam`` is one number, as products with a triangular matrix.
+over the unmasked tokens, in three implementations: a scan over tokens (the definition); blocks of
+tokens, for any coefficients; and triangular matrix products, if ``gamma lam`` is a scalar.
 """
 
 from typing import Literal
@@ -18,9 +18,9 @@ from jrl.losses.arrays import PerRow, PerToken, TokenMask, zero_masked, zero_per
 
 Implementation = Literal["scan", "blocked"]
 
-# On shorter rows the two take about the same time, and a scan compiles sooner.
+# On shorter rows both take about the same time, and a scan compiles faster.
 SHORTEST_BLOCKED = 256
-# Tokens in a block: of the general form, and of the triangular matrix.
+# Tokens per block: in the general form, and in the triangular form.
 BLOCK, TRIANGLE = 8, 32
 
 
@@ -33,11 +33,11 @@ def discounted_errors(
     last_value: PerRow,
     implementation: str | None = None,
 ) -> PerToken:
-    """The sums A of discounted temporal-difference errors; 0 under a false mask.
+    """Sums A of discounted temporal-difference errors; 0 where the mask is false.
 
-    Rewards and values under it are not read; `last_value` is of the state after the last true
-    token. `gamma` and `lam` have as many axes as `rewards` or none. The implementation is "scan",
-    "blocked", or None for what suits the length.
+    Rewards and values there are ignored; `last_value` is the value of the state after the last
+    unmasked token. `gamma` and `lam` have as many axes as `rewards` or none. The implementation is
+    "scan", "blocked", or None, which chooses by length.
     """
     if implementation is None:
         implementation = "blocked" if mask.shape[-1] >= SHORTEST_BLOCKED else "scan"
@@ -51,7 +51,7 @@ def discounted_errors(
 def _by_token(
     rewards: PerToken, values: PerToken, mask: TokenMask, gamma: Array, lam: Array, last: PerRow
 ) -> PerToken:
-    """From last token to first, past whatever the mask leaves out."""
+    """Backward scan over the unmasked tokens."""
     rewards, values = zero_masked(rewards, mask), zero_masked(values, mask)
 
     def step(following, token):
@@ -73,9 +73,9 @@ def _by_token(
 def _in_blocks(
     rewards: PerToken, values: PerToken, mask: TokenMask, gamma: Array, lam: Array, last: PerRow
 ) -> PerToken:
-    """The same as `_by_token` up to rounding."""
+    """Blocked implementation; equals `_by_token` up to rounding."""
 
-    # All that can be is worked out inside the branches: what enters them is made in full.
+    # As much as possible is computed inside the branches: their operands are materialised.
     def sums(following: PerToken, holes: bool) -> PerToken:
         decay = gamma * lam
         errors = zero_masked(rewards + gamma * following - values, mask)
@@ -90,7 +90,7 @@ def _in_blocks(
         return sums(_shift_left(first_here_or_later, last), holes=True)
 
     def without_holes() -> PerToken:
-        # The next true token is the next token, and behind the last one of a row all are false.
+        # The next unmasked token is the next token; all tokens after a row's last one are masked.
         or_last = jnp.where(mask, values, last[..., None])
         return sums(_shift_left(or_last, last), holes=False)
 
@@ -100,7 +100,7 @@ def _in_blocks(
 def _has_holes(mask: TokenMask) -> Bool[Array, ""]:
     """True if the unmasked tokens of any row form more than one run."""
     ends = mask & ~_shift_left(mask, jnp.zeros_like(mask[..., 0]))
-    # Bytes over an axis that is not the last one: a CPU adds many at once. A byte holds 255.
+    # Sums of uint8 (at most 255) over an axis other than the last: CPUs vectorise them.
     size = max(64, -(-mask.shape[-1] // 255))
     columns = jnp.sum(_blocks(ends, size, False), axis=-2, dtype=jnp.uint8)
     return jnp.any(jnp.sum(columns, axis=-1, dtype=jnp.int32) > 1)
@@ -114,12 +114,12 @@ def _shift_left(
 
 
 def _recurrence(x: PerToken, decay: PerToken, last: PerRow) -> PerToken:
-    """``y_t = x_t + decay_t y_{t+1}``, with `last` after the last one.
+    """Linear recurrence ``y_t = x_t + decay_t y_{t+1}``, with `last` after the last token.
 
-    A block is summed up in two numbers, its own contribution and the product of its decays; a scan
-    over the blocks gives the result at the first token of each. From there every token runs by
-    itself to the first one of the next block, all at once in as many steps as a block has. No
-    number is divided by, so the rounding is that of the plain recursion.
+    A block is reduced to two numbers, its contribution and the product of its decays. A scan over
+    blocks gives y at the first token of each. Then all tokens run the recurrence in parallel from
+    the first token of the next block, in one step per token of a block. There are no divisions, so
+    rounding is as in the plain recursion.
     """
     time = x.shape[-1]
     x, decay = _blocks(x, BLOCK, 0.0), _blocks(decay, BLOCK, 1.0)
@@ -136,7 +136,7 @@ def _recurrence(x: PerToken, decay: PerToken, last: PerRow) -> PerToken:
     by_block = jnp.moveaxis(contribution, -1, 0), jnp.moveaxis(product, -1, 0)
     _, firsts = jax.lax.scan(block, last, by_block, reverse=True)
 
-    # A first token is its result and hands on nothing of what is behind it, so a run ends there.
+    # At first tokens x is the result and decay is 0, which ends the recurrence there.
     is_first = jnp.arange(BLOCK, dtype=jnp.int32) == 0
     x = jnp.where(is_first, jnp.moveaxis(firsts, 0, -1)[..., None], x)
     decay = jnp.where(is_first, jnp.zeros_like(decay), decay)
@@ -152,14 +152,14 @@ def _recurrence(x: PerToken, decay: PerToken, last: PerRow) -> PerToken:
 
 
 def _triangular(x: PerToken, decay: Float[Array, ""]) -> PerToken:
-    """``y_t = sum_k decay^k x_{t+k}`` by the powers of one number.
+    """``y_t = sum_k decay^k x_{t+k}``, with matrices of powers of a scalar decay.
 
-    Within a block ``y = x P`` with ``P[k, t] = decay^(k - t)`` for k at or after t; what the blocks
-    behind contribute is the same sum over the blocks' first results, with ``decay^block``.
+    Within a block ``y = x P`` with ``P[k, t] = decay^(k - t)`` for ``k >= t``. The contribution of
+    later blocks is the same sum over the results at their first tokens, with ``decay^block``.
     """
     time = x.shape[-1]
     x = _blocks(x, TRIANGLE, 0.0)
-    # One product of two matrices: XLA's CPU back end takes twice as long over a stack of them.
+    # One matrix product: a batched one takes twice as long on XLA's CPU backend.
     flat = x.reshape(-1, TRIANGLE)
     at = jnp.arange(TRIANGLE, dtype=jnp.int32)
     block = jnp.arange(x.shape[-2], dtype=jnp.int32)
@@ -172,19 +172,19 @@ def _triangular(x: PerToken, decay: Float[Array, ""]) -> PerToken:
 
 
 def _powers(base: Float[Array, ""], exponents: Int[Array, "rows columns"]) -> Array:
-    """``base^n``, and 0 for a negative n. ``0^0`` is 1."""
+    """``base^n`` for ``n >= 0``, else 0; ``0^0`` is 1."""
     return zero_masked(base ** jnp.maximum(exponents, 0).astype(base.dtype), exponents >= 0)
 
 
 def _blocks(
     x: Shaped[Array, "*batch time"], size: int, fill: float | bool
 ) -> Shaped[Array, "*batch blocks size"]:
-    """The tokens in blocks of one size, the last filled up."""
+    """Splits the tokens into blocks of `size`, the last one padded with `fill`."""
     missing = -x.shape[-1] % size
     x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)], constant_values=fill)
     return x.reshape(*x.shape[:-1], -1, size)
 
 
 def _join_blocks(x: Float[Array, "*batch blocks size"], time: int) -> PerToken:
-    """`_blocks` undone."""
+    """Inverse of `_blocks`: joins the blocks and drops the padding."""
     return x.reshape(*x.shape[:-2], -1)[..., :time]

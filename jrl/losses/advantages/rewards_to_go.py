@@ -1,4 +1,4 @@
-"""Advantages from the rewards that follow each token, against a baseline."""
+"""Advantages from per-token returns (rewards-to-go) minus a baseline: REINFORCE++, ReMax, OTB."""
 
 import jax
 import jax.numpy as jnp
@@ -39,11 +39,11 @@ def rewards_to_go(
     mask: Bool[Array, "*batch time"],
     gamma: Scalar | Float[ArrayLike, "*#batch #time"],
 ) -> Float[Array, "*batch time"]:
-    """``G_t = r_t + gamma_t G_{t+1}`` over the true tokens; `rewards` are 0 elsewhere."""
+    """Returns ``G_t = r_t + gamma_t G_{t+1}`` over unmasked tokens; masked rewards must be 0."""
     nothing = jnp.zeros_like(rewards)
     gamma, one = settings.discount("gamma", gamma), jnp.ones((), rewards.dtype)
     discount = broadcastable("gamma", gamma, rewards)
-    # Without values, and with lam 1, the recursion of `gae` is that of the rewards to come.
+    # With values 0 and lam 1, the recursion of GAE is that of the return.
     return discounted_errors(rewards, nothing, mask, discount, one, zero_per_row(rewards))
 
 
@@ -54,22 +54,22 @@ def reinforce_plus_plus_advantages(
     gamma: Scalar | Float[ArrayLike, "*#batch #time"] = 1.0,
     whitened: bool = True,
 ) -> Float[Array, "*batch time"]:
-    """REINFORCE++: the discounted rewards to come, whitened over all tokens of the batch.
+    """REINFORCE++ advantages: discounted returns, whitened over all tokens of the batch.
 
-    ``G_t = r_t + gamma_t G_{t+1}`` with t+1 the next token whose mask is true, then
-    ``A_t = (G_t - mean) / std`` over the tokens of the batch. The penalty for leaving the reference
-    belongs in the rewards here, ``-beta kl_t`` on every token, with the score on the last one.
+    ``G_t = r_t + gamma_t G_{t+1}`` with t+1 the next unmasked token, then
+    ``A_t = (G_t - mean) / std`` over the tokens of the batch. The KL penalty against the reference
+    model belongs in the rewards: ``-beta kl_t`` on every token, plus the score on the last one.
 
-    A hole in the mask costs no discount (older versions of verl reset the sum at a hole, so that
-    what comes before it never hears of the reward). Whitened, the estimate depends on the other
-    responses of the batch: pass the whole batch.
+    A hole in the mask is not discounted. (Older versions of verl reset the sum at a hole, so that
+    tokens before it do not receive the reward.) Whitened advantages depend on the other responses
+    of the batch: pass the whole batch.
 
     Args:
       rewards: one per token, KL penalties included.
-      mask: true on sampled tokens; holes are legal.
+      mask: true on sampled tokens; holes are allowed.
       gamma: the discount, in [0, 1]; a scalar or an array as for `gae`.
-      whitened: as the paper does, with the unbiased variance (verl's; OpenRLHF has the
-        population's, see `whiten`); False returns the rewards to come.
+      whitened: True whitens as in the paper, with the unbiased variance (as verl; OpenRLHF has the
+        population variance, see `whiten`); False returns ``G_t``.
 
     Returns:
       One advantage per token, 0 where the mask is false and without a gradient.
@@ -94,20 +94,20 @@ def reinforce_plus_plus_baseline_advantages(
     groups: Integer[ArrayLike, "batch"],
     mask: Shaped[ArrayLike, "batch time"],
 ) -> Float[Array, "batch time"]:
-    """REINFORCE++ with the group as its baseline: minus the group's mean, whitened over the batch.
+    """REINFORCE++-baseline advantages: reward minus group mean, whitened over the batch.
 
-    ``A_it = (R_i - mean_g - mean) / std``, where the last two are over all *tokens* of the batch,
-    so that long responses count more. The scale is one for all groups, unlike that of
+    ``A_it = (R_i - mean_g - mean) / std``, with mean and std over all *tokens* of the batch, so
+    that long responses have more weight in them. All groups share this scale, unlike in
     `grpo_advantages`: prompts that are nearly always solved are not weighted up.
 
-    Pass the whole batch. A response without a token is not part of its group (in verl its reward
-    counts in the mean). A group of one has nothing to be compared with and enters the whitening
-    with 0 (verl hands it its raw reward).
+    Pass the whole batch. A response without a token is excluded from its group (in verl its reward
+    is included in the mean). A group of one enters the whitening with 0 (in verl with its raw
+    reward).
 
     Args:
       rewards: one per response.
       groups: one integer per response, equal for those that share a prompt.
-      mask: true on sampled tokens; holes are legal, and responses without a token do not count.
+      mask: true on sampled tokens; holes are allowed, and responses without a token are excluded.
 
     Returns:
       One advantage per token, 0 where the mask is false and without a gradient.
@@ -136,15 +136,15 @@ def remax_advantages(
     greedy_rewards: Real[ArrayLike, "*batch"],
     mask: Shaped[ArrayLike, "*batch time"],
 ) -> Float[Array, "*batch time"]:
-    """ReMax: the rewards to come, against the reward of the greedy response to the same prompt.
+    """ReMax advantages: returns minus the reward of the greedy response to the same prompt.
 
-    ``A_t = sum_{k >= t} r_k - R_greedy`` over the tokens whose mask is true. The greedy response
-    costs one more generation per prompt and is itself not learned from.
+    ``A_t = sum_{k >= t} r_k - R_greedy`` over the unmasked tokens. The greedy response costs one
+    more generation per prompt and is not trained on.
 
     Args:
-      rewards: one per token; usually zero but for the last sampled one.
-      greedy_rewards: the total reward of the greedy response, one per row.
-      mask: true on sampled tokens; holes are legal.
+      rewards: one per token; usually zero except on the last sampled one.
+      greedy_rewards: total reward of the greedy response, one per row.
+      mask: true on sampled tokens; holes are allowed.
 
     Returns:
       One advantage per token, 0 where the mask is false and without a gradient.
@@ -177,27 +177,27 @@ def optimal_token_baseline(
     epsilon: Number = 0.0,
     lone_tail: bool = False,
 ) -> Float[Array, "batch time"]:
-    """Rewards to come, against the baseline with the least variance for each position of a group.
+    """Optimal token baseline (OTB): returns minus the minimum-variance baseline of each position.
 
         w_t = (1 - 2 pi_t + sum_v pi_v^2) rho_t^2,    W_t = sum_{j <= t} w_j
         B_t = sum_i W_it G_it / (sum_i W_it + epsilon),    A_it = G_it - B_t
 
-    ``w_t`` is the squared norm of the score function in the logits, so W says how much a response
-    has moved the policy up to t. Sums run over the responses of the group that have a t-th token;
-    positions count *true* tokens, so holes and padding on the left shift nothing (verl's form for
-    single turns counts columns).
+    ``w_t`` is the squared norm of the score function with respect to the logits, times
+    ``rho_t^2``; ``W_t`` accumulates it over the response up to t. Sums run over the responses of
+    the group that have a t-th token. Positions are counted in *unmasked* tokens, so holes and left
+    padding do not shift them (verl's single-turn form counts columns).
 
     Args:
-      rewards: one per token; usually zero but for the last sampled one.
+      rewards: one per token; usually zero except on the last sampled one.
       groups: one integer per response, equal for those that share a prompt.
-      logprobs: of the sampled tokens under the policy that is trained, in nats.
+      logprobs: of the sampled tokens under the trained policy, in nats.
       sum_squared_probs: ``sum_v pi_v^2`` over the vocabulary at each token, in (0, 1].
-      mask: true on sampled tokens; holes are legal.
+      mask: true on sampled tokens; holes are allowed.
       importance_weights: rho, trainer over sampler, per token; None is 1.
       epsilon: added to the sum of the weights; verl has 1e-8.
-      lone_tail: where one response alone is that long, it is its own baseline and gets (but for a
-        rounding) 0; True takes the baseline for 0 there, as an option of verl does. So does a
-        group of one.
+      lone_tail: applies to positions that only one response of the group reaches, and to groups of
+        one. False makes the response its own baseline, so its advantage is 0 up to rounding. True
+        sets the baseline to 0, as an option of verl does.
 
     Returns:
       One advantage per token, 0 where the mask is false and without a gradient.

@@ -1,4 +1,4 @@
-"""Advantages scaled by the statistics of the whole batch."""
+"""Advantage whitening: normalisation by the mean and variance of the whole batch."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -20,28 +20,28 @@ def whiten(
     epsilon: Number = 1e-8,
     min_variance: Number | None = None,
 ) -> Float[Array, "*batch time"]:
-    """Scale to unit variance, and shift to zero mean, over the true tokens of the whole batch.
+    """Whitens advantages: zero mean and unit variance over the unmasked tokens of the whole batch.
 
-    ``(x - mean) / sqrt(max(variance, min_variance) + epsilon)``. It makes the advantage of a token
-    depend on which other responses are in the batch, so only those estimators do it by themselves
-    whose papers have it in their formula. The statistics are those of the array that is passed, so
-    pass the whole batch, not a micro-batch or one device's part of it.
+    ``(x - mean) / sqrt(max(variance, min_variance) + epsilon)``. The advantage of a token then
+    depends on the other responses in the batch, so estimators include whitening only where their
+    paper's formula does. The statistics are those of the array `x`: pass the whole batch, not a
+    micro-batch or the shard of one device.
 
     The defaults are those of verl. OpenRLHF's form is ``unbiased=False, epsilon=0.0,
     min_variance=1e-8``.
 
     Args:
       x: usually advantages.
-      mask: true on the tokens that count.
+      mask: true on sampled tokens.
       unbiased: divide the squares by ``n - 1`` (as verl does) rather than ``n`` (as OpenRLHF does).
       keep_mean: add the mean back, so that only the scale changes.
       epsilon: added to the variance, inside the root.
-      min_variance: the least that the variance is taken for; None takes it as it is.
+      min_variance: lower bound of the variance; None disables it.
 
     Returns:
-      The whitened tokens, 0 where the mask is false, without a gradient. A single true token has
-      no variance: it becomes 0 (or stays what it is, with `keep_mean`), as do several equal ones
-      but for a rounding. (verl raises an error.)
+      The whitened tokens, 0 where the mask is false, without a gradient. A single unmasked token
+      has no variance and becomes 0 (with `keep_mean` it is unchanged), and so do several equal
+      tokens, up to rounding. (verl raises an error.)
 
     Raises:
       ValueError: if `epsilon` or `min_variance` is negative.
