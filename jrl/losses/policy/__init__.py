@@ -1,7 +1,7 @@
-"""Policy losses: a loss for each token, then one reduction.
+"""Policy losses: a loss per token, then one reduction.
 
-Arguments come *current policy first, then old*; verl and its descendants have it the other way
-round. Only the current log-probabilities carry a gradient.
+Arguments come *current policy first, then old*; verl and its descendants use the reverse order.
+Only the current log-probabilities carry a gradient.
 """
 
 from jrl.losses.policy import (

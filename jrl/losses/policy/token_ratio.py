@@ -1,4 +1,4 @@
-"""Policy losses with a ratio for each token: PPO, DPPO and SAPO."""
+"""Policy losses with an importance ratio per token: PPO, DPPO and SAPO."""
 
 from typing import Literal, Unpack
 
@@ -44,7 +44,7 @@ def ppo_loss(
     aggregation: Aggregation | None = "token-mean",
     **denominators: Unpack[Denominators],
 ) -> tuple[Loss, dict[str, Mean]]:
-    """Clipped policy loss of PPO, to be minimised.
+    """Clipped surrogate loss of PPO, to be minimised.
 
     With ``r = exp(logprobs - old_logprobs)``,
 
@@ -53,52 +53,54 @@ def ppo_loss(
 
     where `guard` is infinite if it is not set.
 
-    Equal bounds give PPO and GRPO; a larger `clip_high` gives the "clip-higher" of DAPO, which
-    leaves rare tokens room to grow. The gradient of a token is that of ``-A r`` unless a bound is
-    *strictly* exceeded, and then 0; in particular it is that of REINFORCE where the two policies
-    are equal, even with a bound of 0.
+    Equal bounds give PPO and GRPO. A larger `clip_high` gives the "clip-higher" of DAPO, which lets
+    the probability of rare tokens grow. The gradient of a token is that of ``-A r``, and 0 where
+    the bound of its sign is *strictly* exceeded; where the two policies are equal it is that of
+    REINFORCE, even with a bound of 0.
 
     Args:
       logprobs: of the sampled tokens under the current policy, in nats.
-      old_logprobs: the same under the policy that the ratio is taken against; no gradient.
+      old_logprobs: the same under the old policy, the denominator of the ratio; no gradient.
       advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
       mask: true on sampled tokens.
-      clip_low: how far the ratio may fall below one before a negative advantage stops acting.
-      clip_high: how far it may rise above one before a positive advantage stops acting.
-      clip_dual: the ratio, greater than one, beyond which a negative advantage stops acting as
-        well; None is off. Published settings are 3 and 10.
-      guard: the two-sided guard, above ``1 + clip_high``: the ratio is capped at it inside the
-        unclipped branch. A negative advantage then stops acting beyond it, just as with
-        ``clip_dual=guard``; a positive one has met `clip_high` before. None is off. It is TRL's
-        ``delta``; INTELLECT-2 has 4.
+      clip_low: lower bound ``1 - clip_low`` of the ratio; below it, tokens with a negative
+        advantage have no gradient.
+      clip_high: upper bound ``1 + clip_high``; above it, tokens with a positive advantage have no
+        gradient.
+      clip_dual: the ratio, above 1, beyond which a token with a negative advantage has no gradient
+        (dual clip); None disables it. Published settings are 3 and 10.
+      guard: two-sided clip, above ``1 + clip_high``: the cap of the ratio in the unclipped term. A
+        token with a negative advantage has no gradient beyond it, as with ``clip_dual=guard``; one
+        with a positive advantage is clipped at `clip_high` first. None disables it. TRL's
+        ``delta``; INTELLECT-2 uses 4.
       max_log_ratio: the log-ratio is clamped to plus or minus this many nats before the
-        exponential, where the gradient is then 0; ``exp(20)`` is 5e8. Probabilities that vanish
-        under one policy (a ratio of 0 or infinity) thereby give finite losses. None is off, and
-        such ratios then give what IEEE arithmetic gives.
-      importance_weights: factors on the tokens' losses, of the shapes of `advantages`, such as
-        corrections for a sampler that differs from the old policy; no gradient. None is off.
-      aggregation: how to weigh tokens and sequences, see `aggregate`; None reduces nothing, and
-        the loss is one per token.
+        exponential; the gradient of a clamped token is 0. ``exp(20)`` is 5e8. The clamp keeps the
+        loss finite where a probability vanishes under one policy (a ratio of 0 or infinity). None
+        disables it, and such ratios follow IEEE arithmetic.
+      importance_weights: factors on the token losses, of the shapes of `advantages`, such as
+        corrections for a sampler that differs from the old policy; no gradient. None disables them.
+      aggregation: reduction over tokens and sequences, see `aggregate`; None gives one loss per
+        token.
       denominators: those of `aggregate`: `num_tokens`, `num_sequences`, `max_length`,
-        `sequence_lengths`, `empty_rows`; none of them beside ``aggregation=None``.
+        `sequence_lengths`, `empty_rows`; none with ``aggregation=None``.
 
     Returns:
-      `(loss, metrics)`. The loss is one number, or one per token, 0 where the mask is false, with
-      ``aggregation=None``. The metrics are means over the true tokens, whatever the aggregation,
-      kept as `Mean` so that they add up over micro-batches and devices:
+      `(loss, metrics)`. The loss is a scalar, or with ``aggregation=None`` one per token, 0 where
+      the mask is false. The metrics are means over the tokens in the mask, whatever the
+      aggregation, kept as `Mean` so that they add up over micro-batches and devices:
 
-      * ``pg_clipfrac``: where a clip binds, that is, changes the loss;
-      * ``pg_clipfrac_lower``: where the dual clip or the guard does;
+      * ``pg_clipfrac``: clipped fraction, the tokens whose loss a clip changes;
+      * ``pg_clipfrac_lower``: the tokens whose loss the dual clip or the guard changes;
       * ``ppo_kl``: ``old_logprobs - logprobs``, the k1 estimate of KL(old || current);
       * ``ratio``, ``ratio_squared``: of the two policies; 1 each while they are equal. The
-        effective share of the sample is ``ratio^2 / ratio_squared``;
-      * ``ratio_clamped``: where `max_log_ratio` was exceeded.
+        effective sample size, as a fraction, is ``ratio^2 / ratio_squared``;
+      * ``ratio_clamped``: the tokens whose log-ratio exceeds `max_log_ratio`.
 
     Raises:
-      ValueError: if a bound is negative, `clip_dual` is not above one, or `guard` is not above
-        ``1 + clip_high``, since it would then bound positive advantages in its place (of a
-        `clip_high` given as an array that cannot be checked: a lower guard acts as said); if the
-        aggregation is unknown or stands beside denominators as None.
+      ValueError: if a bound is negative, `clip_dual` is not above 1, or `guard` is not above
+        ``1 + clip_high``, where it would clip positive advantages first (with `clip_high` as an
+        array, only ``guard > 1`` is checked, and a lower guard does clip first); if the aggregation
+        is unknown, or denominators are passed with ``aggregation=None``.
 
     References:
       Schulman et al., "Proximal policy optimization algorithms", 2017, eq. 7.
@@ -136,7 +138,7 @@ def clipped(
     max_log_ratio: Number | None,
     guard: Number | None = None,
 ) -> tuple[PerToken, Statistics]:
-    """The surrogate of `ppo_loss`, and its statistics for each token."""
+    """Surrogate of `ppo_loss` and its statistics, per token."""
     low, high = distance("clip_low", clip_low, tokens), distance("clip_high", clip_high, tokens)
     rule = "must be above 1, such as 3; None is off."
     dual = settings.optional("clip_dual", clip_dual, rule, above=1)
@@ -179,30 +181,31 @@ def dppo_loss(
     aggregation: Aggregation | None = "token-mean",
     **denominators: Unpack[Denominators],
 ) -> tuple[Loss, dict[str, Mean]]:
-    """Policy loss of DPPO, to be minimised.
+    """Policy loss of DPPO, which bounds the change of a token's probability instead of its ratio.
 
     With p and q the probabilities of a token under the current and the old policy, ``r = p / q``
     and sg the stop-gradient,
 
-        l = -A sg(min(r, max_ratio)) log p        while the token is kept, and 0 otherwise
+        l = -A sg(min(r, max_ratio)) log p        for kept tokens, and 0 for dropped ones
 
-    A token is dropped if its probability has moved away from the old one, in the direction in which
-    its advantage pushes it, by more than `max_divergence`, which may be two distances, (down, up):
+    A token is dropped if its probability has changed in the direction of its advantage by more than
+    `max_divergence`, one distance or two as (down, up):
 
     | kind | distance | dropped |
     |---|---|---|
     | ``tv`` | ``|p - q|`` | beyond up with A > 0, p > q, or beyond down with A <= 0, p < q |
     | ``kl`` | ``q log(q/p) + (1-q) log((1-q)/(1-p))`` | the same |
 
-    The ratio of a rare token moves far while its probability hardly does: from 0.01 to 0.03 is a
-    ratio of 3 and a distance of 0.02, from 0.9 to 0.95 a ratio of 1.06 and a distance of 0.05. PPO
-    clips the first, this may keep it and drop the second.
+    The ratio of a rare token changes more than its probability: from 0.01 to 0.03 is a ratio of 3
+    and a distance of 0.02, from 0.9 to 0.95 a ratio of 1.06 and a distance of 0.05. PPO clips the
+    first; DPPO may keep it and drop the second.
 
-    The value is that of a score-function estimate, not of a surrogate: only its gradient,
-    ``-A min(r, max_ratio)`` where kept, means something. In the paper the old policy is the sampler
-    itself, so that the ratio corrects for the mismatch, too: weigh it no second time.
+    The loss is to be minimised, but its value is that of a score-function estimator, not of a
+    surrogate: only the gradient, ``-A min(r, max_ratio)`` on kept tokens, is meaningful. In the
+    paper the old policy is the sampler, so the ratio also corrects for the mismatch of trainer and
+    sampler: apply no importance weights for it as well.
 
-    Dropped tokens have a loss of 0 and still count in the denominators.
+    Dropped tokens stay in the denominators.
 
     Args:
       logprobs: of the sampled tokens under the current policy, in nats.
@@ -210,24 +213,24 @@ def dppo_loss(
       advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
       mask: true on sampled tokens.
       kind: the distance: "tv" or "kl", verl's ``dppo_tv`` and ``dppo_kl``.
-      max_divergence: how far a probability may move, a probability for "tv" and nats for "kl": one
-        distance, or two as (down, up). One number means different things to the two kinds, so there
-        is no default. (verl reads the two from ``clip_ratio_low`` and ``clip_ratio_high``, which
-        are 0.2.)
-      max_ratio: the cap of the ratio, above one; None is off. 20 in verl (``clip_ratio_c``).
+      max_divergence: maximum change, as a probability for "tv" and in nats for "kl": one distance,
+        or two as (down, up). The two kinds differ in units, so there is no default. (verl reads the
+        two from ``clip_ratio_low`` and ``clip_ratio_high``, which are 0.2.)
+      max_ratio: the cap of the ratio, above 1; None disables it. 20 in verl (``clip_ratio_c``).
       max_log_ratio: the log-ratio is clamped to plus or minus this many nats before the
-        exponential, and so is log p from below, where the gradient is then 0. None is off.
-      importance_weights: as in `ppo_loss`; None is off.
+        exponential, and log p is floored this far below log q, where the gradient is 0. None
+        disables both.
+      importance_weights: as in `ppo_loss`; None disables them.
       aggregation: as in `ppo_loss`; None gives one loss per token.
       denominators: as in `ppo_loss`.
 
     Returns:
-      `(loss, metrics)` as of `ppo_loss`, where ``pg_clipfrac`` is the share of tokens that were
-      dropped and ``pg_clipfrac_lower`` that of those whose ratio was capped.
+      `(loss, metrics)` as of `ppo_loss`, where ``pg_clipfrac`` is the fraction of dropped tokens
+      and ``pg_clipfrac_lower`` that of kept tokens with a capped ratio.
 
     Raises:
-      ValueError: if `kind` or the aggregation is unknown, `max_divergence` negative or `max_ratio`
-        not above one, or denominators stand beside ``aggregation=None``.
+      ValueError: if `kind` is unknown, `max_divergence` is negative or `max_ratio` is not above 1;
+        if the aggregation is unknown, or denominators are passed with ``aggregation=None``.
 
     References:
       Qi et al., "Rethinking the trust region in LLM reinforcement learning", 2026.
@@ -254,7 +257,7 @@ def dppo_loss(
     if max_ratio is not None:
         weight = jnp.minimum(ratio, max_ratio)
     dropped = _dropped(tokens._replace(logprobs=current), kind, bounds)
-    # The logarithm of a probability of 0 would meet a factor of 0, and its product is no number.
+    # 0 times the logarithm of a probability of 0 would be NaN.
     logprobs = tokens.logprobs
     if max_log_ratio is not None:
         floor = jnp.maximum(tokens.old_logprobs - max_log_ratio, jnp.finfo(logprobs.dtype).min)
@@ -273,7 +276,7 @@ def dppo_loss(
 def _dropped(
     tokens: Tokens, kind: ProbabilityDistance, bounds: tuple[settings.Checked, settings.Checked]
 ) -> TokenMask:
-    """Mask of the tokens whose probability moved too far; false for masked tokens and for NaN."""
+    """Mask of dropped tokens (`dppo_loss`); false outside the loss mask and for NaN."""
     down, up = bounds
     p, q = jnp.exp(tokens.logprobs), jnp.exp(tokens.old_logprobs)
     rises = tokens.advantages > 0
@@ -305,44 +308,44 @@ def sapo_loss(
     aggregation: Aggregation | None = "seq-mean-token-mean",
     **denominators: Unpack[Denominators],
 ) -> tuple[Loss, dict[str, Mean]]:
-    """Loss of SAPO, whose gate closes gradually as the ratio leaves one.
+    """Policy loss of SAPO, with a smooth sigmoid gate on the ratio instead of a clip.
 
     With ``r = exp(logprobs - old_logprobs)``, of the token or of its row, and
     ``p = sigmoid(tau (r - 1))``,
 
         l = -A (4 / tau) p          tau = tau_positive where A > 0, tau_negative where A <= 0
 
-    Its gradient is that of ``-A r`` times ``4 p (1 - p)``, which is 1 at r = 1, so the first
-    on-policy step is REINFORCE; far from 1 it fades instead of stopping. The loss *value* at r = 1
-    is ``-2 A / tau``, not ``-A``: only the gradient compares with other losses. The larger
-    temperature makes the gate close earlier for negative advantages.
+    Its gradient is that of ``-A r`` times ``4 p (1 - p)``. This factor is 1 at r = 1, so the first
+    on-policy step is REINFORCE, and it decays smoothly away from 1. The loss *value* at r = 1 is
+    ``-2 A / tau``, not ``-A``: only the gradient compares with other losses. A larger temperature
+    decays earlier, by default for negative advantages.
 
-    verl takes `seq-mean-token-mean` whatever is configured; TRL takes the same and counts empty
+    verl always uses `seq-mean-token-mean`, whatever is configured; TRL uses it too and counts empty
     rows (``empty_rows="count"``).
 
     Args:
       logprobs: of the sampled tokens under the current policy, in nats.
-      old_logprobs: the same under the policy that the ratio is taken against; no gradient.
+      old_logprobs: the same under the old policy, the denominator of the ratio; no gradient.
       advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
       mask: true on sampled tokens.
-      tau_positive: temperature where the advantage is positive; positive.
-      tau_negative: temperature where the advantage is negative or 0; positive.
-      level: "token" or "sequence", over what the ratio is taken, as in `cispo_loss`.
-      max_log_ratio: as in `ppo_loss`; None is off. verl clamps at 20, TRL does not.
-      importance_weights: as in `ppo_loss`; None is off.
+      tau_positive: temperature for positive advantages; positive.
+      tau_negative: temperature for negative advantages and 0; positive.
+      level: level of the ratio, "token" or "sequence", as in `cispo_loss`.
+      max_log_ratio: as in `ppo_loss`; None disables the clamp. verl clamps at 20, TRL does not.
+      importance_weights: as in `ppo_loss`; None disables them.
       aggregation: as in `ppo_loss`; None gives one loss per token.
       denominators: as in `ppo_loss`.
 
     Returns:
       `(loss, metrics)` as of `ppo_loss`, with these metrics
 
-      * ``gate``: ``4 p (1 - p)``, the share of the gradient that the gate lets through;
-      * ``ppo_kl``, ``ratio``, ``ratio_squared``, ``ratio_clamped``: as in `ppo_loss`, or, at the
-        level of sequences, as in `gspo_loss`.
+      * ``gate``: ``4 p (1 - p)``, the factor on the gradient;
+      * ``ppo_kl``, ``ratio``, ``ratio_squared``, ``ratio_clamped``: as in `ppo_loss`, or at the
+        sequence level as in `gspo_loss`.
 
     Raises:
-      ValueError: if a temperature is not positive, `level` or the aggregation is unknown, or
-        denominators stand beside ``aggregation=None``.
+      ValueError: if a temperature is not positive or `level` is unknown; if the aggregation is
+        unknown, or denominators are passed with ``aggregation=None``.
 
     References:
       Gao et al., "Soft adaptive policy optimization", 2025. https://arxiv.org/abs/2511.20347
@@ -360,7 +363,7 @@ def sapo_loss(
     )
     log_ratio, statistics = log_ratio_at(level, tokens, max_log_ratio)
     tau = jnp.where(tokens.advantages > 0, positive, negative).astype(log_ratio.dtype)
-    # What tau (r - 1) is near r = 1 is a small difference, which expm1 keeps exact.
+    # Near r = 1, r - 1 loses digits; expm1 keeps them.
     gate = jax.nn.sigmoid(tau * jnp.expm1(log_ratio))
     surrogate = -tokens.advantages * (4 / tau) * gate
     statistics = {"gate": 4 * gate * (1 - gate), **statistics}

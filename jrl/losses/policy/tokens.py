@@ -1,7 +1,7 @@
-"""Shared parts of the policy losses: prepared arrays, ratio, reduction, order statistics.
+"""Shared functions of the policy losses: input preparation, ratio, reduction, order statistics.
 
-A share of the tokens, such as ``0.2 N``, is counted exactly: in floating point 0.2 * 15 may fall
-below 3, and one token more or less would be chosen on some machines.
+A fraction of the tokens, such as ``0.2 N``, is computed in exact arithmetic. In floating point
+0.2 * 15 may round to below 3, and the number of selected tokens would depend on the machine.
 """
 
 from collections.abc import Callable
@@ -30,23 +30,23 @@ from jrl.losses.arrays import (
 )
 from jrl.losses.reduction import Aggregation, Denominators, Mean, aggregate, check_denominators
 
-# How far a ratio may go: the same for all tokens, or an array with as many axes as the tokens have.
+# Clip bound: one number, or an array with as many axes as the tokens.
 Bound: TypeAlias = Number | Float[ArrayLike, "..."]
-# One number, or with ``aggregation=None`` one per token.
+# A scalar, or with ``aggregation=None`` one loss per token.
 Loss: TypeAlias = Float[Array, ""] | Float[Array, "*batch time"]
-# What becomes metrics, by their names.
+# Per-token statistics, by the name of the metric that is their mean.
 Statistics: TypeAlias = dict[str, PerToken]
 
-# How the ratio is taken, and whose gradient the ratio of a whole row has.
+# Level of the ratio, a token's or a row's, and gradient of a row's ratio.
 RatioLevel = Literal["token", "sequence"]
 SequenceGradient = Literal["token", "sequence"]
 
-# Up to this one, the remainders below are exact in int32 whatever the number of tokens.
+# Up to this denominator, `floor_fraction` is exact in int32 for any number of tokens.
 LARGEST_DENOMINATOR = 40_000
 
 
 class Tokens(NamedTuple):
-    """The four arrays of a policy loss in one precision, 0 under the mask, constants stopped."""
+    """Arrays of a policy loss: one precision, 0 outside the mask, a gradient of `logprobs` only."""
 
     logprobs: PerToken
     old_logprobs: PerToken
@@ -60,7 +60,7 @@ def prepare(
     advantages: Float[ArrayLike, "*#batch #time"],
     mask: Shaped[ArrayLike, "*batch time"],
 ) -> Tokens:
-    """Check the shapes, raise the precision, hide what the mask hides, stop the gradients."""
+    """Checks shapes, casts to one precision, zeroes tokens outside the mask, stops gradients."""
     check_shapes(logprobs=logprobs, old_logprobs=old_logprobs, mask=mask)
     mask = as_mask(mask)
     logprobs, old_logprobs, advantages = as_floats(logprobs, old_logprobs, advantages)
@@ -74,9 +74,10 @@ def prepare(
 
 
 def clamped_log_ratio(tokens: Tokens, max_log_ratio: Number | None) -> tuple[PerToken, Statistics]:
-    """``logprobs - old_logprobs`` within plus or minus `max_log_ratio` nats, and its statistics.
+    """Log-ratio ``logprobs - old_logprobs``, clamped to plus or minus `max_log_ratio` nats, and its
+    statistics.
 
-    Where the clamp acts the gradient is 0. ``ppo_kl`` is the k1 estimate of KL(old || current).
+    The gradient of a clamped token is 0. ``ppo_kl`` is the k1 estimate of KL(old || current).
     """
     max_log_ratio = settings.optional_distance("max_log_ratio", max_log_ratio)
     log_ratio = tokens.logprobs - tokens.old_logprobs
@@ -96,15 +97,15 @@ def clamped_log_ratio(tokens: Tokens, max_log_ratio: Number | None) -> tuple[Per
 def average_over_rows(
     tokens: Tokens, max_log_ratio: Number | None, gradient: SequenceGradient
 ) -> tuple[Tokens, PerToken]:
-    """Tokens whose log-ratio is the mean of their row's, and where one was clamped before the mean.
+    """Tokens with the mean log-ratio of their row, and 1 where one was clamped before the mean.
 
-    With `gradient` "sequence" it is the mean in the gradient, too; with "token" each token has the
-    gradient of its own log-ratio.
+    With `gradient` "sequence" the gradient is that of the mean, too; with "token" each token has
+    the gradient of its own log-ratio.
     """
     log_ratio, statistics = clamped_log_ratio(tokens, max_log_ratio)
     mean = row_mean(log_ratio, tokens.mask)
     if gradient == "token":
-        # Zero in value: only the gradient is each token's own.
+        # The added term is 0 in value; its gradient is that of the token's own log-ratio.
         mean = jax.lax.stop_gradient(mean) + (log_ratio - jax.lax.stop_gradient(log_ratio))
     rows = tokens._replace(
         logprobs=jnp.where(tokens.mask, mean, 0), old_logprobs=jnp.zeros_like(log_ratio)
@@ -115,7 +116,7 @@ def average_over_rows(
 def log_ratio_at(
     level: RatioLevel, tokens: Tokens, max_log_ratio: Number | None
 ) -> tuple[PerToken, Statistics]:
-    """`clamped_log_ratio` of the tokens, or of the rows that they belong to."""
+    """Clamped log-ratio of each token, or the mean of its row, and its statistics."""
     settings.choice("level", level, RatioLevel)
     if level == "token":
         return clamped_log_ratio(tokens, max_log_ratio)
@@ -125,7 +126,10 @@ def log_ratio_at(
 
 
 def distance(name: str, bound: Bound, tokens: Tokens) -> settings.Checked:
-    """The bound itself if it is a number, or one for each token. A negative one is an error."""
+    """Checked clip bound: a number, or an array broadcast to one bound per token.
+
+    A negative bound is an error, unless it is traced.
+    """
     if not settings.is_array(bound) or jnp.ndim(bound) == 0:
         return settings.distance(name, bound)
     bounds = zero_masked(broadcast(name, bound, tokens.logprobs), tokens.mask)
@@ -135,10 +139,10 @@ def distance(name: str, bound: Bound, tokens: Tokens) -> settings.Checked:
 
 
 def floored_logprobs(tokens: Tokens, max_log_ratio: Number | None) -> PerToken:
-    """The log-probabilities, no more than `max_log_ratio` nats below the old ones.
+    """Log-probabilities, floored at `max_log_ratio` nats below the old ones.
 
-    A token that has become impossible would make ``A logp`` infinite. Where the floor acts the
-    gradient is 0.
+    Without the floor, a token of probability 0 makes ``A logp`` infinite. The gradient of a floored
+    token is 0.
     """
     max_log_ratio = settings.optional_distance("max_log_ratio", max_log_ratio)
     if max_log_ratio is None:
@@ -156,10 +160,10 @@ def reduce_surrogate(
     importance_weights: Float[ArrayLike, "*#batch #time"] | None,
     denominators: Denominators,
 ) -> tuple[Loss, dict[str, Mean]]:
-    """Weigh the surrogate if asked, aggregate it unless that is None, and make the metrics.
+    """Applies the importance weights, aggregates the surrogate and computes the metrics.
 
-    Whatever the aggregation, the metrics are means of the statistics over the true tokens. A
-    denominator where nothing is aggregated is an error.
+    Weights or an aggregation of None are skipped. Metrics are means of the statistics over the
+    tokens in the mask, whatever the aggregation. Denominators without an aggregation are an error.
     """
     check_denominators(loss_function, denominators)
     mask = tokens.mask
@@ -180,35 +184,35 @@ def reduce_surrogate(
 def floor_fraction(
     fraction: int | float, total: Int[Array, ""]
 ) -> tuple[Int[Array, ""], Int[Array, ""], int]:
-    """``fraction * total`` as a whole number, a remainder and the denominator of the remainder.
+    """Integer part of ``fraction * total``, the remainder, and the denominator of the remainder.
 
-    The fraction, from 0 to 1, is read as the nearest ratio whose denominator is at most 40 000:
+    The fraction, from 0 to 1, is rounded to the nearest ratio with a denominator of at most 40 000:
     0.2 is 1/5 and 2e-4 is 1/5000.
     """
     exact = Fraction(fraction).limit_denominator(LARGEST_DENOMINATOR)
     numerator, denominator = exact.numerator, exact.denominator
-    # total = wholes * denominator + rest, so that no product leaves int32.
+    # total = wholes * denominator + rest, so that no product overflows int32.
     wholes, rest = total // denominator, total % denominator
     product = rest * numerator
     return wholes * numerator + product // denominator, product % denominator, denominator
 
 
 def ascending(x: PerToken, mask: TokenMask) -> Float[Array, "tokens"]:
-    """All true `x` in increasing order, then infinity for the others."""
+    """Entries of `x` in the mask in increasing order, then infinity for each other entry."""
     return jnp.sort(jnp.where(mask, x, jnp.asarray(jnp.inf, x.dtype)).ravel())
 
 
 def kth(ordered: Float[Array, "tokens"], index: Int[Array, ""]) -> Float[Array, ""]:
-    """The element of `ordered` at `index`; 0 if the index is negative, as of an empty order."""
+    """Element of `ordered` at `index`; 0 if the index is negative or `ordered` is empty."""
     if not ordered.size:
         return jnp.zeros((), ordered.dtype)
     return jnp.where(index < 0, 0, ordered[jnp.maximum(index, 0)])
 
 
 def top_k_mask(k: Int[Array, ""], among: TokenMask, *keys: Array) -> TokenMask:
-    """True on the `k` tokens of `among` that come first when ordered by increasing keys.
+    """Mask of the `k` tokens with the smallest keys in the mask `among`.
 
-    The first key decides; ties go to the next one, and at last to the earlier token.
+    Ties in the first key are broken by the next one, and finally in favour of the earlier token.
     """
     flat = among.ravel()
     order = jnp.lexsort((*(key.ravel() for key in reversed(keys)), ~flat))
@@ -217,9 +221,9 @@ def top_k_mask(k: Int[Array, ""], among: TokenMask, *keys: Array) -> TokenMask:
 
 
 def random_bits(key: Array, mask: TokenMask) -> Array:
-    """Random integers for the true tokens that depend on the key and on a token's rank alone.
+    """Random integer per token in the mask, a function of the key and of the token's rank.
 
-    The rank is counted over true tokens, so padding and holes change no number.
+    The rank counts tokens in the mask, so padding and holes do not change the integers.
     """
     rank = jnp.cumsum(mask.ravel(), dtype=jnp.int32) - 1
     bits = jax.vmap(lambda i: jax.random.bits(jax.random.fold_in(key, i)))(rank)
