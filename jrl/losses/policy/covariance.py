@@ -1,7 +1,7 @@
-"""Clip-Cov and KL-Cov, which hold back the few tokens through which entropy collapses.
+"""Clip-Cov and KL-Cov: policy losses that restrain high-covariance tokens against entropy collapse.
 
-The entropy of a policy falls where a likely token has a high advantage, that is, by the covariance
-of the two. A handful of tokens carry most of it.
+The entropy of a policy falls with the covariance of advantage and log-probability, that is, where
+likely tokens have a high advantage. A small fraction of the tokens contributes most of it.
 """
 
 from dataclasses import dataclass
@@ -41,12 +41,12 @@ __all__ = [  # noqa: RUF022 - in reading order
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class CovarianceStatistics(Additive, Generic[Leaf]):
-    """The two means of a batch around which covariances are taken.
+    """Batch means of advantages and log-probabilities, around which covariances are taken.
 
-    Those of pieces add up with ``+``, and over devices with ``jax.lax.psum``.
+    Records of micro-batches add up with ``+``, and over devices with ``jax.lax.psum``.
 
     Attributes:
-      advantages: their mean over the true tokens.
+      advantages: mean over the tokens in the mask.
       logprobs: likewise.
     """
 
@@ -59,7 +59,7 @@ def covariance_statistics(
     advantages: Float[ArrayLike, "*#batch #time"],
     mask: Shaped[ArrayLike, "*batch time"],
 ) -> CovarianceStatistics[Array]:
-    """The means that `covariances` needs, for batches that are cut.
+    """Means that `covariances` needs, for batches split into micro-batches.
 
     Args:
       logprobs: of the sampled tokens under the current policy, in nats; no gradient.
@@ -67,7 +67,7 @@ def covariance_statistics(
       mask: true on sampled tokens.
 
     Returns:
-      The record, which adds up over pieces.
+      A record that adds up over micro-batches.
 
     References:
       As for `covariances`.
@@ -93,7 +93,7 @@ def covariances(
     *,
     statistics: CovarianceStatistics[Array] | None = None,
 ) -> Float[Array, "*batch time"]:
-    """What each token adds to the covariance of advantage and log-probability.
+    """Contribution of each token to the covariance of advantage and log-probability.
 
         cov_t = (A_t - mean A) (logp_t - mean logp)
 
@@ -101,8 +101,8 @@ def covariances(
       logprobs: of the sampled tokens under the current policy, in nats; no gradient.
       advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
       mask: true on sampled tokens.
-      statistics: the means over the whole batch, of `covariance_statistics`. None takes them from
-        the arrays given here, which must then be the **whole batch**.
+      statistics: the means over the whole batch, from `covariance_statistics`. None computes them
+        from these arrays, which must then be the **whole batch**.
 
     Returns:
       One number per token, without a gradient; 0 where the mask is false. Their mean is the
@@ -129,19 +129,19 @@ def covariances(
 
 
 def checked_fraction(fraction: Number) -> int | float:
-    """A fraction of the batch, whose value decides what is compiled."""
+    """Checked fraction of the batch, from 0 to 1; static, as it decides what is compiled."""
     rule = "is a share of the tokens, from 0 to 1."
     return settings.static("fraction", fraction, rule, at_least=0, at_most=1)
 
 
 def num_selected(mask: TokenMask, fraction: int | float) -> Array:
-    """Number of tokens that a fraction of the batch is: at least one, unless it is 0."""
+    """Number of tokens in a fraction of the batch: at least one, unless the fraction is 0."""
     k, _, _ = floor_fraction(fraction, num_true(mask))
     return k if fraction == 0 else jnp.maximum(k, 1)
 
 
 def selection(chosen: Shaped[ArrayLike, "*batch time"], tokens: Tokens) -> TokenMask:
-    """A choice made by the caller, as a mask within the mask."""
+    """Mask of the tokens that the caller selected, restricted to the loss mask."""
     check_shapes(logprobs=tokens.logprobs, chosen=chosen)
     return as_mask(chosen) & tokens.mask
 
@@ -164,41 +164,42 @@ def clip_cov_loss(
     aggregation: Aggregation | None = "token-mean",
     **denominators: Unpack[Denominators],
 ) -> tuple[Loss, dict[str, Mean]]:
-    """Policy loss of Clip-Cov: that of PPO, and 0 on a few tokens of high covariance.
+    """Policy loss of Clip-Cov: PPO without the loss of a few tokens of high covariance.
 
-    Among the tokens that the ratio's bounds do not clip and whose covariance lies strictly between
-    `low` and `high`, ``max(1, floor(fraction N))`` are chosen at random, N the true tokens of the
-    batch (all of them, if there are no more). Their loss, and so their gradient, is 0.
+    Candidates are the tokens that the ratio's bounds do not clip and whose covariance is strictly
+    between `low` and `high`. ``max(1, floor(fraction N))`` of them are selected at random, or all
+    if there are fewer, with N the number of tokens in the mask. Their loss, and so their gradient,
+    is 0.
 
     Args:
       logprobs: of the sampled tokens under the current policy, in nats.
-      old_logprobs: the same under the policy that the ratio is taken against; no gradient.
+      old_logprobs: the same under the old policy, the denominator of the ratio; no gradient.
       advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
       mask: true on sampled tokens.
-      key: of `jax.random`. The choice depends on it and on the true tokens in their order, not on
-        padding. Needed unless `fraction` is 0 or 1 or `chosen` is given.
-      fraction: how much of the batch is chosen, from 0, which is none, to 1, which is all in the
-        range. 2e-4 in the paper.
-      low: the covariance above which a token may be chosen; 1 in the recipe.
-      high: that below which it may be; 5 in the recipe.
-      clip_low: as in `ppo_loss`; the recipe has bounds of 1, which hardly ever bind.
+      key: of `jax.random`. The selection depends on it and on the order of the tokens in the mask,
+        not on padding. Required unless `fraction` is 0 or 1, or `chosen` is given.
+      fraction: fraction of the batch to select, from 0 (none) to 1 (all candidates); 2e-4 in the
+        paper.
+      low: lower limit of a candidate's covariance; 1 in the recipe.
+      high: upper limit of it; 5 in the recipe.
+      clip_low: as in `ppo_loss`; the recipe has bounds of 1, which rarely clip.
       clip_high: likewise.
-      chosen: true on the tokens whose loss shall be 0, chosen beforehand. None chooses among the
-        tokens given here by their own `covariances`, which is right for a **whole batch**: of each
-        micro-batch at least one token would be chosen, as verl does.
-      max_log_ratio: as in `ppo_loss`; None is off.
-      importance_weights: as in `ppo_loss`; None is off.
+      chosen: true on the tokens whose loss is set to 0, selected beforehand. None selects among the
+        tokens of these arrays by their `covariances`, which is right for a **whole batch**: of each
+        micro-batch at least one token would be selected, as in verl.
+      max_log_ratio: as in `ppo_loss`; None disables the clamp.
+      importance_weights: as in `ppo_loss`; None disables them.
       aggregation: as in `ppo_loss`; None gives one loss per token.
       denominators: as in `ppo_loss`.
 
     Returns:
-      `(loss, metrics)` as of `ppo_loss`, and one metric more, ``cov_frac``, the share of tokens
-      that were chosen (verl reports it as ``pg_clipfrac``).
+      `(loss, metrics)` as of `ppo_loss`, and ``cov_frac``, the fraction of selected tokens (verl
+      reports it as ``pg_clipfrac``).
 
     Raises:
-      ValueError: if `key` is missing where it is needed, `fraction` is not in [0, 1], the range is
-        empty, a bound is negative, or the aggregation is unknown or stands beside denominators as
-        None.
+      ValueError: if `key` is missing where it is required, `fraction` is not in [0, 1], `low` is
+        not below `high`, or a bound is negative; if the aggregation is unknown, or denominators are
+        passed with ``aggregation=None``.
 
     References:
       Cui et al., "The entropy mechanism of reinforcement learning for reasoning language models",
@@ -252,37 +253,38 @@ def kl_cov_loss(
     aggregation: Aggregation | None = "token-mean",
     **denominators: Unpack[Denominators],
 ) -> tuple[Loss, dict[str, Mean]]:
-    """Policy loss of KL-Cov: unclipped, with a penalty where the covariance is highest.
+    """Policy loss of KL-Cov: unclipped, with a KL penalty on the tokens of highest covariance.
 
-        l = -A r + coefficient |logprobs - old_logprobs|    on the chosen tokens
+        l = -A r + coefficient |logprobs - old_logprobs|    on the selected tokens
             -A r                                            elsewhere
 
-    Chosen are the ``max(1, floor(fraction N))`` tokens of highest `covariances`, N the true tokens
-    of the batch; of equal ones the earlier. The penalty's gradient is the sign of the difference
-    and 0 where there is none, so that the first on-policy step is REINFORCE.
+    Selected are the ``max(1, floor(fraction N))`` tokens with the highest `covariances`, N the
+    number of tokens in the mask; ties go to the earlier token. The gradient of the penalty is
+    `coefficient` times the sign of the log-ratio, 0 where that is 0, so the first on-policy step is
+    REINFORCE.
 
     Args:
       logprobs: of the sampled tokens under the current policy, in nats.
-      old_logprobs: the same under the policy that the ratio is taken against; no gradient.
+      old_logprobs: the same under the old policy, the denominator of the ratio; no gradient.
       advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
       mask: true on sampled tokens.
-      fraction: how much of the batch is chosen, from 0, which is none, to 1. The paper has 2e-3 for
-        a model of 7B and 2e-4 for 32B; the latter is verl's default.
+      fraction: fraction of the batch to select, from 0 (none) to 1. The paper has 2e-3 for a model
+        of 7B and 2e-4 for 32B; the latter is verl's default.
       coefficient: of the penalty: 1 in the recipe, 0.1 in verl's dataclass.
-      chosen: true on the tokens that shall be penalised, chosen beforehand. None chooses among the
-        tokens given here, which is right for a **whole batch**, see `clip_cov_loss`.
-      max_log_ratio: as in `ppo_loss`, on the penalty as well; None is off.
-      importance_weights: as in `ppo_loss`; None is off.
+      chosen: true on the tokens to penalise, selected beforehand. None selects among the tokens of
+        these arrays, which is right for a **whole batch**, see `clip_cov_loss`.
+      max_log_ratio: as in `ppo_loss`, on the penalty as well; None disables the clamp.
+      importance_weights: as in `ppo_loss`; None disables them.
       aggregation: as in `ppo_loss`; None gives one loss per token.
       denominators: as in `ppo_loss`.
 
     Returns:
-      `(loss, metrics)` as of `ppo_loss`, without the metrics of clips, which do not exist, and with
-      ``cov_frac``, the share of tokens that were chosen.
+      `(loss, metrics)` as of `ppo_loss`, without the metrics of clips, as nothing is clipped, and
+      with ``cov_frac``, the fraction of selected tokens.
 
     Raises:
-      ValueError: if `fraction` is not in [0, 1], `coefficient` is negative, or the aggregation is
-        unknown or stands beside denominators as None.
+      ValueError: if `fraction` is not in [0, 1] or `coefficient` is negative; if the aggregation is
+        unknown, or denominators are passed with ``aggregation=None``.
 
     References:
       Cui et al., "The entropy mechanism of reinforcement learning for reasoning language models",
@@ -309,7 +311,7 @@ def kl_cov_loss(
     else:
         selected = selection(chosen, tokens)
     surrogate = -tokens.advantages * jnp.exp(log_ratio)
-    # By its sign, which is 0 at 0: the derivative of jnp.abs is 1 there.
+    # Sign is 0 at 0, so the gradient is too; the derivative of jnp.abs is 1 there.
     penalty = coefficient * log_ratio * jax.lax.stop_gradient(jnp.sign(log_ratio))
     surrogate = jnp.where(selected, surrogate + penalty, surrogate)
     statistics = {**statistics, "cov_frac": selected.astype(surrogate.dtype)}

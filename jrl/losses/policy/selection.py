@@ -1,4 +1,4 @@
-"""Selection of the tokens and sequences that a loss is computed on: masks to pass to it."""
+"""Loss masks: selection of tokens by entropy and of sequences by divergence from the sampler."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -27,19 +27,19 @@ def entropy_threshold(
     *,
     fraction: Number = 0.2,
 ) -> Float[Array, ""]:
-    """The entropy that a given share of a batch's tokens reaches, for `top_entropy_mask`.
+    """Entropy threshold of the top fraction of a batch's tokens, for `top_entropy_mask`.
 
-    Of N true tokens the ``floor(fraction (N - 1)) + 1`` highest reach it: those that are not below
+    Of N tokens in the mask, the ``floor(fraction (N - 1)) + 1`` highest reach it: those not below
     the (1 - fraction) quantile, as in TRL.
 
     Args:
       entropy: of the policy at each token, in nats; no gradient. The **whole batch**.
       mask: true on sampled tokens.
-      fraction: the share, above 0 and up to 1.
+      fraction: fraction of the tokens, above 0 and up to 1.
 
     Returns:
-      The least entropy among them; 0 if no token is true, and NaN if one of the entropies is, at
-      which `top_entropy_mask` keeps every token.
+      The least entropy among them; 0 if no token is in the mask, and NaN if one of the entropies
+      is, for which `top_entropy_mask` keeps every token.
 
     Raises:
       ValueError: if `fraction` is not in (0, 1].
@@ -57,7 +57,7 @@ def entropy_threshold(
     last = num_true(mask) - 1
     rank, _, _ = floor_fraction(fraction, jnp.maximum(last, 0))
     threshold = kth(ascending(entropy, mask), last - rank)
-    # Sorting puts what is not a number last, where it would be overlooked.
+    # Sorting puts NaN last, where it would not affect the threshold.
     unknown = jnp.any(jnp.isnan(entropy))
     return jnp.where(unknown, jnp.asarray(jnp.nan, threshold.dtype), threshold)
 
@@ -69,19 +69,19 @@ def top_entropy_mask(
     fraction: Number = 0.2,
     threshold: Scalar | None = None,
 ) -> Bool[Array, "*batch time"]:
-    """The mask of the tokens at which the policy is most undecided, the "80/20 rule".
+    """Mask of the tokens with the highest entropy (the "80/20 rule").
 
-    Kept is a token whose entropy is at least the threshold, so that of N true tokens
-    ``floor(fraction (N - 1)) + 1`` are kept, and with them all that are equal to the least of them.
-    A loss that counts its own tokens then averages over those that are kept, as in the paper.
+    A token is kept if its entropy is at least the threshold: of N tokens in the mask,
+    ``floor(fraction (N - 1)) + 1``, and all that are equal to the least of them. A loss that takes
+    its token count from this mask averages over the kept tokens, as in the paper.
 
     Args:
       entropy: of the policy at each token, in nats; no gradient.
       mask: true on sampled tokens.
-      fraction: the share of the tokens that is kept, above 0 and up to 1, which keeps all; 0.2 in
-        the paper. Without effect where `threshold` is given.
-      threshold: of `entropy_threshold`, for batches that are cut. None takes it from the arrays
-        given here, which must then be the **whole batch**.
+      fraction: fraction of the tokens to keep, above 0 and up to 1 (all); 0.2 in the paper. Ignored
+        if `threshold` is given.
+      threshold: from `entropy_threshold`, for batches split into micro-batches. None computes it
+        from these arrays, which must then be the **whole batch**.
 
     Returns:
       A boolean mask, false wherever `mask` is.
@@ -103,7 +103,7 @@ def top_entropy_mask(
     check_shapes(entropy=entropy, mask=mask)
     mask = as_mask(mask)
     (entropy,) = as_floats(entropy)
-    # What is known to be below goes, so that an entropy which is no number is not masked away.
+    # Drops what is below, rather than keeping what is not, so that a NaN entropy is not masked.
     return mask & ~(entropy < jnp.asarray(threshold).astype(entropy.dtype))
 
 
@@ -115,21 +115,21 @@ def off_policy_sequence_mask(
     *,
     max_divergence: Number,
 ) -> Bool[Array, "*batch time"]:
-    """The mask without the bad sequences that the policy has already left, as in DeepSeek-V3.2.
+    """Off-policy sequence mask of DeepSeek-V3.2: drops bad sequences that have become unlikely.
 
-        a sequence goes if A < 0 and mean_t(behaviour_logprobs - logprobs) > max_divergence
+        dropped if A < 0 and mean_t(behaviour_logprobs - logprobs) > max_divergence
 
-    Its own mistakes teach a policy most; those of another one, which it would hardly make any more,
-    only disturb. Sequences of positive or zero advantage always stay.
+    A policy learns most from mistakes that it still makes; those of an older policy, which it would
+    rarely sample any more, disturb training. Sequences of positive or zero advantage are always
+    kept.
 
     Args:
       logprobs: of the sampled tokens under the current policy, in nats; no gradient.
       behaviour_logprobs: the same under the policy that sampled them; no gradient.
-      advantages: ``[batch, 1]`` for one per row, or one per token, of which then only the negative
-        ones go; no gradient.
+      advantages: ``[batch, 1]`` for one per row; no gradient. With one per token, only the tokens
+        with a negative advantage are dropped.
       mask: true on sampled tokens. A row is one sequence.
-      max_divergence: the greatest mean difference that is kept, in nats per token. TRL suggests
-        0.5.
+      max_divergence: the largest mean difference that is kept, in nats per token. TRL suggests 0.5.
 
     Returns:
       A boolean mask, false wherever `mask` is.
