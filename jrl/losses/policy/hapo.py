@@ -1,4 +1,4 @@
-"""HAPO's loss: PPO with advantages and bounds that depend on how undecided the policy was."""
+"""HAPO's policy loss: PPO with advantages and clip bounds that depend on the policy's entropy."""
 
 from typing import Unpack
 
@@ -25,7 +25,7 @@ def asymmetric_clip_bounds(
     clip_high: Number = 0.28,
     strength: Number = 1.0,
 ) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
-    """HAPO's bounds on the ratio: room to rise where undecided, room to fall where decided.
+    """HAPO's clip bounds: a wider upper bound at high entropy, a wider lower one at low entropy.
 
         signal > 0:   clip_low,                          clip_high (1 + strength signal)
         signal <= 0:  clip_low (1 - strength signal),    clip_high
@@ -33,14 +33,14 @@ def asymmetric_clip_bounds(
     The defaults are those of the paper; the released scripts set `clip_high` to 0.2.
 
     Args:
-      signal: of `entropy_signal`.
-      clip_low: how far the ratio may fall below one at a signal of 0 or more.
-      clip_high: how far it may rise above one at a signal of 0 or less.
-      strength: 0 leaves both bounds as they are; with 1 each may double.
+      signal: from `entropy_signal`.
+      clip_low: lower clip bound at a signal of 0 or more.
+      clip_high: upper clip bound at a signal of 0 or less.
+      strength: 0 disables the adaptation; with 1 each bound may double.
 
     Returns:
-      `(clip_low, clip_high)`, one each per token, without a gradient, as `ppo_loss` takes
-      them.
+      `(clip_low, clip_high)`, one each per token, without a gradient, in the form that `ppo_loss`
+      takes.
 
     Raises:
       ValueError: if a bound or `strength` is negative.
@@ -74,26 +74,26 @@ def redistributed_advantages(
     clip_high: Bound = 0.28,
     strength: Number = 1.0,
 ) -> Float[Array, "*batch time"]:
-    """HAPO's advantages: amplified where undecided and moving, damped where decided and still.
+    """HAPO's redistributed advantages: amplified at high entropy, damped at low entropy.
 
     With ``r = exp(logprobs - old_logprobs)`` and a zone from ``1 - clip_low / 2`` to
     ``1 + clip_high / 2``,
 
-        A (1 + strength signal)    where signal > 0 and r lies outside the zone,
-                                   or signal <= 0 and r lies inside it
+        A (1 + strength signal)    where signal > 0 and r is outside the zone,
+                                   or signal <= 0 and r is inside it
         A                          elsewhere, and on the edges of the zone
 
     Args:
       logprobs: of the sampled tokens under the current policy, in nats; no gradient.
-      old_logprobs: the same under the policy that the ratio is taken against; no gradient.
+      old_logprobs: the same under the old policy, the denominator of the ratio; no gradient.
       advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
       mask: true on sampled tokens.
-      signal: of `entropy_signal`; no gradient.
-      clip_low: of the zone. `hapo_loss` gives the adapted bounds of `asymmetric_clip_bounds`, as
+      signal: from `entropy_signal`; no gradient.
+      clip_low: of the zone. `hapo_loss` passes the adapted bounds of `asymmetric_clip_bounds`, as
         the released code does.
       clip_high: likewise.
-      strength: from 0, which changes nothing, to 1, at which the most decided token has an
-        advantage of 0. Beyond that, signs would flip.
+      strength: from 0 (no change) to 1, where a token with a signal of -1, the lowest entropy, has
+        an advantage of 0. Larger strengths would flip signs.
 
     Returns:
       One advantage per token, without a gradient; 0 where the mask is false.
@@ -133,7 +133,7 @@ def hapo_loss(
     aggregation: Aggregation | None = "token-mean",
     **denominators: Unpack[Denominators],
 ) -> tuple[Loss, dict[str, Mean]]:
-    """Policy loss of HAPO: that of PPO with bounds and advantages of its own.
+    """Policy loss of HAPO: PPO with entropy-dependent clip bounds and advantages.
 
     In the order of the released code: `asymmetric_clip_bounds` from the signal, then
     `redistributed_advantages` with the zone of those bounds, then `ppo_loss` with both. No
@@ -142,30 +142,31 @@ def hapo_loss(
 
     Args:
       logprobs: of the sampled tokens under the current policy, in nats.
-      old_logprobs: the same under the policy that the ratio is taken against; no gradient.
+      old_logprobs: the same under the old policy, the denominator of the ratio; no gradient.
       advantages: one per token, or ``[batch, 1]`` for one per row; no gradient. HAPO's are
         normalised over the tokens of a group.
       mask: true on sampled tokens.
-      signal: of `entropy_signal`, from the current policy's entropy and the statistics of the whole
-        batch; no gradient.
-      clip_low: how far the ratio may fall below one, before it is adapted.
-      clip_high: how far it may rise above one, before it is adapted: 0.28 in the paper, 0.2 in the
-        released scripts.
-      clip_strength: of `asymmetric_clip_bounds`; 0 is off.
-      redistribution: the strength of `redistributed_advantages`; 0 is off.
-      clip_dual: the ratio beyond which a negative advantage stops acting; None is off.
-      max_log_ratio: as in `ppo_loss`; None is off.
-      importance_weights: as in `ppo_loss`; None is off.
+      signal: from `entropy_signal`, with the current policy's entropy and the statistics of the
+        whole batch; no gradient.
+      clip_low: lower clip bound, before it is adapted.
+      clip_high: upper clip bound, before it is adapted: 0.28 in the paper, 0.2 in the released
+        scripts.
+      clip_strength: the strength of `asymmetric_clip_bounds`; 0 disables the adaptation.
+      redistribution: the strength of `redistributed_advantages`; 0 disables it.
+      clip_dual: the ratio beyond which a token with a negative advantage has no gradient (dual
+        clip); None disables it.
+      max_log_ratio: as in `ppo_loss`; None disables the clamp.
+      importance_weights: as in `ppo_loss`; None disables them.
       aggregation: as in `ppo_loss`; None gives one loss per token.
       denominators: as in `ppo_loss`.
 
     Returns:
-      `(loss, metrics)` as of `ppo_loss`, and one metric more, ``redistributed``, where an
+      `(loss, metrics)` as of `ppo_loss`, and ``redistributed``, the fraction of tokens whose
       advantage was amplified or damped.
 
     Raises:
-      ValueError: if a bound or strength is out of its range, or the aggregation is unknown or
-        stands beside denominators as None.
+      ValueError: if a bound or strength is out of its range; if the aggregation is unknown, or
+        denominators are passed with ``aggregation=None``.
 
     References:
       "Heterogeneous adaptive policy optimization", 2025. https://arxiv.org/abs/2509.16591
@@ -204,21 +205,21 @@ def _redistribute(
     strength: Number,
     name: str = "strength",
 ) -> PerToken:
-    """The advantages of `redistributed_advantages`."""
+    """Advantages of `redistributed_advantages`."""
     rule = "must be from 0, which is off, to 1."
     strength = settings.number(name, strength, rule, at_least=0, at_most=1)
-    # Compared and nothing else, so that it has no gradient.
+    # Only compared, so it has no gradient.
     ratio = jnp.exp(tokens.logprobs - tokens.old_logprobs)
     bottom, top = 1 - low / 2, 1 + high / 2
     unmoved = (ratio >= bottom) & (ratio <= top)
     moved = (ratio <= bottom) | (ratio >= top)
-    # What stays is named, not what changes, so that a signal which is no number reaches the result.
+    # The unchanged tokens are selected, not the changed ones, so that a NaN signal propagates.
     stays = ((signal > 0) & unmoved) | ((signal <= 0) & moved)
     return tokens.advantages * jnp.where(stays, 1, 1 + strength * signal)
 
 
 def _prepare_signal(tokens: Tokens, signal: Float[ArrayLike, "*batch time"]) -> PerToken:
-    """The signal in the precision of the tokens, 0 under the mask, without a gradient."""
+    """Signal in the precision of the tokens, 0 outside the mask, without a gradient."""
     check_shapes(logprobs=tokens.logprobs, signal=signal)
     signal = jax.lax.stop_gradient(jnp.asarray(signal)).astype(tokens.logprobs.dtype)
     return zero_masked(signal, tokens.mask)

@@ -1,4 +1,4 @@
-"""HAPO's signal: how undecided the policy was at each token, measured against the whole batch."""
+"""HAPO's entropy signal: the policy's entropy at each token, relative to the whole batch."""
 
 from dataclasses import dataclass
 from typing import Generic, Literal
@@ -31,16 +31,16 @@ ENTROPY_FLOOR = 1e-8
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class EntropyStatistics(Generic[Leaf]):
-    """What turns entropies into HAPO's signal: the pivot of a batch, its scale and its extremes.
+    """Batch statistics of log-entropy for HAPO's signal: pivot, scale and extremes.
 
-    Made by `entropy_statistics` from a whole batch and then handed to every piece of it, so that
-    micro-batches and devices agree, or to the sampler of the next step.
+    Computed by `entropy_statistics` on a whole batch and passed to each of its micro-batches, so
+    that they and the devices agree, or to the sampler of the next step.
 
     Attributes:
-      pivot: the quantile of log H from which distances are measured, in log nats.
+      pivot: the quantile of log H from which differences are taken, in log nats.
       scale: the root mean square of ``log H - pivot``.
-      h_max: the greatest standardised entropy of the batch.
-      h_min: the least.
+      h_max: the largest standardised entropy of the batch.
+      h_min: the smallest.
     """
 
     pivot: Leaf
@@ -50,7 +50,7 @@ class EntropyStatistics(Generic[Leaf]):
 
     @classmethod
     def neutral(cls) -> "EntropyStatistics[Array]":
-        """Those of no token at all, float32: the signal is 0 whatever the entropy, and so the
+        """Statistics of an empty batch, float32: the signal is 0 whatever the entropy, and the
         temperature of a sampler is its base."""
         return EntropyStatistics(*(jnp.zeros((), jnp.float32) for _ in range(4)))
 
@@ -61,25 +61,26 @@ def entropy_statistics(
     *,
     quantile: Number = 0.8,
 ) -> EntropyStatistics[Array]:
-    """The pivot, scale and extremes of a batch's log-entropies, for HAPO's signal.
+    """Pivot, scale and extremes of a batch's log-entropies, for HAPO's signal.
 
-    With ``x = log max(H, 1e-8)`` over the N true tokens, in increasing order,
+    With ``x = log max(H, 1e-8)`` over the N tokens in the mask, in increasing order,
 
         pivot = x[round(quantile (N - 1))]          the nearest order statistic, halves to even
         scale = sqrt(mean((x - pivot)^2))           around the pivot, not around the mean
         h_max, h_min = the extremes of (x - pivot) / scale
 
-    The default makes the top fifth of the tokens count as undecided. It follows the released code;
-    the paper writes sigma(log H) for the scale.
+    With the default the top fifth of the tokens has a positive signal. The formulas follow the
+    released code; the paper writes sigma(log H) for the scale.
 
     Args:
-      entropy: of the policy at each token, in nats; no gradient. The **whole batch**: statistics
-        of a piece are not those of the batch, and they do not add up.
+      entropy: of the policy at each token, in nats; no gradient. The **whole batch**: statistics of
+        a micro-batch are not those of the batch, and they do not add up.
       mask: true on sampled tokens.
       quantile: from 0 to 1; the paper's rho.
 
     Returns:
-      The record; all 0 if no token is true, and a scale and extremes of 0 if all entropies agree.
+      The record; all 0 if no token is in the mask, and a scale and extremes of 0 if all entropies
+      are equal.
 
     Raises:
       ValueError: if `quantile` is not in [0, 1].
@@ -117,20 +118,20 @@ def standardized_entropy(
     quantile: Number = 0.8,
     statistics: EntropyStatistics[Array] | None = None,
 ) -> Float[Array, "*batch time"]:
-    """HAPO's h: the log-entropy of each token in scales of its batch, 0 at the pivot.
+    """Standardised log-entropy of each token (HAPO's h), 0 at the pivot of the batch.
 
         h = (log H - pivot) / scale
 
-    Positive where the policy is more undecided than at the `quantile` of the batch. The paper's
-    temperature reads it as it is; everything else reads `entropy_signal`, which bounds it.
+    Positive where the entropy is above the `quantile` of the batch. The paper's temperature uses h
+    itself; everything else uses `entropy_signal`, which bounds it.
 
     Args:
       entropy: of the policy at each token, in nats, floored at 1e-8; no gradient.
       mask: true on sampled tokens.
-      quantile: see `entropy_statistics`; without effect where `statistics` is given.
-      statistics: those of the whole batch, or of the step before. None takes them from the arrays
-        given here, which must then be the **whole batch**; the released code takes those of each
-        micro-batch instead, so its loss depends on how a batch is cut.
+      quantile: see `entropy_statistics`; ignored if `statistics` is given.
+      statistics: those of the whole batch, or of the step before. None computes them from these
+        arrays, which must then be the **whole batch**; the released code computes them per
+        micro-batch, so its loss depends on how a batch is split.
 
     Returns:
       One number per token; 0 where the mask is false, and everywhere if the scale is 0.
@@ -165,7 +166,7 @@ def entropy_signal(
     sign: EntropySign = "intended",
     statistics: EntropyStatistics[Array] | None = None,
 ) -> Float[Array, "*batch time"]:
-    """HAPO's signal: how undecided the policy was at each token, from -1 to 1.
+    """HAPO's entropy signal: the standardised entropy of each token, scaled to [-1, 1].
 
     With h of `standardized_entropy`,
 
@@ -180,10 +181,10 @@ def entropy_signal(
     Args:
       entropy: of the policy at each token, in nats, floored at 1e-8; no gradient.
       mask: true on sampled tokens.
-      quantile: see `entropy_statistics`; without effect where `statistics` is given.
-      sign: which of the two; "release" is for reproducing that code.
-      statistics: as for `standardized_entropy`. With those of another batch a token may lie beyond
-        the extremes, and its signal beyond 1 in size.
+      quantile: see `entropy_statistics`; ignored if `statistics` is given.
+      sign: "intended" or "release"; the latter reproduces the released code.
+      statistics: as for `standardized_entropy`. With those of another batch, a token beyond its
+        extremes has a signal beyond 1 in magnitude.
 
     Returns:
       One number per token, without a gradient; 0 where the mask is false.
@@ -219,31 +220,31 @@ def adaptive_temperature(
     strength: Number = 0.05,
     max_signal: Number | None = 1.0,
 ) -> Float[Array, "*shape"]:
-    """HAPO's temperature for sampling the next token: hotter where the policy is undecided.
+    """HAPO's adaptive sampling temperature: higher where the policy's entropy is high.
 
         T = base (1 + strength clip(signal, -max_signal, max_signal))
 
     The defaults are those of the released code, whose signal is `entropy_signal` with the
-    statistics of the training step before (the first step samples at `base`). The paper has
-    ``T = base (1 + 0.1 h)``: give it `standardized_entropy`, ``strength=0.1`` and
-    ``max_signal=None``.
+    statistics of the training step before (the first step samples at `base`). For the paper's
+    ``T = base (1 + 0.1 h)`` pass `standardized_entropy`, ``strength=0.1`` and ``max_signal=None``.
 
     Tokens sampled at T are mildly off-policy for a trainer that computes log-probabilities at
-    another temperature: keep the sampler's own, at T, and correct with them.
+    another temperature: record those of the sampler, at T, and correct for the difference.
 
     Args:
-      signal: of `entropy_signal`, for the distribution that is about to be sampled from.
-      base: the temperature of a signal of 0, above 0.
-      strength: how much a signal of 1 adds, as a share of `base`; 0 is a constant temperature.
-      max_signal: the size to which the signal is clipped; None is off, and T can then fall to 0
-        or below where the signal is less than ``-1 / strength``.
+      signal: from `entropy_signal`, of the distribution that the next token is sampled from.
+      base: temperature at a signal of 0, above 0.
+      strength: relative increase of the temperature at a signal of 1; 0 gives a constant
+        temperature.
+      max_signal: the signal is clipped to plus or minus this; None disables the clip, and T is then
+        0 or below where the signal is ``-1 / strength`` or less.
 
     Returns:
       One temperature per signal, without a gradient.
 
     Raises:
-      ValueError: if `base` is not positive, `strength` is negative, or together with `max_signal`
-        they allow a temperature of 0.
+      ValueError: if `base` is not positive, `strength` is negative, or `strength` and `max_signal`
+        together allow a temperature of 0.
 
     References:
       As for `entropy_statistics`; adaptive temperature sampling.
@@ -275,7 +276,7 @@ def check_strength(name: str, strength: Number) -> settings.Checked:
 def _log_entropy(
     entropy: Float[ArrayLike, "*batch time"], mask: Shaped[ArrayLike, "*batch time"]
 ) -> tuple[Float[Array, "*batch time"], Bool[Array, "*batch time"]]:
-    """The logarithm of the entropy, floored, and 0 under the mask."""
+    """Logarithm of the floored entropy, 0 outside the mask, and the mask."""
     mask, (entropy,) = masked_constants(mask, entropy=entropy)
     floored = jnp.maximum(entropy, jnp.asarray(ENTROPY_FLOOR, entropy.dtype))
     return zero_masked(jnp.log(floored), mask), mask
@@ -287,6 +288,6 @@ def _standardize(
     pivot: Float[Array, ""],
     scale: Float[Array, ""],
 ) -> Float[Array, "*batch time"]:
-    """The distance from the pivot in scales; 0 where there is no scale."""
+    """Distance from the pivot in units of the scale; 0 where the scale is 0."""
     centred = zero_masked(log_entropy - pivot, mask)
     return jnp.where(scale == 0, 0, divide(centred, scale))
