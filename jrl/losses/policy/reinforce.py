@@ -1,4 +1,5 @@
-"""Losses of the log-probability itself: REINFORCE, alone, with a weight or with a penalty."""
+"""REINFORCE and variants: with importance weights (CISPO, VESPO), with a penalty (DRO), and the
+positive-example loss of VAPO."""
 
 from typing import Unpack
 
@@ -42,31 +43,33 @@ def reinforce_loss(
     aggregation: Aggregation | None = "token-mean",
     **denominators: Unpack[Denominators],
 ) -> tuple[Loss, dict[str, Mean]]:
-    """Loss of REINFORCE, ``-A logprobs``: the policy gradient without a ratio.
+    """Policy-gradient loss of REINFORCE, ``-A logprobs``, without a ratio.
 
-    It is unbiased for data sampled from the current policy, hence for one step per batch. Every
-    loss of this package that has a ratio has this gradient where the ratio is 1: LUSPO times the
-    length, GMPO and the sequence form of GSPO with the mean of a row's advantages.
+    It is unbiased for data sampled from the current policy, hence for one step per batch. The
+    losses of this package that have a ratio have this gradient where the ratio is 1, except LUSPO
+    (times the length), GMPO and the sequence forms of GSPO, LUSPO and SAPO (with the mean of a
+    row's advantages), HAPO (with its own advantages) and Clip-Cov (0 on the selected tokens).
 
     With ``aggregation="seq-mean-token-sum"`` its gradient estimates that of the expected return.
-    The default, a mean over tokens, is that of GPG, whose loss this is: GPG is its group-relative
-    advantages followed by this function, and `gpg_loss` is another name for it.
+    The default, a mean over tokens, is that of GPG: GPG is its group-relative advantages followed
+    by this loss, and `gpg_loss` is another name for it.
 
     Args:
       logprobs: of the sampled tokens under the current policy, in nats. A log-probability of minus
-        infinity gives an infinite loss: there is no old policy to measure it against.
+        infinity gives an infinite loss: there is no old policy to floor it by.
       advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
       mask: true on sampled tokens.
-      importance_weights: as in `ppo_loss`; None is off.
+      importance_weights: as in `ppo_loss`; None disables them.
       aggregation: as in `ppo_loss`; None gives one loss per token.
       denominators: as in `ppo_loss`.
 
     Returns:
-      `(loss, metrics)` as of `ppo_loss`, with one metric. ``nll`` is the mean of ``-logprobs``, for
-      tokens of the current policy an estimate of the entropy.
+      `(loss, metrics)` as of `ppo_loss`, with one metric, ``nll``, the mean of ``-logprobs``. For
+      tokens sampled from the current policy it estimates the entropy.
 
     Raises:
-      ValueError: if the aggregation is unknown or stands beside denominators as None.
+      ValueError: if the aggregation is unknown, or denominators are passed with
+        ``aggregation=None``.
 
     References:
       Williams, "Simple statistical gradient-following algorithms for connectionist reinforcement
@@ -89,7 +92,7 @@ def reinforce_loss(
     )
 
 
-# The loss of GPG is that of REINFORCE; what is new in the paper is its advantages.
+# GPG has the loss of REINFORCE; the paper's contribution is the advantages.
 gpg_loss = reinforce_loss
 
 
@@ -107,48 +110,46 @@ def cispo_loss(
     aggregation: Aggregation | None = "token-mean",
     **denominators: Unpack[Denominators],
 ) -> tuple[Loss, dict[str, Mean]]:
-    """Loss of CISPO: REINFORCE with a clipped importance weight.
+    """Policy loss of CISPO: REINFORCE with a clipped importance weight.
 
-    With ``r = exp(logprobs - old_logprobs)``, of the token or of its row, and sg the stop of the
-    gradient,
+    With ``r = exp(logprobs - old_logprobs)``, of the token or of its row, and sg the stop-gradient,
 
         l = -sg[clip(r, 1 - clip_low, 1 + clip_high)] A logprobs
 
-    Where PPO drops a token beyond a bound, CISPO keeps its gradient at the weight of the bound.
+    PPO drops the gradient of a token beyond a bound; CISPO keeps it, with the bound as its weight.
     Without bounds the gradient is that of importance-weighted REINFORCE.
 
     `clip_high` is a distance from one, as in verl and NeMo-RL. **TRL's ``epsilon_high`` is the
-    absolute value**: its 5.0 is ``clip_high=4.0`` here. No lower bound is the paper's setting,
-    which verl writes as a distance of 10.
+    absolute value**: its 5.0 is ``clip_high=4.0`` here. The paper has no lower bound, which verl
+    writes as a distance of 10.
 
     Args:
       logprobs: of the sampled tokens under the current policy, in nats.
-      old_logprobs: the same under the policy that the ratio is taken against; no gradient.
+      old_logprobs: the same under the old policy, the denominator of the ratio; no gradient.
       advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
       mask: true on sampled tokens.
-      clip_low: the weight is no less than ``1 - clip_low``; None is no lower bound.
-      clip_high: the weight is no more than ``1 + clip_high``; None is no upper bound.
-      level: over what the ratio is taken: "token", or "sequence" for the geometric mean of a row's
-        ratios, as in `gspo_loss`; a row must then be one whole response. (TRL:
-        ``importance_sampling_level``.)
+      clip_low: the lower bound of the weight is ``1 - clip_low``; None is no lower bound.
+      clip_high: the upper bound of the weight is ``1 + clip_high``; None is no upper bound.
+      level: level of the ratio: "token", or "sequence" for the geometric mean of a row's ratios, as
+        in `gspo_loss`; a row must then be one whole response. (TRL: ``importance_sampling_level``.)
       max_log_ratio: the log-ratio is clamped to plus or minus this many nats before the
-        exponential, and the log-probability is no more than this below the old one, where the
-        gradient is then 0; None is off. verl clamps at 20, TRL does not.
-      importance_weights: as in `ppo_loss`; None is off.
+        exponential, and the log-probability is floored this far below the old one, where the
+        gradient is 0; None disables both. verl clamps at 20, TRL does not.
+      importance_weights: as in `ppo_loss`; None disables them.
       aggregation: as in `ppo_loss`; None gives one loss per token.
       denominators: as in `ppo_loss`.
 
     Returns:
       `(loss, metrics)` as of `ppo_loss`, with these metrics
 
-      * ``pg_clipfrac``: where the weight was clipped, whatever the advantage; TRL counts positive
-        advantages only;
-      * ``ppo_kl``, ``ratio``, ``ratio_squared``, ``ratio_clamped``: as in `ppo_loss`, or, at the
-        level of sequences, as in `gspo_loss`; before the clip.
+      * ``pg_clipfrac``: the tokens whose weight was clipped, whatever the advantage; TRL includes
+        positive advantages only;
+      * ``ppo_kl``, ``ratio``, ``ratio_squared``, ``ratio_clamped``: as in `ppo_loss`, or at the
+        sequence level as in `gspo_loss`; before the clip.
 
     Raises:
-      ValueError: if a bound is negative, `level` or the aggregation is unknown, or denominators
-        stand beside ``aggregation=None``.
+      ValueError: if a bound is negative or `level` is unknown; if the aggregation is unknown, or
+        denominators are passed with ``aggregation=None``.
 
     References:
       MiniMax, "MiniMax-M1", 2025, eqs. 4 and 5. https://arxiv.org/abs/2506.13585
@@ -190,48 +191,49 @@ def vespo_loss(
     aggregation: Aggregation | None = "token-mean",
     **denominators: Unpack[Denominators],
 ) -> tuple[Loss, dict[str, Mean]]:
-    """Loss of VESPO: REINFORCE with a smooth weight of the response's whole ratio.
+    """Policy loss of VESPO: REINFORCE with a smooth weight of the sequence-level importance ratio.
 
-    With ``W_i = exp(sum_t (logprobs_it - old_logprobs_it))``, a product over the true tokens of row
-    i and not their mean, and sg the stop of the gradient,
+    With ``W_i = exp(sum_t (logprobs_it - old_logprobs_it))``, the product (not the mean) of the
+    ratios of row i, and sg the stop-gradient,
 
         log phi(W) = lam + k log W - lam W
         l_it = -sg[phi(W_i)] A_it logprobs_it
 
-    ``phi(1) = 1``; phi rises to its maximum at ``W = k / lam`` and vanishes at 0 and infinity, so
-    that responses which have become very likely or very unlikely fade out without a bound. The
-    settings are ``(k_positive, lam_positive)`` where A >= 0 and ``(k_negative, lam_negative)``
-    where A < 0.
+    ``phi(1) = 1``. phi has its maximum at ``W = k / lam`` and tends to 0 at 0 and infinity, so
+    responses that have become very likely or very unlikely are down-weighted smoothly, without a
+    clip. The settings are ``(k_positive, lam_positive)`` where A >= 0 and
+    ``(k_negative, lam_negative)`` where A < 0.
 
-    TRL keeps W between 1e-8 and ``exp(20)``, where phi is below 1e-14 anyway, and multiplies it by
-    the importance weights of a mismatched sampler, which here multiply the loss.
+    TRL clamps W between 1e-8 and ``exp(20)``, beyond which phi is below 1e-14 anyway, and
+    multiplies it by the importance weights of a mismatched sampler, which here multiply the loss.
 
     Args:
       logprobs: of the sampled tokens under the current policy, in nats. A row is one whole
-        response: a batch may be cut by rows but not along time, and rows must not be packed.
-      old_logprobs: the same under the policy that the ratio is taken against; no gradient.
+        response: a batch may be split by rows but not along time, and rows must not be packed.
+      old_logprobs: the same under the old policy, the denominator of the ratio; no gradient.
       advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
       mask: true on sampled tokens.
-      k_positive: power of W where the advantage is positive or 0; positive, as are the three below.
+      k_positive: exponent of W where the advantage is positive or 0; positive, as are the three
+        below.
       lam_positive: rate of the decay in W there.
-      k_negative: power of W where the advantage is negative.
+      k_negative: exponent of W where the advantage is negative.
       lam_negative: rate of the decay in W there.
       max_log_ratio: each token's log-ratio is clamped to plus or minus this many nats before the
-        sum, and the log-probability is no more than this below the old one, where the gradient is
-        then 0; None is off. TRL clamps the ratio at 20 as well.
-      importance_weights: as in `ppo_loss`; None is off.
+        sum, and the log-probability is floored this far below the old one, where the gradient is 0;
+        None disables both. TRL clamps the ratio at 20 as well.
+      importance_weights: as in `ppo_loss`; None disables them.
       aggregation: as in `ppo_loss`; None gives one loss per token. The default is TRL's.
       denominators: as in `ppo_loss`.
 
     Returns:
       `(loss, metrics)` as of `ppo_loss`, with these metrics
 
-      * ``phi``: the weight of the row, counted once for each of its tokens;
+      * ``phi``: the weight of the row, once per token;
       * ``ppo_kl``, ``ratio``, ``ratio_squared``, ``ratio_clamped``: as in `ppo_loss`.
 
     Raises:
-      ValueError: if a power or a rate is not positive, or the aggregation is unknown or stands
-        beside denominators as None.
+      ValueError: if an exponent or a rate is not positive; if the aggregation is unknown, or
+        denominators are passed with ``aggregation=None``.
 
     References:
       "VESPO: variational sequence-level soft policy optimization for stable off-policy LLM
@@ -259,7 +261,7 @@ def vespo_loss(
     k = jnp.where(positive, k_positive, k_negative).astype(dtype)
     lam = jnp.where(positive, lam_positive, lam_negative).astype(dtype)
     log_w = jax.lax.stop_gradient(jnp.sum(log_ratio, axis=-1, keepdims=True))
-    # Beyond what an exponential can hold the weight is 0; expm1 keeps phi exact near W = 1.
+    # The weight is 0 where W overflows; expm1 keeps the digits of W - 1 near W = 1.
     phi = jnp.exp(k * log_w - lam * jnp.expm1(log_w))
     phi = jnp.where(log_w == jnp.inf, 0, phi)
     surrogate = -phi * tokens.advantages * floored_logprobs(tokens, max_log_ratio)
@@ -281,27 +283,27 @@ def dro_loss(
     aggregation: Aggregation | None = "token-mean",
     **denominators: Unpack[Denominators],
 ) -> tuple[Loss, dict[str, Mean]]:
-    """Loss of DRO, a policy gradient with a quadratic penalty instead of a clip.
+    """Policy loss of DRO: a policy gradient with a quadratic penalty on the log-ratio.
 
     ``l = -(A logprobs - (beta / 2) (logprobs - old_logprobs)^2)``. Its gradient,
     ``-(A - beta (logprobs - old_logprobs))``, is that of REINFORCE where the policies are equal and
     vanishes where the log-ratio is ``A / beta``, the optimum of a KL-regularised objective. There
-    is no exponential, so off-policy data cannot blow it up.
+    is no exponential that off-policy data could make overflow.
 
-    The paper states it for whole responses and learns a value beside it; as in verl, this is its
-    policy loss per token, with advantages from wherever one likes.
+    The paper defines it for whole responses and trains a value function with it; this is its policy
+    loss per token, as in verl, with any advantages.
 
     Args:
       logprobs: of the sampled tokens under the current policy, in nats.
-      old_logprobs: the same under the policy to stay near; no gradient.
+      old_logprobs: the same under the policy that the penalty is relative to; no gradient.
       advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
       mask: true on sampled tokens.
       beta: weight of the penalty, 0 or more, in units of advantage per nat. There is no usual
         value: it has the scale of the advantages.
       max_log_ratio: the log-ratio of the penalty is clamped to plus or minus this many nats, and
-        the log-probability to no more than this below the old one, where the gradients are then 0;
-        None is off.
-      importance_weights: as in `ppo_loss`; None is off.
+        the log-probability is floored this far below the old one, where the gradients are 0; None
+        disables both.
+      importance_weights: as in `ppo_loss`; None disables them.
       aggregation: as in `ppo_loss`; None gives one loss per token.
       denominators: as in `ppo_loss`.
 
@@ -312,8 +314,8 @@ def dro_loss(
       * ``ppo_kl``, ``ratio``, ``ratio_squared``, ``ratio_clamped``: as in `ppo_loss`.
 
     Raises:
-      ValueError: if `beta` is negative, or the aggregation is unknown or stands beside
-        denominators as None.
+      ValueError: if `beta` is negative; if the aggregation is unknown, or denominators are passed
+        with ``aggregation=None``.
 
     References:
       Richemond et al., "Offline regularised reinforcement learning for large language models
@@ -345,24 +347,25 @@ def positive_example_loss(
     *,
     num_tokens: Scalar | None = None,
 ) -> tuple[Float[Array, ""], dict[str, Mean]]:
-    """Negative log-likelihood of the correct responses, VAPO's imitation of its own successes.
+    """Positive-example loss of VAPO: negative log-likelihood of the correct responses.
 
-    ``-sum_{i in T} sum_t logprobs_it / sum_{i in T} n_i`` with T the correct responses: a mean over
-    *their* tokens, not over sequences and not over the tokens of the batch. VAPO adds it to the
-    policy loss with a factor of 0.1.
+    ``-sum_{i in T} sum_t logprobs_it / sum_{i in T} n_i`` with T the correct responses and ``n_i``
+    the tokens of row i in the mask: a mean over *their* tokens, not over sequences and not over the
+    tokens of the batch. VAPO adds it to the policy loss with a factor of 0.1.
 
     Args:
       logprobs: of the sampled tokens under the current policy, in nats.
       correct: true for the responses to imitate, one per row.
       mask: true on sampled tokens.
-      num_tokens: sampled tokens of *correct* responses in the whole batch; counted here if None.
+      num_tokens: sampled tokens of *correct* responses in the whole batch; None counts those of
+        these arrays.
 
     Returns:
-      `(loss, metrics)`; the loss is 0, and its gradient too, if no response is correct. The metric
+      `(loss, metrics)`; loss and gradient are 0 if no response is correct. The metric
       ``positive_nll`` is the same mean as a `Mean`.
 
     Raises:
-      ValueError: if there is not one `correct` per row.
+      ValueError: if `correct` does not have one entry per row.
 
     References:
       Yue et al., "VAPO", 2025, section 4.3. https://arxiv.org/abs/2504.05118

@@ -1,4 +1,4 @@
-"""Policy losses with one ratio for a whole response, which is a row: GSPO, LUSPO and GMPO."""
+"""Policy losses with one importance ratio per response (row): GSPO, LUSPO and GMPO."""
 
 from typing import Unpack
 
@@ -41,9 +41,9 @@ def gspo_loss(
     aggregation: Aggregation | None = "seq-mean-token-mean",
     **denominators: Unpack[Denominators],
 ) -> tuple[Loss, dict[str, Mean]]:
-    """Loss of GSPO: PPO's clip on the geometric mean of a response's ratios.
+    """Policy loss of GSPO: PPO's clip on the sequence-level ratio, the geometric mean over tokens.
 
-    With ``n_i`` the true tokens of row i and sg the stop of the gradient,
+    With ``n_i`` the number of tokens of row i in the mask and sg the stop-gradient,
 
         s_i  = exp(sum_t (logprobs_it - old_logprobs_it) / n_i)
         s_it = sg[s_i] pi_it / sg[pi_it]                        gradient="token"
@@ -52,46 +52,51 @@ def gspo_loss(
         l_it = min(l_it, -A_it clip_dual)                    where A_it < 0, if clip_dual is set
 
     The two forms have equal values. Their gradients are equal too when a row has one advantage:
-    each token then gets ``-A s_i / n_i`` of the row's mean. When advantages differ within a row,
-    "token" gives each token its own advantage (GSPO-token), "sequence" gives all of them the mean.
+    ``-A s_i / n_i`` for each token in the row's mean. When advantages differ within a row, "token"
+    weights each token by its own advantage (GSPO-token), "sequence" weights all of them by the
+    mean.
 
-    verl has the token form, TRL and OpenRLHF the sequence form. The bounds are some five hundred
-    times narrower than PPO's because a mean over tokens moves far less than a token.
+    verl has the token form, TRL and OpenRLHF the sequence form. The bounds are about five hundred
+    times narrower than PPO's, because the mean log-ratio of a row varies far less than that of a
+    token.
 
-    A row must be one whole response: cut a batch by rows and not along time, and pack none. Some
-    versions of verl take `seq-mean-token-mean`, the default here, whatever is configured.
+    A row must be one whole response: split a batch by rows, not along time, and do not pack rows.
+    Some versions of verl always use `seq-mean-token-mean`, the default here, whatever is
+    configured.
 
     Args:
       logprobs: of the sampled tokens under the current policy, in nats.
-      old_logprobs: the same under the policy that the ratio is taken against; no gradient.
+      old_logprobs: the same under the old policy, the denominator of the ratio; no gradient.
       advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
       mask: true on sampled tokens.
-      clip_low: how far the ratio may fall below one before a negative advantage stops acting.
-      clip_high: how far it may rise above one before a positive advantage stops acting.
-      clip_dual: the ratio of the row, greater than one, beyond which a negative advantage stops
-        acting as well; None is off. It is OpenRLHF's ``dual_clip``, and at this level TRL's
+      clip_low: lower bound ``1 - clip_low`` of the ratio; below it, tokens with a negative
+        advantage have no gradient.
+      clip_high: upper bound ``1 + clip_high``; above it, tokens with a positive advantage have no
+        gradient.
+      clip_dual: the ratio of the row, above 1, beyond which tokens with a negative advantage have
+        no gradient (dual clip); None disables it. OpenRLHF's ``dual_clip``, and at this level TRL's
         ``delta``.
       gradient: "token" or "sequence", as above.
       max_log_ratio: each token's log-ratio is clamped to plus or minus this many nats before the
-        mean, where the token's gradient is then 0; None is off. verl caps the mean instead, at +10;
-        TRL and OpenRLHF have no clamp.
-      importance_weights: as in `ppo_loss`; None is off.
+        mean; the gradient of a clamped token is 0. None disables the clamp. verl caps the mean
+        instead, at +10; TRL and OpenRLHF have no clamp.
+      importance_weights: as in `ppo_loss`; None disables them.
       aggregation: as in `ppo_loss`; None gives one loss per token.
       denominators: as in `ppo_loss`.
 
     Returns:
       `(loss, metrics)` as of `ppo_loss`, with these metrics
 
-      * ``pg_clipfrac``: where the clip binds, which it does for all of a row's tokens whose
-        advantages have one sign;
-      * ``pg_clipfrac_lower``: where the dual clip does, if it is on;
+      * ``pg_clipfrac``: clipped fraction; tokens of a row with the same sign of advantage are
+        clipped together;
+      * ``pg_clipfrac_lower``: the tokens that the dual clip clips, if it is set;
       * ``ppo_kl``: minus the row's mean log-ratio, the k1 estimate of KL(old || current);
-      * ``ratio``, ``ratio_squared``: of the row, counted once for each of its tokens;
-      * ``ratio_clamped``: where `max_log_ratio` was exceeded.
+      * ``ratio``, ``ratio_squared``: of the row, once per token;
+      * ``ratio_clamped``: the tokens whose log-ratio exceeds `max_log_ratio`.
 
     Raises:
-      ValueError: if a bound is negative, `clip_dual` is not above one, `gradient` or the
-        aggregation is unknown, or denominators stand beside ``aggregation=None``.
+      ValueError: if a bound is negative, `clip_dual` is not above 1 or `gradient` is unknown; if
+        the aggregation is unknown, or denominators are passed with ``aggregation=None``.
 
     References:
       Zheng et al., "Group sequence policy optimization", 2025, section 4.1 (sequence) and 4.3
@@ -125,7 +130,7 @@ def sequence_clipped(
     gradient: SequenceGradient,
     max_log_ratio: Number | None,
 ) -> tuple[PerToken, Statistics]:
-    """The surrogate of `gspo_loss`, and its statistics for each token."""
+    """Surrogate of `gspo_loss` and its statistics, per token."""
     settings.choice("gradient", gradient, SequenceGradient)
     rows, ratio_clamped = average_over_rows(tokens, max_log_ratio, gradient)
     surrogate, statistics = clipped(rows, clip_low, clip_high, clip_dual, None)
@@ -149,28 +154,28 @@ def luspo_loss(
     aggregation: Aggregation | None = "seq-mean-token-mean",
     **denominators: Unpack[Denominators],
 ) -> tuple[Loss, dict[str, Mean]]:
-    """Loss of LUSPO: that of `gspo_loss` for each token, times the length of the response.
+    """Policy loss of LUSPO: `gspo_loss` per token, times the length of the response.
 
-    ``l_it = n_i max(-A s_it, -A clip(s_it, 1 - clip_low, 1 + clip_high))`` with ``n_i`` the true
-    tokens of row i. GSPO's mean within a response divides its gradient by the length, which makes
-    long responses count less per token; the factor takes that back.
+    ``l_it = n_i max(-A s_it, -A clip(s_it, 1 - clip_low, 1 + clip_high))`` with ``n_i`` the number
+    of tokens of row i in the mask. GSPO's mean within a response divides its gradient by the
+    length, which gives the tokens of long responses less weight; the factor cancels this.
 
     With the default aggregation it equals `gspo_loss` with ``aggregation="seq-mean-token-sum"`` and
-    the bounds of this function. TRL divides by all rows (``empty_rows="count"``). As there, a row
-    must be one whole response.
+    the bounds of this function. TRL divides by all rows (``empty_rows="count"``). As in
+    `gspo_loss`, a row must be one whole response.
 
     Args:
       logprobs: of the sampled tokens under the current policy, in nats.
-      old_logprobs: the same under the policy that the ratio is taken against; no gradient.
+      old_logprobs: the same under the old policy, the denominator of the ratio; no gradient.
       advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
       mask: true on sampled tokens.
-      clip_low: see `gspo_loss`, as are the settings up to `max_log_ratio`; the defaults are
-        those that TRL recommends.
-      clip_high: 2.5e-3 there.
-      clip_dual: None is off.
+      clip_low: as in `gspo_loss`, like the settings up to `max_log_ratio`; the defaults are those
+        that TRL recommends.
+      clip_high: upper bound; TRL recommends 2.5e-3.
+      clip_dual: None disables it.
       gradient: "token" or "sequence".
-      max_log_ratio: None is off.
-      importance_weights: as in `ppo_loss`; None is off.
+      max_log_ratio: None disables the clamp.
+      importance_weights: as in `ppo_loss`; None disables them.
       aggregation: as in `ppo_loss`; None gives one loss per token.
       denominators: as in `ppo_loss`.
 
@@ -214,51 +219,52 @@ def gmpo_loss(
     aggregation: Aggregation | None = "seq-mean-token-mean",
     **denominators: Unpack[Denominators],
 ) -> tuple[Loss, dict[str, Mean]]:
-    """Loss of GMPO: tokens are clipped one by one, then their geometric mean is taken.
+    """Policy loss of GMPO: the geometric mean of a row's ratios, each clipped before the mean.
 
-    With ``d = logprobs - old_logprobs`` and ``n_i`` the true tokens of row i,
+    With ``d = logprobs - old_logprobs`` and ``n_i`` the number of tokens of row i in the mask,
 
         c_it = min(d_it, clip_high)      where A_it > 0
         c_it = max(d_it, -clip_low)      where A_it < 0
         c_it = 0                         where A_it = 0
         l_it = -(sum_t A_it / n_i) exp(sum_t c_it / n_i)
 
-    The bounds are in **log space**, in nats: 0.4 lets a ratio move between 0.67 and 1.49. A token
-    beyond its bound has no gradient; the others of its row keep theirs. All true tokens of a row
+    The bounds are in **log space**, in nats: 0.4 bounds a ratio at 0.67 and 1.49. A token beyond
+    its bound has no gradient; the others of its row keep theirs. All tokens of a row in the mask
     have the row's loss.
 
-    Advantages are meant to be one per row. Given one per token, each token is clipped by the sign
-    of its own and the row is weighted by their mean, as in verl's ``geo_mean``; the first on-policy
+    Advantages are meant to be one per row. With one per token, each token is clipped by the sign of
+    its own and the row is weighted by their mean, as in verl's ``geo_mean``; the first on-policy
     step is then REINFORCE with that mean.
 
-    A row must be one whole response: cut a batch by rows and not along time, and pack none. The
-    default is the mean over responses. verl takes it over all rows, empty ones included
+    A row must be one whole response: split a batch by rows, not along time, and do not pack rows.
+    The default is the mean over responses. verl averages over all rows, empty ones included
     (``empty_rows="count"``), and ignores the aggregation and any denominator of the whole batch.
 
     Args:
       logprobs: of the sampled tokens under the current policy, in nats.
-      old_logprobs: the same under the policy that the ratio is taken against; no gradient.
+      old_logprobs: the same under the old policy, the denominator of the ratio; no gradient.
       advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
       mask: true on sampled tokens.
-      clip_low: how many nats a token may fall below the old policy before a negative advantage
-        stops acting on it.
-      clip_high: how many it may rise above before a positive advantage stops acting on it.
+      clip_low: lower bound ``-clip_low`` of the log-ratio, in nats, for tokens with a negative
+        advantage.
+      clip_high: upper bound of the log-ratio, in nats, for tokens with a positive advantage.
       max_log_ratio: the log-ratio is clamped to plus or minus this many nats first, where the
-        gradient is then 0; it matters on the side that is not clipped. None is off, as in verl.
-      importance_weights: as in `ppo_loss`; None is off.
+        gradient is 0; it matters on the side that is not clipped. None disables the clamp, as in
+        verl.
+      importance_weights: as in `ppo_loss`; None disables them.
       aggregation: as in `ppo_loss`; None gives one loss per token.
       denominators: as in `ppo_loss`.
 
     Returns:
       `(loss, metrics)` as of `ppo_loss`, with these metrics
 
-      * ``pg_clipfrac``: where a token's log-ratio was clipped by a bound;
+      * ``pg_clipfrac``: the tokens whose log-ratio a bound clips;
       * ``ppo_kl``, ``ratio``, ``ratio_squared``, ``ratio_clamped``: as in `ppo_loss`; before the
         clip.
 
     Raises:
-      ValueError: if a bound is negative, or the aggregation is unknown or stands beside
-        denominators as None.
+      ValueError: if a bound is negative; if the aggregation is unknown, or denominators are passed
+        with ``aggregation=None``.
 
     References:
       Zhao et al., "Geometric-mean policy optimization", 2025, section 3.
