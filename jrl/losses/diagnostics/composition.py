@@ -1,4 +1,4 @@
-"""Composition of a batch: lengths of good and bad responses, outcomes within groups."""
+"""Composition of a batch: response lengths, negative advantages, and outcomes within groups."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -23,13 +23,12 @@ __all__ = [  # noqa: RUF022 - in reading order
 
 
 class LengthShare(NamedTuple):
-    """Per bucket of response length, its share of the batch.
+    """Shares of the batch per bucket of response length.
 
     Attributes:
-      responses: share of the responses, which is the bucket's weight in a loss that averages over
+      responses: share of the responses, the weight of the bucket in a loss that averages over
         responses ("seq-mean-token-mean").
-      tokens: share of the tokens, which is its weight in one that averages over tokens
-        ("token-mean").
+      tokens: share of the tokens, its weight in a loss that averages over tokens ("token-mean").
     """
 
     responses: Float[Array, "buckets"]
@@ -37,15 +36,15 @@ class LengthShare(NamedTuple):
 
 
 class NegativeShare(NamedTuple):
-    """Responses with a negative mean advantage against the others.
+    """Responses with a negative mean advantage, compared with the rest.
 
     Attributes:
       responses: their share of the responses.
       tokens: their share of the tokens.
-      length: their mean length in tokens, 0 where there are none.
+      length: their mean length in tokens, 0 if there are none.
       other_length: that of the responses with a positive mean advantage.
-      drift: mean advantage over all tokens. 0 after whitening over tokens; under "token-mean" a
-        batch with another drift pushes all its tokens up or down.
+      drift: mean advantage over all tokens. 0 after whitening over tokens; under "token-mean" any
+        other drift raises or lowers the probability of all tokens of the batch.
     """
 
     responses: Float[Array, ""]
@@ -56,13 +55,13 @@ class NegativeShare(NamedTuple):
 
 
 def length_share(mask: Shaped[ArrayLike, "*batch time"], *, edges: Sequence[int]) -> LengthShare:
-    """How much of the gradient's weight short and long responses have.
+    """Share of short and long responses in the weight of the gradient.
 
     **Concern**: the effect of a loss averaged over tokens (arXiv 2505.17997).
 
-    **Reading it.** Under "token-mean" a response weighs as much as it is long: one of 100 and one
-    of 2000 tokens have 4.8 % and 95.2 %. If the buckets at the long end hold most of the tokens and
-    few of the responses, what the policy learns is what long responses teach, and a tendency there
+    **Reading it.** Under "token-mean" a response has a weight proportional to its length: one of
+    100 and one of 2000 tokens have 4.8 % and 95.2 %. If the longest buckets have most of the tokens
+    and few of the responses, long responses dominate the update, and a tendency of theirs
     (repetition, say) is learned first.
 
     Args:
@@ -71,7 +70,7 @@ def length_share(mask: Shaped[ArrayLike, "*batch time"], *, edges: Sequence[int]
         second, ..., above the last.
 
     Returns:
-      A `LengthShare`, one entry more than edges.
+      A `LengthShare`, one entry more than `edges`.
 
     Raises:
       ValueError: if the edges do not increase.
@@ -97,16 +96,16 @@ def length_share(mask: Shaped[ArrayLike, "*batch time"], *, edges: Sequence[int]
 def negative_share(
     advantages: Float[ArrayLike, "*batch time"], mask: Shaped[ArrayLike, "*batch time"]
 ) -> NegativeShare:
-    """Whether bad responses are longer than good ones and outweigh them.
+    """Share and length of the responses with a negative mean advantage.
 
     **Concern**: the effect of a loss averaged over tokens (arXiv 2505.17997).
 
     **Reading it.** Failed responses tend to be long. If their share of the tokens is far above
-    their share of the responses, a token-mean loss is mostly about what not to do; that drives
-    entropy up or collapses lengths, depending on where the penalty falls.
+    their share of the responses, a token-mean loss mostly lowers the probability of what was
+    sampled. That raises entropy or collapses lengths, depending on which tokens are penalised.
 
     Args:
-      advantages: that the policy learns from.
+      advantages: those of the policy loss.
       mask: true on sampled tokens.
 
     Returns:
@@ -133,13 +132,13 @@ def negative_share(
 
 
 class GroupDegeneracy(NamedTuple):
-    """Shares of the groups; every group counts once, whatever its size.
+    """Shares of the groups, each of equal weight, whatever its size.
 
     Attributes:
-      all_right: groups in which every response is right.
-      all_wrong: groups in which none is.
-      pass_at_1: the chance that one response is right.
-      pass_at_k: groups in which at least one is right, k being the size of each group.
+      all_right: groups in which every response is correct.
+      all_wrong: groups in which no response is.
+      pass_at_1: probability that one response is correct.
+      pass_at_k: groups in which at least one is correct, k being the size of each group.
       gap: ``pass_at_k - pass_at_1``.
     """
 
@@ -153,19 +152,19 @@ class GroupDegeneracy(NamedTuple):
 def group_degeneracy(
     correct: Shaped[ArrayLike, "batch"], groups: Integer[ArrayLike, "batch"]
 ) -> GroupDegeneracy:
-    """How many prompts give nothing to choose from, and how much trying again would help.
+    """Share of prompts whose responses are all right or all wrong, pass@1 and pass@k.
 
     **Concern**: exploration (arXiv 2505.17997).
 
     **Reading it.** Groups all right or all wrong have no group-relative advantage; together they
-    are the share of sampling that GRPO wastes and dynamic sampling filters. All right that grows is
-    success; all wrong that does not shrink is what exploration does not reach. A gap that closes
-    because pass@1 rises is learning; one that closes because pass@k stands still is sharpening: the
-    policy only learns to pick what it could do before.
+    are the share of sampling that GRPO wastes and dynamic sampling filters. A growing share of all
+    right is success; a share of all wrong that does not shrink is what exploration does not reach.
+    The gap closes as pass@1 rises. If pass@k rises too, the policy learns; if it does not, the
+    policy only sharpens: it samples more often what it could solve before.
 
     Args:
-      correct: whether each response is right, bool or 0/1; not the shaped reward.
-      groups: one integer per response, equal for those that share a prompt.
+      correct: correctness of each response, bool or 0/1; not the shaped reward.
+      groups: one integer per response, equal for responses to the same prompt.
 
     Returns:
       A `GroupDegeneracy`.
@@ -180,7 +179,7 @@ def group_degeneracy(
       (0.5, 0.667)
     """
     correct, index = check_groups(groups, correct=correct)
-    # Each response stands for its part of a group, so that sums over rows count groups.
+    # Each response is weighted by 1 / group size, so that sums over rows count groups.
     part = 1 / group_sum(jnp.ones_like(correct), index)
     part = part / jnp.sum(part)
     best, worst = group_max(correct, index), group_min(correct, index)

@@ -1,4 +1,4 @@
-"""Credit assignment: diagnostics of how a critic distinguishes the steps of a response."""
+"""Credit assignment: diagnostics of advantages and TD errors within responses."""
 
 from typing import NamedTuple
 
@@ -33,12 +33,12 @@ __all__ = [  # noqa: RUF022 - in reading order
 
 
 class VarianceSplit(NamedTuple):
-    """The variance of advantages, split.
+    """Variance of advantages, within and between responses.
 
     Attributes:
       within: mean over responses of the variance of their tokens' advantages.
       between: variance over responses of their mean advantages.
-      ratio: `within` over `between`; 0 where `between` is.
+      ratio: `within` over `between`; 0 if `between` is 0.
     """
 
     within: Float[Array, ""]
@@ -47,13 +47,14 @@ class VarianceSplit(NamedTuple):
 
 
 class Concentration(NamedTuple):
-    """How few tokens carry the credit of a response, as means over responses.
+    """Concentration of a response's temporal-difference errors ``delta_t`` on few tokens.
 
     Attributes:
-      gini: coefficient of ``|delta_t|``: 0 where all tokens carry the same, near 1 where one
-        carries everything.
-      top_mass: share of the sum of ``|delta_t|`` on the largest of them.
-      identity_gap: the largest ``|sum_t gamma^t delta_t - (R - V_0)|`` of a response, 0 up to
+      gini: Gini coefficient of ``|delta_t|``, the mean over responses: 0 if all tokens have the
+        same, near 1 if one token has all.
+      top_mass: fraction of the sum of ``|delta_t|`` on the top `share` of the tokens, the mean over
+        responses.
+      identity_gap: the largest ``|sum_t gamma^t delta_t - (R - V_0)|`` of any response, 0 up to
         rounding.
     """
 
@@ -65,17 +66,17 @@ class Concentration(NamedTuple):
 def within_between_variance(
     advantages: Float[ArrayLike, "*batch time"], mask: Shaped[ArrayLike, "*batch time"]
 ) -> VarianceSplit:
-    """Variance of advantages within responses against that between them.
+    """Variance of advantages within responses and between them.
 
     **Concern**: turning a global value signal into guidance of single steps (arXiv 2506.03038).
 
-    **Reading it.** A ratio near 0: all tokens of a response are pushed alike, and the critic adds
-    nothing to a baseline per prompt, as GRPO has it without a critic. A large ratio says that
-    tokens are told apart, not that it is done rightly: a noisy critic does it too. Compare with
-    `outcome_contradiction` and `td_concentration`.
+    **Reading it.** A ratio near 0: all tokens of a response have nearly the same advantage, and the
+    critic adds nothing to a baseline per prompt, which GRPO has without a critic. A large ratio
+    means that advantages differ between tokens, not that the differences are right: a noisy critic
+    has a large ratio, too. Compare with `outcome_contradiction` and `td_concentration`.
 
     Args:
-      advantages: of the tokens; whitened or not, the ratio of the two only shifts by their mean.
+      advantages: of the tokens; whitening does not change the ratio.
       mask: true on sampled tokens.
 
     Returns:
@@ -90,7 +91,7 @@ def within_between_variance(
     rows, means = jnp.any(mask, axis=-1), row_mean(advantages, mask)[..., 0]
     within = tokens.mean(row_mean((advantages - means[..., None]) ** 2, mask)[..., 0], rows)
     between = tokens.mean((means - tokens.mean(means, rows)) ** 2, rows)
-    # Equal means differ by what their sums were rounded by, a small part of their size.
+    # Equal means differ by rounding errors, which are small relative to the means.
     rounding = 64 * jnp.finfo(between.dtype).eps
     flat = between <= rounding**2 * tokens.mean(means**2, rows)
     return VarianceSplit(within, between, ratio_or_zero(within, jnp.where(flat, 0, between)))
@@ -104,31 +105,31 @@ def td_concentration(
     gamma: Scalar = 1.0,
     share: Number = 0.05,
 ) -> Concentration:
-    """How far the temporal-difference errors of a response pile up on few of its tokens.
+    """Concentration of a response's temporal-difference errors on few of its tokens.
 
-    ``delta_t = r_t + gamma V_{t+1} - V_t`` are the steps in which the critic changes its mind, and
-    they telescope: ``sum_t gamma^t delta_t = R - V_0``, with the discounted return R.
+    ``delta_t = r_t + gamma V_{t+1} - V_t`` are the changes of the critic's estimate from token to
+    token. They telescope: ``sum_t gamma^t delta_t = R - V_0``, with the discounted return R.
 
     **Concern**: credit assignment with a sparse reward (arXiv 2506.03038).
 
-    **Reading it.** If few tokens decide a response, a critic that sees them has a high Gini
-    coefficient with the mass away from the end. Mass that lies on the last token alone (a top mass
-    near 1) is a critic that learns the outcome only when it is told. A Gini coefficient near 0 is
-    noise spread over all tokens.
+    **Reading it.** If few tokens decide a response, a critic that detects them has a high Gini
+    coefficient with the mass away from the end. Mass on the last token alone (a top mass near 1)
+    means that the critic does not predict the outcome before the reward. A Gini coefficient near 0
+    is noise spread over all tokens.
 
     Args:
-      rewards: one per token; usually zero but for the last sampled one.
+      rewards: one per token; usually 0 except on the last sampled one.
       values: the critic's estimates.
       mask: true on sampled tokens.
       gamma: the discount per token.
-      share: of a response's tokens, how many count as the top, rounded up.
+      share: fraction of a response's tokens in the top mass, rounded up to whole tokens.
 
     Returns:
-      A `Concentration`. Responses whose errors are all 0 count with a Gini coefficient and a top
-      mass of 0.
+      A `Concentration`. Responses whose errors are all 0 enter the means with a Gini coefficient
+      and a top mass of 0.
 
     Raises:
-      ValueError: unless `share` lies above 0 and up to 1.
+      ValueError: if `share` is not in (0, 1].
 
     Examples:
       >>> rewards, values = jnp.array([[0.0, 0.0, 0.0, 1.0]]), jnp.array([[0.5, 0.5, 1.0, 1.0]])
@@ -141,7 +142,7 @@ def td_concentration(
     errors, _ = gae(rewards, values, mask, gamma=gamma, lam=0.0)
     rows, length = jnp.any(mask, axis=-1), num_true(mask, -1)[..., None]
 
-    # True tokens first, the smallest error first; what the mask hides follows.
+    # Tokens in the mask come first, in increasing order of their errors.
     ordered = jnp.sort(jnp.where(mask, jnp.abs(errors), jnp.inf), axis=-1)
     rank = jnp.broadcast_to(jnp.arange(1, mask.shape[-1] + 1, dtype=jnp.int32), mask.shape)
     true = rank <= length
@@ -150,7 +151,7 @@ def td_concentration(
     total = jnp.sum(ordered, axis=-1, keepdims=True)
     weighted = jnp.sum(ordered * rank.astype(errors.dtype), axis=-1, keepdims=True)
     gini = 2 * ratio_or_zero(weighted, count * total) - (count + 1) / count
-    # A little less before rounding up: 5 % of 20 tokens is one, whatever 0.05 is in binary.
+    # Slightly less before rounding up: 5 % of 20 tokens is 1, whatever 0.05 is in binary.
     top = jnp.ceil(share * count * (1 - 1e-6)).astype(rank.dtype)
     largest = jnp.sum(zero_masked(ordered, rank > length - top), axis=-1, keepdims=True)
     mass = ratio_or_zero(largest, total)
@@ -172,21 +173,21 @@ def outcome_contradiction(
     *,
     gamma: Scalar = 1.0,
 ) -> Float[Array, ""]:
-    """The share of tokens whose advantage has another sign than the outcome's surprise.
+    """Share of tokens whose advantage differs in sign from ``R - V_0`` of their response.
 
-    The surprise of a response is ``R - V_0``: what it got, less what its prompt promised. 0 has a
-    sign of its own.
+    ``R - V_0`` is the return minus the value of the prompt. 0 is a sign of its own.
 
     **Concern**: turning a global value signal into guidance of single steps (arXiv 2506.03038).
 
-    **Reading it.** 0: the sign of every token is that of its response, as without a critic. Some
-    contradiction is the point of a critic: a wrong step in a right answer. About 1/2 means that
-    tokens are pushed without regard to the outcome, which `by_position` must justify.
+    **Reading it.** 0: every advantage has the sign of its response, as without a critic. Some
+    contradiction is the purpose of a critic: a wrong step in a right answer. About 1/2 means that
+    signs are independent of the outcome, which is justified only if `by_position` shows a good
+    critic.
 
     Args:
       rewards: one per token; R is their discounted sum over the response.
-      values: the critic's estimates; V_0 is that of the first true token.
-      advantages: of the tokens, not centred by whitening, which moves signs.
+      values: the critic's estimates; V_0 is that of the first token in the mask.
+      advantages: of the tokens, not centred by whitening, which changes signs.
       mask: true on sampled tokens.
       gamma: the discount per token.
 
@@ -208,7 +209,7 @@ def outcome_contradiction(
 
 
 def _discounted_sum(x: PerToken, mask: TokenMask, gamma: Scalar) -> PerRow:
-    """``sum_t gamma^t x_t`` over the true tokens of each row."""
+    """``sum_t gamma^t x_t`` over the tokens of each row in the mask."""
     weights = jnp.asarray(gamma, x.dtype) ** tokens.index(mask).astype(x.dtype)
     return jnp.sum(zero_masked(x * weights, mask), axis=-1)
 
