@@ -1,17 +1,18 @@
-"""Diagnostics of a critic and of the advantages it gives: measurements on one batch.
+"""Diagnostics of a critic and of its advantages, computed on one batch.
 
 Two position papers of Shao and Cheng on the limits of VAPO name concerns about value-based
 reinforcement learning of long reasoning, without experiments: https://arxiv.org/abs/2505.17997 (May
 2025; *value approximation*, *adaptive lambda*, *token-level loss*, *exploration*, *generalisation*)
 and https://arxiv.org/abs/2506.03038 (June 2025; *credit assignment* with a sparse reward,
 *representation* of temporally abstract goals by a value, a global value signal as *local guidance*
-of steps). Each function here turns one of them into numbers, says which, and says how to read them.
+of steps). Each diagnostic measures one or two of these concerns. Its docstring says which, and
+how to read the numbers.
 
-All take ``[..., time]`` arrays under the rules of `jrl`: positions and lengths count the true
-tokens of a mask, holes cost nothing, what is under a false mask is never read, rows without a true
-token are not counted, and nothing carries a gradient. Results are named records of arrays. They
-are statistics of the batch that is passed, so the whole batch must be: those of pieces do not add
-up. All of them trace under `jax.jit`.
+Arrays are ``[..., time]`` under the conventions of `jrl.losses`: positions and lengths are those of
+the tokens in the mask, holes have no effect, entries outside the mask are never read, rows without
+a token in the mask are excluded, and results have no gradient. Results are arrays or named records
+of arrays. They are statistics of the arrays passed and do not add up over micro-batches: pass the
+whole batch. All functions trace under `jax.jit`.
 
 Examples:
   >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Accuracy of a critic along responses and against outcomes, and the bias of its errors."""
+"""Diagnostics of a critic: explained variance by position, calibration, and bootstrap bias."""
 
 from typing import NamedTuple, SupportsIndex
 
@@ -34,14 +34,14 @@ __all__ = [  # noqa: RUF022 - in reading order
 
 
 class ByPosition(NamedTuple):
-    """One entry per bin of relative position, from the first tokens of responses to the last.
+    """Errors of a critic per bin of relative position, from the first tokens to the last.
 
     Attributes:
       explained_variance: ``1 - Var(G - V) / Var(G)`` of the tokens of the bin; 0 where the returns
         do not vary.
       bias: mean of ``V - G``.
       error: root of the mean of ``(V - G)^2``.
-      tokens: how many lie there.
+      tokens: number of tokens in the bin.
     """
 
     explained_variance: Float[Array, "bins"]
@@ -53,11 +53,11 @@ class ByPosition(NamedTuple):
 def relative_position(
     mask: Shaped[ArrayLike, "*batch time"], *, num_bins: SupportsIndex = 10
 ) -> Int[Array, "*batch time"]:
-    """In which part of its response each token lies: ``floor(num_bins t / T)``.
+    """Relative position of each token in its response, as a bin ``floor(num_bins t / T)``.
 
     Args:
-      mask: true on sampled tokens; t and T count these alone.
-      num_bins: parts; 10 are deciles.
+      mask: true on sampled tokens; t and T are the index and the number of these.
+      num_bins: number of bins; 10 are deciles.
 
     Returns:
       Integers in ``0..num_bins - 1``, 0 where the mask is false.
@@ -82,23 +82,23 @@ def by_position(
     *,
     num_bins: SupportsIndex = 10,
 ) -> ByPosition:
-    """Explained variance and bias of the critic along responses, from their start to their end.
+    """Explained variance and bias of a critic by relative position in the response.
 
-    **Concern**: value approximation over long horizons (arXiv 2505.17997), and whether one value
-    can stand for a goal that lies far ahead (arXiv 2506.03038).
+    **Concern**: value approximation over long horizons (arXiv 2505.17997), and the representation
+    of a distant goal by one value (arXiv 2506.03038).
 
     **Reading it.** Near the end a critic sees the answer, and explained variance should come near
-    1. If it falls towards the start faster than the task demands, the critic cannot see ahead. It
-    need not be 1 there: what the first tokens do not determine cannot be explained. A bias far
-    from 0 in the first bins is the failure that value pretraining (VC-PPO) is to prevent; a bias
-    of one sign throughout is a critic that lags behind the policy.
+    1. If it falls towards the start faster than the task demands, the critic does not predict far
+    ahead. It need not be 1 there: variance that the first tokens do not determine cannot be
+    explained. A bias far from 0 in the first bins is the failure that value pretraining (VC-PPO)
+    prevents; a bias of one sign in all bins is a critic that lags behind the policy.
 
     Args:
       values: the critic's estimates.
       returns: Monte-Carlo returns, that is, those of `gae` with ``lam=1``. With a smaller lam they
-        contain the values that they are to judge.
+        contain the values under test.
       mask: true on sampled tokens.
-      num_bins: parts of a response; 10 are deciles.
+      num_bins: bins per response; 10 are deciles.
 
     Returns:
       A `ByPosition`.
@@ -125,10 +125,10 @@ def by_position(
 
     error = values - returns
     bias, centre = mean_of(error), mean_of(returns)
-    # Two passes: a variance by the difference of large squares would have no digits left.
+    # Two passes: a variance as the difference of two large squares would lose its digits.
     unexplained = mean_of((error - bias[bins]) ** 2)
     variance = mean_of((returns - centre[bins]) ** 2)
-    # Equal returns differ from their mean by what it was rounded by, a small part of their size.
+    # Equal returns differ from their mean by a rounding error, small relative to the returns.
     rounding = 64 * jnp.finfo(variance.dtype).eps
     flat = variance <= rounding**2 * mean_of(returns**2)
     explained = 1 - unexplained / jnp.where(flat, 1, variance)
@@ -141,15 +141,15 @@ def by_position(
 
 
 class Calibration(NamedTuple):
-    """How well predicted probabilities of success fit its frequency.
+    """Calibration of predicted probabilities of success p.
 
     Attributes:
-      brier: mean of ``(p - success)^2``. Always saying 1/2 scores 0.25; 0 is perfect.
+      brier: mean of ``(p - success)^2``. A constant 1/2 scores 0.25; 0 is perfect.
       ece: expected calibration error, the mean over tokens of ``|predicted - observed|`` of their
         bin, in [0, 1].
       predicted: ``[bins]`` mean p of each bin, 0 in empty ones.
       observed: ``[bins]`` share of successes in each bin, 0 in empty ones.
-      tokens: ``[bins]`` how many lie there.
+      tokens: ``[bins]`` number of tokens in each bin.
     """
 
     brier: Float[Array, ""]
@@ -170,20 +170,21 @@ def calibration(
 ) -> Calibration:
     """Brier score, calibration error and reliability curve of a critic with binary outcomes.
 
-    With a reward of `low` for failure and `high` for success and no discount, a value says that
-    the response succeeds with probability ``p = (V - low) / (high - low)``, clipped to [0, 1].
+    With a reward of `low` for failure and `high` for success and no discount, a value predicts a
+    probability of success of ``p = (V - low) / (high - low)``, clipped to [0, 1].
 
     **Concern**: value approximation (arXiv 2505.17997): a critic that explains some variance may
     still be wrong about how likely success is, which shifts all advantages that bootstrap from it.
 
-    **Reading it.** On the curve of observed against predicted a calibrated critic lies on the
-    diagonal. Below it the critic is too sure of success, above it not sure enough. A flat curve
-    is a critic that tells nothing apart; its calibration error may still be small, so look at the
-    Brier score as well. Tokens of one response share one outcome: error bars must count responses.
+    **Reading it.** The curve of observed against predicted is the diagonal for a calibrated critic.
+    Below it the critic overestimates success, above it the critic underestimates it. A flat curve
+    is a critic that does not discriminate; its calibration error may still be small, so look at the
+    Brier score as well. Tokens of one response share one outcome: compute error bars over
+    responses.
 
     Args:
       values: the critic's estimates, in units of reward.
-      successes: whether the response succeeded, bool or 0/1; ``[batch, 1]`` for one per row.
+      successes: success of each response, bool or 0/1; ``[batch, 1]`` for one per row.
       mask: true on sampled tokens.
       low: the return of a failure.
       high: the return of a success.
@@ -193,7 +194,7 @@ def calibration(
       A `Calibration`.
 
     Raises:
-      ValueError: unless `low` is below `high` and `num_bins` positive.
+      ValueError: if `low` is not below `high` or `num_bins` is not positive.
 
     References:
       Brier, "Verification of forecasts expressed in terms of probability", 1950.
@@ -210,7 +211,7 @@ def calibration(
     mask, (values,) = masked_constants(mask, values=values)
     outcome = jax.lax.stop_gradient(broadcast("successes", successes, values))
     p = jnp.clip((values - low) / (high - low), 0, 1)
-    # A NaN has no bin; it shows in the scores, whichever bin it is put into.
+    # A NaN goes to bin 0; the scores are NaN whatever its bin.
     bins = jnp.clip(jnp.nan_to_num(p * num_bins).astype(jnp.int32), 0, num_bins - 1)
     num_tokens = tokens.counts(bins, mask, num_bins)
     predicted = ratio_or_zero(tokens.per_bin(p, bins, mask, num_bins), num_tokens)
@@ -226,7 +227,7 @@ def calibration(
 
 
 class BootstrapBias(NamedTuple):
-    """How large the bias is, and how large it could be.
+    """Size of the bootstrap bias, its bound, and its ratio to the spread of the advantages.
 
     Attributes:
       bias: mean of ``|B_t|`` over tokens.
@@ -247,31 +248,31 @@ def bootstrap_bias(
     *,
     gamma: Scalar | Float[ArrayLike, "*#batch #time"] = 1.0,
 ) -> Float[Array, "*batch time"]:
-    """The part of each advantage's error that biases the policy gradient.
+    """Bootstrap bias: the part of each advantage's error that biases the policy gradient.
 
     Let ``e_t = V_t - V^pi_t`` be the errors of the critic, and 0 after the end. Exactly,
 
         A_t(V) - A_t(V^pi) = -e_t + B_t
         B_t = (1 - lam) sum_{k >= 1} lam^(k-1) e_{t+k}              (without a discount)
 
-    The first term depends on the state alone, a baseline, and biases nothing. The second depends on
-    the action through the states that follow. ``|B_t| <= max |e| (1 - lam^(T-1-t))``, and in
-    general it vanishes only with ``lam = 1``.
+    The first term depends on the state alone: it is a baseline and causes no bias. The second
+    depends on the action through the states that follow. ``|B_t| <= max |e| (1 - lam^(T-1-t))``,
+    and in general it vanishes only with ``lam = 1``.
 
     **Concern**: value approximation (arXiv 2505.17997), and that decoupling the two lambdas does
-    not take the critic's errors out of the policy's advantages (arXiv 2506.03038).
+    not remove the critic's errors from the policy's advantages (arXiv 2506.03038).
 
-    **Reading it.** Compare with the spread of the advantages (`bootstrap_bias_bound`): where the
-    bias comes near it, the policy learns the critic's errors. It is largest early in a response
-    and falls to 0 on the last token.
+    **Reading it.** Compare with the standard deviation of the advantages (`bootstrap_bias_bound`):
+    if the bias comes near it, the policy learns the critic's errors. It is largest early in a
+    response and falls to 0 on the last token.
 
     Args:
-      errors: of the critic, in units of reward. If V^pi is not known, ``V - G`` with a Monte-Carlo
-        return has these errors as its mean: average the result over responses before taking its
-        size, for the size of a noisy bias is too large.
+      errors: of the critic, in units of reward. If V^pi is unknown, ``V - G`` with a Monte-Carlo
+        return G has these errors as its mean: average the result over responses before taking
+        magnitudes, because the magnitude of a noisy bias is too large.
       mask: true on sampled tokens.
-      lam: of the advantages; a scalar or an array that spreads, as for `gae`.
-      gamma: their discount.
+      lam: of the advantages; a scalar or an array that broadcasts, as for `gae`.
+      gamma: discount of the advantages.
 
     Returns:
       ``B_t`` of each token, 0 where the mask is false; without a gradient.
@@ -294,20 +295,20 @@ def bootstrap_bias_bound(
     *,
     gamma: Scalar | Float[ArrayLike, "*#batch #time"] = 1.0,
 ) -> BootstrapBias:
-    """The bias of `bootstrap_bias` in three numbers: its size, its bound, its share of the signal.
+    """Mean size of the bootstrap bias, its bound, and its ratio to the spread of the advantages.
 
     **Concern**: as for `bootstrap_bias`.
 
-    **Reading it.** ``relative`` near 0: whatever is wrong with the critic does not reach the
-    policy. Near 1: what the policy learns is as much the critic's errors as the rewards. Then raise
-    lam, or train the critic longer.
+    **Reading it.** ``relative`` near 0: errors of the critic do not reach the policy. Near 1: the
+    policy learns the critic's errors as much as the rewards. Then raise lam, or train the critic
+    longer.
 
     Args:
       errors: of the critic, in units of reward, see `bootstrap_bias`.
-      advantages: that the policy learns from, in the same units (before whitening).
+      advantages: those of the policy loss, in the same units (before whitening).
       mask: true on sampled tokens.
-      lam: of the advantages; a scalar or an array that spreads, as for `gae`.
-      gamma: their discount.
+      lam: of the advantages; a scalar or an array that broadcasts, as for `gae`.
+      gamma: discount of the advantages.
 
     Returns:
       A `BootstrapBias`.
@@ -321,7 +322,7 @@ def bootstrap_bias_bound(
     mask, (errors, advantages) = masked_constants(mask, errors=errors, advantages=advantages)
     bias = bootstrap_bias(errors, mask, lam, gamma=gamma)
     largest = jnp.max(jnp.abs(errors), axis=-1, keepdims=True, initial=0)
-    # Errors of one size and sign add up to the most there can be.
+    # The bias is largest when all errors have one size and sign.
     bound = largest * bootstrap_bias(jnp.ones_like(errors), mask, lam, gamma=gamma)
     centre = tokens.mean(advantages, mask)
     deviation = jnp.sqrt(tokens.mean((advantages - centre) ** 2, mask))

@@ -1,4 +1,4 @@
-"""Effect of GAE's lambda: reach of the outcome along a response, and change of the advantages."""
+"""Diagnostics of GAE's lambda: reach of the terminal reward, sensitivity of the advantages."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -37,13 +37,14 @@ __all__ = [  # noqa: RUF022 - in reading order
 
 
 class TerminalReach(NamedTuple):
-    """How far the outcome is felt.
+    """Reach of the terminal reward along responses.
 
     Attributes:
-      share: of the tokens, those that the outcome reaches with a weight above the threshold.
-      tokens: mean over responses of how many those are.
+      share: fraction of the tokens in whose advantage the terminal error has a weight above the
+        threshold.
+      tokens: mean number of such tokens per response.
       horizon: mean over responses of ``1 / (1 - gamma lam)``, the effective horizon in tokens;
-        infinite without discount and with ``lam = 1``.
+        infinite without a discount and with ``lam = 1``.
       relative_horizon: mean over responses of that horizon over the length, at most 1 each.
     """
 
@@ -54,12 +55,12 @@ class TerminalReach(NamedTuple):
 
 
 class LambdaSensitivity(NamedTuple):
-    """Per bucket of response length, advantages at lam against those at 1.
+    """Agreement of advantages at lam with those at 1, per bucket of response length.
 
     Attributes:
       correlation: of the two over the tokens of the bucket; 0 where one of them does not vary.
       sign_agreement: share of tokens on which their signs are equal.
-      tokens: how many lie there.
+      tokens: number of tokens in the bucket.
     """
 
     correlation: Float[Array, "buckets"]
@@ -68,10 +69,10 @@ class LambdaSensitivity(NamedTuple):
 
 
 def last_weight(mask: TokenMask, decay: PerToken) -> PerToken:
-    """The weight of the last temporal-difference error in the advantage of each token.
+    """Weight of the last temporal-difference error in the advantage of each token.
 
-    The product of `decay` from the token to the one before the last; 1 on the last, 0 under the
-    mask.
+    The product of `decay` from the token to the one before the last; 1 on the last token, 0 outside
+    the mask.
     """
     decay = jnp.where(mask & ~tokens.last(mask), decay, 1)
     return zero_masked(jax.lax.cumprod(decay, axis=decay.ndim - 1, reverse=True), mask)
@@ -84,25 +85,25 @@ def terminal_reach(
     gamma: Scalar | Float[ArrayLike, "*#batch #time"] = 1.0,
     threshold: Number = 0.01,
 ) -> TerminalReach:
-    """The share of tokens whose advantage feels the outcome itself, not the critic's word for it.
+    """Share of tokens whose advantage contains the terminal reward, not only the critic's values.
 
-    The last temporal-difference error, which holds the reward, enters the advantage of token t with
-    weight ``(gamma lam)^(T-1-t)``.
+    The last temporal-difference error, which contains the reward, has a weight of
+    ``(gamma lam)^(T-1-t)`` in the advantage of token t.
 
     **Concern**: whether an adaptive lambda is right (arXiv 2505.17997), and credit for early steps
-    under a sparse reward (arXiv 2506.03038): tokens out of reach learn from differences of values
+    under a sparse reward (arXiv 2506.03038): advantages out of reach contain differences of values
     alone.
 
     **Reading it.** With lam 0.95 only the last 90 tokens are reached, whatever the length: long
     responses have a small share. VAPO's length-adaptive lambda makes the share constant, about
-    ``4.6 alpha``. A small share is harmless with a good critic and fatal with a bad one, so read it
-    next to `by_position`.
+    ``4.6 alpha``. A small share is harmless with a good critic and harmful with a bad one, so
+    compare with `by_position`.
 
     Args:
       mask: true on sampled tokens.
-      lam: of the advantages; a scalar, or an array that spreads such as ``lam[:, None]``.
-      gamma: their discount, of the same shapes.
-      threshold: above which weight the outcome counts as felt.
+      lam: of the advantages; a scalar, or an array that broadcasts, such as ``lam[:, None]``.
+      gamma: discount of the advantages, of the same shapes.
+      threshold: weight of the terminal error above which a token is reached.
 
     Returns:
       A `TerminalReach`.
@@ -145,28 +146,29 @@ def lambda_sensitivity(
     gamma: Scalar | Float[ArrayLike, "*#batch #time"] = 1.0,
     edges: Sequence[int] = (),
 ) -> LambdaSensitivity:
-    """How much advantages at lam say the same as unbiased ones, for short and long responses.
+    """Correlation and sign agreement of advantages at lam with unbiased ones, by response length.
 
-    Compares ``A(lam)`` with ``A(1) = G - V``, which is unbiased whatever the critic and has the
-    full variance of the return.
+    Compares ``A(lam)`` with ``A(1) = G - V``, which is unbiased for any critic and has the full
+    variance of the return.
 
     **Concern**: whether length-dependent lambda is the right adaptation (arXiv 2505.17997).
 
     **Reading it.** Correlation and agreement near 1: lambda hardly matters, the critic fits the
-    outcomes. Agreement near 1/2: the two would push tokens in unrelated directions, so
-    lambda decides what is learned, and one of them is wrong: the critic, if `by_position` says so.
-    A fall over the buckets says that lambda should rise with length faster than it does.
+    outcomes. Agreement near 1/2: the signs of the two are unrelated, so lambda decides what is
+    learned, and one of them is wrong: that of the critic, if `by_position` shows a bad one. A
+    decrease over the buckets means that lambda should rise with length faster than it does.
 
     Args:
-      rewards: one per token; usually zero but for the last sampled one.
+      rewards: one per token; usually 0 except on the last sampled one.
       values: the critic's estimates.
       mask: true on sampled tokens.
-      lam: of the policy's advantages; a scalar, or an array that spreads such as ``lam[:, None]``.
+      lam: of the policy's advantages; a scalar, or an array that broadcasts, such as
+        ``lam[:, None]``.
       gamma: the discount, of the same shapes.
-      edges: lengths that separate the buckets, as in `length_share`; without any there is one.
+      edges: lengths that separate the buckets, as in `length_share`; one bucket without any.
 
     Returns:
-      A `LambdaSensitivity`, one entry more than edges.
+      A `LambdaSensitivity`, one entry more than `edges`.
 
     Raises:
       ValueError: if the edges do not increase.
@@ -201,18 +203,18 @@ def lambda_sensitivity(
 def guard_rate(
     lengths: Real[ArrayLike, "*batch"], *, alpha: Number, floor: Number = 0.0
 ) -> Float[Array, ""]:
-    """The share of responses too short for `length_adaptive_lambda`, which then gives its floor.
+    """Share of responses too short for `length_adaptive_lambda`, which have its floor as lambda.
 
-    ``1 - 1 / (alpha l) <= floor``; with the floor at 0, ``alpha l <= 1``.
+    ``1 - 1 / (alpha l) <= floor`` for a length l; with a floor of 0, ``alpha l <= 1``.
 
     **Concern**: whether length-dependent lambda is the right adaptation (arXiv 2505.17997).
 
-    **Reading it.** 0: lambda adapts throughout. Near 1: it is a constant, and with a floor of 0
-    that constant means one-step differences of values, whose bias `bootstrap_bias` measures. Raise
-    alpha: 0.05 is made for thousands of tokens.
+    **Reading it.** 0: lambda adapts to every length. Near 1: it is constant, and with a floor of 0
+    advantages are one-step TD errors, whose bias `bootstrap_bias` measures. Raise alpha: 0.05 is
+    meant for thousands of tokens.
 
     Args:
-      lengths: sampled tokens per row; rows of 0 are not counted.
+      lengths: sampled tokens per row; rows of 0 are excluded.
       alpha: that of `length_adaptive_lambda`.
       floor: that of `length_adaptive_lambda`.
 
@@ -220,7 +222,7 @@ def guard_rate(
       The share, in [0, 1].
 
     Raises:
-      ValueError: if `alpha` is not positive.
+      ValueError: if `alpha` is not positive or `floor` is not in [0, 1].
 
     References:
       Yue et al., "VAPO", 2025, section 4.2. https://arxiv.org/abs/2504.05118
@@ -231,6 +233,6 @@ def guard_rate(
     """
     alpha, floor = check_adaptive_lambda(alpha, floor)
     (lengths,) = as_floats(jax.lax.stop_gradient(lengths))
-    # 1 <= alpha l (1 - floor) without a division, so that whole lengths compare exactly.
+    # alpha l (1 - floor) <= 1 has no division, so integer lengths compare exactly.
     guarded = alpha * lengths * (1 - floor) <= 1
     return tokens.mean(guarded.astype(lengths.dtype), lengths > 0)
