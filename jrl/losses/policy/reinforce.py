@@ -142,8 +142,8 @@ def cispo_loss(
     Returns:
       `(loss, metrics)` as of `ppo_loss`, with these metrics
 
-      * ``pg_clipfrac``: the tokens whose weight was clipped, whatever the advantage; TRL includes
-        positive advantages only;
+      * ``pg_clipfrac``: fraction of tokens whose weight was clipped, whatever the advantage; TRL
+        includes positive advantages only;
       * ``ppo_kl``, ``ratio``, ``ratio_squared``, ``ratio_clamped``: as in `ppo_loss`, or at the
         sequence level as in `gspo_loss`; before the clip.
 

@@ -89,10 +89,10 @@ def gspo_loss(
 
       * ``pg_clipfrac``: clipped fraction; tokens of a row with the same sign of advantage are
         clipped together;
-      * ``pg_clipfrac_lower``: the tokens that the dual clip clips, if it is set;
+      * ``pg_clipfrac_lower``: the same for the dual clip, if it is set;
       * ``ppo_kl``: minus the row's mean log-ratio, the k1 estimate of KL(old || current);
       * ``ratio``, ``ratio_squared``: of the row, once per token;
-      * ``ratio_clamped``: the tokens whose log-ratio exceeds `max_log_ratio`.
+      * ``ratio_clamped``: fraction of tokens with a log-ratio beyond `max_log_ratio`.
 
     Raises:
       ValueError: if a bound is negative, `clip_dual` is not above 1 or `gradient` is unknown; if
@@ -258,7 +258,7 @@ def gmpo_loss(
     Returns:
       `(loss, metrics)` as of `ppo_loss`, with these metrics
 
-      * ``pg_clipfrac``: the tokens whose log-ratio a bound clips;
+      * ``pg_clipfrac``: fraction of tokens whose log-ratio a bound clips;
       * ``ppo_kl``, ``ratio``, ``ratio_squared``, ``ratio_clamped``: as in `ppo_loss`; before the
         clip.
 

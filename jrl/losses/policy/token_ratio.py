@@ -89,12 +89,12 @@ def ppo_loss(
       the mask is false. The metrics are means over the tokens in the mask, whatever the
       aggregation, kept as `Mean` so that they add up over micro-batches and devices:
 
-      * ``pg_clipfrac``: clipped fraction, the tokens whose loss a clip changes;
-      * ``pg_clipfrac_lower``: the tokens whose loss the dual clip or the guard changes;
+      * ``pg_clipfrac``: clipped fraction of the tokens, those whose loss a clip changes;
+      * ``pg_clipfrac_lower``: the same for the dual clip and the guard;
       * ``ppo_kl``: ``old_logprobs - logprobs``, the k1 estimate of KL(old || current);
       * ``ratio``, ``ratio_squared``: of the two policies; 1 each while they are equal. The
         effective sample size, as a fraction, is ``ratio^2 / ratio_squared``;
-      * ``ratio_clamped``: the tokens whose log-ratio exceeds `max_log_ratio`.
+      * ``ratio_clamped``: fraction of tokens with a log-ratio beyond `max_log_ratio`.
 
     Raises:
       ValueError: if a bound is negative, `clip_dual` is not above 1, or `guard` is not above
@@ -318,7 +318,7 @@ def sapo_loss(
     Its gradient is that of ``-A r`` times ``4 p (1 - p)``. This factor is 1 at r = 1, so the first
     on-policy step is REINFORCE, and it decays smoothly away from 1. The loss *value* at r = 1 is
     ``-2 A / tau``, not ``-A``: only the gradient compares with other losses. A larger temperature
-    decays earlier, by default for negative advantages.
+    makes the decay faster, by default for negative advantages.
 
     verl always uses `seq-mean-token-mean`, whatever is configured; TRL uses it too and counts empty
     rows (``empty_rows="count"``).
