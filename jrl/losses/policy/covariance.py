@@ -198,8 +198,8 @@ def clip_cov_loss(
 
     Raises:
       ValueError: if `key` is missing where it is required, `fraction` is not in [0, 1], `low` is
-        not below `high`, or a bound is negative; if the aggregation is unknown, or denominators are
-        passed with ``aggregation=None``.
+        not below `high`, or a bound is negative; if the aggregation is unknown, or None with
+        denominators.
 
     References:
       Cui et al., "The entropy mechanism of reinforcement learning for reasoning language models",
@@ -284,7 +284,7 @@ def kl_cov_loss(
 
     Raises:
       ValueError: if `fraction` is not in [0, 1] or `coefficient` is negative; if the aggregation is
-        unknown, or denominators are passed with ``aggregation=None``.
+        unknown, or None with denominators.
 
     References:
       Cui et al., "The entropy mechanism of reinforcement learning for reasoning language models",

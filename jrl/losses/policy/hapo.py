@@ -165,8 +165,8 @@ def hapo_loss(
       advantage was amplified or damped.
 
     Raises:
-      ValueError: if a bound or strength is out of its range; if the aggregation is unknown, or
-        denominators are passed with ``aggregation=None``.
+      ValueError: if a bound or strength is out of its range; if the aggregation is unknown, or None
+        with denominators.
 
     References:
       "Heterogeneous adaptive policy optimization", 2025. https://arxiv.org/abs/2509.16591

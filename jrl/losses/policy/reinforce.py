@@ -68,8 +68,7 @@ def reinforce_loss(
       tokens sampled from the current policy it estimates the entropy.
 
     Raises:
-      ValueError: if the aggregation is unknown, or denominators are passed with
-        ``aggregation=None``.
+      ValueError: if the aggregation is unknown, or None with denominators.
 
     References:
       Williams, "Simple statistical gradient-following algorithms for connectionist reinforcement
@@ -149,7 +148,7 @@ def cispo_loss(
 
     Raises:
       ValueError: if a bound is negative or `level` is unknown; if the aggregation is unknown, or
-        denominators are passed with ``aggregation=None``.
+        None with denominators.
 
     References:
       MiniMax, "MiniMax-M1", 2025, eqs. 4 and 5. https://arxiv.org/abs/2506.13585
@@ -232,8 +231,8 @@ def vespo_loss(
       * ``ppo_kl``, ``ratio``, ``ratio_squared``, ``ratio_clamped``: as in `ppo_loss`.
 
     Raises:
-      ValueError: if an exponent or a rate is not positive; if the aggregation is unknown, or
-        denominators are passed with ``aggregation=None``.
+      ValueError: if an exponent or a rate is not positive; if the aggregation is unknown, or None
+        with denominators.
 
     References:
       "VESPO: variational sequence-level soft policy optimization for stable off-policy LLM
@@ -314,8 +313,7 @@ def dro_loss(
       * ``ppo_kl``, ``ratio``, ``ratio_squared``, ``ratio_clamped``: as in `ppo_loss`.
 
     Raises:
-      ValueError: if `beta` is negative; if the aggregation is unknown, or denominators are passed
-        with ``aggregation=None``.
+      ValueError: if `beta` is negative; if the aggregation is unknown, or None with denominators.
 
     References:
       Richemond et al., "Offline regularised reinforcement learning for large language models

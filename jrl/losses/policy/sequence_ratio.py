@@ -69,10 +69,8 @@ def gspo_loss(
       old_logprobs: the same under the old policy, the denominator of the ratio; no gradient.
       advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
       mask: true on sampled tokens.
-      clip_low: lower bound ``1 - clip_low`` of the ratio; below it, tokens with a negative
-        advantage have no gradient.
-      clip_high: upper bound ``1 + clip_high``; above it, tokens with a positive advantage have no
-        gradient.
+      clip_low: lower bound ``1 - clip_low`` of the ratio, for tokens with a negative advantage.
+      clip_high: upper bound ``1 + clip_high`` of it, for tokens with a positive advantage.
       clip_dual: the ratio of the row, above 1, beyond which tokens with a negative advantage have
         no gradient (dual clip); None disables it. OpenRLHF's ``dual_clip``, and at this level TRL's
         ``delta``.
@@ -96,7 +94,7 @@ def gspo_loss(
 
     Raises:
       ValueError: if a bound is negative, `clip_dual` is not above 1 or `gradient` is unknown; if
-        the aggregation is unknown, or denominators are passed with ``aggregation=None``.
+        the aggregation is unknown, or None with denominators.
 
     References:
       Zheng et al., "Group sequence policy optimization", 2025, section 4.1 (sequence) and 4.3
@@ -263,8 +261,7 @@ def gmpo_loss(
         clip.
 
     Raises:
-      ValueError: if a bound is negative; if the aggregation is unknown, or denominators are passed
-        with ``aggregation=None``.
+      ValueError: if a bound is negative; if the aggregation is unknown, or None with denominators.
 
     References:
       Zhao et al., "Geometric-mean policy optimization", 2025, section 3.

@@ -63,10 +63,8 @@ def ppo_loss(
       old_logprobs: the same under the old policy, the denominator of the ratio; no gradient.
       advantages: one per token, or ``[batch, 1]`` for one per row; no gradient.
       mask: true on sampled tokens.
-      clip_low: lower bound ``1 - clip_low`` of the ratio; below it, tokens with a negative
-        advantage have no gradient.
-      clip_high: upper bound ``1 + clip_high``; above it, tokens with a positive advantage have no
-        gradient.
+      clip_low: lower bound ``1 - clip_low`` of the ratio, for tokens with a negative advantage.
+      clip_high: upper bound ``1 + clip_high`` of it, for tokens with a positive advantage.
       clip_dual: the ratio, above 1, beyond which a token with a negative advantage has no gradient
         (dual clip); None disables it. Published settings are 3 and 10.
       guard: two-sided clip, above ``1 + clip_high``: the cap of the ratio in the unclipped term. A
@@ -79,8 +77,7 @@ def ppo_loss(
         disables it, and such ratios follow IEEE arithmetic.
       importance_weights: factors on the token losses, of the shapes of `advantages`, such as
         corrections for a sampler that differs from the old policy; no gradient. None disables them.
-      aggregation: reduction over tokens and sequences, see `aggregate`; None gives one loss per
-        token.
+      aggregation: reduction of the tokens' losses, see `aggregate`; None gives one loss per token.
       denominators: those of `aggregate`: `num_tokens`, `num_sequences`, `max_length`,
         `sequence_lengths`, `empty_rows`; none with ``aggregation=None``.
 
@@ -100,7 +97,7 @@ def ppo_loss(
       ValueError: if a bound is negative, `clip_dual` is not above 1, or `guard` is not above
         ``1 + clip_high``, where it would clip positive advantages first (with `clip_high` as an
         array, only ``guard > 1`` is checked, and a lower guard does clip first); if the aggregation
-        is unknown, or denominators are passed with ``aggregation=None``.
+        is unknown, or None with denominators.
 
     References:
       Schulman et al., "Proximal policy optimization algorithms", 2017, eq. 7.
@@ -230,7 +227,7 @@ def dppo_loss(
 
     Raises:
       ValueError: if `kind` is unknown, `max_divergence` is negative or `max_ratio` is not above 1;
-        if the aggregation is unknown, or denominators are passed with ``aggregation=None``.
+        if the aggregation is unknown, or None with denominators.
 
     References:
       Qi et al., "Rethinking the trust region in LLM reinforcement learning", 2026.
@@ -345,7 +342,7 @@ def sapo_loss(
 
     Raises:
       ValueError: if a temperature is not positive or `level` is unknown; if the aggregation is
-        unknown, or denominators are passed with ``aggregation=None``.
+        unknown, or None with denominators.
 
     References:
       Gao et al., "Soft adaptive policy optimization", 2025. https://arxiv.org/abs/2511.20347
