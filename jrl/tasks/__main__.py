@@ -20,7 +20,7 @@ class CheckArguments:
     """check: try wrong and right answers, and report which are misjudged. The exit status is 1 if a
     wrong one gets the full score."""
     target: tyro.conf.Positional[str]
-    """A task as --task of jrl.train has it, a file of prompts, or a custom reward as
+    """A task as for --task of jrl.train, a file of prompts, or a custom reward as
     path/to/file.py:name."""
     answers: Literal["final", "evaluated"] = "final"
     """Required form of answers, as in jrl.train."""

@@ -17,7 +17,7 @@ NUM_DIGITS = 8
 
 
 class Sort:
-    """Sort eight digits: ``31415926=`` asks for ``11234569``."""
+    """Sort eight digits: ``31415926=`` is answered by ``11234569``."""
 
     max_prompt_length = NUM_DIGITS + 1
     max_response_length = NUM_DIGITS
@@ -32,7 +32,7 @@ class Sort:
 
 
 class Addition:
-    """Add two three-digit numbers, the sum written backwards: ``123+989=`` asks for ``2111``.
+    """Add two three-digit numbers, the sum written backwards: ``123+989=`` is answered by ``2111``.
 
     Backwards, so that each digit depends only on digits and a carry to its left.
     """
@@ -58,7 +58,7 @@ TAIL = 1.5
 
 
 class Scratchpad:
-    """Add two numbers of two to five digits or more, thinking aloud, digit by digit from the right.
+    """Add two numbers of two to five digits or more, with a chain of thought from the right.
 
     ``47+385=`` may be answered by ``7+5+0=12,4+8+1=13,0+3+1=04#432``: digit, digit and carry, their
     sum as carry and digit, and after the marker the result. The result alone is scored, so that
@@ -138,7 +138,7 @@ NUM_TERMS = 3
 
 
 class Progression:
-    """Continue an arithmetic progression modulo 100: ``93,96,99=`` asks for ``02,05,08``."""
+    """Continue an arithmetic progression modulo 100: ``93,96,99=`` is answered by ``02,05,08``."""
 
     max_prompt_length = len("00,00,00=")
     max_response_length = len("00,00,00")
@@ -156,11 +156,11 @@ class Progression:
 MAX_NUMBER = 12
 MAX_TARGET = 99
 _OPERATIONS = {"+": (add, 0), "-": (sub, 0), "*": (mul, 1), "/": (floordiv, 1)}
-"""Operations, and how tightly they bind."""
+"""Operations and their precedence."""
 
 
 class _Term(NamedTuple):
-    """An expression and its value, and how tightly its last operation binds."""
+    """An expression, its value, and the precedence of its last operation."""
 
     text: str
     value: int
@@ -179,7 +179,7 @@ class Countdown:
     characters = "()*+,-/0123456789:="
 
     def prompts(self, random: Random) -> Record:
-        """Draws an expression first, and asks for its value, so that there always is an answer."""
+        """Draws an expression and takes its value as the target, so that there is a solution."""
         while True:
             numbers = [random.randrange(1, MAX_NUMBER + 1) for _ in range(3)]
             left, right, third = (_Term(str(number), number) for number in numbers)
@@ -213,14 +213,14 @@ def _join(left: _Term, operation: str, right: _Term) -> _Term | None:
     if operation == "/" and (right.value == 0 or left.value % right.value):
         return None
     left_text = left.text if left.rank >= rank else f"({left.text})"
-    # On the right, equal rank needs parentheses as well: a-(b+c), a/(b*c).
+    # On the right, equal precedence needs parentheses as well: a-(b+c), a/(b*c).
     right_text = right.text if right.rank > rank else f"({right.text})"
     value = operate(left.value, right.value)
     return _Term(f"{left_text}{operation}{right_text}", value, rank)
 
 
 MIN_CANDIDATES, MAX_CANDIDATES = 6, 9
-"""Numbers that are possible at first."""
+"""Minimum and maximum number of digits that the prompt lists."""
 MAX_GUESSES = 4
 HIGHER, LOWER = "higher.", "lower."
 
@@ -228,21 +228,21 @@ HIGHER, LOWER = "higher.", "lower."
 class Guess:
     """Guess one of six to nine digits, with feedback on each guess.
 
-    ``023579:`` asks for one of these digits. The environment answers the guess ``7`` with
-    ``lower.``, ``3`` with ``higher.``, and so on. The number itself scores full marks within
-    `MAX_GUESSES` guesses; bisection always finds it in time. Reference
-    conversations guess at random among what is still possible, and get there in time.
+    ``023579:`` lists the digits, one of which is to be guessed. The environment answers the guess
+    ``7`` with ``lower.``, ``3`` with ``higher.``, and so on. The number itself scores full marks
+    within `MAX_GUESSES` guesses; bisection always finds it within them. Reference conversations
+    guess at random among the digits that are still possible, and find it within them too.
     """
 
     max_prompt_length = MAX_CANDIDATES + 1
-    # A digit and an end for each guess, and an answer to all but the last; the last end is none.
+    # A digit and an end token for each guess, the last without end, and a hint between guesses.
     max_response_length = MAX_GUESSES * 2 + (MAX_GUESSES - 1) * len(HIGHER) - 1
     characters = "".join(sorted(set("0123456789:" + HIGHER + LOWER)))
-    # Held out by what is asked: a number never to be found in one prompt would be told by that.
+    # Split by the prompt alone: else training shows that one digit of a prompt is never hidden.
     distinct_prompts = True
 
     def prompts(self, random: Random) -> Record:
-        """Draws digits and one of them, and a conversation that finds it."""
+        """Draws digits, one of them as the hidden number, and a conversation that finds it."""
         count = random.randrange(MIN_CANDIDATES, MAX_CANDIDATES + 1)
         digits = sorted(random.sample(range(10), count))
         number = random.choice(digits)
@@ -253,21 +253,21 @@ class Guess:
         return {"prompt": prompt, "number": number, "turns": messages}
 
     def environment(self, number: int) -> "Guessing":
-        """Knows the number."""
+        """The environment with this hidden number."""
         return Guessing(number)
 
 
 class Guessing:
-    """The one who has thought of a number."""
+    """Environment of the guessing game: compares guesses with the hidden number."""
 
     def __init__(self, number: int):
         self._number, self._guesses = number, 0
 
     def reset(self) -> None:
-        """The prompt has said it all."""
+        """Adds no message to the prompt."""
 
     def step(self, message: Mapping[str, str]) -> tuple[list[dict[str, str]], float, bool]:
-        """Full marks for the number; what is no digit ends the conversation."""
+        """Gives full marks for the number; a message that is no digit ends the conversation."""
         answer = extract(message["content"], bare=True)
         text = "" if answer is None else answer.text
         if len(text) != 1 or text not in "0123456789":
@@ -302,11 +302,11 @@ ERROR = "error"
 
 
 class Calculator:
-    """Work out a product of two numbers and a third added or taken away, with a calculator tool.
+    """Compute a product of two numbers plus or minus a third, with a calculator tool.
 
     The policy answers ``47*83-6=`` with a call, ``@calc 47*83-6``. The calculator returns
-    ``3895.``, and the second turn ``3895`` scores full marks. A policy that knows the result may
-    answer without a call.
+    ``3895.``, and the second turn ``3895`` scores full marks. A policy may also answer without a
+    call.
     """
 
     max_prompt_length = len("99*99+99=")
@@ -328,7 +328,7 @@ class Calculator:
         return {"prompt": f"{text}=", "expression": text, "turns": messages}
 
     def environment(self, expression: str) -> ToolEnvironment:
-        """Knows the result."""
+        """The environment with the calculator, which compares the final answer exactly."""
         value = parse(expression).value()
 
         def score(text: str) -> float:
@@ -356,6 +356,6 @@ BUILT_IN: dict[str, Callable[[int], ProceduralTask]] = {
         ("progression", Progression()),
     )
 }
-"""Tasks without conversations, each made of the seed that picks its stream of prompts."""
+"""Single-turn tasks, each made from the seed that selects its stream of prompts."""
 CONVERSATIONS: dict[str, Callable[[], Any]] = {"guess": Guess, "calculator": Calculator}
-"""Definitions of tasks whose environments answer the policy."""
+"""Definitions of multi-turn tasks, whose environments answer the policy."""

@@ -28,12 +28,12 @@ class Case:
     """An answer and a reference answer.
 
     Attributes:
-      kind: what it is an example of.
+      kind: what the answer is an example of.
       reference: the reference answer.
       completion: the answer.
       verdict: one of `VERDICTS`.
-      unevaluated: whether it is wrong as it is still to be worked out, and has the right value.
-      because: why, where people could differ; else "".
+      unevaluated: whether it has the right value, and is wrong only because it is unevaluated.
+      because: reason for a verdict that is debatable; else "".
     """
 
     kind: str
@@ -110,9 +110,9 @@ def attacks_on(examples: Sequence[Example]) -> list[tuple[Example, Case]]:
 
 
 PROMPTS = 8
-"""Prompts of a task that are attacked."""
+"""Number of prompts of a task that are attacked."""
 MAX_LISTED = 20
-"""Answers of a group that are written out."""
+"""Maximum number of answers of a group that are printed."""
 Score = Callable[[Sequence[tuple[Example, str]]], list[float]]
 """Scores of completions; NaN is a failure."""
 
@@ -153,19 +153,19 @@ class Finding:
 def check(
     target: str, *, seed: int = 0, answers: str = FINAL, seconds: float = 5.0
 ) -> list[Finding]:
-    """Tries the table and the attacks on a task, or on a reward of a user's own.
+    """Scores the table of cases and the attacks by a task, or by a custom reward.
 
     Args:
       target: as of `load_task`, a file of prompts, or ``path/to/file.py:reward``.
       seed: of the prompts that are attacked.
       answers: as of `load_task`.
-      seconds: how long a reward of a user's own may take.
+      seconds: time limit of one call of a custom reward.
 
     Returns:
       A finding for each case, in the order of table and attacks.
 
     Raises:
-      ValueError: where there is no such task or reward, or it is scored by an environment.
+      ValueError: if there is no such task or reward, or an environment scores it.
     """
     with _open_scorer(target, seed, answers, seconds) as (score, task):
         pairs: list[tuple[Example, Case]] = []
@@ -184,7 +184,7 @@ def check(
 
 def _findings(score: Score, pairs: Sequence[tuple[Example, Case]]) -> list[Finding]:
     examples = list({id(example): example for example, _ in pairs}.values())
-    # What is asked about twice is asked once; a failure is worth nothing.
+    # Both bounds are scored once per example.
     full = score([(example, example.answer) for example in examples])
     none = score([(example, "") for example in examples])
     bounds = {id(example): each for example, *each in zip(examples, full, none, strict=True)}
@@ -219,7 +219,7 @@ def _verify(task: Task, pairs: Sequence[tuple[Example, str]]) -> list[float]:
 
 
 def _spec(target: str) -> str:
-    """A file alone is one of prompts."""
+    """Specification of a target as for `load_task`; a file path alone is a file of prompts."""
     kind = Path(target).suffix.removeprefix(".")
     is_file = kind in ("jsonl", "parquet") and target.partition(":")[0] not in KINDS
     return f"{kind}:{target}" if is_file else target

@@ -1,4 +1,4 @@
-"""Arithmetic expressions as people and LaTeX write them: parsed with exact values, and compared.
+"""Arithmetic expressions in plain or LaTeX notation: parsed with exact values, and compared.
 
     sum     := product (("+" | "-") product)*
     product := power (("*" | "/" | nothing) power)*
@@ -33,7 +33,7 @@ class SideBySide(NoExpression):
 
 
 class TooLarge(ValueError):
-    """A value with more bits than anybody asks for."""
+    """A value with more than `MAX_BITS` bits."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Expression:
     Attributes:
       value: exact; None where it is irrational.
       final: whether it is a number in final form, with nothing left to work out.
-      written: the digits it shows, "" but for a single number: its text without grouping.
-      percent: whether it is a number of percent, whose value is that of a hundredth part.
+      written: text of a single number, without grouping; "" for any other expression.
+      percent: whether it is a percentage; its value is then a hundredth of the number.
       kind: "number", "fraction", "scientific" where final, else "".
     """
 
@@ -66,11 +66,11 @@ class Expression:
 
 
 def read_expression(tokens: Sequence[Token]) -> Expression:
-    """The expression that all of the tokens make.
+    """Parses all of the tokens as one expression.
 
     Raises:
-      NoExpression: where they make none.
-      TooLarge: where a part has a value beyond all bounds.
+      NoExpression: if they are not one.
+      TooLarge: if the value of a part has more than `MAX_BITS` bits.
     """
     if len(tokens) > MAX_TOKENS:
         raise NoExpression(f"{len(tokens)} tokens are too long for an answer")
@@ -82,7 +82,7 @@ def read_expression(tokens: Sequence[Token]) -> Expression:
 
 
 def _unevaluated(value: Fraction | None) -> Expression:
-    """An expression that is still to be worked out, unless its value is too large."""
+    """An expression that is not in final form, with a value of at most `MAX_BITS` bits."""
     if value is not None:
         bits = value.numerator.bit_length() + value.denominator.bit_length()
         if bits > MAX_BITS:
@@ -337,7 +337,7 @@ def _exact_root(value: Fraction, degree: int) -> Fraction | None:
 
 
 def _integer_root(value: int, degree: int) -> int | None:
-    """Newton's method in whole numbers."""
+    """Integer root by Newton's method; None if the root is not an integer."""
     if value < 2:
         return value
     root = 1 << -(-value.bit_length() // degree)
@@ -349,9 +349,9 @@ def _integer_root(value: int, degree: int) -> int | None:
 
 
 SIGNIFICANT = 6
-"""Digits that a decimal must show to stand for a number that it is rounded from."""
+"""Minimum number of digits of a decimal that is accepted as a rounding of another number."""
 EXACT_DIGITS = 15
-"""Digits that binary floating point holds: beyond them two results of one sum may differ."""
+"""Digits of a binary floating-point number; beyond them two results of one sum may differ."""
 
 
 def same_number(reference: Expression, answer: Expression) -> bool:
@@ -399,6 +399,6 @@ def significant_digits(decimal: Expression) -> int:
 
 
 def round_to_digits(value: Fraction, digits: int) -> Fraction:
-    """The nearest number with so many significant digits."""
+    """Rounds to this number of significant digits."""
     context = Context(prec=digits, rounding=ROUND_HALF_EVEN, Emax=10**6, Emin=-(10**6))
     return Fraction(context.divide(Decimal(value.numerator), Decimal(value.denominator)))

@@ -1,9 +1,9 @@
 """Extraction of the answer from a completion, for all tasks.
 
-Only the text after the end of reasoning counts. The answer is the last complete ``\\boxed{...}`` or
-``<answer>...</answer>`` in it, else the line of the last ``####``, else all of it. A completion
-whose reasoning is never closed has no answer, and a box that is never closed is ignored. The time
-is linear in the length of the text.
+Only the text after the end of reasoning is searched. The answer is the last complete
+``\\boxed{...}`` or ``<answer>...</answer>`` in it, else the line of the last ``####``, else all of
+it. A completion whose reasoning is never closed has no answer, and a box that is never closed is
+ignored. The time is linear in the length of the text.
 """
 
 import re
@@ -22,9 +22,9 @@ REASONING = (
 REASONING_TOKENS = frozenset(
     {"<|channel|>", "<|message|>", *(mark for pair in REASONING for mark in pair)}
 )
-"""Special tokens that marks of reasoning are, or are made of."""
+"""Special tokens that these marks are, or consist of."""
 UNREADABLE = "\ufffd"
-"""Stands for a special token in a completion."""
+"""Character in place of a special token in a completion."""
 BLANKS = " \t\r\n\f\v\u00a0\u200b\ufeff"
 HASHES = re.compile(r"(?<!#)####(?!#)")
 _OPENS, _ENDS = (
@@ -36,24 +36,24 @@ _TAG = re.compile(r"<(/?)answer\s*>", re.IGNORECASE)
 _HEADING = re.compile(
     r"[\s*_]*(?:the\s+)?(?:final\s+)?(?:answer|solution|result|conclusion)?[\s*_:]*", re.IGNORECASE
 )
-# What may stand between two boxes that are one statement: blanks, commas, "and", "or", a label.
+# Text between two boxes that form one statement: blanks, commas, "and", "or", a label.
 _BOX_SEPARATOR = re.compile(
     r"(?:[\s$,;/&~.]|\\[()\[\],;]|\\q?quad|\\text\s*\{\s*(?:and|or)\s*\}|and\b|or\b"
     r"|[A-Za-z]\w?\s*=)*"
 )
 _OR = re.compile(r"\bor\b|/")
 MAX_BETWEEN_BOXES = 40
-"""Characters between two boxes of one statement."""
+"""Maximum number of characters between two boxes of one statement."""
 MAX_NESTED_MARKUP = 8
 
 
 @dataclass(frozen=True)
 class Extracted:
-    """An answer.
+    """An extracted answer.
 
     Attributes:
-      text: of it, without blanks around it; empty where there is nothing.
-      marked: whether a box, a tag or a line of ``####`` says that this is the answer.
+      text: of the answer, without surrounding blanks; empty if there is none.
+      marked: whether a box, a tag or a line of ``####`` marks it as the answer.
     """
 
     text: str
@@ -61,12 +61,12 @@ class Extracted:
 
 
 def extract(completion: str, *, bare: bool = False) -> Extracted | None:
-    """The answer in a completion, None where its reasoning is not ended.
+    """The answer in a completion; None if its reasoning is not closed.
 
     Args:
-      bare: whether it is of a task whose answers are made of a few characters, "#" perhaps among
-        them: ``####`` marks nothing then, and where nothing else does, or ends reasoning, the
-        completion counts to the letter.
+      bare: whether answers of the task consist of a few characters, perhaps with "#" among them.
+        ``####`` is then no mark, and a completion without marks and without reasoning is the
+        answer as it is, blanks included.
     """
     answer = after_reasoning(completion)
     if answer is None:
@@ -90,7 +90,7 @@ def after_reasoning(completion: str) -> str | None:
 
 
 def opens_reasoning(text: str) -> str:
-    """The mark of open reasoning, with the blanks after it, that a text ends with; empty where it
+    """The mark of open reasoning at the end of a text, with the blanks after it; empty if the text
     ends otherwise."""
     opened = _last_match(_OPENS, text)
     if opened is None or text[opened.end() :].strip(BLANKS):
@@ -116,14 +116,14 @@ def _last_marked_text(text: str, *, hashes: bool) -> str | None:
     if mark is None:
         return None
     line, _, rest = text[mark.end() :].lstrip(" \t").partition("\n")
-    # A heading of Markdown is written alike; what stands below it is meant then.
+    # A Markdown heading looks the same; the answer is then the text below it.
     return rest if _HEADING.fullmatch(line) else line
 
 
 def _last_boxes(text: str) -> tuple[int, str] | None:
     """End of the last complete box, and its text with that of the boxes before it that belong to
     it; None without a box."""
-    # Of open braces: where they begin, and where the content of a box does, -1 for other braces.
+    # For each open brace: its position, and that of the content of a box, -1 for other braces.
     opened: list[tuple[int, int]] = []
     boxes: list[tuple[int, int, str]] = []
     for match in _BRACES.finditer(text):
@@ -131,7 +131,7 @@ def _last_boxes(text: str) -> tuple[int, str] | None:
         if brace == "}":
             begin, content = opened.pop() if opened else (-1, -1)
             if content >= 0:
-                # Those inside it are a part of what it says.
+                # Boxes inside it are part of its content.
                 while boxes and boxes[-1][0] > begin:
                     boxes.pop()
                 boxes.append((begin, match.end(), text[content : match.start()]))

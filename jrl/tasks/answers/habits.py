@@ -13,10 +13,10 @@ from functools import lru_cache
 from .extraction import Extracted, extract
 from .numbers import Statement, read_statement
 
-# The completions of a prompt are mostly of a few answers.
+# Most completions of a prompt share a few answers.
 _read = lru_cache(maxsize=1024)(read_statement)
 MAX_FORM_LENGTH = 500
-"""Characters of an answer whose form is looked at."""
+"""Number of characters from the start of an answer that determine its form."""
 _FORMS = (
     (re.compile(r"\d+(?:[.,]\d+)*"), "0"),
     (re.compile(r"[^\W\d_]+"), "a"),
@@ -30,7 +30,7 @@ class Answered:
     """A completion with its verdict.
 
     Attributes:
-      prompt: tells its prompt from others.
+      prompt: identity of its prompt.
       text: of the completion.
       reference: the reference answer; empty where there is none.
       correct: whether it got full marks.
@@ -61,7 +61,7 @@ def answer_statistics(answered: Iterable[Answered]) -> dict[str, float]:
     by_prompt: defaultdict[Hashable, Counter[str]] = defaultdict(Counter)
     for row, text in zip(rows, texts, strict=True):
         by_prompt[row.prompt][text] += 1
-    # The first of equals, which the order of completions decides.
+    # Of equally frequent answers, that of the first completion.
     commonest = {counts.most_common(1)[0][0] for counts in by_prompt.values()}
     forms = Counter(form_of(text) for text in texts)
     statistics = {
@@ -88,7 +88,7 @@ def is_disputed(row: Answered) -> bool:
 
 
 def form_of(text: str) -> str:
-    """The form of an answer: 0 for its numbers, and a for its words."""
+    """The form of an answer: its text with 0 for each number and a for its words."""
     return _form(text[:MAX_FORM_LENGTH])
 
 

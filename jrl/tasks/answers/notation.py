@@ -1,10 +1,10 @@
-"""Plain notation of an answer, one spelling for what is written in many ways, and its tokens."""
+"""Normalisation of the notation of an answer to one spelling, and its tokens."""
 
 import re
 from typing import NamedTuple
 
 DASH = "\u2013"
-"""Between the ends of a range."""
+"""Dash between the ends of a range."""
 _SIGNS = {
     **{code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)},  # wide letters, digits and marks
     **dict.fromkeys(map(ord, "\u2212\u2010\u2011\ufe63"), "-"),
@@ -58,14 +58,14 @@ _REPLACEMENTS = [
         (r"\*\*", ""),
         (r"__|[`\"]", ""),
         (r"(?<![\w)\]}*])\*(?![\s*])([^*\n]*?)(?<![\s*])\*(?![\w(*])", r"\1"),  # emphasis
-        # Of a line that says another number: "18. She has pens." begins with its answer.
+        # List markers of a line with another number: "18. She has pens." begins with its answer.
         (r"(?m)^[ \t]*(?:\d{1,2}[.)][ \t]+(?=[^\n]*\d)|[-*•+][ \t]+(?=\S))", " "),
     )
 ]
 
 
 def plain_notation(text: str) -> str:
-    """A text without what only says how it is set: emphasis, delimiters, spaces, wide digits."""
+    """Removes typesetting from a text: emphasis, delimiters, spaces, wide digits."""
     text = text.translate(_SIGNS)
     text = _RAISED.sub(lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}", text)
     for pattern, instead in _REPLACEMENTS:
@@ -95,7 +95,7 @@ _PAIR = re.compile(r"(?!\d{1,3},\d{3}$)\d+,\d+")
 
 
 class Token(NamedTuple):
-    """A piece of a text.
+    """A token of a text.
 
     Attributes:
       kind: number, command, word, vulgar, constant, relation, math, comma, stop, currency or other.
@@ -110,8 +110,8 @@ class Token(NamedTuple):
 
 
 def tokens_of(text: str) -> list[Token]:
-    """All tokens of a text, blanks left out. A comma in a number is that of a decimal, but for
-    brackets, in which it parts two."""
+    """All tokens of a text, without blanks. A comma within a number is part of it, except in
+    brackets, where a comma may separate two numbers."""
     tokens: list[Token] = []
     depth = 0
     for match in _TOKEN.finditer(text):

@@ -15,7 +15,7 @@ from .notation import DASH, Token, canonical_number, plain_notation, tokens_of
 from .phrases import VERBS, Span, chosen_phrase, joiner, phrases_of, unit_of, words_to_signs
 
 MAX_LENGTH = 1_000
-"""Characters of running text that are looked at: its last ones."""
+"""Number of characters of running text that are parsed, from its end."""
 MAX_MARKED_LENGTH = 2_000
 NUMBER, MULTIPLE, RELATION, OPAQUE, NOTHING = "number", "several", "relation", "opaque", "nothing"
 
@@ -30,7 +30,7 @@ _PERHAPS = {"maybe", "perhaps", "possibly", "else", "even", "it's", "it", "is", 
             "answer", "could", "be", "may", "might", "rather", "about"}  # fmt: skip
 _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _LEADING = {"in", "by", "on", "after", "from", "since", "at", "with", "if", "of", "for", "step"}
-# Letters that are more often a unit or a word than a variable, where a blank stands before them.
+# Letters that are more often a unit or a word than a variable if a blank precedes them.
 _NO_VARIABLE = {"a", "I", "A", "s", "m", "g", "h", "l", "L", "K", "C", "F", "N", "J", "W", "V"}
 
 _NO_NUMBER = Expression(None)
@@ -38,17 +38,17 @@ _NO_NUMBER = Expression(None)
 
 @dataclass(frozen=True)
 class Statement:
-    """Statement of a text: a number with its unit and variable, or the reason why it is none.
+    """Statement of a text: a number with its unit and variable, or the reason why it states none.
 
     Attributes:
-      kind: `NUMBER`; `MULTIPLE` numbers of which none counts; a `RELATION`, such as a bound;
+      kind: `NUMBER`; `MULTIPLE` numbers, so none is the answer; a `RELATION`, such as a bound;
         `OPAQUE`, something with a number that is none (`2x`, `\\log 8`); or `NOTHING`.
       expression: the number; without a value where there is none.
-      unit: after or before it, as `unit_of` names it; "" where there is none that is known.
-      label: the variable that it is said of, "" where there is none.
+      unit: the unit before or after it, as named by `unit_of`; "" without a known one.
+      label: the variable that has this value; "" without one.
       digits: the number as text, without what groups its digits.
       is_only_number: whether no other number is in the text.
-      scale: the word of a power of a thousand that follows, as a number.
+      scale: power of a thousand that is named after it ("million"), as a number.
     """
 
     kind: str
@@ -61,8 +61,7 @@ class Statement:
 
     @property
     def value(self) -> Fraction | None:
-        """The number, with the thousands or millions that follow it; None where it is irrational,
-        or there is none."""
+        """The number, multiplied by `scale`; None if it is irrational, or if there is none."""
         return None if self.expression.value is None else self.expression.value * self.scale
 
     @property
@@ -72,15 +71,15 @@ class Statement:
 
 
 def read_statement(text: str, *, marked: bool = False, exclaims: bool = True) -> Statement:
-    """Reads an answer.
+    """Parses the number that an answer states.
 
     Args:
-      marked: whether it is known to be the answer, and no running text.
-      exclaims: whether a "!" at its end is one of joy; else it is a factorial.
+      marked: whether the text is marked as the answer; otherwise it is running text.
+      exclaims: whether a "!" at its end is punctuation; otherwise it is a factorial.
     """
     text = text[-(MAX_MARKED_LENGTH if marked else MAX_LENGTH) :]
     tokens = tokens_of(plain_notation(text))
-    # Signs of money delimit formulas as well: none of them parts two numbers.
+    # Dollar signs delimit formulas as well, and never separate two numbers.
     tokens = words_to_signs([token for token in tokens if token.text not in ("$", "'")])
     phrases = phrases_of(tokens)
     if not phrases:
@@ -159,7 +158,7 @@ def _is_unknown(token: Token) -> bool:
 
 
 def _trim(tokens: Sequence[Token], begin: int, end: int, exclaims: bool) -> Span:
-    """Without brackets that close or open elsewhere, and without signs that lead nowhere."""
+    """Removes unmatched brackets at either end, and signs without an operand."""
     while end - begin > 1:
         first, last = tokens[begin], tokens[end - 1]
         inside = tokens[begin:end]
@@ -231,7 +230,7 @@ def _is_bound(tokens: Sequence[Token], begin: int, end: int) -> bool:
 
 
 def _split_numbers(tokens: Sequence[Token], begin: int, end: int) -> list[Span]:
-    """The phrase parted at what joins numbers, and without the brackets around it."""
+    """Splits a phrase at the separators of numbers, and removes the brackets around it."""
     if _is_bracketed(tokens[begin:end]):
         return _split_numbers(tokens, begin + 1, end - 1)
     spans, start = [], begin
@@ -270,18 +269,18 @@ def _read_chain(tokens: Sequence[Token], *, check: bool) -> Statement:
         try:
             read.append((read_expression(segment), segment))
         except TooLarge:
-            return Statement(RELATION)  # nobody's answer, and worked out by nobody
+            return Statement(RELATION)  # too large to be an answer
         except NoExpression as error:
             if segment is filled_segments[-1]:
                 return Statement(MULTIPLE if isinstance(error, SideBySide) else OPAQUE)
     last, shown = read[-1]
     if not segments[-1] and len(filled_segments[-1]) > 1:
-        # 17 + 25 = is the question again.
+        # "17 + 25 =" only repeats the question.
         last = Expression(last.value, False)
     if check and any(_contradicts(last, other) for other, _ in read):
         return Statement(MULTIPLE)
     if not last.final and segments[-1]:
-        # 42 = 17 + 25 says 42 as well.
+        # "42 = 17 + 25" states 42 as well.
         equal = (
             (other, segment)
             for other, segment in read
@@ -306,7 +305,7 @@ def _as_text(tokens: Sequence[Token]) -> str:
 def _has_alternative(
     tokens: Sequence[Token], begin: int, end: int, others: Sequence[Span], value: Expression
 ) -> bool:
-    """True if another number is offered as well: "41 apples or maybe 42"."""
+    """True if another number is stated as an alternative: "41 apples or maybe 42"."""
     before = begin - 1
     labelled = tokens[begin].text == "=" and before >= 0 and _is_variable(tokens[before])
     before -= labelled

@@ -45,12 +45,12 @@ _NAMES = {
 
 
 def unit_of(word: str) -> str:
-    """The name of a unit, "" of a word that is none of those that are known."""
+    """The name of the unit that a word denotes; "" if it is not a known unit."""
     return _NAMES.get(word) or _NAMES.get(word.lower(), "")
 
 
 VERBS = {"is", "are", "be", "was", "were", "equals", "equal", "=", ":", "gives", "makes", "s"}
-"""Words and signs after which an answer is said."""
+"""Words and signs that precede an answer."""
 _OPERATIONS = {"plus": "+", "minus": "-", "times": "*", "over": "/", "multiplied": "*",
                "divided": "/"}  # fmt: skip
 _BEFORE_BY = ("multiplied", "divided")
@@ -154,7 +154,7 @@ def joiner(token: Token) -> str:
 
 
 def chosen_phrase(tokens: Sequence[Token], phrases: Sequence[Span]) -> int:
-    """The phrase that counts: the first after the last "answer is", else the last."""
+    """Index of the phrase with the answer: the first after the last "answer is", else the last."""
     anchors = [n for n, token in enumerate(tokens) if token.text.lower() in ("answer", "answers")]
     for anchor in reversed(anchors):
         stops = (n for n in range(anchor + 1, len(tokens)) if tokens[n].kind == "stop")
@@ -170,7 +170,7 @@ def chosen_phrase(tokens: Sequence[Token], phrases: Sequence[Span]) -> int:
             if below and all(t.kind == "stop" for t in tokens[end : phrases[below[0]][0]]):
                 return below[0]
     last = len(phrases) - 1
-    # What a remark in brackets says does not count beside what it is a remark on.
+    # Remarks in brackets at the end are skipped in favour of the phrase before them.
     while last and _is_aside(tokens, phrases[last][0]):
         last -= 1
     return last

@@ -29,15 +29,16 @@ from .notation import plain_notation, tokens_of
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 MAX_LENGTH = 1_000
-"""Characters of a formula that is read at all."""
+"""Maximum length of a formula in characters; longer ones are not parsed."""
 TOLERANCE = 1e-9
-"""Of irrational numbers, relative to the reference; of decimals that of their sixth digit."""
+"""Tolerance for irrational numbers, relative to the reference answer; `DECIMAL_TOLERANCE` is that
+for decimals, half a unit of their sixth digit."""
 DECIMAL_TOLERANCE = 5e-6
 DIGITS = 40
 MAX_SYMBOLS, MAX_OPERATIONS, MIN_COMPARED = 3, 40, 3
 
 _LATEX = ("$", "\\boxed", "\\(", "\\[")
-# Two letters in a row, unless they name a command or stand in its braces (\text{cm}, \end{matrix}).
+# Two letters in a row that neither name a command nor are in its braces (\text{cm}, \end{matrix}).
 _WORD = re.compile(r"[A-Za-z]{2,}")
 _COMMAND = re.compile(r"\\[A-Za-z]+(\{[A-Za-z ]*\})?")
 _EXPONENT = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d{1,3})(?![\w.])")
@@ -59,8 +60,8 @@ def is_formula(text: str) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def read(text: str) -> tuple[Any, ...]:
-    """Parsed values of an answer by math-verify: read as one formula, if it is one, else as it is.
-    Empty if nothing is found, or if the text is longer than `MAX_LENGTH`."""
+    """Parsed values of an answer by math-verify: of one formula if the text is one, else of the
+    text. Empty if nothing is found, or if the text is longer than `MAX_LENGTH`."""
     if len(text) > MAX_LENGTH:
         return ()
     tidy = _EXPONENT.sub(r"\1 \\cdot 10^{\2}", text.strip())
@@ -71,7 +72,7 @@ def read(text: str) -> tuple[Any, ...]:
         bare_text = tidy.strip().rstrip(".,;:!?").strip("*_` ")
         forms = [f"\\boxed{{{bare_text}}}", *forms]
     for form in forms:
-        # Without time limits of its own: they need signals, and the asking side has a better one.
+        # math-verify's time limits need signals; the calling process has a limit of its own.
         parsed = parse(
             form,
             fallback_mode="no_fallback",
@@ -131,7 +132,7 @@ def _same_where_real(reference: Any, answer: Any) -> bool:
 
 
 def _relatively_close(reference: Any, answer: Any) -> bool:
-    """Guards numbers against the fixed number of decimals with which math-verify compares."""
+    """Compares numbers by relative error, as math-verify compares a fixed number of decimals."""
     reference, answer = _right_side(reference), _right_side(answer)
     if reference == answer:
         return True  # infinities have no difference
@@ -176,7 +177,7 @@ def is_final(text: str, reading: Sequence[Any]) -> bool:
     """True if an answer has nothing left to work out.
 
     Args:
-      text: of the answer: math-verify works out quotients of whole numbers while it reads.
+      text: of the answer: math-verify evaluates quotients of integers while it parses.
       reading: result of `read` for it.
     """
     inside = plain_notation(text).strip().strip("$ ")
@@ -211,7 +212,7 @@ def _is_final(value: Any) -> bool:
 
 
 def _flatten(value: Any, kind: type) -> list[Any]:
-    """The terms or factors of a tree in which sums stand in sums."""
+    """The terms of nested sums, or the factors of nested products."""
     operands, pending = [], [value]
     while pending:
         node = pending.pop()
@@ -226,7 +227,7 @@ def _sum_is_final(value: Any) -> bool:
     terms = _flatten(value, sympy.Add)
     if sympy.S.Zero in terms:
         return False
-    # Without rational factors two terms of a kind are written alike, and can be added.
+    # Terms that are equal without their rational factors can be added.
     kinds = {
         tuple(sorted(sympy.srepr(x) for x in _flatten(term, sympy.Mul) if not _is_rational(x)))
         for term in terms

@@ -18,11 +18,11 @@ from .notation import plain_notation
 from .numbers import NOTHING, OPAQUE, Statement, read_statement, same_statement
 
 Reason = Literal["correct", "wrong", "unevaluated", "unparsable"]
-# Those between two letters or digits part words and numbers.
+# Blanks that do not separate two letters or digits.
 _LOOSE_BLANKS = re.compile(r"(?<![0-9A-Za-z])\s+|\s+(?![0-9A-Za-z])")
 _TAIL = re.compile(r"(?:\bis|\bare|:)\s+([^\n]{1,300}?)\.?\s*$")
 MAX_TYPESETTING = 100
-"""Characters that set an answer, besides those that belong to it."""
+"""Maximum number of characters of typesetting that an answer has more than the reference."""
 FINAL, EVALUATED = "final", "evaluated"
 RULES = (FINAL, EVALUATED)
 """Requirements on an answer: a value in final form, or anything that has the value."""
@@ -33,8 +33,8 @@ class ReferenceAnswer:
     """A parsed reference answer.
 
     Attributes:
-      text: its answer, without what leads to it.
-      number: what it states, None where it is no number.
+      text: the answer itself, without the text around it.
+      number: the number that it states; None if it is not a number.
       words: whether it is compared as text.
       final: whether an answer has to be in final form as well.
       reading: of a formula by math-verify.
@@ -106,7 +106,7 @@ class Judge:
         if statement.kind == NOTHING:
             return "unparsable"
         if statement.kind == OPAQUE:
-            # It needs more than arithmetic to be a number: a logarithm, say.
+            # Its value needs more than arithmetic, for instance a logarithm.
             if not self._symbolic.is_formula(text.strip()):
                 return "wrong"
             if not self._read_equal(self._symbolic.read(reference.text), text):
@@ -146,12 +146,12 @@ def _equals_up_to_typesetting(text: str, reference: str) -> bool:
 
 
 def _squeeze(text: str) -> str:
-    """A text as it is compared letter by letter, without blanks and what only sets it."""
+    """A text without blanks and typesetting, for comparison character by character."""
     return _LOOSE_BLANKS.sub("", plain_notation(text)).strip(" $.")
 
 
 MAX_REFERENCE_LENGTH = 200
-"""Characters of a reference answer that is text."""
+"""Maximum length of a reference answer that is words."""
 _PUNCTUATION = ".,;:!?*_'\"` \t\r\n()[]{}$"
 _BLANKS = re.compile(r"\s+")
 _ANCHOR = re.compile(
@@ -159,13 +159,13 @@ _ANCHOR = re.compile(
     r"select|pick|=)(?![\w'])|=|:(?!\d))\s*(?:the\s+|an?\s+|on\s+|in\s+|option\s+|choice\s+)*",
     re.IGNORECASE,
 )
-# Another word is offered beside it: "or Tuesday", ", Tuesday.", "/ Tuesday".
+# An alternative follows: "or Tuesday", ", Tuesday.", "/ Tuesday".
 _GOES_ON = re.compile(
     r"\s*(?:\bor\b|(?:\band\b|[/|])\s*\w|[,;]\s*\w+\s*(?:$|[,.;!?]|\bor\b|\band\b))", re.IGNORECASE
 )
 _CLOCK = re.compile(r"\d{1,2}:\d{2}(?::\d{2})?(?:\s*[ap]\.?\s?m\.?)?", re.IGNORECASE)
 _SHORT = 4
-"""Words up to which a text without a verb is an answer, right or wrong."""
+"""Maximum number of words of a text without a verb that is judged as an answer."""
 _YES_NO = ("yes", "no", "true", "false")
 _OPTION = re.compile(r"\(?([A-Za-z])\s*[).:]\s+\S")
 _DENIED = re.compile(r"\b(?:not|isn't|never)\s*$", re.IGNORECASE)
@@ -182,7 +182,7 @@ def is_word_answer(reference: str) -> bool:
 
 
 def normalize_words(text: str) -> str:
-    """A text without what only sets it: marks, brackets, blanks, capitals, stops at its ends."""
+    """A text in lower case without typesetting, marks, brackets, blanks and stops at its ends."""
     return _BLANKS.sub(" ", plain_notation(text)).strip(_PUNCTUATION).casefold()
 
 
@@ -190,7 +190,7 @@ def states_reference(reference: str, text: str, *, marked: bool) -> bool | None:
     """True if a text states the reference answer; None if it states nothing that can be read.
 
     Args:
-      marked: whether it is known to be the answer, and no running text.
+      marked: whether the text is marked as the answer; otherwise it is running text.
     """
     wanted, normalized = normalize_words(reference), normalize_words(text)
     if not normalized:
