@@ -1,9 +1,9 @@
-"""Definition of a task, its prompts and the reward of a completion, and the endless task of one.
+"""Definition of a task: its prompts and the reward of a completion; and procedural tasks.
 
 A record is a mapping with "prompt", a text (or "messages", the turns of a conversation, in its
 place), "answer" where there is a reference answer to imitate, and whatever else the reward reads.
-Every field but the prompt is passed to the reward by its name. Tasks of the library and tasks of a
-user's own are written in the same way.
+Every field but the prompt is passed to the reward by its name. Built-in and custom tasks are
+written in the same way.
 """
 
 from collections.abc import Awaitable, Mapping, Sequence
@@ -19,7 +19,7 @@ from jrl.tasks.task import UNPARSABLE, Example, Verdict, check_index, pair_compl
 Record = Mapping[str, Any]
 """A prompt, its reference answer if any, and the other fields that its reward reads."""
 Reward = float | Mapping[str, float] | Verdict
-"""A score, the parts of a score by name, or a score with its reason."""
+"""A score, components of a score by name, or a score with its reason."""
 
 
 @runtime_checkable
@@ -40,7 +40,7 @@ class Endless(Protocol):
     def characters(self) -> str: ...
 
     def prompts(self, random: Random) -> Record | Example:
-        """Draws a record, or the example of one; all its randomness comes from `random`."""
+        """Draws a record, or an example; all its randomness comes from `random`."""
         ...
 
     @property
@@ -54,23 +54,23 @@ class Listed(Protocol):
     """A task with a list of prompts.
 
     It may also have `heldout`, records to evaluate on that are kept apart from `prompts`;
-    `weights`, by the names of a reward's parts (1 by default); and `full_marks`, the weighted sum
-    from which on a completion counts as correct (`jrl.tasks.rewards`).
+    `weights`, by the names of the reward's components (1 by default); and `full_marks`, the minimum
+    weighted sum of a correct completion (`jrl.tasks.rewards`).
     """
 
     @property
     def prompts(self) -> Sequence[Record | str]:
-        """Records, or prompts alone."""
+        """Records, or prompts only."""
         ...
 
     def reward(self, prompt: str, completion: str, **record: Any) -> Reward | Awaitable[Reward]:
         """Returns the reward of a completion.
 
         Args:
-          prompt: as the policy read it; of a conversation, a readable text of its turns.
+          prompt: as the policy read it; for a conversation, a readable text of its turns.
           completion: the text that the policy wrote.
-          record: the other fields of its record; a reward that does not take them all, by
-            ``**record``, is given those that it names.
+          record: the other fields of its record; a reward without ``**record`` is passed only the
+            fields that it names.
         """
         ...
 
@@ -82,14 +82,14 @@ class ProceduralTask:
 
     Attributes:
       name: by which the task is requested.
-      seed: picks the training stream and the held-out one; which prompts are held out is the same
-        for all seeds.
+      seed: selects the training stream and the held-out stream; which prompts are held out is the
+        same for all seeds.
       definition: generates prompts and rewards completions.
-      heldout_size: held-out prompts; None is an endless supply, though small spaces repeat
-        themselves.
+      heldout_size: number of held-out prompts; None is an endless supply, in which prompts of a
+        small space repeat.
       heldout_share: of the prompts, in (0, 1).
-      stream: what the streams depend on beside the seed, where the name has the path of a file;
-        None is the name.
+      stream: identifies the random streams, beside the seed, if the name contains the path of a
+        file; None is the name.
     """
 
     name: str
@@ -128,7 +128,7 @@ class ProceduralTask:
         """Does nothing: there is no worker process."""
 
     def _score(self, example: Example, completion: str) -> Verdict:
-        """The verdict of the definition, which is trusted: without a time limit."""
+        """The verdict of the definition, which runs in this process without a time limit."""
         answer = extract(completion, bare=True)
         if answer is None:
             return UNPARSABLE

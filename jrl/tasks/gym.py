@@ -25,7 +25,7 @@ from jrl.tasks.task import Example
 from jrl.tasks.workers.pool import Pool
 from jrl.tasks.workers.process import Message, WorkerEnded, program_worker
 
-# Prompts are fetched in chunks, so that a slow generator is told from one that hangs.
+# Prompts are fetched in chunks, to distinguish a slow generator from one that hangs.
 CHUNK = 64
 
 
@@ -43,13 +43,13 @@ def gym(
     """Takes the first prompts of a generator.
 
     Args:
-      name: as reasoning-gym registers it, for instance ``basic_arithmetic``.
-      seed: picks the prompts, and the order of the training examples.
-      size: how many prompts to take; those that repeat an earlier one are left out.
-      seconds: how long scoring one completion may take.
-      load_seconds: how long taking all of them may take.
+      name: as registered by reasoning-gym, for instance ``basic_arithmetic``.
+      seed: selects the prompts, and the order of the training examples.
+      size: number of prompts to take; those that repeat an earlier one are left out.
+      seconds: time limit of scoring one completion.
+      load_seconds: time limit of taking all prompts.
       workers: processes that score; None is one per processor core, up to 8.
-      options: of the generator, such as ``{"min_terms": 2}``; None leaves its own.
+      options: of the generator, such as ``{"min_terms": 2}``; None keeps its defaults.
       heldout: which prompts are held out; None is one in ten.
 
     Raises:
@@ -69,7 +69,7 @@ def gym(
     pool = Pool(
         lambda: program_worker("gym", *arguments, seconds=seconds),
         workers,
-        # Making the prompt again, in a worker that has not made it, is no part of the scoring.
+        # Generating the prompt again, in another worker, is not part of the scoring time.
         prepare=lambda question: {"prepare": question["index"]},
         prepare_seconds=load_seconds,
     )

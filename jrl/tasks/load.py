@@ -54,23 +54,23 @@ def load_task(
     code_path: Path | None = None,
     answers: str = FINAL,
 ) -> Task:
-    """Makes the task that `spec` asks for.
+    """Makes the task that `spec` names.
 
     Args:
       spec: ``sort``, ``addition``, ``scratchpad``, ``scratchpad:DIGITS`` or
-        ``scratchpad:MIN-MAX`` (operands up to so long), ``countdown``, ``progression``,
+        ``scratchpad:MIN-MAX`` (digits of the operands), ``countdown``, ``progression``,
         ``guess``, ``calculator``, ``word-problems``,
         ``jsonl:PATH``, ``parquet:PATH``, ``dataset:DIR``, ``gym:NAME``, ``gym:NAME,OPTION=VALUE``,
-        ``path/to/file.py:make`` or ``package.module:make``; or several of them mixed,
-        ``3 sort + 1 countdown``, where a weight that is left out is 1.
-      seed: picks the stream of training prompts.
+        ``path/to/file.py:make`` or ``package.module:make``; or a mixture of tasks,
+        ``3 sort + 1 countdown``, in which a weight is 1 by default.
+      seed: selects the stream of training prompts.
       fields: names of the fields of a file's lines; None is `Fields()`. Other tasks have none.
-      workers: processes that check answers, where the task has some; None is one per processor
+      workers: processes that check answers, if the task has some; None is one per processor
         core, up to 8.
       held_out: which prompts are held out (`jrl.tasks.data.split.parse_heldout`).
-      rewards: how completions are rewarded; None is by the task's own verifier or reward.
-      code_path: folder with a run's copies of files of the user's own; None reads the originals.
-      answers: what the answers of a file's prompts have to be, one of
+      rewards: settings of custom rewards; None is the task's own verifier or reward.
+      code_path: folder with a run's copies of custom code; None reads the originals.
+      answers: required form of the answers of a file's prompts, one of
         `jrl.tasks.answers.verdict.RULES`.
 
     Returns:
@@ -97,19 +97,20 @@ def load_task(
 def custom_files(
     spec: str, rewards: tuple[str, ...], code_path: Path | None = None
 ) -> dict[str, bytes]:
-    """The files of a user's own that a task and its rewards are read from, as a run keeps them."""
+    """Contents of the files with the custom code of a task and its rewards, by name of the copy."""
     texts = [part for _, part in _weighted_specs(spec) if _kind(part) is None]
     return read_sources([*texts, *(text for text in rewards if text != TASK_REWARD)], code_path)
 
 
 def listed_names(spec: str) -> frozenset[str]:
-    """The files and custom tasks that a task is made of, as they are named; the library's tasks
-    generate their prompts."""
+    """The files and custom tasks of a specification, as written there; built-in tasks, which
+    generate their prompts, are omitted."""
     return frozenset(part for _, part in _weighted_specs(spec) if _kind(part) in (None, *KINDS))
 
 
 def _weighted_specs(spec: str) -> list[tuple[float, str]]:
-    """The weights and names of the tasks that a spec mixes, one or several."""
+    """The weights and names of the tasks in a specification, of which there may be one or
+    several."""
     specs = []
     for part in map(str.strip, MIXED.split(spec)):
         match = WEIGHT.fullmatch(part)
@@ -121,7 +122,7 @@ def _weighted_specs(spec: str) -> list[tuple[float, str]]:
 
 
 def _kind(spec: str) -> str | None:
-    """The kind of a task of the library, None of any other."""
+    """The kind of a built-in task; None for any other."""
     kind, _, rest = spec.partition(":")
     if spec in (*BUILT_IN, *CONVERSATIONS, WORD_PROBLEMS) or (kind in OUTSIDE and rest):
         return kind
@@ -130,7 +131,7 @@ def _kind(spec: str) -> str | None:
 
 @dataclass(frozen=True)
 class _Loader:
-    """Makes tasks that share all but their name."""
+    """Makes tasks with the same settings but different names."""
 
     seed: int
     fields: Fields | None
@@ -199,8 +200,8 @@ class _Loader:
         definition: Any = None,
         verifier: Task | None = None,
     ) -> Rewarded:
-        """With the rewards that the settings name, after that of a custom task if it is its own.
-        They stop where one cannot be had."""
+        """Adds the rewards of the settings, after the reward of a custom task. All workers are
+        closed if one of the rewards fails."""
         settings = self.settings
         weights = {**getattr(definition, "weights", {}), **parse_weights(settings.weights)}
         with ExitStack() as stack:
@@ -300,21 +301,21 @@ def _parse_options(spec: str, text: str) -> tuple[str, dict[str, Any]]:
 
 
 SIZES = ("max_prompt_length", "max_response_length", "characters")
-"""Attributes that bound all prompts and answers that a task can generate."""
+"""Attributes that bound the prompts and answers that a task can generate."""
 
 
 def custom_prompts(
     reference: CodeReference, definition: Any, seed: int, heldout: HeldOut, host: Host | None = None
 ) -> Prompts:
-    """The prompts of what a reference makes (`jrl.tasks.definition`).
+    """The prompts of a custom task (`jrl.tasks.definition`).
 
     Args:
-      definition: made by the reference.
-      seed: picks the stream of prompts, or the order of the training examples.
-      host: of its environments, of a task that has some in place of a reward.
+      definition: the custom task, made by the reference.
+      seed: selects the stream of prompts, or the order of the training examples.
+      host: of its environments, for a multi-turn task.
 
     Raises:
-      ValueError: where it is no task, or a record of it is none.
+      ValueError: if it is not a task, or one of its records is invalid.
     """
     name, stream = reference.text, reference.name
     judged = host is not None or callable(getattr(definition, "reward", None))
@@ -354,9 +355,9 @@ def custom_prompts(
 def _examples(
     records: Any, location: str, host: Host | None, tools: tuple[str, ...]
 ) -> tuple[list[Example], int]:
-    """The examples of records, no two with the same prompt, and how many were left out."""
+    """The examples of records, with distinct prompts, and the number of records left out."""
     examples = []
-    # Iteration over a DataFrame or a mapping gives its names, which are texts and would be prompts.
+    # Iterating a DataFrame or a mapping gives its column names, which would be taken as prompts.
     if isinstance(records, str | Mapping) or hasattr(records, "columns"):
         raise ValueError(
             f"{location} is a {type(records).__name__}: give a list of records, of a DataFrame its "

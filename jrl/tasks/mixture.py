@@ -1,4 +1,4 @@
-"""Mixture of tasks, interleaved by their weights, and the parts that a task is made of."""
+"""Mixture of tasks, interleaved by their weights, and access to the components of a task."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -10,24 +10,24 @@ from jrl.tasks.task import Example, Task, Verdict, check_index, pair_completions
 
 
 def prompt_sources(task: Any) -> list[Any]:
-    """The sources of a task's prompts, in their order: lists, or tasks that generate theirs."""
+    """The sources of a task's prompts, in order: lists, or tasks that generate their prompts."""
     if (sources := getattr(task, "sources", None)) is None:
         return [task]
     return [leaf for source in sources for leaf in prompt_sources(source)]
 
 
 def lists_of(task: Any) -> list[PromptList]:
-    """Those of the sources that are lists."""
+    """The prompt lists among the sources."""
     return [leaf for leaf in prompt_sources(task) if isinstance(leaf, PromptList)]
 
 
 def task_names(task: Any) -> tuple[str, ...]:
-    """The tasks of a mixture; empty of any other."""
+    """The tasks of a mixture; empty for any other task."""
     return getattr(task, "task_names", ())
 
 
 def part_names(task: Any) -> tuple[str, ...]:
-    """All parts of rewards that a verdict of a task can have; empty of a verifier's."""
+    """Names of all reward components in the verdicts of a task; empty for a verifier's."""
     return getattr(task, "part_names", ())
 
 
@@ -51,10 +51,10 @@ def leave_out(task: Any, fits: Callable[[Example], bool]) -> int:
 
 
 class WeightedRoundRobin:
-    """Weighted round-robin over tasks: each has its share of all indices, to within one or so.
+    """Weighted round-robin over tasks: each has its share of the indices, to within about one.
 
     An index adds its weight to the credit of each task, and goes to the task with the highest
-    credit, the first of equals. Exhausted tasks are skipped.
+    credit, the first one of a tie. Exhausted tasks are skipped.
     """
 
     def __init__(self, weights: Sequence[float], sizes: Sequence[int | None]):
@@ -64,7 +64,7 @@ class WeightedRoundRobin:
         self._assignments: list[tuple[int, int]] = []
 
     def __getitem__(self, index: int) -> tuple[int, int]:
-        """Task of an index, and the number of earlier indices that were that task's."""
+        """Task of an index, and the number of earlier indices of that task."""
         while len(self._assignments) <= index:
             self._assignments.append(self._assign_next())
         return self._assignments[index]
@@ -89,9 +89,9 @@ class Mixture:
     so that every held-out prompt has an index.
 
     Attributes:
-      sources: the tasks, in the order in which they were given.
-      task_names: their names, which examples have as `Example.task`.
-      part_names: of all parts of rewards that a verdict can have.
+      sources: the tasks, in the order given.
+      task_names: their names, which are the `Example.task` of examples.
+      part_names: of all reward components that a verdict can have.
     """
 
     def __init__(self, name: str, tasks: Sequence[Task], weights: Sequence[float]):
@@ -103,7 +103,7 @@ class Mixture:
           weights: of the tasks, above 0.
 
         Raises:
-          ValueError: where two have one name, or one trains on what another holds out.
+          ValueError: if two have the same name, or one trains on prompts that another holds out.
         """
         self.name: str = name
         self._tasks = {task.name: task for task in tasks}
@@ -165,7 +165,7 @@ class Mixture:
 
 
 def _check_disjoint(tasks: Sequence[Task]) -> None:
-    """Refuses lists of which one trains on what another holds out."""
+    """Rejects lists of which one trains on prompts that another holds out."""
     lists = [(task.name, prompt_list) for task in tasks for prompt_list in lists_of(task)]
     for name, first in lists:
         heldout = first.heldout_prompts

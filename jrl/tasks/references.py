@@ -1,7 +1,7 @@
-"""References to a user's own code: ``path/to/file.py:name`` or ``package.module:name``.
+"""References to custom code: ``path/to/file.py:name`` or ``package.module:name``.
 
-A run keeps a copy of each file, and reads the copy when it is resumed or evaluated. Modules that
-are installed are not copied.
+A run keeps a copy of each file, and reads the copy when it is resumed or evaluated. Installed
+modules are not copied.
 """
 
 import importlib
@@ -27,11 +27,11 @@ _MODULE = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):([A-Za-z_]\w*)")
 
 @dataclass(frozen=True)
 class CodeReference:
-    """A name in a file or a module. ValueError is raised where its code cannot be run, or has no
-    such name.
+    """A name in a file or a module. ValueError is raised if its code cannot be run, or has no such
+    name.
 
     Attributes:
-      text: as it was given.
+      text: the reference as given.
       name: in the file or module.
       file: the path of the file, None for a module.
       module: the module, None for a file.
@@ -47,14 +47,14 @@ class CodeReference:
     def worker_maker(
         self, kind: str, folder: str, *, makes: bool, seconds: float
     ) -> Callable[[], Worker]:
-        """Makes workers that run it from a copy: what is changed in the file later makes no
-        difference to those that start again.
+        """Makes workers that run it from a copy, so that later changes of the file have no effect
+        on restarted workers.
 
         Args:
           kind: of the worker program, "reward" or "environment".
           folder: for the copy.
-          makes: whether it makes a task, and is not a reward itself.
-          seconds: how long one answer may take.
+          makes: whether it makes a task; otherwise it is a reward itself.
+          seconds: time limit of one answer.
         """
         copy = Path(folder) / f"{kind}.py"
         copy.write_bytes(self.source or b"")
@@ -63,7 +63,7 @@ class CodeReference:
         return lambda: program_worker(kind, described, seconds=seconds)
 
     def make(self) -> Any:
-        """The task that it makes, in this process."""
+        """Makes the task in this process."""
         return self._load(lambda module: build_from(module, self.name))
 
     def is_reward(self) -> bool:
@@ -86,31 +86,31 @@ class CodeReference:
             if not hasattr(module, self.name):
                 raise ValueError(f"it has no {self.name}")
             return use(module)
-        except Exception as error:  # a user's program, which may fail in any way
+        except Exception as error:  # custom code may fail in any way
             raise ValueError(
                 f"{self.text} does not make a task: {type(error).__name__}: {error}"
             ) from error
 
 
 def is_code_reference(text: str) -> bool:
-    """True if a text is written as a reference. The file, or the module if its name has a dot, need
-    not exist."""
+    """True if a text has the form of a reference. The file, or the module if its name has a dot,
+    need not exist."""
     if _FILE.fullmatch(text):
         return True
     match = _MODULE.fullmatch(text)
-    # A kind of task that is misspelt looks like a module too.
+    # A misspelt kind of task looks like a module too.
     return match is not None and ("." in match[1] or find_spec(match[1]) is not None)
 
 
 def parse_reference(text: str, code_path: Path | None = None) -> CodeReference:
-    """Reads what a user wrote.
+    """Parses a reference, and reads its file.
 
     Args:
-      code_path: folder of the copies of a run; None, or a file without a copy, is read from its
-        path.
+      code_path: folder of the copies of a run; with None, or without a copy, the file is read
+        from its path.
 
     Raises:
-      ValueError: where it is no reference, or the file cannot be read.
+      ValueError: if it is not a reference, or the file cannot be read.
     """
     if match := _FILE.fullmatch(text):
         file, name = match[1], match[2]
@@ -131,13 +131,13 @@ def parse_reference(text: str, code_path: Path | None = None) -> CodeReference:
 
 
 def copy_name(file: str) -> str:
-    """File name of the copy of a file, with a hash of its path that tells paths apart."""
+    """File name of the copy of a file, made unique by a hash of its path."""
     stem = re.sub(r"\W+", "_", Path(file).stem)
     return f"{stem}-{sha256(file.encode()).hexdigest()[:8]}.py"
 
 
 def read_sources(texts: list[str], code_path: Path | None = None) -> dict[str, bytes]:
-    """The files that references name, as a run keeps them: content by name of the copy."""
+    """Contents of the files of references, by name of the copy that a run keeps."""
     files = {}
     for text in texts:
         if match := _FILE.fullmatch(text):

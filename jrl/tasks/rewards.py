@@ -1,4 +1,4 @@
-"""Rewards of completions: a user's own functions, called in workers, and their weighted sum."""
+"""Rewards of completions: custom functions, called in workers, and their weighted sum."""
 
 import math
 import tempfile
@@ -24,7 +24,7 @@ from jrl.tasks.workers.process import Message, parse_failure
 from jrl.tasks.workers.user_code import SPECIAL
 
 TASK_REWARD = "task"
-"""Stands for the task's own verifier or reward among others, and is its name among the parts."""
+"""Name of the task's own verifier or reward, in a list of rewards and among the components."""
 SUSPICION = "suspicion"
 
 
@@ -33,8 +33,8 @@ class RewardSettings:
     """Settings of the rewards of completions.
 
     Attributes:
-      rewards: references to functions, and `TASK_REWARD`; empty is the task's own alone.
-      weights: ``NAME=NUMBER`` each; the weight of others is 1.
+      rewards: references to functions, and `TASK_REWARD`; empty is the task's own reward only.
+      weights: ``NAME=NUMBER`` each; 1 by default.
       seconds: time limit of one call.
       failed: the score of a completion whose reward failed.
     """
@@ -56,10 +56,10 @@ class RewardSettings:
 
 
 def parse_weights(texts: Sequence[str]) -> dict[str, float]:
-    """Weights by name, of ``NAME=NUMBER`` each.
+    """Parses weights by name from texts ``NAME=NUMBER``.
 
     Raises:
-      ValueError: for what is written otherwise, and a name that comes twice.
+      ValueError: for any other form, and for a name that occurs twice.
     """
     weights: dict[str, float] = {}
     for text in texts:
@@ -83,19 +83,19 @@ class CustomReward:
     it is no longer needed.
 
     Attributes:
-      text: of the reference.
-      name: that its value has where it gives a single number.
+      text: the reference.
+      name: name of its component if it returns a single number.
     """
 
     def __init__(
         self, reference: CodeReference, *, makes: bool, seconds: float, workers: int | None = None
     ):
-        """Describes the workers; the first question starts one.
+        """Describes the workers; the first call starts one.
 
         Args:
-          makes: whether the reference makes a task, whose reward it is.
-          seconds: how long one answer may take.
-          workers: processes that answer; None is one per processor core, up to 8.
+          makes: whether the reference makes a task, whose reward is used.
+          seconds: time limit of one answer.
+          workers: number of processes; None is one per processor core, up to 8.
         """
         self.text, self.name = reference.text, TASK_REWARD if makes else reference.name
         self._folder = tempfile.TemporaryDirectory(prefix="jrl-reward-")
@@ -109,7 +109,7 @@ class CustomReward:
         return [parse_failure(answer) for answer in self._pool.ask_all(questions)]
 
     def close(self) -> None:
-        """Ends the worker processes; more than once does no harm."""
+        """Ends the worker processes; it may be called repeatedly."""
         self._pool.close()
         self._folder.cleanup()
 
@@ -119,7 +119,7 @@ def _question(example: Example, completion: str) -> Message:
     fields = {name: value for name, value in example.record.items() if name not in reserved}
     if example.answer:
         fields.setdefault("answer", example.answer)
-    # The worker sees what JSON holds of it, whatever a file's reader made of the fields.
+    # The worker receives the fields as JSON, whatever types a file's reader gave them.
     question = {"prompt": example.prompt, "completion": completion, "fields": as_json(fields)}
     if (special := special_of(completion)) != completion:
         question["special"] = special
@@ -127,12 +127,12 @@ def _question(example: Example, completion: str) -> Message:
 
 
 class Rewarded(PromptSourceTask):
-    """Prompts, and rewards that are asked about every completion of them.
+    """Prompts, and rewards that score every completion of them.
 
-    The score is ``sum(weight * part)`` over the parts that are there. A completion is correct where
-    the task's own verifier says so, if it is among the rewards; else where a part is named
-    "correct", if that is 1 or more; else from `full_marks` on. Where one of the rewards
-    fails, the verdict is that failure.
+    The score is ``sum(weight * component)`` over the components that are present. A completion is
+    correct if the task's own verifier says so, if that is among the rewards; else, if there is a
+    component "correct", if that is at least 1; else if the score is at least `full_marks`. If a
+    reward fails, the verdict is that failure.
     """
 
     def __init__(
@@ -145,20 +145,20 @@ class Rewarded(PromptSourceTask):
         full_marks: float | None,
         failed: float,
     ):
-        """Asks each reward once, about the first training prompt, which shows what its parts are.
+        """Calls each reward once, for the first held-out prompt, to obtain its components.
 
         Args:
           prompts: of the task.
-          rewards: all that are asked.
-          verifier: the prompts' own task, where its verdict is a part as well.
-          weights: of the parts by name; the weight of others is 1.
-          full_marks: the score from which on a completion is correct; None is the score where all
-            parts of positive weight are 1.
-          failed: the score where a reward failed.
+          rewards: the custom rewards.
+          verifier: the prompts' own task, if its verdict is a component as well.
+          weights: of the components by name; 1 by default.
+          full_marks: minimum score of a correct completion; None is the score with 1 for all
+            components of positive weight.
+          failed: the score if a reward failed.
 
         Raises:
-          ValueError: where a reward fails on a reference answer, parts of two rewards have one
-            name, or a weight has the name of none.
+          ValueError: if a reward fails on a reference answer, components of two rewards have the
+            same name, or a weight has an unknown name.
         """
         super().__init__(prompts)
         self._rewards = list(rewards)
@@ -184,16 +184,16 @@ class Rewarded(PromptSourceTask):
                 f"rewards: they have {', '.join(names)}."
             )
         self.part_names: tuple[str, ...] = tuple(names)
-        """Of all parts that a verdict can have, in their order."""
+        """Names of all components that a verdict can have, in order."""
         self._weights = {name: weights.get(name, 1.0) for name in names}
         highest = sum(max(weight, 0.0) for weight in self._weights.values())
         self._full_marks = highest if full_marks is None else full_marks
 
     def verify(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Verdict]:
-        """Scores one completion per example; equal pairs are asked about once."""
+        """Scores one completion per example; equal pairs are scored once."""
         pairs = pair_completions(examples, completions)
-        # Examples that are drawn may share their prompt and differ in what else is known of them,
-        # and texts that are alike in their special tokens.
+        # Generated examples may share a prompt and differ in other fields; equal texts may differ
+        # in their special tokens.
         keys = [(id(example), text, special_of(text)) for example, text in pairs]
         distinct = dict(zip(keys, pairs, strict=True))
         verified: list[Verdict | None] = [None] * len(distinct)
@@ -208,7 +208,7 @@ class Rewarded(PromptSourceTask):
         return [verdicts[key] for key in keys]
 
     def close(self) -> None:
-        """Ends the worker processes; more than once does no harm."""
+        """Ends the worker processes; it may be called repeatedly."""
         for each in self._rewards:
             each.close()
         if isinstance(self._prompts, Task):
@@ -229,7 +229,7 @@ class Rewarded(PromptSourceTask):
             components |= _components_of(each, answer)
             if each.name == TASK_REWARD:
                 reason = reason or answer.get("reason")
-        # In the order of the weights, as full marks are summed.
+        # In the order of the weights, like the sum for full marks, for equal rounding.
         components = {name: components[name] for name in self._weights if name in components}
         score = sum(self._weights[name] * value for name, value in components.items())
         if not math.isfinite(score):
@@ -246,7 +246,7 @@ class Rewarded(PromptSourceTask):
         return "partial" if score > 0 else "wrong"
 
     def _check_reply(self, each: CustomReward, answer: Message) -> Message:
-        """The answer, or that it has a part that nobody knows of."""
+        """The answer, or a failure if it has an unknown reason or component."""
         if answer.get("reason", REASONS[0]) not in REASONS:
             message = f"reason={answer['reason']!r} is not one of {', '.join(REASONS)}"
             return {"failure": "invalid", "message": message}
@@ -264,8 +264,8 @@ class Rewarded(PromptSourceTask):
         return {"failure": "invalid", "message": message}
 
     def _probe(self, each: CustomReward, weights: Mapping[str, float]) -> list[str]:
-        """The names of the parts of a reward, by asking it."""
-        # There always is one, where there may be nothing to train on.
+        """Component names of a reward, from a call on the first held-out prompt."""
+        # A held-out prompt always exists; there may be no training prompt.
         example = self._prompts.heldout(0)
         (answer,) = each.ask([(example, example.answer)])
         if "failure" not in answer:

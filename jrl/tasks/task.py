@@ -7,8 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 
 # The verifier took too long, raised an exception, or gave NaN, an infinity or no number.
 FAILURES = ("timeout", "error", "not_finite", "invalid")
-# Why a completion got its score. "unevaluated" is an answer with the right value that is still to
-# be worked out, as 17 + 25 is for 42; "unparsable" is no answer at all.
+# Reason of a score. "unevaluated" is an answer that has the right value and is not in final form,
+# such as 17 + 25 for 42; "unparsable" is the absence of an answer.
 REASONS = ("correct", "partial", "wrong", "unevaluated", "unparsable", *FAILURES)
 
 
@@ -17,23 +17,23 @@ class Example:
     """A prompt with a completion that scores full marks.
 
     Attributes:
-      prompt: what the policy is given; of a conversation its text for people. No two examples
-        share one, but for those that differ in what is hidden.
+      prompt: text that the policy reads; of a conversation a readable form. Distinct among
+        examples, except for those with different hidden fields.
       answer: a reference completion, for a supervised warm start; others may score as much.
-      messages: role and content of each message of a conversation, of which a chat template makes
-        the prompt; empty where the prompt is a text.
-      record: every field that its source has for it but the prompt, for rewards to read.
+      messages: role and content of each message of a conversation, from which a chat template makes
+        the prompt; empty if the prompt is a text.
+      record: every field of its source but the prompt, for rewards.
       task: the name of its task in a mixture of several, empty elsewhere.
-      turns: role and content of what follows the prompt in a reference conversation, the policy's
-        first and last, as "assistant"; empty where the answer is all of it.
-      hidden: what of the record the prompt does not show, where an environment answers or a chat
-        template writes more than contents; tells it from others with its prompt.
-      tools: that a chat template tells the policy of, as JSON texts of their schemas.
-      instruction: how answers are to be given, for a chat model whose conversation has no system
-        message; a policy without a chat template is not told.
+      turns: role and content of the messages after the prompt in a reference conversation, of which
+        the first and last are the policy's ("assistant"); empty if the answer is the whole of it.
+      hidden: the part of the record that the prompt does not show, if an environment answers or a
+        chat template reads more than contents; part of the example's identity.
+      tools: JSON schemas of the tools that a chat template describes to the policy, as texts.
+      instruction: required form of answers, for a chat model whose conversation has no system
+        message; unused for a policy without a chat template.
       opening: the messages with all their fields, for chat templates; empty is `messages`.
-      template_arguments: names that its chat template is given, such as enable_thinking.
-      location: where it is from, for messages.
+      template_arguments: variables of its chat template, such as enable_thinking.
+      location: of its record, for error messages.
     """
 
     prompt: str
@@ -51,7 +51,7 @@ class Example:
 
     @property
     def identity(self) -> str:
-        """Text that no two examples share: the prompt, and what is hidden."""
+        """Identity of the example, distinct among examples: the prompt, and the hidden fields."""
         return f"{self.prompt}\0{self.hidden}" if self.hidden else self.prompt
 
 
@@ -64,7 +64,7 @@ class Verdict:
         finite number.
       reason: one of `REASONS`. Of a verifier, "correct" goes with 1, "partial" with scores between
         0 and 1, the others with 0.
-      parts: name and value of each reward that was summed; None is a verifier's verdict.
+      parts: name and value of each reward component in the sum; None for a verifier's verdict.
     """
 
     score: float
@@ -90,7 +90,7 @@ class Verdict:
 
     @property
     def correct(self) -> bool:
-        """True if it has full marks, which accuracy counts."""
+        """True if it has full marks; accuracy is the share of these."""
         return self.reason == "correct"
 
 
@@ -101,10 +101,10 @@ UNPARSABLE = Verdict(0.0, "unparsable")
 
 @runtime_checkable
 class Prompts(Protocol):
-    """A source of prompts: a task but for its verdicts.
+    """A source of prompts: a task without its verdicts.
 
-    Lengths are in characters and hold for every prompt and every reference completion, the end of
-    the sequence not counted. `characters` is sorted and has all that these can contain.
+    Lengths are in characters and hold for every prompt and every reference completion, without the
+    end of the sequence. `characters` is sorted and contains all characters of these.
     Everything depends on the task's seed and the index alone, in every process.
     """
 
@@ -141,11 +141,11 @@ class Task(Prompts, Protocol):
     """A source of prompts that can score completions."""
 
     def verify(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Verdict]:
-        """Scores one completion per example; whatever a completion holds, nothing is raised."""
+        """Scores one completion per example; no content of a completion raises an exception."""
         ...
 
     def close(self) -> None:
-        """Ends the worker process, if there is one; more than once does no harm."""
+        """Ends the worker process, if there is one; it may be called repeatedly."""
         ...
 
 
@@ -166,14 +166,14 @@ def pair_completions(
 
 
 def check_index(index: int, size: int | None = None) -> None:
-    """Raises ValueError unless ``0 <= index`` and, where there is a size, ``index < size``."""
+    """Raises ValueError unless ``0 <= index`` and, if there is a size, ``index < size``."""
     if index < 0 or (size is not None and index >= size):
         bound = "0 or more" if size is None else f"in [0, {size})"
         raise ValueError(f"index={index} is out of range: it must be {bound}")
 
 
 class PromptSourceTask:
-    """A task whose prompts are those of another task or of a list; it defines the scoring alone."""
+    """A task with the prompts of another task or of a list; subclasses define the scoring only."""
 
     def __init__(self, prompts: Prompts):
         self._prompts = prompts
@@ -210,10 +210,10 @@ class PromptSourceTask:
 
 
 class CompletionText(str):
-    """Text of a completion, in which special tokens cannot be told apart.
+    """Text of a completion, with a placeholder character for every special token.
 
     Attributes:
-      special: the same with special tokens written out, without the end.
+      special: the text with special tokens written out, without the end token.
     """
 
     special: str
@@ -225,5 +225,5 @@ class CompletionText(str):
 
 
 def special_of(text: str) -> str:
-    """The text with special tokens written out, of one that has none itself."""
+    """The text with special tokens written out; the text itself if it has no such form."""
     return text.special if isinstance(text, CompletionText) else text

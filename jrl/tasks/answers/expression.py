@@ -33,7 +33,7 @@ class SideBySide(NoExpression):
 
 
 class TooLarge(ValueError):
-    """A value with more than `MAX_BITS` bits."""
+    """A value or an exponent that is too large."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def read_expression(tokens: Sequence[Token]) -> Expression:
 
     Raises:
       NoExpression: if they are not one.
-      TooLarge: if the value of a part has more than `MAX_BITS` bits.
+      TooLarge: if the value of a part is too large.
     """
     if len(tokens) > MAX_TOKENS:
         raise NoExpression(f"{len(tokens)} tokens are too long for an answer")

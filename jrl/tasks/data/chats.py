@@ -33,13 +33,13 @@ from jrl.tasks.task import CORRECT, WRONG, Example, Verdict, pair_completions, s
 class Chat(Example):
     """A conversation to train on.
 
-    As an example it is its beginning: `prompt` is what was said before the assistant's first turn,
-    of its last one where that alone is trained on, and `answer` is that turn.
+    As an example, it is its beginning: `prompt` is all that precedes the assistant's first turn
+    (its last one if only that is trained on), and `answer` is that turn.
 
     Attributes:
-      conversation: all of it, empty of a text.
-      text: trained on as it is; None where there is a conversation.
-      index: counts the conversations of a task.
+      conversation: all messages; empty for a text.
+      text: trained on as it is; None for a conversation.
+      index: number of the conversation within its task.
     """
 
     conversation: Conversation = field(default=Conversation(()), compare=False, repr=False)
@@ -55,7 +55,7 @@ class Chat(Example):
 class Chats(PromptList[Chat]):
     """A list of conversations: some are held out, the others are trained on in repeated passes.
 
-    The side that one is on depends on its prompt: those with an equal start stay together.
+    The prompt of a conversation selects its side: conversations with an equal start stay together.
     """
 
     _kind, _fix = "conversations", "raise --max-length, or give --overlong truncate"
@@ -64,7 +64,7 @@ class Chats(PromptList[Chat]):
         super()._measure(examples)
         texts = [content_of(message) for chat in self.chats for message in chat.conversation.turns]
         texts += [chat.text for chat in self.chats if chat.text is not None]
-        # What tells the turns of a conversation apart where no template writes it.
+        # Role names separate the turns of a conversation where there is no chat template.
         writes_roles = any(chat.text is None and not chat.is_pair for chat in self.chats)
         roles = (": \n", *ROLES) if writes_roles else ()
         self.characters = "".join(sorted(set().union(*texts, *roles)))
@@ -80,14 +80,14 @@ class Chats(PromptList[Chat]):
         return len(self._train)
 
     def verify(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Verdict]:
-        """Compares completions with the assistant's reference messages, apart from surrounding
+        """Compares completions with the assistant's reference messages, up to surrounding
         blanks."""
         pairs = pair_completions(examples, completions)
         return [CORRECT if e.answer.strip() == special_of(t).strip() else WRONG for e, t in pairs]
 
     def answer_with(self, answers: Mapping[int, str]) -> None:
-        """Gives conversations, by their numbers, what the assistant says as the network writes it:
-        with reasoning and calls of tools, which the content of its message has not."""
+        """Sets the answers of conversations, by index, to the assistant's turns as the network
+        writes them: with reasoning and tool calls, which a message's content does not contain."""
 
         self._train, self._heldout, self.examples = (
             [replace(chat, answer=answers[chat.index]) for chat in chats]
@@ -95,7 +95,7 @@ class Chats(PromptList[Chat]):
         )
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Does nothing: there is no worker process."""
 
 
 def load_chats(
@@ -112,7 +112,7 @@ def load_chats(
       seed: picks the order of the training conversations.
       fields: names of the fields; None is `Fields()`.
       held_out: which conversations are held out; None is one in ten.
-      last: whether the last turn of the assistant alone is trained on.
+      last: whether only the last turn of the assistant is trained on.
 
     Raises:
       ValueError: there is no such file, or a record is no conversation to train on.
@@ -159,12 +159,12 @@ def chat_of(
     fields = Fields() if fields is None else fields
     parsed = read_record(record, location, fields)
     if (text := parsed.text) is not None:
-        # Where it is held out, others like it are as well.
+        # Split by its text: equal texts are on the same side.
         return Chat("", text, record=record, hidden=text, text=text, location=location, index=index)
     conversation, messages = parsed.conversation, parsed.conversation.turns
     answered = parsed.is_text or get_field(record, fields.answer) is not None
     if messages[-1]["role"] != "assistant" and answered:
-        # A question with its answer, as reinforcement reads it.
+        # A question and its answer, as in reinforcement learning.
         answer = require_answer(record, fields.answer, location, has_prompt=parsed.is_text)
         messages = (*messages, {"role": "assistant", "content": answer})
     positions = [n for n, message in enumerate(messages) if message["role"] == "assistant"]

@@ -1,4 +1,4 @@
-"""Conversations in records: one parser for supervised fine-tuning, reinforcement and environments.
+"""Conversations in records: one parser for supervised fine-tuning, RL and environments.
 
 A conversation is a list of messages, ``{"role": ..., "content": ...}``, or ShareGPT's ``{"from":
 ..., "value": ...}``. Roles are system, developer, user, assistant and tool, and those that a few
@@ -29,15 +29,15 @@ SHAREGPT = {
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
     "system": "system",
 }
-"""Roles by the names that ShareGPT's records have for them."""
+"""Role of each role name in ShareGPT's records."""
 CONTENT_SUBSTITUTES = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-"""Fields of an assistant's message that may stand there without a content."""
+"""Fields that may replace the content of an assistant's message."""
 RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message")
-"""Arguments of a chat template that are no choice of who writes a record."""
+"""Arguments of a chat template that records and flags may not set."""
 LIST = 'a list of {"role": ..., "content": ...}'
 
 Turn = Mapping[str, Any]
-"""A message: "role", "content" and whatever else it has."""
+"""A message: "role", "content" and any other fields."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Conversation:
     Attributes:
       turns: the messages.
       tools: schemas of the tools that may be called; None without.
-      arguments: other names that the template is given, such as enable_thinking.
+      arguments: other variables of the template, such as enable_thinking.
     """
 
     turns: tuple[Turn, ...]
@@ -110,7 +110,7 @@ def template_arguments_of(record: Mapping[str, Any], location: str) -> dict[str,
 
 
 def template_arguments(text: str | None) -> dict[str, Any]:
-    """The arguments of a chat template that a flag has as JSON text; none where it is None."""
+    """Chat-template arguments from the JSON text of a flag; none for None."""
     if text is None:
         return {}
     try:
@@ -121,11 +121,11 @@ def template_arguments(text: str | None) -> dict[str, Any]:
 
 
 def checked_arguments(value: Any, where: str) -> dict[str, Any]:
-    """Arguments of a chat template.
+    """Validates the arguments of a chat template.
 
     Raises:
-      ValueError: where they are no object, or one has a name that is not theirs to give; the
-        message begins with `where` they are from.
+      ValueError: if they are not an object, or one has a reserved name; the message begins with
+        `where` they are from.
     """
     if not isinstance(value, Mapping):
         raise ValueError(f'{where} is not a JSON object: write one, {{"enable_thinking": false}}')
@@ -140,7 +140,7 @@ def checked_arguments(value: Any, where: str) -> dict[str, Any]:
 def _parse_message(turn: Any, table: bool, location: str) -> Turn:
     if not isinstance(turn, Mapping):
         raise ValueError(f'{location} is {short(turn)}: write "role" and "content"')
-    # A null is dropped in JSON lines too, whose writers mostly made a table of their messages.
+    # A null is dropped in JSON lines too, which are mostly exports of tables.
     message = {
         name: _drop_nulls(value) if table else value
         for name, value in turn.items()
@@ -162,7 +162,7 @@ def _parse_message(turn: Any, table: bool, location: str) -> Turn:
 
 
 def _convert_sharegpt(turn: dict[str, Any], location: str) -> dict[str, Any]:
-    """The message with "role" and "content", where it has ShareGPT's names for them."""
+    """Renames ShareGPT's fields of a message to "role" and "content"."""
     if "role" in turn or "from" not in turn:
         return {"role": None, **turn}
     message = {
@@ -177,7 +177,7 @@ def _convert_sharegpt(turn: dict[str, Any], location: str) -> dict[str, Any]:
 
 
 def _parse_content(turn: Mapping[str, Any], location: str) -> str | None:
-    """The text of a message, None where something else stands in its place."""
+    """The text of a message; None if tool calls or reasoning replace it."""
     value, of_policy = turn.get("content"), turn["role"] == "assistant"
     replaced = of_policy and any(map(turn.get, CONTENT_SUBSTITUTES))
     if value is None and replaced:
@@ -192,7 +192,7 @@ def _parse_content(turn: Mapping[str, Any], location: str) -> str | None:
         )
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = getattr(value, "written", str(value))
-    # A system prompt may be empty, the output of a tool, and a call or reasoning without a word.
+    # Empty content is allowed for system prompts, tool outputs, and beside calls or reasoning.
     empty = replaced if of_policy else turn["role"] != "user"
     return check_text(value, "content", location, empty=empty)
 
@@ -210,7 +210,7 @@ def _parse_content_item(part: Any, location: str) -> str:
 
 
 def _parse_call(call: Mapping[str, Any], location: str) -> dict[str, Any]:
-    """A call with arguments that are a mapping, whether it stands in "function" or alone."""
+    """A call whose arguments are a mapping, whether it has a field "function" or not."""
     parsed = dict(call)
     if isinstance(parsed.get("function"), Mapping):
         parsed["function"] = _parse_call(parsed["function"], location)
@@ -227,7 +227,7 @@ def _parse_call(call: Mapping[str, Any], location: str) -> dict[str, Any]:
 
 
 def _drop_nulls(value: Any) -> Any:
-    """The value without the fields that are null, however deep; entries of lists stay."""
+    """The value without null fields at any depth; entries of lists stay."""
     if isinstance(value, Mapping):
         return {k: _drop_nulls(v) for k, v in value.items() if v is not None}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):

@@ -1,7 +1,7 @@
-"""Fields of a record: their names, and the texts and numbers that they hold.
+"""Fields of a record: their names, and their texts and numbers.
 
-Functions that read a field raise ValueError where it is missing or cannot be what it is for. The
-message names the field and the `location` of the record, its file and line.
+Functions that read a field raise ValueError if it is missing or has the wrong type. The message
+names the field and the `location` of the record, its file and line.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 MAX_EXPONENT = 300
-"""Largest decimal exponent of an answer, about that of a float: it is written out in digits."""
+"""Largest decimal exponent of an answer, about that of a float, as it is written in digits."""
 LIKELY_ANSWERS = (
     *("answer", "completion", "solution", "ground_truth", "final_answer", "expected_answer"),
     *("target", "label", "output", "response"),
@@ -60,13 +60,12 @@ class Number(float):
 
 
 class Row(dict[str, Any]):
-    """Record of a table, in which each has the fields of all: a null may stand for a field that
-    the record did not have."""
+    """Record of a table, in which every record has all columns: null may mean an absent field."""
 
 
 def get_field(record: Mapping[str, Any], name: str, default: Any = None) -> Any:
-    """The value of a field, or the default where there is none; a name with a dot is looked for as
-    it is, and then as a field of a field."""
+    """The value of a field, or the default if there is none. A name with a dot is looked up as it
+    is, and then as a nested field."""
     if name in record:
         return to_python(record[name])
     outer, dot, inner = name.partition(".")
@@ -77,7 +76,7 @@ def get_field(record: Mapping[str, Any], name: str, default: Any = None) -> Any:
 def require_field(
     record: Mapping[str, Any], name: str, location: str, flags: Sequence[str] = PROMPT_FLAGS
 ) -> Any:
-    """Value of a required field; it may be null. The message names `flags` that choose another."""
+    """Value of a required field; it may be null. The message names `flags` that select another."""
     value = get_field(record, name, _ABSENT)
     if value is _ABSENT:
         raise ValueError(
@@ -90,19 +89,19 @@ def require_field(
 def require_answer(
     record: Mapping[str, Any], name: str, location: str, *, has_prompt: bool = False
 ) -> str:
-    """The reference answer of a record as a text; `has_prompt` says that its prompt is a text."""
-    # A conversation beside a prompt may end with the answer, and is read by a flag.
+    """The reference answer of a record as a text; `has_prompt` is true if its prompt is a text."""
+    # Beside a prompt, a conversation may contain the answer: the message names its flag too.
     has_messages = any(get_field(record, field) is not None for field in LIKELY_MESSAGES)
     flags = (*ANSWER_FLAGS, "--messages-field") if has_prompt and has_messages else ANSWER_FLAGS
     return answer_text(require_field(record, name, location, flags), name, location)
 
 
 def answer_text(value: Any, field: str, location: str) -> str:
-    """An answer as a text. A number is written with the digits that it has, without exponent.
+    """An answer as a text. A number is written with its own digits, without exponent.
 
     Raises:
-      ValueError: for what is no text with content and no number, and for a number that is not
-        finite, too large or too small.
+      ValueError: for a value that is neither a text with content nor a number, and for a number
+        that is not finite, too large or too small.
     """
     value = to_python(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -148,7 +147,7 @@ def describe_fields(record: Mapping[str, Any]) -> str:
 
 
 def suggest_flags(record: Mapping[str, Any], flags: Sequence[str]) -> str:
-    """The flags that name a field, and the fields of a record that they may mean."""
+    """The flags that name a field, and the fields of a record that they could name."""
     suggestions = []
     for flag in flags:
         likely, kinds = LIKELY_FIELDS[flag]
@@ -171,8 +170,8 @@ def short(value: object) -> str:
 
 
 def to_python(value: Any) -> Any:
-    """A value of NumPy or JAX as one of Python. A number has the digits that it needs in its type:
-    as a Python float, a float32 of 0.1 is 0.10000000149011612."""
+    """Converts a NumPy or JAX value to a Python value. A number gets the shortest digits of its
+    type: as a Python float, a float32 of 0.1 would be 0.10000000149011612."""
     if not hasattr(value, "tolist"):
         return value
     value = np.asarray(value)[()]

@@ -39,7 +39,7 @@ def read_records(kind: str, path: str | Path) -> Iterator[LocatedRecord]:
     """The records of a file or folder of this kind, one of `KINDS`.
 
     Raises:
-      ValueError: where it cannot be read, or what reads it is not installed.
+      ValueError: if it cannot be read, or its reader is not installed.
     """
     readers = {"jsonl": _read_jsonl, "parquet": _read_parquet, "dataset": _read_dataset}
     return readers[kind](Path(os.path.expanduser(path)))
@@ -137,7 +137,7 @@ def _read_dataset(path: Path) -> Iterator[LocatedRecord]:
 
 
 def _table_rows(rows: Iterable[Any], schema: Any) -> Iterator[Row]:
-    """Rows of a table, with the numbers of 16 and 32 bits as of NumPy (`to_python`)."""
+    """Rows of a table, in which 16- and 32-bit numbers are NumPy's (`to_python`)."""
     types = {"halffloat": np.float16, "float": np.float32}
     narrow = {field.name: types.get(str(field.type)) for field in schema}
     for row in rows:
@@ -156,10 +156,10 @@ def _check_installed(library: str, extra: str, task: str) -> None:
         )
 
 
-# How many answers of a file are tried out when it is loaded; one that cannot be read and lies
-# further down gives verdicts with the reason "error".
+# Number of answers of a file that are checked when it is loaded; a later one that cannot be read
+# gives verdicts with the reason "error".
 MAX_CHECKED_ANSWERS = 1000
-# So many at a time: the first that is wrong stops the rest.
+# Answers per batch: the first one that is wrong ends the check.
 CHECK_BATCH_SIZE = 64
 
 
@@ -177,14 +177,14 @@ def jsonl(
     """Reads a file of prompts and answers.
 
     Args:
-      path: where the file is.
-      seed: picks the order of the training examples.
+      path: of the file.
+      seed: selects the order of the training examples.
       fields: names of the fields; None is `Fields()`.
-      seconds: how long the comparison of one completion with its answer may take.
+      seconds: time limit of comparing one completion with its answer.
       workers: processes that compare; None is one per processor core, up to 8.
       kind: of the file, one of `jrl.tasks.data.files.KINDS`.
       heldout: which prompts are held out; None is one in ten.
-      answers: what answers have to be, one of `jrl.tasks.answers.verdict.RULES`.
+      answers: required form of answers, one of `jrl.tasks.answers.verdict.RULES`.
 
     Raises:
       ValueError: the file, a line of it or one of its first answers cannot be read, a prompt has
@@ -211,11 +211,11 @@ def prompts_of(
     *,
     answered: bool = False,
 ) -> PromptList:
-    """The prompts of a file, with answers or without for rewards to judge.
+    """The prompts of a file, with answers, or without for custom rewards.
 
     Args:
       kind, path, seed, fields, heldout: as of `jsonl`.
-      answered: whether all must have an answer, and no reward is sent their fields.
+      answered: whether all must have an answer; otherwise their fields must be sendable to rewards.
 
     Raises:
       ValueError: as for `jsonl`, but for answers that cannot be compared.

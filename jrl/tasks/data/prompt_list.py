@@ -18,12 +18,12 @@ from jrl.tasks.workers.process import Message, parse_failure
 
 
 def drop_repeated(examples: Iterable[Example]) -> tuple[list[Example], int]:
-    """Examples of which no two have the same prompt, and how many were left out for that.
+    """Examples with distinct prompts, and the number of examples left out.
 
-    The first of those with one prompt is kept.
+    The first example of each prompt is kept.
 
     Raises:
-      ValueError: naming two that have one prompt and different answers.
+      ValueError: naming two examples with the same prompt and different answers.
     """
     unique: dict[str, Example] = {}
     repeated = 0
@@ -47,16 +47,16 @@ E = TypeVar("E", bound=Example)
 
 
 class PromptList(Generic[E]):
-    """A list of examples: some are held out, the others are gone through again and again.
+    """A list of examples: some are held out, the others are trained on in repeated passes.
 
     Each pass over the training examples has an order of its own. By default one example in ten is
     held out, by the hash of its prompt, and at least one is on either side.
 
     Attributes:
       examples: all of them, in the order of the list.
-      num_shared: examples of the list that were left out of training, because others that are held
-        out have their prompts.
-      num_repeated: records that were left out, as others before them have their prompts.
+      num_shared: examples of the list that are left out of training, because a held-out example
+        has the same prompt.
+      num_repeated: records that were left out, because an earlier one has the same prompt.
     """
 
     _kind, _fix = "prompts", "raise --prompt-length"
@@ -75,17 +75,17 @@ class PromptList(Generic[E]):
 
         Args:
           name: by which the task is requested.
-          examples: with distinct prompts; at least two, or one where others are held out.
-          seed: picks the order of the training examples.
+          examples: with distinct prompts; at least two, or one if others are held out.
+          seed: selects the order of the training examples.
           heldout: which of them are held out; None is one in ten.
           heldout_examples: held-out examples that are not in the list; None holds out some that
-            are. Examples of the list that have a prompt of theirs are left out.
-          stream: what the order depends on beside the seed, where the name has the path of a file;
-            None is the name.
+            are. Examples of the list with one of their prompts are left out.
+          stream: identifies the random stream of the order, beside the seed, if the name contains
+            the path of a file; None is the name.
           num_repeated: records that were left out.
 
         Raises:
-          ValueError: where nothing would be left to train on, unless everything is held out.
+          ValueError: if nothing is left to train on, unless everything is held out.
         """
         heldout = HeldOut() if heldout is None else heldout
         self._trains = heldout_examples is not None or not heldout.everything
@@ -147,13 +147,13 @@ class PromptList(Generic[E]):
         return self._heldout[index]
 
     def leave_out(self, fits: Callable[[E], bool]) -> int:
-        """Leaves out the prompts that do not fit, on both sides, before any was used.
+        """Leaves out the prompts that do not fit, on both sides, before the first is used.
 
         Returns:
-          How many they were.
+          Their number.
 
         Raises:
-          ValueError: where none would be left on one side.
+          ValueError: if none is left on one side.
         """
         before = len(self.examples)
         fitting = [example for example in self.examples if fits(example)]
@@ -192,11 +192,11 @@ def _select_heldout(name: str, examples: Sequence[Example], heldout: HeldOut) ->
 
 
 class FiniteTask(PromptSourceTask):
-    """A list of prompts, with a pool of workers that judge completions.
+    """A list of prompts, with a pool of workers that score completions.
 
     Args:
       pool: answers ``{"score": ..., "reason": ...}``, or ``{"error": ...}``.
-      question: what to ask it about an example and a completion.
+      question: makes the request to the pool from an example and a completion.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class FiniteTask(PromptSourceTask):
         self._pool, self._question = pool, question
 
     def verify(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Verdict]:
-        """Scores one completion per example; equal pairs are asked about once."""
+        """Scores one completion per example; equal pairs are sent once."""
         pairs = pair_completions(examples, completions)
         distinct_pairs = [pair for pair in dict.fromkeys(pairs) if pair[1].strip()]
         answers = self._pool.ask_all([self._question(*pair) for pair in distinct_pairs])

@@ -1,12 +1,12 @@
-"""Records: fields of a line, of a row or of a user's own list.
+"""Records: a line of a file, a row of a table, or an item of a custom list.
 
 A record has the texts "prompt" and "answer" (a number will do as an answer). In place of the prompt
 it may have "messages", the turns of a conversation from which a chat template makes the prompt, or
 the prompt is such a list itself; in place of the answer a "completion", a text or messages.
 ShareGPT's "conversations" are read, and a "text" of which every token is trained on. The fields may
-have other names. All other fields are kept for rewards. Reinforcement and supervised fine-tuning
-read the same record in the same way: in the former the policy answers the prompt, in the latter it
-trains on the answer as well. Errors are raised as in `jrl.tasks.data.fields`.
+have other names. All other fields are kept for rewards. Reinforcement learning and supervised
+fine-tuning read the same record in the same way: in the former the policy answers the prompt, the
+latter also trains on the answer. Errors are raised as in `jrl.tasks.data.fields`.
 """
 
 import datetime
@@ -36,9 +36,9 @@ from jrl.tasks.data.fields import (
 from jrl.tasks.task import Example
 
 COMPLETION, TEXT = "completion", "text"
-"""Fields with what is to be said after a prompt, and with a text that is learned as it is."""
+"""Fields with the completion of a prompt, and with a text that is trained on as it is."""
 MESSAGES = ("messages", "conversations", "conversation")
-"""Fields that have a conversation, where there is no prompt."""
+"""Fields with a conversation, used if there is no prompt."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ParsedRecord:
     Attributes:
       conversation: the prompt and, where the record has it as messages, the completion.
       num_prompt_messages: number of the messages that are the prompt.
-      is_text: whether the prompt is a text, and no conversation.
+      is_text: whether the prompt is a text; otherwise it is a conversation.
       text: trained on as it is, without a prompt; None for all others.
     """
 
@@ -82,7 +82,7 @@ def read_record(record: Any, location: str, fields: Fields) -> ParsedRecord:
         prompt = parse_messages(record, require_field(record, name, location), name, location)
         system = record.get("system")
         opens = name == "conversations" and prompt[0]["role"] != "system"
-        # A table has the field in every row, and an empty text where there is no such message.
+        # In a table every row has this field; it is empty for records without a system message.
         if opens and isinstance(system, str) and system.strip():
             prompt = ({"role": "system", "content": system}, *prompt)
     is_answered = not completion and prompt[-1]["role"] == "assistant"
@@ -94,12 +94,12 @@ def read_record(record: Any, location: str, fields: Fields) -> ParsedRecord:
 def example_of(
     record: Any, location: str, fields: Fields | None = None, *, answered: bool = False
 ) -> Example:
-    """The example that a record describes: its prompt, and its answer where it has one.
+    """The example that a record describes: its prompt, and its answer if it has one.
 
     Args:
       location: file and line of the record.
       fields: names of its fields; None is `Fields()`.
-      answered: whether it must have an answer; otherwise that of one without is empty.
+      answered: whether an answer is required; otherwise a missing one is empty.
     """
     fields = Fields() if fields is None else fields
     parsed = read_record(record, location, fields)
@@ -135,7 +135,7 @@ def example_of(
 
 
 def check_sendable(example: Example, location: str) -> None:
-    """Refuses a record whose fields cannot be sent to the process of a reward.
+    """Rejects a record whose fields cannot be sent to the process of a reward.
 
     Raises:
       ValueError: naming the field.
@@ -167,16 +167,16 @@ def to_json_value(value: Any) -> Any:
 
 
 def as_json(value: Any) -> Any:
-    """The value as another process receives it, which is sent JSON.
+    """The value after conversion to JSON, as another process receives it.
 
     Raises:
-      TypeError: where JSON cannot hold it.
+      TypeError: if JSON cannot represent it.
     """
     return json.loads(json.dumps(value, default=to_json_value))
 
 
 def format_dialogue(messages: Iterable[Turn]) -> str:
-    """The conversation for people: a single question is itself."""
+    """The conversation as readable text; a single question is unchanged."""
     pairs = role_content_pairs(messages)
     if len(pairs) == 1 and pairs[0][0] == "user":
         return pairs[0][1]
@@ -186,7 +186,7 @@ def format_dialogue(messages: Iterable[Turn]) -> str:
 def _read_messages(
     record: Mapping[str, Any], value: Any, name: str, location: str, role: str
 ) -> tuple[Turn, ...]:
-    """The messages in a field, or the one of this role where it is a text."""
+    """The messages in a field, or a single message of this role if the field is a text."""
     if isinstance(value, list | Mapping):
         return parse_messages(record, value, name, location)
     as_text = check_text if role == "user" else answer_text

@@ -31,7 +31,7 @@ def generator(*names: str | int) -> random.Random:
     """A random generator that depends on the given names alone.
 
     Args:
-      names: what tells this stream from every other one, for instance task, seed, part and index.
+      names: identify this stream among all others, for instance task, seed, part and index.
     """
     return random.Random(_digest("\0".join(map(str, names)), b"jrl stream"))
 
@@ -41,10 +41,10 @@ class HeldOut:
     """Held-out prompts: a share of all, a number, or those of a file.
 
     Attributes:
-      share: of the prompts, in (0, 1]; 1 is all of a list, which leaves nothing to train on.
-      count: of the prompts.
-      path: of a file or folder that holds no others; those of its prompts that are among the
-        training prompts are left out there.
+      share: of the prompts, in (0, 1]; 1 holds out a whole list and leaves nothing to train on.
+      count: number of prompts.
+      path: of a file or folder with the held-out prompts; those that are also training prompts
+        are left out of training.
     """
 
     share: float = HELDOUT_SHARE
@@ -58,11 +58,12 @@ class HeldOut:
 
     @property
     def generated_share(self) -> float:
-        """Held-out share of generated prompts, never all of them, as their supply is endless."""
+        """Held-out share of generated prompts; never all of them, as they are generated
+        endlessly."""
         return HELDOUT_SHARE if self.everything else self.share
 
     def check_no_file(self, task: str, makes: str) -> None:
-        """Refuses a file for a task that `makes` its own prompts."""
+        """Rejects a file for a task that `makes` its own prompts."""
         if self.path is not None:
             raise ValueError(
                 f"held_out={self.path} is for a list of prompts, and task={task} {makes} its "
@@ -75,7 +76,7 @@ def parse_heldout(text: str | None) -> HeldOut:
     ten, and 1.0 all of them.
 
     Raises:
-      ValueError: for a share that holds nothing out, and a count below 1.
+      ValueError: for a share that holds nothing out, or a count below 1.
     """
     if text is None:
         return HeldOut()
@@ -94,7 +95,7 @@ def parse_heldout(text: str | None) -> HeldOut:
 
 
 def check_trains(held_out: str | None) -> None:
-    """Refuses a choice of held-out prompts that leaves none to train on.
+    """Rejects a choice of held-out prompts that leaves none to train on.
 
     Raises:
       ValueError: for a share of all.

@@ -1,9 +1,9 @@
 """Multi-turn tasks: their prompts, and an environment for each of them.
 
-A record is as in `jrl.tasks.definition`; its prompt may be left to the environment's `reset`. A
-reference conversation to imitate is its field "turns": messages after the opening, the policy's
-first and last, as "assistant". Every other field but the prompt is passed to `environment` by its
-name.
+A record is as in `jrl.tasks.definition`; its prompt may be left to the environment's `reset`. Its
+field "turns" may have a reference conversation to imitate: messages after the opening, of which the
+first and last are the policy's ("assistant"). Every other field but the prompt is passed to
+`environment` by its name.
 """
 
 import json
@@ -18,34 +18,33 @@ from jrl.tasks.environments.host import Host
 from jrl.tasks.task import Example, Prompts, PromptSourceTask, Verdict
 
 Messages = Sequence[Mapping[str, str] | str] | Mapping[str, str] | str | None
-"""Messages with "role" ("user", "tool" or "system") and "content"; a text alone is the user's."""
+"""Messages with "role" ("user", "tool" or "system") and "content"; a plain text is the user's."""
 Stepped = tuple[Messages, float, bool]
-"""Messages of an environment, reward of the turn before, and whether the conversation is over."""
+"""Messages of an environment, reward of the previous turn, and whether the conversation is over."""
 
 
 @runtime_checkable
 class Environment(Protocol):
-    """The other side of one conversation.
+    """Environment of one conversation.
 
-    Its output may depend on its record and on the messages so far alone: it may be created again,
+    Its output may depend on its record and the previous messages only, as it may be created again
     and the conversation replayed. Methods may be ``async``.
 
-    A method `close`, if there is one, is called once for each environment that was created, however
-    its conversation ends: over, dropped, by an error or with the run. If a process is killed, for a
-    call that took too long or from outside, everything that its environments have started is killed
-    with it instead.
+    An optional method `close` is called once for each environment that was created, however its
+    conversation ends: done, dropped, by an error or with the run. If a process is killed, at a time
+    limit or from outside, everything that its environments have started is killed with it instead.
     """
 
     def reset(self) -> Messages | Awaitable[Messages]:
-        """Begins; what it says stands before the policy's first turn, after the record's prompt."""
+        """Returns the messages between the record's prompt and the policy's first turn."""
         ...
 
     def step(self, message: Mapping[str, Any]) -> Stepped | Awaitable[Stepped]:
         """Answers a message of the policy, ``{"role": "assistant", "content": ...}``.
 
-        Where the task has `tools` and the policy a chat template, it has "tool_calls" too: OpenAI's
-        fields, with arguments that are a mapping, and an "error" in one that cannot be read. One
-        that the limit of a turn cut (``--turn-length``) has "truncated", which is true.
+        With the task's `tools` and a chat template, it has "tool_calls" too: OpenAI's fields, with
+        arguments that are a mapping, and an "error" in a call that cannot be parsed. A message that
+        was cut at the maximum length of a turn (``--turn-length``) has "truncated", which is true.
 
         Returns:
           Messages, the reward of the policy's turn, and whether the conversation is over. The
@@ -56,13 +55,13 @@ class Environment(Protocol):
 
 @runtime_checkable
 class Conversing(Protocol):
-    """A multi-turn task, whose prompts are a list or generated, as of `jrl.tasks.definition`.
+    """A multi-turn task, whose prompts are a list or generated, as in `jrl.tasks.definition`.
 
-    It may also have `full_marks`, the score from which on a conversation counts as correct (1);
-    `tools` that the policy may call, which a chat template tells it of: each a
-    `jrl.tasks.tools.tool.Tool` or a schema; and, of generated prompts, `distinct_prompts`:
-    whether what is held out is chosen by the prompt alone. By default it is by the prompt and what
-    the record hides.
+    It may also have `full_marks`, the minimum score of a correct conversation (1 by default);
+    `tools` that the policy may call, described to it by the chat template, each a
+    `jrl.tasks.tools.tool.Tool` or a schema; and, for generated prompts, `distinct_prompts`: whether
+    prompts are held out by the prompt alone. By default they are by the prompt and the hidden
+    fields of the record.
     """
 
     @property
@@ -71,7 +70,7 @@ class Conversing(Protocol):
         ...
 
     def environment(self, **record: Any) -> Environment:
-        """The environment of a record, of the fields that it names."""
+        """The environment of a record, created from the fields that it names as parameters."""
         ...
 
 
@@ -81,8 +80,8 @@ def is_conversing(task: Any) -> bool:
 
 
 class EnvironmentPrompts:
-    """A definition with generated prompts and sizes, whose prompts hold what the environments of a
-    host begin with."""
+    """Generated prompts of a multi-turn task, each with the opening messages of its environment,
+    from a host."""
 
     def __init__(self, name: str, definition: Any, host: Host):
         self._name, self._definition, self._host = name, definition, host
@@ -93,13 +92,13 @@ class EnvironmentPrompts:
         self.characters: str = definition.characters
 
     def prompts(self, random: Random) -> Example:
-        """Draws a record, and opens it."""
+        """Draws a record, and adds the opening messages of its environment."""
         record = self._definition.prompts(random)
         example = open_example(record, f"task={self._name}", self._host, self._tools)
         return replace(example, hidden="") if self._distinct else example
 
     def reward(self, prompt: str, completion: str, **record: Any) -> float:
-        """There is none: environments reward.
+        """Always fails: environments give the rewards of conversations.
 
         Raises:
           ValueError: always.
@@ -111,16 +110,15 @@ class Conversational(PromptSourceTask):
     """A task whose completions are conversations."""
 
     def __init__(self, prompts: Prompts, host: Host):
-        """Puts prompts and the host of their environments together, which is closed with the
-        task."""
+        """Joins prompts and the host of their environments, which is closed with the task."""
         super().__init__(prompts)
         self.environments = host
 
     def verify(self, examples: Sequence[Example], completions: Sequence[str]) -> list[Verdict]:
-        """Reference completions alone: what a policy writes is scored while it is written.
+        """Returns no verdicts: conversations are scored by their environments, turn by turn.
 
         Raises:
-          ValueError: where there is anything to score.
+          ValueError: if there is anything to score.
         """
         if examples:
             raise ValueError(f"task={self.name} scores conversations only by its environment")
@@ -134,13 +132,13 @@ class Conversational(PromptSourceTask):
 def open_example(
     record: Record | str, location: str, host: Host, tools: Sequence[str] = ()
 ) -> Example:
-    """The example of a record, with all messages before the policy's first turn as its prompt.
+    """The example of a record, whose prompt is all messages before the policy's first turn.
 
     Args:
-      location: where the record is from, for messages.
+      location: of the record, for error messages.
 
     Raises:
-      ValueError: where there are none, or a field cannot be what it is for.
+      ValueError: if there are no messages, or a field has the wrong type.
     """
     fields: dict[str, Any] = {"prompt": record} if isinstance(record, str) else dict(record)
     turns = tuple((str(turn["role"]), str(turn["content"])) for turn in fields.pop("turns", ()))
@@ -173,6 +171,6 @@ def open_example(
 
 
 def tools_of(definition: Any) -> tuple[str, ...]:
-    """Schemas of what a policy may call, as JSON texts; of a task's tools, or of their schemas."""
+    """Schemas of the tools of a task as JSON texts; its tools may be given as schemas."""
     schemas = (getattr(tool, "schema", tool) for tool in getattr(definition, "tools", ()))
     return tuple(json.dumps(schema, sort_keys=False) for schema in schemas)

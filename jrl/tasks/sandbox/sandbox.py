@@ -1,4 +1,4 @@
-"""Sandbox that runs Python code, returns its output, and leaves nothing of it behind."""
+"""Sandbox that runs Python code, returns its output, and ends all its processes."""
 
 import math
 import os
@@ -19,18 +19,17 @@ MEGABYTE = 2**20
 MAX_FILE_MB = 16
 MAX_FILES = 10_000
 STARTUP_SECONDS = 10.0
-"""Seconds that an interpreter may take to start, or to end, on a busy machine. The time of the code
-itself is kept within the sandbox."""
+"""Time limit in seconds for an interpreter to start, or to end, on a busy machine. The time limit
+of the code itself is enforced within the sandbox."""
 COUNTS_IN_NAMESPACES = (5, 14)
-"""The first Linux whose limit of processes is one of each user namespace, not of all that a user
-runs."""
+"""First version of Linux whose process limit is per user namespace instead of per user."""
 UNSAFE = "JRL_UNSAFE_TOOLS"
-"""Environment variable that `--unsafe-tools` sets, so that worker processes know of it."""
+"""Environment variable that `--unsafe-tools` sets, and that worker processes inherit."""
 
 
 def allow_unsafe() -> None:
-    """Lets code run without a sandbox where none can be had, from here on in this process and in
-    those that it starts."""
+    """Allows code to run without a sandbox on a machine that has none, in this process and in all
+    that it starts."""
     os.environ[UNSAFE] = "1"
 
 
@@ -39,17 +38,17 @@ class Sandbox:
     """Sandbox for Python code, with its resource limits.
 
     Raises:
-      ValueError: for a limit that is none, and where this machine cannot confine code
-        (`jrl.tasks.sandbox.bubblewrap.NoSandbox`) and it may not run without.
+      ValueError: for an invalid limit, and if this machine cannot confine code
+        (`jrl.tasks.sandbox.bubblewrap.NoSandbox`) and running without a sandbox is not allowed.
 
     Attributes:
-      seconds: of time, on the clock and of the processor.
-      memory_mb: of all its processes together.
-      output: characters that are given back at most; what is longer is cut and says so.
+      seconds: wall-clock time, and processor time.
+      memory_mb: memory of all its processes together.
+      output: maximum number of characters returned; longer output is cut, with a notice.
       network: whether it has the host's network.
-      processes: and threads, at a time.
-      unsafe: whether it may run as your user, with resource limits alone, on a machine that cannot
-        confine it; `--unsafe-tools` says so for all sandboxes of a run.
+      processes: number of processes and threads at a time.
+      unsafe: whether it may run as your user, with resource limits only, on a machine that cannot
+        confine it; `--unsafe-tools` allows it for all sandboxes of a run.
     """
 
     seconds: float | int = 3.0
@@ -68,12 +67,13 @@ class Sandbox:
             bubblewrap()
 
     def run(self, code: str) -> str:
-        """Runs code; returns its output, errors included, and the reason if it did not end well.
+        """Runs code; returns its output, errors included, and the reason if it did not end
+        normally.
 
-        However it ends, when this returns or raises none of its processes is left.
+        All of its processes have ended when this returns or raises.
 
         Raises:
-          ValueError: where the sandbox cannot be made any more.
+          ValueError: if the sandbox cannot be created any more.
         """
         with self._open_command() as (command, cwd, descriptors, group):
             ended = self._run_process(command, cwd, descriptors, code.encode("utf-8", "replace"))
@@ -111,8 +111,8 @@ class Sandbox:
     def _run_process(
         self, command: Sequence[str], cwd: str | None, descriptors: Sequence[int], code: bytes
     ) -> "_Outcome":
-        """Starts the init process, in its folder if it has none in a sandbox, and ends it when it
-        is done, late, or has printed enough."""
+        """Starts the init process, in its folder if there is no sandbox, and ends it when it is
+        done, out of time, or its output is at its maximum."""
         environment = {
             "PATH": os.defpath,
             "HOME": cwd or HOME,
@@ -127,7 +127,8 @@ class Sandbox:
             file.flush()
             process = subprocess.Popen(
                 [*command, str(file.fileno()), *self._limits(namespaced=cwd is None)],
-                # Held open, and nothing written: it ends with this process, however that ends.
+                # Kept open without writing: the init process ends when this process does, in any
+                # way.
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -147,8 +148,8 @@ class Sandbox:
     def _open_command(
         self,
     ) -> Iterator[tuple[list[str], str | None, list[int], cgroups.Group | None]]:
-        """The command of the init process; its folder, where it does not have one in a sandbox; the
-        descriptors that it inherits; and the control groups that it runs in."""
+        """Command of the init process; its working folder if there is no sandbox; the descriptors
+        that it inherits; and the control groups that it runs in."""
         interpreter = [sys.executable, "-P", "-s", "-B"]
         try:
             program = bubblewrap()
@@ -171,8 +172,8 @@ class Sandbox:
 
 
 class _Outcome(NamedTuple):
-    """Output of the code, and report of the init process on its standard error; whether that had
-    ended when it was read, and whether it was ended because it took too long."""
+    """Output of the code, report of the init process on its standard error, whether the report is
+    complete, and whether the process was out of time."""
 
     printed: bytes
     report: str
@@ -181,7 +182,7 @@ class _Outcome(NamedTuple):
 
 
 def _read(process: "subprocess.Popen[bytes]", end: float, max_bytes: int) -> _Outcome:
-    """Reads both outputs until the init process has closed its own, or the code printed enough."""
+    """Reads both outputs until the init process closes its own, or the output is at its maximum."""
     assert process.stdout is not None and process.stderr is not None
     printed, report, complete, late = bytearray(), bytearray(), False, False
     with selectors.DefaultSelector() as selector:
@@ -199,7 +200,7 @@ def _read(process: "subprocess.Popen[bytes]", end: float, max_bytes: int) -> _Ou
                 key.data.extend(part)
                 if not part:
                     selector.unregister(key.fileobj)
-                    # The code's output does not tell: whatever it started may hold that open.
+                    # Not by the code's output, which its child processes may hold open.
                     complete |= key.fileobj is process.stderr
     if complete:
         while len(printed) < max_bytes and (part := _ready(process.stdout.fileno())):
@@ -209,7 +210,7 @@ def _read(process: "subprocess.Popen[bytes]", end: float, max_bytes: int) -> _Ou
 
 
 def _describe_end(report: str) -> str:
-    """Reason of a bad end, from the report of the init process; empty if the code ended well."""
+    """Reason for an abnormal end, from the report of the init process; empty for a normal end."""
     last_line = report.strip().splitlines()[-1:]
     if last_line == ["status 0"]:
         return ""
@@ -227,7 +228,7 @@ def _ready(descriptor: int) -> bytes:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Ends the init process, and with it all that it started; waits until they are gone."""
+    """Ends the init process and all that it started, and waits until they have ended."""
     assert process.stdin and process.stdout and process.stderr
     process.stdin.close()  # upon which it exits
     try:
@@ -243,6 +244,6 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def _kernel_version() -> tuple[int, ...]:
-    """The version of the kernel; empty where it says none."""
+    """The version of the kernel; empty if it cannot be parsed."""
     numbers = os.uname().release.split("-")[0].split(".")[:2]
     return tuple(map(int, numbers)) if all(map(str.isdigit, numbers)) else ()

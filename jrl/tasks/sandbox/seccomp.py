@@ -17,7 +17,7 @@ NEWNET."""
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 AF_UNIX, AF_INET, AF_INET6 = 1, 2, 10
 NEWEST_CALL = 456
-"""Number of the newest system call that was looked at, futex_requeue of Linux 6.7."""
+"""Number of the newest system call that was reviewed, futex_requeue of Linux 6.7."""
 X32 = 0x40000000
 
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
@@ -79,7 +79,7 @@ BLOCKED_CALLS: dict[str, tuple[int | None, int | None]] = {
     "clock_adjtime": (305, 266),
     "sethostname": (170, 161),
     "setdomainname": (171, 162),
-    # Memory that no limit of a process counts, and where memory lies.
+    # Memory that no limit of a process includes, and the placement of memory.
     "shmget": (29, 194),
     "msgget": (68, 186),
     "semget": (64, 190),
@@ -101,15 +101,15 @@ NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16
 
 
 def seccomp_filter(*, network: bool, machine: str | None = None) -> bytes | None:
-    """The filter as ``bwrap --seccomp`` reads it; None on an architecture that it is not known for.
+    """The filter as ``bwrap --seccomp`` reads it; None on an unsupported architecture.
 
     Args:
-      network: whether sockets are those of the internet; without, they are Unix sockets, of which
-        the sandbox has none of the host's.
-      machine: as `os.uname` names it; None is this one.
+      network: whether internet sockets are allowed; otherwise only Unix sockets are, and those of
+        the host are not visible in the sandbox.
+      machine: as named by `os.uname`; None is this one.
     """
     machine = os.uname().machine if machine is None else machine
-    # Of a 32-bit interpreter, all calls would be foreign ones.
+    # A 32-bit interpreter would make 32-bit calls only, which are blocked.
     if machine not in ARCHITECTURES or sys.maxsize < 2**32:
         return None
     column, audit = ARCHITECTURES[machine]
@@ -118,7 +118,7 @@ def seccomp_filter(*, network: bool, machine: str | None = None) -> bytes | None
     if machine == "x86_64":
         lines += fail_when(AT_LEAST, X32, errno.ENOSYS)
     lines += fail_when(GREATER, NEWEST_CALL, errno.ENOSYS)
-    # What its flags are cannot be read here; without it, libraries use `clone`.
+    # A filter cannot read the flags of `clone3`; if it fails, libraries use `clone`.
     lines += fail_when(EQUAL, CLONE3[column], errno.ENOSYS)
     for numbers in BLOCKED_CALLS.values():
         if (number := numbers[column]) is not None:
@@ -139,22 +139,22 @@ Line = tuple[int, int, int, int]
 
 
 def fail_when(test: int, constant: int, error: int) -> list[Line]:
-    """Fails with the error where the test holds."""
+    """Fails with the error if the test holds."""
     return [(test, 0, 1, constant), (RETURN, 0, 0, ERROR | error)]
 
 
 def fail_unless(test: int, constant: int, error: int) -> list[Line]:
-    """Fails with the error where the test does not hold."""
+    """Fails with the error unless the test holds."""
     return [(test, 1, 0, constant), (RETURN, 0, 0, ERROR | error)]
 
 
 def allow_when(value: int) -> list[Line]:
-    """Allows the call where what is loaded is the value."""
+    """Allows the call if the loaded value equals this value."""
     return [(EQUAL, 0, 1, value), (RETURN, 0, 0, ALLOW)]
 
 
 def check_argument(number: int, position: int, lines: list[Line]) -> list[Line]:
-    """The lines for one call, on the low half of its argument at the position."""
+    """Instructions for one call, on the low half of its argument at this position."""
     # Both architectures are little-endian: the low half comes first.
     body = [(LOAD, 0, 0, ARGUMENTS + 8 * position), *lines, (LOAD, 0, 0, NUMBER)]
     return [(EQUAL, 0, len(body), number), *body]
