@@ -26,7 +26,7 @@ SHOTS = (
     ("A cup costs 4 dollars. How many dollars do 5 cups cost?", "5 * 4 = 20"),
     ("24 nuts are put into 3 bags. How many are in each?", "24 / 3 = 8"),
 )
-"""Problems with their answers that a chat model reads before each problem (few-shot prompt)."""
+"""Solved problems that precede each problem in the prompt of a chat model (few-shot prompt)."""
 SHOT_MESSAGES = tuple(
     pair for problem, answer in SHOTS for pair in (("user", problem), ("assistant", answer))
 )
@@ -72,7 +72,7 @@ class Kind:
     Args:
       operands: draws the numbers.
       texts: wordings, in which {first} and {second} are the numbers, {name} and {other} people, and
-        {things} what is counted.
+        {things} the objects.
     """
 
     def __init__(self, operands: Operands, *texts: str):
@@ -133,15 +133,15 @@ KINDS = (
 
 class WordProblems(PromptSourceTask):
     """Solve a word problem of one step: ``Ben is 14 years old. Iris is 3 years older. How old is
-    Iris?`` asks for ``17``.
+    Iris?`` is answered by ``17``.
 
-    An answer is the number that it states, in final form: ``17``, ``14 + 3 = 17`` and ``She is
-    17.`` score, ``14 + 3`` does not. The answer is never a number of the prompt, so that copying
-    one scores nothing.
+    An answer is scored by the number that it states, in final form: ``17``, ``14 + 3 = 17`` and
+    ``She is 17.`` score, ``14 + 3`` does not. The answer is never a number of the prompt, so
+    copying one scores nothing.
 
     Args:
-      seed: picks the order of the training prompts; the problems are always the same.
-      heldout: which of them are held out; None is one in ten.
+      seed: selects the order of the training prompts; the problems are always the same.
+      heldout: which problems are held out; None is one in ten.
     """
 
     def __init__(self, seed: int, heldout: HeldOut | None = None):

@@ -1,4 +1,4 @@
-"""A calculator: expressions are parsed, never evaluated as a program.
+"""Calculator tool: expressions are parsed, never evaluated as Python.
 
     expression := term (("+" | "-") term)*
     term       := factor (("*" | "/") factor)*
@@ -15,7 +15,7 @@ from operator import add, mul, sub, truediv
 
 from jrl.tasks.tools.tool import Tool
 
-# Far beyond any answer, and small enough to be read in no time.
+# Far beyond any answer, and small enough to be converted quickly.
 MAX_LENGTH = 200
 MAX_DEPTH = 20
 
@@ -87,7 +87,7 @@ def _symbols(text: str) -> list[str]:
 
 
 class _Reader:
-    """Takes symbols from the left and writes down steps; one method per rule of the grammar."""
+    """Recursive-descent parser that emits postfix steps; one method per rule of the grammar."""
 
     def __init__(self, symbols: list[str]):
         self.remaining = symbols[::-1]
@@ -121,7 +121,7 @@ class _Reader:
             raise ValueError(f"a number is missing before {symbol!r}")
 
     def _chain(self, operations: tuple[str, str], part: Callable[[int], None], depth: int) -> None:
-        """Reads parts joined by operations of one rank, which apply from left to right."""
+        """Parses operands joined by operations of one precedence, from left to right."""
         part(depth)
         while self.ahead in operations:
             operation = self.remaining.pop()
@@ -130,7 +130,7 @@ class _Reader:
 
 
 MOST_DIGITS = 40
-"""Digits of a result's numerator and denominator at most: what is longer is an error."""
+"""Maximum digits of a result's numerator and of its denominator; more are an error."""
 
 
 def calculate(expression: str) -> str:

@@ -11,12 +11,12 @@ from jrl.tasks.answers.extraction import REASONING
 from jrl.tasks.tools.calls import Call, ToolParameters, unreadable_call
 
 ParsedCalls = tuple[list[Call], int]
-"""Calls, and the position behind them."""
+"""Calls, and the position after them."""
 
 _REASONING = {
     opened.lower(): closed.lower()
     for opened, closed in REASONING
-    # Harmony's channels are messages of their own: `jrl.tasks.tools.json_calls`.
+    # Harmony's channels are separate messages: `jrl.tasks.tools.json_calls`.
     if not opened.startswith("<|channel|>")
 }
 _REASONING_TAGS = "|".join(re.escape(mark) for pair in _REASONING.items() for mark in pair)
@@ -26,8 +26,8 @@ class ToolFormat(ABC):
     """Format in which a kind of checkpoint writes tool calls.
 
     Attributes:
-      name: for people.
-      template_markers: texts of which the chat template of such a checkpoint has one.
+      name: readable name.
+      template_markers: texts, one of which occurs in the chat template of such a checkpoint.
     """
 
     name: str
@@ -39,11 +39,11 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def calls(self, text: str, tools: ToolParameters) -> list[Call]:
-        """The calls in what a policy wrote, with special tokens written out, in their order; empty
-        where there is none.
+        """The calls in a text of the policy, with special tokens written out, in order; empty if
+        there are none.
 
-        A call that is started and cannot be read has an error. Text within reasoning is none, and
-        neither is a mention of how calls are written.
+        A call that is started and cannot be parsed has an error. Text within reasoning is not a
+        call, and neither is a mention of the notation of calls.
         """
 
     @abstractmethod
@@ -51,9 +51,9 @@ class ToolFormat(ABC):
         """The text that a policy writes to make these calls."""
 
     def call_id(self, name: str, index: int) -> str:
-        """Id of a call in a chat template by its index in the conversation, if the policy gave it
-        no usable one."""
-        # Nine letters and digits, which is what some templates demand.
+        """Id of a call in a chat template by its index in the conversation, if the policy wrote no
+        usable one."""
+        # Nine letters and digits, as some templates require.
         return f"call{index:05d}"
 
     def usable_id(self, identity: str) -> bool:
@@ -64,8 +64,9 @@ class ToolFormat(ABC):
 class MarkedFormat(ToolFormat):
     """Format whose calls begin with a mark.
 
-    Reasoning in a call, a mark in a text that is passed on for instance, is a part of the call. An
-    end of reasoning that nothing opened ends what a prompt began: calls before it are none.
+    Reasoning tags inside a call, for instance in a text that it passes, are part of the call. An
+    end of reasoning without a start closes reasoning that the prompt opened: calls before it are
+    ignored.
     """
 
     _opening: re.Pattern[str]
@@ -93,13 +94,13 @@ class MarkedFormat(ToolFormat):
 
 @cache
 def _tag_or_opening(opening: re.Pattern[str]) -> re.Pattern[str]:
-    """A pattern for the opening of a call, and for the tags of reasoning, its group "tag"."""
+    """A pattern for the opening of a call, and for reasoning tags, which are its group "tag"."""
     return re.compile(f"(?P<tag>(?i:{_REASONING_TAGS}))|{opening.pattern}", opening.flags)
 
 
 def skip_unreadable(text: str, opened: re.Match[str], close: str, reason: str) -> ParsedCalls:
-    """Result for an opening behind which no call can be read: a call with an error up to what
-    closes it, or none, where the opening is only mentioned."""
+    """Result for an opening without a parsable call: a call with an error that extends to the
+    closing mark, or no call if the opening is only mentioned."""
     begin, behind = opened.span()
     if text.startswith("`", behind) and begin and text[begin - 1] == "`":
         return [], behind
@@ -111,7 +112,7 @@ def skip_unreadable(text: str, opened: re.Match[str], close: str, reason: str) -
 
 
 def skip_blanks(text: str, position: int) -> int:
-    """The position of the first character from here on that is no blank."""
+    """The position of the first non-blank character from here on."""
     while position < len(text) and text[position].isspace():
         position += 1
     return position
@@ -121,10 +122,10 @@ _DECODER = json.JSONDecoder()
 
 
 def read_value(text: str, position: int) -> tuple[Any, int]:
-    """The JSON value that begins here, and the position behind it.
+    """The JSON value at this position, and the position after it.
 
     Raises:
-      ValueError: where there is none, in one line.
+      ValueError: if there is none, in one line.
     """
     try:
         return _DECODER.raw_decode(text, position)
@@ -139,7 +140,7 @@ def read_value(text: str, position: int) -> tuple[Any, int]:
 
 
 def parse_call(value: Any) -> Call:
-    """The call in a JSON value: an object with a name, and arguments that are an object or the JSON
+    """The call in a JSON value: an object with a name, and arguments as an object or as the JSON
     text of one."""
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         return unreadable_call("it is no JSON object with a name and arguments")

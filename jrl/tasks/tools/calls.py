@@ -11,8 +11,8 @@ from typing import Any
 
 
 class Arguments(dict[str, Any]):
-    """The arguments of a call: a mapping for templates that write JSON themselves, and their JSON
-    text for those that put it into a text."""
+    """Arguments of a call: a mapping for templates that write JSON themselves, and their JSON text
+    for templates that insert them into a text."""
 
     def __init__(self, values: Mapping[str, Any], written: str | None = None):
         super().__init__(values)
@@ -37,10 +37,10 @@ class Call:
     """A call of a tool.
 
     Attributes:
-      name: of the tool; empty where it cannot be read.
-      arguments: by name; empty where they cannot be read.
-      id: that the policy gave the call; empty where its format has none.
-      error: why it cannot be read, for the policy to be told; empty where it can.
+      name: of the tool; empty if it cannot be parsed.
+      arguments: by name; empty if they cannot be parsed.
+      id: written by the policy; empty if its format has none.
+      error: reason why it cannot be parsed, as a message to the policy; else empty.
     """
 
     name: str
@@ -50,12 +50,12 @@ class Call:
 
 
 def unreadable_call(reason: str, name: str = "") -> Call:
-    """A call that was started and cannot be read."""
+    """A call that was started and cannot be parsed."""
     return Call(name, error=f"the call cannot be read: {reason}")
 
 
 def parameters_by_tool(schemas: list[Any]) -> ToolParameters:
-    """The tools of schemas as chat templates take them; what has no name is left out."""
+    """Parameters of tools by name, from their schemas; schemas without a name are left out."""
     functions = [schema.get("function", schema) for schema in schemas if isinstance(schema, dict)]
     return {
         each["name"]: each.get("parameters") or {}
@@ -80,7 +80,7 @@ def parse_message_calls(message: Mapping[str, Any]) -> list[Call]:
 
 
 def format_message_calls(calls: list[Call], ids: list[str]) -> list[dict[str, Any]]:
-    """The "tool_calls" of a message; a call that cannot be read has its "error" too."""
+    """The "tool_calls" of a message; a call that cannot be parsed has its "error" too."""
     return [
         message_call(identity, call.name, dict(call.arguments))
         | ({"error": call.error} if call.error else {})

@@ -20,8 +20,8 @@ from jrl.tasks.tools.tagged_calls import Glm, Hermes, QwenCoder
 
 
 class Plain(ToolFormat):
-    """The text is the one argument of a tool that needs one, and an object of them in JSON for
-    another."""
+    """Plain format ``@name text``: the text is the only argument of a tool that needs one, or a
+    JSON object of all arguments."""
 
     name = "plain"
     template_markers = ()
@@ -41,7 +41,7 @@ class Plain(ToolFormat):
         return [call]
 
     def render(self, calls: Sequence[Call]) -> str:
-        """Of the first of them: a turn has one."""
+        """Renders the first call only: a turn has one."""
         call = calls[0]
         values = list(call.arguments.values())
         only = values[0] if len(values) == 1 and isinstance(values[0], str) else None
@@ -54,17 +54,17 @@ FORMATS: tuple[ToolFormat, ...] = (
     *(Kimi(), DeepSeekNamed(), DeepSeek(), Glm(), QwenCoder(), MistralNamed(), Mistral()),
     *(Olmo(), FunctionGemma(), Gemma4(), HERMES, Llama(), PythonList(), ToolCode()),
 )
-"""Of checkpoints; what is marked more narrowly comes first."""
+"""Formats of checkpoints, those with more specific marks first."""
 
 
 def detect_formats(template: str) -> list[ToolFormat]:
-    """The formats whose marks are in the source of a chat template, the likeliest first."""
+    """The formats with marks in the source of a chat template, the most likely first."""
     return [each for each in FORMATS if each.matches_template(template)]
 
 
 def detect_calls(text: str, tools: ToolParameters) -> list[Call]:
-    """The calls in a turn of which nothing says in what format they are: of a format that reads all
-    that it finds, else of the one that reads most of it, Hermes' before others."""
+    """The calls in a turn of unknown format: those of the first format that can parse all calls
+    that it finds, else of the one that parses the most; Hermes is tried first."""
     if MESSAGE in text:
         return HARMONY.calls(text, tools)
     formats = (HERMES, *(each for each in FORMATS if each is not HERMES), PLAIN)

@@ -21,14 +21,14 @@ PYTHON_TAG = "<|python_tag|>"
 
 
 class Llama(MarkedFormat):
-    """Of Llama 3.1 to 3.3::
+    """Format of Llama 3.1 to 3.3::
 
         {"name": "add", "parameters": {"a": 1, "b": 2}}
         <|python_tag|>{"name": "add", "parameters": {"a": 1, "b": 2}}
         <|python_tag|>add.call(a=1, b=2)
 
-    Without the tag an object is a call where a tool has its name, its parameters are an object, and
-    nothing but calls follows: other JSON is an answer.
+    Without the tag, an object is a call if it names a tool, its parameters are an object, and only
+    calls follow: other JSON is an answer.
     """
 
     name = "llama"
@@ -75,7 +75,7 @@ class Llama(MarkedFormat):
         return [parse_call(each) for each in values], len(text)
 
     def _read_objects(self, text: str, position: int) -> tuple[list[Any], int]:
-        """JSON values one after the other, with or without a semicolon between."""
+        """Consecutive JSON values, optionally separated by semicolons."""
         value, end = read_value(text, position)
         values = [value]
         while (joint := self._joint.match(text, end)) and text.startswith("{", joint.end()):
@@ -94,7 +94,7 @@ MISTRAL_TAG = "[TOOL_CALLS]"
 
 
 class Mistral(MarkedFormat):
-    """Of tokenizers up to version 7, and later ones that keep their form::
+    """Format of Mistral's tokenizers up to version 7, and of later ones that keep it::
 
     [TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": 2}, "id": "a1b2c3d4e"}]
     """
@@ -127,7 +127,7 @@ class Mistral(MarkedFormat):
 
 
 class MistralNamed(Mistral):
-    """Of tokenizers from version 11 on, with an id in the first of them::
+    """Format of Mistral's tokenizers from version 11 on, the first of them with an id::
 
     [TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}
     [TOOL_CALLS]add[CALL_ID]a1b2c3d4e[ARGS]{"a": 1, "b": 2}
@@ -144,11 +144,11 @@ class MistralNamed(Mistral):
 
 MESSAGE = "<|message|>"
 PEOPLE = ("assistant", "user", "system", "developer", "all")
-"""To whom a message may go that calls nothing."""
+"""Recipients of messages that are not calls."""
 
 
 class Harmony(ToolFormat):
-    """Of gpt-oss, whose reasoning is a channel of its own, "analysis", in which nothing is called::
+    """Format of gpt-oss (Harmony), whose reasoning channel, "analysis", contains no calls::
 
     <|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1, "b": 2}<|call|>
     """
@@ -187,12 +187,12 @@ def _deepseek(*words: str) -> str:
 
 
 class Kimi(MarkedFormat):
-    """Of Kimi-K2::
+    """Format of Kimi-K2::
 
         <|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>
         {"a": 1, "b": 2}<|tool_call_end|><|tool_calls_section_end|>
 
-    The number is that of the call in its conversation, and with the name its id.
+    The number is the index of the call in its conversation, and with the name it is its id.
     """
 
     name = "kimi"
@@ -225,7 +225,7 @@ class Kimi(MarkedFormat):
 
 
 class DeepSeek(MarkedFormat):
-    """Of DeepSeek-V3 and R1: between its special tokens for the begin and the end of a call stand
+    """Format of DeepSeek-V3 and R1: the special tokens for the begin and the end of a call enclose
     ``function``, the separator, the name, and the arguments as a block of JSON."""
 
     name = "deepseek"
@@ -258,7 +258,7 @@ class DeepSeek(MarkedFormat):
 
 
 class DeepSeekNamed(DeepSeek):
-    """Of DeepSeek-V3.1: the name, the separator and the arguments alone."""
+    """Format of DeepSeek-V3.1: the name, the separator and the arguments only."""
 
     name = "deepseek-v3.1"
     _joint = ""

@@ -5,11 +5,11 @@ from jrl.tasks.tools.tool import Tool
 
 
 def python_tool(sandbox: Sandbox | None = None) -> Tool:
-    """The sandbox as a tool; tried once, so that a limit that is too low is known at once.
+    """The sandbox as a tool; it runs once here, so that limits that are too low fail early.
 
     Raises:
-      ValueError: where this machine cannot confine code, and where a program of no lines does not
-        run within the limits.
+      ValueError: if this machine cannot confine code, or an empty program does not run within the
+        limits.
     """
     sandbox = Sandbox() if sandbox is None else sandbox
     if output := sandbox.run(""):

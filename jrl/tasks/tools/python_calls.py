@@ -1,4 +1,4 @@
-"""Calls written as Python's, and of Gemma: argument values that are literals, and no JSON."""
+"""Tool calls in Python's notation and Gemma's, with literals instead of JSON as arguments."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,10 +38,10 @@ MAX_DIGITS = 1000
 
 
 class Literals:
-    """Reads literals from a text; `position` is where it has come to.
+    """Parser of literals in a text, from `position` on.
 
-    Strings may have line ends in them, as policies write programs. They are Python's, or stand
-    between one of the `quotes`, without escapes.
+    Strings may contain line breaks, as in programs that policies write. They are Python's, or
+    enclosed in one of the `quotes`, without escapes.
     """
 
     def __init__(self, text: str, position: int, quotes: Sequence[str] | None = None):
@@ -49,7 +49,7 @@ class Literals:
         self._depth = 0
 
     def next_is(self, mark: str) -> bool:
-        """True if the mark comes next, apart from blanks; advances past it then."""
+        """Advances past the mark and returns True if it comes next, after optional blanks."""
         position = skip_blanks(self.text, self.position)
         if not self.text.startswith(mark, position):
             return False
@@ -57,19 +57,19 @@ class Literals:
         return True
 
     def expect(self, mark: str) -> None:
-        """Passes over a mark that has to come next."""
+        """Advances past a mark; raises ValueError if it does not come next."""
         if not self.next_is(mark):
             raise ValueError(f"{mark} is missing at its character {self.position + 1}")
 
     def name(self) -> str | None:
-        """A name, passed over; None where none comes next."""
+        """Advances past a name and returns it; None if none comes next."""
         return self._match(_NAME)
 
     def value(self) -> Any:
-        """The value that comes next.
+        """Parses the next value.
 
         Raises:
-          ValueError: where there is none.
+          ValueError: if there is none.
         """
         self._depth += 1
         try:
@@ -95,7 +95,7 @@ class Literals:
         raise ValueError(f"no value can be read at its character {self.position + 1}")
 
     def mapping(self) -> dict[str, Any]:
-        """Names and values up to the brace that closes them."""
+        """Parses names and values up to the closing brace."""
         entries: dict[str, Any] = {}
         for _ in self.items("}"):
             key = self._string()
@@ -107,8 +107,8 @@ class Literals:
         return entries
 
     def items(self, close: str) -> Iterator[None]:
-        """Yields before each item of a list, whose reader advances past it; passes over the commas
-        between them and the mark that closes the list."""
+        """Yields before each item of a list, which the caller must parse; advances past commas and
+        the closing mark."""
         while not self.next_is(close):
             yield
             if not self.next_is(","):
@@ -148,10 +148,10 @@ def _unescape(match: re.Match[str]) -> str:
 
 
 def read_call(literals: Literals, tools: ToolParameters) -> Call:
-    """The call that comes next, ``name(argument=value, ...)``.
+    """Parses the next call, ``name(argument=value, ...)``.
 
     Raises:
-      ValueError: where none does.
+      ValueError: if there is none.
     """
     name = literals.name()
     if name is None:
@@ -161,8 +161,8 @@ def read_call(literals: Literals, tools: ToolParameters) -> Call:
 
 
 def read_arguments(literals: Literals, name: str, tools: ToolParameters) -> dict[str, Any]:
-    """The arguments of a call up to the parenthesis that closes them; those without a name are
-    given in the order of the tool's."""
+    """Parses the arguments of a call up to its closing parenthesis; positional arguments are named
+    in the order of the tool's parameters."""
     order = list(tools.get(name, {}).get("properties") or {})
     arguments: dict[str, Any] = {}
     for _ in literals.items(")"):
@@ -180,13 +180,13 @@ def read_arguments(literals: Literals, name: str, tools: ToolParameters) -> dict
 
 
 def format_python_call(call: Call) -> str:
-    """A call as Python's."""
+    """Writes a call in Python's notation."""
     arguments = (f"{name}={_format_literal(value)}" for name, value in call.arguments.items())
     return f"{call.name}({', '.join(arguments)})"
 
 
 class Olmo(MarkedFormat):
-    """Of OLMo 3, a call on each line::
+    """Format of OLMo 3, with one call per line::
 
     <function_calls>
     add(a=1, b=2)
@@ -199,7 +199,7 @@ class Olmo(MarkedFormat):
     _open, _close = "<function_calls>", "</function_calls>"
 
     def _read(self, text: str, opened: re.Match[str], tools: ToolParameters) -> ParsedCalls:
-        """The calls up to what closes them, or the end of the turn."""
+        """The calls up to the closing mark, or the end of the turn."""
         literals, calls = Literals(text, opened.end()), list[Call]()
         try:
             while not literals.next_is(self._close):
@@ -218,7 +218,7 @@ class Olmo(MarkedFormat):
 
 
 class ToolCode(Olmo):
-    """Of Gemma 2 and 3, whose prompts ask for it; ``print(...)`` around a call is none of it::
+    """Format of Gemma 2 and 3, if the prompt requests it; ``print(...)`` around a call is ignored::
 
     ```tool_code
     add(a=1, b=2)
@@ -240,8 +240,8 @@ class ToolCode(Olmo):
 
 
 class PythonList(MarkedFormat):
-    """A list of calls that is the whole turn, or its end, as templates for Llama 4 and Gemma 3 ask
-    for it::
+    """Format of Llama 4 and Gemma 3, if the template requests it: a list of calls that is the whole
+    turn, or its end::
 
     [add(a=1, b=2), add(a=3, b=4)]
     """
@@ -271,7 +271,7 @@ class PythonList(MarkedFormat):
 
 
 class FunctionGemma(MarkedFormat):
-    """Of FunctionGemma, with a mark around texts::
+    """Format of FunctionGemma, with marks around texts::
 
     <start_function_call>call:add{a:1,b:<escape>two<escape>}<end_function_call>
     """
@@ -312,7 +312,7 @@ class FunctionGemma(MarkedFormat):
 
 
 class Gemma4(FunctionGemma):
-    """Of Gemma 4::
+    """Format of Gemma 4::
 
     <|tool_call>call:add{a:1,b:<|"|>two<|"|>}<tool_call|>
     """

@@ -1,4 +1,4 @@
-"""JSON schemas of a function's arguments: made from its types, and values checked against them."""
+"""JSON schemas of a function's arguments: generation from its types, and validation of values."""
 
 import functools
 import inspect
@@ -21,11 +21,11 @@ _TYPE_PHRASES = {
 }
 TYPES = "str, int, float, bool, list, dict, Literal, and unions of these"
 MAX_NESTING = 64
-"""Schemas in a schema that values are checked through."""
+"""Maximum nesting depth of schemas at which values are validated."""
 
 
 def parameters_of(function: Callable[..., Any], about: Mapping[str, str]) -> dict[str, Any]:
-    """The schema of a function's arguments, as `jrl.tasks.tools.tool.Tool.of` describes it."""
+    """The schema of a function's arguments, as described in `jrl.tasks.tools.tool.Tool.of`."""
     name, inner = name_of(function), _unwrapped(function)
     hints = get_type_hints(inner if inspect.isroutine(inner) else type(inner).__call__)
     described = {**described_arguments(function), **about}
@@ -55,13 +55,13 @@ def parameters_of(function: Callable[..., Any], about: Mapping[str, str]) -> dic
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """The name of a function, or of the class of what is called like one."""
+    """The name of a function, or of the class of a callable object."""
     function = _unwrapped(function)
     return getattr(function, "__name__", type(function).__name__)
 
 
 def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function to which `functools.partial` gives some arguments."""
+    """The function inside `functools.partial`."""
     while isinstance(function, functools.partial):
         function = function.func
     return function
@@ -119,7 +119,7 @@ def _schema_of(annotation: Any, where: str) -> dict[str, Any]:
     if origin in (Union, types.UnionType):
         each = [_schema_of(option, where) for option in options if option is not type(None)]
         if len(each) < len(options):
-            # As `transformers` writes it, and chat templates expect it.
+            # The notation of `transformers`, which chat templates expect.
             return {**(each[0] if len(each) == 1 else _any_of(each)), "nullable": True}
         return _any_of(each)
     type_name = getattr(annotation, "__name__", str(annotation))
@@ -142,11 +142,11 @@ def _json_default(value: Any, where: str) -> Any:
 
 
 def check_arguments(tool: str, arguments: Mapping[str, Any], parameters: Schema) -> dict[str, Any]:
-    """The arguments of a call, as the schema has them: an integer is one where it was written 3.0,
-    and a number is a float.
+    """Validates the arguments of a call and converts them to the schema's types: an integer may be
+    written 3.0, and a number becomes a float.
 
     Raises:
-      ValueError: for one that is missing, unknown or of another type, in one line.
+      ValueError: for a missing or unknown argument, or one of another type, in one line.
     """
     properties = parameters.get("properties") or {}
     open_ended = parameters.get("additionalProperties", "properties" not in parameters)
@@ -166,11 +166,11 @@ def check_arguments(tool: str, arguments: Mapping[str, Any], parameters: Schema)
 
 
 def check_value(value: Any, schema: Any, where: str, depth: int = 0) -> Any:
-    """The value as a schema within `depth` others has it. What of the schema is not known here is
-    passed over.
+    """Validates a value and converts it to the types of a schema at nesting level `depth`. Unknown
+    keywords of the schema are ignored.
 
     Raises:
-      ValueError: for a value that it does not allow, in one line.
+      ValueError: for a value that the schema does not allow, in one line.
     """
     if not isinstance(schema, Mapping) or depth > MAX_NESTING:
         return value
@@ -237,7 +237,7 @@ def _check_any_of(value: Any, options: Any, where: str, depth: int) -> Any:
 
 
 def types_of(schema: Any) -> list[str]:
-    """The types that a schema allows, of its options too; empty where it names none."""
+    """The types that a schema and its options allow; empty if it names none."""
     if not isinstance(schema, Mapping):
         return []
     kind, null = schema.get("type"), ["null"] if schema.get("nullable") is True else []
@@ -250,10 +250,10 @@ def types_of(schema: Any) -> list[str]:
 
 
 def parse_argument(text: str, schema: Any) -> Any:
-    """The value of an argument that a format writes as a text without quotes.
+    """Parses an argument that a format writes without quotes.
 
-    It is the text where the schema has a string there; else the JSON value that it spells, and the
-    text where it spells none.
+    The value is the text if the schema has a string there; else the value of the text as JSON, or
+    the text if it is not JSON.
     """
     kinds = types_of(schema)
     if isinstance(schema, Mapping) and not kinds and text in (schema.get("enum") or ()):
@@ -263,7 +263,7 @@ def parse_argument(text: str, schema: Any) -> Any:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        # Python's own words for them, which policies mix up.
+        # Python's spelling of them, which policies use by mistake.
         word = {"True": True, "False": False, "None": None}.get(text.strip(), text)
         return word if any(_has_type(word, kind) for kind in kinds) else text
     if "string" in kinds and not any(_has_type(value, kind) for kind in kinds if kind != "string"):
@@ -281,7 +281,7 @@ def _has_type(value: Any, kind: str) -> bool:
     if kind == "number":
         return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
     kinds = {"string": str, "array": list, "object": Mapping, "null": type(None)}
-    # A type that JSON schema does not have is nobody's fault but the schema's.
+    # A type that JSON schema does not define is an error of the schema: any value is accepted.
     return isinstance(value, kinds.get(kind, object))
 
 
@@ -294,7 +294,7 @@ def _list_names(properties: Mapping[str, Any]) -> str:
 
 
 def _quote_name(name: str) -> str:
-    """A name in a message: as it is where it is one, else in quotes."""
+    """A name in a message, quoted unless it is an identifier."""
     return name if re.fullmatch(r"\w{1,40}", name) else shorten(name)
 
 

@@ -1,4 +1,4 @@
-"""Calls between ``<tool_call>`` tags: JSON, GLM's keys and values, Qwen3-Coder's parameters."""
+"""Tool calls in ``<tool_call>`` tags: JSON, GLM's keys and values, Qwen3-Coder's parameters."""
 
 import re
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class Hermes(MarkedFormat):
-    """Of Hermes, Qwen 2.5 and 3, SmolLM3 and many others::
+    """Format of Hermes, Qwen 2.5 and 3, SmolLM3 and many others::
 
     <tool_call>
     {"name": "add", "arguments": {"a": 1, "b": 2}}
@@ -49,13 +49,13 @@ class Hermes(MarkedFormat):
         if text.startswith(CLOSE, end):
             return [parse_call(value)], end + len(CLOSE)
         if end == len(text) or text.startswith(OPEN, end):
-            # The end of the turn closes it as well, and the next call.
+            # The end of the turn, or the next call, closes it as well.
             return [parse_call(value)], end
         return skip_unreadable(text, opened, CLOSE, "something stands behind its JSON object")
 
 
 class Glm(MarkedFormat):
-    """Of GLM-4.5 and later ones; a text stands without quotes::
+    """Format of GLM-4.5 and later versions; texts have no quotes::
 
     <tool_call>add
     <arg_key>a</arg_key>
@@ -77,7 +77,7 @@ class Glm(MarkedFormat):
             return skip_unreadable(text, opened, CLOSE, "no name of a tool stands in it")
         arguments, position = _read_arguments(self._pair, text, name, tools)
         position = skip_blanks(text, position)
-        # Of one that is not closed nobody knows whether that is all of it.
+        # A call that is not closed may be incomplete.
         if text.startswith(CLOSE, position):
             return [Call(name[1], arguments)], position + len(CLOSE)
         return skip_unreadable(text, opened, CLOSE, "it is not made of arg_key and arg_value")
@@ -90,7 +90,7 @@ class Glm(MarkedFormat):
 
 
 class QwenCoder(MarkedFormat):
-    """Of Qwen3-Coder and Qwen3.5; a text stands without quotes::
+    """Format of Qwen3-Coder and Qwen3.5; texts have no quotes::
 
     <tool_call>
     <function=add>
@@ -127,7 +127,7 @@ class QwenCoder(MarkedFormat):
 
 
 def _format_arguments(pair: str, call: Call) -> str:
-    """The arguments of a call, each as a pair of its name and its value."""
+    """The arguments of a call, each as a pair of name and value."""
     values = call.arguments.items()
     return "".join(pair.format(n, v if isinstance(v, str) else to_json(v)) for n, v in values)
 
@@ -135,8 +135,8 @@ def _format_arguments(pair: str, call: Call) -> str:
 def _read_arguments(
     pair: re.Pattern[str], text: str, name: re.Match[str], tools: ToolParameters
 ) -> tuple[dict[str, Any], int]:
-    """The arguments that follow the name of a tool, each a pair of its name and its text, and the
-    position behind them."""
+    """The arguments after the name of a tool, each a pair of name and text, and the position after
+    them."""
     position, arguments = name.end(), dict[str, Any]()
     properties = tools.get(name[1], {}).get("properties") or {}
     while match := pair.match(text, position):

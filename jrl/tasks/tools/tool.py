@@ -1,4 +1,4 @@
-"""Tools, and an environment that lets a policy call them before it answers."""
+"""Tools, and an environment in which a policy can call them before its answer."""
 
 import inspect
 import json
@@ -16,22 +16,22 @@ Stepped = tuple[list[dict[str, str]], float, bool]
 TRUNCATED_MESSAGE = (
     "the turn was cut off, it was too long: call a tool or give the answer in fewer words"
 )
-"""Message to a turn that was cut at its maximum length before it called or answered."""
+"""Reply to a turn that was cut at its maximum length before a call or an answer."""
 REPORTED_ERRORS = (ValueError, ArithmeticError, LookupError)
-"""Exceptions of a tool that the policy is told: those that the values of a call can cause. Others
-are faults of the tool, and end the conversation as one."""
+"""Exceptions of a tool that are reported to the policy: those that the values of a call can cause.
+Others are faults of the tool, and end the conversation."""
 
 
 @dataclass(frozen=True)
 class Tool:
-    """Something that a policy may call; `of` makes one of a function.
+    """A tool that a policy may call; `of` makes one from a function.
 
     Attributes:
-      name: as it is called.
-      description: for the policy to read.
-      parameters: the JSON schema of its arguments, which calls are checked against.
-      function: is given the arguments by their names, and may be ``async``. What it returns is the
-        answer, as JSON where it is no text.
+      name: used in calls.
+      description: text for the policy.
+      parameters: JSON schema of its arguments; calls are validated against it.
+      function: called with keyword arguments; may be ``async``. Its result is the answer, as JSON
+        if it is not a text.
     """
 
     name: str
@@ -48,18 +48,18 @@ class Tool:
         description: str | None = None,
         about: Mapping[str, str] | None = None,
     ) -> "Tool":
-        """The tool that a function is, by its name, its types and its docstring.
+        """Makes a tool from a function: its name, its types and its docstring.
 
-        The first paragraph of the docstring is the description; its section ``Args:`` says what
-        arguments are. Those with a default are optional.
+        The first paragraph of the docstring is the description; its section ``Args:`` describes the
+        arguments. Arguments with a default are optional.
 
         Args:
-          name: in place of the function's.
-          description: in place of what the docstring says.
-          about: what an argument is, by its name, in place of what the docstring says.
+          name: replaces the function's name.
+          description: replaces the first paragraph.
+          about: descriptions of arguments by name, which replace those of the docstring.
 
         Raises:
-          ValueError: for an argument without a type, or with one that is no JSON value's.
+          ValueError: for an argument without a type, or with a type that JSON has no value of.
         """
         tool_name = name_of(function) if name is None else name
         summary = description_of(function) if description is None else description
@@ -67,13 +67,13 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """As chat templates expect it."""
+        """The JSON schema in the form that chat templates expect."""
         parameters = json.loads(json.dumps(self.parameters))
         about = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": about}
 
     def call(self, arguments: Mapping[str, Any]) -> Any:
-        """Calls the function and returns its result, a coroutine to await where it is ``async``.
+        """Calls the function and returns its result, a coroutine if it is ``async``.
 
         Raises:
           ValueError: for arguments that the schema does not allow, in one line.
@@ -82,18 +82,18 @@ class Tool:
 
 
 class ToolEnvironment:
-    """Answers calls of tools; a turn without one is the final answer.
+    """Environment that answers tool calls; a turn without a call is the final answer.
 
-    The calls of a message are those that are read in the format of the checkpoint, and of a policy
-    without a chat template those that can be found in any. A turn that was cut before it called
-    anything is the final answer where it marks one, and is told that it was too long otherwise.
+    The calls of a message are those parsed in the format of the checkpoint, or for a policy without
+    a chat template those found in any format. A turn that was cut before a call is the final answer
+    if it marks one; otherwise the reply says that it was too long.
 
     Args:
       tools: that may be called.
       score: scores a final answer, which `jrl.tasks.answers` extracts from the turn.
-      end: written after each answer, by which a policy without a template sees that it is whole.
-      most: turns with calls; one more ends the conversation.
-      error: stands for every error, for a policy that knows few characters; None says what it is.
+      end: written after each tool output, to mark its end for a policy without a chat template.
+      most: maximum number of turns with calls; one more ends the conversation.
+      error: replaces every error message, for a policy with few characters; None keeps the message.
     """
 
     def __init__(
@@ -114,11 +114,11 @@ class ToolEnvironment:
         self._score, self._end, self._left, self._error = score, end, most, error
 
     def reset(self) -> None:
-        """The prompt has said it all."""
+        """Adds no message to the prompt."""
 
     def step(self, message: Mapping[str, Any]) -> Stepped | Awaitable[Stepped]:
-        """The answers of all calls in their order, or the score of what is no call; to be awaited
-        where a tool is ``async``."""
+        """Returns the outputs of all calls in order, or scores a final answer; a coroutine if a
+        tool is ``async``."""
         text = message["content"]
         calls = (
             parse_message_calls(message)
@@ -126,7 +126,7 @@ class ToolEnvironment:
             else detect_calls(text, self._tool_parameters)
         )
         if truncated := bool(message.get("truncated")):
-            # The last of them may be the one that was cut.
+            # The cut call may be the last one.
             calls = [call for call in calls if not call.error]
         if not calls:
             answer = extract(text, bare=self._error is not None)
@@ -144,7 +144,7 @@ class ToolEnvironment:
     async def _await_answers(
         self, answers: list[str], answer: Awaitable[str], after: Sequence[Call]
     ) -> Stepped:
-        # One after the other: a call may count on what those before it have done.
+        # Sequentially: a call may depend on the effects of earlier calls.
         answers.append(await answer)
         for call in after:
             reply = self._answer(call)

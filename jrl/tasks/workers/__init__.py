@@ -1,1 +1,1 @@
-"""Worker processes that check answers, and are killed at their time limit."""
+"""Worker processes that score answers, with time limits."""

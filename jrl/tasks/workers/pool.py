@@ -1,4 +1,4 @@
-"""Workers that share the questions of a step, each answer with a time limit of its own."""
+"""Pool of workers for the requests of a step, with a time limit per answer."""
 
 import os
 import queue
@@ -10,35 +10,35 @@ from contextlib import contextmanager, suppress
 from jrl.tasks.workers.process import Message, Worker, WorkerEnded, WorkerNotStarted
 
 MAX_DEFAULT_WORKERS = 8
-"""Workers at most where nobody chose their number: each takes some 150 MB."""
+"""Maximum of the default number of workers: each takes some 150 MB."""
 QUESTIONS_PER_WORKER = 4
-"""Questions that are worth another worker: its start takes as long as many answers."""
+"""Number of requests per additional worker: starting it takes as long as many answers."""
 MAX_BATCH = 64
-"""Questions at most that a worker answers at a time."""
+"""Maximum number of requests that a worker answers at a time."""
 
 
 def default_workers() -> int:
-    """As many as the processor cores of this process, up to `MAX_DEFAULT_WORKERS`."""
+    """The number of processor cores of this process, up to `MAX_DEFAULT_WORKERS`."""
     affine = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if affine else os.cpu_count() or 1
     return min(MAX_DEFAULT_WORKERS, cores)
 
 
 class Pool:
-    """Workers that all run the same program, started as they are needed.
+    """Workers that all run the same program, started on demand.
 
     The answers come in the order of the questions, from any worker. A worker that does not answer
     in time is killed and restarted while the others continue. A question during which a worker
-    ended is asked once more. It may be shared between threads.
+    ended is sent once more. The pool may be shared between threads.
 
     Args:
       make: makes a worker.
-      size: how many there are; None is `default_workers`.
-      prepare: what a worker is asked before a question, without that the answer's time runs: what
-        it has to know first. None is nothing.
-      prepare_seconds: how long that may take.
-      batched: whether the program may be one that answers several questions at a time; nothing is
-        prepared then.
+      size: number of workers; None is `default_workers`.
+      prepare: makes a preparatory question that is sent before a question, outside of its time
+        limit; None sends none.
+      prepare_seconds: time limit of the preparation.
+      batched: whether the program may answer several questions at a time; nothing is prepared
+        then.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Pool:
         if size < 1:
             raise ValueError(f"verifiers={size} must be at least 1.")
         self._workers = [make() for _ in range(size)]
-        # The last that was used comes first: few questions start few workers.
+        # The most recently used worker comes first: few questions start few workers.
         self._idle: queue.LifoQueue[Worker] = queue.LifoQueue()
         for worker in self._workers:
             self._idle.put(worker)
@@ -62,9 +62,9 @@ class Pool:
         self._prepare_seconds = prepare_seconds
 
     def ask(self, question: Message, *, seconds: float | None = None) -> Message:
-        """One question, answered in this thread by a worker that is idle; as `Worker.ask`.
+        """Sends one question in this thread to an idle worker; as `Worker.ask`.
 
-        With a time limit of its own nothing is prepared.
+        With a time limit of its own, nothing is prepared.
         """
         with self._worker() as worker:
             if self._prepare is not None and seconds is None:
@@ -74,11 +74,10 @@ class Pool:
             return worker.ask(question, seconds=seconds)
 
     def ask_all(self, questions: Sequence[Message]) -> list[Message | Exception]:
-        """All questions, spread over the workers.
+        """Sends all questions, distributed over the workers.
 
         Returns:
-          For each its answer, or the TimeoutError, or the WorkerEnded of its second time, that
-          came in its place.
+          For each question its answer, or a TimeoutError, or the WorkerEnded of its second attempt.
 
         Raises:
           ValueError: the pool was closed.
@@ -104,26 +103,26 @@ class Pool:
             for thread in threads:
                 thread.join()
         finally:
-            pending.clear()  # where the wait was interrupted, nobody begins another
+            pending.clear()  # after an interrupt, no thread takes another batch
         for reply in answers:
             if isinstance(reply, Exception) and not isinstance(reply, TimeoutError | WorkerEnded):
                 raise reply
         return answers
 
     def _batch_size(self, share: int) -> int:
-        """Questions that a thread takes: its share, if the program answers several together."""
+        """Number of questions per batch: the share of a thread, if the program accepts batches."""
         if not self._batched:
             return 1
         try:
             with self._worker() as worker:
                 return min(share, MAX_BATCH) if worker.accepts_batches() else 1
         except (TimeoutError, WorkerEnded, ValueError):
-            return 1  # as the question will say
+            return 1  # the question itself will raise the error
 
     def _try_ask(self, questions: Sequence[Message]) -> list[Message | Exception]:
         answers = self._ask_once(questions)
-        # Any process may be killed, as by a kernel that is out of memory: that is no fault of the
-        # question, unless it ends a second worker.
+        # A process may be killed from outside, for instance when memory is exhausted: a question
+        # fails only if it ends a second worker.
         return [
             self._ask_once([question])[0] if _has_lost_worker(answer) else answer
             for question, answer in zip(questions, answers, strict=True)
@@ -140,7 +139,7 @@ class Pool:
 
     @contextmanager
     def _worker(self) -> Iterator[Worker]:
-        """One that is idle, and not for others meanwhile."""
+        """An idle worker, reserved until the end of the context."""
         worker = self._idle.get()
         try:
             yield worker
@@ -148,7 +147,7 @@ class Pool:
             self._idle.put(worker)
 
     def close(self) -> None:
-        """Ends all processes, at work or not; more than once does no harm."""
+        """Ends all processes, busy or idle; it may be called repeatedly."""
         for worker in self._workers:
             worker.close()
 
@@ -158,7 +157,7 @@ def _has_lost_worker(answer: Message | Exception) -> bool:
 
 
 def _take_batch(pending: deque[tuple[int, Message]], max_batch: int) -> list[tuple[int, Message]]:
-    """The first that are left, which other threads take as well."""
+    """Removes the next questions from the queue that the threads share."""
     batch: list[tuple[int, Message]] = []
     with suppress(IndexError):
         while len(batch) < max_batch:

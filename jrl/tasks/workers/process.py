@@ -1,7 +1,7 @@
-"""A worker process that answers one JSON line with another, and is killed when it takes too long.
+"""Worker process that answers each JSON line with another, and is killed at its time limit.
 
-The calling thread enforces the time limit from outside of the worker. No signals are used, as only
-a main thread may use them, and code that never returns to the interpreter is stopped as well.
+The calling thread enforces the time limit from outside. Signals are not used, as only a main thread
+may use them; code that never returns to the interpreter is stopped as well.
 """
 
 import contextlib
@@ -23,17 +23,17 @@ from jrl.processes.progress import sign
 Message = dict[str, Any]
 PROGRAM = Path(__file__).with_name("worker.py")
 
-# The same order of sets in every worker, and no pool of threads (its stacks count as memory).
+# Equal set orders in all workers, and no thread pools (their stacks count as memory).
 _ENVIRONMENT = {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 STARTUP_SECONDS = 300.0
-"""Seconds in which a worker must load its code, with the libraries that it imports: long, as what
-loads in seconds takes minutes on a machine with much other work."""
+"""Time limit in seconds for a worker to load its code and libraries; long, because loading can take
+minutes on a busy machine."""
 GRACE = 0.5
-"""Seconds past the limit of a question after which a program that answers several at a time is
-taken to be stuck: it watches the limits itself."""
+"""Seconds past the limit of a question after which a program that answers batches is considered
+stuck; it enforces the limits itself."""
 LOOK = 0.5
-"""Seconds of a wait after which it is seen whether this process was frozen."""
+"""Interval in seconds at which a wait checks whether this process was frozen."""
 
 
 class WorkerEnded(RuntimeError):
@@ -41,19 +41,19 @@ class WorkerEnded(RuntimeError):
 
 
 class WorkerNotStarted(WorkerEnded):
-    """The program said that it cannot answer at all."""
+    """The program reported at its start that it cannot answer."""
 
 
 def program_worker(kind: str, *arguments: str, seconds: float) -> "Worker":
-    """A worker of the program beside this file (`jrl.tasks.workers.worker`), which answers a kind
-    of questions with the kind's arguments."""
+    """A worker of the program `jrl.tasks.workers.worker`, for one kind of questions, with that
+    kind's arguments."""
     command = [sys.executable, "-P", str(PROGRAM), kind, *arguments]
     return Worker(command, seconds=seconds)
 
 
 def parse_failure(answer: Message | Exception) -> Message:
-    """The answer; in place of an error ``{"failure": ..., "message": ...}``, which is "timeout" or
-    "error"."""
+    """The answer, or ``{"failure": ..., "message": ...}`` for an error, where the failure is
+    "timeout" or "error"."""
     if isinstance(answer, Exception):
         kind = "timeout" if isinstance(answer, TimeoutError) else "error"
         return {"failure": kind, "message": str(answer)}
@@ -61,12 +61,12 @@ def parse_failure(answer: Message | Exception) -> Message:
 
 
 class Worker:
-    """A program that is started on demand and asked one question at a time.
+    """A program that is started on demand and answers one question at a time.
 
     The program first writes one line, ``{}`` or ``{"error": ...}``, then one line for each that it
-    reads, and ends when its input does. ``{"together": true}`` as its first says that it also reads
+    reads, and ends when its input does. If its first line is ``{"together": true}``, it also reads
     ``{"together": [...], "seconds": ...}``, and writes ``{"number": ..., "answer": ...}`` for each
-    question in it. It may be shared between threads.
+    question in it. The worker may be shared between threads.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class Worker:
 
         Args:
           command: the program and its arguments.
-          seconds: how long one answer may take.
-          startup_seconds: how long the program may take before its first line.
+          seconds: time limit of one answer.
+          startup_seconds: time limit of the program's first line.
         """
         self._command = list(command)
         self._seconds = seconds
@@ -91,10 +91,10 @@ class Worker:
         self._closed = False
 
     def ask(self, question: Message, *, seconds: float | None = None) -> Message:
-        """Sends a question, whatever JSON can hold, and waits for the answer.
+        """Sends a question, any JSON object, and waits for the answer.
 
         Args:
-          seconds: how long this answer may take, where that differs from the worker's own limit.
+          seconds: time limit of this answer, if it differs from the worker's.
 
         Raises:
           TimeoutError: no answer came in time; the process is killed.
@@ -107,11 +107,11 @@ class Worker:
             return self._receive(self._seconds if seconds is None else seconds)
 
     def ask_running(self, question: Message, *, seconds: float) -> Message | None:
-        """Sends a question to the program where it is running; where it is not, there is no answer
-        and none is started.
+        """Sends a question to the program if it is running; otherwise returns None without starting
+        it.
 
         Args:
-          seconds: how long the answer may take, and before it that to the question in flight.
+          seconds: time limit of the answer, including the wait for the question in flight.
 
         Raises:
           TimeoutError: no answer came in time.
@@ -129,11 +129,11 @@ class Worker:
             self._lock.release()
 
     def ask_batch(self, questions: Sequence[Message]) -> list[Message | Exception]:
-        """Several questions at a time, each with its own time limit, if the program takes them so;
-        else one after the other, as those that it left without an answer where it had to be killed.
+        """Sends several questions at a time, each with its own time limit, if the program accepts
+        batches; else one after the other, as for those left without an answer when it was killed.
 
         Returns:
-          For each its answer, or the TimeoutError or WorkerEnded that came in its place.
+          For each question its answer, a TimeoutError or a WorkerEnded.
 
         Raises:
           ValueError: the worker was closed.
@@ -155,18 +155,18 @@ class Worker:
         return [answers[index] for index in range(len(questions))]
 
     def accepts_batches(self) -> bool:
-        """True if the program answers multiple questions at a time; it is started, if need be, with
-        the errors of `ask`."""
+        """True if the program answers multiple questions at a time; starts it if it is not running,
+        with the errors of `ask`."""
         with self._lock:
             self._ensure_running()
             return bool(self._greeting.get("together"))
 
     def _ensure_running(self) -> None:
-        """Has the program running; with the lock."""
+        """Starts the program unless it is running; the caller must hold the lock."""
         if self._closed:
             raise ValueError("worker is closed and answers no more: load the task again")
         if self._stop is not None and self._process.poll() is not None:
-            self._kill()  # it ended while nobody asked, and that is no fault of this question
+            self._kill()  # it ended while idle, which must not fail this question
         if self._stop is None:
             self._start()
         if self._closed:
@@ -181,20 +181,19 @@ class Worker:
             raise WorkerEnded(f"the worker accepted no call: {error}") from error
 
     def close(self) -> None:
-        """Ends the process, and waits until it is gone; more than once does no harm.
+        """Ends the process, and waits for its end; it may be called repeatedly.
 
-        A question that is being asked ends with `WorkerEnded`.
+        A question in flight raises `WorkerEnded`.
         """
         self._closed = True
         if (stop := self._stop) is not None:
-            stop()  # who asks holds the lock until then
+            stop()  # a question in flight holds the lock until then
         with self._lock:
             self._kill()
 
     def _start(self) -> None:
-        # A session of its own: what is typed at or sent to the trainer's process group (an
-        # interrupt, a request to save and stop) is for the trainer, which still needs this worker's
-        # answers.
+        # In a session of its own, so that signals to the trainer's process group (an interrupt, a
+        # request to save and stop) do not reach it: the trainer still needs this worker's answers.
         process = subprocess.Popen(
             self._command,
             stdin=subprocess.PIPE,
@@ -225,7 +224,7 @@ class Worker:
             if not line:
                 raise WorkerEnded("the worker ended before it answered")
         except BaseException as error:
-            # Interrupted, too: the answer that is still to come must not meet the next question.
+            # After an interrupt too: a late answer must not be taken for that of the next question.
             self._kill()
             if isinstance(error, queue.Empty):
                 raise TimeoutError(f"no answer within {seconds} seconds") from None
@@ -241,13 +240,13 @@ class Worker:
 def next_line(
     get: Callable[..., str], seconds: float, clock: Callable[[], float] = time.monotonic
 ) -> str:
-    """The next of the lines that a thread passes on.
+    """The next line from the reader thread.
 
-    Time in which this process itself is frozen (SIGSTOP, a machine that sleeps) does not count: the
-    thread could not pass on what was there.
+    The time limit excludes time in which this process itself is frozen (SIGSTOP, a machine that
+    sleeps), as the reader thread is then frozen too.
 
     Raises:
-      queue.Empty: none came in time.
+      queue.Empty: no line came in time.
     """
     while True:
         wait, before = min(seconds, LOOK), clock()
@@ -261,7 +260,7 @@ def next_line(
 
 
 def _read(stream: Iterable[str], lines: "queue.SimpleQueue[str]") -> None:
-    """Passes lines on, and at the end, however it comes, an empty one."""
+    """Puts each line into the queue, and at the end, for whatever reason, an empty one."""
     try:
         for line in stream:
             lines.put(line)
@@ -271,12 +270,12 @@ def _read(stream: Iterable[str], lines: "queue.SimpleQueue[str]") -> None:
 
 def _end(process: "subprocess.Popen[str]", reader: threading.Thread) -> None:
     if process.poll() is None:
-        # With all that it started, but for what went into a session of its own.
+        # Kills all that it started as well, except processes in a session of their own.
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     reader.join()
     for stream in (process.stdin, process.stdout):
         assert stream is not None
-        # Closing writes what is left in the buffer, and nobody reads it any more.
+        # Closing writes the rest of the buffer, which has no reader any more.
         with contextlib.suppress(BrokenPipeError):
             stream.close()

@@ -1,4 +1,4 @@
-"""Code of a user's own in a worker process: its rewards and its environments.
+"""Custom code in a worker process: rewards and environments.
 
 The worker program loads this file by its path; it therefore imports nothing of `jrl`.
 """
@@ -21,14 +21,14 @@ from typing import Any
 Message = dict[str, Any]
 
 SPECIAL = "completion_with_special_tokens"
-"""The argument by which a reward asks for the completion with special tokens written out."""
+"""Parameter by which a reward requests the completion with special tokens written out."""
 
 
 def load_source(source: bytes, file: str, name: str) -> ModuleType:
-    """The source as a module of this name, as if it lay in the file."""
+    """Runs source code as a module of this name, with `file` as its path."""
     module = ModuleType(name)
     module.__file__ = file
-    # Dataclasses, and whatever is sent between processes, look their module up by its name.
+    # Dataclasses and pickle look up their module by its name.
     sys.modules[name] = module
     try:
         exec(compile(source, file, "exec"), vars(module))
@@ -50,15 +50,15 @@ def load_source(source: bytes, file: str, name: str) -> ModuleType:
 
 
 def load_user_module(about: Message, name: str) -> ModuleType:
-    """The user's module in this process, which from here on finds modules as the trainer does.
+    """Loads the user's module in this process, with the trainer's module search path.
 
     Args:
-      about: its `file` and the `copy` that it is read from, or the `module`; the `path` that
-        modules are looked for along.
-      name: of a module that is read from a copy.
+      about: its `file` and the `copy` that is read, or the `module`; and the `path` on which
+        modules are searched.
+      name: name given to a module that is read from a copy.
     """
     sys.path[:] = about["path"]
-    # The accelerator is the trainer's.
+    # The accelerator belongs to the trainer.
     os.environ["JAX_PLATFORMS"] = "cpu"
     if about["module"] is None:
         return load_source(Path(about["copy"]).read_bytes(), about["file"], name)
@@ -66,7 +66,7 @@ def load_user_module(about: Message, name: str) -> ModuleType:
 
 
 def build_from(module: ModuleType, name: str) -> Any:
-    """Returns a module's task of that name; else calls the object and returns its result."""
+    """The task of this name in a module; else the result of calling the object of this name."""
     target = getattr(module, name)
     judges = hasattr(target, "reward") or hasattr(target, "environment")
     if not isinstance(target, type) and hasattr(target, "prompts") and judges:
@@ -76,9 +76,9 @@ def build_from(module: ModuleType, name: str) -> Any:
 
 class RewardChecker:
     """Answers ``{"prompt": ..., "completion": ..., "fields": {...}}`` by a reward; "special" is the
-    completion with special tokens, where that is another text.
+    completion with special tokens, if that differs.
 
-    It `accepts_batches` of questions where the reward is `async`.
+    It `accepts_batches` of questions if the reward is `async`.
     """
 
     def __init__(self, reward: Callable[..., Any]):
@@ -86,7 +86,7 @@ class RewardChecker:
         self._wants_special = SPECIAL in (_parameters(reward) or ())
         called = getattr(reward, "__call__", None)  # noqa: B004, of an object it may be async
         self.accepts_batches = any(map(inspect.iscoroutinefunction, (reward, called)))
-        # One loop for all calls: what an async reward keeps open belongs to it.
+        # One event loop for all calls, as resources of an async reward are bound to it.
         self._loop = asyncio.new_event_loop()
 
     def __call__(self, question: Message) -> Message:
@@ -99,7 +99,7 @@ class RewardChecker:
         self, questions: Sequence[Message], seconds: float, send: Callable[[Message], None]
     ) -> None:
         """Answers questions concurrently, each with a time limit from its start, and sends
-        ``{"number": ..., "answer": ...}`` when one is answered."""
+        ``{"number": ..., "answer": ...}`` for each as soon as it is answered."""
 
         async def answer_one(index: int, question: Message) -> None:
             limit = asyncio.timeout(seconds)
@@ -128,11 +128,11 @@ class RewardChecker:
 
 
 def reward_checker(described: str) -> RewardChecker:
-    """A reward of a user's own.
+    """A custom reward.
 
     Args:
-      described: as JSON, what `load_user_module` takes; the `name` in that module, and whether it
-        `makes` a task or is the reward.
+      described: JSON of the argument of `load_user_module`, with the `name` in that module, and
+        whether it `makes` a task or is the reward.
     """
     about = json.loads(described)
     module = load_user_module(about, "jrl_own_reward")
@@ -175,7 +175,7 @@ def _number(value: Any) -> float:
 
 
 def _accepted_fields(function: Callable[..., Any]) -> set[str] | None:
-    """The fields that a function takes; None where it takes all, or cannot be inspected."""
+    """The fields that a function accepts; None if it accepts all, or cannot be inspected."""
     parameters = _parameters(function)
     if parameters is None or any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return None
@@ -183,7 +183,7 @@ def _accepted_fields(function: Callable[..., Any]) -> set[str] | None:
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
-    """The parameters of a function; None of some that are written in C."""
+    """The parameters of a function; None for some functions in C."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -197,8 +197,8 @@ def _select_fields(fields: Message, accepted: set[str] | None) -> Message:
 ROLES = ("user", "tool", "system")
 """Roles of an environment's messages."""
 MAX_OPEN_CONVERSATIONS = 4096
-"""Conversations whose environments a process keeps; the oldest is dropped, and played again where
-it goes on after all."""
+"""Maximum number of open environments in a process; the oldest is closed, and its conversation
+replayed if it continues."""
 
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
@@ -207,13 +207,13 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 class Conversations:
     """Environments of active conversations (`jrl.tasks.environments.definition.Environment`).
 
-    One that is missing, for instance because its process was ended for another's time-out, is
-    created again, and the conversation replayed. Each is closed once, where it has a `close`: when
-    its conversation is over, when it raises, in `end`, or in `close`.
+    An environment that does not exist, for instance because its process was ended at the time limit
+    of another, is created again, and the conversation replayed. Each one with a method `close` is
+    closed once: when its conversation is over, when it raises, in `end`, or in `close`.
 
     Args:
-      make: the environment of a record's fields.
-      await_: waits for what an ``async`` method gave.
+      make: makes an environment from a record's fields.
+      await_: runs the awaitable of an ``async`` method to its end.
     """
 
     def __init__(self, make: Callable[[Message], Any], await_: Callable[[Any], Any]):
@@ -234,7 +234,7 @@ class Conversations:
         return self.answer(question["conversation"], question["fields"], question["said"])
 
     def opening_messages(self, fields: Message) -> list[list[str]]:
-        """Role and content of the messages that an environment begins with."""
+        """Role and content of the opening messages of an environment."""
         environment = self._make(fields)
         try:
             return messages_of(self._await_result(environment.reset()))
@@ -244,8 +244,8 @@ class Conversations:
     def answer(
         self, conversation_id: int, fields: Message, messages: Sequence[Message | str]
     ) -> Message:
-        """The environment's reply to the last message of the policy, of all of them so far; a text
-        is a message with that content.
+        """The environment's reply to the last of the policy's messages so far; a plain text is a
+        message with that content.
 
         Returns:
           ``{"messages": ..., "reward": ..., "done": ...}`` or ``{"failure": ..., "message": ...}``.
@@ -264,7 +264,7 @@ class Conversations:
                 reply = parse_step(result)
                 if "failure" in reply or reply["done"]:
                     break
-        except BaseException:  # an interrupt as well: nobody else knows of it
+        except BaseException:  # interrupts too: no other reference to it exists
             self._close(environment)
             raise
         if "failure" in reply or reply.get("done"):
@@ -276,12 +276,12 @@ class Conversations:
         return reply
 
     def end(self, conversation_id: int) -> None:
-        """Forgets a conversation that ends early."""
+        """Closes the environment of a conversation that ends early."""
         environment, _ = self._open.pop(conversation_id, (None, 0))
         self._close(environment)
 
     def close(self) -> None:
-        """Forgets all of them; where one raises, the others are closed before that is said."""
+        """Closes all environments; if one raises, the others are closed before it propagates."""
         with ExitStack() as stack:
             for conversation_id in list(self._open):
                 stack.callback(self.end, conversation_id)
@@ -296,11 +296,11 @@ class Conversations:
 
 
 def messages_of(value: Any) -> list[list[str]]:
-    """Role and content of messages: a list of ``{"role": ..., "content": ...}``; a text alone is
-    the user's; None is none.
+    """Role and content of messages, given as a list of ``{"role": ..., "content": ...}``; a plain
+    text is a user message, and None is no message.
 
     Raises:
-      TypeError: for anything else.
+      TypeError: for any other type.
     """
     if value is None:
         return []
@@ -319,7 +319,7 @@ def messages_of(value: Any) -> list[list[str]]:
                 f"a message has role={role!r} and content={content!r}: the role is one of "
                 f"{', '.join(ROLES)}, the content a text"[:300]
             )
-        # Half of a character, which JSON may have and no tokenizer takes.
+        # Lone surrogates, which are valid in JSON and which tokenizers reject.
         pairs.append([role, _SURROGATES.sub("\ufffd", content)])
     return pairs
 
@@ -342,15 +342,15 @@ def parse_step(value: Any) -> Message:
 
 
 def environment_checker(described: str) -> Conversations:
-    """For the environments of a user's own task, described as for `reward_checker`."""
+    """Environments of a custom task, described as for `reward_checker`."""
     about = json.loads(described)
     module = load_user_module(about, "jrl_own_task")
     make = environment_factory(build_from(module, about["name"]))
-    # One loop for all calls: what an async environment keeps open belongs to it.
+    # One event loop for all calls, as resources of an async environment are bound to it.
     return Conversations(make, asyncio.new_event_loop().run_until_complete)
 
 
 def environment_factory(task: Any) -> Callable[[Message], Any]:
-    """Makes the environments of a task, each of the fields that its ``environment`` names."""
+    """Makes environments of a task from the fields that its ``environment`` names as parameters."""
     make, accepted = task.environment, _accepted_fields(task.environment)
     return lambda fields: make(**_select_fields(fields, accepted))

@@ -1,16 +1,16 @@
-"""Worker program that runs code which may hang, fail or do harm, in a process of its own.
+"""Worker program for code that may hang, fail or do harm, in a separate process.
 
 It is started by its path, and not as a part of `jrl`, so that it never loads jax: one process for
 math-verify (``worker.py math``), one for a generator of reasoning-gym (``worker.py gym NAME SEED
-SIZE OPTIONS``), or one for a reward or environments of the user's own (``worker.py reward
-DESCRIPTION``, ``worker.py environment DESCRIPTION``, see `jrl.tasks.workers.user_code`), or for
+SIZE OPTIONS``), one for a custom reward or custom environments (``worker.py reward
+DESCRIPTION``, ``worker.py environment DESCRIPTION``, see `jrl.tasks.workers.user_code`), or one for
 chat templates (``worker.py template PROGRAM CALLS SECONDS``, see `jrl.text.template_program`). It
 reads one JSON object per line and answers each with another; an exception becomes
 ``{"error": ...}``. A reward that is `async` gets multiple questions in one line, and answers each
 in a line of its own.
 
-math-verify and reasoning-gym pass texts to `eval`, completions of the policy among them. Here
-parsers replace it.
+math-verify and reasoning-gym pass texts to `eval`, completions of the policy among them. This
+program replaces their parsers by its own.
 
 Extraction and comparison of answers are in `jrl.tasks.answers`, which this program loads by its
 path.
@@ -33,12 +33,12 @@ from typing import Any
 
 Message = dict[str, Any]
 
-# A sum that explodes shall fail here, and not take the trainer's machine along.
+# An expression that needs more memory fails here, without affecting the trainer.
 MEMORY_BYTES = 8 * 2**30
-# The asking side kills a slow worker; this ends one whose asking side was killed itself.
+# The caller kills a slow worker; this alarm ends a worker whose caller was killed.
 ORPHAN_SECONDS = 900
 
-# Modules of reasoning-gym that call `eval` or `exec` on texts of their own only.
+# Modules of reasoning-gym that call `eval` or `exec` only on texts of their own.
 _TRUSTED_MODULES = (
     "reasoning_gym.arithmetic.basic_arithmetic",
     "reasoning_gym.arithmetic.bitwise_arithmetic",
@@ -54,13 +54,13 @@ _CONSTANTS = {"pi", "E", "I"}
 
 
 def parse_expr(text: str, local_dict=None, *_, evaluate: bool = True, **__):
-    """Stands in for `sympy.parse_expr`, which evaluates its text as Python.
+    """Replacement of `sympy.parse_expr`, which evaluates its text as Python.
 
-    Reads numbers, names, ``+ - * / **`` and the usual functions. A name is what `local_dict` says,
-    or a constant, or a symbol.
+    Parses numbers, names, ``+ - * / **`` and the usual functions. A name is its value in
+    `local_dict`, a constant, or a symbol.
 
     Raises:
-      ValueError: the text holds anything else.
+      ValueError: the text contains anything else.
     """
     import sympy
 
@@ -107,7 +107,7 @@ def parse_expr(text: str, local_dict=None, *_, evaluate: bool = True, **__):
 
 
 def _replace_parser() -> None:
-    """Puts `parse_expr` where the libraries, imported afterwards, find it."""
+    """Replaces sympy's `parse_expr` for libraries that are imported afterwards."""
     import sympy
     import sympy.parsing
     import sympy.parsing.sympy_parser
@@ -121,14 +121,15 @@ def _reject_execution(*_, **__):
 
 
 def _load_answers() -> None:
-    """Has `jrl.tasks.answers` loaded as `jrl_answers`, without `jrl`, which would load jax."""
+    """Loads `jrl.tasks.answers` as `jrl_answers`, without `jrl`, which would load jax."""
     if ANSWERS not in sys.modules:
-        # A package of another name: in this process nothing is called `jrl`.
+        # Under another name: no module of this process is called `jrl`.
         _load_file(Path(__file__).parents[1] / "answers/__init__.py", ANSWERS)
 
 
 def math_checker(rule: str = "final") -> Callable[[Message], Message]:
-    """Answers ``{"gold": ..., "completion": ...}`` by one of `jrl.tasks.answers.verdict.RULES`."""
+    """Answers ``{"gold": ..., "completion": ...}`` by the rule of
+    `jrl.tasks.answers.verdict.RULES`."""
     _replace_parser()
     _load_answers()
     verdict, symbolic = import_module("jrl_answers.verdict"), import_module("jrl_answers.symbolic")
@@ -141,7 +142,7 @@ def math_checker(rule: str = "final") -> Callable[[Message], Message]:
             return {"error": str(error)}
         return {"score": float(reason == "correct"), "reason": reason}
 
-    # What the libraries make when they are first used is no part of the first answer's time.
+    # The libraries initialise at their first use, outside of the first answer's time limit.
     check({"gold": "\\sqrt{3}", "completion": "$2 \\cdot \\sqrt{3}$"})
     return check
 
@@ -164,7 +165,7 @@ def gym_checker(
         return reasoning_gym.create_dataset(name, seed=int(seed), size=int(size), **arguments)
 
     def check(num_rows: int) -> Message:
-        """Tests the generator on its first rows: empty if it can be used, else the error."""
+        """Tests the generator on its first rows: empty if it is usable, else the error."""
         again = create()
         for index in range(num_rows):
             question, answer = row(index)
@@ -233,7 +234,7 @@ def template_checker(program: str, calls: str, seconds: str) -> Callable[[Messag
 
 
 def _load_file(path: Path, package: str | None = None) -> ModuleType:
-    """The module in a file; with a name, the package that imports of the name refer to."""
+    """The module in a file; `package` is the name of the package for its relative imports."""
     folders = None if package is None else [str(path.parent)]
     spec = spec_from_file_location(package or path.stem, path, submodule_search_locations=folders)
     assert spec is not None and spec.loader is not None
@@ -255,10 +256,10 @@ CHECKERS: dict[str, Callable[..., Callable[[Message], Message]]] = {
 
 
 def main() -> None:
-    """Serves questions from the standard input until it ends."""
+    """Answers questions from the standard input until it ends."""
     questions = os.fdopen(os.dup(0), encoding="utf-8")
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    # What a library prints is no answer, and what it reads no question.
+    # Libraries must not write into the answers, or read from the questions.
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
@@ -281,13 +282,13 @@ def main() -> None:
         _serve(questions, check, send)
     finally:
         if (close := getattr(check, "close", None)) is not None:
-            # Whoever asked has ended, perhaps without a word, and left it to this process.
+            # The caller has ended, perhaps without closing the environments.
             _alarm(ORPHAN_SECONDS)
             close()
 
 
 def _serve(questions: Iterable[str], check: Any, send: Callable[[Message], None]) -> None:
-    """Answers all questions, a line each."""
+    """Answers all questions, one line each."""
     for line in questions:
         _alarm(ORPHAN_SECONDS)
         question = json.loads(line)
@@ -304,7 +305,7 @@ def _serve(questions: Iterable[str], check: Any, send: Callable[[Message], None]
             except Exception as error:
                 reply = {"error": f"{type(error).__name__}: {error}"[:500]}
             send(reply)
-        _alarm(0)  # waiting for a question is no fault: it ends with the input
+        _alarm(0)  # no limit on waiting for a question: it ends with the input
 
 
 def _alarm(seconds: int) -> None:
@@ -313,7 +314,7 @@ def _alarm(seconds: int) -> None:
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Bounds the address space of this process, where the system knows how."""
+    """Bounds the address space of this process on Linux."""
     if sys.platform == "linux":
         import resource
 
