@@ -1,8 +1,8 @@
 """Chat template of a checkpoint: a conversation as the text that the network was trained on.
 
 Templates are Jinja programs that come with the checkpoint. They run in Jinja's sandbox, in a
-process with limits of time and memory that all templates share (`Renderer`). They get the names
-that published templates rely on, and see nothing but the conversation.
+process that all templates share, with limits of time and memory (`Renderer`). They are passed the
+variables that published templates rely on, and nothing but the conversation.
 """
 
 import json
@@ -34,25 +34,25 @@ from jrl.text.located import (
 from jrl.text.tokenizer import Tokenizer
 
 PROCESSOR_SECONDS = 5.0
-"""For one template and one conversation; the program counts them itself."""
+"""Processor time for one template and one conversation, limited within the process."""
 SECONDS = 20.0
-"""Of the clock, where the program does not end by itself."""
+"""Wall-clock limit in seconds, in case that the process does not end by itself."""
 
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\b")
 NULL_CONTENT_CHECK = re.compile(
     r"content['\"]?\]?\s*(?:is\s+(?:not\s+)?none|[=!]=\s*none)\b", re.IGNORECASE
 )
-"""Of a template that asks whether a content is null."""
+"""Pattern of a template that checks whether a content is null."""
 PROBE = "probe"
-"""Content of an assistant's turn that is rendered to find the text behind it."""
+"""Content of an assistant's turn that is rendered to locate the text after it."""
 
 
 class TemplateLimit(ValueError):
-    """A template that went over a limit of time, memory or length."""
+    """Error of a template that exceeds a limit of time, memory or length."""
 
 
 class TemplateSyntax(ValueError):
-    """A source that is no template: the line, and the message why."""
+    """Syntax error of a template, with its line and message."""
 
     def __init__(self, line: int, message: str):
         super().__init__(f"line {line}: {message}")
@@ -63,13 +63,13 @@ class Renderer:
     """A template that is compiled and rendered in another process.
 
     Args:
-      source: of Jinja.
-      day: what it takes for today, as "2024-07-26".
-      markers: what it writes around its ``{% generation %}``; None writes nothing.
+      source: Jinja source.
+      day: the current date for the template, as "2024-07-26".
+      markers: texts written around its ``{% generation %}`` blocks; None writes nothing.
 
     Raises:
-      TemplateSyntax: where it is none.
-      TemplateLimit: where to compile it takes too much.
+      TemplateSyntax: if the source is not a template.
+      TemplateLimit: if compiling it exceeds a limit.
     """
 
     def __init__(self, source: str, day: str, markers: tuple[str, str] | None = None):
@@ -79,12 +79,12 @@ class Renderer:
         self._send_compile()
 
     def render(self, variables: Sequence[Mapping[str, Any]]) -> list[str | ValueError]:
-        """The texts that it writes with each of these sets of names, or its own errors in place of
-        what it refuses. Values are what JSON holds (`jrl.tasks.data.records.to_json_value`).
+        """Renders the template with each of these sets of variables; an error replaces the text of
+        one that the template rejects. Values must be JSON (`jrl.tasks.data.records.to_json_value`).
 
         Raises:
-          TemplateLimit: where it takes too much for one of them.
-          ValueError: where JSON does not hold a value.
+          TemplateLimit: if one of them exceeds a limit.
+          ValueError: for a value that JSON cannot represent.
         """
         argument_texts = [
             each
@@ -92,7 +92,7 @@ class Renderer:
             for each in _arguments(names.get("messages"), [index, "messages"])
         ]
         question = {**self._key, "given": variables, "arguments": argument_texts}
-        # The process may have been started again, or have dropped it.
+        # The process may have been restarted, or have dropped the template.
         while "unknown" in (reply := _ask(question, len(variables))):
             self._send_compile()
         texts = reply["texts"]
@@ -105,7 +105,8 @@ class Renderer:
 
 
 def _arguments(value: Any, path: list[str | int]) -> Iterator[tuple[list[str | int], str]]:
-    """Paths of call arguments in messages, and the JSON text of each, which JSON drops."""
+    """Paths of call arguments in messages, with their JSON texts, which conversion to JSON
+    loses."""
     if isinstance(value, Arguments):
         yield path, str(value)
     elif isinstance(value, Mapping):
@@ -117,16 +118,16 @@ def _arguments(value: Any, path: list[str | int]) -> Iterator[tuple[list[str | i
 
 
 def _ask(question: Message, texts: int = 1) -> Message:
-    """The reply to a question that asks for a number of texts.
+    """Sends a question about a number of texts and returns the reply.
 
     Raises:
-      TemplateLimit: where it asks for too much.
+      TemplateLimit: if the reply exceeds a limit.
     """
     seconds = SECONDS * texts
     try:
         try:
             reply = _worker().ask(question, seconds=seconds)
-        except TypeError:  # of what JSON does not hold; nothing was sent
+        except TypeError:  # a value is not JSON; nothing was sent
             try:
                 question = as_json(question)
             except TypeError as error:
@@ -149,7 +150,7 @@ def _worker() -> Worker:
 
 
 def worker(processor_seconds: float | int) -> Worker:
-    """The process, which the first question starts."""
+    """The worker process, which the first question starts."""
     program = Path(__file__).with_name("template_program.py")
     return program_worker(
         "template", str(program), calls_program.__file__, str(processor_seconds), seconds=SECONDS
@@ -157,41 +158,41 @@ def worker(processor_seconds: float | int) -> Worker:
 
 
 def today() -> str:
-    """The day on which a template is taken up, for `Usage.chat_date`, which a run keeps."""
+    """The current date, for `Usage.chat_date` of a new run, which keeps it."""
     return date.today().isoformat()
 
 
 class TemplateRejection(ValueError):
-    """A template that refuses a conversation, or fails."""
+    """Error of a template that rejects a conversation, or fails."""
 
 
 class ChatTemplate:
-    """Makes the tokens of a prompt from the messages of a conversation.
+    """Converts the messages of a conversation to the tokens of a prompt.
 
-    The tokens are those of the whole text that it writes. Special tokens that it writes become
-    their ids; where a message itself spells one, it is data and stays text, so that it cannot end a
-    turn or begin another. The beginning of sequence is put before what the template makes where the
-    checkpoint says that a text has one and the template writes none.
+    The whole text of the template is tokenized. Special tokens that the template writes become
+    their ids. Special tokens spelled in a message are data and stay text, so that a message cannot
+    end a turn or begin another. The beginning of sequence is prepended if the checkpoint requires
+    it for texts and the template does not write it.
     """
 
     def __init__(self, tokenizer: Tokenizer, path: str | None = None):
         """Compiles the template of a tokenizer.
 
         Args:
-          tokenizer: its `Usage.chat_template` is a Jinja source. `strftime_now` of a template gives
-            `Usage.chat_date`, not the day of the call, so that a run can be repeated.
-          path: the file that the template is from, for messages; None where that is not known.
+          tokenizer: its `Usage.chat_template` is a Jinja source. `strftime_now` of a template
+            returns `Usage.chat_date`, not the current day, so that a run is reproducible.
+          path: file of the template, for error messages; None if unknown.
 
         Raises:
-          TemplateLimit: when to compile it takes too much time or memory.
-          ValueError: when it is no Jinja template, or Jinja is not installed.
+          TemplateLimit: if compiling it takes too much time or memory.
+          ValueError: if it is not a Jinja template, or Jinja is not installed.
         """
         source, day = tokenizer.usage.chat_template, tokenizer.usage.chat_date
         assert source is not None
         self._tokenizer = tokenizer
         self._path = path
         template_day = day or "1970-01-01"
-        # Whether the template tags the assistant's text by ``{% generation %}``.
+        # Whether the template marks the assistant's text by ``{% generation %}``.
         self.has_generation_tags: bool = GENERATION_TAG.search(source) is not None
         try:
             self._template = _start_renderer(source, template_day)
@@ -201,7 +202,7 @@ class ChatTemplate:
         except TemplateLimit as error:
             raise self._limit_error(error, "to be compiled") from error
         self._checks_null = NULL_CONTENT_CHECK.search(source) is not None
-        # What a template cannot do without; the rest of its names are those of the special tokens.
+        # Variables that templates require; the others are the names of special tokens.
         self._names = {"tools": None, "documents": None, **tokenizer.named_tokens}
 
     @cached_property
@@ -228,11 +229,11 @@ class ChatTemplate:
     def write(
         self, conversation: Conversation, *, opened: bool = False, tagged: bool = False
     ) -> str:
-        """The text of a conversation, as `write_all` writes several.
+        """Text of one conversation, as `write_all` writes several.
 
         Raises:
-          TemplateLimit: when the template takes too much time or memory, or writes too much.
-          TemplateRejection: when it refuses the conversation, or fails.
+          TemplateLimit: if the template takes too much time or memory, or writes too much.
+          TemplateRejection: if it rejects the conversation, or fails.
         """
         (text,) = self.write_all([(conversation, opened)], tagged=tagged)
         return text_or_raise(text)
@@ -240,14 +241,14 @@ class ChatTemplate:
     def write_all(
         self, requests: Sequence[tuple[Conversation, bool]], *, tagged: bool = False
     ) -> list[str | TemplateRejection]:
-        """The texts of several conversations with all the fields of their messages, which takes
-        little longer than that of one; in place of those that the template refuses, the error.
+        """Texts of several conversations with all fields of their messages, in little more time
+        than one; for a conversation that the template rejects, the error.
 
-        A content that is null is one for templates that look for it, and empty for all others.
+        A null content stays null for templates that check for it, and is empty for all others.
 
         Args:
-          requests: each, and whether the assistant's next turn is begun.
-          tagged: whether what the assistant wrote is between `SPAN_BEGIN` and `SPAN_END`.
+          requests: conversations, each with whether the assistant's next turn is opened.
+          tagged: whether the assistant's text is enclosed in `SPAN_BEGIN` and `SPAN_END`.
 
         Raises:
           TemplateLimit: as for `write`.
@@ -269,7 +270,7 @@ class ChatTemplate:
         ]
 
     def _template_variables(self, conversation: Conversation, opened: bool) -> dict[str, Any]:
-        """Names that the template is rendered with."""
+        """Variables of the template for a conversation."""
         messages = [dict(turn) for turn in conversation.turns]
         if not self._checks_null:
             messages = [{**turn, "content": content_of(turn)} for turn in messages]
@@ -279,7 +280,7 @@ class ChatTemplate:
         return {"messages": messages, "add_generation_prompt": opened, **variables}
 
     def _limit_error(self, error: TemplateLimit, what: str) -> TemplateLimit:
-        """The error with the template that it is about."""
+        """Adds the name of the template to an error."""
         which = "" if self._path is None else f" {self._path}"
         return TemplateLimit(
             f"the chat template{which} {error} {what}: fix it, or give another template with "
@@ -287,14 +288,14 @@ class ChatTemplate:
         )
 
     def render(self, conversation: Conversation) -> str:
-        """The text of a conversation up to where the network takes over, as of `write`."""
+        """Text of a conversation up to the start of the network's turn; errors as for `write`."""
         return self.write(conversation, opened=True)
 
     def encode(self, conversation: Conversation) -> list[int]:
         """The tokens of `render`.
 
         Raises:
-          ValueError: as for `write`, and for what the tokenizer does not know.
+          ValueError: as for `write`, and for text that the tokenizer cannot encode.
         """
         escaped = escape_special_tokens(conversation, self._tokenizer.special_tokens)
         ids = self._tokenizer.encode_special(self.render(escaped.conversation), escaped.escape)
@@ -303,10 +304,10 @@ class ChatTemplate:
     def encode_continuation(
         self, conversation: Conversation, content: str, *, special: bool = False
     ) -> list[int]:
-        """The tokens of what the network says after `encode`, without an end.
+        """Tokens of the network's text after `encode`, without an end.
 
         Args:
-          special: whether special tokens that it spells are tokens, as those of a call are.
+          special: whether special tokens spelled in it become their ids, as in a tool call.
 
         Raises:
           ValueError: as for `encode`.
@@ -320,22 +321,22 @@ class ChatTemplate:
         both = tokenizer.encode_special(before + escaped_content, escaped.escape)
         if both[: len(first)] == first:
             return both[len(first) :]
-        # A token has characters of both: the prompt ends before it.
+        # A token spans the boundary: the prompt ends before it.
         return tokenizer.encode_special(escaped_content, escaped.escape)
 
     def answer(
         self, before: Conversation, after: Sequence[Turn], *, ended: bool = True
     ) -> list[int]:
-        """The tokens between a turn of the network and its next, as the template lays them out
-        behind the stop token that ended the turn, whatever it makes of what stands before.
+        """Tokens between a turn of the network and its next one: the template's text after the stop
+        token of the turn, whatever it writes before.
 
         Args:
-          before: up to that turn, which is the last.
-          after: what answers it.
-          ended: whether the network wrote the stop token; else it comes first.
+          before: messages up to that turn, which is the last.
+          after: messages that reply to it.
+          ended: whether the network sampled the stop token; otherwise it is added first.
 
         Raises:
-          ValueError: as for `encode`, and where the template does not write the turn.
+          ValueError: as for `encode`, and if the template does not write the turn.
         """
         tokenizer = self._tokenizer
         escaped = escape_special_tokens(
@@ -345,11 +346,11 @@ class ChatTemplate:
         text_after, end_match = self._text_after_turn(
             escaped, len(before.turns) - 1, special_pattern(ends)
         )
-        # The network has written its end itself, where the template writes one; the rest is read
-        # as what stands behind a token that ends a turn.
+        # The network has sampled the end of the turn itself, if the template writes one; the rest
+        # is tokenized as text after a token that ends a turn.
         remainder = text_after if end_match is None else text_after[end_match.end() :]
         if not ended:
-            # The template's own end, or what it writes in place of one before another turn.
+            # The template's own end, or the token in its place before another turn.
             first_special = end_match or re.match(
                 special_pattern(tokenizer.special_tokens), text_after
             )
@@ -363,11 +364,12 @@ class ChatTemplate:
     def _text_after_turn(
         self, escaped: EscapedConversation, index: int, ends: str
     ) -> tuple[str, re.Match[str] | None]:
-        """Text between a turn and the network's next, and the first token in it that ends a turn.
+        """Text between a turn and the network's next one, and the first token in it that ends a
+        turn.
 
         The turn is rendered with a probe: in the last argument of its last call, or in its content.
-        The text starts behind the probe. Some templates leave out the content of a turn with calls,
-        some write calls before it, and some accept one call alone.
+        The text starts after the probe. Some templates omit the content of a turn with calls, some
+        write calls before it, and some accept only one call.
         """
         probe, rejection, count = unused_character(escaped.texts + escaped.escape), None, 0
         for messages, in_content in _with_probes(escaped.conversation.turns, index, probe):
@@ -401,7 +403,7 @@ class ChatTemplate:
 def _with_probes(
     messages: Sequence[Turn], index: int, probe: str
 ) -> Iterator[tuple[tuple[Turn, ...], bool]]:
-    """The turns with a probe in one of them, and whether it is its content."""
+    """The turns with a probe in one of them, and whether the probe is its content."""
     if calls := messages[index].get("tool_calls"):
         last = calls[-1]
         arguments = {name: probe for name in list(last["function"]["arguments"])[-1:] or ["probe"]}
@@ -421,7 +423,7 @@ def _replace_turn(messages: Sequence[Turn], index: int, changes: Turn) -> tuple[
 
 
 def _start_renderer(source: str, day: str, markers: tuple[str, str] | None = None) -> Renderer:
-    """A `Renderer`; what stands in its way is said with the remedy."""
+    """A `Renderer`, with errors that name the remedy."""
     if find_spec("jinja2") is None:
         raise ValueError(
             "the checkpoint has a chat template, which needs jinja2, and that is not installed: "
@@ -437,14 +439,14 @@ def _start_renderer(source: str, day: str, markers: tuple[str, str] | None = Non
 
 
 def text_or_raise(text: str | TemplateRejection) -> str:
-    """One of the texts of `ChatTemplate.write_all`, which raises where it is the error."""
+    """A text of `ChatTemplate.write_all`; raises if it is an error."""
     if isinstance(text, TemplateRejection):
         raise text
     return text
 
 
 def _rejection_error(error: ValueError, variables: Mapping[str, Any]) -> TemplateRejection:
-    """An error of a template with the messages that it is about."""
+    """An error of a template, with the messages that caused it."""
     rejection = TemplateRejection(
         f"the chat template rejects the messages {_format_messages(variables)}: {error}. Change "
         "them, or give another template with --chat-template FILE."
@@ -458,23 +460,23 @@ def _format_messages(variables: Mapping[str, Any]) -> str:
 
 
 def with_turn_end(tokenizer: Tokenizer, path: str | None = None) -> Tokenizer:
-    """The tokenizer, knowing what its chat template ends a turn with; as it is where it has no
-    template, or one that ends turns with no token or cannot be used.
+    """The tokenizer with the token that ends a turn of its chat template; unchanged without a
+    template, and for one that ends turns without a token or is not usable.
 
     Args:
-      path: the file of the template, where it is one that will be used.
+      path: file of the template if it will be used; else None.
 
     Raises:
-      TemplateLimit: where it will be used, and takes too much time or memory.
+      TemplateLimit: if it will be used, and takes too much time or memory.
     """
     usage = tokenizer.usage
     if usage.chat_template is None or find_spec("jinja2") is None:
         return tokenizer
     try:
         end_id = _find_turn_end(ChatTemplate(tokenizer, path), tokenizer)
-    except ValueError as error:  # said where it is used, which it need not be
+    except ValueError as error:  # reported where the template is used, if it is
         if isinstance(error, TemplateLimit) and path is not None:
-            raise  # now, as to find it out once more takes as long
+            raise  # immediately, as another attempt takes as long
         return tokenizer
     if end_id == usage.turn_end:
         return tokenizer
@@ -487,7 +489,7 @@ def _find_turn_end(template: ChatTemplate, tokenizer: Tokenizer) -> int | None:
         return None
     tokens = tokenizer.spelled_tokens
     match = re.search(special_pattern(tokens), turn_suffix)
-    # Some templates go on to the next turn whether they are asked to or not.
+    # Some templates always open the next turn.
     if match is None or match[0] in template.generation_prompt(
         Conversation.from_pairs([("user", "?")])
     ):

@@ -1,8 +1,8 @@
 """Files of a public checkpoint beside its weights: settings of the tokenizer, chat template,
 generation settings. Reading them needs no extra.
 
-A run that starts from a checkpoint keeps the small ones (`copy_checkpoint_files`). Its exports then
-have the checkpoint's settings of tokens and sampling, even if the checkpoint itself was moved.
+A run that starts from a checkpoint keeps the small ones (`copy_checkpoint_files`), so that its
+exports have the checkpoint's settings of tokens and sampling, even if the checkpoint was moved.
 """
 
 import json
@@ -23,11 +23,11 @@ COPIED_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
 )
-"""Files of a checkpoint beside its vocabulary, each of them optional."""
+"""Optional files of a checkpoint beside its vocabulary."""
 
 
 def copy_checkpoint_files(checkpoint: Path, folder: Path) -> None:
-    """Copies the files of a checkpoint that are in `COPIED_FILES`."""
+    """Copies those files of a checkpoint that are in `COPIED_FILES`."""
     folder.mkdir(exist_ok=True)
     for name in COPIED_FILES:
         if (checkpoint / name).is_file():
@@ -35,18 +35,17 @@ def copy_checkpoint_files(checkpoint: Path, folder: Path) -> None:
 
 
 def checkpoint_files(tokenizer: Tokenizer, folder: Path) -> dict[str, bytes]:
-    """The files by name.
+    """Contents of the files by name.
 
-    What `copy_checkpoint_files` copied stays as it is, but for two things that a run may have of
-    its own: its chat template, and in generation_config.json all ids that end a completion, which
-    the checkpoint may name in several files. What was not copied is made of what the tokenizer
-    has.
+    Files copied by `copy_checkpoint_files` are unchanged except for two settings of the run: its
+    chat template, and in generation_config.json all ids that end a completion, which the checkpoint
+    may name in several files. Other files are made from the tokenizer.
 
     Args:
-      folder: that of `copy_checkpoint_files`, which need not be there.
+      folder: target of `copy_checkpoint_files`, which need not exist.
 
     Raises:
-      ValueError: where one of the copied files is not JSON.
+      ValueError: if one of the copied files is not JSON.
     """
     files = {
         name: (folder / name).read_bytes() for name in COPIED_FILES if (folder / name).is_file()
@@ -69,7 +68,7 @@ def checkpoint_files(tokenizer: Tokenizer, folder: Path) -> dict[str, bytes]:
 
 
 def token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The special ids as config.json and generation_config.json name them."""
+    """The special ids by their names in config.json and generation_config.json."""
     begins = {} if tokenizer.bos_id is None else {"bos_token_id": tokenizer.bos_id}
     ends = list(tokenizer.stop_ids)
     eos = ends[0] if len(ends) == 1 else ends
@@ -91,8 +90,8 @@ def _json(content: Mapping[str, Any]) -> bytes:
 
 
 def chat_template_in(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """The chat template of a checkpoint with this tokenizer_config.json, where its tokenizer looks
-    for it."""
+    """The chat template of a checkpoint with this tokenizer_config.json, from the places that its
+    tokenizer reads."""
     jinja_path = directory / TEMPLATE
     if jinja_path.exists():
         return _read_text(jinja_path)
@@ -118,7 +117,7 @@ def chat_template_in(directory: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def read_optional(path: Path) -> dict[str, Any]:
-    """`read_object`, empty where there is no file."""
+    """As `read_object`, but empty if there is no file."""
     return read_object(path) if path.exists() else {}
 
 
@@ -126,7 +125,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """Reads the object of a JSON file.
 
     Raises:
-      ValueError: where it cannot be read, or holds no object.
+      ValueError: if it cannot be read, or does not contain an object.
     """
     try:
         record = json.loads(_read_text(path))

@@ -1,7 +1,7 @@
 """Tokens of conversations: between two turns of the policy, and of reference conversations.
 
-With a chat template, messages are written as the template writes them; without one, their contents
-are concatenated as they are. The tokens that the policy sampled are never encoded again.
+With a chat template, messages are written by the template; without one, their contents are
+concatenated. The tokens that the policy sampled are never encoded again.
 """
 
 from collections.abc import Sequence
@@ -25,14 +25,14 @@ from jrl.text.prompt_format import (
 from jrl.text.tool_calls import attach_calls, parse_calls
 
 Messages = Sequence[tuple[str, str]]
-"""Role and content of each."""
+"""Role and content of each message."""
 
 
 def message_of(format: PromptFormat, ids: np.ndarray, before: Sequence[int] = ()) -> str:
     """Text of the policy's turn, without its end.
 
-    With a template, special tokens are written out: a tool call may be made of them. If the tokens
-    before the turn have opened reasoning, the text starts with the mark of that.
+    With a template, special tokens are written out, as tool calls may consist of them. If the
+    tokens before the turn have opened reasoning, the text starts with its opening mark.
     """
     if format.template is None:
         return text_of(format.tokenizer, ids)
@@ -43,13 +43,13 @@ def message_of(format: PromptFormat, ids: np.ndarray, before: Sequence[int] = ()
 def environment_messages(
     format: PromptFormat, example: Example, texts: Sequence[str], truncated: Sequence[int] = ()
 ) -> list[dict[str, Any]]:
-    """The policy's messages, of the texts of its turns, as its environment is given them: with the
-    calls of tools in the format of the checkpoint, and "truncated" in the turns of these indices,
-    which their limit cut.
+    """The policy's messages for its environment, from the texts of its turns: with tool calls in
+    the format of the checkpoint, and "truncated" in the turns with these indices, which were cut at
+    their maximum length.
     """
     messages: list[dict[str, Any]] = [{"role": "assistant", "content": text} for text in texts]
     tools = example_tools(example)
-    # Without a format the environment looks for calls itself.
+    # Without a format, the environment detects calls itself.
     if format.tool_format is not None and tools:
         calls_by_message = parse_calls(format.tool_format, tools, texts)
         for message, (calls, ids) in zip(messages, calls_by_message, strict=True):
@@ -62,15 +62,15 @@ def environment_messages(
 def answer_ids(
     format: PromptFormat, example: Example, before: Messages, after: Messages, *, ended: bool = True
 ) -> list[int]:
-    """The tokens between a turn of the policy and its next.
+    """The tokens between a turn of the policy and its next one.
 
     Args:
-      before: messages after the prompt, that turn the last.
-      after: what answers it.
-      ended: whether a stop token ended the turn; else one comes first.
+      before: messages after the prompt, up to that turn.
+      after: messages that reply to it.
+      ended: whether a stop token ended the turn; otherwise one is added first.
 
     Raises:
-      ValueError: for what template or tokenizer refuse.
+      ValueError: for messages that the template or the tokenizer rejects.
     """
     if format.template is None:
         ids = format.tokenizer.encode("".join(content for _, content in after))
@@ -84,7 +84,7 @@ def answer_ids(
 def _with_tool_calls(
     format: PromptFormat, example: Example, messages: Messages
 ) -> tuple[Turn, ...]:
-    """Messages after a prompt, with the calls of tools that are in them."""
+    """Messages after a prompt, with their tool calls as fields."""
     if format.tool_format is None or not example.tools:
         return Conversation.from_pairs(messages).turns
     return attach_calls(format.tool_format, example_tools(example), messages)
@@ -92,7 +92,7 @@ def _with_tool_calls(
 
 def reference_conversation(format: PromptFormat, example: Example) -> tuple[list[int], list[bool]]:
     """The tokens of a reference conversation after the prompt, and their loss mask: true on the
-    policy's turns with their ends."""
+    policy's turns, including the end of each turn."""
     ids, loss_mask, end = list[int](), list[bool](), 0
     messages = _render_calls(format, example, example.turns or (("assistant", example.answer),))
     for index, (role, content) in enumerate(messages):
@@ -110,7 +110,7 @@ def reference_conversation(format: PromptFormat, example: Example) -> tuple[list
 def _encode_turn(
     format: PromptFormat, example: Example, before: Messages, content: str
 ) -> list[int]:
-    """The tokens of a turn of the policy with its end, after these messages behind the prompt."""
+    """The tokens of a policy's turn with its end, after these messages that follow the prompt."""
     tokenizer = format.tokenizer
     if format.template is None:
         text = before[-1][1] if before else example.prompt
@@ -125,8 +125,8 @@ def _encode_turn(
 
 
 def _render_calls(format: PromptFormat, example: Example, messages: Messages) -> Messages:
-    """The turns of a reference conversation, whose calls are written plainly, with calls as the
-    checkpoint writes them."""
+    """The turns of a reference conversation, with calls in the plain format rewritten in the format
+    of the checkpoint."""
     tool_format, tools = format.tool_format, example_tools(example)
     if tool_format is None or not tools:
         return messages
@@ -145,7 +145,7 @@ def reference_rows(
     response_length]``: ids, padding mask (true on tokens), and loss mask.
 
     Raises:
-      ValueError: for a prompt or a conversation that is longer.
+      ValueError: for a prompt or a conversation that is too long.
     """
     shape = (len(examples), prompt_length + response_length)
     tokens = np.full(shape, format.tokenizer.pad_id, np.int32)

@@ -19,35 +19,35 @@ from jrl.text.located import SPAN_BEGIN, SPAN_END, TokenSpans, check_no_delimite
 from jrl.text.tokenizer import Tokenizer, Usage, check_usage, usage_from
 
 BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
-"""A byte where the vocabulary has a token for each."""
+"""Pattern of a token for a single byte, in vocabularies with byte fallback."""
 TOKENS = ("eos_token", "bos_token", "pad_token", "unk_token")
 
 
 class JsonTokenizer(Tokenizer):
     """Maps text to token ids with the pipeline of a `tokenizer.json`.
 
-    Attributes as for `Tokenizer`; `vocab_size` is that of the network, which may have more ids than
-    the pipeline has tokens, and `unk_id` is -1 where nothing is unknown. Special tokens that are
-    written in a text become their ids in `encode` too, as the pipeline has it.
+    Attributes are those of `Tokenizer`; `vocab_size` is that of the network, which may have more
+    ids than the pipeline has tokens, and `unk_id` is -1 if no token is unknown. Special tokens
+    spelled in a text become their ids in `encode` too, as in the pipeline.
     """
 
     def __init__(self, content: Mapping[str, Any], usage: Usage | None = None):
         """Makes the pipeline.
 
         Args:
-          content: "pipeline", what tokenizer.json holds; "vocab_size"; the "eos_token",
-            "bos_token", "pad_token" and "unk_token", of which only the first must be there; and the
-            fields of a `Usage`. Without a beginning of sequence nothing comes before a prompt,
-            without padding the unknown or the end takes its place.
-          usage: in place of the one in `content`.
+          content: "pipeline", the content of tokenizer.json; "vocab_size"; "eos_token", which is
+            required, and "bos_token", "pad_token" and "unk_token", which are optional; and the
+            fields of a `Usage`. Without a beginning of sequence, nothing precedes a prompt; without
+            padding, the unknown token or the end takes its place.
+          usage: replaces the one in `content`.
 
         Raises:
-          ValueError: when a special token is not in the vocabulary, there is no end of sequence, or
+          ValueError: if a special token is not in the vocabulary, there is no end of sequence, or
             the network has fewer ids than the pipeline.
         """
         self.usage = usage_from(content) if usage is None else usage
         self._content = {**content, **asdict(self.usage)}
-        # What it would put around a text is none of it; it also moves the offsets of blanks.
+        # The post-processor's tokens are not part of the text; it also moves the offsets of blanks.
         self._pipeline = _load_pipeline({**content["pipeline"], "post_processor": None})
         self.vocab_size = content["vocab_size"]
         size = max(self._pipeline.get_vocab().values(), default=-1) + 1
@@ -59,7 +59,7 @@ class JsonTokenizer(Tokenizer):
         check_usage(self.usage, self.vocab_size)
         added = {each.content for each in self._pipeline.get_added_tokens_decoder().values()}
         for name in TOKENS[:-1]:
-            # A template spells them, whether they were added to the vocabulary or are of it.
+            # Tokens that a template spells, whether added to the vocabulary or part of it.
             if self._id(name) is not None and self._content[name] not in added:
                 self._pipeline.add_special_tokens([self._content[name]])
         eos, self.bos_id, pad, unk = map(self._id, TOKENS)
@@ -117,7 +117,7 @@ class JsonTokenizer(Tokenizer):
 
     @cached_property
     def _escaped_tokenizer(self) -> "EscapedTextTokenizer":
-        """Reads texts that spell special tokens as text."""
+        """Encoder of texts whose escaped special tokens are text."""
         return EscapedTextTokenizer(self._content["pipeline"], self.special_tokens)
 
     def bytes_of(self, token: int) -> bytes | None:
@@ -131,7 +131,7 @@ class JsonTokenizer(Tokenizer):
         return None
 
     def save(self, path: str | Path) -> None:
-        """Writes one JSON file that `load_tokenizer` reads."""
+        """Writes a JSON file for `load_tokenizer`."""
         records.replace(Path(path), json.dumps(self._content).encode())
 
     def vocabulary(self) -> dict[str, bytes]:
@@ -139,7 +139,7 @@ class JsonTokenizer(Tokenizer):
         return {"tokenizer.json": pipeline.encode()}
 
     def with_usage(self, usage: Usage) -> "JsonTokenizer":
-        tokenizer = copy(self)  # of its pipeline, which takes a second to make
+        tokenizer = copy(self)  # shares the pipeline, which takes a second to build
         tokenizer.usage = check_usage(usage, self.vocab_size)
         tokenizer._content = {**self._content, **asdict(usage)}
         for name in ("special_tokens", "special_ids", "spelled_tokens", "_escaped_tokenizer"):
@@ -162,24 +162,23 @@ class JsonTokenizer(Tokenizer):
 def checkpoint_tokenizer(directory: str | Path, vocab_size: int) -> Tokenizer:
     """The tokenizer of a checkpoint: its `tokenizer.json`, otherwise its `tokenizer.model`.
 
-    What else is read, each where it is there:
+    The following is read as well, if present:
 
-    * special tokens: those that tokenizer_config.json names; an end of sequence that it does not
-      name is the first `eos_token_id` of generation_config.json or of config.json;
-    * what ends a completion: that end, every `eos_token_id`, a number or a list, of
+    * special tokens: those named in tokenizer_config.json; an end of sequence that it does not name
+      is the first `eos_token_id` of generation_config.json or of config.json;
+    * tokens that end a completion: that end, every `eos_token_id`, a number or a list, of
       generation_config.json and config.json, and the token with which the chat template ends the
       assistant's turn;
-    * what comes before a prompt that no template makes: the beginning of sequence if
-      `add_bos_token` says so, and where that says nothing, if the post-processor of tokenizer.json
-      puts it there or there is none;
+    * the beginning of sequence before a prompt without a template: as `add_bos_token` says; without
+      that setting, if the post-processor of tokenizer.json adds it or there is no post-processor;
     * the chat template: chat_template.jinja, else `chat_template` of tokenizer_config.json, a text
-      or a list in which the one named "default" is taken, else that of chat_template.json.
+      or a list with an entry named "default", else that of chat_template.json.
 
     Args:
-      vocab_size: ids of the network.
+      vocab_size: number of ids of the network.
 
     Raises:
-      ValueError: when there is neither file, or it does not go with the network.
+      ValueError: if there is neither file, or it does not fit the network.
     """
     directory = Path(directory)
     path = directory / "tokenizer.json"
@@ -212,13 +211,13 @@ def checkpoint_tokenizer(directory: str | Path, vocab_size: int) -> Tokenizer:
 def tokenizer_of(
     path: Path, pipeline: Mapping[str, Any], vocab_size: int | None = None
 ) -> Tokenizer:
-    """The tokenizer of a tokenizer.json that holds a pipeline, with what the files beside it say.
+    """The tokenizer of a tokenizer.json with a pipeline, with the settings of the files beside it.
 
     Args:
-      vocab_size: ids of the network; None is as many as there are tokens.
+      vocab_size: number of ids of the network; None is the number of tokens.
 
     Raises:
-      ValueError: when it is no tokenizer.json, or no file says what ends a sequence.
+      ValueError: if it is not a tokenizer.json, or no file names the end of sequence.
     """
     backend = _load_pipeline(pipeline)
     config = read_optional(path.parent / "tokenizer_config.json")
@@ -239,8 +238,8 @@ def tokenizer_of(
 
 
 def _byte_characters() -> dict[str, int]:
-    """The character that byte-level vocabularies write each byte as: itself where it can be seen,
-    else the next one from U+0100 on."""
+    """The byte of each character of byte-level vocabularies: a printable byte is its own character,
+    others are mapped to the characters from U+0100 on."""
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in seen]
     return {chr(byte): byte for byte in seen} | {chr(256 + n): b for n, b in enumerate(others)}
@@ -288,14 +287,14 @@ def _load_pipeline(content: Mapping[str, Any]) -> tokenizers.Tokenizer:
         raise ValueError(
             f"tokenizer.json cannot be read by tokenizers ({error}): copy the checkpoint's."
         ) from error
-    # How whoever saved the file cut and padded his texts.
+    # Truncation and padding that were set when the file was saved.
     backend.no_truncation()
     backend.no_padding()
     return backend
 
 
 def _token_text(token: Any) -> str | None:
-    """A special token is written as its text, or as a record that has it."""
+    """Text of a special token, given as a text or as a record with "content"."""
     text = token.get("content") if isinstance(token, Mapping) else token
     if token is not None and not isinstance(text, str):
         raise ValueError(
@@ -306,12 +305,12 @@ def _token_text(token: Any) -> str | None:
 
 
 class EscapedTextTokenizer:
-    """Encodes a text in which the special tokens that are meant are written as they are, and those
-    that are text are escaped (`jrl.text.located`).
+    """Encodes a text in which the template's special tokens are written as they are, and special
+    tokens that are text are escaped (`jrl.text.located`).
 
-    The pipeline gets another name for each special token, which the text has in its place, and
-    leaves the name that the text spells to the model: everything else is read as it always is, so
-    that a text without escapes has the same tokens.
+    The pipeline gets another name for each special token, which replaces the token in the text; the
+    spelled names of special tokens are left to the model as ordinary text. A text without escapes
+    has the same tokens as before.
     """
 
     def __init__(self, pipeline: Mapping[str, Any], special: Mapping[str, int]):
@@ -338,14 +337,14 @@ class EscapedTextTokenizer:
         }
 
     def encode_spans(self, text: str, escape: str) -> TokenSpans:
-        """The tokens, and their offsets in the text without escapes; refuses a spelled special
-        token that the model has a token for."""
+        """The tokens, and their offsets in the text without escapes; rejects a spelled special
+        token that is a token of the model."""
         check_no_delimiters(text)
         segments, widths = list[str](), list[int]()
         for segment in re.split(f"({special_pattern(self._special)})", text):
             segments.append(self._names.get(segment, segment.replace(escape, "")))
             if segment in self._names:
-                # The first character of the name has the width of the token.
+                # The first character of the replacing name has the width of the token.
                 widths += [len(segment), *[0] * (len(segments[-1]) - 1)]
             else:
                 widths += [1] * len(segments[-1])

@@ -10,16 +10,16 @@ from jrl.text.tokenizer import Tokenizer, usage_from
 
 
 def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> Tokenizer:
-    """Loads a `.model` file, a `tokenizer.json`, or what `Tokenizer.save` wrote.
+    """Loads a `.model` file, a `tokenizer.json`, or a file written by `Tokenizer.save`.
 
-    A `tokenizer.json` does not say which token ends a sequence: that is read from the files of
-    a checkpoint beside it, as `jrl.text.json_tokenizer.checkpoint_tokenizer` does.
+    A `tokenizer.json` does not name the token that ends a sequence; it is read from the files of a
+    checkpoint beside it, as in `jrl.text.json_tokenizer.checkpoint_tokenizer`.
 
     Args:
-      vocab_size: ids of the network, which may have more than a tokenizer.json has tokens.
+      vocab_size: number of ids of the network, which may exceed the tokens of a tokenizer.json.
 
     Raises:
-      ValueError: there is no such file, or it is no usable tokenizer.
+      ValueError: there is no such file, or it is not a usable tokenizer.
     """
     path = Path(path)
     try:
@@ -39,7 +39,7 @@ def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> Tokenizer
 
 
 def _from_json(path: Path, content: bytes, vocab_size: int | None) -> Tokenizer:
-    """The tokenizer of a file that begins as JSON: one that was saved, or a tokenizer.json."""
+    """The tokenizer of a JSON file: one that a run saved, or a tokenizer.json."""
     try:
         record = json.loads(content)
     except (ValueError, RecursionError) as error:

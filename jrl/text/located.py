@@ -1,9 +1,9 @@
-"""Tokens of a text with their spans of characters, and special tokens that are plain text in it.
+"""Tokens of a text with their character spans, and escapes of special tokens that are plain text.
 
-Special tokens that the texts of a conversation spell are data. An escape, a character that occurs
-nowhere, is inserted between the characters of each before a template writes the conversation. The
-special tokens of the template itself have none. Escapes are no part of the text:
-`Tokenizer.encode_special_spans` removes them.
+Special tokens spelled in the messages of a conversation are data. An escape, a character that does
+not occur in the conversation, is inserted between the characters of each before a template writes
+the conversation. The special tokens of the template itself have no escapes. Escapes are not part of
+the text: `Tokenizer.encode_special_spans` removes them.
 """
 
 import re
@@ -19,32 +19,32 @@ from jrl.tasks.tools.calls import Arguments
 
 @dataclass(frozen=True)
 class TokenSpans:
-    """Ids of the tokens of a text, and ``[tokens]`` the first character of each in it and the one
-    behind its last."""
+    """Ids of the tokens of a text, and ``[tokens]`` the position of the first character of each and
+    the position after its last."""
 
     ids: list[int]
     begins: np.ndarray
     ends: np.ndarray
 
     def within(self, begin: int, end: int) -> np.ndarray:
-        """``[tokens]`` bool: which tokens have any of these characters.
+        """``[tokens]`` mask of the tokens that have any of these characters.
 
-        One without width, the first byte of a character or a blank that the tokenizer adds, is of
-        the character where it stands.
+        A token without width (the first byte of a character, or a blank that the tokenizer adds)
+        belongs to the character at its position.
         """
         return (self.begins < end) & (np.maximum(self.ends, self.begins + 1) > begin)
 
     @classmethod
     def from_spans(cls, spans: Sequence[tuple[int, int, int]]) -> "TokenSpans":
-        """Tokens from the id, the first character and the one behind the last of each."""
+        """Makes spans from the id, the first character and the end of each token."""
         ids = [token for token, _, _ in spans]
         begins, ends = np.array([span[1:] for span in spans], np.int64).reshape(-1, 2).T
         return cls(ids, begins, ends)
 
     @classmethod
     def concatenate(cls, segments: Sequence["TokenSpans"], sizes: Sequence[int]) -> "TokenSpans":
-        """The tokens of texts that follow each other, each of which was read alone and has a size
-        in characters."""
+        """Concatenates the tokens of consecutive texts, which were tokenized separately and have
+        these sizes in characters."""
         offset_segments = list(zip(np.cumsum([0, *sizes[:-1]]), segments, strict=True))
         return cls(
             [token for segment in segments for token in segment.ids],
@@ -54,33 +54,33 @@ class TokenSpans:
 
 
 def special_pattern(tokens: Iterable[str]) -> str:
-    """A pattern for any of the special tokens, the longest that fits first; for none, a pattern
-    that fits nowhere."""
+    """A pattern for any of the special tokens, the longest match first; without tokens, a pattern
+    that never matches."""
     return "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)"
 
 
 SPAN_BEGIN, SPAN_END = "\ufdd0", "\ufdd1"
-"""Marks in a text that is written or read on the way; no text has them, they are no characters."""
+"""Temporary delimiters in a text; they are noncharacters, which texts do not contain."""
 
 
 def check_no_delimiters(text: str) -> None:
-    """Refuses a text that has `SPAN_BEGIN` or `SPAN_END`."""
+    """Rejects a text that contains `SPAN_BEGIN` or `SPAN_END`."""
     if SPAN_BEGIN in text or SPAN_END in text:
         raise ValueError("it has U+FDD0 or U+FDD1, which are no characters: leave them out")
 
 
 PRIVATE_USE = range(0xE000, 0xF900)
-"""Characters that stand for nothing in Unicode."""
+"""Private-use characters, which have no meaning in Unicode."""
 
 
 @dataclass(frozen=True)
 class EscapedConversation:
-    """A conversation with escapes in the special tokens that it spells.
+    """A conversation with escapes in the special tokens that its texts spell.
 
     Attributes:
-      conversation: whose texts have the escapes.
-      escape: a character that they did not have.
-      texts: all of them in a row, without the escapes.
+      conversation: with escapes in its texts.
+      escape: a character that its texts did not contain.
+      texts: the concatenation of all texts, without escapes.
     """
 
     conversation: Conversation
@@ -88,18 +88,18 @@ class EscapedConversation:
     texts: str
 
     def unescaped_offset(self, text: str, offset: int) -> int:
-        """Characters before an offset of a text with escapes, the escapes not counted."""
+        """Number of characters before an offset of a text with escapes, without the escapes."""
         return offset - text.count(self.escape, 0, offset)
 
 
 def escape_special_tokens(
     conversation: Conversation, special: Mapping[str, int], more: str = ""
 ) -> EscapedConversation:
-    """The conversation with its special tokens escaped.
+    """Escapes the special tokens in the texts of a conversation.
 
     Args:
-      special: special tokens, by how they are written.
-      more: texts that will be written beside it, which do not have the escape either.
+      special: ids of special tokens by their spelling.
+      more: other texts that must not contain the escape either.
     """
     texts: list[str] = [more]
     contents = conversation.turns, conversation.tools, conversation.arguments
@@ -113,22 +113,22 @@ def escape_special_tokens(
 
 
 def escape_text(text: str, special: Mapping[str, int], escape: str) -> str:
-    """The text with the escape between the characters of each special token that it spells."""
+    """Inserts the escape between the characters of each special token that a text spells."""
     pattern = re.compile(special_pattern(special))
-    # Two that overlap are found one after the other.
+    # Repeated, as overlapping tokens are found one after the other.
     while pattern.search(text):
         text = pattern.sub(lambda match: escape.join(match[0]), text)
     return text
 
 
 def unused_character(text: str) -> str:
-    """A character that the text does not have."""
+    """A character that does not occur in the text."""
     used = set(text)
     return next(chr(code) for code in PRIVATE_USE if chr(code) not in used)
 
 
 def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """A JSON value with all its texts changed; roles stay."""
+    """A JSON value with a function applied to all texts but roles."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Arguments):

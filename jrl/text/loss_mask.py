@@ -1,7 +1,7 @@
 """Tokens of a conversation, and the loss mask of the assistant's turns.
 
 With a chat template, the tokens are those of the whole text that it writes. The template's own
-``{% generation %}`` marks delimit the assistant's text, if it has them. Otherwise the conversation
+``{% generation %}`` tags delimit the assistant's text, if it has them. Otherwise the conversation
 is rendered up to each of the assistant's turns, opened for it, and up to the turn's end; the
 characters between the two are the assistant's. A token with one of these characters is the
 assistant's. If a token would have characters of the generation prompt as well (two line ends,
@@ -40,12 +40,12 @@ from jrl.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Encoded:
-    """Tokens of a conversation and their loss mask, up to the last token that is trained on.
+    """Tokens of a conversation and their loss mask, up to the last token in the mask.
 
     Attributes:
-      ids: ``[time]`` its tokens.
-      loss_mask: ``[time]`` true on tokens that are trained on, never true on the first.
-      context: tokens before the first one that is trained on.
+      ids: ``[time]`` token ids.
+      loss_mask: ``[time]`` true on tokens that are trained on; false on the first token.
+      context: number of tokens before the first one in the mask.
     """
 
     ids: np.ndarray
@@ -54,22 +54,22 @@ class Encoded:
 
     @property
     def turn_length(self) -> int:
-        """Tokens of the first turn that is trained on, its end included."""
+        """Number of tokens of the first turn that is trained on, with its end."""
         others = np.flatnonzero(~self.loss_mask[self.context :])
         return int(others[0]) if len(others) else len(self.ids) - self.context
 
     def truncate(self, most: int) -> "Encoded | None":
-        """Its first tokens; None if none of these is trained on."""
+        """Its first tokens; None if none of them is in the loss mask."""
         loss_mask = self.loss_mask[:most]
         return Encoded(self.ids[:most], loss_mask, self.context) if loss_mask.any() else None
 
 
 @dataclass(frozen=True)
 class ChatFormat(PromptFormat):
-    """The prompts of conversations are their own tokens; all others are as `PromptFormat` has them.
+    """Prompts of conversations by their own tokens; all others as in `PromptFormat`.
 
     Attributes:
-      last: whether the last turn of the assistant alone is trained on.
+      last: whether only the last turn of the assistant is trained on.
     """
 
     last: bool = False
@@ -82,16 +82,16 @@ class ChatFormat(PromptFormat):
 
 
 Tokens = tuple[list[int], np.ndarray]
-"""Ids of a whole conversation, and ``[time]`` which turn of the assistant each is of, counted from
-0; -1 is of none."""
+"""Ids of a whole conversation, and ``[time]`` index of the assistant's turn of each token, from 0;
+-1 outside of these turns."""
 
 
 def encode_chat(format: PromptFormat, chat: Chat, *, last: bool = False) -> Encoded:
-    """The tokens of a conversation; with `last`, the assistant's last turn alone is trained on.
+    """The tokens of a conversation; with `last`, only the assistant's last turn is trained on.
 
     Raises:
-      ValueError: naming the record, where the template refuses it, or writes the beginning of a
-        conversation otherwise than at the beginning of the whole.
+      ValueError: naming the record, if the template rejects it, or writes the first messages
+        differently alone than at the start of the whole conversation.
     """
     try:
         if chat.text is not None:
@@ -114,8 +114,8 @@ def encode_chat(format: PromptFormat, chat: Chat, *, last: bool = False) -> Enco
 def _build_loss_mask(
     ids: list[int], turn: np.ndarray, tokenizer: Tokenizer, last: bool
 ) -> Encoded | None:
-    """Builds the loss mask: tokens of each turn until its end, and the end of sequence after the
-    last where nothing ends it; None if no token is trained on."""
+    """Builds the loss mask: the tokens of each turn up to its end, and an added end after the last
+    turn if it has none; None if no token is trained on."""
     loss_mask = np.zeros(len(ids), bool)
     turn_indices = np.unique(turn[turn >= 0])
     for turn_index in turn_indices[-1:] if last else turn_indices:
@@ -123,10 +123,10 @@ def _build_loss_mask(
         ends = [position for position in positions if ids[position] in tokenizer.stop_ids]
         next_position = positions[-1] + 1
         if not ends and next_position < len(ids) and ids[next_position] in tokenizer.stop_ids:
-            # The end of a turn may come after the template's tag.
+            # The token that ends a turn may come after the template's tag.
             positions, ends = np.append(positions, next_position), [next_position]
         loss_mask[positions[positions <= ends[0]] if ends else positions] = True
-    # Nothing predicts the first token.
+    # The first token has no context, so it is not predicted.
     loss_mask[:1] = False
     if not loss_mask.any():
         return None
@@ -139,7 +139,7 @@ def _build_loss_mask(
 
 
 def _encode_text(tokenizer: Tokenizer, text: str) -> Encoded:
-    """A text that is trained on but for its first token, which nothing predicts."""
+    """A text that is trained on except for its first token, which has no context."""
     ids = tokenizer.with_prefix(tokenizer.encode_special(text))
     if ids[-1] not in tokenizer.stop_ids:
         ids = [*ids, tokenizer.eos_id]
@@ -149,7 +149,7 @@ def _encode_text(tokenizer: Tokenizer, text: str) -> Encoded:
 
 
 def _encode_without_template(format: PromptFormat, chat: Chat) -> Tokens:
-    """Without a template."""
+    """Tokens of a conversation without a template."""
     tokenizer, messages = format.tokenizer, chat.conversation.turns
     if any(turn.get("tool_calls") for turn in messages) or chat.conversation.tools is not None:
         raise ValueError(f"it {NO_TOOLS}")
@@ -165,7 +165,7 @@ def _encode_without_template(format: PromptFormat, chat: Chat) -> Tokens:
         if each["role"] != "assistant":
             unencoded += content_of(each)
             continue
-        # What stands between two ends is one text.
+        # The text between two end tokens is tokenized at once.
         encoding = tokenizer.encode_spans(unencoded + content_of(each))
         ids += [*encoding.ids, tokenizer.eos_id]
         in_turn = encoding.within(len(unencoded), len(unencoded) + len(content_of(each)))
@@ -177,8 +177,8 @@ def _encode_without_template(format: PromptFormat, chat: Chat) -> Tokens:
 def _encode_with_template(
     format: PromptFormat, template: ChatTemplate, chat: Chat, last: bool
 ) -> Tokens:
-    """By a template. A special token that a message spells is text, as in prompts
-    (`jrl.text.chat.ChatTemplate`)."""
+    """Tokens of a conversation by a template. A special token spelled in a message is text, as in
+    prompts (`jrl.text.chat.ChatTemplate`)."""
     tokenizer = format.tokenizer
     format.check_shown(chat)
     escaped = escape_special_tokens(
@@ -201,7 +201,7 @@ def _encode_with_template(
         if np.any((encoding.begins < offset) & (offset < encoding.ends) & ~special)
     ]
     if straddled:
-        # The policy is asked after the tokens of the prompt alone.
+        # The policy continues the tokens of the prompt alone.
         segments = [text[a:b] for a, b in pairwise([0, *straddled, len(text)])]
         encoding = TokenSpans.concatenate(
             [tokenizer.encode_special_spans(segment, escaped.escape) for segment in segments],
@@ -210,14 +210,14 @@ def _encode_with_template(
         special = _mask_special_tokens(tokenizer, encoding)
     turn = np.full(len(encoding.ids), -1)
     for turn_index, (begin, end) in enumerate(offsets):
-        # Some special tokens take the blanks behind them along; nobody says those.
+        # Some special tokens include the blanks after them, which are not sampled.
         turn[encoding.within(begin, end) & ~(special & (encoding.begins < begin))] = turn_index
     ids = tokenizer.with_template_prefix(encoding.ids)
     return ids, np.concatenate([np.full(len(ids) - len(turn), -1), turn])
 
 
 def _mask_special_tokens(tokenizer: Tokenizer, encoding: TokenSpans) -> np.ndarray:
-    """``[tokens]`` bool."""
+    """``[tokens]`` mask of special tokens."""
     return np.isin(encoding.ids, list(tokenizer.special_ids))
 
 
@@ -234,7 +234,7 @@ def _locate_tagged_text(
     messages = conversation.turns
     last = max(index for index, turn in enumerate(messages) if turn["role"] == "assistant")
     opened = template.generation_prompt(replace(conversation, turns=messages[:last]))
-    # A tag may enclose what the template itself begins the turn with.
+    # A tag may include the text with which the template opens the turn.
     return text, [
         (begin + len(opened) if text.startswith(opened, begin) else begin, end)
         for begin, end in spans
@@ -244,8 +244,8 @@ def _locate_tagged_text(
 def _locate_assistant_text(
     template: ChatTemplate, conversation: Conversation, last: bool
 ) -> tuple[str, list[tuple[int, int]]]:
-    """The text that the template writes, and the spans of the assistant's in it, or of its last
-    turn alone: between what is written before a turn and after it."""
+    """The text that the template writes, and the spans of the assistant's turns in it, or of the
+    last one only: each from the text before the turn to the text including it."""
     messages = conversation.turns
     selected = [index for index, turn in enumerate(messages) if turn["role"] == "assistant"]
     selected = selected[-1:] if last else selected
@@ -261,7 +261,7 @@ def _locate_assistant_text(
         after = full_text if index + 1 == len(messages) else text_or_raise(next(texts))
         turn_suffix = template.turn_suffix
         if not full_text.startswith(after) and turn_suffix and after.endswith(turn_suffix):
-            # Some templates end the last turn of all otherwise than those before it.
+            # Some templates end the last message differently from earlier ones.
             after = after.removesuffix(turn_suffix)
         if not (full_text.startswith(after) and after.startswith(before) and len(before) >= end):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Prompts as tokens, as they are or by a chat template, and sampled tokens as text."""
+"""Prompts as tokens, with or without a chat template, and sampled tokens as text."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,13 +23,13 @@ CHECKPOINT_TEMPLATE, NO_TEMPLATE = "checkpoint", "none"
 """Values of `PromptSettings.chat_template` other than a file."""
 TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json", "chat_template.json")
 TAIL = 16
-"""Tokens at the end of a prompt among which a template opens reasoning."""
+"""Number of tokens at the end of a prompt that are searched for a mark of open reasoning."""
 NO_TOOLS = "has tools, and the model no chat template to write them with: give --chat-template FILE"
 
 
 @runtime_checkable
 class PromptSettings(Protocol):
-    """Settings of a run that its prompts are written by, as `jrl.config.run.RunConfig` has them."""
+    """Settings of a run that determine its prompts, as in `jrl.config.run.RunConfig`."""
 
     @property
     def chat_template(self) -> str: ...
@@ -48,11 +48,11 @@ class PromptFormat:
     """Format of prompts: tokenizer, chat template and system prompt.
 
     Attributes:
-      tokenizer: between text and tokens.
-      template: makes tokens of a conversation; None takes prompts as they are.
-      system_prompt: the first message of every conversation that has no system message; None
-        leaves it to the example's own instruction.
-      template_arguments: names that the template is given, where a record does not give its own.
+      tokenizer: maps between text and tokens.
+      template: converts a conversation to tokens; None encodes prompts as they are.
+      system_prompt: first message of every conversation without a system message; None uses the
+        example's own instruction.
+      template_arguments: default variables of the template, for records that do not set them.
     """
 
     tokenizer: Tokenizer
@@ -61,8 +61,8 @@ class PromptFormat:
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def conversation(self, example: Example) -> Conversation:
-        """Conversation that the policy continues: the example's messages, or its prompt as a
-        user's."""
+        """Conversation that the policy continues: the example's messages, or its prompt as a user
+        message."""
         pairs = example.messages or (("user", example.prompt),)
         messages = example.opening or Conversation.from_pairs(pairs).turns
         tools = [json.loads(tool) for tool in example.tools] or None
@@ -72,8 +72,8 @@ class PromptFormat:
         return self.add_defaults(conversation)
 
     def add_defaults(self, conversation: Conversation) -> Conversation:
-        """The conversation with what the run gives to all of them: a system prompt where it has
-        none, and arguments of the template."""
+        """The conversation with the defaults of the run: the system prompt if it has none, and the
+        template's arguments."""
         messages = conversation.turns
         if self.system_prompt is not None and messages[0]["role"] not in ("system", "developer"):
             messages = ({"role": "system", "content": self.system_prompt}, *messages)
@@ -81,7 +81,7 @@ class PromptFormat:
         return replace(conversation, turns=messages, arguments=arguments)
 
     def _add_instruction(self, conversation: Conversation, instruction: str) -> Conversation:
-        """The conversation with the task's own instruction, where it has no system message."""
+        """The conversation with the task's own instruction, if it has no system message."""
         first, *rest = conversation.turns
         if first["role"] in ("system", "developer"):
             return conversation
@@ -98,11 +98,11 @@ class PromptFormat:
         return None if self.template is None else tool_format_of(self.template, self.tokenizer)
 
     def check_tools(self, example: Example) -> None:
-        """Refuses tools that the template does not tell the policy of, and those whose calls could
-        not be read.
+        """Rejects tools that the template does not write into the prompt, and those whose calls
+        cannot be parsed.
 
         Raises:
-          ValueError: saying what to give.
+          ValueError: with the remedy.
         """
         self.check_shown(example)
         if self.template is None or not example.tools:
@@ -115,7 +115,7 @@ class PromptFormat:
                 f"{', '.join(x.name for x in FORMATS)}: give --chat-template a file that calls "
                 "them in one of these."
             )
-        # Some templates take no answers of tools, which nobody would notice before a call.
+        # Some templates reject tool outputs, which would be noticed only at the first call.
         call_text = format.render([Call(name, {}) for name in list(tools)[:1]])
         messages = attach_calls(format, tools, (("assistant", call_text), ("tool", "7")))
         before = self.conversation(example)
@@ -124,14 +124,14 @@ class PromptFormat:
 
     @cached_property
     def _shows_tools_cache(self) -> dict[tuple[str, ...], bool]:
-        """Cache of the tools that were checked: True if the template writes them."""
+        """Cache of checked tools: true if the template writes them into the prompt."""
         return {}
 
     def check_shown(self, example: Example) -> None:
-        """Refuses tools that the template does not tell the policy of.
+        """Rejects tools that the template does not write into the prompt.
 
         Raises:
-          ValueError: saying what to give.
+          ValueError: with the remedy.
         """
         tools, template = example.tools, self.template
         if not tools or template is None:
@@ -141,7 +141,7 @@ class PromptFormat:
             try:
                 names = list(example_tools(example))
                 self._shows_tools_cache[tools] = shows_tools(template, schemas, names)
-            except ValueError:  # it refuses the question that was made up, which says nothing
+            except ValueError:  # it rejects the sample question, which proves nothing
                 self._shows_tools_cache[tools] = True
         if not self._shows_tools_cache[tools]:
             raise ValueError(
@@ -167,8 +167,8 @@ class PromptFormat:
         """The tokens of a prompt.
 
         Raises:
-          ValueError: for a conversation without a template, tools that the template does not
-            write, a prompt without any token, and for what template or tokenizer refuse.
+          ValueError: for a conversation without a template, tools that the template does not write,
+            a prompt without any token, and for input that the template or tokenizer rejects.
         """
         if self.template is None:
             ids = self._encode_text(example)
@@ -183,7 +183,7 @@ class PromptFormat:
         return ids
 
     def _encode_text(self, example: Example) -> list[int]:
-        """The tokens of a prompt without a template, which has to be one text."""
+        """The tokens of a prompt without a template, which must be a single text."""
         messages = example.messages
         if len(messages) > 1 or (messages and messages[0][0] != "user"):
             raise ValueError(
@@ -204,10 +204,10 @@ def prompt_format(run: PromptSettings, tokenizer: Tokenizer) -> PromptFormat:
     """The format of a run.
 
     Args:
-      tokenizer: with the template, of the checkpoint or of `with_template`.
+      tokenizer: including the template, of the checkpoint or from `with_template`.
 
     Raises:
-      ValueError: for a template that cannot be used, and a system prompt without one.
+      ValueError: for a template that is not usable, and for a system prompt without a template.
     """
     template = None
     if run.chat_template != NO_TEMPLATE and tokenizer.usage.chat_template is not None:
@@ -226,7 +226,7 @@ def prompt_format(run: PromptSettings, tokenizer: Tokenizer) -> PromptFormat:
 
 
 def with_template(run: PromptSettings, tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer of a new run, with the template of the file that the run names, if it does."""
+    """The tokenizer of a new run, with the chat template of the file that the run names, if any."""
     if run.chat_template == NO_TEMPLATE:
         return with_turn_end(tokenizer)
     if run.chat_template == CHECKPOINT_TEMPLATE:
@@ -246,7 +246,7 @@ def with_template(run: PromptSettings, tokenizer: Tokenizer) -> Tokenizer:
 
 
 def template_file(run: PromptSettings) -> str | None:
-    """The file that the chat template of a run is from; None where that is not known."""
+    """The file of a run's chat template; None if unknown."""
     if run.chat_template not in (CHECKPOINT_TEMPLATE, NO_TEMPLATE):
         return run.chat_template
     folder = run.checkpoint if run.tokenizer is None else str(Path(run.tokenizer).parent)
@@ -277,16 +277,17 @@ def encode_prompt(format: PromptFormat, example: Example, prompt_length: int) ->
 
 
 def text_of(tokenizer: Tokenizer, ids: np.ndarray) -> str:
-    """Text of sampled ids. What ended it, in last place, is left out; other special tokens show.
+    """Text of sampled ids, without the token that ended the sequence and with a placeholder for
+    other special tokens.
 
-    Those that open or end reasoning are written out: a verifier has to know where it ends.
+    Tokens that open or end reasoning are written out, as a verifier must locate its end.
     """
     return tokenizer.decode_special(_without_end(tokenizer, ids), UNREADABLE, REASONING_TOKENS)
 
 
 def opened_reasoning(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
-    """The mark with which a prompt leaves reasoning open, as some templates end theirs: what a
-    policy writes then begins inside it. Empty where there is none."""
+    """The mark with which a prompt leaves reasoning open, as some templates do, so that the
+    policy's text starts inside of reasoning. Empty if there is none."""
     return opens_reasoning(tokenizer.decode_special(list(prompt)[-TAIL:], UNREADABLE))
 
 
@@ -301,18 +302,19 @@ def _without_end(tokenizer: Tokenizer, ids: np.ndarray) -> list[int]:
 
 
 def text_of_row(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    """Text that the network read and wrote in one row, special tokens written out."""
+    """Text of a row that the network read and wrote, with special tokens written out."""
     return tokenizer.decode_special(list(tokens), UNREADABLE)
 
 
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """The text of each token, special tokens written out; together they are the whole text.
+    """The text of each token, with special tokens written out; their concatenation is the text.
 
-    A token that ends within a character has none: the one that completes it has the character.
+    A token that ends within a character has an empty text; the token that completes the character
+    has it.
     """
     texts: list[str] = []
-    # A token is read with the one before it: a space that a tokenizer drops in front of a text
-    # belongs to the token wherever else that stands.
+    # Each token is decoded after the one before it: a tokenizer may drop a space at the start of a
+    # text, which belongs to the token elsewhere.
     begin = end_of_last = 0
     for end in range(1, len(ids) + 1):
         before = tokenizer.decode_special(ids[begin:end_of_last])

@@ -1,4 +1,4 @@
-"""Templates in a worker process: compiled and rendered, with limits of time and memory.
+"""Chat templates in a worker process: compiled and rendered, with limits of time and memory.
 
 The worker program loads this file by its path; it therefore imports nothing of `jrl`, and loads
 Jinja and little else. The questions that it answers:
@@ -6,7 +6,7 @@ Jinja and little else. The questions that it answers:
 * ``{"key": K, "source": ..., "day": ..., "marks": ...}`` compiles a template: ``{}``, or
   ``{"syntax": [LINE, MESSAGE]}``.
 * ``{"key": K, "given": [{...}, ...], "arguments": [[PATH, TEXT], ...]}`` renders it with each of
-  these sets of names: ``{"texts": [...]}``, in which ``{"error": ...}`` replaces one that it
+  these sets of variables: ``{"texts": [...]}``, in which ``{"error": ...}`` replaces one that it
   rejects; or ``{"unknown": true}`` if no such template was compiled. A path leads to the
   arguments of a call.
 
@@ -27,14 +27,14 @@ Message = dict[str, Any]
 MAX_MEMORY = 2**30
 """Bytes of address space, the interpreter included."""
 MAX_EXTRA_CHARACTERS = 2**20
-"""Characters of a text beyond `MAX_GROWTH` times those of the conversation."""
+"""Characters that a text may have beyond `MAX_GROWTH` times those of the conversation."""
 MAX_GROWTH = 16
 MAX_COMPILED = 64
-"""Templates that stay compiled; the oldest is dropped."""
+"""Number of templates that are kept compiled; the oldest is dropped."""
 
 
 class TookTooLong(BaseException):
-    """Raised in a template wherever it is, and caught by nothing in between."""
+    """Raised at the time limit; as a `BaseException`, templates' handlers do not catch it."""
 
 
 class Templates:
@@ -42,7 +42,7 @@ class Templates:
 
     Args:
       arguments: class of the arguments of a call, `jrl.tasks.tools.calls.Arguments`.
-      seconds: of the processor, for each template and each text.
+      seconds: processor time for each template and each text.
     """
 
     def __init__(self, arguments: type, seconds: float):
@@ -100,15 +100,15 @@ class Templates:
 
 
 def limit_time(seconds: float) -> None:
-    """Bounds the time of the processor for what follows, until the next call."""
+    """Limits the processor time of the code that follows, until the next call."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
-    # Where a single call does not come back to the interpreter, which would raise, this signal
-    # ends the process, be there somebody who waits for it or not.
+    # If a call does not return to the interpreter, no exception can be raised: this second signal
+    # then ends the process.
     signal.setitimer(signal.ITIMER_VIRTUAL, 2 * seconds)
 
 
 def stop(number: int, frame: Any) -> NoReturn:
-    """Handler of the signal that the time is up."""
+    """Signal handler of the time limit."""
     raise TookTooLong
 
 
@@ -116,12 +116,12 @@ def compile_template(source: str, day: datetime, markers: list[str] | None) -> T
     """The template of a source, as `jrl.text.chat.Renderer` describes it.
 
     Raises:
-      TemplateSyntaxError: it is none.
+      TemplateSyntaxError: if the source is not a template.
     """
 
     class Generation(Extension):
-        """``{% generation %}`` ... ``{% endgeneration %}`` marks what an assistant said, for
-        supervised training; the text is what lies between."""
+        """``{% generation %}`` ... ``{% endgeneration %}`` enclose the assistant's text, for
+        supervised training."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -154,7 +154,7 @@ def tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """The filter of that name; Jinja's own writes for HTML pages."""
+    """Filter ``tojson``; Jinja's own escapes for HTML pages."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

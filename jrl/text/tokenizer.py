@@ -1,8 +1,8 @@
 """SentencePiece tokenizer: text to token ids and back.
 
-The built-in tasks train a character model from the characters they use, in milliseconds; a user's
-`.model` file (character, BPE or unigram) is loaded as it is. Beginning and end of sequence are
-never added here, but by the code that assembles a batch.
+The built-in tasks train a character model of their characters, in milliseconds; a custom `.model`
+file (character, BPE or unigram) is loaded as it is. Beginning and end of sequence are not added
+here, but by the code that assembles a batch.
 """
 
 import base64
@@ -22,14 +22,14 @@ import sentencepiece
 from jrl.runs import records
 from jrl.text.located import TokenSpans, special_pattern
 
-# The ids of a character model; a user's file brings its own.
+# Ids of a character model; a custom file has its own.
 PAD_ID, BOS_ID, EOS_ID, UNK_ID = 0, 1, 2, 3
 
-# SentencePiece writes a space as this character, so a text that has both would come back changed.
+# SentencePiece writes a space as this character, so decoding would change it to a space.
 SPACE_PIECE = "\u2581"
 
-# What a trained model could not give back: the space as above, the mark of an unknown, the mark
-# between two training texts, the end of a C string. (Lone surrogates are no characters at all.)
+# Characters that do not survive encoding and decoding: the space as above, the mark of an unknown,
+# the separator of training texts, the end of a C string. (Lone surrogates are not characters.)
 UNUSABLE_CHARACTERS = SPACE_PIECE + "\u2585\x1f\0"
 
 
@@ -39,13 +39,13 @@ class Usage:
 
     Attributes:
       stop_ids: ids that end a completion besides the end of sequence.
-      begins: whether a prompt begins with the beginning of sequence, where there is one.
-      chat_template: Jinja source that makes one text of a conversation; None has none.
-      chat_date: the day that the template takes for today, as "2024-07-26".
-      turn_end: the id with which the template ends the assistant's turn, which ends a completion as
-        well (`jrl.text.chat`); None where it is not known, or no token.
-      template_begins: whether what the template writes begins with the beginning of sequence too,
-        where the template does not write one.
+      begins: whether a prompt starts with the beginning of sequence, if there is one.
+      chat_template: Jinja source that makes one text from a conversation; None is no template.
+      chat_date: the current date for the template, as "2024-07-26".
+      turn_end: the id with which the template ends the assistant's turn, which ends a completion
+        too (`jrl.text.chat`); None if it is unknown, or not a token.
+      template_begins: whether the beginning of sequence also precedes the template's text, if the
+        template does not write it.
     """
 
     stop_ids: tuple[int, ...] = ()
@@ -60,26 +60,27 @@ class Tokenizer:
     """Maps text to token ids with a SentencePiece model.
 
     Attributes:
-      vocab_size: number of ids, special ones included.
-      pad_id: the id that fills unused positions.
-      bos_id: the id that begins a sequence, None where there is none.
-      eos_id: the id that ends a sequence.
-      unk_id: the id of what the model does not know; `encode` never returns it.
-      usage: what else there is to know.
+      vocab_size: number of ids, with special tokens.
+      pad_id: padding.
+      bos_id: beginning of sequence; None if there is none.
+      eos_id: end of sequence.
+      unk_id: unknown token; `encode` never returns it.
+      usage: settings that are not part of the vocabulary.
     """
 
     def __init__(self, model: bytes, usage: Usage | None = None):
         """Loads a serialised SentencePiece model, the bytes of a `.model` file.
 
-        A model without a padding id pads with its unknown id: `encode` refuses what would become
-        unknown, so that id never occurs in a text. Where a model has no beginning of sequence,
-        nothing comes before a prompt.
+        A model without a padding id pads with its unknown id, which never occurs in a text, as
+        `encode` rejects unknown characters. Without a beginning of sequence, nothing precedes a
+        prompt.
 
         Args:
-          usage: how it is used; None is a plain model, whose only end is its own.
+          usage: settings; None is a plain model, which ends completions by its end of sequence
+            only.
 
         Raises:
-          ValueError: the bytes are no SentencePiece model, or it has no end of sequence.
+          ValueError: the bytes are not a SentencePiece model, or it has no end of sequence.
         """
         processor = sentencepiece.SentencePieceProcessor()
         try:
@@ -105,12 +106,12 @@ class Tokenizer:
 
     @property
     def prefix(self) -> list[int]:
-        """Tokens before a prompt: the beginning of sequence, or none."""
+        """Tokens before a prompt: the beginning of sequence, or nothing."""
         return [self.bos_id] if self.bos_id is not None and self.usage.begins else []
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end a completion, each once, the end of sequence first."""
+        """Distinct ids that end a completion, the end of sequence first."""
         return tuple(dict.fromkeys((self.eos_id, *self.usage.stop_ids, self.turn_end_id)))
 
     @property
@@ -120,26 +121,26 @@ class Tokenizer:
 
     @cached_property
     def special_tokens(self) -> Mapping[str, int]:
-        """The ids that are no text, by how they are written."""
+        """Ids of special tokens, which are not text, by their spelling."""
         pieces = range(self.vocab_size)
         control = [i for i in pieces if self._processor.IsControl(i) or i == self.unk_id]
         return {self._processor.IdToPiece(i): i for i in control}
 
     @cached_property
     def spelled_tokens(self) -> Mapping[str, int]:
-        """The ids that a template writes by spelling them: special tokens, and what was added to
-        the vocabulary."""
+        """Ids of tokens that a template writes by spelling them: special tokens, and tokens added
+        to the vocabulary."""
         return self.special_tokens
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Ids that `decode` makes nothing of."""
+        """Ids that `decode` omits."""
         named_ids = {self.pad_id, self.bos_id, self.unk_id, *self.stop_ids} - {None}
         return frozenset({*named_ids, *self.special_tokens.values()})
 
     @property
     def named_tokens(self) -> dict[str, str]:
-        """The special tokens as a chat template calls them, "bos_token" for instance."""
+        """Special tokens by their names in chat templates, such as "bos_token"."""
         ids = {"bos": self.bos_id, "eos": self.eos_id, "pad": self.pad_id, "unk": self.unk_id}
         text_by_id = {identity: text for text, identity in self.special_tokens.items()}
         return {f"{name}_token": text_by_id[i] for name, i in ids.items() if i in text_by_id}
@@ -148,15 +149,15 @@ class Tokenizer:
     def train_characters(cls, characters: str) -> "Tokenizer":
         """Trains a model in which each character is one token and nothing is normalised.
 
-        Decoding an encoded text gives it back exactly, blanks and line ends included. Ids 0 to 3
-        are padding, beginning, end and unknown.
+        Decoding an encoded text restores it exactly, with blanks and line ends. Ids 0 to 3 are
+        padding, beginning, end and unknown.
 
         Args:
-          characters: what the texts are made of; order and repetitions do not matter.
+          characters: all characters of the texts; order and repetitions have no effect.
 
         Raises:
-          ValueError: there is no character, nothing but line ends, or a character that
-            SentencePiece cannot give back.
+          ValueError: there is no character, only line ends, or a character that SentencePiece does
+            not restore.
         """
         alphabet = sorted(set(characters))
         if not set(alphabet) - {"\n", "\r"}:
@@ -167,11 +168,11 @@ class Tokenizer:
         for character in alphabet:
             if character in UNUSABLE_CHARACTERS or "\ud800" <= character <= "\udfff":
                 raise _unusable_character(character)
-        sentence = "".join(alphabet + alphabet[::-1])  # twice: a line end at the end would be lost
+        sentence = "".join(alphabet + alphabet[::-1])  # twice, as a final line end would be lost
         output = io.BytesIO()
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter([sentence]),
-            max_sentence_length=64 + 8 * len(alphabet),  # bytes; a longer one would be left out
+            max_sentence_length=64 + 8 * len(alphabet),  # bytes; longer ones are skipped
             model_writer=output,
             model_type="char",
             vocab_size=len(alphabet) + 4,
@@ -193,15 +194,15 @@ class Tokenizer:
         return tokenizer
 
     def encode(self, text: str) -> list[int]:
-        """Turns text into ids, without beginning or end of sequence.
+        """Encodes a text, without beginning or end of sequence.
 
         Raises:
-          ValueError: the model has no piece for a character of `text`.
+          ValueError: the model has no token for a character of `text`.
         """
         ids = self._processor.encode(text, out_type=int)
         unknown = SPACE_PIECE if SPACE_PIECE in text else None
         if unknown is None and self.unk_id in ids:
-            # An unknown piece is spelled as the text that it stands for.
+            # An unknown piece is spelled as its text.
             unknown = self._processor.encode(text, out_type=str)[ids.index(self.unk_id)][0]
         if unknown is not None:
             raise ValueError(
@@ -212,11 +213,11 @@ class Tokenizer:
         return ids
 
     def encode_special(self, text: str, escape: str | None = None) -> list[int]:
-        """As `encode`, with the id of each special token that is written in the text.
+        """As `encode`, but special tokens spelled in the text become their ids.
 
         Args:
-          escape: a character that is no part of the text; special tokens with it between their
-            characters are text.
+          escape: a character that is not part of the text; special tokens with escapes between
+            their characters are text.
         """
         return self.encode_special_spans(text, escape).ids
 
@@ -237,25 +238,25 @@ class Tokenizer:
         return TokenSpans.from_spans(self._spans(text))
 
     def with_prefix(self, ids: list[int]) -> list[int]:
-        """The ids of a text with what comes before a prompt, unless they begin with it."""
+        """Ids with the tokens before a prompt, unless they start with them."""
         return ids if ids[: len(self.prefix)] == self.prefix else [*self.prefix, *ids]
 
     def with_template_prefix(self, ids: list[int]) -> list[int]:
-        """The same of what a chat template wrote."""
+        """As `with_prefix`, for ids of a chat template's text."""
         return self.with_prefix(ids) if self.usage.template_begins else ids
 
     def encode_continuation(self, before: str, text: str) -> list[int]:
-        """The ids of a text that continues another, whose own ids come before them.
+        """Ids of a text that follows another text, whose ids precede them.
 
         Raises:
           ValueError: as for `encode`.
         """
         first, both = self.encode(before), self.encode(before + text)
-        # A tokenizer may begin each text with a blank, which one that goes on does not have.
+        # A tokenizer may add a blank at the start of a text, which a continuation does not have.
         return both[len(first) :] if both[: len(first)] == first else self.encode(text)
 
     def decode(self, ids: Iterable[SupportsInt]) -> str:
-        """Turns ids into text; special ids give nothing, and none of them stops it.
+        """Decodes ids to text; special ids are omitted, and decoding continues after them.
 
         Raises:
           ValueError: an id is outside of the vocabulary, [0, vocab_size).
@@ -268,8 +269,8 @@ class Tokenizer:
         """As `decode`, with special tokens written out.
 
         Args:
-          unknown: stands for a special token that is not written out, and an id that has none.
-          names: the special tokens that are written out; None is all.
+          unknown: replaces a special token that is not written out, and an id without one.
+          names: special tokens that are written out; None is all.
         """
         text_by_id = {
             identity: text
@@ -285,14 +286,14 @@ class Tokenizer:
         return "".join(segments)
 
     def bytes_of(self, token: int) -> bytes | None:
-        """The bytes of a token that stands for bytes, which may be a part of a character; None of
-        any other."""
+        """Bytes of a token that is made of bytes, possibly part of a character; None for any
+        other."""
         piece = self._processor.IdToPiece(token)
         return bytes.fromhex(piece[3:5]) if self._processor.IsByte(token) else None
 
     def save(self, path: str | Path) -> None:
-        """Writes what `load_tokenizer` reads, a plain model as its `.model` file, into a folder
-        that must exist; a reader sees the old file or the whole new one."""
+        """Writes the file that `load_tokenizer` reads, a plain model as its `.model` file, into an
+        existing folder; the replacement is atomic."""
         content = self._model
         if self.usage != Usage():
             model = base64.b64encode(self._model).decode()
@@ -300,24 +301,24 @@ class Tokenizer:
         records.replace(Path(path), content)
 
     def vocabulary(self) -> dict[str, bytes]:
-        """The file of a public checkpoint that has the vocabulary, by its name."""
+        """The vocabulary file of a public checkpoint, by its name."""
         return {"tokenizer.model": self._model}
 
     def with_usage(self, usage: Usage) -> "Tokenizer":
-        """The same tokenizer, used in another way."""
+        """The same tokenizer with other settings."""
         return Tokenizer(self._model, usage)
 
     def _spans(self, text: str) -> list[tuple[int, int, int]]:
-        """As `encode`, each id with its first character and the one behind its last."""
-        self.encode(text)  # refuses what it does not know
+        """As `encode`, each id with the position of its first character and its end."""
+        self.encode(text)  # rejects unknown characters
         return piece_spans(self._processor.encode(text, out_type="serialized_proto"), text)
 
     def _text(self, ids: list[int]) -> str:
-        """The text of ids of which none is special."""
+        """The text of ids without special ones."""
         return self._processor.decode(ids)
 
     def _check_ids(self, ids: Iterable[SupportsInt]) -> list[int]:
-        """The ids as they are, all of them looked over."""
+        """Validates ids and converts them to int."""
         ids = [int(token) for token in ids]
         for token in ids:
             if not 0 <= token < self.vocab_size:
@@ -329,7 +330,7 @@ class Tokenizer:
 
 
 def usage_from(content: Mapping[str, Any]) -> Usage:
-    """The `Usage` in what a tokenizer saved."""
+    """The `Usage` in a saved tokenizer."""
     settings = {field.name: content[field.name] for field in fields(Usage) if field.name in content}
     if isinstance(settings.get("stop_ids"), list):
         settings["stop_ids"] = tuple(settings["stop_ids"])
@@ -354,20 +355,20 @@ def _unusable_character(character: str) -> ValueError:
 
 
 PIECES, ID, BEGIN, END = 2, 2, 4, 5
-"""Numbers of the fields: of the text, and of a piece."""
+"""Field numbers of a text and of a piece in SentencePiece's message."""
 VARINT, BYTES, FLOAT = 0, 2, 5
-"""Kinds of values on the wire."""
+"""Wire types of Protobuf values."""
 
 
 def piece_spans(message: bytes, text: str) -> list[tuple[int, int, int]]:
-    """Id, first character and the one behind the last of each piece of a text, from the message
-    that SentencePiece serialises of it (`sentencepiece.proto`).
+    """Id, first character and end of each piece of a text, from the message that SentencePiece
+    serialises of it (`sentencepiece.proto`).
 
-    A text has pieces, a piece its id and the bytes of its start and end. The library's own objects
-    for it have changed their names between versions and need protobuf; the message is one.
+    A text has pieces; a piece has its id, and its start and end in bytes. The library's objects for
+    it were renamed between versions and need Protobuf; the serialised message is stable.
     """
     sizes = [len(character.encode()) for character in text]
-    # The character of each byte, and the number of characters behind the last.
+    # Character of each byte, and after the last byte the number of characters.
     characters = [*np.repeat(np.arange(len(text)), sizes).tolist(), len(text)]
     spans = []
     for field, value in _message_fields(message):
@@ -396,7 +397,7 @@ def _message_fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 def _varint(message: bytes, offset: int) -> tuple[int, int]:
-    """A number, and the place behind it."""
+    """A variable-length integer, and the offset after it."""
     value = shift = 0
     while True:
         byte = message[offset]

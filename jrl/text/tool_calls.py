@@ -22,17 +22,17 @@ def _forecast(city: str, days: int) -> str:
 
 
 PROBE = Tool.of(_forecast, name="get_forecast")
-"""A tool that is called once to see how a template writes calls."""
+"""A tool whose call shows the notation of a template."""
 ARGUMENTS = {"city": "Lima", "days": 3}
 NAMELESS = "unknown"
-"""The name of a call that has none, for templates."""
+"""Name of a call without a name, for templates."""
 
 
 def tool_format_of(template: ChatTemplate, tokenizer: Tokenizer) -> ToolFormat | None:
-    """The format in which a checkpoint with this template calls tools; None where it is not known.
+    """Tool-call format of a checkpoint with this template; None if it is not supported.
 
-    It is the one that reads the call that the template writes; of a template that writes none, the
-    one whose marks are in its source.
+    It is the format that parses the call that the template writes; for a template that writes none,
+    the format with marks in its source.
     """
     source = tokenizer.usage.chat_template
     candidates = detect_formats("" if source is None else source)
@@ -59,13 +59,13 @@ def tool_format_of(template: ChatTemplate, tokenizer: Tokenizer) -> ToolFormat |
 
 
 def _added_text(before: str, after: str) -> str:
-    """Rest of `after` from the first character that differs from `before`."""
+    """The rest of `after` from the first character that differs from `before`."""
     pairs = enumerate(zip(before, after, strict=False))
     return after[next((index for index, (a, b) in pairs if a != b), min(len(before), len(after))) :]
 
 
 def shows_tools(template: ChatTemplate, tools: list[Any], names: Sequence[str]) -> bool:
-    """True if a template writes tools: its text differs with them, and has the name of each."""
+    """True if a template writes tools: its text differs with them, and contains all their names."""
     conversation = Conversation.from_pairs([("user", "?")])
     rendered = template.render(replace(conversation, tools=tools))
     return rendered != template.render(conversation) and all(name in rendered for name in names)
@@ -74,11 +74,11 @@ def shows_tools(template: ChatTemplate, tools: list[Any], names: Sequence[str]) 
 def parse_calls(
     format: ToolFormat, tools: ToolParameters, texts: Sequence[str], first_index: int = 0
 ) -> Iterator[tuple[list[Call], list[str]]]:
-    """The calls of each turn of a policy, and their ids: those that it wrote, where a chat template
-    takes them.
+    """Tool calls in each turn of a policy, and their ids: those that the policy wrote, if the chat
+    template accepts them.
 
     Args:
-      first_index: number of calls in the conversation before.
+      first_index: number of earlier calls in the conversation.
     """
     for text in texts:
         calls = format.calls(text, tools)
@@ -93,8 +93,8 @@ def parse_calls(
 def attach_calls(
     format: ToolFormat, tools: ToolParameters, messages: Sequence[tuple[str, str]]
 ) -> tuple[Turn, ...]:
-    """The messages as a chat template takes them: with the calls of the policy's, and in the
-    answers of tools the calls that they answer, in order."""
+    """Messages for a chat template: with the calls in the policy's messages, and in tool outputs
+    the calls that they answer, in order."""
     texts = [content for role, content in messages if role == "assistant"]
     calls_by_message, converted = parse_calls(format, tools, texts), list[Turn]()
     unanswered: list[tuple[str, str]] = []
@@ -113,7 +113,7 @@ def attach_calls(
 
 
 def _assistant_message(content: str, calls: Sequence[Call], ids: Sequence[str]) -> Turn:
-    """A turn of the policy; where it calls, the calls stand in place of its text."""
+    """A turn of the policy; its calls, if any, replace its text."""
     if not calls:
         return {"role": "assistant", "content": content}
     tool_calls = [
