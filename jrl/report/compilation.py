@@ -1,7 +1,7 @@
 """Compilation on the terminal: "compiling the update, 12 s".
 
-JAX compiles a function when it is first called, for seconds to minutes in which nothing else
-happens. `CompilationWatch` listens to JAX's own events: a program is lowered, then compiled.
+JAX compiles a function at its first call, for seconds to minutes during which nothing else happens.
+`CompilationWatch` listens to JAX's events: a program is lowered, then compiled.
 """
 
 import threading
@@ -14,7 +14,7 @@ from rich.console import Console
 LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
 COMPILED = "/jax/core/compile/backend_compile_duration"
 MIN_SECONDS = 1.0
-"""Seconds of a compilation that nobody needs to be told of."""
+"""Seconds of a compilation below which it is not reported."""
 NAMES = {
     "update": "the update",
     "admit": "the pass over prompts",
@@ -24,25 +24,25 @@ NAMES = {
     "logprobs_and_choices_of": "the scoring pass",
     "values_of": "the critic's scoring pass",
 }
-"""Names on the terminal of functions that take long to compile, by function name."""
+"""Displayed names of functions that take long to compile, by function name."""
 
 
 class Compilation(NamedTuple):
-    """A program on its way through the compiler."""
+    """A program that is being compiled."""
 
     name: str
     started: float
 
 
 class CompilationWatch:
-    """Tells of compilations that take more than a second, for as long as it is entered.
+    """Reports compilations that take more than a second, while the context is active.
 
-    A progress display draws `line` where one is on the terminal (`set_drawing`); elsewhere each
-    long compilation is one printed line.
+    A progress display on a terminal draws `line` itself (`set_drawing`); elsewhere each long
+    compilation is one printed line.
 
     Args:
-      console: where to print; standard output by default.
-      short: seconds after which a compilation is told of.
+      console: target of the lines; standard output by default.
+      short: seconds after which a compilation is reported.
     """
 
     def __init__(self, console: Console | None = None, short: float = MIN_SECONDS):
@@ -63,7 +63,7 @@ class CompilationWatch:
         self._end()
 
     def line(self) -> str | None:
-        """The compilation that has been under way for a while; None where there is none."""
+        """The current compilation if it takes long; else None."""
         current = self._current
         seconds = 0.0 if current is None else time.monotonic() - current.started
         if current is None or seconds < self._short:
@@ -71,7 +71,7 @@ class CompilationWatch:
         return f"compiling {current.name}, {seconds:.0f} s"
 
     def _on_event(self, event: str, duration_secs: float, **event_fields: Any) -> None:
-        # Other threads compile beside the one that waits: only that one is told of.
+        # Compilations of other threads do not block the main thread: only its own are reported.
         if threading.get_ident() != self._main:
             return
         if event == LOWERED:
@@ -96,7 +96,7 @@ class CompilationWatch:
     def _print(self) -> None:
         current = self._current
         if current is not None and not _DRAWING:
-            # Not through the console: it would cut the line where there is no terminal.
+            # Not through the console, which would cut the line if there is no terminal.
             print(f"compiling {current.name} ...", file=self._console.file, flush=True)
 
 
@@ -105,7 +105,7 @@ _DRAWING: list[object] = []
 
 
 def set_drawing(display: object, is_drawing: bool) -> None:
-    """Says whether a display is on the terminal that draws `current_line` itself."""
+    """Registers whether a display on the terminal draws `current_line` itself."""
     if is_drawing:
         _DRAWING.append(display)
     elif display in _DRAWING:
@@ -113,5 +113,5 @@ def set_drawing(display: object, is_drawing: bool) -> None:
 
 
 def current_line() -> str | None:
-    """The line of the compilation under way, None where there is none or nobody watches."""
+    """The line of the current compilation; None without one, or without an active watch."""
     return next((line for watch in _ENTERED if (line := watch.line()) is not None), None)

@@ -1,4 +1,4 @@
-"""Diagnostics of a run's critic: those of `jrl.losses`, as one report."""
+"""Diagnostics of a critic on one rollout: those of `jrl.losses`, as one report."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from jrl.losses import diagnostics, explained_variance, gae
 from sharding.sharded_jit import DeviceJit
 
 BINS = 10
-"""Parts of a response, and of the range of predicted probabilities."""
+"""Number of bins of the position in a response, and of predicted probabilities."""
 
 
 @functools.partial(
@@ -23,20 +23,20 @@ BINS = 10
 )
 @dataclass(frozen=True)
 class CriticRollout:
-    """A rollout with what the critic says of it, on the host.
+    """A rollout with the critic's values, on the host.
 
     Attributes:
       values: ``[batch, time]`` of the critic.
-      rewards: ``[batch, time]`` usually zero but for the last sampled token, of a conversation the
-        last of each turn.
+      rewards: ``[batch, time]`` usually zero except on the last sampled token, or for a
+        conversation on the last token of each turn.
       mask: ``[batch, time]`` sampled tokens.
-      correct: ``[batch]`` full marks or not.
+      correct: ``[batch]`` true for full marks.
       groups: ``[batch]`` completions of one prompt share a number.
-      lam: of the policy's advantages; a number, or ``[batch, 1]``.
+      lam: GAE lambda of the policy's advantages; a number, or ``[batch, 1]``.
       gamma: the discount per token.
       low: the return of a failure.
       high: the return of a success.
-      alpha: of the length-adaptive lambda; None where lam does not adapt.
+      alpha: of the length-adaptive lambda; None if lam does not adapt.
     """
 
     values: np.ndarray | Array
@@ -57,7 +57,8 @@ class CriticRollout:
 
     @functools.cached_property
     def edges(self) -> tuple[int, ...]:
-        """Lengths that part the responses into up to four buckets of about one size."""
+        """Boundaries that divide the responses by length into up to four buckets of similar
+        size."""
         lengths = self.lengths[self.lengths > 0]
         if not lengths.size:
             return ()
@@ -67,25 +68,25 @@ class CriticRollout:
 
 @dataclass(frozen=True)
 class CriticReport:
-    """All diagnostics of one rollout. Those along a response have `BINS` entries.
-
+    """All diagnostics of one rollout. Per-position fields have `BINS` entries.
     Attributes:
-      position: explained variance, bias and error along a response.
+      position: explained variance, bias and error by position in the response.
       explained_variance: over all tokens.
       calibration: of values as probabilities of success.
       bootstrap: size of the bias in the advantages, from single returns: an upper estimate.
-      bias: ``[bins]`` size of the mean bias in the advantages; the noise of returns averages out.
+      bias: ``[bins]`` size of the mean bias in the advantages, in which the noise of returns
+        averages out.
       deviation: standard deviation of the advantages.
-      reach: how far the outcome is felt.
-      guard_rate: responses too short for an adaptive lambda; None where lam does not adapt.
+      reach: distance over which the terminal reward affects advantages.
+      guard_rate: share of responses too short for an adaptive lambda; None if lam does not adapt.
       sensitivity: per bucket of length, advantages at lam against those at 1.
       variance: of the advantages, within and between responses.
       concentration: of the temporal-difference errors.
       errors: ``[bins]`` mean size of the temporal-difference errors.
       contradiction: share of tokens whose advantage contradicts the outcome.
-      contradictions: ``[bins]`` the same along a response.
+      contradictions: ``[bins]`` the same by position in the response.
       length: shares of the buckets of length.
-      negative: responses with a negative mean advantage.
+      negative: share of responses with a negative mean advantage.
       groups: shares of groups all right and all wrong, pass@1 and pass@k.
     """
 
@@ -108,7 +109,7 @@ class CriticReport:
     groups: diagnostics.GroupDegeneracy
 
     def summary(self) -> dict[str, float]:
-        """One number or two per diagnostic, by name; what is infinite is left out."""
+        """One or two numbers per diagnostic, by name; infinite ones are left out."""
         sensitivity = self.sensitivity
         statistics = {
             "explained_variance": self.explained_variance,
@@ -158,7 +159,7 @@ def critic_diagnostics(rollout: CriticRollout) -> CriticReport:
     advantages, bias, steps, bins = map(np.asarray, per_token)
 
     def bin_means(x: np.ndarray) -> np.ndarray:
-        """The mean over the tokens of each part of a response."""
+        """Mean over the tokens in each bin of the position in a response."""
         mask = rollout.mask
         total = np.bincount(bins[mask], x[mask], BINS)
         return total / np.maximum(np.bincount(bins[mask], minlength=BINS), 1)
@@ -183,7 +184,7 @@ def critic_diagnostics(rollout: CriticRollout) -> CriticReport:
 def _compute_diagnostics(
     rollout: CriticRollout, *, edges: tuple[int, ...]
 ) -> tuple[tuple[Array, ...], dict[str, Any], dict[str, Any]]:
-    """The arrays of the report, as one program: per token, scalar fields and fields of records."""
+    """Computes the arrays of the report in one compiled function: per token, scalars, records."""
     values, rewards, mask = map(jnp.asarray, (rollout.values, rollout.rewards, rollout.mask))
     lam, gamma, alpha, lengths = rollout.lam, rollout.gamma, rollout.alpha, rollout.lengths
     advantages, _ = gae(rewards, values, mask, gamma=gamma, lam=lam)

@@ -31,9 +31,9 @@ def plot_diagnostics(
     title: str | None = None,
     report: CriticReport | None = None,
 ) -> Path:
-    """Draw the diagnostics of one rollout, which must have a token, as a PNG at `path`.
+    """Draws the diagnostics of one rollout, which must have a token, as a PNG at `path`.
 
-    A `report` has the rollout's numbers where they are computed already.
+    `report` gives the numbers of the rollout if they are already computed.
     """
     report = critic_diagnostics(rollout) if report is None else report
     figure, grid = create_grid(12, title)
@@ -50,10 +50,10 @@ def plot_diagnostics(
 
 
 def _label_panel(axes: "Axes", title: str, note: str, x: str, y: str) -> None:
-    """Title, one line of numbers under it, and the axes' names."""
+    """Title, a line of numbers below it, and the labels of the axes."""
     axes.set_title(f"{title}\n", fontsize=14, fontweight="bold", color=INK, loc="left", pad=8)
     note_text = axes.text(0, 1.03, note, transform=axes.transAxes, fontsize=11, color=MUTED)
-    # Neither may push the panels apart: both lie above their own.
+    # Neither affects the layout: both are drawn above their own panel.
     for text in (note_text, *axes.texts, axes.title):
         text.set_in_layout(False)
     axes.set_xlabel(x, fontsize=12, color=MUTED)
@@ -61,7 +61,7 @@ def _label_panel(axes: "Axes", title: str, note: str, x: str, y: str) -> None:
 
 
 def _bin_centers(axes: "Axes") -> np.ndarray:
-    """The middles of the parts of a response, with the axis that shows them."""
+    """Centres of the bins of the position in a response, with the axis that shows them."""
     axes.set_xlim(0, 1)
     axes.set_xticks([0, 0.5, 1], ["start", "middle", "end"])
     return (np.arange(BINS) + 0.5) / BINS
@@ -81,7 +81,7 @@ def _legend(axes: "Axes") -> None:
 def _bars(
     axes: "Axes", names: list[str], heights: list[float], colours: list[str], form: str = "{:.0%}"
 ) -> None:
-    """Bars with their height written on them."""
+    """Bars labelled with their height."""
     bars = axes.bar(range(len(names)), heights, width=0.62, color=colours)
     axes.bar_label(bars, [form.format(height) for height in heights], color=INK, fontsize=11)
     axes.set_xticks(range(len(names)), names)
@@ -98,7 +98,7 @@ def _pairs(
 
 
 def _length_buckets(rollout: CriticRollout) -> list[str]:
-    """The buckets of length as they are written on an axis."""
+    """Labels of the buckets of length on an axis."""
     shortest, longest = rollout.lengths[rollout.lengths > 0].min(), rollout.lengths.max()
     lows = [int(shortest), *(edge + 1 for edge in rollout.edges)]
     highs = [*rollout.edges, int(longest)]

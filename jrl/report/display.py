@@ -1,8 +1,8 @@
 """Terminal displays of a run: progress of both stages, and a table of completions.
 
-On a terminal the displays are live; anywhere else (CI, a pipe, ``!python`` in a notebook) they are
-one plain line every few steps. Text that a model wrote is shown, never interpreted: no rich markup,
-no terminal escapes.
+On a terminal the displays are live; elsewhere (CI, a pipe, ``!python`` in a notebook) they are one
+plain line every few steps. Text from a model is never interpreted: no rich markup, no terminal
+escapes.
 """
 
 import math
@@ -39,7 +39,7 @@ EVALUATION = (
     ("tokens right", "val/token_accuracy"),
 )
 
-# The order of MaxText's step line, which eyes and scripts already parse.
+# The order of MaxText's step line, for which parsers exist.
 LINE = (
     ("seconds", "perf/time_per_step", "{:.3f}"),
     ("tokens/s", "perf/tokens_per_second", "{:.0f}"),
@@ -61,7 +61,7 @@ def sparkline(values: Sequence[float | int], width: int = 40, blocks: str = BLOC
     """Return a curve as a string of at most `width` characters.
 
     More values than `width` are averaged in equal bins. The lowest value is the lowest block, the
-    highest the highest; a NaN or an infinity is a gap.
+    highest value the highest; a NaN or an infinity is a gap.
     """
     if len(values) > width:
         edges = [len(values) * i // width for i in range(width + 1)]
@@ -78,9 +78,9 @@ def sparkline(values: Sequence[float | int], width: int = 40, blocks: str = BLOC
 
 
 def visible(text: str) -> str:
-    """Return `text` with every character that a terminal would act on made visible.
+    """Return `text` with every character that controls a terminal made visible.
 
-    A newline becomes ``↵`` and a new line; other control characters become their picture (``␛``);
+    A newline becomes ``↵`` and a new line; other control characters become their symbol (``␛``);
     characters that reorder or hide text become their escape (``\\u202e``).
     """
     return "".join(map(_visible_character, text))
@@ -124,7 +124,7 @@ class _ProgressDisplay:
         self._side: str = ""
         self._body: RenderableType = Text("starting ...", style="dim")
         self._started = time.monotonic()
-        # The remaining time comes from the last steps alone: the first one compiles.
+        # The remaining time is estimated from the last steps: the first one compiles.
         self._ticks: deque[tuple[int, float]] = deque(maxlen=20)
         self._printed = first_step
         self._last_line: tuple[int, str] | None = None
@@ -155,9 +155,9 @@ class _ProgressDisplay:
             self._print_line()
 
     def _note(self, line: str) -> None:
-        """Print a line at once where the console is no terminal."""
+        """Print a line immediately, unless the console is a terminal."""
         if self._live is None:
-            # Not through the console: it would cut the line at 80 columns.
+            # Not through the console, which would cut the line at 80 columns.
             print(line, file=self._console.file, flush=True)
 
     def __exit__(self, *error: object) -> None:
@@ -206,10 +206,10 @@ class WarmStartDisplay(_ProgressDisplay):
     """The progress of the supervised phase, towards its target.
 
     Args:
-      num_steps: the most steps it may take.
+      num_steps: maximum number of steps.
       target: the accuracy that ends it, in (0, 1].
-      console: where to show it; standard output by default.
-      every: steps between two plain lines where the console is no terminal.
+      console: target of the display; standard output by default.
+      every: steps between two plain lines if the console is no terminal.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class WarmStartDisplay(_ProgressDisplay):
         self._accuracy: float | int | None = None
 
     def update(self, step: int, loss: float | int, accuracy: float | int | None = None) -> None:
-        """Show the state after `step` steps; without an `accuracy` the last one stays."""
+        """Show the state after `step` steps; without an `accuracy` the last one is kept."""
         measured = accuracy is not None
         self._accuracy = accuracy if measured else self._accuracy
         reached = "not measured yet" if self._accuracy is None else f"{self._accuracy:.3f}"
@@ -232,14 +232,14 @@ class WarmStartDisplay(_ProgressDisplay):
 
 
 class TrainingDisplay(_ProgressDisplay):
-    """The progress of reinforcement: time, speed, reward with its curve, and what to watch.
+    """The progress of reinforcement learning: time, speed, reward with its curve, and key metrics.
 
     Args:
       num_steps: the step at which the run ends.
       first_step: the step it starts from, above 0 in a resumed run.
-      rewards: mean scores of the steps before, so that a resumed curve is whole.
-      console: where to show it; standard output by default.
-      every: steps between two plain lines where the console is no terminal.
+      rewards: mean scores of the earlier steps of a resumed run, for its curve.
+      console: target of the display; standard output by default.
+      every: steps between two plain lines if the console is no terminal.
     """
 
     def __init__(
@@ -256,12 +256,12 @@ class TrainingDisplay(_ProgressDisplay):
         self._alarm = ""
 
     def alarm(self, line: str) -> None:
-        """Show that something is wrong; the last such line stays."""
+        """Show a warning; the last one is kept."""
         self._alarm = visible(line)
         self._note(f"ALARM: {self._alarm}")
 
     def update(self, step: int, metrics: Mapping[str, float | int]) -> None:
-        """Show the state after `step` steps; the last evaluation stays until the next."""
+        """Show the state after `step` steps; the last evaluation is kept until the next."""
         if "critic/score/mean" in metrics:
             self._rewards.append(float(metrics["critic/score/mean"]))
         evaluation = {label: metrics[name] for label, name in EVALUATION if name in metrics}
@@ -297,7 +297,7 @@ class TrainingDisplay(_ProgressDisplay):
 
 
 def training_line(step: int, num_steps: int, metrics: Mapping[str, float | int]) -> str:
-    """Return one step as a line: step, seconds, tokens/s, loss and the rest that exists."""
+    """Return one step as a line: step, seconds, tokens/s, loss and other available metrics."""
     fields = [
         f"{label}: {form.format(metrics[name])}" for label, name, form in LINE if name in metrics
     ]
@@ -309,9 +309,9 @@ def print_samples(
     after: Sequence[Mapping[str, Any]],
     console: Console | None = None,
 ) -> None:
-    """Print completions before reinforcement and of the same prompts after it, side by side.
+    """Print completions before RL and of the same prompts after it, side by side.
 
-    Both are samples as `jrl.runs.records.read_samples` gives them, and as many.
+    Both are equally many samples from `jrl.runs.records.read_samples`.
     """
     console = console or Console()
     table = Table(box=box.ROUNDED, title="Completions of held-out prompts", show_lines=True)
@@ -326,15 +326,15 @@ def print_samples(
 
 
 def printable(text: str, console: Console) -> Text:
-    """A text as a console can print it, `visible`."""
+    """A text in the characters that a console can print, after `visible`."""
     encoding = console.encoding
     return Text(visible(text).encode(encoding, errors="backslashreplace").decode(encoding))
 
 
 def score_mark(sample: Mapping[str, Any], console: Console) -> Text:
-    """The score of a sample, with ``✓`` where accuracy counts it and ``✗`` where it is 0."""
+    """The score of a sample, with ``✓`` if it counts for accuracy and ``✗`` if it is 0."""
     score = float(sample["score"])
-    # As accuracy counts: full marks of a user's reward may be any number.
+    # As for accuracy: full marks of a custom reward may be any number.
     if sample.get("reason") == "correct":
         mark, style = "✓", "bold green"
     elif score > 0.0:

@@ -1,4 +1,4 @@
-"""Terminal output of evaluations: progress, results, and a run's first one against its last."""
+"""Terminal output of evaluations: progress, results, and first against last results of a run."""
 
 import shlex
 import threading
@@ -17,12 +17,12 @@ from jrl.runs.folder import RunFolder
 from jrl.runs.records import read_metrics
 
 MAX_LINES = 10
-"""Lines per phase at most for completions that are done, where there is no terminal."""
+"""Maximum number of progress lines per phase, if there is no terminal."""
 FIRST_WAIT, MAX_WAIT, WAIT_GROWTH = 10.0, 300.0, 1.5
-"""Seconds without a line after which there is one all the same, the first time and at most, and by
-how much it is more each time: the first completions may take long."""
+"""Seconds without a line after which one is printed: initially, at most, and their growth factor;
+the first completions may take long."""
 MAX_CHARACTERS = 600
-"""Characters of a text that are shown; of a longer one its beginning and its end."""
+"""Maximum number of characters shown; a longer text is shortened in its middle."""
 StepMetrics = Mapping[str, float | int]
 
 
@@ -35,7 +35,7 @@ class _CompilationColumn(progress.ProgressColumn):
 
 
 class _TokensColumn(progress.ProgressColumn):
-    """The tokens that a phase has sampled, of the phases by their names."""
+    """Number of tokens sampled in each phase, by its name."""
 
     def __init__(self, phases: "dict[str, _Phase]"):
         super().__init__()
@@ -55,7 +55,7 @@ class _Phase:
 
     def update(self, done: int, total: int) -> None:
         self.done, self.total = done, total
-        # Later phases count on.
+        # Later phases continue the count.
         self._end = (self.tokens, self.seconds) if done == total else None
 
     @property
@@ -77,15 +77,15 @@ class _Phase:
 
 
 class EvaluationDisplay:
-    """The phases of an evaluation, each with the completions done of all there will be.
+    """Progress of the phases of an evaluation, in completions done and in total.
 
-    Where there is no terminal, a line comes for every tenth of a phase and, while none is finished,
-    after ten seconds and then ever more seldom.
+    Without a terminal, a line is printed for every tenth of a phase and, until a completion is
+    finished, after ten seconds and then at growing intervals.
 
     Args:
-      console: where to show them; standard output by default.
-      tokens: how many were sampled so far; None shows no tokens. It is asked in other threads.
-      wait: seconds without a line after which there is one.
+      console: target of the display; standard output by default.
+      tokens: returns the number of tokens sampled so far, in any thread; None shows no tokens.
+      wait: seconds without a line after which one is printed.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class EvaluationDisplay:
         self._thread: threading.Thread | None = None
 
     def update(self, phase: str, done: int, total: int) -> None:
-        """Show that so many of the completions of a phase are decoded and verified."""
+        """Show the number of completions of a phase that are decoded and verified."""
         with self._lock:
             is_new = phase not in self._phases
             if is_new:
@@ -120,12 +120,12 @@ class EvaluationDisplay:
                 self._print(phase)
 
     def _print(self, phase: str) -> None:
-        # Not through the console: it would cut the line at 80 columns.
+        # Not through the console, which would cut the line at 80 columns.
         print(self._phases[phase].line(phase), file=self._console.file, flush=True)
         self._last_printed = time.monotonic()
 
     def _remind(self) -> None:
-        """Prints the line of the current phase now and then, until the end."""
+        """Prints the line of the current phase at growing intervals, until the end."""
         wait = self._wait
         while not self._ended.wait(wait):
             with self._lock:
@@ -169,9 +169,10 @@ class EvaluationDisplay:
 
 
 def print_results(results: Mapping[str, Any]) -> None:
-    """Print the numbers of `jrl.trainer.evaluation.evaluate`, with what was evaluated."""
+    """Print the results of `jrl.trainer.evaluation.evaluate`, with the evaluated run
+    and task."""
     console = Console()
-    # Not through the console: it would cut lines at 80 columns.
+    # Not through the console, which would cut lines at 80 columns.
     print("{run}: {recipe} on {task}, step {step}".format(**results), file=console.file)
     print(_prompts(results), file=console.file)
     table = Table(box=box.SIMPLE_HEAD, show_header=False)
@@ -219,7 +220,7 @@ def print_completions(records: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _prompts(results: Mapping[str, Any]) -> str:
-    """Line about the evaluated prompts: their number, of how many, and how they were sampled."""
+    """Line about the evaluated prompts: their number, the number available, and the sampling."""
     evaluated, available = results["prompts"], results["prompts_there"]
     held_out = "" if results["everything"] else "held-out "
     count_text = f"{evaluated:,}"
@@ -239,7 +240,7 @@ def _shorten(text: str) -> str:
 
 
 def summarize_run(folder: RunFolder) -> str:
-    """The held-out metrics of the first evaluation and of the last, and the paths of the pages."""
+    """The held-out metrics of the first and the last evaluation, and the paths of the pages."""
     lines = read_metrics(folder.metrics_path)
     summary = _summarize_supervised(lines, folder) or _summarize_rewards(lines, folder)
     plots, page = folder.plots_path / "overview.png", folder.report_path
@@ -263,7 +264,7 @@ def _summarize_rewards(lines: Sequence[StepMetrics], folder: RunFolder) -> tuple
 def _summarize_supervised(
     lines: Sequence[StepMetrics], folder: RunFolder
 ) -> tuple[str, str] | None:
-    """None of a run that learned from rewards."""
+    """Summary of a supervised run; None for a run of reinforcement learning."""
     evaluations = [line for line in lines if "val/nll" in line]
     if not evaluations:
         return None

@@ -21,7 +21,7 @@ from jrl.report.metrics import describe
 
 PREFIX = "jrl_run_"
 PhaseStatus = tuple[str, float, str | None]
-"""Phase of a run, seconds since it was entered, and a line if it exceeds its deadline."""
+"""Phase of a run, seconds since its start, and a line if it exceeds its deadline."""
 MEMORY_STATISTICS = ("bytes_in_use", "peak_bytes_in_use", "bytes_limit")
 
 
@@ -30,18 +30,18 @@ class RunExporter:
 
     Args:
       port: to listen on, on all interfaces; 0 takes a free one.
-      labels: what tells the run from others, such as its task.
-      steps: of the whole run.
+      labels: identify the run, for instance by its task.
+      steps: number of steps of the whole run.
       deadline: seconds for a step with its evaluation and checkpoint, after which the health check
-        fails; None is none. The first step, which compiles, has none.
-      phase: status of the phase; None is not known.
+        fails; None sets no deadline. The first step, which compiles, has none.
+      phase: returns the status of the phase; None if it is unknown.
       clock: seconds, monotonic.
 
     Attributes:
-      port: it listens on.
+      port: the port it listens on.
 
     Raises:
-      ValueError: where prometheus-client is not installed, or the port is not available.
+      ValueError: if prometheus-client is not installed, or the port is not available.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class RunExporter:
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
-        # Metrics of an evaluation stay until the next one.
+        # Metrics of an evaluation are kept until the next one.
         values = {} if self._last is None else self._last[1]
         values = values | {name: float(value) for name, value in metrics.items()}
         self._last = step, values, time.time(), self._clock()
@@ -81,7 +81,7 @@ class RunExporter:
         self._thread.join()
 
     def health(self) -> tuple[bool, str]:
-        """True if the run is in time, and a line that says so."""
+        """True if the run is within its deadlines, and a line about it."""
         last, late = self._last, None if self._phase is None else self._phase()[2]
         if late is not None:
             return False, late
@@ -145,7 +145,7 @@ def exported_name(name: str) -> str:
 
 
 def import_client() -> ModuleType:
-    """The package that writes Prometheus's format, see `import_extra`."""
+    """Imports prometheus-client, which writes Prometheus's format; see `import_extra`."""
     return import_extra("prometheus_client", "faults", "--metrics-port")
 
 

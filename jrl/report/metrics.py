@@ -1,4 +1,4 @@
-"""Definition of every metric: one table, and nothing may be logged that is not in it.
+"""Definitions of all metrics, in one table; undefined metrics cannot be logged.
 
 Names are verl's where verl has one, because dashboards already parse them. Fractions and means
 state their denominator. "Token" alone means a token that the policy sampled (the mask of the
@@ -6,7 +6,7 @@ batch), the end-of-sequence token included; "response" means one row of the batc
 everything between two rollouts, all mini-batches included.
 
 To add a metric, add a row to `TABLE`. A name that ends in ``/*`` declares a family: every name that
-continues it with at least one character is known.
+continues it with at least one character is defined.
 """
 
 import difflib
@@ -21,9 +21,9 @@ class MetricDefinition:
     """One row of the table.
 
     Attributes:
-      name: verl's spelling, or ours where verl has none; ``family/*`` for a family.
+      name: verl's spelling, or our own if verl has none; ``family/*`` for a family.
       unit: "nats", "tokens", "fraction", "seconds", ...
-      definition: one sentence, with the denominator where there is one.
+      definition: one sentence, with the denominator if there is one.
     """
 
     name: str
@@ -34,7 +34,7 @@ class MetricDefinition:
 def read_table(text: str) -> tuple[MetricDefinition, ...]:
     """The metrics of a table with a row for each: ``name | unit | definition``.
 
-    A row goes on in lines that begin with two spaces; lines that begin with ``#`` are comments. A
+    Lines that begin with two spaces continue a row; lines that begin with ``#`` are comments. A
     name that ends in ``{mean,min,max}`` is three metrics of a quantity, which its definition names.
     """
     lines = text.replace("\n  ", " ").splitlines()
@@ -289,18 +289,18 @@ TIMINGS = ("timing_s/", "perf/", "timing_per_token_ms/", "faults/")
 
 
 def describe(name: str) -> MetricDefinition | None:
-    """Return the row of the table that defines `name`, that of a family included, or None."""
+    """Return the row that defines `name`, or the row of its family, or None."""
     return EXACT.get(name) or next(
         (line for start, line in FAMILIES.items() if name.startswith(start) and name != start), None
     )
 
 
 def check_defined(names: Iterable[str], recipe_metrics: Collection[str] = ()) -> None:
-    """Refuse metrics that neither the table nor the recipe defines.
+    """Reject metrics that neither the table nor the recipe defines.
 
     Args:
       names: the names to be logged; a dict of metrics serves.
-      recipe_metrics: those that the recipe defines (`jrl.recipes.Recipe.metrics`).
+      recipe_metrics: names that the recipe defines (`jrl.recipes.Recipe.metrics`).
 
     Raises:
       ValueError: for every undefined name, with the nearest defined one.
@@ -318,10 +318,11 @@ def check_defined(names: Iterable[str], recipe_metrics: Collection[str] = ()) ->
 
 
 def is_timing(name: str) -> bool:
-    """Return whether `name` measures time: these alone may differ between runs of one seed."""
+    """Return whether `name` measures time; only such metrics may differ between runs of one
+    seed."""
     return name.startswith(TIMINGS)
 
 
 def without_timings(metrics: Mapping[str, float | int]) -> dict[str, float | int]:
-    """Return the metrics that two runs of one seed share exactly."""
+    """Return the metrics that are identical in two runs of one seed."""
     return {name: value for name, value in metrics.items() if not is_timing(name)}

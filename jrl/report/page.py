@@ -23,19 +23,19 @@ ASSETS = {
     "uplot_js": "uplot/uPlot.iife.min.js",
     "js": "page.js",
 }
-"""Files that stand in the template, by its names for them."""
+"""Files inserted in the template, by their placeholders."""
 UPLOT = "1.6.32"
 """The version of uPlot in `assets/uplot`."""
 MAX_POINTS = 1000
-"""Lines of metrics.jsonl that a page holds of a run; of a longer one every few are left out."""
+"""Maximum number of lines of metrics.jsonl per run; longer files are thinned out evenly."""
 MAX_SAMPLE_CHARACTERS = 1_200_000
-"""Of JSON, for the samples of all runs of a page together."""
+"""Maximum characters of JSON for the samples of all runs of a page together."""
 
 
 def write_page(folders: Sequence[RunFolder], path: Path | str) -> Path:
-    """Write the page of one run, or of several side by side, which may still be written.
+    """Write the page of one run, or of several side by side, which may still be in progress.
 
-    A reader of `path` sees the old page or the new one.
+    The replacement of `path` is atomic.
 
     Raises:
       ValueError: for no run, one that is given twice or has no metrics, or a damaged line.
@@ -51,27 +51,27 @@ def write_page(folders: Sequence[RunFolder], path: Path | str) -> Path:
 
 
 def render_page(data: dict[str, Any], title: str) -> str:
-    """The page as text."""
+    """The page as HTML."""
     replacements = {name: read_asset(file) for name, file in ASSETS.items()}
     replacements |= {"title": html.escape(title), "data": escape_json(data)}
-    # In one pass: what is put in is never looked at again.
+    # In one pass: inserted text is never searched for placeholders.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: replacements[match[1]], read_asset("page.html"))
 
 
 def escape_json(data: Any) -> str:
-    """JSON that can stand in an HTML script element: nothing in it can end the element."""
+    """JSON for an HTML script element, escaped so that it cannot end the element."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 @cache
 def read_asset(name: str) -> str:
-    """A file that the page is made of."""
+    """Reads a file of the page's assets."""
     return files("jrl.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 
 def page_data(folders: Sequence[RunFolder]) -> dict[str, Any]:
-    """Everything that a page shows."""
+    """All data of a page."""
     characters = MAX_SAMPLE_CHARACTERS // len(folders)
     names = distinct_names([folder.path for folder in folders])
     runs = [run_data(folder, name, characters) for folder, name in zip(folders, names, strict=True)]
@@ -89,7 +89,7 @@ def page_data(folders: Sequence[RunFolder]) -> dict[str, Any]:
 
 
 def run_data(folder: RunFolder, name: str, characters: int) -> dict[str, Any]:
-    """One run, by its name on the page, with at most so many characters of JSON for its samples."""
+    """Data of one run, by its name on the page; `characters` limits the JSON of its samples."""
     if not folder.metrics_path.exists():
         raise ValueError(
             f"run folder {folder.path} has no metrics.jsonl: it has no step to show; wait for its "
@@ -105,7 +105,7 @@ def run_data(folder: RunFolder, name: str, characters: int) -> dict[str, Any]:
         "config": folder.config(),
         "versions": folder.versions(),
         "steps": [line["step"] for line in thinned],
-        # As metrics.jsonl has them: JSON's own spelling of a float, NaN and infinities as strings.
+        # As in metrics.jsonl: JSON's own spelling of a float, NaN and infinities as strings.
         "metrics": {name: [records.plain(line.get(name)) for line in thinned] for name in columns},
         "lines": len(lines),
         "suspicion": None if suspicion is None else {"step": suspicion[0], "reasons": suspicion[1]},
@@ -115,7 +115,7 @@ def run_data(folder: RunFolder, name: str, characters: int) -> dict[str, Any]:
 
 
 def thin(lines: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any]]:
-    """About `most` of the lines, evenly: the first, the last and those of evaluations stay."""
+    """About `most` of the lines, evenly; the first, the last and those of evaluations are kept."""
     every = -(-len(lines) // most)
     last = len(lines) - 1
     return [
@@ -129,8 +129,8 @@ def thin(lines: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any
 
 
 def fit_samples(samples: Sequence[dict[str, Any]], characters: int) -> list[dict[str, Any]]:
-    """As many samples as fit, in their order: whole steps, evenly over the run, those of a
-    suspicion before all others, then the last and the first."""
+    """As many samples as fit, in order: whole steps, evenly over the run; steps with a suspicion
+    have priority, then the last and the first."""
     sizes = Counter[int]()
     for sample in samples:
         sizes[sample["step"]] += len(json.dumps(sample))
@@ -144,7 +144,7 @@ def fit_samples(samples: Sequence[dict[str, Any]], characters: int) -> list[dict
 
 
 def _bisection_order(steps: Sequence[int]) -> list[int]:
-    """The last, the first, the one between them, those between these, and so on."""
+    """The last, the first, the middle one, the middles of the halves, and so on."""
     order = list(dict.fromkeys([steps[-1], steps[0]])) if steps else []
     ranges = [(0, len(steps) - 1)]
     while ranges:
@@ -157,7 +157,7 @@ def _bisection_order(steps: Sequence[int]) -> list[int]:
 
 
 def distinct_names(paths: Sequence[Path]) -> list[str]:
-    """Names of the folders, with as many parent folders as make them distinct."""
+    """Names of the folders, with as many parent folders as are needed to make them distinct."""
     all_components = [path.absolute().parts for path in paths]
     for depth in range(1, max(map(len, all_components)) + 1):
         names = ["/".join(path_components[-depth:]) for path_components in all_components]

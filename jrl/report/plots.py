@@ -1,8 +1,8 @@
 """Plots of a run, from its ``metrics.jsonl``.
 
 `plot_run` writes one overview and one image for each panel. Only panels whose metrics were logged
-are plotted. matplotlib is imported inside the functions: a command line should not wait for it
-before it has something to plot.
+are plotted. matplotlib is imported inside the functions, so that a command line need not wait for
+it.
 """
 
 import math
@@ -26,7 +26,7 @@ DPI = 200
 
 @dataclass(frozen=True)
 class Line:
-    """One curve of a panel: its metric, how the legend calls it, and its colour."""
+    """One curve of a panel: its metric, its name in the legend, and its colour."""
 
     metric: str
     label: str
@@ -38,15 +38,15 @@ class Panel:
     """One set of axes.
 
     Attributes:
-      file: name of its own picture, without suffix.
-      title: what is shown.
-      unit: the y axis label.
-      lines: its curves; those that were not logged are left out.
-      measured: whether the points are sparse measurements, to be marked and not smoothed.
-      reference: draws the first value of this metric as a level, the one before reinforcement.
-      bounds: the y range, where the quantity has a natural one.
-      lowest: the y range goes no lower, for a quantity that starts out arbitrarily bad.
-      percent: whether the y axis counts in percent.
+      file: name of its own image, without suffix.
+      title: its title.
+      unit: label of the y axis.
+      lines: its curves; metrics that were not logged are left out.
+      measured: whether the points are sparse measurements, which get markers and no smoothing.
+      reference: draws the first value of this metric, from before RL, as a horizontal line.
+      bounds: the natural range of the quantity on the y axis, if it has one.
+      lowest: lower limit of the y range, for a quantity that may start arbitrarily low.
+      percent: whether the y axis is in percent.
     """
 
     file: str
@@ -146,7 +146,7 @@ Series = tuple[list[float | int], list[float | int]]
 def plot_run(
     metrics_path: Path | str, directory: Path | str, title: str | None = None
 ) -> list[Path]:
-    """Draw ``overview.png`` and one PNG for each panel that has something to show.
+    """Draw ``overview.png`` and one PNG for each panel with data.
 
     Returns:
       The paths written, the overview first; none if no panel has a metric.
@@ -170,7 +170,7 @@ def plot_run(
 
 
 def series(history: Sequence[Mapping[str, float | int]], metric: str) -> Series | None:
-    """Return the steps and the values of one metric, or None where it was never finite."""
+    """Return the steps and the values of one metric, or None if it was never finite."""
     points = [
         (record["step"], record[metric])
         for record in history
@@ -185,8 +185,7 @@ def series(history: Sequence[Mapping[str, float | int]], metric: str) -> Series 
 def smooth(values: Sequence[float | int], width: int) -> list[float]:
     """Return the centred Gaussian average of `values`, its standard deviation `width` / 2 points.
 
-    Near the ends the average is over the part of the window that exists, so that it neither lags
-    nor starts at zero.
+    At the ends the window is cut, so that the average neither lags nor starts at zero.
     """
     reach = 2 * width - 1
     kernel = np.exp(-2.0 * (np.arange(-reach, reach + 1) / width) ** 2)
@@ -243,7 +242,7 @@ def _draw_line(axes: "Axes", points: Series, label: str, colour: str, measured: 
 
 
 def style_axes(axes: "Axes", lines: Literal["both", "y"] = "both") -> None:
-    """Nothing but the data, with a grid of these lines behind it and an axis below."""
+    """Removes frames and ticks, and draws a grid of these lines behind the data."""
     axes.grid(color=GRID, linewidth=1.0, axis=lines)
     axes.set_axisbelow(True)
     axes.tick_params(colors=MUTED, labelsize=11, length=0)
@@ -253,13 +252,13 @@ def style_axes(axes: "Axes", lines: Literal["both", "y"] = "both") -> None:
 
 
 def _frame(axes: "Axes", panel: Panel) -> None:
-    """Set the ranges and the ticks, once the curves are there to be measured."""
+    """Set the ranges and the ticks, after the curves are drawn."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     low, high = panel.bounds
     bottom, top = axes.get_ylim()
     margin = 0.02 * (top - max(bottom, panel.lowest))
-    # A natural bound is shown with a little room, so that a curve that lies on it stays visible.
+    # Natural bounds get a margin, so that a curve on the bound is visible.
     axes.set_ylim(
         max(bottom, panel.lowest) if low is None else low - margin,
         top if high is None else high + margin,
@@ -271,7 +270,7 @@ def _frame(axes: "Axes", panel: Panel) -> None:
 
 
 def save(figure: "Figure", path: Path | str) -> Path:
-    """Write the picture under a temporary name first: a kill leaves the old one."""
+    """Write the image atomically: after a kill, the old one is intact."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")

@@ -3,17 +3,17 @@
 import sys
 
 MAX_WARNINGS = 3
-"""Different failures of which a run says a line each; all are counted in its metrics."""
+"""Maximum number of distinct failures with a printed line; all are counted in metrics."""
 
 
 class FewWarnings:
-    """Says each failure once, and the first `MAX_WARNINGS` of them at all."""
+    """Prints each failure once, and at most `MAX_WARNINGS` distinct failures."""
 
     def __init__(self):
         self._printed: set[str] = set()
 
     def warn(self, failure: str, line: str) -> None:
-        """Prints a line, unless one about this failure or enough about others have been said."""
+        """Prints a line, unless this failure was printed before or the maximum is reached."""
         if failure in self._printed or len(self._printed) >= MAX_WARNINGS:
             return
         self._printed.add(failure)

@@ -1,4 +1,4 @@
-"""``python -m jrl.runs list|verify|prune RUN`` looks after the checkpoints of a run."""
+"""``python -m jrl.runs list|verify|prune RUN`` manages the checkpoints of a run."""
 
 import sys
 import time
@@ -76,15 +76,15 @@ def verify(folder: RunFolder) -> int:
     for label, path, step in _stored(folder):
         reason = manifest.find_damage(path, step)
         if reason is not None and not path.is_dir():
-            continue  # dropped meanwhile, by a run that goes on
+            continue  # removed meanwhile by a run in progress
         status |= reason is not None
         print(f"{label}: {'intact' if reason is None else f'damaged: {reason}'}", flush=True)
     return int(status)
 
 
 def prune(folder: RunFolder, keep: int) -> int:
-    """Removes all checkpoints but the newest `keep` whose hashes are right; where all are damaged,
-    raises ValueError and removes nothing."""
+    """Removes all checkpoints but the newest `keep` with correct hashes; if all are damaged, raises
+    ValueError and removes nothing."""
     directory = open_directory(folder.checkpoints_path)
     checkpoints = Checkpoints(folder.checkpoints_path)
     steps, intact, damaged = checkpoints.steps(), list[int](), dict[int, str]()
@@ -114,7 +114,7 @@ def prune(folder: RunFolder, keep: int) -> int:
 
 def _stored(folder: RunFolder) -> Iterator[tuple[str, StoragePath, int]]:
     """Label, folder and step of each checkpoint, and of the base weights of a run with adapters;
-    ValueError where the run has none."""
+    ValueError if the run has none."""
     path = folder.checkpoints_path
     steps = Checkpoints(path).steps()
     if not steps:

@@ -4,8 +4,8 @@ A checkpoint is the folder ``<directory>/<step>/`` with three items: ``state`` (
 flat names such as ``policy/layers/w``), ``tree`` (shape and dtype of every leaf, as JSON) and
 ``meta`` (the caller's own JSON), and with the hashes of all their files (`jrl.runs.manifest`),
 which every reader verifies. A kill at any moment leaves a complete checkpoint or none
-(`jrl.runs.directory`); leftovers are never read, and the next `save` removes
-them. A checkpoint that is found damaged later can be set aside as ``<step>.damaged``.
+(`jrl.runs.directory`); leftovers are never read, and the next `save` removes them. A checkpoint
+that is found damaged later can be set aside as ``<step>.damaged``.
 """
 
 import json
@@ -32,31 +32,31 @@ from jrl.runs.directory import StoragePath, is_bucket, open_directory
 from jrl.runs.storage import BackgroundSave, StorageError, quiet, writing
 
 BASE = "base"
-"""Folder of the base weights of a run with adapters, among its checkpoints: one of step 0."""
+"""Folder of the base weights of a run with adapters: a checkpoint of step 0 beside the others."""
 CHUNK_BYTES = 2**26
-"""Bytes of an array on the host that are stored together, as readers on meshes need parts of it."""
+"""Chunk size of host arrays in bytes, as readers on meshes need parts of them."""
 CHUNK_FACTOR = 16
-"""Factor of the axes of arrays that are stored in chunks: Orbax chooses divisors, and those of a
-prime number would be millions of chunks."""
+"""Arrays are stored in chunks if every axis is shorter than this or a multiple of it: Orbax chooses
+divisors as chunk sizes, and a prime axis would give millions of chunks."""
 NO_TIMEOUT = 10**6
-"""Seconds that Orbax waits: a write that hangs is the watchdog's to name and end."""
+"""Timeout of Orbax in seconds, practically none: the watchdog ends a write that hangs."""
 _saves = count()
-"""Saves of this program so far, which all processes make in the same order."""
+"""Number of saves of this program, which all processes make in the same order."""
 
 
 class Checkpoints:
     """The checkpoints of one run.
 
     Every process of a multi-process program makes one of these and calls `save`, `wait` and
-    `restore` together. One run has one writer; other programs may restore meanwhile.
+    `restore` together. One run has one writer; other programs may restore at the same time.
 
     `save` returns before the checkpoint is on disk: call `wait` or `close` before the program ends,
-    or use a ``with`` block. One checkpoint at most is being written.
+    or use a ``with`` block. At most one checkpoint is written at a time.
 
     Args:
       directory: of the checkpoints, a path or an address ``gs://BUCKET/PATH``; created by the first
         `save`.
-      keep: how many of the newest to keep, at least 1.
+      keep: number of newest checkpoints to keep, at least 1.
     """
 
     def __init__(self, directory: StoragePath | str, keep: int = 2):
@@ -65,7 +65,7 @@ class Checkpoints:
         self._directory = open_directory(directory)
         self.directory = self._directory.path
         self.keep = keep
-        self._valid: set[int] = set()  # found so by this object
+        self._valid: set[int] = set()  # verified by this object
         self._had_parent = not is_bucket(self.directory) and self.directory.parent.is_dir()
         self._in_flight: BackgroundSave | None = None
         self._silence = ExitStack()
@@ -83,24 +83,24 @@ class Checkpoints:
             self._in_flight.abandon()
         try:
             self.close()
-        except Exception as reason:  # the error of the block is the one to raise
+        except Exception as reason:  # the block's own error takes precedence
             print(f"warning: the last checkpoint was not completed: {reason}", file=sys.stderr)
 
     def steps(self) -> list[int]:
-        """Return the steps of which a checkpoint was completed, oldest first: what the first
-        process sees, in all of them."""
+        """Return the steps of complete checkpoints, oldest first: in all processes those that the
+        first process sees."""
         return broadcast_from_main(self._directory.steps() if is_main_process() else [])
 
     def latest_step(self) -> int | None:
-        """Return the newest step of which a checkpoint was completed, or None."""
+        """Return the newest step with a complete checkpoint, or None."""
         return max(self.steps(), default=None)
 
     def latest_valid_step(self) -> tuple[int | None, dict[int, str]]:
-        """Return the newest step whose checkpoint is as it was written, None where there is none at
-        all, and what is damaged of the newer ones, by step; ValueError where all are damaged. All
-        files are read for that."""
+        """Return the newest step whose checkpoint is undamaged, or None without any checkpoint, and
+        the damage of newer ones, by step; ValueError if all are damaged. All files are read for
+        verification."""
         damaged: dict[int, str] = {}
-        # A run that is being written may drop the one looked at: that is no damage.
+        # A run in progress may remove the checkpoint being verified, which is no damage.
         while steps := [step for step in self.steps() if step not in damaged]:
             step = steps[-1]
             reason = self._damage(step)
@@ -117,13 +117,12 @@ class Checkpoints:
         return None, {}
 
     def identity(self, step: int) -> Hashable:
-        """Identity of a checkpoint, which differs for one that replaces it; None where there is
-        none."""
+        """Identity of a checkpoint, which changes if it is replaced; None if there is none."""
         return self._directory.identity(step)
 
     def set_aside(self, step: int) -> StoragePath:
-        """Rename a damaged checkpoint, which is not listed any more, and return its path. Only the
-        writer of the run may call this."""
+        """Rename a damaged checkpoint, so that it is not listed any more, and return its path. Only
+        the writer of the run may call this."""
         self.wait()
         name = ""
         with RaiseInAllProcesses():
@@ -132,23 +131,23 @@ class Checkpoints:
         return self.directory / broadcast_from_main(name)
 
     def save(self, step: int, state: Any, meta: Mapping[str, Any] | None = None) -> None:
-        """Copy the state to the host and return; a thread then writes the checkpoint, and drops
-        those beyond `keep`.
+        """Copy the state to the host and return; a thread then writes the checkpoint, and removes
+        the oldest beyond `keep`.
 
-        The checkpoint holds the state of now: its buffers may be donated or overwritten directly
-        after. The host needs memory for one copy of it. A save that is still in flight is waited
-        for first.
+        The checkpoint contains the state at the call: its buffers may be donated or overwritten
+        immediately after. The host needs memory for one copy of it. A save that is still in flight
+        is waited for first.
 
         Args:
-          step: at least 0, and newer than every checkpoint there is.
+          step: at least 0, and newer than every existing checkpoint.
           state: a pytree of jax arrays, typed PRNG keys and numpy arrays.
-          meta: JSON values to come back with it.
+          meta: JSON values to store with it.
 
         Raises:
           ValueError: for a step that is not newer, a leaf that is not an array, or a `meta` that
-            JSON cannot hold.
-          StorageError: where the file system refuses to hold it, or refused to hold the one before
-            it; the checkpoints before stay.
+            JSON cannot represent.
+          StorageError: if the file system cannot store it, or could not store the previous one;
+            earlier checkpoints remain.
         """
         self.wait()
         latest = self.latest_step()
@@ -180,15 +179,15 @@ class Checkpoints:
         self._in_flight = BackgroundSave(complete, gather)
 
     def wait(self) -> None:
-        """Wait until the checkpoint that is being written is complete; StorageError where the file
-        system refused to hold it, and the checkpoints before it stay."""
+        """Wait until the checkpoint in flight is complete; StorageError if the file system could
+        not store it, with the earlier checkpoints unchanged."""
         if self._in_flight is None:
             return
         try:
             self._in_flight.wait()
         except Exception:
             self._in_flight = None
-            self._silence.close()  # what failed has been reported from here on
+            self._silence.close()  # failures have been reported from here on
             raise
         self._in_flight = None
 
@@ -203,7 +202,7 @@ class Checkpoints:
                 f"{self.directory}: save later steps only, or call drop_after first"
             )
         if self._had_parent and not self.directory.parent.is_dir():
-            # Orbax would make it again, and half a run would be there.
+            # Orbax would create it again, with a part of the run only.
             raise StorageError(
                 f"{self.directory.parent} no longer exists: the checkpoint of step {step} cannot "
                 "be written. Restore the folder, or start a run in another."
@@ -212,8 +211,8 @@ class Checkpoints:
     def _copy(
         self, step: int, leaves: Mapping[str, Any], meta: Any, gather: BackgroundGather
     ) -> Callable[[], None]:
-        """Copies the arrays to the host, and returns what writes them in another thread."""
-        # Orbax refuses arrays without elements; their shape in `tree` says it all.
+        """Copies the arrays to the host, and returns the function that writes them in a thread."""
+        # Orbax rejects arrays without elements; their shape in `tree` suffices.
         arrays = {name: _host_copy(leaf) for name, leaf in _transfers(leaves).items()}
         path = self._directory.destination(step)
         items = ocp.args.Composite(
@@ -231,30 +230,30 @@ class Checkpoints:
         return writer.close
 
     def _publish(self, step: int, gather: BackgroundGather) -> None:
-        """Gives a checkpoint that is written its hashes and its name."""
+        """Writes the hashes of a completed checkpoint and gives it its final name."""
         manifest.write(self._directory.destination(step), step, gather)
         if is_main_process():
             self._directory.publish(step)
-        gather(None)  # until it is there
+        gather(None)  # waits until it is published
 
     def restore(self, step: int | None, like: Any, part: str = "") -> tuple[Any, dict[str, Any]]:
         """Read a checkpoint.
 
         Args:
-          step: which one, or None for the newest.
+          step: of the checkpoint, or None for the newest.
           like: a pytree of arrays or `jax.ShapeDtypeStruct`s of the same structure, shapes and
-            dtypes. Each leaf is restored with the sharding of its counterpart (to the first device
-            where that has none), and as a numpy array where that is one. The layout may differ from
-            the one saved.
-          part: what of the state to read, for example ``policy/weights``; `like` is then a tree of
-            that part alone, or its one leaf, and nothing else is read.
+            dtypes. Each leaf is restored with the sharding of its counterpart (on the first device
+            if that has none), and as a numpy array if that is one. The layout may differ from the
+            one saved.
+          part: subtree of the state to read, for example ``policy/weights``; `like` is then a tree
+            of that part, or its one leaf, and nothing else is read.
 
         Returns:
-          The state, equal bit for bit, and its `meta`.
+          The state, bitwise identical, and its `meta`.
 
         Raises:
-          ValueError: where there is no such checkpoint, it is damaged, or it is one of another
-            model; the message then lists every leaf that is missing, extra or differs.
+          ValueError: if there is no such checkpoint, it is damaged, or it is of another model; the
+            message then lists every leaf that is missing, extra or different.
         """
         step, items = self._find(step)
         named = _named_leaves(like).items()
@@ -315,7 +314,7 @@ class Checkpoints:
         return step, {"tree": items["tree"], "meta": items["meta"]}
 
     def _damage(self, step: int) -> str | None:
-        """Reason why a checkpoint is not as it was written; None if it is."""
+        """Reason why a checkpoint is damaged; None if it is not."""
         reason = manifest.find_damage(self.directory / str(step), step)
         if reason is None:
             self._valid.add(step)
@@ -340,7 +339,7 @@ def _handler(
 
 def _write_host_arrays(path: StoragePath, items: ocp.args.Composite) -> None:
     """Writes NumPy arrays, in any thread of a run of one process."""
-    # By default Orbax would copy them once more.
+    # Orbax would copy them once more by default.
     handler = ocp.type_handlers.NumpyHandler(deepcopy_host_arrays=False)
     registry = ocp.type_handlers.create_type_handler_registry((np.ndarray, handler))
     state = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
@@ -349,10 +348,10 @@ def _write_host_arrays(path: StoragePath, items: ocp.args.Composite) -> None:
 
 
 def _writer_of_shards(gather: BackgroundGather) -> ocp.AsyncCheckpointer:
-    """Writer of a run of several processes, of which each writes its part in threads of Orbax."""
+    """Writer for multi-process runs, in which each process writes its shards in Orbax's threads."""
 
     def barrier(*, key: str, timeout_ms: int) -> None:
-        gather(None)  # unlike Orbax's own it ends where another process fails
+        gather(None)  # unlike Orbax's own, it ends if another process fails
 
     options = ocp.options.AsyncOptions(
         timeout_secs=NO_TIMEOUT, barrier_sync_fn=barrier, create_directories_asynchronously=False
@@ -369,8 +368,8 @@ def _json_copy(meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def _transfers(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Arrays with elements, as Orbax stores them (of a typed key its words), whose copies to the
-    host have begun together."""
+    """Arrays with elements in the form that Orbax stores (for a typed key, its words); their copies
+    to the host are started together."""
     arrays = {
         name: jax.random.key_data(leaf) if _is_key(leaf) else leaf
         for name, leaf in leaves.items()
@@ -383,11 +382,11 @@ def _transfers(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _host_copy(array: Any) -> Any:
-    """Copy of an array on the host; of one over several processes, Orbax makes it."""
+    """Copy of an array on the host; arrays over several processes are copied by Orbax."""
     if isinstance(array, jax.Array) and is_multiprocess():
         return array
     host = np.asarray(array)
-    # A view is of memory that may be overwritten: of a device that is the host, or of the caller.
+    # A view shares memory that may be overwritten, of a CPU device or of the caller.
     owns_memory = host.flags.owndata and isinstance(array, jax.Array)
     return host if owns_memory else host.copy()
 
@@ -396,7 +395,7 @@ def _save_args(array: Any) -> ocp.SaveArgs:
     is_divisible = all(size < CHUNK_FACTOR or size % CHUNK_FACTOR == 0 for size in array.shape)
     if isinstance(array, np.ndarray) and is_divisible:
         return ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)
-    return ocp.SaveArgs()  # whole, or as it is sharded
+    return ocp.SaveArgs()  # as one chunk, or by shards
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
@@ -420,7 +419,7 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _typed(array: Any, like: Any, description: Mapping[str, Any]) -> Any:
-    """Return what was saved, given what Orbax has stored of it."""
+    """Restore the type of an array that Orbax has stored."""
     return jax.random.wrap_key_data(array, impl=description["impl"]) if _is_key(like) else array
 
 
@@ -451,7 +450,7 @@ def _empty(leaf: Any) -> Any:
 
 
 def _check_same(path: StoragePath, saved: Mapping[str, Any], requested: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint whose leaves are not those wanted, naming all that differ."""
+    """Reject a checkpoint whose leaves differ from those requested, naming all of them."""
 
     def text(description: Mapping[str, Any]) -> str:
         return f"{description['dtype']}[{','.join(map(str, description['shape']))}]"

@@ -1,8 +1,8 @@
 """Directory of a run's checkpoints: on a file system, or in Google Cloud Storage.
 
-A file system renames a folder at once, so a checkpoint there is written under a temporary name.
-Object storage would copy every object: there it is written under its own name, and is complete when
-its last object, the manifest, is there.
+Renaming a folder is atomic in a file system, so a checkpoint there is written under a temporary
+name. Object storage would copy every object: there it is written under its own name, and is
+complete once its last object, the manifest, exists.
 """
 
 import errno
@@ -24,17 +24,17 @@ from jrl.runs import records
 MANIFEST_NAME = "manifest.json"
 TEMPORARY = re.compile(r"\d+\.(writing.*|deleting)")
 OBJECT_STORAGE = re.compile(r"(gs|s3|az|abfss?|hdfs|https?)://?(?P<rest>.*)")
-"""Addresses that are no paths; `pathlib.Path` leaves one slash of two."""
+"""Prefixes of addresses that are not paths; `pathlib.Path` drops one of two slashes."""
 LONGEST_ERROR = 400
-"""Characters of a message of Google Cloud Storage, whose bodies can be pages."""
+"""Maximum characters of an error message of Google Cloud Storage, whose bodies can be pages."""
 
 StoragePath = Path | epath.Path
 """A path of a file system, or an address in Google Cloud Storage, with the same methods."""
 
 
 def storage_path(address: StoragePath | str) -> StoragePath:
-    """The absolute path of a file system, or the ``gs://`` address, that a text names; ValueError
-    for addresses of other storage, and without a bucket."""
+    """The absolute path, or the ``gs://`` address, of a text; ValueError for addresses of other
+    storage, and for one without a bucket."""
     matched = OBJECT_STORAGE.fullmatch(str(address))
     if matched is None:
         return Path(os.path.expanduser(address)).absolute()
@@ -55,20 +55,20 @@ def is_bucket(path: StoragePath) -> bool:
 
 
 class Directory:
-    """Checkpoints of a run by their steps, as the first process of several sees and changes them.
+    """Checkpoints of a run by step, as read and changed by the first of several processes.
 
-    On a file system; `BucketDirectory` overrides what object storage does otherwise.
+    On a file system; `BucketDirectory` overrides the differences of object storage.
     """
 
     def __init__(self, path: StoragePath):
         self.path = path
 
     def steps(self) -> list[int]:
-        """Steps of which a checkpoint was completed, ascending."""
+        """Steps of complete checkpoints, ascending."""
         return sorted(int(entry.name) for entry in self._entries() if entry.name.isdigit())
 
     def is_empty(self) -> bool:
-        """True where there is no checkpoint, complete, incomplete or damaged."""
+        """True if there is no checkpoint, complete, incomplete or damaged."""
         return not (self.steps() or self.incomplete() or self.damaged())
 
     def destination(self, step: int) -> StoragePath:
@@ -81,13 +81,13 @@ class Directory:
         records.sync_folder(Path(self.path))  # before older checkpoints are deleted
 
     def delete(self, step: int) -> None:
-        """Removes a complete checkpoint; a kill meanwhile leaves none under its name."""
+        """Removes a complete checkpoint; after a kill meanwhile, it is no longer under its name."""
         doomed = self.path / f"{step}.deleting"
         (self.path / str(step)).rename(doomed)
         shutil.rmtree(doomed)
 
     def identity(self, step: int) -> Hashable:
-        """Identity of a complete checkpoint, None where there is none."""
+        """Identity of a complete checkpoint; None if there is none."""
         try:
             status = Path(self.path / str(step)).stat()
         except OSError:
@@ -95,13 +95,13 @@ class Directory:
         return status.st_ino, status.st_mtime_ns
 
     def set_aside(self, step: int) -> StoragePath:
-        """Renames a damaged checkpoint to a name that is free, and returns that."""
+        """Renames a damaged checkpoint to a free name, and returns that."""
         path = _free_name(self.path / f"{step}.damaged")
         (self.path / str(step)).rename(path)
         return path
 
     def incomplete(self) -> list[StoragePath]:
-        """Checkpoints that a killed writer has left, or a live one is writing."""
+        """Checkpoints that were left by a killed writer, or are being written."""
         return [entry for entry in self._entries() if TEMPORARY.fullmatch(entry.name)]
 
     def damaged(self) -> list[StoragePath]:
@@ -109,23 +109,23 @@ class Directory:
         return [path for path in self._entries() if ".damaged" in path.name]
 
     def remove_leftovers(self) -> None:
-        """Removes what `incomplete` lists. For the writer alone: a reader could hit a live one."""
+        """Removes the results of `incomplete`. Only for the writer: others could hit a live one."""
         for entry in self.incomplete():
             shutil.rmtree(entry)
 
     def claim(self, config: bytes) -> None:
-        """Begins a directory that is not in the folder of its run, with the run's configuration for
-        those who find the checkpoints alone."""
+        """Creates a directory outside of the run folder, with a copy of the run's configuration for
+        those who find only the checkpoints."""
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / "config.json").write_bytes(config)
 
     def size_and_time(self, folder: StoragePath) -> tuple[int, float]:
-        """Bytes in a folder, and when it was written last, in seconds since 1970."""
+        """Bytes in a folder, and the time of its last write, in seconds since 1970."""
         files = [entry for entry in Path(folder).rglob("*") if entry.is_file()]
         return sum(entry.stat().st_size for entry in files), Path(folder).stat().st_mtime
 
     def _entries(self) -> list[StoragePath]:
-        """All that is in the directory, by name."""
+        """All entries of the directory, by name."""
         return sorted(self.path.iterdir()) if self.path.is_dir() else []
 
 
@@ -150,7 +150,7 @@ class BucketDirectory(Directory):
         return self.path / str(step)
 
     def publish(self, step: int) -> None:
-        pass  # the manifest was the last to be written
+        pass  # complete: the manifest is written last
 
     def delete(self, step: int) -> None:
         (self.path / str(step) / MANIFEST_NAME).unlink(missing_ok=True)
@@ -164,7 +164,7 @@ class BucketDirectory(Directory):
 
     def set_aside(self, step: int) -> StoragePath:
         path = _free_name(self.path / f"{step}.damaged")
-        # Not `mv`, which tries what buckets without folders refuse, again and again.
+        # Not `mv`, which repeatedly tries operations that buckets without folders reject.
         bucket_files().copy(str(self.path / str(step)), str(path), recursive=True)
         self.delete(step)
         return path
@@ -193,21 +193,21 @@ class BucketDirectory(Directory):
             names = bucket_files().ls(str(self.path), detail=False)
         except FileNotFoundError:
             return []
-        except Exception as error:  # of the network or its libraries, which have no class in common
+        except Exception as error:  # errors of the network and its libraries share no class
             raise OSError(errno.EIO, bucket_error(error), str(self.path)) from None
         paths = (epath.Path("gs://" + name.rstrip("/")) for name in sorted(names))
-        # A console marks a folder that it makes by an object of that name.
+        # Consoles mark a folder that they create by an object of that name.
         return [path for path in paths if path != self.path]
 
 
 def checksums(folder: StoragePath) -> dict[str, list[int | str]]:
-    """Sizes in bytes and checksums (CRC32C, of the storage's own) of the objects under an address,
-    by their names in it; nothing is downloaded."""
+    """Sizes in bytes and the storage's own checksums (CRC32C) of the objects under an address, by
+    their names in it; nothing is downloaded."""
     return {name: [entry["size"], f"crc32c:{entry['crc32c']}"] for name, entry in _objects(folder)}
 
 
 def bucket_error(error: BaseException) -> str:
-    """First line of an error of Google Cloud Storage, of the libraries that read and write it."""
+    """First line of an error from the libraries that access Google Cloud Storage."""
     text = str(error)
     if isinstance(error, OSError) and error.filename is not None:
         text = str(error.strerror)
@@ -222,9 +222,9 @@ def bucket_files() -> Any:
     from fsspec.config import conf
 
     import_extra("gcsfs", "gcs", "a directory in gs://")
-    # Orbax and TensorStore write beside it, so that listings in memory would be old.
+    # Orbax and TensorStore write as well, so cached listings would be outdated.
     conf.setdefault("gs", {})["use_listings_cache"] = False
-    for name in ("gcsfs", "google.auth"):  # what they log, they also raise
+    for name in ("gcsfs", "google.auth"):  # they also raise whatever they log
         logging.getLogger(name).setLevel(logging.CRITICAL)
     return filesystem("gs")
 

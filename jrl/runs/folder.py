@@ -1,13 +1,13 @@
 """Run folder: the paths of its files, and the lock of the process that writes it.
 
 ``runs/<name>/  config.json  run.yaml  tokenizer.model  metrics.jsonl  samples.jsonl  plots/
-checkpoints/`` (elsewhere with ``--checkpoint-dir``), ``report.html`` for people, ``versions.json``
-with the versions of its software, ``recipe.py`` for a custom recipe, ``code/`` with the files of
-custom tasks and rewards, and for a run that starts from a public checkpoint ``model.json`` and
+checkpoints/`` (elsewhere with ``--checkpoint-dir``), ``report.html``, ``versions.json`` with the
+versions of its software, ``recipe.py`` for a custom recipe, ``code/`` with the files of custom
+tasks and rewards, and for a run that starts from a public checkpoint ``model.json`` and
 ``origin/``.
 
-The process that writes a run holds a lock on it, which the kernel releases when the process ends,
-however it ends. A run exists from its ``config.json`` on, which `create` writes last.
+The process that writes a run holds a lock on it, which the kernel releases when the process ends in
+any way. A run exists from its ``config.json`` on, which `create` writes last.
 """
 
 import fcntl
@@ -31,8 +31,8 @@ RUNS_PATH = Path("runs")
 
 
 def local_path(path: Path | str) -> Path:
-    """The path of a run folder; ValueError for an address in object storage, which would become a
-    local folder of that name."""
+    """The path of a run folder; ValueError for an address in object storage, which would otherwise
+    become a local folder of that name."""
     if OBJECT_STORAGE.fullmatch(str(path)):
         raise ValueError(
             f"run folder {path} is an address in object storage: give a path of a file system, for "
@@ -112,16 +112,16 @@ class RunFolder:
         """Begin a run in a folder that is empty or does not exist.
 
         Args:
-          path: the folder; its parents are made.
+          path: the folder; its parents are created.
           config: everything needed to repeat the run, as JSON values.
-          recipe: the file that the recipe is from, None for one of the library's.
-          code: files of tasks and rewards, by their names in `code_path`; None is none.
+          recipe: file of a custom recipe; None for a built-in one.
+          code: files of custom tasks and rewards, by their names in `code_path`; None for none.
 
         Raises:
-          ValueError: where a run or other files are already there, or checkpoints in its
-            ``checkpoint_dir``, where another process is writing there, or where JSON cannot hold
+          ValueError: if a run or other files exist there, or checkpoints in its
+            ``checkpoint_dir``, if another process is writing there, or if JSON cannot represent
             the configuration.
-          StorageError: where nothing can be written to ``checkpoint_dir``.
+          StorageError: if ``checkpoint_dir`` is not writable.
         """
         content = _config_bytes(config)
         folder, code = cls(path), {} if code is None else code
@@ -146,10 +146,10 @@ class RunFolder:
 
     @classmethod
     def resume(cls, path: Path | str) -> "RunFolder":
-        """Go on with a run.
+        """Continue a run.
 
         Raises:
-          ValueError: where there is no run, or another process is writing it.
+          ValueError: if there is no run, or another process is writing it.
         """
         folder = cls.read(path)
         folder._acquire()
@@ -157,10 +157,10 @@ class RunFolder:
 
     @classmethod
     def read(cls, path: Path | str) -> "RunFolder":
-        """Look at a run without the right to write it.
+        """Open a run read-only.
 
         Raises:
-          ValueError: where there is no run.
+          ValueError: if there is no run.
         """
         folder = cls(path)
         if not folder.config_path.is_file():
@@ -191,7 +191,7 @@ class RunFolder:
         records.replace(self.versions_path, (json.dumps(versions, indent=2) + "\n").encode())
 
     def versions(self) -> dict[str, str]:
-        """Return the versions of a run; none for one that was made before they were kept."""
+        """Return the versions of a run; empty for runs from before they were recorded."""
         if not self.versions_path.exists():
             return {}
         versions = records.read_object(self.versions_path, "delete it, or put it back as it was")
@@ -203,13 +203,13 @@ class RunFolder:
         return {path.name: records.read_offset(path) for path in paths}
 
     def file_hashes(self) -> dict[str, records.FileOffset]:
-        """Return what the files of the run hold that never change."""
+        """Return the hashes of the files of the run that never change."""
         paths = [self.recipe_path, self.tokenizer_path, self.model_path]
         paths += sorted(self.code_path.glob("*.py"))
         return {path.relative_to(self.path).as_posix(): records.read_offset(path) for path in paths}
 
     def check_files(self, step: int, saved: Mapping[str, records.FileOffset]) -> None:
-        """Refuse files that differ from `saved`, the `file_hashes` at the checkpoint of `step`."""
+        """Reject files that differ from `saved`, the `file_hashes` at the checkpoint of `step`."""
         for name, current in self.file_hashes().items():
             if name in saved and current != saved[name]:
                 raise ValueError(
@@ -222,16 +222,16 @@ class RunFolder:
         `step`, from which they are written again.
 
         Raises:
-          ValueError: where what comes before them is not what was there then.
+          ValueError: if the lines before them differ from those at the checkpoint.
         """
         records.truncate(self.metrics_path, saved["metrics.jsonl"], step, every_step=True)
         records.truncate(self.samples_path, saved["samples.jsonl"], step, every_step=False)
 
     def discard_unsaved(self) -> None:
-        """Drop what a run wrote that was killed before its first checkpoint.
+        """Drop the lines of a run that was killed before its first checkpoint.
 
         Raises:
-          ValueError: where there are metrics that only a run with checkpoints has.
+          ValueError: if there are metrics that only a run with checkpoints has.
         """
         lines = records.read(self.metrics_path) if self.metrics_path.exists() else []
         if lines and lines[-1]["step"] > 0:
@@ -263,10 +263,10 @@ class RunFolder:
             )
         if self.path.exists() and not self.path.is_dir():
             raise ValueError(f"run folder {self.path} is a file: choose another --run-dir")
-        # A kill before config.json leaves these, and only these.
+        # A kill before config.json is written leaves only these.
         names = self.config_path.name, self.recipe_path.name
         expected_names = {LOCK, *(name + ".tmp" for name in names)}
-        # A recipe is ours if it is the one to be written; any other is the user's.
+        # A recipe that equals the one to be written is ours; any other is the user's.
         if self.recipe_path.is_file() and self.recipe_path.read_bytes() == recipe:
             expected_names.add(self.recipe_path.name)
         if self.code_path.is_dir() and all(
@@ -279,7 +279,7 @@ class RunFolder:
             )
 
     def _claim_checkpoints(self, config: bytes) -> None:
-        """Begins the checkpoints of a new run where they are not in its folder."""
+        """Creates the checkpoint directory of a new run if it is outside of its folder."""
         if self.checkpoints_path == self.path / "checkpoints":
             return
         directory = open_directory(self.checkpoints_path)

@@ -1,4 +1,4 @@
-"""Lines that a run prints, as JSON objects, for collectors of logs (``--log-json``)."""
+"""JSON lines of a run's output, for log collectors (``--log-json``)."""
 
 import io
 import json
@@ -11,14 +11,14 @@ from datetime import UTC, datetime
 from typing import Any
 
 LEVELS = {"error:": "error", "warning:": "warning", "ALARM:": "warning"}
-"""Levels of lines, by their first word; that of others is info."""
+"""Levels of lines by their first word; the default is info."""
 
 
 class JsonLines(io.TextIOBase):
     """Text stream that writes each line as a JSON object to another stream.
 
-    ``{"time": ..., "level": ..., "host": ..., "process": ..., "message": ...}``, the time in UTC as
-    of ISO 8601. Blank lines are left out. The index of the process is read for each line.
+    ``{"time": ..., "level": ..., "host": ..., "process": ..., "message": ...}``, with the time in
+    UTC (ISO 8601). Blank lines are left out. The index of the process is read for each line.
     """
 
     encoding = "utf-8"
@@ -53,7 +53,7 @@ class JsonLines(io.TextIOBase):
         self.stream.flush()
 
     def finish(self) -> None:
-        """Writes what has no newline at its end."""
+        """Writes a last line that has no newline."""
         self.write("\n")
         self.flush()
 
@@ -71,7 +71,7 @@ class JsonLines(io.TextIOBase):
 
 
 def start_json_lines(name: str, process: Callable[[], int]) -> None:
-    """Makes `sys.stdout` or `sys.stderr`, whatever `name` is, write JSON lines."""
+    """Makes `sys.stdout` or `sys.stderr`, as `name` says, write JSON lines."""
     stream = getattr(sys, name)
     if not isinstance(stream, JsonLines):
         setattr(sys, name, JsonLines(stream, process))
@@ -79,7 +79,7 @@ def start_json_lines(name: str, process: Callable[[], int]) -> None:
 
 @contextmanager
 def restoring_streams() -> Iterator[None]:
-    """Context manager at whose end standard output and error are as they were without JSON."""
+    """Context manager that restores standard output and error at its end."""
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
 """Loggers of metrics besides ``metrics.jsonl``: TensorBoard and Weights & Biases.
 
-Both are extras, imported when one of these classes is created and not before; a ValueError says
-that one is not installed.
+Both are extras, imported only when one of these classes is created; a ValueError says that one is
+not installed.
 """
 
 import secrets
@@ -30,12 +30,12 @@ class Logger(Protocol):
 class TensorBoard:
     """Scalars as TensorBoard events, written by a thread every few seconds.
 
-    A kill can lose those seconds: ``metrics.jsonl`` is the record, this is a view of it.
+    A kill can lose those seconds; ``metrics.jsonl`` is the complete record.
 
     Args:
-      directory: where the event files go; made if missing.
-      resume_step: the step a resumed run starts from, 0 among them. TensorBoard then hides what an
-        earlier, killed process had written after it.
+      directory: of the event files; created if missing.
+      resume_step: first step of a resumed run, inclusive. TensorBoard then hides later events of
+        an earlier, killed process.
     """
 
     def __init__(self, directory: Path | str, resume_step: int | None = None):
@@ -57,12 +57,12 @@ class Wandb:
     """Metrics as the history of a Weights & Biases run.
 
     A resumed run continues its own history, which cannot be truncated: steps that a killed process
-    logged after its last checkpoint stay as they are, and are not logged again. The same seed gives
-    the same metrics, their timings apart.
+    logged after its last checkpoint remain, and are not logged again. The same seed gives the same
+    metrics, except for timings.
 
     Args:
-      directory: the run folder, by whose name the run is called; local files go to ``wandb/`` in
-        it, and to ``wandb/run-id`` the identity of the run, so that another run of the same name is
+      directory: the run folder, whose name is the name of the run; local files go to ``wandb/`` in
+        it. ``wandb/run-id`` has the identity of the run, so that another run of the same name is
         never continued.
       config: shown with the run.
     """
@@ -88,7 +88,7 @@ class Wandb:
 
 
 def _identity(path: Path) -> str:
-    """The identity that the file holds; a new one where there is no file yet."""
+    """The identity in the file; a new one if there is no file yet."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(secrets.token_hex(8) + "\n")

@@ -1,11 +1,11 @@
 """Manifest of a folder, ``manifest.json``: sizes and SHA-256 of the files written, and its own.
 
-It is written last, when all files are synced to disk, so that a folder without one is incomplete,
-and one with it survives the loss of power. With multiple processes, each reads
-the files that it wrote, a block at a time; every process must call all functions.
+It is written last, when all files are synced to disk: a folder without one is incomplete, and a
+folder with one survives a loss of power. With multiple processes, each reads the files that it
+wrote, a block at a time; every process must call all functions.
 
-In Google Cloud Storage the hashes are the checksums (CRC32C) that the storage has of its objects,
-so that no file is read.
+In Google Cloud Storage the hashes are the storage's own checksums (CRC32C) of its objects, so that
+no file is read.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from jrl.runs import records
 from jrl.runs.directory import MANIFEST_NAME, StoragePath, checksums, is_bucket
 
 THREADS = min(8, os.cpu_count() or 1)
-"""Files read at once: hashing leaves the interpreter free."""
+"""Number of files read concurrently; hashing releases the interpreter lock."""
 
 
 def write(
@@ -35,15 +35,15 @@ def write(
     """Writes the manifest of all files in the folder.
 
     Args:
-      folder: what another writer of the same processes has completed.
-      step: what the folder is of, so that one under the name of another step is noticed.
-      gather: all-gather of JSON values; in a background thread one that uses no device.
+      folder: complete folder, written by the same processes.
+      step: of the checkpoint, to detect a folder under the name of another step.
+      gather: all-gather of JSON values; in a background thread, one that uses no device.
     """
     if not is_bucket(folder):
         _write_synced(Path(folder), step, gather)
     elif is_main_process():
         (folder / MANIFEST_NAME).write_bytes(_content(step, checksums(folder)))
-    gather(None)  # until it is there
+    gather(None)  # waits until it is written
 
 
 def _write_synced(folder: Path, step: int, gather: Callable[[Any], list[Any]]) -> None:
@@ -70,8 +70,8 @@ def _content(step: int, files: Mapping[str, list[int | str]]) -> bytes:
 
 
 def find_damage(folder: StoragePath, step: int) -> str | None:
-    """Reason why the folder is not as it was written; None if every byte is. Files that the
-    manifest does not name are not checked."""
+    """Reason why the folder is damaged; None if every byte is intact. Files that are not in the
+    manifest are not checked."""
     if is_bucket(folder):
         return broadcast_from_main(find_incomplete(folder, step) if is_main_process() else None)
     files = broadcast_from_main(_read(folder, step) if is_main_process() else None)
@@ -93,9 +93,9 @@ def find_damage(folder: StoragePath, step: int) -> str | None:
 
 
 def find_incomplete(folder: StoragePath, step: int) -> str | None:
-    """Reason why files are missing or have other sizes than were written; None if all are there.
+    """Reason why files are missing or have wrong sizes; None if all are complete.
 
-    No file is read but the manifest. In the first process of several.
+    Only the manifest is read. For the first of several processes.
     """
     files = _read(folder, step)
     if isinstance(files, str):
@@ -114,8 +114,8 @@ def _files(folder: Path) -> list[str]:
 
 
 def _map_local_files(names: Iterable[str], function: Callable[[str], Any]) -> dict[str, Any]:
-    """Results of a function of the files that this process reads: those with its number in their
-    path, as Orbax has it, and all without one in the first."""
+    """Results of a function of the files that this process reads: those with its index in their
+    path, as Orbax writes it, and in the first process all files without an index."""
 
     def owner(name: str) -> int:
         numbered = re.search(r"process_(\d+)", name)
@@ -130,12 +130,12 @@ def _size_and_hash(path: Path) -> list[int | str]:
     """Size in bytes and SHA-256 of a file."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-        sign()  # all files of a large checkpoint take longer than a phase may
+        sign()  # all files of a large checkpoint take longer than a phase is allowed
         return [file.tell(), digest]
 
 
 def _read(folder: StoragePath, step: int) -> dict[str, list[int | str]] | str:
-    """Size and hash of each file as the manifest has them, or what is wrong with it."""
+    """Size and hash of each file in the manifest, or the defect of the manifest."""
     try:
         content = json.loads((folder / MANIFEST_NAME).read_bytes())
     except (FileNotFoundError, NotADirectoryError):

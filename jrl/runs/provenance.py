@@ -1,8 +1,8 @@
 """Provenance of a checkpoint: the settings and files of its run when it was saved.
 
 A run resumes only with the settings, the tokenizer and the lines of metrics and samples of its
-checkpoint, and a policy is read only with its own tokenizer. A file that was damaged, or that comes
-from another run, is detected by that.
+checkpoint, and a policy is read only with its own tokenizer. This detects files that are damaged or
+come from another run.
 """
 
 import sys
@@ -16,7 +16,7 @@ from jrl.runs.folder import RunFolder
 
 
 def describe(settings: Mapping[str, Any], folder: RunFolder) -> dict[str, Any]:
-    """Run metadata of a checkpoint that is saved now, as JSON values: the settings that a run keeps
+    """Run metadata for a checkpoint, as JSON values: the settings that a run keeps
     (`jrl.config.files.fixed_settings`), and hashes of files and lines. Empty in all processes but
     the first, which writes it."""
     if not is_main_process():
@@ -30,7 +30,7 @@ def describe(settings: Mapping[str, Any], folder: RunFolder) -> dict[str, Any]:
 
 def find_resume_step(checkpoints: Checkpoints) -> int | None:
     """Step of the latest valid checkpoint, to resume from; None without any checkpoint, ValueError
-    where all are damaged. Later ones that are damaged are set aside, each with a warning."""
+    if all are damaged. Later ones that are damaged are set aside, each with a warning."""
     step, damaged = checkpoints.latest_valid_step()
     for later, reason in damaged.items():
         path = checkpoints.set_aside(later)
@@ -46,8 +46,9 @@ def find_resume_step(checkpoints: Checkpoints) -> int | None:
 def rewind(
     settings: Mapping[str, Any], folder: RunFolder, step: int, saved: Mapping[str, Any]
 ) -> None:
-    """Drops the lines after a checkpoint, which its run writes again; ValueError where settings or
-    files are not `saved`, the result of `describe` at the checkpoint, and nothing is dropped."""
+    """Drops the lines after a checkpoint, which its run writes again. Raises ValueError, dropping
+    nothing, if settings or files differ from `saved`, the result of `describe` at the
+    checkpoint."""
     with RaiseInAllProcesses():
         if is_main_process():
             _check_settings(settings, folder, step, saved["settings"])
@@ -56,7 +57,7 @@ def rewind(
 
 
 def check_files(folder: RunFolder, step: int, saved: Mapping[str, Any]) -> None:
-    """Refuses a policy whose tokenizer or network description is not what was saved with it."""
+    """Rejects a policy whose tokenizer or network description differs from the saved one."""
     with RaiseInAllProcesses():
         if is_main_process() and "files" in saved:
             folder.check_files(step, saved["files"])

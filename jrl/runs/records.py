@@ -32,35 +32,35 @@ REMEDIES = {
     errno.EFBIG: "raise the limit of a file's size (ulimit -f)",
     errno.EIO: "check that disk",
 }
-"""Remedies of a user for errors of the operating system."""
+"""Advice to users on errors of the operating system."""
 NO_FOLDER_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
-"""Errors of file systems that sync no folders, or need not."""
+"""Errors of file systems that do not support or need syncing of folders."""
 
 
 class Appender:
     """Appends records to a file, each passed to the operating system before `append` returns.
 
-    A kill can therefore lose the line being written and no other.
+    A kill can lose only the line being written.
     """
 
     def __init__(self, path: Path | str):
         self.path = Path(path)
-        # Without a buffer: what a full disk refused would be written, and refused, at the end too.
+        # Unbuffered: data rejected by a full disk would otherwise be written again at the end.
         self._file = self.path.open("ab", buffering=0)
 
     def append(self, step: int, record: Mapping[str, Any]) -> None:
         """Write one line; several may share a step.
 
         Args:
-          record: JSON values and scalars of numpy or jax. It must not hold "step" itself.
+          record: JSON values and scalars of numpy or jax. It must not contain "step" itself.
 
         Raises:
-          OSError: with the name of the file, where it cannot be written.
+          OSError: with the name of the file, if it cannot be written.
         """
         if "step" in record:
             raise ValueError('record holds "step", which is the first argument: leave it out')
         line = json.dumps({"step": int(step), **plain(record)}, ensure_ascii=False, allow_nan=False)
-        # A lone surrogate has no UTF-8, but its backslash escape is also the JSON escape.
+        # A lone surrogate has no UTF-8 encoding, but its backslash escape is also the JSON escape.
         content = (line + "\n").encode(errors="backslashreplace")
         with naming(self.path):
             _write_all(self._file, content)
@@ -77,8 +77,8 @@ class Appender:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Context in which errors of the operating system have the name of a file, as those of opening
-    it have, and a remedy; those of writing have neither."""
+    """Context that adds the name of a file and a remedy to errors of the operating system without a
+    name, such as those of writing."""
     try:
         yield
     except OSError as error:
@@ -90,7 +90,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def sync_folder(path: Path) -> None:
-    """Writes the names in a folder to disk, where the file system can."""
+    """Syncs the names in a folder to disk, if the file system supports it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with naming(path):
@@ -103,7 +103,7 @@ def sync_folder(path: Path) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return `value` as JSON can hold it: numpy and jax scalars as numbers, NaN as a string."""
+    """Convert `value` to JSON values: numpy and jax scalars to numbers, NaN to a string."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -128,7 +128,7 @@ def read(path: Path | str) -> list[dict[str, Any]]:
     path = Path(path)
     *lines, last = path.read_bytes().split(b"\n")
     if last and record_of(last) is not None:
-        # Killed between the record and its newline: nothing of it is missing.
+        # Killed between the record and its newline: the record is complete.
         lines.append(last)
     records = []
     for line_number, line in enumerate(lines, start=1):
@@ -144,7 +144,7 @@ def read(path: Path | str) -> list[dict[str, Any]]:
 
 def read_metrics(path: Path | str) -> list[dict[str, float | int]]:
     """Return one dict per line with every value a number, NaN and infinities included; ValueError
-    as `read`, and for a value that is no number."""
+    as in `read`, and for a value that is no number."""
     metrics = []
     for line_number, record in enumerate(read(path), start=1):
         numbers = {name: _number(value) for name, value in record.items()}
@@ -160,7 +160,7 @@ def read_metrics(path: Path | str) -> list[dict[str, float | int]]:
 
 def read_samples(path: Path | str) -> list[dict[str, Any]]:
     """Return the completions of a run: records with the texts "kind", "prompt" and "completion",
-    the number "score", and more. ValueError as `read`, and for a record without one of these."""
+    the number "score", and more. ValueError as in `read`, and for a record without one of these."""
     samples = read(path)
     for line_number, sample in enumerate(samples, start=1):
         for name in ("kind", "prompt", "completion", "score"):
@@ -177,10 +177,10 @@ def read_samples(path: Path | str) -> list[dict[str, Any]]:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Give the file `path` new content so that a kill leaves the old or the new, never a part."""
+    """Replace the content of the file `path` atomically: a kill leaves the old or the new one."""
     temporary = path.with_name(path.name + ".tmp")
     try:
-        # Not by `tempfile`, whose files are their owner's alone, whatever the umask says.
+        # Not by `tempfile`, whose files are private to their owner, whatever the umask.
         with naming(path), temporary.open("wb", buffering=0) as file:
             _write_all(file, content)
             os.fsync(file.fileno())
@@ -191,8 +191,8 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:
-    """Return the JSON object that a file holds; `remedy` is for a user whose file holds something
-    else."""
+    """Return the JSON object in a file; `remedy` is the advice in the error for any other
+    content."""
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -203,7 +203,7 @@ def read_object(path: Path, remedy: str) -> dict[str, Any]:
 
 
 def record_of(line: bytes) -> dict[str, Any] | None:
-    """Return the record that a line holds, None where it is no JSON object with a step."""
+    """Return the record in a line, None if it is not a JSON object with a step."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):  # not JSON, not UTF-8, or nested too deeply
@@ -214,7 +214,7 @@ def record_of(line: bytes) -> dict[str, Any] | None:
 
 
 def _number(value: Any) -> float | int | None:
-    """Return the number that a record holds, None where it is none."""
+    """Return the number in a record, None if it is not a number."""
     if isinstance(value, str):
         return float(value) if value in ("NaN", "Infinity", "-Infinity") else None
     if isinstance(value, bool) or not isinstance(value, float | int):
@@ -228,7 +228,7 @@ def _short(value: Any) -> str:
 
 
 def read_offset(path: Path) -> FileOffset:
-    """Length and SHA-256 of a file, synced first: the checkpoint must not outlive its lines."""
+    """Length and SHA-256 of a file, synced first, so that a checkpoint never outlives its lines."""
     if not path.exists():
         return _offset_of(b"")
     with naming(path), path.open("rb") as file:
@@ -240,14 +240,14 @@ def truncate(path: Path, offset: FileOffset, step: int, *, every_step: bool) -> 
     """Cuts the file back to an offset in one atomic replacement.
 
     Args:
-      path: the file; it may be missing only where it was at the offset.
-      step: of the checkpoint that has the offset, for the message.
+      path: the file; it may be missing only if it was missing at the offset.
+      step: of the checkpoint with the offset, for error messages.
       every_step: whether the file has one line for each step from 0 on; otherwise a step may have
         several lines or none.
 
     Raises:
-      ValueError: where it does not begin with what it held at the offset, naming the first line
-        that shows it; the file is then untouched.
+      ValueError: if it does not start with its content at the offset, naming the first line with
+        a fault; the file is then unchanged.
     """
     content = path.read_bytes() if path.exists() else b""
     prefix = content[: offset["bytes"]]
@@ -269,7 +269,7 @@ def truncate(path: Path, offset: FileOffset, step: int, *, every_step: bool) -> 
 
 
 def _write_all(file: RawIOBase, content: bytes) -> None:
-    """Writes bytes to a file without a buffer, which may take a part of them at a time."""
+    """Writes bytes to an unbuffered file, which may accept a part of them at a time."""
     rest = memoryview(content)
     while rest:
         rest = rest[file.write(rest) or 0 :]
@@ -280,7 +280,7 @@ def _offset_of(content: bytes) -> FileOffset:
 
 
 def _first_fault(content: bytes, step: int, every_step: bool) -> str | None:
-    """First fault of the lines up to a step, judged without the offset; None without any."""
+    """First fault of the lines up to a step, without the offset; None if there is none."""
     previous_step = -1
     *lines, _ = content.split(b"\n")
     for line_number, line in enumerate(lines, start=1):

@@ -1,5 +1,5 @@
-"""Storage of checkpoints: the thread that completes a save while the run goes on, and errors of the
-operating system while files are written, as one line with a remedy."""
+"""Storage of checkpoints: a background thread that completes a save while training continues, and
+one-line errors with a remedy for failures of the operating system."""
 
 import atexit
 import contextlib
@@ -20,16 +20,16 @@ from jrl.runs.directory import StoragePath, bucket_error, is_bucket
 from jrl.runs.records import REMEDIES
 
 LOGGERS = [logging.getLogger(name) for name in ("absl", "asyncio")]
-"""Loggers in which threads of Orbax write each failure, with its stack, beside the exception."""
+"""Loggers to which Orbax's threads write the stack of each failure, besides the exception."""
 
 
 class StorageError(RuntimeError):
-    """A file that the operating system, or Google Cloud Storage, did not let the run write."""
+    """Error of a file that the operating system or Google Cloud Storage did not allow to write."""
 
 
 def errno_of(error: BaseException) -> int | None:
-    """The number of the operating system's error that an exception, or what caused it, comes from:
-    libraries in C++ have it in their text alone."""
+    """Error number of the operating system behind an exception or its causes; C++ libraries have it
+    in their text only."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno in REMEDIES:
@@ -44,13 +44,13 @@ def errno_of(error: BaseException) -> int | None:
 
 @contextmanager
 def writing(path: StoragePath, remedy: str) -> Iterator[None]:
-    """Context in which `path` is written; where the operating system refuses something, and for
-    every error of an address in Google Cloud Storage, it raises a StorageError of one line, at its
-    end `remedy`: what is left, and how to continue."""
+    """Context in which `path` is written. Errors of the operating system, and all errors of an
+    address in Google Cloud Storage, become a StorageError of one line that ends with `remedy`: the
+    remaining state, and the way to continue."""
     try:
         with quiet:
             yield
-    except ProcessFailed:  # whose files are not those of `path` here
+    except ProcessFailed:  # its files are not those of `path` here
         quiet.ignore_late_writes()
         raise
     except Exception as error:
@@ -58,7 +58,7 @@ def writing(path: StoragePath, remedy: str) -> Iterator[None]:
             reason = bucket_error(error)
         elif (code := errno_of(error)) is not None:
             reason = f"{os.strerror(code)}: {REMEDIES[code]}"
-            # What Orbax left half done complains once more when the interpreter ends.
+            # Unfinished writes of Orbax report errors again when the interpreter ends.
             atexit.register(_silence_stderr)
         else:
             raise
@@ -67,13 +67,13 @@ def writing(path: StoragePath, remedy: str) -> Iterator[None]:
 
 
 def _is_no_thread_failure(record: logging.LogRecord) -> bool:
-    """False for the log of a thread of Orbax that failed, whose exception the save raises."""
+    """False for the log of a failed Orbax thread, whose exception `save` raises."""
     return "_SignalingThread.run() raised an exception" not in record.getMessage()
 
 
 class _WithoutLateWrites:
-    """Hook for exceptions that no code can catch, without those of writes that end after the save
-    to which they belong has failed: its event loop is closed. `hook` is for all others."""
+    """Hook for unraisable exceptions that drops those of writes that end after their save has
+    failed, as its event loop is closed. `hook` receives all others."""
 
     def __init__(self, hook: Callable[[Any], Any]):
         self._hook = hook
@@ -84,7 +84,7 @@ class _WithoutLateWrites:
 
 
 class _Quiet:
-    """Context in which threads of Orbax log no failure; it may begin in one thread and end in
+    """Context in which Orbax's threads log no failure; it may start in one thread and end in
     another, and several may overlap."""
 
     def __init__(self) -> None:
@@ -93,8 +93,8 @@ class _Quiet:
         self._hook: Callable[[Any], Any] = sys.unraisablehook
 
     def ignore_late_writes(self) -> None:
-        """Makes writes of a failed save silent for good, beside what is silent now: other threads
-        of Orbax may still write, and fail, after the first."""
+        """Silences writes of a failed save permanently: other threads of Orbax may still write, and
+        fail, after the first."""
         for logger in LOGGERS:
             logger.addFilter(_is_no_thread_failure)  # once: a filter is not added twice
         with self._lock:
@@ -138,14 +138,15 @@ class BackgroundSave:
     """Thread that completes the checkpoint of one step; every process has one.
 
     Args:
-      complete: writes what was copied; ends when the checkpoint is complete in all processes.
-      gather: of the threads of all processes, which `complete` uses.
+      complete: writes the copied state; returns when the checkpoint is complete in all processes.
+      gather: all-gather of the threads of all processes, for `complete`.
     """
 
     def __init__(self, complete: Callable[[], None], gather: BackgroundGather):
         self._gather = gather
         self._error: Exception | None = None
-        # As an argument: a thread drops them at its end, and with them the copy of the state.
+        # As an argument: the thread then releases them at its end, and with them the copy of the
+        # state.
         self._thread = threading.Thread(target=self._run, args=(complete,), name="jrl checkpoint")
         self._thread.start()
 
@@ -153,7 +154,7 @@ class BackgroundSave:
         """Waits until the checkpoint is complete, and raises its error.
 
         A process that waits for the others is in the phase of an agreement, so that the watchdog
-        names the one whose files are late.
+        reports the process whose files are late.
         """
         with phase(CHECKPOINT):
             self._gather.waits.wait()
@@ -172,9 +173,9 @@ class BackgroundSave:
     def _run(self, complete: Callable[[], None]) -> None:
         try:
             complete()
-        except Exception as error:  # raised again by `wait`, whatever it is
+        except Exception as error:  # raised again by `wait`
             self._error = error
-            with contextlib.suppress(RuntimeError):  # of a service that has ended
+            with contextlib.suppress(RuntimeError):  # the service may have ended
                 self._gather.fail(str(error))
         finally:
             self._gather.waits.set()
