@@ -1,4 +1,4 @@
-"""``python -m jrl.faults COMMAND``: each command is the function `main` of a file of its own."""
+"""``python -m jrl.faults COMMAND``: runs the function `main` of the file of a command."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -33,13 +33,13 @@ def _main(arguments: list[str]) -> int:
     if name not in COMMANDS:
         raise ValueError(f"command {name!r} is unknown: choose among {', '.join(COMMANDS)}.")
     if name != "train":
-        # A watcher beside a training must not take memory of its accelerator.
+        # A watcher beside a training run must not allocate memory on its accelerator.
         jax.config.update("jax_platforms", "cpu")
     return _load(name)(rest)
 
 
 def _load(name: str) -> Callable[[list[str]], int]:
-    """The function of a command, whose imports are those of this command alone."""
+    """The function of a command; imports only what that command needs."""
     match name:
         case "watch":
             from jrl.faults.watch import main

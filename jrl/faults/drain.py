@@ -67,7 +67,7 @@ Plan = Callable[[int], Restart]
 
 
 class Drainer:
-    """Decides whether an alarm drains the run, in its first process.
+    """Decision whether an alarm drains the run, for its first process.
 
     Args:
       run_folder, num_processes: of the run.

@@ -22,7 +22,7 @@ def nan_median(values: np.ndarray, axis: int) -> np.ndarray:
 
 
 def sorted_median(ordered: np.ndarray) -> np.ndarray:
-    """`nan_median` of what is sorted along the last axis, NaN last."""
+    """`nan_median` of values that are sorted along the last axis, NaN last."""
     size = ordered.shape[-1]
     count = np.isfinite(ordered).sum(axis=-1)
     if size > 0 and (count == size).all():
@@ -129,7 +129,7 @@ class OutlierDetector:
             return []
         first = finite_scores.argmax(axis=0)
         candidate = np.where(finite_scores.max(axis=0) >= self.threshold, first, -1)
-        alarms: dict[int, Alarm] = {}  # of a machine that stood out twice, the later one
+        alarms: dict[int, Alarm] = {}  # of a machine with two deviations, the later one
         width = self._width(fleet.period)
         for begin, end in stretches(candidate):
             machine, seconds = int(candidate[begin]), (end - begin) * fleet.period

@@ -1,12 +1,12 @@
-"""Windows of a record, medians over them, and pauses of the fleet: windows that are no evidence
-about one machine, for all machines pause there.
+"""Windows of a record, medians over them, and pauses of the fleet: windows without evidence about
+single machines, because all machines pause.
 
 Machines that differ permanently, by a per cent or by a tenth, differ in proportion to their work:
-not at all during a checkpoint, less during an evaluation. A detector that takes such a pause for
-the past finds every one of these differences new after it. So like is compared with like: a machine
-with itself, in windows in which the fleet did the same work.
+not at all during a checkpoint, less during an evaluation. Compared with such a pause, each of these
+differences would look new. So a machine is compared only with itself, in windows in which the fleet
+did the same work.
 
-A machine's fault does not look like a pause. Others that wait for it lose a part of their work in
+A machine's fault differs from a pause. Other machines that wait for it lose a part of their work in
 some metrics; in a pause most metrics of most machines fall together.
 """
 
@@ -37,8 +37,8 @@ RESTART = 120.0
 SETTLING = 60.0
 """Seconds after a restart in which machines resume one after the other."""
 MAX_SAMPLED = 128
-"""Machines that the median over a fleet is taken of: more hardly change it. Also windows whose work
-is tried as that of most others."""
+"""Maximum number of machines in the median over a fleet, as more hardly change it; also of windows
+whose work is tried as the most frequent."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Grid:
       overlap: windows from one to the first that shares no sample with it.
       length: windows wholly inside the time of continuity; two more where a window is one or
         two samples.
-      recent: windows of what was there just before.
+      recent: number of windows just before a moment.
       lag: windows between the two whose difference measures noise: a minute, at least `overlap`.
     """
 

@@ -48,10 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         fleet = fleet.select(request.metrics)
     detector = request.make_detector()
     if isinstance(detector, StandardDetector):
-        # No earlier look had more before an onset than this record has.
+        # An earlier pass had no more data before an onset than this record has.
         detector = replace(detector, past=0.0)
     report = examine(fleet, detector)
-    if request.detector != "standard":  # which looks for silence itself
+    if request.detector != "standard":  # which detects silence itself
         report = replace(report, alarms=[*report.alarms, *SilenceDetector()(fleet)])
     if record.is_dir():
         report = replace(report, alarms=[*report.alarms, *find_stopped(record)])

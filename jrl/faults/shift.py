@@ -1,7 +1,7 @@
-"""Shift detector: names the machine with a new deviation from the others, by robust statistics.
+"""Shift detector: the machine with a new deviation from the others, by robust statistics.
 
 It needs no training, no clocks that agree to the second and no order of metrics. It does not name
-machines that were different all along. Runs are watched with it by default; `jrl.faults.assess`
+machines that differed from the start. It is the default for runs; `jrl.faults.assess`
 compares it with Minder.
 """
 
@@ -17,17 +17,19 @@ from jrl.faults.outlier import MAD_TO_STD, nan_median, sorted_median
 from jrl.faults.pauses import Grid, comparable_windows
 
 LONGEST_PERIOD = 60.0
-"""Seconds between two samples beyond which four minutes hold too few of them."""
+"""Maximum seconds between two samples, as four minutes have too few samples beyond it."""
 HEAVY_TAIL_RATIO = 3.0
-"""How many times farther from the median the 95th percentile is than the 5th in a heavy tail."""
+"""Ratio of the distances of the 95th and 5th percentile from the median above which a tail is
+heavy."""
 RATIO = 4.0
-"""How many times the score of most others a machine's score is at least."""
+"""Minimum ratio of a machine's score to the score of most others."""
 ONE_IN, PIPELINE = 50, 16
-"""Which of the others: one machine of so many, and in small fleets the first beyond a pipeline."""
+"""The other machine of that ratio: one in so many, and in small fleets the first one beyond a
+pipeline."""
 LOG_OFFSET = 0.1
-"""Share of the typical value, added before the logarithm so that zero needs no special case."""
+"""Share of the typical value that is added before the logarithm, so that zero is finite."""
 JOINT = " + "
-"""Between the metrics of a group, in its name."""
+"""Separator of the metrics in the name of a group."""
 
 Deviations = Float[np.ndarray, "machine window"]
 Scores = Float[np.ndarray, "machine moment"]
@@ -35,7 +37,7 @@ Scores = Float[np.ndarray, "machine moment"]
 
 @dataclass(frozen=True)
 class ShiftDetector:
-    """Names the machine that moved farthest away from the others, and stayed there.
+    """Names the machine that has moved farthest away from the others and remained there.
 
     For each metric, with medians over `window` seconds in which the fleet did the same work
     (`jrl.faults.pauses.comparable_windows`), and heavy-tailed metrics in logarithms:

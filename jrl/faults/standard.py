@@ -25,29 +25,30 @@ SILENCE = "silence"
 MIN_SHIFT_CONTINUITY = 240.0
 """Lower bound of the seconds for which a subtle shift must last; other alarms may need less."""
 MAX_NAMED = 4
-"""Machines that a note lists by name; of more it gives their number."""
+"""Maximum number of machines that a note lists by name; otherwise it gives their number."""
 
 
 @dataclass(frozen=True)
 class StandardDetector:
-    """Four questions, the most certain answer first; a machine is named once.
+    """Combination of four checks, the most certain first; a machine is named once.
 
-    1. Has a counter of fatal errors moved? (`moved_counters`)
-    2. Has a machine, or one of its metrics, fallen silent? (`SilenceDetector`)
-    3. Is a training step, or the slowdown of a process, a multiple of the others'?
-       (`OutlierDetector`)
-    4. Has a machine shifted away from the others in any metric? (`ShiftDetector`)
+    1. A counter of fatal errors has increased (`moved_counters`).
+    2. A machine, or one of its metrics, is silent (`SilenceDetector`).
+    3. A training step, or the slowdown of a process, is a multiple of the others'
+       (`OutlierDetector`).
+    4. A machine has shifted away from the others in any metric (`ShiftDetector`).
 
     Attributes:
-      continuity: seconds for which a machine has to be an outlier; at least 240 for the fourth.
-      threshold: of the fourth, in spreads.
+      continuity: seconds for which a machine has to be an outlier; at least 240 for the fourth
+        check.
+      threshold: of the fourth check, in spreads.
       silence: seconds without a sample.
-      window: seconds of a window of the third.
-      metrics: what is compared, by any name of `jrl.faults.collect.vocabulary`; all by default.
+      window: seconds of a window of the third check.
+      metrics: metrics to compare, by any name of `jrl.faults.collect.vocabulary`; all by default.
       past: see `ShiftDetector`; more than twice a slowdown of 150 s that recovers, which is then
-        less than half of what was before.
+        less than half of the time before.
       codes: causes, a subset of `CAUSES`, for which an error code names its machine in the first
-        question. The others are reported in the notes.
+        check. The others are reported in the notes.
     """
 
     continuity: float | int = 240.0
@@ -102,13 +103,13 @@ class StandardDetector:
 class SilenceDetector:
     """Names machines without a sample for `seconds` in which at least half of the others had some.
 
-    A metric that a machine gave before and gives no more, while the others do, is named as well: a
-    GPU that fell off its bus leaves its exporter without a series. What a machine did not give yet
-    is no silence, unless it never gives anything; nor is a metric of which its exporter says that
-    it has no value (`Fleet.blank`), while it has some of another metric of that GPU.
+    A metric that a machine reported before and no longer reports, while the others do, is named as
+    well: a GPU that fell off its bus leaves its exporter without a series. A metric that has no
+    sample yet is not silent, unless it never gets any; nor is a metric whose exporter reports that
+    it has no value (`Fleet.blank`), while it has values of another metric of that GPU.
 
     Attributes:
-      seconds: without a sample, in a row.
+      seconds: time without a sample.
     """
 
     seconds: float | int = 240.0
@@ -176,7 +177,7 @@ def _reports_no_value(fleet: Fleet, row: int, metric: str, begin: int, end: int)
 def moved_counters(fleet: Fleet, causes: Collection[str] = ("machine",)) -> list[Alarm]:
     """Alarms for machines on which a counter of fatal errors increased or an error code changed.
 
-    Such are uncorrectable ECC errors, XIDs and links that went down. The alarms are raised
+    Examples are uncorrectable ECC errors, XIDs and links that went down. The alarms are raised
     immediately, without a comparison of machines. If a metric changed on more than half of the
     machines, one of them made the others fail, and only the first is named. An error code names its
     machine if its cause is one of `causes`; `other_codes` lists the rest.

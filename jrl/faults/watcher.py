@@ -24,12 +24,12 @@ from jrl.faults.outlier import OutlierDetector
 from jrl.faults.standard import SILENCE, StandardDetector
 
 RECORD_SECONDS = 1800.0
-"""Length of the record of a detection pass. A job that alternates between rollouts and training has
-enough of either in it, see `jrl.faults.pauses`."""
+"""Length of the record of a detection pass. It includes enough of both phases of a job that
+alternates between rollouts and training, see `jrl.faults.pauses`."""
 MIN_MACHINES = 3
 """Minimum for a comparison: of two machines that differ, either may be the faulty one."""
 HOOK_TIMEOUT = 300.0
-"""Seconds after which a command that does not end is killed."""
+"""Timeout of a command in seconds, after which it is killed."""
 Hook = Callable[[Alarm], object]
 
 
@@ -328,7 +328,7 @@ def examine(fleet: Fleet, detector: Detector) -> Report:
 def trim_to_common_start(fleet: Fleet) -> Fleet:
     """The fleet from the time on at which every machine has had a sample.
 
-    Machines without any do not count.
+    Machines without any sample are ignored.
     """
     has_sample = np.isfinite(fleet.values).sum(axis=1) > 0
     first_samples = [int(np.flatnonzero(row)[0]) for row in has_sample if row.any()]
@@ -362,7 +362,7 @@ def command_hook(command: str, timeout: float | int = HOOK_TIMEOUT) -> Hook:
                 command, shell=True, env=environment, timeout=timeout, check=False
             ).returncode
         except subprocess.TimeoutExpired:
-            status = 124  # as timeout(1) says it
+            status = 124  # as timeout(1) returns it
         if status:
             print(f"on-fault command ended with status {status}: {command}", file=sys.stderr)
         return status

@@ -1,1 +1,1 @@
-"""Published checkpoints: the folder, GGUF file or installed package that a name means."""
+"""Published checkpoints: resolution of a name to a folder, GGUF file or installed package."""

@@ -19,8 +19,8 @@ ALL_LINEAR = "all-linear"
 """PEFT's name for all modules but the head."""
 
 Modules = dict[str, list[set[str]]]
-"""The modules of each weight, by the weight's name as a target; one set of names for each module
-that is a part of it, gate and up, of which any will do."""
+"""Modules of each weight, by the weight's name as a target; one set of names for each module that
+is a part of it (gate and up), any of which is sufficient."""
 
 
 def open_adapters(directory: str, checkpoint: Path | str, config: ModelConfig, option: str) -> Lora:
@@ -28,10 +28,10 @@ def open_adapters(directory: str, checkpoint: Path | str, config: ModelConfig, o
 
     Args:
       checkpoint, config: the folder of the checkpoint that they are added to, and its network.
-      option: the setting that named the folder, for messages.
+      option: the setting that named the folder, for error messages.
 
     Raises:
-      ValueError: where the folder has none, or those of another network.
+      ValueError: if the folder has no adapters, or adapters of another network.
     """
     if not (Path(directory) / "adapter_config.json").is_file():
         inner = Path(directory) / "adapters"
@@ -50,19 +50,19 @@ def check_of_checkpoint(directory: str | None, policy: str, is_checkpoint: bool)
 
 
 def targets_from_modules(config: ModelConfig, names: Sequence[str]) -> tuple[str, ...]:
-    """Targets of `moe.architecture.lora.Lora` from names as `target_modules` of PEFT has them.
+    """Targets of `moe.architecture.lora.Lora` from module names as in PEFT's `target_modules`.
 
     A name means every module whose own name ends with it: ``q_proj``, ``mlp.down_proj``. Stacked
     experts are ``mlp.experts.gate_up_proj`` and ``mlp.experts.down_proj`` too.
 
     Args:
       config: the network; its module names are those of all architectures that can express it,
-        none where it is a preset that no architecture has.
-      names: targets of `Lora` may be among them.
+        none for a preset that no architecture has.
+      names: may include targets of `Lora`.
 
     Raises:
-      ValueError: for a name that no module ends with, and for one of gate and up without the other,
-        which are one weight here.
+      ValueError: for a name that no module ends with, and for one of gate and up without the
+        other, as they are one weight here.
     """
     modules = _modules(config.without_adapters())
     chosen = {weight for weight in modules if weight != "head" and ALL_LINEAR in names}

@@ -1,7 +1,7 @@
 """Conversion of a GGUF file, the format of llama.cpp, into a Hugging Face checkpoint folder.
 
-A GGUF file has everything of a model in one file: options, tokenizer and chat template as metadata,
-and tensors, most of them quantised. The folder has config.json, safetensors, tokenizer.json,
+A GGUF file contains a whole model: options, tokenizer and chat template as metadata, and tensors,
+most of them quantised. The folder has config.json, safetensors, tokenizer.json,
 tokenizer_config.json and generation_config.json, and is read like any other checkpoint.
 """
 
@@ -29,17 +29,17 @@ EXPERT = re.compile(r"\.experts\.(\d+)\.")
 def convert(path: Path, folder: Path, ignore: Collection[str] = ()) -> None:
     """Writes the checkpoint folder of a GGUF file; a folder that exists is complete.
 
-    Quantised tensors become float32, which holds their values exactly. Where all matrices are
-    bfloat16 or float16 already, config.json says bfloat16, the dtype of activations then.
+    Quantised tensors become float32, which represents their values exactly. If all matrices are
+    bfloat16 or float16 already, config.json has bfloat16, which is then the dtype of activations.
 
     Args:
       path: the GGUF file.
       folder: created; its parents too.
-      ignore: names of metadata that have no effect, by the user's word; they are in config.json.
+      ignore: names of metadata without effect, as stated by the user; they are in config.json.
 
     Raises:
-      ValueError: where the file is not GGUF, or has an architecture, metadata, a tokenizer or
-        tensors that are not supported: named, with the file.
+      ValueError: if the file is not GGUF, or has an unsupported architecture, metadata, tokenizer
+        or tensors; the message names them and the file.
     """
     if find_spec("gguf") is None:
         raise ValueError('converting GGUF needs the package gguf: run pip install -e ".[gguf]"')
@@ -81,7 +81,7 @@ def _write_weights(folder: Path, options: Mapping[str, Any], file: GgufFile) -> 
     """Writes the tensors in files of about `FILE_BYTES`, with an index where there are several."""
     import gguf
 
-    # What the user ignored is in config.json under its name in GGUF.
+    # Metadata that the user ignores are in config.json under their names in GGUF.
     config, family = read_config(folder, ignore=options)
     shapes = {name: plan.shape for plan in tensors_of(config, family) for _, name in plan.names()}
     kind = file.metadata["general.architecture"]

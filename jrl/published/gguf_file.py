@@ -1,7 +1,7 @@
 """Header of a GGUF file: its metadata, and where its tensors are.
 
 Versions 2 and 3 of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, little-endian. The
-package `gguf` reads them too, and takes minutes for a vocabulary of a quarter of a million tokens.
+package `gguf` reads them too, but takes minutes for a vocabulary of a quarter of a million tokens.
 """
 
 import mmap
@@ -15,7 +15,7 @@ import numpy as np
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 SCALARS = {**dict(enumerate("BbHhIif?")), 10: "Q", 11: "q", 12: "d"}
-"""Format of `struct` by the number of a type."""
+"""Format characters of `struct` by the number of a type."""
 STRING, ARRAY = 8, 9
 
 
@@ -48,7 +48,7 @@ class GgufFile:
         """Reads the header of a file.
 
         Raises:
-          ValueError: where it cannot be read, is no GGUF file, or ends early.
+          ValueError: if it cannot be read, is not a GGUF file, or is truncated.
         """
         try:
             with path.open("rb") as file:
@@ -76,11 +76,10 @@ class GgufFile:
         return cls(metadata, by_name, content)
 
     def values(self, name: str) -> np.ndarray:
-        """Values of a tensor: float16 and bfloat16 as they are, all else as float32.
+        """Values of a tensor: float16 and bfloat16 unchanged, all others as float32.
 
         Raises:
-          ValueError: where the way in which it is quantised is not supported, or the file ends
-            early.
+          ValueError: if its quantisation is not supported, or the file is truncated.
         """
         import gguf
         import ml_dtypes

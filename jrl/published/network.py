@@ -1,4 +1,4 @@
-"""Network of a published checkpoint, with what of its config.json was passed over."""
+"""Network of a published checkpoint, with a report of ignored options of its config.json."""
 
 import difflib
 from collections.abc import Collection, Sequence
@@ -12,15 +12,15 @@ from moe.huggingface import config_from, idle_options, option_names
 
 
 def open_checkpoint(name: str, ignore: Sequence[str] = ()) -> tuple[Path, ModelConfig]:
-    """Folder and network of a checkpoint; a line is printed of options that are passed over.
+    """Folder and network of a checkpoint; prints a line about ignored options.
 
     Args:
       name: as for `jrl.published.location.checkpoint_folder`.
-      ignore: options of config.json that have no effect here, by the user's word.
+      ignore: options of config.json without effect here, as stated by the user.
 
     Raises:
-      ValueError: where there is none, an extra is missing, the network is not supported, or an
-        option to ignore is not there.
+      ValueError: if there is no checkpoint, an extra is missing, the network is not supported, or
+        an option to ignore does not exist.
     """
     check_packages(f"model={name}")
     folder = prepare_checkpoint(name, ignore)

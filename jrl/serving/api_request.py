@@ -145,12 +145,12 @@ def parse_chat(body: Mapping[str, Any]) -> ApiRequest:
 
 TEMPLATE_ARGUMENTS = "chat_template_kwargs"
 LABELS = ("user", "safety_identifier", "metadata", "prompt_cache_key", "prompt_cache_retention")
-"""Arguments that change no answer and are ignored."""
+"""Arguments without effect on responses, which are ignored."""
 COMMON_ARGUMENTS = (
     *("model", "n", *SAMPLING_ARGUMENTS, "seed", "stop"),
     *("stream", "stream_options", "response_format", *LABELS),
 )
-"""Arguments of both."""
+"""Arguments of both endpoints."""
 
 
 _ZERO, _ONE = is_value(0, 0.0), is_value(1, 1.0)

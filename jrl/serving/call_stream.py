@@ -1,4 +1,4 @@
-"""Tool calls in a choice while it is generated: text before them streams, calls come at the end."""
+"""Tool calls of a choice during generation: text before them is streamed, calls come at the end."""
 
 import re
 from collections.abc import Sequence
@@ -29,8 +29,8 @@ class ToolCall:
 class CallStream:
     """Separates the text of a choice from its tool calls, in the format of the checkpoint.
 
-    Text is final up to where a call may begin; the rest is withheld until the choice has ended, as
-    only then it is known what of it are calls.
+    Text is final up to the possible start of a call; the rest is withheld until the choice has
+    ended, as its calls are determined only then.
 
     Args:
       tools: that may be called.
@@ -54,7 +54,7 @@ class CallStream:
         self._mark_ids = frozenset(special[mark] for mark in markers if mark in special)
         self._ids: list[int] = []
         self._text, self._emitted = "", 0
-        self._begin: int | None = None  # characters before the first call
+        self._begin: int | None = None  # number of characters before the first call
 
     def add(self, tokens: Sequence[int], text: str, last: bool) -> tuple[str, list[ToolCall]]:
         """Appends tokens and the text that they complete; `last` is true if no more come.
@@ -73,7 +73,7 @@ class CallStream:
         end = self._begin
         if end is None:
             end = len(self._text) - partial_match(self._text, self._mark)
-        # Blanks before a call are none of the text.
+        # Blanks before a call are not part of the text.
         return self._emit(len(self._text[:end].rstrip())), calls
 
     def _emit(self, end: int) -> str:
@@ -82,7 +82,7 @@ class CallStream:
         return text
 
     def _find_begin(self, num_before: int) -> int | None:
-        """Characters before the first mark of a call; None if there is none yet."""
+        """Number of characters before the first mark of a call; None if there is none yet."""
         for index, token in enumerate(self._ids[num_before:], start=num_before):
             if token in self._mark_ids:
                 return min(len(self._tokenizer.decode(self._ids[:index])), len(self._text))
@@ -92,13 +92,13 @@ class CallStream:
         return position if position >= 0 else None
 
     def _may_open(self, position: int) -> bool:
-        # A bracket by itself opens a call at the beginning of a line only.
+        # A bracket opens a call only at the beginning of a line.
         is_bracket = len(self._mark) == 1
         line = self._text[self._text.rfind("\n", 0, position) + 1 : position]
         return not is_bracket or not line.strip()
 
     def _calls(self) -> list[ToolCall]:
-        """Calls of the whole choice; none where one of them cannot be read."""
+        """Calls of the whole choice; empty if one of them cannot be parsed."""
         text = special_text_of(self._tokenizer, np.array(self._ids, np.int32))
         ((calls, ids),) = parse_calls(self._format, self._tools, [text], self._first_index)
         if any(call.error for call in calls):

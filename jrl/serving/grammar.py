@@ -1,6 +1,6 @@
 """Grammars that constrain a choice: JSON of a schema, and tool calls in the checkpoint's format.
 
-The library is llguidance, which tells the tokens that may come next.
+The library is llguidance, which computes the set of allowed next tokens.
 """
 
 import json
@@ -22,23 +22,23 @@ from jrl.text.located import special_pattern
 from jrl.text.tokenizer import Tokenizer
 
 ARGUMENTS = {"probe": 1}
-"""Arguments of a call that is written to find where a format has its JSON."""
+"""Arguments of a sample call that shows the position of JSON in a format."""
 NO_PARAMETERS: Mapping[str, Any] = {"properties": {}}
-"""Schema of a tool that states none, which takes no arguments."""
+"""Schema of a tool that specifies none and takes no arguments."""
 CLOSING: Mapping[str, Any] = {"additionalProperties": False}
 ENUMERATING = frozenset(
     ("type", "properties", "required", "title", "description", "$defs", "definitions", "$schema")
 )
 """Keywords of a schema that names all arguments of its tool."""
 LAYOUT, ONE_LINE = r"(\n[ \t]{0,32}| )?", " ?"
-"""Blanks between two tokens of JSON: of indented JSON, and of one line. Without a bound, small
-policies write blanks for ever."""
+"""Blanks between two tokens of JSON, indented or on one line; bounded, as small policies may
+generate blanks without end."""
 ANYTHING = r"/(.|\n)*/"
-"""Rule of arguments that a format does not write as JSON."""
+"""Rule of arguments in formats without JSON."""
 
 
 class GrammarConstraint:
-    """Tokens that a choice may continue with in a grammar, from a matcher at its start."""
+    """Set of tokens that may continue a choice in a grammar, from a matcher at its start."""
 
     def __init__(self, matcher: Any, tokenizer: Tokenizer):
         self._matcher, self._num_words = matcher, -(-tokenizer.vocab_size // WORD_BITS)
@@ -49,7 +49,7 @@ class GrammarConstraint:
     def allowed(self) -> np.ndarray:
         if self._matcher.is_stopped():  # also after an error, such as a limit of its resources
             return self._ends
-        # A copy, with as many words as the network has, whose vocabulary may be larger.
+        # A copy, padded to the number of ids of the network, which may exceed the vocabulary.
         words = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: self._num_words]
         words = np.pad(words, (0, self._num_words - len(words)))
         return words if words.any() else self._ends
@@ -71,7 +71,7 @@ class Grammar:
 
 
 class GrammarCompiler:
-    """Compiles grammars for a tokenizer, whose tables are made for the first of them."""
+    """Compiler of grammars for a tokenizer; its tables are built at the first call."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -87,7 +87,7 @@ class GrammarCompiler:
           format: of their calls.
 
         Raises:
-          ApiError: where the library is not installed, and for a schema that it refuses.
+          ApiError: if the library is not installed, and for a schema that it rejects.
         """
         must_call = tools is not None and tools.choice == "required"
         param = "tool_choice" if must_call else "response_format"
@@ -111,7 +111,7 @@ class GrammarCompiler:
 
         grammar = LLMatcher.grammar_from_lark(f"start: {' | '.join(rules)}")
         if error := LLMatcher.validate_grammar(grammar, self._tables):
-            # Its first line; the others show the grammar.
+            # Only the first line; the others show the grammar.
             reason = error.strip().split("\n")[0].rpartition("JSON schema: ")[2][:200]
             where = "tools" if must_call else param
             raise invalid_argument(where, f"{where} has a schema that is not supported: {reason}.")
@@ -119,7 +119,7 @@ class GrammarCompiler:
 
     @cached_property
     def _tables(self) -> Any:
-        """The vocabulary as llguidance takes it."""
+        """The vocabulary in llguidance's form."""
         from llguidance import LLTokenizer, TokenizerWrapper
 
         vocabulary = TokenizerWrapper(_Vocabulary(self._tokenizer))
@@ -127,7 +127,7 @@ class GrammarCompiler:
 
 
 class _Vocabulary:
-    """Vocabulary of a tokenizer, with the members that llguidance asks for."""
+    """Vocabulary of a tokenizer, with the members that llguidance reads."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer, strings = tokenizer, TokenStrings(tokenizer)
@@ -136,7 +136,7 @@ class _Vocabulary:
         self.special_token_ids = sorted(i for i in tokenizer.special_ids if i >= 0)
         names = {identity: name for name, identity in tokenizer.special_tokens.items()}
         self.tokens = [
-            # Each id has bytes of its own, those without a token too.
+            # Each id has distinct bytes, including ids without a token.
             names.get(token, f"<|token {token}|>").encode()
             if token in tokenizer.special_ids
             else strings.bytes_of(token)
@@ -155,8 +155,8 @@ def json_rule(schema: Mapping[str, Any], blanks: str = LAYOUT) -> str:
 def call_rule(
     format: ToolFormat, tokenizer: Tokenizer, name: str, parameters: Mapping[str, Any]
 ) -> str:
-    """Rule of a grammar: one call of a tool, with arguments of its schema where the format writes
-    them as JSON, and any otherwise."""
+    """Rule of a grammar: one call of a tool, with arguments of its schema if the format writes
+    JSON, and with any arguments otherwise."""
     text, arguments = format.render([Call(name, ARGUMENTS)]), to_json(ARGUMENTS)
     before, separator, after = text.partition(arguments)
     if separator:
@@ -167,7 +167,7 @@ def call_rule(
 
 
 def _arguments_schema(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Schema of an object of arguments. Others than it names are allowed only if it says so, as
+    """Schema of an object of arguments. Additional arguments are allowed only if it says so, as
     tools take none, though JSON schemas allow them by default."""
     closes = "properties" in parameters and parameters.keys() <= ENUMERATING
     return {**ANY_OBJECT, **parameters, **(CLOSING if closes else {})}

@@ -7,11 +7,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 INTER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 CLIENT_GONE = "gone"
-"""The status of a request whose client left before its end."""
+"""Status of a request whose client left before its end."""
 
 
 class Metrics:
-    """Metrics of one server, which decodes choices in so many slots."""
+    """Prometheus metrics of one server, which decodes choices in this number of slots."""
 
     def __init__(self, slots: int):
         self._registry = registry = CollectorRegistry()

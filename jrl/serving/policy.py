@@ -30,30 +30,30 @@ class Versions(Protocol):
     """Source of a policy's weights."""
 
     def newest(self) -> int | None:
-        """The newest available version; None where no later one can appear."""
+        """The newest available version; None if no later one can appear."""
         ...
 
     def load(self) -> tuple[Transformer[Array], int]:
         """Loads the weights of the newest readable version, and returns them with its number.
 
         Raises:
-          ValueError: where none is readable.
+          ValueError: if none is readable.
         """
         ...
 
 
 @dataclass(frozen=True)
 class ApiModel:
-    """A model as clients know it.
+    """A model with its properties in the API.
 
     Attributes:
       format: encoding of prompts and conversations to tokens.
-      length: most tokens of prompt plus completion.
-      max_tokens: most tokens of a completion; None is limited by `length` only.
+      length: maximum tokens of prompt plus completion.
+      max_tokens: maximum tokens of a completion; None is limited by `length` only.
       created: Unix time of its creation, in seconds.
       defaults: sampling arguments of requests that do not give them.
-      default_max_tokens: most tokens of a chat's completion that does not say; None is limited by
-        `length` only.
+      default_max_tokens: maximum tokens of a chat's completion, for requests without a limit; None
+        is limited by `length` only.
     """
 
     name: str
@@ -73,8 +73,8 @@ class ApiModel:
         """Token ids of a request, a row for each prompt.
 
         Raises:
-          ApiError: where template or tokenizer reject it, for a prompt without any token, and for a
-            bias of a token outside of the vocabulary.
+          ApiError: for a request that the template or tokenizer rejects, a prompt without any
+            token, and a bias of a token outside of the vocabulary.
         """
         check_biases(request.adjustments, self.format.tokenizer.vocab_size)
         try:

@@ -11,7 +11,7 @@ from jrl.serving.transcript import Detokenizer, TokenLogprobs
 from jrl.text.tokenizer import Tokenizer
 
 MAX_TOKENS_PER_PASS = 1024
-"""Tokens of the prompts of one pass, or a single longer one."""
+"""Maximum prompt tokens of one pass, unless a single prompt is longer."""
 
 
 class PromptScoring:

@@ -30,7 +30,7 @@ class ChoiceDelta:
       text: text that is final.
       logprobs: tokens that start in the text, if log-probabilities were requested.
       num_tokens: sampled so far.
-      finish: "stop", "length" or "tool_calls" where it has ended, else None.
+      finish: "stop", "length" or "tool_calls" if it has ended, else None.
       version: of the policy that generates it.
       calls: tool calls, of a choice that has ended.
     """

@@ -34,7 +34,7 @@ CHECK_SECONDS = 1.0
 EXTRA_CONNECTIONS = 128
 """Connections in addition to those of running and queued choices."""
 RESERVED_FILES = 64
-"""Open files that are reserved for all else: checkpoints that are loaded, and connections that are
+"""Open files that are reserved for other uses: checkpoints being loaded, and connections that are
 accepted before others are closed."""
 FULL_MESSAGE = b"all connections of this server are in use: try again later.\n"
 POLL_SECONDS = 0.1
@@ -85,7 +85,7 @@ class Connection(H11Protocol):
             return False
         if self.transport.get_write_buffer_size():
             allowed = DELIVERY_SECONDS
-        # After the response to a request whose body was not read the rest of it may come for ever.
+        # After a response, the rest of an unread body may continue without end.
         elif self.cycle is None or self.cycle.more_body:
             allowed = HEAD_SECONDS
         else:
@@ -320,7 +320,7 @@ async def _follow(service: Service) -> None:
                 continue
             version = await asyncio.wrap_future(service.load())
             line = f"serving step {version}"
-        except Exception as error:  # of whatever library reads them: what is served goes on
+        except Exception as error:  # any library's error: serving continues with the current policy
             rejected = newest
             subject = "a later step" if newest is None else f"step {newest}"
             line = f"warning: {subject} is not served: {one_line(error)}"

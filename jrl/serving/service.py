@@ -283,7 +283,7 @@ class Service:
                     request.stops,
                     request.logprobs,
                     context,
-                    # Harnesses count on an entry for each token, to tell those of the prompt.
+                    # Harnesses expect an entry for each token, to separate those of the prompt.
                     keeps_end=request.scores_prompts,
                 )
                 calls = self._served.call_stream(request)

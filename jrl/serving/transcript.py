@@ -183,8 +183,8 @@ class Transcript:
         # If the token of each character matters, tokens are decoded one by one.
         self._token_by_token = keeps_logprobs or bool(stops)
         self._keeps_logprobs, self._keeps_end = keeps_logprobs, keeps_end
-        self._read = 0  # characters unfolded
-        self._emitted = 0  # characters that went out
+        self._read = 0  # number of characters processed
+        self._emitted = 0  # number of characters emitted
         self._pending: list[TokenLogprobs] = []
         self.num_tokens = 0
         """Tokens sampled so far, up to the one that ended it."""
@@ -204,8 +204,8 @@ class Transcript:
         """Appends tokens.
 
         Args:
-          tokens, logprobs, top_logprobs: of the positions, in order; the likeliest where they are
-            recorded.
+          tokens, logprobs, top_logprobs: of the positions, in order; the top tokens only if they
+            are recorded.
           last: true if no more come.
 
         Returns:

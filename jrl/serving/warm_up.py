@@ -16,9 +16,9 @@ from jrl.rollout.decoding.requests import Request
 from jrl.rollout.sampling import RequestSampling
 
 ANY_ADJUSTMENTS = Adjustments(presence_penalty=0.5)
-"""Adjustments of which the values do not matter: all share the compiled functions."""
+"""Adjustments with arbitrary values, as all share the compiled functions."""
 SHORT_PROMPT = 128
-"""Tokens of the longest prompt of a short request."""
+"""Maximum tokens of a prompt of a short request."""
 
 
 class Trial(NamedTuple):

@@ -1,1 +1,1 @@
-"""Benchmark of detectors: how often each names the right machine, and at what cost."""
+"""Benchmark of detectors: their precision, recall and cost."""

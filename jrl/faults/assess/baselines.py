@@ -25,9 +25,9 @@ from jrl.faults.outlier import MAD_TO_STD, nan_median
 from jrl.faults.shift import ShiftDetector, heavy_tailed
 
 ALL = "all metrics"
-"""Metric of an alarm where no single metric is compared."""
+"""Metric of an alarm if no single metric is compared."""
 MOMENTS = 60
-"""Samples over which the baseline takes its moments."""
+"""Samples over which the baseline computes its moments."""
 
 
 def mahalanobis(metrics: tuple[str, ...]) -> list[View]:
@@ -40,12 +40,12 @@ def mahalanobis(metrics: tuple[str, ...]) -> list[View]:
 
 
 def without_vae(metrics: tuple[str, ...]) -> list[View]:
-    """RAW: each metric as it was recorded."""
+    """RAW: each metric as recorded."""
     return [View(name, (channel,), raw) for channel, name in enumerate(metrics)]
 
 
 def concatenated(metrics: tuple[str, ...]) -> list[View]:
-    """CON: the denoised metrics side by side, one distance."""
+    """CON: the denoised metrics concatenated, with one distance."""
     models = vae.shipped_models()
     weights = [models.get(meaning(name), models[vae.ANY]) for name in metrics]
     stacked = {name: jnp.stack([each[name] for each in weights]) for name in weights[0]}
@@ -117,11 +117,12 @@ def _is_new(away: np.ndarray, span: Span) -> bool:
 
 @dataclass(frozen=True)
 class RobustZ:
-    """The plain detector: medians of `window` seconds, in spreads of the machines of each window.
+    """Detector without training: medians of `window` seconds, in spreads of the machines per
+    window.
 
     ``|x - median| / max(1.4826 MAD, resolution)`` over machines; the greatest above the threshold
-    is the candidate, and the one that stays it as long as for Minder is named. No training and no
-    order but that of the metrics.
+    is the candidate, and one that remains it as long as for Minder is named. It needs no training
+    and no order except that of the metrics.
 
     Attributes:
       logs: true if heavy-tailed metrics are compared in logarithms.
@@ -139,7 +140,7 @@ class RobustZ:
         return self.alarms(fleet, self.scores(fleet))
 
     def alarms(self, fleet: Fleet, scores: Mapping[str, np.ndarray]) -> list[Alarm]:
-        """The alarm of the first metric in which one machine is the candidate for long enough."""
+        """The alarm of the first metric with one machine as the candidate for long enough."""
         length = round((self.continuity - self.window + self.hop) / max(self.hop, fleet.period))
         for metric, of_metric in scores.items():
             top = of_metric.max(axis=0)
@@ -188,14 +189,14 @@ def _smooth(middle: Callable[..., np.ndarray], values: np.ndarray, width: int) -
 
 @jax.jit
 def side_by_side(weights: vae.Weights, windows: Windows) -> Points:
-    """Every channel through a model of its own, then all as one point (ablation CON)."""
+    """Each channel through its own model, then all concatenated as one point (ablation CON)."""
     points = jax.vmap(denoise)(weights, windows[:, None])
     return jnp.moveaxis(points, 0, 1).reshape(points.shape[1], -1, points.shape[3])
 
 
 @jax.jit
 def raw(windows: Windows) -> Points:
-    """The windows of one metric as they are (ablation RAW)."""
+    """The windows of one metric without a model (ablation RAW)."""
     return jnp.swapaxes(windows[0], 1, 2)
 
 

@@ -42,13 +42,13 @@ from jrl.faults.simulate import PRODUCTION, Settings, simulate
 from jrl.faults.standard import StandardDetector
 
 TEST_SEED, CLEAN_SEED = 1_000_000, 2_000_000
-"""Where held-out seeds begin; thresholds are chosen from 100,000 on, models from 10,000,000 on."""
+"""First held-out seed; seeds of thresholds start at 100,000, those of models at 10,000,000."""
 SIZES = ((2, 16), (17, 128), (129, 10**9))
-"""Fleets that are told apart in the results; each holds about a third of 4 to 1,500."""
+"""Fleet sizes by which the results are split; each has about a third of 4 to 1,500."""
 PAPER = {"Minder": (0.904, 0.883, 0.893), "Mahalanobis": (0.788, 0.767, 0.777)}
-"""Precision, recall and F1 on 150 faults of production."""
+"""Published precision, recall and F1 on 150 faults of production."""
 SCALE_SIZES = (4, 16, 64, 256, 750, 1500)
-"""Machines of the fleets on which the cost of a call is measured."""
+"""Sizes of the fleets on which the cost of a call is measured."""
 SCALE_SEED = 3_000_000
 
 

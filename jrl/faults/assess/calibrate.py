@@ -1,9 +1,9 @@
-"""Calibration of thresholds on simulated fleets whose seeds nothing else uses.
+"""Calibration of thresholds on simulated fleets with seeds that nothing else uses.
 
 Scores do not depend on the threshold. So each record is scored once (every eighth window for
 `Minder` and its subclasses), and all thresholds are tried on these scores. A detector's threshold
-is that of the best F1 among those that alarm in at most one of a hundred clean records, or if there
-is none, among those that alarm in the fewest. Of equally good ones it is the highest.
+is that of the best F1 among those with alarms in at most one of a hundred clean records, or if
+there is none, among those with the fewest. On a tie it is the highest.
 """
 
 from dataclasses import replace
@@ -24,9 +24,9 @@ SEED = 100_000
 CLEAN_SEED = 150_000
 STRIDE = 8
 THRESHOLDS = np.round(1 + 0.02 * 1.12 ** np.arange(64), 3)
-"""Tried for every detector: from 1.02 to 26, denser near 1, which is what healthy machines have."""
+"""Thresholds tried for every detector: 1.02 to 26, denser near 1, the score of healthy machines."""
 FALSE_ALARMS = 0.01
-"""Most alarms in a clean record."""
+"""Maximum share of clean records with an alarm."""
 
 
 def calibrate(

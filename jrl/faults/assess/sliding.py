@@ -1,9 +1,9 @@
-"""``python -m jrl.faults sliding``: false alarms per day, and recall, of the looks of `watch`.
+"""``python -m jrl.faults sliding``: false alarms per day, and recall, of the passes of `watch`.
 
-`watch` looks at the last half hour, again and again. So each look has another beginning,
-and most begin or end in some checkpoint of the day. The clean hours are those of
-`jrl.faults.simulate.operation`; each machine that is newly alarmed counts. Faults are incidents of
-`jrl.faults.simulate.incident` that begin ten minutes or more after the record does.
+`watch` runs a detection pass on the last half hour, again and again. So each pass has another
+beginning, and most begin or end in some checkpoint of the day. The clean hours are those of
+`jrl.faults.simulate.operation`; each newly alarmed machine counts as one false alarm. Faults are
+incidents of `jrl.faults.simulate.incident` that begin at least ten minutes into the record.
 """
 
 import json
@@ -34,9 +34,9 @@ from jrl.faults.standard import StandardDetector
 from jrl.faults.watcher import RECORD_SECONDS, AlarmTracker
 
 CLEAN_SEED, FAULT_SEED = 4_000_000, 5_000_000
-"""Where seeds begin that nothing else uses."""
+"""First seed, of a range that nothing else uses."""
 INCIDENT_SECONDS, EARLIEST = 2400, 600
-"""Length of a record with a fault, and the seconds before which it does not begin."""
+"""Length of a record with a fault, and the earliest second of the fault."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def looks(fleet: Fleet, seconds: float | int, interval: float | int) -> Iterator[Fleet]:
-    """The records that `watch` compares: the last `seconds` of a fleet, every `interval`."""
+    """The records of the passes of `watch`: the last `seconds` of a fleet, every `interval`."""
     width, hop = (max(1, round(each / fleet.period)) for each in (seconds, interval))
     for last in range(hop, fleet.num_samples + 1, hop):
         first = max(0, last - width)
@@ -101,7 +101,7 @@ def looks(fleet: Fleet, seconds: float | int, interval: float | int) -> Iterator
 
 
 def run(request: SlidingOptions) -> dict[str, Any]:
-    """Looks at all records, and returns the results as they are written.
+    """Runs detection on all records, and returns the results as they are written.
 
     Records are appended to ``sliding.jsonl`` as they complete. An interrupted run is resumed from
     there, also with more records than it was started with.
@@ -137,7 +137,7 @@ def run(request: SlidingOptions) -> dict[str, Any]:
 
 
 def _look(request: SlidingOptions, job: tuple[int, str]) -> dict[str, Any]:
-    """One record."""
+    """Detection on one record."""
     seed, kind = job
     if kind == "fault":
         return _look_at_fault(request, seed)
@@ -165,7 +165,7 @@ def _look(request: SlidingOptions, job: tuple[int, str]) -> dict[str, Any]:
 
 
 def _look_at_fault(request: SlidingOptions, seed: int) -> dict[str, Any]:
-    """One incident; the first alarm decides its outcome."""
+    """Detection on one incident; the first alarm decides its outcome."""
     settings = Settings(seconds=INCIDENT_SECONDS, earliest=EARLIEST, difficulty=request.difficulty)
     incident = simulate(settings, seed)
     tracker, first, when = AlarmTracker(StandardDetector()), (), None

@@ -16,9 +16,9 @@ from jaxtyping import Float, Float64, Int
 
 FLEET_VERSION = 1
 NO_MACHINE = -1
-"""Row that stands for no machine."""
+"""Row index for no machine."""
 INCOMPARABLE = 4
-"""Exit status where nothing could be compared: no alarm says nothing then."""
+"""Exit status if nothing could be compared, so that the absence of alarms means nothing."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Fleet:
       start: Unix time of column 0 of the time axis, in seconds.
       period: seconds between two samples.
       values: ``[machine, metric, time]`` in each metric's own unit; NaN is "no sample".
-      blank: (machine, metric) where an exporter answered at times that it has no value: that is a
-        gap in the values, and no silence.
+      blank: (machine, metric) pairs whose exporter reported at times that it has no value: a gap in
+        the values, but no silence.
 
     Raises:
       ValueError: where names repeat, shapes disagree or times cannot be.
@@ -160,7 +160,7 @@ class Fleet:
 
 @dataclass(frozen=True)
 class Alarm:
-    """One machine that is an outlier for too long.
+    """Alarm about one machine that has been an outlier for too long.
 
     Attributes:
       machine: its name in the fleet.

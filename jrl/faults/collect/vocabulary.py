@@ -1,8 +1,8 @@
 """Metrics by name: the sampler's, Prometheus's and the denoising models', and their valid ranges.
 
 The sampler writes ``gpu0/power``, its exporter ``jrl_gpu0_power``, and the model that denoises both
-is that of ``gpu_power_draw``, as in Minder. An unknown name stands for itself. The names of other
-exporters become the sampler's where their pages are read, see `jrl.faults.collect.exporters`.
+is that of ``gpu_power_draw``, as in Minder. An unknown name is unchanged. The names of other
+exporters are mapped to the sampler's when their pages are read, see `jrl.faults.collect.exporters`.
 """
 
 import re
@@ -14,7 +14,7 @@ STEP_TIME = "step/time"
 """Duration of a training step in seconds; available in every trainer, whatever the hardware."""
 
 SLOWDOWN = "process/slowdown"
-"""How many times as long as it should a tick of the sampler took; 1 for a process that runs."""
+"""Duration of a tick of the sampler relative to its nominal duration; 1 for a running process."""
 
 PRODUCTION = (
     "pfc_tx_packet_rate",
@@ -184,7 +184,7 @@ def find_recorded(requested: Sequence[str], recorded: Iterable[str]) -> tuple[st
     selected: dict[str, None] = {}
     for name in requested:
         same = by_meaning.get(meaning(name), [])
-        # A name that was recorded as it stands asks for itself alone.
+        # A recorded name that is requested literally selects only itself.
         selected |= dict.fromkeys([name] if name in same else same)
     return tuple(selected)
 

@@ -1,4 +1,4 @@
-"""Continuity check: an alarm needs the same outlier machine for minutes; seconds are noise.
+"""Continuity check: an alarm requires the same outlier machine for minutes, to ignore noise.
 
 A window *names* a machine where that machine has the greatest score of all and it exceeds the
 threshold. `NO_MACHINE` of `jrl.faults.collect.fleet` stands for no machine.
@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 UNSEEN = -2
-"""Stands for a window that was not scored yet."""
+"""Marks a window that has not been scored yet."""
 
 
 @dataclass(frozen=True)

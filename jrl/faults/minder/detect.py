@@ -1,7 +1,7 @@
-"""Minder detector: names the outlier machine, the metric, and the time since which it is one.
+"""Minder detector: the outlier machine, the metric, and the start of the deviation.
 
-Every metric is denoise window by window. In each window the machine farthest from all others is a
-candidate if it is far enough. A machine that stays the candidate for minutes raises the alarm.
+Every metric is denoised window by window. In each window the machine farthest from all others is a
+candidate if it is far enough. A machine that remains the candidate for minutes raises the alarm.
 """
 
 import threading
@@ -157,7 +157,7 @@ class Minder:
             "machines": len(prepared.machines),
             "scores": scores,
         }
-        # A window stands out as soon as its last samples do.
+        # A window is an outlier as soon as its last samples are.
         start = prepared.start + (span.first + vae.WINDOW - 1) * prepared.period
         end = prepared.start + (span.last + vae.WINDOW) * prepared.period
         return Alarm(prepared.machines[span.machine], metric, start, end, evidence)
@@ -230,7 +230,7 @@ class WindowScorer:
 
     def __init__(self, prepared: Prepared, roles: np.ndarray, view: View, floor: float | int = 0.0):
         values = prepared.values[list(view.channels)]
-        # Windows that are wider begin earlier: the first sample stands for what came before it.
+        # Wider windows begin earlier: the first sample is repeated for times before the record.
         early = view.width - vae.WINDOW
         values = np.pad(values, ((0, 0), (0, 0), (early, 0)), mode="edge")
         num_windows = values.shape[2] - view.width + 1

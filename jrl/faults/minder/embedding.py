@@ -137,20 +137,20 @@ def normal_score(
     """Mean distance of a machine to the others over the mean distance among the others.
 
     ``s_i = d_i (n - 2) / (T - 2 d_i)`` with ``T = sum_i d_i`` over n machines: 1 in expectation for
-    a machine like the others whatever n is, and unbounded for one that is not. The paper's
-    normaliser is not known; the standard score, a candidate, is at most ``sqrt(n - 1)`` and so says
-    little in a small fleet.
+    a machine like the others for any n, and unbounded for an outlier. The paper's normaliser is not
+    published; the standard score, a candidate, is at most ``sqrt(n - 1)``, which is little in a
+    small fleet.
 
     Args:
       sums: what `distance_sums` returns.
-      machine_mask: true on machines, at least 3: between two nothing tells which one is off.
+      machine_mask: true on machines, at least 3: of two machines, either may be the outlier.
         Padding scores 0.
-      floor: distances among the others count as at least this much, in units of the embedding.
+      floor: lower bound of the distances among the others, in units of the embedding.
     """
     counts = machine_mask.astype(sums.dtype)
     n = counts.sum()
     total = jnp.sum(jnp.where(machine_mask[None], sums, 0), axis=1, keepdims=True)
     among = jnp.maximum(total - 2 * sums, 0) / ((n - 1) * (n - 2))
-    # Rounding leaves distances of about 1e-7 among equal points; without a floor they would count.
+    # Rounding leaves distances of about 1e-7 among equal points, which need a floor.
     among = jnp.maximum(among, jnp.maximum(floor, 1e-6))
     return jnp.where(machine_mask[None], sums / (n - 1) / among, 0)

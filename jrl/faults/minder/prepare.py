@@ -13,7 +13,7 @@ from jaxtyping import Float32, Int
 from jrl.faults.collect.fleet import Fleet
 
 MIN_SHARE = 0.5
-"""Share of the samples of each compared metric that a machine has at least, to be compared."""
+"""Minimum share of samples of each compared metric that a machine needs to be compared."""
 Values = Float32[np.ndarray, "metric machine time"]
 
 

@@ -22,16 +22,16 @@ MIN_MACHINES, MAX_MACHINES = 4, 1500
 
 @dataclass(frozen=True)
 class Incident:
-    """A fleet and the truth about it.
+    """A fleet with its ground truth.
 
     Attributes:
-      fleet: what was recorded.
-      job: what it ran.
+      fleet: the recorded metrics.
+      job: the job that it ran.
       machine: name of the machine that failed, or None in a clean record.
-      fault: what happened to it, or None.
+      fault: its fault, or None.
       start: Unix time of the onset, in seconds; NaN in a clean record.
-      end: Unix time at which the fault ends or the record does.
-      shown: the recorded metrics that it shows in.
+      end: Unix time of the end of the fault, or of the record.
+      shown: the recorded metrics that the fault changes.
     """
 
     fleet: Fleet
@@ -44,7 +44,7 @@ class Incident:
 
 
 def simulate(settings: Settings, seed: int) -> Incident:
-    """Makes the fleet of a seed: the same settings and seed give the same values.
+    """Simulates the fleet of a seed: the same settings and seed give the same values.
 
     A fault begins in the record and lasts 4 to 20 minutes, 8 in the median and less than 5 in a
     tenth of the cases ("mostly more than 5 minutes"), or until the record ends. The machines of
@@ -77,7 +77,7 @@ def _fail(
     settings: Settings,
     random: np.random.Generator,
 ) -> dict:
-    """Lets one machine fail, in place, and returns the truth about it."""
+    """Lets one machine fail, in place, and returns its ground truth."""
     shares = np.array([fault.share for fault in FAULTS])
     fault = FAULTS[random.choice(len(FAULTS), p=shares / shares.sum())]
     if settings.fault is not None:

@@ -2,8 +2,8 @@
 
 `incident.simulate` makes a quarter of an hour with a fault. A false alarm depends on the rest of
 the day: the fleet pauses and resumes together, and machines that differ permanently, by a per cent
-or by a tenth, differ while they work only. This simulator shares no code and no noise with the
-other one, so it also tests what was tuned there. Its rates and sizes are choices.
+or by a tenth, differ only while they work. This simulator shares no code and no noise with the
+other one, so it also tests settings that were tuned there. Its rates and sizes are choices.
 
 * **Phases** (`Schedule`): training; checkpoints, evaluations and rollouts, during which every
   metric has another level on all machines; restarts, after which machines may have other roles.

@@ -16,8 +16,8 @@ TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content", "reasoning")
 
 
 def messages_of(body: Mapping[str, Any]) -> tuple[Turn, ...]:
-    """The messages of a request, as chat templates take them; raises ApiError for what is no
-    message, and for fields that are not supported."""
+    """The messages of a request in the form for chat templates; raises ApiError for an invalid
+    message and for unsupported fields."""
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise invalid_value("messages", messages, f"a list of {MESSAGE}")
@@ -72,7 +72,7 @@ def _calls(path: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def _call(path: str, call: Any) -> dict[str, Any]:
-    """A call with arguments that are a mapping, and JSON text where a template wants text."""
+    """A call whose arguments are a mapping, and JSON text for templates that need text."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise invalid_value(path, call, CALL)

@@ -10,7 +10,7 @@ from jrl.rollout.sampling import LEAST_TEMPERATURE, LEAST_TOP_P
 from jrl.serving.api.fields import ApiError, integer, invalid_argument, invalid_value, number
 
 DEFAULT_ARGUMENTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Arguments that a checkpoint may give a default, those of vLLM."""
+"""Arguments with defaults from a checkpoint, the same as in vLLM."""
 SAMPLING_ARGUMENTS = (*DEFAULT_ARGUMENTS, "presence_penalty", "frequency_penalty", "logit_bias")
 MAX_PENALTY, MAX_BIAS = 2.0, 100.0
 LEAST_REPETITION, MAX_REPETITION = 0.01, 100.0
@@ -59,7 +59,7 @@ def _biases(value: Any) -> tuple[tuple[int, float], ...]:
     biases = []
     for token, bias in value.items():
         is_number = type(bias) in (int, float) and abs(bias) <= MAX_BIAS
-        # As many digits as an id of 32 bits has.
+        # The number of digits of a 32-bit id.
         if not (token.isascii() and token.isdigit() and len(token) < 10 and is_number):
             raise invalid_value("logit_bias", {token: bias}, rule)
         if bias:
@@ -82,11 +82,11 @@ def read_generation_config(directory: Path) -> tuple[dict[str, Any], int | None]
     """Default arguments of requests from a checkpoint's generation_config.json.
 
     Returns:
-      The arguments, and the most tokens of a chat's completion (`max_new_tokens`); none where the
-      file is not there or does not say.
+      The arguments, and the maximum tokens of a chat's completion (`max_new_tokens`); empty and
+      None if the file or the setting does not exist.
 
     Raises:
-      ValueError: for a file that cannot be read, or a value that a request could not have.
+      ValueError: for a file that cannot be read, or a value that is invalid in a request.
     """
     path = directory / GENERATION_CONFIG
     if not path.exists():
@@ -106,5 +106,5 @@ def read_generation_config(directory: Path) -> tuple[dict[str, Any], int | None]
 
 
 def with_defaults(body: Mapping[str, Any], defaults: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The body of a request with defaults for the arguments that it does not give."""
+    """The body of a request with defaults for its missing arguments."""
     return {**defaults, **{name: value for name, value in body.items() if value is not None}}

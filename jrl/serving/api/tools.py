@@ -1,4 +1,4 @@
-"""Tools of a request and the choice among them, and the JSON schema that its response has."""
+"""Tools of a request, their tool choice, and the JSON schema of its response."""
 
 import json
 import re
@@ -30,7 +30,7 @@ class ToolUse:
     """Tools of a request.
 
     Attributes:
-      schemas: of the tools, as chat templates take them.
+      schemas: of the tools, in the form for chat templates.
       choice: "none" returns calls as text, "auto" leaves it to the model whether to call, and with
         "required" it calls at least one.
       name: the tool that must be called; None is any.
@@ -54,7 +54,7 @@ class ToolUse:
 
 
 def tools_of(body: Mapping[str, Any]) -> ToolUse | None:
-    """The tools of a request, None without any; raises ApiError for what is no tool, and for a
+    """The tools of a request, None without any; raises ApiError for an invalid tool, and for a
     choice that is not among them."""
     tools, parallel = body.get("tools") or [], body.get("parallel_tool_calls")
     boolean(body, "parallel_tool_calls")
@@ -107,7 +107,7 @@ def _choice(value: Any, names: list[str]) -> tuple[Literal["none", "auto", "requ
 
 def response_schema(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """JSON schema of the response, None for any text; raises ApiError for an unknown format, and
-    for a schema that is no object."""
+    for a schema that is not an object."""
     value = body.get("response_format")
     if value is None or value == {"type": "text"}:
         return None
