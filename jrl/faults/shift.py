@@ -116,7 +116,7 @@ class ShiftDetector:
         return self.examine(fleet).alarms
 
     def examine(self, fleet: Fleet) -> Report:
-        """The same with what could not be compared, and the greatest score of each moment."""
+        """Report with the alarms, what could not be compared, and the greatest score per moment."""
         grid = Grid.from_seconds(
             fleet.period,
             window=self.window,
@@ -258,7 +258,7 @@ class ShiftDetector:
         }
         metric = name
         if name not in fleet.metrics:
-            # Of a group the metric that is farthest away says what to look at.
+            # The metric of a group that is farthest away is named in the alarm.
             members = name.split(JOINT)
             of_members = [np.nanmedian(sign * deviations[each][row, level]) for each in members]
             metric = members[int(np.argmax(of_members))]

@@ -223,7 +223,7 @@ def tokenizer_of(
     config = read_optional(path.parent / "tokenizer_config.json")
     tokens = {name: _token_text(config.get(name)) for name in TOKENS}
     add_bos = config.get("add_bos_token")
-    # Where no file says a word of it, a plain text begins with it, and a template knows better.
+    # If no file specifies it, it begins a plain text, but not the text of a template.
     unspecified = add_bos is None and pipeline.get("post_processor") is None
     begins = bool(add_bos is None or add_bos)
     if add_bos is None and not unspecified and tokens["bos_token"] is not None:

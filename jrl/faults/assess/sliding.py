@@ -64,7 +64,7 @@ class SlidingOptions:
     seed: int = 0
     """Added to the seeds of all records."""
     processes: int | None = None
-    """Records that are looked at in parallel; None is one per core."""
+    """Records that are processed in parallel; None is one per core."""
     out: str = "runs/faults"
     """Folder for the results (JSON)."""
 

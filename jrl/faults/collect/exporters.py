@@ -219,7 +219,7 @@ def mask_blanks(readings: np.ndarray) -> np.ndarray:
 def _mask_invalid(kind: str, column: str, series: Series) -> tuple[Series, bool]:
     """A series with invalid readings as NaN, and true if there were any."""
     values, absent = series.values, np.isnan(series.values)
-    # Counters are compared as rates, so that their size says nothing.
+    # Counters are compared as rates, so that their size is not validated.
     valid = values >= 0 if kind == COUNTER else mask_valid(column, values)
     if series.labels["__name__"].startswith("DCGM_"):
         valid &= ~mask_blanks(values)

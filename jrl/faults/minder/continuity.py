@@ -1,7 +1,7 @@
 """Continuity check: an alarm requires the same outlier machine for minutes, to ignore noise.
 
 A window *names* a machine where that machine has the greatest score of all and it exceeds the
-threshold. `NO_MACHINE` of `jrl.faults.collect.fleet` stands for no machine.
+threshold. `NO_MACHINE` of `jrl.faults.collect.fleet` means no machine.
 """
 
 import math

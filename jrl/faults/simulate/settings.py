@@ -31,7 +31,7 @@ class Metric:
 
     Attributes:
       name: as in the fleet.
-      capacity: the value that 1 stands for, in `unit`.
+      capacity: the value of a share of 1, in `unit`.
       unit: of the recorded values.
       level: its mean.
       compute: what the compute phase of a step adds over the communication phase; negative for a
