@@ -118,7 +118,7 @@ def _export(options: ExportOptions, folder: RunFolder, run: RunConfig) -> None:
     network = network_of(model, run)
     mesh = fold(Layout(), jax.devices()[:1])
     weights, step = load_policy_of(folder, network, mesh, float32=True, step=options.step)
-    # A checkpoint's own factor (Gemma's) is its architecture's; others know none.
+    # The factor of a checkpoint (Gemma's) is part of its architecture; others have none.
     if original_architecture is None and model.embedding_scale != 1.0:
         model, weights = fold_embedding_scale(model, weights)
     dtype = options.dtype or network.dtype

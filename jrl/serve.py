@@ -28,7 +28,7 @@ KEY_VARIABLE = "JRL_API_KEY"
 DEFAULT_LENGTH = 1024
 """Tokens of prompt and completion of a network that says nothing of its positions."""
 DEFAULT_CACHE_BYTES = 4 << 30
-"""Bytes of the KV cache that a length which nobody chose may take."""
+"""Maximum bytes of the KV cache for a length that is not set (`--length`)."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def _serve(options: ServeOptions) -> None:
 
 
 def _build_service(options: ServeOptions):
-    """The service, what stands before it, and the name of the model."""
+    """Builds the service and its front end; returns them and the name of the model."""
     import jax
 
     from jrl.config.run import SplitSettings
@@ -296,8 +296,8 @@ def _defaults(options: ServeOptions, policy: "ServedModel") -> tuple[dict[str, A
 
 
 def choose_length(model: "ModelConfig", slots: int) -> tuple[int, str]:
-    """Tokens of a row where nobody chose their number: what the network was made for, or as much of
-    it as has room; and a line that says so where it is less."""
+    """Default length of a row in tokens: that of the network, or less if the KV cache would be too
+    large; and a line that says so, empty otherwise."""
     import jax
 
     from jrl.trainer.setup.memory import cache_bytes

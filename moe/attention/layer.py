@@ -95,7 +95,7 @@ def attention(
 
 
 def window_of_layer(config: ModelConfig, layer_index: int | Int[Array, ""]) -> Window:
-    """Sliding window of a layer, whose index a pipeline stage knows only at run time."""
+    """Sliding window of a layer, whose index is known only at run time in a pipeline stage."""
     window, full = config.sliding_window, config.full_attention_layers
     if window is None or not full:
         return window

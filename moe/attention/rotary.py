@@ -142,7 +142,7 @@ def apply_rotary(
     """Queries or keys with the rotary positions of a layer.
 
     Args:
-      layer_index: index of the layer, which a pipeline stage knows only at run time.
+      layer_index: index of the layer; an array in a pipeline stage.
     """
     width = x.shape[-1] if config.rotary_dim is None else config.rotary_dim
     if width == x.shape[-1]:

@@ -241,7 +241,7 @@ class _TransferServer:
         messages = self._connections[sender].pull(
             self._transfer_id(sender, jax.process_index()), shapes
         )
-        # One message stands for the whole pull: they were offered together.
+        # One message is watched for all of the pull: they were offered together.
         self._watch.expect(sender, messages[-1])
         return messages
 

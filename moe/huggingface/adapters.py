@@ -310,7 +310,7 @@ def save_adapters(
       config: the network, with its adapters.
       weights: its weights, the layers in order, on devices of this process; those without adapters
         may be None.
-      architecture: as for `moe.huggingface.options_from`, which must know the network.
+      architecture: as for `moe.huggingface.options_from`, which must support the network.
       base: the checkpoint that the adapters are beside, as PEFT is to find it.
 
     Raises:

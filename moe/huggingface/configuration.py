@@ -151,7 +151,8 @@ def options_from(config: ModelConfig, architecture: str | None = None) -> dict[s
       architecture: for example "Qwen3MoeForCausalLM"; None takes the first that can express it.
 
     Raises:
-      ValueError: when none can, or the one asked for cannot: with the fields that it lacks.
+      ValueError: if none can, or the requested one cannot; the message names the fields that it
+        lacks.
     """
     return _write_options(config, family_for(config, architecture))
 

@@ -300,7 +300,7 @@ QWEN3_NEXT = Family(
     (
         NO_ATTENTION_BIAS,
         required("use_sliding_window", written=False),
-        # Of the convolutions too, after which nothing but silu stands here.
+        # The activation after the convolutions too, which is always silu here.
         required("hidden_act", "silu", written=False),
         option("head_dim", default=256),
         fixed(query_key_norm="head", attention_gate=True),

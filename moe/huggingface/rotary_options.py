@@ -46,7 +46,7 @@ def rotary(
 
     Args:
       default_base: of the wavelengths, where the options say none.
-      temperatures: whether the architecture knows DeepSeek's ``mscale`` options.
+      temperatures: true if the architecture has DeepSeek's ``mscale`` options.
       partial: whether it rotates a part of a head, as `rotary_dim` reads.
     """
 
@@ -167,7 +167,7 @@ def _as_declared(record: Any, field: str, value: Any) -> Any:
 
 
 def write_rotary(config: ModelConfig) -> dict[str, Any]:
-    """The options that `rotary` reads, as every version of `transformers` knows them."""
+    """Options that `rotary` reads, in the form that every version of `transformers` reads."""
     scaling = config.rope_scaling
     if scaling is None:
         return {"rope_theta": config.rope_base, "rope_scaling": None}

@@ -50,7 +50,7 @@ class PackedBatch(NamedTuple):
       positions: ``[token]`` position of each in its own sequence, from 0.
       multiplicity: ``[token]`` number of sequences that contain it, float32; 0 for padding.
       core_attention_of_layer: from the index of a layer and its sliding window to its core
-        attention; a pipeline stage knows both only at run time.
+        attention; both are arrays in a pipeline stage.
       sequences: grouping of tokens for the load-balancing loss; None if nothing is trained.
       zigzag: layout of the rows in the batch.
       mask: segments of the tokens; None in a decode step.

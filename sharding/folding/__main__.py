@@ -18,7 +18,8 @@ PARSER.add_argument(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit status: 0, or 2 when the layout or the picture cannot be had, with the reason."""
+    """Runs the command line; returns the exit status: 0, or 2 with the reason for a layout or picture
+    that is not possible."""
     args = PARSER.parse_args(arguments)
     try:
         layout = Layout.parse(args.layout)

@@ -88,7 +88,7 @@ class Groups:
                 self._informative[prompt] = is_informative(group)
 
     def _needed(self) -> range:
-        """Prompts of the batch if all undecided groups are informative: it cannot end sooner, so
+        """Prompts of the batch if all groups without verdicts are informative: it cannot end sooner, so
         they are needed whatever the verdicts are."""
         num_informative = 0
         for prompt in self._prompts:
