@@ -18,8 +18,8 @@ PARSER.add_argument(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit status: 0, or 2 with the reason for a layout or picture
-    that is not possible."""
+    """Runs the command line; returns the exit status: 0, or 2 for a layout or a picture that is not
+    possible, with the reason."""
     args = PARSER.parse_args(arguments)
     try:
         layout = Layout.parse(args.layout)
