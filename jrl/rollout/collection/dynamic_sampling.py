@@ -88,8 +88,8 @@ class Groups:
                 self._informative[prompt] = is_informative(group)
 
     def _needed(self) -> range:
-        """Prompts of the batch if all groups without verdicts are informative. It cannot end sooner,
-        so they are needed whatever the verdicts are."""
+        """Prompts of the batch if all groups without verdicts are informative. It cannot end
+        sooner, so they are needed whatever the verdicts are."""
         num_informative = 0
         for prompt in self._prompts:
             # In the order of prompts: a later one that is verified sooner must not replace it, or
