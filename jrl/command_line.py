@@ -101,10 +101,15 @@ def start_jax(
       heartbeat: as of `join_processes`.
 
     Raises:
-      ValueError: when JAX has started already with fewer, or cannot start, or where the processes
-        cannot connect.
+      ValueError: when JAX has started already with fewer, or cannot start, or has 64-bit types by
+        default, or where the processes cannot connect.
     """
     processes.check()
+    if jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
+        raise ValueError(
+            "JAX_ENABLE_X64 is on: indices and sums of a run are of 32 bits; unset it for this "
+            "command (env -u JAX_ENABLE_X64 python -m jrl.train ...)."
+        )
     share = processes.share(devices)
     if share is not None:
         _fake_devices(share)

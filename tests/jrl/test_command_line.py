@@ -132,6 +132,11 @@ def test_a_platform_that_is_not_there_is_one_line(monkeypatch):
         start_jax(None)
 
 
+def test_types_of_64_bits_are_rejected_before_anything_is_built():
+    with jax.enable_x64(True), pytest.raises(ValueError, match=r"JAX_ENABLE_X64 is on: .*unset it"):
+        start_jax(None)
+
+
 @pytest.fixture
 def no_cache():
     """JAX without a folder for its cache, as a user's process starts."""
