@@ -1,6 +1,7 @@
 """Setup that all command lines share: one-line errors, JAX devices, the compilation cache."""
 
 import dis
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -43,6 +44,7 @@ def exit_status(command: Callable[[], int], remedy: str = MEMORY_REMEDY) -> int:
       continue does not wait for the others.
     """
     status = None
+    _replace_closed_streams()
     try:
         status = _exit_status(command, remedy)
         return status
@@ -54,7 +56,9 @@ def exit_status(command: Callable[[], int], remedy: str = MEMORY_REMEDY) -> int:
 
 def _exit_status(command: Callable[[], int], remedy: str) -> int:
     try:
-        return command()
+        status = command()
+        sys.stdout.flush()  # at the end of Python its error would be a traceback
+        return status
     except ValueError as error:
         if _raised_by_us(error.__traceback__):
             return _print_error(error, 2)
@@ -65,12 +69,20 @@ def _exit_status(command: Callable[[], int], remedy: str) -> int:
     except KeyboardInterrupt:
         return _print_error("interrupted", 130)
     except BrokenPipeError:  # the reader of the output has exited, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 1
     except OSError as error:
-        if error.filename is None:
+        if error.filename is not None:
+            return _print_error(f"{error.filename}: {error.strerror}", 1)
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
             raise
-        return _print_error(f"{error.filename}: {error.strerror}", 1)
+        # The run's own files have names in their errors.
+        _discard_output()
+        return _print_error(
+            "standard output or a library's file cannot be written: "
+            f"{os.strerror(error.errno)}: make room on the disk, or redirect the output.",
+            1,
+        )
     except RuntimeError as error:
         if type(error).__module__.split(".")[0] in OUR_PACKAGES:
             return _print_error(error, 1)
@@ -80,6 +92,22 @@ def _exit_status(command: Callable[[], int], remedy: str) -> int:
         if "RESOURCE_EXHAUSTED" not in message:
             raise
         return _print_error(f"{message}: {remedy}.", 1)
+
+
+def _replace_closed_streams() -> None:
+    """Opens the null device for each standard stream that is closed: the next file to be opened
+    would get its descriptor, and what libraries print."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+
+
+def _discard_output() -> None:
+    """Discards standard output from here on, if it cannot be written."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _lost_process(error: Exception) -> str | None:

@@ -1,5 +1,6 @@
 import json
 import os
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -113,6 +114,26 @@ def test_what_others_raise_is_their_own(capsys):
 def test_what_went_wrong_in_the_run_is_one_line(error, status, line, capsys):
     assert exit_status(raising(error)) == status
     assert capsys.readouterr().err == f"error: {line}\n"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+@pytest.mark.parametrize("buffering", [1, -1])
+def test_standard_output_on_a_full_disk_is_one_line(buffering, monkeypatch, capsys):
+    with open("/dev/full", "w", buffering=buffering) as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert exit_status(lambda: print("three") or 0) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: standard output or")
+    assert line.endswith("No space left on device: make room on the disk, or redirect the output.")
+
+
+def test_a_closed_stream_is_the_null_device(monkeypatch):
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert exit_status(lambda: print(sys.stdout.isatty(), sys.stdin.read()) or 0) == 0
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        assert stream.name == os.devnull
+        stream.close()
 
 
 def test_devices_that_are_there_will_do():
