@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
         if args.picture is not None:
             draw(layout, args.picture)
     except (ValueError, OSError) as reason:
-        print(reason, file=sys.stderr)
+        print("error:", reason, file=sys.stderr)
         return 2
     return 0
 

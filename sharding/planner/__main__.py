@@ -1,6 +1,7 @@
 """Command line: prints the best layouts of a model on a cluster, and what rules out others."""
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -159,13 +160,14 @@ def program_of(args: argparse.Namespace, hardware: Hardware) -> tuple[Method, Sy
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit status: 0, or 2 when there is no answer, with the reason."""
+    """The exit status: 0; 2 when there is no answer, with the reason; 1 when the reader of the
+    output has exited, as `head` does; 130 after Ctrl-C."""
     args = PARSER.parse_args(join_numbers(sys.argv[1:] if arguments is None else arguments))
     try:
         serving.check_flags(PARSER, args)
         model = model_of(args.model, args.ignore_options)
         if args.serve:
-            print(serving.plan_text(model, args, System().efficiency))
+            print(serving.plan_text(model, args, System().efficiency), flush=True)
             return 0
         hardware, _ = parse(args.hardware)
         rows, time = batch_sizes(args)
@@ -181,8 +183,15 @@ def main(arguments: list[str] | None = None) -> int:
             draw(result.plans[: args.top], hardware, args.picture, title)
         if args.program == "jrl" and hardware.name != "laptop":
             print(f"\n{COMPILE} with these arguments compiles them without the devices.")
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (ValueError, OSError) as reason:
-        print(reason, file=sys.stderr)
+        print("error:", reason, file=sys.stderr)
         return 2
     return 0
 

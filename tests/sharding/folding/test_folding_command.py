@@ -41,7 +41,7 @@ def test_an_illegal_layout_is_refused_on_one_line():
     done = command("tp4 dp2 / ep3 etp2")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "ep=3 x etp=2 does not divide tp x cp x dp = 8: "
+        "error: ep=3 x etp=2 does not divide tp x cp x dp = 8: "
         "the nearest legal are ep=4 etp=2 or ep=2 etp=2 or ep=4 etp=1.\n"
     )
 

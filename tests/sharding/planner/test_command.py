@@ -10,6 +10,7 @@ import pytest
 from matplotlib.image import imread
 
 from sharding.costs.hardware import HARDWARE, Hardware, parse
+from sharding.planner import __main__ as command
 from sharding.planner.__main__ import main, parse_count
 
 ROOT = Path(__file__).parents[3]
@@ -82,7 +83,26 @@ def test_what_has_no_answer_is_refused_on_one_line(arguments, words, capsys):
     told = capsys.readouterr()
     assert told.out == ""
     assert len(told.err.splitlines()) == 1
-    assert re.search(words, told.err), told.err
+    assert re.search(f"^error: .*({words})", told.err), told.err
+
+
+def test_an_interrupt_is_one_line(monkeypatch, capsys):
+    def search(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "search", search)
+    assert main(["mixtral-8x7b", "--hardware", "h100x8"]) == 130
+    assert capsys.readouterr().err == "error: interrupted\n"
+
+
+@pytest.mark.slow
+def test_a_reader_that_exits_ends_the_command_without_a_message(monkeypatch, capsys):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(["mixtral-8x7b", "--hardware", "h100x16", "--tokens", "256K", *MEGATRON]) == 1
+    assert capsys.readouterr().err == ""
 
 
 def test_a_server_is_planned_and_drawn(capsys, tmp_path):
@@ -128,7 +148,7 @@ def test_what_no_server_is_planned_for_is_refused_on_one_line(arguments, words, 
 
 def test_flags_of_a_server_need_serve(capsys):
     assert main(["mixtral-8x7b", "--hardware", "h100x8", "--avg-seq", "9"]) == 2
-    assert capsys.readouterr().err == "--avg-seq is only for serving plans: add --serve.\n"
+    assert capsys.readouterr().err == "error: --avg-seq is only for serving plans: add --serve.\n"
 
 
 def test_a_cluster_of_ones_own_is_read_from_a_file(capsys, tmp_path):
