@@ -175,11 +175,11 @@ def keep_compilations() -> None:
     setting = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     if setting is not None:
         return
-    root = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    path = Path(root) / "jrl" / "compilations"
     try:
+        root = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+        path = Path(root) / "jrl" / "compilations"
         path.mkdir(parents=True, exist_ok=True)
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError for a user without a home folder
         return
     if os.access(path, os.W_OK):
         jax.config.update("jax_compilation_cache_dir", str(path))

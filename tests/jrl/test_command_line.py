@@ -1,5 +1,6 @@
 import json
 import os
+import pwd
 import sys
 
 import jax
@@ -179,6 +180,19 @@ def test_compilations_are_kept_in_the_users_cache(no_cache, tmp_path, monkeypatc
 def test_without_a_place_to_keep_them_nothing_is_kept(no_cache, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    keep_compilations()
+    assert setting("jax_compilation_cache_dir") is None
+
+
+def test_a_user_without_a_home_keeps_nothing(no_cache, monkeypatch):
+    """As in a container, whose user has a number only."""
+
+    def unknown_user(number):
+        raise KeyError(number)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown_user)
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
     keep_compilations()
     assert setting("jax_compilation_cache_dir") is None
 
