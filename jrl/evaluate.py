@@ -6,6 +6,7 @@ may still be in progress; nothing is written into its folder but, with ``--diagn
 """
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
@@ -62,7 +63,8 @@ def _main(arguments: list[str]) -> int:
     results = _evaluate(options)
     print_results(results)
     if options.json is not None and is_main_process():
-        Path(options.json).write_text(json.dumps(results, indent=2, allow_nan=False) + "\n")
+        path = Path(os.path.expanduser(options.json))
+        path.write_text(json.dumps(results, indent=2, allow_nan=False) + "\n")
     return 0
 
 
@@ -91,7 +93,9 @@ def _evaluate(options: EvaluateOptions) -> dict[str, Any]:
     from jrl.trainer.setup.memory import evaluation_slots
 
     watch = CompilationWatch() if is_main_process() else nullcontext()
-    path = options.samples if is_main_process() else None
+    path = None
+    if options.samples is not None and is_main_process():
+        path = os.path.expanduser(options.samples)
     completions = Completions(path, setup.format, options.show)
     with closing(setup.task), watch, completions:
         size = setup.task.heldout_size

@@ -1,6 +1,7 @@
 """Flags of ``python -m jrl.evaluate``, and the settings of a run with their changes."""
 
 import math
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -159,7 +160,7 @@ class EvaluateOptions:
             )
         for path in (self.json, self.samples):
             if path is not None:
-                Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
+                Path(os.path.expanduser(path)).absolute().parent.mkdir(parents=True, exist_ok=True)
 
 
 def evaluation_configuration(

@@ -1,5 +1,6 @@
 """``python -m jrl.report RUN [RUN ...] [--out FILE]`` writes runs as one page."""
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,7 +43,8 @@ def _main(arguments: list[str]) -> int:
         raise ValueError("runs=() names no run: give at least one run folder")
     folders = [RunFolder.read(path) for path in request.runs]
     default_path = folders[0].report_path if len(folders) == 1 else Path("report.html")
-    path = write_page(folders, default_path if request.out is None else request.out)
+    out = None if request.out is None else os.path.expanduser(request.out)
+    path = write_page(folders, out or default_path)
     print(f"report: {path}")
     return 0
 

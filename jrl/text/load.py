@@ -3,6 +3,7 @@
 import base64
 import binascii
 import json
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,7 +22,7 @@ def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> Tokenizer
     Raises:
       ValueError: there is no such file, or it is not a usable tokenizer.
     """
-    path = Path(path)
+    path = Path(os.path.expanduser(path))
     try:
         content = path.read_bytes()
     except OSError as error:

@@ -1,6 +1,7 @@
 """Prompts as tokens, with or without a chat template, and sampled tokens as text."""
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -232,7 +233,7 @@ def with_template(run: PromptSettings, tokenizer: Tokenizer) -> Tokenizer:
     if run.chat_template == CHECKPOINT_TEMPLATE:
         return with_turn_end(tokenizer, template_file(run))
     try:
-        source = Path(run.chat_template).read_text(encoding="utf-8")
+        source = Path(os.path.expanduser(run.chat_template)).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error.reason
         raise ValueError(
@@ -249,7 +250,9 @@ def template_file(run: PromptSettings) -> str | None:
     """The file of a run's chat template; None if unknown."""
     if run.chat_template not in (CHECKPOINT_TEMPLATE, NO_TEMPLATE):
         return run.chat_template
-    folder = run.checkpoint if run.tokenizer is None else str(Path(run.tokenizer).parent)
+    folder = run.checkpoint
+    if run.tokenizer is not None:
+        folder = str(Path(os.path.expanduser(run.tokenizer)).parent)
     if folder is None:
         return None
     # In the order of `jrl.text.json_tokenizer.checkpoint_tokenizer`.

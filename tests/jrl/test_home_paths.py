@@ -3,6 +3,7 @@ settings file."""
 
 import json
 
+from jrl.config.evaluation import EvaluateOptions
 from jrl.config.run import RunConfig
 from jrl.config.settings_file import read_settings
 from jrl.published.location import checkpoint_folder, gguf_file, is_checkpoint, prepare_checkpoint
@@ -10,6 +11,9 @@ from jrl.runs.directory import storage_path
 from jrl.runs.folder import RunFolder
 from jrl.tasks.data.files import kind_of, read_records
 from jrl.tasks.references import parse_reference
+from jrl.text.load import load_tokenizer
+from jrl.text.prompt_format import template_file, with_template
+from jrl.text.tokenizer import Tokenizer
 
 
 def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
@@ -31,4 +35,13 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
     assert gguf_file("gguf:~/model/a.gguf") == tmp_path / "model" / "a.gguf"
     assert RunFolder("~/runs/a").path == tmp_path / "runs" / "a"
     assert storage_path("~/checkpoints") == tmp_path / "checkpoints"
+    Tokenizer.train_characters("0123").save(tmp_path / "tokenizer.model")
+    (tmp_path / "chat.jinja").write_text("{{ messages[0].content }}")
+    tokenizer = load_tokenizer("~/tokenizer.model")
+    run = RunConfig(tokenizer="~/tokenizer.model", chat_template="~/chat.jinja")
+    assert with_template(run, tokenizer).usage.chat_template == "{{ messages[0].content }}"
+    run = RunConfig(tokenizer="~/tokenizer.model")
+    assert template_file(run) == str(tmp_path)
+    EvaluateOptions("runs/a", json="~/new/results.json").check()
+    assert (tmp_path / "new").is_dir()
     assert read_settings("~/run.yaml").values == {"steps": 2}
