@@ -153,5 +153,11 @@ def _converted_folder(path: Path) -> Path:
 
 
 def _cache() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        raise ValueError(
+            "HOME is not set, and this user has no home folder: set XDG_CACHE_HOME to a folder for "
+            "converted checkpoints."
+        ) from None
     return Path(root) / "jrl" / "checkpoints"

@@ -1,6 +1,7 @@
 """A name is a preset, a folder, a GGUF file or a package."""
 
 import importlib
+import pwd
 import sys
 
 import gguf_files
@@ -133,3 +134,16 @@ def test_a_name_of_the_hub_says_how_to_download_it():
         "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B, then --model Qwen3-0.6B"
     )
     assert download_command("tinny") is None and download_command("a/b/c") is None
+
+
+def test_a_user_without_a_home_needs_a_folder_for_conversions(gguf, monkeypatch):
+    """As in a container, whose user has a number only."""
+
+    def unknown_user(number):
+        raise KeyError(number)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown_user)
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ValueError, match=r"HOME is not set, .*set XDG_CACHE_HOME to a folder"):
+        prepare_checkpoint(f"gguf:{gguf}")
