@@ -108,6 +108,8 @@ def parse_arguments(arguments: list[str]) -> TrainOptions:
     check_idle(run, recipe)
     check_trains(run.held_out)
     if command.run_dir is not None:
+        if not command.run_dir:  # as of a shell variable that is not set
+            raise ValueError("run_dir='' is empty: give a folder, or leave out --run-dir.")
         local_path(command.run_dir)
     if run.checkpoint_dir is not None:  # also for commands in another working directory
         run = replace(run, checkpoint_dir=str(storage_path(run.checkpoint_dir)))

@@ -14,6 +14,8 @@ COPY = "recipe.py"
 """File name of a user's recipe in the folder of a run."""
 LIBRARY: dict[str, type[Recipe]] = {**RECIPES, "sft": Sft}
 """All recipes that are loaded by name, with supervised fine-tuning."""
+LONG_DASHES = ("\N{EN DASH}", "\N{EM DASH}", "\N{NON-BREAKING HYPHEN}", "\N{MINUS SIGN}")
+"""Characters that pages and word processors write for hyphens."""
 
 
 def load_recipe(reference: str, folder: Path | str = ".") -> type[Recipe]:
@@ -32,7 +34,12 @@ def load_recipe(reference: str, folder: Path | str = ".") -> type[Recipe]:
     file, _, name = reference.rpartition(":")
     if not file:
         if reference not in LIBRARY:
-            near = difflib.get_close_matches(reference, LIBRARY, n=2, cutoff=0.4)
+            if reference.startswith(LONG_DASHES):
+                raise ValueError(
+                    f"{reference!r} begins with a dash that is no hyphen, as word processors write "
+                    "it: type two hyphens (--)."
+                )
+            near = difflib.get_close_matches(reference.lower(), LIBRARY, n=2, cutoff=0.4)
             hint = f"did you mean {' or '.join(near)}? " if near else ""
             raise ValueError(
                 f"recipe {reference!r} is unknown: {hint}The recipes are {', '.join(LIBRARY)}; a "

@@ -43,6 +43,7 @@ def test_a_line_that_does_not_parse_is_named_with_its_file(tmp_path, capsys):
         ("--task sorrt", r"task='sorrt' is unknown: did you mean sort\? The tasks are sort, add"),
         ("drpo", r"recipe 'drpo' is unknown: did you mean grpo or .* The recipes are ppo, grpo"),
         ("--model tinny", "model='tinny' is not a preset; near: tiny"),
+        ("--run-dir=", "run_dir='' is empty: give a folder"),
         ("--prompts 3", r"mini_batch=8 does not divide prompts x group_size = 3 x 4 = 12 compl"),
         ("--micro-batch 3", "micro_batch=3 does not divide mini_batch=8"),
         ("--steps -1", "steps=-1 must not be negative"),

@@ -56,6 +56,8 @@ def test_a_recipe_of_a_file(tmp_path):
     ("reference", "message"),
     [
         ("dappo", "recipe 'dappo' is unknown: did you mean dapo or ppo"),
+        ("GRPO", "recipe 'GRPO' is unknown: did you mean grpo"),
+        ("\N{EN DASH}steps", "begins with a dash that is no hyphen, .*: type two hyphens"),
         ("nothing.py:Mine", "recipe file .*nothing.py cannot be read: No such file"),
         ("own.py:Other", "own.py has no class Other that derives from jrl.recipes.Recipe"),
         ("own.py:number", "own.py has no class number that derives"),
