@@ -86,9 +86,10 @@ def kl_estimate(
         estimate = clip(estimate, max_value)
     if kind.endswith("+"):
         # Straight-through: the slope adds 0 to the value. At probability 0 the gradient would be
-        # infinite, and is set to 0.
-        slope = _estimate(zero_masked(difference, jnp.isfinite(difference)), "k2")
-        estimate = slope - jax.lax.stop_gradient(slope) + jax.lax.stop_gradient(estimate)
+        # infinite, and is set to 0. Not by the square, which overflows from 2e19 on.
+        difference = zero_masked(difference, jnp.isfinite(difference))
+        slope = jax.lax.stop_gradient(difference)
+        estimate = slope * (difference - slope) + jax.lax.stop_gradient(estimate)
     return estimate
 
 
