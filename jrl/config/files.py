@@ -59,7 +59,8 @@ def to_json(run: RunConfig, recipe: Recipe) -> dict[str, Any]:
     """JSON object of a run and its recipe, from which `from_json` restores both.
 
     Raises:
-      ValueError: for a field of another type, which `from_json` would reject.
+      ValueError: for what `from_json` would reject: a field of another type, a recipe without a
+        file.
     """
     for record in (run, recipe):
         _check_types(record)
