@@ -32,6 +32,8 @@ def check_range(
     of ``low < x <= high`` where `above`, or NaN; None and missing settings are skipped."""
     for name in names:
         value = getattr(settings, name, None)
+        if isinstance(value, str):
+            raise ValueError(f"{name}={value!r} must be a number.")
         if value is None or (low <= value <= high and not (above and value == low)):
             continue
         rule = f"must be {'above' if above else 'at least'} {low:g}"

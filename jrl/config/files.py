@@ -56,7 +56,14 @@ Record = TypeVar("Record")
 
 
 def to_json(run: RunConfig, recipe: Recipe) -> dict[str, Any]:
-    """JSON object of a run and its recipe, from which `from_json` restores both."""
+    """JSON object of a run and its recipe, from which `from_json` restores both.
+
+    Raises:
+      ValueError: for what `from_json` would reject: a field of another type, a recipe without a
+        file.
+    """
+    for record in (run, recipe):
+        _check_types(record)
     return {"recipe": reference_of(recipe), "run": asdict(run), "hyperparameters": asdict(recipe)}
 
 
@@ -136,6 +143,21 @@ def _record(kind: type[Record], values: Any, name: str, path: Path | str) -> Rec
         return kind(**{field: convert_value(values[field], hints[field]) for field in names})
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _check_types(record: RunConfig | Recipe) -> None:
+    hints = get_type_hints(type(record))
+    for field in fields(record):
+        value, annotation = getattr(record, field.name), hints[field.name]
+        try:
+            stored = json.loads(json.dumps(value))
+        except TypeError:
+            stored = value
+        if not has_type(stored, annotation):
+            raise ValueError(
+                f"{field.name}={value!r} is not {type_name(annotation)}, so that the run could "
+                "not be read again: convert it."
+            )
 
 
 def _check_names(

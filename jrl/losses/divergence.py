@@ -74,19 +74,22 @@ def kl_estimate(
     max_value = settings.optional_distance("max_value", max_value)
     check_shapes(logprobs=logprobs, reference_logprobs=reference_logprobs)
     logprobs, reference_logprobs = as_floats(logprobs, reference_logprobs)
-    difference = logprobs - jax.lax.stop_gradient(reference_logprobs)
     if mask is not None:
         check_shapes(logprobs=logprobs, mask=mask)
-        difference = zero_masked(difference, as_mask(mask))
+        mask = as_mask(mask)
+        logprobs = zero_masked(logprobs, mask)
+        reference_logprobs = zero_masked(reference_logprobs, mask)
+    difference = logprobs - jax.lax.stop_gradient(reference_logprobs)
     bounded = difference if max_log_ratio is None else clip(difference, max_log_ratio)
     estimate = _estimate(bounded, kind.removesuffix("+"))
     if max_value is not None:
         estimate = clip(estimate, max_value)
     if kind.endswith("+"):
         # Straight-through: the slope adds 0 to the value. At probability 0 the gradient would be
-        # infinite, and is set to 0.
-        slope = _estimate(zero_masked(difference, jnp.isfinite(difference)), "k2")
-        estimate = slope - jax.lax.stop_gradient(slope) + jax.lax.stop_gradient(estimate)
+        # infinite, and is set to 0. Not by the square, which overflows from 2e19 on.
+        difference = zero_masked(difference, jnp.isfinite(difference))
+        slope = jax.lax.stop_gradient(difference)
+        estimate = slope * (difference - slope) + jax.lax.stop_gradient(estimate)
     return estimate
 
 

@@ -4,20 +4,32 @@ Rows of a group need not be adjacent, and groups may differ in size. All functio
 `jax.jit`: the number of segments is the number of rows, an upper bound of the number of groups.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Bool, Float, Int, Integer, Shaped
 
+from jrl.losses import settings
 from jrl.losses.arrays import as_floats, check_responses
 
 
 def number_groups(groups: Integer[ArrayLike, "batch"]) -> Int[Array, "batch"]:
     """Group index 0, 1, 2, ... of each row, in increasing order of the group ids."""
+    if settings.is_array(groups) and not isinstance(groups, Array):
+        groups = _number_in_python(groups)
     groups = jnp.asarray(groups)
     _, index = jnp.unique(groups, return_inverse=True, size=groups.size)
     return index
+
+
+def _number_in_python(groups: Any) -> Int[Array, "batch"]:
+    """`number_groups` of a NumPy array: JAX would cut ids of 64 bits to 32 and merge groups."""
+    ids = groups.tolist()
+    index = {group: number for number, group in enumerate(sorted(set(ids)))}
+    return jnp.asarray([index[group] for group in ids], jnp.int32)
 
 
 def check_groups(

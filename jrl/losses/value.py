@@ -119,8 +119,8 @@ def value_loss(
     check_shapes(values=values, old_values=old_values, returns=returns, mask=mask)
     mask = as_mask(mask)
     values, old_values, returns = as_floats(values, old_values, returns)
-    values = zero_masked(values, mask)
     old_values, returns = jax.lax.stop_gradient((old_values, returns))
+    values, old_values, returns = (zero_masked(x, mask) for x in (values, old_values, returns))
 
     errors = (values - returns) ** 2
     binds = jnp.zeros_like(mask)

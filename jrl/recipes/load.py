@@ -63,8 +63,21 @@ def load_recipe(reference: str, folder: Path | str = ".") -> type[Recipe]:
 
 def reference_of(recipe: Recipe) -> str:
     """Reference by which `load_recipe` finds the recipe in the folder of a run, which contains its
-    file."""
-    return recipe.name if source_of(recipe) is None else f"{COPY}:{type(recipe).__qualname__}"
+    file.
+
+    Raises:
+      ValueError: for a class that is neither of the library nor from `load_recipe`.
+    """
+    kind = type(recipe)
+    if kind in LIBRARY.values():
+        return recipe.name
+    if source_of(recipe) is None:
+        raise ValueError(
+            f"recipe {kind.__qualname__} of module {kind.__module__} could not be read again with "
+            "its run: write it to a file of its own, and create it by "
+            f'jrl.recipes.load.load_recipe("FILE.py:{kind.__qualname__}")().'
+        )
+    return f"{COPY}:{kind.__qualname__}"
 
 
 def source_of(recipe: Recipe) -> bytes | None:

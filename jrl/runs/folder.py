@@ -123,6 +123,12 @@ class RunFolder:
             the configuration.
           StorageError: if ``checkpoint_dir`` is not writable.
         """
+        reference = str(config.get("recipe"))
+        if recipe is None and reference.startswith("recipe.py:"):
+            raise ValueError(
+                f"the run would lack the file of its recipe {reference}: give "
+                "recipe=jrl.recipes.load.source_of(recipe)."
+            )
         content = _config_bytes(config)
         folder, code = cls(path), {} if code is None else code
         folder.set_checkpoint_dir(config.get("run", {}).get("checkpoint_dir"))

@@ -59,7 +59,7 @@ def entropy_threshold(
     threshold = kth(ascending(entropy, mask), last - rank)
     # Sorting puts NaN last, where it would not affect the threshold.
     unknown = jnp.any(jnp.isnan(entropy))
-    return jnp.where(unknown, jnp.asarray(jnp.nan, threshold.dtype), threshold)
+    return jnp.where(unknown, jnp.sum(entropy), threshold)
 
 
 def top_entropy_mask(

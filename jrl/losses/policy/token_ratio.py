@@ -288,7 +288,8 @@ def _dropped(
 
 def _relative(probability: PerToken, log_first: PerToken, log_second: PerToken) -> PerToken:
     """``probability * (log_first - log_second)``, and 0 where the probability is 0."""
-    return probability * zero_masked(log_first - log_second, probability != 0)
+    log_first, log_second = (zero_masked(x, probability != 0) for x in (log_first, log_second))
+    return probability * (log_first - log_second)
 
 
 def sapo_loss(

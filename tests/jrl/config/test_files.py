@@ -1,6 +1,8 @@
 import json
-from dataclasses import replace
+import re
+from dataclasses import asdict, replace
 
+import numpy as np
 import pytest
 
 from jrl.config.files import check_resumable, from_json, to_json
@@ -14,6 +16,21 @@ def test_what_is_written_is_read(name):
     recipe = replace(RECIPES[name](), clip_high=0.3, kl_coef=0.1, top_k=5)
     stored = json.loads(json.dumps(to_json(run, recipe)))
     assert from_json(stored, "config.json") == (run, recipe)
+
+
+def test_what_could_not_be_read_is_not_written():
+    grpo = RECIPES["grpo"]
+    recipe = grpo(learning_rate=np.float64(1e-4))
+    assert json.loads(json.dumps(to_json(RunConfig(), recipe)))["hyperparameters"] == asdict(recipe)
+    for run, recipe, message in (
+        (RunConfig(steps=np.int64(3)), grpo(), "steps=np.int64(3) is not int"),
+        (RunConfig(steps=1e3), grpo(), "steps=1000.0 is not int"),
+        (RunConfig(), grpo(learning_rate=np.float32(1)), "learning_rate=np.float32(1.0) is not fl"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            to_json(run, recipe)
+    with pytest.raises(ValueError, match="must be a number"):
+        grpo(learning_rate="1e-4")
 
 
 def test_a_field_that_came_later_has_its_default():

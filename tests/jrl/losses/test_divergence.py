@@ -202,6 +202,14 @@ def test_a_token_of_probability_0_has_a_value_and_no_gradient(kind):
     np.testing.assert_array_equal(slope, [0, 0])
 
 
+@pytest.mark.parametrize("kind", ["k1+", "k3+", "abs+"])
+def test_the_least_float_as_a_log_probability_has_a_value_too(kind):
+    least = np.full(2, np.finfo(np.float32).min)
+    found, slope = estimates(max_log_ratio=20, max_value=10)(least, np.zeros(2))[kind]
+    np.testing.assert_allclose(found, -10 if kind == "k1+" else 10)
+    np.testing.assert_array_equal(slope, least)
+
+
 def test_entropy_oracle():
     logits = numpy_batch(4)["logits"]
     expected = [[oracles.entropy(token) for token in row] for row in logits]

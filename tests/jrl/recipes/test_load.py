@@ -11,6 +11,7 @@ from jrl.config.files import from_json, to_json
 from jrl.config.run import RunConfig
 from jrl.recipes import RECIPES, ActorCritic, Grpo, Recipe
 from jrl.recipes.load import load_recipe, reference_of, source_of
+from jrl.runs.folder import RunFolder
 
 OWN = """
 from dataclasses import dataclass
@@ -50,6 +51,20 @@ def test_a_recipe_of_a_file(tmp_path):
     (tmp_path / "own.py").write_text(OWN.replace("0.5", "0.25"))
     assert load_recipe("own.py:Mine", tmp_path)().knob == 0.25
     assert kind().knob == 0.5
+
+
+def test_a_recipe_without_a_file_begins_no_run(tmp_path):
+    @dataclasses.dataclass(frozen=True)
+    class Inline(Grpo):
+        pass
+
+    with pytest.raises(ValueError, match=r"Inline of module \S*test_load could not be read again"):
+        to_json(RunConfig(), Inline())
+    (tmp_path / "own.py").write_text(OWN)
+    config = to_json(RunConfig(), load_recipe(f"{tmp_path}/own.py:Mine")())
+    with pytest.raises(ValueError, match=r"the file of its recipe recipe\.py:Mine: give recipe="):
+        RunFolder.create(tmp_path / "run", config)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -123,3 +123,11 @@ def test_gpg_divides_by_one_rewarded_response():
     rewards, groups = np.array([1.0, 0.0, 0.0]), np.array([0, 0, 0])
     advantages = jitted.gpg_advantages(rewards, groups, alpha="nonzero")
     np.testing.assert_allclose(advantages, [2.0, -1.0, -1.0], rtol=1e-6)
+
+
+def test_names_of_groups_have_64_bits():
+    names = np.array([1 << 40, 1 << 40, 1 << 41, 1 << 41])
+    rewards = np.array([1.0, 0, 3, 1], np.float32)
+    expected = [0.5, -0.5, 1, -1]
+    assert jrl.dr_grpo_advantages(rewards, names).tolist() == expected
+    assert jrl.informative_groups(rewards, np.array([-1, -1, 2**32 - 1, -1])).tolist()[2] is False

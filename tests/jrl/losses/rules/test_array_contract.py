@@ -330,3 +330,13 @@ def test_shapes_that_would_broadcast_by_accident_are_refused():
         jax.eval_shape(jrl.gae, square, square, square, lam=row)
     with pytest.raises(ValueError, match=r"importance_weights has shape \(3,\)"):
         jax.eval_shape(jrl.ppo_loss, square, square, square, square, importance_weights=row)
+
+
+def test_debug_nans_does_not_stop_at_infinities_under_the_mask():
+    b = {x: np.where(MASK, y, -np.inf) if y.shape == MASK.shape else y for x, y in batch(0).items()}
+    policies, mask = (b["logprobs"], b["old_logprobs"]), MASK
+    with jax.debug_nans(True):
+        jrl.kl_estimate(*policies, mask)
+        jrl.dppo_loss(*policies, b["advantages"], mask, kind="kl", max_divergence=0.2)
+        jrl.top_entropy_mask(b["entropy"], mask)
+        jrl.value_loss(b["values"], b["old_values"], b["returns"], mask, clip=0.2)
