@@ -57,7 +57,7 @@ Sums = TypeVar("Sums", bound="Additive")
 
 
 class Additive:
-    """Record of sums: records of micro-batches add up with ``+``, leaf by leaf.
+    """Record of sums: records of micro-batches add up with ``+`` or ``sum``, leaf by leaf.
 
     Over devices, apply ``jax.lax.psum`` to the record.
     """
@@ -65,14 +65,18 @@ class Additive:
     def __add__(self: Sums, other: Sums) -> Sums:
         return jax.tree.map(operator.add, self, other)
 
+    def __radd__(self: Sums, other: Literal[0]) -> Sums:
+        # Python's `sum` begins with 0.
+        return self if isinstance(other, int) and other == 0 else NotImplemented
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Mean(Additive, Generic[Leaf]):
     """Mean as a pair of sum and count, which adds up exactly over micro-batches and devices.
 
-    Two records add with ``+``; over devices, apply ``jax.lax.psum`` to the record. A mean of means,
-    by contrast, is wrong if micro-batches have different numbers of tokens.
+    Records add with ``+`` or ``sum``; over devices, apply ``jax.lax.psum`` to the record. A mean of
+    means, by contrast, is wrong if micro-batches have different numbers of tokens.
 
     Attributes:
       sum: sum over the unmasked entries.
@@ -81,7 +85,7 @@ class Mean(Additive, Generic[Leaf]):
     Examples:
       >>> first = Mean.of(jnp.array([1.0, 2.0, 3.0]), jnp.array([1, 1, 1]))
       >>> second = Mean.of(jnp.array([10.0, 99.0, 99.0]), jnp.array([1, 0, 0]))
-      >>> float((first + second).value())
+      >>> float(sum([first, second]).value())
       4.0
     """
 

@@ -1,7 +1,6 @@
 """Aggregation: the five modes, their denominators, and sums over any cut."""
 
 import functools
-import operator
 from typing import get_args
 
 import jax
@@ -182,7 +181,7 @@ def test_means_add_up_where_means_of_means_do_not():
     x = batch(8)["per_token"] + np.arange(BATCH, dtype=np.float32)[:, None]
     pieces = [slice(0, 1), slice(1, 4), slice(4, BATCH)]
     means = [jrl.Mean.of(x[piece], MASK[piece]) for piece in pieces]
-    together = functools.reduce(operator.add, means)
+    together = sum(means)
     np.testing.assert_allclose(together.value(), np.asarray(x)[MASK].mean(), rtol=1e-6)
     assert together.count == int(MASK.sum()) and together.count.dtype == np.int32
     of_means = np.mean([mean.value() for mean in means])
