@@ -1,4 +1,5 @@
-"""Signal handling: after Ctrl-C or SIGTERM a run finishes its current work, saves and ends.
+"""Signal handling: after Ctrl-C, SIGTERM or the loss of its terminal a run finishes its current
+work, saves and ends.
 
 A second Ctrl-C ends it immediately.
 """
@@ -9,13 +10,14 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
 GRACE_SECONDS = 3.0
 """Seconds that a second Ctrl-C gives the main thread, which may be in a long call of a library."""
 
-_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 
 
 class Stop:
@@ -35,6 +37,7 @@ class Stop:
         self._previous_handlers: dict[int, Any] = {}
         self._sockets: tuple[socket.socket, socket.socket] | None = None
         self._wakeup = -1
+        self._terminals: list[int] = []
 
     def __bool__(self) -> bool:
         return bool(self._received)
@@ -48,8 +51,10 @@ class Stop:
         threading.Thread(
             target=self._watch, args=(local_socket,), name="jrl signals", daemon=True
         ).start()
+        self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
         for signum in _NAMES:
-            # One that is ignored, as Ctrl-C is in a shell's background job, stays so.
+            # One that is ignored, as Ctrl-C is in a shell's background job and SIGHUP by nohup,
+            # stays so.
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 self._previous_handlers[signum] = signal.signal(signum, self._receive)
         return self
@@ -67,8 +72,17 @@ class Stop:
     def _receive(self, signum: int, frame: FrameType | None) -> None:
         is_repeated = signum == signal.SIGINT and signum in self._received
         self._received.append(signum)
+        if signum == signal.SIGHUP:
+            self._discard_terminal()
         if is_repeated:
             raise KeyboardInterrupt
+
+    def _discard_terminal(self) -> None:
+        """Discards what is printed from here on: the terminal is closed, and every write fails."""
+        null = os.open(os.devnull, os.O_WRONLY)
+        for descriptor in self._terminals:
+            os.dup2(null, descriptor)
+        os.close(null)
 
     def _watch(self, local_socket: socket.socket) -> None:
         """Prints a message for each signal, and ends the process at the second Ctrl-C."""
@@ -98,4 +112,5 @@ class Stop:
 
 
 def _print_line(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    with suppress(OSError):  # of a terminal that is closed
+        print(line, file=sys.stderr, flush=True)

@@ -1,6 +1,7 @@
 """Signals: the first is a request, a second Ctrl-C an order."""
 
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ def said(capfd, words):
     [
         (signal.SIGINT, "Ctrl-C: finishing step 3; Ctrl-C again stops immediately\n"),
         (signal.SIGTERM, "SIGTERM: finishing step 3; Ctrl-C stops immediately\n"),
+        (signal.SIGHUP, "SIGHUP: finishing step 3; Ctrl-C stops immediately\n"),
     ],
 )
 def test_the_first_signal_is_a_request_and_says_what_happens(number, line, capfd):
@@ -39,6 +41,32 @@ def test_the_first_signal_is_a_request_and_says_what_happens(number, line, capfd
         assert said(capfd, "immediately\n") == line
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_run_whose_terminal_is_closed_finishes_its_work(tmp_path):
+    """It goes on printing, as a display does."""
+    program = f"""
+import fcntl, pathlib, termios, time
+from jrl.processes.stopping import Stop
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+with Stop() as stop:
+    print("ready", flush=True)
+    while not stop:
+        time.sleep(0.01)
+    for _ in range(20):
+        print("finishing", flush=True)
+        time.sleep(0.01)
+pathlib.Path({str(tmp_path / "saved")!r}).touch()
+"""
+    terminal, end = pty.openpty()
+    command = [sys.executable, "-c", program]
+    child = subprocess.Popen(command, stdin=end, stdout=end, stderr=end, start_new_session=True)
+    os.close(end)
+    while b"ready" not in os.read(terminal, 100):
+        pass
+    os.close(terminal)
+    assert child.wait(60) == 0
+    assert (tmp_path / "saved").exists()
 
 
 def test_a_second_interrupt_is_an_exception():
