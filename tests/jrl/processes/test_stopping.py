@@ -13,6 +13,8 @@ import pytest
 from jrl.processes import stopping
 from jrl.processes.stopping import Stop
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 def said(capfd, words):
     """Waits for a line on standard error, which another thread writes."""
@@ -32,22 +34,26 @@ def said(capfd, words):
     ],
 )
 def test_the_first_signal_is_a_request_and_says_what_happens(number, line, capfd):
-    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    # An ignored signal stays so, as SIGHUP is under nohup.
+    inherited = signal.signal(number, signal.default_int_handler)
+    before = [signal.getsignal(each) for each in SIGNALS]
     with Stop() as stop:
         assert not stop
         stop.doing = "finishing step 3"
         os.kill(os.getpid(), number)
         assert stop
         assert said(capfd, "immediately\n") == line
-    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(each) for each in SIGNALS] == before
+    signal.signal(number, inherited)
     assert signal.set_wakeup_fd(-1) == -1
 
 
 def test_a_run_whose_terminal_is_closed_finishes_its_work(tmp_path):
     """It goes on printing, as a display does."""
     program = f"""
-import fcntl, pathlib, termios, time
+import fcntl, pathlib, signal, termios, time
 from jrl.processes.stopping import Stop
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 with Stop() as stop:
     print("ready", flush=True)
@@ -62,10 +68,14 @@ pathlib.Path({str(tmp_path / "saved")!r}).touch()
     command = [sys.executable, "-c", program]
     child = subprocess.Popen(command, stdin=end, stdout=end, stderr=end, start_new_session=True)
     os.close(end)
-    while b"ready" not in os.read(terminal, 100):
-        pass
-    os.close(terminal)
-    assert child.wait(60) == 0
+    try:
+        while b"ready" not in os.read(terminal, 100):
+            pass
+        os.close(terminal)
+        assert child.wait(60) == 0
+    finally:
+        child.kill()
+        child.wait()
     assert (tmp_path / "saved").exists()
 
 
