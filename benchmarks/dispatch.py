@@ -17,7 +17,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 WAYS = ("all_gather", "all_to_all", "ragged")
 
@@ -101,7 +101,7 @@ def program(way: str, k: int, mesh: Any, given: argparse.Namespace) -> Any:
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    from moe.execution import Execution
+    from moe.execution import Dispatch, Execution
     from moe.experts.dispatch.choice import dispatch
     from moe.router.routing import Routing
     from moe.weights import Experts
@@ -123,7 +123,8 @@ def program(way: str, k: int, mesh: Any, given: argparse.Namespace) -> Any:
     own, rows = P(mesh.ep, mesh.etp), P(mesh.axes)
 
     def layer(weights, x, routing):
-        out, _ = dispatch(weights, x, routing, mesh, Execution(dispatch=way, buffer_factor=1.0))
+        execution = Execution(dispatch=cast(Dispatch, way), buffer_factor=1.0)
+        out, _ = dispatch(weights, x, routing, mesh, execution)
         return out
 
     def total(weights, x, routing):

@@ -20,7 +20,6 @@ from jaxtyping import Array
 from jrl.checks import flag
 from jrl.command_line import exit_status, start_jax
 from jrl.config.evaluation import (
-    SAMPLING_SETTINGS,
     EvaluateOptions,
     choose_num_prompts,
     evaluation_configuration,
@@ -132,7 +131,7 @@ def _evaluate(options: EvaluateOptions) -> dict[str, Any]:
         "everything": parse_heldout(run.held_out).everything,
         "k": options.k,
         "seed": options.seed,
-        **{name: getattr(setup.recipe, name) for name in SAMPLING_SETTINGS},
+        **{name: getattr(setup.recipe, name) for name in ("temperature", "top_k", "top_p")},
     }
     if options.lora is not None:
         header["lora"] = options.lora

@@ -203,15 +203,14 @@ def _build_service(options: ServeOptions):
     """Builds the service and its front end; returns them and the name of the model."""
     import jax
 
-    from jrl.config.run import SplitSettings
     from jrl.serving.api_request import MAX_TOP_LOGPROBS
     from jrl.serving.application import FrontEnd
     from jrl.serving.metrics import Metrics
     from jrl.serving.policy import ApiModel
     from jrl.serving.service import Service
-    from jrl.trainer.evaluation.served_model import open_served_model
+    from jrl.trainer.evaluation.served_model import RequestedSplit, open_served_model
 
-    split = SplitSettings(
+    split = RequestedSplit(
         options.split, options.micro_batches, options.expert_slots, options.replan
     )
     policy = open_served_model(

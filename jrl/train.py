@@ -19,8 +19,9 @@ from jrl.checks import flag
 from jrl.command_line import exit_status, start_jax
 from jrl.config.files import configuration_of, to_json
 from jrl.config.flags import PROGRAM, TrainOptions, drop_idle, parse_arguments
-from jrl.config.run import AUTO, SINGLE_MESH_SETTINGS, RunConfig
+from jrl.config.run import RunConfig
 from jrl.config.settings_file import settings_text
+from jrl.config.training import AUTO
 from jrl.processes.agreement import (
     RaiseInAllProcesses,
     broadcast_from_main,
@@ -91,7 +92,7 @@ def _with_chosen_layout(options: TrainOptions) -> TrainOptions:
             "--devices, and give all processes the layout that it prints."
         )
     no_rollout_layout = dict.fromkeys(("rollout_layout", "rollout_devices", "slots"))
-    single_device = replace(run, layout="dp1", **no_rollout_layout, **SINGLE_MESH_SETTINGS)
+    single_device = replace(run.on_one_mesh(), layout="dp1", **no_rollout_layout)
     # Settings of communication are rejected on one device.
     single_device = replace(single_device, activation_wire=None, overlap_grad_reduce=False)
     single_device_options = replace(options, run=single_device, recipe=recipe.divided(1))

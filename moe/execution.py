@@ -5,12 +5,21 @@ Values are the same up to rounding, with two exceptions: `Execution.activation_w
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
 from sharding.compression import ACTIVATION_DTYPES
 
+Dispatch = Literal["all_to_all", "all_gather", "ragged", "two_level", "two_level_ragged"]
 TWO_LEVELS = ("two_level", "two_level_ragged")
 """Token dispatchers that know servers."""
+
+
+def _option(default: Any, **properties: bool) -> Any:
+    """A field of `Execution` with what it is: ``implementation`` selects one for the devices,
+    ``experts`` applies to networks with experts only, ``changeable`` changes no more than the
+    rounding of results (the default), ``cache`` changes the arrays of the KV cache."""
+    return field(default=default, metadata=properties)
 
 
 @dataclass(frozen=True)
@@ -18,89 +27,98 @@ class Execution:
     """Implementation of each part of the network, and memory and overlap settings; None picks the
     best that applies.
 
-    A name requires that implementation, and raises where it is not supported.
-
-    Args:
-      attention: core attention on one device: "plain", "blocked", "xla", "cudnn" or "mosaic", our
-        kernels for Hopper (`moe.attention.core`). None is "cudnn" on a GPU if it supports the
-        arrays, or "mosaic" on Hopper if that does; otherwise "plain" or, for many scores,
-        "blocked".
-      context: context parallelism of attention over ``cp``: "gather", "ring" or "ulysses"
-        (`moe.attention.context_parallel`). None is "ulysses" if ``cp`` divides the query
-        heads of a ``tp`` rank and it sends fewer elements than "gather"; otherwise "gather".
-      latent: contents of the KV cache of multi-head latent attention (MLA): "absorbed", the latent
-        vectors, or "expanded", the keys and values (`moe.attention.latent`); None is "absorbed".
-      decode_attention: attention of a decode step over the KV cache: "plain", or "mosaic", a kernel
-        for Hopper that reads no more of a row than its tokens (`moe.kernels.decode_attention`, and
-        `moe.kernels.latent_decode` for latent vectors); None is "mosaic" on Hopper if it supports
-        the network's heads, else "plain".
-      dispatch: token dispatch to the experts of other devices: "all_to_all", "all_gather",
-        "ragged", or "two_level" and "two_level_ragged", which send one copy of a token to a server;
-        None is the one of the first three with the least predicted time
-        (`moe.experts.dispatch.cost`).
-      server_devices: devices of a server, for `TWO_LEVELS`; None is the number that the fast links
-        of such devices join (`sharding.costs.hardware`).
-      exchange_rate: for that prediction, the rate of an all-to-all as a fraction of that of a ring
-        over the same devices, as `benchmarks/dispatch.py` measures it; None is the planner's
-        number.
-      activation_wire: communication dtype of token dispatch and combine, forward and backward:
-        "float8_e4m3fn" with float32 scales (`sharding.compression`); None is the dtype of
-        activations. It rounds what is sent.
-      router: scores, top-k and gate weights: "plain", or "mosaic", one kernel for Hopper and later
-        GPUs (`moe.kernels.routing`); None is "mosaic" on these for a multiple of 8 experts, up to
-        128, else "plain".
-      experts: grouped GEMMs, each row by the matrix of its expert: "tiles", "batched", "blocks",
-        "mosaic", "megablox", "ragged_dot" or "plain" (`moe.experts.grouped_dot`), or
-        "mosaic_fused", "mosaic_gathered" or "mosaic_scattered"
-        (`moe.experts.feed_forward.routed_experts`). None is "mosaic" on Hopper in half precision,
-        if `d_model` is a multiple of 128 and ``d_expert / etp`` of 64; otherwise "batched" on GPUs,
-        "tiles" on a CPU and "blocks" on a TPU. The table of `moe.implementations` has this choice,
-        and those of `attention`, `decode_attention` and `router`.
-      remat: activation recomputation (gradient checkpointing) in the backward pass: "none",
-        "selective", "projections" or "full" (`moe.remat`).
-      fsdp: weights are sharded over the devices that would replicate them, and all-gathered layer
-        by layer when an update runs (`sharding.zero.unshard`), forward and again backward. Needs a
-        `remat` that does not save them.
-      overlap_grad_reduce: the gradients of each layer are reduced over devices inside the backward
-        pass of an update's last micro-batch, overlapped with that of the layers below, instead of
-        all at the end (`sharding.zero`). That micro-batch is then a second compiled program.
-        Not with pipeline parallelism.
-      buffer_factor: size of the buffers for tokens that arrive at the experts of a device, as a
-        multiple of balanced load (`moe.experts.dispatch.buffers`); None is enough for any routing.
-        Overflow is counted in `RouterStatistics.overflow`; a pass in which that is not 0 must be
-        recomputed without this setting, as `jrl` does.
-      expert_chunks: number of chunks in which the tokens of a device are dispatched and combined,
-        so that communication of one overlaps the GEMMs of another
-        (`moe.experts.dispatch.choice`). A decode step, which has few tokens, uses 1.
-      two_batch_overlap: the rows of a device go through each layer in two independent halves, so
-        that communication of one overlaps computation of the other
-        (`moe.layers.two_batch_overlap`). A single row, or prompt with its responses, is not split,
-        nor are rows in decoding. Not with a capacity that drops tokens.
-      scan_layers: `lax.scan` over the layers of a stack, or over one period of layer types
-        (`moe.layers.depth`), so that compile time does not grow with depth; None is true for more
-        than a few layers.
-      vocab_chunk: vocabulary columns per chunk of logits in training, on each ``tp`` rank; None is
-        all of them (`moe.head`).
+    A name requires that implementation, and raises where it is not supported. The defaults are in
+    the table of `moe.implementations`.
     """
 
-    attention: str | None = None
-    context: str | None = None
-    latent: str | None = None
-    decode_attention: str | None = None
-    dispatch: str | None = None
-    server_devices: int | None = None
-    exchange_rate: float | None = None
-    activation_wire: str | None = None
-    router: str | None = None
-    experts: str | None = None
-    remat: str = "none"
+    CHANGEABLE: ClassVar[bool] = True
+
+    context: Literal["gather", "ring", "ulysses"] | None = _option(None, implementation=True)
+    """Context-parallel attention over cp: all-gather of keys and values, a ring, or an all-to-all
+    from tokens to heads and back (`moe.attention.context_parallel`). None is ulysses if cp divides
+    the query heads of a tp rank and it sends fewer elements, else gather."""
+    dispatch: Dispatch | None = _option(None, implementation=True, experts=True)
+    """Token dispatch to experts on other devices: an all-to-all, an all-gather, a ragged all-to-all
+    of exactly sized slices (GPU and TPU), or a two-level all-to-all, which sends one copy of a
+    token to each server of its experts and from there one to each device, with buffers of one size
+    or in slices (GPU and TPU). None is the fastest of the first three by its bytes and the links
+    between the devices (`moe.experts.dispatch.cost`); the run prints which."""
+    server_devices: int | None = _option(None, implementation=True, experts=True)
+    """Devices of a server, for the two-level dispatch: each server has this many consecutive
+    devices. None is the number that fast links join by the planner's table of devices
+    (`sharding.costs.hardware`)."""
+    exchange_rate: float | None = _option(None, experts=True)
+    """For the choice of a dispatch, the rate of an all-to-all as a fraction of a ring's: python -m
+    benchmarks.dispatch measures it. None is the planner's number for such devices."""
+    activation_wire: Literal["float8_e4m3fn"] | None = _option(None, experts=True, changeable=False)
+    """Communication dtype of tokens sent to experts on other devices, of their outputs, and of the
+    gradients of both: one byte per element and float32 scales, per token forward and per channel of
+    128 tokens backward (`sharding.compression`). Sampling and scoring send the same. None is the
+    dtype of activations."""
+    attention: Literal["plain", "blocked", "xla", "cudnn", "mosaic"] | None = _option(
+        None, implementation=True
+    )
+    """Attention on one device (`moe.attention.core`): all scores in memory, block by block, XLA's,
+    or FlashAttention in bfloat16, NVIDIA's (cudnn) or ours for Hopper (mosaic). None is the best of
+    the others that applies."""
+    decode_attention: Literal["plain", "mosaic"] | None = _option(None, implementation=True)
+    """Attention of a decode step over its KV cache; mosaic is a kernel for NVIDIA's Hopper that
+    reads no more of a row than its tokens. None is mosaic there if it supports the heads, else
+    plain."""
+    latent: Literal["absorbed", "expanded"] | None = _option(None, cache=True)
+    """KV cache of multi-head latent attention: latent vectors (absorbed), or the keys and values
+    computed from them (expanded). None is absorbed."""
+    router: Literal["plain", "mosaic"] | None = _option(None, implementation=True, experts=True)
+    """Top-k routing of tokens to experts; mosaic is a kernel for NVIDIA's Hopper and later GPUs.
+    None is mosaic there for a multiple of 8 experts, up to 128, else plain."""
+    experts: (
+        Literal[
+            "tiles",
+            "batched",
+            "blocks",
+            "mosaic",
+            "mosaic_fused",
+            "mosaic_gathered",
+            "mosaic_scattered",
+            "megablox",
+            "ragged_dot",
+            "plain",
+        ]
+        | None
+    ) = _option(None, implementation=True, experts=True)
+    """Grouped GEMM of the experts: mosaic, mosaic_fused, mosaic_gathered and mosaic_scattered are
+    kernels for NVIDIA's Hopper, megablox are JAX's for TPUs. None is mosaic on Hopper in half
+    precision if d_model is a multiple of 128 and d_expert / etp of 64, batched on other GPUs, tiles
+    on a CPU, blocks on a TPU."""
+    remat: Literal["none", "selective", "projections", "full"] = "none"
+    """Gradient checkpointing: what the backward pass of a layer recomputes instead of storing it;
+    each choice stores less than the one before (`moe.remat`)."""
     fsdp: bool = False
+    """Shard weights over the devices that would replicate them (fully sharded data parallelism) and
+    gather them layer by layer, forward and again backward. Needs a remat other than none."""
     overlap_grad_reduce: bool = False
-    buffer_factor: float | None = None
-    expert_chunks: int = 1
+    """Reduce the gradients of each layer over devices as soon as the backward pass of an update's
+    last micro-batch has left the layer, overlapped with the rest of it; else after the pass.
+    Compiles a separate program for that micro-batch. Not supported with pp."""
+    buffer_factor: float | None = _option(None, experts=True)
+    """Buffer size of the experts of a device, as a multiple of their tokens under balanced routing;
+    1.5 is usual, 0 means worst-case buffers. An update, a scoring pass or a prefill that
+    overflows is discarded and recomputed with worst-case buffers, so that results do not depend on
+    it. None is worst-case buffers; in a run, 1.5 on GPUs."""
+    expert_chunks: int = _option(1, experts=True)
+    """Chunks in which the tokens of a device are sent to the experts and back, so that the
+    communication of one overlaps the GEMMs of another. A decode step, which has few tokens, uses
+    1."""
     two_batch_overlap: bool = False
-    scan_layers: bool | None = None
+    """Run the rows of a device through each layer as two independent half-batches, so that the
+    communication of one overlaps the computation of the other (`moe.layers.two_batch_overlap`). A
+    single row is not split, nor are rows in decoding. Not with a capacity that drops tokens."""
+    scan_layers: bool | None = _option(None, cache=True)
+    """Compile one layer, or one period of repeating layer types (windows, Gated DeltaNet), and scan
+    over it, so that compilation time does not grow with the number of layers. None scans over more
+    than eight layers."""
     vocab_chunk: int | None = 8192
+    """Vocabulary entries whose logits a device computes at a time in training; None is all."""
 
     def __post_init__(self):
         if self.fsdp and self.remat == "none":
@@ -108,10 +126,12 @@ class Execution:
                 'fsdp with remat="none" keeps every all-gathered layer until the backward pass: '
                 'choose remat="selective", "projections" or "full".'
             )
+        if self.buffer_factor == 0:
+            object.__setattr__(self, "buffer_factor", None)
         if self.buffer_factor is not None and not 0 < self.buffer_factor < math.inf:
             raise ValueError(
-                f"buffer_factor={self.buffer_factor} must be above 0: 1 fits balanced routing, "
-                "1.5 is usual, and None fits any routing."
+                f"buffer_factor={self.buffer_factor} must not be negative: 1 fits balanced "
+                "routing, 1.5 is usual, and 0 fits any routing."
             )
         if self.activation_wire not in (None, *ACTIVATION_DTYPES):
             raise ValueError(

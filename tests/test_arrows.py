@@ -39,7 +39,7 @@ COMPUTED = {
 FORBIDDEN = {"experiments", "benchmarks", "tests", "notebooks"}
 """What no room imports, unless it is the room."""
 
-SHARED = ("__init__", "checks", "command_line")
+SHARED = ("__init__", "checks", "command_line", "setting")
 """Files beside the rooms of jrl that lie below all of them."""
 COMMANDS = (
     *sorted(f"jrl.{path.stem}" for path in (ROOT / "jrl").glob("*.py") if path.stem not in SHARED),
@@ -53,6 +53,8 @@ ABOVE = {
     "jrl.trainer": (*COMMANDS, "jrl.serving"),
     "jrl.serving": (*COMMANDS, "jrl.trainer"),
     "jrl.rollout": (*COMMANDS, "jrl.trainer", "jrl.serving"),
+    # A run's settings are the records of its components.
+    "jrl.config.run": (*COMMANDS, "jrl.trainer", "jrl.serving"),
     **dict.fromkeys(
         (
             *("jrl.recipes", "jrl.tasks", "jrl.text"),

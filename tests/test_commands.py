@@ -15,7 +15,8 @@ import tyro
 
 from jrl import evaluate, export, serve
 from jrl.config import flags
-from jrl.config.run import AUTO, RunConfig
+from jrl.config.run import RunConfig
+from jrl.config.training import AUTO
 from jrl.faults import __main__ as faults
 from jrl.launch import __main__ as launch
 from jrl.recipes import RECIPES
@@ -266,7 +267,7 @@ def test_each_objective_that_is_mutated_is_reached_through_a_public_function():
 def test_flags_named_in_the_prose_exist():
     programs = "\n".join(
         path.read_text()
-        for folder in ("jrl", "sharding", "benchmarks", "experiments", "tests")
+        for folder in ("jrl", "moe", "sharding", "benchmarks", "experiments", "tests")
         for path in (ROOT / folder).rglob("*.py")
     )
     named = {flag for page in TEXTS for flag in re.findall(r"`(--[a-z][a-z0-9-]+)", prose(page))}

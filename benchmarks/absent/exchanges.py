@@ -8,7 +8,7 @@ used or not. Beside them is what the planner says (`sharding.costs.dispatch`).
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from benchmarks.absent import compilers
 from benchmarks.absent.rows import HOPPER, Figures, folder_of, reason
@@ -96,7 +96,7 @@ def compile_layer(method: str, keep: Path | None = None) -> compilers.Program:
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from moe.execution import TWO_LEVELS, Execution
+    from moe.execution import TWO_LEVELS, Dispatch, Execution
     from moe.experts.dispatch.choice import dispatch
     from moe.router.routing import Routing
     from moe.weights import Experts
@@ -104,7 +104,7 @@ def compile_layer(method: str, keep: Path | None = None) -> compilers.Program:
 
     mesh = fold(LAYOUT, compilers.devices(HOPPER, f"1x{SERVERS}x{DEVICES}"))
     server_devices = DEVICES if method in TWO_LEVELS else None
-    execution = Execution(dispatch=method, server_devices=server_devices)
+    execution = Execution(dispatch=cast(Dispatch, method), server_devices=server_devices)
 
     def layer(gate_up: Any, down: Any, x: Any, ids: Any, probs: Any) -> Any:
         def run(gate_up: Any, down: Any, x: Any, probs: Any) -> Any:

@@ -4,35 +4,24 @@ import math
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import tyro
 
-from jrl.checks import check_range, check_seed
+from jrl.checks import check_seed
 from jrl.config.files import configuration_of
-from jrl.config.run import IMPLEMENTATION_SETTINGS, SINGLE_MESH_SETTINGS, RunConfig
+from jrl.config.run import RunConfig
 from jrl.processes.coordinator import SINGLE_PROCESS, Processes
 from jrl.published.adapters import check_of_checkpoint
 from jrl.published.location import is_checkpoint
 from jrl.recipes import Recipe
+from jrl.recipes.base.hyperparameters import Hyperparameters
 from jrl.recipes.grpo import Grpo
 from jrl.runs.folder import RunFolder
+from jrl.setting import check_settings, names_with, setting
 from jrl.tasks.data.split import HELDOUT_SHARE
 from jrl.tasks.load import listed_names
 
-TASK_SETTINGS = (
-    *("held_out", "reward", "reward_weights", "prompt_length", "max_turns", "turn_length"),
-    *("prompt_field", "answer_field", "messages_field"),
-)
-"""Settings of a run that are chosen for its task."""
-SAMPLING_SETTINGS = ("temperature", "top_k", "top_p")
-"""Settings of a recipe that control sampling."""
-OTHER_SETTINGS = (
-    *("answers", "reward_seconds", "failed_reward", "overlong_prompts", "response_length"),
-    *("system_prompt", "chat_template", "chat_template_kwargs"),
-    *("dtype", "verifiers", "slots", "devices", "ignore_options"),
-)
-"""Other settings of a run that flags change."""
 DEFAULT_PROMPTS = 256
 """Default number of prompts to evaluate, of those that a run holds out and of a task without an
 end."""
@@ -45,23 +34,23 @@ class EvaluateOptions:
     run: tyro.conf.Positional[str]
     """Folder of the run, whose newest checkpoint is evaluated; or a published checkpoint: DIR,
     gguf:FILE or pip:NAME."""
-    task: str | None = None
+    task: str | None = setting(None, override=False)
     """Task to evaluate on, as --task of jrl.train; a file is used in full. None takes the run's
     task and its held-out prompts."""
     held_out: str | None = None
     """Prompts to evaluate on, as --held-out of jrl.train; 1.0 is all of a list. None takes the
     run's held-out prompts, and with --task all of a file or of a custom list."""
-    prompts: int | None = None
+    prompts: int | None = setting(None, minimum=1, override=False)
     """Maximum number of prompts, the first ones. None is all of --task, and 256 of a task that
     generates its prompts or of a run's held-out prompts."""
-    k: int = 8
+    k: int = setting(8, minimum=1)
     """Completions sampled per prompt; pass@k is reported for 1, 2, 4, ... and k."""
     samples: str | None = None
     """File to write the completions to, a JSON line for each: prompt, completion, answer, score,
     reason."""
     json: str | None = None
     """File to write the results to as JSON, in addition to the terminal."""
-    show: int = 3
+    show: int = setting(3, minimum=0)
     """Number of prompts whose completions are printed; 0 prints none."""
 
     lora: str | None = None
@@ -84,9 +73,9 @@ class EvaluateOptions:
     """Timeout of one call of a custom reward, in seconds."""
     failed_reward: float | None = None
     """The score of a completion whose reward failed."""
-    verifiers: int | None = None
+    verifiers: int | None = setting(None, minimum=1)
     """Processes that check answers or run rewards; None is one per processor core, up to 8."""
-    unsafe_tools: bool = False
+    unsafe_tools: bool = setting(False, override=False)
     """Run code that the policy writes as your user, as --unsafe-tools of jrl.train; a run that had
     it keeps it."""
     max_turns: int | None = None
@@ -101,7 +90,7 @@ class EvaluateOptions:
     """Prompts with more tokens than that: drop and count them, or refuse to start."""
     response_length: int | None = None
     """Maximum tokens of a completion; None takes the run's limit."""
-    tokenizer: str | None = None
+    tokenizer: str | None = setting(None, override=False)
     """Tokenizer for a published checkpoint in place of its own: a SentencePiece .model file, or a
     tokenizer.json with its tokenizer_config.json in the same folder."""
     chat_template: str | None = None
@@ -120,21 +109,21 @@ class EvaluateOptions:
     top_p: float | None = None
     """Sample from the smallest set of most probable tokens with this probability (top-p); None
     takes the run's setting."""
-    seed: int = 0
+    seed: int = setting(0, override=False)
     """Random seed of sampling. The same seed gives the same completions."""
 
-    slots: int | None = None
+    slots: int | None = setting(None, minimum=1)
     """Completions decoded concurrently, a multiple of dp x tp of the layout that decodes. None is
     all of them, at most 512, and at most as many as fit a KV cache of 2 GiB on a CPU or of half of
     the memory that the weights leave on an accelerator."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype that the network computes in; None is that of the run, or of the checkpoint."""
-    layout: str | None = None
+    layout: str | None = setting(None, override=False)
     """Layout of the devices (parallelism), as --layout of jrl.train; None takes the run's layouts,
     dp1 for a checkpoint."""
-    rollout_layout: str | None = None
+    rollout_layout: str | None = setting(None, override=False)
     """Their layout for sampling completions; None derives it from --layout, if given."""
-    devices: int | None = None
+    devices: int | None = setting(None, minimum=1)
     """Number of fake CPU devices; None takes the run's."""
     diagnostics: bool = False
     """Also measure the run's critic, and write plots/value_diagnostics.png to its folder."""
@@ -147,8 +136,7 @@ class EvaluateOptions:
 
     def check(self) -> None:
         """Raises ValueError for invalid flags, and creates the folders of the output files."""
-        check_range(self, ("k", "prompts", "devices", "slots", "verifiers"), 1)
-        check_range(self, ("show",), 0)
+        check_settings(self)
         check_seed(self.seed)
         if self.temperature is not None and not math.isfinite(self.temperature):
             raise ValueError(f"temperature={self.temperature} must be a number from 0.")
@@ -179,8 +167,7 @@ def evaluation_configuration(
                 f"dtype={options.dtype!r} differs from that of the base weights that run "
                 f"{folder.path} stores next to its adapters: leave it out."
             )
-    changes = {name: getattr(options, name) for name in (*TASK_SETTINGS, *OTHER_SETTINGS)}
-    changes = {name: value for name, value in changes.items() if value is not None}
+    changes = _given(options, RunConfig)
     if options.task is not None:
         # What was chosen for the run's own task need not fit another. Prompts have no answers to
         # imitate here, and need none.
@@ -188,13 +175,16 @@ def evaluation_configuration(
             recipe = Grpo()  # tasks have rewards, and not conversations
         # Nothing of them is trained on.
         changes.setdefault("held_out", "1.0" if listed_names(options.task) else None)
-        task_defaults = {name: getattr(RunConfig, name) for name in TASK_SETTINGS}
+        task_defaults = {
+            name: getattr(RunConfig, name) for name in names_with(RunConfig, "of_task")
+        }
         changes = {**task_defaults, **changes, "task": options.task, "warm_start_steps": 0}
     if options.unsafe_tools:
         changes["unsafe_tools"] = True
     # Implementations were chosen for the training devices; here the best that applies is used.
     # Slots were chosen for their memory, and for the run's own lengths.
-    device_settings = dict.fromkeys((*IMPLEMENTATION_SETTINGS, "slots")) | SINGLE_MESH_SETTINGS
+    run = replace(run.on_one_mesh(), slots=None, **run.without_implementations)
+    device_settings: dict[str, Any] = {}
     if run.rollout_devices is not None:
         # There is no training here: the layout's own devices sample.
         device_settings |= {"rollout_devices": None, "rollout_layout": None}
@@ -202,9 +192,15 @@ def evaluation_configuration(
         device_settings |= {"layout": options.layout, "rollout_layout": None}
     if options.rollout_layout is not None:
         device_settings["rollout_layout"] = options.rollout_layout
-    sampling = {name: getattr(options, name) for name in SAMPLING_SETTINGS}
-    recipe = replace(recipe, **{name: v for name, v in sampling.items() if v is not None})
+    recipe = replace(recipe, **_given(options, Hyperparameters))
     return replace(run, **{**device_settings, **changes}), recipe
+
+
+def _given(options: EvaluateOptions, kind: type) -> dict[str, Any]:
+    """Settings of this record that flags of the same name override."""
+    overridden = names_with(kind, "override", None)
+    flags = {name: getattr(options, name) for name in names_with(EvaluateOptions, "override", None)}
+    return {name: flags[name] for name in overridden if flags.get(name) is not None}
 
 
 def choose_num_prompts(options: EvaluateOptions, size: int | None) -> int:

@@ -1,56 +1,22 @@
 """Configuration of a run as stored in its ``config.json``: the run, the recipe, all their fields.
 
-Reading is strict: a field that is unknown, missing or of another type is rejected, so that a run is
-repeated as it was or not at all.
+Reading is strict: a field that is unknown or of another type is rejected, so that a run is repeated
+as it was or not at all. A field that the file lacks was added after the run, and has its default.
 """
 
 import json
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from jrl.checks import flag
-from jrl.config.run import IMPLEMENTATION_SETTINGS, RunConfig
+from jrl.config.run import RunConfig
 from jrl.recipes import Recipe
 from jrl.recipes.load import load_recipe, reference_of
 from jrl.runs.folder import RunFolder
-
-CHANGEABLE = (
-    "steps",
-    # Devices and batch sizes.
-    *("layout", "rollout_layout", "rollout_devices", "rollout_engine", "rollout_split"),
-    *("rollout_micro_batches", "rollout_m2n", "rollout_expert_slots", "rollout_replan"),
-    *("devices", "slots", "micro_batch", "packing", "verifiers", "unsafe_tools"),
-    # Implementations of the network.
-    *IMPLEMENTATION_SETTINGS,
-    *("exchange_rate", "latent", "remat", "fsdp", "overlap_grad_reduce", "buffer_factor"),
-    *("expert_chunks", "two_batch_overlap", "scan_layers", "vocab_chunk"),
-    # Checkpoints and logs.
-    *("checkpoint_every", "keep_checkpoints", "checkpoint_dir"),
-    *("samples_every", "sample_tokens", "max_nonfinite"),
-    *("drift_alarm", "log_to", "faults", "faults_continuity", "faults_port", "on_fault"),
-    *("drain_every", "min_processes"),
-    *("metrics_port", "step_deadline", "hang_deadline"),
-)
-"""Fields that a resumed run may change: none of them changes what a step computes. Steps only grow;
-another layout or micro-batch sums in another order, which changes the rounding."""
-
-LATER_FIELDS = {
-    "chat_template_kwargs": None,
-    "answers": "evaluated",
-    "unsafe_tools": False,
-    "turn_length": None,
-    "metrics_port": None,
-    "step_deadline": None,
-    "hang_deadline": None,
-    "drain_every": 3600.0,
-    "min_processes": None,
-    "checkpoint_dir": None,
-}
-"""Fields that a config.json of an earlier version lacks, with the values that keep the behaviour of
-that version."""
+from jrl.setting import names_with, value_before
 
 Record = TypeVar("Record")
 
@@ -75,7 +41,7 @@ def from_json(config: Mapping[str, Any], path: Path | str) -> tuple[RunConfig, R
         is relative to its folder.
 
     Raises:
-      ValueError: for a field that is unknown, missing or of another type, or an unknown recipe.
+      ValueError: for a field that is unknown or of another type, or an unknown recipe.
     """
     _check_names(config, ("recipe", "run", "hyperparameters"), "", path)
     name = config["recipe"]
@@ -89,11 +55,19 @@ def from_json(config: Mapping[str, Any], path: Path | str) -> tuple[RunConfig, R
     return run, _record(kind, config["hyperparameters"], "hyperparameters", path)
 
 
+def changeable_settings(kind: type) -> list[str]:
+    """Names of the fields that a resumed run may change: none of them changes what a step computes.
+    Steps only grow; another layout or micro-batch sums in another order, which changes the
+    rounding."""
+    return names_with(kind, "changeable")
+
+
 def fixed_settings(run: RunConfig, recipe: Recipe) -> dict[str, Any]:
     """Recipe name and every field that a resumed run may not change, as JSON values."""
     config = to_json(run, recipe)
-    fields = {"recipe": config["recipe"], **config["run"], **config["hyperparameters"]}
-    unchangeable = {name: value for name, value in fields.items() if name not in CHANGEABLE}
+    settings = {"recipe": config["recipe"], **config["run"], **config["hyperparameters"]}
+    changeable = {*changeable_settings(RunConfig), *changeable_settings(type(recipe))}
+    unchangeable = {name: value for name, value in settings.items() if name not in changeable}
     return json.loads(json.dumps(unchangeable))
 
 
@@ -116,14 +90,17 @@ def check_resumable(stored: tuple[RunConfig, Recipe], requested: tuple[RunConfig
 def _differences(
     stored: tuple[RunConfig, Recipe], requested: tuple[RunConfig, Recipe]
 ) -> Iterator[str]:
-    # Checkpoints store the KV cache in the layout that the layers read.
-    cache_fields = ("scan_layers", "latent") if stored[0].stale_cache else ()
     for before, after in zip(stored, requested, strict=True):
+        kind = type(before)
+        changeable = set(changeable_settings(kind))
+        if stored[0].stale_cache:
+            # Checkpoints store the KV cache in the layout that the layers read.
+            changeable -= {*names_with(kind, "cache")}
         for field in fields(before):
             old, new = getattr(before, field.name), getattr(after, field.name)
             if field.name == "steps" and new < old:
                 yield f"--steps is {old} in the run and can only be raised, {new} was given"
-            elif old != new and (field.name not in CHANGEABLE or field.name in cache_fields):
+            elif old != new and field.name not in changeable:
                 yield f"{flag(field.name)} is {old} in the run, {new} was given"
 
 
@@ -131,8 +108,11 @@ def _record(kind: type[Record], values: Any, name: str, path: Path | str) -> Rec
     if not isinstance(values, Mapping):
         raise ValueError(f"{path}: {name} is {values!r}, not an object.")
     hints = get_type_hints(kind)
-    names = [field.name for field in fields(kind)]  # pyright: ignore[reportArgumentType]
-    values = {name: value for name, value in LATER_FIELDS.items() if name in names} | dict(values)
+    items = fields(kind)  # pyright: ignore[reportArgumentType]
+    names = [item.name for item in items]
+    defaults = {item.name: value_before(kind, item) for item in items}
+    defaults = {name: value for name, value in defaults.items() if value is not MISSING}
+    values = defaults | dict(values)
     _check_names(values, names, f"{name}.", path)
     for field in names:
         if not has_type(values[field], hints[field]):

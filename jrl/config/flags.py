@@ -8,22 +8,22 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import tyro
 
-from jrl.config.files import check_resumable, configuration_of
-from jrl.config.run import AUTO, RunConfig
+from jrl.checks import flag
+from jrl.config.files import changeable_settings, check_resumable, configuration_of
+from jrl.config.run import RECORDS, RunConfig
 from jrl.config.settings_file import GROUPS, Settings, read_settings
+from jrl.config.training import AUTO
 from jrl.processes.coordinator import SINGLE_PROCESS, Processes
 from jrl.recipes import RECIPES, Recipe
 from jrl.recipes.load import LIBRARY, load_recipe
 from jrl.runs.directory import storage_path
 from jrl.runs.folder import RunFolder, local_path
+from jrl.setting import names_with, property_of, setting
 from jrl.tasks.data.split import check_trains
 from sharding.folding import Layout
 
 PROGRAM = "python -m jrl.train"
 DEFAULT_RECIPE = "grpo"
-ON_COMMAND_LINE = ("config", "dry_run", "resume", "resume_if_exists")
-"""Flags that a settings file may not contain."""
-
 REINFORCEMENT = (
     "Trains a policy by reinforcement learning. Without arguments: a small MoE model learns to "
     "sort digits with GRPO, in about two minutes on a laptop. The recipes are "
@@ -44,22 +44,22 @@ class Command:
     run_dir: str | None = None
     """Folder of the run, a new one unless --resume is given; None takes the next
     runs/RECIPE-TASK-NUMBER."""
-    resume: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Resume the run in --run-dir from its last checkpoint, with its settings. Only --steps
-    (upwards), settings of the machine (--layout, --rollout-layout, --rollout-devices,
-    --rollout-engine, --rollout-split, --rollout-micro-batches, --devices, --slots, --micro-batch,
-    --context, --dispatch, --server-devices, --attention, --decode-attention, --latent, --router,
-    --experts, --expert-chunks, --remat, --fsdp, --buffer-factor, --scan-layers, --vocab-chunk,
-    --packing, --verifiers, --unsafe-tools), --checkpoint-every, --keep-checkpoints,
-    --checkpoint-dir, --samples-every, --sample-tokens, --max-nonfinite, --drift-alarm, --log-to,
-    --metrics-port, --step-deadline, --hang-deadline and the settings of faults may change."""
-    resume_if_exists: tyro.conf.FlagCreatePairsOff[bool] = False
+    resume: Annotated[
+        tyro.conf.FlagCreatePairsOff[bool],
+        tyro.conf.arg(
+            help="Resume the run in --run-dir from its last checkpoint, with its settings. Only "
+            "--steps (upwards), --micro-batch and "
+            + ", ".join(flag(name) for name in changeable_settings(RunConfig) if name != "steps")
+            + " may change."
+        ),
+    ] = setting(False, in_file=False)
+    resume_if_exists: tyro.conf.FlagCreatePairsOff[bool] = setting(False, in_file=False)
     """Resume the run in --run-dir if there is one, and start it otherwise: one command for a
     scheduler, which repeats it after a failure."""
-    config: str | None = None
+    config: str | None = setting(None, in_file=False)
     """A YAML file of flags by name (learning_rate: 1e-6), such as the run.yaml of a run, or
     preset:NAME for one that comes with the library; flags on the command line take precedence."""
-    dry_run: tyro.conf.FlagCreatePairsOff[bool] = False
+    dry_run: tyro.conf.FlagCreatePairsOff[bool] = setting(False, in_file=False)
     """Print batch arithmetic, parameters, memory and layout, and exit."""
     log_json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print each line of the run as a JSON object with time, level, host, process and message."""
@@ -187,10 +187,14 @@ def _parse_flags(
     """Parses the flags. Defaults are those of `settings`, then of `run` and `recipe`; these two are
     returned unchecked."""
     kind, command, processes = type(recipe), Command(), SINGLE_PROCESS
-    run, recipe = _unchecked(run, kind), _unchecked(recipe, kind)
+    run, recipe = _unchecked(RunConfig, run, kind), _unchecked(kind, recipe, kind)
     if settings is not None:
         settings.check_names(
-            Command, Processes, type(run), type(recipe), command_line_only=ON_COMMAND_LINE
+            Command,
+            Processes,
+            RunConfig,
+            kind,
+            command_line_only=names_with(Command, "in_file", False),
         )
         command, processes = settings.apply_to(command), settings.apply_to(processes)
         run, recipe = settings.apply_to(run), settings.apply_to(recipe)
@@ -201,14 +205,14 @@ def _parse_flags(
         f"{PROGRAM} dapo --help"
     )
     name = tyro.conf.arg(name="recipe", help=help_text)
+    # --help has a group for each record.
+    groups = {"command": command, "processes": processes, recipe.name: recipe}
+    groups |= {_group_name(record): _unchecked(record, run, kind) for record in RECORDS}
     flags = make_dataclass(
         "Flags",
         [
             ("word", Annotated[recipe_literal, tyro.conf.Positional, name]),
-            ("command", tyro.conf.OmitArgPrefixes[Command]),
-            ("processes", tyro.conf.OmitArgPrefixes[Processes]),
-            ("run", tyro.conf.OmitArgPrefixes[type(run)]),
-            (recipe.name, tyro.conf.OmitArgPrefixes[type(recipe)]),
+            *((name, tyro.conf.OmitArgPrefixes[type(group)]) for name, group in groups.items()),
         ],
     )
     parsed = vars(
@@ -217,26 +221,34 @@ def _parse_flags(
             prog=PROGRAM,
             description=SUPERVISED_STAGE if recipe.supervised else REINFORCEMENT,
             args=arguments,
-            default=flags(recipe.name, command, processes, run, recipe),
+            default=flags(recipe.name, **groups),
         )
     )
     if parsed["word"] != recipe.name:
         raise ValueError(f"the recipe comes first: {PROGRAM} {parsed['word']} ...")
-    return parsed["command"], parsed["processes"], parsed["run"], parsed[recipe.name]
+    values: dict[str, Any] = {}
+    for record in RECORDS:
+        values |= _values(parsed[_group_name(record)])
+    return parsed["command"], parsed["processes"], replace(run, **values), parsed[recipe.name]
 
 
-def _unchecked(record: Record, recipe: type[Recipe]) -> Record:
-    """Copy of the record that accepts any values, so that all flags are parsed before any is
-    validated; without the flags that have no effect in a recipe, and with the recipe's help texts
-    for the others."""
-    kind, values = type(record), _values(record)
+def _group_name(record: type) -> str:
+    """Name of a record in --help, for example "monitoring" of `MonitoringSettings`."""
+    return record.__name__.removesuffix("Settings").lower()
+
+
+def _unchecked(kind: type[Record], source: Any, recipe: type[Recipe]) -> Record:
+    """Record of this kind with the values of `source`, which accepts any values, so that all flags
+    are parsed before any is validated; without the flags that have no effect in a recipe, and with
+    the recipe's help texts for the others."""
+    values = {field.name: getattr(source, field.name) for field in fields(kind)}  # pyright: ignore[reportArgumentType]
     hints = get_type_hints(kind, include_extras=True)
     annotations: dict[str, Any] = {}
-    for name in values:
-        if name in idle_fields(recipe):
+    for name in values if recipe.supervised else ():
+        help_text = property_of(kind, name, "sft")
+        if help_text is False:
             annotations[name] = Annotated[hints[name], tyro.conf.Fixed, tyro.conf.Suppress]
-        elif recipe.supervised and name in SUPERVISED_HELP:
-            help_text = SUPERVISED_HELP[name]
+        elif help_text is not None:
             annotations[name] = Annotated[hints[name], tyro.conf.arg(help=help_text)]
     body = {
         "__annotations__": annotations,
@@ -245,68 +257,11 @@ def _unchecked(record: Record, recipe: type[Recipe]) -> Record:
         "__doc__": kind.__doc__,
     }
     unchecked: Any = type(kind.__name__, (kind,), body)
-    return unchecked(**_values(record))
+    return unchecked(**values)
 
 
 def _values(record: Any) -> dict[str, Any]:
     return {field.name: getattr(record, field.name) for field in fields(record)}
-
-
-IDLE_FIELDS = frozenset(
-    {
-        # Prompts, rewards and verifiers.
-        *("overlong_prompts", "prompt_length", "answers"),
-        *("reward", "reward_weights", "reward_seconds"),
-        *("failed_reward", "shuffle_rewards", "verifiers", "unsafe_tools"),
-        *("reward_correct", "reward_wrong"),
-        # Sampling of training completions.
-        *("slots", "max_staleness", "stale_cache", "rollout_layout", "rollout_devices"),
-        *("rollout_engine", "rollout_split", "rollout_micro_batches", "sample_tokens"),
-        *("rollout_m2n", "rollout_expert_slots", "rollout_replan"),
-        *("drift_alarm", "prompts", "group_size", "mini_batch", "temperature", "top_k", "top_p"),
-        *("dynamic_sampling", "max_generation_rounds", "overlong_filter"),
-        # The mismatch of sampler and trainer, and the policy's loss.
-        *("old_logprobs", "mismatch", "mismatch_denominator", "mismatch_level", "mismatch_low"),
-        *("mismatch_high", "mismatch_mean", "rejection", "rejection_over", "rejection_low"),
-        *("rejection_high", "router_replay", "clip_low", "clip_high", "clip_dual"),
-        *("entropy_coef", "kl_coef"),
-        *("warm_start_accuracy", "warm_start_steps", "warm_start_batch"),
-        "warm_start_learning_rate",
-    }
-)
-"""Fields of a run and of its recipe that have no effect here: they are no flags."""
-
-SUPERVISED_HELP = {
-    "task": "The conversations: jsonl:PATH, parquet:PATH or dataset:DIR (of save_to_disk), each "
-    "with messages, or with a prompt and a completion.",
-    "held_out": "Held-out conversations to measure the loss on: a share of them (0.05), a number "
-    "(200), or a file of other conversations. None is one in ten.",
-    "steps": "Training steps, each one optimizer step on a batch. 0 takes as many as --epochs.",
-    "model": "A preset (tiny, tiny-dense or small), or a published checkpoint (DIR, gguf:FILE or "
-    "pip:NAME), its weights and its tokenizer.",
-    "weights": "Run folder whose latest policy to start from.",
-    "chat_template": 'Chat template for conversations: "checkpoint" is the one that comes with '
-    'the tokenizer, if there is one; "none" uses none; anything else is the path of a Jinja file.',
-    "prompt_field": "Field of a record with the prompt, a text, if the record has no messages.",
-    "answer_field": 'Field with the completion, if the record has no "completion".',
-    "messages_field": "Field with the conversation, a list of {role, content}; None takes "
-    '"messages" where a record has no prompt.',
-    "packing": "Sequence packing: conversations are concatenated, so that no padding is computed "
-    "and the LM head sees only loss tokens. Not supported with pp. None packs where it is "
-    "supported.",
-    "response_length": "Maximum tokens of the sample completions in samples.jsonl; None is a "
-    "quarter above the longest held-out answer, and at least 16 tokens.",
-    "eval_every": "Steps between evaluations on held-out conversations.",
-    "eval_prompts": "Held-out conversations per evaluation, or all if there are fewer.",
-    "checkpoint_every": "Steps between checkpoints. The first is taken before the first step, the "
-    "last at the end.",
-    "samples_every": "Steps between completions of held-out prompts written to samples.jsonl.",
-    "aggregation": "Aggregation of token losses: token-mean weighs all loss tokens equally, the "
-    "others each conversation.",
-    "capacity_factor": "Capacity of an expert in training, as a multiple of its tokens under "
-    "balanced routing; None is the network's own, mostly unlimited (dropless).",
-}
-"""Help texts of flags that mean something else here, or more."""
 
 
 def default_run(kind: type[Recipe]) -> RunConfig:
@@ -314,9 +269,11 @@ def default_run(kind: type[Recipe]) -> RunConfig:
     return RunConfig(steps=0, warm_start_steps=0) if kind.supervised else RunConfig()
 
 
-def idle_fields(kind: type[Recipe]) -> frozenset[str]:
-    """Fields without effect in this recipe, which are no flags of it."""
-    return IDLE_FIELDS if kind.supervised else frozenset()
+def idle_fields(kind: type[Recipe]) -> set[str]:
+    """Fields of a run and of this recipe that have no effect in it and are no flags of it."""
+    if not kind.supervised:
+        return set()
+    return {name for record in (RunConfig, kind) for name in names_with(record, "sft", False)}
 
 
 def check_idle(run: RunConfig, recipe: Recipe) -> None:

@@ -10,7 +10,7 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -82,7 +82,7 @@ class Settings:
     recipe: str | None
     values: Mapping[str, Any]
 
-    def check_names(self, *kinds: type, command_line_only: tuple[str, ...] = ()) -> None:
+    def check_names(self, *kinds: type, command_line_only: Sequence[str] = ()) -> None:
         """Raises ValueError for the first setting that is no field of these dataclasses, or is one
         for the command line only."""
         field_names = [field.name for kind in kinds for field in fields(kind)]

@@ -20,11 +20,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from jrl.config.run import DRAIN, TELL
 from jrl.faults.collect.exporters import SELECTOR
 from jrl.faults.collect.fleet import INCOMPARABLE, Detector
 from jrl.faults.collect.prometheus import Pages, Prometheus
 from jrl.faults.collect.vocabulary import find_recorded
+from jrl.faults.settings import DRAIN, TELL
 from jrl.faults.watcher import (
     MIN_MACHINES,
     RECORD_SECONDS,

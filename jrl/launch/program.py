@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jrl.config.flags import parse_arguments
-from jrl.config.run import DRAIN
+from jrl.faults.settings import DRAIN
 from jrl.processes.coordinator import SINGLE_PROCESS
 from jrl.runs.folder import RunFolder, next_run_path
 

@@ -11,12 +11,12 @@ from typing import ClassVar
 
 from jaxtyping import Array, Float, Int
 
-from jrl.checks import check_range
 from jrl.losses import ExplainedVariance, Mean, gae, positive_example_loss, value_loss, whiten
 from jrl.losses.settings import Sides
 from jrl.recipes.base.batch import Batch, Targets, Totals, penalised_rewards, required
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.recipes.base.recipe import Metrics, Recipe
+from jrl.setting import setting
 from sharding.former_names import former_names
 
 
@@ -24,23 +24,17 @@ from sharding.former_names import former_names
 class ActorCritic(Recipe):
     """Hyperparameters shared by the recipes that train a value network."""
 
-    critic_learning_rate: float = 1e-3
+    critic_learning_rate: float = setting(1e-3, minimum=0)
     """Learning rate of AdamW for the critic."""
-    value_clip: float | None = None
+    value_clip: float | None = setting(None, minimum=0)
     """Clip range of the value loss: how far a value may move from its old one before its gradient
     stops; None is off."""
-    gamma: float = 1.0
+    gamma: float = setting(1.0, minimum=0, maximum=1)
     """Discount per token."""
-    pretrain_critic: int = 0
+    pretrain_critic: int = setting(0, minimum=0)
     """Steps at the start that train only the critic, on returns of the frozen policy."""
 
     uses_critic: ClassVar[bool] = True
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_range(self, ("critic_learning_rate", "value_clip", "pretrain_critic"), 0)
-        # Not every recipe has each of these lambdas.
-        check_range(self, ("gamma", "lam", "lam_critic", "lam_floor"), 0, 1)
 
     @property
     def value_pretraining_steps(self) -> int:
@@ -107,7 +101,7 @@ class Ppo(ActorCritic):
     prompts: int = 512
     group_size: int = 1
 
-    lam: float = 0.95
+    lam: float = setting(0.95, minimum=0, maximum=1)
     """Lambda of GAE, for advantages and returns."""
     value_clip: float | None = 0.5
     """Clip range of the value loss: how far a value may move from its old one before its gradient

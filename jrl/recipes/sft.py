@@ -6,11 +6,11 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jrl.checks import check_range
 from jrl.losses import Mean
 from jrl.recipes.base.batch import Batch, Targets
 from jrl.recipes.base.optimizer import Optimizer, Schedule
 from jrl.recipes.base.recipe import Metrics, Recipe, Supervision
+from jrl.setting import check_settings, setting
 
 ROWS_SHOWN = 4
 """Held-out prompts whose completions are sampled for people to read."""
@@ -28,7 +28,7 @@ class Sft(Recipe):
 
     group_size: int = 1
     """Rows that share a prompt."""
-    batch: int = 64
+    batch: int = setting(64, minimum=1)
     """Conversations per optimizer step; a multiple of the data-parallel devices."""
     epochs: int = 1
     """Passes over the conversations, each in another order, if --steps is not given. The last step
@@ -56,7 +56,7 @@ class Sft(Recipe):
 
     def __post_init__(self):
         # Before the checks of every recipe, which compute with these.
-        check_range(self, ("batch", "epochs", "micro_batch"), 1)
+        check_settings(self)
         if self.batch % self.micro_batch_size:
             raise ValueError(
                 f"micro_batch={self.micro_batch} does not divide batch={self.batch}: choose a "

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jrl.checks import check_range
 from jrl.losses import (
     Aggregation,
     effective_length,
@@ -29,6 +28,7 @@ from jrl.losses.settings import Sides
 from jrl.recipes.base.batch import Batch, Targets, required, responses_of, terminal_rewards
 from jrl.recipes.base.recipe import Windows
 from jrl.recipes.ppo import ImitatingActorCritic
+from jrl.setting import setting
 from sharding.former_names import former_names
 
 
@@ -49,7 +49,7 @@ class Tppo(ImitatingActorCritic):
     pretrain_critic: int = 20
     """Steps at the start that train only the critic, on returns of the frozen policy."""
 
-    window: int | None = None
+    window: int | None = setting(None, minimum=1)
     """Maximum tokens of a response that a step samples; below the maximum length of a response.
     None is three quarters of that: of a continued response, tokens before the last window are
     judged only by the critic, so most should end in their first. The paper has 8192 of 24576."""
@@ -59,9 +59,9 @@ class Tppo(ImitatingActorCritic):
     lam_alpha: float = 0.05
     """The policy's lam is 1 - 1 / (lam_alpha x response length), the length of an unfinished one
     taken for half a window more."""
-    lam_floor: float = 0.95
+    lam_floor: float = setting(0.95, minimum=0, maximum=1)
     """The least lam: with lam_alpha 0.05 it holds up to 400 tokens."""
-    lam_critic: float = 1.0
+    lam_critic: float = setting(1.0, minimum=0, maximum=1)
     """Lambda of the critic's targets; 1 makes them Monte-Carlo returns."""
     whiten_advantages: bool = True
     """Shift and scale the advantages of a step to mean 0 and variance 1."""
@@ -70,7 +70,6 @@ class Tppo(ImitatingActorCritic):
 
     def __post_init__(self):
         super().__post_init__()
-        check_range(self, ("window",), 1)
         if self.ignore_last < 0:
             raise ValueError(f"ignore_last={self.ignore_last} must not be negative: 0 keeps all.")
         if not self.lam_alpha > 0:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from jrl.losses import Aggregation, gae, length_adaptive_lambda, whiten
 from jrl.recipes.base.batch import Batch, Targets, per_turn_rewards, required
 from jrl.recipes.ppo import ImitatingActorCritic
+from jrl.setting import setting
 from sharding.former_names import former_names
 
 
@@ -29,12 +30,12 @@ class Vapo(ImitatingActorCritic):
 
     pretrain_critic: int = 20
     """Steps at the start that train only the critic, on returns of the frozen policy."""
-    lam_critic: float = 1.0
+    lam_critic: float = setting(1.0, minimum=0, maximum=1)
     """Lambda of the critic's GAE targets; 1 makes them Monte-Carlo returns."""
     lam_alpha: float | None = 1.5
     """The policy's lam is 1 - 1 / (lam_alpha x response length). The paper's 0.05 suits lengths in
     the thousands: below 20 tokens it means lam = 0. None is `lam`, whatever the length."""
-    lam: float = 0.95
+    lam: float = setting(0.95, minimum=0, maximum=1)
     """The policy's lam where it does not adapt to the length."""
     whiten_advantages: bool = True
     """Shift and scale the advantages of a step to mean 0 and variance 1. The paper does not say."""

@@ -249,7 +249,7 @@ def test_a_configuration_that_was_tampered_with_is_one_line(run, tmp_path, capsy
     config["run"]["stepz"] = config["run"].pop("steps")
     (copy / "config.json").write_text(json.dumps(config))
     assert evaluate.main([str(copy)]) == 2
-    assert "unknown run.stepz; missing run.steps" in one_line(capsys.readouterr())
+    assert "unknown run.stepz" in one_line(capsys.readouterr())
     (copy / "config.json").write_text("{")
     assert evaluate.main([str(copy)]) == 2
     assert "config.json is not JSON" in one_line(capsys.readouterr())

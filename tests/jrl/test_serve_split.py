@@ -13,11 +13,15 @@ import pytest
 from served import MIXTURE, write_checkpoint
 
 from jrl import serve
-from jrl.config.run import RunConfig, SplitSettings
+from jrl.config.run import RunConfig
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.decoding.split_backend import SplitBackend
 from jrl.rollout.sampling import RequestSampling
-from jrl.trainer.evaluation.served_model import open_served_model, parse_device_split
+from jrl.trainer.evaluation.served_model import (
+    RequestedSplit,
+    open_served_model,
+    parse_device_split,
+)
 
 
 @pytest.fixture(scope="module")
@@ -87,17 +91,17 @@ def test_answers_of_two_sides_are_those_of_one_mesh(checkpoint):
 )
 def test_what_does_not_go_together_is_refused_in_one_line(checkpoint, given, layout, message):
     with pytest.raises(ValueError, match=message) as error:
-        open_served_model(checkpoint, layout, SplitSettings(**given))
+        open_served_model(checkpoint, layout, RequestedSplit(**given))
     assert "\n" not in str(error.value)
 
 
 def test_slots_and_networks_that_two_sides_cannot_have(checkpoint, tmp_path):
-    policy = open_served_model(checkpoint, split=SplitSettings("dp2 / ep1", micro_batches=3))
+    policy = open_served_model(checkpoint, split=RequestedSplit("dp2 / ep1", micro_batches=3))
     with pytest.raises(ValueError, match=r"slots=16 .* x micro_batches=3: .* in multiples of 6"):
         policy.engine(slots=16, max_length=32, key=jax.random.key(0), top_logprobs=0)
     dense = write_checkpoint(tmp_path / "dense")
     with pytest.raises(ValueError, match="decode a dense network on one mesh"):
-        open_served_model(f"hf:{dense}", split=SplitSettings("dp1 / ep1"))
+        open_served_model(f"hf:{dense}", split=RequestedSplit("dp1 / ep1"))
 
 
 @pytest.mark.slow
@@ -129,12 +133,12 @@ def test_the_split_of_a_run_is_taken_where_nothing_else_is_said():
         rollout_micro_batches=3,
         rollout_replan=7,
     )
-    own = parse_device_split(SplitSettings(), None, run)
+    own = parse_device_split(RequestedSplit(), None, run)
     assert own is not None and own.mesh.attention.layout.dp == 2
     assert (own.micro_batches, own.replan) == (3, 7)
-    changed = parse_device_split(SplitSettings(replan=5), None, run)
+    changed = parse_device_split(RequestedSplit(replan=5), None, run)
     assert changed is not None and (changed.micro_batches, changed.replan) == (3, 5)
     # What was chosen for those devices says nothing of others.
-    other = parse_device_split(SplitSettings("dp1 / ep2"), None, run)
+    other = parse_device_split(RequestedSplit("dp1 / ep2"), None, run)
     assert other is not None and (other.micro_batches, other.replan) == (2, None)
-    assert parse_device_split(SplitSettings(), "dp1", run) is None
+    assert parse_device_split(RequestedSplit(), "dp1", run) is None

@@ -19,8 +19,9 @@ from test_export_cli import QUESTION, checkpoint_in
 from tiers import full_but
 
 from jrl import export
-from jrl.config.flags import IDLE_FIELDS
+from jrl.config.flags import idle_fields
 from jrl.evaluate import main as evaluate
+from jrl.recipes import Sft
 from jrl.runs.records import read, read_metrics
 from jrl.tasks.data.conversations import Conversation
 from jrl.text.chat import ChatTemplate
@@ -48,7 +49,7 @@ def test_help_has_what_means_something(capsys):
     text = " ".join(re.sub("[│╭╰─╮╯]", " ", capsys.readouterr().out).split())
     flags = set(re.findall(r"--(?:no-)?([a-z][a-z-]+)", text))
     assert {"batch", "max-length", "lora-rank", "dtype", "epochs", "packing", "learn"} <= flags
-    named = {name.replace("_", "-") for name in IDLE_FIELDS}
+    named = {name.replace("_", "-") for name in idle_fields(Sft)}
     # Of their own flags, not where a text names them.
     listed = set(re.findall(r"--([a-z-]+) (?:INT|STR|FLOAT|\{|\[)", text))
     assert not named & listed and len(listed) > 30
@@ -141,7 +142,7 @@ def test_a_run_goes_on_in_mid_epoch_to_the_same_end(tmp_path, pictures, monkeypa
     assert lines[-1]["training/epoch"] >= 2
     # What a run.yaml repeats is that run.
     settings = yaml.safe_load((whole / "run.yaml").read_text())
-    assert not set(settings) & IDLE_FIELDS and settings["steps"] == lines[-1]["step"]
+    assert not set(settings) & idle_fields(Sft) and settings["steps"] == lines[-1]["step"]
     for name in ("report.html", "plots/nll.png"):
         assert (whole / name).is_file()
     assert {line["step"] for line in read(whole / "samples.jsonl")} == {0, 2, 4, lines[-1]["step"]}

@@ -4,10 +4,10 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar, get_args
 
-from jrl.checks import check_range
 from jrl.losses import Aggregation, RejectionOver, WeightLevel, WeightMean
 from jrl.recipes.base.mismatch import Denominator, OldLogprobs, Rejection, Weighting
 from jrl.recipes.base.optimizer import Optimizer
+from jrl.setting import check_settings, setting
 
 MINI_BATCH, MICRO_BATCH = 128, 64
 """Default sizes, to which mini-batches and micro-batches are near."""
@@ -23,114 +23,113 @@ RecipeType = TypeVar("RecipeType", bound="Hyperparameters")
 class Hyperparameters:
     """Hyperparameters that all recipes share."""
 
-    prompts: int = 64
+    prompts: int = setting(64, minimum=1, sft=False)
     """Prompts per step."""
-    group_size: int = 8
+    group_size: int = setting(8, minimum=1, sft=False)
     """Completions sampled per prompt."""
-    mini_batch: int | None = None
+    mini_batch: int | None = setting(None, minimum=1, sft=False)
     """Completions per optimizer step; divides prompts x group_size. None takes the divisor nearest
     to 128."""
-    micro_batch: int | None = None
+    micro_batch: int | None = setting(None, minimum=1, changeable=True)
     """Completions per forward and backward pass at most; divides the mini-batch. None takes the
     divisor nearest to 64. Changes memory and speed (small ones stay in a CPU's cache), and the
     result only by the rounding of sums."""
-    epochs: int = 1
+    epochs: int = setting(1, minimum=1)
     """Passes over the completions of a step."""
 
-    learning_rate: float = 2e-4
+    learning_rate: float = setting(2e-4, minimum=0)
     """Learning rate of AdamW for the policy."""
-    learning_rate_warmup: int = 0
+    learning_rate_warmup: int = setting(0, minimum=0)
     """Optimizer steps over which the learning rate rises linearly from 0."""
-    weight_decay: float = 0.0
+    weight_decay: float = setting(0.0, minimum=0)
     """Decoupled weight decay of AdamW."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = setting(1.0, above=0)
     """Gradient clipping: gradients are scaled down to this global norm."""
 
-    temperature: float = 1.0
+    temperature: float = setting(1.0, minimum=0, sft=False)
     """Sampling temperature. The losses use log-probabilities at the same temperature."""
-    top_k: int | None = None
+    top_k: int | None = setting(None, sft=False)
     """Sample among this many most probable tokens (top-k); None is off."""
-    top_p: float | None = None
+    top_p: float | None = setting(None, sft=False)
     """Sample from the smallest set of most probable tokens with this probability (top-p); None is
     off."""
 
-    dynamic_sampling: bool = False
+    dynamic_sampling: bool = setting(False, sft=False)
     """Replace groups whose completions all have the same score by groups of further prompts."""
-    max_generation_rounds: int = 10
+    max_generation_rounds: int = setting(10, minimum=1, sft=False)
     """Maximum batches of prompts sampled to fill a step with groups of unequal scores, with dynamic
     sampling."""
 
-    old_logprobs: OldLogprobs = "sampler"
+    old_logprobs: OldLogprobs = setting("sampler", sft=False)
     """Old log-probabilities of the ratios: from the sampler, or recomputed by the trainer before
     its first update."""
-    overlong_filter: bool = False
+    overlong_filter: bool = setting(False, sft=False)
     """Exclude completions truncated by the length limit from the policy's loss: they were
     interrupted and not judged. Their rewards stay in their group's baseline, and a critic is
     trained on them."""
 
-    mismatch: Weighting | None = None
+    mismatch: Weighting | None = setting(None, sft=False)
     """Importance weights on the tokens' losses, of the trainer's policy over the sampler's, which
     may differ slightly: clamped to a range ("truncated"), 0 outside of it ("icepop"), or 0 on
     sequences whose mean is outside of it ("sequence-masked"); None is off."""
-    mismatch_denominator: Denominator | None = None
+    mismatch_denominator: Denominator | None = setting(None, sft=False)
     """Sampler probabilities that weights divide by: of its full policy at the base temperature
     ("policy"), or of the distribution that the token was sampled from, after top-k and top-p and at
     a temperature that adapts ("drawn"). None is "drawn" in recipes whose temperature adapts and
     "policy" in others."""
-    mismatch_level: WeightLevel = "token"
+    mismatch_level: WeightLevel = setting("token", sft=False)
     """Level of the weights: of each token, of its sequence, or a geometric mean over the
     sequence."""
-    mismatch_low: float | None = None
+    mismatch_low: float | None = setting(None, sft=False)
     """Lower end of the weights' range, before `mismatch_mean`; of geometric means if
     sequence-masked. 0 is no bound, None is 0 if truncated and 0.5 otherwise."""
-    mismatch_high: float | None = None
+    mismatch_high: float | None = setting(None, sft=False)
     """Upper end of that range; None is 2 if truncated and 5 otherwise."""
-    mismatch_mean: WeightMean | None = None
+    mismatch_mean: WeightMean | None = setting(None, sft=False)
     """Divide the weights by their mean over the step's tokens or over its sequences; None is
     off."""
-    rejection: Rejection | None = None
+    rejection: Rejection | None = setting(None, sft=False)
     """Mask samples that are too far from the trainer's policy, by the geometric mean of a
     sequence's weights or by a divergence estimated with k2 or k3; None is off."""
-    rejection_over: RejectionOver = "mean"
+    rejection_over: RejectionOver = setting("mean", sft=False)
     """Level at which a divergence is bounded: each token, or the sum, mean or maximum over a
     sequence."""
-    rejection_low: float | None = None
+    rejection_low: float | None = setting(None, sft=False)
     """The least geometric mean that is kept; None is 0.999."""
-    rejection_high: float | None = None
+    rejection_high: float | None = setting(None, sft=False)
     """The greatest that is kept; None is 1.001 of a geometric mean, 0.01 nats of a divergence."""
 
-    router_replay: RouterReplay | None = None
+    router_replay: RouterReplay | None = setting(None, sft=False)
     """Send each token to the same experts in every policy pass of a training step, with the
     router's current scores: "R2" to those that the trainer chose before its first update, which
     takes a pass over the completions, "R3" to those that the sampler chose. None routes again in
     each pass. For MoE policies."""
 
-    clip_low: float = 0.2
+    clip_low: float = setting(0.2, minimum=0, sft=False)
     """How far the probability ratio may fall below 1."""
-    clip_high: float = 0.2
+    clip_high: float = setting(0.2, minimum=0, sft=False)
     """How far it may rise above 1."""
-    clip_dual: float | None = None
+    clip_dual: float | None = setting(None, above=1, sft=False)
     """Bound of the loss at negative advantages, in ratios (above 1); None is off."""
-    aggregation: Aggregation = "token-mean"
+    aggregation: Aggregation = setting(
+        "token-mean",
+        sft="Aggregation of token losses: token-mean weighs all loss tokens equally, the others "
+        "each conversation.",
+    )
     """Aggregation of token losses to one loss."""
-    entropy_coef: float | None = None
+    entropy_coef: float | None = setting(None, sft=False)
     """Weight of the entropy bonus; None is off."""
-    kl_coef: float | None = None
+    kl_coef: float | None = setting(None, sft=False)
     """Weight of the KL loss towards the policy that training started from (k3 estimator); None is
     off."""
 
-    reward_correct: float = 1.0
+    reward_correct: float = setting(1.0, sft=False)
     """Reward of a completion with full score."""
-    reward_wrong: float = 0.0
+    reward_wrong: float = setting(0.0, sft=False)
     """Reward of a completion with score 0; rewards of partial scores are in between."""
 
     def __post_init__(self):
-        counts = ("prompts", "group_size", "mini_batch", "micro_batch", "epochs")
-        check_range(self, (*counts, "max_generation_rounds"), 1)
-        check_range(self, ("learning_rate", "learning_rate_warmup", "weight_decay"), 0)
-        check_range(self, ("clip_low", "clip_high", "temperature"), 0)
-        check_range(self, ("max_grad_norm",), 0, above=True)
-        check_range(self, ("clip_dual",), 1, above=True)
+        check_settings(self)
         if self.dynamic_sampling and self.group_size < 2:
             raise ValueError(
                 f"group_size={self.group_size} leaves nothing to compare a completion with, and "

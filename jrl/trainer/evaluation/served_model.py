@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from jrl.checks import flag
 from jrl.config.files import configuration_of
-from jrl.config.run import IMPLEMENTATION_SETTINGS, RunConfig, SplitSettings
+from jrl.config.run import RunConfig
 from jrl.published.adapters import check_of_checkpoint, open_adapters
 from jrl.published.location import is_checkpoint
 from jrl.published.network import open_checkpoint
@@ -21,6 +21,7 @@ from jrl.rollout.decoding.slots import Decoder
 from jrl.rollout.decoding.split_backend import SplitBackend
 from jrl.rollout.expert_balancer import first_placement
 from jrl.rollout.resharding import rollout_layout, rollout_mesh
+from jrl.rollout.settings import SplitSettings
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 from jrl.text.load import load_tokenizer
@@ -33,6 +34,25 @@ from moe.disaggregated.split import Split, SplitMesh, devices_of, fold_split
 from moe.disaggregated.weights import check_splits
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh, Layout, fold
+
+
+@dataclass(frozen=True)
+class RequestedSplit:
+    """Flags of the server for attention and expert device groups, as in
+    `jrl.rollout.settings.SplitSettings`; None is unset."""
+
+    split: str | None = None
+    micro_batches: int | None = None
+    expert_slots: int | None = None
+    replan: int | None = None
+
+    def with_defaults_from(self, run: SplitSettings) -> "RequestedSplit":
+        """Flags with those of a run where they are unset."""
+        values = {
+            name: getattr(run, f"rollout_{name}") if value is None else value
+            for name, value in vars(self).items()
+        }
+        return RequestedSplit(**values)
 
 
 @dataclass(frozen=True)
@@ -63,7 +83,7 @@ class DeviceSplit:
 
 
 def parse_device_split(
-    requested: SplitSettings, layout: str | None, run: RunConfig
+    requested: RequestedSplit, layout: str | None, run: RunConfig
 ) -> DeviceSplit | None:
     """Requested device groups, or those that the run samples on; None for one mesh.
 
@@ -94,7 +114,7 @@ def parse_device_split(
     mesh = fold_split(split, first_devices(split.num_devices, setting, advice))
     micro_batches = settings.micro_batches
     if micro_batches is None:
-        micro_batches = RunConfig.rollout_micro_batches
+        micro_batches = SplitSettings.rollout_micro_batches
     return DeviceSplit(mesh, micro_batches, settings.expert_slots, settings.replan)
 
 
@@ -207,7 +227,7 @@ class ServedModel:
 def open_served_model(
     location: str,
     layout: str | None = None,
-    split: SplitSettings | None = None,
+    split: RequestedSplit | None = None,
     ignore: Sequence[str] = (),
     adapters: str | None = None,
 ) -> ServedModel:
@@ -225,7 +245,7 @@ def open_served_model(
       ValueError: where there is neither a run nor a checkpoint, and for a layout or a split that is
         not available.
     """
-    split = split or SplitSettings()
+    split = split or RequestedSplit()
     if is_checkpoint(location):
         run = RunConfig(model=location)
         path, config = open_checkpoint(location, ignore)
@@ -241,7 +261,7 @@ def open_served_model(
         folder = RunFolder.read(location)
         run, _ = configuration_of(folder)
         # Implementations were chosen for the training devices; here the best that applies is used.
-        run = replace(run, **dict.fromkeys(IMPLEMENTATION_SETTINGS))
+        run = replace(run, **run.without_implementations)
         tokenizer = load_tokenizer(folder.tokenizer_path)
         network = load_model(folder) or PRESETS[run.model](tokenizer.vocab_size)
         model = network_of(network, run)

@@ -12,15 +12,16 @@ from rich.table import Table
 from rich.text import Text
 
 from jrl.checks import flag
-from jrl.config.run import NETWORK_SETTINGS
+from jrl.published.settings import RouterSettings
 from jrl.recipes.base.recipe import Recipe
+from jrl.setting import names_with
 from jrl.tasks.data.chats import Chats
 from jrl.tasks.mixture import has_environments
 from jrl.text.prompt_format import example_tools, text_of_row
 from jrl.trainer.setup.chat_rows import training_chats
 from jrl.trainer.setup.lengths import describe_left_out, response_origin
 from jrl.trainer.setup.memory import memory, rollout_memory
-from jrl.trainer.setup.network import EXPERT_FIELDS, buffers_explained, dispatch_explained
+from jrl.trainer.setup.network import buffers_explained, dispatch_explained
 from jrl.trainer.setup.planner import memory_of_update, time_of_update, times_with_overlap
 from jrl.trainer.setup.setup import Setup
 from moe.attention.context_parallel import context_of, received_elements
@@ -150,12 +151,12 @@ def execution(setup: Setup) -> dict[str, str]:
     settings["dispatch"] = dispatch_explained(model, setup.run, mesh) or settings["dispatch"]
     settings["buffer_factor"] = buffers_explained(model, setup.run) or settings["buffer_factor"]
     if model.num_experts:
-        settings |= {name: getattr(model, name) for name in NETWORK_SETTINGS}
+        settings |= {item.name: getattr(model, item.name) for item in fields(RouterSettings)}
     # Settings that do not apply to the network are left out.
     applies = {
         "latent": model.mla is not None,
         "context": mesh.layout.cp > 1,
-        **dict.fromkeys(EXPERT_FIELDS, model.num_experts > 0),
+        **dict.fromkeys(names_with(Execution, "experts"), model.num_experts > 0),
         "server_devices": settings["dispatch"] in TWO_LEVELS,
         **dict.fromkeys(("drop_policy", "drop_scope"), model.capacity_factor is not None),
         "bias_update_rate": model.selection_bias,

@@ -8,9 +8,11 @@ from typing import Any
 import jax
 
 from jrl.checks import flag
-from jrl.config.run import NETWORK_SETTINGS, RunConfig
+from jrl.config.run import RunConfig
 from jrl.published.adapters import targets_from_modules
 from jrl.published.network import check_packages
+from jrl.published.settings import RouterSettings
+from jrl.setting import names_with
 from moe.architecture.feed_forward import can_drop
 from moe.architecture.lora import Lora, is_target
 from moe.attention.context_parallel import context_of
@@ -30,12 +32,6 @@ GPU_BUFFER_FACTOR = 1.5
 """Expert buffers of GPUs by default, as a multiple of balanced load. One layer of Qwen3-30B-A3B on
 8 GPUs has 1.6 GiB of temporaries with them, and 5.6 with buffers for any routing."""
 
-EXPERT_FIELDS = (
-    *("dispatch", "server_devices", "exchange_rate", "activation_wire"),
-    *("router", "experts", "buffer_factor", "expert_chunks"),
-)
-"""Fields of `Execution` that apply to experts only."""
-
 
 def network_of(model: ModelConfig, run: RunConfig) -> ModelConfig:
     """Network config with the settings of a run.
@@ -43,7 +39,7 @@ def network_of(model: ModelConfig, run: RunConfig) -> ModelConfig:
     Raises:
       ValueError: for a setting that has no effect in such a network.
     """
-    settings = {name: getattr(run, name) for name in NETWORK_SETTINGS}
+    settings = {item.name: getattr(run, item.name) for item in fields(RouterSettings)}
     requested = {name: value for name, value in settings.items() if value is not None}
     for name, value in requested.items():
         if name == "bias_update_rate" and value and not model.selection_bias:
@@ -57,16 +53,11 @@ def network_of(model: ModelConfig, run: RunConfig) -> ModelConfig:
                 f"{name}={requested[name]!r} changes nothing without a capacity, which is what "
                 f"makes experts drop: give --capacity-factor, or leave out {flag(name)}."
             )
-    for name in EXPERT_FIELDS:
+    for name in names_with(Execution, "experts"):
         if getattr(run, name) != getattr(Execution, name) and not model.num_experts:
             raise _no_effect_error(name, run, "experts")
     if run.latent is not None and model.mla is None:
         raise _no_effect_error("latent", run, "latent attention")
-    requested_execution = {field.name: getattr(run, field.name) for field in fields(Execution)}
-    # In a run None is the default, and 0 means buffers for any routing.
-    if run.buffer_factor == 0:
-        requested_execution["buffer_factor"] = None
-    execution = Execution(**requested_execution)
     dtype = model.dtype if run.dtype is None else run.dtype
     lora = lora_of(model, run)
     bias_update_rate = requested.get("bias_update_rate", model.bias_update_rate)
@@ -75,7 +66,7 @@ def network_of(model: ModelConfig, run: RunConfig) -> ModelConfig:
             f"bias_update_rate={bias_update_rate} moves a weight that lora_rank={lora.rank} "
             "freezes: give --bias-update-rate 0."
         )
-    return replace(model, **requested, dtype=dtype, execution=execution, lora=lora)
+    return replace(model, **requested, dtype=dtype, execution=run.execution, lora=lora)
 
 
 def lora_of(model: ModelConfig, run: RunConfig) -> Lora | None:

@@ -6,9 +6,10 @@ from typing import get_args, get_type_hints
 import pytest
 from small_runs import small_model, small_recipe, small_setup
 
-from jrl.config.files import CHANGEABLE, check_resumable
+from jrl.config.files import changeable_settings, check_resumable
 from jrl.config.flags import parse_arguments
-from jrl.config.run import IMPLEMENTATION_SETTINGS, NETWORK_SETTINGS, RunConfig
+from jrl.config.run import RunConfig
+from jrl.published.settings import RouterSettings
 from jrl.recipes import RECIPES
 from jrl.trainer.setup.dry_run import execution
 from jrl.trainer.setup.network import (
@@ -74,8 +75,8 @@ def test_every_field_of_execution_is_a_flag():
     """Of the same name and default, which a resumed run may change, and reaches the network."""
     assert FLAGS.keys() == {field.name for field in fields(Execution)}
     # One of them changes values.
-    assert FLAGS.keys() - {"activation_wire"} <= set(CHANGEABLE)
-    assert "activation_wire" not in CHANGEABLE
+    assert FLAGS.keys() - {"activation_wire"} <= set(changeable_settings(RunConfig))
+    assert "activation_wire" not in changeable_settings(RunConfig)
     words = [
         word
         for name, value in (FLAGS | OF_ROUTERS).items()
@@ -83,7 +84,9 @@ def test_every_field_of_execution_is_a_flag():
     ]
     run = parse_arguments(["grpo", *words]).run
     network = network_of(LATENT, run)
-    assert network.execution == Execution(**FLAGS) and OF_ROUTERS.keys() == set(NETWORK_SETTINGS)
+    assert network.execution == Execution(**FLAGS) and OF_ROUTERS.keys() == {
+        item.name for item in fields(RouterSettings)
+    }
     assert {name: getattr(network, name) for name in OF_ROUTERS} == OF_ROUTERS
     plain = network_of(LATENT, RunConfig())
     assert plain == LATENT and plain.execution == Execution()
@@ -104,7 +107,7 @@ def test_a_flag_names_what_there_is():
     for name, names in known.items():
         (literal, _) = get_args(hints[name])
         assert set(get_args(literal)) == set(names), name
-    assert set(IMPLEMENTATION_SETTINGS) <= FLAGS.keys()
+    assert RunConfig().without_implementations.keys() <= FLAGS.keys()
     for name in ("drop_policy", "drop_scope"):
         assert get_args(hints[name])[0] == get_type_hints(ModelConfig)[name]
 
