@@ -65,6 +65,10 @@ class Additive:
     def __add__(self: Sums, other: Sums) -> Sums:
         return jax.tree.map(operator.add, self, other)
 
+    def merge(self: Sums, other: Sums) -> Sums:
+        """The record of both."""
+        return self + other
+
     def __radd__(self: Sums, other: Literal[0]) -> Sums:
         # Python's `sum` begins with 0.
         return self if isinstance(other, int) and other == 0 else NotImplemented

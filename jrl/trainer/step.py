@@ -31,6 +31,7 @@ from jrl.rollout.sampler import Completion, Sampler, correct_of, scores_of, time
 from jrl.trainer.adaptive_temperature import statistics_of_step, temperatures
 from jrl.trainer.async_step import AsyncStep
 from jrl.trainer.learner.learner import Learner
+from jrl.trainer.learner.metrics import Outcome
 from jrl.trainer.learner.networks import Networks
 from jrl.trainer.learner.update import (
     CriticObjective,
@@ -409,18 +410,18 @@ def _with_targets(
 
 def train_on_batch(
     networks: Networks, state: TrainState[Array], batch: Batch[Array], randomness: Randomness
-) -> tuple[TrainState[Array], list[dict[str, dict[str, Any]]], list[NonFinite], dict[str, float]]:
+) -> tuple[TrainState[Array], list[dict[str, Outcome[Any]]], list[NonFinite], dict[str, float]]:
     """Runs all optimizer steps of one training step.
 
     Returns:
-      The state, the metrics of each mini-batch under "actor" and "critic", the updates that were
+      The state, the outcome of each mini-batch under "actor" and "critic", the updates that were
       skipped because they were not finite, and the seconds spent.
     """
     recipe = networks.recipe
     # VC-PPO (arXiv:2503.01491): advantages by an untrained critic would mislead the policy, so only
     # the critic is trained first.
     pretraining = int(state.step) < recipe.value_pretraining_steps
-    history: list[dict[str, dict[str, Any]]] = []
+    history: list[dict[str, Outcome[Any]]] = []
     nonfinite: list[NonFinite] = []
     seconds = {"timing_s/update_actor": 0.0, "timing_s/update_critic": 0.0}
     # Read from the devices once for all mini-batches of the step.
@@ -444,11 +445,11 @@ def train_on_batch(
         if name == "actor" and recipe.uses_statistics:
             # With the current policy: a quantile over the mini-batch changes with every update.
             statistics = statistics_of(network.objective, learner.weights, rows)
-        learner, metrics = update_rows(network, learner, rows, row_counts, statistics)
+        learner, outcome = update_rows(network, learner, rows, row_counts, statistics)
         # Scalars; reading them blocks until the update has finished, for the timing.
-        history[-1][name] = metrics = to_host(metrics)
-        if not metrics["finite"]:
-            loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
+        history[-1][name] = outcome = to_host(outcome)
+        if not outcome.finite:
+            loss, norm = float(outcome.loss), float(outcome.grad_norm)
             nonfinite.append(NonFinite(name, rows, loss, norm))
         seconds[f"timing_s/update_{name}"] += time.perf_counter() - begin
         return learner
@@ -474,7 +475,7 @@ def update_rows(
     row_counts: tuple[np.ndarray, np.ndarray] | None,
     statistics: Any = None,
     max_rows_per_bin: int = MAX_ROWS_PER_BIN,
-) -> tuple[Learner[Array], dict[str, Any]]:
+) -> tuple[Learner[Array], Outcome[Any]]:
     """Runs one optimizer step on a mini-batch.
 
     Args:
@@ -487,7 +488,8 @@ def update_rows(
     tokens, loss_tokens = row_counts
     if not loss_tokens.any():
         # Known to all processes alike; the update would change nothing.
-        return learner, {"finite": np.True_, "empty": np.True_}
+        zero = np.zeros((), np.float32)
+        return learner, Outcome(zero, zero, np.True_, np.True_)
     mesh = network.mesh
     # Its sizes are static, each set of them a compiled function; `plan` rounds them to a few.
     plan_of_rows = plan(

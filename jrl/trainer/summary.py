@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Array
 
-from jrl.losses import ExplainedVariance, Mean
 from jrl.processes.agreement import to_host
 from jrl.recipes.base.batch import Batch
 from jrl.rollout.sampler import Completion, accuracy, lengths_of, scores_of
 from jrl.tasks.answers.habits import Answered, answer_statistics
+from jrl.trainer.learner.metrics import Outcome, PerUpdate, merge_metrics
 
 
 def reward_means(completions: Sequence[Completion]) -> dict[str, float]:
@@ -128,47 +128,39 @@ def _spread(name: str, numbers: np.ndarray) -> dict[str, Any]:
     return {f"{name}/{part}": getattr(numbers, part)() for part in ("mean", "max", "min")}
 
 
-def summarise(history: list[dict[str, dict[str, Any]]]) -> dict[str, float]:
-    """Metrics of a step from those of its mini-batches.
-
-    Means are means over all tokens of the step; losses and gradient norms are averaged over the
-    mini-batches with a token in the loss mask, and missing without any. The mismatch between
-    sampler and trainer is that of the first mini-batch, whose policy is still the one that sampled.
-    """
+def summarise(history: list[dict[str, Outcome[Any]]]) -> dict[str, float]:
+    """Metrics of a step from the outcomes of its mini-batches, merged over those with a token in
+    the loss mask (`jrl.trainer.learner.metrics`); missing without any. Losses and gradient norms
+    are means over mini-batches."""
     summary: dict[str, float] = {}
     for network in ("actor", "critic"):
-        updates = [entry[network] for entry in history if network in entry]
-        updates = [metrics for metrics in updates if not metrics["empty"]]
-        if not updates:
-            continue
-        for name, first in updates[0].items():
-            values = [entry[name] for entry in updates]
-            # Later mini-batches compare an updated policy, which is no mismatch of the sampler.
-            if name.startswith("sampling/"):
-                summary[name] = float(first.value())
-            elif isinstance(first, Mean | ExplainedVariance):
-                # Sums are divided last: a mini-batch is weighted by its number of tokens.
-                summary[name] = float(sum(values[1:], first).value())
-            elif name == "load":
+        outcomes = [entry[network] for entry in history if network in entry]
+        outcomes = [outcome for outcome in outcomes if not outcome.empty]
+        updates = [
+            {
+                f"{network}/loss": PerUpdate(outcome.loss),
+                f"{network}/grad_norm": PerUpdate(outcome.grad_norm),
+                **outcome.metrics,
                 # The critic's experts are balanced too, and not plotted.
-                summary |= _load_imbalance(np.sum(values, axis=0)) if network == "actor" else {}
-            elif name not in ("finite", "empty", "overflow"):
-                full_name = f"{network}/{name}" if name in ("loss", "grad_norm") else name
-                summary[full_name] = float(np.mean(values))
+                **({"moe/load": outcome.load} if outcome.load and network == "actor" else {}),
+            }
+            for outcome in outcomes
+        ]
+        summary |= merge_metrics(updates)
     return summary
 
 
-def count_updates(history: list[dict[str, dict[str, Any]]]) -> dict[str, float]:
+def count_updates(history: list[dict[str, Outcome[Any]]]) -> dict[str, float]:
     """Number of updates of a step that were made and skipped and, under a `buffer_factor`,
     recomputed."""
-    all_updates = [metrics for entry in history for metrics in entry.values()]
+    outcomes = [outcome for entry in history for outcome in entry.values()]
     actor = [entry["actor"] for entry in history if "actor" in entry]
-    overflows = [metrics["overflow"] for metrics in all_updates if "overflow" in metrics]
+    overflows = [outcome.overflow for outcome in outcomes if outcome.overflow is not None]
     counts = {
-        "training/optimizer_steps": float(sum(m["finite"] and not m["empty"] for m in actor)),
-        "training/nonfinite_skipped": float(sum(not metrics["finite"] for metrics in all_updates)),
+        "training/optimizer_steps": float(sum(each.finite and not each.empty for each in actor)),
+        "training/nonfinite_skipped": float(sum(not each.finite for each in outcomes)),
         # Skipped for lack of tokens in the loss mask only.
-        "training/empty_skipped": float(sum(m["finite"] and m["empty"] for m in all_updates)),
+        "training/empty_skipped": float(sum(each.finite and each.empty for each in outcomes)),
     }
     if overflows:
         counts["training/overflow_repeated"] = float(np.count_nonzero(overflows))
@@ -183,12 +175,3 @@ def drift_alarm(metrics: Mapping[str, float], bound: float | None) -> dict[str, 
         return {}
     # Negated, so that NaN raises the alarm.
     return {"sampling/drift_alarm": float(not metrics["sampling/k3_kl"] <= bound)}
-
-
-def _load_imbalance(assignments: np.ndarray) -> dict[str, float]:
-    """Load imbalance of the experts, from counts ``[layer, expert]``: 1 is even."""
-    share = assignments / np.maximum(assignments.mean(axis=1, keepdims=True), 1.0)
-    return {
-        "moe/max_load": float(share.max(axis=1).mean()),
-        "moe/min_load": float(share.min(axis=1).mean()),
-    }

@@ -57,11 +57,11 @@ class Supervised:
         batch = self._rows.batch(chats, completions, pad_id, networks.mesh)
         row_counts = (tokens, loss_tokens) if networks.packs else None
         with phase("update"):
-            learner, update_metrics = update_rows(
+            learner, outcome = update_rows(
                 networks.policy, state.policy, batch, row_counts, max_rows_per_bin=MAX_ROWS_PER_BIN
             )
             # Reading them blocks until the update has finished, for the timing.
-            history = [{"actor": to_host(update_metrics)}]
+            history = [{"actor": to_host(outcome)}]
         seconds = time.perf_counter() - begin
         seen += completions
         state = replace(
@@ -80,8 +80,8 @@ class Supervised:
             "timing_s/update_actor": seconds,
         }
         skipped = []
-        if not (last := history[0]["actor"])["finite"]:
-            skipped = [NonFinite("actor", batch, float(last["loss"]), float(last["grad_norm"]))]
+        if not (last := history[0]["actor"]).finite:
+            skipped = [NonFinite("actor", batch, float(last.loss), float(last.grad_norm))]
         return state, StepResult(metrics, skipped)
 
     def evaluate(self, state: TrainState[Array]) -> dict[str, float]:

@@ -62,7 +62,7 @@ def warm_start(
     step, loss = 0, float("nan")
     while step < run.warm_start_steps:
         examples = _training_examples(setup, step)
-        learner, metrics = imitator.update(learner, supervised_batch(setup, examples, rows))
+        learner, outcome = imitator.update(learner, supervised_batch(setup, examples, rows))
         step += 1
         # A collective in a run of multiple processes, called only where they wait anyway.
         if (step % CHECK_EVERY == 0 or not is_multiprocess()) and stop():
@@ -70,11 +70,11 @@ def warm_start(
         if step % CHECK_EVERY and step < run.warm_start_steps:
             continue
         # The first value that is read since the last check: until here the host only dispatches.
-        loss = float(metrics["loss"])
+        loss = float(outcome.loss)
         if int(learner.skipped):
             raise WarmStartFailed(
                 f"the warm start's loss or gradient was not finite in {int(learner.skipped)} of "
-                f"{step} steps (loss {loss}, gradient norm {float(metrics['grad_norm'])} in the "
+                f"{step} steps (loss {loss}, gradient norm {float(outcome.grad_norm)} in the "
                 "last): lower --warm-start-learning-rate "
                 f"(now {run.warm_start_learning_rate})."
             )

@@ -7,6 +7,7 @@ import numpy as np
 from permutes import check_permutes
 from small_runs import small_batch
 
+from jrl.trainer.learner.metrics import PerUpdate
 from jrl.trainer.learner.update import update
 from moe import placement
 from moe import weights as moe_weights
@@ -33,11 +34,17 @@ def gradient_of(learner, mesh, num_layers=None):
     return placement.in_layer_order(jax.device_get(moments), mesh, num_layers)
 
 
+def numbers_of(outcome) -> dict[str, Any]:
+    """Loss, gradient norm and metrics of an update."""
+    both = {"loss": PerUpdate(outcome.loss), "grad_norm": PerUpdate(outcome.grad_norm)}
+    return {**both, **outcome.metrics}
+
+
 class Updates(NamedTuple):
-    """The first gradient, the metrics of each step, and the learner after the last."""
+    """The first gradient, the outcome of each step, and the learner after the last."""
 
     gradient: Any
-    history: list[dict[str, Any]]
+    history: list[Any]
     learner: Any
 
 
@@ -76,6 +83,7 @@ def assert_same_updates(found, expected):
     )
     assert all(float(np.max(np.abs(leaf))) > 0 for leaf in jax.tree.leaves(gradient))
     for step, (metrics, same) in enumerate(zip(history, expected.history, strict=True)):
+        metrics, same = numbers_of(metrics), numbers_of(same)
         assert metrics.keys() == same.keys()
         # Places of the stream: a prompt is run once for the rows of one device that share it.
         metrics, same = (
@@ -87,4 +95,4 @@ def assert_same_updates(found, expected):
         jax.tree.map(
             lambda a, b, close=close: np.testing.assert_allclose(a, b, **close), metrics, same
         )
-    np.testing.assert_array_equal(history[0]["load"], expected.history[0]["load"])
+    np.testing.assert_array_equal(history[0].load.counts, expected.history[0].load.counts)

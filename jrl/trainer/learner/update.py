@@ -18,7 +18,6 @@ from typing import Any, Generic, TypeVar
 import jax
 import jax.numpy as jnp
 import optax
-from flax import struct
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float
 
@@ -40,6 +39,14 @@ from jrl.trainer.learner.learner import (
     state_shardings,
     transformation,
 )
+from jrl.trainer.learner.metrics import (
+    ExpertLoad,
+    FirstUpdate,
+    Max,
+    Outcome,
+    as_metric,
+    reduce_metric,
+)
 from jrl.trainer.learner.synchronous import warn_if_synchronous
 from jrl.trainer.scoring import RetryOnOverflow, Scorer, logprobs_and_entropy_of
 from moe import model, placement, stages
@@ -53,18 +60,6 @@ from sharding.collectives import Axes, all_sum, vary
 from sharding.folding import FoldedMesh
 from sharding.sharded_jit import MeshJit
 from sharding.zero import Reduction
-
-Leaf = TypeVar("Leaf")
-
-
-@struct.dataclass
-class Max(Generic[Leaf]):
-    """Metric that is a maximum over micro-batches, as `jrl.losses.Mean` is a mean."""
-
-    maximum: Leaf
-
-    def value(self) -> Leaf:
-        return self.maximum
 
 
 @dataclass(frozen=True)
@@ -82,10 +77,9 @@ class Objective(Scorer):
         """
         raise NotImplementedError
 
-    def router_metrics(self, router: RouterStatistics[Array] | None) -> dict[str, Any]:
-        """Metrics of the routers' sums over all layers: `load`, ``[layer, route]`` tokens per
-        expert on all ranks of ``cp`` and ``tp``, which updates the selection bias."""
-        return {} if router is None else {"load": all_sum(router.load, self.mesh.sequence)}
+    def router_metrics(self, router: RouterStatistics[Array]) -> dict[str, Any]:
+        """Metrics of the routers' sums over all layers and all ranks of ``cp`` and ``tp``."""
+        return {}
 
 
 def policy_loss(
@@ -163,26 +157,20 @@ class PolicyObjective(Objective):
         differences = sampling_differences(scores.behaviour_logprobs, sampled, batch.mask)
         return loss, {**metrics, **differences}
 
-    def router_metrics(self, router: RouterStatistics[Array] | None) -> dict[str, Any]:
-        """Means over tokens and layers, and the load of each expert, of the tokens of all ranks of
-        ``cp`` and ``tp``."""
-        if router is None:
-            return {}
-        # Metrics only; the gradient comes from `router_loss`.
-        router = all_sum(jax.lax.stop_gradient(router), self.mesh.sequence)
-        metrics = {
+    def router_metrics(self, router: RouterStatistics[Array]) -> dict[str, Any]:
+        """Means over tokens and layers."""
+        metrics: dict[str, Any] = {
             "moe/load_balancing_loss": Mean(router.balance, router.tokens),
             "moe/z_loss": Mean(router.z, router.tokens),
             "moe/router_entropy": Mean(router.entropy, router.tokens),
             "moe/dropped_fraction": Mean(router.dropped, jnp.sum(router.load)),
             "moe/padded_fraction": Mean(router.padded, router.positions),
-            # Counts and no mean: the selection bias is updated by those of the whole mini-batch.
-            "load": router.load,
         }
         if router.agreed is not None and router.replayed is not None:
             metrics["moe/replay_agreement"] = Mean(router.agreed, router.replayed)
         if self.recipe.router_replay == "R3":
-            metrics["sampling/routing_agreement"] = metrics["moe/replay_agreement"]
+            agreement = FirstUpdate(metrics["moe/replay_agreement"])
+            metrics["sampling/routing_agreement"] = agreement
         return metrics
 
 
@@ -202,11 +190,13 @@ def sampling_differences(
       mask: loss mask of the sampled tokens.
     """
     difference = jnp.where(mask, jnp.abs(logprobs - sampled), 0.0)
-    return {
+    differences = {
         "sampling/sampling_logp_difference/mean": Mean.of(difference, mask),
         "sampling/sampling_logp_difference/max": Max(jnp.max(difference)),
         "sampling/k3_kl": mismatch_statistics(logprobs, sampled, mask)["k3_kl"],
     }
+    # Later mini-batches compare an updated policy, which is no mismatch of the sampler.
+    return {name: FirstUpdate(difference) for name, difference in differences.items()}
 
 
 @dataclass(frozen=True)
@@ -251,8 +241,10 @@ def statistics_of(
 
 
 ObjectiveT = TypeVar("ObjectiveT", PolicyObjective, CriticObjective, SupervisedObjective)
-Updated = tuple[Learner[Array], dict[str, Any]]
-"""Learner after an optimizer step, and the metrics of the step."""
+UpdateMetrics = tuple[dict[str, Any], ExpertLoad[Array] | None, Array | None]
+"""Metrics by name, tokens per expert, and rows beyond the expert buffers."""
+Updated = tuple[Learner[Array], Outcome[Array]]
+"""Learner after an optimizer step, and the outcome of the step."""
 
 
 @dataclass(frozen=True)
@@ -299,19 +291,19 @@ class Network(Generic[ObjectiveT]):
         def run(objective: ObjectiveT, learner: Learner[Array]) -> tuple[Updated, Array | None]:
             settings = objective, self.optimizer, self.num_micro_batches
             if objective.config.lora is None:
-                learner, metrics = _update(*settings, learner, batch, statistics, passes)
-                return (learner, metrics), metrics.get("overflow")
+                learner, outcome = _update(*settings, learner, batch, statistics, passes)
+                return (learner, outcome), outcome.overflow
             adapters, frozen = split(learner.weights, objective.config)
             learner = replace(learner, weights=adapters)
-            learner, metrics = _update(*settings, learner, batch, statistics, passes, frozen)
+            learner, outcome = _update(*settings, learner, batch, statistics, passes, frozen)
             learner = replace(learner, weights=combine_trees(learner.weights, frozen))
-            return (learner, metrics), metrics.get("overflow")
+            return (learner, outcome), outcome.overflow
 
         def without_overflow(result: Updated) -> Updated:
             # Nothing changed: the returned learner equals the donated one, in its buffers.
-            learner, first_metrics = result
-            (learner, metrics), _ = run(self.objective.for_any_routing(), learner)
-            return learner, metrics | {"overflow": first_metrics["overflow"]}
+            learner, first_outcome = result
+            (learner, outcome), _ = run(self.objective.for_any_routing(), learner)
+            return learner, replace(outcome, overflow=first_outcome.overflow)
 
         return run_with_fallback(lambda: run(self.objective, learner), without_overflow)[0]
 
@@ -352,7 +344,7 @@ def update(
     statistics: Any = None,
     passes: Array | None = None,
     frozen: Transformer[Array] | None = None,
-) -> tuple[Learner[Array], dict[str, Any]]:
+) -> Updated:
     """Runs one optimizer step on a mini-batch.
 
     Where the loss or the gradient's norm is not finite, nothing changes and the step is counted as
@@ -372,14 +364,13 @@ def update(
         (`moe.adapters`), before and after.
 
     Returns:
-      The learner, and metrics: `loss`, `grad_norm`, `finite`, `empty` and the objective's; and
-      under a `buffer_factor` `overflow`, the number of routed rows that overflowed.
+      The learner and the outcome, with the objective's metrics.
     """
     config, mesh = objective.config, objective.mesh
     shards, _ = split(placement.shard_specs(config, mesh), config)
     # Denominators of the whole mini-batch, computed before it is split: micro-batches are summed.
     totals = count(batch, statistics)
-    loss, grads, metrics = _gradients(
+    loss, grads, (metrics, load, overflow) = _gradients(
         objective,
         optimizer.gradient_wire,
         num_micro_batches,
@@ -409,7 +400,8 @@ def update(
     # DeepSeek-V3's auxiliary-loss-free balancing: the bias is no parameter of the optimizer.
     if config.selection_bias and frozen is None:
         rate = config.bias_update_rate
-        new_weights = with_updated_bias(weights, new_weights, metrics["load"], rate, mesh)
+        assert load is not None
+        new_weights = with_updated_bias(weights, new_weights, load.counts, rate, mesh)
     updated = replace(
         learner,
         weights=new_weights,
@@ -419,7 +411,7 @@ def update(
     )
     # After an overflow the gradient is that of another routing than the routers': it is recomputed
     # (`Network.update`), and does not count as a skipped update.
-    fits = metrics["overflow"] == 0 if "overflow" in metrics else jnp.ones((), bool)
+    fits = jnp.ones((), bool) if overflow is None else overflow == 0
     skipped = (~finite & fits).astype(learner.skipped.dtype)
     unchanged = replace(
         learner,
@@ -439,8 +431,7 @@ def update(
             learner.opt_state, state_shardings(learner.opt_state, config, mesh)
         ),
     )
-    metrics |= {"loss": loss, "grad_norm": grad_norm, "finite": finite, "empty": empty}
-    return learner, metrics
+    return learner, Outcome(loss, grad_norm, finite, empty, overflow, load, metrics)
 
 
 def _gradients(
@@ -452,7 +443,7 @@ def _gradients(
     batch: Batch[Array],
     totals: Totals[Array],
     passes: Array | None,
-) -> tuple[Array, Any, dict[str, Any]]:
+) -> tuple[Array, Any, UpdateMetrics]:
     """Loss of a mini-batch, its sharded gradient and its metrics, on global arrays."""
     config, mesh, replicated = objective.config, objective.mesh, PartitionSpec()
     trained_specs, frozen_specs = split(placement.stored_specs(config, mesh), config)
@@ -479,7 +470,7 @@ def _local_gradients(
     batch: Batch[Array],
     totals: Totals[Array],
     passes: Array | None,
-) -> tuple[Array, Transformer[Array], dict[str, Any]]:
+) -> tuple[Array, Transformer[Array], UpdateMetrics]:
     """Loss of a mini-batch, this device's shard of its gradient and its metrics."""
     config, mesh = objective.config, objective.mesh
     all_dims = placement.shard_dims(config, mesh, comm_dtype)
@@ -520,7 +511,7 @@ def _local_gradients(
         loss, metrics = objective.loss(weights, x, micro_batch, totals)
         loss = loss + router_loss(router, config, mesh, totals.num_valid)
         # Ranks of cp and tp have the same loss, which counts once.
-        metrics = {**metrics, **_router_metrics(objective, router)}
+        metrics = _with_router_metrics(objective, metrics, router)
         return all_sum(loss, mesh.except_sequence), metrics
 
     # A scan holds the activations of one micro-batch.
@@ -543,7 +534,7 @@ def _pipeline_gradients(
     micro_batches: Batch[Array],
     totals: Totals[Array],
     shard_dims: Layer[zero.ShardDim] | None,
-) -> tuple[Array, Transformer[Array], dict[str, Any]]:
+) -> tuple[Array, Transformer[Array], UpdateMetrics]:
     """Loss, this device's gradient, and metrics, on a pipeline."""
     config, mesh = objective.config, objective.mesh
     loss, grads, metrics, router = stages.gradients(
@@ -559,27 +550,30 @@ def _pipeline_gradients(
         shard_dims,
         frozen,
     )
+    router_metrics, load, overflow = _with_router_metrics(objective, {}, router)
     # Already summed over micro-batches: a stack of one.
-    router_metrics = jax.tree.map(lambda x: x[None], _router_metrics(objective, router))
+    of_routers = jax.tree.map(lambda x: x[None], (router_metrics, load, overflow))
+    stacked = ({**metrics, **of_routers[0]}, *of_routers[1:])
     # Stages have the same metrics, which count once, and each its own share of the loss.
     metric_axes = tuple(axis for axis in mesh.except_sequence if axis not in mesh.pp)
-    metrics = _reduce_metrics({**metrics, **router_metrics}, metric_axes)
-    return all_sum(loss, mesh.except_sequence), grads, metrics
+    return all_sum(loss, mesh.except_sequence), grads, _reduce_metrics(stacked, metric_axes)
 
 
-def _router_metrics(objective: Objective, router: RouterStatistics[Array] | None) -> dict[str, Any]:
-    metrics = objective.router_metrics(router)
-    if router is None or router.overflow is None:
-        return metrics
-    return metrics | {"overflow": all_sum(router.overflow, objective.mesh.sequence)}
+def _with_router_metrics(
+    objective: Objective, metrics: dict[str, Any], router: RouterStatistics[Array] | None
+) -> UpdateMetrics:
+    """Metrics with those of the routers, the load of the experts and their overflow, of all ranks
+    of ``cp`` and ``tp``."""
+    if router is None:
+        return metrics, None, None
+    # Metrics only; the gradient comes from `router_loss`.
+    router = all_sum(jax.lax.stop_gradient(router), objective.mesh.sequence)
+    metrics = {**metrics, **objective.router_metrics(router)}
+    return metrics, ExpertLoad(router.load), router.overflow
 
 
-def _reduce_metrics(metrics: dict[str, Any], axes: Axes) -> dict[str, Any]:
+def _reduce_metrics(stacked: UpdateMetrics, axes: Axes) -> UpdateMetrics:
     """Reduces metrics that are stacked over micro-batches, over them and the devices of `axes`."""
-
-    def reduce(metric: Any) -> Any:
-        if isinstance(metric, Max):
-            return Max(jax.lax.pmax(jnp.max(vary(metric.maximum, axes)), axes))
-        return jax.tree.map(lambda x: all_sum(jnp.sum(x, axis=0), axes), metric)
-
-    return {name: reduce(metric) for name, metric in metrics.items()}
+    metrics, load, overflow = stacked
+    metrics = {name: reduce_metric(as_metric(metric), axes) for name, metric in metrics.items()}
+    return metrics, reduce_metric(load, axes), reduce_metric(overflow, axes)

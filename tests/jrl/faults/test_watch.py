@@ -107,7 +107,7 @@ def test_what_cannot_be_read_or_compared_is_said(tmp_path, capsys):
         (["wach"], "command 'wach' is unknown: choose among watch"),
         (["watch"], "give the folder of a run"),
         (["watch", "nowhere"], "holds no run"),
-        (["watch", "{run}", "--interval=0"], "interval=0.0 must be above 0 seconds"),
+        (["watch", "{run}", "--interval=0"], "interval=0.0 must be above 0"),
         (["watch", "{run}", "--continuity=-1"], "continuity=-1.0 must be"),
         (["watch", "{run}", "{run}"], "two of the runs are called"),
         (["watch", "{run}", "--on-fault= "], "on_fault is an empty command"),

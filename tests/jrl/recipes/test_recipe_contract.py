@@ -242,6 +242,6 @@ def test_statistics_come_through_a_pipeline():
         weights = random_weights(setup, setup.model)
         statistics = statistics_of(policy.objective, weights, batch)
         _, metrics = policy.update(policy.init(weights), batch, statistics)
-        found.append((float(statistics), float(metrics["loss"]), float(metrics["grad_norm"])))
+        found.append((float(statistics), float(metrics.loss), float(metrics.grad_norm)))
     # float32 sums in another order.
     np.testing.assert_allclose(found[1], found[0], rtol=1e-4)

@@ -140,7 +140,7 @@ def test_a_host_is_named_as_a_file_can_be():
     [
         ({"on_fault": "reboot"}, r"on_fault='reboot' needs --faults"),
         ({"on_fault": "drain"}, r"on_fault='drain' needs --faults"),
-        ({"drain_every": 0.0}, r"drain_every=0\.0 must be above 0 seconds"),
+        ({"drain_every": 0.0}, r"drain_every=0\.0 must be above 0"),
         ({"faults": True, "on_fault": "drain", "min_processes": 0}, "min_processes=0 must be"),
         (
             {

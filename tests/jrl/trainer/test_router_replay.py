@@ -20,7 +20,7 @@ from small_runs import (
     small_run,
     small_setup,
 )
-from three_updates import FAST_COMPILE, compiled_update, gradient_of, random_weights
+from three_updates import FAST_COMPILE, compiled_update, gradient_of, numbers_of, random_weights
 
 from jrl.recipes import GroupRelative
 from jrl.recipes.base.batch import over_rows
@@ -141,10 +141,10 @@ def test_before_anything_moves_a_replay_changes_nothing():
     expected, of_free = free_update()
     jax.tree.map(np.testing.assert_array_equal, learner, expected)
     valid = np.asarray(small_batch(setup_on("dp1"), ROWS).valid)
-    for name in ("moe/replay_agreement", "sampling/routing_agreement"):
-        agreement = metrics.pop(name)
-        assert float(agreement.value()) == 1
-        assert float(agreement.count) == valid.sum() * 2
+    first = metrics.metrics.pop("sampling/routing_agreement")
+    agreement = metrics.metrics.pop("moe/replay_agreement")
+    assert first.metric == agreement and float(agreement.value()) == 1
+    assert float(agreement.count) == valid.sum() * 2
     jax.tree.map(np.testing.assert_array_equal, metrics, of_free)
 
 
@@ -166,11 +166,11 @@ def test_agreement_is_the_share_that_is_left():
     last[..., 0] = np.where(changed, free, last[..., 0])
     record[:, :, -1] = last[..., ::-1]  # in another order
     record[none] = NONE
-    _, metrics = updated(record, "dp1")
+    metrics = updated(record, "dp1")[1].metrics
     count = (valid & ~none).sum() * 2
     expected = 1 - changed.sum() / CHOSEN / count
+    assert float(metrics["moe/replay_agreement"].count) == count
     for name in ("moe/replay_agreement", "sampling/routing_agreement"):
-        assert float(metrics[name].count) == count
         assert float(metrics[name].value()) == pytest.approx(expected, rel=1e-6)
     check_defined(["moe/replay_agreement", "sampling/routing_agreement"])
 
@@ -188,15 +188,15 @@ def test_other_choices_are_used_and_the_routers_learn():
     learner, metrics = updated(others(of_plain_rows()), "dp1")
     free, of_free = free_update()
     mesh = setup_on("dp1").mesh
-    assert abs(float(metrics["loss"] - of_free["loss"])) > 1e-4
+    assert abs(float(metrics.loss - of_free.loss)) > 1e-4
     router, own = (gradient_of(x, mesh).layers.experts.router for x in (learner, free))
     assert np.all(np.max(np.abs(router), axis=(1, 2)) > 0)
     assert np.max(np.abs(router - own)) > 0.5 * np.max(np.abs(own))
     # Each expert got what its neighbour has on record.
     by_layer = np.moveaxis(others(of_plain_rows()), 2, 0)
     expected = [np.bincount(layer[layer < NONE].ravel(), minlength=EXPERTS) for layer in by_layer]
-    np.testing.assert_array_equal(metrics["load"], np.stack(expected))
-    assert float(metrics["moe/replay_agreement"].value()) < 0.7
+    np.testing.assert_array_equal(metrics.load.counts, np.stack(expected))
+    assert float(metrics.metrics["moe/replay_agreement"].value()) < 0.7
 
 
 @pytest.mark.slow
@@ -212,6 +212,7 @@ def test_updates_with_other_choices_equal_those_of_one_device(layout, num_micro)
         gradient_of(learner, mesh),
         gradient_of(alone, setup_on("dp1").mesh),
     )
+    metrics, of_one = numbers_of(metrics), numbers_of(of_one)
     assert metrics.keys() == of_one.keys()
     for name in metrics.keys() - {"moe/padded_fraction"}:
         jax.tree.map(

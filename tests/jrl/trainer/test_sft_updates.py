@@ -69,7 +69,7 @@ def packed(task):
 def assert_same(found, expected):
     """float32 sums of a few hundred terms in another order: some units in the sixth digit of the
     largest entries."""
-    for ours, own in ((found[1]["loss"], expected[1]["loss"]),):
+    for ours, own in ((found[1].loss, expected[1].loss),):
         np.testing.assert_allclose(ours, own, rtol=1e-6)
     largest = max(np.abs(x).max() for x in jax.tree.leaves(expected[0]))
     jax.tree.map(
@@ -102,7 +102,7 @@ def test_the_loss_is_that_of_a_plain_oracle(task, packed):
             losses.append(np.log(np.exp(before).sum()) - before[ids[at]])
             likeliest.append(before.argmax() == ids[at])
     # Logits are float32.
-    np.testing.assert_allclose(packed[1]["loss"], np.mean(losses), rtol=1e-6)
+    np.testing.assert_allclose(packed[1].loss, np.mean(losses), rtol=1e-6)
     found = heldout_loss(
         setup.networks.policy.objective,
         weights,
@@ -153,4 +153,4 @@ def test_neither_packing_nor_devices_change_it(layout, packing, task, packed):
     measured = heldout_loss(
         setup.networks.policy.objective, random_weights(setup, setup.model), chats, *given
     )
-    np.testing.assert_allclose(measured["val/nll"], packed[1]["loss"], rtol=1e-6)
+    np.testing.assert_allclose(measured["val/nll"], packed[1].loss, rtol=1e-6)

@@ -20,6 +20,7 @@ from jrl.recipes import RECIPES
 from jrl.rollout.decoding import mesh_backend
 from jrl.trainer import step as stepping
 from jrl.trainer.learner import update as of_update
+from jrl.trainer.learner.metrics import Outcome
 from jrl.trainer.scoring import logprobs_of
 from jrl.trainer.step import mini_batches, sampling_difference, train_on_batch, train_step
 from jrl.trainer.summary import summarise
@@ -44,7 +45,7 @@ def learned_from(monkeypatch):
     def record(objective, optimizer, num_micro, learner, batch, statistics, passes=None):
         network = "critic" if objective.config.head == "value" else "actor"
         updates.append((network, np.asarray(batch.tokens)[:, 0].tolist()))
-        return learner, {"loss": 0.0, "grad_norm": 0.0, "finite": True, "empty": False}
+        return learner, Outcome(0.0, 0.0, True, False)
 
     monkeypatch.setattr(of_update, "update", record)
     return updates
@@ -149,7 +150,7 @@ def test_critic_and_policy_have_masks_of_their_own(monkeypatch):
 
     def record(objective, optimizer, num_micro, learner, batch, statistics, passes=None):
         seen.setdefault(objective.config.head != "value", []).append(np.asarray(batch.mask))
-        return learner, {"loss": 0.0, "grad_norm": 0.0, "finite": True, "empty": False}
+        return learner, Outcome(0.0, 0.0, True, False)
 
     monkeypatch.setattr(of_update, "update", record)
     setup = small_setup(small_recipe("ppo"))
@@ -163,7 +164,7 @@ def test_critic_and_policy_have_masks_of_their_own(monkeypatch):
 def test_what_was_left_out_is_handed_over(learned_from, monkeypatch):
     def refuse(*arguments):
         loss = np.float32(np.nan)
-        return arguments[3], {"loss": loss, "grad_norm": 2.0, "finite": False, "empty": False}
+        return arguments[3], Outcome(loss, 2.0, False, False)
 
     monkeypatch.setattr(of_update, "update", refuse)
     setup = small_setup(small_recipe("vapo", pretrain_critic=0))

@@ -10,65 +10,47 @@ from annotations import unchecked
 from jrl.losses import ExplainedVariance, Mean
 from jrl.recipes import Batch
 from jrl.report.metrics import check_defined
-from jrl.trainer.learner.update import Max
+from jrl.trainer.learner.metrics import ExpertLoad, FirstUpdate, Max, Outcome, PerUpdate
 from jrl.trainer.summary import count_updates, describe, drift_alarm, summarise
+
+
+def outcome(loss=0.0, grad_norm=0.0, finite=True, empty=False, **fields):
+    return Outcome(
+        np.float32(loss), np.float32(grad_norm), np.bool_(finite), np.bool_(empty), **fields
+    )
 
 
 def test_summary_pools_means_over_tokens():
     def explained(values, returns):
         return ExplainedVariance.of(jnp.array(values), jnp.array(returns), jnp.ones(len(values)))
 
+    def actor(loss, empty, pg_loss, entropy, difference, largest, counts):
+        metrics = {
+            "actor/pg_loss": PerUpdate(np.float32(pg_loss)),
+            "actor/entropy": Mean(np.float32(entropy[0]), np.int32(entropy[1])),
+            "sampling/sampling_logp_difference/mean": FirstUpdate(
+                Mean(np.float32(difference), np.int32(4))
+            ),
+            "sampling/sampling_logp_difference/max": FirstUpdate(Max(np.float32(largest))),
+            "actor/largest_ratio": Max(np.float32(largest)),
+        }
+        load = ExpertLoad(np.array(counts))
+        return outcome(loss, 1.0, empty=empty, load=load, metrics=metrics)
+
+    def critic(loss, grad_norm, variance):
+        load = ExpertLoad(np.array([[5.0, 0.0]]))
+        metrics = {"critic/vf_explained_var": variance}
+        return outcome(loss, grad_norm, load=load, metrics=metrics)
+
     history = [
+        {"critic": critic(3.0, 2.0, explained([0.0, 1.0], [1.0, 1.0]))},
         {
-            "critic": {
-                "loss": np.float32(3.0),
-                "grad_norm": np.float32(2.0),
-                "finite": np.True_,
-                "empty": np.False_,
-                "critic/vf_explained_var": explained([0.0, 1.0], [1.0, 1.0]),
-            }
+            "critic": critic(1.0, 4.0, explained([2.0], [4.0])),
+            "actor": actor(8.0, False, 6.0, (6.0, 3), 2.0, 0.5, [[1.0, 3.0], [2.0, 2.0]]),
         },
-        {
-            "critic": {
-                "loss": np.float32(1.0),
-                "grad_norm": np.float32(4.0),
-                "finite": np.True_,
-                "empty": np.False_,
-                "critic/vf_explained_var": explained([2.0], [4.0]),
-            },
-            "actor": {
-                "loss": np.float32(8.0),
-                "empty": np.False_,
-                "actor/pg_loss": np.float32(6.0),
-                "actor/entropy": Mean(np.float32(6.0), np.int32(3)),
-                "sampling/sampling_logp_difference/mean": Mean(np.float32(2.0), np.int32(4)),
-                "sampling/sampling_logp_difference/max": Max(np.float32(0.5)),
-                "load": np.array([[1.0, 3.0], [2.0, 2.0]]),
-            },
-        },
-        {
-            "actor": {
-                "loss": np.float32(2.0),
-                "empty": np.False_,
-                "actor/pg_loss": np.float32(1.0),
-                "actor/entropy": Mean(np.float32(1.0), np.int32(1)),
-                "sampling/sampling_logp_difference/mean": Mean(np.float32(90.0), np.int32(4)),
-                "sampling/sampling_logp_difference/max": Max(np.float32(90.0)),
-                "load": np.array([[3.0, 1.0], [0.0, 4.0]]),
-            },
-        },
+        {"actor": actor(2.0, False, 1.0, (1.0, 1), 90.0, 90.0, [[3.0, 1.0], [0.0, 4.0]])},
         # No token counts in it, and so it counts in nothing.
-        {
-            "actor": {
-                "loss": np.float32(77.0),
-                "empty": np.True_,
-                "actor/pg_loss": np.float32(0.0),
-                "actor/entropy": Mean(np.float32(0.0), np.int32(0)),
-                "sampling/sampling_logp_difference/mean": Mean(np.float32(0.0), np.int32(0)),
-                "sampling/sampling_logp_difference/max": Max(np.float32(0.0)),
-                "load": np.array([[9.0, 0.0], [9.0, 0.0]]),
-            },
-        },
+        {"actor": actor(77.0, True, 0.0, (0.0, 0), 0.0, 99.0, [[9.0, 0.0], [9.0, 0.0]])},
     ]
     values, returns = np.array([0.0, 1.0, 2.0]), np.array([1.0, 1.0, 4.0])
     expected = {
@@ -78,6 +60,8 @@ def test_summary_pools_means_over_tokens():
         # The first mini-batch alone: after it the policy is no longer the one that sampled.
         "sampling/sampling_logp_difference/mean": 0.5,
         "sampling/sampling_logp_difference/max": 0.5,
+        "actor/largest_ratio": 90.0,
+        "actor/grad_norm": 1.0,
         # Over both mini-batches the first layer is even, and the second is 2 to 6.
         "moe/max_load": (1.0 + 1.5) / 2,
         "moe/min_load": (1.0 + 0.5) / 2,
@@ -95,7 +79,7 @@ def test_summary_pools_means_over_tokens():
 
 def test_updates_are_counted_by_what_came_of_them():
     def one(finite, empty):
-        return {"finite": np.bool_(finite), "empty": np.bool_(empty)}
+        return outcome(finite=finite, empty=empty)
 
     history = [
         {"critic": one(True, False)},

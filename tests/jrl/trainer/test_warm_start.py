@@ -24,6 +24,7 @@ from jrl.trainer import loop
 from jrl.trainer import step as stepping
 from jrl.trainer import warm_start as warming
 from jrl.trainer.learner import update as of_update
+from jrl.trainer.learner.metrics import Outcome
 from jrl.trainer.warm_start import (
     CHECK_EVERY,
     WarmStartFailed,
@@ -124,7 +125,7 @@ def test_reinforcement_goes_on_after_the_prompts_that_were_imitated(task, tmp_pa
     imitated, given, evaluated = [], [], []
 
     def learn(objective, optimizer, num_micro, learner, batch, *_):
-        return learner, {"loss": 0.0, "grad_norm": 0.0}
+        return learner, Outcome(0.0, 0.0, True, False)
 
     def first_step(sampler, recipe, mesh, prompts_seen, unfinished):
         given.extend(setup.task.train(prompts_seen + i) for i in range(PROMPTS))

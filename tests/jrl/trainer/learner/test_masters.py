@@ -192,7 +192,7 @@ def test_what_is_not_finite_moves_no_master():
     before = jax.device_get(learner)
     bad = replace(batch, advantages=jnp.full_like(batch.advantages, jnp.nan))
     after, metrics = step(copy_arrays(learner), bad)
-    assert not metrics["finite"] and int(after.skipped) == 1
+    assert not metrics.finite and int(after.skipped) == 1
     same_bits((after.masters, after.weights), (before.masters, before.weights))
 
 
@@ -218,8 +218,8 @@ def test_updates_equal_those_of_one_device(layout, fsdp):
     jax.tree.map(close, *gradients)
     for (one, metrics), (other, same) in zip(spread, alone, strict=True):
         # Numbers that are sums over all tokens of what has 8 bits.
-        np.testing.assert_allclose(metrics["loss"], same["loss"], rtol=2e-2, atol=2e-3)
-        np.testing.assert_allclose(metrics["grad_norm"], same["grad_norm"], rtol=2e-2)
+        np.testing.assert_allclose(metrics.loss, same.loss, rtol=2e-2, atol=2e-3)
+        np.testing.assert_allclose(metrics.grad_norm, same.grad_norm, rtol=2e-2)
         same_bits(one.weights, casted(one.masters))
         assert [x.dtype for x in jax.tree.leaves(one)] == [x.dtype for x in jax.tree.leaves(other)]
 

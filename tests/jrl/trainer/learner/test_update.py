@@ -7,13 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from small_runs import fresh_weights, small_batch, small_recipe, small_run, small_setup
+from three_updates import numbers_of
 from tiers import full_but
 
 from jrl.losses import ExplainedVariance, Mean
 from jrl.recipes.base.batch import replicated
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.trainer.learner.learner import init_learner, transformation
-from jrl.trainer.learner.update import Max, update
+from jrl.trainer.learner.metrics import FirstUpdate, Max
+from jrl.trainer.learner.update import update
 from jrl.trainer.state import init_weights
 
 
@@ -66,7 +68,7 @@ def test_cutting_changes_nothing(network, layout, num_micro):
     """Micro-batches and devices hold unlike numbers of tokens, and one row counts nowhere."""
     learner, metrics = one_update(network, layout, num_micro)
     expected, expected_metrics = one_update(network, "dp1", 1)
-    metrics, expected_metrics = dict(metrics), dict(expected_metrics)
+    metrics, expected_metrics = numbers_of(metrics), numbers_of(expected_metrics)
     gradient, expected_gradient = moments(learner), moments(expected)
     # float32 sums of a few hundred terms in another order: a few units in the sixth digit of the
     # largest entries, which are near 1e-2.
@@ -91,26 +93,25 @@ def test_cutting_changes_nothing(network, layout, num_micro):
     for name, expected_metric in expected_metrics.items():
         if isinstance(expected_metric, Mean | ExplainedVariance):
             assert metrics[name].count == expected_metric.count
-        one, other = (
-            m.value() if isinstance(m, Mean | Max | ExplainedVariance) else m
-            for m in (metrics[name], expected_metric)
-        )
+        one, other = (m.value() for m in (metrics[name], expected_metric))
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6, err_msg=name)
 
 
 @pytest.mark.slow
 def test_metrics_are_means_over_the_tokens_that_count():
-    _, metrics = one_update("policy", "dp1", 2)
+    _, outcome = one_update("policy", "dp1", 2)
+    metrics = outcome.metrics
     batch = jax.device_get(small_batch(setup_on("dp1")))
     for name, metric in metrics.items():
+        metric = metric.metric if isinstance(metric, FirstUpdate) else metric
         if isinstance(metric, Mean) and name.startswith(("actor/", "sampling/")):
             correct = batch.mask & batch.correct[:, None]
             counted = correct if name == "actor/positive_loss" else batch.mask
             assert metric.count == counted.sum(), name
     assert metrics["moe/z_loss"].count == batch.valid.sum()
-    assert metrics["load"].sum() == batch.valid.sum() * 2  # each token goes to two experts
+    assert outcome.load.counts.sum() == batch.valid.sum() * 2  # each token goes to two experts
     difference = metrics["sampling/sampling_logp_difference/max"]
-    assert isinstance(difference, Max)
+    assert isinstance(difference.metric, Max)
     assert difference.value() > metrics["sampling/sampling_logp_difference/mean"].value() > 0
 
 
@@ -129,7 +130,7 @@ def test_selection_bias_is_moved_by_the_load_alone(network):
     layers = replace(weights.layers, experts=replace(experts, bias=bias))
     learner = init_learner(optimizer, replace(weights, layers=layers), objective.config, setup.mesh)
     learner, metrics = jax.device_get(update(objective, optimizer, 1, learner, small_batch(setup)))
-    load = metrics["load"]
+    load = metrics.load.counts
     assert load.sum() == jax.device_get(small_batch(setup)).valid.sum() * 2 * setup.model.num_layers
     expected = np.asarray(bias) + 1e-3 * np.sign(load.mean(axis=1, keepdims=True) - load)
     np.testing.assert_allclose(learner.weights.layers.experts.bias, expected, rtol=1e-6)
@@ -155,8 +156,8 @@ def test_what_is_not_finite_moves_nothing(bad):
     before = jax.device_get(learner)
     for times in (1, 2):
         learner, metrics = update(objective, optimizer, 2, learner, spoilt(setup))
-        assert not metrics["finite"]
-        assert not np.isfinite(metrics["loss"]) or not np.isfinite(metrics["grad_norm"])
+        assert not metrics.finite
+        assert not np.isfinite(metrics.loss) or not np.isfinite(metrics.grad_norm)
         after = jax.device_get(learner)
         assert (after.updates, after.skipped, after.skipped_in_a_row) == (1, times, times)
         kept = jax.tree.map(
@@ -166,7 +167,7 @@ def test_what_is_not_finite_moves_nothing(bad):
         )
         assert all(jax.tree.leaves(kept))
     learner, metrics = update(objective, optimizer, 2, learner, small_batch(setup))
-    assert metrics["finite"]
+    assert metrics.finite
     counters = learner.updates, learner.skipped, learner.skipped_in_a_row
     assert tuple(int(counter) for counter in counters) == (2, 2, 0)
 
@@ -178,13 +179,13 @@ def test_a_mini_batch_without_tokens_moves_nothing(network):
     objective, optimizer, weights = networks(setup)[network]
     learner = init_learner(optimizer, weights, objective.config, setup.mesh)
     learner, metrics = update(objective, optimizer, 2, learner, small_batch(setup))
-    assert not metrics["empty"]
+    assert not metrics.empty
     before = jax.device_get(learner)
 
     batch = small_batch(setup)
     nothing = batch.replace(mask=jnp.zeros_like(batch.mask))
     after, metrics = jax.device_get(update(objective, optimizer, 2, learner, nothing))
-    assert metrics["empty"] and metrics["finite"] and metrics["grad_norm"] > 0
+    assert metrics.empty and metrics.finite and metrics.grad_norm > 0
     kept = jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), after, before)
     assert all(jax.tree.leaves(kept))
     assert (after.updates, after.skipped, after.skipped_in_a_row) == (1, 0, 0)
@@ -197,7 +198,7 @@ def test_what_lies_under_the_mask_is_never_read():
 
     learner, metrics = one_update("policy", "dp1", 2, filled)
     expected, expected_metrics = one_update("policy", "dp1", 2)
-    assert metrics["finite"]
+    assert metrics.finite
     for one, other in ((learner, expected), (metrics, expected_metrics)):
         jax.tree.map(np.testing.assert_array_equal, one, other)
 
@@ -218,7 +219,7 @@ def test_callers_weights_survive():
 def test_gradients_are_scaled_down_to_the_bound():
     learner, metrics = one_update("policy", "dp1", 2)
     bound = setup_on("dp1").recipe.max_grad_norm
-    assert metrics["grad_norm"] > bound
+    assert metrics.grad_norm > bound
     # The moment holds a tenth of the gradient; float32.
     squares = [np.sum(np.square(moment)) for moment in jax.tree.leaves(moments(learner))]
     np.testing.assert_allclose(np.sqrt(sum(squares)), 0.1 * bound, rtol=1e-4)

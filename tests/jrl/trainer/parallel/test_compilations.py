@@ -55,7 +55,7 @@ def test_an_update_through_a_pipeline_compiles_once(caplog):
             learner,
             small_batch(setup, 8),
         )
-        assert metrics["finite"]
+        assert metrics.finite
         counts.append(count)
     assert counts == [1, 0, 0]
     assert int(learner.updates) == 3

@@ -137,14 +137,14 @@ def updates_of(layout, wire, fsdp):
 def test_three_updates_go_the_same_way():
     found, expected = (updates_of("dp4", wire, fsdp=True) for wire in ("bfloat16", "float32"))
     # The first forward pass comes before anything is sent.
-    assert found.history[0]["loss"] == expected.history[0]["loss"]
+    assert found.history[0].loss == expected.history[0].loss
     changed = jax.tree.map(
         lambda a, b: float(np.max(np.abs(a - b))), found.gradient, expected.gradient
     )
     assert sum(error > 0 for error in jax.tree.leaves(changed)) >= 8
     for metrics, same in zip(found.history, expected.history, strict=True):
         # 2^-8 for terms of one sign, and little more where they do not cancel out.
-        np.testing.assert_allclose(metrics["grad_norm"], same["grad_norm"], rtol=2.0**-7)
-        assert metrics["finite"]
+        np.testing.assert_allclose(metrics.grad_norm, same.grad_norm, rtol=2.0**-7)
+        assert metrics.finite
     again = three_updates(setup_on("dp4", "bfloat16", fsdp=True), ROWS, 1)
     jax.tree.map(np.testing.assert_array_equal, *jax.device_get((again, found)))
