@@ -1,20 +1,30 @@
-"""Time series of exporters, and the machine and GPU that each belongs to."""
+"""Time series of exporters, the device and the GPU that each belongs to, and times that cannot be."""
 
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import pairwise
 
 import numpy as np
 from jaxtyping import Float64
 
-MACHINE_LABELS = ("machine", "node", "instance", "Hostname", "hostname")
-"""Labels that name a machine, in order of preference; the port of an instance is left out."""
 DAY = 86400.0
 MAX_GAP = 7 * DAY
 """Seconds without any sample beyond which a clock is wrong, not a fleet at rest."""
+
+GPU_LABELS = ("gpu", "GPU_I_ID", "nvswitch", "nvlink", "cpu", "cpucore")
+"""Labels of DCGM's exporter that identify a part of a machine: a GPU and its MIG instance, a link.
+Others (pod, namespace, err_code, modelName, Hostname) may change while the device stays."""
+SCRAPE_LABELS = frozenset(
+    {
+        *("__name__", "machine", "node", "nodename", "instance", "Hostname", "hostname", "cluster"),
+        *("job", "service", "endpoint", "metrics_path", "prometheus", "prometheus_replica"),
+        *("replica", "receive", "tenant_id"),
+    }
+)
+"""Labels of the exporter and of the server that scrapes it, which identify no part of a machine."""
+POD_LABELS = frozenset({"pod", "namespace", "container"})
+"""Labels of the pod of node exporter; elsewhere they identify what is measured."""
 
 
 @dataclass(frozen=True)
@@ -32,42 +42,17 @@ class Series:
     values: Float64[np.ndarray, "sample"]
 
 
-def machine_of(labels: Mapping[str, str], label: str | None = None) -> str:
-    """The machine that labels are about.
+def device_of(labels: Mapping[str, str]) -> tuple[str, ...]:
+    """Metric and device of a series inside its machine; its UUID and changing labels do not count.
 
-    Raises:
-      ValueError: where none of them names one.
+    Two series of one device are one, such as those of a GPU that has been given to another pod, or
+    those of one exporter that two jobs scrape.
     """
-    names = MACHINE_LABELS if label is None else (label,)
-    name = _first_label(labels, names)
-    if name is None:
-        raise ValueError(
-            f"a series of the answer has no label {' or '.join(map(repr, names))}: it has "
-            f"{', '.join(labels) or 'none'}; choose another, or keep it in the query."
-        )
-    value = labels[name]
-    return re.sub(r":\d+$", "", value) if label is None and name == "instance" else value
-
-
-def machines_of(series: Sequence[Series], label: str | None = None) -> list[str]:
-    """Machine of each series, determined from all series together.
-
-    * Multiple hosts that are scraped through one address (one ``instance``, multiple ``Hostname``)
-      are multiple machines, unless `label` is given.
-    * A machine that comes back under another address with a GPU of the same UUID, after everything
-      under the old one has ended, is the same machine under its new name.
-
-    Args:
-      label: names the machine; by default the first of `MACHINE_LABELS` that a series has.
-
-    Raises:
-      ValueError: where a series names no machine.
-    """
-    names = [machine_of(each.labels, label) for each in series]
-    if label is None:
-        names = _split_by_host(series, names)
-    new = _find_renamed(series, names)
-    return [new.get(name, name) for name in names]
+    name = labels["__name__"]
+    if name.startswith("DCGM_"):
+        return name, *(labels.get(key, "") for key in GPU_LABELS)
+    other = SCRAPE_LABELS | POD_LABELS if name.startswith("node_") else SCRAPE_LABELS
+    return name, *(f"{key}={labels[key]}" for key in sorted(labels.keys() - other))
 
 
 def gpus_of(series: Sequence[Series], machines: Sequence[str]) -> list[str | None]:
@@ -79,7 +64,7 @@ def gpus_of(series: Sequence[Series], machines: Sequence[str]) -> list[str | Non
     newest: dict[tuple[str, str], tuple[float, str]] = {}
     unnumbered: defaultdict[str, set[str]] = defaultdict(set)
     for each, machine in zip(series, machines, strict=True):
-        uuid, index = _uuid(each), each.labels.get("gpu")
+        uuid, index = uuid_of(each), each.labels.get("gpu")
         if uuid and index is None:
             unnumbered[machine].add(uuid)
         elif uuid and index is not None and each.times.size:
@@ -90,7 +75,7 @@ def gpus_of(series: Sequence[Series], machines: Sequence[str]) -> list[str | Non
         for index, uuid in enumerate(sorted(uuids)):
             indices.setdefault((machine, uuid), str(index))
     return [
-        indices.get((machine, _uuid(each) or ""), each.labels.get("gpu"))
+        indices.get((machine, uuid_of(each) or ""), each.labels.get("gpu"))
         for each, machine in zip(series, machines, strict=True)
     ]
 
@@ -125,52 +110,8 @@ def check_times(series: Sequence[Series], machines: Sequence[str]) -> None:
             )
 
 
-def _split_by_host(series: Sequence[Series], names: Sequence[str]) -> list[str]:
-    """Machine names by host where multiple hosts share one instance."""
-    hosts = [
-        each.labels.get("Hostname", each.labels.get("hostname"))
-        if _first_label(each.labels, MACHINE_LABELS) == "instance"
-        else None
-        for each in series
-    ]
-    hosts_by_name: defaultdict[str, set[str]] = defaultdict(set)
-    for name, host in zip(names, hosts, strict=True):
-        if host:
-            hosts_by_name[name].add(host)
-    return [
-        host if host and len(hosts_by_name[name]) > 1 else name
-        for name, host in zip(names, hosts, strict=True)
-    ]
-
-
-def _find_renamed(series: Sequence[Series], names: Sequence[str]) -> dict[str, str]:
-    """The newest name of each machine that had another one before."""
-    spans: dict[str, tuple[float, float]] = {}
-    names_by_gpu: defaultdict[str, set[str]] = defaultdict(set)
-    for each, name in zip(series, names, strict=True):
-        if each.times.size:
-            first, last = spans.get(name, (np.inf, -np.inf))
-            spans[name] = min(first, float(each.times[0])), max(last, float(each.times[-1]))
-            uuid = _uuid(each)
-            if uuid:
-                names_by_gpu[uuid].add(name)
-    new: dict[str, str] = {}
-    for names_of_gpu in names_by_gpu.values():
-        ordered = sorted(names_of_gpu, key=lambda name: spans[name])
-        for old, later in pairwise(ordered):
-            if spans[old][1] < spans[later][0]:
-                new[old] = later
-    for old in new:
-        while new[old] in new:
-            new[old] = new[new[old]]
-    return new
-
-
-def _first_label(labels: Mapping[str, str], names: Sequence[str]) -> str | None:
-    return next((name for name in names if name in labels), None)
-
-
-def _uuid(series: Series) -> str | None:
+def uuid_of(series: Series) -> str | None:
+    """UUID of the GPU that a series is about."""
     return series.labels.get("UUID", series.labels.get("uuid"))
 
 
