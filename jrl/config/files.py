@@ -32,7 +32,7 @@ CHANGEABLE = (
     *("samples_every", "sample_tokens", "max_nonfinite"),
     *("drift_alarm", "log_to", "faults", "faults_continuity", "faults_port", "on_fault"),
     *("drain_every", "min_processes"),
-    *("metrics_port", "step_deadline", "hang_deadline"),
+    *("metrics_port", "metrics_address", "step_deadline", "hang_deadline"),
 )
 """Fields that a resumed run may change: none of them changes what a step computes. Steps only grow;
 another layout or micro-batch sums in another order, which changes the rounding."""
@@ -43,6 +43,7 @@ LATER_FIELDS = {
     "unsafe_tools": False,
     "turn_length": None,
     "metrics_port": None,
+    "metrics_address": "127.0.0.1",
     "step_deadline": None,
     "hang_deadline": None,
     "drain_every": 3600.0,

@@ -52,7 +52,8 @@ class Command:
     --experts, --expert-chunks, --remat, --fsdp, --buffer-factor, --scan-layers, --vocab-chunk,
     --packing, --verifiers, --unsafe-tools), --checkpoint-every, --keep-checkpoints,
     --checkpoint-dir, --samples-every, --sample-tokens, --max-nonfinite, --drift-alarm, --log-to,
-    --metrics-port, --step-deadline, --hang-deadline and the settings of faults may change."""
+    --metrics-port, --metrics-address, --step-deadline, --hang-deadline and the settings of faults
+    may change."""
     resume_if_exists: tyro.conf.FlagCreatePairsOff[bool] = False
     """Resume the run in --run-dir if there is one, and start it otherwise: one command for a
     scheduler, which repeats it after a failure."""

@@ -351,8 +351,11 @@ class RunConfig:
     """Loggers of metrics, in addition to metrics.jsonl."""
     metrics_port: int | None = None
     """Serve Prometheus metrics (/metrics) and a health check (/health) of the run on this port of
-    every machine, on all its networks; further processes of a machine take the next ports. None
+    every machine, at --metrics-address; further processes of a machine take the next ports. None
     serves nothing."""
+    metrics_address: str = "127.0.0.1"
+    """Address that --metrics-port listens on: programs of the same machine alone by default, 0.0.0.0
+    for everybody who reaches the machine."""
     step_deadline: float | None = None
     """Seconds from the end of a step to that of the next, after which the health check fails; None
     is none. The first step, which compiles, has none."""
@@ -454,6 +457,8 @@ class RunConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r} needs --faults.")
         self._check_drain()
         check_range(self, ("faults_port", "metrics_port"), 1, 2**16 - 1)
+        if self.metrics_address != "127.0.0.1" and self.metrics_port is None:
+            raise ValueError(f"metrics_address={self.metrics_address!r} needs --metrics-port.")
         check_range(self, ("step_deadline",), 0, above=True)
         check_range(self, ("hang_deadline",), 0)
         if self.step_deadline is not None and self.metrics_port is None:
