@@ -354,8 +354,8 @@ class RunConfig:
     every machine, at --metrics-address; further processes of a machine take the next ports. None
     serves nothing."""
     metrics_address: str = "127.0.0.1"
-    """Address that --metrics-port listens on: programs of the same machine alone by default, 0.0.0.0
-    for everybody who reaches the machine."""
+    """Address that --metrics-port listens on. By default only programs of the same machine reach
+    it; 0.0.0.0 listens on all networks."""
     step_deadline: float | None = None
     """Seconds from the end of a step to that of the next, after which the health check fails; None
     is none. The first step, which compiles, has none."""

@@ -23,8 +23,8 @@ from rich.text import Text
 
 from jrl.config.run import DRAIN, TELL
 from jrl.faults.collect.exporters import SELECTOR
-from jrl.faults.collect.fleet import INCOMPARABLE, Detector
 from jrl.faults.collect.fetch import Limits
+from jrl.faults.collect.fleet import INCOMPARABLE, Detector
 from jrl.faults.collect.pages import Pages
 from jrl.faults.collect.prometheus import SERVER_LIMITS, Prometheus, SampleSource
 from jrl.faults.collect.vocabulary import find_recorded

@@ -97,9 +97,7 @@ class LimitedServer(ThreadingHTTPServer):
                 request.shutdown(socket.SHUT_RDWR)
 
 
-def _handler(
-    answer: Callable[[str], Answer], seconds: float | int
-) -> type[BaseHTTPRequestHandler]:
+def _handler(answer: Callable[[str], Answer], seconds: float | int) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         timeout = seconds
 

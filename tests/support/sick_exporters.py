@@ -94,7 +94,7 @@ SICK = {
     "reset": (resets, "cannot be reached"),
     "closed": (sends(), "cannot be reached"),
     "refused": (says("no metrics today\n", status="503 Busy"), "answered 503: no metrics today"),
-    "not_text": (says(b"DCGM_FI_DEV_GPU_UTIL{gpu=\"\xff\"} 95\n"), "lines that are no metrics"),
+    "not_text": (says(b'DCGM_FI_DEV_GPU_UTIL{gpu="\xff"} 95\n'), "lines that are no metrics"),
     "binary": (says(bytes(range(256)) + b"\n"), "lines that are no metrics"),
     "html": (says("<html>Login</html>\n"), "lines that are no metrics"),
     "empty": (says(""), "is cut or is no page of metrics"),

@@ -17,7 +17,14 @@ import numpy as np
 
 from jrl.faults.collect.devices import CODE, COUNTER, LEVEL, TOTAL, aggregate, resample
 from jrl.faults.collect.fleet import Fleet
-from jrl.faults.collect.machines import ANSWERS, IDENTITY, PAGE, describe_apart, list_some, machines_of
+from jrl.faults.collect.machines import (
+    ANSWERS,
+    IDENTITY,
+    PAGE,
+    describe_apart,
+    list_some,
+    machines_of,
+)
 from jrl.faults.collect.series import Series, check_times, device_of, gpus_of, uuid_of
 from jrl.faults.collect.vocabulary import mask_valid
 

@@ -96,10 +96,10 @@ def describe_apart(series: Iterable[Series], machines: Iterable[str]) -> list[st
     lines = []
     for (one, of_one), (other, of_other) in combinations(sorted(machines_of_exporter.items()), 2):
         if of_one - of_other and of_other - of_one:
+            lacking = f"{list_some(of_one - of_other)}; {list_some(of_other - of_one)}"
             lines.append(
-                f"metrics {one}_* and {other}_* are of other machines "
-                f"({list_some(of_one - of_other)}; {list_some(of_other - of_one)}): if these are the same "
-                "ones, give both a label node in the scrape configuration."
+                f"metrics {one}_* and {other}_* are of other machines ({lacking}): if these are "
+                "the same ones, give both a label node in the scrape configuration."
             )
     return lines
 

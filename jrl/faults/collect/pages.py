@@ -97,9 +97,7 @@ def _read(
     problems = []
     if page.unreadable:
         shown = page.unreadable[0][:MAX_SHOWN].encode(errors="replace").decode()
-        problems.append(
-            f"{address} has lines that are no metrics, such as {shown!r}: left out"
-        )
+        problems.append(f"{address} has lines that are no metrics, such as {shown!r}: left out")
     samples = [
         ({"instance": instance, **labels}, now if time is None else time, value)
         for labels, value, time in page.samples

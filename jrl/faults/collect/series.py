@@ -1,4 +1,4 @@
-"""Time series of exporters, the device and the GPU that each belongs to, and times that cannot be."""
+"""Time series of exporters, the device and the GPU of each, and times that cannot be."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -163,3 +163,21 @@ def test_a_whole_page_is_compared_in_what_is_known_of_it_alone(server):
         Pages([address]), StandardDetector(), requested=("node_boot_time_seconds",)
     ).detect()
     assert wanted.fleet.metrics == ("gpu0/duty_cycle", "node_boot_time_seconds", "queue")
+
+
+@pytest.mark.parametrize("seconds", [300, 900])
+def test_a_total_that_reads_0_once_names_nobody_in_any_look(seconds):
+    """Nor when the readings before it have left the record."""
+
+    class Errors:
+        def poll(self, since, now):
+            del since
+            labels = {"__name__": "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL", "gpu": "0"}
+            return [
+                ({**labels, "instance": f"n{i}:9400"}, now, 0.0 if (i, now) == (3, 1300) else 3.0)
+                for i in range(5)
+            ], []
+
+    watcher = RemoteWatcher(Errors(), StandardDetector(), seconds=seconds)
+    for now in range(1000, 2800, 15):
+        assert watcher.detect(now).alarms == ()

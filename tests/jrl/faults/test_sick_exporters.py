@@ -1,5 +1,6 @@
 """Watching exporters that are sick: each is named, and the others are seen meanwhile."""
 
+import gzip
 import socket
 import threading
 from types import SimpleNamespace
@@ -100,7 +101,7 @@ def test_a_slow_server_is_given_up_at_the_deadline(exporters, drop):
         ),
     ],
 )
-def test_what_a_server_answers_wrongly_is_said_with_its_address(exporters, content, said):
+def test_a_wrong_answer_of_a_server_is_said_with_its_address(exporters, content, said):
     address = exporters.serve(says(content)).removesuffix("/metrics")
     samples, (problem,) = Prometheus(address, limits=PATIENT).poll(0.0, 50.0)
     assert samples == [] and problem.startswith(address) and said in problem
@@ -115,8 +116,6 @@ def test_a_page_of_the_greatest_size_is_read_and_one_byte_more_is_not(exporters)
 
 
 def test_a_redirect_on_one_host_and_gzip_are_read(exporters):
-    import gzip
-
     packed = exporters.serve(says(gzip.compress(METRIC.encode()), "Content-Encoding: gzip"))
     moved = exporters.serve(says("", f"Location: {packed}", status="301 Moved"))
     assert Fetcher(PATIENT).fetch([packed, moved]) == [METRIC.encode()] * 2

@@ -76,8 +76,10 @@ def test_an_answer_that_nobody_reads_is_ended(serve):
     assert fetch(server) == body
 
 
-@pytest.mark.parametrize("sent", [b"\x16\x03\x01\0\n", b"POST / HTTP/1.1\r\n\r\n", b"x" * 70_000 + b"\n"])
-def test_what_is_no_request_is_refused(serve, sent, capsys):
+@pytest.mark.parametrize(
+    "sent", [b"\x16\x03\x01\0\n", b"POST / HTTP/1.1\r\n\r\n", b"x" * 70_000 + b"\n"]
+)
+def test_other_bytes_than_a_request_are_refused(serve, sent, capsys):
     server = serve()
     with connect(server, sent) as connection:
         answer = connection.recv(2**16)
