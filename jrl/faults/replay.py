@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.table import Table
 
 from jrl.faults.collect.align import Aligned, align
-from jrl.faults.collect.exporters import assemble, describe_ignored, sort_series
 from jrl.faults.collect.fleet import INCOMPARABLE, Alarm, Fleet, Report
-from jrl.faults.collect.prometheus import read_series
 from jrl.faults.collect.record import read_folder
 from jrl.faults.plots import plot_fleet
+from jrl.faults.remote.exporters import assemble, describe_ignored, sort_series
+from jrl.faults.remote.prometheus import read_series
 from jrl.faults.standard import SILENCE, SilenceDetector, StandardDetector
 from jrl.faults.watcher import DetectorOptions, examine, trim_to_common_start
 

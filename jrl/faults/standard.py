@@ -7,7 +7,6 @@ from itertools import islice
 
 import numpy as np
 
-from jrl.faults.collect.devices import mask_dips
 from jrl.faults.collect.error_codes import CAUSES, ErrorCode, error_code
 from jrl.faults.collect.fleet import Alarm, Fleet, Report
 from jrl.faults.collect.vocabulary import (
@@ -19,6 +18,7 @@ from jrl.faults.collect.vocabulary import (
     is_fatal,
 )
 from jrl.faults.outlier import OutlierDetector
+from jrl.faults.remote.devices import mask_dips
 from jrl.faults.shift import ShiftDetector
 
 SILENCE = "silence"

@@ -22,12 +22,12 @@ from rich.table import Table
 from rich.text import Text
 
 from jrl.config.run import DRAIN, TELL
-from jrl.faults.collect.exporters import SELECTOR
-from jrl.faults.collect.fetch import Limits
 from jrl.faults.collect.fleet import INCOMPARABLE, Detector
-from jrl.faults.collect.pages import Pages
-from jrl.faults.collect.prometheus import SERVER_LIMITS, Prometheus, SampleSource
 from jrl.faults.collect.vocabulary import find_recorded
+from jrl.faults.remote.exporters import SELECTOR
+from jrl.faults.remote.fetch import Limits
+from jrl.faults.remote.pages import Pages
+from jrl.faults.remote.prometheus import SERVER_LIMITS, Prometheus, SampleSource
 from jrl.faults.watcher import (
     MIN_MACHINES,
     RECORD_SECONDS,

@@ -15,7 +15,11 @@ import numpy as np
 
 from jrl.faults.collect.align import Aligned, Process, align
 from jrl.faults.collect.error_codes import Cause
-from jrl.faults.collect.exporters import (
+from jrl.faults.collect.fleet import Alarm, Detector, Fleet, Report
+from jrl.faults.collect.record import Follower
+from jrl.faults.collect.vocabulary import PRIORITY
+from jrl.faults.outlier import OutlierDetector
+from jrl.faults.remote.exporters import (
     Sorted,
     assemble,
     describe_ignored,
@@ -23,13 +27,9 @@ from jrl.faults.collect.exporters import (
     sort_series,
     without_rare,
 )
-from jrl.faults.collect.fleet import Alarm, Detector, Fleet, Report
-from jrl.faults.collect.machines import machine_of
-from jrl.faults.collect.prometheus import SampleSource, Store
-from jrl.faults.collect.record import Follower
-from jrl.faults.collect.series import Series
-from jrl.faults.collect.vocabulary import PRIORITY
-from jrl.faults.outlier import OutlierDetector
+from jrl.faults.remote.machines import machine_of
+from jrl.faults.remote.prometheus import SampleSource, Store
+from jrl.faults.remote.series import Series
 from jrl.faults.standard import SILENCE, SilenceDetector, StandardDetector
 
 RECORD_SECONDS = 1800.0

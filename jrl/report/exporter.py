@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from jrl.checks import import_extra
-from jrl.report.limited_server import Answer, LimitedServer
+from jrl.processes.limited_server import Answer, LimitedServer
 from jrl.report.metrics import describe
 
 PREFIX = "jrl_run_"

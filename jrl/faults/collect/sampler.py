@@ -21,7 +21,7 @@ from jrl.checks import import_extra
 from jrl.faults.collect.record import Writer
 from jrl.faults.collect.sources import Source, available_sources
 from jrl.faults.collect.vocabulary import SLOWDOWN, STEP_TIME, exported_name
-from jrl.report.limited_server import Answer, LimitedServer
+from jrl.processes.limited_server import Answer, LimitedServer
 
 USUAL_DELAY = 0.05
 """Seconds by which a thread may be late on a host that is merely busy."""

@@ -11,9 +11,9 @@ from sick_exporters import METRIC, SICK, Exporters, keeps_silent, says
 
 from jrl.faults import watch
 from jrl.faults.__main__ import main
-from jrl.faults.collect.fetch import Fetcher, Limits
-from jrl.faults.collect.pages import Pages
-from jrl.faults.collect.prometheus import Prometheus
+from jrl.faults.remote.fetch import Fetcher, Limits
+from jrl.faults.remote.pages import Pages
+from jrl.faults.remote.prometheus import Prometheus
 from jrl.faults.standard import SILENCE, StandardDetector
 from jrl.faults.watcher import RemoteWatcher
 
@@ -192,7 +192,7 @@ def test_a_machine_that_never_answers_is_an_alarm_while_others_answer(exporters)
 def test_more_metrics_than_fit_are_left_out_and_the_others_are_compared(
     exporters, monkeypatch, page
 ):
-    monkeypatch.setattr("jrl.faults.collect.exporters.MAX_VALUES", 1000)
+    monkeypatch.setattr("jrl.faults.remote.exporters.MAX_VALUES", 1000)
     pages = [exporters.serve(healthy(f"n{number}")) for number in range(4)]
     look = RemoteWatcher(Pages([*pages, exporters.serve(says(page))], PATIENT), StandardDetector())
     result = look.detect(1e9)

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jrl.faults.collect.exporters import build_fleet
-from jrl.faults.collect.prometheus import Prometheus, read_series
 from jrl.faults.collect.sampler import Exporter
 from jrl.faults.collect.vocabulary import exported_name
+from jrl.faults.remote.exporters import build_fleet
+from jrl.faults.remote.prometheus import Prometheus, read_series
 
 RECORDED = (Path(__file__).parents[1] / "recorded" / "query_range.json").read_bytes()
 

@@ -1,7 +1,7 @@
 """Mapping of the metrics of DCGM's exporter, node exporter and cAdvisor to the sampler's names.
 
 Each metric is a level, a counter (compared as a rate), a counter of fatal errors, which is kept as
-a total, or the code of the last error. `jrl.faults.collect.devices` aggregates the devices of a
+a total, or the code of the last error. `jrl.faults.remote.devices` aggregates the devices of a
 machine.
 
 https://github.com/NVIDIA/dcgm-exporter  https://github.com/prometheus/node_exporter
@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jrl.faults.collect.devices import CODE, COUNTER, LEVEL, TOTAL, aggregate, resample
 from jrl.faults.collect.fleet import Fleet
-from jrl.faults.collect.machines import (
+from jrl.faults.collect.vocabulary import mask_valid
+from jrl.faults.remote.devices import CODE, COUNTER, LEVEL, TOTAL, aggregate, resample
+from jrl.faults.remote.machines import (
     ANSWERS,
     IDENTITY,
     PAGE,
@@ -25,8 +26,7 @@ from jrl.faults.collect.machines import (
     list_some,
     machines_of,
 )
-from jrl.faults.collect.series import Series, check_times, device_of, gpus_of, uuid_of
-from jrl.faults.collect.vocabulary import mask_valid
+from jrl.faults.remote.series import Series, check_times, device_of, gpus_of, uuid_of
 
 MAX_VALUES = 2**28
 """Values of a fleet: 1 GiB."""

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float64
 
 from jrl.faults.collect.error_codes import most_severe
-from jrl.faults.collect.series import Series
+from jrl.faults.remote.series import Series
 
 LEVEL, COUNTER, TOTAL, CODE = "level", "counter", "total", "code"
 """Compared as it is; as a rate; kept as a total, as it must not increase; an error code."""

@@ -9,7 +9,7 @@ from http import HTTPStatus
 
 import pytest
 
-from jrl.report.limited_server import LimitedServer
+from jrl.processes.limited_server import LimitedServer
 
 HOST = "127.0.0.1"
 

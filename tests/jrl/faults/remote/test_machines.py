@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from jrl.faults.collect.exporters import build_fleet, sort_series
-from jrl.faults.collect.series import Series
+from jrl.faults.remote.exporters import build_fleet, sort_series
+from jrl.faults.remote.series import Series
 from jrl.faults.standard import StandardDetector
 
 TICKS, PERIOD = 64, 15.0

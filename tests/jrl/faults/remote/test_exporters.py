@@ -3,16 +3,16 @@
 import numpy as np
 import pytest
 
-from jrl.faults.collect.exporters import (
+from jrl.faults.collect.vocabulary import MEANINGS, is_error_rate, is_fatal, meaning
+from jrl.faults.remote.exporters import (
     EXPORTED,
     SELECTOR,
     build_fleet,
     describe_ignored,
     find_metric,
 )
-from jrl.faults.collect.pages import read_page
-from jrl.faults.collect.series import Series
-from jrl.faults.collect.vocabulary import MEANINGS, is_error_rate, is_fatal, meaning
+from jrl.faults.remote.pages import read_page
+from jrl.faults.remote.series import Series
 
 PAGE = """\
 # HELP DCGM_FI_DEV_GPU_UTIL GPU utilization (in %).

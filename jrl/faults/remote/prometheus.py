@@ -1,7 +1,7 @@
 """Samples of other machines over the network: Prometheus's answers and its server.
 
 A Prometheus server is queried for the samples that it has scraped since the last poll; exporters'
-own pages are scraped by `jrl.faults.collect.pages`. `Store` keeps the last seconds of either. The
+own pages are scraped by `jrl.faults.remote.pages`. `Store` keeps the last seconds of either. The
 answer of Prometheus is a matrix: one series of ``[Unix time, "value"]`` for each set of labels.
 https://prometheus.io/docs/prometheus/latest/querying/api/#range-queries
 """
@@ -14,10 +14,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from jrl.faults.collect.exporters import SELECTOR, find_metric, is_ignored
-from jrl.faults.collect.fetch import Fetcher, Limits
-from jrl.faults.collect.machines import machine_of, source_of
-from jrl.faults.collect.series import Series
+from jrl.faults.remote.exporters import SELECTOR, find_metric, is_ignored
+from jrl.faults.remote.fetch import Fetcher, Limits
+from jrl.faults.remote.machines import machine_of, source_of
+from jrl.faults.remote.series import Series
 
 Sample = tuple[Mapping[str, str], float, float]
 """Labels, Unix time and value."""

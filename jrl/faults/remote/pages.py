@@ -9,9 +9,9 @@ import urllib.parse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from jrl.faults.collect.fetch import Fetcher, Limits
-from jrl.faults.collect.machines import ANSWERS, PAGE
-from jrl.faults.collect.prometheus import MAX_CLOCK_AHEAD, Sample, check_address
+from jrl.faults.remote.fetch import Fetcher, Limits
+from jrl.faults.remote.machines import ANSWERS, PAGE
+from jrl.faults.remote.prometheus import MAX_CLOCK_AHEAD, Sample, check_address
 
 MAX_LINES = 200_000
 """Lines of a page; a node with hundreds of containers has some 50,000."""

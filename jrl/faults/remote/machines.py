@@ -15,7 +15,7 @@ from itertools import combinations, pairwise
 
 import numpy as np
 
-from jrl.faults.collect.series import Series, device_of, uuid_of
+from jrl.faults.remote.series import Series, device_of, uuid_of
 
 ANSWERS = "up"
 """Metric that is 1 if an exporter was read and 0 if not, as a Prometheus server records it."""
