@@ -63,17 +63,15 @@ def test_a_connection_is_closed_at_its_deadline_though_it_sends(serve):
             with suppress(TimeoutError):
                 if connection.recv(1) == b"":
                     break
-    assert fetch(server) == b"/metrics"
+    assert server.num_connections == 0
 
 
 def test_an_answer_that_nobody_reads_is_ended(serve):
-    body = bytes(2**26)
-    server = serve(lambda path: (HTTPStatus.OK, body, "text/plain"), seconds=0.3)
+    server = serve(lambda path: (HTTPStatus.OK, bytes(2**26), "text/plain"), seconds=0.3)
     with connect(server, b"GET / HTTP/1.1\r\n\r\n") as connection:
         assert connection.recv(1) == b"H"
         while server.num_connections:
             time.sleep(0.01)
-    assert fetch(server) == body
 
 
 @pytest.mark.parametrize(
