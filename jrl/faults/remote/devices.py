@@ -42,7 +42,7 @@ def aggregate(
     for device, row in zip(devices, rows, strict=True):
         rows_of[device].append(row)
     merged = np.stack([_merge(kind, np.stack(each)) for each in rows_of.values()])
-    present = np.isfinite(merged).any(axis=0)
+    present = np.asarray(np.isfinite(merged).any(axis=0))
     if len(merged) == 1 or not present.any():
         return merged[0]
     if kind == COUNTER:  # a rate holds for the time since the last reading

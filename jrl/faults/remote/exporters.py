@@ -222,12 +222,10 @@ def without_rare(parts: Sorted) -> Sorted:
     rare = {name for name, machines in machines_by_column.items() if 2 * len(machines) < number}
     kept = [index for index, column in enumerate(parts.columns) if column not in rare]
     note = f"{len(rare)} metrics of fewer than half of the machines are left out: {list_some(rare)}"
-    return Sorted(
-        *([entries[index] for index in kept] for entries in (parts.series, parts.machines)),
-        [parts.columns[index] for index in kept],
-        parts.unanswered,
-        [*parts.notes, note],
-    )
+    series = [parts.series[index] for index in kept]
+    machines = [parts.machines[index] for index in kept]
+    columns = [parts.columns[index] for index in kept]
+    return Sorted(series, machines, columns, parts.unanswered, [*parts.notes, note])
 
 
 def _columns_of(series: Sequence[Series], gpus: Sequence[str | None]) -> list[str]:

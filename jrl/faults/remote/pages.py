@@ -94,11 +94,11 @@ def _read(
     if not body.endswith(b"\n"):
         return [], [f"{address} is cut or is no page of metrics: its last line has no end"]
     page = read_page(body.decode(errors="surrogateescape"))
-    problems = []
+    problems: list[str] = []
     if page.unreadable:
         shown = page.unreadable[0][:MAX_SHOWN].encode(errors="replace").decode()
         problems.append(f"{address} has lines that are no metrics, such as {shown!r}: left out")
-    samples = [
+    samples: list[Sample] = [
         ({"instance": instance, **labels}, now if time is None else time, value)
         for labels, value, time in page.samples
     ]
