@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.table import Table
 
 from jrl.faults.collect.align import Aligned, align
-from jrl.faults.collect.exporters import build_fleet, describe_ignored
 from jrl.faults.collect.fleet import INCOMPARABLE, Alarm, Fleet, Report
-from jrl.faults.collect.prometheus import read_series
 from jrl.faults.collect.record import read_folder
 from jrl.faults.plots import plot_fleet
+from jrl.faults.remote.exporters import assemble, describe_ignored, sort_series
+from jrl.faults.remote.prometheus import read_series
 from jrl.faults.standard import SILENCE, SilenceDetector, StandardDetector
 from jrl.faults.watcher import DetectorOptions, examine, trim_to_common_start
 
@@ -92,8 +92,8 @@ def read_fleet(
         return trim_to_common_start(aligned.fleet), notes
     if path.suffix == ".json":
         series = read_series([path.read_bytes()], machine=machine_label, requested=metrics)
-        fleet = build_fleet(series, label=machine_label, requested=metrics)
-        return fleet, describe_ignored(series, metrics)
+        parts = sort_series(series, label=machine_label, requested=metrics)
+        return assemble(parts), [*parts.notes, *describe_ignored(series, metrics)]
     return Fleet.load(path), []
 
 

@@ -18,6 +18,7 @@ from jrl.faults.collect.vocabulary import (
     is_fatal,
 )
 from jrl.faults.outlier import OutlierDetector
+from jrl.faults.remote.devices import mask_dips
 from jrl.faults.shift import ShiftDetector
 
 SILENCE = "silence"
@@ -226,9 +227,13 @@ def _alarms(fleet: Fleet, row: int, column: int, causes: Collection[str]) -> Ite
 
 
 def _moves(fleet: Fleet, row: int, column: int) -> Iterator[tuple[int, int]]:
-    """Indices of each sample that is positive and differs from its predecessor, and of that one."""
+    """Indices of each sample that is positive and differs from its predecessor, and of that one.
+
+    A counter that reads less for a sample or two and returns has not moved.
+    """
     values = fleet.values[row, column]
-    finite = np.flatnonzero(np.isfinite(values))
+    dips = mask_dips(values, zeros_only=is_code(fleet.metrics[column]))
+    finite = np.flatnonzero(np.isfinite(values) & ~dips)
     # A counter that decreases was reset; an error code may be smaller than the last one.
     moved = np.flatnonzero((np.diff(values[finite]) != 0) & (values[finite][1:] > 0))
     for index in moved.tolist():

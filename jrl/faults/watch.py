@@ -4,10 +4,11 @@ Multiple runs can be watched as one fleet, when each is one of equal processes. 
 into their folders.
 """
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -20,10 +21,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from jrl.faults.collect.exporters import SELECTOR
 from jrl.faults.collect.fleet import INCOMPARABLE, Detector
-from jrl.faults.collect.prometheus import Pages, Prometheus
 from jrl.faults.collect.vocabulary import find_recorded
+from jrl.faults.remote.exporters import SELECTOR
+from jrl.faults.remote.fetch import Limits
+from jrl.faults.remote.pages import Pages
+from jrl.faults.remote.prometheus import SERVER_LIMITS, Prometheus, SampleSource
 from jrl.faults.settings import DRAIN, TELL
 from jrl.faults.watcher import (
     MIN_MACHINES,
@@ -58,6 +61,9 @@ class WatchOptions(DetectorOptions):
     exporter, of node exporter, of cAdvisor and of jrl."""
     scrape: tuple[str, ...] = ()
     """Exporters' pages to fetch instead, such as http://node7:9400/metrics."""
+    deadline: float = Limits.seconds
+    """Seconds for the whole answer of a server or page, after which it is reported and no longer
+    waited for."""
     once: tyro.conf.FlagCreatePairsOff[bool] = False
     """Run one detection pass and exit."""
     until_fault: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -98,6 +104,8 @@ def main(arguments: list[str]) -> int:
         interval = 1.0 if request.run else 15.0
     if not interval > 0:
         raise ValueError(f"interval={interval} must be above 0 seconds.")
+    if not 0 < request.deadline < math.inf:
+        raise ValueError(f"deadline={request.deadline} must be a finite number above 0 seconds.")
     watcher = _watcher(request)
     if request.on_fault in (TELL, DRAIN):
         raise ValueError(
@@ -127,10 +135,8 @@ def main(arguments: list[str]) -> int:
 def _watcher(request: WatchOptions) -> Watcher | RemoteWatcher:
     acknowledged = partial(_read_acknowledged, request.acknowledged)
     if request.prometheus is not None or request.scrape:
-        server = request.prometheus
-        source = Pages(request.scrape) if server is None else Prometheus(server, request.selector)
         return RemoteWatcher(
-            source,
+            _source(request),
             _detector(request),
             seconds=request.seconds,
             silence=request.silence,
@@ -156,6 +162,13 @@ def _watcher(request: WatchOptions) -> Watcher | RemoteWatcher:
         silence_timeout=request.silence,
         acknowledged=acknowledged,
     )
+
+
+def _source(request: WatchOptions) -> SampleSource:
+    if request.prometheus is None:
+        return Pages(request.scrape, Limits(request.deadline))
+    limits = replace(SERVER_LIMITS, seconds=request.deadline)
+    return Prometheus(request.prometheus, request.selector, limits)
 
 
 def _read_acknowledged(path: str | None) -> set[str]:
@@ -184,13 +197,21 @@ def _open_screen(console: Console, live: bool) -> Iterator:
         return
     states: dict[str, str] = {}
     printed: set[str] = set()
+    unreadable: set[str] = set()
 
     def lines(result: DetectionPass, request: WatchOptions) -> None:
+        nonlocal unreadable
         for each in result.processes:
             if states.get(each.machine) != each.state:
                 states[each.machine] = each.state
                 print(f"{visible(each.machine)}: {each.state}", flush=True)
-        for line in (*result.unreadable, *(() if result.ended else result.notes)):
+        for line in sorted(unreadable - {*result.unreadable}):
+            print(f"over: {visible(line)}", flush=True)
+        for line in result.unreadable:
+            if line not in unreadable:
+                print(visible(line), flush=True)
+        unreadable = {*result.unreadable}
+        for line in () if result.ended else result.notes:
             if line not in printed:
                 printed.add(line)
                 print(visible(line), flush=True)

@@ -15,19 +15,31 @@ import numpy as np
 
 from jrl.faults.collect.align import Aligned, Process, align
 from jrl.faults.collect.error_codes import Cause
-from jrl.faults.collect.exporters import build_fleet, describe_ignored
 from jrl.faults.collect.fleet import Alarm, Detector, Fleet, Report
-from jrl.faults.collect.prometheus import SampleSource, Store
 from jrl.faults.collect.record import Follower
 from jrl.faults.collect.vocabulary import PRIORITY
 from jrl.faults.outlier import OutlierDetector
-from jrl.faults.standard import SILENCE, StandardDetector
+from jrl.faults.remote.exporters import (
+    Sorted,
+    assemble,
+    describe_ignored,
+    is_ignored,
+    sort_series,
+    without_rare,
+)
+from jrl.faults.remote.machines import machine_of
+from jrl.faults.remote.prometheus import SampleSource, Store
+from jrl.faults.remote.series import Series
+from jrl.faults.standard import SILENCE, SilenceDetector, StandardDetector
 
 RECORD_SECONDS = 1800.0
 """Length of the record of a detection pass. It includes enough of both phases of a job that
 alternates between rollouts and training, see `jrl.faults.pauses`."""
 MIN_MACHINES = 3
 """Minimum for a comparison: of two machines that differ, either may be the faulty one."""
+HISTORY = 120.0
+"""Seconds before the record of a network source for which samples are kept: a counter that reads 0
+once is recognised by what it was before."""
 HOOK_TIMEOUT = 300.0
 """Timeout of a command in seconds, after which it is killed."""
 Hook = Callable[[Alarm], object]
@@ -270,7 +282,7 @@ class RemoteWatcher:
         requested: Collection[str] = (),
         acknowledged: Callable[[], Collection[str]] | None = None,
     ):
-        self._store = Store(source, seconds)
+        self._store = Store(source, seconds + HISTORY)
         self._tracker = AlarmTracker(detector, acknowledged)
         self._seconds, self._silence, self._label = seconds, silence, label
         self._requested = requested
@@ -280,22 +292,27 @@ class RemoteWatcher:
         started = time.monotonic()
         now = time.time() if now is None else now
         series, problems = self._store.update(now)
-        fleet = build_fleet(series, label=self._label, requested=self._requested)
-        report, raised = self._tracker.update(fleet)
-        rows = range(len(fleet.machines))
-        processes = tuple(self._process_state(fleet, row, now) for row in rows)
+        named, nameless = self._with_machine(series)
+        parts = sort_series(named, label=self._label, requested=self._requested)
+        fleet, notes = self._assemble(parts)
+        absent = {name: t for name, t in parts.unanswered.items() if name not in fleet.machines}
+        report, raised = self._tracker.update(fleet, self._unanswered(fleet, absent, now))
+        processes = [self._process_state(fleet, row, now) for row in range(len(fleet.machines))]
+        processes += [Process(name, "", "no answer", math.nan, 0, 0, 0) for name in sorted(absent)]
         health = (
-            f"{len(series)} series of {len(fleet.machines)} machines every {fleet.period:g} s, "
-            f"asked in {time.monotonic() - started:.2f} s"
+            f"{len(parts.series)} series of {len(fleet.machines)} machines every "
+            f"{fleet.period:g} s, asked in {time.monotonic() - started:.2f} s"
         )
-        notes = (*describe_ignored(series, self._requested), *report.notes)
-        if not series:
-            notes = (
+        notes = (*nameless, *notes, *describe_ignored(series, self._requested))
+        if parts.series:
+            notes += report.notes
+        else:
+            notes += (
                 f"no sample of the last {self._seconds:g} s was received: no machine is watched",
             )
         return DetectionPass(
             fleet,
-            processes,
+            tuple(processes),
             tuple(report.alarms),
             raised,
             tuple(problems),
@@ -303,6 +320,42 @@ class RemoteWatcher:
             report.comparable,
             health,
         )
+
+    def _with_machine(self, series: Sequence[Series]) -> tuple[list[Series], list[str]]:
+        """The series that can be sorted, and a line for those that name no machine or metric."""
+        named, problems = [], {}
+        for each in series:
+            name = each.labels.get("__name__", "")
+            try:
+                if not name:
+                    raise ValueError("a series has no label '__name__'.")
+                if not is_ignored(name, self._requested):
+                    machine_of(each.labels, self._label)
+                named.append(each)
+            except ValueError as error:
+                problems.setdefault(name, f"{name or 'a metric without a name'}: {error}")
+        return named, [f"{line} Left out." for line in problems.values()]
+
+    def _assemble(self, parts: Sorted) -> tuple[Fleet, list[str]]:
+        """The fleet, and what is wrong with the series: no exporter's answer ends the watch."""
+        notes = []
+        for attempt in (parts, without_rare(parts)):
+            try:
+                return assemble(attempt).last(self._seconds), [*notes, *attempt.notes]
+            except ValueError as error:
+                notes = [str(error)]
+        return Fleet((), (), 0.0), notes
+
+    def _unanswered(self, fleet: Fleet, absent: Mapping[str, float], now: float) -> list[Alarm]:
+        """Alarms for machines without a sample that have not answered for long, while others do."""
+        if len(absent) >= len(fleet.machines):
+            return []
+        least = max(self._silence, SilenceDetector.seconds)
+        return [
+            Alarm(name, SILENCE, since, now, {"seconds": now - since})
+            for name, since in sorted(absent.items())
+            if now - since >= least
+        ]
 
     def _process_state(self, fleet: Fleet, row: int, now: float) -> Process:
         seen = np.flatnonzero(np.isfinite(fleet.values[row]).any(axis=0))
@@ -363,6 +416,9 @@ def command_hook(command: str, timeout: float | int = HOOK_TIMEOUT) -> Hook:
             ).returncode
         except subprocess.TimeoutExpired:
             status = 124  # as timeout(1) returns it
+        except (OSError, ValueError) as error:  # a name that no environment can hold
+            print(f"on-fault command cannot be started: {error}", file=sys.stderr)
+            status = 126  # as a shell returns it
         if status:
             print(f"on-fault command ended with status {status}: {command}", file=sys.stderr)
         return status

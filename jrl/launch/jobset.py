@@ -101,6 +101,11 @@ def manifest(job: JobSet, arguments: Sequence[str]) -> dict[str, Any]:
         limits["nvidia.com/gpu"] = str(job.gpus)
     if job.chips is not None:
         limits["google.com/tpu"] = str(job.chips)
+    line = " ".join(arguments)
+    match = re.search(r"--metrics[-_]port[ =](\d+)", line)
+    # The probe comes from the node, not from the pod.
+    reachable = match is None or re.search(r"--metrics[-_]address", line) is not None
+    address = [] if reachable else ["--metrics-address", "0.0.0.0"]
     container: dict[str, Any] = {
         "name": "train",
         "image": job.image,
@@ -108,6 +113,7 @@ def manifest(job: JobSet, arguments: Sequence[str]) -> dict[str, Any]:
         "command": [
             *("python", "-m", MODULE),
             *(word.replace("$", "$$") for word in arguments),
+            *address,
             *processes,
         ],
         "ports": [{"containerPort": job.port}],
@@ -118,7 +124,7 @@ def manifest(job: JobSet, arguments: Sequence[str]) -> dict[str, Any]:
             {"name": "memory", "mountPath": "/dev/shm"},
         ],
     }
-    if (match := re.search(r"--metrics[-_]port[ =](\d+)", " ".join(arguments))) is not None:
+    if match is not None:
         check = {
             "httpGet": {"path": "/health", "port": int(match[1])},
             "periodSeconds": PROBE_SECONDS,

@@ -6,6 +6,7 @@ from typing import ClassVar
 from jrl.setting import setting
 
 MAX_PORT = 2**16 - 1
+LOCALHOST = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -16,8 +17,11 @@ class MonitoringSettings:
 
     metrics_port: int | None = setting(None, minimum=1, maximum=MAX_PORT)
     """Serve Prometheus metrics (/metrics) and a health check (/health) of the run on this port of
-    every machine, on all its networks; further processes of a machine take the next ports. None
+    every machine, at --metrics-address; further processes of a machine take the next ports. None
     serves nothing."""
+    metrics_address: str = LOCALHOST
+    """Address that --metrics-port listens on. By default only programs of the same machine reach
+    it; 0.0.0.0 listens on all networks."""
     step_deadline: float | None = setting(None, above=0)
     """Seconds from the end of a step to that of the next, after which the health check fails; None
     is none. The first step, which compiles, has none."""
@@ -29,6 +33,8 @@ class MonitoringSettings:
     process is then named but not ended."""
 
     def __post_init__(self):
+        if self.metrics_address != LOCALHOST and self.metrics_port is None:
+            raise ValueError(f"metrics_address={self.metrics_address!r} needs --metrics-port.")
         if self.step_deadline is not None and self.metrics_port is None:
             raise ValueError(
                 f"step_deadline={self.step_deadline} is of the health check: give --metrics-port."

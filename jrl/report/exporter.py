@@ -6,17 +6,16 @@ liveness probe of a scheduler.
 """
 
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import ModuleType
 from typing import Any
 
 import jax
 
 from jrl.checks import import_extra
+from jrl.processes.limited_server import Answer, LimitedServer
 from jrl.report.metrics import describe
 
 PREFIX = "jrl_run_"
@@ -29,13 +28,14 @@ class RunExporter:
     """Logger that serves the metrics of the last step, until it is closed.
 
     Args:
-      port: to listen on, on all interfaces; 0 takes a free one.
+      port: to listen on; 0 takes a free one.
       labels: identify the run, for instance by its task.
       steps: number of steps of the whole run.
       deadline: seconds for a step with its evaluation and checkpoint, after which the health check
         fails; None sets no deadline. The first step, which compiles, has none.
       phase: returns the status of the phase; None if it is unknown.
       clock: seconds, monotonic.
+      address: to listen on: of this host alone by default, "0.0.0.0" for all of its networks.
 
     Attributes:
       port: the port it listens on.
@@ -52,6 +52,7 @@ class RunExporter:
         deadline: float | None = None,
         phase: Callable[[], PhaseStatus] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        address: str = "127.0.0.1",
     ):
         self._module = import_client()
         self._family = self._module.metrics_core.GaugeMetricFamily
@@ -62,12 +63,12 @@ class RunExporter:
         self._registry = self._module.CollectorRegistry()
         self._registry.register(self)
         try:
-            self._server = ThreadingHTTPServer(("", port), _handler(self))
+            self._server = LimitedServer((address, port), self._answer)
         except (OSError, OverflowError) as error:
-            raise ValueError(f"metrics_port={port} is not available: {error}") from None
+            raise ValueError(
+                f"metrics_port={port} on metrics_address={address!r} is not available: {error}"
+            ) from None
         self.port: int = self._server.server_port
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-        self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
         # Metrics of an evaluation are kept until the next one.
@@ -76,9 +77,7 @@ class RunExporter:
         self._last = step, values, time.time(), self._clock()
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
 
     def health(self) -> tuple[bool, str]:
         """True if the run is within its deadlines, and a line about it."""
@@ -94,6 +93,15 @@ class RunExporter:
                 f"step_deadline={self._deadline:g} s"
             )
         return True, f"step {step} of {self._steps}, {seconds:.0f} s ago"
+
+    def _answer(self, path: str) -> Answer:
+        if path == "/metrics":
+            return HTTPStatus.OK, self.text(), "text/plain; version=0.0.4"
+        if path == "/health":
+            healthy, line = self.health()
+            status = HTTPStatus.OK if healthy else HTTPStatus.SERVICE_UNAVAILABLE
+            return status, f"{line}\n".encode(), "text/plain"
+        return HTTPStatus.NOT_FOUND, b"/metrics or /health\n", "text/plain"
 
     def text(self) -> bytes:
         """All metrics in Prometheus's text format."""
@@ -147,29 +155,3 @@ def exported_name(name: str) -> str:
 def import_client() -> ModuleType:
     """Imports prometheus-client, which writes Prometheus's format; see `import_extra`."""
     return import_extra("prometheus_client", "faults", "--metrics-port")
-
-
-def _handler(exporter: RunExporter) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            path = self.path.partition("?")[0]
-            if path == "/metrics":
-                self._answer(HTTPStatus.OK, exporter.text(), "text/plain; version=0.0.4")
-            elif path == "/health":
-                healthy, line = exporter.health()
-                status = HTTPStatus.OK if healthy else HTTPStatus.SERVICE_UNAVAILABLE
-                self._answer(status, f"{line}\n".encode())
-            else:
-                self._answer(HTTPStatus.NOT_FOUND, b"/metrics or /health\n")
-
-        def _answer(self, status: HTTPStatus, body: bytes, kind: str = "text/plain") -> None:
-            self.send_response(status)
-            self.send_header("Content-Type", f"{kind}; charset=utf-8")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass  # no line for each scrape
-
-    return Handler

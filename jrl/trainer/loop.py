@@ -301,7 +301,14 @@ def _monitors(
             "devices": str(jax.device_count()),
             **{name.replace("-", "_"): version for name, version in folder.versions().items()},
         }
-        monitor = RunExporter(port, labels, run.steps, run.step_deadline, watchdog.status)
+        monitor = RunExporter(
+            port,
+            labels,
+            run.steps,
+            run.step_deadline,
+            watchdog.status,
+            address=run.metrics_address,
+        )
         stack.callback(monitor.close)
         return [monitor]
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from http import HTTPStatus
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +21,7 @@ from jrl.checks import import_extra
 from jrl.faults.collect.record import Writer
 from jrl.faults.collect.sources import Source, available_sources
 from jrl.faults.collect.vocabulary import SLOWDOWN, STEP_TIME, exported_name
+from jrl.processes.limited_server import Answer, LimitedServer
 
 USUAL_DELAY = 0.05
 """Seconds by which a thread may be late on a host that is merely busy."""
@@ -199,10 +201,10 @@ class Exporter:
         self, latest: Callable[[], tuple[float, Mapping[str, float]]], machine: str, port: int
     ):
         self._module, self._latest, self._machine = import_client(), latest, machine
-        registry = self._module.CollectorRegistry()
-        registry.register(self)
+        self._registry = self._module.CollectorRegistry()
+        self._registry.register(self)
         try:
-            self._server, self._thread = self._module.start_http_server(port, ADDRESS, registry)
+            self._server = LimitedServer((ADDRESS, port), self._answer)
         except (OSError, OverflowError) as error:
             raise ValueError(f"port={port} on {ADDRESS} is not available: {error}") from None
         self.port: int = self._server.server_port
@@ -216,10 +218,12 @@ class Exporter:
             gauge.add_metric([self._machine], value)
             yield gauge
 
+    def _answer(self, path: str) -> Answer:
+        text = self._module.generate_latest(self._registry)
+        return HTTPStatus.OK, text, "text/plain; version=0.0.4"
+
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._server.close()
 
     def __enter__(self) -> "Exporter":
         return self

@@ -2,7 +2,7 @@
 
 The sampler writes ``gpu0/power``, its exporter ``jrl_gpu0_power``, and the model that denoises both
 is that of ``gpu_power_draw``, as in Minder. An unknown name is unchanged. The names of other
-exporters are mapped to the sampler's when their pages are read, see `jrl.faults.collect.exporters`.
+exporters are mapped to the sampler's when their pages are read, see `jrl.faults.remote.exporters`.
 """
 
 import re

@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from jrl.faults.collect.exporters import build_fleet
 from jrl.faults.collect.fleet import Fleet
-from jrl.faults.collect.series import Series
+from jrl.faults.remote.exporters import build_fleet
+from jrl.faults.remote.series import Series
 from jrl.faults.replay import main as replay
 from jrl.faults.standard import SILENCE, StandardDetector
 

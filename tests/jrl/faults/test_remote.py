@@ -13,7 +13,8 @@ import pytest
 from exporters import HOSTS, METRICS, sample
 
 from jrl.faults.__main__ import main
-from jrl.faults.collect.prometheus import Pages, Prometheus, Store
+from jrl.faults.remote.pages import Pages
+from jrl.faults.remote.prometheus import Prometheus, Store
 from jrl.faults.standard import StandardDetector
 from jrl.faults.watcher import RemoteWatcher
 
@@ -120,6 +121,8 @@ def test_exporters_pages_are_fetched_and_a_dead_one_is_said(server):
     assert [(labels["__name__"], at, value) for labels, at, value in samples] == [
         ("DCGM_FI_DEV_GPU_UTIL", 50.0, 95.0),
         ("node_network_receive_bytes_total", 50.0, 7.0),
+        ("up", 50.0, 1.0),
+        ("up", 50.0, 0.0),
     ]
     assert samples[0][0]["instance"].startswith("127.0.0.1:")
     assert "http://127.0.0.1:9/metrics cannot be reached" in problem
@@ -144,7 +147,7 @@ def test_samples_of_a_clock_that_is_ahead_are_left_out_and_do_not_stop_the_askin
         (series,), (problem,) = store.update(now)
         assert series.times[-1] == now and series.values.max() == 1
     assert asked == [100.0, 1000.0]
-    assert "1 samples are more than 60 s ahead" in problem and "jrl_step_time of 'n7'" in problem
+    assert "samples are more than 60 s ahead" in problem and "jrl_step_time of 'n7'" in problem
 
 
 def test_a_whole_page_is_compared_in_what_is_known_of_it_alone(server):
@@ -160,3 +163,21 @@ def test_a_whole_page_is_compared_in_what_is_known_of_it_alone(server):
         Pages([address]), StandardDetector(), requested=("node_boot_time_seconds",)
     ).detect()
     assert wanted.fleet.metrics == ("gpu0/duty_cycle", "node_boot_time_seconds", "queue")
+
+
+@pytest.mark.parametrize("seconds", [300, 900])
+def test_a_total_that_reads_0_once_names_nobody_in_any_look(seconds):
+    """Nor when the readings before it have left the record."""
+
+    class Errors:
+        def poll(self, since, now):
+            del since
+            labels = {"__name__": "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL", "gpu": "0"}
+            return [
+                ({**labels, "instance": f"n{i}:9400"}, now, 0.0 if (i, now) == (3, 1300) else 3.0)
+                for i in range(5)
+            ], []
+
+    watcher = RemoteWatcher(Errors(), StandardDetector(), seconds=seconds)
+    for now in range(1000, 2800, 15):
+        assert watcher.detect(now).alarms == ()

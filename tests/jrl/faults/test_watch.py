@@ -178,8 +178,10 @@ def test_a_hook_that_fails_is_said(capfd):
     alarm = Alarm("host-0", "step/time", 5.0, 9.0)
     assert command_hook("exit 7")(alarm) == 7
     assert command_hook("sleep 9", timeout=0.05)(alarm) == 124
+    assert command_hook("true")(Alarm("a\0b", "step/time", 5.0, 9.0)) == 126
     error = capfd.readouterr().err
     assert "ended with status 7: exit 7" in error and "status 124: sleep 9" in error
+    assert "cannot be started: embedded null byte" in error
 
 
 def watcher(run, **changes):

@@ -114,17 +114,26 @@ def test_pods_with_gpus_know_each_other_by_name(tmp_path):
 
 def test_a_run_with_a_health_check_is_probed():
     job = JobSet("jrl", "image", 2, ("claim", "/runs"))
-    for flag in (["--metrics-port", "9400"], ["--metrics_port=9400"]):
+    everywhere = ["--metrics-address", "0.0.0.0"]
+    for flag, address in (
+        (["--metrics-port", "9400"], everywhere),
+        (["--metrics_port=9400"], everywhere),
+        (["--metrics-port=9400", "--metrics-address", "::"], ["--metrics-address", "::"]),
+    ):
         value = manifest(job, [*ARGUMENTS, *flag])
         check(value, SCHEMA)
         [container] = pod_of(value)["containers"]
+        at = container["command"].index("--metrics-address")
+        assert container["command"][at : at + 2] == address
+        assert container["command"].count("--metrics-address") == 1
         for name, failures in (("startupProbe", 90), ("livenessProbe", 3)):
             assert container[name] == {
                 "httpGet": {"path": "/health", "port": 9400},
                 "periodSeconds": 10,
                 "failureThreshold": failures,
             }
-    assert "livenessProbe" not in pod_of(manifest(job, ARGUMENTS))["containers"][0]
+    [container] = pod_of(manifest(job, ARGUMENTS))["containers"]
+    assert "livenessProbe" not in container and "--metrics-address" not in container["command"]
 
 
 def test_pods_of_a_tpu_slice_are_placed_by_gke(tmp_path):

@@ -111,10 +111,22 @@ def test_the_phase_is_served_and_a_hang_fails_the_health_check():
 
 
 def test_a_port_that_is_taken_is_refused():
-    with socket.create_server(("", 0)) as server:
+    with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        with pytest.raises(ValueError, match=rf"metrics_port={port} is not available"):
+        with pytest.raises(ValueError, match=rf"metrics_port={port} on .*127.* is not available"):
             RunExporter(port, {}, 1)
+    with pytest.raises(ValueError, match=r"metrics_address='192\.0\.2\.1' is not available"):
+        RunExporter(0, {}, 1, address="192.0.2.1")
+
+
+def test_only_this_machine_is_served_by_default(exporter):
+    assert exporter._server.server_address[0] == "127.0.0.1"
+    everywhere = RunExporter(0, {}, 1, address="0.0.0.0")
+    try:
+        assert everywhere._server.server_address[0] == "0.0.0.0"
+        assert get(everywhere, "/health")[0] == 200
+    finally:
+        everywhere.close()
 
 
 def test_names_of_metrics_stay_different():

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from jrl.faults.collect.exporters import build_fleet
-from jrl.faults.collect.series import Series, gpus_of, machines_of
+from jrl.faults.remote.exporters import build_fleet
+from jrl.faults.remote.machines import machines_of
+from jrl.faults.remote.series import Series, gpus_of
 
 NAME = "DCGM_FI_DEV_GPU_TEMP"
 

@@ -6,18 +6,16 @@ from three of our exporters, to the query
 """
 
 import json
-import threading
 import urllib.request
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from jrl.faults.collect.exporters import build_fleet
-from jrl.faults.collect.prometheus import Prometheus, fetch, read_series
 from jrl.faults.collect.sampler import Exporter
 from jrl.faults.collect.vocabulary import exported_name
+from jrl.faults.remote.exporters import build_fleet
+from jrl.faults.remote.prometheus import Prometheus, read_series
 
 RECORDED = (Path(__file__).parents[1] / "recorded" / "query_range.json").read_bytes()
 
@@ -137,29 +135,6 @@ def test_the_exporter_serves_the_newest_sample():
     assert exported_name("pcie/in.x") == "jrl_pcie_in_x"
 
 
-class Server(BaseHTTPRequestHandler):
-    """Answers as Prometheus does: the recorded answer, or a refusal."""
-
-    def do_GET(self):
-        refused = "bad" in self.path
-        self.send_response(400 if refused else 200)
-        self.end_headers()
-        self.wfile.write(b'{"status":"error","error":"parse error"}' if refused else RECORDED)
-
-    def log_message(self, *args):
-        pass
-
-
-@pytest.mark.slow
-def test_a_server_that_refuses_or_is_not_there_is_one_clear_line():
-    with HTTPServer(("127.0.0.1", 0), Server) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{server.server_port}"
-        assert fetch(f"{address}/api/v1/query?query=x") == RECORDED
-        with pytest.raises(ValueError, match=r"api/v1/query answered 400: .*parse error"):
-            fetch(f"{address}/api/v1/query?query=bad")
-        server.shutdown()
-    with pytest.raises(ValueError, match="cannot be reached"):
-        fetch(address, timeout=1)
+def test_a_server_needs_an_address_of_the_web():
     with pytest.raises(ValueError, match="must begin with http"):
         Prometheus("file:///etc")

@@ -3,16 +3,16 @@
 import numpy as np
 import pytest
 
-from jrl.faults.collect.exporters import (
+from jrl.faults.collect.vocabulary import MEANINGS, is_error_rate, is_fatal, meaning
+from jrl.faults.remote.exporters import (
     EXPORTED,
     SELECTOR,
     build_fleet,
     describe_ignored,
     find_metric,
 )
-from jrl.faults.collect.prometheus import read_page
-from jrl.faults.collect.series import Series
-from jrl.faults.collect.vocabulary import MEANINGS, is_error_rate, is_fatal, meaning
+from jrl.faults.remote.pages import read_page
+from jrl.faults.remote.series import Series
 
 PAGE = """\
 # HELP DCGM_FI_DEV_GPU_UTIL GPU utilization (in %).
@@ -32,8 +32,10 @@ def series(name, values, step=15.0, start=1000.0, **labels):
 
 
 def test_a_page_is_read():
-    found = list(read_page(PAGE))
-    assert [labels["__name__"] for labels, _ in found] == [
+    page = read_page(PAGE)
+    found = page.samples
+    assert page.unreadable == ["this is no metric"]
+    assert [labels["__name__"] for labels, *_ in found] == [
         *["DCGM_FI_DEV_GPU_UTIL"] * 2,
         "DCGM_FI_DEV_XID_ERRORS",
         "node_cpu_seconds_total",
@@ -41,7 +43,7 @@ def test_a_page_is_read():
     ]
     assert found[1][0]["gpu"] == "1" and found[1][1] == 96
     assert found[2][0]["err_msg"] == 'No "Error", {none}'
-    assert found[3][1] == 1.5e6 and np.isnan(found[4][1])
+    assert found[3][1:] == (1.5e6, 1795266106.0) and np.isnan(found[4][1])
 
 
 @pytest.mark.parametrize(
@@ -56,7 +58,7 @@ def test_a_page_is_read():
     ],
 )
 def test_values_of_labels_are_any_text(raw, value):
-    ((labels, number),) = read_page(f'up{{host="{raw}"}} 1\r\n')
+    ((labels, number, _),) = read_page(f'up{{host="{raw}"}} 1\r\n').samples
     assert labels == {"__name__": "up", "host": value} and number == 1
 
 
@@ -165,7 +167,7 @@ def test_the_default_list_of_dcgm_is_known_or_passed_over_with_a_note():
     "name",
     [
         *("DCGM_EXP_XID_ERRORS_COUNT", "dcgm_gpu_temp", "node_load1", "node_boot_time_seconds"),
-        *("container_last_seen", "machine_cpu_cores", "go_goroutines", "process_open_fds", "up"),
+        *("container_last_seen", "machine_cpu_cores", "go_goroutines", "process_open_fds"),
         *("promhttp_metric_handler_requests_total", "scrape_duration_seconds"),
     ],
 )

@@ -1,39 +1,32 @@
-"""Samples of other machines over the network: Prometheus's answers, its server, exporters' pages.
+"""Samples of other machines over the network: Prometheus's answers and its server.
 
-Either a Prometheus server is queried for the samples that it has scraped since the last poll, or
-the exporters' pages are scraped directly; `Store` keeps the last seconds. The answer of Prometheus
-is a matrix: one series of ``[Unix time, "value"]`` for each set of labels.
+A Prometheus server is queried for the samples that it has scraped since the last poll; exporters'
+own pages are scraped by `jrl.faults.remote.pages`. `Store` keeps the last seconds of either. The
+answer of Prometheus is a matrix: one series of ``[Unix time, "value"]`` for each set of labels.
 https://prometheus.io/docs/prometheus/latest/querying/api/#range-queries
 """
 
 import json
 import math
-import re
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from jrl.faults.collect.exporters import SELECTOR, find_metric, is_ignored
-from jrl.faults.collect.series import Series, machine_of
+from jrl.faults.remote.exporters import SELECTOR, find_metric, is_ignored
+from jrl.faults.remote.fetch import Fetcher, Limits
+from jrl.faults.remote.machines import machine_of, source_of
+from jrl.faults.remote.series import Series
 
 Sample = tuple[Mapping[str, str], float, float]
 """Labels, Unix time and value."""
-TIMEOUT = 10.0
-"""Timeout of an answer, in seconds."""
 MAX_CLOCK_AHEAD = 60.0
 """Seconds by which a clock elsewhere may be ahead."""
-MAX_CONCURRENT = 16
-"""Pages that are fetched concurrently."""
-_LINE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?\s*$")
-_LABEL = re.compile(r'(\w+)\s*=\s*"((?:[^"\\]|\\.)*)"')
-_ESCAPE = re.compile(r'\\([\\"n])')
-"""The escapes of a label's value; any other backslash is one, and a tab may be raw."""
+SERVER_LIMITS = Limits(max_bytes=2**29)
+"""Limits of the answer of a server, which has the samples of all machines."""
+MAX_WARNING = 300
+"""Characters of a server's warnings, for example that a part of its stores did not answer."""
 
 
 def read_series(
@@ -79,11 +72,20 @@ def read_series(
 
 def read_matrix(answer: str | bytes) -> Iterator[tuple[dict[str, str], list[tuple[float, float]]]]:
     """Labels and samples of each series."""
+    return _matrix(_read_json(answer))
+
+
+def _read_json(answer: str | bytes) -> dict[str, Any]:
     try:
         content = json.loads(answer)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the answer is not JSON, or is truncated: {error}") from None
-    content = content if isinstance(content, dict) else {}
+    return content if isinstance(content, dict) else {}
+
+
+def _matrix(
+    content: Mapping[str, Any],
+) -> Iterator[tuple[dict[str, str], list[tuple[float, float]]]]:
     if content.get("status") == "error":
         raise ValueError(f"Prometheus answered {content.get('errorType')}: {content.get('error')}")
     data = content.get("data")
@@ -135,8 +137,8 @@ class Store:
             samples = [sample for sample in samples if sample[1] <= now + MAX_CLOCK_AHEAD]
             first = ahead[0].get("__name__", "a metric")
             problems.append(
-                f"{len(ahead)} samples are more than {MAX_CLOCK_AHEAD:.0f} s ahead of this clock, "
-                f"such as {first} of {machine_of(ahead[0])!r}: left out; set that clock right."
+                f"samples are more than {MAX_CLOCK_AHEAD:.0f} s ahead of this clock, such as "
+                f"{first} of {source_of(ahead[0])!r}: left out; set that clock right."
             )
         for labels, time, value in sorted(samples, key=lambda sample: sample[1]):
             times, values = self._series.setdefault(tuple(sorted(labels.items())), ([], []))
@@ -161,106 +163,36 @@ class Prometheus:
     Args:
       server: its address, such as ``http://localhost:9090``.
       selector: the series, in PromQL; by default all known names.
+      limits: of an answer.
 
     Raises:
       ValueError: for an address without http:// or https://.
     """
 
-    def __init__(self, server: str, selector: str = SELECTOR):
+    def __init__(self, server: str, selector: str = SELECTOR, limits: Limits = SERVER_LIMITS):
         check_address("server", server)
         self._server, self._selector = server.rstrip("/"), selector
+        self._fetcher = Fetcher(limits)
 
     def poll(self, since: float, now: float) -> tuple[list[Sample], list[str]]:
         # The query overlaps the last one by a minute, as a server may ingest samples late.
         seconds = max(1, math.ceil(now - since) + 60)
         query = f"{self._selector}[{seconds}s]"
         fields = urllib.parse.urlencode({"query": query, "time": f"{now:.3f}"})
+        (answer,) = self._fetcher.fetch([f"{self._server}/api/v1/query?{fields}"])
+        if isinstance(answer, str):
+            return [], [answer]
         try:
-            answer = fetch(f"{self._server}/api/v1/query?{fields}")
-            series = list(read_matrix(answer))
+            content = _read_json(answer)
+            series = list(_matrix(content))
         except ValueError as error:
-            return [], [str(error)]
-        return [(labels, t, v) for labels, samples in series for t, v in samples], []
-
-
-class Pages:
-    """Exporters' own pages, scraped at each poll.
-
-    Samples get the time of the poll; timestamps on a page are ignored.
-
-    Args:
-      addresses: of the pages, at least one, such as ``http://node7:9400/metrics``. A series without
-        the label ``instance`` gets the address's host and port as one.
-
-    Raises:
-      ValueError: without an address, and for one without http:// or https://.
-    """
-
-    def __init__(self, addresses: Sequence[str]):
-        if not addresses:
-            raise ValueError("scrape=() must have a page's address: http://node7:9400/metrics.")
-        for address in addresses:
-            check_address("scrape", address)
-        self._addresses = tuple(addresses)
-
-    def poll(self, since: float, now: float) -> tuple[list[Sample], list[str]]:
-        del since  # a page has current values only
-        with ThreadPoolExecutor(min(MAX_CONCURRENT, len(self._addresses))) as pool:
-            pages = list(pool.map(partial(_scrape, now=now), self._addresses))
-        samples = [sample for page_samples, _ in pages for sample in page_samples]
-        return samples, [problem for _, problems in pages for problem in problems]
-
-
-def _scrape(address: str, now: float) -> tuple[list[Sample], list[str]]:
-    """Samples of a page, and a line if it cannot be fetched."""
-    try:
-        text = fetch(address).decode(errors="replace")
-    except ValueError as error:
-        return [], [str(error)]
-    host = urllib.parse.urlsplit(address).netloc
-    return [({"instance": host, **labels}, now, value) for labels, value in read_page(text)], []
-
-
-def fetch(address: str, timeout: float | int = TIMEOUT) -> bytes:
-    """Body of the response to a GET request.
-
-    Raises:
-      ValueError: where the address cannot be reached or answers with an error status.
-    """
-    location = "{0.scheme}://{0.netloc}{0.path}".format(urllib.parse.urlsplit(address))
-    try:
-        with urllib.request.urlopen(address, timeout=timeout) as response:
-            return response.read()
-    except urllib.error.HTTPError as error:  # a refusal has the reason in its body
-        reason = error.read().decode(errors="replace")[:200]
-        raise ValueError(f"{location} answered {error.code}: {reason}") from None
-    except OSError as error:
-        raise ValueError(f"{location} cannot be reached: {error}") from None
+            return [], [f"{self._server}: {error}"]
+        warnings = content.get("warnings")
+        problems = [f"{self._server} warns: {warnings}"[:MAX_WARNING]] if warnings else []
+        return [(labels, t, v) for labels, samples in series for t, v in samples], problems
 
 
 def check_address(name: str, address: str) -> None:
     """Raises a ValueError for an address without http:// or https://."""
     if not address.startswith(("http://", "https://")):
         raise ValueError(f"{name}={address!r} must begin with http:// or https://.")
-
-
-def read_page(text: str) -> Iterator[tuple[dict[str, str], float]]:
-    """Labels and values of an exporter's page in the text format; other lines are left out.
-
-    https://prometheus.io/docs/instrumenting/exposition_formats/
-    """
-    for line in text.split("\n"):
-        match = _LINE.match(line)
-        if match is None or line.startswith("#"):
-            continue
-        name, labels, value_text = match.groups()
-        try:
-            value = float(value_text)
-        except ValueError:
-            continue
-        pairs = {key: _unescape(raw) for key, raw in _LABEL.findall(labels or "")}
-        yield {"__name__": name, **pairs}, value if math.isfinite(value) else math.nan
-
-
-def _unescape(raw: str) -> str:
-    return _ESCAPE.sub(lambda match: "\n" if match[1] == "n" else match[1], raw)

@@ -1,8 +1,8 @@
 """Mapping of the metrics of DCGM's exporter, node exporter and cAdvisor to the sampler's names.
 
 Each metric is a level, a counter (compared as a rate), a counter of fatal errors, which is kept as
-a total, or the code of the last error. Values of multiple devices of a machine are summed for
-counters and averaged for levels; of codes the most severe counts.
+a total, or the code of the last error. `jrl.faults.remote.devices` aggregates the devices of a
+machine.
 
 https://github.com/NVIDIA/dcgm-exporter  https://github.com/prometheus/node_exporter
 https://github.com/google/cadvisor/blob/master/docs/storage/prometheus.md
@@ -11,18 +11,23 @@ https://github.com/google/cadvisor/blob/master/docs/storage/prometheus.md
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
-from jaxtyping import Float64
 
-from jrl.faults.collect.error_codes import most_severe
 from jrl.faults.collect.fleet import Fleet
-from jrl.faults.collect.series import Series, check_times, gpus_of, machines_of
 from jrl.faults.collect.vocabulary import mask_valid
+from jrl.faults.remote.devices import CODE, COUNTER, LEVEL, TOTAL, aggregate, resample
+from jrl.faults.remote.machines import (
+    ANSWERS,
+    IDENTITY,
+    PAGE,
+    describe_apart,
+    list_some,
+    machines_of,
+)
+from jrl.faults.remote.series import Series, check_times, device_of, gpus_of, uuid_of
 
-LEVEL, COUNTER, TOTAL, CODE = "level", "counter", "total", "code"
-"""Compared as it is; as a rate; kept as a total, as it must not increase; an error code."""
 MAX_VALUES = 2**28
 """Values of a fleet: 1 GiB."""
 MAX_NAMED = 12
@@ -106,7 +111,8 @@ _EXPORTERS = re.compile(
     r"|process_(cpu|max|network|open|resident|start|virtual))_\w+|up"
 )
 """Names of DCGM's exporter, of node exporter, of cAdvisor, and what exporters say of themselves."""
-SELECTOR = '{__name__=~"jrl_.+|' + "|".join([*EXPORTED, *(p.pattern for p, _ in _PATTERNS)]) + '"}'
+_SELECTED = (ANSWERS, IDENTITY, *EXPORTED, *(pattern.pattern for pattern, _ in _PATTERNS))
+SELECTOR = '{__name__=~"jrl_.+|' + "|".join(_SELECTED) + '"}'
 """Selector that a Prometheus server is queried with: all known names."""
 
 
@@ -133,7 +139,7 @@ def describe_ignored(series: Iterable[Series], requested: Collection[str] = ()) 
     of DCGM's default list, such as the energy since boot, would look like a shift. The `requested`
     are compared nevertheless.
     """
-    names = sorted({each.labels["__name__"] for each in series})
+    names = sorted({each.labels["__name__"] for each in series} - {ANSWERS, IDENTITY})
     names = [name for name in names if is_ignored(name, requested)]
     if not names:
         return []
@@ -144,6 +150,105 @@ def describe_ignored(series: Iterable[Series], requested: Collection[str] = ()) 
     ]
 
 
+@dataclass(frozen=True)
+class Sorted:
+    """Series of exporters by machine.
+
+    Attributes:
+      series: those that are compared.
+      machines: the machine of each.
+      columns: the metric of each, in the sampler's names.
+      unanswered: by machine of which no exporter answers, the Unix time since when.
+      notes: who does not answer and what could not be joined, one line each.
+    """
+
+    series: list[Series]
+    machines: list[str]
+    columns: list[str]
+    unanswered: dict[str, float]
+    notes: list[str]
+
+
+def sort_series(
+    series: Sequence[Series], *, label: str | None = None, requested: Collection[str] = ()
+) -> Sorted:
+    """Sorts series of any exporters by machine.
+
+    Unknown names of exporters are left out, see `describe_ignored`.
+
+    Args:
+      label: names the machine, see `machines_of`.
+      requested: names that are included although they are unknown.
+
+    Raises:
+      ValueError: where a series names no machine.
+    """
+    compared = [each for each in _drop_container_series(series) if _is_compared(each, requested)]
+    jobs = {each.labels.get("job") for each in compared}
+    answers = [
+        each
+        for each in series
+        if each.labels["__name__"] == ANSWERS
+        and each.labels.get("job") in jobs
+        and each.labels.keys() & {"instance" if label is None else label}
+    ]
+    identities = [
+        # Its label "machine" is the processor's architecture.
+        replace(each, labels={k: v for k, v in each.labels.items() if k != "machine"})
+        for each in series
+        if label is None and each.labels["__name__"] == IDENTITY and "instance" in each.labels
+    ]
+    every = machines_of([*compared, *answers, *identities], label)
+    machines, machines_asked = every[: len(compared)], every[len(compared) :][: len(answers)]
+    silent_since: defaultdict[str, list[float]] = defaultdict(list)
+    silent = set[str]()
+    for each, machine in zip(answers, machines_asked, strict=True):
+        silent_since[machine].append(_unanswered_since(each))
+        if silent_since[machine][-1] < np.inf and PAGE not in each.labels:
+            silent.add(each.labels.get("instance", machine))
+    unanswered = {name: max(times) for name, times in silent_since.items() if max(times) < np.inf}
+    notes = [f"exporters do not answer their server: {list_some(silent)}"] if silent else []
+    notes += describe_apart(compared, machines)
+    columns = _columns_of(compared, gpus_of(compared, machines))
+    return Sorted(compared, machines, columns, unanswered, notes)
+
+
+def without_rare(parts: Sorted) -> Sorted:
+    """Series without the metrics that fewer than half of the machines have."""
+    machines_by_column: defaultdict[str, set[str]] = defaultdict(set)
+    for column, machine in zip(parts.columns, parts.machines, strict=True):
+        machines_by_column[column].add(machine)
+    number = len(set(parts.machines))
+    rare = {name for name, machines in machines_by_column.items() if 2 * len(machines) < number}
+    kept = [index for index, column in enumerate(parts.columns) if column not in rare]
+    note = f"{len(rare)} metrics of fewer than half of the machines are left out: {list_some(rare)}"
+    series = [parts.series[index] for index in kept]
+    machines = [parts.machines[index] for index in kept]
+    columns = [parts.columns[index] for index in kept]
+    return Sorted(series, machines, columns, parts.unanswered, [*parts.notes, note])
+
+
+def _columns_of(series: Sequence[Series], gpus: Sequence[str | None]) -> list[str]:
+    """Metric of each series in the sampler's names, with the number of its GPU."""
+    columns = []
+    for each, gpu in zip(series, gpus, strict=True):
+        column = _column_and_kind(each.labels["__name__"])[0]
+        numbered = column.startswith("gpu/") and gpu is not None
+        columns.append(f"gpu{gpu}{column[3:]}" if numbered else column)
+    return columns
+
+
+def _column_and_kind(name: str) -> tuple[str, str]:
+    return find_metric(name) or (name, COUNTER if name.endswith("_total") else LEVEL)
+
+
+def _unanswered_since(answers: Series) -> float:
+    """Unix time since which an exporter has not answered; infinite if it did at last."""
+    answered = np.flatnonzero(answers.values > 0)
+    first = answered[-1] + 1 if answered.size else 0
+    return float(answers.times[first]) if first < answers.times.size else np.inf
+
+
 def build_fleet(
     series: Sequence[Series],
     *,
@@ -151,31 +256,28 @@ def build_fleet(
     period: float | int | None = None,
     requested: Collection[str] = (),
 ) -> Fleet:
-    """Series of any exporters as one fleet, in the sampler's names.
+    """Series of any exporters as one fleet, in the sampler's names, see `assemble`."""
+    return assemble(sort_series(series, label=label, requested=requested), period)
+
+
+def assemble(parts: Sorted, period: float | int | None = None) -> Fleet:
+    """Sorted series as one fleet, in the sampler's names.
 
     Invalid readings (`jrl.faults.collect.vocabulary`) are left out; the fleet's `blank` lists the
-    machines and metrics that had any. Unknown names of exporters are left out too, see
-    `describe_ignored`.
+    machines and metrics that had any.
 
     Args:
-      label: names the machine, see `machines_of`.
       period: seconds between two samples; by default the usual gap in the series.
-      requested: names that are included although they are unknown.
 
     Raises:
-      ValueError: where a series names no machine, or times are too far apart.
+      ValueError: where times are too far apart.
     """
-    compared = [each for each in _drop_container_series(series) if _is_compared(each, requested)]
-    period = usual_period(compared) if period is None else period
-    machines_of_all = machines_of(compared, label)
-    check_times(compared, machines_of_all)
-    gpus = gpus_of(compared, machines_of_all)
+    compared = parts.series
+    period = usual_period(compared, parts.machines) if period is None else period
+    check_times(compared, parts.machines)
     series_by_column: defaultdict[tuple[str, str], list[tuple[str, Series]]] = defaultdict(list)
-    for each, machine, gpu in zip(compared, machines_of_all, gpus, strict=True):
-        name = each.labels["__name__"]
-        column, kind = find_metric(name) or (name, COUNTER if name.endswith("_total") else LEVEL)
-        if column.startswith("gpu/") and gpu is not None:
-            column = f"gpu{gpu}{column[3:]}"
+    for each, machine, column in zip(compared, parts.machines, parts.columns, strict=True):
+        kind = _column_and_kind(each.labels["__name__"])[1]
         series_by_column[machine, column].append((kind, each))
     times = [each.times for each in compared if each.times.size]
     start = min((float(sample_times[0]) for sample_times in times), default=0.0)
@@ -198,9 +300,18 @@ def build_fleet(
         if any(has_blanks for _, has_blanks in readings):
             blank.add((machine, column))
         kind = group[0][0]
-        rows = np.stack([_resample(kind, each, start, period, length) for each, _ in readings])
-        values[row_of[machine], column_of[column]] = _aggregate(kind, rows)
+        rows = np.stack([resample(kind, each, start, period, length) for each, _ in readings])
+        devices = [_device_in_column(each, column) for _, each in group]
+        values[row_of[machine], column_of[column]] = aggregate(kind, devices, rows)
     return Fleet(machines, metrics, start, float(period), values, frozenset(blank))
+
+
+def _device_in_column(series: Series, column: str) -> tuple[str | None, ...]:
+    """Device of a series; inside the column of a GPU with a UUID, whatever number it had."""
+    device = device_of(series.labels)
+    if column.startswith("gpu") and uuid_of(series):
+        return device[0], uuid_of(series), series.labels.get("GPU_I_ID")
+    return device
 
 
 def _is_compared(series: Series, requested: Collection[str]) -> bool:
@@ -231,33 +342,19 @@ def _mask_invalid(kind: str, column: str, series: Series) -> tuple[Series, bool]
     return replace(series, values=values), bool(blank.any())
 
 
-def _aggregate(kind: str, rows: Float64[np.ndarray, "series tick"]) -> Float64[np.ndarray, "tick"]:
-    """Aggregates the series of one metric: most severe code, mean of levels, sum of counters."""
-    if len(rows) == 1:
-        return rows[0]
-    if kind == CODE:
-        # Several at one tick are the codes of several errors, or of parts of one GPU.
-        highest = np.fmax.reduce(rows)
-        for tick in np.flatnonzero(np.fmin.reduce(rows) != highest):
-            codes = rows[np.isfinite(rows[:, tick]), tick]
-            highest[tick] = most_severe(codes.tolist()) if codes.size else np.nan
-        return highest
-    finite = np.isfinite(rows)
-    count = finite.sum(axis=0)
-    total = np.where(finite, rows, 0).sum(axis=0)
-    if kind == LEVEL:
-        total = total / np.maximum(count, 1)
-    return np.where(count > 0, total, np.nan)
+def usual_period(series: Iterable[Series], machines: Iterable[str]) -> float:
+    """Seconds between two samples, rounded if nearly whole; 1 without samples.
 
-
-def usual_period(series: Iterable[Series]) -> float:
-    """Median of the seconds between two samples, rounded if nearly whole; 1 without samples."""
-    gaps = [np.diff(each.times) for each in series if each.times.size > 1]
-    every = np.concatenate(gaps) if gaps else np.zeros(0)
-    every = every[every > 0]
-    if every.size == 0:
+    It is the median over the machines of the median of each, so that no machine decides for all.
+    """
+    gaps_by_machine: defaultdict[str, list[np.ndarray]] = defaultdict(list)
+    for each, machine in zip(series, machines, strict=True):
+        gaps = np.diff(each.times)
+        if (gaps > 0).any():
+            gaps_by_machine[machine].append(gaps[gaps > 0])
+    if not gaps_by_machine:
         return 1.0
-    middle = float(np.median(every))
+    middle = float(np.median([np.median(np.concatenate(g)) for g in gaps_by_machine.values()]))
     rounded = float(max(1, round(middle)))
     return rounded if abs(middle - rounded) < 0.1 * rounded else middle
 
@@ -277,20 +374,3 @@ def _drop_container_series(series: Sequence[Series]) -> list[Series]:
         return (name, labels.get("instance")) in roots or labels.get("container") == "POD"
 
     return [each for each in series if not is_part(each.labels)]
-
-
-def _resample(
-    kind: str, series: Series, start: float, period: float | int, length: int
-) -> Float64[np.ndarray, "tick"]:
-    """Resamples a series to ticks, counters as rates; a counter that decreased gives no value."""
-    times, values = series.times, series.values
-    if kind == COUNTER:
-        finite = np.isfinite(values)
-        times, values = times[finite], values[finite]
-        seconds, differences = np.diff(times), np.diff(values)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            values = np.where((differences >= 0) & (seconds > 0), differences / seconds, np.nan)
-        times = times[1:]
-    row = np.full(length, np.nan)
-    row[np.floor((times - start) / period + 0.5).astype(int)] = values
-    return row

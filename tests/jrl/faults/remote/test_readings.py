@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from jrl.faults.collect.exporters import EXPORTED, build_fleet, find_metric, mask_blanks
-from jrl.faults.collect.series import Series
 from jrl.faults.collect.vocabulary import MEANINGS, RANGES, mask_valid, of_any_gpu
+from jrl.faults.remote.exporters import EXPORTED, build_fleet, find_metric, mask_blanks
+from jrl.faults.remote.series import Series
 
 INT32, INT64, FP64 = 0x7FFFFFF0, 0x7FFFFFFFFFFFFFF0, 2**47
 # Blank, not found, not supported, not permitted, of each of DCGM's types, as exporters write them.

@@ -1,0 +1,1 @@
+"""Samples of machines over the network: exporters, their names and devices, Prometheus."""
