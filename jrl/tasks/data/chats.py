@@ -26,6 +26,7 @@ from jrl.tasks.data.files import KINDS, kind_of, read_records
 from jrl.tasks.data.prompt_list import PromptList
 from jrl.tasks.data.records import format_dialogue, read_record, to_json_value
 from jrl.tasks.data.split import HeldOut
+from jrl.tasks.data.training_fields import check_record, is_trained
 from jrl.tasks.task import CORRECT, WRONG, Example, Verdict, pair_completions, special_of
 
 
@@ -158,6 +159,7 @@ def chat_of(
     as of `load_chats`, errors as in `jrl.tasks.data.fields`."""
     fields = Fields() if fields is None else fields
     parsed = read_record(record, location, fields)
+    check_record(record, location, (fields.prompt, fields.answer, fields.messages))
     if (text := parsed.text) is not None:
         # Split by its text: equal texts are on the same side.
         return Chat("", text, record=record, hidden=text, text=text, location=location, index=index)
@@ -174,7 +176,14 @@ def chat_of(
             f"{describe_fields(record)}: add its turn, or name the answer's field with "
             f"{suggest_flags(record, ANSWER_FLAGS)}"
         )
-    first = positions[-1 if last else 0]
+    positions = [n for n in positions[-1 if last else 0 :] if is_trained(messages[n])]
+    if not positions:
+        turns = "the assistant's last turn" if last else "any of the assistant's turns"
+        raise ValueError(
+            f"{location}: the record says not to train on {turns}, so that there is nothing to "
+            "train on: leave the record out"
+        )
+    first = positions[0]
     return Chat(
         prompt=format_dialogue(messages[:first]),
         answer=content_of(messages[first]),
