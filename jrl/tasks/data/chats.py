@@ -59,7 +59,7 @@ class Chats(PromptList[Chat]):
     The prompt of a conversation selects its side: conversations with an equal start stay together.
     """
 
-    _kind, _fix = "conversations", "raise --max-length, or give --overlong truncate"
+    kind, _fix = "conversations", "raise --max-length, or give --overlong truncate"
 
     def _measure(self, examples: Sequence[Chat]) -> None:
         super()._measure(examples)
@@ -69,6 +69,12 @@ class Chats(PromptList[Chat]):
         writes_roles = any(chat.text is None and not chat.is_pair for chat in self.chats)
         roles = (": \n", *ROLES) if writes_roles else ()
         self.characters = "".join(sorted(set().union(*texts, *roles)))
+
+    def content_of(self, example: Chat) -> list[Any]:
+        # Not the answer, which depends on the tokenizer after `answer_with`.
+        conversation = example.conversation
+        texts = [example.text, conversation.turns, conversation.tools, conversation.arguments]
+        return [*texts, dict(example.record)]
 
     @property
     def chats(self) -> list[Chat]:
