@@ -1,8 +1,8 @@
 """Provenance of a checkpoint: the settings and files of its run when it was saved.
 
 A run resumes only with the settings, the tokenizer, the records of its data files and the lines of
-metrics and samples of its checkpoint, and a policy is read only with its own tokenizer. This detects files that are damaged or
-come from another run.
+metrics and samples of its checkpoint, and a policy is read only with its own tokenizer. This
+detects files that are damaged, changed or of another run.
 """
 
 import sys
@@ -14,14 +14,11 @@ from jrl.processes.agreement import RaiseInAllProcesses, is_main_process
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 
-
 Fingerprints = Mapping[str, Mapping[str, Any]]
 """Fingerprint of each list of records of a task (`jrl.tasks.data.fingerprint`)."""
 
 
-def describe(
-    settings: Mapping[str, Any], data: Fingerprints, folder: RunFolder
-) -> dict[str, Any]:
+def describe(settings: Mapping[str, Any], data: Fingerprints, folder: RunFolder) -> dict[str, Any]:
     """Run metadata for a checkpoint, as JSON values: the settings that a run keeps
     (`jrl.config.files.fixed_settings`), fingerprints of its data, and hashes of files and lines.
     Empty in all processes but the first, which writes it."""
@@ -75,9 +72,7 @@ def check_files(folder: RunFolder, step: int, saved: Mapping[str, Any]) -> None:
             folder.check_files(step, saved["files"])
 
 
-def check_data(
-    data: Fingerprints, folder: RunFolder, step: int, saved: Mapping[str, Any]
-) -> None:
+def check_data(data: Fingerprints, folder: RunFolder, step: int, saved: Mapping[str, Any]) -> None:
     """Rejects records that differ from those of the checkpoint of this step. A checkpoint of an
     earlier version, which has no fingerprints, is accepted with a warning."""
     if "data" not in saved:

@@ -1,15 +1,15 @@
 """Tokens of a conversation, and the loss mask of the assistant's turns.
 
 With a chat template, the tokens are those of the whole text that it writes. The template's own
-``{% generation %}`` tags delimit the assistant's text, if it writes them around each of the
-assistant's turns. Otherwise the conversation is rendered up to each of the assistant's turns, opened for it, and up to the turn's end; the
-characters between the two are the assistant's. A token with one of these characters is the
-assistant's. If a token would have characters of the generation prompt as well (two line ends,
-mostly), the text is split between them: the policy continues the tokens of the prompt alone. A turn
-ends with the first token that ends a completion. A policy never samples the text that a template
-writes after that (a line end, mostly), and it is not trained on. A turn that its record excludes
-(`jrl.tasks.data.training_fields`) is context. If only the start of the next turn
-ends a turn, as in GLM's template, the end of sequence comes after the last turn. A "text" is
+``{% generation %}`` tags delimit the assistant's text, if it writes them around its turns.
+Otherwise the conversation is rendered up to each of the assistant's turns, opened for it, and up to
+the turn's end; the characters between the two are the assistant's. A token with one of these
+characters is the assistant's. If a token would have characters of the generation prompt as well
+(two line ends, mostly), the text is split between them: the policy continues the tokens of the
+prompt alone. A turn ends with the first token that ends a completion. A policy never samples the
+text that a template writes after that (a line end, mostly), and it is not trained on. A turn that
+its record excludes (`jrl.tasks.data.training_fields`) is context. If only the start of the next
+turn ends a turn, as in GLM's template, the end of sequence comes after the last turn. A "text" is
 trained on from its second token on.
 
 Without a template, a question and an answer are the tokens of both and the end of sequence, as in

@@ -165,7 +165,7 @@ def _parse_message(turn: Any, table: bool, location: str) -> Turn:
         message["tool_calls"] = [_parse_call(call, location) for call in calls]
     message["content"] = _parse_content(message, location)
     for name, value in message.items():
-        check_characters([name, value], f'{location}: field "{name}"')
+        check_characters([name, value], f"{location}: field {json.dumps(name)}")
     return message
 
 

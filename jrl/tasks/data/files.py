@@ -163,15 +163,15 @@ def _decoder(type: Any) -> Callable[[Any], Any] | None:
     if pyarrow.types.is_struct(type):
         decoders = {field.name: decode for field in type if (decode := _decoder(field.type))}
         if decoders:
-            return lambda value: value and {
-                k: decoders[k](v) if k in decoders else v for k, v in value.items()
-            }
+            return lambda value: (
+                value and {k: decoders[k](v) if k in decoders else v for k, v in value.items()}
+            )
     is_list = pyarrow.types.is_list(type) or pyarrow.types.is_large_list(type)
     # Not embeddings, which have thousands of numbers.
-    if is_list and str(type.value_type) not in NUMPY_TYPES:
-        if (decode := _decoder(type.value_type)) is not None:
-            return lambda value: value and [decode(each) for each in value]
-    return None
+    if not is_list or str(type.value_type) in NUMPY_TYPES:
+        return None
+    decode = _decoder(type.value_type)
+    return decode and (lambda value: value and [decode(each) for each in value])
 
 
 def _decode_json(text: str | None) -> Any:

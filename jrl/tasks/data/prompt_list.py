@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
+from jrl.tasks.answers.numbers import read_statement, same_statement
 from jrl.tasks.data.fields import short
 from jrl.tasks.data.split import HeldOut, generator, is_heldout, position
 from jrl.tasks.task import (
@@ -23,7 +24,8 @@ def drop_repeated(examples: Iterable[Example]) -> tuple[list[Example], int]:
     The first example of each prompt is kept.
 
     Raises:
-      ValueError: naming two examples with the same prompt and different answers.
+      ValueError: naming two examples with the same prompt and different answers. Numbers may be
+        spelled differently, as 0.5 and 1/2.
     """
     unique: dict[str, Example] = {}
     repeated = 0
@@ -32,7 +34,7 @@ def drop_repeated(examples: Iterable[Example]) -> tuple[list[Example], int]:
         if before is example:
             continue
         repeated += 1
-        if before.answer.strip() != example.answer.strip():
+        if not _same_answer(before.answer.strip(), example.answer.strip()):
             file, _, line = before.location.rpartition(":")
             is_line = line.isdecimal() and example.location.startswith(f"{file}:")
             first = f"line {line}" if is_line else before.location
@@ -41,6 +43,13 @@ def drop_repeated(examples: Iterable[Example]) -> tuple[list[Example], int]:
                 f"({short(example.answer)} here, {short(before.answer)} there): keep one of the two"
             )
     return list(unique.values()), repeated
+
+
+def _same_answer(first: str, second: str) -> bool:
+    if first == second:
+        return True
+    statements = (read_statement(text, marked=True) for text in (first, second))
+    return same_statement(*statements)
 
 
 E = TypeVar("E", bound=Example)

@@ -5,9 +5,10 @@ it may have "messages", the turns of a conversation from which a chat template m
 the prompt is such a list itself; in place of the answer a "completion", a text or messages.
 ShareGPT's "conversations" are read, and a "text" of which every token is trained on. A "system"
 message comes before all of these. The fields may have other names. Fields of other libraries that
-would change a prompt and are not read are rejected (`UNREAD`); all others are kept for rewards. Reinforcement learning and supervised
-fine-tuning read the same record in the same way: in the former the policy answers the prompt, the
-latter also trains on the answer. Errors are raised as in `jrl.tasks.data.fields`.
+would change a prompt and are not read are rejected (`UNREAD`); all others are kept for rewards.
+Reinforcement learning and supervised fine-tuning read the same record in the same way: in the
+former the policy answers the prompt, the latter also trains on the answer. Errors are raised as in
+`jrl.tasks.data.fields`.
 """
 
 import datetime
@@ -133,12 +134,13 @@ def _check_unread(
     """Rejects a record with a field that would change its prompt and is not read."""
     named = (fields.prompt, fields.answer, fields.messages)
     for name, remedy in UNREAD.items():
+        value = record.get(name)
         # Empty in the rows of a table that have none.
-        if name in named or not record.get(name) and record.get(name) is not False:
+        if name in named or not (value or value is False):
             continue
-        if name != "history" or (is_text and isinstance(record[name], list)):
+        if name != "history" or (is_text and isinstance(value, list)):
             raise ValueError(
-                f'{location}: field "{name}" is {short(record[name])}, which is not read: {remedy}'
+                f'{location}: field "{name}" is {short(value)}, which is not read: {remedy}'
             )
     extra = record.get("input")
     if fields.prompt == "instruction" and fields.answer != "input" and extra:
@@ -195,14 +197,14 @@ def example_of(
         )
     is_reference = bool(completion) and completion[-1]["role"] == "assistant"
     reference = completion[-1]["content"] if is_reference else None
-    if reference is not None and get_field(record, fields.answer) is None:
-        if not is_trained(completion[-1]):
-            raise ValueError(
-                f"{location}: the assistant's last turn is the reference answer, and the record "
-                'says that it is not trained on: leave the record out, or give its "answer"'
-            )
+    has_answer = get_field(record, fields.answer) is not None
+    if reference is not None and not has_answer and not is_trained(completion[-1]):
+        raise ValueError(
+            f"{location}: the assistant's last turn is the reference answer, and the record says "
+            'that it is not trained on: leave the record out, or give its "answer"'
+        )
     messages = tuple({k: v for k, v in turn.items() if k != TRAINED} for turn in messages)
-    if get_field(record, fields.answer) is not None or (answered and reference is None):
+    if has_answer or (answered and reference is None):
         answer = require_answer(record, fields.answer, location, has_prompt=parsed.is_text)
     else:
         answer = reference or ""

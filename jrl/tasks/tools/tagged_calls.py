@@ -70,9 +70,7 @@ class Glm(MarkedFormat):
     template_markers = ("<arg_key>",)
     _opening = re.compile(re.escape(OPEN))
     _name = re.compile(r"\s*([\w.-]+)\s*(?=<arg_key>|</tool_call>|$)")
-    _pair_head = re.compile(
-        r"\s*<arg_key>([^<]{0,%d})</arg_key>\s*<arg_value>" % MAX_NAME_LENGTH
-    )
+    _pair_head = re.compile(rf"\s*<arg_key>([^<]{{0,{MAX_NAME_LENGTH}}})</arg_key>\s*<arg_value>")
     _pair_end = "</arg_value>"
     _written_pair = "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"
 
@@ -111,7 +109,7 @@ class QwenCoder(MarkedFormat):
     template_markers = ("<function=",)
     _opening = re.compile(r"(?:<tool_call>\s*)?<function=|<tool_call>")
     _name = re.compile(r"([\w.-]+)>")
-    _pair_head = re.compile(r"\s*<parameter=([^>\n]{1,%d})>(?:\r?\n)?" % MAX_NAME_LENGTH)
+    _pair_head = re.compile(rf"\s*<parameter=([^>\n]{{1,{MAX_NAME_LENGTH}}})>(?:\r?\n)?")
     _pair_end = "</parameter>"
     _written_pair = "<parameter={}>\n{}\n</parameter>\n"
     _close = re.compile(r"\s*</function>(?:\s*</tool_call>)?")

@@ -30,8 +30,8 @@ from jrl.rollout.resharding import rollout_mesh, separate_rollout_mesh, split_me
 from jrl.rollout.sampler import Sampler
 from jrl.tasks import Task, load_task
 from jrl.tasks.data.chats import Chats, load_chats
-from jrl.tasks.data.fingerprint import data_fingerprints
 from jrl.tasks.data.fields import Fields
+from jrl.tasks.data.fingerprint import data_fingerprints
 from jrl.tasks.data.split import parse_heldout
 from jrl.tasks.mixture import Mixture, has_environments, part_names
 from jrl.tasks.sandbox.sandbox import allow_unsafe
