@@ -170,9 +170,9 @@ def _dry_run(options: TrainOptions) -> int:
     folder = _open_resumed(options)
     setup = _build_in_all_processes(options, folder)
     with closing(setup.task):
-        if folder is not None and is_main_process():
-            step, saved = latest_description(folder)
-            if step is not None:
+        with RaiseInAllProcesses():
+            step, saved = (None, {}) if folder is None else latest_description(folder)
+            if folder is not None and step is not None and is_main_process():
                 provenance.check_data(setup.data, folder, step, saved)
         print_dry_run(setup)
     return 0

@@ -87,6 +87,13 @@ def read_record(record: Any, location: str, fields: Fields) -> ParsedRecord:
     if name is None and get_field(record, fields.prompt) is None:
         present = [each for each in MESSAGES if record.get(each) is not None]
         if not present and isinstance(record.get(TEXT), str):
+            _check_unread(record, fields, location, is_text=True)
+            for other in ("tools", *SYSTEM):
+                if get_field(record, other) not in (None, "", []):
+                    raise ValueError(
+                        f'{location}: has "{other}" beside "{TEXT}", which is trained on as it is: '
+                        'write "messages", or leave it out'
+                    )
             return ParsedRecord(Conversation(()), 0, text=check_text(record[TEXT], TEXT, location))
         name = present[0] if present else None
     is_text, completion = False, ()
@@ -134,23 +141,24 @@ def _check_unread(
     """Rejects a record with a field that would change its prompt and is not read."""
     named = (fields.prompt, fields.answer, fields.messages)
     for name, remedy in UNREAD.items():
-        value = record.get(name)
+        value = get_field(record, name)
         # Empty in the rows of a table that have none.
-        if name in named or not (value or value is False):
+        is_empty = value is None if name == "enable_thinking" else not value
+        if name in named or is_empty or value == "":
             continue
         if name != "history" or (is_text and isinstance(value, list)):
             raise ValueError(
                 f'{location}: field "{name}" is {short(value)}, which is not read: {remedy}'
             )
-    extra = record.get("input")
+    extra = get_field(record, "input")
     if fields.prompt == "instruction" and fields.answer != "input" and extra:
         raise ValueError(
             f'{location}: field "input" is {short(extra)}, and only "instruction" is read: join '
             "the two in the file"
         )
-    if record.get("type") in STEERED:
+    if (kind := get_field(record, "type")) in STEERED:
         raise ValueError(
-            f'{location}: field "type" is {short(record["type"])}, and labels of turns are not '
+            f'{location}: field "type" is {short(kind)}, and labels of turns are not '
             "read: write them into the texts"
         )
 

@@ -190,11 +190,18 @@ def test_fields_that_would_change_a_prompt_are_refused(name):
     for read in (example_of, chat_of):
         with pytest.raises(ValueError, match=f'f:1: field "{name}" is .*, which is not read: '):
             read({**plain, name: UNREAD[name]}, "f:1")
-        for empty in (None, [], ""):
+        for empty in (None, [] if name != "enable_thinking" else None, ""):
             assert read({**plain, name: empty}, "f:1").prompt == "a"
     # A field that the user names is what he says.
     named = {"history": "1", **plain, name: UNREAD[name]}
     assert example_of({**named, name: "7"}, "f:1", Fields(answer=name)).answer == "7"
+
+
+@pytest.mark.parametrize("name", ["system", "tools", "history"])
+def test_text_beside_fields_of_a_conversation_is_refused(name):
+    with pytest.raises(ValueError, match=f'f:1: .*"{name}"'):
+        chat_of({"text": "a", name: [["a", "b"]]}, "f:1")
+    assert chat_of({"text": "a", name: None}, "f:1").text == "a"
 
 
 def test_alpaca_and_steered_records_are_refused():
