@@ -171,7 +171,9 @@ def _decoder(type: Any) -> Callable[[Any], Any] | None:
     if not is_list or str(type.value_type) in NUMPY_TYPES:
         return None
     decode = _decoder(type.value_type)
-    return decode and (lambda value: value and [decode(each) for each in value])
+    if decode is None:
+        return None
+    return lambda value: value and [decode(each) for each in value]
 
 
 def _decode_json(text: str | None) -> Any:
