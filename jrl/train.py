@@ -36,7 +36,7 @@ from jrl.processes.supervisor import DRAINED, UNSUPERVISED, Supervisor
 from jrl.processes.watchdog import jax_heartbeat
 from jrl.recipes.load import source_of
 from jrl.report.evaluation import summarize_run
-from jrl.runs import records
+from jrl.runs import provenance, records
 from jrl.runs.folder import RunFolder, next_run_path
 from jrl.runs.json_lines import restoring_streams, start_json_lines
 from jrl.tasks.load import custom_files
@@ -165,10 +165,16 @@ def _shared_settings(options: TrainOptions) -> dict[str, Any]:
 
 
 def _dry_run(options: TrainOptions) -> int:
+    from jrl.trainer.evaluation.saved_policy import latest_description
     from jrl.trainer.setup.dry_run import print_dry_run
 
-    setup = _build_in_all_processes(options, _open_resumed(options))
+    folder = _open_resumed(options)
+    setup = _build_in_all_processes(options, folder)
     with closing(setup.task):
+        with RaiseInAllProcesses():
+            step, saved = (None, {}) if folder is None else latest_description(folder)
+            if folder is not None and step is not None and is_main_process():
+                provenance.check_data(setup.data, folder, step, saved)
         print_dry_run(setup)
     return 0
 
@@ -265,7 +271,7 @@ def _load_initial_weights(setup: "Setup") -> "Transformer[Array] | None":
 def _count_prompts_seen(setup: "Setup") -> int:
     """Training prompts that the policy of --weights has met, where its run drew from the same
     stream: this one goes on after them, or it would ask again what a warm start imitated."""
-    from jrl.trainer.evaluation.saved_policy import prompts_seen_by
+    from jrl.trainer.evaluation.saved_policy import latest_description, prompts_seen_by
 
     run = setup.run
     if run.weights is None:
@@ -273,7 +279,12 @@ def _count_prompts_seen(setup: "Setup") -> int:
     folder = RunFolder.read(run.weights)
     source_run = folder.config().get("run", {})
     same_stream = (source_run.get("task"), source_run.get("seed")) == (run.task, run.seed)
-    return prompts_seen_by(folder) if same_stream else 0
+    if not same_stream:
+        return 0
+    if not provenance.same_records(setup.data, latest_description(folder)[1]):
+        print(f"the records of {run.task} are not those of {run.weights}: a new pass begins")
+        return 0
+    return prompts_seen_by(folder)
 
 
 def _open(make: Callable[[], RunFolder]) -> RunFolder:

@@ -311,18 +311,26 @@ def print_samples(
 ) -> None:
     """Print completions before RL and of the same prompts after it, side by side.
 
-    Both are equally many samples from `jrl.runs.records.read_samples`.
+    Both are samples from `jrl.runs.records.read_samples`. A prompt of only one of them, as in a run
+    whose data file changed, is left out and counted.
     """
     console = console or Console()
     table = Table(box=box.ROUNDED, title="Completions of held-out prompts", show_lines=True)
     for heading in ("prompt", "before", "", "after", ""):
         table.add_column(heading, overflow="fold", no_wrap=heading == "")
-    for sample_before, sample_after in zip(before, after, strict=True):
+    remaining = list(after)
+    for sample_before in before:
+        same = [each for each in remaining if each["prompt"] == sample_before["prompt"]]
+        if not same:
+            continue
+        remaining.remove(sample_after := same[0])
         cells = [printable(sample_before["prompt"], console)]
         for sample in (sample_before, sample_after):
             cells += [printable(sample["completion"], console), score_mark(sample, console)]
         table.add_row(*cells)
     console.print(table)
+    if unpaired := max(len(before), len(after)) - len(table.rows):
+        console.print(f"{unpaired} other prompts were sampled only before, or only after")
 
 
 def printable(text: str, console: Console) -> Text:

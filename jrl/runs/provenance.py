@@ -1,8 +1,8 @@
 """Provenance of a checkpoint: the settings and files of its run when it was saved.
 
-A run resumes only with the settings, the tokenizer and the lines of metrics and samples of its
-checkpoint, and a policy is read only with its own tokenizer. This detects files that are damaged or
-come from another run.
+A run resumes only with the settings, the tokenizer, the records of its data files and the lines of
+metrics and samples of its checkpoint, and a policy is read only with its own tokenizer. This
+detects files that are damaged, changed or of another run.
 """
 
 import sys
@@ -14,15 +14,19 @@ from jrl.processes.agreement import RaiseInAllProcesses, is_main_process
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 
+Fingerprints = Mapping[str, Mapping[str, Any]]
+"""Fingerprint of each list of records of a task (`jrl.tasks.data.fingerprint`)."""
 
-def describe(settings: Mapping[str, Any], folder: RunFolder) -> dict[str, Any]:
+
+def describe(settings: Mapping[str, Any], data: Fingerprints, folder: RunFolder) -> dict[str, Any]:
     """Run metadata for a checkpoint, as JSON values: the settings that a run keeps
-    (`jrl.config.files.fixed_settings`), and hashes of files and lines. Empty in all processes but
-    the first, which writes it."""
+    (`jrl.config.files.fixed_settings`), fingerprints of its data, and hashes of files and lines.
+    Empty in all processes but the first, which writes it."""
     if not is_main_process():
         return {}
     return {
         "settings": dict(settings),
+        "data": dict(data),
         "files": folder.file_hashes(),
         "lines": folder.line_offsets(),
     }
@@ -44,13 +48,18 @@ def find_resume_step(checkpoints: Checkpoints) -> int | None:
 
 
 def rewind(
-    settings: Mapping[str, Any], folder: RunFolder, step: int, saved: Mapping[str, Any]
+    settings: Mapping[str, Any],
+    data: Fingerprints,
+    folder: RunFolder,
+    step: int,
+    saved: Mapping[str, Any],
 ) -> None:
     """Drops the lines after a checkpoint, which its run writes again. Raises ValueError, dropping
-    nothing, if settings or files differ from `saved`, the result of `describe` at the
+    nothing, if settings, data or files differ from `saved`, the result of `describe` at the
     checkpoint."""
     with RaiseInAllProcesses():
         if is_main_process():
+            check_data(data, folder, step, saved)
             _check_settings(settings, folder, step, saved["settings"])
             folder.check_files(step, saved["files"])
             folder.rewind(step, saved["lines"])
@@ -61,6 +70,48 @@ def check_files(folder: RunFolder, step: int, saved: Mapping[str, Any]) -> None:
     with RaiseInAllProcesses():
         if is_main_process() and "files" in saved:
             folder.check_files(step, saved["files"])
+
+
+def check_data(data: Fingerprints, folder: RunFolder, step: int, saved: Mapping[str, Any]) -> None:
+    """Rejects records that differ from those of the checkpoint of this step. A checkpoint of an
+    earlier version, which has no fingerprints, is accepted with a warning."""
+    if "data" not in saved:
+        if data:
+            print(
+                f"warning: the checkpoint of step {step} has no fingerprint of its data, so that "
+                "a change of the file since then would not be noticed",
+                file=sys.stderr,
+            )
+        return
+    changes = [
+        f"{name} has {_count(data.get(name))} and had {_count(saved['data'].get(name))} at the "
+        f"checkpoint of step {step}"
+        for name in {**saved["data"], **data}
+        if data.get(name) != saved["data"].get(name)
+    ]
+    if changes:
+        raise ValueError(
+            f"{'; '.join(changes)}, and a pass over other records would repeat some and leave out "
+            "others: put the file back as it was, or begin a new pass over it in a new run from "
+            f"this policy, with --weights {folder.path}"
+        )
+
+
+def same_records(data: Fingerprints, saved: Mapping[str, Any]) -> bool:
+    """False if a list of records of the same kind differs from that of a checkpoint."""
+    before: Fingerprints = saved.get("data", {})
+    return all(
+        before[name] == data[name]
+        for name in data
+        if name in before and before[name]["kind"] == data[name]["kind"]
+    )
+
+
+def _count(fingerprint: Mapping[str, Any] | None) -> str:
+    """Number of records and hash, for a message."""
+    if fingerprint is None:
+        return "no records"
+    return f"{fingerprint['records']:,} {fingerprint['kind']} (hash {fingerprint['hash'][:8]})"
 
 
 def _check_settings(

@@ -18,6 +18,7 @@ from typing import Any
 
 from jrl.tasks.data.conversations import Conversation, Turn, content_of, role_content_pairs
 from jrl.tasks.data.records import as_json
+from jrl.tasks.data.training_fields import TRAINED
 from jrl.tasks.tools import calls as calls_program
 from jrl.tasks.tools.calls import Arguments
 from jrl.tasks.tools.schema import shorten
@@ -271,7 +272,10 @@ class ChatTemplate:
 
     def _template_variables(self, conversation: Conversation, opened: bool) -> dict[str, Any]:
         """Variables of the template for a conversation."""
-        messages = [dict(turn) for turn in conversation.turns]
+        messages = [
+            {name: value for name, value in turn.items() if name != TRAINED}
+            for turn in conversation.turns
+        ]
         if not self._checks_null:
             messages = [{**turn, "content": content_of(turn)} for turn in messages]
         variables = {**self._names, **conversation.arguments}

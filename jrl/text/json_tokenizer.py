@@ -2,10 +2,11 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import asdict
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import tokenizers
 
 from jrl.runs import records
+from jrl.tasks.data.fields import check_characters
 from jrl.text.chat import today, with_turn_end
 from jrl.text.checkpoint_files import chat_template_in, read_object, read_optional
 from jrl.text.located import SPAN_BEGIN, SPAN_END, TokenSpans, check_no_delimiters, special_pattern
@@ -107,6 +109,7 @@ class JsonTokenizer(Tokenizer):
         return [(token, *span) for token, span in zip(encoding.ids, encoding.offsets, strict=True)]
 
     def _encoding(self, text: str) -> tokenizers.Encoding:
+        check_characters(text, f"text {text[:60]!r}")
         encoding = self._pipeline.encode(text, add_special_tokens=False)
         if self.unk_id in encoding.ids:
             raise ValueError(
@@ -340,16 +343,14 @@ class EscapedTextTokenizer:
         """The tokens, and their offsets in the text without escapes; rejects a spelled special
         token that is a token of the model."""
         check_no_delimiters(text)
-        segments, widths = list[str](), list[int]()
-        for segment in re.split(f"({special_pattern(self._special)})", text):
-            segments.append(self._names.get(segment, segment.replace(escape, "")))
-            if segment in self._names:
-                # The first character of the replacing name has the width of the token.
-                widths += [len(segment), *[0] * (len(segments[-1]) - 1)]
-            else:
-                widths += [1] * len(segments[-1])
-        offsets = np.concatenate([[0], np.cumsum(widths)]).astype(np.int64)
-        encoding = self._pipeline.encode("".join(segments), add_special_tokens=False)
+        check_characters(text, f"text {text[:60]!r}")
+        parts = re.split(f"({special_pattern(self._special)})", text)
+        names = [self._names.get(part) for part in parts]
+        encoding, offsets, unread = self._encode(parts, names, escape)
+        if unread:
+            # A token with "single_word" is text inside of a word.
+            names = [None if index in unread else name for index, name in enumerate(names)]
+            encoding, offsets, _ = self._encode(parts, names, escape)
         spelled = set(encoding.ids) & set(self._special.values())
         if spelled:
             names = [name for name, token in self._special.items() if token in spelled]
@@ -360,3 +361,27 @@ class EscapedTextTokenizer:
         ids = [self._special_ids.get(token, token) for token in encoding.ids]
         spans = offsets[np.array(encoding.offsets, np.int64).reshape(-1, 2)]
         return TokenSpans(ids, spans[:, 0], spans[:, 1])
+
+    def _encode(
+        self, parts: Sequence[str], names: Sequence[str | None], escape: str
+    ) -> tuple[tokenizers.Encoding, np.ndarray, set[int]]:
+        """The tokens of a text in parts, some of which are written by another name; the offset of
+        each character in the text without escapes; and the parts whose name is not one token."""
+        segments = [part.replace(escape, "") for part in parts]
+        written = [name or segment for name, segment in zip(names, segments, strict=True)]
+        # The first character of a name has the width of the token that it replaces.
+        widths = [
+            [len(segment), *[0] * (len(name) - 1)] if name else [1] * len(segment)
+            for name, segment in zip(names, segments, strict=True)
+        ]
+        offsets = np.cumsum([0, *chain.from_iterable(widths)], dtype=np.int64)
+        encoding = self._pipeline.encode("".join(written), add_special_tokens=False)
+        read = [
+            span
+            for token, span in zip(encoding.ids, encoding.offsets, strict=True)
+            if token in self._special_ids
+        ]
+        begins = np.cumsum([0, *map(len, written)]).tolist()
+        covered = set(chain.from_iterable(range(*span) for span in read))
+        unread = {i for i, name in enumerate(names) if name and begins[i] not in covered}
+        return encoding, offsets, unread

@@ -1,14 +1,15 @@
 """Tokens of a conversation, and the loss mask of the assistant's turns.
 
 With a chat template, the tokens are those of the whole text that it writes. The template's own
-``{% generation %}`` tags delimit the assistant's text, if it has them. Otherwise the conversation
-is rendered up to each of the assistant's turns, opened for it, and up to the turn's end; the
-characters between the two are the assistant's. A token with one of these characters is the
-assistant's. If a token would have characters of the generation prompt as well (two line ends,
-mostly), the text is split between them: the policy continues the tokens of the prompt alone. A turn
-ends with the first token that ends a completion. A policy never samples the text that a template
-writes after that (a line end, mostly), and it is not trained on. If only the start of the next turn
-ends a turn, as in GLM's template, the end of sequence comes after the last turn. A "text" is
+``{% generation %}`` tags delimit the assistant's text, if it writes them around its turns.
+Otherwise the conversation is rendered up to each of the assistant's turns, opened for it, and up to
+the turn's end; the characters between the two are the assistant's. A token with one of these
+characters is the assistant's. If a token would have characters of the generation prompt as well
+(two line ends, mostly), the text is split between them: the policy continues the tokens of the
+prompt alone. A turn ends with the first token that ends a completion. A policy never samples the
+text that a template writes after that (a line end, mostly), and it is not trained on. A turn that
+its record excludes (`jrl.tasks.data.training_fields`) is context. If only the start of the next
+turn ends a turn, as in GLM's template, the end of sequence comes after the last turn. A "text" is
 trained on from its second token on.
 
 Without a template, a question and an answer are the tokens of both and the end of sequence, as in
@@ -18,6 +19,7 @@ reinforcement learning. A longer conversation is written with the role before ea
     assistant: 4
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -25,7 +27,8 @@ import numpy as np
 
 from jrl.tasks import Example
 from jrl.tasks.data.chats import Chat
-from jrl.tasks.data.conversations import Conversation, content_of
+from jrl.tasks.data.conversations import Conversation, Turn, content_of
+from jrl.tasks.data.training_fields import is_trained
 from jrl.text.chat import ChatTemplate, text_or_raise
 from jrl.text.located import (
     SPAN_BEGIN,
@@ -36,6 +39,7 @@ from jrl.text.located import (
 )
 from jrl.text.prompt_format import NO_TOOLS, PromptFormat
 from jrl.text.tokenizer import Tokenizer
+from jrl.text.written_fields import has_calls, reasoning_of
 
 
 @dataclass(frozen=True)
@@ -81,9 +85,11 @@ class ChatFormat(PromptFormat):
         return encoded.ids[: encoded.context].tolist()
 
 
-Tokens = tuple[list[int], np.ndarray]
-"""Ids of a whole conversation, and ``[time]`` index of the assistant's turn of each token, from 0;
--1 outside of these turns."""
+Tokens = tuple[list[int], np.ndarray, int]
+"""Ids of a whole conversation, ``[time]`` index of the span of each token among those that are
+trained on, from 0, or -1 outside of them, and the number of these spans."""
+Spans = list[tuple[int, int]]
+"""Begin and end of each span of a text that is trained on."""
 
 
 def encode_chat(format: PromptFormat, chat: Chat, *, last: bool = False) -> Encoded:
@@ -97,30 +103,38 @@ def encode_chat(format: PromptFormat, chat: Chat, *, last: bool = False) -> Enco
         if chat.text is not None:
             return _encode_text(format.tokenizer, chat.text)
         if format.template is None:
-            ids, turn = _encode_without_template(format, chat)
+            tokens = _encode_without_template(format, chat, last)
         else:
-            ids, turn = _encode_with_template(format, format.template, chat, last)
+            tokens = _encode_with_template(format, format.template, chat, last)
+        return _build_loss_mask(tokens, format.tokenizer)
     except ValueError as error:
         raise ValueError(f"{chat.location}: {error}") from error
-    encoded = _build_loss_mask(ids, turn, format.tokenizer, last)
-    if encoded is None:
-        raise ValueError(
-            f"{chat.location}: the assistant's turns have no token to train on: leave the record "
-            "out"
-        )
-    return encoded
 
 
-def _build_loss_mask(
-    ids: list[int], turn: np.ndarray, tokenizer: Tokenizer, last: bool
-) -> Encoded | None:
+def _trained_turns(messages: Sequence[Turn], last: bool) -> list[int]:
+    """Indices of the messages that are trained on."""
+    turns = [index for index, turn in enumerate(messages) if turn["role"] == "assistant"]
+    return [index for index in turns[-1 if last else 0 :] if is_trained(messages[index])]
+
+
+def _build_loss_mask(tokens: Tokens, tokenizer: Tokenizer) -> Encoded:
     """Builds the loss mask: the tokens of each turn up to its end, and an added end after the last
-    turn if it has none; None if no token is trained on."""
+    turn if it has none.
+
+    Raises:
+      ValueError: if nothing of a turn but its end is trained on.
+    """
+    ids, turn, num_turns = tokens
     loss_mask = np.zeros(len(ids), bool)
-    turn_indices = np.unique(turn[turn >= 0])
-    for turn_index in turn_indices[-1:] if last else turn_indices:
+    for turn_index in range(num_turns):
         positions = np.flatnonzero(turn == turn_index)
         ends = [position for position in positions if ids[position] in tokenizer.stop_ids]
+        if len(positions) == 0 or positions[0] in ends:
+            raise ValueError(
+                "the chat template writes nothing of one of the assistant's turns but its end, so "
+                "that it would learn to end the turn at once: leave the record out, or give a "
+                "template that writes all of its fields as --chat-template FILE"
+            )
         next_position = positions[-1] + 1
         if not ends and next_position < len(ids) and ids[next_position] in tokenizer.stop_ids:
             # The token that ends a turn may come after the template's tag.
@@ -129,7 +143,7 @@ def _build_loss_mask(
     # The first token has no context, so it is not predicted.
     loss_mask[:1] = False
     if not loss_mask.any():
-        return None
+        raise ValueError("its only token has nothing before it: leave the record out")
     trained = np.flatnonzero(loss_mask)
     end, context = trained[-1] + 1, int(trained[0])
     if ids[end - 1] not in tokenizer.stop_ids:
@@ -148,18 +162,24 @@ def _encode_text(tokenizer: Tokenizer, text: str) -> Encoded:
     return Encoded(np.array(ids, np.int32), np.arange(len(ids)) > 0, 1)
 
 
-def _encode_without_template(format: PromptFormat, chat: Chat) -> Tokens:
+def _encode_without_template(format: PromptFormat, chat: Chat, last: bool) -> Tokens:
     """Tokens of a conversation without a template."""
     tokenizer, messages = format.tokenizer, chat.conversation.turns
-    if any(turn.get("tool_calls") for turn in messages) or chat.conversation.tools is not None:
+    if chat.conversation.tools is not None or any(map(has_calls, messages)):
         raise ValueError(f"it {NO_TOOLS}")
+    trained = _trained_turns(messages, last)
+    if names := [name for index in trained for name in reasoning_of(messages[index])]:
+        raise ValueError(
+            f"it has {names[0]}, and the model no chat template to write it with: give "
+            "--chat-template FILE, or leave the field out"
+        )
     if chat.is_pair:
         question, answer = map(content_of, messages)
         before = tokenizer.with_prefix(tokenizer.encode(question))
         after = [*tokenizer.encode_continuation(question, answer), tokenizer.eos_id]
-        return [*before, *after], np.repeat([-1, 0], [len(before), len(after)])
+        return [*before, *after], np.repeat([-1, 0], [len(before), len(after)]), 1
     ids, turn = list(tokenizer.prefix), [np.full(len(tokenizer.prefix), -1)]
-    unencoded, turn_index = "", 0
+    unencoded = ""
     for index, each in enumerate(messages):
         unencoded += ("\n" if index else "") + each["role"] + ": "
         if each["role"] != "assistant":
@@ -169,9 +189,10 @@ def _encode_without_template(format: PromptFormat, chat: Chat) -> Tokens:
         encoding = tokenizer.encode_spans(unencoded + content_of(each))
         ids += [*encoding.ids, tokenizer.eos_id]
         in_turn = encoding.within(len(unencoded), len(unencoded) + len(content_of(each)))
+        turn_index = trained.index(index) if index in trained else -1
         turn += [np.where(in_turn, turn_index, -1), np.array([turn_index])]
-        unencoded, turn_index = "", turn_index + 1
-    return ids, np.concatenate(turn)
+        unencoded = ""
+    return ids, np.concatenate(turn), len(trained)
 
 
 def _encode_with_template(
@@ -180,15 +201,16 @@ def _encode_with_template(
     """Tokens of a conversation by a template. A special token spelled in a message is text, as in
     prompts (`jrl.text.chat.ChatTemplate`)."""
     tokenizer = format.tokenizer
+    conversation = format.add_defaults(chat.conversation)
+    trained = _trained_turns(conversation.turns, last)
     format.check_shown(chat)
-    escaped = escape_special_tokens(
-        format.add_defaults(chat.conversation), tokenizer.special_tokens
-    )
+    format.written_fields.check(conversation, trained)
+    escaped = escape_special_tokens(conversation, tokenizer.special_tokens)
+    located = None
     if template.has_generation_tags:
         check_no_delimiters(escaped.texts)
-        text, spans = _locate_tagged_text(template, escaped.conversation)
-    else:
-        text, spans = _locate_assistant_text(template, escaped.conversation, last)
+        located = _locate_tagged_text(template, escaped.conversation, trained)
+    text, spans = located or _locate_assistant_text(template, escaped.conversation, trained)
     offsets = [
         (escaped.unescaped_offset(text, begin), escaped.unescaped_offset(text, end))
         for begin, end in spans
@@ -213,7 +235,7 @@ def _encode_with_template(
         # Some special tokens include the blanks after them, which are not sampled.
         turn[encoding.within(begin, end) & ~(special & (encoding.begins < begin))] = turn_index
     ids = tokenizer.with_template_prefix(encoding.ids)
-    return ids, np.concatenate([np.full(len(ids) - len(turn), -1), turn])
+    return ids, np.concatenate([np.full(len(ids) - len(turn), -1), turn]), len(spans)
 
 
 def _mask_special_tokens(tokenizer: Tokenizer, encoding: TokenSpans) -> np.ndarray:
@@ -222,18 +244,33 @@ def _mask_special_tokens(tokenizer: Tokenizer, encoding: TokenSpans) -> np.ndarr
 
 
 def _locate_tagged_text(
-    template: ChatTemplate, conversation: Conversation
-) -> tuple[str, list[tuple[int, int]]]:
-    """The text that the template writes, without its tags, and the spans between them."""
+    template: ChatTemplate, conversation: Conversation, trained: Sequence[int]
+) -> tuple[str, Spans] | None:
+    """The text that the template writes, without its tags, and the spans between them that are
+    trained on. None if they cannot be told by the tags: it writes none around these messages, or
+    several around a turn, and not all turns are trained on."""
     text, *others = template.write(conversation, tagged=True).split(SPAN_BEGIN)
-    spans: list[tuple[int, int]] = []
+    spans: Spans = []
     for other in others:
         span_text, _, after = other.partition(SPAN_END)
         spans.append((len(text), len(text) + len(span_text)))
         text += span_text + after
     messages = conversation.turns
-    last = max(index for index, turn in enumerate(messages) if turn["role"] == "assistant")
-    opened = template.generation_prompt(replace(conversation, turns=messages[:last]))
+    turns = [index for index, turn in enumerate(messages) if turn["role"] == "assistant"]
+    if len(spans) == len(turns):
+        spans = [span for index, span in zip(turns, spans, strict=True) if index in trained]
+    elif not spans or len(trained) < len(turns):
+        return None
+    elif len(spans) < len(turns):
+        raise ValueError(
+            f"the chat template writes {{% generation %}} tags around {len(spans)} of the "
+            f"assistant's {len(turns)} turns: give a template with tags around all of them as "
+            "--chat-template, or --learn last"
+        )
+    else:
+        # A part of a turn may be empty.
+        spans = [(begin, end) for begin, end in spans if begin < end]
+    opened = template.generation_prompt(replace(conversation, turns=messages[: turns[-1]]))
     # A tag may include the text with which the template opens the turn.
     return text, [
         (begin + len(opened) if text.startswith(opened, begin) else begin, end)
@@ -242,21 +279,19 @@ def _locate_tagged_text(
 
 
 def _locate_assistant_text(
-    template: ChatTemplate, conversation: Conversation, last: bool
-) -> tuple[str, list[tuple[int, int]]]:
-    """The text that the template writes, and the spans of the assistant's turns in it, or of the
-    last one only: each from the text before the turn to the text including it."""
+    template: ChatTemplate, conversation: Conversation, trained: Sequence[int]
+) -> tuple[str, Spans]:
+    """The text that the template writes, and the spans of the messages in it that are trained on:
+    each from the text before the turn to the text including it."""
     messages = conversation.turns
-    selected = [index for index, turn in enumerate(messages) if turn["role"] == "assistant"]
-    selected = selected[-1:] if last else selected
     requests = [(conversation, False)]
-    for index in selected:
+    for index in trained:
         requests.append((replace(conversation, turns=messages[:index]), True))
         if index + 1 < len(messages):
             requests.append((replace(conversation, turns=messages[: index + 1]), False))
     texts = iter(template.write_all(requests))
-    full_text, spans, end = text_or_raise(next(texts)), list[tuple[int, int]](), 0
-    for index in selected:
+    full_text, spans, end = text_or_raise(next(texts)), Spans(), 0
+    for index in trained:
         before = text_or_raise(next(texts))
         after = full_text if index + 1 == len(messages) else text_or_raise(next(texts))
         turn_suffix = template.turn_suffix

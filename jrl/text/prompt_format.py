@@ -19,6 +19,7 @@ from jrl.tasks.tools.detection import FORMATS
 from jrl.text.chat import ChatTemplate, TemplateRejection, today, with_turn_end
 from jrl.text.tokenizer import Tokenizer
 from jrl.text.tool_calls import attach_calls, shows_tools, tool_format_of
+from jrl.text.written_fields import WrittenFields
 
 CHECKPOINT_TEMPLATE, NO_TEMPLATE = "checkpoint", "none"
 """Values of `PromptSettings.chat_template` other than a file."""
@@ -152,6 +153,18 @@ class PromptFormat:
             )
 
     @cached_property
+    def written_fields(self) -> WrittenFields:
+        """Fields that the template writes; for formats with a template."""
+        assert self.template is not None
+        return WrittenFields(self.template)
+
+    def _check_written(self, conversation: Conversation, location: str) -> None:
+        try:
+            self.written_fields.check(conversation, ())
+        except ValueError as error:
+            raise ValueError(f"{location}: {error}") from error
+
+    @cached_property
     def _takes_system(self) -> bool:
         """True if the template writes a system message; some reject or ignore one."""
         if self.template is None:
@@ -175,7 +188,10 @@ class PromptFormat:
             ids = self._encode_text(example)
         else:
             self.check_shown(example)
-            ids = self.template.encode(self.conversation(example))
+            conversation = self.conversation(example)
+            if example.location:  # of a record: requests to the server are answered as they are
+                self._check_written(conversation, example.location)
+            ids = self.template.encode(conversation)
         if not ids:
             raise ValueError(
                 f"the prompt {example.prompt[:60]!r} has no token, and the tokenizer puts none "

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from typing import Any
 
 import jax
 from jaxtyping import Array
@@ -125,6 +126,10 @@ def train(
     stage = Supervised(setup, sampler) if setup.recipe.supervised else Reinforcement(setup, sampler)
     if is_main_process():
         folder.write_versions(f"{jax.device_count()} x {jax.devices()[0].device_kind}")
+
+    def description() -> dict[str, Any]:
+        return provenance.describe(setup.settings, setup.data, folder)
+
     with ExitStack() as stack:
         watchdog = stack.enter_context(_watchdog(setup, folder))
         stop = stack.enter_context(Stop(setup.task.close))
@@ -153,7 +158,7 @@ def train(
             with appender(folder.samples_path) as lines, phase("evaluation"):
                 write_heldout_samples(setup, sampler, state, lines)
             # A run killed in its first steps need not repeat its warm start.
-            save(checkpoints, networks, state, provenance.describe(setup.settings, folder))
+            save(checkpoints, networks, state, description())
             # Without a checkpoint there may be no line of a step: the run would begin again.
             checkpoints.wait()
         # After the folder was reset to the checkpoint: totals continue from its last line.
@@ -199,7 +204,7 @@ def train(
                     write_heldout_samples(setup, sampler, state, outputs.samples)
             is_preempted = supervisor.step_ended(step, metrics)
             if step % run.checkpoint_every == 0 or step == run.steps or is_preempted:
-                save(checkpoints, networks, state, provenance.describe(setup.settings, folder))
+                save(checkpoints, networks, state, description())
                 if is_preempted:
                     checkpoints.wait()  # this process may end at any time from here on
                 if is_main_process() and step < run.steps:
@@ -211,7 +216,7 @@ def train(
         checkpoints.wait()
         # A signal may end the run between two checkpoints.
         if checkpoints.latest_step() != step:
-            save(checkpoints, networks, state, provenance.describe(setup.settings, folder))
+            save(checkpoints, networks, state, description())
             checkpoints.wait()
         drained = _drained(run, drainer, stop, step)
         write_adapters(setup, folder, state.policy.weights)
@@ -321,7 +326,7 @@ def _restored_state(
     if step is None:
         return None
     state = restore(checkpoints, setup.networks, step)
-    provenance.rewind(setup.settings, folder, step, checkpoints.meta(step))
+    provenance.rewind(setup.settings, setup.data, folder, step, checkpoints.meta(step))
     return state
 
 

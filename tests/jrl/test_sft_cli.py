@@ -163,6 +163,16 @@ def test_a_run_goes_on_in_mid_epoch_to_the_same_end(tmp_path, pictures, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(Supervised, "step", interrupted)
         assert main(again) == 130
+    # A file with another line is refused, and nothing of the run is lost.
+    path = tmp_path / "chats.jsonl"
+    capsys.readouterr()
+    content = path.read_bytes()
+    path.write_bytes(content + b'{"prompt": "99+1=", "completion": "100"}\n')
+    for flags in ([], ["--dry-run"]):
+        assert main(["--resume", f"--run-dir={cut}", *flags]) == 2
+        line = one_line(capsys.readouterr())
+        assert "has 13 conversations (hash " in line and "and had 12 conversations (hash " in line
+    path.write_bytes(content)
     assert main(["--resume", f"--run-dir={cut}"]) == 0
     assert metrics(cut) == metrics(whole)
     assert read(cut / "samples.jsonl") == read(whole / "samples.jsonl")

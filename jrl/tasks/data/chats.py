@@ -26,6 +26,7 @@ from jrl.tasks.data.files import KINDS, kind_of, read_records
 from jrl.tasks.data.prompt_list import PromptList
 from jrl.tasks.data.records import format_dialogue, read_record, to_json_value
 from jrl.tasks.data.split import HeldOut
+from jrl.tasks.data.training_fields import check_record, is_trained
 from jrl.tasks.task import CORRECT, WRONG, Example, Verdict, pair_completions, special_of
 
 
@@ -58,7 +59,7 @@ class Chats(PromptList[Chat]):
     The prompt of a conversation selects its side: conversations with an equal start stay together.
     """
 
-    _kind, _fix = "conversations", "raise --max-length, or give --overlong truncate"
+    kind, _fix = "conversations", "raise --max-length, or give --overlong truncate"
 
     def _measure(self, examples: Sequence[Chat]) -> None:
         super()._measure(examples)
@@ -68,6 +69,12 @@ class Chats(PromptList[Chat]):
         writes_roles = any(chat.text is None and not chat.is_pair for chat in self.chats)
         roles = (": \n", *ROLES) if writes_roles else ()
         self.characters = "".join(sorted(set().union(*texts, *roles)))
+
+    def content_of(self, example: Chat) -> list[Any]:
+        # Not the answer, which depends on the tokenizer after `answer_with`.
+        conversation = example.conversation
+        texts = [example.text, conversation.turns, conversation.tools, conversation.arguments]
+        return [*texts, dict(example.record)]
 
     @property
     def chats(self) -> list[Chat]:
@@ -158,6 +165,7 @@ def chat_of(
     as of `load_chats`, errors as in `jrl.tasks.data.fields`."""
     fields = Fields() if fields is None else fields
     parsed = read_record(record, location, fields)
+    check_record(record, location, (fields.prompt, fields.answer, fields.messages))
     if (text := parsed.text) is not None:
         # Split by its text: equal texts are on the same side.
         return Chat("", text, record=record, hidden=text, text=text, location=location, index=index)
@@ -174,7 +182,14 @@ def chat_of(
             f"{describe_fields(record)}: add its turn, or name the answer's field with "
             f"{suggest_flags(record, ANSWER_FLAGS)}"
         )
-    first = positions[-1 if last else 0]
+    positions = [n for n in positions[-1 if last else 0 :] if is_trained(messages[n])]
+    if not positions:
+        turns = "the assistant's last turn" if last else "any of the assistant's turns"
+        raise ValueError(
+            f"{location}: the record says not to train on {turns}, so that there is nothing to "
+            "train on: leave the record out"
+        )
+    first = positions[0]
     return Chat(
         prompt=format_dialogue(messages[:first]),
         answer=content_of(messages[first]),

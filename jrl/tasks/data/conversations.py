@@ -4,10 +4,12 @@ A conversation is a list of messages, ``{"role": ..., "content": ...}``, or Shar
 ..., "value": ...}``. Roles are system, developer, user, assistant and tool, and those that a few
 templates have in addition (function, ipython, observation). A content is a text, a list of parts
 ``{"type": "text", "text": ...}``, or null if tool calls or reasoning replace it.
-All other fields of a message are kept for the chat template.
+Fields about training decide the loss mask (`jrl.tasks.data.training_fields`). All other fields of a
+message are kept for the chat template.
 
-A row of a table has the fields of all its records: a field that is null there is absent. The
-arguments of a call may be JSON text, as OpenAI's clients write them, in which a null is kept.
+A row of a table has the fields of all its records: a field that is null there is absent. Messages,
+tools and the arguments of a call may be JSON text, as OpenAI's clients and `datasets` write them,
+in which a null is kept.
 
 Errors are raised as in `jrl.tasks.data.fields`.
 """
@@ -17,7 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jrl.tasks.data.fields import Row, check_text, from_json, short
+from jrl.tasks.data.fields import JsonObject, Row, check_characters, check_text, from_json, short
+from jrl.tasks.data.training_fields import read_trained
 from jrl.tasks.tools.calls import Arguments
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -84,7 +87,7 @@ def parse_messages(
     table = isinstance(record, Row)
     return tuple(
         _parse_message(message, table, f"{where}: message {position}")
-        for position, message in enumerate(value, start=1)
+        for position, message in enumerate(_entries(value, name, location, LIST), start=1)
     )
 
 
@@ -93,11 +96,12 @@ def tools_of(record: Mapping[str, Any], location: str) -> list[Any] | None:
     value = from_json(record.get("tools"), "tools", location, "a list of tools")
     if not value:
         return None
-    if isinstance(value, list):
-        value = [from_json(each, "tools", location, "a list of tools") for each in value]
+    value = _entries(value, "tools", location, "a list of tools")
     if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
         raise ValueError(f'{location}: field "tools" is {short(value)}: write a list of tools')
-    return _drop_nulls(value) if isinstance(record, Row) else value
+    value = _drop_nulls(value) if isinstance(record, Row) else value
+    check_characters(value, f'{location}: field "tools"')
+    return value
 
 
 def template_arguments_of(record: Mapping[str, Any], location: str) -> dict[str, Any]:
@@ -134,6 +138,7 @@ def checked_arguments(value: Any, where: str) -> dict[str, Any]:
             raise ValueError(
                 f"{where} has {name!r}, which is not a variable of the template: leave it out"
             )
+    check_characters(value, where)
     return dict(value)
 
 
@@ -146,19 +151,22 @@ def _parse_message(turn: Any, table: bool, location: str) -> Turn:
         for name, value in turn.items()
         if value is not None or name == "content"
     }
-    message = _convert_sharegpt(message, location)
+    message = read_trained(_convert_sharegpt(message, location), location)
     if message["role"] not in (*ROLES, *OTHER_ROLES):
         raise ValueError(
             f"{location}: role is {short(message['role'])}: it must be one of {', '.join(ROLES)}"
         )
     calls = from_json(message.pop("tool_calls", None), "tool_calls", location, "a list of calls")
-    if calls:
+    if calls := _entries(calls, "tool_calls", location, "a list of calls"):
         if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
             raise ValueError(
                 f'{location}: field "tool_calls" is {short(calls)}: write a list of calls'
             )
         message["tool_calls"] = [_parse_call(call, location) for call in calls]
-    return {**message, "content": _parse_content(message, location)}
+    message["content"] = _parse_content(message, location)
+    for name, value in message.items():
+        check_characters([name, value], f"{location}: field {json.dumps(name)}")
+    return message
 
 
 def _convert_sharegpt(turn: dict[str, Any], location: str) -> dict[str, Any]:
@@ -166,7 +174,7 @@ def _convert_sharegpt(turn: dict[str, Any], location: str) -> dict[str, Any]:
     if "role" in turn or "from" not in turn:
         return {"role": None, **turn}
     message = {
-        "role": SHAREGPT.get(turn["from"], turn["from"]),
+        "role": SHAREGPT.get(str(turn["from"]).lower(), turn["from"]),
         "content": turn.get("value"),
         **{name: value for name, value in turn.items() if name not in ("from", "value")},
     }
@@ -186,9 +194,10 @@ def _parse_content(turn: Mapping[str, Any], location: str) -> str | None:
         names = ", ".join(map(repr, (name for name in turn if turn[name] is not None)))
         raise ValueError(f'{location}: has no field "content" (it has {names}): write a text')
     if isinstance(value, list) and value:
+        parts = _entries(value, "content", location, "a text", only='{"type"')
         value = "".join(
-            _parse_content_item(item, f"{location}: part {n}")
-            for n, item in enumerate(value, start=1)
+            _parse_content_item(part, f"{location}: part {n}")
+            for n, part in enumerate(parts, start=1)
         )
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = getattr(value, "written", str(value))
@@ -212,6 +221,8 @@ def _parse_content_item(part: Any, location: str) -> str:
 def _parse_call(call: Mapping[str, Any], location: str) -> dict[str, Any]:
     """A call whose arguments are a mapping, whether it has a field "function" or not."""
     parsed = dict(call)
+    if isinstance(function := parsed.get("function"), str) and function.startswith("{"):
+        parsed["function"] = from_json(function, "function", location, "an object")
     if isinstance(parsed.get("function"), Mapping):
         parsed["function"] = _parse_call(parsed["function"], location)
     arguments = parsed.get("arguments")
@@ -226,8 +237,23 @@ def _parse_call(call: Mapping[str, Any], location: str) -> dict[str, Any]:
     return parsed
 
 
+def _entries(value: Any, name: str, location: str, what: str, only: str = "{") -> Any:
+    """The value of a field; if it is a list, entries that are JSON text, as of the type Json of
+    `datasets`, are decoded. Those begin with the text `only`."""
+    if not isinstance(value, list):
+        return value
+    return [
+        from_json(each, name, location, what)
+        if isinstance(each, str) and each.replace(" ", "").startswith(only)
+        else each
+        for each in value
+    ]
+
+
 def _drop_nulls(value: Any) -> Any:
-    """The value without null fields at any depth; entries of lists stay."""
+    """The value without null fields at any depth; entries of lists and JSON text stay."""
+    if isinstance(value, JsonObject):
+        return value
     if isinstance(value, Mapping):
         return {k: _drop_nulls(v) for k, v in value.items() if v is not None}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):

@@ -5,6 +5,7 @@ names the field and the `location` of the record, its file and line.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -26,7 +27,7 @@ PROMPT_FLAGS, ANSWER_FLAGS = ("--prompt-field", "--messages-field"), ("--answer-
 LIKELY_FIELDS = {
     "--prompt-field": (LIKELY_PROMPTS, (str, list)),
     "--messages-field": (LIKELY_MESSAGES, (list,)),
-    "--answer-field": (LIKELY_ANSWERS, (str, int, float)),
+    "--answer-field": (LIKELY_ANSWERS, (str, int, float, Decimal)),
 }
 """By flag: likely names, and possible types, of the field that it names."""
 _ABSENT = object()
@@ -61,6 +62,10 @@ class Number(float):
 
 class Row(dict[str, Any]):
     """Record of a table, in which every record has all columns: null may mean an absent field."""
+
+
+class JsonObject(dict[str, Any]):
+    """Object that was decoded from JSON text: a null in it is a value, in tables too."""
 
 
 def get_field(record: Mapping[str, Any], name: str, default: Any = None) -> Any:
@@ -104,7 +109,7 @@ def answer_text(value: Any, field: str, location: str) -> str:
         that is not finite, too large or too small.
     """
     value = to_python(value)
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
         return check_text(value, field, location)
     try:
         return _format_number(value)
@@ -119,22 +124,39 @@ def check_text(value: Any, field: str, location: str, *, empty: bool = False) ->
         raise ValueError(
             f'{location}: field "{field}" is {short(value)}: it must be a text with content'
         )
-    if any("\ud800" <= character <= "\udfff" for character in value):
-        raise ValueError(
-            f'{location}: field "{field}" has a lone surrogate, which is not a character: repair '
-            "the escape"
-        )
+    check_characters(value, f'{location}: field "{field}"')
     return value
 
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def check_characters(value: Any, where: str) -> None:
+    """Rejects half of a surrogate pair in a text, or in any name or text of a JSON value; the
+    message begins with `where` the value stands."""
+    remaining = [value]
+    while remaining:
+        each = remaining.pop()
+        if isinstance(each, Mapping):
+            remaining += [*each, *each.values()]
+        elif isinstance(each, list | tuple):
+            remaining += each
+        if isinstance(text := getattr(each, "written", each), str) and _SURROGATE.search(text):
+            raise ValueError(
+                f"{where} has a lone surrogate, which is not a character: repair the escape"
+            )
+
+
 def from_json(value: Any, field: str, location: str, what: str) -> Any:
-    """Value of a field, decoded if it is JSON text, as it often is in tables. The message says to
-    write `what` instead."""
+    """Value of a field, decoded if it is JSON text, as it often is in tables; None for a blank
+    text. The message says to write `what` instead."""
     value = to_python(value)
     if not isinstance(value, str):
         return value
+    if not value.strip():
+        return None
     try:
-        return json.loads(value)
+        return json.loads(value, object_hook=JsonObject)
     except (ValueError, RecursionError) as error:
         raise ValueError(
             f'{location}: field "{field}" is a text that is not JSON ({error}): write {what}'
@@ -178,11 +200,11 @@ def to_python(value: Any) -> Any:
     return Number(str(value)) if isinstance(value, np.floating) else value.tolist()
 
 
-def _format_number(value: int | float) -> str:
+def _format_number(value: int | float | Decimal) -> str:
     if isinstance(value, int):
         return str(value)
     try:
-        number = Decimal(value.written if isinstance(value, Number) else repr(value))
+        number = Decimal(value.written if isinstance(value, Number) else str(value))
     except ArithmeticError as error:  # an exponent that not even Decimal has
         raise ValueError(f"{value} is too large or too small") from error
     if not number.is_finite():

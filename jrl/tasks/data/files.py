@@ -10,7 +10,7 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from jrl.tasks.answers.verdict import FINAL
-from jrl.tasks.data.fields import Fields, Number, Row, short, to_python
+from jrl.tasks.data.fields import Fields, JsonObject, Number, Row, short, to_python
 from jrl.tasks.data.prompt_list import FiniteTask, PromptList, drop_repeated
 from jrl.tasks.data.records import check_sendable, example_of
 from jrl.tasks.data.split import HeldOut
@@ -30,6 +30,11 @@ KINDS = ("jsonl", "parquet", "dataset")
 """Kinds of files: JSON lines, a Parquet file or a folder of them, a folder of `save_to_disk`."""
 GZIP, PARQUET = b"\x1f\x8b", b"PAR1"
 """First bytes of files in these formats."""
+
+NUMPY_TYPES = {"halffloat": np.float16, "float": np.float32}
+"""NumPy's types of Arrow's 16- and 32-bit numbers, by name."""
+DATASET_BATCH_SIZE = 1000
+"""Rows of a folder of `save_to_disk` that are read at once."""
 
 LocatedRecord = tuple[str, Any]
 """Location of a record, and the record."""
@@ -109,7 +114,7 @@ def _read_parquet(path: Path) -> Iterator[LocatedRecord]:
     for file in files:
         try:
             table = pyarrow.parquet.read_table(file)
-            rows = table.to_pylist()
+            rows = table.to_pylist(maps_as_pydicts="strict")
         except (OSError, pyarrow.ArrowException) as error:
             raise ValueError(
                 f"{file}: cannot be read ({error}): give a Parquet file, or a folder of them"
@@ -131,22 +136,52 @@ def _read_dataset(path: Path) -> Iterator[LocatedRecord]:
     if isinstance(dataset, datasets.DatasetDict):
         splits = ", ".join(f"{path}/{split}" for split in dataset)
         raise ValueError(f"{path}: holds the splits {splits}: give one of them")
-    rows = _table_rows(dataset, dataset.features.arrow_schema)
-    for row_number, row in enumerate(rows, start=1):
+    # As Arrow stores them: media are not decoded, and JSON text is decoded as in Parquet files.
+    batches = dataset.with_format("arrow").iter(DATASET_BATCH_SIZE)
+    rows = (row for batch in batches for row in batch.to_pylist(maps_as_pydicts="strict"))
+    located_rows = _table_rows(rows, dataset.features.arrow_schema)
+    for row_number, row in enumerate(located_rows, start=1):
         yield f"{path}:{row_number}", row
 
 
 def _table_rows(rows: Iterable[Any], schema: Any) -> Iterator[Row]:
-    """Rows of a table, in which 16- and 32-bit numbers are NumPy's (`to_python`)."""
-    types = {"halffloat": np.float16, "float": np.float32}
-    narrow = {field.name: types.get(str(field.type)) for field in schema}
+    """Rows of a table, in which 16- and 32-bit numbers are NumPy's (`to_python`), and values of the
+    type Json of `datasets` are decoded."""
+    decoders = {field.name: decode for field in schema if (decode := _decoder(field.type))}
     for row in rows:
-        numbers = {
-            name: to_python(of_type(row[name]))
-            for name, of_type in narrow.items()
-            if of_type is not None and row[name] is not None
-        }
-        yield Row(row | numbers)
+        yield Row({k: decoders[k](v) if k in decoders else v for k, v in row.items()})
+
+
+def _decoder(type: Any) -> Callable[[Any], Any] | None:
+    """A function that decodes values of an Arrow type; None if they stay as they are."""
+    import pyarrow
+
+    if (of_type := NUMPY_TYPES.get(str(type))) is not None:
+        return lambda value: None if value is None else to_python(of_type(value))
+    if getattr(type, "extension_name", None) == "arrow.json":
+        return _decode_json
+    if pyarrow.types.is_struct(type):
+        decoders = {field.name: decode for field in type if (decode := _decoder(field.type))}
+        if decoders:
+            return lambda value: (
+                value and {k: decoders[k](v) if k in decoders else v for k, v in value.items()}
+            )
+    is_list = pyarrow.types.is_list(type) or pyarrow.types.is_large_list(type)
+    # Not embeddings, which have thousands of numbers.
+    if not is_list or str(type.value_type) in NUMPY_TYPES:
+        return None
+    decode = _decoder(type.value_type)
+    if decode is None:
+        return None
+    return lambda value: value and [decode(each) for each in value]
+
+
+def _decode_json(text: str | None) -> Any:
+    """The value of a JSON text of a table; a text that is no JSON stays as it is."""
+    try:
+        return None if text is None else json.loads(text, object_hook=JsonObject)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _check_installed(library: str, extra: str, task: str) -> None:

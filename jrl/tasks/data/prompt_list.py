@@ -1,8 +1,9 @@
 """List of prompts: its held-out split, its order in training, and verdicts by workers."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+from jrl.tasks.answers.numbers import read_statement, same_statement
 from jrl.tasks.data.fields import short
 from jrl.tasks.data.split import HeldOut, generator, is_heldout, position
 from jrl.tasks.task import (
@@ -23,7 +24,8 @@ def drop_repeated(examples: Iterable[Example]) -> tuple[list[Example], int]:
     The first example of each prompt is kept.
 
     Raises:
-      ValueError: naming two examples with the same prompt and different answers.
+      ValueError: naming two examples with the same prompt and different answers. Numbers may be
+        spelled differently, as 0.5 and 1/2.
     """
     unique: dict[str, Example] = {}
     repeated = 0
@@ -32,7 +34,7 @@ def drop_repeated(examples: Iterable[Example]) -> tuple[list[Example], int]:
         if before is example:
             continue
         repeated += 1
-        if before.answer.strip() != example.answer.strip():
+        if not _same_answer(before.answer.strip(), example.answer.strip()):
             file, _, line = before.location.rpartition(":")
             is_line = line.isdecimal() and example.location.startswith(f"{file}:")
             first = f"line {line}" if is_line else before.location
@@ -41,6 +43,13 @@ def drop_repeated(examples: Iterable[Example]) -> tuple[list[Example], int]:
                 f"({short(example.answer)} here, {short(before.answer)} there): keep one of the two"
             )
     return list(unique.values()), repeated
+
+
+def _same_answer(first: str, second: str) -> bool:
+    if first == second:
+        return True
+    statements = (read_statement(text, marked=True) for text in (first, second))
+    return same_statement(*statements)
 
 
 E = TypeVar("E", bound=Example)
@@ -54,12 +63,13 @@ class PromptList(Generic[E]):
 
     Attributes:
       examples: all of them, in the order of the list.
+      kind: what they are, in the plural.
       num_shared: examples of the list that are left out of training, because a held-out example
         has the same prompt.
       num_repeated: records that were left out, because an earlier one has the same prompt.
     """
 
-    _kind, _fix = "prompts", "raise --prompt-length"
+    kind, _fix = "prompts", "raise --prompt-length"
 
     def __init__(
         self,
@@ -117,6 +127,16 @@ class PromptList(Generic[E]):
         self.characters: str = "".join(sorted(set().union(*texts)))
 
     @property
+    def sides(self) -> tuple[Sequence[E], Sequence[E]]:
+        """The examples that are trained on, and those that are held out."""
+        return self._train, self._heldout
+
+    def content_of(self, example: E) -> list[Any]:
+        """All of an example that a run depends on, as values that are mostly JSON's."""
+        record = dict(example.record)
+        return [example.identity, example.opening, example.answer, example.turns, record]
+
+    @property
     def train_prompts(self) -> set[str]:
         """Identities of the training examples."""
         return {example.identity for example in self._train}
@@ -164,7 +184,7 @@ class PromptList(Generic[E]):
         )
         if (self._trains and not train) or not heldout:
             raise ValueError(
-                f"task={self.name}: of {before} {self._kind} {before - len(fitting)} are too "
+                f"task={self.name}: of {before} {self.kind} {before - len(fitting)} are too "
                 f"long, which leaves {len(train)} to train on and {len(heldout)} held out: "
                 f"{self._fix}"
             )

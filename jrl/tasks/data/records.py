@@ -3,14 +3,17 @@
 A record has the texts "prompt" and "answer" (a number will do as an answer). In place of the prompt
 it may have "messages", the turns of a conversation from which a chat template makes the prompt, or
 the prompt is such a list itself; in place of the answer a "completion", a text or messages.
-ShareGPT's "conversations" are read, and a "text" of which every token is trained on. The fields may
-have other names. All other fields are kept for rewards. Reinforcement learning and supervised
-fine-tuning read the same record in the same way: in the former the policy answers the prompt, the
-latter also trains on the answer. Errors are raised as in `jrl.tasks.data.fields`.
+ShareGPT's "conversations" are read, and a "text" of which every token is trained on. A "system"
+message comes before all of these. The fields may have other names. Fields of other libraries that
+would change a prompt and are not read are rejected (`UNREAD`); all others are kept for rewards.
+Reinforcement learning and supervised fine-tuning read the same record in the same way: in the
+former the policy answers the prompt, the latter also trains on the answer. Errors are raised as in
+`jrl.tasks.data.fields`.
 """
 
 import datetime
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
@@ -26,6 +29,7 @@ from jrl.tasks.data.conversations import (
 )
 from jrl.tasks.data.fields import (
     Fields,
+    JsonObject,
     answer_text,
     check_text,
     get_field,
@@ -33,12 +37,26 @@ from jrl.tasks.data.fields import (
     require_field,
     short,
 )
+from jrl.tasks.data.training_fields import TRAINED, is_trained
 from jrl.tasks.task import Example
 
 COMPLETION, TEXT = "completion", "text"
 """Fields with the completion of a prompt, and with a text that is trained on as it is."""
 MESSAGES = ("messages", "conversations", "conversation")
 """Fields with a conversation, used if there is no prompt."""
+SYSTEM = ("system", "system_prompt")
+"""Fields with the system message of a record (LLaMA-Factory, ms-swift, ShareGPT, OpenOrca)."""
+_MEDIA = "only texts are read: leave the record out, or the field if its text does not need it"
+UNREAD = {
+    "functions": 'write them as "tools"',
+    "history": 'write the earlier turns as "messages"',
+    "enable_thinking": 'write "chat_template_kwargs": {"enable_thinking": ...}',
+    **dict.fromkeys(("images", "image", "videos", "video", "audios", "audio"), _MEDIA),
+}
+"""Fields that would change a prompt and are not read (OpenAI, LLaMA-Factory, verl, TRL, ms-swift),
+with the remedy. Empty ones are passed over."""
+STEERED = ("VALUE_TO_TEXT", "TEXT_TO_VALUE")
+"""Values of "type" in NeMo's conversations whose turns have labels beside their texts."""
 
 
 @dataclass(frozen=True)
@@ -69,26 +87,96 @@ def read_record(record: Any, location: str, fields: Fields) -> ParsedRecord:
     if name is None and get_field(record, fields.prompt) is None:
         present = [each for each in MESSAGES if record.get(each) is not None]
         if not present and isinstance(record.get(TEXT), str):
+            _check_unread(record, fields, location, is_text=True)
+            for other in ("tools", *SYSTEM):
+                if get_field(record, other) not in (None, "", []):
+                    raise ValueError(
+                        f'{location}: has "{other}" beside "{TEXT}", which is trained on as it is: '
+                        'write "messages", or leave it out'
+                    )
             return ParsedRecord(Conversation(()), 0, text=check_text(record[TEXT], TEXT, location))
         name = present[0] if present else None
     is_text, completion = False, ()
     if name is None:
-        value = require_field(record, fields.prompt, location)
+        value = _decode_dialogue(require_field(record, fields.prompt, location), location)
         is_text = not isinstance(value, list | Mapping)
         prompt = _read_messages(record, value, fields.prompt, location, "user")
-        if (value := get_field(record, COMPLETION)) is not None:
+        if (value := _decode_dialogue(get_field(record, COMPLETION), location)) is not None:
             completion = _read_messages(record, value, COMPLETION, location, "assistant")
     else:
         prompt = parse_messages(record, require_field(record, name, location), name, location)
-        system = record.get("system")
-        opens = name == "conversations" and prompt[0]["role"] != "system"
-        # In a table every row has this field; it is empty for records without a system message.
-        if opens and isinstance(system, str) and system.strip():
-            prompt = ({"role": "system", "content": system}, *prompt)
+    _check_unread(record, fields, location, is_text=is_text)
+    if system := _read_system(record, fields, prompt[0], location):
+        prompt, is_text = (system, *prompt), False
     is_answered = not completion and prompt[-1]["role"] == "assistant"
     tools, arguments = tools_of(record, location), template_arguments_of(record, location)
     conversation = Conversation((*prompt, *completion), tools, arguments)
     return ParsedRecord(conversation, len(prompt) - is_answered, is_text)
+
+
+def _read_system(
+    record: Mapping[str, Any], fields: Fields, first: Turn, location: str
+) -> Turn | None:
+    """The system message in a field of its own; None without, and if it is the `first` message."""
+    for name in SYSTEM:
+        value = record.get(name)
+        # In a table every row has this field; it is empty for records without a system message.
+        is_empty = value is None or (isinstance(value, str) and not value.strip())
+        if is_empty or name in (fields.prompt, fields.answer):
+            continue
+        message = {"role": "system", "content": check_text(value, name, location)}
+        if first["role"] not in ("system", "developer"):
+            return message
+        if first["content"] != value:
+            raise ValueError(
+                f'{location}: field "{name}" is {short(value)}, and the first message is another '
+                "system message: keep one of them"
+            )
+    return None
+
+
+def _check_unread(
+    record: Mapping[str, Any], fields: Fields, location: str, *, is_text: bool
+) -> None:
+    """Rejects a record with a field that would change its prompt and is not read."""
+    named = (fields.prompt, fields.answer, fields.messages)
+    for name, remedy in UNREAD.items():
+        value = get_field(record, name)
+        # Empty in the rows of a table that have none.
+        is_empty = value is None if name == "enable_thinking" else not value
+        if name in named or is_empty or value == "":
+            continue
+        if name != "history" or (is_text and isinstance(value, list)):
+            raise ValueError(
+                f'{location}: field "{name}" is {short(value)}, which is not read: {remedy}'
+            )
+    extra = get_field(record, "input")
+    if fields.prompt == "instruction" and fields.answer != "input" and extra:
+        raise ValueError(
+            f'{location}: field "input" is {short(extra)}, and only "instruction" is read: join '
+            "the two in the file"
+        )
+    if (kind := get_field(record, "type")) in STEERED:
+        raise ValueError(
+            f'{location}: field "type" is {short(kind)}, and labels of turns are not '
+            "read: write them into the texts"
+        )
+
+
+def _decode_dialogue(value: Any, location: str) -> Any:
+    """The messages in a field, if it is the JSON text of a list of them; else its value."""
+    if not isinstance(value, str) or not _DIALOGUE.match(value):
+        return value
+    try:
+        return json.loads(value, object_hook=JsonObject)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{location}: {short(value)} begins as a list of messages and is no JSON ({error}): "
+            "write JSON, or a text"
+        ) from error
+
+
+_DIALOGUE = re.compile(r"""\s*\[\s*\{\s*["'](?:role|from|content|value)["']\s*:""")
 
 
 def example_of(
@@ -117,7 +205,14 @@ def example_of(
         )
     is_reference = bool(completion) and completion[-1]["role"] == "assistant"
     reference = completion[-1]["content"] if is_reference else None
-    if get_field(record, fields.answer) is not None or (answered and reference is None):
+    has_answer = get_field(record, fields.answer) is not None
+    if reference is not None and not has_answer and not is_trained(completion[-1]):
+        raise ValueError(
+            f"{location}: the assistant's last turn is the reference answer, and the record says "
+            'that it is not trained on: leave the record out, or give its "answer"'
+        )
+    messages = tuple({k: v for k, v in turn.items() if k != TRAINED} for turn in messages)
+    if has_answer or (answered and reference is None):
         answer = require_answer(record, fields.answer, location, has_prompt=parsed.is_text)
     else:
         answer = reference or ""

@@ -4,7 +4,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from jrl.tasks.answers.extraction import REASONING
@@ -98,17 +98,39 @@ def _tag_or_opening(opening: re.Pattern[str]) -> re.Pattern[str]:
     return re.compile(f"(?P<tag>(?i:{_REASONING_TAGS}))|{opening.pattern}", opening.flags)
 
 
-def skip_unreadable(text: str, opened: re.Match[str], close: str, reason: str) -> ParsedCalls:
+def skip_unreadable(
+    text: str, opened: re.Match[str], close: str, reason: str, read: int = 0
+) -> ParsedCalls:
     """Result for an opening without a parsable call: a call with an error that extends to the
-    closing mark, or no call if the opening is only mentioned."""
+    closing mark, or no call if the opening is only mentioned; `read` is the position up to which
+    the text was parsed."""
     begin, behind = opened.span()
     if text.startswith("`", behind) and begin and text[begin - 1] == "`":
         return [], behind
-    end = text.find(close, behind)
-    inline = text[text.rfind("\n", 0, begin) + 1 : begin].strip()
-    if end < 0 and inline and not text.startswith(("{", "["), skip_blanks(text, behind)):
-        return [], behind
-    return [unreadable_call(reason)], len(text) if end < 0 else end + len(close)
+    end = find_mark(text, close, behind)
+    if end >= 0:
+        return [unreadable_call(reason)], end + len(close)
+    if not _begins_line(text, begin) and not text.startswith(("{", "["), skip_blanks(text, behind)):
+        return [], max(read, behind)
+    return [unreadable_call(reason)], len(text)
+
+
+def _begins_line(text: str, position: int) -> bool:
+    """True if only blanks precede this position in its line."""
+    while position and text[position - 1] != "\n" and text[position - 1].isspace():
+        position -= 1
+    return not position or text[position - 1] == "\n"
+
+
+def find_mark(text: str, mark: str, position: int) -> int:
+    """`text.find`, in constant time behind the last mark of a text, so that a reader that looks for
+    it at each opening takes linear time."""
+    return -1 if position > _last_mark(text, mark) else text.find(mark, position)
+
+
+@lru_cache(maxsize=16)
+def _last_mark(text: str, mark: str) -> int:
+    return text.rfind(mark)
 
 
 def skip_blanks(text: str, position: int) -> int:
@@ -119,24 +141,41 @@ def skip_blanks(text: str, position: int) -> int:
 
 
 _DECODER = json.JSONDecoder()
+WINDOW, MARGIN = 4096, 32
+"""Characters that are parsed at first, and those at their end in which an error may be due to the
+cut: a number, a word or an escape is shorter."""
+
+
+class NestedTooDeeply(ValueError):
+    """Raised for JSON with more levels than the decoder reads."""
 
 
 def read_value(text: str, position: int) -> tuple[Any, int]:
     """The JSON value at this position, and the position after it.
 
+    It is read from a window that is doubled until the value is whole: an error of the decoder takes
+    time in proportion to all the text before it.
+
     Raises:
       ValueError: if there is none, in one line.
     """
-    try:
-        return _DECODER.raw_decode(text, position)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"it is no JSON ({error.msg}, character {error.pos - position + 1})"
-        ) from None
-    except RecursionError:
-        raise ValueError("its JSON is nested too deeply") from None
-    except ValueError:  # of a number with thousands of digits
-        raise ValueError("it is no JSON that can be read") from None
+    size = WINDOW
+    while True:
+        window, is_cut = text[position : position + size], position + size < len(text)
+        size *= 2
+        try:
+            value, end = _DECODER.raw_decode(window)
+        except json.JSONDecodeError as error:
+            is_string = error.msg.startswith("Unterminated")
+            if is_cut and (is_string or error.pos > len(window) - MARGIN):
+                continue
+            raise ValueError(f"it is no JSON ({error.msg}, character {error.pos + 1})") from None
+        except RecursionError:
+            raise NestedTooDeeply("its JSON is nested too deeply") from None
+        except ValueError:  # of a number with thousands of digits
+            raise ValueError("it is no JSON that can be read") from None
+        if not is_cut or end <= len(window) - MARGIN:
+            return value, position + end
 
 
 def parse_call(value: Any) -> Call:

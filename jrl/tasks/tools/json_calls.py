@@ -6,6 +6,7 @@ from typing import Any
 
 from jrl.tasks.tools.call_format import (
     MarkedFormat,
+    NestedTooDeeply,
     ParsedCalls,
     ToolFormat,
     make_call,
@@ -68,7 +69,9 @@ class Llama(MarkedFormat):
         except ValueError as error:
             start = self._call_start.match(text, position)
             if start is None or start[1] not in tools:
-                return [], position + 1
+                # Each of the levels would be read again from its own line.
+                too_deep = isinstance(error, NestedTooDeeply)
+                return [], len(text) if too_deep else position + 1
             return [unreadable_call(str(error), start[1])], len(text)
         if not self._end.fullmatch(text, end) or not all(_is_call(x, tools) for x in values):
             return [], end
@@ -102,7 +105,7 @@ class Mistral(MarkedFormat):
     name = "mistral"
     template_markers = (MISTRAL_TAG,)
     _opening = re.compile(re.escape(MISTRAL_TAG))
-    _named = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\])?\s*(?=\{)")
+    _named = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\]\s*)?(?=\{)")
 
     def render(self, calls: Sequence[Call]) -> str:
         bodies = [
@@ -278,7 +281,7 @@ def _read_json_call(
         arguments, end = read_value(text, skip_blanks(text, position))
     except ValueError as error:
         return _skip_to_close(text, position, close, str(error), name)
-    behind = re.compile(r"\s*(?:```)?\s*" + re.escape(close)).match(text, end)
+    behind = re.compile(r"\s*(?:```\s*)?" + re.escape(close)).match(text, end)
     return [make_call(name, arguments, identity)], end if behind is None else behind.end()
 
 

@@ -203,7 +203,7 @@ class Olmo(MarkedFormat):
         literals, calls = Literals(text, opened.end()), list[Call]()
         try:
             while not literals.next_is(self._close):
-                if calls and not text[literals.position :].strip():
+                if calls and skip_blanks(text, literals.position) == len(text):
                     break
                 calls.append(self._read_call(literals, tools))
         except ValueError as error:
@@ -248,8 +248,8 @@ class PythonList(MarkedFormat):
 
     name = "python-list"
     template_markers = ("[func_name1(", "<|python_start|>")
-    _opening = re.compile(r"^[ \t]*(?:<\|python_start\|>)?\s*\[(?=\s*[A-Za-z_][\w.]*\s*\()", re.M)
-    _end = re.compile(r"\s*(?:<\|python_end\|>)?\s*")
+    _opening = re.compile(r"^[ \t]*(?:<\|python_start\|>\s*)?\[(?=\s*[A-Za-z_][\w.]*\s*\()", re.M)
+    _end = re.compile(r"\s*(?:<\|python_end\|>\s*)?")
 
     def _read(self, text: str, opened: re.Match[str], tools: ToolParameters) -> ParsedCalls:
         literals = Literals(text, opened.end())

@@ -7,6 +7,7 @@ from typing import Any
 from jrl.tasks.tools.call_format import (
     MarkedFormat,
     ParsedCalls,
+    find_mark,
     parse_call,
     read_value,
     skip_blanks,
@@ -17,6 +18,8 @@ from jrl.tasks.tools.calls import Call, ToolParameters
 from jrl.tasks.tools.schema import parse_argument
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+MAX_NAME_LENGTH = 256
+"""Most characters of the name of an argument."""
 
 
 class Hermes(MarkedFormat):
@@ -67,20 +70,21 @@ class Glm(MarkedFormat):
     template_markers = ("<arg_key>",)
     _opening = re.compile(re.escape(OPEN))
     _name = re.compile(r"\s*([\w.-]+)\s*(?=<arg_key>|</tool_call>|$)")
-    _pair = re.compile(
-        r"\s*<arg_key>\s*(.*?)\s*</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL
-    )
+    _pair_head = re.compile(rf"\s*<arg_key>([^<]{{0,{MAX_NAME_LENGTH}}})</arg_key>\s*<arg_value>")
+    _pair_end = "</arg_value>"
     _written_pair = "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"
 
     def _read(self, text: str, opened: re.Match[str], tools: ToolParameters) -> ParsedCalls:
         if (name := self._name.match(text, opened.end())) is None:
             return skip_unreadable(text, opened, CLOSE, "no name of a tool stands in it")
-        arguments, position = _read_arguments(self._pair, text, name, tools)
+        pairs, position = _read_pairs(self._pair_head, self._pair_end, text, name.end())
+        arguments = _parse_arguments(pairs, name[1], tools)
         position = skip_blanks(text, position)
         # A call that is not closed may be incomplete.
         if text.startswith(CLOSE, position):
             return [Call(name[1], arguments)], position + len(CLOSE)
-        return skip_unreadable(text, opened, CLOSE, "it is not made of arg_key and arg_value")
+        reason = "it is not made of arg_key and arg_value"
+        return skip_unreadable(text, opened, CLOSE, reason, position)
 
     def render(self, calls: Sequence[Call]) -> str:
         return "\n".join(
@@ -105,7 +109,8 @@ class QwenCoder(MarkedFormat):
     template_markers = ("<function=",)
     _opening = re.compile(r"(?:<tool_call>\s*)?<function=|<tool_call>")
     _name = re.compile(r"([\w.-]+)>")
-    _pair = re.compile(r"\s*<parameter=([^>\n]+)>(?:\r?\n)?(.*?)(?:\r?\n)?</parameter>", re.DOTALL)
+    _pair_head = re.compile(rf"\s*<parameter=([^>\n]{{1,{MAX_NAME_LENGTH}}})>(?:\r?\n)?")
+    _pair_end = "</parameter>"
     _written_pair = "<parameter={}>\n{}\n</parameter>\n"
     _close = re.compile(r"\s*</function>(?:\s*</tool_call>)?")
 
@@ -113,10 +118,12 @@ class QwenCoder(MarkedFormat):
         name = self._name.match(text, opened.end()) if opened[0] != OPEN else None
         if name is None:
             return skip_unreadable(text, opened, CLOSE, "no function=NAME stands in it")
-        arguments, position = _read_arguments(self._pair, text, name, tools)
+        pairs, position = _read_pairs(self._pair_head, self._pair_end, text, name.end())
+        pairs = [(key, re.sub(r"\r?\n\Z", "", value)) for key, value in pairs]
+        arguments = _parse_arguments(pairs, name[1], tools)
         if closed := self._close.match(text, position):
             return [Call(name[1], arguments)], closed.end()
-        return skip_unreadable(text, opened, CLOSE, "it is not made of parameters")
+        return skip_unreadable(text, opened, CLOSE, "it is not made of parameters", position)
 
     def render(self, calls: Sequence[Call]) -> str:
         return "\n".join(
@@ -132,14 +139,24 @@ def _format_arguments(pair: str, call: Call) -> str:
     return "".join(pair.format(n, v if isinstance(v, str) else to_json(v)) for n, v in values)
 
 
-def _read_arguments(
-    pair: re.Pattern[str], text: str, name: re.Match[str], tools: ToolParameters
-) -> tuple[dict[str, Any], int]:
-    """The arguments after the name of a tool, each a pair of name and text, and the position after
-    them."""
-    position, arguments = name.end(), dict[str, Any]()
-    properties = tools.get(name[1], {}).get("properties") or {}
-    while match := pair.match(text, position):
-        arguments[match[1]] = parse_argument(match[2], properties.get(match[1]))
-        position = match.end()
-    return arguments, position
+def _read_pairs(
+    head: re.Pattern[str], end: str, text: str, position: int
+) -> tuple[list[tuple[str, str]], int]:
+    """Names and texts of the arguments from a position on, and the position after them. Each begins
+    with a match of `head` and ends with the mark `end`."""
+    pairs: list[tuple[str, str]] = []
+    while match := head.match(text, position):
+        end_of_value = find_mark(text, end, match.end())
+        if end_of_value < 0:
+            break
+        pairs.append((match[1].strip(), text[match.end() : end_of_value]))
+        position = end_of_value + len(end)
+    return pairs, position
+
+
+def _parse_arguments(
+    pairs: Sequence[tuple[str, str]], name: str, tools: ToolParameters
+) -> dict[str, Any]:
+    """The arguments of a call of this tool, from their names and texts."""
+    properties = tools.get(name, {}).get("properties") or {}
+    return {key: parse_argument(value, properties.get(key)) for key, value in pairs}

@@ -59,6 +59,15 @@ def prompts_seen_by(folder: RunFolder) -> int:
     return int(checkpoints.restore(step, np.zeros((), np.int32), part="prompts_seen")[0])
 
 
+def latest_description(folder: RunFolder) -> tuple[int | None, Mapping[str, Any]]:
+    """Step of the latest checkpoint and the description of its run
+    (`jrl.runs.provenance.describe`); None and nothing without a checkpoint. Its arrays are not
+    read."""
+    checkpoints = Checkpoints(folder.checkpoints_path)
+    step = checkpoints.latest_step()
+    return step, {} if step is None else checkpoints.meta(step)
+
+
 def load_policy_of(
     folder: RunFolder,
     model: ModelConfig,

@@ -31,6 +31,7 @@ from jrl.rollout.sampler import Sampler
 from jrl.tasks import Task, load_task
 from jrl.tasks.data.chats import Chats, load_chats
 from jrl.tasks.data.fields import Fields
+from jrl.tasks.data.fingerprint import data_fingerprints
 from jrl.tasks.data.split import parse_heldout
 from jrl.tasks.mixture import Mixture, has_environments, part_names
 from jrl.tasks.sandbox.sandbox import allow_unsafe
@@ -140,6 +141,11 @@ class Setup:
     def settings(self) -> dict[str, Any]:
         """Settings that a run may not change, as JSON values."""
         return fixed_settings(self.run, self.recipe)
+
+    @cached_property
+    def data(self) -> dict[str, dict[str, Any]]:
+        """Fingerprints of the records of the task, by the name of each list."""
+        return data_fingerprints(self.task)
 
     @property
     def format(self) -> PromptFormat:

@@ -182,6 +182,12 @@ def test_samples_on_a_terminal_without_unicode():
     assert "\\xe9" in file.read()
 
 
-def test_samples_of_unequal_number_are_refused():
-    with pytest.raises(ValueError, match="shorter"):
-        display.print_samples(samples(("a", "c", 0.0)), [], pipe())
+def test_print_samples_pairs_equal_prompts():
+    """As in a run whose data file changed in between."""
+    console = pipe()
+    before = samples(("sort 12", "12", 0.0), ("sort 21", "x", 0.0), ("sort 33", "y", 0.0))
+    display.print_samples(before, samples(("sort 33", "z", 1.0), ("sort 9", "9", 1.0)), console)
+    text = written(console)
+    (row,) = [line for line in text.splitlines() if "sort" in line]
+    assert row.index("sort 33") < row.index("y") < row.index("z")
+    assert "2 other prompts were sampled only before, or only after" in text

@@ -1,5 +1,6 @@
 """Supervised fine-tuning and reinforcement read the same conversation in the same record."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -70,6 +71,9 @@ def test_records_in_templates_of_many_families(name, tmp_path):
             if (name, of) in WRITES_OTHERWISE:
                 assert "differently than at the start of the full" in str(error)
                 continue
+            if of == "reasoning":  # of a turn that only sft reads; none of them writes it
+                assert "does not write reasoning_content" in str(error)
+                continue
         assert learned == reinforced, of
         same += learned is not None
     assert same >= 10
@@ -98,15 +102,16 @@ def test_arguments_of_the_run_come_after_those_of_a_record(tokenizer):
 def test_a_null_reaches_templates_that_look_for_it(tokenizer):
     record = RECORDS["a call without content"][0]
     tools = "{% for t in tools %}{{ t.function.name }};{% endfor %}"
+    calls = "{{ m.tool_calls | tojson if m.tool_calls }};{% endfor %}"
+    written_calls = json.dumps(record["messages"][1]["tool_calls"])
     for source, written in (
-        ("{% for m in messages %}{{ m.content }};{% endfor %}", "2+2?;;4;"),
+        ("{% for m in messages %}{{ m.content }}", f"2+2?;{written_calls};4;"),
         (
-            "{% for m in messages %}{{ 'null' if m['content'] is none else m.content }};"
-            "{% endfor %}",
-            "2+2?;null;4;",
+            "{% for m in messages %}{{ 'null' if m['content'] is none else m.content }}",
+            f"2+2?;null{written_calls};4;",
         ),
     ):
-        made = tokenizer.with_usage(replace(tokenizer.usage, chat_template=tools + source))
+        made = tokenizer.with_usage(replace(tokenizer.usage, chat_template=tools + source + calls))
         format = PromptFormat(made, ChatTemplate(made))
         ids = format.encode(example_of(record, "f:1"))
         assert made.decode_special(ids) == "add;" + written

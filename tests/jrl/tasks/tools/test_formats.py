@@ -1,9 +1,11 @@
 """Calls in every format: what a careful person would read in a text, and nothing else."""
 
+import json
 import time
 
 import pytest
 
+from jrl.tasks.tools import call_format
 from jrl.tasks.tools.calls import Call
 from jrl.tasks.tools.detection import FORMATS, PLAIN, detect_calls
 from jrl.tasks.tools.tool import Tool
@@ -497,3 +499,66 @@ def test_long_texts_take_no_time(format):
     for text in (*(piece * 3000 for piece in pieces), one[:-8] * 500, one[:12] * 2000):
         format.calls(text, KNOWN)
     assert time.process_time() - begun < 5
+
+
+REPEATED = (
+    *(
+        "\n",
+        " ",
+        "{\n",
+        "{x}\n",
+        '{"a":\n',
+        '{"a":[\n',
+        "[f(\n",
+        "[calc(expression='",
+        "a <tool_call> ",
+    ),
+    *("a <tool_call>calc<arg_key> ", "a <tool_call>calc<arg_key>k</arg_key><arg_value>"),
+    *("x <function=calc><parameter=a>", "<tool_call>calc<arg_key>   ", "<|python_start|>\n"),
+    *("now()\n", "[TOOL_CALLS]now  ", "<|channel|>commentary to=functions.now<|message|>{"),
+    *("```tool_code\nnow(\n", "<start_function_call>call:now{a:<escape>", f"{CALL}now{SEP}{{}} "),
+    *("<|python_tag|>{", '{"name": "now", "parameters": {}}\n'),
+)
+"""Texts that a reader might look through again at each repetition."""
+BEFORE = (
+    "",
+    "<function_calls>\n",
+    "[now()",
+    "[TOOL_CALLS]now",
+    KIMI[:-17] + ARGS,
+    "<tool_call>now",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", (*FORMATS, PLAIN), ids=lambda format: format.name)
+def test_repeated_marks_take_linear_time(format):
+    """Of 200,000 characters: linear readers take a second or two for all, and a quadratic one
+    takes minutes for one text."""
+    begun = time.process_time()
+    for repeated in REPEATED:
+        for before in BEFORE:
+            format.calls(before + repeated * (200_000 // len(repeated)), KNOWN)
+            assert time.process_time() - begun < 120, (before, repeated)
+
+
+@pytest.mark.parametrize("window", [33, 40, 64])
+def test_json_values_of_any_window_are_the_same(window, monkeypatch):
+    monkeypatch.setattr(call_format, "WINDOW", window)
+    values = [
+        *(ONE[1], ROOM, [], {}, "a" * 100, "\\" * 40, "é\n" * 30, [1.5e300] * 20, -0.25),
+        *([{"a": [True, None, False]}] * 9, {"k" * 50: {"k": "v" * 70}}, 12345678901234567890),
+    ]
+    for value in values:
+        for text in (json.dumps(value), json.dumps(value, indent=2, ensure_ascii=False)):
+            for before, behind in (("", ""), ("x" * 50, " and more text" * 9), ("{", "}]")):
+                found = call_format.read_value(before + text + behind, len(before))
+                assert found == (value, len(before) + len(text))
+            for end in range(1, len(text)):
+                try:
+                    expected = json.JSONDecoder().raw_decode(text[:end])
+                except ValueError:
+                    with pytest.raises(ValueError, match="it is no JSON"):
+                        call_format.read_value(text[:end], 0)
+                else:
+                    assert call_format.read_value(text[:end], 0) == expected
