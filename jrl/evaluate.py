@@ -14,11 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tyro
 from jaxtyping import Array
 
 from jrl.checks import flag
-from jrl.command_line import exit_status, start_jax
+from jrl.command_line import exit_status, parse_flags, start_jax
 from jrl.config.evaluation import (
     SAMPLING_SETTINGS,
     EvaluateOptions,
@@ -50,12 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    options = tyro.cli(
+    options = parse_flags(
         EvaluateOptions,
-        prog="python -m jrl.evaluate",
-        description="Evaluates the policy of a run or of a public checkpoint: sampled, greedy, "
-        "pass@k.",
-        args=arguments,
+        "python -m jrl.evaluate",
+        arguments,
+        "Evaluates the policy of a run or of a public checkpoint: sampled, greedy, pass@k.",
     )
     options.check()
     temperature = 1.0 if options.temperature is None else options.temperature

@@ -1,6 +1,5 @@
 """Flags of ``python -m jrl.evaluate``, and the settings of a run with their changes."""
 
-import math
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -150,8 +149,6 @@ class EvaluateOptions:
         check_range(self, ("k", "prompts", "devices", "slots", "verifiers"), 1)
         check_range(self, ("show",), 0)
         check_seed(self.seed)
-        if self.temperature is not None and not math.isfinite(self.temperature):
-            raise ValueError(f"temperature={self.temperature} must be a number from 0.")
         check_of_checkpoint(self.lora, self.run, self.is_checkpoint)
         if self.tokenizer is not None and not self.is_checkpoint:
             raise ValueError(

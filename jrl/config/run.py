@@ -1,10 +1,9 @@
 """Settings of a run, except for those of its recipe."""
 
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jrl.checks import check_range, check_seed, flag
+from jrl.checks import check_numbers, check_range, check_seed, flag
 from jrl.published.location import checkpoint_folder, is_checkpoint
 from jrl.runs.directory import storage_path
 from jrl.tasks.data.conversations import template_arguments
@@ -407,6 +406,7 @@ class RunConfig:
         )
 
     def __post_init__(self):
+        check_numbers(self)
         check_seed(self.seed)
         _ = self.rewards, self.template_arguments
         parse_heldout(self.held_out)
@@ -416,7 +416,7 @@ class RunConfig:
             raise ValueError(f"steps={self.steps} must not be negative: 0 is only the warm start.")
         for name in (*ROUTER_SETTINGS, "sample_tokens", "max_staleness"):
             value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
+            if value is not None and value < 0:
                 raise ValueError(f"{name}={value} must not be negative: 0 is none.")
         if self.stale_cache and self.max_staleness < 2:
             raise ValueError(
@@ -437,7 +437,7 @@ class RunConfig:
         self._check_rollout()
         if self.checkpoint_dir is not None:
             storage_path(self.checkpoint_dir)
-        if self.drift_alarm is not None and not 0 < self.drift_alarm < math.inf:
+        if self.drift_alarm is not None and self.drift_alarm <= 0:
             raise ValueError(f"drift_alarm={self.drift_alarm} must be above 0 nats; None is off.")
         if not any(f"{kind}:" in self.task for kind in KINDS):
             for name, default in (("prompt", "prompt"), ("answer", "answer"), ("messages", None)):
@@ -447,7 +447,7 @@ class RunConfig:
                         f"not {self.task!r}: leave it out."
                     )
         check_range(self, ("warm_start_accuracy",), 0, 1)
-        if not 0 < self.faults_continuity < math.inf:
+        if self.faults_continuity <= 0:
             raise ValueError(f"faults_continuity={self.faults_continuity} must be above 0 seconds.")
         for name in ("faults_port", "on_fault"):
             if getattr(self, name) is not None and not self.faults:
@@ -463,7 +463,7 @@ class RunConfig:
 
     def _check_drain(self) -> None:
         """Raises a ValueError for settings of drains that cannot be."""
-        if not 0 < self.drain_every < math.inf:
+        if self.drain_every <= 0:
             raise ValueError(f"drain_every={self.drain_every} must be above 0 seconds.")
         if self.min_processes is None:
             return

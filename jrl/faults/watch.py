@@ -20,6 +20,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from jrl.command_line import parse_flags
 from jrl.config.run import DRAIN, TELL
 from jrl.faults.collect.exporters import SELECTOR
 from jrl.faults.collect.fleet import INCOMPARABLE, Detector
@@ -81,11 +82,11 @@ class WatchOptions(DetectorOptions):
 
 def main(arguments: list[str]) -> int:
     """Watches until all processes have ended, and returns the exit status: 3 after an alarm."""
-    request = tyro.cli(
+    request = parse_flags(
         Annotated[WatchOptions, tyro.conf.arg(name="")],
-        prog="python -m jrl.faults watch",
-        description="Shows what each process of a run is doing, and names the one that stands out.",
-        args=arguments,
+        "python -m jrl.faults watch",
+        arguments,
+        "Shows what each process of a run is doing, and names the one that stands out.",
     )
     targets = (bool(request.run), request.prometheus is not None, bool(request.scrape))
     if sum(targets) != 1:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jrl.checks import check_range
+from jrl.checks import check_numbers, check_range
 from jrl.losses import Mean
 from jrl.recipes.base.batch import Batch, Targets
 from jrl.recipes.base.optimizer import Optimizer, Schedule
@@ -56,6 +56,7 @@ class Sft(Recipe):
 
     def __post_init__(self):
         # Before the checks of every recipe, which compute with these.
+        check_numbers(self)
         check_range(self, ("batch", "epochs", "micro_batch"), 1)
         if self.batch % self.micro_batch_size:
             raise ValueError(

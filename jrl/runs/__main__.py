@@ -8,7 +8,7 @@ from typing import Literal
 
 import tyro
 
-from jrl.command_line import exit_status, start_jax
+from jrl.command_line import exit_status, parse_flags, start_jax
 from jrl.runs import manifest
 from jrl.runs.checkpoints import BASE, Checkpoints
 from jrl.runs.directory import Directory, StoragePath, open_directory
@@ -35,11 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    request = tyro.cli(
+    request = parse_flags(
         RunsOptions,
-        prog="python -m jrl.runs",
-        description="Lists, verifies and prunes the checkpoints of a run.",
-        args=arguments,
+        "python -m jrl.runs",
+        arguments,
+        "Lists, verifies and prunes the checkpoints of a run.",
     )
     keep, prunes = request.keep, request.command == "prune"
     if keep is not None and not prunes:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar, get_args
 
-from jrl.checks import check_range
+from jrl.checks import check_numbers, check_range
 from jrl.losses import Aggregation, RejectionOver, WeightLevel, WeightMean
 from jrl.recipes.base.mismatch import Denominator, OldLogprobs, Rejection, Weighting
 from jrl.recipes.base.optimizer import Optimizer
@@ -125,6 +125,7 @@ class Hyperparameters:
     """Reward of a completion with score 0; rewards of partial scores are in between."""
 
     def __post_init__(self):
+        check_numbers(self)
         counts = ("prompts", "group_size", "mini_batch", "micro_batch", "epochs")
         check_range(self, (*counts, "max_generation_rounds"), 1)
         check_range(self, ("learning_rate", "learning_rate_warmup", "weight_decay"), 0)
