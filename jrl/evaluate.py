@@ -22,6 +22,7 @@ from jrl.config.evaluation import (
     SAMPLING_SETTINGS,
     EvaluateOptions,
     choose_num_prompts,
+    code_to_evaluate,
     evaluation_configuration,
     training_data_notes,
 )
@@ -158,8 +159,8 @@ def _build_setup(
             tokenizer = load_tokenizer(folder.tokenizer_path)
             if options.chat_template is not None:
                 tokenizer = with_template(run, tokenizer)
-            code_path = folder.code_path if options.task is None else None
-            setup = build_setup(run, recipe, tokenizer, load_model(folder), code_path)
+            code = code_to_evaluate(options, folder)
+            setup = build_setup(run, recipe, tokenizer, load_model(folder), code)
     connect(setup.mesh)
     connect(setup.rollout_mesh)
     for line in describe_left_out(setup.task, setup.prompts_dropped, setup.prompt_length):

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import tyro
 
 from jrl.command_line import exit_status, parse_flags, start_jax
-from jrl.config.files import configuration_of
+from jrl.config.files import run_of
 from jrl.config.run import RunConfig
 from jrl.runs.folder import RunFolder
 from jrl.text.load import load_tokenizer
@@ -69,7 +69,7 @@ def _main(arguments: list[str]) -> int:
         "Writes the policy of a run as a checkpoint that transformers and vLLM read.",
     )
     folder = RunFolder.read(options.run)
-    run, _ = configuration_of(folder)
+    run = run_of(folder)
     _check(options, folder)
     # On the host, whatever the run learned on: nothing is computed.
     start_jax(1)
