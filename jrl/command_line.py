@@ -4,7 +4,7 @@ import dis
 import errno
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -34,12 +34,13 @@ MEMORY_REMEDY = "lower --micro-batch; --dry-run shows what needs the memory"
 
 
 def parse_flags(
-    kind: type[Options], program: str, arguments: list[str], about: str | None = None
+    kind: type[Options], program: str, arguments: Sequence[str] | None, about: str | None = None
 ) -> Options:
     """Parses a command line into a dataclass, whose numbers are finite.
 
     Args:
       program: the command, ``python -m jrl.serve``.
+      arguments: None takes those of this process.
       about: what it does, for ``--help``; None takes the docstring of the dataclass.
     """
     options = tyro.cli(kind, prog=program, description=about, args=arguments)

@@ -86,12 +86,14 @@ def check_files(folder: RunFolder, step: int, saved: Mapping[str, Any]) -> None:
 
 def compare(folder: RunFolder, saved: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
     """Names of the files of a run, each with its difference from `saved`, the result of `describe`
-    at a checkpoint; None for none."""
+    at a checkpoint; None for none. Nothing of a checkpoint that was saved without it."""
+    if "settings" not in saved:
+        return
     config = folder.config()
     current = {"recipe": config.get("recipe")}
     for group in (config.get("run"), config.get("hyperparameters")):
         current |= group if isinstance(group, dict) else {}
-    settings = saved.get("settings", {})
+    settings = saved["settings"]
     changes = changed_settings(current, settings)
     changes += [f"{flag(name)} is missing" for name in settings if name not in current]
     yield folder.config_path.name, "; ".join(changes) or None
