@@ -16,7 +16,7 @@ from jaxtyping import Array
 from jrl.checks import flag
 from jrl.config.run import IMPLEMENTATION_SETTINGS, RunConfig
 from jrl.recipes import ActorCritic, Batch, Ppo, Recipe, Sft, Targets
-from jrl.recipes.load import LIBRARY, load_recipe, read_recipe, reference_of
+from jrl.recipes.load import load_recipe, read_recipe, reference_of
 from jrl.runs.folder import RunFolder
 from jrl.runs.trust import check_trusted
 
@@ -141,9 +141,15 @@ def recipe_to_sample(folder: RunFolder) -> Recipe:
     """Recipe of a run folder for sampling and evaluation. The code of a custom recipe is not
     loaded: a stand-in of the same name has its settings of sampling and its batch sizes."""
     config, path = folder.config(), folder.config_path
-    reference, values = str(config.get("recipe")), config.get("hyperparameters")
-    if reference in LIBRARY or not isinstance(values, Mapping):
+    reference, values = config.get("recipe"), config.get("hyperparameters")
+    file, _, class_name = str(reference).rpartition(":")
+    if not file:  # a name, whose class is one of the library
         return from_json(config, path)[1]
+    if not (class_name.isidentifier() and isinstance(values, Mapping)):
+        raise ValueError(
+            f"{path}: recipe {reference!r} with hyperparameters {values!r} is no recipe: put the "
+            "file back as it was."
+        )
     kind = next(
         stand_in
         for base, stand_in in ((Sft, Sft), (ActorCritic, Ppo), (Recipe, Sampled))
@@ -151,9 +157,7 @@ def recipe_to_sample(folder: RunFolder) -> Recipe:
     )
     names = [name for name in SAMPLED if name in values and hasattr(kind, name)]
     known = {**asdict(kind()), **{name: values[name] for name in names}}
-    named_kind: type[Recipe] = type(
-        reference.rpartition(":")[2], (kind,), {"__doc__": kind.__doc__}
-    )
+    named_kind: type[Recipe] = type(class_name, (kind,), {"__doc__": kind.__doc__})
     return _record(named_kind, known, "hyperparameters", path)
 
 

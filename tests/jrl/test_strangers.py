@@ -192,6 +192,19 @@ def test_custom_recipe_is_sampled_by_a_stand_in(stranger, base, stand_in):
     assert stranger.ran == set()
 
 
+DAMAGED = [{"hyperparameters": []}, {"hyperparameters": None}, {"recipe": "recipe.py:a b"}]
+DAMAGED += [{"recipe": "recipe.py:"}, {"recipe": "grpoo"}, {"recipe": None}, {"recipe": 3}]
+
+
+@pytest.mark.parametrize("change", DAMAGED, ids=str)
+def test_recipe_of_a_stranger_is_refused_without_its_code(stranger, change):
+    config = json.loads((stranger.path / "config.json").read_text())
+    (stranger.path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(ValueError, match=r"config\.json: "):
+        recipe_to_sample(RunFolder.read(stranger.path))
+    assert stranger.ran == set()
+
+
 def test_weights_of_a_stranger_start_a_run_and_no_code(stranger):
     command = ["--weights", str(stranger.path), "--run-dir", "own", "--dry-run"]
     assert train.main([*FLAGS, *command]) == 0
