@@ -304,6 +304,14 @@ def test_templates_of_a_stranger_are_confined(stranger):
         assert stranger.ran == set()
 
 
+def test_tags_of_a_settings_file_make_no_objects(stranger, capsys):
+    assert train.main(["--config", str(stranger.path / "run.yaml"), "--dry-run"]) == 2
+    assert "run.yaml is not YAML: could not determine a constructor" in one_line(
+        capsys.readouterr()
+    )
+    assert stranger.ran == set()
+
+
 METADATA = ["meta/metadata", "tree/metadata", "state/_METADATA", "state/_sharding"]
 
 
