@@ -157,7 +157,7 @@ def recipe_to_sample(folder: RunFolder) -> Recipe:
     )
     names = [name for name in SAMPLED if name in values and hasattr(kind, name)]
     known = {**asdict(kind()), **{name: values[name] for name in names}}
-    named_kind: type[Recipe] = type(class_name, (kind,), {"__doc__": kind.__doc__})
+    named_kind: Any = type(class_name, (kind,), {"__doc__": kind.__doc__})
     return _record(named_kind, known, "hyperparameters", path)
 
 
