@@ -16,6 +16,7 @@ import tyro
 from jrl import evaluate, export, serve
 from jrl.config import flags
 from jrl.config.run import AUTO, RunConfig
+from jrl.config.run_code import RunCode
 from jrl.faults import __main__ as faults
 from jrl.launch import __main__ as launch
 from jrl.recipes import RECIPES
