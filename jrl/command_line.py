@@ -4,13 +4,16 @@ import dis
 import errno
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 import jax
+import tyro
 
+from jrl.checks import check_numbers
 from jrl.processes.addresses import check_reachable
 from jrl.processes.coordinator import (
     HEARTBEAT_SECONDS,
@@ -24,8 +27,25 @@ from jrl.processes.software import check_same_software
 from jrl.processes.supervisor import DRAINED
 
 OUR_PACKAGES = ("jrl", "moe", "sharding")
+Options = TypeVar("Options")
+
 MEMORY_REMEDY = "lower --micro-batch; --dry-run shows what needs the memory"
 """Advice for a device that is out of memory."""
+
+
+def parse_flags(
+    kind: type[Options], program: str, arguments: Sequence[str] | None, about: str | None = None
+) -> Options:
+    """Parses a command line into a dataclass, whose numbers are finite.
+
+    Args:
+      program: the command, ``python -m jrl.serve``.
+      arguments: None takes those of this process.
+      about: what it does, for ``--help``; None takes the docstring of the dataclass.
+    """
+    options = tyro.cli(kind, prog=program, description=about, args=arguments)
+    check_numbers(options)
+    return options
 
 
 def exit_status(command: Callable[[], int], remedy: str = MEMORY_REMEDY) -> int:

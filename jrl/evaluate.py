@@ -14,14 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tyro
 from jaxtyping import Array
 
 from jrl.checks import flag
-from jrl.command_line import exit_status, start_jax
+from jrl.command_line import exit_status, parse_flags, start_jax
 from jrl.config.evaluation import (
     EvaluateOptions,
     choose_num_prompts,
+    code_to_evaluate,
     evaluation_configuration,
     training_data_notes,
 )
@@ -49,12 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    options = tyro.cli(
+    options = parse_flags(
         EvaluateOptions,
-        prog="python -m jrl.evaluate",
-        description="Evaluates the policy of a run or of a public checkpoint: sampled, greedy, "
-        "pass@k.",
-        args=arguments,
+        "python -m jrl.evaluate",
+        arguments,
+        "Evaluates the policy of a run or of a public checkpoint: sampled, greedy, pass@k.",
     )
     options.check()
     temperature = 1.0 if options.temperature is None else options.temperature
@@ -159,8 +158,8 @@ def _build_setup(
             tokenizer = load_tokenizer(folder.tokenizer_path)
             if options.chat_template is not None:
                 tokenizer = with_template(run, tokenizer)
-            code_path = folder.code_path if options.task is None else None
-            setup = build_setup(run, recipe, tokenizer, load_model(folder), code_path)
+            code = code_to_evaluate(options, folder)
+            setup = build_setup(run, recipe, tokenizer, load_model(folder), code)
     connect(setup.mesh)
     connect(setup.rollout_mesh)
     for line in describe_left_out(setup.task, setup.prompts_dropped, setup.prompt_length):

@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 import tyro
 
-from jrl.command_line import exit_status, start_jax
-from jrl.config.files import configuration_of
+from jrl.command_line import exit_status, parse_flags, start_jax
+from jrl.config.files import run_of
 from jrl.config.run import RunConfig
 from jrl.runs.folder import RunFolder
 from jrl.text.load import load_tokenizer
@@ -62,14 +62,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    options = tyro.cli(
+    options = parse_flags(
         ExportOptions,
-        prog="python -m jrl.export",
-        description="Writes the policy of a run as a checkpoint that transformers and vLLM read.",
-        args=arguments,
+        "python -m jrl.export",
+        arguments,
+        "Writes the policy of a run as a checkpoint that transformers and vLLM read.",
     )
     folder = RunFolder.read(options.run)
-    run, _ = configuration_of(folder)
+    run = run_of(folder)
     _check(options, folder)
     # On the host, whatever the run learned on: nothing is computed.
     start_jax(1)

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import tyro
 
 from jrl.checks import check_range, check_seed
-from jrl.command_line import exit_status, start_jax
+from jrl.command_line import exit_status, parse_flags, start_jax
 from jrl.published.location import is_checkpoint
 from jrl.tasks.data.conversations import template_arguments
 
@@ -119,11 +119,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    options = tyro.cli(
+    options = parse_flags(
         ServeOptions,
-        prog="python -m jrl.serve",
-        description="Serves a policy: completions and chats by OpenAI's protocol.",
-        args=arguments,
+        "python -m jrl.serve",
+        arguments,
+        "Serves a policy: completions and chats by OpenAI's protocol.",
     )
     _check(options)
     _serve(options)

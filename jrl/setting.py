@@ -11,7 +11,7 @@ from dataclasses import MISSING, Field, field, fields
 from inspect import get_annotations
 from typing import Any
 
-from jrl.checks import check_range
+from jrl.checks import check_numbers, check_range
 
 
 def setting(
@@ -51,7 +51,9 @@ def setting(
 
 
 def check_settings(record: Any) -> None:
-    """Raises ValueError for the first number outside of the range that its field declares."""
+    """Raises ValueError for the first number that is not finite, not whole in a field of counts, or
+    outside of the range that its field declares."""
+    check_numbers(record)
     kind = type(record)
     for item in fields(record):
         if isinstance(getattr(record, item.name), tuple):

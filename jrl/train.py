@@ -17,9 +17,10 @@ from jaxtyping import Array
 
 from jrl.checks import flag
 from jrl.command_line import exit_status, start_jax
-from jrl.config.files import configuration_of, to_json
+from jrl.config.files import run_of, to_json
 from jrl.config.flags import PROGRAM, TrainOptions, drop_idle, parse_arguments
 from jrl.config.run import RunConfig
+from jrl.config.run_code import code_of
 from jrl.config.settings_file import settings_text
 from jrl.config.training import AUTO
 from jrl.processes.agreement import (
@@ -34,12 +35,11 @@ from jrl.processes.coordinator import process_id
 from jrl.processes.software import short_hash
 from jrl.processes.supervisor import DRAINED, UNSUPERVISED, Supervisor
 from jrl.processes.watchdog import jax_heartbeat
-from jrl.recipes.load import source_of
 from jrl.report.evaluation import summarize_run
 from jrl.runs import provenance, records
 from jrl.runs.folder import RunFolder, next_run_path
 from jrl.runs.json_lines import restoring_streams, start_json_lines
-from jrl.tasks.load import custom_files
+from jrl.runs.trust import remember
 from jrl.text.load import load_tokenizer
 from jrl.text.tokenizer import Tokenizer
 
@@ -111,6 +111,7 @@ def _start_run(options: TrainOptions, supervisor: Supervisor) -> int:
     with closing(setup.task):
         weights = _load_initial_weights(setup)
         options = replace(options, run=setup.run)  # with the steps that its epochs take
+        remember(code_of(options.run, options.recipe).parts)
         with _open(lambda: _create(options)) as folder:
             _save_inputs(setup, folder)
             _print_lengths(setup)
@@ -149,15 +150,15 @@ def _resume(options: TrainOptions, supervisor: Supervisor) -> int:
 
 def _shared_settings(options: TrainOptions) -> dict[str, Any]:
     """Settings that all processes of a run must have in common."""
-    config, source = to_json(options.run, options.recipe), source_of(options.recipe)
+    config = to_json(options.run, options.recipe)
     fields = {**config["run"], **config["hyperparameters"]}
-    folder = _open_resumed(options)
-    code_path = None if folder is None else folder.code_path
-    files = custom_files(options.run.task, options.run.reward, code_path)
+    code = options.code or code_of(options.run, options.recipe)
     return {
         "the recipe": config["recipe"],
-        "the recipe's file": None if source is None else short_hash(source),
-        "the files of task and rewards": {name: short_hash(files[name]) for name in files},
+        "the recipe's file": None if code.recipe is None else short_hash(code.recipe),
+        "the files of task and rewards": {
+            name: short_hash(content) for name, content in code.files.items()
+        },
         "--resume": options.command.resume,
         "--dry-run": options.command.dry_run,
         **{flag(name): value for name, value in fields.items()},
@@ -213,9 +214,9 @@ def _build(options: TrainOptions, folder: RunFolder | None = None) -> "Setup":
     if options.run.metrics_port is not None:
         exporter.import_client()
     model = None if folder is None else load_model(folder)
-    code_path = None if folder is None else folder.code_path
+    code = None if options.code is None else options.code.files
     tokenizer = _tokenizer(options.run, folder)
-    setup = build_elastic_setup(options.run, options.recipe, tokenizer, model, code_path)
+    setup = build_elastic_setup(options.run, options.recipe, tokenizer, model, code)
     try:
         setup.tokenizer.encode(setup.task.characters)
         specs(setup.model, setup.mesh)
@@ -261,7 +262,7 @@ def _load_initial_weights(setup: "Setup") -> "Transformer[Array] | None":
     folder = RunFolder.read(setup.run.weights)
     lora = None  # the adapters of that run
     if folder.config().get("run", {}).get("lora_rank") is not None:
-        lora = lora_of(setup.model, configuration_of(folder)[0])
+        lora = lora_of(setup.model, run_of(folder))
     networks = setup.networks.with_adapters(lora)
     weights, step = load_policy(folder, networks, float32=True)
     print(f"starting from {setup.run.weights} after step {step}")
@@ -346,10 +347,9 @@ def _print_lengths(setup: "Setup") -> None:
 
 def _create(options: TrainOptions) -> RunFolder:
     """The requested folder, or the next with a number."""
-    config, source = to_json(options.run, options.recipe), source_of(options.recipe)
-    code = custom_files(options.run.task, options.run.reward)
+    config, code = to_json(options.run, options.recipe), code_of(options.run, options.recipe)
     path = options.command.run_dir or next_run_path(options.recipe.name, options.run.task)
-    return RunFolder.create(path, config, source, code)
+    return RunFolder.create(path, config, code.recipe, code.files)
 
 
 def _train(

@@ -3,6 +3,7 @@ device."""
 
 import atexit
 import os
+import shutil
 import signal
 import tempfile
 from pathlib import Path
@@ -31,6 +32,10 @@ trace_quickly()
 # Thousands of programs go with their process; to take them apart first takes seconds.
 if "PYTEST_XDIST_WORKER" in os.environ:
     atexit.register(os._exit, 0)
+
+# Code of runs that tests start is not recorded as the code of whoever runs them.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="jrl-test-state-")
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 # A shell's background job ignores Ctrl-C, and so would the processes that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

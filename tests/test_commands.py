@@ -16,6 +16,7 @@ import tyro
 from jrl import evaluate, export, serve
 from jrl.config import flags
 from jrl.config.run import RunConfig
+from jrl.config.run_code import RunCode
 from jrl.config.training import AUTO
 from jrl.faults import __main__ as faults
 from jrl.launch import __main__ as launch
@@ -136,7 +137,9 @@ def test_train_reads(command, monkeypatch, tmp_path):
     for name, source in OWN_RECIPE:
         (tmp_path / name).write_text(source)
     # What a resumed run was started with: any run will do.
-    monkeypatch.setattr(flags, "configuration_of", lambda folder: (RunConfig(), RECIPES["grpo"]()))
+    stored = (RunConfig(), RECIPES["grpo"]())
+    monkeypatch.setattr(flags, "configuration_of", lambda folder, recipe: stored)
+    monkeypatch.setattr(flags, "code_to_resume", lambda *_, trusted: RunCode())
     monkeypatch.setattr(flags.RunFolder, "read", lambda path: path)
     words = words_of(command)[2:]
     if words[-1:] in (["--layout"], ["--model"]):

@@ -1,7 +1,7 @@
 """Flags of ``python -m jrl.evaluate``, and the settings of a run with their changes."""
 
-import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -9,8 +9,9 @@ from typing import Any, Literal
 import tyro
 
 from jrl.checks import check_seed
-from jrl.config.files import configuration_of
+from jrl.config.files import recipe_to_sample, run_of
 from jrl.config.run import RunConfig
+from jrl.config.run_code import check_code, code_of_task
 from jrl.processes.coordinator import SINGLE_PROCESS, Processes
 from jrl.published.adapters import check_of_checkpoint
 from jrl.published.location import is_checkpoint
@@ -77,7 +78,10 @@ class EvaluateOptions:
     """Processes that check answers or run rewards; None is one per processor core, up to 8."""
     unsafe_tools: bool = setting(False, override=False)
     """Run code that the policy writes as your user, as --unsafe-tools of jrl.train; a run that had
-    it keeps it."""
+    it needs it again."""
+    trust_run_code: tyro.conf.FlagCreatePairsOff[bool] = setting(False, override=False)
+    """Run the custom task and rewards of the run folder (its code/ and modules) though this user
+    has not given them to a command on this machine. No evaluation runs a recipe's code."""
     max_turns: int | None = None
     """Maximum turns of the policy in a multi-turn conversation with an environment."""
     turn_length: int | None = None
@@ -138,8 +142,6 @@ class EvaluateOptions:
         """Raises ValueError for invalid flags, and creates the folders of the output files."""
         check_settings(self)
         check_seed(self.seed)
-        if self.temperature is not None and not math.isfinite(self.temperature):
-            raise ValueError(f"temperature={self.temperature} must be a number from 0.")
         check_of_checkpoint(self.lora, self.run, self.is_checkpoint)
         if self.tokenizer is not None and not self.is_checkpoint:
             raise ValueError(
@@ -161,7 +163,7 @@ def evaluation_configuration(
             raise ValueError(f"{options.run} is a checkpoint, which has no task: give --task.")
         run, recipe = RunConfig(model=options.run, steps=0, tokenizer=options.tokenizer), Grpo()
     else:
-        run, recipe = configuration_of(folder)
+        run, recipe = run_of(folder), recipe_to_sample(folder)
         if run.lora_rank is not None and options.dtype is not None:
             raise ValueError(
                 f"dtype={options.dtype!r} differs from that of the base weights that run "
@@ -179,8 +181,7 @@ def evaluation_configuration(
             name: getattr(RunConfig, name) for name in names_with(RunConfig, "of_task")
         }
         changes = {**task_defaults, **changes, "task": options.task, "warm_start_steps": 0}
-    if options.unsafe_tools:
-        changes["unsafe_tools"] = True
+    changes["unsafe_tools"] = options.unsafe_tools
     # Implementations were chosen for the training devices; here the best that applies is used.
     # Slots were chosen for their memory, and for the run's own lengths.
     run = replace(run.on_one_mesh(), slots=None, **run.without_implementations)
@@ -203,6 +204,17 @@ def _given(options: EvaluateOptions, kind: type) -> dict[str, Any]:
     return {name: flags[name] for name in overridden if flags.get(name) is not None}
 
 
+def code_to_evaluate(options: EvaluateOptions, folder: RunFolder | None) -> Mapping[str, bytes]:
+    """Files of the run's own task and rewards, if they are evaluated; ValueError for code that the
+    user does not trust."""
+    if folder is None or options.task is not None:
+        return {}
+    run = run_of(folder)
+    code = code_of_task(folder, run.task, run.reward if options.reward is None else ())
+    check_code(folder, code, trusted=options.trust_run_code)
+    return code.files
+
+
 def choose_num_prompts(options: EvaluateOptions, size: int | None) -> int:
     """Maximum number of prompts to evaluate, of a task that has `size`; None is without an end."""
     if options.prompts is not None:
@@ -215,7 +227,7 @@ def training_data_notes(options: EvaluateOptions, folder: RunFolder | None) -> l
     the run was trained on it."""
     if folder is None or options.task is None or options.held_out is not None:
         return []
-    run, _ = configuration_of(folder)
+    run = run_of(folder)
     held_out = run.held_out or f"{HELDOUT_SHARE:g}"
     return [
         f"note: the run was trained on {task}; --held-out {held_out} selects the prompts that it "

@@ -7,18 +7,36 @@ as it was or not at all. A field that the file lacks was added after the run, an
 import json
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from jaxtyping import Array
+
 from jrl.checks import flag
 from jrl.config.run import RunConfig
-from jrl.recipes import Recipe
-from jrl.recipes.load import load_recipe, reference_of
+from jrl.recipes import ActorCritic, Batch, Ppo, Recipe, Sft, Targets
+from jrl.recipes.load import load_recipe, read_recipe, reference_of
 from jrl.runs.folder import RunFolder
+from jrl.runs.trust import check_trusted
 from jrl.setting import names_with, value_before
 
+SAMPLED = (
+    *("prompts", "group_size", "mini_batch", "micro_batch", "temperature", "top_k", "top_p"),
+    *("batch", "max_length", "overlong", "learn"),
+)
+"""Hyperparameters of a custom recipe that sampling and evaluation need: sizes, settings of
+sampling, and the settings of conversations in supervised fine-tuning."""
+
 Record = TypeVar("Record")
+
+
+@dataclass(frozen=True)
+class Sampled(Recipe):
+    """Stand-in for a custom recipe that is sampled from and not trained."""
+
+    def targets(self, batch: Batch[Array]) -> Targets[Array]:
+        raise NotImplementedError
 
 
 def to_json(run: RunConfig, recipe: Recipe) -> dict[str, Any]:
@@ -33,12 +51,15 @@ def to_json(run: RunConfig, recipe: Recipe) -> dict[str, Any]:
     return {"recipe": reference_of(recipe), "run": asdict(run), "hyperparameters": asdict(recipe)}
 
 
-def from_json(config: Mapping[str, Any], path: Path | str) -> tuple[RunConfig, Recipe]:
+def from_json(
+    config: Mapping[str, Any], path: Path | str, recipe: bytes | None = None
+) -> tuple[RunConfig, Recipe]:
     """Restores the run and the recipe from the JSON object of `to_json`.
 
     Args:
       path: the file that the configuration was read from; the path of a recipe of the user's own
         is relative to its folder.
+      recipe: content of that recipe's file; None reads it.
 
     Raises:
       ValueError: for a field that is unknown or of another type, or an unknown recipe.
@@ -48,7 +69,7 @@ def from_json(config: Mapping[str, Any], path: Path | str) -> tuple[RunConfig, R
     if not isinstance(name, str):
         raise ValueError(f"{path}: recipe is {name!r}, not the name of a recipe.")
     try:
-        kind = load_recipe(name, Path(path).parent)
+        kind = load_recipe(name, Path(path).parent, recipe)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     run = _record(RunConfig, config["run"], "run", path)
@@ -71,9 +92,47 @@ def fixed_settings(run: RunConfig, recipe: Recipe) -> dict[str, Any]:
     return json.loads(json.dumps(unchangeable))
 
 
-def configuration_of(folder: RunFolder) -> tuple[RunConfig, Recipe]:
-    """Run and recipe of a run folder."""
-    return from_json(folder.config(), folder.config_path)
+def configuration_of(folder: RunFolder, recipe: bytes | None = None) -> tuple[RunConfig, Recipe]:
+    """Run and recipe of a run folder.
+
+    Args:
+      recipe: content of the file of a custom recipe, which is trusted; None reads it, and raises
+        ValueError for a recipe that the user has not given to a command (`jrl.runs.trust`).
+    """
+    config = folder.config()
+    if recipe is None:
+        recipe = read_recipe(config.get("recipe"), folder.path)
+        check_trusted(folder.path, {} if recipe is None else {folder.recipe_path.name: recipe})
+    return from_json(config, folder.config_path, recipe)
+
+
+def run_of(folder: RunFolder) -> RunConfig:
+    """Settings of a run folder except for those of its recipe, whose code is not loaded."""
+    return _record(RunConfig, folder.config().get("run"), "run", folder.config_path)
+
+
+def recipe_to_sample(folder: RunFolder) -> Recipe:
+    """Recipe of a run folder for sampling and evaluation. The code of a custom recipe is not
+    loaded: a stand-in of the same name has its settings of sampling and its batch sizes."""
+    config, path = folder.config(), folder.config_path
+    reference, values = config.get("recipe"), config.get("hyperparameters")
+    file, _, class_name = str(reference).rpartition(":")
+    if not file:  # a name, whose class is one of the library
+        return from_json(config, path)[1]
+    if not (class_name.isidentifier() and isinstance(values, Mapping)):
+        raise ValueError(
+            f"{path}: recipe {reference!r} with hyperparameters {values!r} is no recipe: put the "
+            "file back as it was."
+        )
+    kind = next(
+        stand_in
+        for base, stand_in in ((Sft, Sft), (ActorCritic, Ppo), (Recipe, Sampled))
+        if base is Recipe or all(field.name in values for field in fields(base))
+    )
+    names = [name for name in SAMPLED if name in values and hasattr(kind, name)]
+    known = {**asdict(kind()), **{name: values[name] for name in names}}
+    named_kind: Any = type(class_name, (kind,), {"__doc__": kind.__doc__})
+    return _record(named_kind, known, "hyperparameters", path)
 
 
 def check_resumable(stored: tuple[RunConfig, Recipe], requested: tuple[RunConfig, Recipe]) -> None:

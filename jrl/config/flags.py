@@ -11,6 +11,7 @@ import tyro
 from jrl.checks import flag
 from jrl.config.files import changeable_settings, check_resumable, configuration_of
 from jrl.config.run import RECORDS, RunConfig
+from jrl.config.run_code import RunCode, code_to_resume
 from jrl.config.settings_file import GROUPS, Settings, read_settings
 from jrl.config.training import AUTO
 from jrl.processes.coordinator import SINGLE_PROCESS, Processes
@@ -18,6 +19,7 @@ from jrl.recipes import RECIPES, Recipe
 from jrl.recipes.load import LIBRARY, load_recipe
 from jrl.runs.directory import storage_path
 from jrl.runs.folder import RunFolder, local_path
+from jrl.runs.trust import TRUST_FLAG
 from jrl.setting import names_with, property_of, setting
 from jrl.tasks.data.split import check_trains
 from sharding.folding import Layout
@@ -56,6 +58,9 @@ class Command:
     resume_if_exists: tyro.conf.FlagCreatePairsOff[bool] = setting(False, in_file=False)
     """Resume the run in --run-dir if there is one, and start it otherwise: one command for a
     scheduler, which repeats it after a failure."""
+    trust_run_code: tyro.conf.FlagCreatePairsOff[bool] = setting(False, in_file=False)
+    """On --resume, run the code of the run folder (recipe.py, code/, modules and the command of
+    --on-fault) though this user has not given it to a command on this machine."""
     config: str | None = setting(None, in_file=False)
     """A YAML file of flags by name (learning_rate: 1e-6), such as the run.yaml of a run, or
     preset:NAME for one that comes with the library; flags on the command line take precedence."""
@@ -67,12 +72,14 @@ class Command:
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Parsed command line: the command, the run, its recipe and its processes."""
+    """Parsed command line: the command, the run, its recipe and its processes; and the code of a
+    run that is resumed."""
 
     command: Command
     run: RunConfig
     recipe: Recipe
     processes: Processes = SINGLE_PROCESS
+    code: RunCode | None = None
 
 
 def parse_arguments(arguments: list[str]) -> TrainOptions:
@@ -87,12 +94,15 @@ def parse_arguments(arguments: list[str]) -> TrainOptions:
     settings = _settings(arguments)
     folder = _resumed_folder(arguments, settings)
     kind = load_recipe(recipe_word) if recipe_word else _recipe_from(settings)
-    stored = None if folder is None else configuration_of(RunFolder.read(folder))
+    stored, code = None, None
+    if folder is not None:
+        stored, code = _read_stored(RunFolder.read(folder), arguments, recipe_word, settings)
     if stored is None:
         recipe = (kind or load_recipe(DEFAULT_RECIPE))()
         run = default_run(type(recipe))
     else:
-        run, recipe = stored
+        # Code that the policy writes runs as the user by a flag of this command only.
+        run, recipe = replace(stored[0], unsafe_tools=False), stored[1]
         # A user's own recipe is identified by its content: another version is another class.
         if kind is not None and kind is not type(recipe):
             requested = recipe_word or (settings and settings.recipe)
@@ -115,7 +125,23 @@ def parse_arguments(arguments: list[str]) -> TrainOptions:
         run = replace(run, checkpoint_dir=str(storage_path(run.checkpoint_dir)))
     if run.layout != AUTO:
         recipe = recipe.divided(Layout.parse(run.layout).dp)
-    return TrainOptions(command, run, recipe, processes)
+    return TrainOptions(command, run, recipe, processes, code)
+
+
+def _read_stored(
+    folder: RunFolder, arguments: list[str], recipe_word: str | None, settings: Settings | None
+) -> tuple[tuple[RunConfig, Recipe], RunCode]:
+    """Run and recipe of a run that is resumed, and its code, which the user trusts."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(TRUST_FLAG, "--trust_run_code", action="store_true")
+    trusted = parser.parse_known_args(arguments)[0].trust_run_code
+    words = [*arguments, str(recipe_word)]
+    if settings is not None:
+        words.append(str(settings.path.parent / str(settings.recipe)))
+        for value in settings.values.values():
+            words += map(str, value if isinstance(value, list) else [value])
+    code = code_to_resume(folder, words, trusted=trusted)
+    return configuration_of(folder, code.recipe), code
 
 
 def _recipe_word(arguments: list[str]) -> tuple[str | None, list[str]]:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, get_type_hints
 
 import yaml
 
-from jrl.checks import flag
+from jrl.checks import check_numbers, flag
 from jrl.config.files import convert_value, has_type, type_name
 
 RECIPE, GROUPS = "recipe", ("run", "hyperparameters")
@@ -112,7 +112,12 @@ class Settings:
                     f"{_suggest_value(field.name, value, kind)}."
                 )
             changes[field.name] = convert_value(value, kind)
-        return replace(config, **changes)  # pyright: ignore[reportArgumentType]
+        try:
+            changed = replace(config, **changes)  # pyright: ignore[reportArgumentType]
+            check_numbers(changed)
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {error}") from error
+        return changed
 
 
 def read_settings(reference: str) -> Settings:

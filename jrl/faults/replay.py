@@ -15,6 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from jrl.command_line import parse_flags
 from jrl.faults.collect.align import Aligned, align
 from jrl.faults.collect.fleet import INCOMPARABLE, Alarm, Fleet, Report
 from jrl.faults.collect.record import read_folder
@@ -40,7 +41,7 @@ class ReplayOptions(DetectorOptions):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    request = tyro.cli(ReplayOptions, prog="python -m jrl.faults replay", args=arguments)
+    request = parse_flags(ReplayOptions, "python -m jrl.faults replay", arguments)
     record = Path(request.record)
     fleet, notes = read_fleet(record, request.machine_label, request.metrics)
     fleet = fleet.last(request.last)

@@ -21,6 +21,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from jrl.command_line import parse_flags
 from jrl.faults.collect.fleet import INCOMPARABLE, Detector
 from jrl.faults.collect.vocabulary import find_recorded
 from jrl.faults.remote.exporters import SELECTOR
@@ -87,11 +88,11 @@ class WatchOptions(DetectorOptions):
 
 def main(arguments: list[str]) -> int:
     """Watches until all processes have ended, and returns the exit status: 3 after an alarm."""
-    request = tyro.cli(
-        Annotated[WatchOptions, tyro.conf.arg(name="")],
-        prog="python -m jrl.faults watch",
-        description="Shows what each process of a run is doing, and names the one that stands out.",
-        args=arguments,
+    request = parse_flags(
+        Annotated[WatchOptions, tyro.conf.arg(name="")],  # pyright: ignore[reportArgumentType]
+        "python -m jrl.faults watch",
+        arguments,
+        "Shows what each process of a run is doing, and names the one that stands out.",
     )
     targets = (bool(request.run), request.prometheus is not None, bool(request.scrape))
     if sum(targets) != 1:

@@ -8,6 +8,7 @@ from jrl.config.flags import parse_arguments
 from jrl.faults.settings import DRAIN
 from jrl.processes.coordinator import SINGLE_PROCESS
 from jrl.runs.folder import RunFolder, next_run_path
+from jrl.runs.trust import TRUST_FLAG
 
 MODULE = "jrl.train"
 
@@ -52,4 +53,7 @@ def prepare(arguments: Sequence[str]) -> Program:
             f"run folder {run_dir} already holds a run: continue it with --resume, or name another."
         )
     drains = options.run.on_fault == DRAIN
+    # Of the user on this machine; others have no record of the user's code.
+    if command.resume and options.code is not None and TRUST_FLAG not in words:
+        words += [TRUST_FLAG] if options.code.parts else []
     return Program((*words, "--resume-if-exists"), run_dir, drains)

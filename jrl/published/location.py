@@ -38,10 +38,11 @@ def checkpoint_folder(name: str) -> Path:
     ========================  ==================================================================
 
     Converted checkpoints are in ``$XDG_CACHE_HOME/jrl/checkpoints`` (~/.cache where it is not set).
-    If the file or the package does not exist any more, neither does the returned folder.
+    If the file or the package does not exist, neither does the returned folder. No code of a
+    package runs.
     """
     try:
-        gguf = gguf_file(name)
+        gguf = gguf_file(name, assembles=False)
     except ValueError:
         return _path(name)
     return _path(name.removeprefix("hf:")) if gguf is None else _converted_folder(gguf)
@@ -69,14 +70,17 @@ def prepare_checkpoint(name: str, ignore: Collection[str] = ()) -> Path:
     return folder
 
 
-def gguf_file(name: str) -> Path | None:
+def gguf_file(name: str, *, assembles: bool = True) -> Path | None:
     """The GGUF file of a name; None for a folder.
+
+    Args:
+      assembles: whether a package with a file in parts may put them together, with its own code.
 
     Raises:
       ValueError: for a missing file, and a package that is not installed or has none.
     """
     if name.startswith("pip:"):
-        return _packaged_gguf(name.removeprefix("pip:"))
+        return _packaged_gguf(name.removeprefix("pip:"), assembles)
     path = _path(name.removeprefix("gguf:"))
     if name.startswith("gguf:") and not path.is_file():
         raise ValueError(f"{name}: there is no such file: give the path of a .gguf file.")
@@ -105,7 +109,7 @@ def _is_gguf(path: Path) -> bool:
     return path.suffix == ".gguf" and path.is_file()
 
 
-def _packaged_gguf(name: str) -> Path:
+def _packaged_gguf(name: str, assembles: bool) -> Path:
     """The GGUF file of an installed package, assembled if the package has it in parts."""
     try:
         distribution = importlib.metadata.distribution(name)
@@ -119,11 +123,11 @@ def _packaged_gguf(name: str) -> Path:
         raise ValueError(f"pip:{name} has several GGUF files: give one of {listed}.")
     if gguf_files:
         return gguf_files[0]
-    assemble = _assembler(distribution)
-    if assemble is None:
-        raise ValueError(f"pip:{name} has no .gguf file: give gguf:FILE or another package.")
     path = _cache() / "parts" / f"{name}-{distribution.version}.gguf"
     if not path.exists():
+        assemble = _assembler(distribution) if assembles else None
+        if assemble is None:
+            raise ValueError(f"pip:{name} has no .gguf file: give gguf:FILE or another package.")
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             try:

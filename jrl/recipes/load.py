@@ -4,11 +4,11 @@ import difflib
 import sys
 from dataclasses import is_dataclass
 from hashlib import sha256
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
 from jrl.recipes import RECIPES, Recipe, Sft
+from jrl.tasks.workers.user_code import load_source
 
 COPY = "recipe.py"
 """File name of a user's recipe in the folder of a run."""
@@ -18,7 +18,9 @@ LONG_DASHES = ("\N{EN DASH}", "\N{EM DASH}", "\N{NON-BREAKING HYPHEN}", "\N{MINU
 """Characters that pages and word processors write for hyphens."""
 
 
-def load_recipe(reference: str, folder: Path | str = ".") -> type[Recipe]:
+def load_recipe(
+    reference: str, folder: Path | str = ".", source: bytes | None = None
+) -> type[Recipe]:
     """Loads a recipe class by name, or from a file: ``path/to/file.py:Name``.
 
     A file is executed once per content. It may import installed packages, but no files of its own
@@ -27,6 +29,7 @@ def load_recipe(reference: str, folder: Path | str = ".") -> type[Recipe]:
     Args:
       reference: a name of `LIBRARY`, or a file and the name of a class in it.
       folder: base of a relative path.
+      source: content of the file; None reads it.
 
     Raises:
       ValueError: where there is no such recipe, or the class is not one.
@@ -46,7 +49,8 @@ def load_recipe(reference: str, folder: Path | str = ".") -> type[Recipe]:
                 "custom one is path/to/file.py:Name."
             )
         return LIBRARY[reference]
-    kind = getattr(_module(Path(folder) / file), name, None)
+    path = Path(folder) / file
+    kind = getattr(_module(path, _read(path) if source is None else source), name, None)
     if not (isinstance(kind, type) and issubclass(kind, Recipe)):
         raise ValueError(
             f"recipe {reference!r}: {file} has no class {name} that derives from "
@@ -87,27 +91,31 @@ def source_of(recipe: Recipe) -> bytes | None:
     return getattr(sys.modules[type(recipe).__module__], "__jrl_source__", None)
 
 
-def _module(path: Path) -> ModuleType:
-    """Imports the file as a module, under a name that contains a hash of its content."""
+def read_recipe(reference: object, folder: Path | str) -> bytes | None:
+    """Content of the file of a reference as of `load_recipe`; None for a name."""
+    file, _, _ = str(reference).rpartition(":")
+    return _read(Path(folder) / file) if file else None
+
+
+def _read(path: Path) -> bytes:
     try:
-        content = path.read_bytes()
+        return path.read_bytes()
     except OSError as error:
         raise ValueError(f"recipe file {path} cannot be read: {error.strerror}.") from None
+
+
+def _module(path: Path, content: bytes) -> ModuleType:
+    """Runs the content of a file as a module, under a name that contains a hash of the content."""
     # By content: a file that was changed is another module, a copy in a run folder the same.
     name = f"jrl_recipe_{sha256(content).hexdigest()[:16]}"
     if name in sys.modules:
         return sys.modules[name]
-    spec = spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = module_from_spec(spec)
-    module.__dict__["__jrl_source__"] = content
-    # Annotations of dataclasses are looked up in the module of this name.
-    sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        # Not by the import system, which would prefer compiled code in a __pycache__ beside it.
+        module = load_source(content, str(path), name)
     except Exception as error:
-        del sys.modules[name]
         raise ValueError(
             f"recipe file {path} cannot be run: {type(error).__name__}: {error}"
         ) from error
+    module.__dict__["__jrl_source__"] = content
     return module

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import tyro
 
-from jrl.command_line import exit_status
+from jrl.command_line import exit_status, parse_flags
 from jrl.report.page import write_page
 from jrl.runs.folder import RunFolder
 
@@ -30,14 +30,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    request = tyro.cli(
+    request = parse_flags(
         ReportOptions,
-        prog="python -m jrl.report",
-        description=(
+        "python -m jrl.report",
+        arguments,
+        (
             "Writes a report of runs as one HTML page: curves, samples, time, settings. It needs "
             "no network."
         ),
-        args=arguments,
     )
     if not request.runs:
         raise ValueError("runs=() names no run: give at least one run folder")

@@ -8,8 +8,8 @@ from typing import Literal
 
 import tyro
 
-from jrl.command_line import exit_status, start_jax
-from jrl.runs import manifest
+from jrl.command_line import exit_status, parse_flags, start_jax
+from jrl.runs import manifest, provenance
 from jrl.runs.checkpoints import BASE, Checkpoints
 from jrl.runs.directory import Directory, StoragePath, open_directory
 from jrl.runs.folder import RunFolder
@@ -21,8 +21,9 @@ class RunsOptions:
 
     command: tyro.conf.Positional[Literal["list", "verify", "prune"]]
     """list: step, size, date and state of each checkpoint. verify: read all files and compare their
-    hashes; the exit status is 1 if a checkpoint is damaged. prune: remove all checkpoints but the
-    newest undamaged ones, of a run that no process is writing."""
+    hashes, and compare settings, code, tokenizer, metrics and samples with those at the newest
+    intact checkpoint; the exit status is 1 if one is damaged or was changed. prune: remove all
+    checkpoints but the newest undamaged ones, of a run that no process is writing."""
     run: tyro.conf.Positional[str]
     """Run folder."""
     keep: int | None = None
@@ -35,11 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    request = tyro.cli(
+    request = parse_flags(
         RunsOptions,
-        prog="python -m jrl.runs",
-        description="Lists, verifies and prunes the checkpoints of a run.",
-        args=arguments,
+        "python -m jrl.runs",
+        arguments,
+        "Lists, verifies and prunes the checkpoints of a run.",
     )
     keep, prunes = request.keep, request.command == "prune"
     if keep is not None and not prunes:
@@ -70,15 +71,23 @@ def list_checkpoints(folder: RunFolder) -> int:
 
 
 def verify(folder: RunFolder) -> int:
-    """Compares the hashes of all files, prints a line for each checkpoint, and returns 1 if one is
-    damaged."""
-    status = 0
+    """Compares the hashes of all files, prints a line for each checkpoint and each file of the run,
+    and returns 1 if one is damaged or was changed. No code of the run is loaded."""
+    status, newest = 0, None
     for label, path, step in _stored(folder):
         reason = manifest.find_damage(path, step)
         if reason is not None and not path.is_dir():
             continue  # removed meanwhile by a run in progress
         status |= reason is not None
         print(f"{label}: {'intact' if reason is None else f'damaged: {reason}'}", flush=True)
+        if reason is None and path.name == str(step) and path.parent.name != BASE:
+            newest = step
+    if newest is not None:
+        saved = Checkpoints(folder.checkpoints_path).meta(newest)
+        for name, reason in provenance.compare(folder, saved):
+            status |= reason is not None
+            state = "as" if reason is None else f"{reason}, unlike"
+            print(f"{name}: {state} at the checkpoint of step {newest}", flush=True)
     return int(status)
 
 

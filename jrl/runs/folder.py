@@ -175,6 +175,7 @@ class RunFolder:
                 "give the folder of a run, such as runs/grpo-sort-1; without --resume a new one "
                 "starts there"
             )
+        folder._reject_links()
         return folder
 
     def config(self) -> dict[str, Any]:
@@ -216,8 +217,18 @@ class RunFolder:
 
     def check_files(self, step: int, saved: Mapping[str, records.FileOffset]) -> None:
         """Reject files that differ from `saved`, the `file_hashes` at the checkpoint of `step`."""
-        for name, current in self.file_hashes().items():
-            if name in saved and current != saved[name]:
+        self.check_same_files(step, self.file_hashes(), saved)
+
+    def check_same_files(
+        self,
+        step: int,
+        current: Mapping[str, records.FileOffset],
+        saved: Mapping[str, records.FileOffset],
+    ) -> None:
+        """Reject files whose `current` hashes differ from those `saved` at the checkpoint of
+        `step`."""
+        for name, hashes in current.items():
+            if name in saved and hashes != saved[name]:
                 raise ValueError(
                     f"{self.path / name} is not what it was at the checkpoint of step {step}: it "
                     "was changed, or is that of another run; put the file back as it was"
@@ -299,8 +310,28 @@ class RunFolder:
                 "--checkpoint-dir"
             )
 
+    def _reject_links(self) -> None:
+        """Rejects links to files outside of the folder, which would be read or overwritten. Only
+        the checkpoints may be elsewhere, as the settings may say too."""
+        folder = self.path.resolve()
+        for path in (*self.path.iterdir(), *self.path.glob("*/*")):
+            is_own = path.relative_to(self.path).parts[0] in self._own_names
+            if not (is_own and path.is_symlink()) or path.resolve().is_relative_to(folder):
+                continue
+            raise ValueError(
+                f"{path} is a link to {path.resolve()}, outside of the run folder: replace the "
+                "link by the file"
+            )
+
+    @property
+    def _own_names(self) -> set[str]:
+        """Names in the folder that are read or written, except for the checkpoints."""
+        own_paths = [path for path in vars(self).values() if isinstance(path, Path)]
+        return {LOCK, "faults", *(path.name for path in own_paths)} - {"checkpoints"}
+
     def _acquire(self) -> None:
-        lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        lock = os.open(self.path / LOCK, flags, 0o644)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

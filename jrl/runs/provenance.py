@@ -5,17 +5,24 @@ metrics and samples of its checkpoint, and a policy is read only with its own to
 detects files that are damaged, changed or of another run.
 """
 
+import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jrl.checks import flag
 from jrl.processes.agreement import RaiseInAllProcesses, is_main_process
+from jrl.runs import records
 from jrl.runs.checkpoints import Checkpoints
+from jrl.runs.directory import open_directory
 from jrl.runs.folder import RunFolder
 
 Fingerprints = Mapping[str, Mapping[str, Any]]
 """Fingerprint of each list of records of a task (`jrl.tasks.data.fingerprint`)."""
+NO_FILE = records.offset_of(b"")
+"""Hash of a file that does not exist."""
+META = "meta/metadata"
+"""File of a checkpoint with its `meta`, as Orbax writes JSON."""
 
 
 def describe(settings: Mapping[str, Any], data: Fingerprints, folder: RunFolder) -> dict[str, Any]:
@@ -63,6 +70,19 @@ def rewind(
             _check_settings(settings, folder, step, saved["settings"])
             folder.check_files(step, saved["files"])
             folder.rewind(step, saved["lines"])
+
+
+def recorded_files(folder: RunFolder) -> tuple[int, Mapping[str, Any]]:
+    """Step of the newest checkpoint, and the hashes of the run's files that it has; 0 and none
+    without a readable checkpoint. It needs no device, and does not verify the checkpoint."""
+    steps = open_directory(folder.checkpoints_path).steps()
+    if not steps:
+        return 0, {}
+    try:
+        saved = json.loads((folder.checkpoints_path / str(steps[-1]) / META).read_bytes())
+        return steps[-1], dict(saved["files"])
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return 0, {}  # reported where the checkpoint is restored
 
 
 def check_files(folder: RunFolder, step: int, saved: Mapping[str, Any]) -> None:
@@ -114,17 +134,46 @@ def _count(fingerprint: Mapping[str, Any] | None) -> str:
     return f"{fingerprint['records']:,} {fingerprint['kind']} (hash {fingerprint['hash'][:8]})"
 
 
+def compare(folder: RunFolder, saved: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
+    """Names of the files of a run, each with its difference from `saved`, the result of `describe`
+    at a checkpoint; None for none. Nothing of a checkpoint that was saved without it."""
+    if "settings" not in saved:
+        return
+    config = folder.config()
+    current = {"recipe": config.get("recipe")}
+    for group in (config.get("run"), config.get("hyperparameters")):
+        current |= group if isinstance(group, dict) else {}
+    settings = saved["settings"]
+    changes = changed_settings(current, settings)
+    changes += [f"{flag(name)} is missing" for name in settings if name not in current]
+    yield folder.config_path.name, "; ".join(changes) or None
+    hashes, saved_hashes = folder.file_hashes(), saved.get("files", {})
+    for name in sorted(hashes.keys() | saved_hashes.keys()):
+        there, before = hashes.get(name, NO_FILE), saved_hashes.get(name, NO_FILE)
+        if there != before:
+            yield name, "added" if before == NO_FILE else "changed"
+        elif there != NO_FILE:
+            yield name, None
+    for name, offset in saved.get("lines", {}).items():
+        kept = records.begins_with(folder.path / name, offset)
+        yield name, None if kept else "changed in its first lines"
+
+
 def _check_settings(
     current: Mapping[str, Any], folder: RunFolder, step: int, saved: Mapping[str, Any]
 ) -> None:
-    differences = [
-        f"{flag(name)} is {current[name]!r} and was {saved[name]!r}"
-        for name in current
-        if name in saved and current[name] != saved[name]
-    ]
-    if differences:
+    if differences := changed_settings(current, saved):
         raise ValueError(
             f"{folder.config_path} is not what it was at the checkpoint of step {step}: "
             f"{'; '.join(differences)}. Put the file back as it was, or start a new run from this "
             f"policy with --weights {folder.path}"
         )
+
+
+def changed_settings(current: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """The settings that differ from those saved, each with both values."""
+    return [
+        f"{flag(name)} is {current[name]!r} and was {saved[name]!r}"
+        for name in current
+        if name in saved and current[name] != saved[name]
+    ]

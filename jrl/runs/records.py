@@ -179,9 +179,11 @@ def read_samples(path: Path | str) -> list[dict[str, Any]]:
 def replace(path: Path, content: bytes) -> None:
     """Replace the content of the file `path` atomically: a kill leaves the old or the new one."""
     temporary = path.with_name(path.name + ".tmp")
+    temporary.unlink(missing_ok=True)  # of a process that was killed
     try:
-        # Not by `tempfile`, whose files are private to their owner, whatever the umask.
-        with naming(path), temporary.open("wb", buffering=0) as file:
+        # Not by `tempfile`, whose files are private to their owner, whatever the umask. Exclusive,
+        # as a link of that name would lead elsewhere.
+        with naming(path), temporary.open("xb", buffering=0) as file:
             _write_all(file, content)
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -230,10 +232,16 @@ def _short(value: Any) -> str:
 def read_offset(path: Path) -> FileOffset:
     """Length and SHA-256 of a file, synced first, so that a checkpoint never outlives its lines."""
     if not path.exists():
-        return _offset_of(b"")
+        return offset_of(b"")
     with naming(path), path.open("rb") as file:
         os.fsync(file.fileno())
-        return _offset_of(file.read())
+        return offset_of(file.read())
+
+
+def begins_with(path: Path, offset: FileOffset) -> bool:
+    """True if the file begins with its content at an offset; a missing file has no content."""
+    content = path.read_bytes() if path.exists() else b""
+    return offset_of(content[: offset["bytes"]]) == offset
 
 
 def truncate(path: Path, offset: FileOffset, step: int, *, every_step: bool) -> None:
@@ -251,7 +259,7 @@ def truncate(path: Path, offset: FileOffset, step: int, *, every_step: bool) -> 
     """
     content = path.read_bytes() if path.exists() else b""
     prefix = content[: offset["bytes"]]
-    if _offset_of(prefix) == offset:
+    if offset_of(prefix) == offset:
         if len(content) > len(prefix):
             replace(path, prefix)
         return
@@ -275,7 +283,8 @@ def _write_all(file: RawIOBase, content: bytes) -> None:
         rest = rest[file.write(rest) or 0 :]
 
 
-def _offset_of(content: bytes) -> FileOffset:
+def offset_of(content: bytes) -> FileOffset:
+    """Length and SHA-256 of a content."""
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 

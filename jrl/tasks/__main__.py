@@ -7,7 +7,7 @@ from typing import Literal
 
 import tyro
 
-from jrl.command_line import exit_status
+from jrl.command_line import exit_status, parse_flags
 from jrl.tasks.check import check, format_report
 from jrl.tasks.sandbox.sandbox import allow_unsafe
 
@@ -38,13 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    request = tyro.cli(
+    request = parse_flags(
         CheckArguments,
-        prog="python -m jrl.tasks",
-        description=(
-            "Tests a verifier or a reward for reward hacking, with answers that it should reject."
-        ),
-        args=arguments,
+        "python -m jrl.tasks",
+        arguments,
+        "Tests a verifier or a reward for reward hacking, with answers that it should reject.",
     )
     if request.unsafe_tools:
         allow_unsafe()

@@ -27,7 +27,13 @@ from jrl.tasks.environments.definition import (
 from jrl.tasks.environments.host import Host, LocalHost, Scoring, WorkerHost
 from jrl.tasks.gym import gym
 from jrl.tasks.mixture import Mixture
-from jrl.tasks.references import CodeReference, is_code_reference, parse_reference, read_sources
+from jrl.tasks.references import (
+    CodeReference,
+    is_code_reference,
+    is_module_reference,
+    parse_reference,
+    read_sources,
+)
 from jrl.tasks.rewards import TASK_REWARD, CustomReward, Rewarded, RewardSettings, parse_weights
 from jrl.tasks.task import Example, Prompts, Task
 from jrl.tasks.word_problems import NAME as WORD_PROBLEMS
@@ -51,7 +57,7 @@ def load_task(
     *,
     held_out: str | None = None,
     rewards: RewardSettings | None = None,
-    code_path: Path | None = None,
+    code: Mapping[str, bytes] | None = None,
     answers: str = FINAL,
 ) -> Task:
     """Makes the task that `spec` names.
@@ -69,7 +75,7 @@ def load_task(
         core, up to 8.
       held_out: which prompts are held out (`jrl.tasks.data.split.parse_heldout`).
       rewards: settings of custom rewards; None is the task's own verifier or reward.
-      code_path: folder with a run's copies of custom code; None reads the originals.
+      code: contents of a run's copies of custom code (`custom_files`); None reads the originals.
       answers: required form of the answers of a file's prompts, one of
         `jrl.tasks.answers.verdict.RULES`.
 
@@ -80,7 +86,7 @@ def load_task(
       ValueError: there is no such task, or it cannot be loaded.
     """
     settings = RewardSettings() if rewards is None else rewards
-    loader = _Loader(seed, fields, workers, parse_heldout(held_out), settings, code_path, answers)
+    loader = _Loader(seed, fields, workers, parse_heldout(held_out), settings, code, answers)
     specs = _weighted_specs(spec)
     if len(specs) == 1:
         return loader.load(spec)
@@ -97,9 +103,20 @@ def load_task(
 def custom_files(
     spec: str, rewards: tuple[str, ...], code_path: Path | None = None
 ) -> dict[str, bytes]:
-    """Contents of the files with the custom code of a task and its rewards, by name of the copy."""
-    texts = [part for _, part in _weighted_specs(spec) if _kind(part) is None]
-    return read_sources([*texts, *(text for text in rewards if text != TASK_REWARD)], code_path)
+    """Contents of the files with the custom code of a task and its rewards, by name of the copy;
+    arguments as of `read_sources`."""
+    return read_sources(_custom_names(spec, rewards), code_path)
+
+
+def custom_modules(spec: str, rewards: tuple[str, ...]) -> tuple[str, ...]:
+    """References to modules with the custom code of a task and its rewards."""
+    return tuple(filter(is_module_reference, _custom_names(spec, rewards)))
+
+
+def _custom_names(spec: str, rewards: tuple[str, ...]) -> list[str]:
+    """Names in a task and its rewards that the library does not know."""
+    names = [part for _, part in _weighted_specs(spec) if _kind(part) is None]
+    return [*names, *(text for text in rewards if text != TASK_REWARD)]
 
 
 def listed_names(spec: str) -> frozenset[str]:
@@ -138,7 +155,7 @@ class _Loader:
     workers: int | None
     heldout: HeldOut
     settings: RewardSettings
-    code_path: Path | None
+    code: Mapping[str, bytes] | None
     answers: str
 
     def load(self, spec: str) -> Task:
@@ -162,7 +179,7 @@ class _Loader:
         return self._add_rewards(task, verifier=task if verifies else None)
 
     def _load_custom(self, spec: str) -> Task:
-        code = parse_reference(spec, self.code_path)
+        code = parse_reference(spec, self.code)
         definition: Any = code.make()
         if is_conversing(definition):
             return self._load_conversing(spec, code, definition)
@@ -208,7 +225,7 @@ class _Loader:
             if isinstance(prompts, Task):
                 stack.callback(prompts.close)
             texts = [text for text in settings.rewards if text != TASK_REWARD]
-            codes = [parse_reference(text, self.code_path) for text in texts]
+            codes = [parse_reference(text, self.code) for text in texts]
             rewards = []
             for code in codes if custom is None else [custom, *codes]:
                 reward = CustomReward(

@@ -10,7 +10,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib.util import find_spec
@@ -102,25 +102,27 @@ def is_code_reference(text: str) -> bool:
     return match is not None and ("." in match[1] or find_spec(match[1]) is not None)
 
 
-def parse_reference(text: str, code_path: Path | None = None) -> CodeReference:
+def is_module_reference(text: str) -> bool:
+    """True if a text has the form of a reference to a module."""
+    return is_code_reference(text) and not _FILE.fullmatch(text)
+
+
+def parse_reference(text: str, code: Mapping[str, bytes] | None = None) -> CodeReference:
     """Parses a reference, and reads its file.
 
     Args:
-      code_path: folder of the copies of a run; with None, or without a copy, the file is read
-        from its path.
+      code: contents of the copies of a run, by `copy_name`; with None, or without a copy, the file
+        is read from its path.
 
     Raises:
       ValueError: if it is not a reference, or the file cannot be read.
     """
     if match := _FILE.fullmatch(text):
         file, name = match[1], match[2]
-        copy = None if code_path is None else code_path / copy_name(file)
         original = Path(os.path.expanduser(file))
-        path = copy if copy is not None and copy.exists() else original
-        try:
-            source = path.read_bytes()
-        except OSError as error:
-            raise ValueError(f"{text}: {path} cannot be read: {error.strerror}") from None
+        source = (code or {}).get(copy_name(file))
+        if source is None:
+            source = _read(text, original)
         return CodeReference(text, name, file=str(original.absolute()), source=source)
     if match := _MODULE.fullmatch(text):
         return CodeReference(text, match[2], module=match[1])
@@ -137,11 +139,24 @@ def copy_name(file: str) -> str:
 
 
 def read_sources(texts: list[str], code_path: Path | None = None) -> dict[str, bytes]:
-    """Contents of the files of references, by name of the copy that a run keeps."""
+    """Contents of the files of references, by name of the copy that a run keeps.
+
+    Args:
+      code_path: folder of the copies of a run; with None, or without a copy, the file is read
+        from its path.
+    """
     files = {}
     for text in texts:
         if match := _FILE.fullmatch(text):
-            source = parse_reference(text, code_path).source
-            assert source is not None
-            files[copy_name(match[1])] = source
+            copy = None if code_path is None else code_path / copy_name(match[1])
+            original = Path(os.path.expanduser(match[1]))
+            path = copy if copy is not None and copy.exists() else original
+            files[copy_name(match[1])] = _read(text, path)
     return files
+
+
+def _read(text: str, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{text}: {path} cannot be read: {error.strerror}") from None

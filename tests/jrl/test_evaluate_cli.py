@@ -225,7 +225,7 @@ def test_a_run_without_a_checkpoint_says_so(tmp_path, monkeypatch, capsys):
         ("--seed 4294967296", "seed=4294967296 must lie in 0..4294967295"),
         ("--temperature -1", "temperature=-1.0 is negative"),
         ("--temperature nan", "temperature=nan must be a number from 0"),
-        ("--temperature inf", "temperature=inf must be a number from 0"),
+        ("--temperature inf", "temperature=inf must be a finite number"),
         ("--top-k 0", "top_k=0 keeps no token"),
         ("--top-p nan", "top_p=nan must lie in (0, 1]"),
         ("--layout dp32", "layout 'dp32' needs 32 devices"),

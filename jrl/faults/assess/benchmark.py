@@ -15,13 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import tyro
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
 from jrl.checks import check_seed
+from jrl.command_line import parse_flags
 from jrl.faults.assess.baselines import DETECTORS, AnyDetector
 from jrl.faults.assess.calibrate import calibrate
 from jrl.faults.assess.outcomes import (
@@ -94,7 +94,7 @@ class BenchmarkOptions:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    request = tyro.cli(BenchmarkOptions, prog="python -m jrl.faults benchmark", args=arguments)
+    request = parse_flags(BenchmarkOptions, "python -m jrl.faults benchmark", arguments)
     check_seed(request.seed)
     if request.incidents < 1 or request.clean < 0:
         raise ValueError(

@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import tyro
 from rich.progress import track
 
 from jrl.checks import check_seed
+from jrl.command_line import parse_flags
 from jrl.faults.assess.outcomes import (
     DETECTED,
     SILENT,
@@ -71,7 +71,7 @@ class SlidingOptions:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    request = tyro.cli(SlidingOptions, prog="python -m jrl.faults sliding", args=arguments)
+    request = parse_flags(SlidingOptions, "python -m jrl.faults sliding", arguments)
     check_seed(request.seed)
     if not (request.hours >= 0 and request.stretch > 0 and request.incidents >= 0):
         raise ValueError(

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Float32
 from rich.console import Console
 
 from jrl.checks import check_seed
+from jrl.command_line import parse_flags
 from jrl.faults.collect.fleet import Fleet
 from jrl.faults.collect.vocabulary import meaning
 from jrl.faults.minder import vae
@@ -56,7 +57,7 @@ class Training:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    training = tyro.cli(Training, prog="python -m jrl.faults train", args=arguments)
+    training = parse_flags(Training, "python -m jrl.faults train", arguments)
     check_seed(training.seed)
     fleets = [Fleet.load(path) for path in training.records] or healthy_fleets(training)
     models, error = train_models(fleets, training, show=Console().print)

@@ -11,6 +11,7 @@ import numpy as np
 import tyro
 
 from jrl.checks import check_seed
+from jrl.command_line import parse_flags
 from jrl.faults.collect.fleet import Fleet
 from jrl.faults.simulate.healthy import Job, as_events, make_job, simulate_healthy
 from jrl.faults.simulate.settings import FAULTS, METRICS, PRODUCTION, Fault, Settings
@@ -163,7 +164,7 @@ class SimulateOptions:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    request = tyro.cli(SimulateOptions, prog="python -m jrl.faults simulate", args=arguments)
+    request = parse_flags(SimulateOptions, "python -m jrl.faults simulate", arguments)
     check_seed(request.seed)
     settings = Settings(
         machines=request.machines,

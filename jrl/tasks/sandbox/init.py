@@ -23,6 +23,7 @@ from _signal import (  # pyright: ignore[reportMissingImports]
     default_int_handler,
     signal,
 )
+from _thread import stack_size
 
 ModuleType = type(sys)
 
@@ -32,6 +33,8 @@ INTERVAL = 0.02
 """Seconds between checks of memory, processes and files."""
 WRITABLE = ("/tmp", "/dev/shm")
 MIB = 2**20
+MIN_STACK, MAX_STACK = 2**16, 8 * MIB
+"""Bytes of a thread's stack: a multiple of the first, at most the second, Linux's default."""
 
 
 class Limits:
@@ -109,7 +112,9 @@ def run(limits: Limits, code: bytes) -> None:
     sys.argv = ["code.py"]
     try:
         exec(compile(code, "code.py", "exec"), vars(main_module))
-    except Exception as error:
+    except SystemExit:
+        raise
+    except BaseException as error:
         import linecache
         import traceback
 
@@ -119,7 +124,7 @@ def run(limits: Limits, code: bytes) -> None:
         # Without the frames of this file.
         trace = error.__traceback__
         traceback.print_exception(error.with_traceback(trace and trace.tb_next))
-        sys.exit(1)
+        sys.exit(128 + SIGINT if isinstance(error, KeyboardInterrupt) else 1)
 
 
 def restrict(limits: Limits) -> None:
@@ -148,6 +153,9 @@ def restrict(limits: Limits) -> None:
         except (AttributeError, OSError, ValueError):
             if limits.namespaced:
                 raise
+    # The stacks of all threads together are a quarter of the memory: 64 default ones would be all.
+    stack = min(MAX_STACK, limits.memory // (4 * limits.processes))
+    stack_size(max(stack // MIN_STACK, 1) * MIN_STACK)
     os.nice(5)  # the parent, which ends this process, has priority
 
 

@@ -118,7 +118,8 @@ class Sandbox:
             "HOME": cwd or HOME,
             "LANG": "C.UTF-8",
             "PYTHONHASHSEED": "0",
-            # The stack of each thread counts as memory.
+            # Stack and heap of each thread count as memory.
+            "MALLOC_ARENA_MAX": "1",
             "OPENBLAS_NUM_THREADS": "1",
             "OMP_NUM_THREADS": "1",
         }

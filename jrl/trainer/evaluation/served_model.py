@@ -10,7 +10,7 @@ from pathlib import Path
 from jaxtyping import Array
 
 from jrl.checks import flag
-from jrl.config.files import configuration_of
+from jrl.config.files import run_of
 from jrl.config.run import RunConfig
 from jrl.published.adapters import check_of_checkpoint, open_adapters
 from jrl.published.location import is_checkpoint
@@ -259,7 +259,7 @@ def open_served_model(
     else:
         check_of_checkpoint(adapters, location, is_checkpoint=False)
         folder = RunFolder.read(location)
-        run, _ = configuration_of(folder)
+        run = run_of(folder)
         # Implementations were chosen for the training devices; here the best that applies is used.
         run = replace(run, **run.without_implementations)
         tokenizer = load_tokenizer(folder.tokenizer_path)

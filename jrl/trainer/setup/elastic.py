@@ -1,7 +1,7 @@
 """Elastic training: the layout of a run on fewer processes, with a smaller dp."""
 
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 
@@ -21,7 +21,7 @@ def build_elastic_setup(
     recipe: Recipe,
     tokenizer: Tokenizer | None = None,
     model: ModelConfig | None = None,
-    code_path: Path | None = None,
+    code: Mapping[str, bytes] | None = None,
 ) -> Setup:
     """`build_setup` on the devices that there are.
 
@@ -29,7 +29,7 @@ def build_elastic_setup(
     `restart_without`, on all devices of all processes.
 
     Args:
-      tokenizer, model, code_path: as of `build_setup`.
+      tokenizer, model, code: as of `build_setup`.
 
     Raises:
       ValueError: for any invalid setting, and where there are too few processes, or the smaller
@@ -37,7 +37,7 @@ def build_elastic_setup(
     """
     layout, num_devices = Layout.parse(run.layout), jax.device_count()
     if run.min_processes is None or num_devices >= layout.num_devices:
-        return build_setup(run, recipe, tokenizer, model, code_path)
+        return build_setup(run, recipe, tokenizer, model, code)
     if jax.process_count() < run.min_processes:
         raise ValueError(
             f"layout {run.layout!r} needs {layout.num_devices} devices and there are {num_devices} "
@@ -46,7 +46,7 @@ def build_elastic_setup(
         )
     rows = max(recipe.micro_batch_size // layout.dp, 1)
     smaller = _on_fewer_devices(run, num_devices)
-    setup = build_setup(smaller, replace(recipe, micro_batch=None), tokenizer, model, code_path)
+    setup = build_setup(smaller, replace(recipe, micro_batch=None), tokenizer, model, code)
     setup = _with_micro_batch(setup, rows)
     try:
         check_layout(setup)

@@ -2,9 +2,9 @@
 and mesh."""
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -299,7 +299,7 @@ def build_setup(
     recipe: Recipe,
     tokenizer: Tokenizer | None = None,
     model: ModelConfig | None = None,
-    code_path: Path | None = None,
+    code: Mapping[str, bytes] | None = None,
 ) -> Setup:
     """Builds the constant parts of a run. Starts a task's worker processes: close the task at the
     end.
@@ -307,7 +307,7 @@ def build_setup(
     Args:
       tokenizer: of a run that is resumed or evaluated; None makes it as configured.
       model: the same, for a run that started from a public checkpoint.
-      code_path: folder with the run's copies of the user's own files; None reads the originals.
+      code: contents of the run's copies of the user's own files; None reads the originals.
 
     Raises:
       ValueError: for any invalid setting.
@@ -333,7 +333,7 @@ def build_setup(
             f"model={run.model!r} is not a preset; near: {', '.join(near)}. A published checkpoint "
             "is given as its folder, gguf:FILE or pip:NAME."
         )
-    task = _task(run, recipe, code_path)
+    task = _task(run, recipe, code)
     try:
         if tokenizer is None:
             tokenizer = _tokenizer(run, task, model)
@@ -389,7 +389,7 @@ def check_layout(setup: Setup) -> None:
     geometry.slots(setup.run.slots)
 
 
-def _task(run: RunConfig, recipe: Recipe, code_path: Path | None) -> Task:
+def _task(run: RunConfig, recipe: Recipe, code: Mapping[str, bytes] | None) -> Task:
     """Loads the task: prompts with a verifier, or conversations for SFT."""
     fields = Fields(run.prompt_field, run.answer_field, run.messages_field)
     if recipe.supervision is not None:
@@ -404,7 +404,7 @@ def _task(run: RunConfig, recipe: Recipe, code_path: Path | None) -> Task:
         run.verifiers,
         held_out=run.held_out,
         rewards=run.rewards,
-        code_path=code_path,
+        code=code,
         answers=run.answers,
     )
 

@@ -79,6 +79,58 @@ def test_verify(run, capsys):
     assert said[3].endswith("has other content than was written")
 
 
+def change_setting(run):
+    path = run / "config.json"
+    path.write_text(path.read_text().replace('"learning_rate": 0.0002', '"learning_rate": 0.1'))
+
+
+def append(name):
+    def change(run):
+        with (run / name).open("a") as file:
+            file.write(" ")
+
+    return change
+
+
+def add_code(run):
+    (run / "code").mkdir()
+    (run / "code" / "more.py").write_text("1 / 0")
+
+
+def change_line(run):
+    path = run / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"step": 1', '"step":  1'))
+
+
+CHANGES = [
+    (None, None),
+    (change_setting, "config.json: --learning-rate is 0.1 and was 0.0002, unlike"),
+    (append("tokenizer.model"), "tokenizer.model: changed, unlike"),
+    (lambda run: (run / "tokenizer.model").unlink(), "tokenizer.model: changed, unlike"),
+    (lambda run: (run / "recipe.py").write_text("1 / 0"), "recipe.py: added, unlike"),
+    (add_code, "code/more.py: added, unlike"),
+    (change_line, "metrics.jsonl: changed in its first lines, unlike"),
+    (append("metrics.jsonl"), None),  # as a run in progress does
+]
+"""Changes of a finished run, and the line that tells each."""
+
+
+@pytest.mark.parametrize(("change", "line"), CHANGES)
+def test_verify_compares_settings_code_and_lines_with_the_checkpoint(
+    grpo_run, tmp_path, capsys, change, line
+):
+    run = Path(shutil.copytree(grpo_run, tmp_path / "run"))
+    if change is not None:
+        change(run)
+    assert command.main(["verify", str(run)]) == (line is not None)
+    said = [each for each in lines(capsys) if not each.endswith(": intact")]
+    names = {"config.json", "tokenizer.model", "metrics.jsonl", "samples.jsonl"}
+    assert names <= {each.partition(":")[0] for each in said}
+    assert all(each.endswith(" at the checkpoint of step 2") for each in said)
+    changed = [each for each in said if ": as at" not in each]
+    assert changed == ([] if line is None else [f"{line} at the checkpoint of step 2"])
+
+
 def test_prune_keeps_the_newest_that_are_intact(run, capsys):
     flip_a_bit(data(run, 15))
     flip_a_bit(data(run, 0))

@@ -141,12 +141,10 @@ def test_workers_keep_to_the_file_that_they_began_with(file):
 
 
 def test_copies_come_before_what_lies_at_the_path(file):
-    kept = file.parent / "code"
-    kept.mkdir()
     files = custom_files("2 sums.py:make + sort", ("task", "sums.py:length"))
     assert files == {copy_name("sums.py"): SOURCE.encode()}
-    (kept / copy_name("sums.py")).write_text(SOURCE.replace("= 30", "= 5"))
-    task = load_task("sums.py:make", 0, workers=1, code_path=kept)
+    kept = {copy_name("sums.py"): SOURCE.replace("= 30", "= 5").encode()}
+    task = load_task("sums.py:make", 0, workers=1, code=kept)
     assert len(task._prompts.examples) == 5  # type: ignore
     task.close()
 

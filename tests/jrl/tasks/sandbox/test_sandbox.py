@@ -65,8 +65,8 @@ def test_code_runs_within_limits():
     made = Sandbox(seconds=20, memory_mb=256, output=500)
     check_results(made)
     assert made.run("import os; print(sorted(os.environ), os.getcwd(), os.listdir())") == (
-        "['HOME', 'LANG', 'OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'PATH', 'PWD', "
-        "'PYTHONHASHSEED'] /tmp/home []\n"
+        "['HOME', 'LANG', 'MALLOC_ARENA_MAX', 'OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', "
+        "'PATH', 'PWD', 'PYTHONHASHSEED'] /tmp/home []\n"
     )
 
 
@@ -97,6 +97,44 @@ def test_several_threads_run_code():
     with ThreadPoolExecutor(4) as threads:
         said = threads.map(made.run, [f"print({i})" for i in range(8)])
     assert list(said) == [f"{i}\n" for i in range(8)]
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("memory_mb", [64, 512])
+def test_code_starts_as_many_threads_as_documented(memory_mb):
+    code = (
+        "import threading\n"
+        "event, barrier = threading.Event(), threading.Barrier(64)\n"
+        "for _ in range(63): threading.Thread(target=barrier.wait).start()\n"
+        "barrier.wait()\n"
+        "print('all')\n"
+    )
+    assert Sandbox(seconds=20, memory_mb=memory_mb).run(code) == "all\n"
+
+
+ENDINGS = {
+    "ZeroDivisionError: division by zero": ("1 / 0", 1),
+    "Stop: late": ("raise type('Stop', (BaseException,), {'__module__': 'builtins'})('late')", 1),
+    "GeneratorExit": ("raise GeneratorExit", 1),
+    "KeyboardInterrupt": ("raise KeyboardInterrupt", 130),
+}
+"""Last line that is printed for a statement, and its exit status."""
+
+
+@needs_bubblewrap
+@pytest.mark.parametrize("last", ENDINGS)
+def test_exceptions_of_all_kinds_show_the_frames_of_the_code_only(last):
+    statement, status = ENDINGS[last]
+    printed = Sandbox(seconds=20).run(f"def f():\n    {statement}\n\nf()\n")
+    assert 'File "code.py", line 4, in <module>\n    f()' in printed
+    assert f'File "code.py", line 2, in f\n    {statement}' in printed
+    assert "init.py" not in printed
+    assert printed.endswith(f"{last}\n\n(ended with status {status})")
+
+
+@needs_bubblewrap
+def test_system_exit_prints_its_message_only():
+    assert Sandbox(seconds=20).run("raise SystemExit('bye')") == "bye\n\n(ended with status 1)"
 
 
 @needs_bubblewrap
