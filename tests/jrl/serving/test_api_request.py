@@ -65,7 +65,7 @@ def test_tools_and_the_choice_among_them(choice, expected):
 def test_what_is_left_out_is_as_openai_has_it():
     asked = parse_completion(COMPLETION)
     assert (asked.prompts, asked.max_tokens, asked.n) == (("hello",), None, 1)
-    assert (asked.temperature, asked.top_p, asked.seed, asked.stops) == (1.0, 1.0, None, ())
+    assert (asked.temperature, asked.top_p, asked.seed, asked.output.stops) == (1.0, 1.0, None, ())
     assert not (asked.stream or asked.logprobs or asked.echo or asked.chat)
     asked = parse_chat(CHAT)
     assert asked.chat and asked.max_tokens is None
@@ -122,7 +122,7 @@ def test_everything_that_is_served_is_read():
         }
     )
     assert asked.messages[0] == {"role": "system", "content": "be be "}
-    assert (asked.max_tokens, asked.n, asked.seed, asked.stops) == (7, 2, -3, ("a", "b"))
+    assert (asked.max_tokens, asked.n, asked.seed, asked.output.stops) == (7, 2, -3, ("a", "b"))
     assert (asked.temperature, asked.top_p) == (0.0, 0.5)
     assert asked.stream and asked.include_usage and asked.logprobs and asked.top_logprobs == 4
     assert asked.adjustments is None
@@ -226,7 +226,7 @@ BOTH = [
     ({"repetition_penalty": 0}, "repetition_penalty", r"must be a number in 0\.01\.\.100"),
     ({"min_p": 1.5}, "min_p", r"must be a number in 0\.\.1"),
     ({"top_k": -2}, "top_k", "top_k=-2 must be a whole number from -1"),
-    ({"top_k": 2.0}, "top_k", "must be a whole number"),
+    ({"top_k": 2.5}, "top_k", "must be a whole number"),
     ({"logit_bias": [3]}, "logit_bias", "must be an object of token ids"),
     ({"logit_bias": {"a": 5}}, "logit_bias", r"logit_bias=\{'a': 5\} must be an object of token"),
     ({"logit_bias": {"3": 500}}, "logit_bias", "numbers in -100..100"),
@@ -265,11 +265,6 @@ OF_CHATS = [
         {"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]},
         "messages[0].tool_calls[0]",
         "must be",
-    ),
-    (
-        {"messages": [{"role": "assistant", "tool_calls": [call("add", "[3]")]}]},
-        "messages[0].tool_calls[0].function.arguments",
-        "must be a JSON object as a text",
     ),
     ({"messages": [{"role": "tool"}]}, "messages[0].content", "must be a text"),
     (
