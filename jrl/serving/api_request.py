@@ -154,7 +154,8 @@ def parse_chat(body: Mapping[str, Any]) -> ApiRequest:
         template_arguments=_template_arguments(body),
         tools=tools_of(body),
         ending=_ending(body, messages),
-        shows_reasoning=body.get("include_reasoning") is not False,
+        shows_reasoning=body.get("include_reasoning") is None
+        or boolean(body, "include_reasoning"),
     )
 
 
@@ -289,10 +290,9 @@ def _ending(
     body: Mapping[str, Any], messages: Sequence[Turn]
 ) -> Literal["opened", "closed", "continued"]:
     """How the prompt of a conversation ends."""
-    opens = body.get("add_generation_prompt")
-    boolean(body, "add_generation_prompt"), boolean(body, "include_reasoning")
+    opens = boolean(body, "add_generation_prompt")
     if not boolean(body, "continue_final_message"):
-        return "closed" if opens is False else "opened"
+        return "opened" if opens or body.get("add_generation_prompt") is None else "closed"
     name = "continue_final_message"
     if opens:
         raise invalid_argument(

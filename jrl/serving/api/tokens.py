@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jrl.serving.api.fields import boolean, invalid_argument, invalid_value
+from jrl.serving.api.fields import boolean, invalid_argument, invalid_value, token_ids
 from jrl.tasks.data.fields import short
 
 MAX_IDS = 2**20
@@ -56,10 +56,9 @@ def ids_to_detokenize(body: Mapping[str, Any]) -> list[int]:
 
 def ids_of(body: Mapping[str, Any], name: str, *, empty: bool = False) -> list[int]:
     ids = body.get(name)
-    is_list = isinstance(ids, list) and all(type(each) is int and each >= 0 for each in ids)
-    if not is_list or not (ids or empty) or len(ids) > MAX_IDS:
+    if not isinstance(ids, list) or not (ids or empty):
         raise invalid_value(name, ids, "a list of token ids")
-    return ids
+    return list(token_ids(body, name, MAX_IDS))
 
 
 def _check_arguments(body: Mapping[str, Any], supported: tuple[str, ...]) -> None:
