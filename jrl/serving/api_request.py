@@ -154,8 +154,7 @@ def parse_chat(body: Mapping[str, Any]) -> ApiRequest:
         template_arguments=_template_arguments(body),
         tools=tools_of(body),
         ending=_ending(body, messages),
-        shows_reasoning=body.get("include_reasoning") is None
-        or boolean(body, "include_reasoning"),
+        shows_reasoning=body.get("include_reasoning") is None or boolean(body, "include_reasoning"),
     )
 
 

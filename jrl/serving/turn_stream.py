@@ -86,7 +86,7 @@ class TurnStream:
             parts += self._reader.finish()
             if self._calls is not None and self._reader.is_holding:
                 calls, outside = self._calls.read(self._reader.held)
-                parts += self._reader.release(outside) if outside else []
+                parts += self._reader.release(outside, has_calls=bool(calls)) if outside else []
         content, reasoning = (
             "".join(part.text for part in parts if part.kind == kind)
             for kind in ("content", "reasoning")

@@ -122,6 +122,8 @@ class TurnReader:
         self._in_message = self._in_reasoning = self._has_marks = False
         self._blanks: dict[Kind, str] = {"content": "", "reasoning": ""}
         self._begun: dict[Kind, bool] = {"content": False, "reasoning": False}
+        # Blanks at the end of an answer are withheld, as calls may follow, and then dropped.
+        self._withholds, self._drops = calls is not None, False
         self._is_first = False  # the next text is the first of its block of reasoning
         self.closed = 0
         """Position in the text behind the last end of reasoning."""
@@ -163,14 +165,16 @@ class TurnReader:
                 begin = len(self._text)
             self._at = max(begin, self._begin)  # what is no header is text
         parts = self._emit(len(self._text))
-        if blanks := self._blanks["content"]:
+        if (blanks := self._blanks["content"]) and not self._drops:
             parts.append(Part("content", blanks))
         return parts
 
-    def release(self, text: str) -> list[Part]:
-        """Reads this to the end in place of the held text, without looking for calls."""
+    def release(self, text: str, *, has_calls: bool = False) -> list[Part]:
+        """Reads this to the end in place of the held text, without looking for calls. If it
+        `has_calls`, the answer ends without blanks."""
         self._text, self._at, self._begin, self._calls = text, 0, 0, None
         self.is_holding = self._in_message = False
+        self._withholds = self._drops = has_calls
         return [*self.add(""), *self.finish()]
 
     @property
@@ -201,10 +205,11 @@ class TurnReader:
         num_withheld = [partial_match(lower, mark) for mark in self._marks]
         if not self._end:  # what follows a mark behind a backtick decides whether it is one
             num_withheld += [partial_match(lower, f"`{mark}`") for mark in self._marks]
+            num_withheld += [partial_match(rest, f"`{mark}`") for mark in calls if len(mark) > 1]
         num_withheld += [partial_match(rest, mark) for mark in calls]
         if min(map(len, calls), default=0) == 1:  # the blanks before a bracket on its line
             blanks = len(self._text) - len(self._text[self._at :].rstrip(" \t")) - self._at
-            is_line = self._text[: len(self._text) - blanks].endswith("\n") or self._at == 0
+            is_line = self._text.endswith("\n", 0, len(self._text) - blanks) or self._at == 0
             num_withheld.append(blanks if is_line else 0)
         return max(num_withheld, default=0)
 
@@ -270,7 +275,7 @@ class TurnReader:
             text = text.lstrip()
         text = self._blanks[kind] + text
         self._blanks[kind] = ""
-        if kind == "reasoning" or self._calls is not None:
+        if kind == "reasoning" or self._withholds:
             kept = text.rstrip()
             self._blanks[kind], text = text[len(kept) :], kept
         if not text:
@@ -287,7 +292,7 @@ def _pattern(marks: tuple[str, ...], calls: tuple[str, ...]) -> re.Pattern[str]:
     """Pattern of any mark; that of a call is its group "call"."""
     # A bracket opens a call only at the beginning of a line.
     of_calls = [
-        re.escape(mark) if len(mark) > 1 else rf"^[ \t]*{re.escape(mark)}" for mark in calls
+        _unless_mentioned(mark) if len(mark) > 1 else rf"^[ \t]*{re.escape(mark)}" for mark in calls
     ]
     call = "|".join(of_calls) if of_calls else r"(?!)"
     return re.compile(f"(?P<call>(?-i:{call}))|{mark_pattern(marks)}", _FLAGS | re.MULTILINE)
@@ -296,13 +301,12 @@ def _pattern(marks: tuple[str, ...], calls: tuple[str, ...]) -> re.Pattern[str]:
 def mark_pattern(marks: Iterable[str]) -> str:
     """Regular expression of any of these marks, for ``re.IGNORECASE``. A mark that opens reasoning
     is only mentioned between backticks."""
-    patterns = [
-        f"(?<!`){re.escape(mark)}|(?<=`){re.escape(mark)}(?=[^`])"
-        if mark in PAIRS
-        else re.escape(mark)
-        for mark in marks
-    ]
+    patterns = [_unless_mentioned(mark) if mark in PAIRS else re.escape(mark) for mark in marks]
     return "|".join(patterns) or "(?!)"
+
+
+def _unless_mentioned(mark: str) -> str:
+    return f"(?<!`){re.escape(mark)}|(?<=`){re.escape(mark)}(?=[^`])"
 
 
 def partial_match(text: str, mark: str) -> int:

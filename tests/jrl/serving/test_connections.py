@@ -19,7 +19,12 @@ HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-"
 
 def posting(body, *lines):
     content = json.dumps(body).encode()
-    head = "POST /v1/completions HTTP/1.1", "Host: localhost", f"Content-Length: {len(content)}", *lines
+    head = (
+        "POST /v1/completions HTTP/1.1",
+        "Host: localhost",
+        f"Content-Length: {len(content)}",
+        *lines,
+    )
     return "\r\n".join([*head, "", ""]).encode() + content
 
 
