@@ -8,7 +8,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from ipaddress import ip_address
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -25,6 +24,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from jrl.processes.software import installed_versions
 from jrl.serving.api.fields import ApiError, boolean, one_line
 from jrl.serving.api.sampling import with_defaults
 from jrl.serving.api.tokens import completion_of, ids_to_detokenize, text_to_tokenize
@@ -347,7 +347,7 @@ class FrontEnd:
         return JSONResponse(await self._encode(read))
 
     async def _show_version(self, call: Call) -> Response:
-        return JSONResponse({"version": version("jrl")})
+        return JSONResponse({"version": installed_versions()["jrl-reasoning"]})
 
     async def _models(self, call: Call) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_entry()]})

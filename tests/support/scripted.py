@@ -129,6 +129,7 @@ class House:
         served=None,
         engine=None,
         allowed_origins=(),
+        allowed_hosts=(),
     ):
         self.engine, self.versions = engine or Scripted(slots), Newer()
         self.metrics = Metrics(slots)
@@ -148,6 +149,7 @@ class House:
             api_key=api_key,
             max_bytes=most_bytes,
             allowed_origins=allowed_origins,
+            allowed_hosts=allowed_hosts,
         )
         self.application = self.front.application()
         self.service.start(warm_up)

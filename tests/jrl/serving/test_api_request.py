@@ -399,7 +399,11 @@ OF_CHATS = [
         "messages[0].refusal",
         "is not supported",
     ),
-    ({"messages": [{**ASSISTANT, "reasoning_details": "x"}]}, "messages[0].reasoning_details", ""),
+    (
+        {"messages": [{**ASSISTANT, "reasoning_details": "x"}]},
+        "messages[0].reasoning_details",
+        "must be",
+    ),
     ({"reasoning_effort": "much"}, "reasoning_effort", "must be one of none, minimal"),
     (
         {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
