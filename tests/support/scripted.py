@@ -160,7 +160,8 @@ class House:
 
         async def play():
             transport = httpx.ASGITransport(self.application, raise_app_exceptions=raises)
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            url = "http://localhost"
+            async with httpx.AsyncClient(transport=transport, base_url=url) as client:
                 return await asyncio.wait_for(scene(client), 30)
 
         try:

@@ -1,6 +1,7 @@
 """Choices that a grammar constrains: whatever is sampled of the tokens that it allows fits."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -69,6 +70,43 @@ def test_json_fits_its_schema(kind, tokenizer, tmp_path):
     assert {each["city"] for each in found} == {"Lima", "São Paulo"}
     # A choice has a constraint of its own.
     assert not np.array_equal(walk(grammar, made, 0), walk(grammar, made, 1))
+
+
+NUMBER = r"-?[0-9]{1,3}/[1-9]|a\\/b\nc"
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("kind", "value", "pattern"),
+    [
+        ("regex", NUMBER, NUMBER),
+        ("choice", ("yes", 'no "way"\n', "na\u00efve /x/"), 'yes|no "way"\n|na\u00efve /x/'),
+        ("grammar", 'start: "a" number+\nnumber: /[0-9]/ ";"', "a([0-9];)+"),
+    ],
+)
+def test_texts_follow_their_rule(kind, value, pattern, tokenizer):
+    grammar = GrammarCompiler(tokenizer).compile(
+        TextRule(kind, f"guided_{kind}", value), None, None
+    )
+    texts = {tokenizer.decode(walk(grammar, tokenizer, seed)) for seed in range(12)}
+    assert all(re.fullmatch(pattern, text) for text in texts)
+    assert len(texts) > 1 or kind == "grammar"
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"guided_regex": "(a"}, "guided_regex"),
+        ({"guided_grammar": "start: nothing"}, "guided_grammar"),
+        ({"guided_grammar": "start: /a/", "tools": list(TOOLS)}, "guided_grammar"),
+        ({"structured_outputs": {"json": {"type": "nothing"}}}, "structured_outputs.json"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
+    ],
+)
+def test_rules_that_cannot_be_are_refused_by_name(given, param, tokenizer):
+    answer = answer_to(served(tokenizer), **given)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param
 
 
 @needs_library

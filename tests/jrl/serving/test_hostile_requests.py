@@ -18,7 +18,7 @@ HEALTH_SECONDS = 0.2
 
 def test_a_prompt_with_more_characters_than_fit_is_refused_before_it_is_tokenized(monkeypatch):
     monkeypatch.setattr(TOKENIZER, "encode", None)
-    house = House()
+    house = House(most_bytes=4000)
     answer = house.run(lambda c: c.post("/v1/completions", json=asking(prompt="a" * (40 * LENGTH))))
     error = answer.json()["error"]
     assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
