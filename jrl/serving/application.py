@@ -41,8 +41,10 @@ BODY_SECONDS = 60.0
 """Timeout of a request's body."""
 MAX_DISCARDED_BODIES = 8
 """Multiple of the largest body that is read and discarded, so that the client gets the error."""
-ENCODING_THREADS = 4
-"""Threads that parse and tokenize requests."""
+ENCODING_THREADS = 2
+"""Threads that parse and tokenize short requests, and as many for long ones."""
+SHORT_BODY = 2**16
+"""Most bytes of a short request's body."""
 GRAMMAR_SECONDS = 30.0
 """Timeout of the compilation of a grammar, with those before it; the first takes seconds."""
 ENDPOINTS = (
@@ -85,7 +87,9 @@ class FrontEnd:
         self._api_key, self._max_bytes = api_key, max_bytes
         self._allowed_origins, self._allowed_hosts = allowed_origins, allowed_hosts
         # Apart, so that neither long prompts nor grammars make other requests wait.
-        self._encoding = ThreadPoolExecutor(ENCODING_THREADS, "jrl encode")
+        self._encoding, self._encoding_long = (
+            ThreadPoolExecutor(ENCODING_THREADS, f"jrl encode {kind}") for kind in ("short", "long")
+        )
         self._compiling = ThreadPoolExecutor(1, "jrl grammar")
         self._token_strings = TokenStrings(served.format.tokenizer)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -188,10 +192,11 @@ class FrontEnd:
 
         return serve
 
-    async def _encode(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Calls a function that may take long in a thread."""
+    async def _encode(self, function: Callable[..., T], content: bytes, *arguments: Any) -> T:
+        """Calls a function of a body, which takes long for a long one, in a thread."""
+        threads = self._encoding if len(content) <= SHORT_BODY else self._encoding_long
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._encoding, partial(function, *arguments))
+        return await loop.run_in_executor(threads, partial(function, content, *arguments))
 
     def _read_request(
         self, content: bytes, parse: Parse, defaults: Mapping[str, Any]
@@ -337,14 +342,13 @@ class FrontEnd:
 
     async def _detokenize(self, call: Call) -> Response:
         content = await self._content(call)
+        return JSONResponse(await self._encode(self._text_of, content))
 
-        def read() -> dict[str, Any]:
-            body = parse_body(content)
-            ids = ids_to_detokenize(body)
-            check_model(body.get("model") or self._served.name, self._served.name)
-            return {"prompt": self._served.detokenize(ids)}
-
-        return JSONResponse(await self._encode(read))
+    def _text_of(self, content: bytes) -> dict[str, Any]:
+        body = parse_body(content)
+        ids = ids_to_detokenize(body)
+        check_model(body.get("model") or self._served.name, self._served.name)
+        return {"prompt": self._served.detokenize(ids)}
 
     async def _show_version(self, call: Call) -> Response:
         return JSONResponse({"version": installed_versions()["jrl-reasoning"]})

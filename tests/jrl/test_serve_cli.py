@@ -27,6 +27,7 @@ from jrl.rollout.decoding.requests import Request
 from jrl.rollout.decoding.slots import Decoder
 from jrl.rollout.sampling import GREEDY
 from jrl.serve import main
+from jrl.serving.application import ENCODING_THREADS
 from jrl.tasks.data.conversations import Conversation
 from jrl.text.chat import ChatTemplate
 from jrl.text.prompt_format import PromptFormat
@@ -301,7 +302,9 @@ def test_a_crowd_leaves_nothing_behind(server):
         assert sum(counts.values()) == number
         return after, counts
 
-    before, holds = measured(), held(server)
+    before, (files, threads) = measured(), held(server)
+    # Threads that encode requests are started when they are first needed at the same time.
+    holds = files, threads + 2 * ENCODING_THREADS
     became, tokens = asyncio.run(crowd(server.url))
     assert sum(became.values()) == CROWD * EACH
     assert set(became) == {"200", "400", "413", "429", "left"}, became

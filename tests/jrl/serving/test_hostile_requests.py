@@ -10,6 +10,7 @@ import pytest
 from scripted import LENGTH, TOKENIZER, House, asking, until
 
 from jrl.serving.api.fields import ApiError
+from jrl.serving.application import SHORT_BODY
 from jrl.serving.grammar import MAX_PROPERTIES, MAX_RULE, check_size
 from jrl.serving.policy import ApiModel
 
@@ -27,8 +28,8 @@ def test_a_prompt_with_more_characters_than_fit_is_refused_before_it_is_tokenize
 
 @pytest.mark.parametrize("kind", ["tokenizing", "compiling"])
 def test_long_requests_freeze_no_other(kind, monkeypatch):
-    """Four at a time, while the health is asked for and a text is generated."""
-    house, may_go_on, begun = House(queue=8), threading.Event(), []
+    """Eight at a time, while the health is asked for and a text is generated."""
+    house, may_go_on, begun = House(queue=8, most_bytes=2 * SHORT_BODY), threading.Event(), []
     prompts = ApiModel.prompts
 
     def wait(*_):
@@ -41,13 +42,11 @@ def test_long_requests_freeze_no_other(kind, monkeypatch):
 
     monkeypatch.setattr(ApiModel, "prompts", prompts_of)
     monkeypatch.setattr(ApiModel, "grammar", wait)
-    slow = asking(prompt="slow") if kind == "tokenizing" else asking(guided_regex="a")
+    long = asking(prompt="slow", user="x" * SHORT_BODY)
+    slow = long if kind == "tokenizing" else asking(guided_regex="a")
 
     async def scene(client):
-        count = 3 if kind == "tokenizing" else 8
-        asked = [
-            asyncio.create_task(client.post("/v1/completions", json=slow)) for _ in range(count)
-        ]
+        asked = [asyncio.create_task(client.post("/v1/completions", json=slow)) for _ in range(8)]
         await until(lambda: begun)
         answers = [await client.get("/health") for _ in range(3)]
         answers.append(await client.post("/v1/completions", json=asking()))
