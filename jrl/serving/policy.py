@@ -272,6 +272,12 @@ class ApiModel:
                 f"max_tokens={max_tokens} is more than this server allows: request at most "
                 f"{self.max_tokens}.",
             )
+        if request.output.min_tokens > max_tokens:
+            raise invalid_argument(
+                "min_tokens",
+                f"min_tokens={request.output.min_tokens} is more than the {max_tokens} tokens that "
+                "a completion may have: lower it, or raise max_tokens.",
+            )
         needed = max_tokens if request.max_tokens == 0 else max(max_tokens, 1)
         if available < needed:
             raise invalid_argument(

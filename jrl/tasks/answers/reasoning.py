@@ -250,7 +250,8 @@ class TurnReader:
         header = self._text[begin : match.start()]
         channel = _last_channel(header)
         if recipient_of(header) is not None:
-            self._in_message, self._kind = True, "content"
+            # What is addressed to a tool is no answer.
+            self._in_message, self._kind, self._in_reasoning = True, "content", True
             if self._calls is not None:
                 assert begin is not None
                 self.is_holding, self._at = True, begin

@@ -227,6 +227,11 @@ def test_an_effort_that_a_template_does_not_read_is_refused(tmp_path):
             assert answer.json()["error"]["param"] == "reasoning_effort"
 
 
+def test_more_least_tokens_than_a_completion_may_have_are_refused():
+    answer = posted(House(), "/v1/completions", asking(max_tokens=None, min_tokens=17))
+    assert answer.json()["error"]["param"] == "min_tokens"
+
+
 def test_a_token_outside_of_the_vocabulary_is_refused_as_a_stop():
     answer = posted(House(), "/v1/completions", asking(stop_token_ids=[9999], seed=len(SAYS)))
     assert answer.json()["error"]["param"] == "stop_token_ids"

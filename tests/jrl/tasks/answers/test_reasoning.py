@@ -134,6 +134,12 @@ def test_after_reasoning_is_the_answer_of_the_reader(pair):
         assert after_reasoning(f"a{end}{words[1]}") == words[1]
 
 
+def test_a_call_of_harmony_is_no_answer():
+    assert after_reasoning(CALL) is None
+    assert after_reasoning(f"{ANALYSIS}a{NEXT}{CALL}") is None
+    assert after_reasoning(f"{CALL}{NEXT}{FINAL}4") == "4"
+
+
 def test_opens_turn_finds_what_a_prompt_leaves_open():
     assert opens_turn("<|im_start|>assistant\n<think>\n") == "<think>\n"
     assert opens_turn("<|end|><|start|>assistant") == "<|start|>assistant"
