@@ -72,6 +72,9 @@ class ServeOptions:
     allowed_origins: tuple[str, ...] = ()
     """Origins of web pages that may call the server from a browser (CORS), such as
     http://localhost:3000; * is every page."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names of this machine that clients may use without a key, besides localhost, its addresses
+    and --host; * is every name."""
     follow: bool = False
     """Load later checkpoints of the run as they appear; requests in flight are finished by the
     policy that started them."""
@@ -203,7 +206,7 @@ def _build_service(options: ServeOptions):
     """Builds the service and its front end; returns them and the name of the model."""
     import jax
 
-    from jrl.serving.api_request import MAX_TOP_LOGPROBS
+    from jrl.serving.api.output import MAX_TOP_LOGPROBS
     from jrl.serving.application import FrontEnd
     from jrl.serving.metrics import Metrics
     from jrl.serving.policy import ApiModel
@@ -256,6 +259,7 @@ def _build_service(options: ServeOptions):
         api_key=_key(options),
         max_bytes=options.max_body,
         allowed_origins=options.allowed_origins,
+        allowed_hosts=(options.host, *options.allowed_hosts),
     )
     return service, front, name
 

@@ -4,9 +4,9 @@ Unsupported arguments are rejected by name. An argument with a neutral value, su
 length_penalty of 1, is accepted; otherwise only labels, such as `user`, are ignored.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from jrl.rollout.adjustments import Adjustments
 from jrl.serving.api.fields import (
@@ -16,18 +16,17 @@ from jrl.serving.api.fields import (
     invalid_argument,
     invalid_value,
     is_value,
-    stops,
 )
 from jrl.serving.api.messages import messages_of
+from jrl.serving.api.output import MAX_TOP_LOGPROBS, OUTPUT_ARGUMENTS, Output, output_of
 from jrl.serving.api.sampling import SAMPLING_ARGUMENTS, sampling_parameters
-from jrl.serving.api.tools import TOOL_ARGUMENTS, ToolUse, response_schema, tools_of
+from jrl.serving.api.structured import STRUCTURED_ARGUMENTS, TextRule, text_rule
+from jrl.serving.api.tools import TOOL_ARGUMENTS, ToolUse, tools_of
 from jrl.tasks.data.conversations import Turn, checked_arguments
 from jrl.tasks.data.fields import short
 
 MAX_CHOICES = 128
 """Limit of choices over all prompts of a request."""
-MAX_TOP_LOGPROBS = 20
-"""Limit of top log-probabilities per position."""
 MAX_PROMPTS = 128
 
 
@@ -41,14 +40,18 @@ class ApiRequest:
       max_tokens: of a choice, 0 generates nothing; None takes the server's default.
       n: choices of each prompt.
       seed: of sampling; None takes a random one.
-      stops: stop strings; a choice ends before the first.
+      output: where a choice ends, and what is returned of it.
       include_usage: true if a stream ends with its usage.
       top_logprobs: number of top log-probabilities per position.
       echo: true if the prompt precedes the completion.
       adjustments: of the logits before sampling; None changes none.
       template_arguments: variables passed to the chat template.
       tools: that may be called; None without.
-      schema: JSON schema of the response; None is any text.
+      rule: of the response's text; None is any text.
+      ending: of the conversation in the prompt: the assistant's next turn is opened, the last
+        message ends, or the last message is continued.
+      shows_reasoning: false if reasoning is left out of the response.
+      tokens_only: true if the response has token ids and no text.
     """
 
     model: str
@@ -59,7 +62,7 @@ class ApiRequest:
     temperature: float
     top_p: float
     seed: int | None
-    stops: tuple[str, ...]
+    output: Output
     stream: bool
     include_usage: bool
     logprobs: bool
@@ -68,7 +71,10 @@ class ApiRequest:
     adjustments: Adjustments | None = None
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     tools: ToolUse | None = None
-    schema: Mapping[str, Any] | None = None
+    rule: TextRule | None = None
+    ending: Literal["opened", "closed", "continued"] = "opened"
+    shows_reasoning: bool = True
+    tokens_only: bool = False
 
     @property
     def chat(self) -> bool:
@@ -78,13 +84,19 @@ class ApiRequest:
     @property
     def scores_prompts(self) -> bool:
         """True if the log-probabilities of the prompts are returned."""
-        return self.echo and self.logprobs
+        return (self.echo and self.logprobs) or self.output.prompt_logprobs is not None
+
+    @property
+    def num_prompt_top(self) -> int:
+        """Number of top log-probabilities per position of the prompts."""
+        echoed = self.top_logprobs if self.echo else 0
+        return max(echoed, self.output.prompt_logprobs or 0)
 
     @property
     def needs_grammar(self) -> bool:
         """True if only some texts are allowed as responses."""
         must_call = self.tools is not None and self.tools.choice == "required"
-        return self.schema is not None or must_call
+        return self.rule is not None or must_call
 
 
 def parse_completion(body: Mapping[str, Any]) -> ApiRequest:
@@ -113,7 +125,7 @@ def parse_completion(body: Mapping[str, Any]) -> ApiRequest:
 def parse_chat(body: Mapping[str, Any]) -> ApiRequest:
     """Parses the body of ``/v1/chat/completions``, with errors as of `parse_completion`."""
     chat_arguments = ("messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs")
-    arguments = (*COMMON_ARGUMENTS, *chat_arguments, *TOOL_ARGUMENTS, TEMPLATE_ARGUMENTS)
+    arguments = (*COMMON_ARGUMENTS, *chat_arguments, *TOOL_ARGUMENTS, *TEMPLATE_ARGUMENTS)
     _check_names(body, arguments, NEUTRAL_CHAT)
     logprobs = boolean(body, "logprobs")
     top_logprobs = integer(body, "top_logprobs", 0, MAX_TOP_LOGPROBS)
@@ -130,25 +142,33 @@ def parse_chat(body: Mapping[str, Any]) -> ApiRequest:
             f"max_tokens={limits['max_tokens']} and max_completion_tokens="
             f"{limits['max_completion_tokens']} differ: give one of them.",
         )
+    messages = messages_of(body)
     return ApiRequest(
         **_common(body),
         prompts=None,
-        messages=messages_of(body),
+        messages=messages,
         max_tokens=next(iter(limits.values()), None),
         logprobs=logprobs,
         top_logprobs=top_logprobs or 0,
         echo=False,
         template_arguments=_template_arguments(body),
         tools=tools_of(body),
+        ending=_ending(body, messages),
+        shows_reasoning=body.get("include_reasoning") is None or boolean(body, "include_reasoning"),
     )
 
 
-TEMPLATE_ARGUMENTS = "chat_template_kwargs"
+TEMPLATE_ARGUMENTS = (
+    *("chat_template_kwargs", "reasoning_effort", "include_reasoning"),
+    *("add_generation_prompt", "continue_final_message"),
+)
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""Values of `reasoning_effort`."""
 LABELS = ("user", "safety_identifier", "metadata", "prompt_cache_key", "prompt_cache_retention")
 """Arguments without effect on responses, which are ignored."""
 COMMON_ARGUMENTS = (
-    *("model", "n", *SAMPLING_ARGUMENTS, "seed", "stop"),
-    *("stream", "stream_options", "response_format", *LABELS),
+    *("model", "n", *SAMPLING_ARGUMENTS, "seed", *OUTPUT_ARGUMENTS),
+    *("stream", "stream_options", *STRUCTURED_ARGUMENTS, *LABELS),
 )
 """Arguments of both endpoints."""
 
@@ -157,19 +177,12 @@ _ZERO, _ONE = is_value(0, 0.0), is_value(1, 1.0)
 _TRUE, _FALSE = is_value(True), is_value(False)
 NEUTRAL_VALUES: Mapping[str, Callable[[Any], bool]] = {
     "best_of": _ONE,
-    "min_tokens": _ZERO,
-    "ignore_eos": _FALSE,
-    "stop_token_ids": is_value([]),
     "bad_words": is_value([]),
-    "include_stop_str_in_output": _FALSE,
-    "skip_special_tokens": _TRUE,
     "spaces_between_special_tokens": is_value(True, False),
     "use_beam_search": _FALSE,
     "length_penalty": _ONE,
     "early_stopping": _FALSE,
     "priority": _ZERO,
-    "return_token_ids": _FALSE,
-    "return_tokens_as_token_ids": _FALSE,
 }
 """Unsupported arguments, each with a predicate that is true for its neutral values."""
 NEUTRAL_STREAM_OPTIONS = {"include_obfuscation": _FALSE, "continuous_usage_stats": _FALSE}
@@ -182,10 +195,7 @@ NEUTRAL_CHAT = {
     "store": _FALSE,
     "service_tier": is_value("auto", "default"),
     "echo": _FALSE,
-    "include_reasoning": _TRUE,
     "documents": is_value([]),
-    "add_generation_prompt": _TRUE,
-    "continue_final_message": _FALSE,
     "add_special_tokens": _FALSE,
 }
 
@@ -226,9 +236,9 @@ def _common(body: Mapping[str, Any]) -> dict[str, Any]:
         "n": 1 if n is None else n,
         **sampling_parameters(body),
         "seed": integer(body, "seed", -(2**63), 2**63 - 1),
-        "stops": stops(body),
+        "output": output_of(body, stream=stream),
         "stream": stream,
-        "schema": response_schema(body),
+        "rule": text_rule(body),
         "include_usage": bool(options) and boolean(options, "include_usage"),
     }
 
@@ -256,23 +266,54 @@ def _prompts(body: Mapping[str, Any]) -> tuple[str | tuple[int, ...], ...]:
 
 
 def _template_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
-    value = body.get(TEMPLATE_ARGUMENTS)
+    name = "chat_template_kwargs"
+    value = body.get(name)
     try:
-        return {} if value is None else checked_arguments(value, TEMPLATE_ARGUMENTS)
+        arguments = {} if value is None else checked_arguments(value, name)
     except ValueError as error:
-        raise invalid_argument(TEMPLATE_ARGUMENTS, f"{error}.") from error
+        raise invalid_argument(name, f"{error}.") from error
+    effort = body.get("reasoning_effort")
+    if effort is None:
+        return arguments
+    if effort not in EFFORTS:
+        raise invalid_value("reasoning_effort", effort, f"one of {', '.join(EFFORTS)}")
+    if arguments.setdefault("reasoning_effort", effort) != effort:
+        raise invalid_argument(
+            "reasoning_effort",
+            f"reasoning_effort={effort!r} and that of {name} differ: give one of them.",
+        )
+    return arguments
+
+
+def _ending(
+    body: Mapping[str, Any], messages: Sequence[Turn]
+) -> Literal["opened", "closed", "continued"]:
+    """How the prompt of a conversation ends."""
+    opens = boolean(body, "add_generation_prompt")
+    if not boolean(body, "continue_final_message"):
+        return "opened" if opens or body.get("add_generation_prompt") is None else "closed"
+    name = "continue_final_message"
+    if opens:
+        raise invalid_argument(
+            name, f"{name}=true needs add_generation_prompt=false: leave out one of them."
+        )
+    if messages[-1]["role"] != "assistant" or messages[-1].get("tool_calls"):
+        raise invalid_argument(
+            name, f"{name}=true needs a last message of the assistant without tool_calls."
+        )
+    return "continued"
 
 
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
 
 
-def check_model(request: ApiRequest, name: str) -> None:
+def check_model(requested: str, name: str) -> None:
     """Raises ApiError if another model is requested."""
-    if request.model != name:
+    if requested != name:
         raise ApiError(
             404,
-            f"model={short(request.model)} is not served here: use {name!r}.",
+            f"model={short(requested)} is not served here: use {name!r}.",
             "model",
             "model_not_found",
         )

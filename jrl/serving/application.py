@@ -4,13 +4,18 @@ import asyncio
 import hmac
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from ipaddress import ip_address
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
+import numpy as np
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -19,25 +24,37 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from jrl.serving.api.fields import ApiError, one_line
+from jrl.processes.software import installed_versions
+from jrl.serving.api.fields import ApiError, boolean, one_line
 from jrl.serving.api.sampling import with_defaults
+from jrl.serving.api.tokens import completion_of, ids_to_detokenize, text_to_tokenize
 from jrl.serving.api_request import ApiRequest, check_model, parse_chat, parse_completion
+from jrl.serving.grammar import Grammar
 from jrl.serving.metrics import CLIENT_GONE, Metrics
 from jrl.serving.policy import ApiModel
 from jrl.serving.responses import Event, Job, ResponseBuilder, event, fingerprint
 from jrl.serving.service import Service, closing_error
 from jrl.serving.transcript import TokenStrings
+from jrl.tasks.data.fields import short
 
 BODY_SECONDS = 60.0
 """Timeout of a request's body."""
 MAX_DISCARDED_BODIES = 8
 """Multiple of the largest body that is read and discarded, so that the client gets the error."""
+ENCODING_THREADS = 2
+"""Threads that parse and tokenize short requests, and as many for long ones."""
+SHORT_BODY = 2**16
+"""Most bytes of a short request's body."""
+GRAMMAR_SECONDS = 30.0
+"""Timeout of the compilation of a grammar, with those before it; the first takes seconds."""
 ENDPOINTS = (
     "The endpoints are /v1/completions, /v1/chat/completions and /v1/models; set the base_url of a "
     "client to end in /v1."
 )
 """End of the message to a request of another path."""
 Handler = Callable[[Call], Awaitable[ASGIApp]]
+Parse = Callable[[Mapping[str, Any]], ApiRequest]
+T = TypeVar("T")
 Events = asyncio.Queue[Event | None]
 """Events of a request; None when its client has left."""
 STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -51,6 +68,8 @@ class FrontEnd:
       api_key: required of clients, except at ``/health``; None requires none.
       max_bytes: limit of a body.
       allowed_origins: origins of web pages that may read answers; "*" is every one.
+      allowed_hosts: names of this server in the header Host, besides addresses and localhost;
+        others are rejected if no key is required. "*" is every one.
     """
 
     def __init__(
@@ -62,10 +81,16 @@ class FrontEnd:
         api_key: str | None,
         max_bytes: int,
         allowed_origins: Sequence[str] = (),
+        allowed_hosts: Sequence[str] = (),
     ):
         self._service, self._served, self._metrics = service, served, metrics
         self._api_key, self._max_bytes = api_key, max_bytes
-        self._allowed_origins = allowed_origins
+        self._allowed_origins, self._allowed_hosts = allowed_origins, allowed_hosts
+        # Apart, so that neither long prompts nor grammars make other requests wait.
+        self._encoding, self._encoding_long = (
+            ThreadPoolExecutor(ENCODING_THREADS, f"jrl encode {kind}") for kind in ("short", "long")
+        )
+        self._compiling = ThreadPoolExecutor(1, "jrl grammar")
         self._token_strings = TokenStrings(served.format.tokenizer)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._outbox: list[tuple[Events, Event]] = []
@@ -81,10 +106,19 @@ class FrontEnd:
                 "/v1/completions", self._endpoint("completions", parse_completion), methods=["POST"]
             ),
             Route("/v1/chat/completions", self._endpoint("chat", parse_chat), methods=["POST"]),
+            Route(
+                "/inference/v1/generate",
+                self._endpoint("generate", parse_generate, has_defaults=False),
+                methods=["POST"],
+            ),
+            Route("/tokenize", self._require_key(self._tokenize), methods=["POST"]),
+            Route("/detokenize", self._require_key(self._detokenize), methods=["POST"]),
+            Route("/version", self._require_key(self._show_version)),
             Route("/v1/models", self._require_key(self._models)),
             Route("/v1/models/{name:path}", self._require_key(self._model)),
             Route("/v1/load", self._require_key(self._load), methods=["POST"]),
             Route("/health", self._health),
+            Route("/ping", self._health, methods=["GET", "POST"]),
             Route("/metrics", self._require_key(self._show_metrics)),
         ]
         # Unknown paths and methods are answered in OpenAI's format too, and so are internal errors,
@@ -97,11 +131,11 @@ class FrontEnd:
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
         )
-        return Starlette(
-            routes=routes,
-            exception_handlers=handlers,
-            middleware=[cross_origin] if self._allowed_origins else [],
-        )
+        own_host = Middleware(OwnHost, allowed=self._allowed_hosts)
+        # A web page that resolves its own name to this machine has no key.
+        middleware = [own_host] if self._api_key is None else []
+        middleware += [cross_origin] if self._allowed_origins else []
+        return Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
 
     @property
     def num_open(self) -> int:
@@ -137,15 +171,15 @@ class FrontEnd:
             with suppress(RuntimeError):  # the loop has ended, and with it all listeners
                 self._loop.call_soon_threadsafe(_deliver, outbox)
 
-    def _endpoint(self, name: str, parse: Callable[[Mapping[str, Any]], ApiRequest]) -> Handler:
+    def _endpoint(self, name: str, parse: Parse, has_defaults: bool = True) -> Handler:
         async def serve(call: Call) -> ASGIApp:
             self._loop = asyncio.get_running_loop()
             try:
                 self._check_key(call)
-                body = with_defaults(await self._body(call), self._served.defaults)
-                request = parse(body)
-                check_model(request, self._served.name)
-                return await self._begin(name, request)
+                content = await self._content(call)
+                defaults = self._served.defaults if has_defaults else {}
+                request, prompts = await self._encode(self._read_request, content, parse, defaults)
+                return await self._begin(name, request, prompts)
             except ApiError as refused:
                 self._count(name, str(refused.status))
                 return error_response(refused)
@@ -158,20 +192,49 @@ class FrontEnd:
 
         return serve
 
-    async def _begin(self, name: str, request: ApiRequest) -> ASGIApp:
+    async def _encode(self, function: Callable[..., T], content: bytes, *arguments: Any) -> T:
+        """Calls a function of a body, which takes long for a long one, in a thread."""
+        threads = self._encoding if len(content) <= SHORT_BODY else self._encoding_long
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(threads, partial(function, content, *arguments))
+
+    def _read_request(
+        self, content: bytes, parse: Parse, defaults: Mapping[str, Any]
+    ) -> tuple[ApiRequest, list[np.ndarray]]:
+        """The request in a body, and the tokens of its prompts."""
+        request = parse(with_defaults(parse_body(content), defaults))
+        check_model(request.model, self._served.name)
+        return request, self._served.prompts(request)
+
+    async def _compile(self, request: ApiRequest) -> Grammar | None:
+        if not request.needs_grammar:
+            return None
+        param = "tool_choice" if request.rule is None else request.rule.param
+        loop = asyncio.get_running_loop()
+        compiling = loop.run_in_executor(self._compiling, self._served.grammar, request)
+        try:
+            return await asyncio.wait_for(compiling, GRAMMAR_SECONDS)
+        except TimeoutError as error:
+            raise ApiError(
+                400,
+                f"{param} was not compiled within {GRAMMAR_SECONDS:g} s, perhaps after grammars of "
+                "other requests: make it smaller, or try again later.",
+                param,
+                "grammar_timeout",
+            ) from error
+
+    async def _begin(
+        self, name: str, request: ApiRequest, prompts: Sequence[np.ndarray]
+    ) -> ASGIApp:
         """Submits a request, and returns the ASGI app that sends its response."""
-        prompts = self._served.prompts(request)
-        # In a thread: the first one takes seconds, and complex ones a second.
-        grammar = None
-        if request.needs_grammar:
-            grammar = await asyncio.to_thread(self._served.grammar, request)
         limits = [self._served.limit(request, prompt) for prompt in prompts]
+        grammar = await self._compile(request)
         events: Events = asyncio.Queue()
         job = Job(request, prompts, limits, lambda e: self._outbox.append((events, e)), grammar)
         self._service.submit(job)
-        tokenizer = self._served.format.tokenizer
-        echoes = [tokenizer.decode(prompt.tolist()) for prompt in prompts] if request.echo else []
-        answer = ResponseBuilder(request, self._token_strings, job.prompt_tokens, echoes)
+        decode = self._served.decoder(request)
+        echoes = [decode(prompt.tolist()) for prompt in prompts] if request.echo else []
+        answer = ResponseBuilder(request, self._token_strings, prompts, echoes)
         return partial(self._send_answer, name, job, answer, events)
 
     def _count(self, endpoint: str, status: str) -> None:
@@ -228,7 +291,8 @@ class FrontEnd:
                 code="invalid_api_key",
             )
 
-    async def _body(self, call: Call) -> Mapping[str, Any]:
+    async def _content(self, call: Call) -> bytes:
+        """Body of a request."""
         content, size = bytearray(), 0
         try:
             async with self._timeout(BODY_SECONDS):
@@ -254,14 +318,40 @@ class FrontEnd:
                 "with a larger --max-body.",
                 code="body_too_large",
             )
-        try:
-            body = json.loads(bytes(content))
-            _check_characters(body)
-        except (ValueError, RecursionError) as error:
-            raise ApiError(400, f"the body is not JSON: {error}.") from error
-        if not isinstance(body, dict):
-            raise ApiError(400, f"the body is a JSON {type(body).__name__}, not an object.")
-        return body
+        return bytes(content)
+
+    async def _tokenize(self, call: Call) -> Response:
+        content = await self._content(call)
+        return JSONResponse(await self._encode(self._tokens_of, content))
+
+    def _tokens_of(self, content: bytes) -> dict[str, Any]:
+        body, served = parse_body(content), self._served
+        body = {**body, "model": body.get("model") or served.name}
+        if body.get("messages") is None:
+            text, adds, names = text_to_tokenize(body)
+            check_model(body["model"], served.name)
+            ids = served.tokenize(text, adds)
+        else:
+            names = boolean(body, "return_token_strs")
+            request = parse_chat({n: v for n, v in body.items() if n != "return_token_strs"})
+            check_model(request.model, served.name)
+            ids = served.prompts(request)[0].tolist()
+        strings = [self._token_strings.string_of(token) for token in ids] if names else None
+        counted = {"count": len(ids), "max_model_len": served.length}
+        return {**counted, "tokens": ids, "token_strs": strings}
+
+    async def _detokenize(self, call: Call) -> Response:
+        content = await self._content(call)
+        return JSONResponse(await self._encode(self._text_of, content))
+
+    def _text_of(self, content: bytes) -> dict[str, Any]:
+        body = parse_body(content)
+        ids = ids_to_detokenize(body)
+        check_model(body.get("model") or self._served.name, self._served.name)
+        return {"prompt": self._served.detokenize(ids)}
+
+    async def _show_version(self, call: Call) -> Response:
+        return JSONResponse({"version": installed_versions()["jrl-reasoning"]})
 
     async def _models(self, call: Call) -> Response:
         return JSONResponse({"object": "list", "data": [self._model_entry()]})
@@ -296,13 +386,13 @@ class FrontEnd:
             )
         future: Future[int] = self._service.load()
         try:
-            version = await asyncio.wrap_future(future)
+            number = await asyncio.wrap_future(future)
         except ApiError:
             raise
         except Exception as error:
             what = f"no policy could be loaded: {one_line(error)}"
             raise ApiError(409, what, code="not_loaded") from error
-        return JSONResponse({"version": version, "system_fingerprint": fingerprint(version)})
+        return JSONResponse({"version": number, "system_fingerprint": fingerprint(number)})
 
     async def _health(self, call: Call) -> Response:
         # It needs no API key, so it returns less than /metrics.
@@ -334,6 +424,63 @@ async def _handle_http_error(call: Call, error: Exception) -> Response:
 async def _handle_exception(call: Call, error: Exception) -> Response:
     what = "internal server error: the traceback is in the server's log."
     return error_response(ApiError(500, what))
+
+
+class OwnHost:
+    """Rejects requests whose header Host names another machine than this one.
+
+    Args:
+      allowed: names of this machine besides its addresses and localhost; "*" is every one.
+    """
+
+    def __init__(self, app: ASGIApp, allowed: Sequence[str]):
+        self._app, self._allowed = app, {name.lower() for name in allowed}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app: ASGIApp = self._app
+        if scope["type"] == "http" and not self._is_own(host := Headers(scope=scope).get("host")):
+            app = error_response(
+                ApiError(
+                    403,
+                    f"the header Host names {short(host)}, perhaps for a web page that gave this "
+                    "machine its own name: use localhost or the address, or serve with --api-key "
+                    "or --allowed-hosts.",
+                    code="foreign_host",
+                )
+            )
+        await app(scope, receive, send)
+
+    def _is_own(self, host: str | None) -> bool:
+        name = urlsplit(f"//{host or ''}").netloc.lower()
+        name = name[: name.rfind("]") + 1] if name.startswith("[") else name.partition(":")[0]
+        if not name or "*" in self._allowed or name in self._allowed:
+            return True
+        if name == "localhost" or name.endswith(".localhost"):
+            return True
+        try:
+            ip_address(name.strip("[]"))
+        except ValueError:
+            return False
+        return True
+
+
+def parse_generate(body: Mapping[str, Any]) -> ApiRequest:
+    """Parses the body of ``/inference/v1/generate``, with errors as of `parse_completion`."""
+    request = parse_completion(completion_of(body))
+    output = replace(request.output, returns_ids=True, names_ids=True)
+    return replace(request, output=output, tokens_only=True)
+
+
+def parse_body(content: bytes) -> Mapping[str, Any]:
+    """The JSON object in a body; raises ApiError for any other body."""
+    try:
+        body = json.loads(content)
+        _check_characters(body)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}.") from error
+    if not isinstance(body, dict):
+        raise ApiError(400, f"the body is a JSON {type(body).__name__}, not an object.")
+    return body
 
 
 def _check_characters(body: object) -> None:

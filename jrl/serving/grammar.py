@@ -1,6 +1,6 @@
-"""Grammars that constrain a choice: JSON of a schema, and tool calls in the checkpoint's format.
+"""Constraints of a choice: texts of a rule, tool calls in the checkpoint's format, least tokens.
 
-The library is llguidance, which computes the set of allowed next tokens.
+The library of grammars is llguidance, which computes the set of allowed next tokens.
 """
 
 import json
@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from jrl.rollout.adjustments import WORD_BITS
+from jrl.rollout.adjustments import WORD_BITS, Constraint
 from jrl.serving.api.fields import ApiError, invalid_argument
+from jrl.serving.api.structured import TextRule
 from jrl.serving.api.tools import ANY_OBJECT, ToolUse
 from jrl.serving.transcript import TokenStrings
 from jrl.tasks.tools.call_format import ToolFormat, to_json
@@ -33,6 +34,8 @@ ENUMERATING = frozenset(
 LAYOUT, ONE_LINE = r"(\n[ \t]{0,32}| )?", " ?"
 """Blanks between two tokens of JSON, indented or on one line; bounded, as small policies may
 generate blanks without end."""
+MAX_RULE, MAX_PROPERTIES = 2**16, 500
+"""Limits of a rule: its characters, and the properties of an object of a schema."""
 ANYTHING = r"/(.|\n)*/"
 """Rule of arguments in formats without JSON."""
 
@@ -59,6 +62,36 @@ class GrammarConstraint:
             self._matcher.consume_token(token)
 
 
+class LeastTokens:
+    """Constraint by which a choice does not end before a number of tokens.
+
+    Args:
+      least: tokens of the choice.
+      ends: tokens that end it.
+      inner: another constraint of the choice, which it may end earlier if nothing else is left.
+    """
+
+    def __init__(
+        self, least: int, ends: Sequence[int], vocab_size: int, inner: Constraint | None = None
+    ):
+        self._least, self._count, self._inner = least, 0, inner
+        self._all, self._ends = (np.zeros(-(-vocab_size // WORD_BITS), np.uint32) for _ in range(2))
+        for words, tokens in ((self._all, range(vocab_size)), (self._ends, ends)):
+            ids = np.asarray(tokens, np.int64)
+            bits = np.uint32(1) << (ids % WORD_BITS).astype(np.uint32)
+            np.bitwise_or.at(words, ids // WORD_BITS, bits)
+
+    def allowed(self) -> np.ndarray:
+        words = self._all if self._inner is None else self._inner.allowed()
+        others = words & ~self._ends
+        return others if self._count < self._least and others.any() else words
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        self._count += len(tokens)
+        if self._inner is not None:
+            self._inner.accept(tokens)
+
+
 class Grammar:
     """A grammar, compiled for a tokenizer: a matcher of llguidance at its start."""
 
@@ -77,23 +110,35 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
 
     def compile(
-        self, schema: Mapping[str, Any] | None, tools: ToolUse | None, format: ToolFormat | None
+        self, rule: TextRule | None, tools: ToolUse | None, format: ToolFormat | None
     ) -> Grammar:
         """Grammar of a choice.
 
         Args:
-          schema: JSON schema of the text; None if a tool must be called.
+          rule: of the text; None if a tool must be called.
           tools: that may be called in place of the text, or must be; None without.
           format: of their calls.
 
         Raises:
-          ApiError: if the library is not installed, and for a schema that it rejects.
+          ApiError: if the library is not installed, and for a rule that is too large or that it
+            rejects.
         """
         must_call = tools is not None and tools.choice == "required"
-        param = "tool_choice" if must_call else "response_format"
-        rules = [] if schema is None or must_call else [json_rule(schema)]
-        if tools is not None and tools.choice != "none":
+        calls = tools is not None and tools.choice != "none"
+        param = "tool_choice" if must_call or rule is None else rule.param
+        rules, grammar = list[str](), None
+        if rule is not None and not must_call:
+            check_size(rule.param, rule.value)
+            if rule.kind == "grammar" and calls:
+                raise invalid_argument(
+                    param, f"{param} does not go with tools: leave them out, or tool_choice=none."
+                )
+            grammar = rule.value if rule.kind == "grammar" else None
+            rules += [] if rule.kind == "grammar" else [text_rule_of(rule)]
+        if tools is not None and calls:
             assert format is not None
+            for index, schema in enumerate(tools.schemas):
+                check_size(f"tools[{index}]", schema)
             rules += [
                 call_rule(format, self._tokenizer, name, parameters)
                 for name, parameters in tools.parameters.items()
@@ -109,13 +154,16 @@ class GrammarCompiler:
             )
         from llguidance import LLMatcher
 
-        grammar = LLMatcher.grammar_from_lark(f"start: {' | '.join(rules)}")
-        if error := LLMatcher.validate_grammar(grammar, self._tables):
-            # Only the first line; the others show the grammar.
-            reason = error.strip().split("\n")[0].rpartition("JSON schema: ")[2][:200]
-            where = "tools" if must_call else param
-            raise invalid_argument(where, f"{where} has a schema that is not supported: {reason}.")
-        return Grammar(LLMatcher(self._tables, grammar, log_level=0), self._tokenizer)
+        source = f"start: {' | '.join(rules)}" if grammar is None else grammar
+        compiled = LLMatcher.grammar_from_lark(source)
+        where = "tools" if must_call else param
+        if error := LLMatcher.validate_grammar(compiled, self._tables):
+            raise _rejected(where, error)
+        matcher = LLMatcher(self._tables, compiled, log_level=0)
+        # Limits of its own apply to what it allows first.
+        if matcher.is_error():
+            raise _rejected(where, matcher.get_error())
+        return Grammar(matcher, self._tokenizer)
 
     @cached_property
     def _tables(self) -> Any:
@@ -145,6 +193,48 @@ class _Vocabulary:
 
     def __call__(self, text: str) -> list[int]:
         return self._tokenizer.encode(text)
+
+
+def _rejected(param: str, error: str) -> ApiError:
+    # Only the first line; the others show the grammar.
+    reason = error.strip().split("\n")[0].rpartition("JSON schema: ")[2][:200]
+    what = "schema" if "JSON schema" in error or param == "tools" else "grammar"
+    return invalid_argument(param, f"{param} has a {what} that is not supported: {reason}.")
+
+
+def check_size(param: str, value: Any) -> None:
+    """Raises ApiError for a rule that would take long to compile, which is quadratic in the number
+    of optional properties of an object."""
+    size = len(value) if isinstance(value, str) else len(json.dumps(value, ensure_ascii=False))
+    if size > MAX_RULE:
+        raise invalid_argument(
+            param, f"{param} has {size} characters: write it in {MAX_RULE} at most."
+        )
+    left = [value]
+    while left:
+        each = left.pop()
+        properties = each.get("properties") if isinstance(each, Mapping) else None
+        if isinstance(properties, Mapping) and len(properties) > MAX_PROPERTIES:
+            raise invalid_argument(
+                param,
+                f"{param} has an object with {len(properties)} properties: give one at most "
+                f"{MAX_PROPERTIES}, or nest them.",
+            )
+        if isinstance(each, Mapping):
+            left += each.values()
+        elif isinstance(each, list | tuple):
+            left += each
+
+
+def text_rule_of(rule: TextRule) -> str:
+    """Rule of a grammar for a text that is no grammar itself."""
+    if rule.kind == "json":
+        return json_rule(rule.value)
+    if rule.kind == "choice":
+        return " | ".join(json.dumps(text, ensure_ascii=False) for text in rule.value)
+    # A slash ends a regular expression of Lark, and so does the end of the line.
+    pattern = re.sub(r"(?s)\\.|/", lambda m: "\\/" if m[0] == "/" else m[0], rule.value)
+    return f"/{pattern}/".replace("\n", "\\n")
 
 
 def json_rule(schema: Mapping[str, Any], blanks: str = LAYOUT) -> str:

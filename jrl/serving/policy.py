@@ -1,6 +1,7 @@
 """Served model: a policy, its tokenizer, and the source of later versions."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
@@ -8,14 +9,15 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Array
 
-from jrl.rollout.adjustments import Adjustments
+from jrl.rollout.adjustments import MAX_BIASES, NO_ADJUSTMENTS, Adjustments
 from jrl.serving.api.fields import ApiError, invalid_argument
 from jrl.serving.api.sampling import check_biases, sampling_parameters
 from jrl.serving.api_request import ApiRequest
-from jrl.serving.call_stream import CallStream
-from jrl.serving.grammar import Grammar, GrammarCompiler
+from jrl.serving.grammar import Grammar, GrammarCompiler, LeastTokens
+from jrl.serving.transcript import Decode, TokenStrings, Transcript
+from jrl.serving.turn_stream import TurnStream, text_decoder, turn_stream
 from jrl.tasks import Example
-from jrl.tasks.data.conversations import role_content_pairs
+from jrl.tasks.data.conversations import content_of, role_content_pairs
 from jrl.tasks.data.fields import short
 from jrl.tasks.tools.detection import FORMATS
 from jrl.text.prompt_format import PromptFormat
@@ -76,7 +78,23 @@ class ApiModel:
           ApiError: for a request that the template or tokenizer rejects, a prompt without any
             token, and a bias of a token outside of the vocabulary.
         """
-        check_biases(request.adjustments, self.format.tokenizer.vocab_size)
+        vocab_size = self.format.tokenizer.vocab_size
+        check_biases(request.adjustments, vocab_size)
+        if outside := [token for token in request.output.stop_ids if token >= vocab_size]:
+            raise invalid_argument(
+                "stop_token_ids",
+                f"stop_token_ids has the token {outside[0]}, outside of the vocabulary of "
+                f"{vocab_size}: leave it out.",
+            )
+        ends = self.format.tokenizer.stop_ids if request.output.ignores_end else ()
+        biases = () if request.adjustments is None else request.adjustments.biases
+        if len(biases) + len(ends) > MAX_BIASES:
+            raise invalid_argument(
+                "logit_bias",
+                f"logit_bias has {len(biases)} tokens: give {MAX_BIASES - len(ends)} at most "
+                "beside ignore_eos.",
+            )
+        self._check_characters(request)
         try:
             rows = [self._conversation(request)] if request.chat else self._texts(request)
         except ValueError as error:
@@ -113,7 +131,45 @@ class ApiModel:
                 "tools",
                 "unsupported_parameter",
             )
-        return self.format.encode(example)
+        self._check_effort(request)
+        conversation = self.format.conversation(example)
+        if request.ending == "continued":
+            return self.format.template.encode_unfinished(conversation)
+        return self.format.template.encode(conversation, opened=request.ending == "opened")
+
+    def _check_effort(self, request: ApiRequest) -> None:
+        """Raises ApiError for an effort that the template does not read."""
+        name = "reasoning_effort"
+        if name in request.template_arguments and name not in (
+            self.format.tokenizer.usage.chat_template or ""
+        ):
+            raise invalid_argument(
+                name,
+                f"the chat template of {self.name!r} does not read {name}: leave it out.",
+                "unsupported_parameter",
+            )
+
+    @cached_property
+    def _max_token_characters(self) -> int:
+        """Characters of the longest token."""
+        strings = TokenStrings(self.format.tokenizer)
+        return max(len(strings.string_of(i)) for i in range(self.format.tokenizer.vocab_size))
+
+    def _check_characters(self, request: ApiRequest) -> None:
+        """Raises ApiError for a prompt with more characters than tokens of this length can have,
+        before it is tokenized."""
+        texts = [each for each in request.prompts or () if isinstance(each, str)]
+        if request.chat:
+            texts = ["".join(content_of(turn) for turn in request.messages)]
+        limit = self.length * self._max_token_characters
+        for text in texts:
+            if len(text) > limit:
+                raise invalid_argument(
+                    "messages" if request.chat else "prompt",
+                    f"the prompt has {len(text)} characters, and the model is served with a length "
+                    f"of {self.length} tokens, at most {limit} characters: shorten the prompt.",
+                    "context_length_exceeded",
+                )
 
     @cached_property
     def _grammars(self) -> GrammarCompiler:
@@ -121,17 +177,65 @@ class ApiModel:
 
     def grammar(self, request: ApiRequest) -> Grammar:
         """Grammar of a request that needs one, with errors as of `GrammarCompiler.compile`."""
-        return self._grammars.compile(request.schema, request.tools, self.format.tool_format)
+        if request.output.ignores_end:
+            raise invalid_argument(
+                "ignore_eos",
+                "ignore_eos=true does not go with a grammar, which ends: leave it out.",
+            )
+        return self._grammars.compile(request.rule, request.tools, self.format.tool_format)
 
-    def call_stream(self, request: ApiRequest) -> CallStream | None:
-        """Reader of the tool calls of a choice; None if it has none, or they stay text."""
-        tools, format = request.tools, self.format.tool_format
-        if tools is None or tools.choice == "none" or format is None:
-            return None
-        num_calls = sum(len(turn.get("tool_calls", ())) for turn in request.messages)
-        return CallStream(
-            self.format.tokenizer, format, tools.parameters, num_calls, tools.parallel
+    def adjustments(self, request: ApiRequest, grammar: Grammar | None) -> Adjustments | None:
+        """Adjustments of one choice, with a constraint of its own if it has any."""
+        tokenizer, output, adjustments = self.format.tokenizer, request.output, request.adjustments
+        constraint = None if grammar is None else grammar.start()
+        if output.min_tokens:
+            ends = (*tokenizer.stop_ids, *output.stop_ids)
+            constraint = LeastTokens(output.min_tokens, ends, tokenizer.vocab_size, constraint)
+        if output.ignores_end:
+            adjustments = adjustments or NO_ADJUSTMENTS
+            never = [(token, -math.inf) for token in tokenizer.stop_ids]
+            adjustments = adjustments._replace(biases=(*adjustments.biases, *never))
+        if constraint is None:
+            return adjustments
+        return (adjustments or NO_ADJUSTMENTS)._replace(constraint=constraint)
+
+    def decoder(self, request: ApiRequest) -> Decode:
+        """Decoder of a request's tokens to the text that is read or returned."""
+        return text_decoder(request, self.format.tokenizer)
+
+    def transcript(self, request: ApiRequest, prompt: Sequence[int]) -> Transcript:
+        """Transcript of a choice with this prompt."""
+        return Transcript(
+            self.decoder(request),
+            self.format.tokenizer.stop_ids,
+            request.output,
+            request.logprobs,
+            () if request.chat else prompt,
+            # Harnesses expect an entry for each token, to separate those of the prompt.
+            keeps_all=request.scores_prompts or request.output.returns_ids,
         )
+
+    def turn_stream(self, request: ApiRequest, prompt: Sequence[int]) -> TurnStream | None:
+        """Reader of the text of a choice with this prompt; None if it is no chat."""
+        return turn_stream(request, self.format.tokenizer, self.format.tool_format, prompt)
+
+    def tokenize(self, text: str, begins: bool) -> list[int]:
+        """Tokens of a text, with those before a prompt if it `begins` one; raises ApiError for text
+        that the tokenizer rejects."""
+        tokenizer = self.format.tokenizer
+        try:
+            ids = tokenizer.encode(text)
+        except ValueError as error:
+            raise invalid_argument("prompt", " ".join(str(error).split())) from error
+        return tokenizer.with_prefix(ids) if begins else ids
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Text of tokens, with special tokens written out; raises ApiError for ids outside of the
+        vocabulary."""
+        try:
+            return self.format.tokenizer.decode_special(ids)
+        except ValueError as error:
+            raise invalid_argument("tokens", " ".join(str(error).split())) from error
 
     def _texts(self, request: ApiRequest) -> list[list[int]]:
         assert request.prompts is not None
@@ -167,6 +271,12 @@ class ApiModel:
                 "max_tokens",
                 f"max_tokens={max_tokens} is more than this server allows: request at most "
                 f"{self.max_tokens}.",
+            )
+        if request.output.min_tokens > max_tokens:
+            raise invalid_argument(
+                "min_tokens",
+                f"min_tokens={request.output.min_tokens} is more than the {max_tokens} tokens that "
+                "a completion may have: lower it, or raise max_tokens.",
             )
         needed = max_tokens if request.max_tokens == 0 else max(max_tokens, 1)
         if available < needed:

@@ -2,13 +2,13 @@
 scheduler step, so that choices in flight wait for one pass at most."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jrl.rollout.decoding.protocol import StreamingEngine
 from jrl.rollout.prompt_scores import PromptScores
+from jrl.serving.api_request import ApiRequest
 from jrl.serving.responses import Job, PromptDelta
-from jrl.serving.transcript import Detokenizer, TokenLogprobs
-from jrl.text.tokenizer import Tokenizer
+from jrl.serving.transcript import Decode, Detokenizer, TokenLogprobs
 
 MAX_TOKENS_PER_PASS = 1024
 """Maximum prompt tokens of one pass, unless a single prompt is longer."""
@@ -18,10 +18,13 @@ class PromptScoring:
     """Scores the prompts of requests, first come first served, and sends the results.
 
     Only the scheduler thread calls this.
+
+    Args:
+      decode: the decoder of a request's tokens.
     """
 
-    def __init__(self, engine: StreamingEngine, tokenizer: Tokenizer):
-        self._engine, self._tokenizer = engine, tokenizer
+    def __init__(self, engine: StreamingEngine, decode: Callable[[ApiRequest], Decode]):
+        self._engine, self._decode = engine, decode
         self._prompts: deque[tuple[Job, int]] = deque()
 
     @property
@@ -48,11 +51,11 @@ class PromptScoring:
         """Runs one pass of a policy's version, sends its results, and returns the requests that are
         complete."""
         batch, num_tokens = list[tuple[Job, int]](), 0
-        needs_top_tokens = self._prompts[0][0].request.top_logprobs > 0
+        needs_top_tokens = self._prompts[0][0].request.num_prompt_top > 0
         while self._prompts:
             job, index = self._prompts[0]
             num_tokens += len(job.prompts[index])
-            differs = (job.request.top_logprobs > 0) != needs_top_tokens
+            differs = (job.request.num_prompt_top > 0) != needs_top_tokens
             if batch and (differs or num_tokens > MAX_TOKENS_PER_PASS):
                 break
             batch.append(self._prompts.popleft())
@@ -61,8 +64,8 @@ class PromptScoring:
         done: dict[int, Job] = {}
         scored = self._engine.score(prompts, needs_top_tokens)
         for (job, index), scores in zip(batch, scored, strict=True):
-            ids, num_top = job.prompts[index].tolist(), job.request.top_logprobs
-            logprobs = prompt_logprobs(self._tokenizer, ids, scores, num_top)
+            ids, num_top = job.prompts[index].tolist(), job.request.num_prompt_top
+            logprobs = prompt_logprobs(self._decode(job.request), ids, scores, num_top)
             job.on_event(PromptDelta(index, logprobs, version))
             if id(job) not in left:
                 done[id(job)] = job
@@ -70,11 +73,11 @@ class PromptScoring:
 
 
 def prompt_logprobs(
-    tokenizer: Tokenizer, ids: Sequence[int], scores: PromptScores, num_top: int
+    decode: Decode, ids: Sequence[int], scores: PromptScores, num_top: int
 ) -> list[TokenLogprobs]:
     """Tokens of a prompt with their log-probabilities, of which the first has none, and those of
     the `num_top` top tokens of each position."""
-    detokenizer, offset, entries = Detokenizer(tokenizer), 0, list[TokenLogprobs]()
+    detokenizer, offset, entries = Detokenizer(decode), 0, list[TokenLogprobs]()
     for index, token in enumerate(ids):
         logprob, top = None, ()
         if index:

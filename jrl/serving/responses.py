@@ -6,7 +6,7 @@ https://platform.openai.com/docs/api-reference/completions and .../chat
 import json
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,9 +14,9 @@ import numpy as np
 
 from jrl.serving.api.fields import ApiError
 from jrl.serving.api_request import ApiRequest
-from jrl.serving.call_stream import ToolCall
 from jrl.serving.grammar import Grammar
 from jrl.serving.transcript import TokenLogprobs, TokenStrings
+from jrl.serving.turn_stream import ToolCall, TurnDelta
 
 DONE_EVENT = "data: [DONE]\n\n"
 """The last event of a stream."""
@@ -27,21 +27,21 @@ class ChoiceDelta:
     """Increment of a choice that is sent to its client.
 
     Attributes:
-      text: text that is final.
+      turn: text that is final, with the reasoning and calls of a chat.
       logprobs: tokens that start in the text, if log-probabilities were requested.
+      token_ids: sampled since the last delta.
       num_tokens: sampled so far.
       finish: "stop", "length" or "tool_calls" if it has ended, else None.
       version: of the policy that generates it.
-      calls: tool calls, of a choice that has ended.
     """
 
     index: int
-    text: str
+    turn: TurnDelta
     logprobs: list[TokenLogprobs]
+    token_ids: list[int]
     num_tokens: int
     finish: str | None
     version: int
-    calls: Sequence[ToolCall] = ()
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class ResponseBuilder:
     """Response to one request, built up incrementally.
 
     Args:
-      prompt_tokens: of all its prompts.
+      prompts: token ids of its prompts.
       echoes: texts of the prompts, if they precede the completions.
     """
 
@@ -117,19 +117,21 @@ class ResponseBuilder:
         self,
         request: ApiRequest,
         token_strings: TokenStrings,
-        prompt_tokens: int,
+        prompts: Sequence[np.ndarray],
         echoes: Sequence[str] = (),
     ):
         self._request, self._token_strings = request, token_strings
-        self._prompt_tokens = prompt_tokens
+        self._prompts = prompts
         kind = "chatcmpl" if request.chat else "cmpl"
         self._id, self._created = f"{kind}-{secrets.token_hex(12)}", int(time.time())
-        prompts = 1 if request.prompts is None else len(request.prompts)
-        num_choices = prompts * request.n
-        self._echoes = echoes or [""] * prompts
+        num_choices = len(prompts) * request.n
+        self._echoes = echoes or [""] * len(prompts)
         self._texts = [self._echoes[index // request.n] for index in range(num_choices)]
+        self._reasonings = [""] * num_choices
         self._logprobs_of_choices: list[list[TokenLogprobs]] = [[] for _ in range(num_choices)]
+        self._logprobs_of_prompts: list[list[TokenLogprobs]] = [[] for _ in prompts]
         self._calls: list[Sequence[ToolCall]] = [()] * num_choices
+        self._token_ids: list[list[int]] = [[] for _ in range(num_choices)]
         self._finishes: list[str | None] = [None] * num_choices
         self._tokens, self._started = [0] * num_choices, [False] * num_choices
         self._version = 0
@@ -143,14 +145,20 @@ class ResponseBuilder:
         """Appends a delta to its choice, or to all choices of its prompt."""
         index, self._version = delta.index, delta.version
         if isinstance(delta, PromptDelta):
-            n = self._request.n
-            for choice in range(index * n, (index + 1) * n):
-                self._logprobs_of_choices[choice] += delta.logprobs
+            self._logprobs_of_prompts[index] = delta.logprobs
+            if self._request.echo and self._request.logprobs:
+                top = self._request.top_logprobs
+                echoed = [replace(x, top_logprobs=x.top_logprobs[:top]) for x in delta.logprobs]
+                n = self._request.n
+                for choice in range(index * n, (index + 1) * n):
+                    self._logprobs_of_choices[choice] += echoed
             return
-        self._texts[index] += delta.text
+        self._texts[index] += delta.turn.content
+        self._reasonings[index] += delta.turn.reasoning
         self._logprobs_of_choices[index] += self._after_echo(index, delta.logprobs)
         self._tokens[index], self._finishes[index] = delta.num_tokens, delta.finish
-        self._calls[index] = delta.calls
+        self._token_ids[index] += delta.token_ids
+        self._calls[index] = delta.turn.calls
 
     def _after_echo(self, index: int, logprobs: Sequence[TokenLogprobs]) -> list[TokenLogprobs]:
         """Tokens of a choice with offsets in its text, which begins with the echoed prompt."""
@@ -159,14 +167,17 @@ class ResponseBuilder:
 
     def body(self) -> dict[str, Any]:
         """Body of a response that is not a stream."""
-        choices = []
+        request, choices = self._request, []
+        if request.tokens_only:
+            return self._token_body()
         for index, text in enumerate(self._texts):
             content: dict[str, Any] = {"text": text}
-            if self._request.chat:
-                calls = [_call_entry(call) for call in self._calls[index]]
-                message = {"role": "assistant", "content": text or None if calls else text}
-                message |= {"refusal": None} | ({"tool_calls": calls} if calls else {})
-                content = {"message": message}
+            if request.chat:
+                content = {"message": self._message(index)}
+            else:
+                content |= self._of_prompt(index // request.n)
+            if request.output.returns_ids:
+                content["token_ids"] = self._token_ids[index]
             choices.append(
                 {
                     "index": index,
@@ -175,8 +186,65 @@ class ResponseBuilder:
                     "finish_reason": self._finishes[index],
                 }
             )
-        kind = "chat.completion" if self._request.chat else "text_completion"
-        return {**self._head(kind), "choices": choices, "usage": self._usage()}
+        kind = "chat.completion" if request.chat else "text_completion"
+        of_prompt = self._of_prompt(0) if request.chat else {}
+        return {**self._head(kind), "choices": choices, "usage": self._usage(), **of_prompt}
+
+    def _message(self, index: int) -> dict[str, Any]:
+        """Message of a chat's choice."""
+        calls, text = [_call_entry(call) for call in self._calls[index]], self._texts[index]
+        message: dict[str, Any] = {"role": "assistant", "content": text or None if calls else text}
+        message["refusal"] = None
+        if (reasoning := self._reasonings[index]) and self._request.shows_reasoning:
+            message["reasoning_content"] = reasoning
+        return message | ({"tool_calls": calls} if calls else {})
+
+    def _of_prompt(self, index: int) -> dict[str, Any]:
+        """Token ids and log-probabilities of a prompt, if they are returned."""
+        output, fields = self._request.output, dict[str, Any]()
+        if output.returns_ids:
+            fields["prompt_token_ids"] = self._prompts[index].tolist()
+        if output.prompt_logprobs is not None:
+            positions = self._logprobs_of_prompts[index]
+            fields["prompt_logprobs"] = [self._prompt_entry(position) for position in positions]
+        return fields
+
+    def _prompt_entry(self, position: TokenLogprobs) -> dict[str, Any] | None:
+        """Log-probabilities of a token of a prompt and of the top tokens, by their ids as texts."""
+        if position.logprob is None:
+            return None
+        num_top = self._request.output.prompt_logprobs or 0
+        ranked = {token: rank for rank, (token, _) in enumerate(position.top_logprobs, start=1)}
+        values = dict(position.top_logprobs[:num_top]) | {position.token: position.logprob}
+        return {
+            str(token): {
+                "logprob": value,
+                "rank": ranked.get(token),
+                "decoded_token": self._token_strings.string_of(token),
+            }
+            for token, value in values.items()
+        }
+
+    def _token_body(self) -> dict[str, Any]:
+        """Body of a response of token ids, without text."""
+        choices = [
+            {
+                "index": index,
+                "token_ids": ids,
+                "logprobs": self._chat_logprobs(self._logprobs_of_choices[index]),
+                "finish_reason": self._finishes[index],
+            }
+            for index, ids in enumerate(self._token_ids)
+        ]
+        prompt_logprobs = self._of_prompt(0).get("prompt_logprobs")
+        return {
+            "request_id": self._id,
+            "model": self._request.model,
+            "system_fingerprint": fingerprint(self._version),
+            "choices": choices,
+            "prompt_logprobs": prompt_logprobs,
+            "usage": self._usage(),
+        }
 
     def chunks(self, delta: ChoiceDelta | PromptDelta) -> str:
         """Server-sent events of a delta in a stream; `append` it first."""
@@ -185,21 +253,35 @@ class ResponseBuilder:
         index, events = delta.index, ""
         if not self._started[index]:
             self._started[index] = True
+            returns_ids = self._request.output.returns_ids
             if self._request.chat:
-                events += self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
+                content = {"delta": {"role": "assistant", "content": ""}}
+                events += self._chunk(index, content, self._of_prompt(0) if returns_ids else {})
+            elif returns_ids and not self._request.echo:
+                of_prompt = self._of_prompt(index // self._request.n)
+                events += self._chunk(index, {"text": "", **of_prompt})
             elif self._request.echo:
                 all_logprobs = self._logprobs_of_choices[index]
                 of_prompt = all_logprobs[: len(all_logprobs) - len(delta.logprobs)]
-                echo = {"text": self._echoes[index // self._request.n]}
+                number = index // self._request.n
+                echo = {"text": self._echoes[number], **self._of_prompt(number)}
                 events += self._chunk(index, {**echo, "logprobs": self._logprobs(of_prompt)})
-        if delta.text or delta.logprobs:
-            content: dict[str, Any] = {"text": delta.text}
+        turn = delta.turn
+        reasoning = turn.reasoning if self._request.shows_reasoning else ""
+        token_ids = delta.token_ids if self._request.output.returns_ids else []
+        if turn.content or reasoning or delta.logprobs or token_ids:
+            content: dict[str, Any] = {"text": turn.content}
             if self._request.chat:
-                content = {"delta": {"content": delta.text}}
+                parts = {"reasoning_content": reasoning} if reasoning else {}
+                if turn.content or not parts:
+                    parts["content"] = turn.content
+                content = {"delta": parts}
             content["logprobs"] = self._logprobs(self._after_echo(index, delta.logprobs))
+            if self._request.output.returns_ids:
+                content["token_ids"] = token_ids
             events += self._chunk(index, content)
-        if delta.calls:
-            calls = [{"index": i, **_call_entry(call)} for i, call in enumerate(delta.calls)]
+        if turn.calls:
+            calls = [{"index": i, **_call_entry(call)} for i, call in enumerate(turn.calls)]
             events += self._chunk(index, {"delta": {"tool_calls": calls}})
         if delta.finish is not None:
             content = {"delta": {}} if self._request.chat else {"text": ""}
@@ -212,10 +294,12 @@ class ResponseBuilder:
             return DONE_EVENT
         return event({**self._chunk_head(), "choices": [], "usage": self._usage()}) + DONE_EVENT
 
-    def _chunk(self, index: int, content: dict[str, Any]) -> str:
+    def _chunk(
+        self, index: int, content: dict[str, Any], head: Mapping[str, Any] | None = None
+    ) -> str:
         choice = {"index": index, "logprobs": None, "finish_reason": None, **content}
         usage = {"usage": None} if self._request.include_usage else {}
-        return event({**self._chunk_head(), "choices": [choice], **usage})
+        return event({**self._chunk_head(), **(head or {}), "choices": [choice], **usage})
 
     def _chunk_head(self) -> dict[str, Any]:
         return self._head("chat.completion.chunk" if self._request.chat else "text_completion")
@@ -230,29 +314,25 @@ class ResponseBuilder:
         }
 
     def _usage(self) -> dict[str, int]:
-        sampled = sum(self._tokens)
+        prompt_tokens, sampled = sum(map(len, self._prompts)), sum(self._tokens)
         return {
-            "prompt_tokens": self._prompt_tokens,
+            "prompt_tokens": prompt_tokens,
             "completion_tokens": sampled,
-            "total_tokens": self._prompt_tokens + sampled,
+            "total_tokens": prompt_tokens + sampled,
         }
 
     def _logprobs(self, positions: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
         if not self._request.logprobs:
             return None
         if self._request.chat:
-            content = [self._logprobs_entry(position) for position in positions]
-            return {"content": content, "refusal": None}
+            return self._chat_logprobs(positions)
         strings, top_logprobs = list[str](), list[dict[str, float] | None]()
         for position in positions:
-            strings.append(self._token_strings.string_of(position.token))
+            strings.append(self._string_of(position.token))
             if position.logprob is None:
                 top_logprobs.append(None)
                 continue
-            alternatives = {
-                self._token_strings.string_of(token): value
-                for token, value in position.top_logprobs
-            }
+            alternatives = {self._string_of(token): v for token, v in position.top_logprobs}
             top_logprobs.append({**alternatives, strings[-1]: position.logprob})
         return {
             "tokens": strings,
@@ -261,13 +341,24 @@ class ResponseBuilder:
             "text_offset": [position.offset for position in positions],
         }
 
+    def _chat_logprobs(self, positions: Sequence[TokenLogprobs]) -> dict[str, Any] | None:
+        if not self._request.logprobs:
+            return None
+        content = [self._logprobs_entry(position) for position in positions]
+        return {"content": content, "refusal": None}
+
+    def _string_of(self, token: int) -> str:
+        """String of a token in log-probabilities."""
+        names_ids = self._request.output.names_ids
+        return f"token_id:{token}" if names_ids else self._token_strings.string_of(token)
+
     def _logprobs_entry(self, position: TokenLogprobs) -> dict[str, Any]:
         alternatives = [self._token_entry(token, value) for token, value in position.top_logprobs]
         return {**self._token_entry(position.token, position.logprob), "top_logprobs": alternatives}
 
     def _token_entry(self, token: int, logprob: float | None) -> dict[str, Any]:
         content = list(self._token_strings.bytes_of(token))
-        return {"token": self._token_strings.string_of(token), "logprob": logprob, "bytes": content}
+        return {"token": self._string_of(token), "logprob": logprob, "bytes": content}
 
 
 def _call_entry(call: ToolCall) -> dict[str, Any]:

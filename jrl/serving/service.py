@@ -9,18 +9,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from jrl.rollout.adjustments import NO_ADJUSTMENTS
 from jrl.rollout.decoding.protocol import StreamingEngine
 from jrl.rollout.decoding.requests import Request, StreamChunk
 from jrl.rollout.sampling import RequestSampling
 from jrl.serving.api.fields import ApiError
-from jrl.serving.call_stream import CallStream, ToolCall
-from jrl.serving.grammar import Grammar
 from jrl.serving.metrics import CLIENT_GONE, Metrics
 from jrl.serving.policy import ApiModel, Versions
 from jrl.serving.prompt_scoring import PromptScoring
 from jrl.serving.responses import ChoiceDelta, Job
 from jrl.serving.transcript import Transcript
+from jrl.serving.turn_stream import TurnDelta, TurnStream
 from jrl.serving.warm_up import WarmUp
 
 SEED_BITS = 64
@@ -31,8 +29,8 @@ MAX_PROMPT_ID = 2**31 - 1
 class _Choice:
     index: int
     transcript: Transcript
-    calls: CallStream | None
-    """Reader of its tool calls; None if it has none."""
+    turn: TurnStream | None
+    """Reader of its text; None if it is no chat."""
     seen: float = 0.0
     """Time of its newest token."""
 
@@ -82,7 +80,7 @@ class Service:
         self.version = -1
         self.failure: BaseException | None = None
         """Exception that ended the thread, if any."""
-        self._scoring = PromptScoring(engine, served.format.tokenizer)
+        self._scoring = PromptScoring(engine, served.decoder)
         token, longest = served.format.tokenizer.eos_id, served.length - 1
         self._warm_up = WarmUp(
             engine, self._next_id, token, longest, window, served.default_adjustments
@@ -120,12 +118,13 @@ class Service:
         """
         count, capacity = job.num_choices, self._engine.slots + self._queue
         if job.request.scores_prompts and not self._engine.scores_prompts:
+            param = "echo" if job.request.output.prompt_logprobs is None else "prompt_logprobs"
             raise ApiError(
                 400,
-                "echo=true with logprobs needs the log-probabilities of the prompt, which "
-                "disaggregated devices do not compute: leave out one of the two, or serve without "
+                f"{param} needs the log-probabilities of the prompt, which disaggregated devices "
+                "do not compute: leave it out (or logprobs beside echo), or serve without "
                 "--split.",
-                "echo",
+                param,
                 "unsupported_parameter",
             )
         if count > capacity:
@@ -268,35 +267,32 @@ class Service:
         request, grammar = job.request, job.grammar
         seed = secrets.randbits(SEED_BITS) if request.seed is None else request.seed % 2**SEED_BITS
         sampling = RequestSampling(
-            request.temperature, request.top_p, seed, request.top_logprobs > 0, request.adjustments
+            request.temperature, request.top_p, seed, request.top_logprobs > 0
         )
         for prompt_index, (ids, limit) in enumerate(zip(job.prompts, job.limits, strict=True)):
             prompt_id = self._next_id()
             self._jobs[prompt_id] = job
             job.prompt_ids = (*job.prompt_ids, prompt_id)
-            context = () if request.chat else ids.tolist()
             # Indices run over all prompts, so that a repeated prompt gets different completions.
             choices = range(prompt_index * request.n, (prompt_index + 1) * request.n)
             for index in choices:
-                text = Transcript(
-                    self._served.format.tokenizer,
-                    request.stops,
-                    request.logprobs,
-                    context,
-                    # Harnesses expect an entry for each token, to separate those of the prompt.
-                    keeps_end=request.scores_prompts,
+                self._choices[prompt_id, index] = _Choice(
+                    index,
+                    self._served.transcript(request, ids.tolist()),
+                    self._served.turn_stream(request, ids.tolist()),
                 )
-                calls = self._served.call_stream(request)
-                self._choices[prompt_id, index] = _Choice(index, text, calls)
             if limit:
+                adjustments = [self._served.adjustments(request, grammar) for _ in choices]
                 requests = [
-                    Request(prompt_id, index, ids, limit, sampling=_constrain(sampling, grammar))
-                    for index in choices
+                    Request(prompt_id, index, ids, limit, sampling=sampling._replace(adjustments=a))
+                    for index, a in zip(choices, adjustments, strict=True)
                 ]
                 self._engine.submit(requests)
         if not any(job.limits):
             for _, index in job.rows:
-                job.on_event(ChoiceDelta(index, "", [], 0, "length", self.version))
+                job.on_event(
+                    ChoiceDelta(index, TurnDelta("", ""), [], [], 0, "length", self.version)
+                )
             for row in job.rows:
                 self._finish(row, "length")
 
@@ -329,16 +325,21 @@ class Service:
                 if finish is None:
                     stopped.append(key)
                 finish = "stop"
-            count, calls = transcript.num_tokens - tokens_before, list[ToolCall]()
-            if choice.calls is not None:
-                tokens = row.tokens[:count].tolist()
-                text, calls = choice.calls.add(tokens, text, finish is not None)
-                finish = "tool_calls" if calls else finish
+            count, turn = transcript.num_tokens - tokens_before, TurnDelta(text, "")
+            if choice.turn is not None:
+                turn = choice.turn.add(text, finish is not None)
+                finish = "tool_calls" if turn.calls else finish
             self._measure(job, choice, count, now)
             if finish is not None:
                 self._finish(key, finish)
             delta = ChoiceDelta(
-                choice.index, text, logprobs, transcript.num_tokens, finish, self.version, calls
+                choice.index,
+                turn,
+                logprobs,
+                row.tokens[:count].tolist(),
+                transcript.num_tokens,
+                finish,
+                self.version,
             )
             job.on_event(delta)
         self._engine.cancel(rows=stopped)
@@ -404,14 +405,6 @@ class Service:
             raise
         self._weights, self.version = weights, version
         self._metrics.version.set(version)
-
-
-def _constrain(sampling: RequestSampling, grammar: Grammar | None) -> RequestSampling:
-    """Sampling parameters of one choice, with a constraint of its own if there is a grammar."""
-    if grammar is None:
-        return sampling
-    adjustments = sampling.adjustments or NO_ADJUSTMENTS
-    return sampling._replace(adjustments=adjustments._replace(constraint=grammar.start()))
 
 
 def closing_error() -> ApiError:

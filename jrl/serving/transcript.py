@@ -1,9 +1,14 @@
 """Incremental detokenization of a choice, with stop strings."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from jrl.serving.api.output import Output
+from jrl.tasks.answers.reasoning import partial_match
 from jrl.text.tokenizer import Tokenizer
+
+Decode = Callable[[Sequence[int]], str]
+"""Decoder of token ids to text, with or without special tokens."""
 
 REPLACEMENT_CHARACTER = "\ufffd"
 """Replacement character, to which incomplete UTF-8 sequences are decoded."""
@@ -23,14 +28,14 @@ class Detokenizer:
     the preceding ones.
 
     Args:
-      tokenizer: special tokens give no text.
+      decode: of the tokens.
       before: tokens of the preceding text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()):
-        self._tokenizer = tokenizer
+    def __init__(self, decode: Decode, before: Sequence[int] = ()):
+        self._decode = decode
         self._ids = list(before[-CONTEXT_TOKENS:])
-        self._emitted = tokenizer.decode(self._ids)  # text of the decoded ids, as far as emitted
+        self._emitted = decode(self._ids)  # text of the decoded ids, as far as emitted
         if self._emitted.endswith(REPLACEMENT_CHARACTER):
             self._ids, self._emitted = [], ""
         # Start of the ids that are decoded, and start of those that are not final yet.
@@ -39,7 +44,7 @@ class Detokenizer:
     def add(self, ids: Sequence[int]) -> str:
         """Appends tokens and returns the text that they complete."""
         self._ids += ids
-        text = self._tokenizer.decode(self._ids[self._begin :])
+        text = self._decode(self._ids[self._begin :])
         # A few replacement characters at the end may be the start of a character; earlier ones
         # are final.
         sure_length = max(
@@ -54,22 +59,26 @@ class Detokenizer:
         if len(final_text) == len(text):
             # The newest tokens are the context of the next ones.
             self._begin, self._final = self._final, len(self._ids)
-            self._emitted = self._tokenizer.decode(self._ids[self._begin :])
+            self._emitted = self._decode(self._ids[self._begin :])
         return new_text
 
     def rest(self) -> str:
         """Remaining text when no more tokens come: incomplete bytes as replacement characters."""
-        text = self._tokenizer.decode(self._ids[self._begin :])
+        text = self._decode(self._ids[self._begin :])
         new_text = text[len(self._emitted) :]
         self._emitted = text
         return new_text
 
 
 class StopStrings:
-    """Stop strings of a streamed text, none of them empty, which may span calls of `add`."""
+    """Stop strings of a streamed text, none of them empty, which may span calls of `add`.
 
-    def __init__(self, stops: Sequence[str]):
-        self._stops, self._withheld = tuple(stops), ""
+    Args:
+      keeps: true if the text includes the one that has occurred.
+    """
+
+    def __init__(self, stops: Sequence[str], keeps: bool = False):
+        self._stops, self._keeps, self._withheld = tuple(stops), keeps, ""
         self.stopped = False
         """True if one of them has occurred."""
 
@@ -78,10 +87,11 @@ class StopStrings:
         if not self._stops or self.stopped:
             return "" if self.stopped else new_text
         text = self._withheld + new_text
-        positions = [position for stop in self._stops if (position := text.find(stop)) >= 0]
-        if positions:
+        found = [(begin, -len(stop)) for stop in self._stops if (begin := text.find(stop)) >= 0]
+        if found:
             self.stopped, self._withheld = True, ""
-            return text[: min(positions)]
+            begin, minus_length = min(found)
+            return text[: begin - minus_length if self._keeps else begin]
         withheld = max(partial_match(text, stop) for stop in self._stops)
         self._withheld = text[len(text) - withheld :]
         return text[: len(text) - withheld]
@@ -90,12 +100,6 @@ class StopStrings:
         """Text that was held back, when no more comes."""
         withheld, self._withheld = self._withheld, ""
         return withheld
-
-
-def partial_match(text: str, stop: str) -> int:
-    """Number of characters at the end of a text that may be the start of a stop string."""
-    longest = min(len(stop) - 1, len(text))
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class TokenStrings:
@@ -164,35 +168,41 @@ class Transcript:
     """Text and tokens of a choice while it is generated.
 
     Args:
-      stops: stop strings; it ends before the first.
+      decode: of its tokens.
+      ends: tokens that end it in the engine.
+      output: its stops.
       keeps_logprobs: true if its tokens are returned with log-probabilities.
       before: tokens of the text that it continues.
-      keeps_end: true if the token that ends it is returned with its log-probability too.
+      keeps_all: true if each sampled token is returned with its log-probability, also the one that
+        ends it and those of a stop string; otherwise those that start in its text.
     """
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
-        stops: Sequence[str],
+        decode: Decode,
+        ends: Collection[int],
+        output: Output,
         keeps_logprobs: bool,
         before: Sequence[int] = (),
-        keeps_end: bool = False,
+        keeps_all: bool = False,
     ):
-        self._detokenizer, self._stops = Detokenizer(tokenizer, before), StopStrings(stops)
-        self._ends = frozenset(tokenizer.stop_ids)
+        self._detokenizer = Detokenizer(decode, before)
+        self._stops = StopStrings(output.stops, output.keeps_stop)
+        self._ends, self._output = frozenset(ends), output
         # If the token of each character matters, tokens are decoded one by one.
-        self._token_by_token = keeps_logprobs or bool(stops)
-        self._keeps_logprobs, self._keeps_end = keeps_logprobs, keeps_end
+        self._token_by_token = bool(keeps_logprobs or output.stops or output.stop_ids)
+        self._keeps_logprobs, self._keeps_all = keeps_logprobs, keeps_all
         self._read = 0  # number of characters processed
         self._emitted = 0  # number of characters emitted
         self._pending: list[TokenLogprobs] = []
+        self._has_stop_token = False
         self.num_tokens = 0
         """Tokens sampled so far, up to the one that ended it."""
 
     @property
     def stopped(self) -> bool:
-        """True if a stop string has occurred."""
-        return self._stops.stopped
+        """True if a stop string or token of the request has occurred."""
+        return self._stops.stopped or self._has_stop_token
 
     def add(
         self,
@@ -211,31 +221,45 @@ class Transcript:
         Returns:
           The text that is final and the tokens that start in it.
         """
-        text, ended = "", bool(tokens) and last and tokens[-1] in self._ends
-        readable = tokens[:-1] if ended else tokens
-        if not self._token_by_token:
+        ended = bool(tokens) and last and tokens[-1] in self._ends
+        readable = tokens[:-1] if ended and not self._output.keeps_stop else tokens
+        if self._token_by_token:
+            text = self._add_each(tokens, len(readable), logprobs, top_logprobs)
+        else:
             text = self._detokenizer.add(readable)
             self.num_tokens += len(tokens)
-        else:
-            for index, token in enumerate(tokens):
-                is_end = index == len(readable)
-                if self._keeps_logprobs and (self._keeps_end or not is_end):
-                    top = () if top_logprobs is None else tuple(top_logprobs[index])
-                    self._pending.append(TokenLogprobs(token, logprobs[index], top, self._read))
-                self.num_tokens += 1
-                if is_end:
-                    break
-                new_text = self._detokenizer.add([token])
-                self._read += len(new_text)
-                text += self._stops.add(new_text)
-                if self.stopped:
-                    break
-        if last and not self.stopped:
+        if (last or self._has_stop_token) and not self._stops.stopped:
             rest = self._detokenizer.rest()
-            text += self._stops.add(rest) + ("" if self.stopped else self._stops.rest())
+            text += self._stops.add(rest) + ("" if self._stops.stopped else self._stops.rest())
         self._emitted += len(text)
         # At the end tokens without text come too, unless a stop string ended the choice.
-        takes_all = last and not self.stopped
+        takes_all = self._keeps_all or (last and not self.stopped)
         ready = [token for token in self._pending if takes_all or token.offset < self._emitted]
         self._pending = self._pending[len(ready) :]
         return text, ready
+
+    def _add_each(
+        self,
+        tokens: Sequence[int],
+        num_readable: int,
+        logprobs: Sequence[float],
+        top_logprobs: Sequence[Sequence[tuple[int, float]]] | None,
+    ) -> str:
+        """Appends tokens one by one up to a stop, and returns the text that precedes any."""
+        text = ""
+        for index, token in enumerate(tokens):
+            self.num_tokens += 1
+            may_stop = self.num_tokens > self._output.min_tokens
+            self._has_stop_token = may_stop and token in self._output.stop_ids
+            is_end = index >= num_readable
+            is_end |= self._has_stop_token and not self._output.keeps_stop
+            if self._keeps_logprobs and (self._keeps_all or not is_end):
+                top = () if top_logprobs is None else tuple(top_logprobs[index])
+                self._pending.append(TokenLogprobs(token, logprobs[index], top, self._read))
+            if not is_end:
+                new_text = self._detokenizer.add([token])
+                self._read += len(new_text)
+                text += self._stops.add(new_text) if may_stop else new_text
+            if is_end or self.stopped:
+                break
+        return text

@@ -295,14 +295,35 @@ class ChatTemplate:
         """Text of a conversation up to the start of the network's turn; errors as for `write`."""
         return self.write(conversation, opened=True)
 
-    def encode(self, conversation: Conversation) -> list[int]:
-        """The tokens of `render`.
+    def encode(self, conversation: Conversation, *, opened: bool = True) -> list[int]:
+        """The tokens of `write`.
 
         Raises:
           ValueError: as for `write`, and for text that the tokenizer cannot encode.
         """
         escaped = escape_special_tokens(conversation, self._tokenizer.special_tokens)
-        ids = self._tokenizer.encode_special(self.render(escaped.conversation), escaped.escape)
+        text = self.write(escaped.conversation, opened=opened)
+        ids = self._tokenizer.encode_special(text, escaped.escape)
+        return self._tokenizer.with_template_prefix(ids)
+
+    def encode_unfinished(self, conversation: Conversation) -> list[int]:
+        """Tokens up to the end of the last message's content, which the network continues.
+
+        Raises:
+          ValueError: as for `encode`, and if the template does not write the content once.
+        """
+        escaped = escape_special_tokens(conversation, self._tokenizer.special_tokens)
+        turns, probe = escaped.conversation.turns, unused_character(escaped.texts + escaped.escape)
+        # Behind the content, so that a template does not trim blanks at its end.
+        last = {"content": content_of(turns[-1]) + probe}
+        turns = _replace_turn(turns, len(turns) - 1, last)
+        text, *others = self.write(replace(escaped.conversation, turns=turns)).split(probe)
+        if len(others) != 1:
+            raise ValueError(
+                f"the chat template writes the last message {len(others)} times, and once is "
+                "needed to continue it: leave out continue_final_message."
+            )
+        ids = self._tokenizer.encode_special(text, escaped.escape)
         return self._tokenizer.with_template_prefix(ids)
 
     def encode_continuation(

@@ -11,7 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from jrl.tasks import Example
-from jrl.tasks.answers.extraction import REASONING_TOKENS, UNREADABLE, opens_reasoning
+from jrl.tasks.answers.extraction import UNREADABLE
+from jrl.tasks.answers.reasoning import REASONING_TOKENS, opens_reasoning, opens_turn
 from jrl.tasks.data.conversations import Conversation
 from jrl.tasks.tools.call_format import ToolFormat
 from jrl.tasks.tools.calls import Call, ToolParameters, parameters_by_tool
@@ -308,6 +309,11 @@ def opened_reasoning(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
     """The mark with which a prompt leaves reasoning open, as some templates do, so that the
     policy's text starts inside of reasoning. Empty if there is none."""
     return opens_reasoning(tokenizer.decode_special(list(prompt)[-TAIL:], UNREADABLE))
+
+
+def opened_turn(tokenizer: Tokenizer, prompt: Sequence[int]) -> str:
+    """The end of a prompt that determines how the policy's turn begins; empty if there is none."""
+    return opens_turn(tokenizer.decode_special(list(prompt)[-TAIL:], UNREADABLE))
 
 
 def special_text_of(tokenizer: Tokenizer, ids: np.ndarray) -> str:

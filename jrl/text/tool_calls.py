@@ -74,20 +74,23 @@ def shows_tools(template: ChatTemplate, tools: list[Any], names: Sequence[str]) 
 def parse_calls(
     format: ToolFormat, tools: ToolParameters, texts: Sequence[str], first_index: int = 0
 ) -> Iterator[tuple[list[Call], list[str]]]:
-    """Tool calls in each turn of a policy, and their ids: those that the policy wrote, if the chat
-    template accepts them.
+    """Tool calls in each turn of a policy, and their ids.
 
     Args:
       first_index: number of earlier calls in the conversation.
     """
     for text in texts:
         calls = format.calls(text, tools)
-        ids = [
-            call.id if format.usable_id(call.id) else format.call_id(call.name or NAMELESS, index)
-            for index, call in enumerate(calls, start=first_index)
-        ]
+        yield calls, call_ids(format, calls, first_index)
         first_index += len(calls)
-        yield calls, ids
+
+
+def call_ids(format: ToolFormat, calls: Sequence[Call], first_index: int) -> list[str]:
+    """Ids of calls: those that the policy wrote, if the chat template accepts them."""
+    return [
+        call.id if format.usable_id(call.id) else format.call_id(call.name or NAMELESS, index)
+        for index, call in enumerate(calls, start=first_index)
+    ]
 
 
 def attach_calls(

@@ -36,7 +36,7 @@ def answers(request):
 
     async def asked():
         transport = httpx.ASGITransport(app=front.application())
-        async with httpx.AsyncClient(transport=transport, base_url="http://m") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             both = {"model": name, "max_tokens": 9}
             bodies = (
                 {**both, "prompt": "Ann has 3 pens", "temperature": 0, "logprobs": 2},

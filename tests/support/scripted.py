@@ -129,6 +129,7 @@ class House:
         served=None,
         engine=None,
         allowed_origins=(),
+        allowed_hosts=(),
     ):
         self.engine, self.versions = engine or Scripted(slots), Newer()
         self.metrics = Metrics(slots)
@@ -148,6 +149,7 @@ class House:
             api_key=api_key,
             max_bytes=most_bytes,
             allowed_origins=allowed_origins,
+            allowed_hosts=allowed_hosts,
         )
         self.application = self.front.application()
         self.service.start(warm_up)
@@ -158,7 +160,8 @@ class House:
 
         async def play():
             transport = httpx.ASGITransport(self.application, raise_app_exceptions=raises)
-            async with httpx.AsyncClient(transport=transport, base_url="http://m") as client:
+            url = "http://localhost"
+            async with httpx.AsyncClient(transport=transport, base_url=url) as client:
                 return await asyncio.wait_for(scene(client), 30)
 
         try:

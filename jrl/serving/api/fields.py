@@ -91,6 +91,15 @@ def is_value(*values: Any) -> Callable[[Any], bool]:
     )
 
 
+def token_ids(body: Mapping[str, Any], name: str, maximum: int) -> tuple[int, ...]:
+    value = body.get(name)
+    ids = [] if value is None else value
+    is_list = isinstance(ids, list) and all(type(each) is int and each >= 0 for each in ids)
+    if not is_list or len(ids) > maximum:
+        raise invalid_value(name, value, f"a list of at most {maximum} token ids")
+    return tuple(ids)
+
+
 def stops(body: Mapping[str, Any]) -> tuple[str, ...]:
     stop = body.get("stop")
     stops = [] if stop is None else stop if isinstance(stop, list) else [stop]
@@ -107,14 +116,36 @@ def boolean(body: Mapping[str, Any], name: str) -> bool:
     return bool(value)
 
 
+def whole(value: Any) -> int | None:
+    """A whole number, also one that a client writes with a point, such as 20.0; None for another
+    value."""
+    if type(value) is float and value.is_integer():
+        return int(value)
+    return value if type(value) is int else None
+
+
 def integer(body: Mapping[str, Any], name: str, minimum: int, maximum: int | None) -> int | None:
     value, limit = body.get(name), MAX_TOKENS if maximum is None else maximum
     if value is None:
         return None
-    if type(value) is not int or not minimum <= value <= limit:
+    number = whole(value)
+    if number is None or not minimum <= number <= limit:
         span = f"from {minimum} to {MAX_TOKENS}" if maximum is None else f"in {minimum}..{maximum}"
         raise invalid_value(name, value, f"a whole number {span}")
-    return value
+    return number
+
+
+def as_number(value: Any) -> float | None:
+    """A finite number, also one that a client writes as a text, such as "1"; None for another
+    value."""
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            return None
+    if type(value) not in (int, float) or not -MAX_TOKENS <= value <= MAX_TOKENS:
+        return None
+    return float(value)
 
 
 def number(body: Mapping[str, Any], name: str, minimum: float, maximum: float) -> float | None:

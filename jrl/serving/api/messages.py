@@ -13,6 +13,13 @@ MESSAGE = '{"role": ..., "content": ...}'
 CALL = '{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}'
 TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content", "reasoning")
 """Fields of a message that are passed to the chat template as they are."""
+LABELS = ("id", "annotations", "index", "status", "cache_control", "provider_specific_fields")
+"""Fields of messages in responses of servers, which no template writes: they are ignored."""
+TEXT_PARTS = ("text", "input_text", "output_text")
+DETAIL_TEXTS = {"reasoning.text": "text", "reasoning.summary": "summary"}
+"""Field with the text of an item of `reasoning_details`, by the type of the item."""
+UNREAD_ARGUMENTS = "arguments"
+"""Name of the only argument of a call whose arguments are not a JSON object: it is their text."""
 
 
 def messages_of(body: Mapping[str, Any]) -> tuple[Turn, ...]:
@@ -28,11 +35,18 @@ def _message(path: str, message: Any) -> Turn:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise invalid_value(path, message, MESSAGE)
     turn: dict[str, Any] = {"role": message["role"], "content": None}
+    refusal = None
     for name, value in message.items():
-        if name in turn or value in (None, []):
+        if name in turn or name in LABELS or value in (None, []):
             continue
         if name == "tool_calls":
             turn[name] = _calls(f"{path}.{name}", value)
+        elif name == "reasoning_details":
+            reasoning = _reasoning(f"{path}.{name}", value)
+            if reasoning and not any(message.get(n) for n in ("reasoning_content", "reasoning")):
+                turn["reasoning_content"] = reasoning
+        elif name == "refusal" and (not value or not message.get("content")):
+            refusal = value
         elif name not in TEXT_FIELDS:
             raise invalid_argument(
                 f"{path}.{name}",
@@ -43,7 +57,8 @@ def _message(path: str, message: Any) -> Turn:
             raise invalid_value(f"{path}.{name}", value, "a text")
         else:
             turn[name] = value
-    content = message.get("content")
+    # A refusal is what the assistant said in place of a content.
+    content = message.get("content") or refusal or message.get("content")
     if isinstance(content, list):
         content = "".join(_part(f"{path}.content[{i}]", part) for i, part in enumerate(content))
     replaced = turn["role"] == "assistant" and any(map(turn.get, CONTENT_SUBSTITUTES))
@@ -53,7 +68,7 @@ def _message(path: str, message: Any) -> Turn:
 
 
 def _part(path: str, part: Any) -> str:
-    if not isinstance(part, dict) or part.get("type") != "text":
+    if not isinstance(part, dict) or part.get("type") not in TEXT_PARTS:
         kind = part.get("type") if isinstance(part, dict) else part
         raise invalid_argument(
             path,
@@ -65,6 +80,17 @@ def _part(path: str, part: Any) -> str:
     return part["text"]
 
 
+def _reasoning(path: str, details: Any) -> str:
+    """The text of `reasoning_details`; items without a text, such as encrypted ones, have none for
+    a template."""
+    if not isinstance(details, list) or not all(isinstance(each, dict) for each in details):
+        raise invalid_value(path, details, "a list of objects")
+    texts = [each.get(DETAIL_TEXTS.get(str(each.get("type")), "")) or "" for each in details]
+    if not all(isinstance(text, str) for text in texts):
+        raise invalid_value(path, details, "a list of objects whose text is a text")
+    return "".join(texts)
+
+
 def _calls(path: str, calls: Any) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
         raise invalid_value(path, calls, "a list of calls")
@@ -72,7 +98,10 @@ def _calls(path: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def _call(path: str, call: Any) -> dict[str, Any]:
-    """A call whose arguments are a mapping, and JSON text for templates that need text."""
+    """A call whose arguments are a mapping, and JSON text for templates that need text.
+
+    Arguments that are not a JSON object, as of an answer that was cut off, are a text.
+    """
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise invalid_value(path, call, CALL)
@@ -83,8 +112,10 @@ def _call(path: str, call: Any) -> dict[str, Any]:
             arguments = json.loads(written)
         except (ValueError, RecursionError):
             arguments = None
+        if not isinstance(arguments, dict):
+            arguments = {UNREAD_ARGUMENTS: written}
     if not isinstance(arguments, dict):
-        raise invalid_value(f"{path}.function.arguments", written, "a JSON object as a text")
+        raise invalid_value(f"{path}.function.arguments", written, "a JSON object, or a text")
     wrapped = Arguments(arguments, written if isinstance(written, str) else None)
     identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {

@@ -7,7 +7,14 @@ from typing import Any
 
 from jrl.rollout.adjustments import MAX_BIASES, NO_ADJUSTMENTS, Adjustments
 from jrl.rollout.sampling import LEAST_TEMPERATURE, LEAST_TOP_P
-from jrl.serving.api.fields import ApiError, integer, invalid_argument, invalid_value, number
+from jrl.serving.api.fields import (
+    ApiError,
+    as_number,
+    integer,
+    invalid_argument,
+    invalid_value,
+    number,
+)
 
 DEFAULT_ARGUMENTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Arguments with defaults from a checkpoint, the same as in vLLM."""
@@ -57,13 +64,14 @@ def _biases(value: Any) -> tuple[tuple[int, float], ...]:
             "logit_bias", f"logit_bias has {len(value)} tokens: give {MAX_BIASES} at most."
         )
     biases = []
-    for token, bias in value.items():
-        is_number = type(bias) in (int, float) and abs(bias) <= MAX_BIAS
+    for token, stated in value.items():
+        bias = as_number(stated)
+        is_number = bias is not None and abs(bias) <= MAX_BIAS
         # The number of digits of a 32-bit id.
         if not (token.isascii() and token.isdigit() and len(token) < 10 and is_number):
-            raise invalid_value("logit_bias", {token: bias}, rule)
+            raise invalid_value("logit_bias", {token: stated}, rule)
         if bias:
-            biases.append((int(token), float(bias)))
+            biases.append((int(token), bias))
     return tuple(biases)
 
 

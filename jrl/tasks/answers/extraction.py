@@ -9,28 +9,11 @@ ignored. The time is linear in the length of the text.
 import re
 from dataclasses import dataclass
 
-REASONING = (
-    *(("<think>", "</think>"), ("<thinking>", "</thinking>"), ("<thought>", "</thought>")),
-    *(("<reasoning>", "</reasoning>"), ("[THINK]", "[/THINK]")),
-    *(("<seed:think>", "</seed:think>"), ("\u25c1think\u25b7", "\u25c1/think\u25b7")),
-    ("<|begin_of_thought|>", "<|end_of_thought|>"),
-    ("<|START_THINKING|>", "<|END_THINKING|>"),
-    ("<|channel|>analysis", "<|channel|>final<|message|>"),
-    ("<|channel|>commentary", "<|channel|>final<|message|>"),
-)
-"""Marks that open and end the reasoning of checkpoints."""
-REASONING_TOKENS = frozenset(
-    {"<|channel|>", "<|message|>", *(mark for pair in REASONING for mark in pair)}
-)
-"""Special tokens that these marks are, or consist of."""
+from jrl.tasks.answers.reasoning import BLANKS, after_reasoning
+
 UNREADABLE = "\ufffd"
 """Character in place of a special token in a completion."""
-BLANKS = " \t\r\n\f\v\u00a0\u200b\ufeff"
 HASHES = re.compile(r"(?<!#)####(?!#)")
-_OPENS, _ENDS = (
-    re.compile("|".join(re.escape(pair[side]) for pair in REASONING), re.IGNORECASE)
-    for side in (0, 1)
-)
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|\{|\}", re.DOTALL)
 _TAG = re.compile(r"<(/?)answer\s*>", re.IGNORECASE)
 _HEADING = re.compile(
@@ -80,22 +63,6 @@ def extract(completion: str, *, bare: bool = False) -> Extracted | None:
     if bare and answer == completion:
         return Extracted(answer, marked)
     return Extracted(answer.strip(BLANKS + UNREADABLE), marked)
-
-
-def after_reasoning(completion: str) -> str | None:
-    """Text after the last end of reasoning; None if reasoning is still open."""
-    end = _last_match(_ENDS, completion)
-    start = 0 if end is None else end.end()
-    return None if _OPENS.search(completion, start) else completion[start:]
-
-
-def opens_reasoning(text: str) -> str:
-    """The mark of open reasoning at the end of a text, with the blanks after it; empty if the text
-    ends otherwise."""
-    opened = _last_match(_OPENS, text)
-    if opened is None or text[opened.end() :].strip(BLANKS):
-        return ""
-    return text[opened.start() :]
 
 
 def _last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:

@@ -4,22 +4,25 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import cache, lru_cache
-from typing import Any
+from functools import cache, cached_property, lru_cache
+from typing import Any, NamedTuple
 
-from jrl.tasks.answers.extraction import REASONING
+from jrl.tasks.answers.reasoning import PAIRS, mark_pattern
 from jrl.tasks.tools.calls import Call, ToolParameters, unreadable_call
 
 ParsedCalls = tuple[list[Call], int]
 """Calls, and the position after them."""
 
-_REASONING = {
-    opened.lower(): closed.lower()
-    for opened, closed in REASONING
-    # Harmony's channels are separate messages: `jrl.tasks.tools.json_calls`.
-    if not opened.startswith("<|channel|>")
-}
-_REASONING_TAGS = "|".join(re.escape(mark) for pair in _REASONING.items() for mark in pair)
+_REASONING_TAGS = mark_pattern([*PAIRS, *PAIRS.values()])
+_OPENING = re.compile(r"<[^<>\s]*>|\[[A-Z_]+\]|```\w*|.", re.DOTALL)
+"""The mark with which calls begin: a tag, or a bracket of JSON or Python."""
+
+
+class FoundCalls(NamedTuple):
+    """Calls in a text, and the text outside of them without their wrapping."""
+
+    calls: list[Call]
+    outside: str
 
 
 class ToolFormat(ABC):
@@ -38,7 +41,7 @@ class ToolFormat(ABC):
         return any(mark in template for mark in self.template_markers)
 
     @abstractmethod
-    def calls(self, text: str, tools: ToolParameters) -> list[Call]:
+    def find(self, text: str, tools: ToolParameters) -> FoundCalls:
         """The calls in a text of the policy, with special tokens written out, in order; empty if
         there are none.
 
@@ -46,9 +49,19 @@ class ToolFormat(ABC):
         call, and neither is a mention of the notation of calls.
         """
 
+    def calls(self, text: str, tools: ToolParameters) -> list[Call]:
+        """The calls that `find` finds."""
+        return self.find(text, tools).calls
+
     @abstractmethod
     def render(self, calls: Sequence[Call]) -> str:
         """The text that a policy writes to make these calls."""
+
+    @cached_property
+    def opening_marks(self) -> tuple[str, ...]:
+        """Marks with which calls begin; none if the header of a message shows them, or if a call is
+        a whole turn."""
+        return ()
 
     def call_id(self, name: str, index: int) -> str:
         """Id of a call in a chat template by its index in the conversation, if the policy wrote no
@@ -75,21 +88,47 @@ class MarkedFormat(ToolFormat):
     def _read(self, text: str, opened: re.Match[str], tools: ToolParameters) -> ParsedCalls:
         """The calls that begin at a match of `_opening`."""
 
-    def calls(self, text: str, tools: ToolParameters) -> list[Call]:
-        collected: list[Call] = []
+    @cached_property
+    def opening_marks(self) -> tuple[str, ...]:
+        rendered = self.render([Call("a")])
+        opened = _OPENING.match(rendered)
+        assert opened is not None, self.name
+        others = [each for each in self.template_markers if self._opening.match(each + rendered)]
+        return tuple(dict.fromkeys((opened[0], *others)))
+
+    def find(self, text: str, tools: ToolParameters) -> FoundCalls:
+        calls, outside = self._split(text, tools)
+        if calls:
+            opening, closing = self._wrapping
+            outside[1:] = [each.lstrip().removeprefix(closing) for each in outside[1:]]
+            outside[:-1] = [each.rstrip().removesuffix(opening) for each in outside[:-1]]
+        return FoundCalls(calls, "\n".join(each.strip() for each in outside if each.strip()))
+
+    def _split(self, text: str, tools: ToolParameters) -> tuple[list[Call], list[str]]:
+        """The calls, and the texts before, between and behind them."""
+        collected, outside, begin = list[Call](), list[str](), 0
         position, pattern = 0, _tag_or_opening(self._opening)
         while match := pattern.search(text, position):
             if match["tag"] is None:
                 calls, position = self._read(text, match, tools)
-                collected += calls
-            elif (closed := _REASONING.get(match["tag"].lower())) is None:
-                collected, position = [], match.end()
+                if calls:
+                    outside.append(text[begin : match.start()])
+                    collected += calls
+                    begin = position
+            elif (closed := PAIRS.get(match["tag"].lower())) is None:
+                collected, outside, begin, position = [], [], 0, match.end()
             else:
                 end = re.compile(re.escape(closed), re.IGNORECASE).search(text, match.end())
                 if end is None:
                     break
                 position = end.end()
-        return collected
+        return collected, [*outside, text[begin:]]
+
+    @cached_property
+    def _wrapping(self) -> tuple[str, str]:
+        """What the format writes before and behind the calls of a turn."""
+        _, (opening, closing) = self._split(self.render([Call("a")]), {"a": {}})
+        return opening.strip(), closing.strip()
 
 
 @cache

@@ -3,10 +3,10 @@
 import re
 from collections.abc import Sequence
 
-from jrl.tasks.tools.call_format import ToolFormat, make_call, to_json
+from jrl.tasks.answers.reasoning import MESSAGE
+from jrl.tasks.tools.call_format import FoundCalls, ToolFormat, make_call, to_json
 from jrl.tasks.tools.calls import Call, ToolParameters
 from jrl.tasks.tools.json_calls import (
-    MESSAGE,
     DeepSeek,
     DeepSeekNamed,
     Harmony,
@@ -27,18 +27,18 @@ class Plain(ToolFormat):
     template_markers = ()
     _call = re.compile(r"@([A-Za-z_]\w*)[ \t]+(.*)", re.DOTALL)
 
-    def calls(self, text: str, tools: ToolParameters) -> list[Call]:
+    def find(self, text: str, tools: ToolParameters) -> FoundCalls:
         match = self._call.fullmatch(text.strip())
         if match is None:
-            return []
+            return FoundCalls([], text)
         name, text = match[1], match[2]
         if name not in tools:
-            return [Call(name)]
+            return FoundCalls([Call(name)], "")
         call = make_call(name, text)
         names = list(tools[name].get("required") or tools[name].get("properties") or ())
         if len(names) == 1 and names[0] not in call.arguments:
             call = Call(name, {names[0]: text})
-        return [call]
+        return FoundCalls([call], "")
 
     def render(self, calls: Sequence[Call]) -> str:
         """Renders the first call only: a turn has one."""

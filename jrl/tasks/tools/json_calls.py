@@ -4,7 +4,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jrl.tasks.answers.reasoning import MESSAGE, MESSAGE_ENDS, START, recipient_of
 from jrl.tasks.tools.call_format import (
+    FoundCalls,
     MarkedFormat,
     NestedTooDeeply,
     ParsedCalls,
@@ -145,11 +147,6 @@ class MistralNamed(Mistral):
         )
 
 
-MESSAGE = "<|message|>"
-PEOPLE = ("assistant", "user", "system", "developer", "all")
-"""Recipients of messages that are not calls."""
-
-
 class Harmony(ToolFormat):
     """Format of gpt-oss (Harmony), whose reasoning channel, "analysis", contains no calls::
 
@@ -158,21 +155,19 @@ class Harmony(ToolFormat):
 
     name = "harmony"
     template_markers = ("<|channel|>",)
-    _bounds = re.compile(r"<\|(?:start|end|call|return)\|>")
-    _channel = re.compile(r"<\|channel\|>\s*(\w+)")
-    _recipient = re.compile(r"\bto=([^\s<]+)")
+    _bounds = re.compile("|".join(map(re.escape, (START, *MESSAGE_ENDS))) + "|$")
 
-    def calls(self, text: str, tools: ToolParameters) -> list[Call]:
-        calls = []
-        for message in self._bounds.split(text):
-            head, opened, body = message.partition(MESSAGE)
-            channel, recipient = self._channel.search(head), self._recipient.search(head)
-            if not opened or recipient is None or recipient[1] in PEOPLE:
-                continue
-            if channel is not None and channel[1] == "analysis":
-                continue
-            calls.append(make_call(recipient[1].removeprefix("functions."), body.strip()))
-        return calls
+    def find(self, text: str, tools: ToolParameters) -> FoundCalls:
+        calls, outside, begin, last = list[Call](), list[str](), 0, 0
+        for bound in self._bounds.finditer(text):
+            head, opened, body = text[begin : bound.start()].partition(MESSAGE)
+            recipient = recipient_of(head) if opened else None
+            if recipient is not None:
+                outside.append(text[last:begin].removesuffix(START))
+                calls.append(make_call(recipient.removeprefix("functions."), body.strip()))
+                last = bound.start() if bound[0] == START else bound.end()
+            begin = bound.end()
+        return FoundCalls(calls, "".join([*outside, text[last:]]).strip())
 
     def render(self, calls: Sequence[Call]) -> str:
         return "<|start|>assistant".join(

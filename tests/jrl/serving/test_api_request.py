@@ -6,6 +6,7 @@ import pytest
 
 from jrl.rollout.adjustments import Adjustments
 from jrl.serving.api.fields import ApiError
+from jrl.serving.api.output import Output
 from jrl.serving.api.sampling import read_generation_config, with_defaults
 from jrl.serving.api_request import parse_chat, parse_completion
 
@@ -41,6 +42,114 @@ def test_messages_have_calls_and_their_answers():
     assert calls["tool_calls"][0]["id"] == "c"
 
 
+ASSISTANT = {"role": "assistant", "content": "3"}
+DETAILS = [
+    {"type": "reasoning.text", "text": "easy"},
+    {"type": "reasoning.encrypted", "data": "x"},
+]
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ({**ASSISTANT, "refusal": "", "audio": None, "function_call": None}, ASSISTANT),
+        ({**ASSISTANT, "id": "msg_1", "annotations": [{"type": "url_citation"}]}, ASSISTANT),
+        ({**ASSISTANT, "provider_specific_fields": {"refusal": None}}, ASSISTANT),
+        ({**ASSISTANT, "content": None, "refusal": "3"}, ASSISTANT),
+        (
+            {**ASSISTANT, "reasoning_details": DETAILS},
+            {**ASSISTANT, "reasoning_content": "easy"},
+        ),
+        (
+            {**ASSISTANT, "reasoning": "easy", "reasoning_details": DETAILS},
+            {**ASSISTANT, "reasoning": "easy"},
+        ),
+        ({**ASSISTANT, "content": [{"type": "output_text", "text": "3"}]}, ASSISTANT),
+        (
+            {"role": "user", "content": [{"type": "input_text", "text": "3", "detail": None}]},
+            {"role": "user", "content": "3"},
+        ),
+    ],
+)
+def test_messages_that_other_servers_answered_are_read(message, expected):
+    assert parse_chat({**CHAT, "messages": [message]}).messages == (expected,)
+
+
+@pytest.mark.parametrize("written", ['{"a": 1, "b', "[3]", "add 1 and 2", "null"])
+def test_calls_whose_arguments_are_no_object_keep_their_text(written):
+    messages = [{"role": "assistant", "tool_calls": [call("add", written)]}]
+    turn = parse_chat({**CHAT, "messages": messages}).messages[0]
+    arguments = turn["tool_calls"][0]["function"]["arguments"]
+    assert str(arguments) == written and arguments == {"arguments": written}
+
+
+def test_numbers_are_read_as_clients_write_them():
+    for parse, body in ((parse_completion, COMPLETION), (parse_chat, CHAT)):
+        given = {"top_k": 20.0, "logit_bias": {"5": "1", "7": 2}, "max_tokens": 3.0, "seed": 4.0}
+        asked = parse({**body, **given})
+        assert asked.adjustments == Adjustments(top_k=20, biases=((5, 1.0), (7, 2.0)))
+        assert (asked.max_tokens, asked.seed) == (3, 4)
+
+
+def test_output_arguments_of_vllm_are_read():
+    given = {
+        "stop": "x",
+        "stop_token_ids": [3, 4],
+        "include_stop_str_in_output": True,
+        "min_tokens": 2,
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+        "prompt_logprobs": 1,
+    }
+    expected = Output(("x",), (3, 4), True, 2, True, False, True, True, 1)
+    for parse, body in ((parse_completion, COMPLETION), (parse_chat, CHAT)):
+        assert parse({**body, **given}).output == expected
+        assert parse({**body, "skip_special_tokens": True}).output == Output()
+        assert parse(body).output == Output()
+
+
+ANSWERED = [*CHAT["messages"], ASSISTANT]
+
+
+def test_the_prompt_of_a_chat_may_end_otherwise():
+    for given, ending in (
+        ({}, "opened"),
+        ({"add_generation_prompt": True}, "opened"),
+        ({"add_generation_prompt": False}, "closed"),
+        ({"add_generation_prompt": False, "continue_final_message": True}, "continued"),
+        ({"continue_final_message": True}, "continued"),
+    ):
+        assert parse_chat({**CHAT, "messages": ANSWERED, **given}).ending == ending
+
+
+def test_reasoning_effort_is_a_variable_of_the_template():
+    asked = parse_chat({**CHAT, "reasoning_effort": "low"})
+    assert asked.template_arguments == {"reasoning_effort": "low"}
+    same = {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "low"}}
+    assert parse_chat({**CHAT, **same}).template_arguments == {"reasoning_effort": "low"}
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "value"),
+    [
+        ({"guided_regex": "[0-9]+"}, "regex", "[0-9]+"),
+        ({"guided_choice": ["yes", "no"]}, "choice", ("yes", "no")),
+        ({"guided_grammar": "start: /a/"}, "grammar", "start: /a/"),
+        ({"guided_json": '{"type": "object"}'}, "json", {"type": "object"}),
+        ({"structured_outputs": {"regex": "a", "json": None}}, "regex", "a"),
+        ({"structured_outputs": {"json_object": True}}, "json", {"type": "object"}),
+        ({"response_format": {"type": "json_object"}}, "json", {"type": "object"}),
+    ],
+)
+def test_rules_of_the_text_are_read(given, kind, value):
+    for parse, body in ((parse_completion, COMPLETION), (parse_chat, CHAT)):
+        rule = parse({**body, **given}).rule
+        assert rule is not None and (rule.kind, rule.value) == (kind, value)
+        assert rule.param.split(".")[0] in given
+
+
 @pytest.mark.parametrize(
     ("choice", "expected"),
     [
@@ -65,7 +174,7 @@ def test_tools_and_the_choice_among_them(choice, expected):
 def test_what_is_left_out_is_as_openai_has_it():
     asked = parse_completion(COMPLETION)
     assert (asked.prompts, asked.max_tokens, asked.n) == (("hello",), None, 1)
-    assert (asked.temperature, asked.top_p, asked.seed, asked.stops) == (1.0, 1.0, None, ())
+    assert (asked.temperature, asked.top_p, asked.seed, asked.output.stops) == (1.0, 1.0, None, ())
     assert not (asked.stream or asked.logprobs or asked.echo or asked.chat)
     asked = parse_chat(CHAT)
     assert asked.chat and asked.max_tokens is None
@@ -122,7 +231,7 @@ def test_everything_that_is_served_is_read():
         }
     )
     assert asked.messages[0] == {"role": "system", "content": "be be "}
-    assert (asked.max_tokens, asked.n, asked.seed, asked.stops) == (7, 2, -3, ("a", "b"))
+    assert (asked.max_tokens, asked.n, asked.seed, asked.output.stops) == (7, 2, -3, ("a", "b"))
     assert (asked.temperature, asked.top_p) == (0.0, 0.5)
     assert asked.stream and asked.include_usage and asked.logprobs and asked.top_logprobs == 4
     assert asked.adjustments is None
@@ -226,13 +335,26 @@ BOTH = [
     ({"repetition_penalty": 0}, "repetition_penalty", r"must be a number in 0\.01\.\.100"),
     ({"min_p": 1.5}, "min_p", r"must be a number in 0\.\.1"),
     ({"top_k": -2}, "top_k", "top_k=-2 must be a whole number from -1"),
-    ({"top_k": 2.0}, "top_k", "must be a whole number"),
+    ({"top_k": 2.5}, "top_k", "must be a whole number"),
     ({"logit_bias": [3]}, "logit_bias", "must be an object of token ids"),
     ({"logit_bias": {"a": 5}}, "logit_bias", r"logit_bias=\{'a': 5\} must be an object of token"),
     ({"logit_bias": {"3": 500}}, "logit_bias", "numbers in -100..100"),
     ({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias", "has 301 tokens: give 300"),
     ({"length_penalty": 1.2}, "length_penalty", "length_penalty=1.2 is not supported"),
     ({"use_beam_search": True}, "use_beam_search", "is not supported"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids", "must be a list of at most 128 token ids"),
+    ({"stop_token_ids": 3}, "stop_token_ids", "must be a list"),
+    ({"min_tokens": 9, "max_tokens": 3}, "min_tokens", "min_tokens=9 is more than max_tokens=3"),
+    ({"ignore_eos": 1}, "ignore_eos", "must be true or false"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs", "must be a whole number in"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "not supported with stream"),
+    ({"guided_regex": ""}, "guided_regex", "must be a text that is not empty"),
+    ({"guided_choice": ["a", ""]}, "guided_choice", "must be a list of texts"),
+    ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "exclude each other"),
+    ({"structured_outputs": {"regex": 3}}, "structured_outputs.regex", "must be a text"),
+    ({"structured_outputs": {"tag": "x"}}, "structured_outputs.tag", "is not supported"),
+    ({"structured_outputs": "x"}, "structured_outputs", "must be an object with one of"),
+    ({"guided_whitespace_pattern": "x"}, "guided_whitespace_pattern", "is not supported"),
 ]
 OF_COMPLETIONS = [
     ({"prompt": None}, "prompt", "prompt=None must be a text"),
@@ -266,16 +388,33 @@ OF_CHATS = [
         "messages[0].tool_calls[0]",
         "must be",
     ),
-    (
-        {"messages": [{"role": "assistant", "tool_calls": [call("add", "[3]")]}]},
-        "messages[0].tool_calls[0].function.arguments",
-        "must be a JSON object as a text",
-    ),
     ({"messages": [{"role": "tool"}]}, "messages[0].content", "must be a text"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         "messages[0].content[0]",
         "is of type 'image_url'",
+    ),
+    (
+        {"messages": [{**ASSISTANT, "refusal": "no"}]},
+        "messages[0].refusal",
+        "is not supported",
+    ),
+    (
+        {"messages": [{**ASSISTANT, "reasoning_details": "x"}]},
+        "messages[0].reasoning_details",
+        "must be",
+    ),
+    ({"reasoning_effort": "much"}, "reasoning_effort", "must be one of none, minimal"),
+    (
+        {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
+        "reasoning_effort",
+        "differ: give one",
+    ),
+    ({"continue_final_message": True}, "continue_final_message", "needs a last message of the"),
+    (
+        {"messages": ANSWERED, "continue_final_message": True, "add_generation_prompt": True},
+        "continue_final_message",
+        "needs add_generation_prompt=false",
     ),
     ({"top_logprobs": 2}, "top_logprobs", "top_logprobs=2 needs logprobs=true"),
     ({"logprobs": 3}, "logprobs", "logprobs=3 must be true or false"),

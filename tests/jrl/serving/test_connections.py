@@ -13,13 +13,18 @@ from jrl.processes.stopping import Stop
 from jrl.serving import server
 from jrl.serving.server import RESERVED_FILES, limit_connections
 
-HEALTH = b"GET /health HTTP/1.1\r\nHost: m\r\n\r\n"
-HALF = b"POST /v1/completions HTTP/1.1\r\nHost: m\r\nX-"
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-"
 
 
 def posting(body, *lines):
     content = json.dumps(body).encode()
-    head = "POST /v1/completions HTTP/1.1", "Host: m", f"Content-Length: {len(content)}", *lines
+    head = (
+        "POST /v1/completions HTTP/1.1",
+        "Host: localhost",
+        f"Content-Length: {len(content)}",
+        *lines,
+    )
     return "\r\n".join([*head, "", ""]).encode() + content
 
 

@@ -1,6 +1,7 @@
 """Choices that a grammar constrains: whatever is sampled of the tokens that it allows fits."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from scripted import House
 from tool_templates import TEMPLATES, tool_tokenizer
 
 from jrl.serving import grammar as grammars
+from jrl.serving.api.structured import TextRule
 from jrl.serving.api.tools import ToolUse
 from jrl.serving.grammar import GrammarCompiler
 from jrl.serving.policy import ApiModel
@@ -26,6 +28,7 @@ SCHEMA = {
     "required": ["city", "days"],
     "additionalProperties": False,
 }
+JSON = TextRule("json", "response_format", SCHEMA)
 TOOLS = tuple(
     {"type": "function", "function": {"name": name, "parameters": parameters}}
     for name, parameters in (("forecast", SCHEMA), ("now", {}))
@@ -60,13 +63,50 @@ def walk(grammar, tokenizer, seed, most=600):
 @pytest.mark.parametrize("kind", ["bytes", "merges"])
 def test_json_fits_its_schema(kind, tokenizer, tmp_path):
     made = tokenizer if kind == "bytes" else chat_tokenizer(tmp_path)
-    grammar = GrammarCompiler(made).compile(SCHEMA, None, None)
+    grammar = GrammarCompiler(made).compile(JSON, None, None)
     found = [json.loads(made.decode(walk(grammar, made, seed))) for seed in range(12)]
     for each in found:
         assert each.keys() == {"city", "days"} and 0 <= each["days"] <= 20
     assert {each["city"] for each in found} == {"Lima", "São Paulo"}
     # A choice has a constraint of its own.
     assert not np.array_equal(walk(grammar, made, 0), walk(grammar, made, 1))
+
+
+NUMBER = r"-?[0-9]{1,3}/[1-9]|a\\/b\nc"
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("kind", "value", "pattern"),
+    [
+        ("regex", NUMBER, NUMBER),
+        ("choice", ("yes", 'no "way"\n', "na\u00efve /x/"), 'yes|no "way"\n|na\u00efve /x/'),
+        ("grammar", 'start: "a" number+\nnumber: /[0-9]/ ";"', "a([0-9];)+"),
+    ],
+)
+def test_texts_follow_their_rule(kind, value, pattern, tokenizer):
+    grammar = GrammarCompiler(tokenizer).compile(
+        TextRule(kind, f"guided_{kind}", value), None, None
+    )
+    texts = {tokenizer.decode(walk(grammar, tokenizer, seed)) for seed in range(12)}
+    assert all(re.fullmatch(pattern, text) for text in texts)
+    assert len(texts) > 1 or kind == "grammar"
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"guided_regex": "(a"}, "guided_regex"),
+        ({"guided_grammar": "start: nothing"}, "guided_grammar"),
+        ({"guided_grammar": "start: /a/", "tools": list(TOOLS)}, "guided_grammar"),
+        ({"structured_outputs": {"json": {"type": "nothing"}}}, "structured_outputs.json"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
+    ],
+)
+def test_rules_that_cannot_be_are_refused_by_name(given, param, tokenizer):
+    answer = answer_to(served(tokenizer), **given)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param
 
 
 @needs_library
@@ -128,7 +168,7 @@ def test_a_schema_that_says_what_else_there_may_be_is_as_it_is(more, tokenizer):
 def test_json_or_a_call_where_both_may_be(tokenizer):
     format = next(each for each in FORMATS if each.name == "hermes")
     tools = ToolUse(TOOLS[:1], "auto")
-    grammar = GrammarCompiler(tokenizer).compile(SCHEMA, tools, format)
+    grammar = GrammarCompiler(tokenizer).compile(JSON, tools, format)
     texts = [tokenizer.decode(walk(grammar, tokenizer, seed)) for seed in range(16)]
     calls = [text for text in texts if text.startswith("<tool_call>")]
     assert 0 < len(calls) < len(texts)
@@ -188,7 +228,7 @@ def test_without_the_library_the_command_is_named(tokenizer, monkeypatch):
 @needs_library
 def test_blanks_are_bounded(tokenizer):
     """A policy that likes them best writes as few as an indentation has."""
-    constraint = GrammarCompiler(tokenizer).compile(SCHEMA, None, None).start()
+    constraint = GrammarCompiler(tokenizer).compile(JSON, None, None).start()
     for text, more in (("{\n" + 32 * " ", True), (" ", False), ('"city": "Lima"', True)):
         for token in tokenizer.encode(text):
             bits = np.unpackbits(constraint.allowed().view(np.uint8), bitorder="little")

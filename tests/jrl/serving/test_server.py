@@ -16,7 +16,11 @@ from jrl.serving import server
 def posting(body, length=None):
     """The bytes of a request."""
     body = json.dumps(body).encode() if isinstance(body, dict) else body
-    lines = "POST /v1/completions HTTP/1.1", "Host: m", f"Content-Length: {length or len(body)}"
+    lines = (
+        "POST /v1/completions HTTP/1.1",
+        "Host: localhost",
+        f"Content-Length: {length or len(body)}",
+    )
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 

@@ -6,6 +6,7 @@ import random
 import pytest
 from chat_checkpoint import chat_tokenizer
 
+from jrl.serving.api.output import Output
 from jrl.serving.transcript import Detokenizer, StopStrings, TokenStrings, Transcript
 from jrl.text.tokenizer import Tokenizer
 
@@ -34,7 +35,7 @@ def test_pieces_are_the_text_whatever_comes_together(tokenizer, seed):
     draw = random.Random(seed)
     ids = tokenizer.encode(TEXT)
     assert len(ids) > len(TEXT), "no character is several tokens"
-    unfolding, shown = Detokenizer(tokenizer), ""
+    unfolding, shown = Detokenizer(tokenizer.decode), ""
     for part in dealt(ids, [draw.randrange(4) for _ in range(30)]):
         piece = unfolding.add(part)
         assert "\ufffd" not in piece, "a part of a character was shown"
@@ -50,7 +51,7 @@ def test_bytes_that_are_no_text_come_out_as_the_tokenizer_reads_them(tokenizer, 
     ids = draw.choices(ids, k=200)
     whole = tokenizer.decode(ids)
     assert whole.count("\ufffd") > 20
-    unfolding = Detokenizer(tokenizer)
+    unfolding = Detokenizer(tokenizer.decode)
     parts = [ids[begin : begin + size] for begin in range(0, len(ids), size)]
     assert "".join(map(unfolding.add, parts)) + unfolding.rest() == whole
 
@@ -67,9 +68,9 @@ def test_a_completion_keeps_the_blank_that_it_begins_with():
         def decode(self, ids):
             return "".join(f" {'abcdef'[token]}" for token in ids).removeprefix(" ")
 
-    unfolding = Detokenizer(Words(), before=[0, 1])
+    unfolding = Detokenizer(Words().decode, before=[0, 1])
     assert [unfolding.add([2]), unfolding.add([3, 4])] == [" c", " d e"]
-    unfolding = Detokenizer(Words())
+    unfolding = Detokenizer(Words().decode)
     assert [unfolding.add([2]), unfolding.add([3, 4])] == ["c", " d e"]
 
 
@@ -96,7 +97,9 @@ def test_a_text_ends_before_a_stop(stops, expected, met, size):
 
 def written(tokenizer, ids, sizes, stops=(), places=True, **options):
     """Text, places and number of tokens of a choice that is dealt out so."""
-    transcript, text, kept = Transcript(tokenizer, stops, places, **options), "", []
+    output = Output(stops=stops)
+    transcript = Transcript(tokenizer.decode, tokenizer.stop_ids, output, places, **options)
+    text, kept = "", []
     parts = dealt(ids, sizes)
     for number, part in enumerate(parts):
         piece, given = transcript.add(
@@ -127,10 +130,10 @@ def test_the_end_is_counted_and_not_shown(tokenizer, sizes, places):
 @pytest.mark.parametrize("sizes", [[], [1] * 9, [4, 0, 5]])
 def test_the_end_is_among_the_tokens_where_each_is_to_be_told(tokenizer, sizes):
     ids = [*tokenizer.encode("two pens"), tokenizer.eos_id]
-    text, kept, _ = written(tokenizer, ids, sizes, keeps_end=True)
+    text, kept, _ = written(tokenizer, ids, sizes, keeps_all=True)
     assert text == "two pens"
     assert [place.token for place in kept] == ids and kept[-1].offset == len(text)
-    assert written(tokenizer, ids, sizes, places=False, keeps_end=True)[1] == []
+    assert written(tokenizer, ids, sizes, places=False, keeps_all=True)[1] == []
 
 
 @pytest.mark.parametrize("sizes", [[], [1] * 30, [4, 0, 9]])

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from jrl.tasks.answers import Extracted, extract
-from jrl.tasks.answers.extraction import REASONING, opens_reasoning
+from jrl.tasks.answers.reasoning import REASONING, opens_reasoning
 
 
 @pytest.mark.parametrize(

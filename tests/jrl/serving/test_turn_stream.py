@@ -6,9 +6,10 @@ import pytest
 from scripted import House, Scripted
 from tool_templates import TEMPLATES, tool_tokenizer
 
-from jrl.serving.call_stream import CallStream, opening_mark
+from jrl.serving.api.output import Output
 from jrl.serving.policy import ApiModel
 from jrl.serving.transcript import Transcript
+from jrl.serving.turn_stream import CallReader, TurnStream
 from jrl.tasks.tools.calls import Call, parameters_by_tool
 from jrl.tasks.tools.detection import FORMATS
 from jrl.text.chat import ChatTemplate
@@ -47,15 +48,16 @@ def ended(tokenizer, text):
 
 def streamed(tokenizer, format, ids, size, **options):
     """What comes of a choice that is dealt out so many tokens at a time: texts, and calls."""
-    calls = CallStream(tokenizer, format, parameters_by_tool(TOOLS), **options)
-    transcript, texts, found = Transcript(tokenizer, (), False), [], []
+    turn = TurnStream(calls=CallReader(format, parameters_by_tool(TOOLS), **options))
+    decode, ends = tokenizer.decode_special, tokenizer.stop_ids
+    transcript, texts, found = Transcript(decode, ends, Output(), False), [], []
     for begin in range(0, len(ids), size):
         part, last = ids[begin : begin + size], begin + size >= len(ids)
         text, _ = transcript.add(part, [0.0] * len(part), None, last)
-        text, calls_now = calls.add(part, text, last)
-        assert last or not calls_now
-        texts.append(text)
-        found += calls_now
+        delta = turn.add(text, last)
+        assert last or not delta.calls
+        texts.append(delta.content)
+        found += delta.calls
     return texts, [(call.id, call.name, json.loads(call.arguments)) for call in found]
 
 
@@ -86,7 +88,7 @@ def test_calls_are_parsed_in_the_format_of_the_checkpoint(name, size, tokenizer)
 def test_what_is_no_call_is_text(name, size, cut, tokenizer):
     """An answer, also one that begins as a call does, or that is cut off within it."""
     format = BY_NAME[name]
-    mark = opening_mark(format)
+    mark = (*format.opening_marks, "<|channel|>")[0]
     texts = [
         "1 < 2, a [list], {3: 4} and `code`.\n",
         "<tool> [x]\n",
@@ -98,14 +100,15 @@ def test_what_is_no_call_is_text(name, size, cut, tokenizer):
     for text in texts:
         ids = ended(tokenizer, text)
         found, calls = streamed(tokenizer, format, ids, size)
-        assert "".join(found) == tokenizer.decode(ids) and calls == []
+        assert "".join(found) == tokenizer.decode_special(ids[:-1]) and calls == []
 
 
 def test_a_mark_opens_a_call_of_each_format():
-    assert opening_mark(BY_NAME["hermes"]) == "<tool_call>"
-    assert opening_mark(BY_NAME["llama"]) == "{"
+    assert BY_NAME["hermes"].opening_marks == ("<tool_call>",)
+    assert BY_NAME["llama"].opening_marks == ("{", "<|python_tag|>")
+    assert BY_NAME["harmony"].opening_marks == ()
     for format in FORMATS:
-        assert format.render(CALLS[:1]).startswith(opening_mark(format))
+        assert format.render(CALLS[:1]).startswith(format.opening_marks or "<|channel|>")
 
 
 def served(tokenizer, says, length=4000, **options):
