@@ -1,53 +1,9 @@
-"""Phrases of a text that state numbers, their units, and the selection of the stated one."""
+"""Phrases of a text that state numbers, and the selection of the stated one."""
 
 from collections.abc import Sequence
 
 from .notation import DASH, Token
-
-_SPELLINGS = """
-m: metre metres meter meters
-cm: centimetre centimetres centimeter centimeters
-mm: millimetre millimetres millimeter millimeters
-km: kilometre kilometres kilometer kilometers
-inch: in inches
-foot: ft feet
-mile: miles mi
-yard: yards yd
-g: gram grams
-kg: kilogram kilograms kilo kilos
-mg: milligram milligrams
-pound: lb lbs
-ounce: oz ounces
-l: L litre litres liter liters
-ml: mL millilitre millilitres milliliter milliliters
-s: sec secs second seconds
-min: mins minute minutes
-h: hr hrs hour hours
-day: days
-week: weeks
-month: months
-year: years yr yrs
-degree: degrees
-radian: radians rad
-dollar: dollars USD
-cent: cents ¢
-euro: euros EUR €
-pounds: £ GBP
-yen: ¥ JPY
-rupee: rupees ₹ INR
-"""
-_NAMES = {
-    spelling: name
-    for line in _SPELLINGS.strip().splitlines()
-    for name, _, rest in [line.partition(":")]
-    for spelling in (name, *rest.split())
-}
-
-
-def unit_of(word: str) -> str:
-    """The name of the unit that a word denotes; "" if it is not a known unit."""
-    return _NAMES.get(word) or _NAMES.get(word.lower(), "")
-
+from .units import read_unit
 
 VERBS = {"is", "are", "be", "was", "were", "equals", "equal", "=", ":", "gives", "makes", "s"}
 """Words and signs that precede an answer."""
@@ -55,6 +11,27 @@ _OPERATIONS = {"plus": "+", "minus": "-", "times": "*", "over": "/", "multiplied
                "divided": "/"}  # fmt: skip
 _BEFORE_BY = ("multiplied", "divided")
 _POWERS = {"squared": "2", "cubed": "3"}
+
+
+def signs_of_dashes(tokens: Sequence[Token], *, marked: bool) -> list[Token]:
+    """Dashes that are minus signs, as signs: at the beginning of a value (–5), not of a range."""
+    converted = list(tokens)
+    for index, token in enumerate(tokens[:-1]):
+        if token.text != DASH:
+            continue
+        before, after = tokens[index - 1] if index else None, tokens[index + 1]
+        if after.kind not in ("number", "command", "vulgar", "constant", "currency", "word"):
+            continue
+        if after.kind == "word" and len(after.text) > 1:
+            continue
+        begins = before is None or before.kind in ("stop", "comma", "relation")
+        begins = begins or before.text in "([{=:*/^" or before.text.lower() in VERBS
+        is_attached = token.end == after.begin
+        is_apart = before is None or before.end < token.begin
+        is_word = before is not None and before.kind == "word"
+        if (begins and (marked or is_attached)) or (is_word and is_attached and is_apart):
+            converted[index] = token._replace(kind="math", text="-")
+    return converted
 
 
 def words_to_signs(tokens: Sequence[Token]) -> list[Token]:
@@ -81,24 +58,34 @@ def words_to_signs(tokens: Sequence[Token]) -> list[Token]:
             token = token._replace(kind="math", text="-")
         elif word == "x" and is_number and number_follows:
             token = token._replace(kind="math", text="*")
-        elif word == "percent" and is_number:
-            token = token._replace(kind="math", text="%")
+        elif is_number and (length := _percent_length(tokens, index)):
+            index += length - 1
+            token = Token("math", "%", token.begin, tokens[index].end)
         elif word in _POWERS and is_number:
             converted.append(Token("math", "^", token.begin, token.begin))
             token = token._replace(kind="number", text=_POWERS[word])
-        elif token.kind == "word" and is_number and unit_of(word):
-            index += _exponent_length(tokens, index + 1)  # m^2 is a unit as well
+        elif _may_have_unit(before, token) and (unit := read_unit(tokens, index))[1]:
+            index += unit[1] - 1
+            token = Token("word", unit[0], token.begin, tokens[index].end)
         converted.append(token)
         index += 1
     return converted
 
 
-def _exponent_length(tokens: Sequence[Token], index: int) -> int:
-    """Number of tokens of the exponent that starts at the index; 0 if none does."""
-    texts = [token.text for token in tokens[index : index + 4]]
-    if texts[:1] != ["^"]:
-        return 0
-    return 4 if texts[1:2] == ["{"] and texts[3:] == ["}"] else 2
+def _percent_length(tokens: Sequence[Token], index: int) -> int:
+    """Number of tokens of "percent" or "per cent" at an index; 0 if it is not there."""
+    words = [token.text.lower() for token in tokens[index : index + 2]]
+    return 1 if words[0] in ("percent", "pct") else 2 * (words == ["per", "cent"])
+
+
+def _may_have_unit(before: Token | None, token: Token) -> bool:
+    """True if a token may begin the unit of a number. A capital letter that is attached to one is a
+    variable: 2N."""
+    if before is None or (token.kind != "word" and token.text != "/"):
+        return False
+    if before.kind not in ("number", "vulgar", "constant") and before.text not in (")", "}"):
+        return False
+    return before.end < token.begin or not (len(token.text) == 1 and token.text in "AJKNVW")
 
 
 Span = tuple[int, int]
@@ -148,14 +135,23 @@ def _joins(tokens: Sequence[Token], index: int) -> bool:
 def joiner(token: Token) -> str:
     if token.kind == "comma":
         return ","
-    if token.text in (DASH, "±"):
+    if token.text == DASH:
         return DASH
     return _JOINING.get(token.text.lower(), "") if token.kind == "word" else ""
 
 
+def _is_anchor(tokens: Sequence[Token], index: int) -> bool:
+    """True if a word announces the answer: "answer", or "A:" at the beginning of a line."""
+    word = tokens[index].text
+    if word in ("A", "Ans", "ANS", "ans"):
+        begins = index == 0 or tokens[index - 1].kind == "stop"
+        return begins and index + 1 < len(tokens) and tokens[index + 1].text == ":"
+    return word.lower() in ("answer", "answers")
+
+
 def chosen_phrase(tokens: Sequence[Token], phrases: Sequence[Span]) -> int:
     """Index of the phrase with the answer: the first after the last "answer is", else the last."""
-    anchors = [n for n, token in enumerate(tokens) if token.text.lower() in ("answer", "answers")]
+    anchors = [n for n, token in enumerate(tokens) if _is_anchor(tokens, n)]
     for anchor in reversed(anchors):
         stops = (n for n in range(anchor + 1, len(tokens)) if tokens[n].kind == "stop")
         end = next(stops, len(tokens))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
 
-from .extraction import extract
+from .extraction import Extracted, extract
 from .notation import plain_notation
 from .numbers import NOTHING, OPAQUE, Statement, read_statement, same_statement
 
@@ -70,7 +70,7 @@ class Judge:
         expected, answer = self._parse_reference(reference), extract(completion)
         if answer is None or not answer.text:
             return "unparsable"
-        if answer.text == expected.text or _equals_up_to_typesetting(answer.text, expected.text):
+        if answer.text == expected.text or _equals_up_to_typesetting(answer, expected.text):
             return "correct"
         if expected.words:
             right = states_reference(expected.text, answer.text, marked=answer.marked)
@@ -139,15 +139,17 @@ class Judge:
         return reading if reading and self._symbolic.are_equal(reference, reading) else ()
 
 
-def _equals_up_to_typesetting(text: str, reference: str) -> bool:
-    """True if two texts differ only in blanks and typesetting."""
-    limit = MAX_TYPESETTING + 4 * len(reference)
-    return len(text) <= limit and _squeeze(text) == _squeeze(reference)
+def _equals_up_to_typesetting(answer: Extracted, reference: str) -> bool:
+    """True if an answer differs from a reference only in blanks and typesetting."""
+    if len(answer.text) > MAX_TYPESETTING + 4 * len(reference):
+        return False
+    return _squeeze(answer.text, marked=answer.marked) == _squeeze(reference, marked=True)
 
 
-def _squeeze(text: str) -> str:
+def _squeeze(text: str, *, marked: bool) -> str:
     """A text without blanks and typesetting, for comparison character by character."""
-    return _LOOSE_BLANKS.sub("", plain_notation(text)).strip(" $.")
+    squeezed = _LOOSE_BLANKS.sub("", plain_notation(text, marked=marked)).strip(" $")
+    return squeezed.rstrip(" $.")
 
 
 MAX_REFERENCE_LENGTH = 200
