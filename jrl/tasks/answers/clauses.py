@@ -181,21 +181,13 @@ class Clauses:
             token = self._tokens[index]
             if index < first:
                 return words[::-1], True
-            if token.kind in ("stop", "comma") or self._is_restart(index):
+            word = token.text.lower()
+            after = words[-1] if words else ""
+            before = self._tokens[index - 1].text.lower() if index else ""
+            if token.kind in ("stop", "comma") or is_restart(before, word, after):
                 break
-            words.append(token.text.lower())
+            words.append(word)
         return words[::-1], self._previous is not None and first == self._begin - len(words)
-
-    def _is_restart(self, index: int) -> bool:
-        """True if the clause of the number starts at this word; "anything but" and "instead of"
-        deny it."""
-        if not is_restart(word := self._tokens[index].text.lower()):
-            return False
-        before = self._tokens[index - 1].text.lower() if index else ""
-        after = self._tokens[index + 1].text.lower() if index + 1 < len(self._tokens) else ""
-        if word == "but":
-            return before not in ("anything", "everything", "nothing", "all", "any")
-        return word != "instead" or after != "of"
 
     def _read_after(self) -> tuple[list[str], int]:
         """The words of the clause behind the number, and the index at which it ends."""

@@ -259,6 +259,21 @@ def is_taken_back(words: Sequence[str]) -> bool:
     return is_judged_wrong(kept)
 
 
-def is_restart(word: str) -> bool:
-    """True if a word starts a clause that what is before it does not deny: so, but, then."""
-    return word in _RESTART
+def is_restart(before: str, word: str, after: str) -> bool:
+    """True if a word starts a clause that what is before it does not deny: so, but, then.
+
+    Args:
+      before, after: the words beside it; "anything but" and "instead of" deny what follows.
+    """
+    if word not in _RESTART:
+        return False
+    if word == "but":
+        return before not in ("anything", "everything", "nothing", "all", "any")
+    return word != "instead" or after != "of"
+
+
+def last_clause(words: Sequence[str]) -> Sequence[str]:
+    """The words behind the last one that starts a clause."""
+    padded = ["", *words, ""]
+    starts = (n for n in range(len(words), 0, -1) if is_restart(*padded[n - 1 : n + 2]))
+    return words[next(starts, 0) :]

@@ -57,6 +57,8 @@ _REPLACEMENTS = [
         (r"\\(?:approx|equiv|simeq)(?![A-Za-z])", " = "),
         (r"\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})|\\degree(?![A-Za-z])", " degrees "),
         (r"\\pi(?![A-Za-z])", "π"),
+        (r"\\triangle(?![A-Za-z])", "△ "),
+        (r"\\angle(?![A-Za-z])", "∠ "),
         (r"\\\$", MONEY),
         (r"(?<![\w$\\}])\$(?=\d[^$\n]*(?:\n|\Z|(?<=[\s(])\$))", MONEY),
         (r"\\([%{}])", r"\1"),
@@ -99,6 +101,19 @@ def plain_notation(text: str, *, marked: bool = True) -> str:
     for pattern, instead in _REPLACEMENTS:
         text = pattern.sub(instead, text)
     return text if marked else _NUMBERING.sub(" ", text)
+
+
+_COMMAS = re.compile(r"(?<![\d,.])\d+(?:,\d+)+(?![\d,])")
+_GROUPED = re.compile(r"\d{1,3}(?:,\d{3})+")
+
+
+def space_lists(text: str) -> str:
+    """A text with a blank behind the commas between integers that do not group digits: 1, 2."""
+
+    def spaced(match: re.Match[str]) -> str:
+        return match[0] if _GROUPED.fullmatch(match[0]) else match[0].replace(",", ", ")
+
+    return _COMMAS.sub(spaced, text) if "," in text else text
 
 
 _NUMBER = (

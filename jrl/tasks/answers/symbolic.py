@@ -16,6 +16,7 @@ import sympy
 from math_verify import parse, verify
 from sympy.core.function import AppliedUndef, Function
 
+from .bounds import is_too_large
 from .expression import (
     SIGNIFICANT,
     Expression,
@@ -47,6 +48,10 @@ _SPELLED = (
     (re.compile(r"(?<![A-Za-z\\])sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
     (re.compile(r"√\s*(\d+|\([^()]*\))"), r"\\sqrt{\1}"),
     (re.compile(r"π"), r"\\pi "),
+    (re.compile(r"\\varnothing(?![A-Za-z])|∅"), r"\\emptyset "),
+    (re.compile(r"\\(?:text|mathrm|mbox)\s*\{\s*(?:and|or)\s*\}"), ", "),
+    (re.compile(r"(?:^|(?<=[=({\[,:;+*/^]))\s*[–‒—−](?=\s*[\w\\(.])"), "-"),
+    (re.compile(r"−"), "-"),
     (re.compile(r",?\s+and\s+"), ", "),
     (re.compile(r"(?<=\d)\s+or\s+(?=[A-Za-z]\s*=)"), ", "),
 )
@@ -61,13 +66,14 @@ def is_formula(text: str) -> bool:
 @functools.lru_cache(maxsize=256)
 def read(text: str) -> tuple[Any, ...]:
     """Parsed values of an answer by math-verify: of one formula if the text is one, else of the
-    text. Empty if nothing is found, or if the text is longer than `MAX_LENGTH`."""
-    if len(text) > MAX_LENGTH:
+    text. Empty if nothing is found, if the text is longer than `MAX_LENGTH`, or if its numbers are
+    too large to work out."""
+    if len(text) > MAX_LENGTH or is_too_large(text):
         return ()
     tidy = _EXPONENT.sub(r"\1 \\cdot 10^{\2}", text.strip())
     for pattern, instead in _SPELLED:
         tidy = pattern.sub(instead, tidy)
-    forms = [text]
+    forms = [tidy]
     if is_formula(tidy) and not any(mark in tidy for mark in _LATEX):
         bare_text = tidy.strip().rstrip(".,;:!?").strip("*_` ")
         forms = [f"\\boxed{{{bare_text}}}", *forms]

@@ -13,13 +13,26 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
 
+from .denials import (
+    is_bound_after,
+    is_bound_before,
+    is_denied,
+    is_judged_wrong,
+    is_part_before,
+    is_taken_back,
+    last_clause,
+)
 from .extraction import Extracted, extract
-from .notation import plain_notation
-from .numbers import NOTHING, OPAQUE, Statement, read_statement, same_statement
+from .notation import Token, plain_notation, space_lists, tokens_of
+from .numbers import MULTIPLE, NOTHING, OPAQUE, Statement, read_statement, same_statement
+from .words import is_word_answer, states_reference
 
 Reason = Literal["correct", "wrong", "unevaluated", "unparsable"]
 # Blanks that do not separate two letters or digits.
 _LOOSE_BLANKS = re.compile(r"(?<![0-9A-Za-z])\s+|\s+(?![0-9A-Za-z])")
+_JOINED = re.compile(r"\\text\s*\{\s*(?:and|or)\s*\}|,?\s+(?:and|or)\s+")
+# Numbers with blanks between them, in an order.
+_SEQUENCE = re.compile(r"-?\d+(?:\.\d+)?(?:\s+-?\d+(?:\.\d+)?)+")
 _TAIL = re.compile(r"(?:\bis|\bare|:)\s+([^\n]{1,300}?)\.?\s*$")
 MAX_TYPESETTING = 100
 """Maximum number of characters of typesetting that an answer has more than the reference."""
@@ -81,20 +94,23 @@ class Judge:
 
     def _read_reference(self, reference: str) -> ReferenceAnswer:
         answer = extract(reference)
-        text = "" if answer is None else answer.text
-        if not text:
+        if answer is None or not answer.text:
             raise ValueError("it holds no answer")
+        text = space_lists(answer.text)
+        if _SEQUENCE.fullmatch(text.strip()) and read_statement(text, marked=True).kind == MULTIPLE:
+            return ReferenceAnswer(answer.text, words=True)
         number = read_statement(text, marked=True, exclaims=False)
         if number.is_only_number and number.value is not None:
             final = self._rule == FINAL and number.is_final
-            return ReferenceAnswer(text, number=number, final=final)
-        is_formula = number.kind == OPAQUE or number.is_only_number
-        reading = () if not is_formula and is_word_answer(text) else self._symbolic.read(text)
+            return ReferenceAnswer(answer.text, number=number, final=final)
+        is_words = is_word_answer(text)
+        is_formula = number.kind == OPAQUE or number.is_only_number or not is_words
+        reading = self._symbolic.read(text) if is_formula else ()
         if reading:
             final = self._symbolic.is_final(text, reading) and self._rule == FINAL
-            return ReferenceAnswer(text, final=final, reading=reading)
-        if is_word_answer(text):
-            return ReferenceAnswer(text, words=True)
+            return ReferenceAnswer(answer.text, final=final, reading=reading)
+        if is_words:
+            return ReferenceAnswer(answer.text, words=True)
         raise ValueError("it holds no number, word or formula")
 
     def _judge_number(
@@ -116,6 +132,10 @@ class Judge:
         return "unevaluated" if reference.final and not statement.is_final else "correct"
 
     def _judge_formula(self, reference: ReferenceAnswer, text: str, marked: bool) -> Reason:
+        if _is_taken_back(text, marked=marked):
+            return "wrong"
+        if _is_set(reference.reading):
+            text = _JOINED.sub(", ", space_lists(text))
         number = read_statement(text, marked=marked)
         if number.scale == 1 and self._symbolic.is_rounded(number.expression, reference.reading):
             return "correct"
@@ -139,6 +159,53 @@ class Judge:
         return reading if reading and self._symbolic.are_equal(reference, reading) else ()
 
 
+def _is_set(reading: Sequence[Any]) -> bool:
+    """True if a reading is a set of values, which may be joined by "and" or "or"."""
+    return type(reading[0]).__name__ == "FiniteSet"
+
+
+def _is_taken_back(text: str, *, marked: bool) -> bool:
+    """True if the words around the formula of a text deny it or bound it, or if a mark in it is not
+    known."""
+    plain = plain_notation(text[-MAX_FORMULA_CONTEXT:], marked=marked)
+    if any(not sign.isascii() and not sign.isalnum() and sign not in _KNOWN_SIGNS for sign in plain):
+        return True
+    parts = re.split(r"[.!?](?:\s+|$)|\n+", plain.strip())
+    for number, part in enumerate(reversed(parts)):
+        tokens = tokens_of(part)
+        formula = [n for n, token in enumerate(tokens) if not is_prose(token)]
+        formula = [n for n in formula if tokens[n].kind not in ("stop", "comma", "currency")]
+        if not formula:
+            if number == 0 and is_taken_back([token.text.lower() for token in tokens]):
+                return True
+            continue
+        first = formula[0]
+        before = [token.text.lower() for token in tokens[:first] if token.kind == "word"]
+        after = [token.text.lower() for token in tokens[formula[-1] + 1 :] if token.kind == "word"]
+        clause = last_clause(before)
+        return (
+            is_denied(clause)
+            or is_bound_before(clause)
+            or is_part_before(clause)
+            or is_bound_after(after)
+            or is_judged_wrong(after)
+            or is_taken_back(after)
+            or any(word in ("dozen", "hundred", "thousand", "million") for word in after[:1])
+        )
+    return False
+
+
+def is_prose(token: Token) -> bool:
+    """True if a token is a word, and not a variable or a function."""
+    return token.kind == "word" and len(token.text) > 1 and token.text not in _FUNCTIONS
+
+
+_FUNCTIONS = ("sin", "cos", "tan", "cot", "sec", "csc", "ln", "log", "exp", "sqrt", "lim", "pi")
+_KNOWN_SIGNS = frozenset("√±–≤≥≠∞∪∩∈∉⊂⊆∅△∠∧∨¬∀∃→⇒⇔′″°·×÷，。；：、？！（）“”‘’€£¥₹\uff04…") - {"¬"}
+MAX_FORMULA_CONTEXT = 1_000
+"""Number of characters of a text whose words are looked at, from its end."""
+
+
 def _equals_up_to_typesetting(answer: Extracted, reference: str) -> bool:
     """True if an answer differs from a reference only in blanks and typesetting."""
     if len(answer.text) > MAX_TYPESETTING + 4 * len(reference):
@@ -150,84 +217,3 @@ def _squeeze(text: str, *, marked: bool) -> str:
     """A text without blanks and typesetting, for comparison character by character."""
     squeezed = _LOOSE_BLANKS.sub("", plain_notation(text, marked=marked)).strip(" $")
     return squeezed.rstrip(" $.")
-
-
-MAX_REFERENCE_LENGTH = 200
-"""Maximum length of a reference answer that is words."""
-_PUNCTUATION = ".,;:!?*_'\"` \t\r\n()[]{}$"
-_BLANKS = re.compile(r"\s+")
-_ANCHOR = re.compile(
-    r"(?:\banswer\b[^.\n]{0,40}?(?:\bis\b|\bare\b|[:=])|\b(?:is|are|be|was|choose|choice|option|"
-    r"select|pick|=)(?![\w'])|=|:(?!\d))\s*(?:the\s+|an?\s+|on\s+|in\s+|option\s+|choice\s+)*",
-    re.IGNORECASE,
-)
-# An alternative follows: "or Tuesday", ", Tuesday.", "/ Tuesday".
-_GOES_ON = re.compile(
-    r"\s*(?:\bor\b|(?:\band\b|[/|])\s*\w|[,;]\s*\w+\s*(?:$|[,.;!?]|\bor\b|\band\b))", re.IGNORECASE
-)
-_CLOCK = re.compile(r"\d{1,2}:\d{2}(?::\d{2})?(?:\s*[ap]\.?\s?m\.?)?", re.IGNORECASE)
-_SHORT = 4
-"""Maximum number of words of a text without a verb that is judged as an answer."""
-_YES_NO = ("yes", "no", "true", "false")
-_OPTION = re.compile(r"\(?([A-Za-z])\s*[).:]\s+\S")
-_DENIED = re.compile(r"\b(?:not|isn't|never)\s*$", re.IGNORECASE)
-
-
-def is_word_answer(reference: str) -> bool:
-    """True if a reference answer, which states no number, is words or a letter."""
-    if _CLOCK.fullmatch(reference.strip()):
-        return True
-    if len(reference) > MAX_REFERENCE_LENGTH or any(mark in reference for mark in "^_\\=+<>|"):
-        return False
-    letters = re.sub(r"[\s'.,:;!?&/-]", "", normalize_words(reference))
-    return letters.isalnum() and any(map(str.isalpha, letters))
-
-
-def normalize_words(text: str) -> str:
-    """A text in lower case without typesetting, marks, brackets, blanks and stops at its ends."""
-    return _BLANKS.sub(" ", plain_notation(text)).strip(_PUNCTUATION).casefold()
-
-
-def states_reference(reference: str, text: str, *, marked: bool) -> bool | None:
-    """True if a text states the reference answer; None if it states nothing that can be read.
-
-    Args:
-      marked: whether the text is marked as the answer; otherwise it is running text.
-    """
-    wanted, normalized = normalize_words(reference), normalize_words(text)
-    if not normalized:
-        return None
-    if normalized == wanted:
-        return True
-    plain = plain_notation(text)
-    if len(wanted) == 1 and (option := _OPTION.match(plain.strip())) is not None:
-        other = re.search(r"\([A-Za-z]\)|\b[A-Z][).:]\s", plain[option.end() :])
-        return option[1].casefold() == wanted and other is None
-    if marked:
-        return False
-    is_stated = _states_last(wanted, plain_notation(text[-1_000:]))
-    if is_stated is not None:
-        return is_stated
-    if wanted in _YES_NO and normalized.startswith(wanted):
-        rest = normalized[len(wanted) :]
-        return not rest[:1].isalnum() and not _GOES_ON.match(rest)
-    return False if len(normalized.split()) <= max(_SHORT, 2 * len(wanted.split())) else None
-
-
-def _states_last(wanted: str, text: str) -> bool | None:
-    """True if the last sentence that states something states the wanted answer; None if no sentence
-    states anything."""
-    for sentence in reversed(re.split(r"(?<=[.!?])\s+|\n+", text.strip())):
-        anchors = list(_ANCHOR.finditer(sentence))
-        if not anchors:
-            continue
-        answer = [anchor for anchor in anchors if "answer" in anchor[0].lower()]
-        anchor = answer[-1] if answer else anchors[-1]
-        rest = sentence[anchor.end() :].lstrip(_PUNCTUATION)
-        head, after = rest[: len(wanted)], rest[len(wanted) :]
-        # New York City is not New York.
-        if head.casefold() != wanted or re.match(r"\w|-\w|\s+[A-Z][a-z]", after):
-            return False
-        denied = _DENIED.search(sentence[: anchor.start()])
-        return not denied and not _GOES_ON.match(after.lstrip(".)]*'\""))
-    return None
