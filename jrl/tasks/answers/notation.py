@@ -38,6 +38,8 @@ _RAISED = re.compile(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
 _REPLACEMENTS = [
     (re.compile(pattern), instead)
     for pattern, instead in (
+        (r"\\\$", MONEY),
+        (r"(?<![\w$\\}])\$(?=\d[^$\n]*(?:\n|\Z|(?<=[\s(])\$))", MONEY),
         (
             r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|operatorname|underline"
             r"|bold|emph|ensuremath)\s*\{([^{}]*)\}",
@@ -59,8 +61,6 @@ _REPLACEMENTS = [
         (r"\\pi(?![A-Za-z])", "π"),
         (r"\\triangle(?![A-Za-z])", "△ "),
         (r"\\angle(?![A-Za-z])", "∠ "),
-        (r"\\\$", MONEY),
-        (r"(?<![\w$\\}])\$(?=\d[^$\n]*(?:\n|\Z|(?<=[\s(])\$))", MONEY),
         (r"\\([%{}])", r"\1"),
         (r"\\[()\[\]]", " "),
         # Thin spaces between digits group them, as a blank does.

@@ -91,6 +91,8 @@ def same_statement(reference: Statement, answer: Statement) -> bool:
         return False
     if not same_unit(reference.unit, answer.unit):
         return False
+    if reference.unit and answer.expression.percent:
+        return False
     if reference.label and answer.label and reference.label != answer.label:
         return False
     if reference.scale == answer.scale:
@@ -171,7 +173,7 @@ def _trim(tokens: Sequence[Token], begin: int, end: int, exclaims: bool) -> Span
         inside = tokens[begin:end]
         if last.text in (":", *"[({") or (last.text == "!" and exclaims):
             end -= 1
-        elif last.text in ("-", DASH, "/", "*") and end < len(tokens):
+        elif last.text in ("-", DASH, "/", "*") and not _operand_follows(tokens, end):
             # 18-year-old, 18/day, 18 * 3 kg
             end -= 1
         elif first.text in (":", ")", "}", "]", DASH) or _is_separator(tokens, begin):
@@ -183,6 +185,15 @@ def _trim(tokens: Sequence[Token], begin: int, end: int, exclaims: bool) -> Span
         else:
             break
     return begin, end
+
+
+def _operand_follows(tokens: Sequence[Token], end: int) -> bool:
+    """True if nothing or a variable follows an operator: 2 - i, and not 18 - a good number."""
+    if end >= len(tokens):
+        return True
+    if tokens[end].text in ("a", "I", "A") and end + 1 < len(tokens):
+        return tokens[end + 1].kind != "word"
+    return _is_variable(tokens[end])
 
 
 _RESULTS = {"answer", "result", "solution", "total", "sum", "answers", "value"}
@@ -224,6 +235,8 @@ def _is_opaque(tokens: Sequence[Token], begin: int, end: int, labelled: bool) ->
             return True
         if not near and len(word) == 1 and word < "\u3000" and word not in _NO_VARIABLE:
             return True
+    if end < len(tokens) and tokens[end - 1].text in ("-", "/", "*") and _is_variable(tokens[end]):
+        return True
     before = tokens[begin - 1]
     if begin == 0 or labelled or before.kind != "word":
         return tokens[begin].text in ("*", "/", "^")
@@ -265,7 +278,7 @@ def _has_unknown_mark(tokens: Sequence[Token], begin: int, end: int, exclaims: b
     return after.text == "|" or (dots and "." in last.text) or (after.text == "!" and not exclaims)
 
 
-_QUOTES = frozenset("'«»„‚。，、；：？！）（】【」「►→⇒✓✅")
+_QUOTES = frozenset("'.?«»„‚。，、；：？！）（】【」「►→⇒✓✅")
 _SHORT_LETTERS = re.compile(r"[A-Za-z]{1,3}\d*|[^\W\d_A-Za-z]*[\u2080-\u209c\u2070-\u207f].*")
 _ORDINALS = {"st", "nd", "rd", "th", "s"}
 

@@ -26,6 +26,7 @@ from .expression import (
     round_to_digits,
     significant_digits,
 )
+from .forms import has_form as _has_form
 from .notation import plain_notation, tokens_of
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
@@ -39,8 +40,13 @@ DIGITS = 40
 MAX_SYMBOLS, MAX_OPERATIONS, MIN_COMPARED = 3, 40, 3
 
 _LATEX = ("$", "\\boxed", "\\(", "\\[")
-# Two letters in a row that neither name a command nor are in its braces (\text{cm}, \end{matrix}).
-_WORD = re.compile(r"[A-Za-z]{2,}")
+# Letters in a row that are no product of two variables, and neither name a command nor are in its
+# braces (\text{cm}, \end{matrix}).
+_WORD = re.compile(
+    r"[A-Za-z]{3,}|(?<![A-Za-z])(?:or|is|it|in|of|to|so|we|no|my|an|as|at|be|by|he|if|me|on|up|us|do|go"
+    r"|cm|km|kg|mm|ml|ft|hr)(?![A-Za-z])",
+    re.IGNORECASE,
+)
 _COMMAND = re.compile(r"\\[A-Za-z]+(\{[A-Za-z ]*\})?")
 _EXPONENT = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d{1,3})(?![\w.])")
 _SPELLED = (
@@ -55,6 +61,8 @@ _SPELLED = (
     (re.compile(r",?\s+and\s+"), ", "),
     (re.compile(r"(?<=\d)\s+or\s+(?=[A-Za-z]\s*=)"), ", "),
 )
+# Punctuation at the end; a "!" on an operand is a factorial.
+_STOPS = re.compile(r"(?:[.,;:?]|(?<![\w)}\]])!)+$")
 _LEFT_TO_DO = (sympy.Integral, sympy.Derivative, sympy.Limit, sympy.Sum, sympy.Product)
 
 
@@ -75,7 +83,7 @@ def read(text: str) -> tuple[Any, ...]:
         tidy = pattern.sub(instead, tidy)
     forms = [tidy]
     if is_formula(tidy) and not any(mark in tidy for mark in _LATEX):
-        bare_text = tidy.strip().rstrip(".,;:!?").strip("*_` ")
+        bare_text = _STOPS.sub("", tidy.strip()).strip("*_` ")
         forms = [f"\\boxed{{{bare_text}}}", *forms]
     for form in forms:
         # math-verify's time limits need signals; the calling process has a limit of its own.
@@ -196,6 +204,14 @@ def is_final(text: str, reading: Sequence[Any]) -> bool:
         if expression.value is not None and not expression.final:
             return False
     return all(map(_is_final, reading))
+
+
+def has_form(reference: Sequence[Any], answer: Sequence[Any]) -> bool:
+    """True if an answer has the form of the reference answer that it equals."""
+    left, right = reference[0], answer[0]
+    if isinstance(left, sympy.Eq) != isinstance(right, sympy.Eq):
+        left, right = _right_side(left), _right_side(right)
+    return _has_form(left, right)
 
 
 def _is_final(value: Any) -> bool:

@@ -97,6 +97,9 @@ class Judge:
         if answer is None or not answer.text:
             raise ValueError("it holds no answer")
         text = space_lists(answer.text)
+        joined = _JOINED.sub(", ", text)
+        if joined != text and re.search(r"\d", text) and self._symbolic.is_formula(joined):
+            text = joined  # -1 or 3
         if _SEQUENCE.fullmatch(text.strip()) and read_statement(text, marked=True).kind == MULTIPLE:
             return ReferenceAnswer(answer.text, words=True)
         number = read_statement(text, marked=True, exclaims=False)
@@ -151,6 +154,8 @@ class Judge:
             if not reading:
                 return "wrong"
         is_final = not reference.final or self._symbolic.is_final(text, reading)
+        if self._rule == FINAL:
+            is_final = is_final and self._symbolic.has_form(reference.reading, reading)
         return "correct" if is_final else "unevaluated"
 
     def _read_equal(self, reference: Sequence[Any], text: str) -> Sequence[Any]:

@@ -66,8 +66,8 @@ def is_word_answer(reference: str) -> bool:
     if len(text) > MAX_REFERENCE_LENGTH or any(mark in text for mark in "^_\\=+<>|{}"):
         return False
     words = re.findall(r"[^\W\d_]+", text)
-    if len(words) > 1 and re.search(r"[-/!]", text) and all(len(word) == 1 for word in words):
-        return False  # p - q
+    if re.search(r"[-/]", text) and all(len(word) == 1 for word in words):
+        return False  # p - q, -x
     signs = re.sub(r"[\s'.,:;!?&/()-]", "", text)
     return any(_is_letter(sign) for sign in signs) and all(
         sign.isalnum() or _is_letter(sign) for sign in signs
