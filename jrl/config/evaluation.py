@@ -29,6 +29,7 @@ SAMPLING_SETTINGS = ("temperature", "top_k", "top_p")
 """Settings of a recipe that control sampling."""
 OTHER_SETTINGS = (
     *("answers", "reward_seconds", "failed_reward", "overlong_prompts", "response_length"),
+    "unreadable_answers",
     *("system_prompt", "chat_template", "chat_template_kwargs"),
     *("dtype", "verifiers", "slots", "devices", "ignore_options"),
 )
@@ -76,6 +77,8 @@ class EvaluateOptions:
     """Field with the prompt as a conversation, a list of {"role": ..., "content": ...}."""
     answers: Literal["final", "evaluated"] | None = None
     """Required form of answers, as --answers of jrl.train; None takes the run's."""
+    unreadable_answers: Literal["drop", "refuse"] | None = None
+    """Records whose answer cannot be checked, as --unreadable-answers of jrl.train."""
     reward: tuple[str, ...] | None = None
     """Rewards, as --reward of jrl.train; None takes the run's, unless --task is given."""
     reward_weights: tuple[str, ...] | None = None

@@ -255,7 +255,7 @@ def _values(record: Any) -> dict[str, Any]:
 IDLE_FIELDS = frozenset(
     {
         # Prompts, rewards and verifiers.
-        *("overlong_prompts", "prompt_length", "answers"),
+        *("overlong_prompts", "prompt_length", "answers", "unreadable_answers"),
         *("reward", "reward_weights", "reward_seconds"),
         *("failed_reward", "shuffle_rewards", "verifiers", "unsafe_tools"),
         *("reward_correct", "reward_wrong"),

@@ -132,6 +132,8 @@ class Clauses:
                 yield self._next
             elif gap and not stops and self._is_guess(self._next[0]):
                 yield self._next
+            elif stops and [token.text.lower() for token in gap if token.kind != "stop"][:1] == ["or"]:
+                yield self._next  # 41? Or 42?
 
     def _is_offered_instead(self, previous: Span) -> bool:
         tokens, begin = self._tokens, self._begin

@@ -178,7 +178,7 @@ def _is_taken_back(text: str, *, marked: bool) -> bool:
     parts = re.split(r"[.!?](?:\s+|$)|\n+", plain.strip())
     for number, part in enumerate(reversed(parts)):
         tokens = tokens_of(part)
-        formula = [n for n, token in enumerate(tokens) if not is_prose(token)]
+        formula = [n for n in range(len(tokens)) if not _is_prose(tokens, n)]
         formula = [n for n in formula if tokens[n].kind not in ("stop", "comma", "currency")]
         if not formula:
             if number == 0 and is_taken_back([token.text.lower() for token in tokens]):
@@ -200,9 +200,15 @@ def _is_taken_back(text: str, *, marked: bool) -> bool:
     return False
 
 
-def is_prose(token: Token) -> bool:
+def _is_prose(tokens: Sequence[Token], index: int) -> bool:
     """True if a token is a word, and not a variable or a function."""
-    return token.kind == "word" and len(token.text) > 1 and token.text not in _FUNCTIONS
+    token = tokens[index]
+    if token.kind != "word" or token.text in _FUNCTIONS:
+        return False
+    if len(token.text) > 1:
+        return True
+    follows = tokens[index + 1] if index + 1 < len(tokens) else None
+    return token.text in ("a", "A", "I") and follows is not None and len(follows.text) > 1
 
 
 _FUNCTIONS = ("sin", "cos", "tan", "cot", "sec", "csc", "ln", "log", "exp", "sqrt", "lim", "pi")

@@ -27,7 +27,7 @@ _STRONG = re.compile(
 )
 _WEAK = re.compile(
     r"(?:\b(?:is|are|be|was|it's|that's|choose|choice|option|select|pick|say|so|hence|thus"
-    r"|therefore|leaving|leaves)(?![\w'])|=|:(?!\d))\s*" + _ARTICLES,
+    r"|therefore|leaving|leaves)(?![\w'])|\bnot\b[^.?!\n]{1,40}\bbut\b(?: rather)?|=|:(?!\d))\s*" + _ARTICLES,
     re.IGNORECASE,
 )
 # An alternative follows: "or Tuesday", ", Tuesday.", "/ Tuesday", "? No".
@@ -50,7 +50,7 @@ _OPPOSITES = {"yes": "no", "no": "yes", "true": "false", "false": "true"}
 _POLAR = re.compile(
     r"\b(?:yes|true|false)\b|\bno\b(?=\s*(?:$|[,.;:!?)\n]|because\b|since\b|as\b))", re.IGNORECASE
 )
-_LETTER = re.compile(r"[\s(\[*\"']*([A-Z])(?![\w'-])(?!\s+(?:think|am|would|will|have)\b)")
+_LETTER = re.compile(r"[\s$(\[*\"']*([A-Z])(?![\w'-])(?!\s+(?:think|am|would|will|have)\b)")
 _OPTION = re.compile(r"\W*(?:option\s+|choice\s+)?([A-Za-z])\s*(?:[).:]|\s[-–;]\s|,|\n|$)", re.IGNORECASE)
 _OPTION_MARK = re.compile(r"\([A-Za-z]\)|\b[A-Z][).:]\s")
 _LETTERS_ALONE = re.compile(r"\(([A-Za-z])\)|(?<![\w'.])([B-HJ-Z])(?![\w'])")
@@ -155,9 +155,8 @@ def _states_words(wanted: str, text: str) -> bool | None:
         _RIGHT.match(after) or (_REASON.match(after) and not _CORRECTED.search(after))
     ):
         return not _goes_on(after)
-    for sentence in reversed(re.split(r"(?<=[.!?])\s+|\n+", text.strip())):
-        for before, rest in _claims(sentence, _WEAK):
-            return _is_stated(wanted, before, rest)
+    for before, rest in _claims(text, _WEAK):
+        return _is_stated(wanted, before, rest)
     return None
 
 
@@ -199,4 +198,4 @@ def _states_letter(wanted: str, text: str) -> bool | None:
 
 def _lone(rest: str) -> re.Match[str] | None:
     """A small letter that stands alone behind an anchor: "(b)", "b."."""
-    return re.match(r"[\s(\[*\"']*([a-z])(?=[\s*]*(?:[).\]]|$))", rest)
+    return re.match(r"[\s$(\[*\"']*([a-z])(?=[\s$*]*(?:[).,;!?\]]|$))", rest)

@@ -400,6 +400,7 @@ def _task(run: RunConfig, recipe: Recipe, code_path: Path | None) -> Task:
         rewards=run.rewards,
         code_path=code_path,
         answers=run.answers,
+        unreadable_answers=run.unreadable_answers,
     )
 
 
