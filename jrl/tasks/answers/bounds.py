@@ -1,4 +1,4 @@
-"""Bounds on the numbers of a formula: sympy computes powers, factorials and binomials at any cost."""
+"""Bounds on the numbers of a formula, as sympy computes powers and factorials at any cost."""
 
 from collections.abc import Sequence
 
@@ -29,7 +29,9 @@ def is_too_large(text: str) -> bool:
             upper = _group(tokens, index + 1)
             if _exceeds(upper, MAX_FACTORIAL):
                 return True
-        elif token.text == "\\choose" and _exceeds(tokens[max(0, index - 1) : index], MAX_FACTORIAL):
+        elif token.text == "\\choose" and _exceeds(
+            tokens[max(0, index - 1) : index], MAX_FACTORIAL
+        ):
             return True
     return False
 

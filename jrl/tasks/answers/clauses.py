@@ -35,14 +35,18 @@ _CHANGED = re.compile(
 _RELATING = {("of",), ("of", "the"), ("out", "of"), ("in",), ("remainder",), ("with", "remainder"),
              ("r",), ("rem",), ("point",)}  # fmt: skip
 _PER = {"mille", "mil", "thousand", "million", "hundred"}
-_UNITS = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen \
-fifteen sixteen seventeen eighteen nineteen".split()
-_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
-_NUMERALS = {word: number for number, word in enumerate(_UNITS)} | {
-    word: 10 * number for number, word in enumerate(_TENS, start=2)
+_ONES = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+    "sixteen seventeen eighteen nineteen"
+)
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+_NUMERALS = {word: number for number, word in enumerate(_ONES.split(" "))} | {
+    word: 10 * number for number, word in enumerate(_TENS.split(" "), start=2)
 }
 # Of scripts that are written without blanks.
-_DENIED_ATTACHED = re.compile(r".*(?:不是|并非|不等于|非|不|没|未|超过|大于|小于|至少|至多|最多|最少)")
+_DENIED_ATTACHED = re.compile(
+    r".*(?:不是|并非|不等于|非|不|没|未|超过|大于|小于|至少|至多|最多|最少)"
+)
 _BOUND_ATTACHED = re.compile(r"(?:以上|以下|以内|多|余|万|亿|千|百|倍|不|是错|左右以)")
 MAX_AFTERTHOUGHT = 12
 """Maximum number of words behind a stop or a comma that are read as an afterthought."""
@@ -75,7 +79,9 @@ class Clauses:
             return True
         if self._follows_number and tuple(before) in _RELATING:
             return True  # 3 of 42
-        if before[-1:] == ["point"] and (self._follows_number or _numeral(before[-2:-1]) is not None):
+        if before[-1:] == ["point"] and (
+            self._follows_number or _numeral(before[-2:-1]) is not None
+        ):
             return True  # zero point 42
         if before[-2:] == ["plus", "or"] or before[-1:] in (["scale"], ["hundred"]):
             return True
@@ -121,18 +127,16 @@ class Clauses:
 
     def alternatives(self) -> Iterator[Span]:
         """Phrases that are offered instead of the number: "41 apples or maybe 42"."""
-        tokens, begin, end = self._tokens, self._begin, self._end
+        tokens, end = self._tokens, self._end
         if self._previous is not None and self._is_offered_instead(self._previous):
             yield self._previous
         if self._next is not None:
             between = tokens[end : self._next[1]][:4]
             gap = tokens[end : self._next[0]]
             stops = any(token.kind == "stop" for token in gap)
-            if not stops and any(token.text.lower() == "or" for token in between):
+            if (not stops and any(token.text.lower() == "or" for token in between)) or (gap and not stops and self._is_guess(self._next[0])):
                 yield self._next
-            elif gap and not stops and self._is_guess(self._next[0]):
-                yield self._next
-            elif stops and [token.text.lower() for token in gap if token.kind != "stop"][:1] == ["or"]:
+            elif [token.text.lower() for token in gap if token.kind != "stop"][:1] == ["or"]:
                 yield self._next  # 41? Or 42?
 
     def _is_offered_instead(self, previous: Span) -> bool:

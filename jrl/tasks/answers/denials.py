@@ -6,6 +6,12 @@ A part of a sentence reaches from its answer to the next stop, comma or number. 
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
 
 _NOT = re.compile(
     r"(?:no|not|never|neither|nor|cannot|hardly|scarcely|nowhere|without|except|excepting"
@@ -20,84 +26,108 @@ _NOT_PAIRS = {
     *(("refuse", "to"), ("refuses", "to"), ("apart", "from"), ("aside", "from")),
 }
 # A denial of these reaches through the verb of the answer: "I do not think that it is 42".
-_OPINION = frozenset(
-    """think thinks thought believe believes say says saying claim claims suppose mean agree accept
-    agreed sure certain true right correct possible case likely convinced know see clear way chance
-    means doubt clearly buy expect evidence""".split()
+_OPINION = _words(
+    """
+    think thinks thought believe believes say says saying claim claims suppose mean agree
+    accept agreed sure certain true right correct possible case likely convinced know see
+    clear way chance means doubt clearly buy expect evidence
+    """
 )
-_DOUBT = frozenset(
-    """doubt doubts doubtful doubted unlikely disagree deny denies denied reject rejects rejected
-    refute refutes disprove disproves impossible""".split()
+_DOUBT = _words(
+    """
+    doubt doubts doubtful doubted unlikely disagree deny denies denied reject rejects rejected
+    refute refutes disprove disproves impossible
+    """
 )
-_WRONG = frozenset(
-    """wrong incorrect false mistake mistaken mistakenly wrongly error trap erroneous invalid bogus
-    incorrectly falsely""".split()
+_WRONG = _words(
+    """
+    wrong incorrect false mistake mistaken mistakenly wrongly error trap erroneous invalid
+    bogus incorrectly falsely
+    """
 )
-_WRONG_NOUNS = frozenset(
-    """answer answers result value guess number solution total option choice conclusion claim to
-    that said says""".split()
+_WRONG_NOUNS = _words(
+    """
+    answer answers result value guess number solution total option choice conclusion claim to
+    that said says
+    """
 )
 _CONDITION = frozenset({"if", "whether", "suppose", "supposing", "assuming", "unless"})
 # They deny what stands next to them alone: "without tax she pays 42".
-_ADJACENT = frozenset("no without except excepting excluding exclude excludes besides unlike".split())
+_ADJACENT = _words("no without except excepting excluding exclude excludes besides unlike")
 # Verbs of a clause of its own: "Those who do not play are 42".
-_FINITE = frozenset(
-    """is are was were equals = : gives makes leaves left totals remains remain costs has needs takes
-    that's it's there's there're becomes comes means yields gets""".split()
+_FINITE = _words(
+    """
+    is are was were equals = : gives makes leaves left totals remains remain costs has needs
+    takes that's it's there's there're becomes comes means yields gets
+    """
 )
-_RESTART = frozenset(
-    """so thus therefore hence but then because since while consequently however instead
-    actually""".split()
+_RESTART = _words(
+    """
+    so thus therefore hence but then because since while consequently however instead actually
+    """
 )
 # Of an answer as a subject: "42 people are wrong" counts them.
 _COPULA = re.compile(
     r"(?:is|was|be|been|seems|looks|sounds|appears|would|could|can|will|might|may|must|should|does"
     r"|isnt|wasnt|cant|doesnt|wont|cannot|(?!aren|weren|don|haven|didn)\w*n't|s|'s)"
 )
-_JUDGED_WRONG = (_WRONG - {"trap"}) | frozenset(
-    """trap impossible unlikely absurd nonsense excluded ruled rejected refuted disproved
-    inconsistent contradictory false untrue doubtful unacceptable""".split()
-)
-_JUDGED_RIGHT = frozenset(
-    """right correct true it answer answers solution possible valid accepted acceptable so that
-    enough what""".split()
+_JUDGED_WRONG = (_WRONG - {"trap"}) | _words("""trap impossible unlikely absurd nonsense excluded ruled rejected refuted disproved
+    inconsistent contradictory false untrue doubtful unacceptable""")
+_JUDGED_RIGHT = _words(
+    """
+    right correct true it answer answers solution possible valid accepted acceptable so that
+    enough what
+    """
 )
 _FAILS = frozenset({"fails", "failed", "violates", "contradicts", "fail"})
-_WORKS = frozenset(
-    """work works fit fits satisfy satisfies hold holds count counts equal equals make solve solves
-    match matches add check be been it right correct true possible""".split()
+_WORKS = _words(
+    """
+    work works fit fits satisfy satisfies hold holds count counts equal equals make solve
+    solves match matches add check be been it right correct true possible
+    """
 )
 _EXCESS = frozenset({"large", "small", "big", "high", "low", "much", "many", "few", "little"})
-_AFTERTHOUGHT = frozenset(
-    """which that this it but and oh wait sorry actually hmm no well the answer result one
-    though""".split()
+_AFTERTHOUGHT = _words(
+    """
+    which that this it but and oh wait sorry actually hmm no well the answer result one though
+    """
 )
 
-_MORE_LESS = frozenset(
-    "more less fewer greater larger smaller higher lower bigger better older younger".split()
+_MORE_LESS = _words(
+    """
+    more less fewer greater larger smaller higher lower bigger better older younger
+    """
 )
-_BOUNDS = frozenset(
-    """least most between exceeding below above over under beyond beneath past exceed exceeds
-    exceeded underneath upwards nearly almost within nearing approaching maximally minimally
-    < > <= >= != near""".split()
+_BOUNDS = _words(
+    """
+    least most between exceeding below above over under beyond beneath past exceed exceeds
+    exceeded underneath upwards nearly almost within nearing approaching maximally minimally <
+    > <= >= != near
+    """
 )
 _BOUND_PAIRS = {
     *(("up", "to"), ("excess", "of"), ("short", "of"), ("shy", "of"), ("upwards", "of")),
     *(("upward", "of"), ("close", "to"), ("closer", "to"), ("nearer", "to"), ("north", "of")),
     *(("south", "of"), ("limited", "to"), ("capped", "at"), ("out", "of")),
 }
-_ADDING = frozenset(
-    """add adds adding added sum sums summing total totals totaling count counts comes came goes
-    works worked""".split()
+_ADDING = _words(
+    """
+    add adds adding added sum sums summing total totals totaling count counts comes came goes
+    works worked
+    """
 )
-_AMOUNTS = frozenset("many much few little high low large small big far long".split())
-_AFTER_BOUND = frozenset(
-    """more less fewer greater larger smaller higher lower bigger above below over under beyond up
-    upwards upward another other others something anything else maybe possibly perhaps not even
-    better worse older younger""".split()
+_AMOUNTS = _words("many much few little high low large small big far long")
+_AFTER_BOUND = _words(
+    """
+    more less fewer greater larger smaller higher lower bigger above below over under beyond
+    up upwards upward another other others something anything else maybe possibly perhaps not
+    even better worse older younger
+    """
 )
-_LIMIT_WORDS = frozenset(
-    "max maximum min minimum tops upwards upward plus minus ish something odd fold".split()
+_LIMIT_WORDS = _words(
+    """
+    max maximum min minimum tops upwards upward plus minus ish something odd fold
+    """
 )
 
 _PARTS = re.compile(
@@ -108,10 +138,12 @@ _PARTS = re.compile(
     r"|square|squares|cube|cubes|root|roots|digits?|dozens?|hundreds?|thousands?|millions?|billions?"
     r"|remainder|quotient|square-root|one-half|one-third|two-thirds|one-quarter|three-quarters)"
 )
-_TIMES = frozenset(
-    """half twice thrice double doubled triple tripled quadruple halve halved treble negative minus
-    root cube square ln log lg sin cos tan exp third tenth sqrt cbrt mod modulo squared
-    cubed""".split()
+_TIMES = _words(
+    """
+    half twice thrice double doubled triple tripled quadruple halve halved treble negative
+    minus root cube square ln log lg sin cos tan exp third tenth sqrt cbrt mod modulo squared
+    cubed
+    """
 )
 _ARTICLES = frozenset({"the", "a", "an", "that", "these", "those", "all", "number", "value"})
 
@@ -140,9 +172,9 @@ def is_denied(before: Sequence[str], *, answer_follows_number: bool = False) -> 
         if not is_pair and not _NOT.fullmatch(word):
             continue
         rest = rest[1:] if is_pair else rest
-        if word in _ADJACENT and any(each not in _ARTICLES | {"for"} for each in rest):
-            if not any(each in _OPINION for each in rest[:2]):
-                continue
+        is_apart = any(each not in _ARTICLES | {"for"} for each in rest)
+        if word in _ADJACENT and is_apart and _OPINION.isdisjoint(rest[:2]):
+            continue
         if rest[:1] == ["only"] or (rest[:1] and rest[0] in ("more", "less", "fewer")):
             continue  # not only 42; bounds have a rule of their own
         if any(each in _OPINION for each in rest) or not any(each in _FINITE for each in rest):
@@ -176,7 +208,9 @@ def is_part_before(before: Sequence[str]) -> bool:
         return False
     if words[-1] in _TIMES:
         return True
-    return len(words) > 1 and words[-1] in ("of", "from", "as") and bool(_PARTS.fullmatch(words[-2]))
+    return (
+        len(words) > 1 and words[-1] in ("of", "from", "as") and bool(_PARTS.fullmatch(words[-2]))
+    )
 
 
 def _without_articles(words: Sequence[str]) -> list[str]:
@@ -199,9 +233,7 @@ def is_bound_after(after: Sequence[str], *, number_follows: bool = False) -> boo
                 return not (number_follows and is_last)
         elif word == "and" and index == 0 and len(after) > 2 and _PARTS.fullmatch(after[2]):
             return True  # 42 and a half
-        elif (word, following) == ("give", "or"):
-            return True
-        elif word in _LIMIT_WORDS and (index == 0 or is_last) and index < 3 and not following:
+        elif (word, following) == ("give", "or") or (word in _LIMIT_WORDS and (index == 0 or is_last) and index < 3 and not following):
             return True
     return False
 
@@ -228,10 +260,7 @@ def is_judged_wrong(after: Sequence[str], *, is_bare: bool = True) -> bool:
         predicate[1:2] in (["out"], ["off"]) and predicate[2:] in ([], ["of", "the", "question"])
     ):
         return not any(_NOT.fullmatch(word) for word in predicate)
-    if any(
-        word == "too" and following in _EXCESS
-        for word, following in zip(predicate, predicate[1:], strict=False)
-    ):
+    if any(word == "too" and following in _EXCESS for word, following in pairwise(predicate)):
         return True
     negated = next((n for n, word in enumerate(predicate) if _NOT.fullmatch(word)), None)
     if negated is None:
@@ -247,8 +276,19 @@ def is_taken_back(words: Sequence[str]) -> bool:
     "that is wrong", "which is not it"."""
     kept = list(words)
     if kept[:1] in (["no"], ["nope"], ["not"], ["wrong"], ["incorrect"], ["false"], ["never"]):
-        return len(kept) == 1 or kept[1] in ("really", "wait", "sorry", "at", "answer", "no", "that")
-    if kept[:2] in (["just", "kidding"], ["or", "not"], ["or", "maybe"]) or kept == ["maybe", "not"]:
+        return len(kept) == 1 or kept[1] in (
+            "really",
+            "wait",
+            "sorry",
+            "at",
+            "answer",
+            "no",
+            "that",
+        )
+    if kept[:2] in (["just", "kidding"], ["or", "not"], ["or", "maybe"]) or kept == [
+        "maybe",
+        "not",
+    ]:
         return True
     while kept and kept[0] in _AFTERTHOUGHT:
         kept.pop(0)

@@ -155,9 +155,7 @@ def _join_statement(text: str, marks: list[_Mark]) -> str:
         between = text[before.end : begin]
         is_alternative = _OR.search(between) and _ALTERNATIVE.fullmatch(between)
         separator = _JOINED if is_tag or before.is_tag else _BOX_SEPARATOR
-        if len(between) > MAX_BETWEEN_BOXES or not (
-            is_alternative or separator.fullmatch(between)
-        ):
+        if len(between) > MAX_BETWEEN_BOXES or not (is_alternative or separator.fullmatch(between)):
             break
         joint = " or " if _OR.search(between) else ", "
         answer, begin, is_tag = before.content + joint + answer, before.begin, before.is_tag

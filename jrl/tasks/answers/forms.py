@@ -127,7 +127,9 @@ def _add_product(value: Any, form: Form) -> None:
             for factor, sign in factors
             if sign == side and factor not in (1, -1) and not (side < 0 and factor.is_number)
         ]
-        is_bracket = [isinstance(factor, sympy.Add) and bool(factor.free_symbols) for factor in kept]
+        is_bracket = [
+            isinstance(factor, sympy.Add) and bool(factor.free_symbols) for factor in kept
+        ]
         if any(is_bracket) and len(kept) > 1:
             form.factors += len(kept)
     above, below = (

@@ -81,7 +81,7 @@ _REPLACEMENTS = [
 
 
 def plain_notation(text: str, *, marked: bool = True) -> str:
-    """Removes typesetting from a text: emphasis, delimiters, spaces, wide digits, what is struck out.
+    """Removes typesetting from a text: emphasis, delimiters, spaces, wide digits, struck-out text.
 
     Args:
       marked: whether the text is an answer alone. In running text the marks of a list are removed
@@ -89,9 +89,8 @@ def plain_notation(text: str, *, marked: bool = True) -> str:
     """
     if "~~" in text or "<" in text or "\\" in text:
         text = _STRUCK_OUT.sub(" ", text)
-    if not marked and (text.lstrip()[:1] in "-*+" or "\n" in text):
-        if "\n" in text.strip() or not _FORMULA.match(text):
-            text = _BULLET.sub(" ", text)
+    if not marked and ("\n" in text.strip() or not _FORMULA.match(text)):
+        text = _BULLET.sub(" ", text)
     if "—" in text:
         text = _LONG_MINUS.sub("-", text)
     text = text.translate(_SIGNS)

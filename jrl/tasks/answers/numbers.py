@@ -117,9 +117,9 @@ def _read(
     if _has_unknown_mark(tokens, begin, end, exclaims) or clauses.take_it_back():
         return Statement(RELATION)
     spans = _split_numbers(tokens, begin, end)
-    if len(spans) > 1 and begin and tokens[begin - 1].text.lower() in _LEADING:
-        if tokens[spans[-1][0] - 1].kind == "comma":
-            spans = spans[-1:]  # In 2024, 42 people came.
+    is_led = begin > 0 and tokens[begin - 1].text.lower() in _LEADING
+    if is_led and len(spans) > 1 and tokens[spans[-1][0] - 1].kind == "comma":
+        spans = spans[-1:]  # In 2024, 42 people came.
     attached = begin > 0 and tokens[begin - 1].kind == "word" and not labelled and (
         tokens[begin - 1].text.lower() not in _LEADING_WORDS
     )  # fmt: skip
@@ -278,7 +278,7 @@ def _has_unknown_mark(tokens: Sequence[Token], begin: int, end: int, exclaims: b
     return after.text == "|" or (dots and "." in last.text) or (after.text == "!" and not exclaims)
 
 
-_QUOTES = frozenset("'.?«»„‚。，、；：？！）（】【」「►→⇒✓✅")
+_QUOTES = frozenset("'.?«»„\u201a。\uff0c、\uff1b\uff1a\uff1f\uff01\uff09\uff08】【」「►→⇒✓✅")
 _SHORT_LETTERS = re.compile(r"[A-Za-z]{1,3}\d*|[^\W\d_A-Za-z]*[\u2080-\u209c\u2070-\u207f].*")
 _ORDINALS = {"st", "nd", "rd", "th", "s"}
 

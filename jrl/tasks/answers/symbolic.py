@@ -56,8 +56,8 @@ _SPELLED = (
     (re.compile(r"π"), r"\\pi "),
     (re.compile(r"\\varnothing(?![A-Za-z])|∅"), r"\\emptyset "),
     (re.compile(r"\\(?:text|mathrm|mbox)\s*\{\s*(?:and|or)\s*\}"), ", "),
-    (re.compile(r"(?:^|(?<=[=({\[,:;+*/^]))\s*[–‒—−](?=\s*[\w\\(.])"), "-"),
-    (re.compile(r"−"), "-"),
+    (re.compile(r"(?:^|(?<=[=({\[,:;+*/^]))\s*[\u2013\u2012—\u2212](?=\s*[\w\\(.])"), "-"),
+    (re.compile(r"\u2212"), "-"),
     (re.compile(r",?\s+and\s+"), ", "),
     (re.compile(r"(?<=\d)\s+or\s+(?=[A-Za-z]\s*=)"), ", "),
 )

@@ -84,7 +84,7 @@ KB: kilobyte kilobytes
 MB: megabyte megabytes
 GB: gigabyte gigabytes
 TB: terabyte terabytes
-dollar: dollars USD US$ ＄ buck bucks
+dollar: dollars USD US$ \uff04 buck bucks
 cent: cents ¢
 euro: euros EUR €
 sterling: £ GBP quid
@@ -108,7 +108,22 @@ _NAMES = {
 _COMPOUND = {"mph": {"mile": 1, "h": -1}, "kph": {"km": 1, "h": -1}}
 _POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
 _BEFORE, _BEHIND = ("square", "sq", "cubic", "cu"), ("squared", "cubed")
-_MONEY = frozenset("dollar cent euro sterling pence yen yuan rupee won rouble franc peso".split())
+_MONEY = frozenset(
+    [
+        "dollar",
+        "cent",
+        "euro",
+        "sterling",
+        "pence",
+        "yen",
+        "yuan",
+        "rupee",
+        "won",
+        "rouble",
+        "franc",
+        "peso",
+    ]
+)
 _RATED = frozenset({"m", "km", "mile", "foot", "knot", "l", "gallon"})
 _TEMPERATURES = {"C": "celsius", "F": "fahrenheit"}
 _MEANINGS = {"pound": ("pound", "lb", "sterling")}
@@ -139,7 +154,9 @@ def _readings(unit: str) -> set[str]:
     parts = [part.partition("^") for part in unit.split("*")]
     choices = [_MEANINGS.get(name, (name,)) for name, _, _ in parts]
     return {
-        "*".join(sorted(name + mark + power for name, (_, mark, power) in zip(names, parts)))
+        "*".join(
+            sorted(name + mark + power for name, (_, mark, power) in zip(names, parts, strict=True))
+        )
         for names in itertools.product(*choices)
     }
 
@@ -177,7 +194,11 @@ def _read_factor(tokens: Sequence[Token], powers: dict[str, int]) -> int:
     name, suffix = unit_of(word), _SUFFIXED.fullmatch(word)
     if not name and suffix is not None:
         name, power = unit_of(suffix[1]), int(suffix[2])
-    is_preposition = word == "in" and tokens[index + 1 : index + 2] and tokens[index + 1].kind in ("word", "number")
+    is_preposition = (
+        word == "in"
+        and tokens[index + 1 : index + 2]
+        and tokens[index + 1].kind in ("word", "number")
+    )
     if not name or is_preposition:
         return 0
     index += 1

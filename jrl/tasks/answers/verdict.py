@@ -173,7 +173,9 @@ def _is_taken_back(text: str, *, marked: bool) -> bool:
     """True if the words around the formula of a text deny it or bound it, or if a mark in it is not
     known."""
     plain = plain_notation(text[-MAX_FORMULA_CONTEXT:], marked=marked)
-    if any(not sign.isascii() and not sign.isalnum() and sign not in _KNOWN_SIGNS for sign in plain):
+    if any(
+        not sign.isascii() and not sign.isalnum() and sign not in _KNOWN_SIGNS for sign in plain
+    ):
         return True
     parts = re.split(r"[.!?](?:\s+|$)|\n+", plain.strip())
     for number, part in enumerate(reversed(parts)):
@@ -212,7 +214,9 @@ def _is_prose(tokens: Sequence[Token], index: int) -> bool:
 
 
 _FUNCTIONS = ("sin", "cos", "tan", "cot", "sec", "csc", "ln", "log", "exp", "sqrt", "lim", "pi")
-_KNOWN_SIGNS = frozenset("√±–≤≥≠∞∪∩∈∉⊂⊆∅△∠∧∨¬∀∃→⇒⇔′″°·×÷，。；：、？！（）“”‘’€£¥₹\uff04…") - {"¬"}
+_KNOWN_SIGNS = frozenset(
+    "√±\u2013≤≥≠∞\u222a∩∈∉⊂⊆∅△∠∧\u2228¬∀∃→⇒⇔\u2032″°·\u00d7÷\uff0c。\uff1b\uff1a、\uff1f\uff01\uff08\uff09“”\u2018\u2019€£¥₹\uff04…"
+) - {"¬"}
 MAX_FORMULA_CONTEXT = 1_000
 """Number of characters of a text whose words are looked at, from its end."""
 

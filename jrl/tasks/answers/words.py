@@ -19,15 +19,18 @@ MAX_LENGTH = 1_000
 """Number of characters of running text that are read, from its end."""
 _PUNCTUATION = ".,;:!?*_'\"` \t\r\n()[]{}$"
 _BLANKS = re.compile(r"\s+")
-_ARTICLES = r"(?:the\s+|an?\s+(?!\s*[).]|$)|on\s+|in\s+|option\s+|choice\s+|letter\s+|definitely\s+)*"
+_ARTICLES = (
+    r"(?:the\s+|an?\s+(?!\s*[).]|$)|on\s+|in\s+|option\s+|choice\s+|letter\s+|definitely\s+)*"
+)
 _STRONG = re.compile(
-    r"(?:\b(?:answer|solution)\b[^.\n]{0,40}?(?:\bis\b|\bare\b|\bbe\b|[:=]|\s[-–;]\s)"
+    r"(?:\b(?:answer|solution)\b[^.\n]{0,40}?(?:\bis\b|\bare\b|\bbe\b|[:=]|\s[-\u2013;]\s)"
     rf"|(?m:^\s*(?:A|Ans)\s*:))[\s*:]*{_ARTICLES}",
     re.IGNORECASE,
 )
 _WEAK = re.compile(
     r"(?:\b(?:is|are|be|was|it's|that's|choose|choice|option|select|pick|say|so|hence|thus"
-    r"|therefore|leaving|leaves)(?![\w'])|\bnot\b[^.?!\n]{1,40}\bbut\b(?: rather)?|=|:(?!\d))\s*" + _ARTICLES,
+    r"|therefore|leaving|leaves)(?![\w'])|\bnot\b[^.?!\n]{1,40}\bbut\b(?: rather)?|=|:(?!\d))\s*"
+    + _ARTICLES,
     re.IGNORECASE,
 )
 # An alternative follows: "or Tuesday", ", Tuesday.", "/ Tuesday", "? No".
@@ -51,7 +54,9 @@ _POLAR = re.compile(
     r"\b(?:yes|true|false)\b|\bno\b(?=\s*(?:$|[,.;:!?)\n]|because\b|since\b|as\b))", re.IGNORECASE
 )
 _LETTER = re.compile(r"[\s$(\[*\"']*([A-Z])(?![\w'-])(?!\s+(?:think|am|would|will|have)\b)")
-_OPTION = re.compile(r"\W*(?:option\s+|choice\s+)?([A-Za-z])\s*(?:[).:]|\s[-–;]\s|,|\n|$)", re.IGNORECASE)
+_OPTION = re.compile(
+    r"\W*(?:option\s+|choice\s+)?([A-Za-z])\s*(?:[).:]|\s[-\u2013;]\s|,|\n|$)", re.IGNORECASE
+)
 _OPTION_MARK = re.compile(r"\([A-Za-z]\)|\b[A-Z][).:]\s")
 _LETTERS_ALONE = re.compile(r"\(([A-Za-z])\)|(?<![\w'.])([B-HJ-Z])(?![\w'])")
 _TWO_LETTERS = re.compile(r"(?<![\w'])[A-Z]\)?\s*(?:\b(?:or|and|nor)\b|[,/&])\s*\(?[A-Z](?![\w'])")
@@ -121,7 +126,7 @@ def _is_stated(wanted: str, before: str, rest: str) -> bool:
     """True if the text behind an anchor begins with the wanted answer alone."""
     rest = rest.lstrip(_PUNCTUATION)
     after = rest[len(wanted) :]
-    if rest[: len(wanted)].casefold() != wanted or re.match(r"\w|[-'’]\w", after):
+    if rest[: len(wanted)].casefold() != wanted or re.match(r"\w|[-'\u2019]\w", after):
         return False
     # New York City is not New York.
     if len(wanted) > 1 and re.match(r"\s+[A-Z][a-z]", after):
@@ -183,9 +188,15 @@ def _states_letter(wanted: str, text: str) -> bool | None:
                 return letter[1].casefold() == wanted and not _goes_on(after)
     for letter in reversed(list(re.finditer(r"(?<![\w'])\(?([A-Z])\)?(?![\w'])", text))):
         if _RIGHT.match(text[letter.end() :]):
-            return letter[1].casefold() == wanted and not re.search(r"\b(?:and|or)\W*$", text[: letter.start()])
+            return letter[1].casefold() == wanted and not re.search(
+                r"\b(?:and|or)\W*$", text[: letter.start()]
+            )
     if (option := _OPTION.match(text)) is not None:
-        rest = text[option.end() - 1 :] if text[option.end() - 1 : option.end()] == "," else text[option.end() :]
+        rest = (
+            text[option.end() - 1 :]
+            if text[option.end() - 1 : option.end()] == ","
+            else text[option.end() :]
+        )
         other = _OPTION_MARK.search(rest)
         return option[1].casefold() == wanted and other is None and not _goes_on(rest)
     letters = list(_LETTERS_ALONE.finditer(text))

@@ -103,7 +103,10 @@ def describe_left_out(task: Task, dropped: int, prompt_length: int) -> list[str]
     unreadable = [where for prompt_list in lists_of(task) for where in prompt_list.unreadable]
     listed = ", ".join(unreadable[:MAX_LISTED]) + (", ..." if len(unreadable) > MAX_LISTED else "")
     counts = [
-        (len(unreadable), f"records whose answer cannot be checked (--unreadable-answers): {listed}"),
+        (
+            len(unreadable),
+            f"records whose answer cannot be checked (--unreadable-answers): {listed}",
+        ),
         (repeated, "records with a duplicate prompt and the same answer"),
         (shared, "training prompts that are held out (--held-out)"),
         (dropped, f"prompts of more than {prompt_length:,} tokens (--prompt-length)"),
