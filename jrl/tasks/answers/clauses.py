@@ -133,11 +133,13 @@ class Clauses:
         if self._next is not None:
             between = tokens[end : self._next[1]][:4]
             gap = tokens[end : self._next[0]]
-            stops = any(token.kind == "stop" for token in gap)
-            if (not stops and any(token.text.lower() == "or" for token in between)) or (gap and not stops and self._is_guess(self._next[0])):
+            words = [token.text.lower() for token in gap if token.kind != "stop"]
+            stops = len(words) < len(gap)
+            has_or = any(token.text.lower() == "or" for token in between)
+            is_guess = bool(gap) and self._is_guess(self._next[0])
+            # 41 or 42; 41, maybe 42; 41? Or 42?
+            if (not stops and (has_or or is_guess)) or words[:1] == ["or"]:
                 yield self._next
-            elif [token.text.lower() for token in gap if token.kind != "stop"][:1] == ["or"]:
-                yield self._next  # 41? Or 42?
 
     def _is_offered_instead(self, previous: Span) -> bool:
         tokens, begin = self._tokens, self._begin

@@ -71,8 +71,13 @@ _COPULA = re.compile(
     r"(?:is|was|be|been|seems|looks|sounds|appears|would|could|can|will|might|may|must|should|does"
     r"|isnt|wasnt|cant|doesnt|wont|cannot|(?!aren|weren|don|haven|didn)\w*n't|s|'s)"
 )
-_JUDGED_WRONG = (_WRONG - {"trap"}) | _words("""trap impossible unlikely absurd nonsense excluded ruled rejected refuted disproved
-    inconsistent contradictory false untrue doubtful unacceptable""")
+_JUDGED_WRONG = _words(
+    """
+    wrong incorrect false mistake mistaken mistakenly wrongly error erroneous invalid bogus trap
+    impossible unlikely absurd nonsense excluded ruled rejected refuted disproved inconsistent
+    contradictory untrue doubtful unacceptable
+    """
+)
 _JUDGED_RIGHT = _words(
     """
     right correct true it answer answers solution possible valid accepted acceptable so that
@@ -124,6 +129,10 @@ _AFTER_BOUND = _words(
     even better worse older younger
     """
 )
+_BOUND_PAIRS_AFTER = {
+    *(("at", limit) for limit in ("most", "least", "best", "worst", "minimum", "maximum")),
+    *(("and", limit) for limit in ("more", "up", "above", "over", "upwards", "upward")),
+}
 _LIMIT_WORDS = _words(
     """
     max maximum min minimum tops upwards upward plus minus ish something odd fold
@@ -222,19 +231,20 @@ def _without_articles(words: Sequence[str]) -> list[str]:
 
 def is_bound_after(after: Sequence[str], *, number_follows: bool = False) -> bool:
     """True if the words after an answer make it a bound: at most, or more, and up."""
-    for index, word in enumerate(after):
-        following = after[index + 1] if index + 1 < len(after) else ""
+    # 42 and a half
+    if len(after) > 2 and after[0] == "and" and _PARTS.fullmatch(after[2]):
+        return True
+    for index, (word, following) in enumerate(pairwise((*after, ""))):
         is_last = index + 2 >= len(after)
-        if word == "at" and following in ("most", "least", "best", "worst", "minimum", "maximum"):
-            if not (number_follows and is_last):
-                return True
-        elif word in ("or", "and") and following in _AFTER_BOUND:
-            if word == "or" or following in ("more", "up", "above", "over", "upwards", "upward"):
-                return not (number_follows and is_last)
-        elif word == "and" and index == 0 and len(after) > 2 and _PARTS.fullmatch(after[2]):
-            return True  # 42 and a half
-        elif (word, following) == ("give", "or") or (word in _LIMIT_WORDS and (index == 0 or is_last) and index < 3 and not following):
+        of_next_number = number_follows and is_last
+        if not following:
+            return word in _LIMIT_WORDS and index < 3
+        if (word, following) == ("give", "or"):
             return True
+        if (word, following) in _BOUND_PAIRS_AFTER and not of_next_number:
+            return True
+        if word == "or" and following in _AFTER_BOUND:
+            return not of_next_number
     return False
 
 
