@@ -163,7 +163,8 @@ def _relatively_close(reference: Any, answer: Any) -> bool:
     size = sympy.Abs(sympy.N(reference, DIGITS))
     decimal = any(x.has(sympy.Float) for x in (reference, answer))
     bound = (DECIMAL_TOLERANCE if decimal else TOLERANCE) * size
-    return bool(difference <= bound)
+    # A comparison that sympy cannot decide is no equality.
+    return (difference <= bound) == True  # noqa: E712
 
 
 def _right_side(value: Any) -> Any:

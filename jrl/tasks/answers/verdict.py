@@ -108,6 +108,7 @@ class Judge:
             return ReferenceAnswer(answer.text, number=number, final=final)
         is_words = is_word_answer(text)
         is_formula = number.kind == OPAQUE or number.is_only_number or not is_words
+        is_formula = is_formula and not _has_unknown_sign(plain_notation(text))
         reading = self._symbolic.read(text) if is_formula else ()
         if reading:
             final = self._symbolic.is_final(text, reading) and self._rule == FINAL
@@ -169,13 +170,17 @@ def _is_set(reading: Sequence[Any]) -> bool:
     return type(reading[0]).__name__ == "FiniteSet"
 
 
+def _has_unknown_sign(text: str) -> bool:
+    return not text.isascii() and any(
+        not sign.isascii() and not sign.isalnum() and sign not in _KNOWN_SIGNS for sign in text
+    )
+
+
 def _is_taken_back(text: str, *, marked: bool) -> bool:
     """True if the words around the formula of a text deny it or bound it, or if a mark in it is not
     known."""
     plain = plain_notation(text[-MAX_FORMULA_CONTEXT:], marked=marked)
-    if any(
-        not sign.isascii() and not sign.isalnum() and sign not in _KNOWN_SIGNS for sign in plain
-    ):
+    if _has_unknown_sign(plain):
         return True
     parts = re.split(r"[.!?](?:\s+|$)|\n+", plain.strip())
     for number, part in enumerate(reversed(parts)):
