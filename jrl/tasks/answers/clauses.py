@@ -15,8 +15,7 @@ from .denials import (
     is_taken_back,
 )
 from .notation import Token
-from .phrases import Span, joiner
-from .units import is_unit
+from .phrases import Span, is_unit, joiner
 
 _SCALES = {"thousand": 10**3, "thousands": 10**3, "million": 10**6, "millions": 10**6,
            "billion": 10**9, "billions": 10**9, "trillion": 10**12, "trillions": 10**12,

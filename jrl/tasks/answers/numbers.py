@@ -13,8 +13,18 @@ from fractions import Fraction
 from .clauses import Clauses
 from .expression import Expression, NoExpression, SideBySide, TooLarge, read_expression, same_number
 from .notation import DASH, Token, canonical_number, plain_notation, tokens_of
-from .phrases import VERBS, Span, chosen_phrase, joiner, phrases_of, signs_of_dashes, words_to_signs
-from .units import is_unit, same_unit, unit_of
+from .phrases import (
+    VERBS,
+    Span,
+    chosen_phrase,
+    is_unit,
+    joiner,
+    phrases_of,
+    same_unit,
+    signs_of_dashes,
+    unit_of,
+    words_to_signs,
+)
 
 MAX_LENGTH = 1_000
 """Number of characters of running text that are parsed, from its end."""

@@ -16,7 +16,6 @@ import sympy
 from math_verify import parse, verify
 from sympy.core.function import AppliedUndef, Function
 
-from .bounds import is_too_large
 from .expression import (
     SIGNIFICANT,
     Expression,
@@ -27,6 +26,7 @@ from .expression import (
     significant_digits,
 )
 from .forms import has_form as _has_form
+from .forms import is_too_large
 from .notation import plain_notation, tokens_of
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
