@@ -66,6 +66,8 @@ class EvaluateOptions:
     """Field with the prompt as a conversation, a list of {"role": ..., "content": ...}."""
     answers: Literal["final", "evaluated"] | None = None
     """Required form of answers, as --answers of jrl.train; None takes the run's."""
+    unreadable_answers: Literal["drop", "refuse"] | None = None
+    """Records whose answer cannot be checked, as --unreadable-answers of jrl.train."""
     reward: tuple[str, ...] | None = None
     """Rewards, as --reward of jrl.train; None takes the run's, unless --task is given."""
     reward_weights: tuple[str, ...] | None = None

@@ -12,7 +12,7 @@ from typing import Any
 from jrl.tasks.answers.verdict import FINAL
 from jrl.tasks.builtin import BUILT_IN, CONVERSATIONS, MIN_DIGITS, scratchpad_of
 from jrl.tasks.data.fields import Fields
-from jrl.tasks.data.files import KINDS, jsonl, kind_of, prompts_of
+from jrl.tasks.data.files import DROP, KINDS, jsonl, kind_of, prompts_of
 from jrl.tasks.data.prompt_list import PromptList, drop_repeated
 from jrl.tasks.data.records import check_sendable, example_of
 from jrl.tasks.data.split import HeldOut, parse_heldout
@@ -59,6 +59,7 @@ def load_task(
     rewards: RewardSettings | None = None,
     code: Mapping[str, bytes] | None = None,
     answers: str = FINAL,
+    unreadable_answers: str = DROP,
 ) -> Task:
     """Makes the task that `spec` names.
 
@@ -78,6 +79,8 @@ def load_task(
       code: contents of a run's copies of custom code (`custom_files`); None reads the originals.
       answers: required form of the answers of a file's prompts, one of
         `jrl.tasks.answers.verdict.RULES`.
+      unreadable_answers: what is done about records of a file whose answer cannot be checked, one
+        of `jrl.tasks.data.files.UNREADABLE`.
 
     Returns:
       A task; close it when it is no longer needed.
@@ -86,7 +89,8 @@ def load_task(
       ValueError: there is no such task, or it cannot be loaded.
     """
     settings = RewardSettings() if rewards is None else rewards
-    loader = _Loader(seed, fields, workers, parse_heldout(held_out), settings, code, answers)
+    heldout = parse_heldout(held_out)
+    loader = _Loader(seed, fields, workers, heldout, settings, code, answers, unreadable_answers)
     specs = _weighted_specs(spec)
     if len(specs) == 1:
         return loader.load(spec)
@@ -157,6 +161,7 @@ class _Loader:
     settings: RewardSettings
     code: Mapping[str, bytes] | None
     answers: str
+    unreadable_answers: str
 
     def load(self, spec: str) -> Task:
         kind, _, rest = spec.partition(":")
@@ -264,6 +269,7 @@ class _Loader:
                 kind=kind,
                 heldout=heldout,
                 answers=self.answers,
+                unreadable=self.unreadable_answers,
             )
         if kind == "gym" and rest:
             name, options = _parse_options(spec, rest)

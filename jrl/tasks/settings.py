@@ -35,6 +35,9 @@ class TaskSettings:
     answers: Literal["final", "evaluated"] = setting("final", before="evaluated", sft=False)
     """Required form of answers to a file's prompts: "final", a value in final form if the reference
     answer is one (42, not 17 + 25); "evaluated", any expression of the same value."""
+    unreadable_answers: Literal["drop", "refuse"] = setting("drop", sft=False)
+    """Records of a file whose answer cannot be checked: drop and count them, up to a tenth of the
+    file, or refuse to start."""
     reward: tuple[str, ...] = setting((), of_task=True, sft=False)
     """Reward functions, path/to/file.py:name or package.module:name, instead of the task's verifier
     or reward; "task" among them is that one."""

@@ -124,7 +124,7 @@ class _Reader:
         return expression
 
     def product(self, depth: int) -> Expression:
-        negative = self._take_signs()
+        negative, is_single = self._take_signs()
         expression = self.power(depth)
         while (ahead := self.ahead) is not None:
             if operator := self._accept("*", "/"):
@@ -134,17 +134,19 @@ class _Reader:
                 expression = self._implicit_product(expression, ahead, depth)
             else:
                 break
-        return _negate(expression) if negative else expression
+        expression = _negate(expression) if negative else expression
+        return expression if is_single else replace(expression, final=False, kind="")
 
-    def _take_signs(self) -> bool:
-        """True if the signs that come next make a number negative."""
-        negative = False
+    def _take_signs(self) -> tuple[bool, bool]:
+        """Whether the signs that come next make a number negative, and whether there is at most
+        one."""
+        negative, count = False, 0
         while sign := self._accept("+", "-"):
-            negative ^= sign == "-"
-        return negative
+            negative, count = negative ^ (sign == "-"), count + 1
+        return negative, count < 2
 
     def _signed_power(self, depth: int) -> Expression:
-        negative = self._take_signs()
+        negative, _ = self._take_signs()
         expression = self.power(depth)
         return _negate(expression) if negative else expression
 
@@ -256,6 +258,8 @@ def _read_number(text: str) -> Expression:
 
 def _negate(expression: Expression) -> Expression:
     value = None if expression.value is None else -expression.value
+    if value is not None and value > 0:
+        return Expression(value)  # -(-42) is still to be worked out
     written = expression.written and f"-{expression.written}".removeprefix("--")
     return replace(expression, value=value, written=written)
 

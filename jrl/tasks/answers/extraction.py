@@ -8,6 +8,7 @@ ignored. The time is linear in the length of the text.
 
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jrl.tasks.answers.reasoning import BLANKS, after_reasoning
 
@@ -24,7 +25,15 @@ _BOX_SEPARATOR = re.compile(
     r"(?:[\s$,;/&~.]|\\[()\[\],;]|\\q?quad|\\text\s*\{\s*(?:and|or)\s*\}|and\b|or\b"
     r"|[A-Za-z]\w?\s*=)*"
 )
-_OR = re.compile(r"\bor\b|/")
+_OR = re.compile(r"\bor\b|/|\b(?:maybe|perhaps|possibly|alternatively|vs|versus)\b", re.IGNORECASE)
+# Text between two marks of which one is offered instead of the other: "or maybe".
+_ALTERNATIVE = re.compile(
+    r"(?:[\s$,;/&~.?!:*_-]|\\[()\[\],;]|\\q?quad|\\text\s*\{\s*(?:and|or)\s*\}"
+    r"|(?:and|or|maybe|perhaps|possibly|alternatively|vs|versus|also|even|else|it|is|the|answer|be"
+    r"|could|might|may|either|just|as|well|possible)\b|[A-Za-z]\w?\s*=)*",
+    re.IGNORECASE,
+)
+_JOINED = re.compile(r"[\s$]*(?:,|;|&|/|\band\b|\bor\b)[\s$]*", re.IGNORECASE)
 MAX_BETWEEN_BOXES = 40
 """Maximum number of characters between two boxes of one statement."""
 MAX_NESTED_MARKUP = 8
@@ -73,12 +82,11 @@ def _last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 
 def _last_marked_text(text: str, *, hashes: bool) -> str | None:
-    """Text of the last box or tag, else of the last ``####`` if `hashes`; None without any."""
-    box, tag = _last_boxes(text), _last_tag(text)
-    if box is not None and (tag is None or box[0] > tag[0]):
-        return box[1]
-    if tag is not None:
-        return tag[1]
+    """Text of the last box or tag, with that of the ones before it that belong to it; else of the
+    last ``####`` if `hashes`; None without any."""
+    marks = _outermost_marks(text)
+    if marks:
+        return _join_statement(text, marks)
     mark = _last_match(HASHES, text) if hashes else None
     if mark is None:
         return None
@@ -87,42 +95,69 @@ def _last_marked_text(text: str, *, hashes: bool) -> str | None:
     return rest if _HEADING.fullmatch(line) else line
 
 
-def _last_boxes(text: str) -> tuple[int, str] | None:
-    """End of the last complete box, and its text with that of the boxes before it that belong to
-    it; None without a box."""
+class _Mark(NamedTuple):
+    """A box or a tag: where it is, its content, and whether it is a tag."""
+
+    begin: int
+    end: int
+    content: str
+    is_tag: bool
+
+
+def _outermost_marks(text: str) -> list[_Mark]:
+    """The complete boxes and tags of a text that are not inside another, in its order."""
+    marks: list[_Mark] = []
+    for mark in sorted([*_boxes(text), *_tags(text)], key=lambda each: (each.begin, -each.end)):
+        if not marks or mark.begin >= marks[-1].end:
+            marks.append(mark)
+    return marks
+
+
+def _join_statement(text: str, marks: list[_Mark]) -> str:
+    """Content of the last mark, with that of the ones before it that form one statement with it."""
+    last = marks.pop()
+    answer, begin, is_tag = last.content, last.begin, last.is_tag
+    while marks:
+        before = marks.pop()
+        between = text[before.end : begin]
+        is_alternative = _OR.search(between) and _ALTERNATIVE.fullmatch(between)
+        separator = _JOINED if is_tag or before.is_tag else _BOX_SEPARATOR
+        if len(between) > MAX_BETWEEN_BOXES or not (is_alternative or separator.fullmatch(between)):
+            break
+        joint = " or " if _OR.search(between) else ", "
+        answer, begin, is_tag = before.content + joint + answer, before.begin, before.is_tag
+    return answer
+
+
+def _boxes(text: str) -> list[_Mark]:
+    """The complete boxes that are not inside another box."""
     # For each open brace: its position, and that of the content of a box, -1 for other braces.
     opened: list[tuple[int, int]] = []
-    boxes: list[tuple[int, int, str]] = []
+    boxes: list[_Mark] = []
+    if "boxed" not in text and "fbox" not in text:
+        return boxes
     for match in _BRACES.finditer(text):
         brace = match[0]
         if brace == "}":
             begin, content = opened.pop() if opened else (-1, -1)
             if content >= 0:
                 # Boxes inside it are part of its content.
-                while boxes and boxes[-1][0] > begin:
+                while boxes and boxes[-1].begin > begin:
                     boxes.pop()
-                boxes.append((begin, match.end(), text[content : match.start()]))
+                boxes.append(_Mark(begin, match.end(), text[content : match.start()], False))
         elif brace[-1] == "{" and len(brace) != 2:
             opened.append((match.start(), match.end() if len(brace) > 1 else -1))
-    if not boxes:
-        return None
-    begin, end, answer = boxes.pop()
-    while boxes:
-        before = boxes.pop()
-        between = text[before[1] : begin]
-        if len(between) > MAX_BETWEEN_BOXES or _BOX_SEPARATOR.fullmatch(between) is None:
-            break
-        joint = " or " if _OR.search(between) else ", "
-        answer, begin = before[2] + joint + answer, before[0]
-    return end, answer
+    return boxes
 
 
-def _last_tag(text: str) -> tuple[int, str] | None:
-    """End of the last complete pair of answer tags, and its content; None without one."""
-    begin, last = None, None
+def _tags(text: str) -> list[_Mark]:
+    """The complete pairs of answer tags."""
+    begin, tags = None, []
     for match in _TAG.finditer(text):
         if not match[1]:
-            begin = match.end()
+            begin = match
         elif begin is not None:
-            last, begin = (match.end(), text[begin : match.start()]), None
-    return last
+            content = text[begin.end() : match.start()]
+            tags.append(_Mark(begin.start(), match.end(), content, True))
+            begin = None
+    return tags

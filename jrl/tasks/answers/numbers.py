@@ -10,9 +10,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from .clauses import Clauses
 from .expression import Expression, NoExpression, SideBySide, TooLarge, read_expression, same_number
 from .notation import DASH, Token, canonical_number, plain_notation, tokens_of
-from .phrases import VERBS, Span, chosen_phrase, joiner, phrases_of, unit_of, words_to_signs
+from .phrases import (
+    VERBS,
+    Span,
+    chosen_phrase,
+    is_unit,
+    joiner,
+    phrases_of,
+    same_unit,
+    signs_of_dashes,
+    unit_of,
+    words_to_signs,
+)
 
 MAX_LENGTH = 1_000
 """Number of characters of running text that are parsed, from its end."""
@@ -21,17 +33,12 @@ NUMBER, MULTIPLE, RELATION, OPAQUE, NOTHING = "number", "several", "relation", "
 
 _VARIABLE = re.compile(r"[A-Za-z]_?\d*")
 _LEADING_WORDS = {*VERBS, "so", "thus", "therefore", "hence", "answer", "get", "have", "that"}
-_COMPARING = {"more", "less", "fewer", "greater", "larger", "smaller", "higher", "lower", "bigger"}
-_BOUNDS = {"least", "most", "between", "exceeding", "below", "above"}
-_DENYING = {"not", "isn't", "isnt", "never", "cannot", "aren't", "wasn't"}
-_AFTER = {*_COMPARING, "above", "below", "under", "over", "up", "upwards"}
-_FRACTION_WORDS = {"half", "third", "quarter", "fifth", "tenth"}
-_PERHAPS = {"maybe", "perhaps", "possibly", "else", "even", "it's", "it", "is", "also", "the",
-            "answer", "could", "be", "may", "might", "rather", "about"}  # fmt: skip
-_SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _LEADING = {"in", "by", "on", "after", "from", "since", "at", "with", "if", "of", "for", "step"}
 # Letters that are more often a unit or a word than a variable if a blank precedes them.
 _NO_VARIABLE = {"a", "I", "A", "s", "m", "g", "h", "l", "L", "K", "C", "F", "N", "J", "W", "V"}
+
+_ATTACHED_UNITS = "mghslL"
+"""Letters that are a unit rather than a variable on a number, as in 5m."""
 
 _NO_NUMBER = Expression(None)
 
@@ -48,7 +55,7 @@ class Statement:
       label: the variable that has this value; "" without one.
       digits: the number as text, without what groups its digits.
       is_only_number: whether no other number is in the text.
-      scale: power of a thousand that is named after it ("million"), as a number.
+      scale: number that is named after it and multiplies it: a million, a dozen.
     """
 
     kind: str
@@ -78,9 +85,10 @@ def read_statement(text: str, *, marked: bool = False, exclaims: bool = True) ->
       exclaims: whether a "!" at its end is punctuation; otherwise it is a factorial.
     """
     text = text[-(MAX_MARKED_LENGTH if marked else MAX_LENGTH) :]
-    tokens = tokens_of(plain_notation(text))
+    tokens = tokens_of(plain_notation(text, marked=marked))
     # Dollar signs delimit formulas as well, and never separate two numbers.
-    tokens = words_to_signs([token for token in tokens if token.text not in ("$", "'")])
+    tokens = [token for token in tokens if token.text != "$"]
+    tokens = words_to_signs(signs_of_dashes(tokens, marked=marked))
     phrases = phrases_of(tokens)
     if not phrases:
         return Statement(NOTHING)
@@ -91,8 +99,11 @@ def same_statement(reference: Statement, answer: Statement) -> bool:
     """True if two texts state the same number, and their units and variables do not differ."""
     if reference.value is None or answer.value is None:
         return False
-    named = ((reference.unit, answer.unit), (reference.label, answer.label))
-    if any(left and right and left != right for left, right in named):
+    if not same_unit(reference.unit, answer.unit):
+        return False
+    if reference.unit and answer.expression.percent:
+        return False
+    if reference.label and answer.label and reference.label != answer.label:
         return False
     if reference.scale == answer.scale:
         return same_number(reference.expression, answer.expression)
@@ -110,10 +121,14 @@ def _read(
     label, labelled = _label(tokens, begin, end)
     if _is_opaque(tokens, begin, end, labelled):
         return Statement(OPAQUE)
-    if _is_bound(tokens, begin, end):
+    if any(token.kind == "relation" or token.text == "±" for token in tokens[begin:end]):
+        return Statement(RELATION)
+    clauses = Clauses(tokens, phrases, chosen_index, begin, end)
+    if _has_unknown_mark(tokens, begin, end, exclaims) or clauses.take_it_back():
         return Statement(RELATION)
     spans = _split_numbers(tokens, begin, end)
-    if len(spans) > 1 and begin and tokens[begin - 1].text.lower() in _LEADING:
+    is_led = begin > 0 and tokens[begin - 1].text.lower() in _LEADING
+    if is_led and len(spans) > 1 and tokens[spans[-1][0] - 1].kind == "comma":
         spans = spans[-1:]  # In 2024, 42 people came.
     attached = begin > 0 and tokens[begin - 1].kind == "word" and not labelled and (
         tokens[begin - 1].text.lower() not in _LEADING_WORDS
@@ -127,8 +142,12 @@ def _read(
     first, *repeated = statements
     if any(first.value is None or first.value != each.value for each in repeated):
         return Statement(MULTIPLE)
-    others = [phrase for index, phrase in enumerate(phrases) if index != chosen_index]
-    if _has_alternative(tokens, begin, end, others, first.expression):
+    offered = [_read_chain(tokens[b:e], check=False) for b, e in clauses.alternatives()]
+    words = [Expression(Fraction(number)) for number in clauses.numerals_offered()]
+    if any(
+        None in (each.value, first.value) or not same_number(first.expression, each)
+        for each in (*words, *(each.expression for each in offered))
+    ):
         return Statement(MULTIPLE)
     return Statement(
         NUMBER,
@@ -136,8 +155,8 @@ def _read(
         unit=_unit(tokens, begin, end),
         label=label,
         digits=first.digits,
-        is_only_number=not others,
-        scale=_SCALES.get(tokens[end].text.lower(), 1) if end < len(tokens) else 1,
+        is_only_number=len(phrases) == 1,
+        scale=clauses.scale(),
     )
 
 
@@ -158,21 +177,44 @@ def _is_unknown(token: Token) -> bool:
 
 
 def _trim(tokens: Sequence[Token], begin: int, end: int, exclaims: bool) -> Span:
-    """Removes unmatched brackets at either end, and signs without an operand."""
+    """Removes unmatched brackets at either end, and punctuation: a colon, a dash before a word."""
     while end - begin > 1:
         first, last = tokens[begin], tokens[end - 1]
         inside = tokens[begin:end]
-        if last.text in ("+", "-", "*", "/", DASH, ":", "^") or (last.text == "!" and exclaims):
+        if last.text in (":", *"[({") or (last.text == "!" and exclaims):
             end -= 1
-        elif first.text in (":", "!", ")", "}", "]", DASH):
+        elif last.text in ("-", DASH, "/", "*") and not _operand_follows(tokens, end):
+            # 18-year-old, 18/day, 18 * 3 kg
+            end -= 1
+        elif first.text in (":", ")", "}", "]", DASH) or _is_separator(tokens, begin):
             begin += 1
-        elif last.text in "([{" or (last.text in ")]}" and _depth(inside) < 0):
+        elif last.text in ")]}" and _depth(inside) < 0:
             end -= 1
         elif first.text in "([{" and _depth(inside) > 0:
             begin += 1
         else:
             break
     return begin, end
+
+
+def _operand_follows(tokens: Sequence[Token], end: int) -> bool:
+    """True if nothing or a variable follows an operator: 2 - i, and not 18 - a good number."""
+    if end >= len(tokens):
+        return True
+    if tokens[end].text in ("a", "I", "A") and end + 1 < len(tokens):
+        return tokens[end + 1].kind != "word"
+    return _is_variable(tokens[end])
+
+
+_RESULTS = {"answer", "result", "solution", "total", "sum", "answers", "value"}
+
+
+def _is_separator(tokens: Sequence[Token], index: int) -> bool:
+    """True if a minus is a dash between a word and its value: "Answer - 42"."""
+    if tokens[index].text != "-" or index == 0 or index + 1 >= len(tokens):
+        return False
+    before, dash, after = tokens[index - 1 : index + 2]
+    return before.text.lower() in _RESULTS and before.end < dash.begin and dash.end < after.begin
 
 
 def _depth(tokens: Sequence[Token]) -> int:
@@ -199,10 +241,12 @@ def _is_opaque(tokens: Sequence[Token], begin: int, end: int, labelled: bool) ->
         return True
     if end < len(tokens) and tokens[end].kind == "word" and tokens[end - 1].text != "=":
         near, word = tokens[end].begin == tokens[end - 1].end, tokens[end].text
-        if near and _VARIABLE.fullmatch(word) and not unit_of(word.rstrip("0123456789")):
+        if near and _VARIABLE.fullmatch(word) and word[0] not in _ATTACHED_UNITS:
             return True
-        if not near and len(word) == 1 and word not in _NO_VARIABLE:
+        if not near and len(word) == 1 and word < "\u3000" and word not in _NO_VARIABLE:
             return True
+    if end < len(tokens) and tokens[end - 1].text in ("-", "/", "*") and _is_variable(tokens[end]):
+        return True
     before = tokens[begin - 1]
     if begin == 0 or labelled or before.kind != "word":
         return tokens[begin].text in ("*", "/", "^")
@@ -212,21 +256,41 @@ def _is_opaque(tokens: Sequence[Token], begin: int, end: int, labelled: bool) ->
     return False
 
 
-def _is_bound(tokens: Sequence[Token], begin: int, end: int) -> bool:
-    """True if the number is only a bound, is negated, or is continued by a fraction in words."""
-    if any(t.kind == "relation" for t in tokens[begin:end]):
+def _has_unknown_mark(tokens: Sequence[Token], begin: int, end: int, exclaims: bool) -> bool:
+    """True if a mark or letters that are not known stand on the number, as in 42‰, |-42|, ∛42 and
+    non-42."""
+    first, last = tokens[begin], tokens[end - 1]
+    if last.text in ("^", "*", "/", "-", DASH, "_") or first.text in ("!", "_"):
         return True
-    words = [t.text.lower() for t in tokens[max(0, begin - 3) : begin]]
-    if words and (words[-1] in _BOUNDS or words[-1] in _DENYING):
-        return True
-    if len(words) > 1 and words[-1] == "than" and words[-2] in _COMPARING:
-        return True
-    if words[-2:] == ["up", "to"]:
-        return True
-    after = [t.text.lower() for t in tokens[end : end + 3]]
-    if after[:2] in (["and", "a"], ["and", "one"]) and after[-1] in _FRACTION_WORDS:
-        return True  # 42 and a half
-    return len(after) > 1 and after[0] in ("or", "and") and after[1] in _AFTER
+    before = tokens[begin - 1] if begin else None
+    after = tokens[end] if end < len(tokens) else None
+    if before is not None and before.end == first.begin:
+        if before.kind == "other" and before.text not in _QUOTES:
+            return True
+        if before.text == "|" or (before.kind == "word" and first.text == "-"):
+            return True
+    if before is not None and first.text == "-" and before.kind == "word":
+        # "Profit - 42" does not say whether it is negative.
+        word = before.text.lower()
+        between = first.end < tokens[begin + 1].begin and before.end < first.begin
+        if between and word not in _LEADING_WORDS and word not in _LEADING:
+            return True
+    if after is None or after.begin != last.end:
+        return False
+    if after.kind == "other":
+        return after.text not in _QUOTES or (
+            after.text == "'" and (before is None or before.text != "'")
+        )
+    if after.kind == "word":
+        is_known = is_unit(after.text) or after.text.lower() in _ORDINALS
+        return not is_known and bool(_SHORT_LETTERS.fullmatch(after.text))
+    dots = len(after.text) > 1 and after.text.startswith("..")
+    return after.text == "|" or (dots and "." in last.text) or (after.text == "!" and not exclaims)
+
+
+_QUOTES = frozenset("'.?«»„\u201a。\uff0c、\uff1b\uff1a\uff1f\uff01\uff09\uff08】【」「►→⇒✓✅")
+_SHORT_LETTERS = re.compile(r"[A-Za-z]{1,3}\d*|[^\W\d_A-Za-z]*[\u2080-\u209c\u2070-\u207f].*")
+_ORDINALS = {"st", "nd", "rd", "th", "s"}
 
 
 def _split_numbers(tokens: Sequence[Token], begin: int, end: int) -> list[Span]:
@@ -302,44 +366,13 @@ def _as_text(tokens: Sequence[Token]) -> str:
     return "".join(canonical_number(t.text) if t.kind == "number" else t.text for t in tokens)
 
 
-def _has_alternative(
-    tokens: Sequence[Token], begin: int, end: int, others: Sequence[Span], value: Expression
-) -> bool:
-    """True if another number is stated as an alternative: "41 apples or maybe 42"."""
-    before = begin - 1
-    labelled = tokens[begin].text == "=" and before >= 0 and _is_variable(tokens[before])
-    before -= labelled
-    while before >= 0 and tokens[before].text.lower() in _PERHAPS:
-        before -= 1
-    previous = [span for span in others if span[1] <= begin][-1:]
-    is_offered = before >= 0 and tokens[before].text.lower() == "or"
-    if labelled and previous:
-        is_offered |= _same_label(tokens, previous[0], begin)
-    offered = previous if is_offered else []
-    after = [span for span in others if span[0] >= end][:1]
-    if after:
-        between = tokens[end : after[0][1]][:4]
-        stops = any(t.kind == "stop" for t in tokens[end : after[0][0]])
-        if not stops and any(t.text.lower() == "or" for t in between):
-            offered += after
-    alternatives = [_read_chain(tokens[b:e], check=False) for b, e in offered]
-    return any(
-        None in (each.value, value.value) or not same_number(value, each.expression)
-        for each in alternatives
-    )
-
-
-def _same_label(tokens: Sequence[Token], previous: Span, begin: int) -> bool:
-    """True if one variable gets two values, as in x = 41, x = 42."""
-    start, stop = previous
-    if not start or tokens[start].text != "=" or tokens[start - 1].text != tokens[begin - 1].text:
-        return False
-    multiplied = start > 1 and tokens[start - 2].kind in ("number", "math")
-    between = tokens[stop : begin - 1]
-    return not multiplied and all(map(joiner, between))
-
-
 def _unit(tokens: Sequence[Token], begin: int, end: int) -> str:
-    units = [t.text for t in tokens[begin:end] if t.kind == "currency"]
-    units += [t.text for t in tokens[end : end + 1] if t.kind == "word"]
-    return unit_of(units[0]) if units else ""
+    """The unit of a phrase: of a currency at it, or of the word behind or before it."""
+    signs = [t.text for t in tokens[begin:end] if t.kind == "currency"]
+    if signs:
+        return unit_of(signs[0])
+    before = tokens[begin - 1].text if begin else ""
+    if before == "Rs" or (len(before) == 3 and before.isupper() and unit_of(before)):
+        return unit_of(before)
+    after = tokens[end] if end < len(tokens) else None
+    return after.text if after is not None and after.kind == "word" and is_unit(after.text) else ""

@@ -1,5 +1,12 @@
-"""Phrases of a text that state numbers, their units, and the selection of the stated one."""
+"""Phrases of a text that state numbers, their units, and the selection of the stated one.
 
+Units are compared by name and are not converted: "km/h", "km per hour" and "kph" are one unit,
+"m" and "cm" two. A word that is no known unit is what the number counts, such as "pens". A unit is
+a text of its names and powers, for example "h^-1*km".
+"""
+
+import itertools
+import re
 from collections.abc import Sequence
 
 from .notation import DASH, Token
@@ -8,33 +15,89 @@ _SPELLINGS = """
 m: metre metres meter meters
 cm: centimetre centimetres centimeter centimeters
 mm: millimetre millimetres millimeter millimeters
-km: kilometre kilometres kilometer kilometers
+km: kilometre kilometres kilometer kilometers kms
+dm: decimetre decimetres decimeter decimeters
+µm: μm um micrometre micrometres micrometer micrometers micron microns
+nm: nanometre nanometres nanometer nanometers
 inch: in inches
 foot: ft feet
 mile: miles mi
-yard: yards yd
-g: gram grams
-kg: kilogram kilograms kilo kilos
+yard: yards yd yds
+acre: acres
+hectare: hectares ha
+g: gram grams gms
+kg: kilogram kilograms kilo kilos kgs
 mg: milligram milligrams
-pound: lb lbs
+tonne: tonnes
+ton: tons
+pound: pounds
+lb: lbs
 ounce: oz ounces
+stone: stones
 l: L litre litres liter liters
 ml: mL millilitre millilitres milliliter milliliters
+cl: cL centilitre centilitres centiliter centiliters
+gallon: gallons gal
+quart: quarts qt
+pint: pints pt
+cup: cups
+tablespoon: tablespoons tbsp
+teaspoon: teaspoons tsp
 s: sec secs second seconds
+ms: millisecond milliseconds
 min: mins minute minutes
 h: hr hrs hour hours
 day: days
-week: weeks
+week: weeks wk
 month: months
 year: years yr yrs
-degree: degrees
+decade: decades
+century: centuries
+degree: degrees deg
+celsius: Celsius centigrade
+fahrenheit: Fahrenheit
+K: kelvin Kelvin
 radian: radians rad
-dollar: dollars USD
+N: newton newtons
+J: joule joules
+kJ: kilojoule kilojoules
+cal: calorie calories
+kcal: kilocalorie kilocalories
+W: watt watts
+kW: kilowatt kilowatts
+MW: megawatt megawatts
+kWh: kilowatt-hour kilowatt-hours
+V: volt volts
+A: amp amps ampere amperes
+Ω: ohm ohms
+Hz: hertz
+kHz: kilohertz
+MHz: megahertz
+GHz: gigahertz
+Pa: pascal pascals
+kPa: kilopascal kilopascals
+mol: mole moles
+knot: knots
+bit: bits
+byte: bytes
+KB: kilobyte kilobytes
+MB: megabyte megabytes
+GB: gigabyte gigabytes
+TB: terabyte terabytes
+dollar: dollars USD US$ \uff04 buck bucks
 cent: cents ¢
 euro: euros EUR €
-pounds: £ GBP
+sterling: £ GBP quid
+pence: penny pennies
 yen: ¥ JPY
-rupee: rupees ₹ INR
+yuan: CNY RMB
+rupee: rupees ₹ INR Rs
+won: ₩ KRW
+rouble: ₽ RUB ruble rubles roubles
+franc: francs CHF
+peso: pesos MXN
+mph: MPH
+kph: kmh kmph
 """
 _NAMES = {
     spelling: name
@@ -42,11 +105,120 @@ _NAMES = {
     for name, _, rest in [line.partition(":")]
     for spelling in (name, *rest.split())
 }
+_COMPOUND = {"mph": {"mile": 1, "h": -1}, "kph": {"km": 1, "h": -1}}
+_UNIT_POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
+_BEFORE, _BEHIND = ("square", "sq", "cubic", "cu"), ("squared", "cubed")
+_MONEY = frozenset(
+    [
+        "dollar",
+        "cent",
+        "euro",
+        "sterling",
+        "pence",
+        "yen",
+        "yuan",
+        "rupee",
+        "won",
+        "rouble",
+        "franc",
+        "peso",
+    ]
+)
+_RATED = frozenset({"m", "km", "mile", "foot", "knot", "l", "gallon"})
+_TEMPERATURES = {"C": "celsius", "F": "fahrenheit"}
+_MEANINGS = {"pound": ("pound", "lb", "sterling")}
+_SUFFIXED = re.compile(r"([A-Za-zµμ]+?)([23])")
+MAX_UNIT_TOKENS = 12
 
 
 def unit_of(word: str) -> str:
     """The name of the unit that a word denotes; "" if it is not a known unit."""
-    return _NAMES.get(word) or _NAMES.get(word.lower(), "")
+    return _NAMES.get(word) or (_NAMES.get(word.lower(), "") if len(word) > 1 else "")
+
+
+def is_unit(text: str) -> bool:
+    """True if a text is a unit as `read_unit` gives it, or a word that denotes one."""
+    names = (part.partition("^")[0] for part in text.split("*"))
+    return all(map(unit_of, names))
+
+
+def same_unit(left: str, right: str) -> bool:
+    """True if two units are the same, or if one of them is empty."""
+    if not left or not right or left == right:
+        return True
+    return not _readings(left).isdisjoint(_readings(right))
+
+
+def _readings(unit: str) -> set[str]:
+    """The units that a text may name: pounds are of mass or of money."""
+    parts = [part.partition("^") for part in unit.split("*")]
+    choices = [_MEANINGS.get(name, (name,)) for name, _, _ in parts]
+    return {
+        "*".join(
+            sorted(name + mark + power for name, (_, mark, power) in zip(names, parts, strict=True))
+        )
+        for names in itertools.product(*choices)
+    }
+
+
+def read_unit(tokens: Sequence[Token], begin: int) -> tuple[str, int]:
+    """The unit that starts at an index, and its number of tokens; "" and 0 if none does."""
+    powers: dict[str, int] = {}
+    index, stop = begin, min(len(tokens), begin + MAX_UNIT_TOKENS)
+    while index < stop:
+        step = _read_factor(tokens[index:stop], powers)
+        if not step:
+            break
+        index += step
+    if not _MONEY.isdisjoint(powers):
+        powers = dict.fromkeys(powers.keys() & _MONEY, 1)  # money per day is money
+    unit = "*".join(sorted(n if p == 1 else f"{n}^{p}" for n, p in powers.items() if p))
+    return unit, index - begin if unit else 0
+
+
+def _read_factor(tokens: Sequence[Token], powers: dict[str, int]) -> int:
+    """Adds the next factor of a unit, and returns its number of tokens; 0 if it is none."""
+    texts = [token.text for token in tokens]
+    index, sign, power = 0, 1, 1
+    if texts[0] in ("/", "per") or (
+        texts[0] in ("a", "an") and unit_of(texts[1] if len(texts) > 1 else "") in ("h", "s", "min")
+        and not _RATED.isdisjoint(powers)
+    ):  # fmt: skip
+        index, sign = 1, -1
+    elif powers and texts[0] in ("*", "-"):
+        index = 1
+    if texts[index : index + 1] and texts[index].lower() in _BEFORE:
+        power = _UNIT_POWERS[texts[index].lower()]
+        index += 2 if texts[index + 1 : index + 2] == ["."] else 1
+    word = texts[index] if index < len(texts) else ""
+    name, suffix = unit_of(word), _SUFFIXED.fullmatch(word)
+    if not name and suffix is not None:
+        name, power = unit_of(suffix[1]), int(suffix[2])
+    is_preposition = (
+        word == "in"
+        and tokens[index + 1 : index + 2]
+        and tokens[index + 1].kind in ("word", "number")
+    )
+    if not name or is_preposition:
+        return 0
+    index += 1
+    follows = texts[index] if index < len(texts) else ""
+    if name == "degree" and (scale := _TEMPERATURES.get(follows) or unit_of(follows)) in (
+        "celsius",
+        "fahrenheit",
+    ):
+        name, index = scale, index + 1
+    elif follows.lower() in _BEHIND:
+        power, index = _UNIT_POWERS[follows.lower()], index + 1
+    elif exponent := _EXPONENT.match("".join(texts[index : index + 5])):
+        power = int(exponent[1] or exponent[2])
+        index += len(re.findall(r"-|\d+|[{}^]", exponent[0]))
+    for part, times in _COMPOUND.get(name, {name: 1}).items():
+        powers[part] = powers.get(part, 0) + sign * power * times
+    return index
+
+
+_EXPONENT = re.compile(r"\^(?:\{(-?\d)\}|(-?\d)(?!\d))")
 
 
 VERBS = {"is", "are", "be", "was", "were", "equals", "equal", "=", ":", "gives", "makes", "s"}
@@ -55,6 +227,28 @@ _OPERATIONS = {"plus": "+", "minus": "-", "times": "*", "over": "/", "multiplied
                "divided": "/"}  # fmt: skip
 _BEFORE_BY = ("multiplied", "divided")
 _POWERS = {"squared": "2", "cubed": "3"}
+
+
+def signs_of_dashes(tokens: Sequence[Token], *, marked: bool) -> list[Token]:
+    """Dashes that are minus signs, as signs: at the beginning of a value (–5), not of a range."""
+    converted = list(tokens)
+    for index, token in enumerate(tokens[:-1]):
+        if token.text != DASH:
+            continue
+        before, after = tokens[index - 1] if index else None, tokens[index + 1]
+        if after.kind not in ("number", "command", "vulgar", "constant", "currency", "word"):
+            continue
+        if after.kind == "word" and len(after.text) > 1:
+            continue
+        begins = before is None or before.kind in ("stop", "comma", "relation")
+        if before is not None:
+            begins = begins or before.text in "([{=:*/^" or before.text.lower() in VERBS
+        is_attached = token.end == after.begin
+        is_apart = before is None or before.end < token.begin
+        is_word = before is not None and before.kind == "word"
+        if (begins and (marked or is_attached)) or (is_word and is_attached and is_apart):
+            converted[index] = token._replace(kind="math", text="-")
+    return converted
 
 
 def words_to_signs(tokens: Sequence[Token]) -> list[Token]:
@@ -81,24 +275,34 @@ def words_to_signs(tokens: Sequence[Token]) -> list[Token]:
             token = token._replace(kind="math", text="-")
         elif word == "x" and is_number and number_follows:
             token = token._replace(kind="math", text="*")
-        elif word == "percent" and is_number:
-            token = token._replace(kind="math", text="%")
+        elif is_number and (length := _percent_length(tokens, index)):
+            index += length - 1
+            token = Token("math", "%", token.begin, tokens[index].end)
         elif word in _POWERS and is_number:
             converted.append(Token("math", "^", token.begin, token.begin))
             token = token._replace(kind="number", text=_POWERS[word])
-        elif token.kind == "word" and is_number and unit_of(word):
-            index += _exponent_length(tokens, index + 1)  # m^2 is a unit as well
+        elif _may_have_unit(before, token) and (unit := read_unit(tokens, index))[1]:
+            index += unit[1] - 1
+            token = Token("word", unit[0], token.begin, tokens[index].end)
         converted.append(token)
         index += 1
     return converted
 
 
-def _exponent_length(tokens: Sequence[Token], index: int) -> int:
-    """Number of tokens of the exponent that starts at the index; 0 if none does."""
-    texts = [token.text for token in tokens[index : index + 4]]
-    if texts[:1] != ["^"]:
-        return 0
-    return 4 if texts[1:2] == ["{"] and texts[3:] == ["}"] else 2
+def _percent_length(tokens: Sequence[Token], index: int) -> int:
+    """Number of tokens of "percent" or "per cent" at an index; 0 if it is not there."""
+    words = [token.text.lower() for token in tokens[index : index + 2]]
+    return 1 if words[0] in ("percent", "pct") else 2 * (words == ["per", "cent"])
+
+
+def _may_have_unit(before: Token | None, token: Token) -> bool:
+    """True if a token may begin the unit of a number. A capital letter that is attached to one is a
+    variable: 2N."""
+    if before is None or (token.kind != "word" and token.text != "/"):
+        return False
+    if before.kind not in ("number", "vulgar", "constant") and before.text not in (")", "}"):
+        return False
+    return before.end < token.begin or not (len(token.text) == 1 and token.text in "AJKNVW")
 
 
 Span = tuple[int, int]
@@ -148,14 +352,23 @@ def _joins(tokens: Sequence[Token], index: int) -> bool:
 def joiner(token: Token) -> str:
     if token.kind == "comma":
         return ","
-    if token.text in (DASH, "±"):
+    if token.text == DASH:
         return DASH
     return _JOINING.get(token.text.lower(), "") if token.kind == "word" else ""
 
 
+def _is_anchor(tokens: Sequence[Token], index: int) -> bool:
+    """True if a word announces the answer: "answer", or "A:" at the beginning of a line."""
+    word = tokens[index].text
+    if word in ("A", "Ans", "ANS", "ans"):
+        begins = index == 0 or tokens[index - 1].kind == "stop"
+        return begins and index + 1 < len(tokens) and tokens[index + 1].text == ":"
+    return word.lower() in ("answer", "answers")
+
+
 def chosen_phrase(tokens: Sequence[Token], phrases: Sequence[Span]) -> int:
     """Index of the phrase with the answer: the first after the last "answer is", else the last."""
-    anchors = [n for n, token in enumerate(tokens) if token.text.lower() in ("answer", "answers")]
+    anchors = [n for n, token in enumerate(tokens) if _is_anchor(tokens, n)]
     for anchor in reversed(anchors):
         stops = (n for n in range(anchor + 1, len(tokens)) if tokens[n].kind == "stop")
         end = next(stops, len(tokens))

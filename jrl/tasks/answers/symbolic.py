@@ -25,6 +25,8 @@ from .expression import (
     round_to_digits,
     significant_digits,
 )
+from .forms import has_form as _has_form
+from .forms import is_too_large
 from .notation import plain_notation, tokens_of
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
@@ -38,8 +40,13 @@ DIGITS = 40
 MAX_SYMBOLS, MAX_OPERATIONS, MIN_COMPARED = 3, 40, 3
 
 _LATEX = ("$", "\\boxed", "\\(", "\\[")
-# Two letters in a row that neither name a command nor are in its braces (\text{cm}, \end{matrix}).
-_WORD = re.compile(r"[A-Za-z]{2,}")
+# Letters in a row that are no product of two variables, and neither name a command nor are in its
+# braces (\text{cm}, \end{matrix}).
+_WORD = re.compile(
+    r"[A-Za-z]{3,}|(?<![A-Za-z])(?:or|is|it|in|of|to|so|we|no|my|an|as|at|be|by|he|if|me|on|up|us|do|go"
+    r"|cm|km|kg|mm|ml|ft|hr)(?![A-Za-z])",
+    re.IGNORECASE,
+)
 _COMMAND = re.compile(r"\\[A-Za-z]+(\{[A-Za-z ]*\})?")
 _EXPONENT = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d{1,3})(?![\w.])")
 _SPELLED = (
@@ -47,9 +54,15 @@ _SPELLED = (
     (re.compile(r"(?<![A-Za-z\\])sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
     (re.compile(r"√\s*(\d+|\([^()]*\))"), r"\\sqrt{\1}"),
     (re.compile(r"π"), r"\\pi "),
+    (re.compile(r"\\varnothing(?![A-Za-z])|∅"), r"\\emptyset "),
+    (re.compile(r"\\(?:text|mathrm|mbox)\s*\{\s*(?:and|or)\s*\}"), ", "),
+    (re.compile(r"(?:^|(?<=[=({\[,:;+*/^]))\s*[\u2013\u2012—\u2212](?=\s*[\w\\(.])"), "-"),
+    (re.compile(r"\u2212"), "-"),
     (re.compile(r",?\s+and\s+"), ", "),
     (re.compile(r"(?<=\d)\s+or\s+(?=[A-Za-z]\s*=)"), ", "),
 )
+# Punctuation at the end; a "!" on an operand is a factorial.
+_STOPS = re.compile(r"(?:[.,;:?]|(?<![\w)}\]])!)+$")
 _LEFT_TO_DO = (sympy.Integral, sympy.Derivative, sympy.Limit, sympy.Sum, sympy.Product)
 
 
@@ -61,15 +74,16 @@ def is_formula(text: str) -> bool:
 @functools.lru_cache(maxsize=256)
 def read(text: str) -> tuple[Any, ...]:
     """Parsed values of an answer by math-verify: of one formula if the text is one, else of the
-    text. Empty if nothing is found, or if the text is longer than `MAX_LENGTH`."""
-    if len(text) > MAX_LENGTH:
+    text. Empty if nothing is found, if the text is longer than `MAX_LENGTH`, or if its numbers are
+    too large to work out."""
+    if len(text) > MAX_LENGTH or is_too_large(text):
         return ()
     tidy = _EXPONENT.sub(r"\1 \\cdot 10^{\2}", text.strip())
     for pattern, instead in _SPELLED:
         tidy = pattern.sub(instead, tidy)
-    forms = [text]
+    forms = [tidy]
     if is_formula(tidy) and not any(mark in tidy for mark in _LATEX):
-        bare_text = tidy.strip().rstrip(".,;:!?").strip("*_` ")
+        bare_text = _STOPS.sub("", tidy.strip()).strip("*_` ")
         forms = [f"\\boxed{{{bare_text}}}", *forms]
     for form in forms:
         # math-verify's time limits need signals; the calling process has a limit of its own.
@@ -149,7 +163,8 @@ def _relatively_close(reference: Any, answer: Any) -> bool:
     size = sympy.Abs(sympy.N(reference, DIGITS))
     decimal = any(x.has(sympy.Float) for x in (reference, answer))
     bound = (DECIMAL_TOLERANCE if decimal else TOLERANCE) * size
-    return bool(difference <= bound)
+    # A comparison that sympy cannot decide is no equality.
+    return (difference <= bound) == True  # noqa: E712
 
 
 def _right_side(value: Any) -> Any:
@@ -190,6 +205,14 @@ def is_final(text: str, reading: Sequence[Any]) -> bool:
         if expression.value is not None and not expression.final:
             return False
     return all(map(_is_final, reading))
+
+
+def has_form(reference: Sequence[Any], answer: Sequence[Any]) -> bool:
+    """True if an answer has the form of the reference answer that it equals."""
+    left, right = reference[0], answer[0]
+    if isinstance(left, sympy.Eq) != isinstance(right, sympy.Eq):
+        left, right = _right_side(left), _right_side(right)
+    return _has_form(left, right)
 
 
 def _is_final(value: Any) -> bool:

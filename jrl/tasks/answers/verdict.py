@@ -13,13 +13,26 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
 
-from .extraction import extract
-from .notation import plain_notation
-from .numbers import NOTHING, OPAQUE, Statement, read_statement, same_statement
+from .denials import (
+    is_bound_after,
+    is_bound_before,
+    is_denied,
+    is_judged_wrong,
+    is_part_before,
+    is_taken_back,
+    last_clause,
+)
+from .extraction import Extracted, extract
+from .notation import Token, plain_notation, space_lists, tokens_of
+from .numbers import MULTIPLE, NOTHING, OPAQUE, Statement, read_statement, same_statement
+from .words import is_word_answer, states_reference
 
 Reason = Literal["correct", "wrong", "unevaluated", "unparsable"]
 # Blanks that do not separate two letters or digits.
 _LOOSE_BLANKS = re.compile(r"(?<![0-9A-Za-z])\s+|\s+(?![0-9A-Za-z])")
+_JOINED = re.compile(r"\\text\s*\{\s*(?:and|or)\s*\}|,?\s+(?:and|or)\s+")
+# Numbers with blanks between them, in an order.
+_SEQUENCE = re.compile(r"-?\d+(?:\.\d+)?(?:\s+-?\d+(?:\.\d+)?)+")
 _TAIL = re.compile(r"(?:\bis|\bare|:)\s+([^\n]{1,300}?)\.?\s*$")
 MAX_TYPESETTING = 100
 """Maximum number of characters of typesetting that an answer has more than the reference."""
@@ -70,7 +83,7 @@ class Judge:
         expected, answer = self._parse_reference(reference), extract(completion)
         if answer is None or not answer.text:
             return "unparsable"
-        if answer.text == expected.text or _equals_up_to_typesetting(answer.text, expected.text):
+        if answer.text == expected.text or _equals_up_to_typesetting(answer, expected.text):
             return "correct"
         if expected.words:
             right = states_reference(expected.text, answer.text, marked=answer.marked)
@@ -81,20 +94,27 @@ class Judge:
 
     def _read_reference(self, reference: str) -> ReferenceAnswer:
         answer = extract(reference)
-        text = "" if answer is None else answer.text
-        if not text:
+        if answer is None or not answer.text:
             raise ValueError("it holds no answer")
+        text = space_lists(answer.text)
+        joined = _JOINED.sub(", ", text)
+        if joined != text and re.search(r"\d", text) and self._symbolic.is_formula(joined):
+            text = joined  # -1 or 3
+        if _SEQUENCE.fullmatch(text.strip()) and read_statement(text, marked=True).kind == MULTIPLE:
+            return ReferenceAnswer(answer.text, words=True)
         number = read_statement(text, marked=True, exclaims=False)
         if number.is_only_number and number.value is not None:
             final = self._rule == FINAL and number.is_final
-            return ReferenceAnswer(text, number=number, final=final)
-        is_formula = number.kind == OPAQUE or number.is_only_number
-        reading = () if not is_formula and is_word_answer(text) else self._symbolic.read(text)
+            return ReferenceAnswer(answer.text, number=number, final=final)
+        is_words = is_word_answer(text)
+        is_formula = number.kind == OPAQUE or number.is_only_number or not is_words
+        is_formula = is_formula and not _has_unknown_sign(plain_notation(text))
+        reading = self._symbolic.read(text) if is_formula else ()
         if reading:
             final = self._symbolic.is_final(text, reading) and self._rule == FINAL
-            return ReferenceAnswer(text, final=final, reading=reading)
-        if is_word_answer(text):
-            return ReferenceAnswer(text, words=True)
+            return ReferenceAnswer(answer.text, final=final, reading=reading)
+        if is_words:
+            return ReferenceAnswer(answer.text, words=True)
         raise ValueError("it holds no number, word or formula")
 
     def _judge_number(
@@ -116,6 +136,10 @@ class Judge:
         return "unevaluated" if reference.final and not statement.is_final else "correct"
 
     def _judge_formula(self, reference: ReferenceAnswer, text: str, marked: bool) -> Reason:
+        if _is_taken_back(text, marked=marked):
+            return "wrong"
+        if _is_set(reference.reading):
+            text = _JOINED.sub(", ", space_lists(text))
         number = read_statement(text, marked=marked)
         if number.scale == 1 and self._symbolic.is_rounded(number.expression, reference.reading):
             return "correct"
@@ -131,6 +155,8 @@ class Judge:
             if not reading:
                 return "wrong"
         is_final = not reference.final or self._symbolic.is_final(text, reading)
+        if self._rule == FINAL:
+            is_final = is_final and self._symbolic.has_form(reference.reading, reading)
         return "correct" if is_final else "unevaluated"
 
     def _read_equal(self, reference: Sequence[Any], text: str) -> Sequence[Any]:
@@ -139,93 +165,75 @@ class Judge:
         return reading if reading and self._symbolic.are_equal(reference, reading) else ()
 
 
-def _equals_up_to_typesetting(text: str, reference: str) -> bool:
-    """True if two texts differ only in blanks and typesetting."""
-    limit = MAX_TYPESETTING + 4 * len(reference)
-    return len(text) <= limit and _squeeze(text) == _squeeze(reference)
+def _is_set(reading: Sequence[Any]) -> bool:
+    """True if a reading is a set of values, which may be joined by "and" or "or"."""
+    return type(reading[0]).__name__ == "FiniteSet"
 
 
-def _squeeze(text: str) -> str:
-    """A text without blanks and typesetting, for comparison character by character."""
-    return _LOOSE_BLANKS.sub("", plain_notation(text)).strip(" $.")
+def _has_unknown_sign(text: str) -> bool:
+    return not text.isascii() and any(
+        not sign.isascii() and not sign.isalnum() and sign not in _KNOWN_SIGNS for sign in text
+    )
 
 
-MAX_REFERENCE_LENGTH = 200
-"""Maximum length of a reference answer that is words."""
-_PUNCTUATION = ".,;:!?*_'\"` \t\r\n()[]{}$"
-_BLANKS = re.compile(r"\s+")
-_ANCHOR = re.compile(
-    r"(?:\banswer\b[^.\n]{0,40}?(?:\bis\b|\bare\b|[:=])|\b(?:is|are|be|was|choose|choice|option|"
-    r"select|pick|=)(?![\w'])|=|:(?!\d))\s*(?:the\s+|an?\s+|on\s+|in\s+|option\s+|choice\s+)*",
-    re.IGNORECASE,
-)
-# An alternative follows: "or Tuesday", ", Tuesday.", "/ Tuesday".
-_GOES_ON = re.compile(
-    r"\s*(?:\bor\b|(?:\band\b|[/|])\s*\w|[,;]\s*\w+\s*(?:$|[,.;!?]|\bor\b|\band\b))", re.IGNORECASE
-)
-_CLOCK = re.compile(r"\d{1,2}:\d{2}(?::\d{2})?(?:\s*[ap]\.?\s?m\.?)?", re.IGNORECASE)
-_SHORT = 4
-"""Maximum number of words of a text without a verb that is judged as an answer."""
-_YES_NO = ("yes", "no", "true", "false")
-_OPTION = re.compile(r"\(?([A-Za-z])\s*[).:]\s+\S")
-_DENIED = re.compile(r"\b(?:not|isn't|never)\s*$", re.IGNORECASE)
-
-
-def is_word_answer(reference: str) -> bool:
-    """True if a reference answer, which states no number, is words or a letter."""
-    if _CLOCK.fullmatch(reference.strip()):
+def _is_taken_back(text: str, *, marked: bool) -> bool:
+    """True if the words around the formula of a text deny it or bound it, or if a mark in it is not
+    known."""
+    plain = plain_notation(text[-MAX_FORMULA_CONTEXT:], marked=marked)
+    if _has_unknown_sign(plain):
         return True
-    if len(reference) > MAX_REFERENCE_LENGTH or any(mark in reference for mark in "^_\\=+<>|"):
-        return False
-    letters = re.sub(r"[\s'.,:;!?&/-]", "", normalize_words(reference))
-    return letters.isalnum() and any(map(str.isalpha, letters))
-
-
-def normalize_words(text: str) -> str:
-    """A text in lower case without typesetting, marks, brackets, blanks and stops at its ends."""
-    return _BLANKS.sub(" ", plain_notation(text)).strip(_PUNCTUATION).casefold()
-
-
-def states_reference(reference: str, text: str, *, marked: bool) -> bool | None:
-    """True if a text states the reference answer; None if it states nothing that can be read.
-
-    Args:
-      marked: whether the text is marked as the answer; otherwise it is running text.
-    """
-    wanted, normalized = normalize_words(reference), normalize_words(text)
-    if not normalized:
-        return None
-    if normalized == wanted:
-        return True
-    plain = plain_notation(text)
-    if len(wanted) == 1 and (option := _OPTION.match(plain.strip())) is not None:
-        other = re.search(r"\([A-Za-z]\)|\b[A-Z][).:]\s", plain[option.end() :])
-        return option[1].casefold() == wanted and other is None
-    if marked:
-        return False
-    is_stated = _states_last(wanted, plain_notation(text[-1_000:]))
-    if is_stated is not None:
-        return is_stated
-    if wanted in _YES_NO and normalized.startswith(wanted):
-        rest = normalized[len(wanted) :]
-        return not rest[:1].isalnum() and not _GOES_ON.match(rest)
-    return False if len(normalized.split()) <= max(_SHORT, 2 * len(wanted.split())) else None
-
-
-def _states_last(wanted: str, text: str) -> bool | None:
-    """True if the last sentence that states something states the wanted answer; None if no sentence
-    states anything."""
-    for sentence in reversed(re.split(r"(?<=[.!?])\s+|\n+", text.strip())):
-        anchors = list(_ANCHOR.finditer(sentence))
-        if not anchors:
+    parts = re.split(r"[.!?](?:\s+|$)|\n+", plain.strip())
+    for number, part in enumerate(reversed(parts)):
+        tokens = tokens_of(part)
+        formula = [n for n in range(len(tokens)) if not _is_prose(tokens, n)]
+        formula = [n for n in formula if tokens[n].kind not in ("stop", "comma", "currency")]
+        if not formula:
+            if number == 0 and is_taken_back([token.text.lower() for token in tokens]):
+                return True
             continue
-        answer = [anchor for anchor in anchors if "answer" in anchor[0].lower()]
-        anchor = answer[-1] if answer else anchors[-1]
-        rest = sentence[anchor.end() :].lstrip(_PUNCTUATION)
-        head, after = rest[: len(wanted)], rest[len(wanted) :]
-        # New York City is not New York.
-        if head.casefold() != wanted or re.match(r"\w|-\w|\s+[A-Z][a-z]", after):
-            return False
-        denied = _DENIED.search(sentence[: anchor.start()])
-        return not denied and not _GOES_ON.match(after.lstrip(".)]*'\""))
-    return None
+        first = formula[0]
+        before = [token.text.lower() for token in tokens[:first] if token.kind == "word"]
+        after = [token.text.lower() for token in tokens[formula[-1] + 1 :] if token.kind == "word"]
+        clause = last_clause(before)
+        return (
+            is_denied(clause)
+            or is_bound_before(clause)
+            or is_part_before(clause)
+            or is_bound_after(after)
+            or is_judged_wrong(after)
+            or is_taken_back(after)
+            or any(word in ("dozen", "hundred", "thousand", "million") for word in after[:1])
+        )
+    return False
+
+
+def _is_prose(tokens: Sequence[Token], index: int) -> bool:
+    """True if a token is a word, and not a variable or a function."""
+    token = tokens[index]
+    if token.kind != "word" or token.text in _FUNCTIONS:
+        return False
+    if len(token.text) > 1:
+        return True
+    follows = tokens[index + 1] if index + 1 < len(tokens) else None
+    return token.text in ("a", "A", "I") and follows is not None and len(follows.text) > 1
+
+
+_FUNCTIONS = ("sin", "cos", "tan", "cot", "sec", "csc", "ln", "log", "exp", "sqrt", "lim", "pi")
+_KNOWN_SIGNS = frozenset(
+    "√±\u2013≤≥≠∞\u222a∩∈∉⊂⊆∅△∠∧\u2228¬∀∃→⇒⇔\u2032″°·\u00d7÷\uff0c。\uff1b\uff1a、\uff1f\uff01\uff08\uff09“”\u2018\u2019€£¥₹\uff04…"
+) - {"¬"}
+MAX_FORMULA_CONTEXT = 1_000
+"""Number of characters of a text whose words are looked at, from its end."""
+
+
+def _equals_up_to_typesetting(answer: Extracted, reference: str) -> bool:
+    """True if an answer differs from a reference only in blanks and typesetting."""
+    if len(answer.text) > MAX_TYPESETTING + 4 * len(reference):
+        return False
+    return _squeeze(answer.text, marked=answer.marked) == _squeeze(reference, marked=True)
+
+
+def _squeeze(text: str, *, marked: bool) -> str:
+    """A text without blanks and typesetting, for comparison character by character."""
+    squeezed = _LOOSE_BLANKS.sub("", plain_notation(text, marked=marked)).strip(" $")
+    return squeezed.rstrip(" $.")

@@ -10,7 +10,7 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -191,11 +191,13 @@ def _check_installed(library: str, extra: str, task: str) -> None:
         )
 
 
-# Number of answers of a file that are checked when it is loaded; a later one that cannot be read
-# gives verdicts with the reason "error".
-MAX_CHECKED_ANSWERS = 1000
-# Answers per batch: the first one that is wrong ends the check.
-CHECK_BATCH_SIZE = 64
+DROP, REFUSE = "drop", "refuse"
+UNREADABLE = (DROP, REFUSE)
+"""What is done about records whose answer cannot be checked."""
+MAX_UNREADABLE_SHARE = 0.1
+"""Maximum share of the answers of a file that may be unreadable; more are a fault of the file."""
+CHECK_BATCH_SIZE = 512
+"""Answers per batch: with `REFUSE` the first unreadable one ends the check."""
 
 
 def jsonl(
@@ -208,6 +210,7 @@ def jsonl(
     kind: str = "jsonl",
     heldout: HeldOut | None = None,
     answers: str = FINAL,
+    unreadable: str = DROP,
 ) -> FiniteTask:
     """Reads a file of prompts and answers.
 
@@ -220,17 +223,19 @@ def jsonl(
       kind: of the file, one of `jrl.tasks.data.files.KINDS`.
       heldout: which prompts are held out; None is one in ten.
       answers: required form of answers, one of `jrl.tasks.answers.verdict.RULES`.
+      unreadable: what is done about records whose answer cannot be checked, one of `UNREADABLE`:
+        leave them out, or raise an error.
 
     Raises:
-      ValueError: the file, a line of it or one of its first answers cannot be read, a prompt has
-        two answers, there are fewer than two examples, or math-verify is not installed.
+      ValueError: the file or a line of it cannot be read, more than `MAX_UNREADABLE_SHARE` of its
+        answers cannot be checked, a prompt has two answers, there are fewer than two examples, or
+        math-verify is not installed.
     """
     _check_installed("math-verify", "math", f"{kind}:{path}")
     prompts = prompts_of(kind, path, seed, fields, heldout, answered=True)
     pool = Pool(lambda: program_worker("math", answers, seconds=seconds), workers)
     try:
-        for first in range(0, min(len(prompts.examples), MAX_CHECKED_ANSWERS), CHECK_BATCH_SIZE):
-            _try_answers(pool, prompts.examples[first : first + CHECK_BATCH_SIZE])
+        _leave_out_unreadable(prompts, pool, unreadable)
     except BaseException:
         pool.close()
         raise
@@ -291,15 +296,40 @@ def _question(example: Example, completion: str) -> Message:
     return {"gold": example.answer, "completion": completion}
 
 
-def _try_answers(pool: Pool, examples: Sequence[Example]) -> None:
-    """Raises ValueError unless each answer, as its own completion, is correct."""
-    questions = [_question(example, example.answer) for example in examples]
-    for example, reply in zip(examples, pool.ask_all(questions), strict=True):
-        answer = parse_failure(reply)
-        if answer.get("reason") != "correct":
-            why = answer.get("message", "it does not even equal itself")
-            raise ValueError(
-                f"{example.location}: answer {short(example.answer)} cannot be checked ({why}): "
-                "write a number, a word, a formula, or a text that ends in \\boxed{...}, or give a "
-                "custom --reward"
-            )
+def _leave_out_unreadable(prompts: PromptList, pool: Pool, unreadable: str) -> None:
+    """Leaves out the records whose answer, as its own completion, is not correct.
+
+    Raises:
+      ValueError: if there is one and `unreadable` is `REFUSE`, or if they are too many.
+    """
+    if unreadable not in UNREADABLE:
+        raise ValueError(
+            f"unreadable_answers={unreadable!r} is unknown: choose one of {', '.join(UNREADABLE)}"
+        )
+    distinct = list({example.answer: example for example in reversed(prompts.examples)}.values())
+    distinct.reverse()
+    reasons: dict[str, str] = {}
+    for first in range(0, len(distinct), CHECK_BATCH_SIZE):
+        batch = distinct[first : first + CHECK_BATCH_SIZE]
+        replies = pool.ask_all([_question(example, example.answer) for example in batch])
+        for example, reply in zip(batch, replies, strict=True):
+            answer = parse_failure(reply)
+            if answer.get("reason") != "correct":
+                why = answer.get("message", "it does not even equal itself")
+                reasons[example.answer] = why
+        if reasons and unreadable == REFUSE:
+            break
+    bad = [example for example in prompts.examples if example.answer in reasons]
+    if not bad:
+        return
+    if unreadable == REFUSE or len(bad) > MAX_UNREADABLE_SHARE * len(prompts.examples):
+        example = bad[0]
+        many = f"{len(bad)} of {len(prompts.examples)} answers cannot be checked; the first is "
+        raise ValueError(
+            f"{example.location}: {many if unreadable == DROP and len(bad) > 1 else ''}answer "
+            f"{short(example.answer)} cannot be checked ({reasons[example.answer]}): write a "
+            "number, a word, a formula, or a text that ends in \\boxed{...}, or give a custom "
+            "--reward"
+        )
+    prompts.leave_out(lambda example: example.answer not in reasons, why="have unreadable answers")
+    prompts.unreadable = tuple(example.location for example in bad)

@@ -67,6 +67,8 @@ class PromptList(Generic[E]):
       num_shared: examples of the list that are left out of training, because a held-out example
         has the same prompt.
       num_repeated: records that were left out, because an earlier one has the same prompt.
+      unreadable: locations of the records that were left out, because their answer cannot be
+        checked.
     """
 
     kind, _fix = "prompts", "raise --prompt-length"
@@ -103,6 +105,7 @@ class PromptList(Generic[E]):
         self._order: tuple[int, list[int]] = (-1, [])
         self.name: str = name
         self.num_repeated: int = num_repeated
+        self.unreadable: tuple[str, ...] = ()
         if heldout_examples is None:
             identities = _select_heldout(name, examples, heldout)
             self._heldout = [example for example in examples if example.identity in identities]
@@ -166,8 +169,12 @@ class PromptList(Generic[E]):
         check_index(index, self.heldout_size)
         return self._heldout[index]
 
-    def leave_out(self, fits: Callable[[E], bool]) -> int:
+    def leave_out(self, fits: Callable[[E], bool], why: str = "are too long") -> int:
         """Leaves out the prompts that do not fit, on both sides, before the first is used.
+
+        Args:
+          fits: whether a prompt fits.
+          why: what the others do or are, for the error message.
 
         Returns:
           Their number.
@@ -184,9 +191,8 @@ class PromptList(Generic[E]):
         )
         if (self._trains and not train) or not heldout:
             raise ValueError(
-                f"task={self.name}: of {before} {self.kind} {before - len(fitting)} are too "
-                f"long, which leaves {len(train)} to train on and {len(heldout)} held out: "
-                f"{self._fix}"
+                f"task={self.name}: of {before} {self.kind} {before - len(fitting)} {why}, "
+                f"which leaves {len(train)} to train on and {len(heldout)} held out: {self._fix}"
             )
         self._train, self._heldout, self._order = train, heldout, (-1, [])
         self._measure(fitting)

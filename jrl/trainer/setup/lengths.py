@@ -87,6 +87,10 @@ def fit_prompts(run: RunConfig, task: Task, format: PromptFormat) -> tuple[int, 
     return prompt_length(run, task, format), dropped
 
 
+MAX_LISTED = 5
+"""Maximum number of records that are named."""
+
+
 def describe_left_out(task: Task, dropped: int, prompt_length: int) -> list[str]:
     """Summary of the prompts of a task's lists that are left out, a line for each reason.
 
@@ -96,7 +100,13 @@ def describe_left_out(task: Task, dropped: int, prompt_length: int) -> list[str]
     """
     repeated = sum(prompt_list.num_repeated for prompt_list in lists_of(task))
     shared = sum(prompt_list.num_shared for prompt_list in lists_of(task))
+    unreadable = [where for prompt_list in lists_of(task) for where in prompt_list.unreadable]
+    listed = ", ".join(unreadable[:MAX_LISTED]) + (", ..." if len(unreadable) > MAX_LISTED else "")
     counts = [
+        (
+            len(unreadable),
+            f"records whose answer cannot be checked (--unreadable-answers): {listed}",
+        ),
         (repeated, "records with a duplicate prompt and the same answer"),
         (shared, "training prompts that are held out (--held-out)"),
         (dropped, f"prompts of more than {prompt_length:,} tokens (--prompt-length)"),

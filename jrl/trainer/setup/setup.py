@@ -406,6 +406,7 @@ def _task(run: RunConfig, recipe: Recipe, code: Mapping[str, bytes] | None) -> T
         rewards=run.rewards,
         code=code,
         answers=run.answers,
+        unreadable_answers=run.unreadable_answers,
     )
 
 

@@ -416,3 +416,40 @@ def test_a_missing_library_is_named(monkeypatch, spec, extra):
     monkeypatch.setattr("jrl.tasks.gym.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=rf'is not installed: run pip install -e "{extra}"'):
         load_task(spec, 0)
+
+
+def answered(count, unreadable):
+    """Lines of which some have an answer that cannot be checked."""
+    answers = ["?!" if line in unreadable else str(line) for line in range(1, count + 1)]
+    return "".join(
+        json.dumps({"prompt": f"p{a}{n}", "answer": a}) + "\n" for n, a in enumerate(answers)
+    )
+
+
+def test_unreadable_answers_are_left_out_and_named(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(answered(40, {7, 30}))
+    task = jsonl(path, 0, workers=1)
+    try:
+        (prompts,) = lists_of(task)
+        assert sorted(prompts.unreadable) == [f"{path}:30", f"{path}:7"]
+        assert len(prompts.examples) == 38
+        assert all(example.answer != "?!" for example in prompts.examples)
+    finally:
+        task.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("unreadable", "choice", "message"),
+    [
+        ({7}, "refuse", r":7: answer '\?!' cannot be checked"),
+        (set(range(1, 9)), "drop", ":1: 8 of 40 answers cannot be checked; the first is answer"),
+        ({7}, "ignore", "unreadable_answers='ignore' is unknown: choose one of drop, refuse"),
+    ],
+)
+def test_unreadable_answers_are_an_error(tmp_path, unreadable, choice, message):
+    path = tmp_path / "a.jsonl"
+    path.write_text(answered(40, unreadable))
+    with pytest.raises(ValueError, match=message):
+        jsonl(path, 0, workers=1, unreadable=choice)

@@ -1,0 +1,234 @@
+"""The clauses around the number that a text states: what takes it back, multiplies it, or offers
+another number instead."""
+
+import re
+from collections.abc import Iterator, Sequence
+
+from .denials import (
+    MAX_CLAUSE,
+    is_bound_after,
+    is_bound_before,
+    is_denied,
+    is_judged_wrong,
+    is_part_before,
+    is_restart,
+    is_taken_back,
+)
+from .notation import Token
+from .phrases import Span, is_unit, joiner
+
+_SCALES = {"thousand": 10**3, "thousands": 10**3, "million": 10**6, "millions": 10**6,
+           "billion": 10**9, "billions": 10**9, "trillion": 10**12, "trillions": 10**12,
+           "hundred": 100, "hundreds": 100, "dozen": 12, "dozens": 12, "lakh": 10**5,
+           "crore": 10**7, "gross": 144, "mln": 10**6, "bn": 10**9}  # fmt: skip
+_PERHAPS = {"maybe", "perhaps", "possibly", "else", "even", "it's", "it", "is", "also", "the",
+            "answer", "could", "be", "may", "might", "rather", "about", "well", "just",
+            "approximately", "around", "roughly", "either", "a", "an"}  # fmt: skip
+_OR = {"or", "vs", "versus", "alternatively", "otherwise"}
+_GUESSING = {"maybe", "perhaps", "possibly", "might", "could", "may", "alternatively", "probably"}
+# A part, a base or another operation that multiplies or changes the number before it.
+_CHANGED = re.compile(
+    r"halves|thirds|(?:fif|six|seven|eigh|nin|ten|hundred|thousand)ths|point|factorial|choose"
+    r"|mod|modulo|base|power|remainder"
+)
+_RELATING = {("of",), ("of", "the"), ("out", "of"), ("in",), ("remainder",), ("with", "remainder"),
+             ("r",), ("rem",), ("point",)}  # fmt: skip
+_PER = {"mille", "mil", "thousand", "million", "hundred"}
+_ONES = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
+    "sixteen seventeen eighteen nineteen"
+)
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+_NUMERALS = {word: number for number, word in enumerate(_ONES.split(" "))} | {
+    word: 10 * number for number, word in enumerate(_TENS.split(" "), start=2)
+}
+# Of scripts that are written without blanks.
+_DENIED_ATTACHED = re.compile(
+    r".*(?:不是|并非|不等于|非|不|没|未|超过|大于|小于|至少|至多|最多|最少)"
+)
+_BOUND_ATTACHED = re.compile(r"(?:以上|以下|以内|多|余|万|亿|千|百|倍|不|是错|左右以)")
+MAX_AFTERTHOUGHT = 12
+"""Maximum number of words behind a stop or a comma that are read as an afterthought."""
+
+
+class Clauses:
+    """The words around a phrase that states a number.
+
+    Args:
+      tokens: of the text.
+      phrases: all phrases with numbers.
+      chosen: index of the phrase.
+      begin, end: of its number, among the tokens.
+    """
+
+    def __init__(
+        self, tokens: Sequence[Token], phrases: Sequence[Span], chosen: int, begin: int, end: int
+    ):
+        self._tokens, self._begin, self._end = tokens, begin, end
+        self._previous = phrases[chosen - 1] if chosen else None
+        self._next = phrases[chosen + 1] if chosen + 1 < len(phrases) else None
+        self._before, self._follows_number = self._read_before()
+        self._after, self._stop = self._read_after()
+
+    def take_it_back(self) -> bool:
+        """True if the text does not state the number: it denies it, bounds it, or names a part of
+        it."""
+        before, after = self._before, self._after
+        if is_bound_before(before) or is_part_before(before):
+            return True
+        if self._follows_number and tuple(before) in _RELATING:
+            return True  # 3 of 42
+        if before[-1:] == ["point"] and (
+            self._follows_number or _numeral(before[-2:-1]) is not None
+        ):
+            return True  # zero point 42
+        if before[-2:] == ["plus", "or"] or before[-1:] in (["scale"], ["hundred"]):
+            return True
+        if before and (before[-1] in _SCALES or _DENIED_ATTACHED.fullmatch(before[-1])):
+            return True
+        if is_denied(before, answer_follows_number=self._follows_number):
+            return True
+        number_follows = self._next is not None and self._stop == self._next[0]
+        if self._is_changed() or is_bound_after(after, number_follows=number_follows):
+            return True
+        counted = 1 if after and is_unit(after[0]) else 0
+        return is_judged_wrong(after[counted:], is_bare=True) or self._has_afterthought()
+
+    def _is_changed(self) -> bool:
+        """True if what follows multiplies or changes the number otherwise than by a known scale."""
+        after = self._after[:3]
+        if not after:
+            return False
+        if _CHANGED.fullmatch(after[0]) or _BOUND_ATTACHED.match(after[0]):
+            return True
+        if after[0] == "per" and after[1:2] and after[1] in _PER:
+            return True
+        return "base" in after or "power" in after
+
+    def _has_afterthought(self) -> bool:
+        """True if the part of the text behind the clause takes the number back."""
+        tokens, begin = self._tokens, self._stop
+        while begin < len(tokens) and tokens[begin].kind in ("comma", "stop", "other", "math"):
+            if tokens[begin].kind == "math" and tokens[begin].text not in "()[]-:\u2013!":
+                return False
+            begin += 1
+        words: list[str] = []
+        for token in tokens[begin : begin + MAX_AFTERTHOUGHT]:
+            if token.kind not in ("word", "relation"):
+                break
+            words.append(token.text.lower())
+        follows = self._next is not None and self._next[0] == begin + len(words)
+        if begin == self._stop or not words or follows:
+            return False
+        if words[0] in ("at", "or", "and", "give", "tops", "max") and is_bound_after(words[:3]):
+            return True
+        return is_taken_back(words)
+
+    def alternatives(self) -> Iterator[Span]:
+        """Phrases that are offered instead of the number: "41 apples or maybe 42"."""
+        tokens, end = self._tokens, self._end
+        if self._previous is not None and self._is_offered_instead(self._previous):
+            yield self._previous
+        if self._next is not None:
+            between = tokens[end : self._next[1]][:4]
+            gap = tokens[end : self._next[0]]
+            words = [token.text.lower() for token in gap if token.kind != "stop"]
+            stops = len(words) < len(gap)
+            has_or = any(token.text.lower() == "or" for token in between)
+            is_guess = bool(gap) and self._is_guess(self._next[0])
+            # 41 or 42; 41, maybe 42; 41? Or 42?
+            if (not stops and (has_or or is_guess)) or words[:1] == ["or"]:
+                yield self._next
+
+    def _is_offered_instead(self, previous: Span) -> bool:
+        tokens, begin = self._tokens, self._begin
+        index = begin - 1
+        labelled = tokens[begin].text == "=" and index >= 0 and _is_letter(tokens[index])
+        index -= labelled
+        while index >= 0 and tokens[index].text.lower() in _PERHAPS:
+            index -= 1
+        word = tokens[index].text.lower() if index >= 0 else ""
+        if word in _OR:
+            return True
+        if word == "and" and index == previous[1]:
+            return True  # 41 and also 42
+        if self._is_guess(begin) and self._is_guess(previous[0]):
+            return True
+        return labelled and _same_label(tokens, previous, begin)
+
+    def _is_guess(self, begin: int) -> bool:
+        """True if "maybe" or the like stands before a phrase."""
+        words = [token.text.lower() for token in self._tokens[max(0, begin - 4) : begin]]
+        while words and words[-1] in ("be", "also", "the", "even", "is", "it", "well", "have"):
+            words.pop()
+        return bool(words) and words[-1] in _GUESSING
+
+    def numerals_offered(self) -> Iterator[int]:
+        """Numbers in words that are offered instead: "42 or forty-three"."""
+        before, after = self._before, self._after
+        if after[:1] == ["or"] and (number := _numeral(after[1:3])) is not None:
+            yield number
+        if before[-1:] == ["or"] and (number := _numeral(before[-2:-1])) is not None:
+            yield number
+
+    def scale(self) -> int:
+        """The number that words behind the number multiply it by: a million, a dozen."""
+        scale = 1
+        for word in self._after:
+            if word not in _SCALES:
+                break
+            scale *= _SCALES[word]
+        return scale
+
+    def _read_before(self) -> tuple[list[str], bool]:
+        """The words of the clause before the number, and whether another number precedes them."""
+        words: list[str] = []
+        first = 0 if self._previous is None else self._previous[1]
+        for index in range(self._begin - 1, max(-1, self._begin - 1 - MAX_CLAUSE), -1):
+            token = self._tokens[index]
+            if index < first:
+                return words[::-1], True
+            word = token.text.lower()
+            after = words[-1] if words else ""
+            before = self._tokens[index - 1].text.lower() if index else ""
+            if token.kind in ("stop", "comma") or is_restart(before, word, after):
+                break
+            words.append(word)
+        return words[::-1], self._previous is not None and first == self._begin - len(words)
+
+    def _read_after(self) -> tuple[list[str], int]:
+        """The words of the clause behind the number, and the index at which it ends."""
+        words: list[str] = []
+        limit = len(self._tokens) if self._next is None else self._next[0]
+        index = self._end
+        while index < min(limit, self._end + MAX_CLAUSE):
+            token = self._tokens[index]
+            if token.kind in ("stop", "comma") or token.text in "()[]":
+                break
+            if token.text not in ("$", "-", "}", "{"):
+                words.append(token.text.lower())
+            index += 1
+        return words, index
+
+
+def _numeral(words: Sequence[str]) -> int | None:
+    """The number that a word names, up to ninety-nine; None of any other word."""
+    parts = words[0].split("-") if words else [""]
+    numbers = [_NUMERALS.get(part) for part in parts]
+    if None in numbers or not 1 <= len(parts) <= 2:
+        return None
+    return sum(number for number in numbers if number is not None)
+
+
+def _is_letter(token: Token) -> bool:
+    return token.kind == "word" and len(token.text) == 1
+
+
+def _same_label(tokens: Sequence[Token], previous: Span, begin: int) -> bool:
+    """True if one variable gets two values, as in x = 41, x = 42."""
+    start, stop = previous
+    if not start or tokens[start].text != "=" or tokens[start - 1].text != tokens[begin - 1].text:
+        return False
+    multiplied = start > 1 and tokens[start - 2].kind in ("number", "math")
+    between = tokens[stop : begin - 1]
+    return not multiplied and all(map(joiner, between))

@@ -1,0 +1,329 @@
+"""Words around an answer that take it back: denials, conditions, bounds, and multiples of it.
+
+A part of a sentence reaches from its answer to the next stop, comma or number. In "It can't be 42",
+"42 is wrong", "42 at most" and "half of 42" the sentence does not state 42.
+"""
+
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_NOT = re.compile(
+    r"(?:no|not|never|neither|nor|cannot|hardly|scarcely|nowhere|without|except|excepting"
+    r"|excluding|excludes?|besides|unlike|unless|isnt|arent|wasnt|dont|doesnt|didnt|cant|couldnt"
+    r"|wont|wouldnt|shouldnt|mustnt|aint|\w*n't)"
+)
+_NOT_PAIRS = {
+    *(("other", "than"), ("rather", "than"), ("instead", "of"), ("opposed", "to"), ("far", "from")),
+    *(("different", "from"), ("different", "than"), ("differs", "from"), ("differ", "from")),
+    *(("anything", "but"), ("everything", "but"), ("all", "but"), ("nothing", "like")),
+    *(("fails", "to"), ("failed", "to"), ("rules", "out"), ("rule", "out"), ("ruled", "out")),
+    *(("refuse", "to"), ("refuses", "to"), ("apart", "from"), ("aside", "from")),
+}
+# A denial of these reaches through the verb of the answer: "I do not think that it is 42".
+_OPINION = _words(
+    """
+    think thinks thought believe believes say says saying claim claims suppose mean agree
+    accept agreed sure certain true right correct possible case likely convinced know see
+    clear way chance means doubt clearly buy expect evidence
+    """
+)
+_DOUBT = _words(
+    """
+    doubt doubts doubtful doubted unlikely disagree deny denies denied reject rejects rejected
+    refute refutes disprove disproves impossible
+    """
+)
+_WRONG = _words(
+    """
+    wrong incorrect false mistake mistaken mistakenly wrongly error trap erroneous invalid
+    bogus incorrectly falsely
+    """
+)
+_WRONG_NOUNS = _words(
+    """
+    answer answers result value guess number solution total option choice conclusion claim to
+    that said says
+    """
+)
+_CONDITION = frozenset({"if", "whether", "suppose", "supposing", "assuming", "unless"})
+# They deny what stands next to them alone: "without tax she pays 42".
+_ADJACENT = _words("no without except excepting excluding exclude excludes besides unlike")
+# Verbs of a clause of its own: "Those who do not play are 42".
+_FINITE = _words(
+    """
+    is are was were equals = : gives makes leaves left totals remains remain costs has needs
+    takes that's it's there's there're becomes comes means yields gets
+    """
+)
+_RESTART = _words(
+    """
+    so thus therefore hence but then because since while consequently however instead actually
+    """
+)
+# Of an answer as a subject: "42 people are wrong" counts them.
+_COPULA = re.compile(
+    r"(?:is|was|be|been|seems|looks|sounds|appears|would|could|can|will|might|may|must|should|does"
+    r"|isnt|wasnt|cant|doesnt|wont|cannot|(?!aren|weren|don|haven|didn)\w*n't|s|'s)"
+)
+_JUDGED_WRONG = _words(
+    """
+    wrong incorrect false mistake mistaken mistakenly wrongly error erroneous invalid bogus trap
+    impossible unlikely absurd nonsense excluded ruled rejected refuted disproved inconsistent
+    contradictory untrue doubtful unacceptable
+    """
+)
+_JUDGED_RIGHT = _words(
+    """
+    right correct true it answer answers solution possible valid accepted acceptable so that
+    enough what
+    """
+)
+_FAILS = frozenset({"fails", "failed", "violates", "contradicts", "fail"})
+_WORKS = _words(
+    """
+    work works fit fits satisfy satisfies hold holds count counts equal equals make solve
+    solves match matches add check be been it right correct true possible
+    """
+)
+_EXCESS = frozenset({"large", "small", "big", "high", "low", "much", "many", "few", "little"})
+_AFTERTHOUGHT = _words(
+    """
+    which that this it but and oh wait sorry actually hmm no well the answer result one though
+    """
+)
+
+_MORE_LESS = _words(
+    """
+    more less fewer greater larger smaller higher lower bigger better older younger
+    """
+)
+_BOUNDS = _words(
+    """
+    least most between exceeding below above over under beyond beneath past exceed exceeds
+    exceeded underneath upwards nearly almost within nearing approaching maximally minimally <
+    > <= >= != near
+    """
+)
+_BOUND_PAIRS = {
+    *(("up", "to"), ("excess", "of"), ("short", "of"), ("shy", "of"), ("upwards", "of")),
+    *(("upward", "of"), ("close", "to"), ("closer", "to"), ("nearer", "to"), ("north", "of")),
+    *(("south", "of"), ("limited", "to"), ("capped", "at"), ("out", "of")),
+}
+_ADDING = _words(
+    """
+    add adds adding added sum sums summing total totals totaling count counts comes came goes
+    works worked
+    """
+)
+_AMOUNTS = _words("many much few little high low large small big far long")
+_AFTER_BOUND = _words(
+    """
+    more less fewer greater larger smaller higher lower bigger above below over under beyond
+    up upwards upward another other others something anything else maybe possibly perhaps not
+    even better worse older younger
+    """
+)
+_BOUND_PAIRS_AFTER = {
+    *(("at", limit) for limit in ("most", "least", "best", "worst", "minimum", "maximum")),
+    *(("and", limit) for limit in ("more", "up", "above", "over", "upwards", "upward")),
+}
+_LIMIT_WORDS = _words(
+    """
+    max maximum min minimum tops upwards upward plus minus ish something odd fold
+    """
+)
+
+_PARTS = re.compile(
+    r"(?:half|halve|halves|third|thirds|quarters?|fourths?|(?:fif|six|seven|eigh|nin|ten|twelf|"
+    r"twentie|hundred|thousand)ths?|percent|percentage|per|fraction|portion|part|parts"
+    r"|multiple|multiples|factor|factors|divisor|divisors|reciprocal|inverse|opposite|negative"
+    r"|negation|complement|power|powers|log|logarithm|factorial|double|triple|quadruple|treble"
+    r"|square|squares|cube|cubes|root|roots|digits?|dozens?|hundreds?|thousands?|millions?|billions?"
+    r"|remainder|quotient|square-root|one-half|one-third|two-thirds|one-quarter|three-quarters)"
+)
+_TIMES = _words(
+    """
+    half twice thrice double doubled triple tripled quadruple halve halved treble negative
+    minus root cube square ln log lg sin cos tan exp third tenth sqrt cbrt mod modulo squared
+    cubed
+    """
+)
+_ARTICLES = frozenset({"the", "a", "an", "that", "these", "those", "all", "number", "value"})
+
+MAX_CLAUSE = 24
+"""Maximum number of words before or after an answer that are looked at."""
+
+
+def is_denied(before: Sequence[str], *, answer_follows_number: bool = False) -> bool:
+    """True if the words before an answer deny it, or make it a condition.
+
+    Args:
+      before: the words and signs of its clause before it, in lower case.
+      answer_follows_number: whether the clause starts at another number.
+    """
+    for index, word in enumerate(before):
+        rest = before[index + 1 :]
+        if word in _DOUBT:
+            return True
+        if word in _WRONG and (not rest or rest[0] in _FINITE or rest[0] in _WRONG_NOUNS):
+            return True
+        is_pair = bool(rest) and (word, rest[0]) in _NOT_PAIRS
+        if is_pair and index and before[index - 1] in ("none", "no"):
+            continue  # none other than 42
+        if word in _CONDITION and not answer_follows_number and index < 4:
+            return True
+        if not is_pair and not _NOT.fullmatch(word):
+            continue
+        rest = rest[1:] if is_pair else rest
+        is_apart = any(each not in _ARTICLES | {"for"} for each in rest)
+        if word in _ADJACENT and is_apart and _OPINION.isdisjoint(rest[:2]):
+            continue
+        if rest[:1] == ["only"] or (rest[:1] and rest[0] in ("more", "less", "fewer")):
+            continue  # not only 42; bounds have a rule of their own
+        if any(each in _OPINION for each in rest) or not any(each in _FINITE for each in rest):
+            return True
+    return False
+
+
+def is_bound_before(before: Sequence[str]) -> bool:
+    """True if the words before an answer make it a bound: more than, over, up to."""
+    words = _without_articles(before)
+    if not words:
+        return False
+    if words[-1] in _BOUNDS:
+        return True
+    if len(words) < 2:
+        return False
+    pair = words[-2], words[-1]
+    if len(words) > 2 and words[-3:] in (["or", "equal", "to"], ["or", "equals", "to"]):
+        return True
+    if len(words) > 2 and (words[-3], words[-1]) == ("as", "as") and words[-2] in _AMOUNTS:
+        return True
+    if pair == ("up", "to") and len(words) > 2 and words[-3] in _ADDING:
+        return False
+    return pair in _BOUND_PAIRS or (pair[1] == "than" and pair[0] in _MORE_LESS)
+
+
+def is_part_before(before: Sequence[str]) -> bool:
+    """True if the words before an answer name a part or a multiple of it: half of, twice."""
+    words = _without_articles(before)
+    if not words:
+        return False
+    if words[-1] in _TIMES:
+        return True
+    return (
+        len(words) > 1 and words[-1] in ("of", "from", "as") and bool(_PARTS.fullmatch(words[-2]))
+    )
+
+
+def _without_articles(words: Sequence[str]) -> list[str]:
+    kept = list(words)
+    while kept and kept[-1] in _ARTICLES:
+        kept.pop()
+    return kept
+
+
+def is_bound_after(after: Sequence[str], *, number_follows: bool = False) -> bool:
+    """True if the words after an answer make it a bound: at most, or more, and up."""
+    # 42 and a half
+    if len(after) > 2 and after[0] == "and" and _PARTS.fullmatch(after[2]):
+        return True
+    for index, (word, following) in enumerate(pairwise((*after, ""))):
+        is_last = index + 2 >= len(after)
+        of_next_number = number_follows and is_last
+        if not following:
+            return word in _LIMIT_WORDS and index < 3
+        if (word, following) == ("give", "or"):
+            return True
+        if (word, following) in _BOUND_PAIRS_AFTER and not of_next_number:
+            return True
+        if word == "or" and following in _AFTER_BOUND:
+            return not of_next_number
+    return False
+
+
+def is_judged_wrong(after: Sequence[str], *, is_bare: bool = True) -> bool:
+    """True if the words after an answer call it wrong.
+
+    Args:
+      after: the words of its clause after it, in lower case.
+      is_bare: whether the first of them follows the answer itself, and not what it counts.
+    """
+    words = list(after)
+    if not words:
+        return False
+    if words[0] in _FAILS and is_bare:
+        return True
+    if words[0] == "not" and len(words) == 1:
+        return True
+    verb = next((n for n, word in enumerate(words[:4]) if _COPULA.fullmatch(word)), None)
+    if verb is None:
+        return words[0] in _WRONG and len(words) == 1
+    predicate = words[verb:]
+    if any(word in _JUDGED_WRONG for word in predicate) or (
+        predicate[1:2] in (["out"], ["off"]) and predicate[2:] in ([], ["of", "the", "question"])
+    ):
+        return not any(_NOT.fullmatch(word) for word in predicate)
+    if any(word == "too" and following in _EXCESS for word, following in pairwise(predicate)):
+        return True
+    negated = next((n for n, word in enumerate(predicate) if _NOT.fullmatch(word)), None)
+    if negated is None:
+        return False
+    rest = predicate[negated + 1 :]
+    if not rest or any(word in _JUDGED_RIGHT for word in rest):
+        return True
+    return verb == 0 and is_bare and any(word in _WORKS for word in rest[:3])
+
+
+def is_taken_back(words: Sequence[str]) -> bool:
+    """True if the words that follow an answer behind a stop or a comma take it back: "No.",
+    "that is wrong", "which is not it"."""
+    kept = list(words)
+    if kept[:1] in (["no"], ["nope"], ["not"], ["wrong"], ["incorrect"], ["false"], ["never"]):
+        return len(kept) == 1 or kept[1] in (
+            "really",
+            "wait",
+            "sorry",
+            "at",
+            "answer",
+            "no",
+            "that",
+        )
+    if kept[:2] in (["just", "kidding"], ["or", "not"], ["or", "maybe"]) or kept == [
+        "maybe",
+        "not",
+    ]:
+        return True
+    while kept and kept[0] in _AFTERTHOUGHT:
+        kept.pop(0)
+    if len(kept) == len(words) and not _COPULA.fullmatch(kept[0] if kept else ""):
+        return False
+    if not kept or not _COPULA.fullmatch(kept[0]):
+        return bool(kept) and len(kept) == 1 and kept[0] in _WRONG
+    return is_judged_wrong(kept)
+
+
+def is_restart(before: str, word: str, after: str) -> bool:
+    """True if a word starts a clause that what is before it does not deny: so, but, then.
+
+    Args:
+      before, after: the words beside it; "anything but" and "instead of" deny what follows.
+    """
+    if word not in _RESTART:
+        return False
+    if word == "but":
+        return before not in ("anything", "everything", "nothing", "all", "any")
+    return word != "instead" or after != "of"
+
+
+def last_clause(words: Sequence[str]) -> Sequence[str]:
+    """The words behind the last one that starts a clause."""
+    padded = ["", *words, ""]
+    starts = (n for n in range(len(words), 0, -1) if is_restart(*padded[n - 1 : n + 2]))
+    return words[next(starts, 0) :]

@@ -1,0 +1,212 @@
+"""Answers that are words or letters: "Monday", "B", "yes", "10:30".
+
+In running text the word after the last "answer is" (or "answer:") is the answer, whatever later
+sentences say. Without these words it is the one with which the text begins ("B, because ..."), or
+the one that its last statement names ("so it is B"). It must be the only one: "B or C", "yes and
+no" and "Monday? Or Tuesday?" state none.
+"""
+
+import re
+import unicodedata
+from collections.abc import Iterator
+
+from .denials import is_denied, is_judged_wrong, is_taken_back, last_clause
+from .notation import DASH, plain_notation
+
+MAX_REFERENCE_LENGTH = 200
+"""Maximum length of a reference answer that is words."""
+MAX_LENGTH = 1_000
+"""Number of characters of running text that are read, from its end."""
+_PUNCTUATION = ".,;:!?*_'\"` \t\r\n()[]{}$"
+_BLANKS = re.compile(r"\s+")
+_ARTICLES = (
+    r"(?:the\s+|an?\s+(?!\s*[).]|$)|on\s+|in\s+|option\s+|choice\s+|letter\s+|definitely\s+)*"
+)
+_STRONG = re.compile(
+    r"(?:\b(?:answer|solution)\b[^.\n]{0,40}?(?:\bis\b|\bare\b|\bbe\b|[:=]|\s[-\u2013;]\s)"
+    rf"|(?m:^\s*(?:A|Ans)\s*:))[\s*:]*{_ARTICLES}",
+    re.IGNORECASE,
+)
+_WEAK = re.compile(
+    r"(?:\b(?:is|are|be|was|it's|that's|choose|choice|option|select|pick|say|so|hence|thus"
+    r"|therefore|leaving|leaves)(?![\w'])|\bnot\b[^.?!\n]{1,40}\bbut\b(?: rather)?|=|:(?!\d))\s*"
+    + _ARTICLES,
+    re.IGNORECASE,
+)
+# An alternative follows: "or Tuesday", ", Tuesday.", "/ Tuesday", "? No".
+_GOES_ON = re.compile(
+    r"\s*(?:[?!.,;)]*\s*\b(?:or|vs|versus|alternatively|maybe|perhaps|possibly)\b|(?:\band\b|[/|&])\s*\w"
+    r"|[,;]\s*\w+\s*(?:$|[,.;!?]|\bor\b|\band\b)|\?\s*(?:no|not|maybe|or|perhaps)\b)",
+    re.IGNORECASE,
+)
+_REASON = re.compile(r"\s*(?:$|[,.;:!)\n\u2013-]|because\b|since\b|as\b|for\b)", re.IGNORECASE)
+_RIGHT = re.compile(
+    r"[\s*).:]*(?:is|would be|must be|seems|looks)\s+(?:the\s+|my\s+)?(?:\w+\s+)?"
+    r"(?:answer|correct|right|best|choice|option|true)\b",
+    re.IGNORECASE,
+)
+_CORRECTED = re.compile(r"\b(?:wait|actually|but|however|sorry|or|no|not|instead)\b", re.IGNORECASE)
+_CLOCK = re.compile(r"\d{1,2}:\d{2}(?::\d{2})?(?:\s*[ap]\.?\s?m\.?)?", re.IGNORECASE)
+_SHORT = 4
+"""Maximum number of words of a text without a verb that is judged as an answer."""
+_OPPOSITES = {"yes": "no", "no": "yes", "true": "false", "false": "true"}
+_POLAR = re.compile(
+    r"\b(?:yes|true|false)\b|\bno\b(?=\s*(?:$|[,.;:!?)\n]|because\b|since\b|as\b))", re.IGNORECASE
+)
+_LETTER = re.compile(r"[\s$(\[*\"']*([A-Z])(?![\w'-])(?!\s+(?:think|am|would|will|have)\b)")
+_OPTION = re.compile(
+    r"\W*(?:option\s+|choice\s+)?([A-Za-z])\s*(?:[).:]|\s[-\u2013;]\s|,|\n|$)", re.IGNORECASE
+)
+_OPTION_MARK = re.compile(r"\([A-Za-z]\)|\b[A-Z][).:]\s")
+_LETTERS_ALONE = re.compile(r"\(([A-Za-z])\)|(?<![\w'.])([B-HJ-Z])(?![\w'])")
+_TWO_LETTERS = re.compile(r"(?<![\w'])[A-Z]\)?\s*(?:\b(?:or|and|nor)\b|[,/&])\s*\(?[A-Z](?![\w'])")
+_SYMBOLS = {"So", "Sm", "No", "Lo"}
+
+
+def is_word_answer(reference: str) -> bool:
+    """True if a reference answer, which states no number, is words or a letter."""
+    if _CLOCK.fullmatch(reference.strip()):
+        return True
+    text = normalize_words(reference)
+    if len(text) > MAX_REFERENCE_LENGTH or any(mark in text for mark in "^_\\=+<>|{}"):
+        return False
+    words = re.findall(r"[^\W\d_]+", text)
+    if re.search(r"[-/]", text) and all(len(word) == 1 for word in words):
+        return False  # p - q, -x
+    signs = re.sub(r"[\s'.,:;!?&/()-]", "", text)
+    return any(_is_letter(sign) for sign in signs) and all(
+        sign.isalnum() or _is_letter(sign) for sign in signs
+    )
+
+
+def _is_letter(sign: str) -> bool:
+    return sign.isalpha() or (not sign.isascii() and unicodedata.category(sign) in _SYMBOLS)
+
+
+def normalize_words(text: str) -> str:
+    """A text in lower case without typesetting, marks, brackets, blanks and stops at its ends."""
+    return _BLANKS.sub(" ", plain_notation(text)).strip(_PUNCTUATION).casefold()
+
+
+def states_reference(reference: str, text: str, *, marked: bool) -> bool | None:
+    """True if a text states the reference answer; None if it states nothing that can be read.
+
+    Args:
+      marked: whether the text is marked as the answer; otherwise it is running text.
+    """
+    wanted, normalized = normalize_words(reference), normalize_words(text)
+    if not normalized:
+        return None
+    if normalized == wanted:
+        return True
+    plain = plain_notation(text[-MAX_LENGTH:], marked=marked)
+    if plain.lstrip()[:1] in ("-", DASH):
+        return False  # -x is not x
+    if len(wanted) == 1 and wanted.isalpha():
+        is_stated = _states_letter(wanted, plain)
+    elif wanted in _OPPOSITES:
+        is_stated = _states_polar(wanted, plain)
+    else:
+        is_stated = _states_words(wanted, plain)
+    if is_stated is not None:
+        return is_stated
+    is_short = len(normalized.split()) <= max(_SHORT, 2 * len(wanted.split()))
+    return False if marked or is_short else None
+
+
+def _claims(text: str, anchor: re.Pattern[str]) -> Iterator[tuple[str, str]]:
+    """What stands before each anchor in its clause, and all that stands behind it, from the last
+    anchor to the first."""
+    for match in reversed(list(anchor.finditer(text))):
+        clause = re.split(r"[.!?,;\n]", text[: match.start()])[-1]
+        yield f"{clause} {match[0]}", text[match.end() :]
+
+
+def _is_stated(wanted: str, before: str, rest: str) -> bool:
+    """True if the text behind an anchor begins with the wanted answer alone."""
+    rest = rest.lstrip(_PUNCTUATION)
+    after = rest[len(wanted) :]
+    if rest[: len(wanted)].casefold() != wanted or re.match(r"\w|[-'\u2019]\w", after):
+        return False
+    # New York City is not New York.
+    if len(wanted) > 1 and re.match(r"\s+[A-Z][a-z]", after):
+        return False
+    return not _goes_on(after) and not _denied(before)
+
+
+def _denied(before: str) -> bool:
+    return is_denied(last_clause(re.findall(r"[\w']+|[=:]", before.lower())))
+
+
+def _goes_on(after: str) -> bool:
+    """True if what follows an answer names another one, or takes it back."""
+    after = after.lstrip(")]*'\"")
+    if _GOES_ON.match(after.lstrip(".)]*'\"")) or _GOES_ON.match(after):
+        return True
+    clause, *later = re.split(r"[.,;:!?\n()]+|\b(?:because|since|as|for)\b", after, maxsplit=2)
+    if is_judged_wrong(re.findall(r"[\w']+", clause.lower())):
+        return True
+    words = re.findall(r"[\w']+", later[0].lower())[:12] if later and not clause.strip() else []
+    return bool(words) and is_taken_back(words)
+
+
+def _states_words(wanted: str, text: str) -> bool | None:
+    for before, rest in _claims(text, _STRONG):
+        if not _denied(before):
+            return _is_stated(wanted, before, rest)
+    begin = text.lstrip(_PUNCTUATION)
+    after = begin[len(wanted) :]
+    if begin[: len(wanted)].casefold() == wanted and (
+        _RIGHT.match(after) or (_REASON.match(after) and not _CORRECTED.search(after))
+    ):
+        return not _goes_on(after)
+    for before, rest in _claims(text, _WEAK):
+        return _is_stated(wanted, before, rest)
+    return None
+
+
+def _states_polar(wanted: str, text: str) -> bool | None:
+    for before, rest in _claims(text, _STRONG):
+        if not _denied(before) and re.match(r"\W*(?:yes|no|true|false)\b", rest, re.IGNORECASE):
+            return _is_stated(wanted, before, rest)
+    found = {
+        match[0].lower()
+        for match in _POLAR.finditer(text)
+        if not _denied(re.split(r"[.!?,;\n]", text[: match.start()])[-1])
+    }
+    relevant = found & {wanted, _OPPOSITES[wanted]}
+    if not relevant:
+        return False if _POLAR.search(text) else None
+    return relevant == {wanted}
+
+
+def _states_letter(wanted: str, text: str) -> bool | None:
+    for anchor in (_STRONG, _WEAK):
+        for before, rest in _claims(text, anchor):
+            if not _denied(before) and (letter := _LETTER.match(rest) or _lone(rest)):
+                after = rest[letter.end() :]
+                return letter[1].casefold() == wanted and not _goes_on(after)
+    for letter in reversed(list(re.finditer(r"(?<![\w'])\(?([A-Z])\)?(?![\w'])", text))):
+        if _RIGHT.match(text[letter.end() :]):
+            return letter[1].casefold() == wanted and not re.search(
+                r"\b(?:and|or)\W*$", text[: letter.start()]
+            )
+    if (option := _OPTION.match(text)) is not None:
+        rest = (
+            text[option.end() - 1 :]
+            if text[option.end() - 1 : option.end()] == ","
+            else text[option.end() :]
+        )
+        other = _OPTION_MARK.search(rest)
+        return option[1].casefold() == wanted and other is None and not _goes_on(rest)
+    letters = list(_LETTERS_ALONE.finditer(text))
+    if len(letters) != 1 or _TWO_LETTERS.search(text):
+        return False if letters else None
+    clause = re.split(r"[.!?,;\n]", text[: letters[0].start()])[-1]
+    is_wanted = (letters[0][1] or letters[0][2]).casefold() == wanted
+    return is_wanted and not _denied(clause) and not _goes_on(text[letters[0].end() :])
+
+
+def _lone(rest: str) -> re.Match[str] | None:
+    """A small letter that stands alone behind an anchor: "(b)", "b."."""
+    return re.match(r"[\s$(\[*\"']*([a-z])(?=[\s$*]*(?:[).,;!?\]]|$))", rest)
