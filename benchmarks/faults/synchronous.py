@@ -66,6 +66,9 @@ SOMETIMES = (
     "rdma_throughput",
     "disk_usage",
 )
+GAUGES = ("gpu_duty_cycle", "gpu_power_draw", "gpu_clock", "gpu_temperature")
+"""Readings of the last seconds; the others are means between two readings, as of counters and of
+DCGM's profiling metrics."""
 SENSOR = {
     "pfc_tx_packet_rate": 0.5,
     "cpu_usage": 0.12,
@@ -102,7 +105,6 @@ class Synchronous:
       seconds: length of the record.
       earliest: seconds before which no fault begins.
       period: seconds between two samples; None samples it from 1 to 30.
-      restarts: true if the job may restart with other roles.
     """
 
     level: str | None = None
@@ -143,7 +145,7 @@ def simulate(settings: Synchronous, seed: int) -> Incident:
     names = tuple(f"node-{row:04d}" for row in range(count))
     metrics = ALWAYS + tuple(name for name in SOMETIMES if random.random() < 0.5)
     values = _metrics(metrics, shares, fault, random)
-    values = _sampled(values, period, random)
+    values = _sampled(values, metrics, period, random)
     fleet = Fleet(names, metrics, START, float(period), values)
     job = Job(np.arange(count) // depth, np.arange(count) % depth, shares[BUSY], time, time)
     if fault is None:
@@ -187,13 +189,8 @@ def _states(
     compute = (length - communicate - optimize) / fill * np.maximum(loads, 0.5)[stage] * speed
     schedule = _Schedule(settings.seconds, random)
     stragglers = _stragglers(settings.seconds, count, random)
-    edges, spent = [np.zeros(1)], [np.zeros((STATES, count, 1))]
     now, total = 0.0, np.zeros((STATES, count))
-    breaks: list[np.ndarray] = []  # per machine times
-    history: list[np.ndarray] = []
-    del edges, spent
-    breaks.append(np.zeros(count))
-    history.append(total.copy())
+    breaks, history = [np.zeros(count)], [total]
 
     def advance(durations: np.ndarray, until: np.ndarray) -> None:
         nonlocal total
@@ -207,26 +204,20 @@ def _states(
             state, seconds = pause
             durations = np.zeros((STATES, count))
             durations[state] = seconds
-            if state == EVALUATE:  # the forward pass waits for the slowest stage too
-                busy = compute / compute.max()
-                durations[EVALUATE], durations[SPIN] = seconds * busy, seconds * (1 - busy)
+            if state == EVALUATE:  # the forward pass waits for the slowest machine too
+                busy, gap, _ = _slowed(compute.copy(), fault, now)
+                seconds *= (busy + gap).max() / compute.max()
+                shares = np.stack([busy, gap]) / (busy + gap).max()
+                durations[[EVALUATE, GAP]] = seconds * shares
+                durations[SPIN] = seconds * (1 - shares.sum(axis=0))
             advance(durations, np.full(count, now + seconds))
             now += seconds
             continue
         work = compute * random.lognormal(0, jitter) * random.lognormal(0, 0.004, count)
-        gap, moving = np.zeros(count), communicate
+        busy, gap, moved = _slowed(work, fault, now)
         for machine, begin, end, size in stragglers:
             if begin <= now < end:
-                gap[machine] += (size - 1) * work[machine]
-        busy = work.copy()
-        if fault is not None:
-            slow, row = fault.slowdown(now), fault.machine
-            if fault.kind in ("slow clock", "thermal throttling"):
-                busy[row] *= slow
-            elif fault.kind == "degraded link":
-                moving = max(communicate * (1 + 3 * (slow - 1)), communicate)
-            else:
-                gap[row] += (slow - 1) * work[row]
+                gap[machine] += min((size - 1) * work[machine], end - now)
         occupied = (busy + gap).reshape(-1, depth)
         slowest = occupied.max(axis=1)
         rest = (occupied.sum(axis=1) - slowest) / microbatches
@@ -239,7 +230,7 @@ def _states(
         durations[SPIN] = longest - pipeline + 1e-6
         now += longest + 1e-6
         advance(durations, np.full(count, now))
-        for state, seconds in ((COMMUNICATE, moving), (OPTIMIZE, optimize)):
+        for state, seconds in ((COMMUNICATE, moved * communicate), (OPTIMIZE, optimize)):
             durations = np.zeros((STATES, count))
             durations[state] = seconds
             now += seconds
@@ -251,6 +242,24 @@ def _states(
         for state in range(STATES):
             shares[state, row] = np.diff(np.interp(time, at[row], integrals[state, row]))
     return shares, time[:-1]
+
+
+def _slowed(
+    busy: np.ndarray, fault: _Fault | None, now: float
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """Seconds of computing and of stalls of each machine, and how much longer transfers take."""
+    gap = np.zeros(len(busy))
+    if fault is None:
+        return busy, gap, 1.0
+    slow, row = fault.slowdown(now), fault.machine
+    if fault.kind == "degraded link":
+        return busy, gap, 1 + 3 * (slow - 1)
+    if fault.kind in ("slow clock", "thermal throttling"):
+        busy = busy.copy()
+        busy[row] *= slow
+    else:
+        gap[row] = (slow - 1) * busy[row]
+    return busy, gap, 1.0
 
 
 class _Schedule:
@@ -297,7 +306,6 @@ def _metrics(
     slow = np.ones(seconds)
     if fault is not None:
         slow = np.array([fault.slowdown(second) for second in range(seconds)])
-    power = None
     for column, name in enumerate(metrics):
         source = "gpu_power_draw" if name == "gpu_temperature" else name
         levels = np.array(LEVELS[source])
@@ -317,7 +325,6 @@ def _metrics(
         if name in ("gpu_duty_cycle", "graphics_engine_activity", "sm_activity", "cpu_usage"):
             np.minimum(value, 100, out=value)
         values[:, column] = value
-    del power
     return values
 
 
@@ -369,17 +376,24 @@ def _wander(count: int, seconds: int, random: np.random.Generator) -> np.ndarray
     return knots[:, left] * (1 - time + left) + knots[:, left + 1] * (time - left)
 
 
-def _sampled(values: np.ndarray, period: int, random: np.random.Generator) -> np.ndarray:
-    """Means over the period, or in some fleets the second that each machine is read in."""
-    count, metrics, seconds = values.shape
-    blocks = values[:, :, : seconds // period * period].reshape(count, metrics, -1, period)
+def _sampled(
+    values: np.ndarray, metrics: tuple[str, ...], period: int, random: np.random.Generator
+) -> np.ndarray:
+    """Means over the period; in some fleets each machine is read at its own second of it.
+
+    There gauges are means over their last seconds, while counters give means over the period.
+    """
+    count, _, seconds = values.shape
+    size = seconds // period - 1
+    offsets = np.zeros(count, int)
+    gauge = np.zeros(len(metrics), bool)
     if period > 1 and random.random() < 0.3:
-        offset = random.integers(period, size=count)
-        last = np.maximum(offset - 4, 0)  # rates and activity are means over some seconds
-        out = np.stack(
-            [blocks[row, :, :, last[row] : offset[row] + 1].mean(2) for row in range(count)]
-        )
-    else:
-        out = blocks.mean(3)
-    out[np.broadcast_to((random.random((count, 1, out.shape[2])) < 0.01), out.shape)] = np.nan
-    return out.astype(np.float32)
+        offsets = random.integers(period, size=count)
+        gauge = np.array([name in GAUGES for name in metrics])
+    out = np.empty((count, len(metrics), size), np.float32)
+    for row, offset in enumerate(offsets.tolist()):
+        blocks = values[row, :, offset : offset + size * period].reshape(-1, size, period)
+        recent = blocks[:, :, -min(period, 5) :].mean(2)
+        out[row] = np.where(gauge[:, None], recent, blocks.mean(2))
+    out[np.broadcast_to(random.random((count, 1, size)) < 0.01, out.shape)] = np.nan
+    return out

@@ -14,7 +14,8 @@ from jaxtyping import Float, Float64, Int
 from jrl.faults.collect.fleet import NO_MACHINE, Alarm, Fleet, Report, Trace
 from jrl.faults.collect.vocabulary import PRIORITY, find_recorded, groups_of, search_order
 from jrl.faults.outlier import MAD_TO_STD, nan_median, sorted_median
-from jrl.faults.pauses import Grid, comparable_windows
+from jrl.faults.pauses import SAME_WORK, Grid, Work
+from jrl.faults.rhythm import step_seconds
 
 LONGEST_PERIOD = 60.0
 """Maximum seconds between two samples, as four minutes have too few samples beyond it."""
@@ -28,6 +29,9 @@ ONE_IN, PIPELINE = 50, 16
 pipeline."""
 LOG_OFFSET = 0.1
 """Share of the typical value that is added before the logarithm, so that zero is finite."""
+ACROSS = 0.25
+"""Minimum ratio, as a logarithm, by which a machine moves away from the others while their work
+changes: ratios of healthy machines change by less from one kind of work to another."""
 JOINT = " + "
 """Separator of the metrics in the name of a group."""
 
@@ -123,11 +127,22 @@ class ShiftDetector:
             hop=self.hop,
             continuity=self.continuity,
             recent=self.recent,
+            step=step_seconds(fleet, self.continuity / 2),
         )
         reason = self._incomparable_reason(fleet, grid)
         if reason:
             return Report([], (reason,), comparable=False)
-        windows = comparable_windows(fleet, grid)
+        work = Work.find(fleet, grid)
+        report = self._compare(fleet, grid, work.windows[work.same])
+        if report.alarms or work.same.all():
+            return report
+        across = self._compare(fleet, grid, work.windows)
+        return across if across.alarms or not report.comparable else report
+
+    def _compare(
+        self, fleet: Fleet, grid: Grid, windows: Int[np.ndarray, "selected"]
+    ) -> Report:
+        """Report on some windows, of the same work or of all kinds."""
         if len(windows) < grid.overlap + grid.length + self._first_moment(fleet, grid):
             reason = (
                 "the fleet did the same work, without a pause, for too short a time: no verdict."
@@ -136,6 +151,8 @@ class ShiftDetector:
         names = find_recorded(self.metrics, fleet.metrics)
         if not self.metrics:
             names = search_order(PRIORITY, fleet.metrics)
+        across = ACROSS / self.threshold
+        changing: set[str] = set()
         notes: list[str] = []
         deviations: dict[str, np.ndarray] = {}
         for name in names:
@@ -146,7 +163,10 @@ class ShiftDetector:
             elif np.ptp(values[finite]) == 0:
                 notes.append(f"metric {name!r} is {values[finite][0]:g} everywhere: not compared.")
             else:
-                deviations[name] = deviation(values, grid, windows, self.resolution)
+                deviations[name], changes = deviation(
+                    values, grid, windows, self.resolution, across
+                )
+                changing |= {name} if changes else set()
         if not deviations:
             notes.append("no metric can be compared: no verdict.")
             return Report([], tuple(notes), comparable=False)
@@ -158,7 +178,8 @@ class ShiftDetector:
         ]
         for group in groups_of(deviations):
             of_group = [deviations[name] for name in group]
-            deviations[JOINT.join(group)] = _combine_deviations(of_group, grid)
+            least = 1.0 if changing.intersection(group) else 1.0 / len(group)
+            deviations[JOINT.join(group)] = _combine_deviations(of_group, grid, least)
         times = fleet.start + grid.hop * fleet.period * windows
         return self._verdict(fleet, grid, times, deviations, tuple(notes))
 
@@ -277,23 +298,43 @@ def deviation(
     grid: Grid,
     windows: Int[np.ndarray, "selected"],
     resolution: float | int,
-) -> Deviations:
+    across: float | int | None = None,
+) -> tuple[Deviations, bool]:
     """Deviation of each machine from the others in some windows, in spreads, see `ShiftDetector`.
 
-    NaN without samples, and for all machines where fewer than three have any.
+    NaN without samples, and for all machines where fewer than three have any. The second is true if
+    the fleet's own level changes: then it is of ratios, with the resolution `across`.
     """
     used = np.zeros(values.shape[1], bool)
     for offset in range(grid.width):
         used[windows * grid.hop + offset] = True
     typical = _typical(values[:, used])
-    if heavy_tailed(values[:, used]):
+    middles = grid.middles(values)
+    changes = across is not None and changes_level(grid.means(middles)[:, windows], typical, grid)
+    if changes or heavy_tailed(values[:, used]):
         # In units of the metric again, so that `resolution` means the same.
         logs = np.log(np.maximum(values, 0) / typical + LOG_OFFSET)
-        values = (typical * logs).astype(np.float32)
-    middle = grid.medians(values)[:, windows]
-    enough = np.isfinite(middle).sum(axis=0) >= 3
-    away = np.where(enough, middle - nan_median(middle, 0), np.nan)
-    return away / _spreads(away, grid, resolution * typical)[:, None]
+        middles = grid.middles((typical * logs).astype(np.float32))
+    away = _from_others(grid.means(middles)[:, windows])
+    apart = away if grid.width == grid.part else _from_others(middles[:, windows])
+    least = typical * (across if changes else resolution)
+    return away / _spreads(apart, grid, least)[:, None], bool(changes)
+
+
+def changes_level(levels: Deviations, typical: float, grid: Grid) -> bool:
+    """True if the median of all machines differs by `SAME_WORK` for more than `recent` windows."""
+    fleet_level = np.maximum(nan_median(levels, 0), 0) / typical + LOG_OFFSET
+    fleet_level = fleet_level[np.isfinite(fleet_level)]
+    if fleet_level.size == 0:
+        return False
+    ratio = np.abs(np.log(fleet_level / np.median(fleet_level)))
+    return int((ratio > np.log(SAME_WORK)).sum()) > grid.recent
+
+
+def _from_others(values: Float[np.ndarray, "machine window"]) -> Deviations:
+    """Difference from the median over all machines; NaN where fewer than three have any."""
+    enough = np.isfinite(values).sum(axis=0) >= 3
+    return np.where(enough, values - nan_median(values, 0), np.nan)
 
 
 def _spreads(away: Deviations, grid: Grid, least: float) -> Float[np.ndarray, "machine"]:
@@ -335,13 +376,15 @@ def heavy_tailed(values: Float[np.ndarray, "machine time"]) -> bool:
     return bool(high - middle > HEAVY_TAIL_RATIO * (middle - low))
 
 
-def _combine_deviations(deviations: Sequence[np.ndarray], grid: Grid) -> np.ndarray:
+def _combine_deviations(
+    deviations: Sequence[np.ndarray], grid: Grid, least: float
+) -> np.ndarray:
     """Mean of deviations that one cause moves together, in units of the mean's own spread.
 
     The mean of independent metrics varies less than each of them, that of equal ones as much.
     """
     mean = sum(deviations[1:], deviations[0]) / len(deviations)
-    return mean / _spreads(mean, grid, 1.0 / len(deviations))[:, None]
+    return mean / _spreads(mean, grid, least)[:, None]
 
 
 def _gaps(

@@ -28,7 +28,7 @@ def test_the_scores_against_the_definition_in_loops():
     away[1] += 0.25 * np.arange(-30, 30)
     away[0, 40:] -= 3
     away[3] += np.repeat([0, 8, 4, 1, 8], [24, 8, 8, 2, 18])
-    grid = Grid(width=3, hop=1, overlap=3, length=8, recent=4, lag=6)
+    grid = Grid(width=3, part=3, hop=1, overlap=3, length=8, recent=4, lag=6)
     scores, sides = onset_scores(away, grid, 0.75)
     few, _ = onset_scores(away, grid, 0.75, 1.0)
     np.testing.assert_array_equal(few[scores.max(axis=1) >= 1], scores[scores.max(axis=1) >= 1])
