@@ -117,7 +117,7 @@ class Grid:
         """Mean of the parts in each window; of windows that are one part they are the same."""
         if self.width == self.part:
             return middles
-        return _moving_mean(middles, (self.width - self.part) // self.hop + 1)
+        return moving_mean(middles, (self.width - self.part) // self.hop + 1)
 
     def lower_quartiles(
         self, values: Float[np.ndarray, "row time"]
@@ -196,7 +196,7 @@ def middle_mean(ordered: Float[np.ndarray, "row window sample"]) -> np.ndarray:
     return np.where(count > 0, total / np.maximum(count - 2 * cut, 1), np.nan)
 
 
-def _moving_mean(
+def moving_mean(
     values: Float[np.ndarray, "row window"], count: int
 ) -> Float[np.ndarray, "row moment"]:
     """Mean over each `count` entries that follow each other, without NaN; NaN if all are."""

@@ -8,18 +8,21 @@ import numpy as np
 from jaxtyping import Float
 
 from jrl.faults.collect.fleet import Fleet
-from jrl.faults.pauses import activity_metrics
+from jrl.faults.outlier import nan_median
+from jrl.faults.pauses import activity_metrics, moving_mean
 
 MAX_SAMPLED = 16
 """Maximum number of machines whose rhythm is averaged."""
+ALTERNATES = 0.08
+"""Least relative standard deviation, over the metrics of activity, by which windows alternate."""
 CLEAR = 0.25
 """Least height of a peak of the autocorrelation above the least value before it."""
 NEARLY = 0.8
 """Of peaks that are nearly as high the shortest is the step; the others are its multiples."""
 
 
-def step_seconds(fleet: Fleet, longest: float | int) -> float:
-    """Seconds of a training step of at most `longest`; 0 if there is no clear rhythm.
+def step_seconds(fleet: Fleet, longest: float | int, window: float | int) -> float:
+    """Seconds of a training step of at most `longest`; 0 if means over `window` hardly alternate.
 
     If the step changes, as by a fault for which all wait, it is the longer of two: each half of the
     record has its own.
@@ -31,6 +34,7 @@ def step_seconds(fleet: Fleet, longest: float | int) -> float:
         return 0.0
     half = fleet.num_samples // 2
     values = fleet.values[rows][:, columns].reshape(-1, fleet.num_samples)
+    values = moving_mean(values, max(1, round(window / fleet.period)))
     lags = [_period(part, most) for part in (values[:, :half], values[:, half:])]
     return max(lags) * fleet.period
 
@@ -40,8 +44,8 @@ def _period(values: Float[np.ndarray, "row time"], most: int) -> int:
     size = values.shape[1]
     if size < 3 * most:
         return 0
-    middle = np.nanmedian(np.where(np.isfinite(values), values, np.nan), axis=1, keepdims=True)
-    rest = np.nan_to_num(values - middle)
+    middle = nan_median(values, 1)[:, None]
+    rest = np.nan_to_num((values - middle) / np.maximum(np.abs(middle), 1e-9))
     # A pause is far from all else, once: it is limited to what a step does.
     limit = np.quantile(np.abs(rest), 0.8, axis=1, keepdims=True)
     rest = np.clip(rest, -limit, limit)
@@ -50,10 +54,12 @@ def _period(values: Float[np.ndarray, "row time"], most: int) -> int:
     correlation = np.fft.irfft(power.sum(axis=0))[: most + 2]
     if not correlation[0] > 0:
         return 0
+    variance = correlation[0] / values.size
     correlation = correlation / correlation[0] * size / (size - np.arange(most + 2))
     before = np.minimum.accumulate(correlation)
     lags = np.arange(2, most + 1)
     peak = (correlation[lags] >= correlation[lags - 1]) & (correlation[lags] > correlation[lags + 1])
+    peak &= correlation[lags] * variance > ALTERNATES**2
     clear = peak & (correlation[lags] - before[lags] > CLEAR)
     if not clear.any():
         return 0

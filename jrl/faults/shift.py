@@ -127,7 +127,7 @@ class ShiftDetector:
             hop=self.hop,
             continuity=self.continuity,
             recent=self.recent,
-            step=step_seconds(fleet, self.continuity / 2),
+            step=step_seconds(fleet, self.continuity / 2, self.window),
         )
         reason = self._incomparable_reason(fleet, grid)
         if reason:
@@ -136,13 +136,13 @@ class ShiftDetector:
         report = self._compare(fleet, grid, work.windows[work.same])
         if report.alarms or work.same.all():
             return report
-        across = self._compare(fleet, grid, work.windows)
+        across = self._compare(fleet, grid, work.windows, across=True)
         return across if across.alarms or not report.comparable else report
 
     def _compare(
-        self, fleet: Fleet, grid: Grid, windows: Int[np.ndarray, "selected"]
+        self, fleet: Fleet, grid: Grid, windows: Int[np.ndarray, "selected"], across: bool = False
     ) -> Report:
-        """Report on some windows, of the same work or of all kinds."""
+        """Report on some windows, of the same work or across all kinds."""
         if len(windows) < grid.overlap + grid.length + self._first_moment(fleet, grid):
             reason = (
                 "the fleet did the same work, without a pause, for too short a time: no verdict."
@@ -151,7 +151,7 @@ class ShiftDetector:
         names = find_recorded(self.metrics, fleet.metrics)
         if not self.metrics:
             names = search_order(PRIORITY, fleet.metrics)
-        across = ACROSS / self.threshold
+        coarse = ACROSS / self.threshold
         changing: set[str] = set()
         notes: list[str] = []
         deviations: dict[str, np.ndarray] = {}
@@ -163,10 +163,10 @@ class ShiftDetector:
             elif np.ptp(values[finite]) == 0:
                 notes.append(f"metric {name!r} is {values[finite][0]:g} everywhere: not compared.")
             else:
-                deviations[name], changes = deviation(
-                    values, grid, windows, self.resolution, across
-                )
-                changing |= {name} if changes else set()
+                ratios = across or changes_level(values, grid, windows)
+                changing |= {name} if ratios else set()
+                resolution = coarse if ratios else self.resolution
+                deviations[name] = deviation(values, grid, windows, resolution, ratios=ratios)
         if not deviations:
             notes.append("no metric can be compared: no verdict.")
             return Report([], tuple(notes), comparable=False)
@@ -298,37 +298,36 @@ def deviation(
     grid: Grid,
     windows: Int[np.ndarray, "selected"],
     resolution: float | int,
-    across: float | int | None = None,
-) -> tuple[Deviations, bool]:
+    ratios: bool = False,
+) -> Deviations:
     """Deviation of each machine from the others in some windows, in spreads, see `ShiftDetector`.
 
-    NaN without samples, and for all machines where fewer than three have any. The second is true if
-    the fleet's own level changes: then it is of ratios, with the resolution `across`.
+    NaN without samples, and for all machines where fewer than three have any. Logarithms if
+    `ratios`, and for heavy tails.
     """
     used = np.zeros(values.shape[1], bool)
     for offset in range(grid.width):
         used[windows * grid.hop + offset] = True
     typical = _typical(values[:, used])
-    middles = grid.middles(values)
-    changes = across is not None and changes_level(grid.means(middles)[:, windows], typical, grid)
-    if changes or heavy_tailed(values[:, used]):
+    if ratios or heavy_tailed(values[:, used]):
         # In units of the metric again, so that `resolution` means the same.
         logs = np.log(np.maximum(values, 0) / typical + LOG_OFFSET)
-        middles = grid.middles((typical * logs).astype(np.float32))
+        values = (typical * logs).astype(np.float32)
+    middles = grid.middles(values)
     away = _from_others(grid.means(middles)[:, windows])
     apart = away if grid.width == grid.part else _from_others(middles[:, windows])
-    least = typical * (across if changes else resolution)
-    return away / _spreads(apart, grid, least)[:, None], bool(changes)
+    return away / _spreads(apart, grid, resolution * typical)[:, None]
 
 
-def changes_level(levels: Deviations, typical: float, grid: Grid) -> bool:
-    """True if the median of all machines differs by `SAME_WORK` for more than `recent` windows."""
-    fleet_level = np.maximum(nan_median(levels, 0), 0) / typical + LOG_OFFSET
-    fleet_level = fleet_level[np.isfinite(fleet_level)]
-    if fleet_level.size == 0:
-        return False
-    ratio = np.abs(np.log(fleet_level / np.median(fleet_level)))
-    return int((ratio > np.log(SAME_WORK)).sum()) > grid.recent
+def changes_level(
+    values: Float[np.ndarray, "machine time"], grid: Grid, windows: Int[np.ndarray, "selected"]
+) -> bool:
+    """True if the fleet's level of a metric differs by `SAME_WORK` in over `recent` windows."""
+    level = grid.means(grid.middles(nan_median(values, 0)[None]))[0, windows]
+    level = np.maximum(level[np.isfinite(level)], 0)
+    ratio = np.log(level + LOG_OFFSET * _typical(values))
+    far = np.abs(ratio - np.median(ratio)) > np.log(SAME_WORK) if ratio.size else ratio
+    return int((far > 0).sum()) > grid.recent
 
 
 def _from_others(values: Float[np.ndarray, "machine window"]) -> Deviations:
