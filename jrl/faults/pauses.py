@@ -81,11 +81,12 @@ class Grid:
         """The grid of these seconds, see `jrl.faults.shift.ShiftDetector`.
 
         Args:
-          step: seconds of a training step; a window that is shorter becomes as long.
+          step: seconds of a training step that windows are to cover; 0 for no more than `window`.
         """
         num_hop = max(1, round(hop / period))
         part = max(1, round(window / period))
-        width = max(part, num_hop * round(step / period / num_hop))
+        # The parts of a window begin throughout a step, so its rhythm cancels.
+        width = part + num_hop * (max(1, round(step / period / num_hop)) - 1)
         between = num_hop * period
         overlap = -(-width // num_hop)
         # Every sample that a deviation touches counts in a window of one or two.

@@ -313,10 +313,10 @@ def deviation(
         # In units of the metric again, so that `resolution` means the same.
         logs = np.log(np.maximum(values, 0) / typical + LOG_OFFSET)
         values = (typical * logs).astype(np.float32)
-    middles = grid.middles(values)
-    away = _from_others(grid.means(middles)[:, windows])
-    apart = away if grid.width == grid.part else _from_others(middles[:, windows])
-    return away / _spreads(apart, grid, resolution * typical)[:, None]
+    levels = grid.means(grid.middles(values))[:, windows]
+    enough = np.isfinite(levels).sum(axis=0) >= 3
+    away = np.where(enough, levels - nan_median(levels, 0), np.nan)
+    return away / _spreads(away, grid, resolution * typical)[:, None]
 
 
 def changes_level(
@@ -330,19 +330,14 @@ def changes_level(
     return int((far > 0).sum()) > grid.recent
 
 
-def _from_others(values: Float[np.ndarray, "machine window"]) -> Deviations:
-    """Difference from the median over all machines; NaN where fewer than three have any."""
-    enough = np.isfinite(values).sum(axis=0) >= 3
-    return np.where(enough, values - nan_median(values, 0), np.nan)
-
-
 def _spreads(away: Deviations, grid: Grid, least: float) -> Float[np.ndarray, "machine"]:
     """The spread of each machine: the largest of its own and two of the fleet, at least `least`.
 
     Slow noise is larger over `continuity` than over a minute. A machine's own is not taken over so
-    long a time, in which its fault may begin.
+    long a time, in which its fault may begin. Windows of a step average more samples; their spread
+    is that of one part, so that slow noise weighs as much.
     """
-    scale = MAD_TO_STD / 2**0.5
+    scale = MAD_TO_STD / 2**0.5 * (grid.width / grid.part) ** 0.5
     moves = np.abs(away[:, grid.lag :] - away[:, : -grid.lag])
     slow_moves = np.abs(away[:, grid.length :] - away[:, : -grid.length])
     machine_spread = scale * nan_median(moves, 1)

@@ -130,7 +130,6 @@ def test_a_slowdown_that_recovers_does_not_make_a_drift_an_onset():
 
 def test_without_the_trend_a_drift_and_a_slowdown_are_an_onset(monkeypatch):
     monkeypatch.setattr(shift, "sorted_median", lambda ordered: ordered[..., 0] * np.nan)
-    assert greatest_score(drifting(4)) > 1.5
     (alarm,) = DETECTOR(drifting(6, slowdown=20.0))
     assert alarm.machine == "m3"
 
