@@ -22,8 +22,8 @@ import numpy as np
 from jaxtyping import Float
 
 from jrl.faults.collect.fleet import Fleet
-from jrl.faults.simulate.incident import Incident
 from jrl.faults.simulate.healthy import Job
+from jrl.faults.simulate.incident import Incident
 
 START = 1_790_000_000.0
 BUSY, GAP, SPIN, COMMUNICATE, OPTIMIZE, IDLE, EVALUATE = range(7)
@@ -141,22 +141,22 @@ def simulate(settings: Synchronous, seed: int) -> Incident:
     count = max(wanted // depth, 2) * depth
     period = settings.period or int(random.choice([1, 1, 2, 5, 10, 15, 15, 30]))
     fault = _sample_fault(settings, count, random)
-    shares, time = _states(settings, count, depth, fault, random)
+    shares = _states(settings, count, depth, fault, random)
     names = tuple(f"node-{row:04d}" for row in range(count))
     metrics = ALWAYS + tuple(name for name in SOMETIMES if random.random() < 0.5)
     values = _metrics(metrics, shares, fault, random)
     values = _sampled(values, metrics, period, random)
     fleet = Fleet(names, metrics, START, float(period), values)
-    job = Job(np.arange(count) // depth, np.arange(count) % depth, shares[BUSY], time, time)
+    load = np.ones(settings.seconds, np.float32)
+    row = np.arange(count)
+    job = Job(row // depth, row % depth, shares[BUSY], 1 - shares[IDLE], load)
     if fault is None:
         return Incident(fleet, job)
     begin, end = START + fault.begin, START + min(fault.end, settings.seconds)
     return Incident(fleet, job, names[fault.machine], fault.kind, begin, end, metrics)
 
 
-def _sample_fault(
-    settings: Synchronous, count: int, random: np.random.Generator
-) -> _Fault | None:
+def _sample_fault(settings: Synchronous, count: int, random: np.random.Generator) -> _Fault | None:
     if settings.level is None:
         return None
     begin = random.uniform(settings.earliest, settings.seconds - 900)
@@ -175,7 +175,7 @@ def _sample_fault(
 
 def _states(
     settings: Synchronous, count: int, depth: int, fault: _Fault | None, random: np.random.Generator
-) -> tuple[Float[np.ndarray, "state machine time"], Float[np.ndarray, "time"]]:
+) -> Float[np.ndarray, "state machine time"]:
     """Share of each second that each machine spends in each state."""
     length = np.exp(random.uniform(np.log(2), np.log(120)))
     microbatches = int(random.choice([1, 2, 4])) * depth
@@ -241,7 +241,7 @@ def _states(
     for row in range(count):
         for state in range(STATES):
             shares[state, row] = np.diff(np.interp(time, at[row], integrals[state, row]))
-    return shares, time[:-1]
+    return shares
 
 
 def _slowed(

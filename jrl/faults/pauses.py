@@ -160,7 +160,10 @@ class Work:
         levels, lowest = [], []
         for name in activity_metrics(fleet):
             fleet_median = nan_median(fleet.values[rows, fleet.metrics.index(name)], 0)[None]
-            level, low = grid.means(grid.middles(fleet_median))[0], grid.lower_quartiles(fleet_median)[0]
+            level, low = (
+                grid.means(grid.middles(fleet_median))[0],
+                grid.lower_quartiles(fleet_median)[0],
+            )
             full = _full_level(level, grid)
             if full > 0:
                 levels.append(level / full)

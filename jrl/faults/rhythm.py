@@ -58,7 +58,9 @@ def _period(values: Float[np.ndarray, "row time"], most: int) -> int:
     correlation = correlation / correlation[0] * size / (size - np.arange(most + 2))
     before = np.minimum.accumulate(correlation)
     lags = np.arange(2, most + 1)
-    peak = (correlation[lags] >= correlation[lags - 1]) & (correlation[lags] > correlation[lags + 1])
+    peak = (correlation[lags] >= correlation[lags - 1]) & (
+        correlation[lags] > correlation[lags + 1]
+    )
     peak &= correlation[lags] * variance > ALTERNATES**2
     clear = peak & (correlation[lags] - before[lags] > CLEAR)
     if not clear.any():

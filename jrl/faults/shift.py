@@ -43,10 +43,10 @@ Scores = Float[np.ndarray, "machine moment"]
 class ShiftDetector:
     """Names the machine that has moved farthest away from the others and remained there.
 
-    For each metric, with medians over `window` seconds in which the fleet did the same work
-    (`jrl.faults.pauses.comparable_windows`), and heavy-tailed metrics in logarithms:
+    For each metric, with the mean of the middle half of `window` seconds in which the fleet did the
+    same work (`jrl.faults.pauses.Work`), and heavy-tailed metrics in logarithms:
 
-    1. ``x`` is a machine's median minus the median over all machines, and ``d = x / spread``. The
+    1. ``x`` is a machine's value minus the median over all machines, and ``d = x / spread``. The
        spread is ``1.4826 / sqrt(2)`` times the median of ``|x(t + 1 min) - x(t)|``: the larger of
        the machine's own and that of all machines, and of that of all machines over `continuity`
        instead of a minute. It is at least `resolution` times the metric's typical value.
@@ -71,6 +71,14 @@ class ShiftDetector:
     The machine with the greatest score that counts is named, over metrics and moments. Metrics that
     one cause moves together, those of a GPU's activity, count as one more metric, their mean: what
     is small in each of them is large in all.
+
+    If training steps are longer than windows, these cover a whole step (`jrl.faults.rhythm`).
+
+    A metric whose level over the fleet changes by `SAME_WORK` is compared in logarithms: machines
+    that differ for good keep their ratios when the work changes. Its spread is at least so large
+    that a score of `threshold` is a ratio of ``exp(ACROSS)``. If no machine is named in windows of
+    the same work, all windows are compared in this way, pauses left out: a fault for which all
+    machines wait is other work too.
 
     Attributes:
       threshold: in spreads; chosen by ``python -m jrl.faults benchmark --calibrate``.
@@ -370,9 +378,7 @@ def heavy_tailed(values: Float[np.ndarray, "machine time"]) -> bool:
     return bool(high - middle > HEAVY_TAIL_RATIO * (middle - low))
 
 
-def _combine_deviations(
-    deviations: Sequence[np.ndarray], grid: Grid, least: float
-) -> np.ndarray:
+def _combine_deviations(deviations: Sequence[np.ndarray], grid: Grid, least: float) -> np.ndarray:
     """Mean of deviations that one cause moves together, in units of the mean's own spread.
 
     The mean of independent metrics varies less than each of them, that of equal ones as much.

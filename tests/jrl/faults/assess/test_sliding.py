@@ -40,7 +40,9 @@ def test_the_most_events_that_agree_with_a_count():
 def test_checkpoints_alarm_a_detector_that_takes_them_for_the_past_and_not_the_default(monkeypatch):
     fleet, _ = simulate_operation(HOUR, 5)
     assert raised(fleet, StandardDetector()) == []
-    monkeypatch.setattr(pauses, "_most_below", lambda shares, limit: np.zeros(shares.shape[1], bool))
+    monkeypatch.setattr(
+        pauses, "_most_below", lambda shares, limit: np.zeros(shares.shape[1], bool)
+    )
     monkeypatch.setattr(pauses, "_most_frequent", lambda levels, working: working)
     assert len(raised(fleet, StandardDetector(past=0.0))) >= 3
 
