@@ -101,7 +101,12 @@ STUDIES = [
 def test_there_are_commands():
     assert len(FOUND) > 30
     programs = {words_of(command)[1] for command in FOUND if words_of(command)[0] == "-m"}
-    benchmarks = {"benchmarks.absent", "benchmarks.agreement", "benchmarks.gpu"}
+    benchmarks = {
+        "benchmarks.absent",
+        "benchmarks.agreement",
+        "benchmarks.faults",
+        "benchmarks.gpu",
+    }
     benchmarks |= {f"benchmarks.{name}" for name in ("dispatch", "harness", "rollout", "serve")}
     tested = {"jrl.evaluate", "jrl.export", "jrl.faults", "jrl.report", "jrl.serve", "jrl.train"}
     tested |= {
@@ -229,6 +234,7 @@ SCRIPTS = [
     *(command for command in FOUND if words_of(command)[0].endswith(".py")),
     *(command for command in given("benchmarks.absent") if command not in COMPILED_PLANS),
     *given("benchmarks.agreement"),
+    *given("benchmarks.faults"),
     *given("benchmarks.gpu"),
     *given("benchmarks.rollout"),
     *given("benchmarks.serve"),

@@ -7,7 +7,9 @@ differences would look new. So a machine is compared only with itself, in window
 did the same work.
 
 A machine's fault differs from a pause. Other machines that wait for it lose a part of their work in
-some metrics; in a pause most metrics of most machines fall together.
+some metrics: they spin in collectives and are reported as busy. In a pause most metrics of most
+machines fall together. So windows of other work remain: machines are compared in them by ratios,
+which change little with the work (`Work`).
 """
 
 from dataclasses import dataclass
@@ -47,15 +49,18 @@ class Grid:
 
     Attributes:
       width: samples of a window.
+      part: samples whose middle half is averaged; a longer window is the mean of its parts.
       hop: samples from one window to the next.
       overlap: windows from one to the first that shares no sample with it.
       length: windows wholly inside the time of continuity; two more where a window is one or
-        two samples.
+        two samples. With windows of a step as many more as begin in it, since a mean also shows
+        what a part of its window has.
       recent: number of windows just before a moment.
       lag: windows between the two whose difference measures noise: a minute, at least `overlap`.
     """
 
     width: int
+    part: int
     hop: int
     overlap: int
     length: int
@@ -71,20 +76,29 @@ class Grid:
         hop: float | int,
         continuity: float | int,
         recent: float | int,
+        step: float | int = 0.0,
     ) -> "Grid":
-        """The grid of these seconds, see `jrl.faults.shift.ShiftDetector`."""
+        """The grid of these seconds, see `jrl.faults.shift.ShiftDetector`.
+
+        Args:
+          step: seconds of a training step that windows are to cover; 0 for no more than `window`.
+        """
         num_hop = max(1, round(hop / period))
-        width = max(1, round(window / period))
-        step = num_hop * period
+        part = max(1, round(window / period))
+        # The parts of a window begin throughout a step, so its rhythm cancels.
+        width = part + num_hop * (max(1, round(step / period / num_hop)) - 1)
+        between = num_hop * period
         overlap = -(-width // num_hop)
+        # Every sample that a deviation touches counts in a window of one or two.
+        length = round(continuity / between) + (1 if part < 3 else 1 - -(-part // num_hop))
         return cls(
             width=width,
+            part=part,
             hop=num_hop,
             overlap=overlap,
-            # Every sample that a deviation touches counts in a window of one or two.
-            length=max(1, round(continuity / step) + (1 if width < 3 else 1 - overlap)),
-            recent=max(1, round(recent / step)),
-            lag=max(overlap, round(60.0 / step)),
+            length=max(1, length + (width - part) // num_hop),
+            recent=max(1, round(recent / between)),
+            lag=max(overlap, round(60.0 / between)),
         )
 
     def count(self, num_samples: int) -> int:
@@ -95,9 +109,16 @@ class Grid:
         """The samples of each window."""
         return np.lib.stride_tricks.sliding_window_view(values, self.width, axis=1)[:, :: self.hop]
 
-    def medians(self, values: Float[np.ndarray, "row time"]) -> Float[np.ndarray, "row window"]:
-        """Median of the samples of each window; NaN where there are none."""
-        return nan_median(self.split(values), 2)
+    def middles(self, values: Float[np.ndarray, "row time"]) -> Float[np.ndarray, "row window"]:
+        """Mean of the middle half of the first `part` samples of each window; NaN without any."""
+        parts = np.lib.stride_tricks.sliding_window_view(values, self.part, axis=1)[:, :: self.hop]
+        return middle_mean(np.sort(parts, axis=2))
+
+    def means(self, middles: Float[np.ndarray, "row part"]) -> Float[np.ndarray, "row window"]:
+        """Mean of the parts in each window; of windows that are one part they are the same."""
+        if self.width == self.part:
+            return middles
+        return moving_mean(middles, (self.width - self.part) // self.hop + 1)
 
     def lower_quartiles(
         self, values: Float[np.ndarray, "row time"]
@@ -108,37 +129,87 @@ class Grid:
         return np.take_along_axis(ordered, index[:, :, None], 2)[:, :, 0]
 
 
-def comparable_windows(fleet: Fleet, grid: Grid) -> Int[np.ndarray, "selected"]:
-    """Indices of the windows in which the fleet did the same work, that which was most frequent.
+@dataclass(frozen=True)
+class Work:
+    """Windows in which the fleet works.
 
     The metrics are those of activity (`GPU_ACTIVITY`, or CPU usage without GPUs), each as the
     median over the fleet. The *full level* of a metric is the one that half of `continuity`
-    reaches, for the record may begin in a long pause. Left out are
+    reaches, as the record may begin in a long pause. Left out are
 
-    * pauses: windows of which a quarter or more is below `PAUSED` of the full level, in more than
-      half of the metrics;
+    * pauses: windows of which a quarter or more is below `PAUSED` of the full level of such
+      quarters, in more than half of the metrics. Metrics that are near 0 for a part of each step
+      say nothing about pauses;
     * all before the end of a restart: `RESTART` seconds in which more than half of the metrics are
-      below `STOPPED` of it;
-    * other work: windows in which `UNLIKE` of the metrics or more differ by more than `SAME_WORK`
-      from most others.
+      below `STOPPED` of it.
+
+    Attributes:
+      windows: their indices.
+      same: true for those of the most frequent work. In the others `UNLIKE` of the metrics or more
+        differ by more than `SAME_WORK` from it: an evaluation, rollouts, or a fault for which all
+        wait.
     """
-    rows = np.random.default_rng(0).permutation(len(fleet.machines))[:MAX_SAMPLED]
+
+    windows: Int[np.ndarray, "selected"]
+    same: Bool[np.ndarray, "selected"]
+
+    @classmethod
+    def find(cls, fleet: Fleet, grid: Grid) -> "Work":
+        """The windows of a fleet."""
+        rows = np.random.default_rng(0).permutation(len(fleet.machines))[:MAX_SAMPLED]
+        levels, lowest = [], []
+        for name in activity_metrics(fleet):
+            fleet_median = nan_median(fleet.values[rows, fleet.metrics.index(name)], 0)[None]
+            level, low = (
+                grid.means(grid.middles(fleet_median))[0],
+                grid.lower_quartiles(fleet_median)[0],
+            )
+            full = _full_level(level, grid)
+            if full > 0:
+                levels.append(level / full)
+                usual = np.median(low[level >= PAUSED * full]) / full
+                lowest.append(low / full / usual if usual > LOW else np.full_like(low, np.nan))
+        working = np.ones(grid.count(fleet.num_samples), bool)
+        same = working
+        if levels:
+            working = ~_most_below(np.stack(lowest), PAUSED)
+            working[: _end_of_restart(np.stack(lowest), grid, fleet.period)] = False
+            same = _most_frequent(np.stack(levels), working)
+        windows = np.flatnonzero(working)
+        return cls(windows, same[windows])
+
+
+def activity_metrics(fleet: Fleet) -> list[str]:
+    """The recorded metrics by which work is told from pauses."""
     names = [name for name in fleet.metrics if meaning(name) in GPU_ACTIVITY]
-    names = names or [name for name in fleet.metrics if meaning(name) == "cpu_usage"]
-    shares, lowest = [], []
-    for name in names:
-        fleet_median = nan_median(fleet.values[rows, fleet.metrics.index(name)], 0)[None]
-        level = grid.medians(fleet_median)[0]
-        full = _full_level(level, grid)
-        if full > 0:
-            shares.append(level / full)
-            lowest.append(grid.lower_quartiles(fleet_median)[0] / full)
-    mask = np.ones(grid.count(fleet.num_samples), bool)
-    if shares:
-        mask &= ~_most_below(np.stack(lowest), PAUSED)
-        mask[: _end_of_restart(np.stack(lowest), grid.hop * fleet.period)] = False
-        mask &= _most_frequent(np.stack(shares), mask)
-    return np.flatnonzero(mask)
+    return names or [name for name in fleet.metrics if meaning(name) == "cpu_usage"]
+
+
+def middle_mean(ordered: Float[np.ndarray, "row window sample"]) -> np.ndarray:
+    """Mean without the lowest and the highest quarter, of samples that are sorted, NaN last.
+
+    A median jumps between two levels where a metric has each for half of the time, as in a step.
+    """
+    size = ordered.shape[-1]
+    count = np.isfinite(ordered).sum(axis=-1)
+    if (count == size).all():
+        return ordered[..., size // 4 : size - size // 4].mean(axis=-1)
+    index, cut = np.arange(size), count // 4
+    inside = (index >= cut[..., None]) & (index < (count - cut)[..., None])
+    total = np.where(inside, ordered, 0).sum(axis=-1)
+    return np.where(count > 0, total / np.maximum(count - 2 * cut, 1), np.nan)
+
+
+def moving_mean(
+    values: Float[np.ndarray, "row window"], count: int
+) -> Float[np.ndarray, "row moment"]:
+    """Mean over each `count` entries that follow each other, without NaN; NaN if all are."""
+    finite = np.isfinite(values)
+    sums = np.cumsum(np.where(finite, values, 0), axis=1, dtype=np.float64)
+    counts = np.cumsum(finite, axis=1)
+    sums, counts = (np.pad(each, ((0, 0), (1, 0))) for each in (sums, counts))
+    total, number = (each[:, count:] - each[:, :-count] for each in (sums, counts))
+    return np.where(number > 0, total / np.maximum(number, 1), np.nan).astype(values.dtype)
 
 
 def _full_level(level: Float[np.ndarray, "window"], grid: Grid) -> float:
@@ -152,13 +223,18 @@ def _most_below(shares: Float[np.ndarray, "metric window"], limit: float) -> np.
     return 2 * (shares < limit).sum(axis=0) > np.isfinite(shares).sum(axis=0)
 
 
-def _end_of_restart(shares: Float[np.ndarray, "metric window"], step: float) -> int:
+def _end_of_restart(
+    shares: Float[np.ndarray, "metric window"], grid: Grid, period: float | int
+) -> int:
     """The first window after the last restart, when all machines work again; 0 without one."""
+    step = grid.hop * period
+    # A window longer than a part has its lowest quarter in a pause for longer.
+    least = RESTART + (grid.width - grid.part) * period / 2
     stopped = _most_below(shares, STOPPED)
     ends = [
         end + round(SETTLING / step)
         for begin, end in stretches(stopped)
-        if stopped[begin] and (end - begin) * step >= RESTART
+        if stopped[begin] and (end - begin) * step >= least
     ]
     return max(ends, default=0)
 

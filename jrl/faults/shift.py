@@ -14,7 +14,8 @@ from jaxtyping import Float, Float64, Int
 from jrl.faults.collect.fleet import NO_MACHINE, Alarm, Fleet, Report, Trace
 from jrl.faults.collect.vocabulary import PRIORITY, find_recorded, groups_of, search_order
 from jrl.faults.outlier import MAD_TO_STD, nan_median, sorted_median
-from jrl.faults.pauses import Grid, comparable_windows
+from jrl.faults.pauses import SAME_WORK, Grid, Work
+from jrl.faults.rhythm import step_seconds
 
 LONGEST_PERIOD = 60.0
 """Maximum seconds between two samples, as four minutes have too few samples beyond it."""
@@ -28,6 +29,9 @@ ONE_IN, PIPELINE = 50, 16
 pipeline."""
 LOG_OFFSET = 0.1
 """Share of the typical value that is added before the logarithm, so that zero is finite."""
+ACROSS = 0.25
+"""Minimum ratio, as a logarithm, by which a machine moves away from the others while their work
+changes: ratios of healthy machines change by less from one kind of work to another."""
 JOINT = " + "
 """Separator of the metrics in the name of a group."""
 
@@ -39,10 +43,10 @@ Scores = Float[np.ndarray, "machine moment"]
 class ShiftDetector:
     """Names the machine that has moved farthest away from the others and remained there.
 
-    For each metric, with medians over `window` seconds in which the fleet did the same work
-    (`jrl.faults.pauses.comparable_windows`), and heavy-tailed metrics in logarithms:
+    For each metric, with the mean of the middle half of `window` seconds in which the fleet did the
+    same work (`jrl.faults.pauses.Work`), and heavy-tailed metrics in logarithms:
 
-    1. ``x`` is a machine's median minus the median over all machines, and ``d = x / spread``. The
+    1. ``x`` is a machine's value minus the median over all machines, and ``d = x / spread``. The
        spread is ``1.4826 / sqrt(2)`` times the median of ``|x(t + 1 min) - x(t)|``: the larger of
        the machine's own and that of all machines, and of that of all machines over `continuity`
        instead of a minute. It is at least `resolution` times the metric's typical value.
@@ -67,6 +71,14 @@ class ShiftDetector:
     The machine with the greatest score that counts is named, over metrics and moments. Metrics that
     one cause moves together, those of a GPU's activity, count as one more metric, their mean: what
     is small in each of them is large in all.
+
+    If training steps are longer than windows, these cover a whole step (`jrl.faults.rhythm`).
+
+    A metric whose level over the fleet changes by `SAME_WORK` is compared in logarithms: machines
+    that differ for good keep their ratios when the work changes. Its spread is at least so large
+    that a score of `threshold` is a ratio of ``exp(ACROSS)``. If no machine is named in windows of
+    the same work, all windows are compared in this way, pauses left out: a fault for which all
+    machines wait is other work too.
 
     Attributes:
       threshold: in spreads; chosen by ``python -m jrl.faults benchmark --calibrate``.
@@ -123,11 +135,22 @@ class ShiftDetector:
             hop=self.hop,
             continuity=self.continuity,
             recent=self.recent,
+            step=step_seconds(fleet, self.continuity / 2, self.window),
         )
         reason = self._incomparable_reason(fleet, grid)
         if reason:
             return Report([], (reason,), comparable=False)
-        windows = comparable_windows(fleet, grid)
+        work = Work.find(fleet, grid)
+        report = self._compare(fleet, grid, work.windows[work.same])
+        if report.alarms or work.same.all():
+            return report
+        across = self._compare(fleet, grid, work.windows, across=True)
+        return across if across.alarms or not report.comparable else report
+
+    def _compare(
+        self, fleet: Fleet, grid: Grid, windows: Int[np.ndarray, "selected"], across: bool = False
+    ) -> Report:
+        """Report on some windows, of the same work or across all kinds."""
         if len(windows) < grid.overlap + grid.length + self._first_moment(fleet, grid):
             reason = (
                 "the fleet did the same work, without a pause, for too short a time: no verdict."
@@ -136,6 +159,8 @@ class ShiftDetector:
         names = find_recorded(self.metrics, fleet.metrics)
         if not self.metrics:
             names = search_order(PRIORITY, fleet.metrics)
+        coarse = ACROSS / self.threshold
+        changing: set[str] = set()
         notes: list[str] = []
         deviations: dict[str, np.ndarray] = {}
         for name in names:
@@ -146,7 +171,10 @@ class ShiftDetector:
             elif np.ptp(values[finite]) == 0:
                 notes.append(f"metric {name!r} is {values[finite][0]:g} everywhere: not compared.")
             else:
-                deviations[name] = deviation(values, grid, windows, self.resolution)
+                ratios = across or changes_level(values, grid, windows)
+                changing |= {name} if ratios else set()
+                resolution = coarse if ratios else self.resolution
+                deviations[name] = deviation(values, grid, windows, resolution, ratios=ratios)
         if not deviations:
             notes.append("no metric can be compared: no verdict.")
             return Report([], tuple(notes), comparable=False)
@@ -158,7 +186,8 @@ class ShiftDetector:
         ]
         for group in groups_of(deviations):
             of_group = [deviations[name] for name in group]
-            deviations[JOINT.join(group)] = _combine_deviations(of_group, grid)
+            least = 1.0 if changing.intersection(group) else 1.0 / len(group)
+            deviations[JOINT.join(group)] = _combine_deviations(of_group, grid, least)
         times = fleet.start + grid.hop * fleet.period * windows
         return self._verdict(fleet, grid, times, deviations, tuple(notes))
 
@@ -277,32 +306,46 @@ def deviation(
     grid: Grid,
     windows: Int[np.ndarray, "selected"],
     resolution: float | int,
+    ratios: bool = False,
 ) -> Deviations:
     """Deviation of each machine from the others in some windows, in spreads, see `ShiftDetector`.
 
-    NaN without samples, and for all machines where fewer than three have any.
+    NaN without samples, and for all machines where fewer than three have any. Logarithms if
+    `ratios`, and for heavy tails.
     """
     used = np.zeros(values.shape[1], bool)
     for offset in range(grid.width):
         used[windows * grid.hop + offset] = True
     typical = _typical(values[:, used])
-    if heavy_tailed(values[:, used]):
+    if ratios or heavy_tailed(values[:, used]):
         # In units of the metric again, so that `resolution` means the same.
         logs = np.log(np.maximum(values, 0) / typical + LOG_OFFSET)
         values = (typical * logs).astype(np.float32)
-    middle = grid.medians(values)[:, windows]
-    enough = np.isfinite(middle).sum(axis=0) >= 3
-    away = np.where(enough, middle - nan_median(middle, 0), np.nan)
+    levels = grid.means(grid.middles(values))[:, windows]
+    enough = np.isfinite(levels).sum(axis=0) >= 3
+    away = np.where(enough, levels - nan_median(levels, 0), np.nan)
     return away / _spreads(away, grid, resolution * typical)[:, None]
+
+
+def changes_level(
+    values: Float[np.ndarray, "machine time"], grid: Grid, windows: Int[np.ndarray, "selected"]
+) -> bool:
+    """True if the fleet's level of a metric differs by `SAME_WORK` in over `recent` windows."""
+    level = grid.means(grid.middles(nan_median(values, 0)[None]))[0, windows]
+    level = np.maximum(level[np.isfinite(level)], 0)
+    ratio = np.log(level + LOG_OFFSET * _typical(values))
+    far = np.abs(ratio - np.median(ratio)) > np.log(SAME_WORK) if ratio.size else ratio
+    return int((far > 0).sum()) > grid.recent
 
 
 def _spreads(away: Deviations, grid: Grid, least: float) -> Float[np.ndarray, "machine"]:
     """The spread of each machine: the largest of its own and two of the fleet, at least `least`.
 
     Slow noise is larger over `continuity` than over a minute. A machine's own is not taken over so
-    long a time, in which its fault may begin.
+    long a time, in which its fault may begin. Windows of a step average more samples; their spread
+    is that of one part, so that slow noise weighs as much.
     """
-    scale = MAD_TO_STD / 2**0.5
+    scale = MAD_TO_STD / 2**0.5 * (grid.width / grid.part) ** 0.5
     moves = np.abs(away[:, grid.lag :] - away[:, : -grid.lag])
     slow_moves = np.abs(away[:, grid.length :] - away[:, : -grid.length])
     machine_spread = scale * nan_median(moves, 1)
@@ -335,13 +378,13 @@ def heavy_tailed(values: Float[np.ndarray, "machine time"]) -> bool:
     return bool(high - middle > HEAVY_TAIL_RATIO * (middle - low))
 
 
-def _combine_deviations(deviations: Sequence[np.ndarray], grid: Grid) -> np.ndarray:
+def _combine_deviations(deviations: Sequence[np.ndarray], grid: Grid, least: float) -> np.ndarray:
     """Mean of deviations that one cause moves together, in units of the mean's own spread.
 
     The mean of independent metrics varies less than each of them, that of equal ones as much.
     """
     mean = sum(deviations[1:], deviations[0]) / len(deviations)
-    return mean / _spreads(mean, grid, 1.0 / len(deviations))[:, None]
+    return mean / _spreads(mean, grid, least)[:, None]
 
 
 def _gaps(

@@ -5,7 +5,7 @@ import pytest
 
 from jrl.faults import shift
 from jrl.faults.collect.fleet import Fleet
-from jrl.faults.pauses import Grid, comparable_windows
+from jrl.faults.pauses import Grid, Work
 from jrl.faults.shift import ShiftDetector
 
 METRICS = ("gpu0/duty_cycle", "gpu0/power", "gpu0/tensor_activity", "cpu/process")
@@ -32,15 +32,28 @@ def activity(seconds, **pauses):
     return work
 
 
+def same_work(fleet, grid):
+    """Windows of the most frequent work."""
+    work = Work.find(fleet, grid)
+    return work.windows[work.same]
+
+
+class AllSame(Work):
+    """All windows, as if the fleet never paused."""
+
+    @classmethod
+    def find(cls, fleet, grid):
+        count = grid.count(fleet.num_samples)
+        return cls(np.arange(count), np.ones(count, bool))
+
+
 @pytest.mark.parametrize("pause", [(0, 60), (0, 500)])
 def test_a_record_that_begins_in_a_pause_names_no_machine_for_a_lasting_difference(pause):
     assert ShiftDetector()(working(activity(900, first=pause))) == []
 
 
 def test_without_the_rule_the_machine_is_named(monkeypatch):
-    monkeypatch.setattr(
-        shift, "comparable_windows", lambda fleet, grid: np.arange(grid.count(fleet.num_samples))
-    )
+    monkeypatch.setattr(shift, "Work", AllSame)
     (alarm,) = ShiftDetector()(working(activity(900, first=(0, 60))))
     assert (alarm.machine, alarm.metric) == ("m3", "gpu0/power")
 
@@ -77,7 +90,7 @@ def test_a_shift_just_before_a_long_pause_counts_as_one_across_it():
 
 
 def test_windows_of_a_pause_are_left_out():
-    windows = comparable_windows(working(activity(600, one=(200, 220), two=(400, 404))), GRID)
+    windows = same_work(working(activity(600, one=(200, 220), two=(400, 404))), GRID)
     # A quarter of a window is 8 of 30 samples.
     assert np.setdiff1d(np.arange(GRID.count(600)), windows).tolist() == [18, 19, 20, 21]
 
@@ -87,15 +100,15 @@ def test_of_two_kinds_of_work_the_more_frequent_is_compared():
     for begin in range(0, 1800, 300):  # rollouts: less tensor activity and power, all else alike
         work[2, begin : begin + 180] = 0.3
         work[1, begin : begin + 180] = 0.6
-    begins = 10 * comparable_windows(working(work), GRID)
+    begins = 10 * same_work(working(work), GRID)
     assert len(begins) > 80
     assert (begins % 300 + 30 <= 180 + 30 / 2).all()
     work[1:3] = 1.3 - work[1:3]  # and the other way round: training for 180 of 300 s
-    assert (10 * comparable_windows(working(work), GRID) % 300 <= 180).all()
+    assert (10 * same_work(working(work), GRID) % 300 <= 180).all()
 
 
 def test_a_restart_ends_the_past():
-    begins = 10 * comparable_windows(working(activity(1200, restart=(300, 450))), GRID)
+    begins = 10 * same_work(working(activity(1200, restart=(300, 450))), GRID)
     assert begins.min() == pytest.approx(450 + 60, abs=20) and begins.max() == 1170
     # Other roles, and with them other permanent differences, are no shift.
     fleet = working(activity(1200, restart=(300, 450)))
@@ -106,12 +119,12 @@ def test_a_restart_ends_the_past():
 @pytest.mark.parametrize("metrics", [("network/in",), ("step/time", "network/pfc")])
 def test_without_activity_all_windows_are_compared(metrics):
     fleet = working(activity(600, first=(0, 200)), metrics=metrics)
-    assert comparable_windows(fleet, GRID).tolist() == list(range(GRID.count(600)))
+    assert same_work(fleet, GRID).tolist() == list(range(GRID.count(600)))
 
 
 def test_cpu_usage_is_the_activity_without_gpus():
     fleet = working(activity(600, first=(0, 100)), metrics=("cpu/process",), machines=4)
-    assert 10 * comparable_windows(fleet, GRID).min() == pytest.approx(100, abs=20)
+    assert 10 * same_work(fleet, GRID).min() == pytest.approx(100, abs=20)
 
 
 def test_what_was_a_pause_for_most_of_the_time_has_no_verdict():

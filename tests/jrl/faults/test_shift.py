@@ -28,7 +28,7 @@ def test_the_scores_against_the_definition_in_loops():
     away[1] += 0.25 * np.arange(-30, 30)
     away[0, 40:] -= 3
     away[3] += np.repeat([0, 8, 4, 1, 8], [24, 8, 8, 2, 18])
-    grid = Grid(width=3, hop=1, overlap=3, length=8, recent=4, lag=6)
+    grid = Grid(width=3, part=3, hop=1, overlap=3, length=8, recent=4, lag=6)
     scores, sides = onset_scores(away, grid, 0.75)
     few, _ = onset_scores(away, grid, 0.75, 1.0)
     np.testing.assert_array_equal(few[scores.max(axis=1) >= 1], scores[scores.max(axis=1) >= 1])
@@ -105,8 +105,8 @@ def drifting(spreads, slowdown=0.0):
     """Half an hour in which machine 3 drifts by so many spreads in four minutes, from one side of
     the others to the other side; from 900 s on it is slower for a minute."""
     values = fleet(seconds=1800)
-    # The median of 30 readings with a standard deviation of 3 has one of 0.68.
-    values.values[3, 0] += spreads * 0.68 / 240 * np.arange(-600, 1200, dtype=np.float32)
+    # The mean of the middle half of 30 readings with a standard deviation of 3 has one of 0.6.
+    values.values[3, 0] += spreads * 0.6 / 240 * np.arange(-600, 1200, dtype=np.float32)
     values.values[3, 0, 900:960] -= slowdown
     return values
 
@@ -130,7 +130,6 @@ def test_a_slowdown_that_recovers_does_not_make_a_drift_an_onset():
 
 def test_without_the_trend_a_drift_and_a_slowdown_are_an_onset(monkeypatch):
     monkeypatch.setattr(shift, "sorted_median", lambda ordered: ordered[..., 0] * np.nan)
-    assert greatest_score(drifting(4)) > 1.5
     (alarm,) = DETECTOR(drifting(6, slowdown=20.0))
     assert alarm.machine == "m3"
 

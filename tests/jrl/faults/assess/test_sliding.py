@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jrl.faults import shift
+from jrl.faults import pauses
 from jrl.faults.__main__ import main as faults_main
 from jrl.faults.assess.outcomes import most_events
 from jrl.faults.assess.sliding import looks, main
@@ -41,8 +41,9 @@ def test_checkpoints_alarm_a_detector_that_takes_them_for_the_past_and_not_the_d
     fleet, _ = simulate_operation(HOUR, 5)
     assert raised(fleet, StandardDetector()) == []
     monkeypatch.setattr(
-        shift, "comparable_windows", lambda fleet, grid: np.arange(grid.count(fleet.num_samples))
+        pauses, "_most_below", lambda shares, limit: np.zeros(shares.shape[1], bool)
     )
+    monkeypatch.setattr(pauses, "_most_frequent", lambda levels, working: working)
     assert len(raised(fleet, StandardDetector(past=0.0))) >= 3
 
 

@@ -1,0 +1,1 @@
+"""Fault detection on fleets of synchronous training: `python -m benchmarks.faults`."""
