@@ -11,6 +11,8 @@ from sharding.compression import ACTIVATION_DTYPES
 
 TWO_LEVELS = ("two_level", "two_level_ragged")
 """Token dispatchers that know servers."""
+SLICES = ("ragged", "two_level_ragged")
+"""Token dispatchers that send slices of dynamic length, by `jax.lax.ragged_all_to_all`."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Execution:
         the network's heads, else "plain".
       dispatch: token dispatch to the experts of other devices: "all_to_all", "all_gather",
         "ragged", or "two_level" and "two_level_ragged", which send one copy of a token to a server;
-        None is the one of the first three with the least predicted time
+        None is the one of the first three with the least predicted time, of the first two on GPUs
         (`moe.experts.dispatch.cost`).
       server_devices: devices of a server, for `TWO_LEVELS`; None is the number that the fast links
         of such devices join (`sharding.costs.hardware`).
@@ -101,6 +103,12 @@ class Execution:
     two_batch_overlap: bool = False
     scan_layers: bool | None = None
     vocab_chunk: int | None = 8192
+
+    @property
+    def overlaps(self) -> bool:
+        """False for `SLICES`: on GPUs, XLA's latency-hiding scheduler with ragged all-to-alls has
+        made gradients NaN (https://github.com/marin-community/marin/issues/8077)."""
+        return self.dispatch not in SLICES
 
     def __post_init__(self):
         if self.fsdp and self.remat == "none":

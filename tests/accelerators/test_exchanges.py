@@ -7,7 +7,7 @@ from tiers import full_but
 
 @needs_compiler("cuda")
 @pytest.mark.parametrize(
-    "method", full_but(["all_to_all", "two_level", "two_level_ragged"], "two_level")
+    "method", full_but(["all_to_all", "ragged", "two_level", "two_level_ragged"], "two_level")
 )
 def test_a_compiled_layer_sends_what_is_planned(method, tmp_path):
     (row,) = compiled("exchanges", tmp_path, "--only", f"{method},")
