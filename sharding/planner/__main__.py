@@ -127,7 +127,9 @@ def model_of(text: str, ignore: Sequence[str] = ()) -> ModelSizes:
     return sizes_from(text, ignore)
 
 
-def program_of(args: argparse.Namespace, hardware: Hardware) -> tuple[Method, System, Choices]:
+def program_of(
+    args: argparse.Namespace, hardware: Hardware, has_experts: bool
+) -> tuple[Method, System, Choices]:
     """Method and system of a program, and the choices that are left to the search.
 
     Raises:
@@ -158,7 +160,8 @@ def program_of(args: argparse.Namespace, hardware: Hardware) -> tuple[Method, Sy
     title = {key.lower(): key for key in METHODS}[name]
     method = METHODS[title]
     dispatch = DISPATCHES.get(title, (method.dispatch,))
-    return method, system_of(title, hardware.name), Choices(dispatch, storage=(method.storage,))
+    system = system_of(title, hardware.name, has_experts)
+    return method, system, Choices(dispatch, storage=(method.storage,))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -220,7 +223,7 @@ def result_of(args: argparse.Namespace, model: ModelSizes) -> SearchResult:
     """
     hardware, devices = parse(args.hardware)
     rows, time = batch_sizes(args)
-    method, system, choices = program_of(args, hardware)
+    method, system, choices = program_of(args, hardware, model.num_experts > 0)
     result = search(model, devices, rows, time, hardware, method, system, choices)
     if result.plans:
         return result

@@ -150,7 +150,7 @@ def split_slices(slices: PeerSlices, parts: int) -> PeerSlices:
     before = part * each + jnp.minimum(part, more)
     return PeerSlices(
         (slices.input_offsets[:, None] + before).reshape(-1),
-        (each + (part < more)).reshape(-1),
+        jnp.where(part < more, each + 1, each).reshape(-1),
         (slices.output_offsets[:, None] + before).reshape(-1),
     )
 
