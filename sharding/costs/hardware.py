@@ -165,7 +165,9 @@ def read_hardware(path: str | Path) -> Hardware:
     names = [field.name for field in fields(Hardware)]
     unknown = [name for name in values if name not in names]
     if unknown:
-        raise ValueError(f"{path}: {unknown[0]!r} is not known: use like, power_limit, {', '.join(names)}.")
+        raise ValueError(
+            f"{path}: {unknown[0]!r} is not known: use like, power_limit, {', '.join(names)}."
+        )
     values.setdefault("name", path.stem)
     for name, value in values.items():
         _check_field(path, name, value)

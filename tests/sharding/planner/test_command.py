@@ -203,7 +203,10 @@ def test_a_cluster_of_ones_own_is_read_from_a_file(capsys, tmp_path):
         ),
         ('{"like": "h100", "overlaps": 1}', "overlaps=1 must be true or false"),
         ('{"like": "h100", "name": 7}', "name=7 must be text"),
-        ('{"like": "h100", "power_limit": 0}', "power_limit=0 must be a number of SI units above 0"),
+        (
+            '{"like": "h100", "power_limit": 0}',
+            "power_limit=0 must be a number of SI units above 0",
+        ),
         ('{"like": "h100", "power_limit": "500 W"}', "power_limit='500 W' must be a number"),
         ('{"like": "h20", "power_limit": 300}', "mine has its full rate are not known: give power"),
     ],
