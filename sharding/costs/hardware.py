@@ -144,8 +144,8 @@ def read_hardware(path: str | Path) -> Hardware:
     """A device of one's own, from a JSON file with the fields of `Hardware`.
 
     ``{"like": "h100", "outside": 25e9}`` is an H100 with another adapter, and ``{"like": "h100",
-    "power_limit": 500}`` one that is limited to 500 W (`Hardware.limited`). Without "like" all rates,
-    `memory` and `domain` are needed; the name is that of the file where it is not given.
+    "power_limit": 500}`` one that is limited to 500 W (`Hardware.limited`). Without "like" all
+    rates, `memory` and `domain` are needed; the name is that of the file where it is not given.
 
     Raises:
       ValueError: where the file does not describe a device.

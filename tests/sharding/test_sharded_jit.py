@@ -86,8 +86,10 @@ def test_passes_over_many_tokens_overlap(program):
 
 @pytest.mark.parametrize(
     ("dispatch", "overlaps"),
-    [(None, True), ("all_to_all", True), ("two_level", True)]
-    + [("ragged", False), ("two_level_ragged", False)],
+    [
+        *((name, True) for name in (None, "all_to_all", "all_gather", "two_level")),
+        *((name, False) for name in ("ragged", "two_level_ragged")),
+    ],
 )
 def test_ragged_dispatch_does_not_overlap_on_gpus(dispatch, overlaps):
     mesh = fold_abstract(Layout.parse("dp2 / ep2"), "gpu")
