@@ -249,4 +249,5 @@ PRESETS = {
 }
 """Liu et al., "MoE Parallel Folding", 2025, section 4 (https://arxiv.org/abs/2504.14960); Jin et
 al., "MegaScale-MoE", 2025, table 1 (https://arxiv.org/abs/2505.11432); the config.json of Qwen3,
-DeepSeek-V3, Kimi-K2, Llama and gpt-oss, without layers that predict further tokens; Zhu et al., "MegaScale-Infer", 2025, for DBRX and Scaled-MoE (https://arxiv.org/abs/2504.02263)."""
+DeepSeek-V3, Kimi-K2, Llama and gpt-oss, without layers that predict further tokens; Zhu et al.,
+"MegaScale-Infer", 2025, for DBRX and Scaled-MoE (https://arxiv.org/abs/2504.02263)."""
