@@ -13,6 +13,8 @@ from sharding.compression import ACTIVATION_DTYPES
 Dispatch = Literal["all_to_all", "all_gather", "ragged", "two_level", "two_level_ragged"]
 TWO_LEVELS = ("two_level", "two_level_ragged")
 """Token dispatchers that know servers."""
+SLICES = ("ragged", "two_level_ragged")
+"""Token dispatchers that send slices of dynamic length, by `jax.lax.ragged_all_to_all`."""
 
 
 def _option(default: Any, **properties: bool) -> Any:
@@ -41,8 +43,9 @@ class Execution:
     """Token dispatch to experts on other devices: an all-to-all, an all-gather, a ragged all-to-all
     of exactly sized slices (GPU and TPU), or a two-level all-to-all, which sends one copy of a
     token to each server of its experts and from there one to each device, with buffers of one size
-    or in slices (GPU and TPU). None is the fastest of the first three by its bytes and the links
-    between the devices (`moe.experts.dispatch.cost`); the run prints which."""
+    or in slices (GPU and TPU). None is the fastest of the first three, on GPUs of the first two,
+    by its bytes and the links between the devices (`moe.experts.dispatch.cost`); the run prints
+    which."""
     server_devices: int | None = _option(None, implementation=True, experts=True)
     """Devices of a server, for the two-level dispatch: each server has this many consecutive
     devices. None is the number that fast links join by the planner's table of devices
@@ -119,6 +122,12 @@ class Execution:
     than eight layers."""
     vocab_chunk: int | None = 8192
     """Vocabulary entries whose logits a device computes at a time in training; None is all."""
+
+    @property
+    def overlaps(self) -> bool:
+        """False for `SLICES`: on GPUs, XLA's latency-hiding scheduler with ragged all-to-alls has
+        made gradients NaN (https://github.com/marin-community/marin/issues/8077)."""
+        return self.dispatch not in SLICES
 
     def __post_init__(self):
         if self.fsdp and self.remat == "none":

@@ -98,8 +98,10 @@ def specs(config: ModelConfig, mesh: FoldedMesh) -> Transformer[PartitionSpec]:
     and not a choice of the layout.
 
     Raises:
-      ValueError: if an axis is not divisible by the number of devices that it is sharded over.
+      ValueError: if an axis is not divisible by the number of devices that it is sharded over, and
+        for ``ep`` or ``etp`` of a network without experts.
     """
+    mesh.layout.check_experts(config.num_experts)
     rules, sizes, num_chunks = dict(weight_rules(mesh)), axis_sizes(config), mesh.layout.vpp
     # The only axis that may be replicated: a vocabulary is given, all other sizes can be chosen.
     if sizes["vocab"] % mesh.size(mesh.tp):

@@ -150,7 +150,8 @@ class MeshJit(DeviceJit[Params, Result]):
     Args:
       function: its first argument is static and has a `mesh`.
       mesh_of: the mesh of the first argument; None is its `mesh`.
-      overlap: it is a pass over many tokens, see `sharding.sharded_jit.OVERLAP`.
+      overlap: it is a pass over many tokens, see `sharding.sharded_jit.OVERLAP`; not if `overlaps`
+        of the first argument is False.
       least_effort: of the compiler, see `sharding.sharded_jit.LEAST_EFFORT`.
       options: of `jax.jit`.
     """
@@ -170,7 +171,8 @@ class MeshJit(DeviceJit[Params, Result]):
 
     def settings_of(self, args: tuple[Any, ...]) -> Options:
         """Compiler options for these arguments."""
-        return compiler_options(self._mesh_of(args[0]), **self._flags)
+        overlap = self._flags["overlap"] and getattr(args[0], "overlaps", True)
+        return compiler_options(self._mesh_of(args[0]), **{**self._flags, "overlap": overlap})
 
     def jit_for(self, mesh: FoldedMesh) -> Any:
         """Jitted function for a mesh; the same for meshes with the same options."""

@@ -44,7 +44,7 @@ REPOSITORIES |= {
     "prometheus/node_exporter",
 }
 REPOSITORIES |= {"deepseek-ai/FlashMLA", "ggml-org/ggml", "meta-pytorch/OpenEnv"}
-REPOSITORIES |= {"kubernetes-sigs/jobset"}
+REPOSITORIES |= {"kubernetes-sigs/jobset", "marin-community/marin", "openxla/xla"}
 
 
 def documented():

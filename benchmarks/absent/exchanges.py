@@ -23,7 +23,7 @@ LAYOUT = Layout(dp=SERVERS * DEVICES, ep=SERVERS * DEVICES)
 TOKENS, EXPERTS, K, WIDTH, HIDDEN = 256, 128, 8, 512, 256
 """Tokens of a device; experts of all, and of a token; elements of a token, and of an expert."""
 PROGRAM = "experts layer"
-METHODS = ("all_gather", "all_to_all", "two_level", "two_level_ragged")
+METHODS = ("all_gather", "all_to_all", "ragged", "two_level", "two_level_ragged")
 COUNTED = ("all_gather", "reduce_scatter", "all_to_all")
 """Kinds of collectives of tokens; an all-reduce is that of a gradient."""
 Sent = dict[str, int]

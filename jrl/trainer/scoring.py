@@ -181,6 +181,11 @@ class Scorer:
     sampling: Sampling = field(default=Sampling(), kw_only=True)
     packed: PackedSizes | None = field(default=None, kw_only=True)
 
+    @property
+    def overlaps(self) -> bool:
+        """True if its programs may overlap communication (`sharding.sharded_jit.MeshJit`)."""
+        return self.config.execution.overlaps
+
     def for_any_routing(self: ScorerT) -> ScorerT:
         """The same with dropless expert buffers, for any routing."""
         return replace(self, config=self.config.for_any_routing())

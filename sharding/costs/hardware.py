@@ -32,6 +32,7 @@ class Hardware:
         devices, from the crossover of dispatchers in `benchmarks/dispatch.py` or elsewhere; 1 if
         not measured.
       overlaps: it computes while it communicates.
+      power: watts at which it reaches `peak`; None where no source gives them.
     """
 
     name: str
@@ -46,26 +47,49 @@ class Hardware:
     price: float | None = None
     exchange: float = 1.0
     overlaps: bool = True
+    power: float | None = None
+
+    def limited(self, watts: float) -> "Hardware":
+        """The device under a power limit: products slow down by the cube root of the power.
+
+        Power rises with the clock times the squared voltage, which rises with the clock: an H100
+        NVL of 400 W has 835 TFLOP/s by its datasheet, 0.84 of those of an H100 SXM of 700 W, and
+        the cube root is 0.83. Memory and links keep their rates.
+
+        Raises:
+          ValueError: if `power` is None.
+        """
+        if self.power is None:
+            raise ValueError(
+                f"power_limit={watts:g}: the watts at which {self.name} has its full rate are not "
+                "known: give power, too."
+            )
+        return replace(self, peak=self.peak * min(1.0, watts / self.power) ** (1 / 3))
 
 
 HARDWARE = {
     hardware.name: hardware
     for hardware in (
         # DGX H100: NVLink 4, a 400 Gb/s adapter for each device.
-        Hardware("h100", 989.5e12, 85.5e9, 3.35e12, 8, 450e9, 50e9),
+        Hardware("h100", 989.5e12, 85.5e9, 3.35e12, 8, 450e9, 50e9, power=700),
         # Eight of them gather tokens sooner than they exchange them from top-6 on, not from top-8.
-        Hardware("h800", 989e12, 85.5e9, 3.4e12, 8, 200e9, 50e9, exchange=6 / 8, price=5.28),
-        Hardware("h200", 989.5e12, 141e9, 4.8e12, 8, 450e9, 50e9),
+        Hardware(
+            *("h800", 989e12, 85.5e9, 3.4e12, 8, 200e9, 50e9),
+            exchange=6 / 8,
+            price=5.28,
+            power=700,
+        ),
+        Hardware("h200", 989.5e12, 141e9, 4.8e12, 8, 450e9, 50e9, power=700),
         # DGX A100: NVLink 3, 200 Gb/s adapters.
-        Hardware("a100", 312e12, 85.5e9, 2.0e12, 8, 300e9, 25e9),
-        Hardware("a800", 312e12, 85.5e9, 2.039e12, 8, 200e9, 25e9, price=2.26),
+        Hardware("a100", 312e12, 85.5e9, 2.0e12, 8, 300e9, 25e9, power=400),
+        Hardware("a800", 312e12, 85.5e9, 2.039e12, 8, 200e9, 25e9, price=2.26, power=400),
         Hardware("h20", 148e12, 102e9, 4.0e12, 8, 450e9, 50e9, price=1.85),
         # PCIe 4 x16, and an adapter of 200 Gb/s for two devices.
         Hardware("l40s", 362e12, 48e9, 0.864e12, 8, 32e9, 12.5e9, price=1.08),
         Hardware("l20", 119.5e12, 48e9, 0.864e12, 8, 32e9, 12.5e9, price=1.0),
-        Hardware("b200", 2250e12, 192e9, 7.7e12, 8, 900e9, 50e9),
+        Hardware("b200", 2250e12, 192e9, 7.7e12, 8, 900e9, 50e9, power=1000),
         # A rack of 72, with an adapter of 400 Gb/s each.
-        Hardware("gb200", 2500e12, 186e9, 8.0e12, 72, 900e9, 50e9),
+        Hardware("gb200", 2500e12, 186e9, 8.0e12, 72, 900e9, 50e9, power=1200),
         # Adapters of 800 Gb/s.
         Hardware("b300", 2250e12, 288e9, 8.0e12, 8, 900e9, 100e9),
         # A torus: a collective over one of its axes uses two of a chip's six links.
@@ -119,8 +143,9 @@ def parse(text: str) -> tuple[Hardware, int]:
 def read_hardware(path: str | Path) -> Hardware:
     """A device of one's own, from a JSON file with the fields of `Hardware`.
 
-    ``{"like": "h100", "outside": 25e9}`` is an H100 with another adapter. Without "like" all rates,
-    `memory` and `domain` are needed; the name is that of the file where it is not given.
+    ``{"like": "h100", "outside": 25e9}`` is an H100 with another adapter, and ``{"like": "h100",
+    "power_limit": 500}`` one that is limited to 500 W (`Hardware.limited`). Without "like" all
+    rates, `memory` and `domain` are needed; the name is that of the file where it is not given.
 
     Raises:
       ValueError: where the file does not describe a device.
@@ -132,24 +157,30 @@ def read_hardware(path: str | Path) -> Hardware:
         raise ValueError(f"{path} is not JSON: it must hold the fields of a device.") from error
     if not isinstance(values, dict):
         raise ValueError(f'{path} holds no object: write for example {{"like": "h100"}}.')
-    like = values.pop("like", None)
+    like, limit = values.pop("like", None), values.pop("power_limit", None)
+    if limit is not None:
+        _check_field(path, "power_limit", limit)
     if like is not None and (not isinstance(like, str) or like not in HARDWARE):
         raise ValueError(f"{path}: like={like!r} is not known: use one of {', '.join(HARDWARE)}.")
     names = [field.name for field in fields(Hardware)]
     unknown = [name for name in values if name not in names]
     if unknown:
-        raise ValueError(f"{path}: {unknown[0]!r} is not known: use like, {', '.join(names)}.")
+        raise ValueError(
+            f"{path}: {unknown[0]!r} is not known: use like, power_limit, {', '.join(names)}."
+        )
     values.setdefault("name", path.stem)
     for name, value in values.items():
         _check_field(path, name, value)
-    if like is not None:
-        return replace(HARDWARE[like], **values)
-    missing = [name for name in names[1:7] if name not in values]
+    missing = [] if like is not None else [name for name in names[1:7] if name not in values]
     if missing:
         raise ValueError(
             f"{path} lacks {', '.join(missing)}: add them, or a device that it is like."
         )
-    return Hardware(**values)
+    hardware = Hardware(**values) if like is None else replace(HARDWARE[like], **values)
+    try:
+        return hardware if limit is None else hardware.limited(limit)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _check_field(path: Path, name: str, value: Any) -> None:

@@ -54,6 +54,20 @@ class Layout:
         off = {pair: _ratio(pair[0], self.ep) * _ratio(pair[1], self.etp) for pair in legal}
         return sorted(legal, key=off.__getitem__)[:3]
 
+    def check_experts(self, num_experts: int) -> None:
+        """Checks that a network without experts has no ``ep`` and ``etp``.
+
+        Raises:
+          ValueError: if it has, with the layout to write instead.
+        """
+        if num_experts or self.ep * self.etp == 1:
+            return
+        axes = " ".join(f"{axis}{n}" for axis in ("ep", "etp") if (n := getattr(self, axis)) > 1)
+        raise ValueError(
+            f"layout {self}: {axes} needs experts, and a dense network has none: write "
+            f'"{self.attention}".'
+        )
+
     @property
     def edp(self) -> int:
         return self.tp * self.cp * self.dp // (self.ep * self.etp)
@@ -92,11 +106,14 @@ class Layout:
             )
         return layout
 
+    @property
+    def attention(self) -> str:
+        """The axes of attention, such as ``"tp2 cp1 dp4 pp1"``."""
+        axes = [f"{axis}{getattr(self, axis)}" for axis in ("tp", "cp", "dp", "pp")]
+        return " ".join(axes + ([f"vpp{self.vpp}"] if self.vpp > 1 else []))
+
     def __str__(self) -> str:
-        attention = " ".join(f"{axis}{getattr(self, axis)}" for axis in ("tp", "cp", "dp", "pp"))
-        if self.vpp > 1:
-            attention += f" vpp{self.vpp}"
-        return f"{attention} / ep{self.ep} etp{self.etp} edp{self.edp}"
+        return f"{self.attention} / ep{self.ep} etp{self.etp} edp{self.edp}"
 
 
 def divisors(number: int) -> list[int]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sharding.compression import ACTIVATION_DTYPES
+from sharding.costs.dispatch import GPU_BUFFER_FACTOR
 from sharding.costs.hardware import HARDWARE, TPUS, Hardware, parse
 from sharding.planner.calibration import METHODS, library_system
 from sharding.planner.cost import System
@@ -126,7 +127,9 @@ def model_of(text: str, ignore: Sequence[str] = ()) -> ModelSizes:
     return sizes_from(text, ignore)
 
 
-def program_of(args: argparse.Namespace, hardware: Hardware) -> tuple[Method, System, Choices]:
+def program_of(
+    args: argparse.Namespace, hardware: Hardware, has_experts: bool
+) -> tuple[Method, System, Choices]:
     """Method and system of a program, and the choices that are left to the search.
 
     Raises:
@@ -140,12 +143,13 @@ def program_of(args: argparse.Namespace, hardware: Hardware) -> tuple[Method, Sy
             "in one chunk."
         )
     if name == "jrl":
-        system, has_ragged = library_system(hardware), hardware.name not in (*TPUS, "laptop")
+        system, is_gpu = library_system(hardware), hardware.name not in (*TPUS, "laptop")
         dtypes = [None if dtype == "none" else dtype for dtype in args.activation_wire]
         options["activation_wire"] = dtypes
-        dispatch = ("ragged",) if has_ragged else ("all_gather", "all_to_all")
-        method = Method(even=has_ragged, storage="bfloat16")
-        return method, system, Choices(dispatch, storage=(method.storage,), **options)
+        # Buffers of GPUs are those of a run by default.
+        factor = GPU_BUFFER_FACTOR if is_gpu else None
+        method = Method(even=is_gpu, buffer_factor=factor, storage="bfloat16")
+        return method, system, Choices(storage=(method.storage,), **options)
     for flag, value in options.items():
         if value != PARSER.get_default(flag):
             value_text = "" if value is True else f" {value[0]}"
@@ -156,7 +160,8 @@ def program_of(args: argparse.Namespace, hardware: Hardware) -> tuple[Method, Sy
     title = {key.lower(): key for key in METHODS}[name]
     method = METHODS[title]
     dispatch = DISPATCHES.get(title, (method.dispatch,))
-    return method, system_of(title, hardware.name), Choices(dispatch, storage=(method.storage,))
+    system = system_of(title, hardware.name, has_experts)
+    return method, system, Choices(dispatch, storage=(method.storage,))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -218,7 +223,7 @@ def result_of(args: argparse.Namespace, model: ModelSizes) -> SearchResult:
     """
     hardware, devices = parse(args.hardware)
     rows, time = batch_sizes(args)
-    method, system, choices = program_of(args, hardware)
+    method, system, choices = program_of(args, hardware, model.num_experts > 0)
     result = search(model, devices, rows, time, hardware, method, system, choices)
     if result.plans:
         return result

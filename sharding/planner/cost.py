@@ -23,7 +23,9 @@ class System:
     """Efficiency of a program on a device, and the communication that it overlaps.
 
     Attributes:
-      efficiency: the fraction of peak that products reach; the one number that is calibrated.
+      efficiency: the fraction of peak that products reach.
+      tensor_share: the share of it that is left under tensor parallelism, whose products are
+        narrower and whose operations a host may dispatch one by one.
       hidden: the fraction of communication that is overlapped with products if these last long
         enough.
       hides_hops: an interleaved pipeline sends activations while it computes other chunks.
@@ -46,6 +48,7 @@ class System:
     """
 
     efficiency: float = 0.6
+    tensor_share: float = 1.0
     hidden: float = 0.0
     hides_hops: bool = False
     hides_gradients: bool = False
@@ -57,9 +60,10 @@ class System:
     launch: float = 0.0
     fills_stages: bool = False
 
-    def rate(self, hardware: Hardware) -> float:
+    def rate(self, hardware: Hardware, layout: Layout) -> float:
         """FLOP/s that products reach."""
-        return hardware.peak * self.efficiency
+        share = self.tensor_share if layout.tp > 1 else 1.0
+        return hardware.peak * self.efficiency * share
 
 
 @dataclass(frozen=True)
@@ -191,7 +195,7 @@ def _pass_seconds(
     tokens = batch.local_tokens(layout)
     in_layer = times_through_memory(method.remat) * value_bytes(model, layout, tokens, method)
     layers = _products_of_layers(model, layout, batch, method, hardware, system)
-    head = 3 * (2.0 * tokens * model.d_model * model.vocab_size / system.rate(hardware))
+    head = 3 * (2.0 * tokens * model.d_model * model.vocab_size / system.rate(hardware, layout))
     if system.fills_stages:
         # The stage with the head is as deep as the others, or less.
         depth = layers_on_device(model, layout)
@@ -215,7 +219,7 @@ def _products_of_layers(
     traffic: read forward and for the gradient of its input, and the sum of their gradients read and
     written.
     """
-    tokens, stored, rate = batch.local_tokens(layout), method.stored, system.rate(hardware)
+    tokens, stored, rate = batch.local_tokens(layout), method.stored, system.rate(hardware, layout)
 
     def one_pass(flops: float, parameters: float, bytes_each: int) -> float:
         return max(flops / rate, parameters * bytes_each / hardware.memory_bandwidth)
@@ -318,7 +322,7 @@ def _exposed_communication(
         )
     elif chunks > 1 and "experts" in sent:
         flops = 3 * _matrices(model, layout, batch.local_tokens(layout))[1][0]
-        expert_seconds = flops / system.rate(hardware)
+        expert_seconds = flops / system.rate(hardware, layout)
         # At least one chunk is exposed: the dispatch of the first and the return of the last.
         sent["experts"] = communication.exposed_seconds(sent["experts"], expert_seconds, chunks)
     total = sum(sent.values())

@@ -239,6 +239,8 @@ def broken_rule(model: ModelSizes, layout: Layout, rows: int, time: int) -> str 
         (model.num_experts, layout.ep, "ep must divide the experts"),
         (model.d_expert, layout.etp, "etp must divide the hidden units of an expert"),
     )
+    if not model.num_experts and layout.ep * layout.etp > 1:
+        return "ep and etp need experts"
     if layout.pp * layout.vpp > model.num_main_layers:
         return "pp x vpp must not exceed the layers"
     return next((rule for size, divisor, rule in rules if size % divisor), None)
@@ -252,19 +254,23 @@ def chunks_of_a_stage(model: ModelSizes, layout: Layout) -> list[int]:
     return [vpp for vpp in divisors(-(-main // layout.pp)) if layout.pp * vpp <= main]
 
 
-def layouts(devices: int, most_tp: int | None = None) -> Iterator[Layout]:
+def layouts(
+    devices: int, most_tp: int | None = None, *, has_experts: bool = True
+) -> Iterator[Layout]:
     """Every layout of that number of devices, with one chunk on each pipeline stage.
 
     Args:
       most_tp: largest ``tp`` and ``etp``; None is any.
+      has_experts: False leaves out ``ep`` and ``etp`` (`Layout.check_experts`).
     """
     most = devices if most_tp is None else most_tp
     for pp in divisors(devices):
         stage = devices // pp
         for tp in (n for n in divisors(stage) if n <= most):
             for cp in divisors(stage // tp):
-                for ep in divisors(stage):
-                    for etp in (n for n in divisors(stage // ep) if n <= most):
+                for ep in divisors(stage) if has_experts else (1,):
+                    etps = divisors(stage // ep) if has_experts else [1]
+                    for etp in (n for n in etps if n <= most):
                         yield Layout(tp, cp, stage // (tp * cp), pp, ep, etp)
 
 
@@ -291,7 +297,7 @@ def search(
     method, system = method or Method(), system or System()
     choices = choices or Choices()
     plans, too_large, broken_rules = [], {}, Counter()
-    for layout in layouts(devices, hardware.domain):
+    for layout in layouts(devices, hardware.domain, has_experts=model.num_experts > 0):
         rule = broken_rule(model, layout, rows, time)
         if rule is not None:
             broken_rules[rule] += 1

@@ -7,10 +7,10 @@ from tiers import full_but
 
 @needs_compiler("cuda")
 @pytest.mark.parametrize(
-    "method", full_but(["all_to_all", "two_level", "two_level_ragged"], "two_level")
+    "method", full_but(["all_to_all", "ragged", "two_level", "two_level_ragged"], "two_level")
 )
 def test_a_compiled_layer_sends_what_is_planned(method, tmp_path):
-    (row,) = compiled("exchanges", tmp_path, "--only", f"{method},")
+    (row,) = compiled("exchanges", tmp_path, "--only", f" {method},")
     assert "error" not in row, row["error"]
     assert row["compiled"] == row["planned"]
     assert row["compiled"]["across"] > 0

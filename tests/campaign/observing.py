@@ -26,6 +26,8 @@ from moe.router.routing import choices_dtype
 
 Observed = dict[str, dict[str, np.ndarray]]
 """What was found, by the part of the run and by name."""
+Weights = Callable[[Network[Any], int], Any]
+"""(network, seed) -> its weights, laid out as it is stored."""
 
 SECOND_MOMENT = 1e-3
 """The part of a squared gradient that is Adam's second moment after one step."""
@@ -106,11 +108,13 @@ def observe(
     setup: Setup,
     batch: Batch[np.ndarray],
     as_it_runs: Callable[[Network[Any]], Network[Any]] = lambda network: network,
+    weights: Weights = weights_of,
 ) -> Observed:
     """What a run of these settings computes of a batch that is there.
 
     Args:
       as_it_runs: what is changed of each network.
+      weights: of each network.
     """
     networks, found = setup.networks, Observed()
     critic = None if networks.critic is None else as_it_runs(networks.critic)
@@ -118,11 +122,11 @@ def observe(
     device_batch = jax.device_put(batch, over_rows(setup.mesh))
     if setup.run.steps == 0:
         imitator = as_it_runs(setup.imitator)
-        learner = imitator.init(weights_of(imitator, setup.run.seed))
+        learner = imitator.init(weights(imitator, setup.run.seed))
         found |= _updated("policy", imitator, learner, device_batch, None, None)
         return found
     policy = networks.policy
-    learner = policy.init(weights_of(policy, setup.run.seed))
+    learner = policy.init(weights(policy, setup.run.seed))
     found["scores"] = _scores(networks, learner.weights, device_batch)
     rows = device_batch if setup.recipe.has_complete_groups else clear_idle_rows(device_batch)
     counts = counts_of(device_batch) if networks.packs else None
@@ -141,7 +145,7 @@ def observe(
         found["statistics"] = {key: np.asarray(x) for key, x in vars(to_host(statistics)).items()}
     found |= _updated("policy", policy, learner, rows, counted("actor"), statistics)
     if critic is not None:
-        learner = critic.init(weights_of(critic, setup.run.seed + 1))
+        learner = critic.init(weights(critic, setup.run.seed + 1))
         found["values"] = {"values": _values(networks, learner.weights, device_batch)}
         if rows.critic_mask is not None:
             rows = clear_idle_rows(replace(device_batch, mask=device_batch.critic_mask))

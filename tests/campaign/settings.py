@@ -104,8 +104,8 @@ def model_of(crossing: Crossing) -> ModelConfig:
         given["mla"] = MultiHeadLatentAttention(*latent)
         given["num_kv_heads"] = given["num_heads"]
     if (linear := given.get("delta")) is not None:
-        layers, keys, values = linear
-        given["delta"] = GatedDeltaNet(tuple(layers), keys, values, 5, 6, 3)
+        layers, keys, values, *widths = linear
+        given["delta"] = GatedDeltaNet(tuple(layers), keys, values, *(widths or (5, 6, 3)))
     if (scaling := given.get("rope_scaling")) is not None:
         kind, *numbers = scaling
         given["rope_scaling"] = {"linear": LinearScaling, "yarn": YarnScaling}[kind](*numbers)

@@ -84,6 +84,20 @@ SMALL = {
         {"name": "hapo", "group_size": 4, "prompts": 4, "mismatch": "truncated", "micro_batch": 2},
     ),
     "delta": ({"tp": 2}, {"delta": [[0], 4, 8]}, {"remat": "selective"}, {}),
+    # A network of Qwen3-Next's kind: a gradient 4.5e-4 from one device, as far as one device is
+    # from itself with its weights moved by one rounding.
+    "short keys": (
+        {"dp": 3},
+        {
+            "num_layers": 4,
+            "num_experts": 6,
+            "delta": [[0, 1, 2], 6, 6, 6, 6, 3],
+            "d_ff": 16,
+            "shared_expert_gate": True,
+        },
+        {},
+        {"router_replay": "R3", "prompts": 6},
+    ),
 }
 REFERENCES = {}
 

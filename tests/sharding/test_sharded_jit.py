@@ -12,9 +12,13 @@ from programs import mesh_of
 from jrl.rollout.decoding.mesh_backend import advance
 from jrl.rollout.decoding.packed_prefill import run_packed
 from jrl.rollout.decoding.prefill import admit, admit_prefilled
+from jrl.rollout.decoding.slots import Decoder
 from jrl.rollout.prompt_scores import score_packed
 from jrl.trainer.learner.update import update
+from jrl.trainer.scoring import PromptLayout, Scorer
+from moe.config import ModelConfig
 from moe.disaggregated.programs import attention_half, experts_half
+from moe.execution import Execution
 from sharding.folding import Layout, fold_abstract
 from sharding.sharded_jit import OVERLAP, REQUIRED, DeviceJit, MeshJit, jit_onto, jit_sharded
 
@@ -78,6 +82,23 @@ def test_passes_over_many_tokens_overlap(program):
     mesh = fold_abstract(Layout.parse("dp2 / ep2"), "gpu")
     options = program.jit_for(mesh), program.jit_with(REQUIRED["gpu"] | OVERLAP["gpu"])
     assert options[0] is options[1]
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "overlaps"),
+    [
+        *((name, True) for name in (None, "all_to_all", "all_gather", "two_level")),
+        *((name, False) for name in ("ragged", "two_level_ragged")),
+    ],
+)
+def test_ragged_dispatch_does_not_overlap_on_gpus(dispatch, overlaps):
+    mesh = fold_abstract(Layout.parse("dp2 / ep2"), "gpu")
+    config = ModelConfig(vocab_size=8, num_experts=4, execution=Execution(dispatch=dispatch))
+    scorer, decoder = Scorer(config, mesh, PromptLayout(1, 1)), Decoder(config, mesh, 0, ())
+    expected = REQUIRED["gpu"] | (OVERLAP["gpu"] if overlaps else {})
+    for program, record in ((update, scorer), (score_packed, decoder), (admit, decoder)):
+        assert program.settings_of((record,)) == expected
+    assert advance.settings_of((decoder,)) == REQUIRED["gpu"]
 
 
 @pytest.mark.parametrize("program", [advance, admit_prefilled, attention_half, experts_half])

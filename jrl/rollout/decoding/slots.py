@@ -54,6 +54,11 @@ class Decoder(NamedTuple):
     records_choices: bool = False
     top_logprobs: int = 0
 
+    @property
+    def overlaps(self) -> bool:
+        """True if its programs may overlap communication (`sharding.sharded_jit.MeshJit`)."""
+        return self.config.execution.overlaps
+
     def for_any_routing(self) -> "Decoder":
         """Copy with dropless expert buffers in prefill (`Execution.buffer_factor`)."""
         return self._replace(config=self.config.for_any_routing())

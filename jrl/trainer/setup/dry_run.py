@@ -43,6 +43,7 @@ AXES = {
     "edp": "data of the experts: ranks with the same experts",
 }
 """Meaning of each axis of a layout."""
+ATTENTION_AXES = ("dp", "tp", "cp", "pp")
 
 UNSET = {
     "buffer_factor": "worst case",
@@ -75,13 +76,13 @@ def print_dry_run(setup: Setup, console: Console | None = None) -> None:
     if setup.run.rollout_devices is not None:
         _print(console, "Memory per rollout device", _readable(rollout_memory(setup)))
     devices = f"{_count(size, 'device', 'devices')} ({jax.devices()[0].device_kind})"
-    _print(console, f"Layout: {setup.run.layout} on {devices}", axes(setup.mesh))
+    _print(console, f"Layout: {setup.run.layout} on {devices}", axes(setup.mesh, setup.model))
     if setup.rollout_mesh != setup.mesh:
         where = "the same" if setup.run.rollout_devices is None else "separate devices"
         title = f"Rollout layout: {setup.rollout_mesh.layout} on {where}"
         if setup.split is not None:
             title = f"Rollout split: {setup.run.rollout_split} on {where}, attention"
-        _print(console, title, axes(setup.rollout_mesh))
+        _print(console, title, axes(setup.rollout_mesh, setup.model))
     for line in describe_left_out(setup.task, setup.prompts_dropped, setup.prompt_length):
         console.print(line, highlight=False)
     print_first_input(setup, console)
@@ -94,9 +95,10 @@ def print_dry_run(setup: Setup, console: Console | None = None) -> None:
         )
 
 
-def axes(mesh: FoldedMesh) -> dict[str, str]:
-    """Size and meaning of each axis."""
-    return {f"{axis} {mesh.size(getattr(mesh, axis))}": AXES[axis] for axis in AXES}
+def axes(mesh: FoldedMesh, model: ModelConfig) -> dict[str, str]:
+    """Size and meaning of each axis; a dense network has those of attention."""
+    names = AXES if model.num_experts else ATTENTION_AXES
+    return {f"{axis} {mesh.size(getattr(mesh, axis))}": AXES[axis] for axis in names}
 
 
 def batch_arithmetic(setup: Setup) -> dict[str, str]:

@@ -26,11 +26,9 @@ from moe.kernels.choice import foreign_gpus
 from moe.kernels.decode_attention import unsupported_heads
 from moe.placement import specs
 from moe.weights import adaptable_weights, targets_of
+from sharding.costs.dispatch import GPU_BUFFER_FACTOR
 from sharding.folding import FoldedMesh
 
-GPU_BUFFER_FACTOR = 1.5
-"""Expert buffers of GPUs by default, as a multiple of balanced load. One layer of Qwen3-30B-A3B on
-8 GPUs has 1.6 GiB of temporaries with them, and 5.6 with buffers for any routing."""
 
 
 def network_of(model: ModelConfig, run: RunConfig) -> ModelConfig:

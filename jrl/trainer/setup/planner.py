@@ -258,7 +258,7 @@ def with_layout(setup: Setup, recipe: Recipe, layout: Layout) -> Setup:
 def _valid_layouts(setup: Setup, num_devices: int, hardware: Hardware) -> Iterator[Layout]:
     """Valid layouts of the network, with every number of chunks per pipeline stage."""
     model, time = sizes_of(setup.model), setup.prompt_length + setup.response_length
-    for layout in layouts(num_devices, hardware.domain):
+    for layout in layouts(num_devices, hardware.domain, has_experts=model.num_experts > 0):
         # Divisibility of batches and positions is checked by `with_layout`: these values always
         # pass.
         if broken_rule(model, layout, layout.dp, time * 2 * layout.cp) is not None:

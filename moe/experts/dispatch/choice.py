@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from moe.architecture.feed_forward import Activation
-from moe.execution import TWO_LEVELS, Execution
+from moe.execution import SLICES, TWO_LEVELS, Execution
 from moe.experts.dispatch.all_to_all import all_gather_dispatch, exchange_tokens, one_level_dispatch
 from moe.experts.dispatch.buffers import DispatchOptions, peer_tokens
 from moe.experts.dispatch.cost import TokenExchange, cheapest, peer_capacity_of
@@ -153,7 +153,7 @@ def check_dispatch(name: str, mesh: FoldedMesh, server_devices: int | None = Non
             "for the best that applies."
         )
     # A mesh of absent devices may stand for any platform: it is lowered without asking.
-    if name in ("ragged", "two_level_ragged") and mesh.platform == "cpu":
+    if name in SLICES and mesh.platform == "cpu":
         raise ValueError(
             f'dispatch="{name}" needs jax.lax.ragged_all_to_all, which CPU devices do not have: '
             'use "all_to_all", "all_gather", "two_level" or None.'

@@ -93,6 +93,15 @@ def supported_dispatchers(mesh: FoldedMesh) -> tuple[str, ...]:
     return NAMES[:2]
 
 
+def candidates(mesh: FoldedMesh) -> tuple[str, ...]:
+    """Dispatchers that may be the default on a mesh.
+
+    On GPUs "ragged" is used by name only, until two of them have run it: see
+    `moe.execution.Execution.overlaps`.
+    """
+    return NAMES[:2] if mesh.platform == "gpu" else supported_dispatchers(mesh)
+
+
 def hardware_of(mesh: FoldedMesh) -> Hardware:
     """Hardware model of a mesh's devices and their links; `UNKNOWN` for devices that are not
     listed."""
@@ -113,8 +122,8 @@ def cheapest(exchange: TokenExchange, mesh: FoldedMesh) -> str:
     """
     times = predict_seconds(exchange, mesh.layout, hardware_of(mesh))
     # Equal volumes must not be distinguished by the rounding of a sum.
-    least = min(times[name] for name in supported_dispatchers(mesh)) * (1 + 1e-6)
-    return next(name for name in supported_dispatchers(mesh) if times[name] <= least)
+    least = min(times[name] for name in candidates(mesh)) * (1 + 1e-6)
+    return next(name for name in candidates(mesh) if times[name] <= least)
 
 
 def explain_choice(exchange: TokenExchange, mesh: FoldedMesh) -> str:
@@ -123,7 +132,7 @@ def explain_choice(exchange: TokenExchange, mesh: FoldedMesh) -> str:
     times = predict_seconds(exchange, mesh.layout, hardware)
     others = [
         f"{other} takes {times[other] / times[name]:.2f} times as long"
-        for other in supported_dispatchers(mesh)
+        for other in candidates(mesh)
         if other != name
     ]
     rate = hardware.exchange if exchange.rate is None else exchange.rate

@@ -33,6 +33,20 @@ from sharding.collectives import (
 from sharding.compression import decode, decode_tokens, e4m3_scale, encode, encode_tokens
 
 
+class Wires(NamedTuple):
+    """Mesh axes and groups of an exchange, and the number of slices in which a peer gets its rows.
+
+    Attributes:
+      axes: of the mesh.
+      groups: of the peers, as in `sharding.collectives.all_to_all`.
+      parts: slices for each peer. XLA's kernel for GPUs copies a slice with one block of threads.
+    """
+
+    axes: Axes
+    groups: IndexGroups | None = None
+    parts: int = 1
+
+
 class PeerSlices(NamedTuple):
     """One side of a ragged all-to-all, an entry per peer.
 
@@ -110,9 +124,8 @@ def exchange_rows(
     plan: ExchangePlan,
     num_slots: int,
     name: str,
-    axes: Axes,
+    wires: Wires,
     comm_dtype: str | None = None,
-    groups: IndexGroups | None = None,
 ) -> Float[Array, "slot width"]:
     """Sends rows to peers, and returns the received ones in a buffer of `num_slots` rows, padded
     with zeros.
@@ -121,16 +134,25 @@ def exchange_rows(
       name: checkpoint name of the result, for `moe.remat`.
       comm_dtype: communication dtype. None is that of the rows; FP8 sends bytes and a scale for
         each row, and backward a scale for each channel of a group of rows (`sharding.compression`).
-      groups: of the peers, as in `sharding.collectives.all_to_all`.
     """
-    rows = vary(rows, axes)
-    if comm_dtype is None and groups is None:
-        return _exchange_slices(rows, plan.sent, plan.received, num_slots, axes, name)
+    rows = vary(rows, wires.axes)
     plan = match_varying(plan, rows)
     sizes = num_slots, rows.shape[0]
     if comm_dtype is None:
-        return _exchange_in_groups(rows, plan, *sizes, axes, name, groups)
-    return _exchange_fp8(rows, plan, *sizes, rows.dtype, axes, name, groups)
+        return _exchange_plain(rows, plan, *sizes, wires, name)
+    return _exchange_fp8(rows, plan, *sizes, rows.dtype, wires, name)
+
+
+def split_slices(slices: PeerSlices, parts: int) -> PeerSlices:
+    """Each slice as `parts` slices that follow one another and differ by one row at most."""
+    each, more = jnp.divmod(slices.sizes[:, None], parts)
+    part = jnp.arange(parts)[None]
+    before = part * each + jnp.minimum(part, more)
+    return PeerSlices(
+        (slices.input_offsets[:, None] + before).reshape(-1),
+        jnp.where(part < more, each + 1, each).reshape(-1),
+        (slices.output_offsets[:, None] + before).reshape(-1),
+    )
 
 
 def _exchange_slices(
@@ -138,66 +160,61 @@ def _exchange_slices(
     sent: PeerSlices,
     received: PeerSlices,
     num_slots: int,
-    axes: Axes,
+    wires: Wires,
     name: str = COLLECTIVE,
-    groups: IndexGroups | None = None,
 ) -> Array:
+    sent, received = (split_slices(slices, wires.parts) for slices in (sent, received))
     output = jnp.zeros((num_slots, rows.shape[1]), rows.dtype)
     output = match_varying(output, rows)
     sizes = (sent.input_offsets, sent.sizes, sent.output_offsets, received.sizes)
-    result = lax.ragged_all_to_all(rows, output, *sizes, axis_name=axes, axis_index_groups=groups)
+    result = lax.ragged_all_to_all(
+        rows, output, *sizes, axis_name=wires.axes, axis_index_groups=wires.groups
+    )
     return checkpoint_name(result, name)
 
 
-# JAX's own gradient exchanges offsets without regard to groups.
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5, 6))
-def _exchange_in_groups(
-    rows: Array,
-    plan: ExchangePlan,
-    num_slots: int,
-    num_rows: int,
-    axes: Axes,
-    name: str,
-    groups: IndexGroups | None,
+# JAX's own gradient exchanges offsets, which the plan has, and without regard to groups.
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
+def _exchange_plain(
+    rows: Array, plan: ExchangePlan, num_slots: int, num_rows: int, wires: Wires, name: str
 ) -> Array:
-    return _exchange_slices(rows, plan.sent, plan.received, num_slots, axes, name, groups)
+    return _exchange_slices(rows, plan.sent, plan.received, num_slots, wires, name)
 
 
-def _forward_in_groups(rows, plan, num_slots, num_rows, axes, name, groups):
-    return _exchange_slices(rows, plan.sent, plan.received, num_slots, axes, name, groups), plan
+def _forward_plain(rows, plan, num_slots, num_rows, wires, name):
+    return _exchange_plain(rows, plan, num_slots, num_rows, wires, name), plan
 
 
-def _backward_in_groups(num_slots, num_rows, axes, name, groups, plan, gradient):
+def _backward_plain(num_slots, num_rows, wires, name, plan, gradient):
     slices = plan.reverse.sent, plan.reverse.received
-    return _exchange_slices(gradient, *slices, num_rows, axes, groups=groups), None
+    return _exchange_slices(gradient, *slices, num_rows, wires), None
 
 
-_exchange_in_groups.defvjp(_forward_in_groups, _backward_in_groups)
+_exchange_plain.defvjp(_forward_plain, _backward_plain)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5, 6, 7))
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5, 6))
 def _exchange_fp8(
     rows: Array,
     plan: ExchangePlan,
     num_slots: int,
     num_rows: int,
     dtype: Any,
-    axes: Axes,
+    wires: Wires,
     name: str,
-    groups: IndexGroups | None,
 ) -> Array:
-    return _forward(rows, plan, num_slots, num_rows, dtype, axes, name, groups)[0]
+    return _forward(rows, plan, num_slots, num_rows, dtype, wires, name)[0]
 
 
-def _forward(rows, plan, num_slots, num_rows, dtype, axes, name, groups):
+def _forward(rows, plan, num_slots, num_rows, dtype, wires, name):
     content, scales = (
-        _exchange_slices(array, plan.sent, plan.received, num_slots, axes, name, groups)
+        _exchange_slices(array, plan.sent, plan.received, num_slots, wires, name)
         for array in encode_tokens(rows)
     )
     return decode_tokens((content, scales)).astype(dtype), plan
 
 
-def _backward(num_slots, num_rows, dtype, axes, name, groups, plan, gradient):
+def _backward(num_slots, num_rows, dtype, wires, name, plan, gradient):
     peers, reverse = plan.sent.sizes.shape[0], plan.reverse
     group_slots = num_groups(num_slots, peers)
     group = _group_of_rows(num_slots, reverse.sent, reverse.groups_sent, group_slots)
@@ -206,7 +223,7 @@ def _backward(num_slots, num_rows, dtype, axes, name, groups, plan, gradient):
     # `segment_max` gives the lowest number for a group without rows.
     scales = e4m3_scale(jnp.maximum(largest, 0))
     content = encode(gradient, scales[group])
-    exchange = partial(_exchange_slices, axes=axes, groups=groups)
+    exchange = partial(_exchange_slices, wires=wires)
     returned = exchange(content, reverse.sent, reverse.received, num_rows)
     group_slots = num_groups(num_rows, peers)
     scales = exchange(scales[:-1], reverse.groups_sent, reverse.groups_received, group_slots)
@@ -255,12 +272,10 @@ def exchange_slices(
     counts = jnp.sum(is_sent.reshape(num_peers, num_tokens, num_peers), axis=1, dtype=jnp.int32)
     rank = index_in_group(mesh.ep, peers.groups)
     plan = plan_exchange(counts, num_slots, rank)
-    exchange = partial(
-        exchange_rows,
-        axes=mesh.ep,
-        comm_dtype=options.execution.activation_wire,
-        groups=peers.groups,
-    )
+    # A slice for each expert of a peer.
+    wires = Wires(mesh.ep, peers.groups, peers.num_local)
+    comm_dtype = options.execution.activation_wire
+    exchange = partial(exchange_rows, wires=wires, comm_dtype=comm_dtype)
 
     # One peer after the other, each one's tokens in their own order.
     is_sent_here = has_experts_at(routing.experts - peers.first, peers.num_local, num_peers)

@@ -237,11 +237,17 @@ PRESETS = {
     "gpt-oss-120b": ModelSizes(
         *(36, 2880, 64, 8, 64, 201088, 128, 4, 2880), window=128, num_window_layers=18
     ),
+    "llama2-70b": ModelSizes(80, 8192, 64, 8, 128, 32000, d_ff=28672),
+    "llama3.1-8b": ModelSizes(32, 4096, 32, 8, 128, 128256, d_ff=14336),
+    "llama3.1-70b": ModelSizes(80, 8192, 64, 8, 128, 128256, d_ff=28672),
+    "llama3.1-405b": ModelSizes(126, 16384, 128, 8, 128, 128256, d_ff=53248),
+    # 14.84 B parameters, by the report on KempnerForge; its 7B is Llama-3.1-8B.
+    "kempner-13b": ModelSizes(40, 5120, 40, 8, 128, 128256, d_ff=17920),
     "dbrx": ModelSizes(40, 6144, 48, 8, 128, 100352, 16, 4, 10752),
     # The paper gives its name and 317 B parameters; these sizes come to that.
     "scaled-moe": ModelSizes(48, 8192, 64, 8, 128, 32000, 32, 4, 8192),
 }
 """Liu et al., "MoE Parallel Folding", 2025, section 4 (https://arxiv.org/abs/2504.14960); Jin et
-al., "MegaScale-MoE", 2025, table 1 (https://arxiv.org/abs/2505.11432); the
-config.json of Qwen3, DeepSeek-V3, Kimi-K2 and gpt-oss, without layers that predict further tokens;
-Zhu et al., "MegaScale-Infer", 2025, for DBRX and Scaled-MoE (https://arxiv.org/abs/2504.02263)."""
+al., "MegaScale-MoE", 2025, table 1 (https://arxiv.org/abs/2505.11432); the config.json of Qwen3,
+DeepSeek-V3, Kimi-K2, Llama and gpt-oss, without layers that predict further tokens; Zhu et al.,
+"MegaScale-Infer", 2025, for DBRX and Scaled-MoE (https://arxiv.org/abs/2504.02263)."""

@@ -1,7 +1,7 @@
 """Evidence: published speeds of training runs in bfloat16, each with its settings and source."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal
 
@@ -13,6 +13,13 @@ from sharding.planner.models import PRESETS
 Unit = Literal["MFU", "TFLOP/s", "tokens/s", "s"]
 """Percent of peak; per device; per device; of a step."""
 
+DEVICES = HARDWARE | {
+    # Grand Teton: H100s of 96 GB HBM2e, at the power limit of these servers.
+    "h100 500 W": replace(HARDWARE["h100"].limited(500), memory=103e9, memory_bandwidth=2.4e12),
+    "h200 by 4": replace(HARDWARE["h200"], domain=4),
+}
+"""Devices of the rows by name: those of `HARDWARE`, and of sources that say more."""
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -21,7 +28,7 @@ class Evidence:
     Attributes:
       system: whose program, one of `sharding.planner.calibration.SYSTEMS`.
       model: one of `PRESETS`.
-      hardware: one of `HARDWARE`.
+      hardware: one of `DEVICES`.
       layout: its mapping; ``vpp`` is chosen by the planner where `micro_rows` is None.
       rows: sequences of a step.
       time: tokens of each.
@@ -66,7 +73,7 @@ class Evidence:
         """Tokens per second of one device, as measured."""
         flops = PRESETS[self.model].training_flops(self.time)
         return {
-            "MFU": self.measured / 100 * HARDWARE[self.hardware].peak / flops,
+            "MFU": self.measured / 100 * DEVICES[self.hardware].peak / flops,
             "TFLOP/s": self.measured * 1e12 / flops,
             "tokens/s": self.measured,
             "s": self.rows * self.time / self.measured / self.num_devices,
@@ -79,6 +86,11 @@ MODEL_ZOO = "Megatron-MoE-ModelZoo, best_practice/qwen3"
 BRIDGE = "Megatron-Bridge, performance summary"
 AUTOMODEL = "NeMo AutoModel, performance summary, 2025-10"
 TIERING = "MaxText, docs/reference/models/tiering.md"
+RECIPES = "tpu-recipes, training on v5p with MaxText"
+TITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
+TITAN_TP = "torchtitan, benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md"
+TITAN_A100 = "torchtitan, docs/performance.md"
+KEMPNER = "KempnerForge, benchmarks/mfu_scaling/mfu_scaling_2026-04-05.md"
 
 
 def _of_papers() -> Iterable[Evidence]:
@@ -149,6 +161,60 @@ def _maxtext(model: str, hardware: str, rate: int, fitted: bool = False) -> Evid
     )
 
 
+def _alternating(
+    *rows: tuple[str, str, str, str, int, int, int, str, float, str],
+) -> Iterable[Evidence]:
+    """Rows of sharded weights, one for fitting and one held out by turns: the odd ones are fitted.
+
+    A row has the program, model, hardware, layout, sequences of a micro-batch, micro-batches,
+    tokens of a sequence, rematerialisation, tokens per second and source.
+    """
+    for index, (system, model, hardware, layout, micro, number, time, remat, *found) in enumerate(
+        rows
+    ):
+        sequences = micro * number * Layout.parse(layout).dp
+        yield Evidence(
+            *(system, model, hardware, layout, sequences, time),
+            *(found[0], "tokens/s", found[1]),
+            micro_rows=micro,
+            remat=remat,
+            fsdp=True,
+            fitted=index % 2 == 0,
+        )
+
+
+# MaxText's batches of Llama3.1-8B, of 405B on v6e and of Llama2-70B on v5p are assumed. It keeps
+# some values of a layer in the host's memory, where "full" recomputes all.
+DENSE_AND_LATER = tuple(
+    _alternating(
+        ("MaxText", "llama2-70b", "v6e", "dp256", 4, 1, 4096, "full", 900, TIERING),
+        ("MaxText", "llama3.1-8b", "v6e", "dp256", 3, 1, 8192, "full", 7207, TIERING),
+        ("MaxText", "llama3.1-70b", "v6e", "dp256", 5, 1, 8192, "full", 960, TIERING),
+        ("MaxText", "llama3.1-405b", "v6e", "dp256", 1, 1, 8192, "full", 123, TIERING),
+        ("MaxText", "llama2-70b", "v5p", "dp512", 4, 1, 4096, "full", 692, TIERING),
+        ("MaxText", "llama3.1-405b", "v5p", "dp512", 2, 1, 8192, "full", 124.6, RECIPES),
+        ("MaxText", "deepseek-v3", "v5p", "dp512", 6, 1, 8192, "full", 542, RECIPES),
+        ("torchtitan", "llama3.1-8b", "h100 500 W", "dp8", 2, 1, 8192, "selective", 6667, TITAN),
+        ("torchtitan", "llama3.1-8b", "h100 500 W", "dp128", 2, 1, 8192, "selective", 6514, TITAN),
+        (
+            *("torchtitan", "llama3.1-8b", "h100 500 W", "tp8 dp8"),
+            *(12, 1, 8192, "selective", 4378, TITAN_TP),
+        ),
+        (
+            *("torchtitan", "llama3.1-70b", "h100 500 W", "tp8 dp32"),
+            *(16, 1, 8192, "full", 597, TITAN_TP),
+        ),
+        ("torchtitan", "llama3.1-8b", "a100", "dp64", 1, 1, 8192, "selective", 2904, TITAN_A100),
+        ("torchtitan", "llama3.1-70b", "a100", "dp64", 1, 1, 8192, "full", 331, TITAN_A100),
+        ("KempnerForge", "llama3.1-8b", "h200 by 4", "dp4", 4, 2, 4096, "full", 9746, KEMPNER),
+        ("KempnerForge", "llama3.1-8b", "h200 by 4", "tp2 dp2", 4, 2, 4096, "full", 6495, KEMPNER),
+        ("KempnerForge", "llama3.1-8b", "h200 by 4", "tp4", 4, 2, 4096, "full", 6284, KEMPNER),
+        ("KempnerForge", "kempner-13b", "h200 by 4", "dp8", 4, 4, 4096, "full", 4426, KEMPNER),
+        ("KempnerForge", "kempner-13b", "h200 by 4", "tp4 dp2", 4, 4, 4096, "full", 3418, KEMPNER),
+    )
+)
+"""Published after the planner was first fitted: dense models, and one mixture on TPUs."""
+
 EVIDENCE: tuple[Evidence, ...] = (
     *_of_papers(),
     _longer("tp2 cp4 dp2 pp8 / ep8", 1024, 16384, 47.6),
@@ -202,4 +268,5 @@ EVIDENCE: tuple[Evidence, ...] = (
     _maxtext("mixtral-8x7b", "v6e", 3899, fitted=True),
     _maxtext("mixtral-8x22b", "v6e", 1326),
     _maxtext("mixtral-8x7b", "v5p", 2909),
+    *DENSE_AND_LATER,
 )

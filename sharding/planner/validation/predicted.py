@@ -2,12 +2,12 @@
 accuracy of the predictions: errors, and rank correlations of models."""
 
 import functools
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from sharding.costs.hardware import HARDWARE
 from sharding.folding import Layout
 from sharding.planner.calibration import METHODS, bisect, fit
 from sharding.planner.cost import Cost, System, cost
@@ -15,7 +15,7 @@ from sharding.planner.memory import memory
 from sharding.planner.method import Batch, Method
 from sharding.planner.models import PRESETS
 from sharding.planner.search import Choices, Plan, best_plan
-from sharding.planner.validation.evidence import EVIDENCE, Evidence
+from sharding.planner.validation.evidence import DEVICES, EVIDENCE, Evidence
 
 BLACKWELL = ("b200", "gb200", "b300")
 DISPATCHES = {"Megatron-Core": ("ragged", "deepep")}
@@ -28,37 +28,81 @@ Row = tuple[float, float, bool, Hashable]
 """Measured and predicted speed, true if used for fitting, and the cluster with its task."""
 
 
-def system_of(name: str, hardware: str) -> System:
-    """A system with its efficiency on a type of device.
+WAITS = (("MaxText", "v6e", False),)
+"""Programs, devices and kinds of models (True has experts) that wait for shards of weights. The two
+fitted rows of dense models, with batches of different sizes, are then 3% apart, and without waiting
+11%. Mixtures there are faster than waiting would allow."""
 
-    Efficiency is that of the one fitted row of the system on Blackwell, or on other devices. The
-    experts of AutoModel and MaxText are one product, which the host launches at once.
+
+def system_of(name: str, hardware: str, has_experts: bool) -> System:
+    """A system with its efficiency on a type of device, for a dense model or one with experts.
+
+    Efficiency is that of the fitted rows of the program that are most alike: on the device, then on
+    its generation, then on any, each first of the same kind of model. The experts of all programs
+    but Megatron-Core are one product, which the host launches at once.
     """
+    program = name.removesuffix(" with FSDP")
     if name == "MegaScale-MoE":
         return fit(name)
-    is_blackwell, waits = hardware in BLACKWELL, "FSDP" in name
-    return _megatron_or_other(name.removesuffix(" with FSDP"), is_blackwell, waits)
+    system = fit("Megatron-Core")
+    if program != "Megatron-Core" or hardware in BLACKWELL:
+        system = _fitted(program, hardware, has_experts)
+    waits = "FSDP" in name or (name, hardware, has_experts) in WAITS
+    return replace(system, hides_shards=not waits)
 
 
 @functools.cache
-def _megatron_or_other(name: str, is_blackwell: bool, waits: bool) -> System:
-    system = replace(fit("Megatron-Core"), hides_shards=not waits)
-    if name != "Megatron-Core":
+def _fitted(program: str, hardware: str, has_experts: bool) -> System:
+    """Efficiency and share under tensor parallelism, from the rows that are most alike.
+
+    If there are rows with and without ``tp``, efficiency is that of the latter, and the share, 1 at
+    most, that of the former; else efficiency is that of all.
+    """
+    system = fit("Megatron-Core")
+    if program != "Megatron-Core":
         system = replace(system, launch=0.0)
-    elif not is_blackwell:
-        return system
-    (point,) = (
-        row
-        for row in EVIDENCE
-        if row.fitted and row.system == name and (row.hardware in BLACKWELL) == is_blackwell
-    )
+    points = _most_alike(program, hardware, has_experts)
+    whole = [row for row in points if Layout.parse(row.layout).tp == 1]
+    cut = [row for row in points if row not in whole]
+    if whole and cut:
+        by_whole = _with_field(system, "efficiency", whole, 0.05, 1.5)
+        found = _with_field(by_whole, "tensor_share", cut, 0.1, 2.0)
+        if found.tensor_share < 1:
+            return found
+    return _with_field(system, "efficiency", points, 0.05, 1.5)
 
-    def is_slower(efficiency: float) -> bool:
-        step = cost_of(point, replace(system, efficiency=efficiency))
-        assert step is not None
-        return tokens_per_second(point, step) < point.tokens_per_second
 
-    return replace(system, efficiency=bisect(is_slower, 0.05, 1.5, 30))
+def _has_experts(row: Evidence) -> bool:
+    return PRESETS[row.model].num_experts > 0
+
+
+def _most_alike(program: str, hardware: str, has_experts: bool) -> list[Evidence]:
+    points = [row for row in EVIDENCE if row.fitted and row.system == program]
+
+    def likeness(row: Evidence) -> tuple[bool, bool, bool]:
+        is_kind = _has_experts(row) == has_experts
+        same_generation = (row.hardware in BLACKWELL) == (hardware in BLACKWELL)
+        return same_generation, is_kind, row.hardware == hardware
+
+    best = max(map(likeness, points))
+    return [row for row in points if likeness(row) == best]
+
+
+def _with_field(
+    system: System, name: str, points: Sequence[Evidence], low: float, high: float
+) -> System:
+    """The system with the number in a field that predicts the points on average."""
+
+    def is_slower(value: float) -> bool:
+        ratios = []
+        for point in points:
+            waits = (point.system, point.hardware, _has_experts(point)) in WAITS
+            step = cost_of(point, replace(system, hides_shards=not waits, **{name: value}))
+            assert step is not None
+            ratios.append(tokens_per_second(point, step) / point.tokens_per_second)
+        return math.prod(ratios) < 1
+
+    return replace(system, **{name: bisect(is_slower, low, high, 30)})
 
 
 def tokens_per_second(row: Evidence, step: Cost) -> float:
@@ -69,13 +113,13 @@ def tokens_per_second(row: Evidence, step: Cost) -> float:
 @functools.cache
 def predict(row: Evidence) -> float | None:
     """Predicted tokens per second of one device; None where nothing fits in its memory."""
-    step = cost_of(row, system_of(row.system, row.hardware))
+    step = cost_of(row, system_of(row.system, row.hardware, _has_experts(row)))
     return None if step is None else tokens_per_second(row, step)
 
 
 def cost_of(row: Evidence, system: System) -> Cost | None:
     """Time of a step with a row's settings; those that are not published are chosen."""
-    model, hardware, layout = PRESETS[row.model], HARDWARE[row.hardware], Layout.parse(row.layout)
+    model, hardware, layout = PRESETS[row.model], DEVICES[row.hardware], Layout.parse(row.layout)
     system = replace(system, hides_experts=row.overlaps_experts)
     if row.graphs:
         system = replace(system, launch=0.0)

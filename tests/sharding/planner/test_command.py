@@ -1,15 +1,17 @@
 """`python -m sharding.planner`: what it prints and refuses, and that it needs no device."""
 
+import json
 import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from matplotlib.image import imread
 
-from sharding.costs.hardware import HARDWARE, Hardware, parse
+from sharding.costs.hardware import HARDWARE, Hardware, parse, read_hardware
 from sharding.planner import __main__ as command
 from sharding.planner.__main__ import main, parse_count
 
@@ -151,6 +153,25 @@ def test_flags_of_a_server_need_serve(capsys):
     assert capsys.readouterr().err == "error: --avg-seq is only for serving plans: add --serve.\n"
 
 
+@pytest.mark.parametrize(
+    ("device", "watts", "share"),
+    [
+        ("h100", 700, 1.0),
+        ("h100", 500, 0.894),
+        # Above the device's own power nothing is faster.
+        ("h100", 900, 1.0),
+        ("a100", 200, 0.794),
+        ("b200", 600, 0.843),
+    ],
+)
+def test_power_limit_slows_products_alone(device, watts, share, tmp_path):
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({"like": device, "power_limit": watts}))
+    found, full = read_hardware(file), HARDWARE[device]
+    assert found.peak / full.peak == pytest.approx(share, abs=1e-3)
+    assert replace(found, peak=full.peak, name=full.name) == full
+
+
 def test_a_cluster_of_ones_own_is_read_from_a_file(capsys, tmp_path):
     file = tmp_path / "mine.json"
     file.write_text('{"like": "h100", "memory": 141e9, "outside": 25e9}')
@@ -172,7 +193,7 @@ def test_a_cluster_of_ones_own_is_read_from_a_file(capsys, tmp_path):
         ("{", "is not JSON"),
         ("[3]", "holds no object"),
         ('{"like": "abacus"}', "like='abacus' is not known: use one of h100"),
-        ('{"like": "h100", "flops": 1}', "'flops' is not known: use like, name, peak"),
+        ('{"like": "h100", "flops": 1}', "'flops' is not known: use like, power_limit, name, peak"),
         ('{"peak": 1e15, "domain": 8}', "lacks memory, memory_bandwidth, inside, outside"),
         ('{"like": "h100", "domain": 8.5}', "domain=8.5 must be a whole number of devices above 0"),
         ('{"like": "h100", "peak": "1e15"}', "peak='1e15' must be a number of SI units above 0"),
@@ -182,6 +203,12 @@ def test_a_cluster_of_ones_own_is_read_from_a_file(capsys, tmp_path):
         ),
         ('{"like": "h100", "overlaps": 1}', "overlaps=1 must be true or false"),
         ('{"like": "h100", "name": 7}', "name=7 must be text"),
+        (
+            '{"like": "h100", "power_limit": 0}',
+            "power_limit=0 must be a number of SI units above 0",
+        ),
+        ('{"like": "h100", "power_limit": "500 W"}', "power_limit='500 W' must be a number"),
+        ('{"like": "h20", "power_limit": 300}', "mine has its full rate are not known: give power"),
     ],
 )
 def test_a_file_that_describes_no_device_is_refused_on_one_line(text, words, capsys, tmp_path):

@@ -53,6 +53,17 @@ def test_layouts_are_all_there_are():
     assert {one.num_devices for one in found} == {12}
 
 
+def test_search_of_dense_model_lists_each_layout_once():
+    dense = PRESETS["llama3.1-8b"]
+    found = search(dense, 8, 16, 2048, H100, Method(storage="bfloat16"))
+    listed = [replace(plan.layout, vpp=1) for plan in found.plans] + list(found.too_large)
+    attention = [str(one).split(" / ")[0] for one in listed]
+    assert len(attention) == len(set(attention)) > 3
+    assert {one.ep * one.etp for one in listed} == {1}
+    assert len(listed) + found.illegal.total() == len(list(layouts(8, has_experts=False)))
+    assert broken_rule(dense, Layout(dp=8, ep=2), 16, 2048) == "ep and etp need experts"
+
+
 def test_what_is_legal_is_what_the_network_takes():
     config = ModelConfig(
         vocab_size=12,

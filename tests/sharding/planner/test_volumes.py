@@ -292,7 +292,7 @@ def test_a_step_has_the_layers_of_the_deepest_stage():
         ("toy", "tp2 cp2 dp2 / ep4", "all_gather", {}),
         ("toy", "tp2 cp2 dp4 / ep8 etp2", "all_gather", {}),
         ("shared", "tp2 dp4 / ep8", "all_to_all", {}),
-        ("dense", "tp2 dp4 / ep8", "all_gather", {}),
+        ("dense", "tp2 dp4", "all_gather", {}),
         ("toy", "tp2 dp4 / ep4 etp2", "all_to_all", {"expert_chunks": 3}),
         ("toy", "tp2 dp4 / ep8", "all_to_all", {"buffer_factor": 0.5}),
         ("toy", "tp2 cp2 dp2 / ep4", "all_gather", {"two_batch_overlap": True}),

@@ -20,6 +20,7 @@ from jrl.trainer.setup.planner import (
 from jrl.trainer.setup.setup import build_setup
 from sharding.costs.hardware import HARDWARE
 from sharding.folding import Layout
+from sharding.planner.search import layouts
 
 LAPTOP = HARDWARE["laptop"]
 
@@ -42,6 +43,15 @@ def test_nothing_that_can_be_had_is_faster(setup):
     best = make_candidate(setup, Grpo(), layout, LAPTOP)
     for text in ("dp8", "dp8 / ep8", "tp2 dp4", "tp2 dp4 / ep8"):
         assert make_candidate(setup, Grpo(), Layout.parse(text), LAPTOP).seconds >= best.seconds
+
+
+def test_automatic_layout_of_dense_network_has_no_experts():
+    dense = build_setup(RunConfig(model="tiny-dense"), Grpo().divided(1))
+    layout, why = choose_layout(dense, Grpo(), 8)
+    assert layout.ep == layout.etp == 1
+    # Not the layouts of a network with experts: each would be there once for each ep and etp.
+    number = re.search(r"fastest of (\d+) layouts", why)
+    assert number is not None and int(number[1]) <= sum(1 for _ in layouts(8, has_experts=False))
 
 
 @pytest.mark.slow

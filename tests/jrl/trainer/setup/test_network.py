@@ -200,6 +200,29 @@ def test_meshes_of_learning_and_of_sampling_are_refused_before_anything_is_compi
         build_setup(run, RECIPES["grpo"]())
 
 
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("dp8 / ep8", 'layout tp1 cp1 dp8 pp1 / ep8 etp1 edp1: ep8 needs .* "tp1 cp1 dp8 pp1"'),
+        ("tp2 dp2 / etp4", 'etp4 needs experts, and a dense network has none: write "tp2 cp1 dp2'),
+        ("tp2 dp2 / ep2 etp2", "ep2 etp2 needs experts"),
+        ("tp2 pp2 vpp2 / ep2", 'write "tp2 cp1 dp1 pp2 vpp2"'),
+    ],
+)
+def test_dense_network_refuses_layout_of_experts(layout, message):
+    mesh = fold_abstract(Layout.parse(layout))
+    with pytest.raises(ValueError, match=message) as refusal:
+        check_shardable(PRESETS["tiny-dense"](40), mesh)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["layout", "rollout_layout"])
+def test_dense_run_refuses_layout_of_experts(name):
+    layouts = {"layout": "dp4", "rollout_layout": "dp4"} | {name: "dp4 / ep4"}
+    with pytest.raises(ValueError, match="ep4 needs experts"):
+        build_setup(RunConfig(model="tiny-dense", **layouts), RECIPES["grpo"]())
+
+
 def test_kernels_are_refused_on_gpus_that_they_are_not_written_for(monkeypatch):
     gpu = fold_abstract(Layout.parse("dp1"), "gpu")
     model = small_model(11, head_dim=64, dtype="bfloat16")

@@ -62,12 +62,20 @@ def test_a_budget_moves_less_where_a_token_goes_to_few_devices():
     assert best(8, 128, mesh, 1.5) == best(2, 128, mesh) == "all_gather"
 
 
-def test_gpus_send_what_is_there():
-    for layout, expected in (("dp8 / ep8", "ragged"), ("dp8 / ep4 etp2", "ragged")):
-        mesh = fold_abstract(Layout.parse(layout), "gpu")
-        assert best(8, 128, mesh) == best(8, 128, mesh, 1.5) == expected
-    # Nothing goes anywhere.
-    assert best(8, 128, fold_abstract(Layout.parse("dp1"), "gpu")) == "all_gather"
+@pytest.mark.parametrize(
+    ("platform", "layout", "k", "expected"),
+    [
+        ("gpu", "dp8 / ep8", 2, "all_to_all"),
+        ("gpu", "dp8 / ep4 etp2", 1, "all_to_all"),
+        ("gpu", "dp8 / ep8", 8, "all_gather"),
+        # Nothing is sent.
+        ("gpu", "dp1", 8, "all_gather"),
+        ("tpu", "dp8 / ep8", 8, "ragged"),
+        ("tpu", "dp8 / ep4 etp2", 8, "ragged"),
+    ],
+)
+def test_default_dispatcher_of_platform(platform, layout, k, expected):
+    assert best(k, 128, fold_abstract(Layout.parse(layout), platform), 1.5) == expected
 
 
 def weights():

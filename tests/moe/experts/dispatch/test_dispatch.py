@@ -296,11 +296,13 @@ def test_ragged_equals_the_dense_oracle_on_emulated_collectives(layout, monkeypa
         agrees(program, routing_of(kind), kind)
 
 
+RAGGED = Execution(dispatch="ragged", buffer_factor=1.5)
+
+
 @pytest.mark.slow
 def test_ragged_is_lowered_for_cuda_with_its_gradient():
-    """As what None picks there."""
     mesh = fold_abstract(Layout.parse("dp8 / ep4 etp2"), "gpu")
-    function = on(mesh, partial(dispatch, mesh=mesh, execution=Execution(buffer_factor=1.5)))
+    function = on(mesh, partial(dispatch, mesh=mesh, execution=RAGGED))
     given = (expert_weights(), tokens(), routing_of("any"))
 
     def total(weights, x, routing):
@@ -312,8 +314,10 @@ def test_ragged_is_lowered_for_cuda_with_its_gradient():
         disabled_checks=[jax.export.DisabledSafetyCheck.custom_call("ragged_all_to_all")],
     )(*given)
     text = exported.mlir_module()
-    # Tokens out, sums back; their gradients the other way.
-    assert len(re.findall(r"custom_call @ragged_all_to_all", text)) == 4
+    # Tokens out, sums back; their gradients the other way. A slice for each expert of a peer.
+    calls = re.findall(r"custom_call @ragged_all_to_all.*: \((.*)\) ->", text)
+    assert len(calls) == 4
+    assert {re.findall(r"tensor<(\d+)xi32>", call)[0] for call in calls} == {str(ROUTE)}
 
 
 def test_what_cannot_be_had_is_refused():
