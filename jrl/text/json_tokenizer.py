@@ -86,9 +86,9 @@ class JsonTokenizer(Tokenizer):
         return {**{token.content: i for i, token in added.items()}, **self.special_tokens}
 
     @cached_property
-    def special_ids(self) -> frozenset[int]:
-        used_ids = set(self._pipeline.get_vocab(with_added_tokens=True).values())
-        return super().special_ids | (set(range(self.vocab_size)) - used_ids)
+    def unused_ids(self) -> frozenset[int]:
+        used_ids = self._pipeline.get_vocab(with_added_tokens=True).values()
+        return frozenset(range(self.vocab_size)).difference(used_ids)
 
     @property
     def named_tokens(self) -> dict[str, str]:
