@@ -146,9 +146,9 @@ class AdapterOptions:
             _read_patterns(options, "alpha_pattern", _is_number),
             str(path),
         )
-        options.take(*WITHOUT_EFFECT, default=None)
+        options.pass_over(*WITHOUT_EFFECT)
         # What later versions have, as PEFT writes it where it is off.
-        options.take(*(name for name, value in options.values.items() if not value), default=None)
+        options.pass_over(*(name for name, value in options.values.items() if not value))
         options.finish()
         return adapter_options
 

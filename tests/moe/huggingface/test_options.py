@@ -16,7 +16,7 @@ from moe.weights import targets_of
 @pytest.mark.parametrize(
     ("name", "option", "value", "message"),
     [
-        ("qwen3_moe", "num_experts", "four", "num_experts='four' has the wrong type"),
+        ("qwen3_moe", "num_local_experts", "four", "num_experts='four' has the wrong type"),
         ("qwen3_moe", "hidden_size", 10**400, "d_model=1000"),
         ("qwen2", "hidden_size", None, "one of its options has the wrong type"),
         ("qwen2", "num_attention_heads", 0, "one of its options has the wrong type"),
@@ -183,7 +183,8 @@ def test_files_of_other_times_say_the_same(tmp_path):
     # Without a list all three layers have windows, as of four the first three do.
     assert (config.sliding_window, config.full_attention_layers) == (4096, ())
     gemma = copy_of("gemma3", tmp_path / "gemma")
-    change_options(gemma, **OLD, rope_theta=1e6, sliding_window_pattern=2, head_dim=...)
+    pattern = {"sliding_window_pattern": 2, "_sliding_window_pattern": ...}
+    change_options(gemma, **OLD, **pattern, rope_theta=1e6, head_dim=...)
     config = huggingface.config_from(gemma)
     assert (config.rope_base, config.window_rope_base, config.rope_scaling) == (1e6, 1e4, None)
     assert (config.full_attention_layers, config.head_dim, config.head) == ((1,), 256, "tied")
