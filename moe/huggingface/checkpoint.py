@@ -102,7 +102,7 @@ def load_weights(
     plans = tensors_of(config, family)
     with ExitStack() as stack:
         quantisation = read_quantisation(Options.read(directory / "config.json"))
-        files = tensor_sources(_open(directory, stack), quantisation)
+        files = tensor_sources(open_tensors(directory, stack), quantisation)
         _check(files, plans, config, family, directory)
         _check_tied_head(files, config, directory)
         leaves = [
@@ -113,8 +113,8 @@ def load_weights(
     return weights if in_order == mesh else jax.device_put(in_chunks(weights, mesh), wanted)
 
 
-def _open(directory: Path, stack: ExitStack) -> dict[str, PlainTensor]:
-    """Each tensor in its open file."""
+def open_tensors(directory: Path, stack: ExitStack) -> dict[str, PlainTensor]:
+    """Each tensor of a checkpoint in its open file, see `weight_files`."""
     import safetensors  # an extra
 
     files: dict[str, PlainTensor] = {}

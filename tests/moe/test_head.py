@@ -373,9 +373,7 @@ def test_bad_input_is_refused():
         ("tp4 cp2", 37, 4, "tied", ()),
     ),
 )
-def test_a_token_is_the_likeliest_where_no_logit_is_higher(
-    layout, vocab_size, chunk, head, unused
-):
+def test_a_token_is_the_likeliest_where_no_logit_is_higher(layout, vocab_size, chunk, head, unused):
     config = replace(config_of(vocab_size, chunk, head), unused_ids=unused)
     mesh, weights, batch = mesh_of(layout), random_weights(config, 0), given(vocab_size)
     logits = batch.x @ (weights.embedding.T if weights.head is None else weights.head)
