@@ -349,7 +349,9 @@ def _backward(chunking, residuals, gradients):
 
     zeros = jnp.zeros(x.shape, jnp.float32), jnp.zeros(columns.shape, columns.dtype)
     x_gradient, columns_gradient = _fold_chunks(add, match_varying(zeros, x), columns, chunking)
-    return (_Operands(x_gradient.astype(x.dtype), columns_gradient, None, None, None),)
+    integers = {"tokens": None, "skipped": None, "used": None}
+    x_gradient = x_gradient.astype(x.dtype)
+    return (operands._replace(x=x_gradient, columns=columns_gradient, **integers),)
 
 
 _scores.defvjp(_forward, _backward)
