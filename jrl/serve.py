@@ -240,7 +240,7 @@ def _build_service(options: ServeOptions):
         slots=options.slots,
         max_length=length,
         key=jax.random.key(options.seed),
-        top_logprobs=min(MAX_TOP_LOGPROBS, policy.model.vocab_size),
+        top_logprobs=min(MAX_TOP_LOGPROBS, policy.model.num_used_ids),
     )
     name, metrics = options.name or policy.name, Metrics(options.slots)
     format = policy.format

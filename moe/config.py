@@ -1,5 +1,6 @@
 """Model configuration: sizes, and the options of an architecture."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -23,6 +24,9 @@ class ModelConfig:
 
     Args:
       vocab_size: number of token ids.
+      unused_ids: ids that no token has (a padded vocabulary), as ranges from the first to one past
+        the last: ``((151669, 151936),)``. Their logits are masked: they are never sampled, and no
+        softmax counts them.
       num_layers: number of blocks.
       d_model: width of the residual stream.
       num_heads: query heads.
@@ -168,6 +172,7 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     execution: Execution = field(default_factory=Execution)
     lora: Lora | None = None
+    unused_ids: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self):
         positive = ["vocab_size", "num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim"]
@@ -197,10 +202,23 @@ class ModelConfig:
                 f"experts_per_token={self.experts_per_token} must be in "
                 f"1..num_experts={self.num_experts}."
             )
+        ends = [end for span in self.unused_ids for end in span]
+        if ends != sorted(set(ends)) or any(not 0 <= end <= self.vocab_size for end in ends):
+            raise ValueError(
+                f"unused_ids={self.unused_ids} must be ranges in ascending order, apart from each "
+                f"other and within vocab_size={self.vocab_size}: use with_unused_ids."
+            )
+        if self.num_used_ids < 1:
+            raise ValueError(f"unused_ids={self.unused_ids} leaves no token: use the tokenizer's.")
         check_routing(self)
         check_attention(self)
         check_delta(self)
         check_first_layers(self)
+
+    @property
+    def num_used_ids(self) -> int:
+        """Number of ids that a token has."""
+        return self.vocab_size - sum(end - first for first, end in self.unused_ids)
 
     @property
     def num_expert_layers(self) -> int:
@@ -215,6 +233,14 @@ class ModelConfig:
     def as_critic(self) -> "ModelConfig":
         """The same network with a value head."""
         return replace(self, head="value")
+
+    def with_unused_ids(self, ids: Iterable[int]) -> "ModelConfig":
+        """The same network with ids that no token has."""
+        ranges = list[tuple[int, int]]()
+        for token in sorted(set(ids)):
+            begins = ranges.pop()[0] if ranges and ranges[-1][1] == token else token
+            ranges.append((begins, token + 1))
+        return replace(self, unused_ids=tuple(ranges))
 
     def without_adapters(self) -> "ModelConfig":
         """The base network, without adapters."""

@@ -4,6 +4,9 @@ The columns of the LM head, one per token of the vocabulary, are sharded over ``
 them, those of a tied embedding too; otherwise every rank has all and computes its part. Training
 computes logits in chunks of columns (a fused linear cross-entropy, in Liger's words); sampling
 needs all logits of its local tokens.
+
+Logits of `ModelConfig.unused_ids`, the ids of a padded vocabulary that no token has, are
+`MASK_VALUE` in all of them: a probability of 0, and no gradient.
 """
 
 from collections.abc import Callable
@@ -12,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -55,9 +59,12 @@ def logits_of(
     """
     x, head = _head(weights, x, config)
     if head.shape[1] == config.vocab_size:
-        return _dot(x, head.astype(x.dtype))
-    columns = _dot(gather_tokens(x, mesh.tp), head.astype(x.dtype))
-    return swap_shards(columns, mesh.tp, split=0, join=1)
+        logits = _dot(x, head.astype(x.dtype))
+    else:
+        columns = _dot(gather_tokens(x, mesh.tp), head.astype(x.dtype))
+        logits = swap_shards(columns, mesh.tp, split=0, join=1)
+    used = _used_ids(config)
+    return logits if used is None else jnp.where(used[None], logits, MASK_VALUE)
 
 
 def logprobs_and_entropy(
@@ -90,7 +97,8 @@ def logprobs_and_entropy(
 
     Args:
       x: hidden states after the last norm, this rank's shard.
-      tokens: the token ``a`` of each state, in ``[0, vocab)``.
+      tokens: the token ``a`` of each state, in ``[0, vocab)``. One of `ModelConfig.unused_ids` has
+        a log-probability of about `MASK_VALUE`.
       temperature: positive.
 
     Returns:
@@ -104,7 +112,7 @@ def logprobs_and_entropy(
       chunks). https://arxiv.org/abs/1805.02867
     """
     chunking = _Chunking(mesh.tp, config.execution.vocab_chunk, temperature)
-    scores: Any = _scores(*_operands(weights, x, tokens, config, mesh), chunking)
+    scores: Any = _scores(_operands(weights, x, tokens, config, mesh), chunking)
     local_scores = local_shard(jnp.stack(scores, axis=1), mesh.tp)
     return local_scores[:, 0], local_scores[:, 1]
 
@@ -129,21 +137,39 @@ def is_argmax(
     Raises:
       ValueError: the network is a critic.
     """
-    x, columns, tokens, skipped = _operands(weights, x, tokens, config, mesh)
+    operands = _operands(weights, x, tokens, config, mesh)
     chunking = _Chunking(mesh.tp, config.execution.vocab_chunk, 1.0)
 
     def add(maxima: tuple[Array, Array], index: int | Array) -> tuple[Array, Array]:
-        chunk = _chunk(x, columns, tokens, skipped, chunking, index, None)
+        chunk = _chunk(operands, chunking, index, None)
         target_logit = jnp.max(chunk.logits, axis=1, where=chunk.is_target, initial=MASK_VALUE)
         return jnp.maximum(maxima[0], jnp.max(chunk.logits, axis=1)), jnp.maximum(
             maxima[1], target_logit
         )
 
-    empty = match_varying(jnp.full(tokens.shape, MASK_VALUE, jnp.float32), x)
-    highest, target_logit = (
-        lax.pmax(logit, mesh.tp) for logit in _fold_chunks(add, (empty, empty), columns, chunking)
-    )
+    empty = jnp.full(operands.tokens.shape, MASK_VALUE, jnp.float32)
+    empty = match_varying(empty, operands.x)
+    maxima = _fold_chunks(add, (empty, empty), operands.columns, chunking)
+    highest, target_logit = (lax.pmax(logit, mesh.tp) for logit in maxima)
     return local_shard(target_logit >= highest, mesh.tp)
+
+
+class _Operands(NamedTuple):
+    """States and tokens of the ``tp`` group, and the columns of this rank.
+
+    Attributes:
+      x: ``[token, d_model]``.
+      columns: ``[d_model, column]``.
+      tokens: ``[token]``, counted from the first column.
+      skipped: number of leading columns that the rank before computes.
+      used: ``[column]`` true if a token has the column's id; None if all have one.
+    """
+
+    x: Array
+    columns: Array
+    tokens: Array
+    skipped: Array
+    used: Array | None
 
 
 def _operands(
@@ -152,15 +178,25 @@ def _operands(
     tokens: Int[Array, "local"],
     config: ModelConfig,
     mesh: FoldedMesh,
-) -> tuple[Array, Array, Array, Array]:
-    """States and tokens of the ``tp`` group, the columns of this rank, from which the tokens are
-    counted, and the number of columns to skip."""
+) -> _Operands:
     x, head = _head(weights, x, config)
     columns, start, skipped = _local_columns(head, config.vocab_size, mesh)
     # Every rank needs all tokens of the tp group, as it has other columns.
     x, tokens = gather_tokens(x, mesh.tp), gather_tokens(tokens, mesh.tp)
-    x, columns, tokens, skipped = vary((x, columns, tokens - start, skipped), mesh.axes)
-    return x, columns, tokens, skipped
+    used = _used_ids(config)
+    if used is not None:
+        used = lax.dynamic_slice_in_dim(vary(used, mesh.tp), start, columns.shape[1])
+    return _Operands(*vary((x, columns, tokens - start, skipped, used), mesh.axes))
+
+
+def _used_ids(config: ModelConfig) -> Bool[Array, "vocab"] | None:
+    """True for each id that a token has; None if all have one, without any operation."""
+    if not config.unused_ids:
+        return None
+    used = np.ones(config.vocab_size, bool)
+    for first, end in config.unused_ids:
+        used[first:end] = False
+    return jnp.asarray(used)
 
 
 def _head(
@@ -216,7 +252,8 @@ class _Chunk(NamedTuple):
     Attributes:
       start: index of the first column among those of this rank.
       matrix: ``[d_model, chunk]``.
-      logits: ``[token, chunk]``, `MASK_VALUE` in columns that another chunk or rank counts.
+      logits: ``[token, chunk]``, `MASK_VALUE` in columns that another chunk or rank counts, and of
+        ids that no token has.
       is_target: ``[token, chunk]`` true in the column of the token, if it is counted here.
     """
 
@@ -249,17 +286,18 @@ class _Sums(NamedTuple):
         return _Sums(maximum, self.total * scale, moment, self.target_logit)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _scores(x, columns, tokens, skipped, chunking):
-    return _forward(x, columns, tokens, skipped, chunking)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _scores(operands, chunking):
+    return _forward(operands, chunking)[0]
 
 
-def _forward(x, columns, tokens, skipped, chunking):
+def _forward(operands, chunking):
+    x, columns, tokens = operands.x, operands.columns, operands.tokens
     saved_logits = _logits(x, columns, chunking) if _num_chunks(columns, chunking) == 1 else None
 
     # Online softmax: a chunk may raise the maximum, and the sums so far are made relative to it.
     def add(sums: _Sums, index) -> _Sums:
-        chunk = _chunk(x, columns, tokens, skipped, chunking, index, saved_logits)
+        chunk = _chunk(operands, chunking, index, saved_logits)
         maximum = jnp.maximum(sums.maximum, jnp.max(chunk.logits, axis=1))
         sums = sums.rebase(maximum)
         shifted = chunk.logits - maximum[:, None]
@@ -280,27 +318,19 @@ def _forward(x, columns, tokens, skipped, chunking):
     entropy = log_total - moment / total
     # Differences first: maximum and logarithm together would round large logits.
     logprob = target_logit - maximum - log_total
-    return (logprob, entropy), (
-        x,
-        columns,
-        tokens,
-        skipped,
-        saved_logits,
-        maximum,
-        log_total,
-        entropy,
-    )
+    return (logprob, entropy), (operands, saved_logits, maximum, log_total, entropy)
 
 
 def _backward(chunking, residuals, gradients):
-    x, columns, tokens, skipped, saved_logits, *rest = residuals
+    operands, saved_logits, *rest = residuals
+    x, columns = operands.x, operands.columns
     maximum, log_total, entropy = (per_token[:, None] for per_token in rest)
     logprob_gradient, entropy_gradient = (gradient[:, None] for gradient in gradients)
 
     # Logits are recomputed, unless there is one chunk, whose logits were saved.
     def add(sums, index):
         x_gradient, columns_gradient = sums
-        chunk = _chunk(x, columns, tokens, skipped, chunking, index, saved_logits)
+        chunk = _chunk(operands, chunking, index, saved_logits)
         log_p = chunk.logits - maximum - log_total
         p = jnp.exp(log_p)
         logits_gradient = jnp.where(chunk.is_target, logprob_gradient, 0.0) - p * logprob_gradient
@@ -319,17 +349,20 @@ def _backward(chunking, residuals, gradients):
 
     zeros = jnp.zeros(x.shape, jnp.float32), jnp.zeros(columns.shape, columns.dtype)
     x_gradient, columns_gradient = _fold_chunks(add, match_varying(zeros, x), columns, chunking)
-    return x_gradient.astype(x.dtype), columns_gradient, None, None
+    integers = {"tokens": None, "skipped": None, "used": None}
+    x_gradient = x_gradient.astype(x.dtype)
+    return (operands._replace(x=x_gradient, columns=columns_gradient, **integers),)
 
 
 _scores.defvjp(_forward, _backward)
 
 
 def _chunk(
-    x, columns, tokens, skipped, chunking: _Chunking, index, saved_logits: Array | None
+    operands: _Operands, chunking: _Chunking, index: int | Array, saved_logits: Array | None
 ) -> _Chunk:
     """Chunk `index`, with its saved logits if there are any. If chunks do not divide the columns,
     the last starts earlier, so that all have one size."""
+    x, columns, tokens, skipped, used = operands
     size = _chunk_size(columns, chunking)
     start = jnp.minimum(index * size, columns.shape[1] - size)
     matrix = lax.dynamic_slice_in_dim(columns, start, size, axis=1).astype(x.dtype)
@@ -337,6 +370,8 @@ def _chunk(
     column = (start + jnp.arange(size))[None]
     counted = column >= jnp.maximum(index * size, skipped)
     is_target = counted & (column == tokens[:, None])
+    if used is not None:
+        counted = counted & lax.dynamic_slice_in_dim(used, start, size)[None]
     return _Chunk(start, matrix, jnp.where(counted, logits, MASK_VALUE), is_target)
 
 

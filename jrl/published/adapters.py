@@ -8,7 +8,7 @@ from pathlib import Path
 
 from moe.architecture.lora import Lora, group_targets, is_target
 from moe.config import ModelConfig
-from moe.huggingface import adapters_of, architecture_of
+from moe.huggingface import adapters_of, architecture_of, check_head_copy
 from moe.huggingface.adapters import EXPERTS, STACKED
 from moe.huggingface.configuration import FAMILIES, family_for
 from moe.huggingface.family import Family
@@ -37,7 +37,9 @@ def open_adapters(directory: str, checkpoint: Path | str, config: ModelConfig, o
         inner = Path(directory) / "adapters"
         fix = f"give {inner}" if inner.is_dir() else "give a folder that PEFT or a run wrote"
         raise ValueError(f"{option}={directory!r} has no adapter_config.json: {fix}.")
-    return adapters_of(directory, config, architecture_of(checkpoint))
+    lora = adapters_of(directory, config, architecture_of(checkpoint))
+    check_head_copy(directory, checkpoint)
+    return lora
 
 
 def check_of_checkpoint(directory: str | None, policy: str, is_checkpoint: bool) -> None:

@@ -88,8 +88,6 @@ def _write_weights(folder: Path, options: Mapping[str, Any], file: GgufFile) -> 
     architecture = {name: each for each, name in gguf.MODEL_ARCH_NAMES.items()}[kind]
     name_map = gguf.get_tensor_name_map(architecture, options["num_hidden_layers"])
     unread = set(file.tensors) - {"rope_freqs.weight"}
-    if options["tie_word_embeddings"]:
-        unread -= {"output.weight"}
     tensors, number = dict[str, np.ndarray](), 1
     weight_map: dict[str, str] = {}
     for name, tensor, source in _converted(shapes, options, file, name_map):

@@ -6,6 +6,7 @@ package `gguf` reads them too, but takes minutes for a vocabulary of a quarter o
 
 import mmap
 import struct
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -66,14 +67,15 @@ class GgufFile:
             if version not in VERSIONS:
                 raise ValueError(f"is GGUF of version {version}; supported: 2, 3, little-endian.")
             num_tensors, num_metadata = cursor.scalar("Q"), cursor.scalar("Q")
-            metadata = dict(cursor.entry() for _ in range(num_metadata))
+            entries = [cursor.entry() for _ in range(num_metadata)]
             tensors = [cursor.tensor() for _ in range(num_tensors)]
         except (struct.error, IndexError, KeyError, UnicodeDecodeError) as error:
             raise ValueError("ends early, or its header is damaged: download it again.") from error
+        metadata = _by_name(entries, "the entry")
         alignment = metadata.get("general.alignment", 32)
         begin = -(-cursor.position // alignment) * alignment
-        by_name = {each.name: replace(each, offset=begin + each.offset) for each in tensors}
-        return cls(metadata, by_name, content)
+        placed = [(each.name, replace(each, offset=begin + each.offset)) for each in tensors]
+        return cls(metadata, _by_name(placed, "the tensor"), content)
 
     def values(self, name: str) -> np.ndarray:
         """Values of a tensor: float16 and bfloat16 unchanged, all others as float32.
@@ -104,6 +106,13 @@ class GgufFile:
         except NotImplementedError as error:
             what = f"{name} is quantised as {kind.name}, which is not supported."
             raise ValueError(what) from error
+
+
+def _by_name(named: list[tuple[str, Any]], what: str) -> dict[str, Any]:
+    for name, number in Counter(name for name, _ in named).items():
+        if number > 1:
+            raise ValueError(f"has {what} {name} {number} times: convert the model again.")
+    return dict(named)
 
 
 class _Cursor:

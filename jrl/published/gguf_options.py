@@ -146,7 +146,7 @@ def config_options(
     without_experts = {} if kind == "qwen3moe" else WITHOUT_EXPERTS
     for name, accepted in {**ONE_VALUE, **without_experts}.items():
         metadata.options.require(f"{kind}.{name}", *accepted, default=accepted[0])
-    metadata.options.take(*(f"{kind}.{name}" for name in WITHOUT_EFFECT), default=None)
+    metadata.options.pass_over(*(f"{kind}.{name}" for name in WITHOUT_EFFECT))
     metadata.options.finish(ignore, REMEDY)
     return options | metadata.options.unread()
 

@@ -98,7 +98,7 @@ def _byte_level(metadata: Metadata) -> dict[str, Any]:
         "normalizer": {"type": "NFC"} if pre in NFC else None,
         "pre_tokenizer": _sequence("pretokenizers", PRE_TOKENIZERS[pre]),
         "decoder": GPT2_WORDS,
-        "model": _bpe(_ids(metadata["tokenizer.ggml.tokens"]), merges),
+        "model": _bpe(_ids(metadata, metadata["tokenizer.ggml.tokens"]), merges),
     }
 
 
@@ -109,7 +109,7 @@ def _sentencepiece(metadata: Metadata) -> dict[str, Any]:
     """
     is_gemma = str(metadata.get("general.architecture")).startswith("gemma")
     tokens = [_respell(token) if is_gemma else token for token in metadata["tokenizer.ggml.tokens"]]
-    vocabulary = _ids(tokens)
+    vocabulary = _ids(metadata, tokens)
     merges = metadata.get("tokenizer.ggml.merges")
     if merges is not None:
         pairs = [merge.split(" ") for merge in merges]
@@ -174,8 +174,26 @@ def _bpe(vocabulary: Mapping[str, int], merges: Sequence[Sequence[str]]) -> dict
     }
 
 
-def _ids(tokens: Sequence[str]) -> dict[str, int]:
-    return {token: index for index, token in enumerate(tokens)}
+def _ids(metadata: Metadata, tokens: Sequence[str]) -> dict[str, int]:
+    """Ids by token, without those that llama.cpp's conversion makes for ids that no token has."""
+    types = _types(metadata)
+    ids = dict[str, int]()
+    for index, (token, kind) in enumerate(zip(tokens, types, strict=True)):
+        if kind == UNUSED and token == f"[PAD{index}]":
+            continue
+        if token in ids:
+            raise ValueError(
+                f"has the token {token!r} twice, with the ids {ids[token]} and {index}: convert "
+                "the model again."
+            )
+        ids[token] = index
+    return ids
+
+
+def _types(metadata: Metadata) -> Sequence[int]:
+    return metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(
+        metadata["tokenizer.ggml.tokens"]
+    )
 
 
 def _sequence(kind: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
@@ -185,10 +203,9 @@ def _sequence(kind: str, steps: list[dict[str, Any]]) -> dict[str, Any]:
 def _added_tokens(metadata: Metadata, vocabulary: Mapping[str, int]) -> list[dict[str, Any]]:
     """Tokens that are matched as a whole in a text: control tokens, and user-defined tokens."""
     tokens = metadata["tokenizer.ggml.tokens"]
-    types = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     return [
         {"id": index, "content": token, **AS_WRITTEN, "special": kind == CONTROL}
-        for index, (token, kind) in enumerate(zip(tokens, types, strict=True))
+        for index, (token, kind) in enumerate(zip(tokens, _types(metadata), strict=True))
         if kind in (CONTROL, USER_DEFINED) and vocabulary.get(token) == index
     ]
 

@@ -7,12 +7,14 @@ from pathlib import Path
 
 from jrl.processes.agreement import is_main_process
 from jrl.published.location import gguf_file, prepare_checkpoint
+from jrl.published.passed_over import files_passed_over
 from moe.config import ModelConfig
 from moe.huggingface import config_from, idle_options, option_names
 
 
 def open_checkpoint(name: str, ignore: Sequence[str] = ()) -> tuple[Path, ModelConfig]:
-    """Folder and network of a checkpoint; prints a line about ignored options.
+    """Folder and network of a checkpoint; prints a line about ignored options, and one about files
+    that are not read.
 
     Args:
       name: as for `jrl.published.location.checkpoint_folder`.
@@ -35,6 +37,8 @@ def open_checkpoint(name: str, ignore: Sequence[str] = ()) -> tuple[Path, ModelC
     passed_over = [*idle_options(folder), *ignore]
     if passed_over and is_main_process():
         print(f"passed over in config.json: {', '.join(passed_over)}", flush=True)
+    if is_main_process() and (files := files_passed_over(folder)):
+        print(f"passed over in {folder}: {', '.join(files)}", flush=True)
     return folder, config
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jrl.text.tokenizer import Tokenizer
+from moe.huggingface.json_file import parse_json
 
 CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
 TEMPLATE, TEMPLATES = "chat_template.jinja", "chat_template.json"
@@ -101,6 +102,8 @@ def chat_template_in(directory: Path, config: Mapping[str, Any]) -> str | None:
         template = read_optional(json_path).get("chat_template")
     if isinstance(template, list):
         by_name = {entry.get("name"): entry.get("template") for entry in template}
+        if len(by_name) < len(template):
+            raise ValueError(f"{json_path}: chat_template has two entries of one name: keep one.")
         if "default" not in by_name:
             raise ValueError(
                 f"{json_path}: chat_template has {', '.join(map(repr, by_name)) or 'no template'}, "
@@ -128,7 +131,7 @@ def read_object(path: Path) -> dict[str, Any]:
       ValueError: if it cannot be read, or does not contain an object.
     """
     try:
-        record = json.loads(_read_text(path))
+        record = parse_json(_read_text(path))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}.") from error
     if not isinstance(record, dict):

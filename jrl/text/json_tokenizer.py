@@ -18,6 +18,7 @@ from jrl.tasks.data.fields import check_characters
 from jrl.text.chat import today, with_turn_end
 from jrl.text.checkpoint_files import chat_template_in, read_object, read_optional
 from jrl.text.located import SPAN_BEGIN, SPAN_END, TokenSpans, check_no_delimiters, special_pattern
+from jrl.text.token_ids import check_tokens
 from jrl.text.tokenizer import Tokenizer, Usage, check_usage, usage_from
 
 BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -88,9 +89,9 @@ class JsonTokenizer(Tokenizer):
         return {**{token.content: i for i, token in added.items()}, **self.special_tokens}
 
     @cached_property
-    def special_ids(self) -> frozenset[int]:
-        used_ids = set(self._pipeline.get_vocab(with_added_tokens=True).values())
-        return super().special_ids | (set(range(self.vocab_size)) - used_ids)
+    def unused_ids(self) -> frozenset[int]:
+        used_ids = self._pipeline.get_vocab(with_added_tokens=True).values()
+        return frozenset(range(self.vocab_size)).difference(used_ids)
 
     @property
     def named_tokens(self) -> dict[str, str]:
@@ -224,6 +225,7 @@ def tokenizer_of(
     """
     backend = _load_pipeline(pipeline)
     config = read_optional(path.parent / "tokenizer_config.json")
+    check_tokens(path, pipeline, backend, config)
     tokens = {name: _token_text(config.get(name)) for name in TOKENS}
     add_bos = config.get("add_bos_token")
     # If no file specifies it, it begins a plain text, but not the text of a template.

@@ -2,12 +2,12 @@
 
 import base64
 import binascii
-import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
 
 from jrl.text.tokenizer import Tokenizer, usage_from
+from moe.huggingface.json_file import parse_json
 
 
 def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> Tokenizer:
@@ -42,7 +42,7 @@ def load_tokenizer(path: str | Path, vocab_size: int | None = None) -> Tokenizer
 def _from_json(path: Path, content: bytes, vocab_size: int | None) -> Tokenizer:
     """The tokenizer of a JSON file: one that a run saved, or a tokenizer.json."""
     try:
-        record = json.loads(content)
+        record = parse_json(content)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"is not JSON ({error}): copy the file again") from error
     if "sentencepiece" in record:

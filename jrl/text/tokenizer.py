@@ -136,7 +136,12 @@ class Tokenizer:
     def special_ids(self) -> frozenset[int]:
         """Ids that `decode` omits."""
         named_ids = {self.pad_id, self.bos_id, self.unk_id, *self.stop_ids} - {None}
-        return frozenset({*named_ids, *self.special_tokens.values()})
+        return frozenset({*named_ids, *self.special_tokens.values(), *self.unused_ids})
+
+    @cached_property
+    def unused_ids(self) -> frozenset[int]:
+        """Ids that no token has, in a vocabulary that is padded to that of the network."""
+        return frozenset()
 
     @property
     def named_tokens(self) -> dict[str, str]:

@@ -1,6 +1,11 @@
 """Hugging Face checkpoints: config.json and safetensors to weights on a mesh, and back."""
 
-from moe.huggingface.adapters import adapters_of, load_adapters, save_adapters
+from moe.huggingface.adapters import (
+    adapters_of,
+    check_head_copy,
+    load_adapters,
+    save_adapters,
+)
 from moe.huggingface.checkpoint import fold_embedding_scale, load, load_weights, save
 from moe.huggingface.configuration import (
     architecture_of,
@@ -13,6 +18,7 @@ from moe.huggingface.configuration import (
 __all__ = [
     "adapters_of",
     "architecture_of",
+    "check_head_copy",
     "config_from",
     "fold_embedding_scale",
     "idle_options",

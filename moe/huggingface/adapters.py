@@ -18,6 +18,7 @@ checked against PEFT 0.21. An option that is not listed here is rejected, unless
 
 import re
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -30,9 +31,17 @@ from jaxtyping import Array
 from moe.adapters import Adapted, is_adapted, select_trained
 from moe.architecture.lora import Lora, group_targets
 from moe.config import ModelConfig
-from moe.huggingface.checkpoint import write_json, write_tensors
+from moe.huggingface.checkpoint import (
+    EMBEDDING,
+    HEAD,
+    open_tensors,
+    same_values,
+    write_json,
+    write_tensors,
+)
 from moe.huggingface.configuration import family_for
 from moe.huggingface.options import Options
+from moe.huggingface.quantised import PlainTensor
 from moe.huggingface.tensors import Tensors, tensors_of
 from moe.placement import in_chunks, shardings
 from moe.weights import Transformer, adaptable_weights, axis_sizes, initialise_trained, table
@@ -86,6 +95,8 @@ REJECTED = {
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
+HEAD_COPY = f"{PREFIX}lm_head.base_layer.weight"
+"""Copy of the head that PEFT keeps beside an adapter of it."""
 EXPERTS = "mlp.experts"
 """Where `transformers` has the stacked experts of every architecture, whatever its files say."""
 STACKED = {"gate_up": ("gate_up_proj", ".base_layer"), "down": ("down_proj", "")}
@@ -146,9 +157,9 @@ class AdapterOptions:
             _read_patterns(options, "alpha_pattern", _is_number),
             str(path),
         )
-        options.take(*WITHOUT_EFFECT, default=None)
+        options.pass_over(*WITHOUT_EFFECT)
         # What later versions have, as PEFT writes it where it is off.
-        options.take(*(name for name, value in options.values.items() if not value), default=None)
+        options.pass_over(*(name for name, value in options.values.items() if not value))
         options.finish()
         return adapter_options
 
@@ -389,6 +400,26 @@ def adapters_of(
     return Lora(rank, alpha, targets, options.rank_stabilised)
 
 
+def check_head_copy(directory: str | Path, checkpoint: str | Path) -> None:
+    """Refuses adapters that have a head of their own: PEFT would load it over that of the
+    checkpoint, and here nothing reads it.
+
+    Raises:
+      ValueError: naming the file.
+    """
+    path = Path(directory) / TENSORS
+    with _open(Path(directory)) as file, ExitStack() as stack:
+        if HEAD_COPY not in set(file.keys()):
+            return
+        files = open_tensors(Path(checkpoint), stack)
+        head = files.get(HEAD) or files.get(f"model.{EMBEDDING}")
+        if head is None or not same_values(PlainTensor(file, path, HEAD_COPY), head):
+            raise ValueError(
+                f"{path}: {HEAD_COPY} is not the head of {checkpoint}, and would be left out: use "
+                f"the checkpoint that the adapters were trained on, or {MERGE}."
+            )
+
+
 def load_adapters(
     directory: str | Path, config: ModelConfig, mesh: FoldedMesh, architecture: str | None = None
 ) -> Transformer[Array]:
@@ -439,8 +470,7 @@ def load_adapters(
             if module_scale != lora.scale:
                 lora_b = lora_b * np.float32(module_scale / lora.scale)
             leaf.a[module.index], leaf.b[module.index] = order.to_ours(lora_a, lora_b, rank)
-    # PEFT keeps a copy of a head that has an adapter.
-    expected |= {f"{PREFIX}lm_head.base_layer.weight"}
+    expected |= {HEAD_COPY}  # `check_head_copy` looks at it
     wrong += [f"unknown {name}" for name in sorted(present - expected)]
     if wrong:
         raise ValueError(

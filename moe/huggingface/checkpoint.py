@@ -29,6 +29,7 @@ from moe.huggingface.configuration import (
     read_config,
 )
 from moe.huggingface.family import Family
+from moe.huggingface.json_file import parse_json
 from moe.huggingface.options import WITHOUT_EFFECT, Options
 from moe.huggingface.quantised import PlainTensor, TensorSource, read_quantisation, tensor_sources
 from moe.huggingface.tensors import Slices, Tensors, tensors_of
@@ -41,8 +42,12 @@ DTYPES = ("F32", "BF16", "F16")
 """Of tensors that can be read, beside those of `moe.huggingface.quantised`; all become float32."""
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 """Ends of the names of two tensors."""
-INDEX = "model.safetensors.index.json"
-"""The file that tells in which file each tensor is, where there are several."""
+INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+"""The file that tells in which file each tensor is, where there are several; and a single file."""
+ADAPTERS = "adapter_model.safetensors"
+"""The file of adapters, which are no weights of the network."""
+COMPARED = 1 << 24
+"""Elements of two tensors that are compared at a time."""
 Entry = tuple[str, Tensors, int, tuple[int, ...]]
 """Name, how it is ordered, the index of its weight, its index in the weight's stack."""
 
@@ -97,8 +102,9 @@ def load_weights(
     plans = tensors_of(config, family)
     with ExitStack() as stack:
         quantisation = read_quantisation(Options.read(directory / "config.json"))
-        files = tensor_sources(_open(directory, stack), quantisation)
+        files = tensor_sources(open_tensors(directory, stack), quantisation)
         _check(files, plans, config, family, directory)
+        _check_tied_head(files, config, directory)
         leaves = [
             _weight(files, plan, leaf.shape, sharding)
             for plan, leaf, sharding in zip(plans, weight_shapes, shards, strict=True)
@@ -107,27 +113,64 @@ def load_weights(
     return weights if in_order == mesh else jax.device_put(in_chunks(weights, mesh), wanted)
 
 
-def _open(directory: Path, stack: ExitStack) -> dict[str, PlainTensor]:
-    """Each tensor in its open file."""
+def open_tensors(directory: Path, stack: ExitStack) -> dict[str, PlainTensor]:
+    """Each tensor of a checkpoint in its open file, see `weight_files`."""
     import safetensors  # an extra
 
-    paths = sorted(directory.glob("*.safetensors"))
-    index = directory / INDEX
-    if index.exists():
-        # A directory may also hold the same tensors in one piece, under another name.
-        paths = [directory / name for name in sorted(set(_read_weight_map(index).values()))]
-    if not paths:
-        raise ValueError(
-            f"{directory} has no .safetensors file: convert the checkpoint to safetensors."
-        )
     files: dict[str, PlainTensor] = {}
-    for path in paths:
+    for path in weight_files(directory)[0]:
         try:
             file = stack.enter_context(safetensors.safe_open(path, framework="numpy"))
         except (OSError, safetensors.SafetensorError) as error:
             raise ValueError(f"{path} cannot be read as safetensors: {error}.") from error
-        files |= {name: PlainTensor(file, path, name) for name in file.keys()}  # noqa: SIM118
+        for name in file.keys():  # noqa: SIM118
+            _add(files, name, PlainTensor(file, path, name))
     return _with_usual_names(files)
+
+
+def weight_files(directory: Path) -> tuple[list[Path], list[Path]]:
+    """The safetensors files that hold the weights, and those beside them that are not read.
+
+    Weights are in the files of the index; without one in model.safetensors; without that in all.
+
+    Raises:
+      ValueError: there are none; there are two versions of them, of which other programs read one
+        or the other; or adapters are among them.
+    """
+    present, index = sorted(directory.glob("*.safetensors")), directory / INDEX
+    if index.exists():
+        names = {Path(name).name for name in _read_weight_map(index).values()}
+        if directory / WHOLE in present and WHOLE not in names:
+            raise ValueError(
+                f"{directory} has the weights twice, in {WHOLE} and in the files of {INDEX} "
+                f"({', '.join(sorted(names)[:3])}, ...): remove one of the two."
+            )
+        chosen = [directory / name for name in sorted(names)]
+    elif directory / WHOLE in present:
+        chosen = [directory / WHOLE]
+    else:
+        chosen = present
+    if not chosen:
+        raise ValueError(
+            f"{directory} has no .safetensors file: convert the checkpoint to safetensors."
+        )
+    if directory / ADAPTERS in present:
+        raise ValueError(
+            f"{directory} has adapters ({ADAPTERS}) beside the weights of a checkpoint: move them "
+            "with adapter_config.json into a folder of their own, which --lora takes."
+        )
+    return chosen, [path for path in present if path not in chosen]
+
+
+def _add(files: dict[str, PlainTensor], name: str, tensor: PlainTensor) -> None:
+    """Adds a tensor; refuses a second one of its name."""
+    if name in files:
+        first = files[name]
+        raise ValueError(
+            f"the tensor {name} is there twice: as {first.name} in {first.path} and as "
+            f"{tensor.name} in {tensor.path.name}: remove one of them."
+        )
+    files[name] = tensor
 
 
 def _with_usual_names(files: dict[str, PlainTensor]) -> dict[str, PlainTensor]:
@@ -148,18 +191,18 @@ def _with_usual_names(files: dict[str, PlainTensor]) -> dict[str, PlainTensor]:
     usual: dict[str, PlainTensor] = {}
     for name, tensor in files.items():
         if name in heads:
-            usual[HEAD] = tensor
+            _add(usual, HEAD, tensor)
         elif name.startswith(prefix):
-            usual[f"model.{name.removeprefix(prefix)}"] = tensor
+            _add(usual, f"model.{name.removeprefix(prefix)}", tensor)
         elif not is_part:
-            usual[name] = tensor
+            _add(usual, name, tensor)
     return usual
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
     """The file of each tensor, as an index has it."""
     try:
-        content = json.loads(index.read_bytes())
+        content = parse_json(index.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{index} is not JSON: {error}.") from error
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
@@ -186,7 +229,7 @@ def _check(
         shape, kind = files[name].shape, files[name].kind
         if name not in expected:
             if not _is_ignored(name, config, family):
-                wrong.append(f"unknown {name} {shape}")
+                wrong.append(f"unknown {name} {shape} in {files[name].path.name}")
         elif shape != expected[name]:
             wrong.append(f"{name} is {shape}, not {expected[name]}")
         elif kind not in DTYPES:
@@ -198,12 +241,40 @@ def _check(
         )
 
 
+def _check_tied_head(
+    files: Mapping[str, TensorSource], config: ModelConfig, directory: Path
+) -> None:
+    """Refuses a head of its own beside tied embeddings, which nothing would read."""
+    embedding = files.get(f"model.{EMBEDDING}")
+    if config.head != "tied" or HEAD not in files or embedding is None:
+        return
+    if not same_values(files[HEAD], embedding):
+        raise ValueError(
+            f"{files[HEAD].path}: {HEAD} differs from model.{EMBEDDING}, and "
+            f"{directory / 'config.json'} ties them: set tie_word_embeddings to false there to "
+            f"use the head, or remove {HEAD}."
+        )
+
+
+def same_values(first: TensorSource, second: TensorSource) -> bool:
+    """True if two tensors have the same numbers, whatever their types."""
+    if first.shape != second.shape or not {first.kind, second.kind} <= {*DTYPES}:
+        return False
+    length = first.shape[0]
+    rows = max(1, COMPARED // max(1, math.prod(first.shape[1:])))
+    others = (slice(None),) * (len(first.shape) - 1)
+    return all(
+        np.array_equal(first.read((part, *others)), second.read((part, *others)))
+        for part in (slice(i, min(i + rows, length)) for i in range(0, length, rows))
+    )
+
+
 def _is_ignored(name: str, config: ModelConfig, family: Family) -> bool:
     """Tensors that say nothing: a tied head again, rotary tables, layers that predict further
     tokens and come after the network's own."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return (
-        (name == "lm_head.weight" and config.head == "tied")
+        (name == HEAD and config.head == "tied")  # `_check_tied_head` looks at it
         or name.endswith(".rotary_emb.inv_freq")
         or (family.predicts_further and layer is not None and int(layer[1]) >= config.num_layers)
         or (family.predicts_further and name.startswith("mtp."))

@@ -58,7 +58,7 @@ UNBALANCED: dict[str, Any] = {
 TRAINING = (
     *UNBALANCED,
     *("max_positions", "capacity_factor", "drop_policy", "drop_scope"),
-    *("dtype", "execution", "lora"),
+    *("dtype", "execution", "lora", "unused_ids"),
 )
 """Fields of `ModelConfig` that say how a network is trained and computed, not which it is."""
 ROUTING = (

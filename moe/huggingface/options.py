@@ -1,9 +1,10 @@
 """Reader of the options of a config.json, which are taken one by one so that none stays unread."""
 
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
+
+from moe.huggingface.json_file import parse_json
 
 WITHOUT_EFFECT = {
     # Files and the programs that wrote them.
@@ -40,6 +41,18 @@ WITHOUT_EFFECT = {
     *("cross_attention_hidden_size", "use_return_dict"),
 }
 """Options that change no logit."""
+GENERATION = {
+    *("min_new_tokens", "min_p", "max_time", "stop_strings", "penalty_alpha", "top_h"),
+    *("epsilon_cutoff", "eta_cutoff", "renormalize_logits", "guidance_scale", "low_memory"),
+    *("force_words_ids", "forced_decoder_ids", "sequence_bias", "constraints", "token_healing"),
+    *("dola_layers", "watermarking_config", "cache_config", "max_matching_ngram_size"),
+    *("num_assistant_tokens", "num_assistant_tokens_schedule", "prompt_lookup_num_tokens"),
+    *("assistant_confidence_threshold", "assistant_early_exit", "is_assistant", "output_logits"),
+    *("disable_compile", "compile_config", "use_model_defaults", "prefill_chunk_size"),
+}
+"""Further defaults of generation: names of the `GenerationConfig` of `transformers`."""
+TOKEN_ENDS = ("_token_id", "_token_ids", "_token_index")
+"""Ends of the names of options that name a token."""
 
 REQUIRED = object()
 """Default of an option that a file must have."""
@@ -49,8 +62,9 @@ class Options:
     """Options of a checkpoint, and where they were read, for messages. Each is taken once; `finish`
     rejects those that were not taken."""
 
-    def __init__(self, values: Mapping[str, Any], source: str):
+    def __init__(self, values: Mapping[str, Any], source: str, defaults: Collection[str] = ()):
         self.values, self.source, self._consumed = values, source, set[str]()
+        self._defaults = defaults  # names whose values the file does not state
 
     @classmethod
     def read(cls, path: Path) -> "Options":
@@ -60,7 +74,7 @@ class Options:
           ValueError: there is no such file, or it holds no options.
         """
         try:
-            values = json.loads(path.read_bytes())
+            values = parse_json(path.read_bytes())
         except OSError as error:
             raise ValueError(
                 f"{path} cannot be read ({error.strerror}): use the directory of a checkpoint, "
@@ -74,21 +88,35 @@ class Options:
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> "Options":
         """The same options, none of them taken, with values for those that are not there."""
-        return Options({**defaults, **self.values}, self.source)
+        return Options({**defaults, **self.values}, self.source, defaults.keys() - self.values)
 
     def take(self, *names: str, default: Any = REQUIRED) -> Any:
         """The option under the first of its names that is there.
 
         Raises:
-          ValueError: it has no default and is not there.
+          ValueError: it has no default and is not there, or is there under two names with
+            different values.
         """
+        self.pass_over(*names)
+        found = {name: self.values[name] for name in names if name in self.values}
+        stated = {name: v for name, v in found.items() if self.states(name)} or found
+        if not stated:
+            if default is REQUIRED:
+                raise ValueError(f"{self.source} lacks the option {' or '.join(names)}.")
+            return default
+        values = [value for value in stated.values() if value is not None]
+        if any(value != values[0] for value in values):
+            listed = " and ".join(f"{name}={value!r}" for name, value in stated.items())
+            raise ValueError(f"{self.source} has {listed}, which are one option: keep one of them.")
+        return values[0] if values else None
+
+    def states(self, name: str) -> bool:
+        """True if the file has an option, and not a default alone."""
+        return name in self.values and name not in self._defaults
+
+    def pass_over(self, *names: str) -> None:
+        """Takes options whose values do not matter."""
         self._consumed.update(names)
-        for name in names:
-            if name in self.values:
-                return self.values[name]
-        if default is REQUIRED:
-            raise ValueError(f"{self.source} lacks the option {' or '.join(names)}.")
-        return default
 
     def require(self, name: str, *accepted: Any, default: Any = None) -> None:
         """Takes an option of which only some values are supported, `default` being its value when
@@ -111,11 +139,12 @@ class Options:
         return {name: self.values[name] for name in names}
 
     def idle(self) -> dict[str, Any]:
-        """Options that were not taken, are not known, and are off: false, null or empty."""
-        return {name: value for name, value in self.unread().items() if _is_off(value)}
+        """Options that were not taken and are not known, but change no logit: they are off (false,
+        null or empty), begin with an underscore, name a token or are a default of generation."""
+        return {name: v for name, v in self.unread().items() if _is_off(v) or _is_idle(name)}
 
     def finish(self, ignore: Collection[str] = (), remedy: str = "") -> None:
-        """Refuses options that were not taken, are not known, and are not off.
+        """Refuses options that were not taken and are not known, unless they are `idle`.
 
         Args:
           ignore: those that are passed over in any case.
@@ -128,6 +157,11 @@ class Options:
             raise ValueError(
                 f"{self.source} has options that are not supported: {listed}. {remedy}".rstrip()
             )
+
+
+def _is_idle(name: str) -> bool:
+    # `transformers` begins the names of its own attributes with an underscore.
+    return name.startswith("_") or name.endswith(TOKEN_ENDS) or name in GENERATION
 
 
 def _is_off(value: Any) -> bool:

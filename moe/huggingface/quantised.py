@@ -64,13 +64,13 @@ def read_quantisation(options: Options) -> Quantisation | None:
             f"quant_method {FP8} or {MXFP4}, or no quantization",
         )
     # Not needed: the names of tensors tell which are quantised.
-    quantization.take("modules_to_not_convert", "ignored_layers", default=None)
+    quantization.pass_over("modules_to_not_convert", "ignored_layers")
     if method == MXFP4:
         quantization.finish()
         return Quantisation(MXFP4)
     quantization.require("fmt", "e4m3", default="e4m3")
     # Rounding of activations by serving engines; here activations are not quantised.
-    quantization.take("activation_scheme", "scale_fmt", default=None)
+    quantization.pass_over("activation_scheme", "scale_fmt")
     block = quantization.take("weight_block_size", default=None)
     quantization.finish()
     if not (
@@ -125,6 +125,10 @@ class Fp8Tensor:
     kind: str = "F32"
 
     @property
+    def path(self) -> Path:
+        return self.numbers.path
+
+    @property
     def shape(self) -> tuple[int, ...]:
         return self.numbers.shape
 
@@ -147,6 +151,10 @@ class Mxfp4Tensor:
     numbers: PlainTensor
     scales: PlainTensor
     kind: str = "F32"
+
+    @property
+    def path(self) -> Path:
+        return self.numbers.path
 
     @property
     def shape(self) -> tuple[int, ...]:

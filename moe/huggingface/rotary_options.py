@@ -52,7 +52,7 @@ def rotary(
 
     def read(options: Options, fields: Fields) -> Fields:
         parameters = _rope_parameters(options)
-        base = parameters.get("rope_theta", options.take("rope_theta", default=default_base))
+        base = _inside_or_beside(options, parameters, "rope_theta", default_base)
         return {
             "rope_base": to_float_base(base),
             "rope_scaling": _read_scaling(options, parameters, temperatures, partial),
@@ -71,7 +71,6 @@ def rotary_by_window(default_base: float, window_base: float | None = None) -> O
 
     def read(options: Options, fields: Fields) -> Fields:
         parameters = _rope_parameters(options)
-        theta = options.take("rope_theta", default=default_base)
         local = options.take("rope_local_base_freq", default=window_base)
         if not set(parameters) <= {FULL, SLIDING}:
             parameters = {FULL: parameters}
@@ -81,7 +80,8 @@ def rotary_by_window(default_base: float, window_base: float | None = None) -> O
                 raise options.unsupported(
                     "rope_parameters", parameters, "an object for each layer type"
                 )
-        base, scaling = full.get("rope_theta", theta), _read_scaling(options, full)
+        base = _inside_or_beside(options, full, "rope_theta", default_base)
+        scaling = _read_scaling(options, full)
         local = sliding.get("rope_theta", base if local is None else local)
         if _read_scaling(options, sliding) is not None:
             raise options.unsupported("rope_parameters", parameters, f"no scaling for {SLIDING}")
@@ -99,8 +99,8 @@ def rotary_dim(default: float = 1.0) -> OptionGroup:
     """The fraction of a head that is rotated, `default` where the options say none."""
 
     def read(options: Options, fields: Fields) -> Fields:
-        fraction = options.take("partial_rotary_factor", default=default)
-        fraction = _rope_parameters(options).get("partial_rotary_factor", fraction)
+        name, parameters = "partial_rotary_factor", _rope_parameters(options)
+        fraction = _inside_or_beside(options, parameters, name, default)
         dim = int(fields["head_dim"] * fraction)
         return {} if dim == fields["head_dim"] else {"rotary_dim": dim}
 
@@ -117,13 +117,47 @@ def to_float_base(base: Any) -> Any:
 
 
 def _rope_parameters(options: Options) -> Mapping[str, Any]:
-    parameters = options.take("rope_parameters", "rope_scaling", default=None) or {}
+    parameters = options.take("rope_parameters", default=None)
+    # Older versions read the scaling under this name alone, and exports have both.
+    scaling = options.take("rope_scaling", default=None)
+    if parameters is None:
+        parameters = scaling or {}
+    elif isinstance(scaling, Mapping) and isinstance(parameters, Mapping):
+        _check_same_scaling(options, parameters, scaling)
     if not isinstance(parameters, Mapping):
         raise options.unsupported("rope_parameters", parameters, "a JSON object")
     original = options.take(_ORIGINAL, default=None)
     if original is not None and parameters.get("rope_type", parameters.get("type")) in _BOUNDED:
         return {**parameters, _ORIGINAL: original}  # the one beside them counts
     return parameters
+
+
+def _check_same_scaling(
+    options: Options, parameters: Mapping[str, Any], scaling: Mapping[str, Any]
+) -> None:
+    if not options.states("rope_scaling"):
+        return
+    of_full = parameters.get(FULL, parameters)
+    kinds = [each.get("rope_type", each.get("type")) for each in (of_full, scaling)]
+    names = (of_full.keys() & scaling.keys()) - {"rope_type", "type"}
+    if kinds[0] != kinds[1] or any(of_full[name] != scaling[name] for name in names):
+        raise ValueError(
+            f"{options.source} has rope_parameters={of_full!r} and rope_scaling={scaling!r}, which "
+            "are one option: keep one of them."
+        )
+
+
+def _inside_or_beside(
+    options: Options, parameters: Mapping[str, Any], name: str, default: Any
+) -> Any:
+    """An option that is among the RoPE parameters or beside them; refuses two different values."""
+    beside, inside = options.take(name, default=None), parameters.get(name)
+    if None not in (beside, inside) and beside != inside:
+        raise ValueError(
+            f"{options.source} has {name}={beside!r} and, in the RoPE parameters, {inside!r}: keep "
+            "one of them."
+        )
+    return default if beside is inside is None else beside if inside is None else inside
 
 
 def _read_scaling(

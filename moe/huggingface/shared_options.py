@@ -44,7 +44,7 @@ def ignored(*names: str) -> OptionGroup:
     """Options that say what others do, or nothing."""
 
     def read(options: Options, fields: Fields) -> Fields:
-        options.take(*names, default=None)
+        options.pass_over(*names)
         return {}
 
     return OptionGroup(read)

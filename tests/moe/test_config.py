@@ -155,6 +155,25 @@ def test_a_configuration_says_what_is_wrong_with_it():
             "scan_layers=True needs layer types that",
         ),
         ({"attention_gate": True, "qkv_bias": True}, "attention_gate=True does not support qkv"),
+        ({"unused_ids": ((5, 14),)}, r"unused_ids=\(\(5, 14\),\) must be ranges .* vocab_size=13"),
+        ({"unused_ids": ((2, 4), (4, 6))}, "must be ranges in ascending order, apart from each"),
+        ({"unused_ids": ((4, 4),)}, "must be ranges in ascending order"),
+        ({"unused_ids": ((0, 13),)}, "leaves no token"),
     ):
         with pytest.raises(ValueError, match=message):
             ModelConfig(13, **changed)
+
+
+@pytest.mark.parametrize(
+    ("ids", "ranges"),
+    [
+        ([], ()),
+        ([12], ((12, 13),)),
+        ([12, 10, 11, 11], ((10, 13),)),
+        ([0, 1, 5, 7, 8], ((0, 2), (5, 6), (7, 9))),
+    ],
+)
+def test_with_unused_ids_makes_ranges(ids, ranges):
+    config = ModelConfig(13).with_unused_ids(ids)
+    assert config.unused_ids == ranges
+    assert config.num_used_ids == 13 - len(set(ids))

@@ -4,6 +4,7 @@ import functools
 import math
 import re
 from collections import Counter
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ from tiers import full_but
 from moe.config import Head, ModelConfig
 from moe.execution import Execution
 from moe.head import is_argmax, logits_of, logprobs_and_entropy
+from moe.ops.precision import MASK_VALUE
 from moe.placement import specs
 from sharding.collectives import all_sum, vary
 
@@ -154,6 +156,62 @@ def test_equals_the_plain_twin(layout, vocab_size, chunk, head, temperature):
     assert np.min(np.max(np.abs(matrix), axis=int(head == "tied"))) > 0
 
 
+TAIL, HOLES, FIRST = ((26, 36),), ((0, 2), (7, 8), (20, 31), (33, 34)), ((0, 19),)
+
+
+@pytest.mark.parametrize(
+    ("layout", "vocab_size", "chunk", "head", "unused"),
+    full_but(
+        [
+            ("dp1", 36, None, "untied", TAIL),
+            ("dp1", 36, 11, "tied", HOLES),
+            ("tp2", 36, 5, "untied", HOLES),
+            # Ranks of unused ids alone, in chunks of unused ids alone.
+            ("tp4 cp2", 36, 3, "untied", TAIL),
+            ("tp4 cp2", 36, None, "tied", FIRST),
+            # Columns that tp does not divide, which every rank holds.
+            ("dp2 tp4", 37, 4, "untied", HOLES),
+        ],
+        ("tp4 cp2", 36, 3, "untied", TAIL),
+    ),
+)
+def test_unused_ids_are_not_in_the_softmax(layout, vocab_size, chunk, head, unused):
+    """The reference has the columns of the other ids alone."""
+    config = replace(config_of(vocab_size, chunk, head), unused_ids=unused)
+    columns = [i for i in range(vocab_size) if not any(a <= i < b for a, b in unused)]
+    columns = np.array(columns, np.int32)
+    weights, batch = random_weights(config, 0), given(len(columns))
+    out = chunked(weights, batch._replace(tokens=columns[batch.tokens]), config, layout, 0.7)
+    name = HELD_IN[head]
+
+    def of_used(matrix):
+        return matrix[columns] if head == "tied" else matrix[:, columns]
+
+    fewer = weights.replace(**{name: of_used(getattr(weights, name))})
+    both, (of_fewer, of_states) = jax.device_get(expected(fewer, batch, 0.7))
+    gradient, of_config = getattr(out[1][0], name), getattr(of_fewer, name)
+    # float32 sums of a few dozen terms in another order.
+    assert_close((out[0], (of_used(gradient), out[1][1])), (both, (of_config, of_states)), 3e-6)
+    assert np.count_nonzero(gradient) == np.count_nonzero(of_config) > 0
+
+
+def test_without_unused_ids_nothing_is_masked():
+    """The program is that of a network that knows no such ids."""
+    config, mesh = config_of(36, 5), mesh_of("dp1")
+    weights, batch = jax.tree.map(jnp.asarray, (random_weights(config, 0), given(36)))
+
+    def selects(config):
+        read = on_mesh(
+            lambda weights, x: logits_of(weights, x, config, mesh),
+            mesh,
+            (specs(config, mesh), P()),
+            P(mesh.axes),
+        )
+        return read.lower(weights, batch.x).as_text().count("select")
+
+    assert selects(config) == 0 < selects(replace(config, unused_ids=TAIL))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "vocab_size"), full_but([("tp2", 36), ("tp2 cp2", 37)], ("tp2 cp2", 37))
@@ -274,9 +332,12 @@ def test_collectives_are_those_claimed():
     assert Counter(re.findall(COLLECTIVE, compiled(None, True).as_text())) == counts
 
 
-@pytest.mark.parametrize(("vocab_size", "head"), [(36, "untied"), (37, "untied"), (36, "tied")])
-def test_all_logits_are_those_of_one_device(vocab_size, head):
-    config, mesh = config_of(vocab_size, head=head), mesh_of("tp2 cp2")
+@pytest.mark.parametrize(
+    ("vocab_size", "head", "unused"),
+    [(36, "untied", ()), (37, "untied", HOLES), (36, "tied", TAIL)],
+)
+def test_all_logits_are_those_of_one_device(vocab_size, head, unused):
+    config, mesh = replace(config_of(vocab_size, head=head), unused_ids=unused), mesh_of("tp2 cp2")
     weights, x = random_weights(config, 0), given(vocab_size).x
     by_token, spec = P(mesh.sequence), specs(config, mesh)
 
@@ -284,8 +345,10 @@ def test_all_logits_are_those_of_one_device(vocab_size, head):
         return logits_of(weights, vary(x, mesh.axes), config, mesh)
 
     step = on_mesh(local, mesh, (spec, by_token), P(mesh.axes))
-    matrix = weights.embedding.T if head == "tied" else weights.head
-    np.testing.assert_allclose(step(weights, x), x @ matrix, atol=1e-5)
+    wanted = x @ (weights.embedding.T if head == "tied" else weights.head)
+    for first, end in unused:
+        wanted[:, first:end] = MASK_VALUE
+    np.testing.assert_allclose(step(weights, x), wanted, rtol=1e-7, atol=1e-5)
 
 
 def test_bad_input_is_refused():
@@ -300,17 +363,23 @@ def test_bad_input_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("layout", "vocab_size", "chunk", "head"),
+    ("layout", "vocab_size", "chunk", "head", "unused"),
     full_but(
-        [("tp4 cp2", 37, 4, "tied"), ("tp2", 36, None, "untied"), ("dp1", 37, 11, "untied")],
-        ("tp4 cp2", 37, 4, "tied"),
+        [
+            ("tp4 cp2", 37, 4, "tied", ()),
+            ("tp2", 36, None, "untied", HOLES),
+            ("dp1", 37, 11, "untied", TAIL),
+        ],
+        ("tp4 cp2", 37, 4, "tied", ()),
     ),
 )
-def test_a_token_is_the_likeliest_where_no_logit_is_higher(layout, vocab_size, chunk, head):
-    config, mesh = config_of(vocab_size, chunk, head), mesh_of(layout)
-    weights, batch = random_weights(config, 0), given(vocab_size)
-    matrix = weights.embedding.T if weights.head is None else weights.head
-    best = (batch.x @ matrix).argmax(axis=1)
+def test_a_token_is_the_likeliest_where_no_logit_is_higher(layout, vocab_size, chunk, head, unused):
+    config = replace(config_of(vocab_size, chunk, head), unused_ids=unused)
+    mesh, weights, batch = mesh_of(layout), random_weights(config, 0), given(vocab_size)
+    logits = batch.x @ (weights.embedding.T if weights.head is None else weights.head)
+    for first, end in unused:
+        logits[:, first:end] = MASK_VALUE
+    best = logits.argmax(axis=1)
     tokens = np.where(np.arange(TOKENS) % 3, best, batch.tokens).astype(np.int32)
     by_token = P((*mesh.dp, *mesh.sequence))
 

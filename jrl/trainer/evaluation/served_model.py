@@ -253,8 +253,8 @@ def open_served_model(
 
         if adapters is not None:
             open_adapters(adapters, path, config, "lora")
-        model = network_of(config, run)
-        tokenizer = checkpoint_tokenizer(path, model.vocab_size)
+        tokenizer = checkpoint_tokenizer(path, config.vocab_size)
+        network = config
         source = partial(CheckpointSource, path, adapters=adapters)
     else:
         check_of_checkpoint(adapters, location, is_checkpoint=False)
@@ -264,8 +264,8 @@ def open_served_model(
         run = replace(run, **run.without_implementations)
         tokenizer = load_tokenizer(folder.tokenizer_path)
         network = load_model(folder) or PRESETS[run.model](tokenizer.vocab_size)
-        model = network_of(network, run)
         path, source = folder.path, partial(RunSource, folder)
+    model = network_of(network.with_unused_ids(tokenizer.unused_ids), run)
     device_split = parse_device_split(split, layout, run)
     mesh = _mesh(model, _default_layout(run) if layout is None else layout, device_split)
     format, versions = prompt_format(run, tokenizer), source(model, mesh)

@@ -337,7 +337,8 @@ def build_setup(
     try:
         if tokenizer is None:
             tokenizer = _tokenizer(run, task, model)
-        network = network_of(model or PRESETS[run.model](tokenizer.vocab_size), run)
+        network = model or PRESETS[run.model](tokenizer.vocab_size)
+        network = network_of(network.with_unused_ids(tokenizer.unused_ids), run)
         mesh = fold(layout, devices)
         format, rows, dropped = _format(run, recipe, tokenizer), None, 0
         if isinstance(task, Chats):

@@ -179,6 +179,12 @@ def test_damaged_files_are_refused_in_a_line(tmp_path):
         whole[:4] + struct.pack("<I", 1) + whole[8:]: "is GGUF of version 1; supported: 2, 3",
         whole[:200]: "ends early, or its header is damaged",
         whole[:-2000]: r"ends within the tensor",
+        whole.replace(b"blk.0.attn_q.weight", b"blk.0.attn_v.weight"): (
+            r"has the tensor blk\.0\.attn_v\.weight 2 times: convert the model again"
+        ),
+        whole.replace(b"qwen3.rope.freq_base", b"qwen3.context_length"): (
+            r"has the entry qwen3\.context_length 2 times"
+        ),
     }
     for content, message in damages.items():
         path.write_bytes(content)
@@ -186,3 +192,17 @@ def test_damaged_files_are_refused_in_a_line(tmp_path):
             convert(path, tmp_path / "after")
         assert str(refusal.value).startswith(f"{path}: ") and "\n" not in str(refusal.value)
     assert not (tmp_path / "after").exists()
+
+
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_a_head_beside_embeddings_is_read_as_a_head(tmp_path, is_equal):
+    """The file has no option that ties them: its head counts."""
+    make_checkpoint(tmp_path / "before", "qwen3")
+    embedding = load_file(tmp_path / "before" / "model.safetensors")["model.embed_tokens.weight"]
+    head = embedding if is_equal else embedding[::-1].copy()
+    path = tmp_path / "model.gguf"
+    write_gguf(path, "qwen3", tmp_path / "before", more={"output.weight": head})
+    convert(path, tmp_path / "after")
+    assert huggingface.config_from(tmp_path / "after").head == "untied"
+    written = load_file(tmp_path / "after" / "model.safetensors")
+    np.testing.assert_array_equal(written["lm_head.weight"], head)

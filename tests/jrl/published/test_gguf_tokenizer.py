@@ -180,3 +180,33 @@ def test_other_tokenizers_are_refused(changes, message):
     _, metadata = byte_level_metadata("gpt-2")
     with pytest.raises(ValueError, match=message):
         tokenizer_files({**metadata, **changes})
+
+
+def padded(metadata, *tokens):
+    """Metadata with further tokens, which are of the type UNUSED."""
+    listed = [*metadata["tokenizer.ggml.tokens"], *tokens]
+    kinds = metadata.get("tokenizer.ggml.token_type") or [1] * len(
+        metadata["tokenizer.ggml.tokens"]
+    )
+    return {
+        **metadata,
+        "tokenizer.ggml.tokens": listed,
+        "tokenizer.ggml.token_type": [*kinds, *[5] * len(tokens)],
+    }
+
+
+def test_ids_that_a_conversion_filled_have_no_token():
+    made, metadata = byte_level_metadata("qwen2")
+    size = made.get_vocab_size()
+    filled = padded(metadata, f"[PAD{size}]", "<unused>", f"[PAD{size + 2}]", "[PAD1]")
+    vocabulary = json.loads(tokenizer_files(filled)["tokenizer.json"])["model"]["vocab"]
+    assert vocabulary.keys() - made.get_vocab() == {"<unused>", "[PAD1]"}
+    assert vocabulary["<unused>"] == size + 1
+
+
+def test_a_token_with_two_ids_is_refused():
+    _, metadata = byte_level_metadata("qwen2")
+    size = len(metadata["tokenizer.ggml.tokens"])
+    first = metadata["tokenizer.ggml.tokens"][7]
+    with pytest.raises(ValueError, match=rf"twice, with the ids 7 and {size}: convert the model"):
+        tokenizer_files(padded(metadata, first))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from policies import CONFIG, FAST_COMPILE, PROMPT, SAMPLING, Asked, decode, scored, scores, weights
+from tiers import full_but
 
 from jrl.rollout.sampling import GREEDY, Sampling
 from moe import model
@@ -39,6 +40,36 @@ def test_decoding_and_scoring_agree(sampling):
     assert np.all(entropy[drawn] <= np.log(CONFIG.vocab_size) + CLOSE)
     differ = np.abs(rollout.behaviour_logprobs - rollout.old_logprobs)[drawn].max()
     assert (differ > 0.01) == sampling.truncates
+
+
+UNUSED = replace(CONFIG, vocab_size=12).with_unused_ids([1, 4, 9, 10, 11])
+
+
+@pytest.mark.parametrize(
+    ("sampling", "layout"),
+    full_but(
+        [
+            (SAMPLING, "dp1"),
+            (SAMPLING, "tp2 dp2 / ep4"),
+            (Sampling(top_k=10), "dp1"),
+            (GREEDY, "dp1"),
+        ],
+        (SAMPLING, "tp2 dp2 / ep4"),
+    ),
+)
+def test_unused_ids_are_not_sampled_and_scoring_agrees(sampling, layout):
+    unused = [1, 4, 9, 10, 11]
+    padded = Asked(sampling, layout, config=replace(UNUSED, unused_ids=()))
+    rollout = decode(padded)
+    assert np.isin(rollout.tokens[rollout.mask], unused).any(), "the seed shows nothing"
+    decoder = Asked(sampling, layout, config=UNUSED)
+    rollout = decode(decoder)
+    drawn = rollout.mask
+    assert not np.isin(rollout.tokens[drawn], unused).any()
+    logprobs, behaviour, entropy = scored(decoder, rollout)
+    np.testing.assert_allclose(logprobs[drawn], rollout.old_logprobs[drawn], atol=CLOSE)
+    np.testing.assert_allclose(behaviour[drawn], rollout.behaviour_logprobs[drawn], atol=CLOSE)
+    assert np.all(entropy[drawn] <= np.log(UNUSED.num_used_ids) + CLOSE)
 
 
 @pytest.mark.slow

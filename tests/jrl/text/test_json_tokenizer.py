@@ -239,3 +239,22 @@ def test_a_pipeline_that_makes_the_library_panic_is_refused(folder, tmp_path):
 def test_a_pipeline_that_is_none_is_refused(tmp_path):
     with pytest.raises(ValueError, match="cannot be read by tokenizers"):
         tokenizer_of(tmp_path / "tokenizer.json", {"model": {"type": "?"}})
+
+
+@pytest.mark.parametrize("holes", [(), (270,), (258, 259, 290)])
+def test_unused_ids_are_those_without_a_token(folder, holes):
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    vocabulary = content["model"]["vocab"]
+    # The library counts added tokens on from the number of other tokens.
+    vocabulary |= {token["content"]: token["id"] for token in content["added_tokens"]}
+    content["model"]["merges"] = []
+    for token in [token for token, i in vocabulary.items() if i in holes]:
+        del vocabulary[token]
+    tokenizer = tokenizer_of(path, content, VOCAB_SIZE)
+    assert tokenizer.unused_ids == {*holes, *range(303, VOCAB_SIZE)}
+    assert tokenizer.unused_ids < tokenizer.special_ids
+
+
+def test_a_sentencepiece_model_has_no_unused_ids():
+    assert Tokenizer.train_characters("abc").unused_ids == frozenset()

@@ -16,7 +16,7 @@ from moe.weights import targets_of
 @pytest.mark.parametrize(
     ("name", "option", "value", "message"),
     [
-        ("qwen3_moe", "num_experts", "four", "num_experts='four' has the wrong type"),
+        ("qwen3_moe", "num_local_experts", "four", "num_experts='four' has the wrong type"),
         ("qwen3_moe", "hidden_size", 10**400, "d_model=1000"),
         ("qwen2", "hidden_size", None, "one of its options has the wrong type"),
         ("qwen2", "num_attention_heads", 0, "one of its options has the wrong type"),
@@ -71,6 +71,45 @@ def test_what_is_not_known_and_off_is_passed_over_and_listed(tmp_path):
     assert huggingface.config_from(folder) == expected
     listed = ['kind=""', "mup_scales=null", "towers=[]", "use_mrope=false"]
     assert huggingface.idle_options(folder) == listed
+
+
+IDLE = {
+    "_model_name_or_path": "a/b",
+    "_own": 3,
+    "boi_token_id": 5,
+    "audio_token_index": 6,
+    "stop_token_ids": [1],
+    "min_p": 0.1,
+    "guidance_scale": 2.0,
+}
+
+
+def test_names_of_tokens_and_defaults_of_generation_are_passed_over_and_listed(tmp_path):
+    expected = huggingface.config_from(FIXTURES / "llama")
+    folder = changed_checkpoint(tmp_path, {**IDLE, "unk_token_id": 0, "sep_token_id": 2})
+    assert huggingface.config_from(folder) == expected
+    assert [each.partition("=")[0] for each in huggingface.idle_options(folder)] == sorted(IDLE)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("qwen3_moe", {"num_experts": 3}, "num_experts=3 and num_local_experts=8, which are one"),
+        ("llama", {"dtype": "bfloat16", "torch_dtype": "float32"}, "dtype='bfloat16' and torch_d"),
+        ("gemma3", {"sliding_window_pattern": 2}, "sliding_window_pattern=2 and _sliding_window_"),
+        ("qwen2", {"rope_theta": 3.0}, "rope_theta=3.0 and, in the RoPE parameters, "),
+        (
+            "gpt_oss",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 9.0}},
+            "has rope_parameters=.* and rope_scaling=.*, which are one option: keep one of them",
+        ),
+    ],
+)
+def test_an_option_with_two_values_is_refused(tmp_path, name, changes, message):
+    folder = copy_of(name, tmp_path / "twice")
+    change_options(folder, **changes)
+    with pytest.raises(ValueError, match=message):
+        huggingface.config_from(folder)
 
 
 def test_what_is_not_known_and_on_is_named_and_can_be_ignored(tmp_path):
@@ -183,7 +222,8 @@ def test_files_of_other_times_say_the_same(tmp_path):
     # Without a list all three layers have windows, as of four the first three do.
     assert (config.sliding_window, config.full_attention_layers) == (4096, ())
     gemma = copy_of("gemma3", tmp_path / "gemma")
-    change_options(gemma, **OLD, rope_theta=1e6, sliding_window_pattern=2, head_dim=...)
+    pattern = {"sliding_window_pattern": 2, "_sliding_window_pattern": ...}
+    change_options(gemma, **OLD, **pattern, rope_theta=1e6, head_dim=...)
     config = huggingface.config_from(gemma)
     assert (config.rope_base, config.window_rope_base, config.rope_scaling) == (1e6, 1e4, None)
     assert (config.full_attention_layers, config.head_dim, config.head) == ((1,), 256, "tied")

@@ -192,6 +192,13 @@ def test_a_tokenizer_json_takes_the_place_of_a_character_model(tmp_path):
     assert len(setup.sampler().engine.decoder.stop_ids) == 2
 
 
+def test_ids_without_a_token_are_unused_in_the_network(tmp_path):
+    tokenizer = chat_tokenizer(tmp_path)
+    setup = made(RunConfig(), tokenizer=tokenizer, model=tiny(tokenizer.vocab_size))
+    assert setup.model.unused_ids == ((303, 310),)
+    assert setup.sampler().engine.decoder.config.unused_ids == setup.model.unused_ids
+
+
 def test_a_network_with_ids_that_the_tokenizer_cannot_decode_is_refused(tmp_path):
     tokenizer = chat_tokenizer(tmp_path)
     model = tiny(tokenizer.vocab_size + 1)
