@@ -30,7 +30,6 @@ from sharding.costs.dispatch import GPU_BUFFER_FACTOR
 from sharding.folding import FoldedMesh
 
 
-
 def network_of(model: ModelConfig, run: RunConfig) -> ModelConfig:
     """Network config with the settings of a run.
 
