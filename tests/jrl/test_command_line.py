@@ -43,9 +43,7 @@ def test_processes_with_the_status_of_a_drain_end_together(monkeypatch):
 
 def test_what_our_code_says_is_one_line(capsys):
     assert exit_status(lambda: RunConfig(steps=-1) and 0) == 2
-    assert capsys.readouterr().err == (
-        "error: steps=-1 must not be negative: 0 is only the warm start.\n"
-    )
+    assert capsys.readouterr().err == ("error: steps=-1 must be at least 0.\n")
 
 
 def in_our_code(line):

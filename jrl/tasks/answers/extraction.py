@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jrl.tasks.answers.reasoning import BLANKS, after_reasoning
+from .reasoning import BLANKS, after_reasoning
 
 UNREADABLE = "\ufffd"
 """Character in place of a special token in a completion."""

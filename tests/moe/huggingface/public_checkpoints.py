@@ -18,13 +18,20 @@ QUICK = ["llama", "qwen3_moe"]
 LATER = ["olmo3", "smollm3", "glm4_moe", "gpt_oss", "gemma3", "qwen3_next"]
 """Architectures whose every choice is decoded with too, on a mesh."""
 # A layout that splits heads, dense hidden units, experts and rows.
-MESH = "tp2 dp2 / ep4"
+MESH, DENSE_MESH = "tp2 dp2 / ep4", "tp2 dp2"
 
 
 @functools.cache
 def golden(name):
     with np.load(FIXTURES / name / "golden.npz") as file:
         return {key: file[key] for key in file}
+
+
+def mesh_for(name):
+    """`MESH`, without its axis of experts for a network that has none."""
+    config = json.loads((FIXTURES / name / "config.json").read_text())
+    has_experts = any("experts" in option and value for option, value in config.items())
+    return MESH if has_experts else DENSE_MESH
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from programs import mesh_of, on_mesh, with_room
-from public_checkpoints import LATER, MESH, NAMES, QUICK, golden, loaded
+from public_checkpoints import LATER, MESH, NAMES, QUICK, golden, loaded, mesh_for
 from tiers import full_but
 
 from moe import model
@@ -43,7 +43,10 @@ def logits_of(name, layout):
     full_but(
         [
             *((name, "dp1") for name in NAMES),
-            *((name, MESH) for name in ("mixtral", "deepseek_v3", "olmo3", "glm4_moe", "gpt_oss")),
+            *(
+                (name, mesh_for(name))
+                for name in ("mixtral", "deepseek_v3", "olmo3", "glm4_moe", "gpt_oss")
+            ),
             ("qwen3_next", MESH),
         ],
         *((name, "dp1") for name in QUICK),

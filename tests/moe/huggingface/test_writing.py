@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from programs import mesh_of, random_weights
-from public_checkpoints import FIXTURES, MESH, NAMES, QUICK, change_options, loaded, tensors
+from public_checkpoints import FIXTURES, NAMES, QUICK, change_options, loaded, mesh_for, tensors
 from safetensors import safe_open
 from tiers import full_but
 
@@ -19,7 +19,7 @@ from moe.huggingface.configuration import UNBALANCED
 
 @pytest.mark.parametrize("name", full_but(NAMES, *QUICK))
 def test_an_export_holds_the_tensors_that_were_imported(name, tmp_path):
-    config, weights = loaded(name, MESH)
+    config, weights = loaded(name, mesh_for(name))
     kind = json.loads((FIXTURES / name / "config.json").read_text())["architectures"][0]
     huggingface.save(tmp_path / "out", config, weights, architecture=kind, file_bytes=20_000)
     before, after = tensors(FIXTURES / name), tensors(tmp_path / "out")
