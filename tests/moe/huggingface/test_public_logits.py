@@ -74,7 +74,7 @@ def test_layers_that_differ_are_one_program(name, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "olmoe", "qwen2_moe", "deepseek_v3", *LATER])
 def test_decoding_gives_the_logits_of_the_whole_sequence(name):
-    prompt, layout = 8, MESH
+    prompt, layout = 8, mesh_for(name)
     (config, weights), mesh = loaded(name, layout), mesh_of(layout)
 
     def local(weights, tokens, valid):
