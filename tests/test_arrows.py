@@ -423,25 +423,6 @@ def test_the_trainer_asks_for_hooks_and_knows_no_recipe():
     assert not wrong
 
 
-def test_what_watches_in_production_imports_no_laboratory():
-    """The simulator and what measures detectors on it are for the benchmark alone."""
-    laboratory = ("jrl.faults.simulate", "jrl.faults.assess")
-    wrong = {
-        str(path): found
-        for path in files("jrl")
-        if not any(inside(module_name(path)[0], room) for room in laboratory)
-        and path != Path("jrl/faults/__main__.py")
-        and (
-            found := [
-                name
-                for name in imports((ROOT / path).read_text(encoding="utf-8"), path)
-                if any(inside(name, room) for room in laboratory)
-            ]
-        )
-    }
-    assert not wrong
-
-
 ASKS_THE_PLANNER = {
     Path("moe/counts/__init__.py"),
     Path("jrl/trainer/setup/planner.py"),

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import tyro
 
+from benchmarks.faults import __main__ as simulated_faults
 from jrl import evaluate, export, serve
 from jrl.config import flags
 from jrl.config.run import RunConfig
@@ -200,6 +201,11 @@ def test_faults_reads(command, monkeypatch):
     read_by(faults._main, command, monkeypatch)
 
 
+@pytest.mark.parametrize("command", given("benchmarks.faults"))
+def test_benchmarks_of_faults_read(command, monkeypatch):
+    read_by(simulated_faults._main, command, monkeypatch)
+
+
 @pytest.mark.parametrize("command", given("jrl.report"))
 def test_report_reads(command, monkeypatch):
     read_by(report._main, command, monkeypatch)
@@ -234,7 +240,6 @@ SCRIPTS = [
     *(command for command in FOUND if words_of(command)[0].endswith(".py")),
     *(command for command in given("benchmarks.absent") if command not in COMPILED_PLANS),
     *given("benchmarks.agreement"),
-    *given("benchmarks.faults"),
     *given("benchmarks.gpu"),
     *given("benchmarks.rollout"),
     *given("benchmarks.serve"),

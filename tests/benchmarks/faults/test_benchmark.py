@@ -5,18 +5,18 @@ from dataclasses import replace
 
 import pytest
 
-from jrl.faults.__main__ import main as faults_main
-from jrl.faults.assess import benchmark
-from jrl.faults.assess.benchmark import BenchmarkOptions, main, run
-from jrl.faults.assess.outcomes import (
+from benchmarks.faults import benchmark
+from benchmarks.faults.__main__ import main as faults_main
+from benchmarks.faults.benchmark import BenchmarkOptions, main, run
+from benchmarks.faults.outcomes import (
     false_alarm_rate,
     figures,
     map_in_processes,
     operational_precision,
     outcome,
 )
+from benchmarks.faults.simulate import Settings, simulate
 from jrl.faults.collect.fleet import Alarm
-from jrl.faults.simulate import Settings, simulate
 
 
 def test_outcomes():

@@ -12,13 +12,13 @@ from functools import partial
 import numpy as np
 from rich.progress import track
 
-from jrl.faults.assess.baselines import DETECTORS, AnyDetector, Instant, RobustZ, ShiftDetector
-from jrl.faults.assess.outcomes import DETECTED, SILENT, WRONG, figures, map_in_processes, outcome
+from benchmarks.faults.baselines import DETECTORS, AnyDetector, Instant, RobustZ, ShiftDetector
+from benchmarks.faults.outcomes import DETECTED, SILENT, WRONG, figures, map_in_processes, outcome
+from benchmarks.faults.simulate import Incident, Settings, simulate
 from jrl.faults.collect.fleet import NO_MACHINE
 from jrl.faults.minder import vae
 from jrl.faults.minder.continuity import Span, find_span
 from jrl.faults.minder.detect import Minder, ScoredFleet
-from jrl.faults.simulate import Incident, Settings, simulate
 
 SEED = 100_000
 CLEAN_SEED = 150_000

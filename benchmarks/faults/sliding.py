@@ -1,9 +1,10 @@
-"""``python -m jrl.faults sliding``: false alarms per day, and recall, of the passes of `watch`.
+"""``python -m benchmarks.faults sliding``: false alarms per day, and recall, of `watch`.
 
 `watch` runs a detection pass on the last half hour, again and again. So each pass has another
 beginning, and most begin or end in some checkpoint of the day. The clean hours are those of
-`jrl.faults.simulate.operation`; each newly alarmed machine counts as one false alarm. Faults are
-incidents of `jrl.faults.simulate.incident` that begin at least ten minutes into the record.
+`benchmarks.faults.simulate.operation`; each newly alarmed machine counts as one false alarm. Faults
+are incidents of `benchmarks.faults.simulate.incident` that begin at least ten minutes into the
+record.
 """
 
 import json
@@ -16,9 +17,7 @@ from typing import Any
 
 from rich.progress import track
 
-from jrl.checks import check_seed
-from jrl.command_line import parse_flags
-from jrl.faults.assess.outcomes import (
+from benchmarks.faults.outcomes import (
     DETECTED,
     SILENT,
     WRONG,
@@ -27,9 +26,11 @@ from jrl.faults.assess.outcomes import (
     most_events,
     outcome,
 )
+from benchmarks.faults.simulate import Settings, simulate
+from benchmarks.faults.simulate.operation import Operation, simulate_operation
+from jrl.checks import check_seed
+from jrl.command_line import parse_flags
 from jrl.faults.collect.fleet import Fleet
-from jrl.faults.simulate import Settings, simulate
-from jrl.faults.simulate.operation import Operation, simulate_operation
 from jrl.faults.standard import StandardDetector
 from jrl.faults.watcher import RECORD_SECONDS, AlarmTracker
 
@@ -71,7 +72,7 @@ class SlidingOptions:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    request = parse_flags(SlidingOptions, "python -m jrl.faults sliding", arguments)
+    request = parse_flags(SlidingOptions, "python -m benchmarks.faults sliding", arguments)
     check_seed(request.seed)
     if not (request.hours >= 0 and request.stretch > 0 and request.incidents >= 0):
         raise ValueError(

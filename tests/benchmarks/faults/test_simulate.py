@@ -5,8 +5,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jrl.faults.simulate import FAULTS, METRICS, MIX, PRODUCTION, Settings, simulate
-from jrl.faults.simulate.healthy import make_job
+from benchmarks.faults.simulate import FAULTS, METRICS, MIX, PRODUCTION, Settings, simulate
+from benchmarks.faults.simulate.healthy import make_job
 
 
 def test_a_seed_gives_one_fleet():

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import numpy as np
 from jaxtyping import Float
 
+from benchmarks.faults.simulate import Incident
 from jrl.faults.collect.fleet import Alarm
-from jrl.faults.simulate import Incident
 
 DETECTED, WRONG, SILENT = "found", "wrong", "silent"
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"

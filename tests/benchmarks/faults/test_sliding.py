@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.faults.__main__ import main as faults_main
+from benchmarks.faults.outcomes import most_events
+from benchmarks.faults.simulate.operation import Operation, Schedule, simulate_operation
+from benchmarks.faults.sliding import looks, main
 from jrl.faults import pauses
-from jrl.faults.__main__ import main as faults_main
-from jrl.faults.assess.outcomes import most_events
-from jrl.faults.assess.sliding import looks, main
-from jrl.faults.simulate.operation import Operation, Schedule, simulate_operation
 from jrl.faults.standard import StandardDetector
 from jrl.faults.watcher import AlarmTracker
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Float32
 
-from jrl.faults.assess.train import Training, healthy_fleets, train_joint
+from benchmarks.faults.models import SimulatedTraining, healthy_fleets, train_joint
 from jrl.faults.collect.fleet import NO_MACHINE, Alarm, Fleet
 from jrl.faults.collect.vocabulary import PRIORITY, PRODUCTION, meaning, search_order
 from jrl.faults.minder import vae
@@ -66,7 +66,7 @@ def joint_model(metrics: tuple[str, ...]) -> vae.Weights:
     """One model for all of these metrics, as large and as long trained as the per-metric models."""
     if metrics == PRODUCTION and vae.JOINT in vae.shipped_models():
         return vae.shipped_models()[vae.JOINT]
-    training = Training()
+    training = SimulatedTraining()
     return train_joint(healthy_fleets(training, metrics), training)
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float32, Int
 
-from jrl.faults.simulate.settings import METRICS, Metric, Settings
+from benchmarks.faults.simulate.settings import METRICS, Metric, Settings
 
 PIPELINES = (1, 2, 4, 8)
 DRIFT_SECONDS = 30

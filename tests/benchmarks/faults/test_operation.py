@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jrl.faults.simulate.operation import SIGNALS, Operation, Schedule, simulate_operation
+from benchmarks.faults.simulate.operation import SIGNALS, Operation, Schedule, simulate_operation
 
 QUIET = Operation(
     machines=12, hours=0.5, disturbances=0, drifts=0, missing=0, schedule=Schedule((600.0, 60.0))

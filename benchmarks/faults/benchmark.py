@@ -1,4 +1,4 @@
-"""``python -m jrl.faults benchmark``: precision, recall and false alarms of each detector.
+"""``python -m benchmarks.faults benchmark``: precision, recall and false alarms of each detector.
 
 The default, simple detectors, Minder, its baseline and its ablations examine the same held-out
 incidents, simulated in the published mix of faults, and the same clean records. ``--scale``
@@ -20,11 +20,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
-from jrl.checks import check_seed
-from jrl.command_line import parse_flags
-from jrl.faults.assess.baselines import DETECTORS, AnyDetector
-from jrl.faults.assess.calibrate import calibrate
-from jrl.faults.assess.outcomes import (
+from benchmarks.faults.baselines import DETECTORS, AnyDetector
+from benchmarks.faults.calibrate import calibrate
+from benchmarks.faults.outcomes import (
     DETECTED,
     SILENT,
     WRONG,
@@ -35,10 +33,12 @@ from jrl.faults.assess.outcomes import (
     operational_precision,
     outcome,
 )
+from benchmarks.faults.plots import plot_benchmark, plot_scale
+from benchmarks.faults.simulate import PRODUCTION, Settings, simulate
+from jrl.checks import check_seed
+from jrl.command_line import parse_flags
 from jrl.faults.collect.fleet import Fleet
 from jrl.faults.minder.detect import Minder
-from jrl.faults.plots import plot_benchmark, plot_scale
-from jrl.faults.simulate import PRODUCTION, Settings, simulate
 from jrl.faults.standard import StandardDetector
 
 TEST_SEED, CLEAN_SEED = 1_000_000, 2_000_000
@@ -94,7 +94,7 @@ class BenchmarkOptions:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    request = parse_flags(BenchmarkOptions, "python -m jrl.faults benchmark", arguments)
+    request = parse_flags(BenchmarkOptions, "python -m benchmarks.faults benchmark", arguments)
     check_seed(request.seed)
     if request.incidents < 1 or request.clean < 0:
         raise ValueError(

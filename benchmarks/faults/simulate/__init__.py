@@ -1,7 +1,15 @@
 """Simulated fleets, second by second: the period of training steps, benign disturbances, faults."""
 
-from jrl.faults.simulate.incident import Incident, simulate
-from jrl.faults.simulate.settings import FAULTS, METRICS, MIX, PRODUCTION, Fault, Metric, Settings
+from benchmarks.faults.simulate.incident import Incident, simulate
+from benchmarks.faults.simulate.settings import (
+    FAULTS,
+    METRICS,
+    MIX,
+    PRODUCTION,
+    Fault,
+    Metric,
+    Settings,
+)
 
 __all__ = [
     "FAULTS",

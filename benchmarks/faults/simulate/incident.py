@@ -1,6 +1,6 @@
 """Simulated incident: a recorded fleet with its ground truth (faulty machine, time, fault).
 
-``python -m jrl.faults simulate FILE`` writes one as a file that ``replay`` reads.
+``python -m benchmarks.faults simulate FILE`` writes one as a file that ``replay`` reads.
 """
 
 import math
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 import tyro
 
+from benchmarks.faults.simulate.healthy import Job, as_events, make_job, simulate_healthy
+from benchmarks.faults.simulate.settings import FAULTS, METRICS, PRODUCTION, Fault, Settings
 from jrl.checks import check_seed
 from jrl.command_line import parse_flags
 from jrl.faults.collect.fleet import Fleet
-from jrl.faults.simulate.healthy import Job, as_events, make_job, simulate_healthy
-from jrl.faults.simulate.settings import FAULTS, METRICS, PRODUCTION, Fault, Settings
 
 EPOCH = 1_750_000_000.0
 """Unix time at which simulated records start."""
@@ -164,7 +164,7 @@ class SimulateOptions:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    request = parse_flags(SimulateOptions, "python -m jrl.faults simulate", arguments)
+    request = parse_flags(SimulateOptions, "python -m benchmarks.faults simulate", arguments)
     check_seed(request.seed)
     settings = Settings(
         machines=request.machines,

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from jrl.faults.simulate import METRICS, PRODUCTION, Settings, simulate
-from jrl.faults.simulate.healthy import LONGEST_BURST, burst, misread, read_late
+from benchmarks.faults.simulate import METRICS, PRODUCTION, Settings, simulate
+from benchmarks.faults.simulate.healthy import LONGEST_BURST, burst, misread, read_late
 
 SHAPE = (30, len(PRODUCTION), 600)
 

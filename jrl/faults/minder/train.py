@@ -1,13 +1,12 @@
-"""``python -m jrl.faults train``: trains the denoising models on records without faults.
+"""``python -m jrl.faults train RECORDS``: trains the denoising models on records without faults.
 
-The models that come with the package are made by this command without records, from simulated
-fleets; a fleet's own healthy records make better ones, and `--models` of ``watch`` and ``replay``
-uses them.
+`--models` of ``watch`` and ``replay`` uses them. A fleet's own healthy records make better models
+than simulated fleets, which the models of the package were trained on.
 """
 
 import shlex
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,22 +25,17 @@ from jrl.faults.collect.fleet import Fleet
 from jrl.faults.collect.vocabulary import meaning
 from jrl.faults.minder import vae
 from jrl.faults.minder.prepare import prepare
-from jrl.faults.simulate import METRICS, PRODUCTION, Settings, simulate
 
 
 @dataclass(frozen=True)
 class Training:
     """Settings of the models' training; the paper gives none of these."""
 
-    records: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Healthy records (.npz) to train on; None simulates fleets."""
     out: str = "models.npz"
     """The file to write; by default models.npz in the working directory. --models of watch and
     replay reads it."""
     seed: int = 0
-    """Random seed of simulated fleets, windows, weights and noise."""
-    fleets: int = 24
-    """Number of simulated fleets, if no records are given."""
+    """Random seed of windows, weights and noise."""
     windows: int = 20_000
     """Windows per metric to train on."""
     steps: int = 3000
@@ -55,33 +49,35 @@ class Training:
     more."""
 
 
+@dataclass(frozen=True)
+class TrainOptions(Training):
+    """Healthy records to train on, and settings of the training."""
+
+    records: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Healthy records (.npz) to train on, for example healthy.npz."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    training = parse_flags(Training, "python -m jrl.faults train", arguments)
-    check_seed(training.seed)
-    fleets = [Fleet.load(path) for path in training.records] or healthy_fleets(training)
-    models, error = train_models(fleets, training, show=Console().print)
-    if not training.records:
-        models[vae.JOINT] = train_joint(healthy_fleets(training, PRODUCTION), training)
-    vae.save(training.out, models)
-    size = Path(training.out).stat().st_size / 1024
-    print(f"{training.out}: {len(models)} models, {size:.0f} KiB")
-    print("mean squared error: " + ", ".join(f"{k} {v:.2e}" for k, v in error.items()))
-    file = shlex.quote(training.out)
-    print(f"use them: python -m jrl.faults replay RECORD --detector minder --models {file}")
+    options = parse_flags(TrainOptions, "python -m jrl.faults train", arguments)
+    check_seed(options.seed)
+    if not options.records:
+        raise ValueError(
+            "records is empty: give files of healthy records, for example healthy.npz; "
+            "python -m benchmarks.faults train, in a checkout, trains on simulated fleets."
+        )
+    fleets = [Fleet.load(path) for path in options.records]
+    write_models(*train_models(fleets, options, show=Console().print), options.out)
     return 0
 
 
-def healthy_fleets(training: Training, metrics: Sequence[str] = tuple(METRICS)) -> list[Fleet]:
-    """Simulated fleets of 4 to 64 machines in which nothing fails."""
-    random = np.random.default_rng(training.seed)
-    return [
-        simulate(
-            Settings(machines=int(random.integers(4, 65)), metrics=tuple(metrics), faulty=False),
-            seed=10_000_000 + training.seed * 1000 + index,
-        ).fleet
-        for index in range(training.fleets)
-    ]
+def write_models(models: dict[str, vae.Weights], errors: Mapping[str, float], out: str) -> None:
+    """Writes a file of models, and prints its size, the errors and the command that uses it."""
+    vae.save(out, models)
+    print(f"{out}: {len(models)} models, {Path(out).stat().st_size / 1024:.0f} KiB")
+    print("mean squared error: " + ", ".join(f"{k} {v:.2e}" for k, v in errors.items()))
+    file = shlex.quote(out)
+    print(f"use them: python -m jrl.faults replay RECORD --detector minder --models {file}")
 
 
 def train_models(
@@ -93,15 +89,6 @@ def train_models(
     weights, errors = fit(data, training, show)
     models = {name: {k: v[i] for k, v in weights.items()} for i, name in enumerate(windows)}
     return models, dict(zip(windows, errors.tolist(), strict=True))
-
-
-def train_joint(fleets: Sequence[Fleet], training: Training) -> vae.Weights:
-    """One joint model for windows of all metrics: the paper's ablation "INT"."""
-    random = np.random.default_rng(training.seed)
-    windows = gather_windows(fleets, training.windows, random, same_positions=True)
-    data = np.concatenate(list(windows.values()), axis=1)[None]
-    weights, _ = fit(data, training)
-    return {name: value[0] for name, value in weights.items()}
 
 
 def windows_by_model(
