@@ -408,7 +408,8 @@ def test_the_trainer_asks_for_hooks_and_knows_no_recipe():
 
 ASKS_THE_PLANNER = {
     Path("moe/counts/__init__.py"),
-    Path("moe/planner.py"),
+    Path("moe/planner/__init__.py"),
+    Path("moe/planner/__main__.py"),
     Path("jrl/trainer/setup/planner.py"),
 }
 """Files that describe a network or a run to the planner, before a run starts."""

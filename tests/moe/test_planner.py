@@ -14,7 +14,8 @@ from benchmarks.planner.serving.__main__ import main as serve
 from moe.config import ModelConfig
 from moe.counts import training_flops
 from moe.huggingface.configuration import config_from, options_from
-from moe.planner import main, sizes_from
+from moe.planner import sizes_from
+from moe.planner.__main__ import main
 from moe.weights import axis_sizes, table
 from sharding.planner.models import ModelSizes
 

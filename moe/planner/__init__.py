@@ -3,13 +3,11 @@
 It is ``python -m sharding.planner`` with the network's own reader of config.json.
 """
 
-import sys
 from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
 
 from moe.counts import sizes_of
-from sharding.planner.__main__ import main as planner
 from sharding.planner.models import ModelSizes
 
 
@@ -36,12 +34,3 @@ def sizes_from(path: str | Path, ignore: Collection[str] = ()) -> ModelSizes:
     except ValueError as error:
         line = " ".join(str(error).split())
         raise ValueError(line if str(path) in line else f"{path}: {line}") from error
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Runs the planner, which then takes checkpoints too, and returns its exit status."""
-    return planner(arguments, read=sizes_from)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
