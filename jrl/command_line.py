@@ -26,7 +26,7 @@ from jrl.processes.coordinator import (
 from jrl.processes.software import check_same_software
 from jrl.processes.supervisor import DRAINED
 
-OUR_PACKAGES = ("jrl", "moe", "sharding")
+OUR_PACKAGES = ("jrl", "moe", "sharding", "benchmarks")
 Options = TypeVar("Options")
 
 MEMORY_REMEDY = "lower --micro-batch; --dry-run shows what needs the memory"

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import tyro
 
+from benchmarks.faults import __main__ as simulated_faults
+from benchmarks.planner.serving.__main__ import PARSER as SERVERS
 from jrl import evaluate, export, serve
 from jrl.config import flags
 from jrl.config.run import RunConfig
@@ -114,18 +116,20 @@ def test_there_are_commands():
         "jrl.runs",
         "jrl.tasks",
         "sharding.folding",
+        "benchmarks.planner.serving",
+        "moe.planner",
         "sharding.planner",
-        "tests.campaign.crossings",
-        "tests.campaign.faults",
-        "tests.campaign.faults.clean",
+        "campaign.crossings",
+        "campaign.faults",
+        "campaign.faults.clean",
     }
     # Without arguments.
     alone = {
         "pytest",
         "venv",
-        "sharding.planner.calibration",
-        "sharding.planner.serving.published",
-        "sharding.planner.validation",
+        "benchmarks.planner.calibration",
+        "benchmarks.planner.serving.published",
+        "benchmarks.planner.validation",
     }
     assert programs == benchmarks | tested | set(STUDIES) | alone
 
@@ -200,6 +204,11 @@ def test_faults_reads(command, monkeypatch):
     read_by(faults._main, command, monkeypatch)
 
 
+@pytest.mark.parametrize("command", given("benchmarks.faults"))
+def test_benchmarks_of_faults_read(command, monkeypatch):
+    read_by(simulated_faults._main, command, monkeypatch)
+
+
 @pytest.mark.parametrize("command", given("jrl.report"))
 def test_report_reads(command, monkeypatch):
     read_by(report._main, command, monkeypatch)
@@ -222,6 +231,16 @@ def test_planner_reads(command):
     PLANNER.parse_args(words_of(command)[2:])
 
 
+@pytest.mark.parametrize("command", given("moe.planner"))
+def test_planner_of_checkpoints_reads(command):
+    PLANNER.parse_args(words_of(command)[2:])
+
+
+@pytest.mark.parametrize("command", given("benchmarks.planner.serving"))
+def test_planner_of_servers_reads(command):
+    SERVERS.parse_args(words_of(command)[2:])
+
+
 COMPILED_PLANS = [one for one in given("benchmarks.absent") if words_of(one)[2:3] == ["plan"]]
 
 
@@ -234,13 +253,12 @@ SCRIPTS = [
     *(command for command in FOUND if words_of(command)[0].endswith(".py")),
     *(command for command in given("benchmarks.absent") if command not in COMPILED_PLANS),
     *given("benchmarks.agreement"),
-    *given("benchmarks.faults"),
     *given("benchmarks.gpu"),
     *given("benchmarks.rollout"),
     *given("benchmarks.serve"),
-    *given("tests.campaign.crossings"),
-    *given("tests.campaign.faults"),
-    *given("tests.campaign.faults.clean"),
+    *given("campaign.crossings"),
+    *given("campaign.faults"),
+    *given("campaign.faults.clean"),
     *(command for program in STUDIES for command in given(program)),
 ]
 
@@ -276,7 +294,7 @@ def test_each_objective_that_is_mutated_is_reached_through_a_public_function():
 def test_flags_named_in_the_prose_exist():
     programs = "\n".join(
         path.read_text()
-        for folder in ("jrl", "moe", "sharding", "benchmarks", "experiments", "tests")
+        for folder in ("jrl", "moe", "sharding", "benchmarks", "campaign", "experiments", "tests")
         for path in (ROOT / folder).rglob("*.py")
     )
     named = {flag for page in TEXTS for flag in re.findall(r"`(--[a-z][a-z0-9-]+)", prose(page))}

@@ -13,7 +13,17 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-FOLDERS = (".ci", "benchmarks", "docs", "experiments", "jrl", "moe", "notebooks", "sharding")
+FOLDERS = (
+    ".ci",
+    "benchmarks",
+    "campaign",
+    "docs",
+    "experiments",
+    "jrl",
+    "moe",
+    "notebooks",
+    "sharding",
+)
 TEXTS = sorted(
     path
     for pattern in ("*.md", "*.toml", *(f"{folder}/**/*" for folder in FOLDERS))

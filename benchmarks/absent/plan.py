@@ -33,6 +33,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     compilers.prepare()
     # They import JAX, which reads the environment.
+    from moe.planner import sizes_from
     from sharding.costs.hardware import parse
     from sharding.planner.__main__ import PARSER, batch_sizes, join_numbers, model_of, result_of
     from sharding.planner.report import align_columns
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         hardware, devices = parse(args.hardware)
         check(args, hardware.name)
         shape = topology(hardware.name, hardware.domain, devices)
-        model = model_of(args.model, args.ignore_options)
+        model = model_of(args.model, args.ignore_options, sizes_from)
         sizes = network_fields(args.model, model, args.ignore_options)
         result = result_of(args, model)
     except (ValueError, OSError) as error:
@@ -63,12 +64,13 @@ def check(args: Any, device: str) -> None:
     """Checks that layouts of a command line can be compiled here.
 
     Raises:
-      ValueError: for another program, a server, a device without a description, and without its
+      ValueError: for another program, a device without a description, and without its
         compiler.
     """
-    if args.serve or args.program != "jrl":
-        what = "--serve" if args.serve else f"--program {args.program}"
-        raise ValueError(f"{what} is not compiled, only updates of this library: leave it out.")
+    if args.program != "jrl":
+        raise ValueError(
+            f"--program {args.program} is not compiled, only updates of this library: leave it out."
+        )
     if device not in GPUS | TPUS:
         known = ", ".join(GPUS | TPUS)
         raise ValueError(f"--hardware {args.hardware} is not compiled for: choose among {known}.")

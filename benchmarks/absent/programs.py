@@ -136,10 +136,10 @@ def predicted_bytes(step: Step) -> float | None:
 
 def predicted_bytes_of_decoding(step: Step) -> float:
     """Bytes on a device of a co-located server, weights and KV cache."""
+    from benchmarks.planner.serving.colocated import cache_bytes, weight_bytes
+    from benchmarks.planner.serving.plan import Load
     from moe.counts import sizes_of
     from sharding.folding import Layout
-    from sharding.planner.serving.colocated import cache_bytes, weight_bytes
-    from sharding.planner.serving.plan import Load
 
     layout, model = Layout.parse(step.layout), sizes_of(network(step.sizes, **step.execution))
     # A server is as many devices as hold all experts.
@@ -151,10 +151,10 @@ def predicted_bytes_of_decoding(step: Step) -> float:
 
 def predicted_bytes_of_half(step: Step) -> float | None:
     """Bytes on a device of attention or of experts, weights and KV cache; None for a prefill."""
+    from benchmarks.planner.serving.plan import DevicePair, Load, Server
     from moe.counts import sizes_of
     from moe.disaggregated.split import Split
     from sharding.costs.hardware import HARDWARE
-    from sharding.planner.serving.plan import DevicePair, Load, Server
 
     if step.kind not in OF_DECODING:
         return None

@@ -1,43 +1,57 @@
-"""Recall and false alarms of the default detector on fleets of synchronous training.
+"""``python -m benchmarks.faults COMMAND``: runs the function `main` of the file of a command."""
 
-    python -m benchmarks.faults --faults 60 --clean 60 --seed 0
+import sys
+from collections.abc import Callable, Sequence
 
-Each record is looked at as `watch` does, every minute at the last half hour, and as `replay` does,
-once over the whole record. An alarm in a healthy record, or before the fault, or of another machine
-is false.
-"""
+import jax
 
-import argparse
-import json
-from functools import partial
-from pathlib import Path
+from jrl.command_line import exit_status
 
-from benchmarks.faults.looks import examine, summary
-from benchmarks.faults.synchronous import SLOWDOWNS
-from jrl.faults.assess.outcomes import map_in_processes
+COMMANDS = {
+    "benchmark": "measure how often the detector, a baseline and ablations name the right machine",
+    "sliding": "measure false alarms per day and recall of the looks that watch makes",
+    "synchronous": "measure recall and false alarms on fleets of synchronous training",
+    "simulate": "write a simulated fleet, with a fault or without, to replay",
+    "train": "train the denoising models of the package on simulated fleets",
+}
 
 
-def main() -> None:
-    """Runs the command."""
-    command = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__)
-    command.add_argument("--faults", type=int, default=60, help="records of each level")
-    command.add_argument("--clean", type=int, default=60, help="records without a fault")
-    command.add_argument("--seed", type=int, default=0, help="added to the seeds of all records")
-    command.add_argument("--interval", type=float, default=60.0, help="seconds between two looks")
-    command.add_argument("--processes", type=int, default=None, help="default: one per core")
-    command.add_argument("--out", help="file for the outcome of each record (JSON)")
-    request = command.parse_args()
-    jobs = [
-        (1000 * index + request.seed + i, level)
-        for index, level in enumerate((*SLOWDOWNS, None))
-        for i in range(request.clean if level is None else request.faults)
-    ]
-    work = partial(examine, request.interval)
-    rows = list(map_in_processes(work, jobs, request.processes))
-    print("\n".join(summary(rows)))
-    if request.out is not None:
-        Path(request.out).write_text(json.dumps(rows, indent=1) + "\n")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status."""
+    return exit_status(lambda: _main(sys.argv[1:] if arguments is None else list(arguments)))
+
+
+def _main(arguments: list[str]) -> int:
+    name, *rest = arguments or ["--help"]
+    if name in ("-h", "--help"):
+        print("usage: python -m benchmarks.faults COMMAND [OPTIONS]\n")
+        for name, purpose in COMMANDS.items():
+            print(f"  {name:<12} {purpose}")
+        print("\nEach has its own options: python -m benchmarks.faults sliding --help")
+        return 0
+    if name not in COMMANDS:
+        raise ValueError(f"command {name!r} is unknown: choose among {', '.join(COMMANDS)}.")
+    if name != "train":
+        # Detectors run on a CPU, as beside a training run.
+        jax.config.update("jax_platforms", "cpu")
+    return _load(name)(rest)
+
+
+def _load(name: str) -> Callable[[list[str]], int]:
+    """The function of a command; imports only what that command needs."""
+    match name:
+        case "benchmark":
+            from benchmarks.faults.benchmark import main
+        case "sliding":
+            from benchmarks.faults.sliding import main
+        case "synchronous":
+            from benchmarks.faults.looks import main
+        case "simulate":
+            from benchmarks.faults.simulate.incident import main
+        case _:
+            from benchmarks.faults.models import main
+    return main
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,11 +1,31 @@
-"""Outcome of each record, as `watch` and as `replay` look at it, and figures over all of them."""
+"""``python -m benchmarks.faults synchronous``: the default detector on synchronous training.
 
+Each record is looked at as `watch` does, every minute at the last half hour, and as `replay` does,
+once over the whole record. An alarm in a healthy record, or before the fault, or of another machine
+is false.
+"""
+
+import json
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+from benchmarks.faults.outcomes import (
+    DETECTED,
+    SILENT,
+    WRONG,
+    figures,
+    map_in_processes,
+    most_events,
+    outcome,
+)
+from benchmarks.faults.sliding import looks
 from benchmarks.faults.synchronous import SLOWDOWNS, Synchronous, simulate
-from jrl.faults.assess.outcomes import DETECTED, SILENT, WRONG, figures, most_events, outcome
-from jrl.faults.assess.sliding import looks
+from jrl.checks import check_seed
+from jrl.command_line import parse_flags
 from jrl.faults.collect.fleet import Alarm
 from jrl.faults.standard import StandardDetector
 from jrl.faults.watcher import RECORD_SECONDS, AlarmTracker
@@ -15,6 +35,46 @@ FLEET = 1024
 """False alarms are given for a month of so many machines."""
 FIRST_LOOK = 600
 """Seconds before which a record is too short for a verdict."""
+
+
+@dataclass(frozen=True)
+class SynchronousOptions:
+    """Simulated records of synchronous training to look at."""
+
+    faults: int = 60
+    """Records of each level of slowdown."""
+    clean: int = 60
+    """Records without a fault."""
+    seed: int = 0
+    """Added to the seeds of all records."""
+    interval: float = 60.0
+    """Seconds between two looks."""
+    processes: int | None = None
+    """Records that are processed in parallel; None is one per core."""
+    out: str | None = None
+    """File for the outcome of each record (JSON)."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
+    request = parse_flags(SynchronousOptions, "python -m benchmarks.faults synchronous", arguments)
+    check_seed(request.seed)
+    if not (request.interval > 0 and request.faults >= 0 and request.clean >= 0):
+        raise ValueError(
+            f"interval={request.interval} must be above 0, and faults={request.faults} and "
+            f"clean={request.clean} at least 0."
+        )
+    jobs = [
+        (1000 * index + request.seed + i, level)
+        for index, level in enumerate((*SLOWDOWNS, None))
+        for i in range(request.clean if level is None else request.faults)
+    ]
+    work = partial(examine, request.interval)
+    rows = list(map_in_processes(work, jobs, request.processes))
+    print("\n".join(summary(rows)))
+    if request.out is not None:
+        Path(request.out).write_text(json.dumps(rows, indent=1) + "\n")
+    return 0
 
 
 def examine(interval: float, job: tuple[int, str | None]) -> dict[str, Any]:

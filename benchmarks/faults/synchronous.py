@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
+from benchmarks.faults.simulate.healthy import Job
+from benchmarks.faults.simulate.incident import Incident
 from jrl.faults.collect.fleet import Fleet
-from jrl.faults.simulate.healthy import Job
-from jrl.faults.simulate.incident import Incident
 
 START = 1_790_000_000.0
 BUSY, GAP, SPIN, COMMUNICATE, OPTIMIZE, IDLE, EVALUATE = range(7)

@@ -10,11 +10,10 @@ from jrl.command_line import exit_status
 COMMANDS = {
     "watch": "look at runs that are going on, and name the process that stands out",
     "replay": "look at a recorded fleet: table, picture of the machine that stands out, alarm",
-    "benchmark": "measure how often the detector, a baseline and ablations name the right machine",
-    "sliding": "measure false alarms per day and recall of the looks that watch makes",
-    "simulate": "write a simulated fleet, with a fault or without, to replay",
     "train": "train the denoising models on healthy records",
 }
+SIMULATING = ("benchmark", "sliding", "simulate")
+"""Commands of `python -m benchmarks.faults`, which is in a checkout and not in the package."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,6 +29,11 @@ def _main(arguments: list[str]) -> int:
             print(f"  {name:<10} {purpose}")
         print("\nEach has its own options: python -m jrl.faults watch --help")
         return 0
+    if name in SIMULATING:
+        raise ValueError(
+            f"command {name!r} simulates fleets, in a checkout: "
+            f"run python -m benchmarks.faults {name}."
+        )
     if name not in COMMANDS:
         raise ValueError(f"command {name!r} is unknown: choose among {', '.join(COMMANDS)}.")
     if name != "train":
@@ -45,14 +49,8 @@ def _load(name: str) -> Callable[[list[str]], int]:
             from jrl.faults.watch import main
         case "replay":
             from jrl.faults.replay import main
-        case "benchmark":
-            from jrl.faults.assess.benchmark import main
-        case "sliding":
-            from jrl.faults.assess.sliding import main
-        case "simulate":
-            from jrl.faults.simulate.incident import main
         case _:
-            from jrl.faults.assess.train import main
+            from jrl.faults.minder.train import main
     return main
 
 

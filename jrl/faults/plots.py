@@ -1,8 +1,8 @@
-"""Plots: a fleet over time with the outlier machine, and the results of the benchmark."""
+"""Plot of a fleet over time with the outlier machine."""
 
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,7 +17,8 @@ RED = "#c81e4a"
 MAX_PANELS = 5
 
 
-def _style_axes(axes: "Axes", title: str, unit: str = "") -> None:
+def style_axes(axes: "Axes", title: str, unit: str = "") -> None:
+    """Sets the title, the unit, the grid and the colours of axes."""
     axes.set_title(title, loc="left", fontsize=9, color=INK)
     axes.set_ylabel(unit, fontsize=8, color=MUTED)
     axes.grid(color=GRID, linewidth=0.6)
@@ -69,7 +70,7 @@ def _plot_metric(
         row = values[fleet.machines.index(machine)]
         axes.plot(minutes, row, color=RED, linewidth=0.8, label=machine)
     axes.margins(x=0)
-    _style_axes(axes, name)
+    style_axes(axes, name)
     if axes.get_subplotspec().is_first_row():  # pyright: ignore[reportOptionalMemberAccess]
         axes.legend(fontsize=7, frameon=False, loc="lower right", bbox_to_anchor=(1, 0.98), ncols=2)
 
@@ -88,45 +89,4 @@ def _plot_scores(axes: "Axes", fleet: Fleet, report: Report) -> None:
         axes.plot(minutes, trace.scores[seen], color=INK, linewidth=0.8)
         axes.axhline(trace.threshold, color=MUTED, linewidth=0.8, linestyle="--")
         title += f", {name}"
-    _style_axes(axes, title)
-
-
-def plot_benchmark(results: dict[str, Any], path: Path | str) -> None:
-    """Draws precision, recall and F1 of each detector with intervals, and the paper's figures."""
-    from matplotlib.figure import Figure
-
-    detectors = results["detectors"]
-    figure = Figure(figsize=(9, 0.5 * len(detectors) + 1.4), layout="constrained")
-    panels = figure.subplots(1, 3, sharey=True)
-    rows = np.arange(len(detectors))[::-1]
-    for i, (axes, name) in enumerate(zip(panels, ("precision", "recall", "f1"), strict=True)):
-        for row, result in zip(rows, detectors.values(), strict=True):
-            value, low, high = result[name]
-            axes.plot([low, high], [row, row], color=BLUE, linewidth=2, alpha=0.4)
-            axes.plot(value, row, "o", color=BLUE, markersize=6)
-            if result["paper"]:
-                axes.plot(result["paper"][i], row, "D", color=RED, markersize=5, fillstyle="none")
-        _style_axes(axes, "F1" if name == "f1" else name)
-    panels[0].set_yticks(rows, list(detectors))
-    panels[2].plot([], [], "o", color=BLUE, label="here, with 95 % interval")
-    panels[2].plot([], [], "D", color=RED, fillstyle="none", label="paper, 150 real faults")
-    figure.legend(fontsize=7, frameon=False, loc="outside lower right", ncols=2)
-    figure.savefig(path, dpi=150)
-
-
-def plot_scale(rows: list[dict[str, float]], path: Path | str) -> None:
-    """Draws seconds per call over the number of machines."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.5, 3.2), layout="constrained")
-    axes = figure.subplots()
-    machines = [row["machines"] for row in rows]
-    for key, label, colour in (("clean", "clean", BLUE), ("fault", "with a fault", RED)):
-        wall, cpu = ([row[f"{key}_{kind}"] for row in rows] for kind in ("seconds", "cpu_seconds"))
-        axes.plot(machines, wall, "o-", color=colour, label=label)
-        axes.plot(machines, cpu, ":", color=colour, label=f"{label}, CPU time")
-    axes.axhline(3.6, color=MUTED, linestyle="--", linewidth=0.8)
-    axes.set(xscale="log", yscale="log", xlabel="machines")
-    axes.legend(fontsize=7, frameon=False)
-    _style_axes(axes, "One call on 15 minutes of 7 metrics; dashed: the paper's 3.6 s", "seconds")
-    figure.savefig(path, dpi=150)
+    style_axes(axes, title)

@@ -1,7 +1,7 @@
 """Shift detector: the machine with a new deviation from the others, by robust statistics.
 
 It needs no training, no clocks that agree to the second and no order of metrics. It does not name
-machines that differed from the start. It is the default for runs; `jrl.faults.assess`
+machines that differed from the start. It is the default for runs; `benchmarks.faults`
 compares it with Minder.
 """
 
@@ -81,7 +81,7 @@ class ShiftDetector:
     machines wait is other work too.
 
     Attributes:
-      threshold: in spreads; chosen by ``python -m jrl.faults benchmark --calibrate``.
+      threshold: in spreads; chosen by ``python -m benchmarks.faults benchmark --calibrate``.
       continuity: seconds for which the machine has to be away.
       share: fraction of the windows in that time that reach the level, in (0.5, 1]; below 1 single
         outlier readings do not matter.

@@ -5,9 +5,8 @@ Nothing here runs on a device. Its command is
 """
 
 from sharding.costs import hardware
-from sharding.former_names import former_modules, former_names
+from sharding.former_names import former_modules
 from sharding.planner import models
-from sharding.planner.models import checkpoint
 
 former_modules(
     {
@@ -16,4 +15,3 @@ former_modules(
         "sharding.planner.models.sizes": models,
     }
 )
-models.__getattr__ = former_names(models.__name__, sizes_from=checkpoint.sizes_from)

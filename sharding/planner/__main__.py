@@ -4,21 +4,18 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from sharding.compression import ACTIVATION_DTYPES
 from sharding.costs.dispatch import GPU_BUFFER_FACTOR
 from sharding.costs.hardware import HARDWARE, TPUS, Hardware, parse
-from sharding.planner.calibration import METHODS, library_system
 from sharding.planner.cost import System
 from sharding.planner.method import Method
 from sharding.planner.models import PRESETS, ModelSizes
-from sharding.planner.models.checkpoint import sizes_from
+from sharding.planner.programs import DISPATCHES, METHODS, library_system, system_on
 from sharding.planner.report import draw, report
 from sharding.planner.search import Choices, SearchResult, search
-from sharding.planner.serving import command as serving
-from sharding.planner.validation.predicted import DISPATCHES, system_of
 
 PARSER = argparse.ArgumentParser(
     prog="python -m sharding.planner",
@@ -76,11 +73,17 @@ for flag, what in (
     PARSER.add_argument(flag, action="store_true", help=f"{what} (only --program jrl)")
 PARSER.add_argument("--top", type=int, default=8, help="number of layouts to print")
 PARSER.add_argument("--picture", type=Path, metavar="FILE", help="also write a picture of them")
-serving.add_flags(PARSER)
+PARSER.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
 
 
 COMPILE = "python -m benchmarks.absent plan"
 """Command of a checkout that compiles layouts for absent devices, of the kinds that it names."""
+SERVE = "python -m benchmarks.planner.serving"
+"""Command of a checkout that plans servers."""
+READ = "python -m moe.planner"
+"""This command with the network's reader of checkpoints."""
+Reader = Callable[[str, Collection[str]], ModelSizes]
+"""Sizes of a checkpoint, by its path and the options of config.json that are passed over."""
 LIBRARY_FLAGS = (
     *("activation_wire", "gradient_wire", "expert_chunks"),
     *("two_batch_overlap", "overlap_grad_reduce"),
@@ -111,11 +114,21 @@ def parse_count(text: str) -> int:
     return int(match[1]) * {"": 1, "K": 2**10, "M": 2**20}[match[2]]
 
 
-def model_of(text: str, ignore: Sequence[str] = ()) -> ModelSizes:
+def no_reader(path: str, ignore: Collection[str]) -> ModelSizes:
+    """Refuses a checkpoint, which the network's package reads.
+
+    Raises:
+      ValueError: always.
+    """
+    raise ValueError(f"{path} is a checkpoint: run {READ} with these arguments.")
+
+
+def model_of(text: str, ignore: Collection[str] = (), read: Reader = no_reader) -> ModelSizes:
     """A preset, or a checkpoint.
 
     Args:
       ignore: options of config.json that are passed over.
+      read: reader of checkpoints.
 
     Raises:
       ValueError: where there is neither.
@@ -124,12 +137,10 @@ def model_of(text: str, ignore: Sequence[str] = ()) -> ModelSizes:
         return PRESETS[text]
     if not Path(text).exists():
         raise ValueError(f"model {text!r} is neither a checkpoint nor one of {', '.join(PRESETS)}.")
-    return sizes_from(text, ignore)
+    return read(text, ignore)
 
 
-def program_of(
-    args: argparse.Namespace, hardware: Hardware, has_experts: bool
-) -> tuple[Method, System, Choices]:
+def program_of(args: argparse.Namespace, hardware: Hardware) -> tuple[Method, System, Choices]:
     """Method and system of a program, and the choices that are left to the search.
 
     Raises:
@@ -160,34 +171,21 @@ def program_of(
     title = {key.lower(): key for key in METHODS}[name]
     method = METHODS[title]
     dispatch = DISPATCHES.get(title, (method.dispatch,))
-    system = system_of(title, hardware.name, has_experts)
+    system = system_on(title, hardware.name)
     return method, system, Choices(dispatch, storage=(method.storage,))
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None, read: Reader = no_reader) -> int:
+    """Prints the best layouts, and returns `answer`'s exit status."""
+    args = PARSER.parse_args(join_numbers(sys.argv[1:] if arguments is None else arguments))
+    return answer(lambda: _print_plans(args, read))
+
+
+def answer(command: Callable[[], None]) -> int:
     """The exit status: 0; 2 when there is no answer, with the reason; 1 when the reader of the
     output has exited, as `head` does; 130 after Ctrl-C."""
-    args = PARSER.parse_args(join_numbers(sys.argv[1:] if arguments is None else arguments))
     try:
-        serving.check_flags(PARSER, args)
-        model = model_of(args.model, args.ignore_options)
-        if args.serve:
-            print(serving.plan_text(model, args, System().efficiency), flush=True)
-            return 0
-        hardware, _ = parse(args.hardware)
-        rows, time = batch_sizes(args)
-        result = result_of(args, model)
-        print(
-            f"{args.model}: {model.parameters / 1e9:.4g} B parameters, "
-            f"{model.training_flops(time) / 1e9:.4g} GFLOP per token, "
-            f"steps of {rows:,} x {time:,} tokens on {args.hardware}\n"
-        )
-        print(report(result, model, rows, time, hardware, args.top))
-        if args.picture is not None:
-            title = f"{args.model} on {args.hardware}, {rows:,} x {time:,} tokens"
-            draw(result.plans[: args.top], hardware, args.picture, title)
-        if args.program == "jrl" and hardware.name != "laptop":
-            print(f"\n{COMPILE} with these arguments compiles them without the devices.")
+        command()
         sys.stdout.flush()
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
@@ -199,6 +197,26 @@ def main(arguments: list[str] | None = None) -> int:
         print("error:", reason, file=sys.stderr)
         return 2
     return 0
+
+
+def _print_plans(args: argparse.Namespace, read: Reader) -> None:
+    if args.serve:
+        raise ValueError(f"--serve plans servers, in a checkout: run {SERVE} {args.model}.")
+    model = model_of(args.model, args.ignore_options, read)
+    hardware, _ = parse(args.hardware)
+    rows, time = batch_sizes(args)
+    result = result_of(args, model)
+    print(
+        f"{args.model}: {model.parameters / 1e9:.4g} B parameters, "
+        f"{model.training_flops(time) / 1e9:.4g} GFLOP per token, "
+        f"steps of {rows:,} x {time:,} tokens on {args.hardware}\n"
+    )
+    print(report(result, model, rows, time, hardware, args.top))
+    if args.picture is not None:
+        title = f"{args.model} on {args.hardware}, {rows:,} x {time:,} tokens"
+        draw(result.plans[: args.top], hardware, args.picture, title)
+    if args.program == "jrl" and hardware.name != "laptop":
+        print(f"\n{COMPILE} with these arguments compiles them without the devices.")
 
 
 def batch_sizes(args: argparse.Namespace) -> tuple[int, int]:
@@ -223,7 +241,7 @@ def result_of(args: argparse.Namespace, model: ModelSizes) -> SearchResult:
     """
     hardware, devices = parse(args.hardware)
     rows, time = batch_sizes(args)
-    method, system, choices = program_of(args, hardware, model.num_experts > 0)
+    method, system, choices = program_of(args, hardware)
     result = search(model, devices, rows, time, hardware, method, system, choices)
     if result.plans:
         return result

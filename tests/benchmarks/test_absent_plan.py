@@ -14,7 +14,7 @@ from sharding.planner.method import Batch, Method
 from sharding.planner.models import PRESETS
 from sharding.planner.search import Plan
 
-ARGS = SimpleNamespace(serve=False, program="jrl", hardware="h100x8")
+ARGS = SimpleNamespace(program="jrl", hardware="h100x8")
 
 
 @pytest.fixture
@@ -66,7 +66,6 @@ def test_clusters_are_whole_servers():
 @pytest.mark.parametrize(
     ("changes", "device", "message"),
     [
-        ({"serve": True}, "h100", "--serve is not compiled"),
         ({"program": "megatron-core"}, "h100", "--program megatron-core is not compiled"),
         ({"hardware": "a100x8"}, "a100", "--hardware a100x8 is not compiled for: choose among"),
     ],

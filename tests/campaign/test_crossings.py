@@ -7,11 +7,11 @@ import signal
 import jax
 import pytest
 
-from tests.campaign import comparing, crossings
-from tests.campaign.comparing import outcome_of
-from tests.campaign.drawing import drawn
-from tests.campaign.shrinking import shrunk
-from tests.campaign.worker import Worker
+from campaign import comparing, crossings
+from campaign.comparing import outcome_of
+from campaign.drawing import drawn
+from campaign.shrinking import shrunk
+from campaign.worker import Worker
 
 DENSE = {"num_layers": 1, "num_kv_heads": 2, "head": "tied"}
 ROUTED = {"num_layers": 1, "num_experts": 8, "selection_bias": True, "global_balance_coef": 0.3}
@@ -118,7 +118,7 @@ def test_a_small_crossing_equals_one_device(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(12))
 def test_a_drawn_crossing_is_right_or_refused(number):
-    # As users have them, see `tests.campaign.worker.main`.
+    # As users have them, see `campaign.worker.main`.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         outcome = outcome_of(drawn(34, number), REFERENCES)
     assert not outcome.failed, outcome.reason

@@ -6,7 +6,6 @@ import pytest
 
 from sharding import Layout
 from sharding.former_names import former_keywords, former_members, former_names
-from sharding.planner.models import checkpoint
 
 
 def test_a_former_name_of_a_module_is_the_present_one_with_a_warning():
@@ -34,12 +33,6 @@ def test_a_former_module_has_the_names_of_the_present_one_with_a_warning(module,
     assert found is getattr(importlib.import_module(f"sharding.{holder}"), attribute)
     with pytest.raises(AttributeError, match="no attribute 'Grille'"):
         _ = former.Grille
-
-
-def test_a_function_that_moved_is_found_where_it_was():
-    models = importlib.import_module("sharding.planner.models")
-    with pytest.warns(DeprecationWarning, match="is now sharding.planner.models.checkpoint.sizes"):
-        assert models.sizes_from is checkpoint.sizes_from
 
 
 def test_names_of_a_former_module_can_be_imported():

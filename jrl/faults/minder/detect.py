@@ -61,7 +61,7 @@ class Minder:
 
     Attributes:
       threshold: score from which a machine is a candidate, above 1. The paper's is not known; this
-        one was chosen on simulated fleets by ``python -m jrl.faults benchmark --calibrate``.
+        one was chosen on simulated fleets by ``python -m benchmarks.faults benchmark --calibrate``.
       continuity: seconds for which the same machine must be the candidate; the paper's 4 minutes.
       share: fraction of the windows in that time that must name it. The paper's 1 lets one noisy
         window in 233 hide a fault.
@@ -75,7 +75,7 @@ class Minder:
       tokens: ``[machine, time]`` tokens that a machine received; metrics in `per_token` are divided
         by them, as another way to compare ranks of unequal load.
       per_token: the metrics that grow with the tokens a machine receives.
-      method: embedding that distances are measured in; see `jrl.faults.assess.baselines`.
+      method: embedding that distances are measured in; see `benchmarks.faults.baselines`.
     """
 
     threshold: float | int = 3.08

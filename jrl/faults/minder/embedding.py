@@ -2,7 +2,7 @@
 
 A view takes a subset of the metrics and embeds their windows ``[channel, window, machine, sample]``
 as points ``[window, dim, machine]``. Minder has one view per metric; its ablations have one view of
-all, or leave the denoising out (`jrl.faults.assess.baselines`).
+all, or leave the denoising out (`benchmarks.faults.baselines`).
 """
 
 from collections.abc import Callable

@@ -20,7 +20,7 @@ WINDOW, HIDDEN, LATENT = 8, 4, 8
 Weights = dict[str, Array]
 
 SHIPPED = Path(__file__).parent / "models.npz"
-"""The models that come with the package, as ``python -m jrl.faults train`` writes them."""
+"""The models that come with the package, as ``python -m benchmarks.faults train`` writes them."""
 ANY = "any metric"
 """Name of the model for metrics that have none of their own, trained on all metrics together."""
 JOINT = "production metrics together"

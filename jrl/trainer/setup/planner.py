@@ -23,12 +23,12 @@ from moe.experts.dispatch.cost import hardware_of
 from moe.placement import specs
 from sharding.costs.hardware import HARDWARE, Hardware, find_hardware
 from sharding.folding import FoldedMesh, Layout, fold
-from sharding.planner.calibration import library_system
 from sharding.planner.cost import Cost, cost
 from sharding.planner.memory import Memory
 from sharding.planner.memory import memory as planned_memory
 from sharding.planner.method import Batch, Method
 from sharding.planner.models import ModelSizes
+from sharding.planner.programs import library_system
 from sharding.planner.search import MEMORY_FRACTION, broken_rule, chunks_of_a_stage, layouts
 
 

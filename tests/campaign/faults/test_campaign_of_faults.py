@@ -8,13 +8,13 @@ from random import Random
 import pytest
 from places import ROOT
 
-from tests.campaign.faults import __main__ as campaign
-from tests.campaign.faults.attempt import BY_JAX, End, Event
-from tests.campaign.faults.disturbed import Try
-from tests.campaign.faults.judging import prompts_difference, wrong_ends
-from tests.campaign.faults.machines import Unavailable, check_disk, check_link
-from tests.campaign.faults.moments import draw_moment, rhythm_of
-from tests.campaign.faults.settings import STEPS
+from campaign.faults import __main__ as campaign
+from campaign.faults.attempt import BY_JAX, End, Event
+from campaign.faults.disturbed import Try
+from campaign.faults.judging import prompts_difference, wrong_ends
+from campaign.faults.machines import Unavailable, check_disk, check_link
+from campaign.faults.moments import draw_moment, rhythm_of
+from campaign.faults.settings import STEPS
 
 EVENTS = [
     Event(100.0 + 0.5 * number + late, 0, phase, 1 + number)
@@ -86,7 +86,7 @@ def test_a_record_names_files_relative_to_the_folder_of_the_campaign(tmp_path):
 
 
 def test_the_page_has_the_table_of_the_tries():
-    """If this fails, put in what `python -m tests.campaign.faults --table FILE` prints."""
+    """If this fails, put in what `python -m campaign.faults --table FILE` prints."""
     record = Path(campaign.__file__).with_name("tries.jsonl")
     page = (ROOT / "docs" / "several_machines.md").read_text()
     assert campaign.table(campaign._records(record)) in page

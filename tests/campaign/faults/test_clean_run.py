@@ -4,10 +4,10 @@ import json
 
 import pytest
 
+from campaign.faults import clean
+from campaign.faults.attempt import End
 from jrl.faults.collect.fleet import Alarm
 from jrl.faults.drain import Drainer
-from tests.campaign.faults import clean
-from tests.campaign.faults.attempt import End
 
 ENDED = End(0, (), True)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.faults.simulate.incident import main as simulate_command
 from jrl.faults.collect.fleet import Fleet
 from jrl.faults.collect.record import Writer
 from jrl.faults.collect.vocabulary import exported_name
@@ -13,7 +14,6 @@ from jrl.faults.minder.detect import Minder
 from jrl.faults.outlier import OutlierDetector
 from jrl.faults.replay import find_stopped, read_fleet
 from jrl.faults.replay import main as replay
-from jrl.faults.simulate.incident import main as simulate_command
 from jrl.faults.standard import StandardDetector
 from jrl.faults.watch import main as watch
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.faults.simulate import Settings, simulate
 from jrl.faults import shift
 from jrl.faults.collect.fleet import Fleet
 from jrl.faults.shift import Grid, ShiftDetector, heavy_tailed, onset_scores
-from jrl.faults.simulate import Settings, simulate
 
 DETECTOR = ShiftDetector()
 

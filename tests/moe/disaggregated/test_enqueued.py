@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
+from benchmarks.planner.serving import pingpong
 from moe.disaggregated.schedule import Enqueued, order_programs
-from sharding.planner.serving import pingpong
 
 
 def until(tokens):

@@ -15,11 +15,11 @@ from moe.counts import sizes_of
 from moe.placement import specs
 from sharding.costs.hardware import HARDWARE
 from sharding.folding import Layout, fold_abstract
-from sharding.planner.calibration import METHODS, SYSTEMS
 from sharding.planner.cost import System, cost
 from sharding.planner.memory import memory
 from sharding.planner.method import Batch, Method
 from sharding.planner.models import PRESETS
+from sharding.planner.programs import METHODS, SYSTEMS
 from sharding.planner.report import neighbours, why_not
 from sharding.planner.search import (
     MEMORY_FRACTION,
@@ -233,7 +233,7 @@ from sharding.planner import search as searching
 from sharding.costs.hardware import HARDWARE
 from sharding.planner.models import PRESETS
 from sharding.planner.search import Choices, search
-from sharding.planner.calibration import METHODS, SYSTEMS
+from sharding.planner.programs import METHODS, SYSTEMS
 
 calls = dict.fromkeys(("cost", "memory"), 0)
 

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.faults.simulate import METRICS
 from jrl.faults.collect.sources import Gpus
 from jrl.faults.collect.vocabulary import (
     MEANINGS,
@@ -14,7 +15,6 @@ from jrl.faults.collect.vocabulary import (
     search_order,
 )
 from jrl.faults.minder.vae import shipped_models
-from jrl.faults.simulate import METRICS
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jrl.faults.assess import train
-from jrl.faults.assess.baselines import (
+from benchmarks.faults.baselines import (
     Instant,
     four_moments,
     mahalanobis,
@@ -17,13 +16,14 @@ from jrl.faults.assess.baselines import (
     whitening,
     without_vae,
 )
-from jrl.faults.assess.train import Training, gather_windows, train_models, windows_by_model
+from benchmarks.faults.simulate import METRICS, PRODUCTION, Settings, simulate
+from jrl.faults.__main__ import main as faults_main
 from jrl.faults.collect.fleet import Fleet
-from jrl.faults.minder import detect, vae
+from jrl.faults.minder import detect, train, vae
 from jrl.faults.minder.detect import Minder, WindowScorer, divide_by_tokens
 from jrl.faults.minder.embedding import View, gather
 from jrl.faults.minder.prepare import prepare
-from jrl.faults.simulate import METRICS, PRODUCTION, Settings, simulate
+from jrl.faults.minder.train import Training, gather_windows, train_models, windows_by_model
 from jrl.faults.watcher import DetectorOptions
 
 QUICK = Minder(continuity=60.0, priority=("cpu_usage",))
@@ -346,6 +346,24 @@ def test_training_on_records_leaves_the_models_of_the_package(tmp_path, monkeypa
         "use them: python -m jrl.faults replay RECORD --detector minder --models models.npz",
     ]
     assert list(vae.load_models("models.npz")) == [vae.ANY]
+
+
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [
+        ("train", "records is empty: give files of healthy records, for example healthy.npz; "),
+        ("train a.npz --seed -1", "seed=-1 must lie in 0..4294967295."),
+        *(
+            (name, f"command '{name}' simulates fleets, in a checkout: run python -m {new}.")
+            for name in ("benchmark", "sliding", "simulate")
+            for new in [f"benchmarks.faults {name}"]
+        ),
+    ],
+)
+def test_command_refuses_what_needs_simulated_fleets(command, error, capsys):
+    assert faults_main(command.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {error}")
 
 
 def test_the_models_of_a_file_are_used(tmp_path):

@@ -1,0 +1,1 @@
+"""Runs of random settings and with random faults, compared with plain runs."""

@@ -1,0 +1,1 @@
+"""Faults at random moments: `python -m campaign.faults`."""

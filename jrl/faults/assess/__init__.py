@@ -1,1 +1,0 @@
-"""Benchmark of detectors: their precision, recall and cost."""

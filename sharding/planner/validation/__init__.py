@@ -1,1 +1,0 @@
-"""Validation: published measurements and what the planner predicts for them."""
