@@ -2,12 +2,12 @@
 
 import json
 import shlex
-import shutil
 from dataclasses import replace
 
 import pytest
 from tiers import full_but
 
+from jrl.config import flags
 from jrl.config.files import to_json
 from jrl.config.flags import parse_arguments
 from jrl.config.run import RunConfig
@@ -171,14 +171,11 @@ def test_a_resumed_run_keeps_to_its_settings(grpo_run, file):
         parse_arguments([*resume, "--config", str(file("seed: 5"))])
 
 
-def test_parse_arguments_resumes_run_of_removed_experts(grpo_run, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(grpo_run, folder)
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    config["run"]["experts"] = "mosaic_fused"
-    path.write_text(json.dumps(config))
-    resume = ["--resume", "--run-dir", str(folder)]
+def test_parse_arguments_resumes_run_of_removed_experts(monkeypatch):
+    stored = RunConfig(experts="mosaic_fused"), RECIPES["grpo"]()
+    monkeypatch.setattr(flags.RunFolder, "read", lambda location: location)
+    monkeypatch.setattr(flags, "_read_stored", lambda *_: (stored, None))
+    resume = ["--resume", "--run-dir", "run"]
     with pytest.raises(ValueError, match=r"experts='mosaic_fused' .*: give --experts mosaic\.$"):
         parse_arguments(resume)
     assert parse_arguments([*resume, "--experts", "batched"]).run.experts == "batched"
