@@ -51,9 +51,6 @@ PRODUCTS = {
     "ends at tiles": Product((128, 128, 64), inner=64, outer=64),
 }
 
-GATHERED = 24
-"""Rows that those of each of `PRODUCTS` are copies of, where a kernel gathers them."""
-
 
 class Columns(NamedTuple):
     """Columns of a cache that its rows see: of each the first, and one past the last."""
@@ -188,14 +185,3 @@ def marks(case: Attended) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     position = ((segments[:, :, None] == segments[:, None, :]) & earlier).sum(axis=2)
     column, position, segments = (x.astype(np.int32) for x in (column, position, segments))
     return column, position, segments
-
-
-def sources(product: Product, seed: int = 0) -> np.ndarray:
-    """``[row]`` of which of `GATHERED` rows each is a copy: every fifth past the end, for zeros,
-    and those of no group of the last one, which no other is."""
-    draw = np.random.default_rng(seed)
-    known = sum(product.sizes)
-    source = np.full(known + product.rest, GATHERED - 1)
-    source[:known] = draw.integers(0, GATHERED - 1, known)
-    source[4:known:5] = draw.integers(GATHERED, GATHERED + 3, len(source[4:known:5]))
-    return source.astype(np.int32)

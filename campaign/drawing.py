@@ -244,7 +244,7 @@ def execution(draw: Random, model: dict[str, Any], layout: dict[str, int]) -> di
         if chosen and run["dispatch"] == "two_level":
             # Now and then servers that devices do not fill.
             maybe("server_devices", 0.95, 1, 2, 2, 2, 2, 4, 4, 3)
-        maybe("experts", 0.4, "tiles", "batched", "blocks", "ragged_dot", "plain")
+        maybe("experts", 0.4, "tiles", "batched", "blocks", "plain")
         maybe("buffer_factor", 0.3, 0.5, 1.0, 8.0)
         maybe("expert_chunks", 0.3, 2, 3)
         maybe("exchange_rate", 0.1, 0.5)
@@ -272,7 +272,7 @@ def execution(draw: Random, model: dict[str, Any], layout: dict[str, int]) -> di
 
 ELSEWHERE = (
     *(("attention", "cudnn"), ("attention", "mosaic"), ("decode_attention", "mosaic")),
-    *(("dispatch", "ragged"), ("router", "mosaic"), ("experts", "mosaic"), ("experts", "megablox")),
+    *(("dispatch", "ragged"), ("router", "mosaic"), ("experts", "mosaic")),
 )
 """What no CPU computes by."""
 

@@ -39,10 +39,13 @@ def setting(
         * ``of_task``: true if it is chosen for the task, so that an evaluation on another task
           starts from the default;
         * ``in_file``: false if only the command line has it, not a settings file;
+        * ``removed``: names of earlier versions, each with the one to choose instead. A run folder
+          may have them, a resumed run must change them;
         * ``override``: false if a flag of another command does not replace the run's setting of the
           same name.
     """
-    unknown = properties.keys() - {"changeable", "before", "sft", "of_task", "in_file", "override"}
+    known = {"changeable", "before", "sft", "of_task", "in_file", "override", "removed"}
+    unknown = properties.keys() - known
     if unknown:
         raise TypeError(f"setting() has no property {', '.join(sorted(unknown))}.")
     bounds = {"minimum": minimum, "above": above, "maximum": maximum}
@@ -87,3 +90,9 @@ def value_before(kind: type, item: Field[Any]) -> Any:
     neither that nor a default."""
     default = item.default if item.default_factory is MISSING else item.default_factory()
     return property_of(kind, item.name, "before", default)
+
+
+def replacement_of(kind: type, name: str, value: Any) -> str | None:
+    """Name to choose in place of one that a setting had in earlier versions; None for others."""
+    removed = property_of(kind, name, "removed", {})
+    return removed.get(value) if isinstance(value, str) else None

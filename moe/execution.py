@@ -17,10 +17,22 @@ SLICES = ("ragged", "two_level_ragged")
 """Token dispatchers that send slices of dynamic length, by `jax.lax.ragged_all_to_all`."""
 
 
-def _option(default: Any, **properties: bool) -> Any:
+REMOVED_EXPERTS = {
+    "mosaic_fused": "mosaic",
+    "mosaic_gathered": "mosaic",
+    "mosaic_scattered": "mosaic",
+    "megablox": "blocks",
+    "ragged_dot": "batched",
+}
+"""Names of `Execution.experts` that run folders and settings files of earlier versions may have,
+with the implementation to choose instead."""
+
+
+def _option(default: Any, **properties: Any) -> Any:
     """A field of `Execution` with what it is: ``implementation`` selects one for the devices,
     ``experts`` applies to networks with experts only, ``changeable`` changes no more than the
-    rounding of results (the default), ``cache`` changes the arrays of the KV cache."""
+    rounding of results (the default), ``cache`` changes the arrays of the KV cache, and ``removed``
+    maps names of earlier versions to those to choose instead."""
     return field(default=default, metadata=properties)
 
 
@@ -74,25 +86,12 @@ class Execution:
     router: Literal["plain", "mosaic"] | None = _option(None, implementation=True, experts=True)
     """Top-k routing of tokens to experts; mosaic is a kernel for NVIDIA's Hopper and later GPUs.
     None is mosaic there for a multiple of 8 experts, up to 128, else plain."""
-    experts: (
-        Literal[
-            "tiles",
-            "batched",
-            "blocks",
-            "mosaic",
-            "mosaic_fused",
-            "mosaic_gathered",
-            "mosaic_scattered",
-            "megablox",
-            "ragged_dot",
-            "plain",
-        ]
-        | None
-    ) = _option(None, implementation=True, experts=True)
-    """Grouped GEMM of the experts: mosaic, mosaic_fused, mosaic_gathered and mosaic_scattered are
-    kernels for NVIDIA's Hopper, megablox are JAX's for TPUs. None is mosaic on Hopper in half
-    precision if d_model is a multiple of 128 and d_expert / etp of 64, batched on other GPUs, tiles
-    on a CPU, blocks on a TPU."""
+    experts: Literal["tiles", "batched", "blocks", "mosaic", "plain"] | None = _option(
+        None, implementation=True, experts=True, removed=REMOVED_EXPERTS
+    )
+    """Grouped GEMM of the experts; mosaic are kernels for NVIDIA's Hopper. None is mosaic there in
+    half precision if d_model is a multiple of 128 and d_expert / etp of 64, batched on other GPUs,
+    tiles on a CPU, blocks on a TPU."""
     remat: Literal["none", "selective", "projections", "full"] = "none"
     """Gradient checkpointing: what the backward pass of a layer recomputes instead of storing it;
     each choice stores less than the one before (`moe.remat`)."""

@@ -28,7 +28,7 @@ from moe.kernels.grouped import TILING, plan_tiles
 from moe.ops.mask import TokenIndices
 from sharding.costs.hardware import Hardware
 
-TILED_ROWS = "grouped_product", "swiglu_forward", "swiglu_backward"
+TILED_ROWS = ("grouped_product",)
 SUMS = "grouped_sum"
 FORWARD, OF_QUERIES, OF_KEYS = (
     "attention_forward",

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.absent.shapes import MODELS, ROPE, Model
-from moe.kernels import grouped, rows, swiglu
+from moe.kernels import grouped, rows
 from moe.kernels.attention.forward import attend
 from moe.kernels.attention.gradient import attend_gradient
 from moe.kernels.decode_attention import split_attention
@@ -20,8 +20,6 @@ from moe.ops.mask import Mask, TokenIndices
 Shape = jax.ShapeDtypeStruct
 CACHE_ROWS, CACHE_COLUMNS = 16, 4096
 """Rows and columns of a KV cache."""
-EXPERTS_OF_CHIP = 8
-"""Experts of a TPU chip, at most."""
 
 
 class Case(NamedTuple):
@@ -63,50 +61,14 @@ def gpu_cases(name: str) -> Iterator[Case]:
 
 def _products(model: Model) -> Iterator[Case]:
     slots, sizes = model.tokens * model.k, integers(model.experts)
-    tokens, spread = half(model.tokens, model.hidden), half(slots, model.hidden)
-    units, both = half(slots, model.inner), half(slots, 2 * model.inner)
+    spread, units = half(slots, model.hidden), half(slots, model.inner)
     into = half(model.experts, model.hidden, 2 * model.inner)
     out = half(model.experts, model.inner, model.hidden)
-    index, probs = integers(slots), single(slots)
     product, total = grouped.multiply_rows, grouped.sum_products
     yield Case("gate/up product", partial(product, 0), (spread, into, sizes))
     yield Case("down product", partial(product, 0), (units, out, sizes))
     yield Case("transposed product", partial(product, 1), (spread, out, sizes))
-    yield Case(
-        "product, rows gathered",
-        lambda rows, weights, sizes, source: product(0, rows, weights, sizes, source=source),
-        (tokens, into, sizes, index),
-    )
-    yield Case(
-        "product, rows scattered",
-        lambda rows, weights, sizes, to: product(0, rows, weights, sizes, destination=to),
-        (units, out, sizes, index),
-    )
     yield Case("weight gradient", total, (spread, units, sizes))
-    for gathered, operands in enumerate(((tokens, units), (units, tokens))):
-        yield Case(
-            f"weight gradient, {('left', 'right')[gathered]} gathered",
-            lambda rows, others, sizes, source, gathered=gathered: total(
-                rows, others, sizes, source=source, gathered=gathered
-            ),
-            (*operands, sizes, index),
-        )
-    yield Case("SwiGLU", swiglu.hidden_units, (spread, into, probs, sizes))
-    yield Case(
-        "SwiGLU, rows gathered",
-        lambda rows, weights, probs, sizes, source: swiglu.hidden_units(
-            rows, weights, probs, sizes, source=source
-        ),
-        (tokens, into, probs, sizes, index),
-    )
-    yield Case("SwiGLU gradient", swiglu.hidden_gradients, (spread, out, both, probs, sizes))
-    yield Case(
-        "SwiGLU gradient, rows gathered",
-        lambda grad, weights, gate_up, probs, sizes, source: swiglu.hidden_gradients(
-            grad, weights, gate_up, probs, sizes, source=source
-        ),
-        (tokens, out, both, probs, sizes, index),
-    )
 
 
 def _moves(model: Model) -> Iterator[Case]:
@@ -188,24 +150,3 @@ def _decoding(model: Model) -> Case:
     values = half(2, CACHE_ROWS, model.kv_heads, CACHE_COLUMNS, model.wide)
     query = half(CACHE_ROWS, model.heads, model.width)
     return Case("decode attention", split_attention, (query, keys, values, *seen))
-
-
-def tpu_cases(name: str) -> Iterator[Case]:
-    """Megablox at the shapes of one of `shapes.MODELS`: products forward and backward."""
-    from moe.kernels import megablox
-
-    model = MODELS[name]
-    # Tiles do not depend on the number of experts, and all of a large model fit on no chip.
-    experts = min(model.experts, EXPERTS_OF_CHIP)
-    slots, sizes = model.tokens * model.k, integers(experts)
-    spread, units = half(slots, model.hidden), half(slots, model.inner)
-    both = half(slots, 2 * model.inner)
-    into = half(experts, model.hidden, 2 * model.inner)
-    out = half(experts, model.inner, model.hidden)
-    product, total = megablox.multiply_rows, megablox.sum_products
-    yield Case("gate/up product", partial(product, 0), (spread, into, sizes))
-    yield Case("gate/up product, transposed", partial(product, 1), (both, into, sizes))
-    yield Case("gate/up weight gradient", total, (spread, both, sizes))
-    yield Case("down product", partial(product, 0), (units, out, sizes))
-    yield Case("down product, transposed", partial(product, 1), (spread, out, sizes))
-    yield Case("down weight gradient", total, (units, spread, sizes))

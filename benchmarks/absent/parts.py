@@ -1,11 +1,10 @@
 """Parts of the report: what each compiles for, and its rows."""
 
-from benchmarks.absent.report import EXCHANGES, KERNELS, LAUNCHES, MEGABLOX, SCHEDULE, STEPS
+from benchmarks.absent.report import EXCHANGES, KERNELS, LAUNCHES, SCHEDULE, STEPS
 from benchmarks.absent.workers import Rows
 
 PARTS: dict[str, tuple[str, ...]] = {
     KERNELS: ("cuda",),
-    MEGABLOX: ("tpu",),
     STEPS: ("cuda", "tpu"),
     SCHEDULE: ("cuda", "tpu"),
     LAUNCHES: ("cuda",),
@@ -20,7 +19,6 @@ def rows_of(part: str) -> Rows:
 
     return {
         KERNELS: rows.gpu_kernels,
-        MEGABLOX: rows.tpu_kernels,
         STEPS: programs.steps,
         SCHEDULE: schedule.schedules,
         LAUNCHES: launches.launches,

@@ -9,9 +9,9 @@ from typing import Any
 from benchmarks.absent.descriptions import GPUS, TPUS
 from benchmarks.absent.rows import Figures, by_name
 
-KERNELS, MEGABLOX, STEPS = "kernels", "megablox", "steps"
+KERNELS, STEPS = "kernels", "steps"
 SCHEDULE, LAUNCHES, EXCHANGES = "schedule", "launches", "exchanges"
-PARTS = KERNELS, MEGABLOX, STEPS, SCHEDULE, LAUNCHES, EXCHANGES
+PARTS = KERNELS, STEPS, SCHEDULE, LAUNCHES, EXCHANGES
 SIDES = "inside", "across"
 """Bytes of an exchange: of a device's own server, and of others."""
 SHOWN = ("HGMMA", "UTMALDG", "LDGSTS", "BAR")
@@ -127,8 +127,6 @@ def markdown(figures: Figures) -> str:
     parts = [f"{figures['date']}: {versions}. {'. '.join(said)}."]
     if figures.get(KERNELS):
         parts.append(_kernel_table(figures[KERNELS]))
-    if figures.get(MEGABLOX):
-        parts.append(_megablox_table(figures[MEGABLOX]))
     if figures.get(STEPS):
         parts.append(_step_table(figures[STEPS]))
     if scheduled := [*_without_flags(figures.get(STEPS, [])), *figures.get(SCHEDULE, [])]:
@@ -175,17 +173,6 @@ def _kernel_table(rows: Sequence[Figures]) -> str:
             ]
         )
     return _table(head, cells)
-
-
-def _megablox_table(rows: Sequence[Figures]) -> str:
-    """A row for each model and product, a column for each generation."""
-    kinds = list(dict.fromkeys(row["device"] for row in rows))
-    found: dict[tuple[str, str], dict[str, str]] = {}
-    for row in rows:
-        said = f"refused: {row['error']}" if "error" in row else "compiled"
-        found.setdefault((row["model"], row["operation"]), {})[row["device"]] = said
-    cells = [[*named, *(said.get(kind, "") for kind in kinds)] for named, said in found.items()]
-    return _table(["model", "product of Megablox", *kinds], cells)
 
 
 def _step_table(rows: Sequence[Figures]) -> str:

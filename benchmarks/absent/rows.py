@@ -32,16 +32,6 @@ def gpu_kernels(selection: Selection, *, quick: bool, keep: Path | None) -> Iter
             yield from _rows_of_case(HOPPER, model, case, selection, keep)
 
 
-def tpu_kernels(selection: Selection, *, quick: bool, keep: Path | None) -> Iterator[Figures]:
-    """A row for each product of Megablox, shape and generation; quick: at one shape."""
-    from benchmarks.absent.kernel_cases import tpu_cases
-
-    for kind in TPUS:
-        for model in (FIRST,) if quick else MODELS:
-            for case in tpu_cases(model):
-                yield from _rows_of_case(kind, model, case, selection, keep)
-
-
 def _rows_of_case(
     kind: str, model: str, case: Any, selection: Selection, keep: Path | None
 ) -> Iterator[Figures]:

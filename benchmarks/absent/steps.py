@@ -13,14 +13,13 @@ from benchmarks.gpu.shapes import (
 )
 
 KERNELS = {
-    "experts": "mosaic_gathered",
+    "experts": "mosaic",
     "attention": "mosaic",
     "router": "mosaic",
     "remat": "selective",
     "buffer_factor": 1.5,
 }
 """Fields of `moe.execution.Execution` that name every kernel for Hopper."""
-MEGABLOX = {"experts": "megablox", "remat": "selective", "buffer_factor": 1.5}
 UPDATE, SCORING, PREFILL, DECODING = "update", "scoring", "prefill", "decoding"
 ATTENTION_OF_PREFILL, EXPERTS_OF_PREFILL = "attention of prefill", "experts of prefill"
 ATTENTION_OF_DECODING, EXPERTS_OF_DECODING = "attention of decoding", "experts of decoding"
@@ -89,6 +88,7 @@ def prompts_of_prefill(step: Step, dp: int, max_tokens: int | None = None) -> in
 
 ONE_LAYER, TWO_LAYERS = QWEN3_A3B | {"num_layers": 1}, QWEN3_A3B | {"num_layers": 2}
 SELECTIVE, FULL = {"remat": "selective"}, {"remat": "full"}
+BUFFERS = {"buffer_factor": 1.5}
 At = tuple[str, str | None, str]
 """Device, shape and layout of a `Step`."""
 ONE: At = "h100", "1x1x1", "dp1"
@@ -135,7 +135,7 @@ def _scored(at: At, name: str, sizes: dict[str, Any], execution: dict[str, Any],
 
 _QUICK = (
     Step(*EIGHT, "Qwen3-30B-A3B, 2 layers, kernels", TWO_LAYERS, KERNELS, quick=True),
-    Step(*EIGHT_TPUS, "Qwen3-30B-A3B, 1 layer, megablox", ONE_LAYER, MEGABLOX, quick=True),
+    Step(*EIGHT_TPUS, "Qwen3-30B-A3B, 1 layer", ONE_LAYER, SELECTIVE | BUFFERS, quick=True),
 )
 _QWEN3_06B = (
     Step(*ONE, "Qwen3-0.6B", QWEN3_06B, SELECTIVE, rows=32, micro_batches=8),
@@ -197,13 +197,11 @@ _TPUS = (
     Step(*ONE_TPU, "Qwen3-0.6B", QWEN3_06B, SELECTIVE, rows=32, micro_batches=8),
     _scored(ONE_TPU, "Qwen3-0.6B", QWEN3_06B, SELECTIVE, rows=64),
     *_served(ONE_TPU, "Qwen3-0.6B", QWEN3_06B, rows=128),
-    Step(*EIGHT_TPUS, "Qwen3-30B-A3B, megablox", QWEN3_A3B, MEGABLOX, scheduled=True),
-    _scored(EIGHT_TPUS, "Qwen3-30B-A3B, megablox", QWEN3_A3B, MEGABLOX, rows=64),
+    Step(*EIGHT_TPUS, "Qwen3-30B-A3B", QWEN3_A3B, SELECTIVE | BUFFERS, scheduled=True),
+    _scored(EIGHT_TPUS, "Qwen3-30B-A3B", QWEN3_A3B, SELECTIVE | BUFFERS, rows=64),
     *_served(EIGHT_TPUS, "Qwen3-30B-A3B", QWEN3_A3B, rows=256),
-    Step(*QWEN3_235B_AT_TPUS, "Qwen3-235B-A22B, megablox", QWEN3_235B, MEGABLOX | _FSDP),
-    _scored(
-        *(QWEN3_235B_AT_TPUS, "Qwen3-235B-A22B, megablox", QWEN3_235B, MEGABLOX | _FSDP), rows=256
-    ),
+    Step(*QWEN3_235B_AT_TPUS, "Qwen3-235B-A22B", QWEN3_235B, _FSDP | BUFFERS),
+    _scored(*(QWEN3_235B_AT_TPUS, "Qwen3-235B-A22B", QWEN3_235B, _FSDP | BUFFERS), rows=256),
     *_served(QWEN3_235B_AT_TPUS, "Qwen3-235B-A22B", QWEN3_235B, rows=2048),
 )
 

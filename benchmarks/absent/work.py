@@ -119,7 +119,7 @@ def _has_shape(instruction: Instruction) -> bool:
 
 _MULTIPLIES = (
     *ATTENTION_PRODUCTS,
-    *("grouped_product", "grouped_sum", "swiglu_forward", "swiglu_backward", "gmm", "tgmm"),
+    *("grouped_product", "grouped_sum"),
 )
 _NAMES = re.compile(rf"(?<![A-Za-z])({'|'.join(_MULTIPLIES)})(?![A-Za-z])")
 

@@ -14,7 +14,6 @@ from benchmarks.kernel_cases import (
     ATTENDED,
     CASES,
     COLUMNS,
-    GATHERED,
     NARROW,
     PRODUCTS,
     ROUTED,
@@ -27,7 +26,6 @@ from benchmarks.kernel_cases import (
     Product,
     choices,
     marks,
-    sources,
 )
 
 SMALL = ("empty slots", "fewer rows than a tile", "sigmoid in groups", "windows", "segments")
@@ -39,8 +37,6 @@ def rows(settings: Settings) -> Iterator[Row]:
         ("dispatch", CASES, _dispatched, True),
         ("router", RULES, _routed, True),
         ("grouped", PRODUCTS, _multiplied, False),
-        ("gathered", PRODUCTS, _gathered, False),
-        ("swiglu", PRODUCTS, _with_swiglu, False),
         ("cached", COLUMNS, _attended, False),
         ("latent", NARROW, _attended_narrow, False),
         ("attention", ATTENDED, _trained, False),
@@ -121,86 +117,6 @@ def _multiplied(settings: Settings, product: Product, form: str) -> Figures:
     }
     expected = _looped(x, weights, pull, product.sizes)
     return {"difference": max(difference(run(), expected[name]) for name, run in programs.items())}
-
-
-def _gathered(settings: Settings, product: Product, form: str) -> Figures:
-    """The products that gather rows of either side; NaN in the one that those of no group are. The
-    one that writes each row to a place of its own, every fifth nowhere."""
-    import jax
-    import jax.numpy as jnp
-
-    from moe.kernels.grouped import multiply_rows, sum_products
-    from moe.kernels.swiglu import hidden_gradients
-
-    x = random(settings, 0, (GATHERED, product.inner)).at[-1].set(jnp.nan)
-    source = jnp.asarray(sources(product, settings.seed))
-    number = len(source)
-    pull = random(settings, 1, (number, product.outer))
-    weights = random(settings, 2, (len(product.sizes), product.inner, product.outer))
-    sizes = jnp.asarray(product.sizes, jnp.int32)
-    key = jax.random.key(settings.seed)
-    place = jax.random.permutation(key, jnp.arange(number, dtype=jnp.int32))
-    place = jnp.where(jnp.arange(number) % 5 == 4, number, place)
-    forward = jax.jit(lambda *of: multiply_rows(0, *of, source=source))(x, weights, sizes)
-    matrices = jax.jit(lambda *of: sum_products(*of, source=source))(x, pull, sizes)
-    pulled = jax.jit(lambda *of: sum_products(*of, source=source, gathered=1))(pull, x, sizes)
-    placed = jax.jit(lambda *of: multiply_rows(1, *of, destination=place))(pull, weights, sizes)
-    rows = x.at[source].get(mode="fill", fill_value=0)
-    expected = _looped(rows, weights, pull, product.sizes)
-    found = {"forward": forward, "matrices": matrices, "rows": placed[place[place < number]]}
-    expected["rows"] = expected["rows"][place < number]
-    worst = max(difference(found[name], expected[name]) for name in found)
-    worst = max(worst, difference(pulled, expected["matrices"].swapaxes(1, 2)))
-
-    # What is compared with float64 elsewhere gives the same of a copy.
-    down = random(settings, 3, (len(product.sizes), product.outer, product.inner))
-    kept = random(settings, 4, (number, 2 * product.outer))
-    probs = jax.random.uniform(key, (number,))
-    options = {"sizes": sizes, "gate_up": kept, "probs": probs, "down_weights": down}
-    gathered = jax.jit(lambda of: hidden_gradients(x, source=source, **of))(options)
-    copied = jax.jit(lambda of: hidden_gradients(rows, **of))(options)
-    return {"difference": max(worst, *map(difference, gathered, copied))}
-
-
-def _with_swiglu(settings: Settings, product: Product, form: str) -> Figures:
-    """Hidden units and what is kept, and the way back of both; NaN in rows of no group."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    from moe.kernels.swiglu import hidden_gradients, hidden_units
-
-    known, groups, hidden = sum(product.sizes), len(product.sizes), product.outer
-    rows = known + product.rest
-
-    x, pull = (random(settings, at, (rows, product.inner)).at[known:].set(jnp.nan) for at in (0, 1))
-    # As hidden units leave them.
-    kept = random(settings, 2, (rows, 2 * hidden)).at[known:].set(0)
-    probs = jax.random.uniform(jax.random.key(settings.seed), (rows,)).at[known:].set(jnp.nan)
-    gate_up = random(settings, 3, (groups, product.inner, 2 * hidden)) / product.inner**0.5
-    down = random(settings, 4, (groups, hidden, product.inner)) / hidden**0.5
-    sizes = jnp.asarray(product.sizes, jnp.int32)
-    found = (
-        *jax.jit(hidden_units)(x, gate_up, probs, sizes),
-        *jax.jit(hidden_gradients)(pull, down, kept, probs, sizes),
-    )
-
-    inward = _looped(x, gate_up, kept, product.sizes)["forward"]
-    by_hidden = _looped(kept[:, :hidden], down, pull, product.sizes)["rows"]
-    of_row = np.where(np.arange(rows) < known, np.asarray(probs, np.float64), 0)[:, None]
-
-    def halves(both: Any) -> tuple[Any, ...]:
-        gate, up = np.split(np.asarray(both, np.float64), 2, axis=1)
-        slope = 1 / (1 + np.exp(-gate))
-        return gate * slope, up, slope
-
-    silu, up, _ = halves(inward)
-    expected = [silu * up * of_row, inward]
-    silu, up, slope = halves(kept)
-    by_gate = by_hidden * of_row * up * (slope + silu * (1 - slope))
-    expected.append(np.concatenate([by_gate, by_hidden * of_row * silu], axis=1))
-    expected.append(np.sum(by_hidden * silu * up, axis=1))
-    return {"difference": max(map(difference, found, expected))}
 
 
 def _attended(settings: Settings, case: Columns, form: str) -> Figures:

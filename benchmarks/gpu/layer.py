@@ -13,13 +13,9 @@ from benchmarks.gpu.shapes import QWEN3_A3B, SMALL_MOE
 
 FORMS: dict[str, dict[str, Any]] = {
     "mosaic": {"experts": "mosaic"},
-    "mosaic_fused": {"experts": "mosaic_fused"},
-    "mosaic_gathered": {"experts": "mosaic_gathered"},
-    "mosaic_scattered": {"experts": "mosaic_scattered"},
     "mosaic, plain router": {"experts": "mosaic", "router": "plain"},
     "batched": {"experts": "batched"},
     "blocks": {"experts": "blocks"},
-    "ragged_dot": {"experts": "ragged_dot"},
 }
 """Fields of `moe.execution.Execution`; the router is chosen where it is not named
 (`moe.implementations`)."""

@@ -10,12 +10,10 @@ from benchmarks.gpu import (
     ceilings,
     decoding,
     dispatch,
-    gathered,
     grouped,
     grpo,
     head,
     layer,
-    swiglu,
     torch_grouped,
     training,
 )
@@ -47,12 +45,10 @@ PARTS = {
     "step": Listed(training.rows, seconds=100),
     "decode": Listed(decoding.rows, seconds=90),
     "grpo": Listed(grpo.rows, seconds=150),
-    "swiglu": Listed(swiglu.rows, seconds=30),
     "cached": Listed(cached.rows, seconds=30),
     "attention": Listed(attention.rows, seconds=30),
     "head": Listed(head.rows, seconds=30),
     "uneven": Listed(grouped.uneven, seconds=30),
-    "gathered": Listed(gathered.rows, seconds=30),
     "tilings": Listed(grouped.tilings, seconds=30, asked=True),
 }
 

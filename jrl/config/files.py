@@ -19,7 +19,7 @@ from jrl.recipes import ActorCritic, Batch, Ppo, Recipe, Sft, Targets
 from jrl.recipes.load import load_recipe, read_recipe, reference_of
 from jrl.runs.folder import RunFolder
 from jrl.runs.trust import check_trusted
-from jrl.setting import names_with, value_before
+from jrl.setting import names_with, replacement_of, value_before
 
 SAMPLED = (
     *("prompts", "group_size", "mini_batch", "micro_batch", "temperature", "top_k", "top_p"),
@@ -138,6 +138,14 @@ def recipe_to_sample(folder: RunFolder) -> Recipe:
 def check_resumable(stored: tuple[RunConfig, Recipe], requested: tuple[RunConfig, Recipe]) -> None:
     """Raises ValueError for settings under which a resumed run would be another, with every flag
     that may not differ, its value in the run and the new one."""
+    for record in requested:
+        for field in fields(record):
+            value = getattr(record, field.name)
+            if (other := replacement_of(type(record), field.name, value)) is not None:
+                raise ValueError(
+                    f"{field.name}={value!r} of the run is not in this version: give "
+                    f"{flag(field.name)} {other}."
+                )
     differences = list(_differences(stored, requested))
     if differences:
         raise ValueError(
@@ -174,7 +182,8 @@ def _record(kind: type[Record], values: Any, name: str, path: Path | str) -> Rec
     values = defaults | dict(values)
     _check_names(values, names, f"{name}.", path)
     for field in names:
-        if not has_type(values[field], hints[field]):
+        is_removed = replacement_of(kind, field, values[field]) is not None
+        if not is_removed and not has_type(values[field], hints[field]):
             raise ValueError(
                 f"{path}: {name}.{field} is {values[field]!r}, not {type_name(hints[field])}."
             )

@@ -20,7 +20,7 @@ from jrl.recipes.load import LIBRARY, load_recipe
 from jrl.runs.directory import storage_path
 from jrl.runs.folder import RunFolder, local_path
 from jrl.runs.trust import TRUST_FLAG
-from jrl.setting import names_with, property_of, setting
+from jrl.setting import names_with, property_of, replacement_of, setting
 from jrl.tasks.data.split import check_trains
 from sharding.folding import Layout
 
@@ -110,7 +110,17 @@ def parse_arguments(arguments: list[str]) -> TrainOptions:
                 f"a resumed run keeps its settings: the recipe is {recipe.name} in the run, "
                 f"{requested} was given. Leave it out, or start a new run."
             )
+    # Parsed without names of earlier versions, which are no choices of a flag.
+    names = (field.name for field in fields(run))
+    removed = {
+        name: getattr(run, name)
+        for name in names
+        if replacement_of(RunConfig, name, getattr(run, name)) is not None
+    }
+    run = replace(run, **dict.fromkeys(removed))
     command, processes, new_run, new_recipe = _parse_flags(arguments, run, recipe, settings)
+    kept = {name: value for name, value in removed.items() if getattr(new_run, name) is None}
+    new_run = replace(new_run, **kept)
     if stored is not None:
         command = replace(command, resume=True)
         check_resumable(stored, (new_run, new_recipe))

@@ -19,6 +19,7 @@ import yaml
 
 from jrl.checks import check_numbers, flag
 from jrl.config.files import convert_value, has_type, type_name
+from jrl.setting import replacement_of
 
 RECIPE, GROUPS = "recipe", ("run", "hyperparameters")
 PREFIX = "preset:"
@@ -109,7 +110,7 @@ class Settings:
             if not has_type(value, kind):
                 raise ValueError(
                     f"{self.path}: {field.name} is {value!r}, not {type_name(kind)}"
-                    f"{_suggest_value(field.name, value, kind)}."
+                    f"{_suggest_value(type(config), field.name, value, kind)}."
                 )
             changes[field.name] = convert_value(value, kind)
         try:
@@ -161,9 +162,11 @@ def settings_text(config: Mapping[str, Any], comment: str = "") -> str:
     return f"# {comment}\n{text}" if comment else text
 
 
-def _suggest_value(name: str, value: Any, kind: Any) -> str:
+def _suggest_value(record: type, name: str, value: Any, kind: Any) -> str:
     """Advice on what to write in place of a value of another type; empty where that is not
     clear."""
+    if (other := replacement_of(record, name, value)) is not None:
+        return f": write {name}: {other}"
     if has_type([value], kind):
         return f": write {name}: {json.dumps([value])}"  # JSON is YAML too
     if isinstance(value, dict) and has_type("", kind):

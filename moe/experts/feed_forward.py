@@ -12,19 +12,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from moe.adapters import Adapted, matmul, product
+from moe.adapters import matmul, product
 from moe.architecture.feed_forward import Activation
-from moe.experts.fused import (
-    FUSED,
-    FUSED_KERNELS,
-    SCATTERED,
-    fused_experts,
-    gathered_experts,
-    permutation_kernel,
-)
 from moe.experts.gated import apply_activation, apply_gate
 from moe.experts.grouped_dot import IMPLEMENTATIONS, LOOPS_AND_BATCHES, grouped_dot
-from moe.experts.permutation import permute_rows, unpermute_rows
+from moe.experts.permutation import permutation_kernel, permute_rows, unpermute_rows
 from moe.kernels.layout import sorted_layout
 from moe.ops.sorting import positions_in
 from moe.remat import PRODUCT
@@ -137,28 +129,21 @@ def routed_experts(
       num_rows: capacity in rows; None is enough for every expert id.
       dtype: of the rows, in which the products are computed; None is that of `x`.
       implementation: of the products, see `moe.experts.grouped_dot.grouped_dot`. With "mosaic"
-        kernels also sort, permute and sum the rows; "mosaic_fused", "mosaic_gathered" and
-        "mosaic_scattered" are those of `moe.experts.fused`. Products with adapters are as narrow as
-        their rank, and use the best implementation that applies.
+        kernels also sort, permute and sum the rows. Products with adapters are as narrow as their
+        rank, and use the best implementation that applies.
       activation: f, see `moe.experts.gated.apply_activation`.
 
     Returns:
       The sums, and the number of expert ids beyond the capacity, which the sums do not contain.
 
     Raises:
-      ValueError: on an unknown implementation, and where the kernels do not support the call:
-        "mosaic_fused", "mosaic_gathered" and "mosaic_scattered" with adapters, with biases or with
-        another `activation`.
+      ValueError: on an unknown implementation, and where the kernels do not support the call.
     """
-    is_fused = implementation in FUSED_KERNELS
-    if not is_fused and implementation not in (None, *IMPLEMENTATIONS):
-        names = ", ".join((*IMPLEMENTATIONS, *FUSED_KERNELS))
+    if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(
-            f"experts={implementation!r} is not known: choose among {names}, or None for the best "
-            "that applies."
+            f"experts={implementation!r} is not known: choose among {', '.join(IMPLEMENTATIONS)}, "
+            "or None for the best that applies."
         )
-    if is_fused:
-        _check_fused(weights, activation, implementation)
     num_rows = experts.size if num_rows is None else min(num_rows, experts.size)
     kernels = permutation_kernel(implementation)
     num_experts = weights.down.shape[0]
@@ -169,46 +154,23 @@ def routed_experts(
     sizes = jnp.diff(stop, prepend=0)
     token, slots = layout.tokens, layout.slots
     row_probs = permute_rows(probs.reshape(-1), layout.assignments, slots.reshape(-1, 1))
-    if is_fused and implementation != FUSED:
-        matrices = weights.gate_up, weights.down
-        scattered = implementation == SCATTERED
-        sums = gathered_experts(x, layout, *matrices, row_probs, scattered=scattered, dtype=dtype)
-        return sums, overflow
     rows = permute_rows(x, token, slots, dtype, kernels)
-    if implementation == FUSED:
-        out = fused_experts(rows, weights.gate_up, weights.down, row_probs, sizes)
-    else:
-        # One product for gate and up: wider products are faster than two narrow ones.
-        # A token has an expert once: no expert has more rows than there are tokens.
-        dot = partial(_multiply_groups, sizes, implementation, x.shape[0])
-        # Kernels support no products as narrow as the rank of an adapter.
-        plain = implementation if implementation in LOOPS_AND_BATCHES else None
-        narrow = partial(_multiply_groups, sizes, plain, x.shape[0])
-        gate_up = product(dot, rows, weights.gate_up, narrow, narrow)
-        gate_up = checkpoint_name(gate_up, PRODUCT)
-        if weights.gate_up_bias is not None:
-            gate_up = gate_up + _gather_bias(weights.gate_up_bias, stop, gate_up)
-        hidden = apply_gate(gate_up, row_probs, activation)
-        out = product(dot, hidden, weights.down, narrow, narrow)
-        if weights.down_bias is not None:
-            bias = _gather_bias(weights.down_bias, stop, out).astype(jnp.float32)
-            out = (out.astype(jnp.float32) + bias * row_probs[:, None]).astype(out.dtype)
+    # One product for gate and up: wider products are faster than two narrow ones.
+    # A token has an expert once: no expert has more rows than there are tokens.
+    dot = partial(_multiply_groups, sizes, implementation, x.shape[0])
+    # Kernels support no products as narrow as the rank of an adapter.
+    plain = implementation if implementation in LOOPS_AND_BATCHES else None
+    narrow = partial(_multiply_groups, sizes, plain, x.shape[0])
+    gate_up = product(dot, rows, weights.gate_up, narrow, narrow)
+    gate_up = checkpoint_name(gate_up, PRODUCT)
+    if weights.gate_up_bias is not None:
+        gate_up = gate_up + _gather_bias(weights.gate_up_bias, stop, gate_up)
+    hidden = apply_gate(gate_up, row_probs, activation)
+    out = product(dot, hidden, weights.down, narrow, narrow)
+    if weights.down_bias is not None:
+        bias = _gather_bias(weights.down_bias, stop, out).astype(jnp.float32)
+        out = (out.astype(jnp.float32) + bias * row_probs[:, None]).astype(out.dtype)
     return unpermute_rows(out, slots, token, kernels), overflow
-
-
-def _check_fused(weights: Experts[Array], activation: Activation, name: str | None) -> None:
-    """Raises for activations, biases and adapters that the kernels with fused SwiGLU lack."""
-    if activation != "silu" or weights.gate_up_bias is not None:
-        biases = "" if weights.gate_up_bias is None else " and biases"
-        raise ValueError(
-            f"experts={name!r} fuses SwiGLU without biases and does not support activation="
-            f"{activation!r}{biases}: use --experts mosaic."
-        )
-    if isinstance(weights.gate_up, Adapted):
-        raise ValueError(
-            f"experts={name!r} does not support adapters of experts: use --experts mosaic, or "
-            "leave experts out of --lora-targets."
-        )
 
 
 def _gather_bias(

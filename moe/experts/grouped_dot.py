@@ -1,9 +1,9 @@
 """Grouped GEMM: rows times the matrix of their group, at a cost proportional to the number of rows.
 
-Rows are sorted by group. `jax.lax.ragged_dot` is the same operation, but where XLA has no kernel
-for it every row is multiplied by every matrix. Each implementation consists of a forward product,
-the same with the matrices transposed, and the sum of products over the rows of a group;
-`grouped_dot` combines them to one differentiable function.
+Rows are sorted by group, as for `jax.lax.ragged_dot`, which multiplies every row by every matrix on
+devices for which XLA has no kernel. Each implementation consists of a forward product, the same
+with the matrices transposed, and the sum of products over the rows of a group; `grouped_dot`
+combines them to one differentiable function.
 
 * "tiles" is a loop of plain JAX over groups and tiles of their rows.
 * "blocks" is a loop over a static number of blocks, to which groups are padded, as in MegaBlocks: a
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from moe.kernels import grouped, megablox
+from moe.kernels import grouped
 from moe.ops.sorting import group_of_rows, positions_in, take_rows
 from sharding.collectives import match_varying
 
@@ -41,8 +41,6 @@ UNIT = 16
 TILES = (256, 32)
 """Rows of the tiles that cover a group in the loop of "tiles", larger ones first. Large tiles make
 better products, small ones waste less on the end of a group and on short groups."""
-
-_CONTRACT_ROWS = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
 
 LOOPS_AND_BATCHES = ("tiles", "batched", "blocks")
 """Names of plain JAX, for rows and matrices of any size; None is one of them."""
@@ -333,22 +331,6 @@ def plain_sum(rows, others, sizes):
     return jnp.einsum("gri,gro->gio", rows, others, preferred_element_type=jnp.float32)
 
 
-def ragged_multiply(side, rows, weights, sizes):
-    dimensions = lax.RaggedDotDimensionNumbers((((1,), (1 + side,)), ((), ())), [0], [0])
-    out = lax.ragged_dot_general(
-        rows, weights, sizes, dimensions, preferred_element_type=jnp.float32
-    )
-    return out.astype(rows.dtype)
-
-
-def ragged_sum(rows, others, sizes):
-    in_group = (jnp.arange(rows.shape[0]) < jnp.sum(sizes))[:, None]
-    rows, others = jnp.where(in_group, rows, 0), jnp.where(in_group, others, 0)
-    return lax.ragged_dot_general(
-        rows, others, sizes, _CONTRACT_ROWS, preferred_element_type=jnp.float32
-    )
-
-
 def mosaic_multiply(side, rows, weights, sizes):
     grouped.require_support(rows, weights.shape[2 - side])
     return grouped.multiply_rows(side, rows, weights, sizes)
@@ -381,9 +363,8 @@ def grouped_dot(
       sizes: number of rows of each group; none negative, in total at most the number of rows.
       implementation: "tiles", "blocks" and "batched" are plain JAX (`moe.experts.grouped_dot`);
         "mosaic" are kernels for NVIDIA's Hopper, for rows in half precision and dimensions that are
-        multiples of 64; "megablox" are JAX's kernels for TPUs; "ragged_dot" is XLA's; "plain" is
-        the reference implementation, each row times each matrix. None is "tiles" on a CPU,
-        "blocks" on a TPU and "batched" elsewhere.
+        multiples of 64; "plain" is the reference implementation, each row times each matrix. None
+        is "tiles" on a CPU, "blocks" on a TPU and "batched" elsewhere.
       most: largest number of rows that a group can have, if it is less than all of them: "batched"
         needs no loop where it is small.
 
@@ -430,8 +411,6 @@ IMPLEMENTATIONS = {
     "batched": Implementation(batched_multiply, batched_sum),
     "blocks": Implementation(blocks_multiply, blocks_sum),
     "mosaic": Implementation(mosaic_multiply, mosaic_sum),
-    "megablox": Implementation(megablox.multiply_rows, megablox.sum_products),
-    "ragged_dot": Implementation(ragged_multiply, ragged_sum),
     "plain": Implementation(plain_multiply, plain_sum),
 }
 

@@ -11,6 +11,12 @@ from moe.kernels.rows import combine, take
 from sharding.collectives import match_varying
 
 
+def permutation_kernel(product: str | None) -> str | None:
+    """Implementation of the permutation (`moe.kernels.choice`) beside one of the grouped GEMMs:
+    kernels together with kernels."""
+    return "mosaic" if product == "mosaic" else None
+
+
 def permute_rows(
     x: Shaped[Array, "row *rest"],
     source: Int[Array, "slot"],

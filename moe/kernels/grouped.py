@@ -8,12 +8,10 @@ JAX ships reference kernels of both (`jax.experimental.pallas.ops.gpu.ragged_dot
   groups, which is unrolled there; empty tiles are skipped.
 * Rows of no group give zeros, and their contents reach no sum; there such rows stay unwritten and
   are multiplied by zero.
-* Rows may be read through an index (gather), without a permuted copy, and written through one
-  (scatter).
 * Sums are returned in float32, and both kernels are lowered without a device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +22,6 @@ from jaxtyping import Array, Float, Int
 
 from moe.kernels.choice import foreign_gpus, unsupported_dtype
 from moe.kernels.mosaic import Target, launch, mosaic_gpu
-from moe.kernels.slices import RowSlices, multiply_slices, scatter_rows, with_slots
 
 
 class Tiling(NamedTuple):
@@ -55,12 +52,7 @@ def unsupported_size(size: int) -> str | None:
     return f"needs a multiple of {UNIT}" if size % UNIT or not size else None
 
 
-def require_support(
-    rows: Array | jax.ShapeDtypeStruct,
-    width: int,
-    name: str = "mosaic",
-    operation: str = "grouped_dot",
-) -> None:
+def require_support(rows: Array | jax.ShapeDtypeStruct, width: int) -> None:
     """Raises a ValueError with the reason and the fix if the kernels do not support these rows,
     this width of the result, or this process's GPUs."""
     reason = foreign_gpus(hopper_only=True) or unsupported_dtype("rows", rows.dtype)
@@ -68,7 +60,7 @@ def require_support(
         reason = f"matrices of {rows.shape[1]} x {width} (both must be multiples of {UNIT})"
     if reason is not None:
         raise ValueError(
-            f'implementation="{name}" of {operation} does not support {reason}: use "blocks", or '
+            f'implementation="mosaic" of grouped_dot does not support {reason}: use "blocks", or '
             "None for the best that applies."
         )
 
@@ -116,38 +108,17 @@ def multiply_rows(
     weights: Float[Array, "group deep wide"],
     sizes: Int[Array, "group"],
     *,
-    source: Int[Array, "slot"] | None = None,
-    destination: Int[Array, "slot"] | None = None,
-    num_results: int | None = None,
     tiling: Tiling = TILING,
     simulated: bool = False,
-) -> Float[Array, "result outer"]:
-    """``rows[r] @ weights[g]``, with `side` 1 its transpose; zeros for rows of no group.
-
-    Args:
-      source: index of the row of each slot, zeros where it is past the end; None is one slot per
-        row. The kernel gathers the rows itself (`moe.kernels.slices`).
-      destination: index of the row of the result that each slot is written to, no row where it is
-        past the end; no two slots have the same. A row that no slot is written to is
-        uninitialised. None is a result with the slots in their order.
-      num_results: rows of the result where there is a destination; None is as many as slots.
-    """
-    width, height = weights.shape[2 - side], tiling.rows
-    tiling = fit_columns(tiling, width)
-    num_slots = (rows if source is None else source).shape[0]
-    # `num_padded` is the number of slots with padding: at least one tile, so that no tile is
-    # larger.
-    row_sources, num_padded = pad_to_tiles(rows, source, height)
-    tiles = plan_tiles(sizes, num_padded, height)
+) -> Float[Array, "row outer"]:
+    """``rows[r] @ weights[g]``, with `side` 1 its transpose; zeros for rows of no group."""
+    num_rows, width, height = rows.shape[0], weights.shape[2 - side], tiling.rows
+    tiling = tiling._replace(columns=tile_width(width, tiling.columns))
+    rows = pad_rows(rows, height)
+    tiles = plan_tiles(sizes, rows.shape[0], height)
     down, across = tiles.group.shape[0], width // tiling.columns
-    indices, num_rows = [], num_padded
-    if destination is not None:
-        num_rows = num_slots if num_results is None else num_results
-        indices = [_pad_index(destination, num_padded, height, num_rows)]
 
-    def body(target: Target, program, group, block, first, size, *refs):
-        *row_refs, weights, out = refs
-        destination_ref = row_refs.pop() if destination is not None else None
+    def body(target: Target, program, group, block, first, size, rows, weights, out):
         # In panels of `wide` columns: programs in flight share rows and matrices in the L2 cache.
         tile, column = mosaic_gpu().planar_snake(
             program, (down, across), 1, min(tiling.wide, across)
@@ -157,44 +128,21 @@ def multiply_rows(
         def _():
             # All rows of the block are multiplied, those of other groups too; only those of this
             # group are written, so that no mask is needed.
-            (out_tile,) = product_tiles(
-                target, side, row_refs, weights, tiling, group[tile], block[tile], [column]
+            out_tile = product_tile(
+                target, side, rows, weights, tiling, group[tile], block[tile], column
             )
-            start, rows_here = block[tile] * height, (first[tile], size[tile])
-            if destination_ref is None:
-                store_rows(out_tile, *rows_here, start, column, out)
-            else:
-                at = start, column * tiling.columns
-                scatter_rows(target, out_tile, *rows_here, destination_ref, *at, out)
+            store_rows(out_tile, first[tile], size[tile], block[tile] * height, column, out)
 
     (out,) = launch(
         body,
         down * across,
-        [jax.ShapeDtypeStruct((num_rows, width), rows.dtype)],
-        [*tiles, *row_sources, *indices, weights],
+        [jax.ShapeDtypeStruct((rows.shape[0], width), rows.dtype)],
+        [*tiles, rows, weights],
         operation="grouped_dot",
         name="grouped_product",
         simulated=simulated,
     )
-    return out[:num_slots] if destination is None else out
-
-
-def pad_to_tiles(rows: Array, source: Array | None, height: int) -> tuple[tuple[Array, ...], int]:
-    """Arrays that a kernel reads the rows of a product from, and the number of rows with padding.
-
-    With a `source` the rows are not copied; the index is padded instead.
-    """
-    if source is None:
-        padded = pad_rows(rows, height)
-        return (padded,), padded.shape[0]
-    num_padded = max(height, -(-source.shape[0] // 8) * 8)
-    return (rows, _pad_index(source, num_padded, height, rows.shape[0])), num_padded
-
-
-def _pad_index(index: Array, num_padded: int, height: int, past: int) -> Array:
-    """Pads an index to whole tiles, with entries past the end."""
-    missing = -(-num_padded // height) * height - index.shape[0]
-    return jnp.pad(index.astype(jnp.int32), (0, missing), constant_values=past)
+    return out[:num_rows]
 
 
 def pad_rows(rows: Array, height: int) -> Array:
@@ -204,70 +152,83 @@ def pad_rows(rows: Array, height: int) -> Array:
     return jnp.pad(rows, ((0, missing), (0, 0))) if missing else rows
 
 
-def fit_columns(tiling: Tiling, width: int) -> Tiling:
-    """Tile sizes for a result of this width."""
-    return tiling._replace(columns=tile_width(width, tiling.columns))
-
-
 def tile_width(dimension: int, most: int) -> int:
     """Largest tile width that divides a dimension, a multiple of 64 and at most `most`."""
     return next(width for width in range(most, 0, -64) if dimension % width == 0)
 
 
-def product_tiles(
+def product_tile(
     target: Target,
     side: int,
-    row_refs: Sequence[Any],
+    rows: Any,
     weights: Any,
     tiling: Tiling,
     group: Any,
     block: Any,
-    column_blocks: Sequence[Any],
-) -> tuple[Array, ...]:
-    """Tiles of the result in registers, float32, for the same rows; zeros for rows of no group.
+    column: Any,
+) -> Array:
+    """A tile of the result in registers, float32; zeros for rows of no group.
 
     Args:
-      row_refs: arrays of `pad_to_tiles`.
-      tiling: of `fit_columns`.
-      group, block: indices of the group and of the block of rows.
-      column_blocks: index of the block of columns of each tile.
+      tiling: Tile sizes, with columns that divide the width of the result.
+      group, block, column: Indices of the group and of the blocks of rows and of columns.
     """
-    num_groups, depth = weights.shape[0], row_refs[0].shape[1]
+    num_groups, depth = weights.shape[0], rows.shape[1]
     height, columns = tiling.rows, tiling.columns
-    step, num_products = tile_width(depth, tiling.depth), len(column_blocks)
+    step = tile_width(depth, tiling.depth)
+    matrix_slice = (step, columns), lambda k: (k, column)
+    if side:
+        matrix_slice = (columns, step), lambda k: (column, k)
 
-    # `totals` are references of the scope of `with_slots`: wgmma adds to them in place.
-    def accumulate(slots, *totals):
-        # Each slice of rows is loaded once for all tiles: gate and up share it (`swiglu`).
-        def multiply(_, left, *matrices):
-            for total, right in zip(totals, matrices, strict=True):
-                mosaic_gpu().wgmma(total, left, target.transpose(right) if side else right)
-
-        # `delay_release=1`: wgmma is asynchronous, so a slot is still being read for one step after
-        # the product has started.
-        def matrices_at(column):
-            shape, index = (step, columns), lambda k: (k, column)
-            if side:
-                shape, index = (columns, step), lambda k: (column, k)
-            return mosaic_gpu().BlockSpec(shape, index, delay_release=1)
+    # `total` is a reference: wgmma adds to it in place.
+    def accumulate(total):
+        def multiply(_, left, right):
+            mosaic_gpu().wgmma(total, left, target.transpose(right) if side else right)
 
         # The index is kept in bounds also in the branch that does not run.
         @pl.when(group < num_groups)
         def _():
             multiply_slices(
-                target,
                 multiply,
                 depth // step,
-                RowSlices(row_refs, slots, (height, step), lambda k: (block, k)),
-                [*map(matrices_at, column_blocks)],
-                [weights.at[jnp.minimum(group, num_groups - 1)]] * num_products,
+                [((height, step), lambda k: (block, k)), matrix_slice],
+                [rows, weights.at[jnp.minimum(group, num_groups - 1)]],
                 tiling.stages,
             )
 
-        return tuple(total[...] for total in totals)
+        return total[...]
 
-    accumulators = [mosaic_gpu().WGMMAAccumulatorRef((height, columns)) for _ in column_blocks]
-    return with_slots(row_refs, (height, step), tiling.stages, accumulate, *accumulators)
+    return pl.run_scoped(accumulate, mosaic_gpu().WGMMAAccumulatorRef((height, columns)))
+
+
+def multiply_slices(
+    multiply: Callable[[Any, Any, Any], None],
+    num_slices: Any,
+    slices: Sequence[tuple[tuple[int, int], Callable[[Any], Any]]],
+    operands: Sequence[Any],
+    stages: int,
+) -> None:
+    """Runs ``multiply(k, left, right)`` for each slice k, with loads of later slices in flight.
+
+    Args:
+      multiply: Starts an asynchronous product (wgmma).
+      slices: Shape of the slices of each operand, and block index of slice k.
+      operands: Arrays that slices are copied from.
+      stages: Number of slices in shared memory.
+    """
+
+    def step(indices, left, right):
+        multiply(indices[0], left, right)
+        # The product of the step before has finished: its slot is refilled next. The product of
+        # this step is still running while the next slice is awaited.
+        mosaic_gpu().wgmma_wait(1)
+
+    # `delay_release=1`: a slot is still being read for one step after the product has started.
+    specs = [mosaic_gpu().BlockSpec(*of_operand, delay_release=1) for of_operand in slices]
+    run_steps = mosaic_gpu().emit_pipeline(
+        step, grid=(num_slices,), in_specs=specs, max_concurrent_steps=stages
+    )
+    run_steps(*operands)
 
 
 def store_rows(tile, first, size, start, column, out):
@@ -296,34 +257,22 @@ def store_rows(tile, first, size, start, column, out):
 
 
 def sum_products(
-    rows: Float[Array, "left inner"],
-    others: Float[Array, "right outer"],
+    rows: Float[Array, "row inner"],
+    others: Float[Array, "row outer"],
     sizes: Int[Array, "group"],
     *,
-    source: Int[Array, "slot"] | None = None,
-    gathered: int = 0,
     tiling: Tiling = TILING,
     simulated: bool = False,
 ) -> Float[Array, "group inner outer"]:
-    """Sum of ``rows[r]^T others[r]`` over the rows of each group, float32.
-
-    Args:
-      source: index of the row of each slot, as in `multiply_rows`.
-      gathered: the operand that `source` indexes: 0 is `rows`, 1 is `others`. The other one has a
-        row for each slot.
-    """
+    """Sum of ``rows[r]^T others[r]`` over the rows of each group, float32."""
     num_groups, (inner, outer) = sizes.shape[0], (rows.shape[1], others.shape[1])
     step = tiling.depth
-    # At most one operand is gathered: the other one is in the order of slots already.
-    contiguous, indexed = (rows, others) if gathered else (others, rows)
-    (row_sources, _), contiguous = pad_to_tiles(indexed, source, step), pad_rows(contiguous, step)
     stop = jnp.cumsum(sizes.astype(jnp.int32))
     start = stop - sizes.astype(jnp.int32)
     height, width = tile_width(inner, tiling.rows), tile_width(outer, tiling.columns)
     down, across = inner // height, outer // width
 
-    def body(target: Target, program, start, stop, *refs):
-        *row_refs, contiguous, out = refs
+    def body(target: Target, program, start, stop, rows, others, out):
         # Programs of a group are neighbours: they read the same rows, which stay in the L2 cache.
         group = lax.div(program, jnp.int32(down * across))
         within = lax.rem(program, jnp.int32(down * across))
@@ -333,14 +282,13 @@ def sum_products(
         first, last = start[group], stop[group]
         block = lax.div(first, jnp.int32(step))
         blocks = lax.div(last + step - 1, jnp.int32(step)) - block
-        # From left and right to indexed and contiguous, or back.
-        swap = slice(None, None, -1 if gathered else 1)
-        indexed_axis, contiguous_axis = ((i, height), (j, width))[swap]
-        shape = step, indexed_axis[1]
+        slices = [
+            ((step, height), lambda k: (block + k, i)),
+            ((step, width), lambda k: (block + k, j)),
+        ]
 
-        def accumulate(slots, total):
-            def multiply(k, *tiles):
-                left, right = tiles[swap]
+        def accumulate(total):
+            def multiply(k, left, right):
                 at = (block + k) * step
 
                 # Rows of other groups are set to zero in both operands: in one it is not enough,
@@ -356,22 +304,12 @@ def sum_products(
             # A group without rows has a sum of zeros, which is still written.
             @pl.when(last > first)
             def _():
-                indexed_rows = RowSlices(
-                    row_refs, slots, shape, lambda k: (block + k, indexed_axis[0])
-                )
-                spec = mosaic_gpu().BlockSpec(
-                    (step, contiguous_axis[1]),
-                    lambda k: (block + k, contiguous_axis[0]),
-                    delay_release=1,
-                )
-                multiply_slices(
-                    target, multiply, blocks, indexed_rows, [spec], [contiguous], tiling.stages
-                )
+                multiply_slices(multiply, blocks, slices, [rows, others], tiling.stages)
 
             return total[...]
 
         accumulator = mosaic_gpu().WGMMAAccumulatorRef((height, width))
-        group_sum = with_slots(row_refs, shape, tiling.stages, accumulate, accumulator)
+        group_sum = pl.run_scoped(accumulate, accumulator)
 
         def store(staged):
             staged[...] = group_sum
@@ -386,7 +324,7 @@ def sum_products(
         body,
         num_groups * down * across,
         [jax.ShapeDtypeStruct((num_groups, inner, outer), jnp.float32)],
-        [start, stop, *row_sources, contiguous],
+        [start, stop, pad_rows(rows, step), pad_rows(others, step)],
         operation="grouped_dot",
         name="grouped_sum",
         simulated=simulated,

@@ -161,7 +161,7 @@ def test_programs_of_few_layers_are_compiled_quick_or_by_name(monkeypatch):
 
     monkeypatch.setattr(programs, "compile_step", compile_step)
     few, whole = "Qwen3-30B-A3B, 2 layers, kernels", "Qwen3-30B-A3B"
-    assert titles([], quick=True) == [few, "Qwen3-30B-A3B, 1 layer, megablox"]
+    assert titles([], quick=True) == [few, "Qwen3-30B-A3B, 1 layer"]
     assert titles(["h100"], quick=True) == [few]
     assert titles(["2 layers"], quick=False) == [few]
     assert all(reads_kernels for _, reads_kernels in read)

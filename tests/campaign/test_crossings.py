@@ -42,7 +42,7 @@ SMALL = {
     "parts of experts": (
         {"dp": 2, "ep": 1, "etp": 2},
         ROUTED,
-        {"experts": "ragged_dot", "two_batch_overlap": True},
+        {"experts": "batched", "two_batch_overlap": True},
         {"micro_batch": 8},
     ),
     "servers": (

@@ -37,7 +37,6 @@ WITHOUT_COLLECTIVES = {
     "moe/disaggregated/m2n.py": {"_permute_program"},
     # Traced inside other programs.
     "moe/kernels/mosaic.py": {""},
-    "moe/kernels/megablox.py": {"_make_tpu_primitive"},
     # The programs with options.
     "sharding/sharded_jit.py": {"jit_with"},
 }

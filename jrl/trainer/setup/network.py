@@ -20,7 +20,6 @@ from moe.config import ModelConfig
 from moe.execution import Execution
 from moe.experts.dispatch.choice import check_dispatch
 from moe.experts.dispatch.cost import TokenExchange, cheapest, explain_choice, peer_capacity_of
-from moe.experts.fused import FUSED_KERNELS
 from moe.implementations import decode_kernel_obstacle
 from moe.kernels.choice import foreign_gpus
 from moe.kernels.decode_attention import unsupported_heads
@@ -85,11 +84,6 @@ def lora_of(model: ModelConfig, run: RunConfig) -> Lora | None:
         raise ValueError(
             f"lora_targets={run.lora_targets!r} has {', '.join(absent)}, which the network of "
             f"{run.model} does not have: choose among {','.join(available)}."
-        )
-    if run.experts in FUSED_KERNELS and any(target.startswith("experts") for target in targets):
-        raise ValueError(
-            f"experts={run.experts!r} has no adapters between its two GEMMs: give --experts "
-            "mosaic, or leave experts out of --lora-targets."
         )
     return lora
 
@@ -187,14 +181,12 @@ def _obstacles(model: ModelConfig, mesh: FoldedMesh) -> Iterator[tuple[str, str,
     it out."""
     execution, platform = model.execution, mesh.platform
     for name in ("attention", "decode_attention", "router", "experts"):
-        if not (getattr(execution, name) or "").startswith("mosaic"):
+        if getattr(execution, name) != "mosaic":
             continue
         if platform != "gpu":
             yield name, f"is a kernel for NVIDIA's Hopper, not for {platform!r} devices", ""
         elif (foreign := foreign_gpus(hopper_only=name != "router")) is not None:
             yield name, f"does not support {foreign}", ""
-    if execution.experts == "megablox" and platform != "tpu":
-        yield "experts", f"is a kernel for TPUs, not for {platform!r} devices", ""
     if execution.attention == "cudnn" and (platform != "gpu" or model.dtype != "bfloat16"):
         reason = f"takes bfloat16 on NVIDIA GPUs, not {model.dtype} on {platform!r} devices"
         yield "attention", reason, ", or give --dtype bfloat16 there"

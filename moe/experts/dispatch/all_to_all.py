@@ -23,8 +23,7 @@ from moe.experts.dispatch.buffers import (
     slots_of,
 )
 from moe.experts.feed_forward import routed_experts
-from moe.experts.fused import permutation_kernel
-from moe.experts.permutation import permute_rows, unpermute_rows
+from moe.experts.permutation import permutation_kernel, permute_rows, unpermute_rows
 from moe.ops.sorting import take_rows
 from moe.remat import DISPATCHED
 from moe.router.routing import Routing

@@ -15,8 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from moe.experts.dispatch.all_to_all import Compute, Peers
 from moe.experts.dispatch.buffers import DispatchOptions, has_experts_at, slots_of
-from moe.experts.fused import permutation_kernel
-from moe.experts.permutation import permute_rows, unpermute_rows
+from moe.experts.permutation import permutation_kernel, permute_rows, unpermute_rows
 from moe.ops.sorting import inverse_slots, positions_in, take_rows
 from moe.remat import DISPATCHED
 from moe.router.routing import Routing

@@ -10,6 +10,7 @@ from jrl.checks import check_range
 from jrl.config.files import check_resumable, from_json, to_json
 from jrl.config.run import RunConfig
 from jrl.recipes import RECIPES
+from moe.execution import REMOVED_EXPERTS
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -168,3 +169,16 @@ def test_everything_that_may_not_change_is_named_with_both_values():
 def test_a_run_from_before_answers_were_final_goes_on_by_its_own_rule():
     assert RunConfig().answers == "final"
     assert from_json(changed("run", answers="GONE"), "config.json")[0].answers == "evaluated"
+
+
+@pytest.mark.parametrize(("name", "other"), REMOVED_EXPERTS.items())
+def test_run_folder_with_removed_implementation_resumes_with_another(name, other):
+    config = json.loads(json.dumps(to_json(RunConfig(), RECIPES["grpo"]())))
+    config["run"]["experts"] = name
+    run, recipe = from_json(config, "config.json")
+    with pytest.raises(ValueError, match=rf"^experts='{name}' .*: give --experts {other}\.$"):
+        check_resumable((run, recipe), (run, recipe))
+    check_resumable((run, recipe), (replace(run, experts=other), recipe))
+    config["run"]["experts"] = "tile"
+    with pytest.raises(ValueError, match=r"run\.experts is 'tile', not"):
+        from_json(config, "config.json")

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from tiers import full_but
 
+from jrl.config import flags
 from jrl.config.files import to_json
 from jrl.config.flags import parse_arguments
 from jrl.config.run import RunConfig
@@ -124,6 +125,7 @@ def test_a_recipe_of_ones_own_lies_beside_its_file(file, tmp_path, monkeypatch):
             r"write it as a text, chat_template_kwargs: '\{\"enable_thinking\": false\}'\.$",
         ),
         ("remat: most", r"remat is 'most', not 'none' \| 'selective' \| 'projections' \| 'full'"),
+        ("experts: megablox", r"experts is 'megablox', not .*: write experts: blocks\.$"),
         ("optimizer: {learning_rate: 1}", r"optimizer is not a setting of this recipe"),
         ("steps: 7\nsteps: 8", r"given.yaml is not YAML: steps is there twice \(line 2\)"),
         ("mini-batch: 7\nmini_batch: 8", r"mini_batch occurs twice: leave one out"),
@@ -167,3 +169,13 @@ def test_a_resumed_run_keeps_to_its_settings(grpo_run, file):
     assert parse_arguments(["--resume", "--config", str(where)]).run.steps == 2
     with pytest.raises(ValueError, match="--seed is 0 in the run, 5 was given"):
         parse_arguments([*resume, "--config", str(file("seed: 5"))])
+
+
+def test_parse_arguments_resumes_run_of_removed_experts(monkeypatch):
+    stored = RunConfig(experts="mosaic_fused"), RECIPES["grpo"]()
+    monkeypatch.setattr(flags.RunFolder, "read", lambda location: location)
+    monkeypatch.setattr(flags, "_read_stored", lambda *_: (stored, None))
+    resume = ["--resume", "--run-dir", "run"]
+    with pytest.raises(ValueError, match=r"experts='mosaic_fused' .*: give --experts mosaic\.$"):
+        parse_arguments(resume)
+    assert parse_arguments([*resume, "--experts", "batched"]).run.experts == "batched"

@@ -1,7 +1,5 @@
 """Where a layer of experts meets the kernels."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,27 +10,21 @@ from references import dense_reference
 from tiers import full_but
 
 from moe.execution import Execution
-from moe.experts import fused
 from moe.experts.dispatch.choice import dispatch
 from moe.experts.feed_forward import routed_experts
-from moe.experts.gated import apply_gate
 from moe.experts.grouped_dot import plain_multiply, plain_sum
 from moe.experts.permutation import permute_rows, unpermute_rows
-from moe.kernels import grouped, layout, rows, swiglu
+from moe.kernels import grouped, layout, rows
 from moe.kernels.layout import sorted_layout
 from moe.kernels.mosaic import launch
-from moe.ops.sorting import take_rows
 from moe.router.routing import Routing
 from moe.weights import Experts
 from sharding.collectives import all_sum
 from sharding.folding import Layout, fold_abstract
 
-IMPLEMENTATIONS = ["mosaic", "mosaic_fused", "mosaic_gathered", "mosaic_scattered"]
-
 
 @pytest.mark.slow
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_everything_between_tokens_and_their_sums_is_a_kernel(implementation):
+def test_everything_between_tokens_and_their_sums_is_a_kernel():
     tokens, k, num_experts, d_model, d_expert = 24, 2, 4, 128, 64
 
     def shaped(*shape, dtype=jnp.bfloat16):
@@ -47,33 +39,24 @@ def test_everything_between_tokens_and_their_sums_is_a_kernel(implementation):
 
     def run(weights, x, ids, probs):
         def layer(weights, x, probs):
-            return routed_experts(weights, x, ids, probs, implementation=implementation)[0]
+            return routed_experts(weights, x, ids, probs, implementation="mosaic")[0]
 
         out, back = jax.vjp(layer, weights, x, probs)
         return out, *back(out)
 
     # Forward the layout (two), permute, two products and unpermute; backward the reverse of each
-    # move, and two products for each. With SwiGLU in the products there are no more of them, and
-    # where they gather what they read no permute either way.
+    # move, and two products for each.
     exported = jax.export.export(jax.jit(run), platforms=["cuda"])
     text = exported(weights, shaped(tokens, d_model), ids, probs).mlir_module()
-    moves = 1 if implementation in ("mosaic_gathered", "mosaic_scattered") else 2
-    assert text.count("custom_call @mosaic_gpu_v2") == 2 + 2 * moves + 2 + 4
+    assert text.count("custom_call @mosaic_gpu_v2") == 2 + 2 * 2 + 2 + 4
     assert "stablehlo.sort" not in text
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "product", "kernels"),
-    [
-        ("all_to_all", "mosaic", 13),
-        ("all_gather", "mosaic", 10),
-        ("ragged", "mosaic", 13),
-        ("all_gather", "mosaic_gathered", 8),
-        ("all_to_all", "mosaic_scattered", 11),
-    ],
+    ("name", "kernels"), [("all_to_all", 13), ("all_gather", 10), ("ragged", 13)]
 )
-def test_dispatch_over_a_mesh_is_lowered_with_kernels_and_its_gradient(name, product, kernels):
+def test_dispatch_over_a_mesh_is_lowered_with_kernels_and_its_gradient(name, kernels):
     mesh = fold_abstract(Layout.parse("tp2 dp4 / ep4 etp2"))
     tokens, k, num_experts, d_model, d_expert = 32, 2, 8, 128, 128
 
@@ -89,7 +72,7 @@ def test_dispatch_over_a_mesh_is_lowered_with_kernels_and_its_gradient(name, pro
     routing = Routing(shaped(tokens, k, dtype=jnp.int32), shaped(tokens, k, dtype=jnp.float32))
 
     def total(weights, x, routing):
-        out, _ = dispatch(weights, x, routing, mesh, Execution(dispatch=name), product=product)
+        out, _ = dispatch(weights, x, routing, mesh, Execution(dispatch=name), product="mosaic")
         return all_sum(jnp.sum(out.astype(jnp.float32)), mesh.axes)
 
     sharded = jax.shard_map(
@@ -170,37 +153,18 @@ def with_gradients(function, x, gate_up, down, ids, probs, pull):
     return overflow, out, *back(pull)
 
 
-def of_groups(sizes, x, source):
-    """The rows of a product; NaN where the groups have more of them than there are, which a kernel
-    would look for past their end."""
-    x = x if source is None else take_rows(x, source)
+def of_groups(sizes, x):
+    """The rows of a product; NaN if the groups have more rows than there are, which a kernel would
+    look for past their end."""
     return jnp.where(jnp.sum(sizes) <= x.shape[0], x, jnp.nan)
 
 
-def multiply_rows(
-    side, rows, weights, sizes, *, source=None, destination=None, num_results=None, simulated=False
-):
-    out = plain_multiply(side, of_groups(sizes, rows, source), weights, sizes)
-    if destination is None:
-        return out
-    # What no slot is written to holds anything.
-    unwritten = jnp.full((num_results, out.shape[1]), jnp.nan, out.dtype)
-    return unwritten.at[destination].set(out, mode="drop")
+def multiply_rows(side, rows, weights, sizes):
+    return plain_multiply(side, of_groups(sizes, rows), weights, sizes)
 
 
-def sum_products(rows, others, sizes, *, source=None, gathered=0, simulated=False):
-    sources = (None, source) if gathered else (source, None)
-    return plain_sum(*map(partial(of_groups, sizes), (rows, others), sources), sizes)
-
-
-def hidden_units(rows, weights, probs, sizes, *, source=None, simulated=False):
-    inward = multiply_rows(0, rows, weights, sizes, source=source)
-    return apply_gate(inward, probs), inward
-
-
-def hidden_gradients(pull, down, inward, probs, sizes, *, source=None, simulated=False):
-    by_hidden = multiply_rows(1, pull, down, sizes, source=source)
-    return jax.vjp(apply_gate, inward, probs)[1](by_hidden)
+def sum_products(rows, others, sizes):
+    return plain_sum(*(of_groups(sizes, x) for x in (rows, others)), sizes)
 
 
 def interpreted(monkeypatch, *modules, **how):
@@ -210,18 +174,15 @@ def interpreted(monkeypatch, *modules, **how):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("room", full_but([None, 9], 9))
-@pytest.mark.parametrize("implementation", full_but(IMPLEMENTATIONS, "mosaic_scattered"))
-def test_values_and_gradients_are_those_of_the_dense_reference(implementation, room, monkeypatch):
+def test_values_and_gradients_are_those_of_the_dense_reference(room, monkeypatch):
     """What moves rows interpreted, what multiplies them by its twins; with little room too."""
     interpreted(monkeypatch, rows, layout, interpreted=True)
     for twin in (multiply_rows, sum_products):
         monkeypatch.setattr(grouped, twin.__name__, twin)
-    for twin in (hidden_units, hidden_gradients):
-        monkeypatch.setattr(fused, twin.__name__, twin)
     x, gate_up, down, ids, probs, pull = tokens_and_weights()
 
     def experts(*of):
-        return routed_experts(*of, num_rows=room, implementation=implementation)
+        return routed_experts(*of, num_rows=room, implementation="mosaic")
 
     found = jit(with_gradients, static_argnums=0)(experts, x, gate_up, down, ids, probs, pull)
     kept, beyond = without_the_last(ids, ids.size if room is None else room)
@@ -241,15 +202,14 @@ def test_values_and_gradients_are_those_of_the_dense_reference(implementation, r
 
 @pytest.mark.slow
 def test_values_are_those_of_the_dense_reference_in_the_simulator(monkeypatch):
-    """With what multiplies them too, and reads them where they lie and writes each row to the place
-    of its choice."""
+    """The products are simulated too."""
     interpreted(monkeypatch, rows, layout, interpreted=True)
-    interpreted(monkeypatch, grouped, swiglu, simulated=True)
+    interpreted(monkeypatch, grouped, simulated=True)
     x, gate_up, down, ids, probs, _ = tokens_and_weights()
     kept, _ = without_the_last(ids, 9)
     wide = (array.astype(jnp.float32) for array in (gate_up[0, :, 0], gate_up, down))
     expected = dense_reference(Experts(*wide), x.astype(jnp.float32), kept, probs)
     weights = Experts(gate_up[0, :, 0], gate_up, down)
-    options = {"num_rows": 9, "implementation": "mosaic_scattered"}
+    options = {"num_rows": 9, "implementation": "mosaic"}
     found, _ = jit(lambda *of: routed_experts(*of, **options))(weights, x, ids, probs)
     np.testing.assert_allclose(found, expected, rtol=2**-8, atol=2**-9 * np.abs(expected).max())

@@ -81,17 +81,15 @@ def test_a_tpu_has_the_plain_twin_and_no_kernel(operation):
         lowered(operation, "tpu", "mosaic")
 
 
-PROGRAMS = [("tpu", None, 0), ("tpu", "megablox", 6), ("cuda", None, 0)]
+PLATFORMS = ["tpu", "cuda"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scanned", [True, False])
-@pytest.mark.parametrize(("platform", "experts", "kernels"), PROGRAMS)
-def test_training_is_lowered_for_accelerators_without_one(platform, experts, kernels, scanned):
-    """Loss and gradient on eight devices, by what None chooses on them but for the experts."""
-    execution = Execution(
-        remat="selective", buffer_factor=1.5, scan_layers=scanned, experts=experts
-    )
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_training_is_lowered_for_accelerators_without_one(platform, scanned):
+    """Loss and gradient on eight devices, by what None chooses on them."""
+    execution = Execution(remat="selective", buffer_factor=1.5, scan_layers=scanned)
     config = ModelConfig(
         vocab_size=32,
         num_layers=2,
@@ -116,6 +114,4 @@ def test_training_is_lowered_for_accelerators_without_one(platform, experts, ker
     text = exported.mlir_module()
     # Slices of dynamic length are the default of TPUs, and not of GPUs.
     assert ("ragged_all_to_all" in text) == (platform == "tpu")
-    # Each of two products, and its gradients by rows and by matrices.
-    assert text.count("custom_call @tpu_custom_call") == kernels
-    assert KERNEL not in text
+    assert KERNEL not in text and "custom_call @tpu_custom_call" not in text

@@ -42,7 +42,7 @@ FLAGS = {
     "decode_attention": "plain",
     "latent": "expanded",
     "router": "plain",
-    "experts": "ragged_dot",
+    "experts": "batched",
     "remat": "selective",
     "fsdp": True,
     "overlap_grad_reduce": True,
@@ -102,7 +102,7 @@ def test_a_flag_names_what_there_is():
         "dispatch": dispatch.IMPLEMENTATIONS,
         "attention": core.IMPLEMENTATIONS,
         "latent": latent.IMPLEMENTATIONS,
-        "experts": (*feed_forward.IMPLEMENTATIONS, *feed_forward.FUSED_KERNELS),
+        "experts": feed_forward.IMPLEMENTATIONS,
     }
     for name, names in known.items():
         (literal, _) = get_args(hints[name])
@@ -162,16 +162,15 @@ def test_drops_need_a_capacity(given, message):
         ({"context": "ring", "attention": "xla"}, "cp2", r"not execution\.attention='xla'"),
         ({"dispatch": "ragged"}, "dp2 / ep2", r'dispatch="ragged" needs jax\.lax\.ragged_all_to'),
         (
-            {"experts": "mosaic_fused"},
+            {"experts": "mosaic"},
             "dp1",
-            r"experts='mosaic_fused' is a kernel for .*Hopper, not",
+            r"experts='mosaic' is a kernel for .*Hopper, not",
         ),
         (
             {"activation_wire": "float8_e4m3fn"},
             "dp2",
             r"activation_wire='float8_e4m3fn' changes nothing on layout .* dp2.*no token is sent",
         ),
-        ({"experts": "megablox"}, "dp1", r"experts='megablox' is a kernel for TPUs, not for 'cpu'"),
         ({"router": "mosaic"}, "dp1", r"router='mosaic' is a kernel.*leave out --router\."),
         ({"attention": "cudnn"}, "dp1", r"attention='cudnn' takes bfloat16 on NVIDIA GPUs"),
         ({"attention": "mosaic"}, "dp1", r"attention='mosaic' is a kernel.*out --attention\."),
@@ -226,7 +225,7 @@ def test_dense_run_refuses_layout_of_experts(name):
 def test_kernels_are_refused_on_gpus_that_they_are_not_written_for(monkeypatch):
     gpu = fold_abstract(Layout.parse("dp1"), "gpu")
     model = small_model(11, head_dim=64, dtype="bfloat16")
-    kernels = {"decode_attention": "mosaic", "router": "mosaic", "experts": "mosaic_gathered"}
+    kernels = {"decode_attention": "mosaic", "router": "mosaic", "experts": "mosaic"}
     kernels["attention"] = "mosaic"
     refused = {8.0: set(kernels), 9.0: set(), 10.0: set(kernels) - {"router"}}
     for capability, names in refused.items():
@@ -299,7 +298,7 @@ def test_a_dry_run_shows_how_it_computes():
     found = execution(replace(over_cp, model=chosen))
     assert {found[f"--{name.replace('_', '-')}"] for name in ("context", "experts")} == {
         "ring",
-        "ragged_dot",
+        "batched",
     }
 
 
