@@ -1,12 +1,14 @@
 """Optimizers by name against float64 NumPy, and their states on layouts, in memory and on disk."""
 
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from places import ROOT
 from small_runs import (
     fresh_state,
     fresh_weights,
@@ -20,7 +22,9 @@ from tiers import full_but
 
 from jrl.config.run import RunConfig
 from jrl.recipes import Grpo
+from jrl.recipes.base.hyperparameters import Hyperparameters
 from jrl.recipes.base.optimizer import USED, Optimizer
+from jrl.recipes.load import load_recipe
 from jrl.runs.checkpoints import Checkpoints
 from jrl.trainer.learner.optimizers import matrix_axes, transformation
 from jrl.trainer.learner.update import update
@@ -338,3 +342,24 @@ def test_abstract_state_equals_the_state(run, name):
     for real, like in zip(*map(jax.tree.leaves, (state, abstract(setup.networks))), strict=True):
         assert (real.shape, real.dtype) == (like.shape, like.dtype)
         assert real.sharding.is_equivalent_to(like.sharding, real.ndim)
+
+
+def test_transformation_of_a_recipe_file(tmp_path):
+    """The page's example: AMSGrad's three moments are sharded, counted and stepped."""
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    source = re.findall(r'(?ms)^```python title="amsgrad.py"\n(.*?)^```', page)[0]
+    (tmp_path / "amsgrad.py").write_text(source)
+    recipe = load_recipe("amsgrad.py:GrpoAmsgrad", tmp_path)(
+        **{field.name: getattr(small_recipe(), field.name) for field in fields(Hyperparameters)}
+    )
+    setup = replace(setup_on("adamw", "dp2"), recipe=recipe)
+    learner = two_updates(setup)
+    assert type(learner.opt_state[1][0]).__name__ == "ScaleByAmsgradState"
+    needs, plain = memory(setup), memory(setup_on("adamw", "dp2"))
+    assert needs["optimizer state"] == on_one_device(learner.opt_state)
+    assert (needs["optimizer state"] - 8) * 2 == (plain["optimizer state"] - 8) * 3
+    old = source.replace("policy_optimizer(self)", "optimizer(self)")
+    (tmp_path / "old.py").write_text(old)
+    with pytest.raises(ValueError, match="rename the property to policy_optimizer") as refused:
+        load_recipe("old.py:GrpoAmsgrad", tmp_path)
+    assert "\n" not in str(refused.value)
