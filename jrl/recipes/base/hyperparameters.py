@@ -53,15 +53,15 @@ class Hyperparameters:
     """The rate of the last step as a fraction of the learning rate."""
     learning_rate_decay: float = setting(0.1, above=0, maximum=1)
     """Fraction of the optimizer steps in which wsd decays the rate."""
-    beta1: float | None = setting(None, minimum=0, maximum=1)
+    beta1: float | None = setting(None, minimum=0)
     """Decay rate of the first moment of AdamW and Lion, and of the Adam beside Muon; None is
     0.9."""
-    beta2: float | None = setting(None, minimum=0, maximum=1)
+    beta2: float | None = setting(None, minimum=0)
     """Decay rate of the second moment of AdamW and of the Adam beside Muon, None is 0.999; for Lion
     of its momentum, None is 0.99."""
     epsilon: float | None = setting(None, above=0)
     """Term of the optimizer's denominator; None is 1e-8 for AdamW and Muon, 1e-30 for Adafactor."""
-    momentum: float | None = setting(None, minimum=0, maximum=1)
+    momentum: float | None = setting(None, minimum=0)
     """Decay rate of the momentum of Muon, None is 0.95; of SGD and Adafactor, None is off."""
     weight_decay: float = setting(0.0, minimum=0)
     """Decoupled weight decay: a step subtracts this times the learning rate times the weight."""

@@ -80,6 +80,12 @@ class Optimizer:
             )
         if self.name not in USED:
             raise ValueError(f"optimizer={self.name!r} is unknown: use {', '.join(USED)}.")
+        for setting in ("beta1", "beta2", "momentum"):
+            if (getattr(self, setting) or 0.0) >= 1:
+                raise ValueError(
+                    f"{setting}={getattr(self, setting)} must be below 1: a mean that decays by it "
+                    "would never move."
+                )
         if self.transformation is not None:
             _check_transformation(self.transformation)
             return

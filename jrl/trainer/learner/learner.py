@@ -113,6 +113,7 @@ def transformation_of(optimizer: Optimizer, config: ModelConfig) -> optax.Gradie
     return transformation(optimizer, select_trained(weight_table, weight_table))
 
 
+@cache
 def abstract_state(optimizer: Optimizer, config: ModelConfig, mesh: FoldedMesh) -> Any:
     """Shapes, dtypes and shardings of the optimizer state of a network."""
     state = jax.eval_shape(transformation_of(optimizer, config).init, _trained_shapes(config, mesh))
