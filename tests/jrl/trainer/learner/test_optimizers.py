@@ -33,6 +33,7 @@ from jrl.trainer.setup.planner import memory_of_update
 from jrl.trainer.setup.setup import build_setup
 from jrl.trainer.state import abstract, init_adapters, init_state, init_weights, restore, save
 from moe import placement
+from moe.execution import Execution
 from moe.weights import Weight
 
 TABLE = {
@@ -240,7 +241,10 @@ def setup_on(name, where, num_layers=3, **recipe):
     setup = small_setup(small_recipe(optimizer=name, weight_decay=0.1, **recipe), run)
     # Three layers on two stages: the first ends with a layer of padding.
     model = small_model(setup.tokenizer.vocab_size, num_layers=num_layers, dtype=dtype)
-    return replace(setup, model=replace(model, execution=replace(model.execution, fsdp=fsdp)))
+    return replace(
+        setup,
+        model=replace(model, execution=Execution(fsdp=fsdp, remat="full" if fsdp else "none")),
+    )
 
 
 def two_updates(setup, state=None):
