@@ -197,7 +197,9 @@ def _policy(step: Step) -> tuple[Any, Any, Any]:
     config, mesh = _network(step)
     recipe = RECIPES["grpo"]()
     run = _run_config(step)
-    optimizer = replace(recipe.optimizer, mu_dtype=run.mu_dtype, gradient_wire=run.gradient_wire)
+    optimizer = replace(
+        recipe.policy_optimizer, mu_dtype=run.mu_dtype, gradient_wire=run.gradient_wire
+    )
     objective = PolicyObjective(config, mesh, PromptLayout(step.prompt, 1), recipe, step.response)
     networks = Networks(Network(objective, optimizer, step.micro_batches), None)
     return objective, optimizer, state.abstract(networks).policy

@@ -66,7 +66,7 @@ class WarmStartSettings:
     """Examples per supervised step; padded with masked rows if it does not divide over the
     devices."""
     warm_start_learning_rate: float = setting(2e-3, minimum=0)
-    """Learning rate of AdamW in the warm start."""
+    """Learning rate of the optimizer in the warm start."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ class ActorCritic(Recipe):
     """Hyperparameters shared by the recipes that train a value network."""
 
     critic_learning_rate: float = setting(1e-3, minimum=0)
-    """Learning rate of AdamW for the critic."""
+    """Learning rate of the critic."""
     value_clip: float | None = setting(None, minimum=0)
     """Clip range of the value loss: how far a value may move from its old one before its gradient
     stops; None is off."""
@@ -42,7 +42,7 @@ class ActorCritic(Recipe):
 
     @property
     def critic_optimizer(self) -> Optimizer:
-        return Optimizer(self.critic_learning_rate, 0, self.weight_decay, self.max_grad_norm)
+        return replace(self.policy_optimizer, learning_rate=self.critic_learning_rate, warmup=0)
 
     @property
     def value_clip_sides(self) -> Sides | None:

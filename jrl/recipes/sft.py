@@ -1,6 +1,6 @@
 """Supervised fine-tuning (SFT) on given conversations, the stage before reinforcement learning."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from jrl.losses import Mean
 from jrl.recipes.base.batch import Batch, Targets
-from jrl.recipes.base.optimizer import Optimizer, Schedule
+from jrl.recipes.base.optimizer import Schedule
 from jrl.recipes.base.recipe import Metrics, Recipe, Supervision
 from jrl.setting import check_settings, setting
 
@@ -39,12 +39,11 @@ class Sft(Recipe):
     by the rounding of sums."""
 
     learning_rate: float = 2e-5
-    """Learning rate of AdamW. Adapters (--lora-rank) need about ten times more."""
+    """Learning rate. Adapters (--lora-rank) need about ten times more."""
     learning_rate_schedule: Schedule = "cosine"
-    """Schedule after the warm-up: constant, or a linear or cosine decay to the final rate at the
-    last of --steps. Raising --steps of a resumed run stretches it."""
-    learning_rate_final: float = 0.0
-    """The rate of the last step as a fraction of the learning rate."""
+    """Schedule after the warm-up: constant, a linear or cosine decay to the final rate at the last
+    of --steps, or wsd, constant and then a linear decay at the end. Raising --steps of a resumed
+    run stretches it."""
 
     max_length: int | None = None
     """Maximum tokens of a conversation; None is the longest of the data, or what the checkpoint's
@@ -68,11 +67,6 @@ class Sft(Recipe):
                 f"max_length={self.max_length} leaves no token to predict from another: give at "
                 "least 2."
             )
-        if not 0 <= self.learning_rate_final <= 1:
-            raise ValueError(
-                f"learning_rate_final={self.learning_rate_final} must lie in 0..1: it is a "
-                "fraction of the learning rate."
-            )
 
     @property
     def completions(self) -> int:
@@ -91,9 +85,9 @@ class Sft(Recipe):
         return self
 
     @property
-    def optimizer(self) -> Optimizer:
-        schedule, final = self.learning_rate_schedule, self.learning_rate_final
-        return replace(super().optimizer, schedule=schedule, final=final)
+    def updates_per_step(self) -> int:
+        # Epochs are passes over the data, not over a batch.
+        return 1
 
     @property
     def supervision(self) -> Supervision:

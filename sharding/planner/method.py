@@ -66,7 +66,7 @@ class Storage:
       weight: the weight as it is used.
       gradient: its sum over micro-batches.
       master: master weight, kept in shards; 0 where the weight is its own master.
-      moments: Adam's two, in shards.
+      moments: optimizer state, in shards: AdamW's two moments, or `Method.state_bytes`.
       gradient_comm: a gradient as it is sent.
       weight_comm: a new weight as it is sent.
       summand: the gradient of one micro-batch, in addition to their sum; 0 where products
@@ -76,7 +76,7 @@ class Storage:
     weight: int
     gradient: int
     master: int
-    moments: int
+    moments: float
     gradient_comm: int
     weight_comm: int
     summand: int
@@ -131,6 +131,7 @@ class Method:
       gradient_wire: communication dtype of gradients between sequence-parallel groups; "bfloat16"
         is an all-to-all of terms that are summed in float32 (`sharding.compression`).
       mu_dtype: of Adam's first moment.
+      state_bytes: bytes of the optimizer state per parameter; None assumes AdamW's two moments.
       attention: implementation that materialises scores in memory: "plain", all of them, or
         "blocked", a part; None is a kernel that has them on the chip
         (`sharding.planner.memory.working_score_bytes`).
@@ -159,6 +160,7 @@ class Method:
     overlap_grad_reduce: bool = False
     gradient_wire: str = "float32"
     mu_dtype: str = "float32"
+    state_bytes: float | None = None
     attention: str | None = None
     duplicates_experts: bool = False
 
@@ -202,6 +204,8 @@ class Method:
         return self._with_moments(STAYS_FLOAT32.get(self.storage, STORAGES[self.storage]))
 
     def _with_moments(self, storage: Storage) -> Storage:
+        if self.state_bytes is not None:
+            return replace(storage, moments=self.state_bytes)
         half = self.mu_dtype == "bfloat16"
         return replace(storage, moments=storage.moments * 3 // 4) if half else storage
 
@@ -213,7 +217,7 @@ def _split_rows(batch: Batch) -> tuple[Batch, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def with_fields(method: Method, **fields: str | int | bool | None) -> Method:
+def with_fields(method: Method, **fields: str | float | bool | None) -> Method:
     """The method with other fields, cached: a search needs few methods many times."""
     return replace(method, **fields)  # pyright: ignore[reportArgumentType]
 
@@ -225,6 +229,7 @@ def for_tokens(method: Method) -> Method:
         storage="float32",
         gradient_wire="float32",
         mu_dtype="float32",
+        state_bytes=None,
         overlap_grad_reduce=False,
     )
 
@@ -237,5 +242,6 @@ def for_weights(method: Method) -> Method:
         storage=method.storage,
         gradient_wire=method.gradient_wire,
         mu_dtype=method.mu_dtype,
+        state_bytes=method.state_bytes,
         overlap_grad_reduce=method.overlap_grad_reduce,
     )

@@ -6,7 +6,7 @@ from typing import Literal, TypeVar, get_args
 
 from jrl.losses import Aggregation, RejectionOver, WeightLevel, WeightMean
 from jrl.recipes.base.mismatch import Denominator, OldLogprobs, Rejection, Weighting
-from jrl.recipes.base.optimizer import Optimizer
+from jrl.recipes.base.optimizer import Optimizer, OptimizerName, Schedule
 from jrl.setting import check_settings, setting
 
 MINI_BATCH, MICRO_BATCH = 128, 64
@@ -37,12 +37,34 @@ class Hyperparameters:
     epochs: int = setting(1, minimum=1)
     """Passes over the completions of a step."""
 
+    optimizer: OptimizerName = "adamw"
+    """Optimizer of policy, critic and warm start. Muon trains matrices by it and all other weights
+    (norms, embedding, LM head, router, biases, adapters) by Adam. The rate of Adafactor is relative
+    to the size of each weight."""
     learning_rate: float = setting(2e-4, minimum=0)
-    """Learning rate of AdamW for the policy."""
+    """Learning rate of the policy."""
     learning_rate_warmup: int = setting(0, minimum=0)
     """Optimizer steps over which the learning rate rises linearly from 0."""
+    learning_rate_schedule: Schedule = "constant"
+    """Schedule after the warm-up: constant, a linear or cosine decay to the final rate at the last
+    of --steps, or wsd, constant and then a linear decay at the end. Raising --steps of a resumed
+    run stretches it."""
+    learning_rate_final: float = setting(0.0, minimum=0, maximum=1)
+    """The rate of the last step as a fraction of the learning rate."""
+    learning_rate_decay: float = setting(0.1, above=0, maximum=1)
+    """Fraction of the optimizer steps in which wsd decays the rate."""
+    beta1: float | None = setting(None, minimum=0)
+    """Decay rate of the first moment of AdamW and Lion, and of the Adam beside Muon; None is
+    0.9."""
+    beta2: float | None = setting(None, minimum=0)
+    """Decay rate of the second moment of AdamW and of the Adam beside Muon, None is 0.999; for Lion
+    of its momentum, None is 0.99."""
+    epsilon: float | None = setting(None, above=0)
+    """Term of the optimizer's denominator; None is 1e-8 for AdamW and Muon, 1e-30 for Adafactor."""
+    momentum: float | None = setting(None, minimum=0)
+    """Decay rate of the momentum of Muon, None is 0.95; of SGD and Adafactor, None is off."""
     weight_decay: float = setting(0.0, minimum=0)
-    """Decoupled weight decay of AdamW."""
+    """Decoupled weight decay: a step subtracts this times the learning rate times the weight."""
     max_grad_norm: float = setting(1.0, above=0)
     """Gradient clipping: gradients are scaled down to this global norm."""
 
@@ -128,8 +150,18 @@ class Hyperparameters:
     reward_wrong: float = setting(0.0, sft=False)
     """Reward of a completion with score 0; rewards of partial scores are in between."""
 
+    def __init_subclass__(cls):
+        super().__init_subclass__()
+        if isinstance(cls.__dict__.get("optimizer"), property):
+            raise TypeError(
+                f"{cls.__name__}.optimizer is a property, and optimizer is a field, the name of an "
+                "optimizer: rename the property to policy_optimizer."
+            )
+
     def __post_init__(self):
         check_settings(self)
+        # Raises for settings that do not fit together.
+        _ = self.policy_optimizer
         if self.dynamic_sampling and self.group_size < 2:
             raise ValueError(
                 f"group_size={self.group_size} leaves nothing to compare a completion with, and "
@@ -187,10 +219,26 @@ class Hyperparameters:
         return self.completions
 
     @property
-    def optimizer(self) -> Optimizer:
-        """Optimizer of the policy."""
+    def updates_per_step(self) -> int:
+        """Optimizer steps of a training step."""
+        return self.epochs * (self.completions // self.mini_batch_size)
+
+    @property
+    def policy_optimizer(self) -> Optimizer:
+        """Optimizer of the policy, with the optimizer steps of the run left open."""
         return Optimizer(
-            self.learning_rate, self.learning_rate_warmup, self.weight_decay, self.max_grad_norm
+            self.learning_rate,
+            self.learning_rate_warmup,
+            self.weight_decay,
+            self.max_grad_norm,
+            schedule=self.learning_rate_schedule,
+            final=self.learning_rate_final,
+            decay=self.learning_rate_decay,
+            name=self.optimizer,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            epsilon=self.epsilon,
+            momentum=self.momentum,
         )
 
 

@@ -163,8 +163,8 @@ class Recipe(Hyperparameters):
 
     @property
     def critic_optimizer(self) -> Optimizer:
-        """Optimizer of the critic, where there is one."""
-        return self.optimizer
+        """Optimizer of the critic, if there is one."""
+        return self.policy_optimizer
 
     @property
     def discount(self) -> float:

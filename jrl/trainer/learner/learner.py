@@ -24,12 +24,13 @@ from jaxtyping import Array
 
 from jrl.recipes.base.batch import replicated
 from jrl.recipes.base.optimizer import Optimizer
+from jrl.trainer.learner.optimizers import transformation
 from moe import placement
 from moe.adapters import combine_trees, select_frozen, select_trained
 from moe.config import ModelConfig
 from moe.weights import Transformer, cast, shapes, table
 from sharding.folding import FoldedMesh
-from sharding.sharded_jit import jit_sharded
+from sharding.sharded_jit import abstract_array, jit_sharded
 from sharding.zero import unshard
 
 Leaf = TypeVar("Leaf")
@@ -63,22 +64,6 @@ class Learner(Generic[Leaf]):
         return self.weights if self.masters is None else self.masters
 
 
-def transformation(optimizer: Optimizer) -> optax.GradientTransformation:
-    """Optax transformation of an optimizer: clipping and AdamW."""
-    # Clipped first: one large gradient must not stay in Adam's moments for hundreds of steps.
-    # Weight decay is decoupled from them (Loshchilov and Hutter, arXiv:1711.05101).
-    return optax.chain(
-        optax.clip_by_global_norm(optimizer.max_grad_norm),
-        # Betas of 0.9 and 0.999, the defaults of optax: `Optimizer.mu_dtype` depends on how far
-        # moments move in a step.
-        optax.adamw(
-            optimizer.rate_at,
-            weight_decay=optimizer.weight_decay,
-            mu_dtype=optimizer.mu_dtype,
-        ),
-    )
-
-
 def init_learner(
     optimizer: Optimizer, weights: Transformer[Array], config: ModelConfig, mesh: FoldedMesh
 ) -> Learner[Array]:
@@ -88,11 +73,11 @@ def init_learner(
       weights: float32; copied, because updates donate their buffers. For a network with adapters in
         the dtypes of computation; its frozen weights are not copied.
     """
-    # Moments of trained weights only: those of a frozen weight would be zeros for ever.
+    # State of trained weights only: moments of a frozen weight would be zeros for ever.
     trained, frozen = split(weights, config)
     keeps = keeps_masters(config)
     trained = to_masters(config, mesh)(trained) if keeps else copy_arrays(trained)
-    opt_state = _moments_init(optimizer, config, mesh)(trained)
+    opt_state = _state_init(optimizer, config, mesh)(trained)
     counters: dict[str, Any] = {
         name: replicate(jnp.zeros((), jnp.int32), mesh)
         for name in ("updates", "skipped", "skipped_in_a_row")
@@ -115,14 +100,31 @@ def _copy_leaves(leaves: list[Array]) -> list[Array]:
 
 
 @cache
-def _moments_init(
-    optimizer: Optimizer, config: ModelConfig, mesh: FoldedMesh
-) -> Callable[..., optax.OptState]:
+def _state_init(optimizer: Optimizer, config: ModelConfig, mesh: FoldedMesh) -> Callable[..., Any]:
     """Compiled function that initialises the optimizer state of trained weights."""
-    init = transformation(optimizer).init
-    # For the structure: shardings do not depend on sizes.
-    like = jax.eval_shape(init, select_trained(shapes(config), table(config)))
-    return jit_sharded(init, state_shardings(like, config, mesh))
+    like = abstract_state(optimizer, config, mesh)
+    init = transformation_of(optimizer, config).init
+    return jit_sharded(init, jax.tree.map(lambda leaf: leaf.sharding, like))
+
+
+def transformation_of(optimizer: Optimizer, config: ModelConfig) -> optax.GradientTransformation:
+    """Optax transformation of an optimizer for the trained weights of a network."""
+    weight_table = table(config)
+    return transformation(optimizer, select_trained(weight_table, weight_table))
+
+
+@cache
+def abstract_state(optimizer: Optimizer, config: ModelConfig, mesh: FoldedMesh) -> Any:
+    """Shapes, dtypes and shardings of the optimizer state of a network."""
+    state = jax.eval_shape(transformation_of(optimizer, config).init, _trained_shapes(config, mesh))
+    return jax.tree.map(abstract_array, state, state_shardings(state, config, mesh))
+
+
+@cache
+def _trained_shapes(config: ModelConfig, mesh: FoldedMesh) -> Transformer[jax.ShapeDtypeStruct]:
+    """Shapes of the trained weights, as stored on the mesh."""
+    stored = jax.eval_shape(lambda weights: placement.in_chunks(weights, mesh), shapes(config))
+    return select_trained(stored, table(config))
 
 
 def replicate(tree: Tree, mesh: FoldedMesh) -> Tree:
@@ -141,10 +143,46 @@ def split(
 
 
 def state_shardings(opt_state: Any, config: ModelConfig, mesh: FoldedMesh) -> Any:
-    """Shardings of the optimizer state: moments sharded (`moe.placement.shard_specs`), counters
-    replicated."""
-    shards = split(placement.shard_shardings(config, mesh), config)[0]
-    return map_networks(lambda _: shards, lambda _: replicated(mesh), opt_state)
+    """Shardings of an optimizer state, whatever the transformation.
+
+    A leaf that stands in the place of a weight is sharded as the weight's shards are
+    (`moe.placement.shard_specs`): all axes of a moment, and of a factor with fewer axes those that
+    it has in common with the weight. Everything else is replicated.
+    """
+    specs = split(placement.shard_specs(config, mesh), config)[0]
+    shapes = _trained_shapes(config, mesh)
+    weights = {
+        path: (leaf.shape, spec)
+        for (path, leaf), spec in zip(
+            jax.tree.leaves_with_path(shapes), jax.tree.leaves(specs), strict=True
+        )
+    }
+
+    def shard(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        # A transformation may keep a record of its own in the place of a weight.
+        for length in range(len(path), 0, -1):
+            if path[:length] in weights:
+                return NamedSharding(mesh.mesh, _spec_like(leaf.shape, *weights[path[:length]]))
+        return replicated(mesh)
+
+    return map_networks(
+        lambda node: jax.tree.map_with_path(shard, node), lambda _: replicated(mesh), opt_state
+    )
+
+
+def _spec_like(
+    shape: tuple[int, ...], weight_shape: tuple[int, ...], spec: PartitionSpec
+) -> PartitionSpec:
+    """PartitionSpec of an array that has some of a weight's axes, in their order."""
+    if shape == weight_shape:
+        return spec
+    first, entries = 0, list[Any]()
+    for size in shape:
+        axis = next((i for i in range(first, len(weight_shape)) if weight_shape[i] == size), None)
+        entries.append(None if axis is None or axis >= len(spec) else spec[axis])
+        # An axis that the weight does not have takes the place of none.
+        first = first if axis is None else axis + 1
+    return PartitionSpec(*entries)
 
 
 def map_networks(

@@ -37,7 +37,7 @@ from jrl.trainer.learner.learner import (
     keeps_masters,
     split,
     state_shardings,
-    transformation,
+    transformation_of,
 )
 from jrl.trainer.learner.metrics import (
     ExpertLoad,
@@ -392,7 +392,7 @@ def update(
     learner = replace(learner, weights=weights, masters=None)
     # Optax relies on the standard promotions, which a caller may have disabled.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        optimizer_updates, opt_state = transformation(optimizer).update(
+        optimizer_updates, opt_state = transformation_of(optimizer, config).update(
             grads, learner.opt_state, weights
         )
     # In float32, so that a step below the rounding error of a bfloat16 weight is not lost.

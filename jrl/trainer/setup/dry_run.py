@@ -108,7 +108,7 @@ def batch_arithmetic(setup: Setup) -> dict[str, str]:
     num_mini = recipe.completions // mini
     num_micro_batches = setup.geometry.num_micro_batches
     micro = mini // num_micro_batches
-    updates = recipe.epochs * num_mini
+    updates = recipe.updates_per_step
     pretraining = min(recipe.value_pretraining_steps, run.steps)
     time = setup.prompt_length + setup.response_length
     rows = {
@@ -281,7 +281,7 @@ def chat_arithmetic(setup: Setup) -> dict[str, str]:
         "steps": f"{run.steps:,} x {recipe.completions:,} conversations = {epochs:.3g} epochs",
         "micro-batches per step": f"{recipe.completions:,} / {micro:,} = {num_micro_batches:,}",
         "packed": "yes" if setup.networks.packs else "no",
-        "learning rate": f"{recipe.learning_rate:g}, {recipe.optimizer.schedule}",
+        "learning rate": f"{recipe.learning_rate:g}, {setup.policy_optimizer.schedule}",
         **_bubble(setup),
     }
 

@@ -10,9 +10,10 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from jrl.recipes.base.optimizer import Optimizer
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.expert_balancer import first_placement
-from jrl.trainer.learner.learner import keeps_masters
+from jrl.trainer.learner.learner import abstract_state, keeps_masters
 from jrl.trainer.scoring import num_micro_batches
 from jrl.trainer.setup.geometry import MAX_SLOTS, Geometry
 from jrl.trainer.setup.setup import Setup
@@ -25,7 +26,14 @@ from moe.config import ModelConfig
 from moe.disaggregated.weights import side_bytes
 from moe.layers.depth import map_layer_groups
 from moe.router.routing import choices_dtype
-from moe.weights import Transformer, cast_shapes, shapes, table, without_layers
+from moe.weights import (
+    Transformer,
+    cast_shapes,
+    num_trained_parameters,
+    shapes,
+    table,
+    without_layers,
+)
 from sharding.folding import FoldedMesh
 from sharding.schedule import Schedule
 from sharding.zero import ShardDim
@@ -50,8 +58,9 @@ def memory(setup: Setup) -> dict[str, int]:
     * float32 masters of weights in bfloat16 (`jrl.trainer.learner.learner`), each sharded over the
       devices that hold the weight where a dimension divides (`sharding.zero`): ``F / G`` with G
       replicas of everything, and ``E / G``; none where the weights are float32;
-    * Adam's two moments, sharded in the same way: ``2 F / G`` and ``2 E / G``, a quarter less with
-      a first moment in bfloat16;
+    * the optimizer's state, from its own shapes (`learner.abstract_state`): of AdamW two moments
+      and a step counter, ``2 F / G`` and ``2 E / G`` for moments that are sharded in the same way,
+      a quarter less with a first moment in bfloat16;
     * gradients ``max(F, E)``, float32, and with gradient accumulation ``max(W, V)`` for that of one
       micro-batch, in which the layers count by their shards under `Execution.fsdp`; for a single
       micro-batch without a pipeline ``max(W, V)`` alone;
@@ -114,13 +123,13 @@ def memory(setup: Setup) -> dict[str, int]:
     rows = {
         "weights": weights,
         "gradients": gradients,
-        **_optimizer_bytes(model, mesh, run.mu_dtype),
+        **_optimizer_bytes(setup.policy_optimizer, model, mesh),
     }
     if critic is not None:
         # With adapters, the critic's base weights are the policy's.
         shared = weight_bytes(critic, mesh, shards=fsdp, frozen=True) if has_adapters else 0
         rows["critic"] = weight_bytes(critic, mesh, shards=fsdp) - shared
-        optimizer_bytes = _optimizer_bytes(critic, mesh, run.mu_dtype)
+        optimizer_bytes = _optimizer_bytes(setup.critic_optimizer, critic, mesh)
         rows |= {f"critic's {name}": size for name, size in optimizer_bytes.items()}
     gathered = max(weight_bytes(network, mesh) for network in networks)
     replays = recipe.router_replay is not None
@@ -190,17 +199,30 @@ def weight_bytes(
     return _total(select_frozen(bytes_of_weights, table(config)) if frozen else bytes_of_weights)
 
 
-def _optimizer_bytes(config: ModelConfig, mesh: FoldedMesh, mu_dtype: str) -> dict[str, int]:
-    """Bytes of the float32 masters and of Adam's moments on one device, by kind of buffer."""
+def _optimizer_bytes(optimizer: Optimizer, config: ModelConfig, mesh: FoldedMesh) -> dict[str, int]:
+    """Bytes of the float32 masters and of the optimizer's state on one device, by kind."""
     # `shapes` are float32, `cast_shapes` have the dtypes of computation.
     bytes_of_weights = _local_bytes(shapes(config), mesh, placement.shard_specs(config, mesh))
     shard = _total(select_trained(bytes_of_weights, table(config)))
-    # For each float32 weight: the second moment is float32, the first of `mu_dtype`.
-    moment_bytes = 4 + jax.numpy.dtype(mu_dtype).itemsize
     return {
         "float32 masters": shard if keeps_masters(config) else 0,
-        "optimizer moments": shard * moment_bytes // 4,
+        "optimizer state": state_bytes(optimizer, config, mesh),
     }
+
+
+def state_bytes(optimizer: Optimizer, config: ModelConfig, mesh: FoldedMesh) -> int:
+    """Bytes of the optimizer's state of a network on one device."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(abstract_state(optimizer, config, mesh))
+    )
+
+
+def state_bytes_per_parameter(optimizer: Optimizer, config: ModelConfig, mesh: FoldedMesh) -> float:
+    """Bytes of the optimizer's state per trained parameter, on average over the network."""
+    like = abstract_state(optimizer, config, mesh)
+    total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
+    return total / num_trained_parameters(config)
 
 
 def gradient_bytes(

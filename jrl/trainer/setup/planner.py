@@ -10,7 +10,14 @@ from jrl.config.run import RunConfig
 from jrl.recipes.base.recipe import Recipe
 from jrl.trainer.learner.learner import keeps_masters
 from jrl.trainer.setup.geometry import Geometry
-from jrl.trainer.setup.memory import DECODE_PARTIALS, GRADIENTS_SENT, LOGITS, STAGE_INPUTS, memory
+from jrl.trainer.setup.memory import (
+    DECODE_PARTIALS,
+    GRADIENTS_SENT,
+    LOGITS,
+    STAGE_INPUTS,
+    memory,
+    state_bytes_per_parameter,
+)
 from jrl.trainer.setup.network import check_overlaps, check_supported, with_dispatch
 from jrl.trainer.setup.setup import Setup
 from moe.architecture.feed_forward import can_drop
@@ -52,8 +59,13 @@ def _planner_args(
     model: ModelConfig, geometry: Geometry, run: RunConfig
 ) -> tuple[ModelSizes, Layout, Batch, Method]:
     """Arguments of the planner for an update."""
-    batch = batch_of(geometry)
-    return sizes_of(model), geometry.mesh.layout, batch, method_of(model, geometry.mesh, batch, run)
+    batch, mesh = batch_of(geometry), geometry.mesh
+    method = method_of(model, mesh, batch, run)
+    optimizer = replace(geometry.recipe.policy_optimizer, mu_dtype=run.mu_dtype)
+    # The planner knows AdamW's state.
+    if optimizer.name != "adamw" or optimizer.transformation is not None:
+        method = replace(method, state_bytes=state_bytes_per_parameter(optimizer, model, mesh))
+    return sizes_of(model), mesh.layout, batch, method
 
 
 OVERLAPS = ("two_batch_overlap", "overlap_grad_reduce")

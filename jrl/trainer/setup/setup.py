@@ -245,12 +245,10 @@ class Setup:
         critic = None
         if recipe.uses_critic:
             objective = CriticObjective(self.model.as_critic(), self.mesh, layout, recipe, response)
-            optimizer = self._with_run_settings(recipe.critic_optimizer)
-            critic = Network(objective, optimizer, *sizes)
+            critic = Network(objective, self.critic_optimizer, *sizes)
         policy_objective = PolicyObjective(
             self.model, self.mesh, layout, recipe, response, sampling=sampling_of(recipe)
         )
-        optimizer = self._with_run_settings(recipe.optimizer)
         packs = self.run.packing
         if packs is None:
             # With windows, most tokens of a step only provide context; most conversations are far
@@ -271,7 +269,7 @@ class Setup:
             # For its sizes only: an engine allocates its pool when rows come.
             engine = self._engine(self.run.seed)
             pool = PoolSpec(engine.decoder, engine.slots, engine.max_length)
-        policy = Network(policy_objective, optimizer, *sizes)
+        policy = Network(policy_objective, self.policy_optimizer, *sizes)
         return Networks(policy, critic, packs, ahead, pool)
 
     @property
@@ -282,15 +280,39 @@ class Setup:
         # Rows of different prompts, which share nothing.
         layout = PromptLayout(self.prompt_length, group_size=1)
         objective = SupervisedObjective(model, self.mesh, layout)
-        optimizer = self._with_run_settings(Optimizer(self.run.warm_start_learning_rate))
-        return Network(objective, optimizer, 1)
+        # The recipe's optimizer at another rate, without what is chosen for its own steps.
+        plain = Optimizer(self.run.warm_start_learning_rate)
+        optimizer = replace(
+            self.recipe.policy_optimizer,
+            learning_rate=plain.learning_rate,
+            warmup=plain.warmup,
+            weight_decay=plain.weight_decay,
+            max_grad_norm=plain.max_grad_norm,
+            schedule=plain.schedule,
+        )
+        return Network(objective, self._with_run_settings(optimizer, 0), 1)
 
-    def _with_run_settings(self, optimizer: Optimizer) -> Optimizer:
-        """Optimizer of the recipe with the run's dtypes of moments and gradient communication."""
+    @property
+    def policy_optimizer(self) -> Optimizer:
+        """Optimizer of the policy in this run."""
+        steps = self.run.steps - min(self.recipe.value_pretraining_steps, self.run.steps)
+        return self._with_run_settings(self.recipe.policy_optimizer, steps)
+
+    @property
+    def critic_optimizer(self) -> Optimizer:
+        """Optimizer of the critic in this run."""
+        return self._with_run_settings(self.recipe.critic_optimizer, self.run.steps)
+
+    def _with_run_settings(self, optimizer: Optimizer, steps: int) -> Optimizer:
+        """Optimizer of the recipe with the run's dtypes of moments and gradient communication.
+
+        Args:
+          steps: training steps in which it is used.
+        """
         run = self.run
-        # A decreasing rate needs the last step, which is a setting of the run, not of the recipe.
+        # Of a rate that falls only: others need not compile again if the run is prolonged.
         if optimizer.schedule != "constant":
-            optimizer = replace(optimizer, steps=run.steps)
+            optimizer = replace(optimizer, steps=steps * self.recipe.updates_per_step)
         return replace(optimizer, mu_dtype=run.mu_dtype, gradient_wire=run.gradient_wire)
 
 

@@ -126,7 +126,7 @@ def test_a_recipe_of_ones_own_lies_beside_its_file(file, tmp_path, monkeypatch):
         ),
         ("remat: most", r"remat is 'most', not 'none' \| 'selective' \| 'projections' \| 'full'"),
         ("experts: megablox", r"experts is 'megablox', not .*: write experts: blocks\.$"),
-        ("optimizer: {learning_rate: 1}", r"optimizer is not a setting of this recipe"),
+        ("optimizer: {name: muon}", r"optimizer is \{'name': 'muon'\}, not 'adamw' \| 'muon'"),
         ("steps: 7\nsteps: 8", r"given.yaml is not YAML: steps is there twice \(line 2\)"),
         ("mini-batch: 7\nmini_batch: 8", r"mini_batch occurs twice: leave one out"),
         ("resume: true", r"resume is only for the command line: .* give --resume there"),

@@ -13,8 +13,9 @@ from tiers import full_but
 from jrl.losses import ExplainedVariance, Mean
 from jrl.recipes.base.batch import replicated
 from jrl.recipes.base.optimizer import Optimizer
-from jrl.trainer.learner.learner import init_learner, transformation
+from jrl.trainer.learner.learner import init_learner
 from jrl.trainer.learner.metrics import FirstUpdate, Max
+from jrl.trainer.learner.optimizers import transformation
 from jrl.trainer.learner.update import update
 from jrl.trainer.state import init_weights
 
@@ -243,7 +244,7 @@ def test_warm_up():
 def test_a_first_moment_in_bfloat16_is_rounded_and_the_second_is_not():
     """Ten steps of a constant gradient of 0.3, which the bound leaves as it is."""
     weights, gradient = jnp.zeros(5), jnp.full(5, 0.3)
-    optimizers = [transformation(Optimizer(0.1, mu_dtype=d)) for d in ("float32", "bfloat16")]
+    optimizers = [transformation(Optimizer(0.1, mu_dtype=d), None) for d in ("float32", "bfloat16")]
     states = [one.init(weights) for one in optimizers]
     for _ in range(10):
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
