@@ -2,6 +2,7 @@
 
 import html
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,8 +11,10 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from jrl.report.metrics import describe
+from jrl.report.operations import read_recordings
 from jrl.report.plots import PANELS
 from jrl.report.suspicion import first_suspicion
 from jrl.runs import records
@@ -42,9 +45,9 @@ def write_page(folders: Sequence[RunFolder], path: Path | str) -> Path:
     """
     if not folders:
         raise ValueError("folders=[] holds no run: give at least one")
-    data = page_data(folders)
-    heading = " · ".join(run["name"] for run in data["runs"])
     path = Path(path)
+    data = page_data(folders, path.parent)
+    heading = " · ".join(run["name"] for run in data["runs"])
     path.parent.mkdir(parents=True, exist_ok=True)
     records.replace(path, render_page(data, heading).encode())
     return path
@@ -70,11 +73,14 @@ def read_asset(name: str) -> str:
     return files("jrl.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def page_data(folders: Sequence[RunFolder]) -> dict[str, Any]:
-    """All data of a page."""
+def page_data(folders: Sequence[RunFolder], base: Path | None = None) -> dict[str, Any]:
+    """All data of a page in the folder `base`; None is the folder of each run."""
     characters = MAX_SAMPLE_CHARACTERS // len(folders)
     names = distinct_names([folder.path for folder in folders])
-    runs = [run_data(folder, name, characters) for folder, name in zip(folders, names, strict=True)]
+    runs = [
+        run_data(folder, name, characters) | {"profiles": profile_data(folder, base or folder.path)}
+        for folder, name in zip(folders, names, strict=True)
+    ]
     metric_names = sorted({name for run in runs for name in run["metrics"]})
     return {
         "runs": runs,
@@ -112,6 +118,17 @@ def run_data(folder: RunFolder, name: str, characters: int) -> dict[str, Any]:
         "samples": fit_samples(samples, characters),
         "num_samples": len(samples),
     }
+
+
+def profile_data(folder: RunFolder, base: Path) -> list[dict[str, Any]]:
+    """Recordings of the profiler, with the address of each trace from the folder `base`."""
+    found = read_recordings(folder.profiles_path)
+    for each in found:
+        if each["trace"] is not None:
+            path = os.path.relpath(folder.profiles_path / each["trace"], base)
+            # With a dot: an address is not taken for a protocol, whatever the name of the folder.
+            each["trace"] = "./" + quote(Path(path).as_posix())
+    return found
 
 
 def thin(lines: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any]]:
