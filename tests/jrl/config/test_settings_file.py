@@ -116,7 +116,8 @@ def test_a_recipe_of_ones_own_lies_beside_its_file(file, tmp_path, monkeypatch):
         ("fsdp: maybe", r"fsdp is 'maybe', not bool\.$"),
         (
             "log_to: wandb",
-            r"'wandb', not a list of 'tensorboard' \| 'wandb': write log_to: \[\"wandb\"\]",
+            r"'wandb', not a list of 'tensorboard' \| 'wandb' \| 'trackio' \| 'mlflow': "
+            r"write log_to: \[\"wandb\"\]",
         ),
         ("reward: a.py:b", r"is 'a\.py:b', not a list of str: write reward: \[\"a\.py:b\"\]\.$"),
         (
