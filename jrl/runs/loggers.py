@@ -168,13 +168,13 @@ class MLflow:
             else experiment.experiment_id
         )
         self._id = self._client.create_run(experiment_id, run_name=directory.name).info.run_id
+        path.write_text(self._id + "\n")  # before its parameters, so that a failure makes no second
         params = [
             self._entities.Param(_mlflow_name(name), str(value)[:MLFLOW_VALUE])
             for name, value in _leaves(config)
         ]
         for start in range(0, len(params), MLFLOW_BATCH):
             self._client.log_batch(self._id, params=params[start : start + MLFLOW_BATCH])
-        path.write_text(self._id + "\n")
 
     def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
         if self._last.reaches(step):
