@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import jax
 
@@ -102,7 +101,8 @@ class Profiler:
             jax.profiler.start_trace(self._folder, profiler_options=options)
         except Exception as error:  # another recording of this process, or the disk
             self._fail(f"profile of steps {steps.start} to {steps.stop - 1}", error)
-            self._steps = range(0)
+            if steps.start in self._steps:
+                self._steps = range(0)  # one attempt, and one line
             return
         self._recorded = steps
         annotate(jax.profiler.TraceAnnotation)
@@ -116,5 +116,5 @@ class Profiler:
         lines = str(error).splitlines() or [type(error).__name__]
         self._print_line(f"warning: no {what}: {lines[0]}; the run goes on")
 
-    def _receive(self, signum: int, frame: FrameType | None) -> Any:
+    def _receive(self, signum: int, frame: FrameType | None) -> None:
         self._requested = True
