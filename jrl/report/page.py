@@ -14,7 +14,6 @@ from typing import Any
 from urllib.parse import quote
 
 from jrl.report.metrics import describe
-from jrl.report.operations import read_recordings
 from jrl.report.plots import PANELS
 from jrl.report.suspicion import first_suspicion
 from jrl.runs import records
@@ -31,6 +30,10 @@ UPLOT = "1.6.32"
 """The version of uPlot in `assets/uplot`."""
 MAX_POINTS = 1000
 """Maximum number of lines of metrics.jsonl per run; longer files are thinned out evenly."""
+RECORDINGS = Path("plugins/profile")
+"""Folder of the profiler's recordings, where TensorBoard looks for it."""
+OPERATIONS = "operations.json"
+"""File of a recording with its largest operations."""
 MAX_SAMPLE_CHARACTERS = 1_200_000
 """Maximum characters of JSON for the samples of all runs of a page together."""
 
@@ -78,7 +81,7 @@ def page_data(folders: Sequence[RunFolder], base: Path | None = None) -> dict[st
     characters = MAX_SAMPLE_CHARACTERS // len(folders)
     names = distinct_names([folder.path for folder in folders])
     runs = [
-        run_data(folder, name, characters) | {"profiles": profile_data(folder, base or folder.path)}
+        run_data(folder, name, characters, base or folder.path)
         for folder, name in zip(folders, names, strict=True)
     ]
     metric_names = sorted({name for run in runs for name in run["metrics"]})
@@ -94,8 +97,9 @@ def page_data(folders: Sequence[RunFolder], base: Path | None = None) -> dict[st
     }
 
 
-def run_data(folder: RunFolder, name: str, characters: int) -> dict[str, Any]:
-    """Data of one run, by its name on the page; `characters` limits the JSON of its samples."""
+def run_data(folder: RunFolder, name: str, characters: int, base: Path) -> dict[str, Any]:
+    """Data of one run, by its name on the page in the folder `base`; `characters` limits the JSON
+    of its samples."""
     if not folder.metrics_path.exists():
         raise ValueError(
             f"run folder {folder.path} has no metrics.jsonl: it has no step to show; wait for its "
@@ -115,6 +119,7 @@ def run_data(folder: RunFolder, name: str, characters: int) -> dict[str, Any]:
         "metrics": {name: [records.plain(line.get(name)) for line in thinned] for name in columns},
         "lines": len(lines),
         "suspicion": None if suspicion is None else {"step": suspicion[0], "reasons": suspicion[1]},
+        "profiles": profile_data(folder, base),
         "samples": fit_samples(samples, characters),
         "num_samples": len(samples),
     }
@@ -129,6 +134,19 @@ def profile_data(folder: RunFolder, base: Path) -> list[dict[str, Any]]:
             # With a dot: an address is not taken for a protocol, whatever the name of the folder.
             each["trace"] = "./" + quote(Path(path).as_posix())
     return found
+
+
+def read_recordings(profiles: Path) -> list[dict[str, Any]]:
+    """The finished recordings of a run by their first step, as
+    `jrl.trainer.profiler.write_operations` wrote them, with the path
+    of the ``trace`` inside of `profiles`."""
+    found = []
+    for path in (profiles / RECORDINGS).glob(f"*/{OPERATIONS}"):
+        content = records.read_object(path, "delete it, or put it back as it was")
+        traces = sorted(path.parent.glob("*.trace.json.gz"))
+        trace = traces[0].relative_to(profiles).as_posix() if traces else None
+        found.append({**content, "trace": trace})
+    return sorted(found, key=lambda each: (each["first"], each["process"]))
 
 
 def thin(lines: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any]]:

@@ -1,10 +1,14 @@
 """Profiler of a run: records some of its steps with `jax.profiler`."""
 
+import json
+import re
 import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
@@ -12,10 +16,14 @@ from types import FrameType
 import jax
 
 from jrl.processes.progress import annotate, phase
-from jrl.report.operations import RECORDINGS, write_operations
+from jrl.report.page import OPERATIONS, RECORDINGS
+from jrl.runs import records
 
 SIGNAL: signal.Signals | None = getattr(signal, "SIGUSR1", None)
 """Signal that asks for a recording; None on a platform that lacks it."""
+NUM_OPERATIONS = 10
+CONTROL_FLOW = re.compile(r"(while|call|conditional|async-(start|done|update))([.\d]*)")
+"""Operations whose time is also the time of the operations that they run."""
 
 
 class Profiler:
@@ -105,7 +113,7 @@ class Profiler:
                 self._steps = range(0)  # one attempt, and one line
             return
         self._recorded = steps
-        annotate(jax.profiler.TraceAnnotation)
+        annotate(lambda name: jax.profiler.TraceAnnotation(name))
 
     def _recording(self, step: int) -> Path:
         """Folder of the recording that begins with a step."""
@@ -118,3 +126,55 @@ class Profiler:
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
         self._requested = True
+
+
+def write_operations(recording: Path, first: int, last: int, process: int) -> None:
+    """Writes the largest operations of a finished recording beside its trace.
+
+    Args:
+      recording: folder with the recording's ``.xplane.pb``.
+      first: first step of the recording.
+      last: last step of the recording, inclusive.
+      process: process that recorded it.
+    """
+    totals = defaultdict[tuple[str, str], float](float)
+    for path in recording.glob("*.xplane.pb"):
+        for name, program, seconds in _operations(path):
+            totals[name, program] += seconds
+    everything = sum(totals.values())
+    largest = sorted(totals.items(), key=lambda item: -item[1])[:NUM_OPERATIONS]
+    content = {
+        "first": first,
+        "last": last,
+        "process": process,
+        "seconds": everything,
+        "operations": [
+            {"name": name, "program": program, "seconds": seconds}
+            for (name, program), seconds in largest
+        ],
+    }
+    records.replace(recording / OPERATIONS, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def _operations(path: Path) -> Iterator[tuple[str, str, float]]:
+    """Name, compiled program and seconds of each operation that a device executed.
+
+    GPUs and TPUs have planes of their own, with a line for each stream or for all operations. On a
+    CPU the operations are among the events of the host's threads.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of jaxlib's own types
+        planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
+        devices = [plane for plane in planes if plane.name.startswith("/device:")]
+        for plane in devices or planes:
+            for line in plane.lines:
+                is_operations = line.name.startswith(("Stream", "XLA Ops"))
+                if plane in devices and not is_operations:
+                    continue
+                for event in line.events:
+                    stats = dict(event.stats)
+                    if "hlo_op" not in stats and not is_operations:
+                        continue
+                    name = str(stats.get("hlo_op", event.name)).removeprefix("%").split(" = ")[0]
+                    if not CONTROL_FLOW.fullmatch(name):
+                        yield name, str(stats.get("hlo_module", "")), event.duration_ns / 1e9

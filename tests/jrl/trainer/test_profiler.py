@@ -11,11 +11,10 @@ from small_runs import Finished, metrics_of, small_recipe, small_run, small_setu
 
 from jrl.config.run import RunConfig
 from jrl.processes.progress import phase
-from jrl.report.operations import read_recordings, write_operations
-from jrl.report.page import page_data
+from jrl.report.page import page_data, read_recordings
 from jrl.runs.folder import RunFolder
 from jrl.trainer.loop import train
-from jrl.trainer.profiler import Profiler
+from jrl.trainer.profiler import Profiler, write_operations
 
 
 @pytest.mark.parametrize(
