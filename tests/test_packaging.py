@@ -123,7 +123,7 @@ def test_the_wheel_is_the_whole_library_and_runs(tmp_path):
 
 EXTRAS = ("safetensors", "tokenizers", "jinja2", "gguf", "math_verify", "reasoning_gym", "pyarrow")
 EXTRAS += ("datasets", "tensorboardX", "llguidance", "starlette", "uvicorn", "ray", "wandb")
-EXTRAS += ("gcsfs",)
+EXTRAS += ("gcsfs", "trackio", "mlflow")
 
 
 @pytest.mark.slow

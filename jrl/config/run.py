@@ -62,6 +62,11 @@ class RunConfig(
                 record.__post_init__(self)
         _ = self.execution  # raises its errors
         check_engine(self, self)
+        if self.profiled_steps.start > self.steps > 0:
+            raise ValueError(
+                f"profile={self.profile!r} begins after the last step, {self.steps}: give steps of "
+                "the run."
+            )
         for name in ("rollout_devices", "rollout_split", "stale_cache"):
             if self.min_processes is not None and getattr(self, name):
                 raise ValueError(

@@ -7,7 +7,7 @@ Both cost a few microseconds, and nothing is sent here.
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ class Position:
     Attributes:
       phase: of the main thread: "start", "warm start", "step" (what is in none of the following),
         "rollout", "reward", "environment", "scoring", "update", "evaluation", "checkpoint",
-        "report", "agreement".
+        "report", "profile", "agreement".
       outer: the phase that `phase` is a part of; empty without one.
       part: of the phase, where the host counts them, such as "mini-batch 2"; may be empty.
       step: training step that is in progress, from 1; 0 before the first.
@@ -78,7 +78,8 @@ class Progress:
             self._phases.append((name, self._clock()))
             self._part = ""
         try:
-            yield
+            with _annotation(name):
+                yield
         finally:
             if is_recorded:
                 self._phases.pop()
@@ -136,7 +137,14 @@ class Progress:
             self._compiling.discard(threading.get_ident())
 
 
+_annotation: Callable[[str], AbstractContextManager[Any]] = nullcontext
 _current = Progress()
+
+
+def annotate(annotation: Callable[[str], AbstractContextManager[Any]] | None) -> None:
+    """Enters `annotation` with the name of each phase, from here on; None enters nothing."""
+    global _annotation
+    _annotation = nullcontext if annotation is None else annotation
 
 
 def phase(name: str) -> Any:

@@ -1,5 +1,6 @@
 """Settings of the monitoring of a run's processes."""
 
+import re
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,7 +12,7 @@ LOCALHOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class MonitoringSettings:
-    """Metrics, health check and deadlines."""
+    """Metrics, health check, deadlines and profiles."""
 
     CHANGEABLE: ClassVar[bool] = True
 
@@ -31,8 +32,29 @@ class MonitoringSettings:
     (at most the deadline) the run ends. It is six times as long for checkpoints, and twelve times
     for compilations and for the first of each phase. 0 watches nothing. None is 300; a run of one
     process is then named but not ended."""
+    profile: str | None = None
+    """Record these steps with JAX's profiler, for example 10:13 for steps 10, 11 and 12: the first
+    included, the last not. The trace is in profiles/ of the run folder, its largest operations in
+    report.html."""
+    profile_steps: int = setting(3, minimum=1)
+    """Number of steps that a process records after the signal SIGUSR1."""
+
+    @property
+    def profiled_steps(self) -> range:
+        """Steps of `profile`."""
+        if self.profile is None:
+            return range(0)
+        matched = re.fullmatch(r"([0-9]+):([0-9]+)", self.profile)
+        steps = range(int(matched[1]), int(matched[2])) if matched else range(0)
+        if not steps or steps.start < 1:
+            raise ValueError(
+                f"profile={self.profile!r} must be A:B with 1 <= A < B, for example 10:13 for "
+                "steps 10, 11 and 12."
+            )
+        return steps
 
     def __post_init__(self):
+        _ = self.profiled_steps  # raises its error
         if self.metrics_address != LOCALHOST and self.metrics_port is None:
             raise ValueError(f"metrics_address={self.metrics_address!r} needs --metrics-port.")
         if self.step_deadline is not None and self.metrics_port is None:

@@ -2,6 +2,7 @@
 
 import html
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from jrl.report.metrics import describe
 from jrl.report.plots import PANELS
@@ -28,6 +30,10 @@ UPLOT = "1.6.32"
 """The version of uPlot in `assets/uplot`."""
 MAX_POINTS = 1000
 """Maximum number of lines of metrics.jsonl per run; longer files are thinned out evenly."""
+RECORDINGS = Path("plugins/profile")
+"""Folder of the profiler's recordings, where TensorBoard looks for it."""
+OPERATIONS = "operations.json"
+"""File of a recording with its largest operations."""
 MAX_SAMPLE_CHARACTERS = 1_200_000
 """Maximum characters of JSON for the samples of all runs of a page together."""
 
@@ -42,9 +48,9 @@ def write_page(folders: Sequence[RunFolder], path: Path | str) -> Path:
     """
     if not folders:
         raise ValueError("folders=[] holds no run: give at least one")
-    data = page_data(folders)
-    heading = " · ".join(run["name"] for run in data["runs"])
     path = Path(path)
+    data = page_data(folders, path.parent)
+    heading = " · ".join(run["name"] for run in data["runs"])
     path.parent.mkdir(parents=True, exist_ok=True)
     records.replace(path, render_page(data, heading).encode())
     return path
@@ -70,11 +76,14 @@ def read_asset(name: str) -> str:
     return files("jrl.report").joinpath("assets", name).read_text(encoding="utf-8")
 
 
-def page_data(folders: Sequence[RunFolder]) -> dict[str, Any]:
-    """All data of a page."""
+def page_data(folders: Sequence[RunFolder], base: Path | None = None) -> dict[str, Any]:
+    """All data of a page in the folder `base`; None is the folder of each run."""
     characters = MAX_SAMPLE_CHARACTERS // len(folders)
     names = distinct_names([folder.path for folder in folders])
-    runs = [run_data(folder, name, characters) for folder, name in zip(folders, names, strict=True)]
+    runs = [
+        run_data(folder, name, characters, base or folder.path)
+        for folder, name in zip(folders, names, strict=True)
+    ]
     metric_names = sorted({name for run in runs for name in run["metrics"]})
     return {
         "runs": runs,
@@ -88,8 +97,9 @@ def page_data(folders: Sequence[RunFolder]) -> dict[str, Any]:
     }
 
 
-def run_data(folder: RunFolder, name: str, characters: int) -> dict[str, Any]:
-    """Data of one run, by its name on the page; `characters` limits the JSON of its samples."""
+def run_data(folder: RunFolder, name: str, characters: int, base: Path) -> dict[str, Any]:
+    """Data of one run, by its name on the page in the folder `base`; `characters` limits the JSON
+    of its samples."""
     if not folder.metrics_path.exists():
         raise ValueError(
             f"run folder {folder.path} has no metrics.jsonl: it has no step to show; wait for its "
@@ -109,9 +119,34 @@ def run_data(folder: RunFolder, name: str, characters: int) -> dict[str, Any]:
         "metrics": {name: [records.plain(line.get(name)) for line in thinned] for name in columns},
         "lines": len(lines),
         "suspicion": None if suspicion is None else {"step": suspicion[0], "reasons": suspicion[1]},
+        "profiles": profile_data(folder, base),
         "samples": fit_samples(samples, characters),
         "num_samples": len(samples),
     }
+
+
+def profile_data(folder: RunFolder, base: Path) -> list[dict[str, Any]]:
+    """Recordings of the profiler, with the address of each trace from the folder `base`."""
+    found = read_recordings(folder.profiles_path)
+    for each in found:
+        if each["trace"] is not None:
+            path = os.path.relpath(folder.profiles_path / each["trace"], base)
+            # With a dot: an address is not taken for a protocol, whatever the name of the folder.
+            each["trace"] = "./" + quote(Path(path).as_posix())
+    return found
+
+
+def read_recordings(profiles: Path) -> list[dict[str, Any]]:
+    """The finished recordings of a run by their first step, as
+    `jrl.trainer.profiler.write_operations` wrote them, with the path
+    of the ``trace`` inside of `profiles`."""
+    found = []
+    for path in (profiles / RECORDINGS).glob(f"*/{OPERATIONS}"):
+        content = records.read_object(path, "delete it, or put it back as it was")
+        traces = sorted(path.parent.glob("*.trace.json.gz"))
+        trace = traces[0].relative_to(profiles).as_posix() if traces else None
+        found.append({**content, "trace": trace})
+    return sorted(found, key=lambda each: (each["first"], each["process"]))
 
 
 def thin(lines: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any]]:

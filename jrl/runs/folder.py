@@ -83,6 +83,7 @@ class RunFolder:
         self.adapters_path = self.path / "adapters"
         self.stacks_path = self.path / "stacks"
         self.tensorboard_path = self.path / "tensorboard"
+        self.profiles_path = self.path / "profiles"
         self._checkpoints_path: StoragePath | None = None
         self._lock: int | None = None
 

@@ -6,6 +6,8 @@ from typing import ClassVar, Literal
 from jrl.runs.directory import storage_path
 from jrl.setting import setting
 
+LoggerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
+
 
 @dataclass(frozen=True)
 class OutputSettings:
@@ -33,7 +35,7 @@ class OutputSettings:
     sample_tokens: int = setting(512, minimum=0, sft=False)
     """Number of first tokens of each of these completions to write with their advantage, entropy
     and log-probabilities, by a forward pass over these completions; 0 writes none."""
-    log_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    log_to: tuple[LoggerName, ...] = ()
     """Loggers of metrics, in addition to metrics.jsonl."""
 
     def __post_init__(self):

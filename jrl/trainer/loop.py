@@ -54,6 +54,7 @@ from jrl.trainer.outputs import (
     save_nonfinite,
     write_heldout_samples,
 )
+from jrl.trainer.profiler import Profiler
 from jrl.trainer.setup.adapters import write_adapters
 from jrl.trainer.setup.elastic import restart_without
 from jrl.trainer.setup.setup import Setup
@@ -133,6 +134,9 @@ def train(
     with ExitStack() as stack:
         watchdog = stack.enter_context(_watchdog(setup, folder))
         stop = stack.enter_context(Stop(setup.task.close))
+        profiler = stack.enter_context(
+            Profiler(folder.profiles_path, run.profiled_steps, run.profile_steps)
+        )
         guard = stack.enter_context(Guard(_attachment(setup.run, folder, on_fault)))
         drainer = _drainer(setup, folder)
         monitors = _monitors(setup, folder, watchdog, stack)
@@ -168,8 +172,9 @@ def train(
         while int(state.step) < run.steps and not any_of(bool(stop) or drainer.requested):
             # A signal ends the run after this step, never during an update.
             stop.doing = f"finishing step {int(state.step) + 1} and saving it"
-            started = time.perf_counter()
             begin_step(int(state.step) + 1)
+            profiler.begin_step(int(state.step) + 1)
+            started = time.perf_counter()
             state, result = stage.step(state)
             step, metrics = int(state.step), result.metrics
             # Samples for people and evaluation are not part of the step's time.
@@ -212,6 +217,7 @@ def train(
                         write_page([folder], folder.report_path)
             # After the checkpoint: a run resumed with a larger --max-nonfinite continues from here.
             _check_finite(state, run.max_nonfinite, folder, checkpoints)
+        profiler.close()
         step = int(state.step)
         checkpoints.wait()
         # A signal may end the run between two checkpoints.

@@ -143,12 +143,7 @@ def open_outputs(run: RunConfig, recipe: Recipe, folder: RunFolder, step: int) -
     with ExitStack() as stack:
         extra: list[loggers.Logger] = []
         for name in run.log_to if is_main_process() else ():
-            # TensorBoard hides what a killed process logged after `step`.
-            if name == "tensorboard":
-                resumed = folder.tensorboard_path.is_dir()
-                logger = loggers.TensorBoard(folder.tensorboard_path, step if resumed else None)
-            else:
-                logger = loggers.Wandb(folder.path, folder.config())
+            logger = loggers.open_logger(name, folder, step)
             stack.callback(logger.close)
             extra.append(logger)
         # Totals and the drift continue from the last line, as they are in no checkpoint.

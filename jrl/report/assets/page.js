@@ -197,6 +197,16 @@
     }));
   }
 
+  function drawProfiles() {
+    $("profiles").replaceChildren(...runs.flatMap((run) => run.profiles.map((found) => el("div", { class: "card scroll phases" },
+      el("h3", {}, `${several ? run.name + ": l" : "L"}argest operations of ${found.first === found.last ? `step ${found.first}` : `steps ${found.first} to ${found.last}`}${found.process ? `, process ${found.process}` : ""}`),
+      found.operations.length ? el("table", {}, el("tbody", {}, el("tr", {}, el("th", {}, "operation"), el("th", {}, "program"), el("th", { class: "number" }, "seconds a step"), el("th", { class: "number" }, "share")),
+        ...found.operations.map((one) => el("tr", {}, el("td", {}, one.name), el("td", {}, one.program),
+          el("td", { class: "number" }, number(one.seconds / (found.last - found.first + 1), 3)), el("td", { class: "number" }, percent(one.seconds / found.seconds))))))
+        : el("p", {}, "The trace names no operation."),
+      el("p", { class: "note" }, "Time of all devices and threads together. ", found.trace ? el("a", { href: found.trace, download: true }, "Trace") : null, found.trace ? " for ui.perfetto.dev; TensorBoard reads profiles/ of the run folder." : null)))));
+  }
+
   // Summary ------------------------------------------------------------------------------------
 
   function figures(run) {
@@ -410,6 +420,7 @@
   $("differing-field").hidden = !several;
   for (const id of ["setting", "differing"]) $(id).addEventListener("input", drawSettings);
   drawSettings();
+  drawProfiles();
   $("footer").textContent = `Drawn from metrics.jsonl and samples.jsonl by jrl, with uPlot ${data.uplot} (MIT).`;
   drawCharts();
   dark.addEventListener("change", () => { drawSummary(); drawCharts(); drawSample(); });

@@ -42,13 +42,14 @@ def test_a_file_says_what_flags_would_say(file):
         temperature: 1
         system_prompt: no
         log_to: [tensorboard, wandb]
+        profile: 10:13
         response_length: null
         fsdp: false
         """
     )
     flags = ["--task=jsonl:a b.jsonl", "--learning-rate=1e-6", "--group-size=4", "--prompts=8"]
     flags += ["--mini-batch=8", "--temperature=1", "--system-prompt=no"]
-    flags += ["--log-to", "tensorboard", "wandb"]
+    flags += ["--log-to", "tensorboard", "wandb", "--profile", "10:13"]
     request = parse_arguments(["dapo", *flags])
     assert read(path) == (request.run, request.recipe)
     assert request.run.system_prompt == "no" and request.recipe.learning_rate == 1e-6
@@ -117,7 +118,8 @@ def test_a_recipe_of_ones_own_lies_beside_its_file(file, tmp_path, monkeypatch):
         ("fsdp: maybe", r"fsdp is 'maybe', not bool\.$"),
         (
             "log_to: wandb",
-            r"'wandb', not a list of 'tensorboard' \| 'wandb': write log_to: \[\"wandb\"\]",
+            r"'wandb', not a list of 'tensorboard' \| 'wandb' \| 'trackio' \| 'mlflow': "
+            r"write log_to: \[\"wandb\"\]",
         ),
         ("reward: a.py:b", r"is 'a\.py:b', not a list of str: write reward: \[\"a\.py:b\"\]\.$"),
         (

@@ -120,3 +120,24 @@ def test_the_command(run, tmp_path, capsys, monkeypatch):
     other.metrics_path.unlink()
     assert command.main([str(other.path)]) == 2
     assert "has no metrics.jsonl" in capsys.readouterr().err
+
+
+def test_profiles_are_linked_from_where_the_page_is(tmp_path):
+    with report_run(tmp_path / "a:run #1", steps=2) as folder:
+        recording = folder.profiles_path / "plugins/profile/step-2"
+        recording.mkdir(parents=True)
+        operations = [{"name": HOSTILE, "program": "jit_f", "seconds": 0.5}]
+        content = {"first": 2, "last": 3, "process": 0, "seconds": 1.0, "operations": operations}
+        (recording / "operations.json").write_text(json.dumps(content))
+        (recording / "host.trace.json.gz").touch()
+        trace = "profiles/plugins/profile/step-2/host.trace.json.gz"
+        for path, address in [
+            (folder.report_path, f"./{trace}"),
+            (tmp_path / "out.html", f"./a%3Arun%20%231/{trace}"),
+        ]:
+            page = write_page([folder], path).read_text()
+            assert embedded(page)["runs"][0]["profiles"] == [{**content, "trace": address}]
+            assert page.count("<script") == 3
+        (recording / "operations.json").write_text("{")
+        with pytest.raises(ValueError, match=r"operations\.json.*delete it"):
+            write_page([folder], folder.report_path)

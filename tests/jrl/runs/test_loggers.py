@@ -10,7 +10,16 @@ from tensorboardX.proto import event_pb2
 from jrl.faults.collect.sampler import import_client
 from jrl.faults.collect.sources import import_psutil
 from jrl.runs.folder import RunFolder
-from jrl.runs.loggers import TensorBoard, Wandb, check_installed
+from jrl.runs.loggers import (
+    MLFLOW_IMPATIENCE,
+    PAUSE_SECONDS,
+    MLflow,
+    Patient,
+    TensorBoard,
+    Trackio,
+    Wandb,
+    check_installed,
+)
 from jrl.trainer import outputs
 
 
@@ -79,6 +88,10 @@ def test_a_run_resumed_at_its_first_checkpoint_hides_later_steps(tmp_path):
         ("wandb", "wandb", lambda path: Wandb(path, {})),
         ("tensorboardX", "tensorboard", lambda path: check_installed("tensorboard")),
         ("wandb", "wandb", lambda path: check_installed("wandb")),
+        ("trackio", "trackio", lambda path: Trackio(path, {})),
+        ("trackio", "trackio", lambda path: check_installed("trackio")),
+        ("mlflow", "mlflow", lambda path: MLflow(path, {})),
+        ("mlflow", "mlflow", lambda path: check_installed("mlflow")),
         ("psutil", "faults", lambda path: import_psutil()),
         ("prometheus_client", "faults", lambda path: import_client()),
     ],
@@ -141,3 +154,154 @@ def test_wandb_continues_the_run_of_its_folder_and_no_other(tmp_path, wandb_call
     assert first == again != other
     # What has been logged before the resumption is not logged twice.
     assert [call[2] for call in wandb_calls if call[0] == "log"] == [1, 2, 3, 3, 1, 2, 3]
+
+
+@pytest.fixture
+def trackio_calls(monkeypatch):
+    """A stand-in for trackio."""
+    calls = []
+
+    class Run:
+        def log(self, metrics, step):
+            calls.append(("log", metrics, step))
+
+        def finish(self):
+            calls.append(("finish",))
+
+    def init(**arguments):
+        calls.append(("init", arguments))
+        return Run()
+
+    module = types.ModuleType("trackio")
+    monkeypatch.setattr(module, "init", init, raising=False)
+    monkeypatch.setitem(sys.modules, "trackio", module)
+    return calls
+
+
+def test_trackio_continues_the_run_of_its_folder_and_no_other(tmp_path, trackio_calls):
+    for folder, steps in (("a", (1, 2, 3)), ("a", (2, 3, 4)), ("b", (1,))):
+        logger = Trackio(tmp_path / folder / "sort-0", {"seed": 3})
+        for step in steps:
+            logger.log(step, {"loss": step})
+        logger.close()
+    inits = [call[1] for call in trackio_calls if call[0] == "init"]
+    names = [arguments["name"] for arguments in inits]
+    assert names[0] == names[1] != names[2] and names[0].startswith("sort-0-")
+    assert all(arguments["resume"] == "allow" for arguments in inits)
+    logged = [call[2] for call in trackio_calls if call[0] == "log"]
+    assert logged == [1, 2, 3, 4, 1]
+    assert trackio_calls[1] == ("log", {"loss": 1.0}, 1)
+
+
+@pytest.fixture
+def mlflow_calls(monkeypatch):
+    """A stand-in for mlflow with one experiment."""
+    for name in MLFLOW_IMPATIENCE:
+        monkeypatch.setenv(name, "3")
+    calls, experiments = [], []
+
+    class Client:
+        def get_experiment_by_name(self, name):
+            found = types.SimpleNamespace(experiment_id="7")
+            return found if name in experiments else None
+
+        def create_experiment(self, name):
+            experiments.append(name)
+            return "7"
+
+        def create_run(self, experiment, run_name):
+            identity = f"run-{len(calls)}"
+            calls.append(("create", experiment, run_name, identity))
+            return types.SimpleNamespace(info=types.SimpleNamespace(run_id=identity))
+
+        def update_run(self, identity, status):
+            calls.append(("update", identity, status))
+
+        def log_batch(self, identity, metrics=(), params=()):
+            assert len(params) <= 100
+            calls.extend(("param", identity, *each) for each in params)
+            calls.extend(("metric", identity, name, x, step) for name, x, _, step in metrics)
+
+        def set_terminated(self, identity):
+            calls.append(("end", identity))
+
+    module = types.ModuleType("mlflow")
+    entities = types.SimpleNamespace(Metric=lambda *fields: fields, Param=lambda *fields: fields)
+    monkeypatch.setattr(module, "MlflowClient", Client, raising=False)
+    monkeypatch.setattr(module, "entities", entities, raising=False)
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    return calls
+
+
+def test_mlflow_continues_the_run_of_its_folder_and_no_other(tmp_path, mlflow_calls):
+    config = {"run": {"steps": 9, "task": "x" * 600}, "recipe": "grpo"}
+    for folder, steps in (("a", (1, 2)), ("a", (2, 3)), ("b", (1,))):
+        logger = MLflow(tmp_path / folder / "sort-0", config)
+        for step in steps:
+            logger.log(step, {"val/pass@4": step})
+        logger.close()
+    first, second = (call[3] for call in mlflow_calls if call[0] == "create")
+    of_first = [call for call in mlflow_calls if call[0] != "create" and call[1] == first]
+    assert of_first == [
+        ("param", first, "run.steps", "9"),
+        ("param", first, "run.task", "x" * 500),
+        ("param", first, "recipe", "grpo"),
+        ("metric", first, "val/pass_4", 1.0, 1),
+        ("metric", first, "val/pass_4", 2.0, 2),
+        ("end", first),
+        ("update", first, "RUNNING"),
+        ("metric", first, "val/pass_4", 3.0, 3),
+        ("end", first),
+    ]
+    assert ("metric", second, "val/pass_4", 1.0, 1) in mlflow_calls
+
+
+class Flaky:
+    """A logger that fails as long as `is_down`."""
+
+    def __init__(self):
+        self.is_down, self.attempts, self.logged = False, 0, []
+
+    def make(self):
+        self._reach()
+        return self
+
+    def log(self, step, metrics):
+        self._reach()
+        self.logged.append(step)
+
+    def close(self):
+        self._reach()
+
+    def _reach(self):
+        self.attempts += 1
+        if self.is_down:
+            raise ConnectionError("no route to host\nand a page of details")
+
+
+@pytest.mark.parametrize("down", [range(1, 5), range(3, 6), range(0, 9), range(8, 9)])
+def test_a_logger_that_fails_says_so_once_and_catches_up(down, capsys):
+    """Its steps are sent after a pause, or a line says which it lacks."""
+    now, tracker = 0.0, Flaky()
+    tracker.is_down = 0 in down
+    logger = Patient("mlflow", tracker.make, lambda: now)
+    for step in range(1, 8):
+        now += 2 * PAUSE_SECONDS
+        tracker.is_down = step in down
+        logger.log(step, {})
+    tracker.is_down = 8 in down
+    logger.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "warning: logging to mlflow failed: no route to host; the run goes on"
+    assert tracker.logged == ([] if 0 in down else list(range(1, 8)))
+    rest = ["warning: mlflow lacks steps 1 to 7, which metrics.jsonl has"] if 0 in down else []
+    assert lines[1:] == rest
+
+
+def test_a_logger_that_fails_is_tried_with_pauses(capsys):
+    tracker = Flaky()
+    tracker.is_down = True
+    logger = Patient("wandb", tracker.make, lambda: 0.0)
+    for step in range(100):
+        logger.log(step, {})
+    assert tracker.attempts == 1
