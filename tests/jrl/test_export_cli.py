@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -188,7 +189,7 @@ def exported(chat_run, tmp_path_factory):
 
 
 def assert_same(found, expected):
-    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((found, expected)))
+    chex.assert_trees_all_equal(*jax.device_get((found, expected)))
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,9 +57,7 @@ def test_equals_one_device(name, layout):
         if "cp" in layout:  # which pads rows to a length that it can cut
             assert stats.padded > expected_stats.padded
             stats = replace(stats, padded=expected_stats.padded, positions=expected_stats.positions)
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), stats, expected_stats
-        )
+        chex.assert_trees_all_close(stats, expected_stats, rtol=1e-5)
         np.testing.assert_array_equal(stats.load, expected_stats.load)
         assert (float(stats.dropped) > 0) == (CONFIGS[name].capacity_factor is not None)
         sent = CONFIGS[name].num_expert_layers * 3 * int(batch()[1].sum())

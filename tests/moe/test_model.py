@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -247,7 +248,7 @@ def test_replayed_choices_are_used_with_current_scores(layout):
     assert own.shape == (2, 4, TIME, 3)
     np.testing.assert_array_equal(own[:, 1, 0], 6)
     expected = jax.device_get(free(weights, tokens, valid))
-    jax.tree.map(np.testing.assert_array_equal, forced(weights, tokens, valid, own), expected)
+    chex.assert_trees_all_equal(forced(weights, tokens, valid, own), expected)
     # Other choices: the experts of the record, and not the router's, get the tokens.
     other = np.where(own < 6, (own + 1) % 6, 6).astype(own.dtype)
     x, load = jax.device_get(forced(weights, tokens, valid, other))

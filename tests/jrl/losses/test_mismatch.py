@@ -4,6 +4,7 @@ import functools
 import itertools
 import operator
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -161,7 +162,7 @@ def test_statistics_on_eight_devices_equal_those_of_one():
             jitted.mismatch_weights(*arrays, level="sequence"),
             jitted.divergence_rejection_mask(*arrays, bound=0.2),
         )
-        jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-11), cut, whole)
+        chex.assert_trees_all_close(cut, whole, rtol=1e-11)
 
 
 def test_nothing_has_a_gradient():

@@ -2,6 +2,7 @@
 
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -135,8 +136,7 @@ def test_one_program_is_greedy_or_not():
     keys = jax.random.split(jax.random.key(0), len(logits))
     for greedy, sampling in ((False, Sampling()), (True, GREEDY)):
         either = draw(logits, Sampling(), keys, greedy=jnp.asarray(greedy))
-        for found, wanted in zip(either, draw(logits, sampling, keys), strict=True):
-            np.testing.assert_array_equal(found, wanted)
+        chex.assert_trees_all_equal(either, draw(logits, sampling, keys))
 
 
 @pytest.mark.parametrize(
@@ -333,10 +333,7 @@ def test_greedy_ignores_a_temperature_that_adapts():
     logits, statistics = undecided_rows()
     keys = jax.random.split(jax.random.key(4), len(ENTROPIES))
     greedy = Sampling(temperature=0.0, adaptive=AdaptiveTemperature(tau=0.9))
-    for one, other in zip(
-        draw(logits, greedy, keys, statistics), draw(logits, GREEDY, keys), strict=True
-    ):
-        np.testing.assert_array_equal(one, other)
+    chex.assert_trees_all_equal(draw(logits, greedy, keys, statistics), draw(logits, GREEDY, keys))
 
 
 @pytest.mark.parametrize(

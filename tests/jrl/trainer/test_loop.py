@@ -5,6 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -343,7 +344,7 @@ def test_pretraining_moves_the_critic_alone(tmp_path):
         # Sampler and trainer are compared in these steps too: float32 sums in another order.
         difference = metrics["sampling/sampling_logp_difference/max"]
         assert metrics["sampling/sampling_logp_difference/mean"] <= difference < 1e-5
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.policy), policy)
+    chex.assert_trees_all_equal(jax.device_get(state.policy), policy)
     assert int(state.critic.updates) == 4
     assert not np.array_equal(state.critic.weights.embedding, critic.weights.embedding)
     state, _ = one_step(setup, state)
@@ -397,9 +398,7 @@ def test_corrections_of_a_sampler_that_is_right_change_nothing():
         found.append((jax.device_get(state.policy.weights), without_timings(done.metrics)))
     (plain, expected), (corrected, metrics) = found
     # Decoding with a cache against one forward pass, and sums over devices: float32.
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=5e-5), corrected, plain
-    )
+    chex.assert_trees_all_close(corrected, plain, rtol=1e-4, atol=5e-5)
     for name, value in expected.items():
         assert metrics[name] == pytest.approx(float(value), rel=1e-3, abs=1e-4), name
     added = metrics.keys() - expected.keys()

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,7 +62,7 @@ def updated(setup, network, to_one_device=True):
 
 
 def equal(one, other):
-    jax.tree.map(np.testing.assert_array_equal, one, other)
+    chex.assert_trees_all_equal(one, other)
 
 
 LAYOUTS = [
@@ -104,9 +105,7 @@ def test_an_update_with_room_enough_is_not_repeated():
     expected, _ = updated(roomy, roomy.networks.policy, to_one_device=False)
     assert metrics.overflow == 0
     # The same products in buffers of other lengths: the last digits of float32.
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), learner, expected
-    )
+    chex.assert_trees_all_close(learner, expected, rtol=1e-5, atol=1e-6)
 
 
 def scored(setup):

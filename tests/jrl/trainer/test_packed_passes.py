@@ -3,6 +3,7 @@
 import functools
 from dataclasses import replace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -227,9 +228,7 @@ def trained(packs, batch_of=windows_batch, recipe="tppo", **settings):
 def assert_close(found, expected):
     # Two steps of Adam, which divides a gradient by its size, and with it what rounding made of one
     # near zero.
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), found, expected
-    )
+    chex.assert_trees_all_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,11 +73,7 @@ def assert_same(found, expected):
     for ours, own in ((found[1].loss, expected[1].loss),):
         np.testing.assert_allclose(ours, own, rtol=1e-6)
     largest = max(np.abs(x).max() for x in jax.tree.leaves(expected[0]))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5 * largest),
-        found[0],
-        expected[0],
-    )
+    chex.assert_trees_all_close(found[0], expected[0], rtol=2e-4, atol=1e-5 * largest)
 
 
 @pytest.mark.slow

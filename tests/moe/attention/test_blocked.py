@@ -1,5 +1,6 @@
 """Reading block by block is reading all at once: values, gradients, and no array of all scores."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,8 +103,7 @@ def test_blocks_are_larger_on_gpus_and_the_values_are_the_same():
     np.testing.assert_allclose(
         *(np.where(sees, out, 0) for out, _ in (in_one, in_blocks)), atol=2e-6
     )
-    for gradient, expected in zip(in_one[1], in_blocks[1], strict=True):
-        np.testing.assert_allclose(gradient, expected, atol=5e-6)
+    chex.assert_trees_all_close(in_one[1], in_blocks[1], rtol=1e-7, atol=5e-6)
     found = [core._blocked(Devices(platform, 0.0)) for platform in ("gpu", "cpu", "tpu")]
     assert found == [BLOCKED_ON_GPU, BLOCKED, BLOCKED]
 
@@ -250,7 +250,7 @@ def test_inside_a_shard_map():
     mine = outcome(lambda *x: over_two(*x, mask), given, weight)
     plain = outcome(at_once(mask), given, weight)
     assert np.all(np.isfinite(mine[0]))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), mine[1], plain[1])
+    chex.assert_trees_all_close(mine[1], plain[1], rtol=1e-7, atol=1e-5)
 
 
 def test_many_scores_on_a_cpu_are_computed_in_blocks(monkeypatch):

@@ -5,6 +5,7 @@ import itertools
 import operator
 from typing import get_args
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -170,7 +171,7 @@ def test_without_bounds_it_is_importance_weighted_reinforce():
         return jrl.aggregate(-ratio * b["advantages"], b["mask"])
 
     actual, expected = (jax.jit(jax.value_and_grad(f))(b["logprobs"]) for f in (clipped, weighted))
-    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5), actual, expected)
+    chex.assert_trees_all_close(actual, expected, rtol=1e-5)
 
 
 def test_the_gradient_vanishes_exactly_where_a_bound_binds():
@@ -217,7 +218,7 @@ def test_advantages_per_row_spread_over_tokens():
     actual = jitted.ppo_loss(*arrays, per_row, b["mask"], importance_weights=weights)
     weights = np.broadcast_to(weights, MASK.shape)
     expected = jitted.ppo_loss(*arrays, spread, b["mask"], importance_weights=weights)
-    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    chex.assert_trees_all_equal(actual, expected)
 
 
 def test_bounds_that_make_no_sense_are_refused():
@@ -302,7 +303,7 @@ def test_without_an_aggregation_there_are_no_denominators():
         reduced, others = compiled(loss)(*arrays, aggregation="token-sum")
         assert losses.shape == MASK.shape and not np.any(np.asarray(losses)[~MASK])
         np.testing.assert_allclose(np.sum(losses), reduced, rtol=1e-6)
-        jax.tree.map(np.testing.assert_array_equal, metrics, others)
+        chex.assert_trees_all_equal(metrics, others)
 
 
 def test_weights_are_factors_of_the_losses_of_tokens():

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+import chex
 import jax
-import numpy as np
 import pytest
 from small_runs import GROUP_SIZE, PROMPTS, fresh_weights, small_recipe, small_run, small_setup
 
@@ -26,7 +26,7 @@ def drawn():
 
 
 def equal(one, other):
-    jax.tree.map(np.testing.assert_array_equal, one, other)
+    chex.assert_trees_all_equal(one, other)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import shutil
 from dataclasses import replace
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -126,7 +127,7 @@ def test_steps_of_windows_are_those_of_one_device():
     assert any(len(row.trajectory.request.response) for row in done.collected.completions)
     for name in ("tokens", "mask", "finished", "rewards"):
         np.testing.assert_array_equal(getattr(same, name), getattr(batch, name), err_msg=name)
-    jax.tree.map(np.testing.assert_array_equal, after.unfinished, before.unfinished)
+    chex.assert_trees_all_equal(after.unfinished, before.unfinished)
     for metrics, wanted in zip(folded, one, strict=True):
         assert metrics.keys() == wanted.keys()
         for name in wanted.keys() - set(OF_THE_LAYOUT):
