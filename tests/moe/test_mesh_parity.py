@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from largest import assert_trees_close_by_largest
 from parity import CASES, CONFIGS, FULL, MOE, batch, on_one_device, run, without_execution
 from programs import mesh_of, on_mesh, random_weights
 from tiers import full_but
@@ -48,11 +49,7 @@ def test_equals_one_device(name, layout):
     # An element near zero is a difference of terms as large as its neighbours, with their error.
     # Where keys are short their lengths, by which they are divided, have larger ones.
     error = 2e-6 if CONFIGS[name].delta is None else 2e-5
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=error * np.max(np.abs(b))),
-        grads,
-        expected_grads,
-    )
+    assert_trees_close_by_largest(grads, expected_grads, rtol=2e-4, of_largest=error)
     if stats is not None:
         if "cp" in layout:  # which pads rows to a length that it can cut
             assert stats.padded > expected_stats.padded
@@ -89,11 +86,8 @@ def test_micro_batches_of_a_batch_add_up():
         *(jax.device_get(step(weights, tokens[p], valid[p])) for p in micro_batches), strict=True
     )
     np.testing.assert_allclose(sum(map(float, parts)), whole, rtol=2e-6)
-    jax.tree.map(
-        lambda a, b, c: np.testing.assert_allclose(a + b, c, rtol=1e-5),
-        *part_stats,
-        whole_stats,
-    )
+    summed = jax.tree.map(operator.add, *part_stats)
+    chex.assert_trees_all_close(summed, whole_stats, rtol=1e-5)
     np.testing.assert_array_equal(part_stats[0].load + part_stats[1].load, whole_stats.load)
 
 

@@ -96,7 +96,7 @@ def test_padding_changes_nothing():
         valid[row, places] = True
     weights = random_weights(CONFIG, 1)
     out = np.asarray(hidden(CONFIG, weights, tokens, valid))
-    assert np.all(np.isfinite(out))
+    chex.assert_tree_all_finite(out)
     alone = hidden(CONFIG, weights, real[None], np.ones((1, 4), bool))[0]
     for row, places in enumerate(columns):
         np.testing.assert_allclose(out[row, places], alone, atol=1e-5)
@@ -272,7 +272,7 @@ def test_dropped_choices_are_counted_and_the_network_goes_on():
     kept = np.minimum(stats.load, 4).sum()
     assert float(stats.load.sum()) == 2 * 12 * 3
     assert float(stats.dropped[0]) == float(stats.load.sum()) - kept > 0
-    assert np.all(np.isfinite(x))
+    chex.assert_tree_all_finite(x)
 
 
 def test_no_router_has_no_choices():

@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -134,7 +135,7 @@ def test_nothing_left_is_nothing():
     correction = Correction("icepop", mismatch_mean="token", rejection="geometric")
     _, weights, metrics = correct(correction)
     np.testing.assert_array_equal(weights, 0)
-    assert all(np.isfinite(value) for value in metrics.values())
+    chex.assert_tree_all_finite(metrics)
     assert metrics["rollout_is_min"] == metrics["rollout_is_max"] == 0
 
 

@@ -322,9 +322,7 @@ def test_the_first_step_draws_at_the_base_temperature_in_the_same_program():
     assert draw._cache_size() == programs
     without = draw(logits, sampling, keys)
     constant = draw(logits, Sampling(temperature=0.7, top_k=4), keys)
-    for one, other, plain in zip(neutral, without, constant, strict=True):
-        np.testing.assert_array_equal(one, plain)
-        np.testing.assert_array_equal(other, plain)
+    chex.assert_trees_all_equal(constant, neutral, without)
     assert not np.array_equal(adapted[1], neutral[1])
 
 

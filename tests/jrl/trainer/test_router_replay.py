@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from largest import assert_trees_close_by_largest
 from small_runs import (
     PROMPT_LENGTH,
     fresh_state,
@@ -208,10 +209,11 @@ def test_updates_with_other_choices_equal_those_of_one_device(layout, num_micro)
     learner, metrics = updated(record, layout, num_micro, layers)
     alone, of_one = updated(record, "dp1", 1, layers)
     # float32 sums of a few hundred terms in another order.
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=4e-6 * np.max(np.abs(b))),
+    assert_trees_close_by_largest(
         gradient_of(learner, mesh),
         gradient_of(alone, setup_on("dp1").mesh),
+        rtol=2e-4,
+        of_largest=4e-6,
     )
     metrics, of_one = numbers_of(metrics), numbers_of(of_one)
     assert metrics.keys() == of_one.keys()

@@ -74,7 +74,7 @@ def test_xla_reads_what_plain_reads(head_dim, v_head_dim, source, single, window
 
     (out, grads), (expected, expected_grads) = run("xla"), run("plain")
     assert out.shape == (BATCH, TIME, HEADS, v_head_dim)
-    assert np.all(np.isfinite(out))
+    chex.assert_tree_all_finite(out)
     # float32 sums of a dozen terms of order one.
     np.testing.assert_allclose(np.asarray(out)[seen], np.asarray(expected)[seen], atol=2e-6)
     chex.assert_trees_all_close(grads, expected_grads, rtol=1e-7, atol=5e-6)

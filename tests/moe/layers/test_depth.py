@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
+from largest import assert_trees_close_by_largest
 from programs import jit, mesh_of, random_weights, with_room
 from small_networks import DENSE_FIRST, ROUTED, any_choices, ragged_rows
 from tiers import full_but
@@ -85,11 +86,7 @@ def test_a_scanned_stack_equals_the_unrolled_one(layout, replayed, execution):
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     np.testing.assert_array_equal(stats.load, expected_stats.load)
     chex.assert_trees_all_close(stats, expected_stats, rtol=2e-6)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=4e-6 * np.max(np.abs(b))),
-        grads,
-        expected_grads,
-    )
+    assert_trees_close_by_largest(grads, expected_grads, rtol=2e-5, of_largest=4e-6)
     assert all(float(np.max(np.abs(g))) > 0 for g in jax.tree.leaves(grads))
 
 

@@ -163,6 +163,7 @@ def test_the_kernel_routes_as_the_plain_router(name):
         run(name, logits, multiplicity, bias, pull) for name in ("interpreted", "plain")
     )
     np.testing.assert_array_equal(found[1], expected[1])
+    # A few roundings of float32.
     chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
 
 

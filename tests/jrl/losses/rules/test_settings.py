@@ -109,8 +109,7 @@ def test_traced_settings_pass_where_nothing_is_decided_by_them(name):
 
     given = jax.eval_shape(of, traced, arrays)
     known = jax.eval_shape(lambda arrays: of(traced, arrays), arrays)
-    assert [x.dtype for x in jax.tree.leaves(given)] == [x.dtype for x in jax.tree.leaves(known)]
-    assert [x.shape for x in jax.tree.leaves(given)] == [x.shape for x in jax.tree.leaves(known)]
+    chex.assert_trees_all_equal_shapes_and_dtypes(given, known)
 
 
 @pytest.mark.parametrize("name", full_but(NAMES, *QUICK))

@@ -122,7 +122,7 @@ def test_the_rollout_has_whole_weights_and_draws_the_same():
     apart = fold(Layout(tp=2, dp=2), jax.devices()[:4])
     moved = reshard(weights, setup.model, setup.mesh, apart)
     assert elements_on_one(moved) == elements_on_one(reshard(same, plain.model, plain.mesh, apart))
-    chex.assert_trees_all_equal(*jax.device_get((moved, same)))
+    chex.assert_trees_all_equal(moved, same)
 
 
 @pytest.mark.slow
@@ -135,7 +135,7 @@ def test_a_checkpoint_is_read_with_and_without(tmp_path):
         back, like = restore(checkpoints, reader.networks, 0), abstract(reader.networks)
         same = jax.tree.map(lambda x, y: x.sharding == y.sharding, back, like)
         assert all(jax.tree.leaves(same))
-        chex.assert_trees_all_equal(jax.device_get(back), jax.device_get(state))
+        chex.assert_trees_all_equal(back, state)
 
 
 @pytest.mark.slow

@@ -160,10 +160,10 @@ def test_a_checkpoint_of_a_pipeline_is_one_of_any_layout(
     like = abstract(piped.networks)
     same = jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), back, like)
     assert all(jax.tree.leaves(same))
-    chex.assert_trees_all_equal(jax.device_get(back), jax.device_get(state))
+    chex.assert_trees_all_equal(back, state)
     in_order = placement.in_layer_order(jax.device_get(weights), piped.mesh, num_layers)
     assert in_order.layers.norm.shape[0] == num_layers
-    chex.assert_trees_all_equal(jax.device_get(elsewhere.policy.weights), in_order)
+    chex.assert_trees_all_equal(elsewhere.policy.weights, in_order)
 
 
 def test_every_chunk_has_a_layer():
