@@ -316,10 +316,9 @@ def test_the_first_step_draws_at_the_base_temperature_in_the_same_program():
     logits, statistics = undecided_rows()
     keys = jax.random.split(jax.random.key(4), len(ENTROPIES))
     sampling = Sampling(temperature=0.7, top_k=4, adaptive=AdaptiveTemperature(tau=0.9))
-    neutral = draw(logits, sampling, keys, EntropyStatistics.neutral())
-    programs = draw._cache_size()
-    adapted = draw(logits, sampling, keys, statistics)
-    assert draw._cache_size() == programs
+    once = jax.jit(chex.assert_max_traces(draw_by_operations, n=1), static_argnums=1)
+    neutral = once(logits, sampling, keys, EntropyStatistics.neutral())
+    adapted = once(logits, sampling, keys, statistics)
     without = draw(logits, sampling, keys)
     constant = draw(logits, Sampling(temperature=0.7, top_k=4), keys)
     chex.assert_trees_all_equal(constant, neutral, without)

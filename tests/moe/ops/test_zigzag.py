@@ -59,7 +59,7 @@ def test_the_stream_holds_every_token_once(ranks, rest, contiguous):
     zigzag, given = ZigzagLayout(SECTIONS, ranks, contiguous), sections(*rest)
     found = laid_out(zigzag, *given)
     assert found.stream.shape == (zigzag.num_tokens, *rest)
-    chex.assert_trees_all_equal(found.restored, given)
+    chex.assert_trees_all_equal(list(found.restored), list(given))
     numbers = np.sort(found.stream.reshape(-1))
     np.testing.assert_array_equal(numbers[numbers > 0], np.concatenate([x.ravel() for x in given]))
     # A rank's part, taken apart by section and put together again.

@@ -79,6 +79,16 @@ def assert_same_samples(samples, expected):
                 np.testing.assert_allclose(found, np.array(values, float), RTOL, A_DIGIT)
 
 
+def assert_same_metrics(steps, expected):
+    given = (steps, expected)
+    assert [one.keys() for one in steps] == [one.keys() for one in expected]
+    of_the_run = (
+        [{n: x for n, x in one.items() if n not in OF_THE_LAYOUT} for one in steps]
+        for steps in given
+    )
+    chex.assert_trees_all_close(*of_the_run, rtol=RTOL, atol=ATOL)
+
+
 def assert_same_run(path, expected):
     """The same completions, and metrics up to rounding."""
     assert_same_samples(read(path / "samples.jsonl"), read(expected / "samples.jsonl"))
@@ -86,12 +96,7 @@ def assert_same_run(path, expected):
         [without_timings(line) for line in read_metrics(folder / "metrics.jsonl")]
         for folder in (path, expected)
     )
-    assert len(lines) == len(expected_lines)
-    for line, wanted in zip(lines, expected_lines, strict=True):
-        assert line.keys() == wanted.keys()
-        for name in wanted.keys() - set(OF_THE_LAYOUT):
-            what = f"step {wanted['step']}: {name}"
-            np.testing.assert_allclose(line[name], wanted[name], RTOL, ATOL, err_msg=what)
+    assert_same_metrics(lines, expected_lines)
 
 
 @pytest.mark.slow
@@ -128,7 +133,4 @@ def test_steps_of_windows_are_those_of_one_device():
     for name in ("tokens", "mask", "finished", "rewards"):
         np.testing.assert_array_equal(getattr(same, name), getattr(batch, name), err_msg=name)
     chex.assert_trees_all_equal(after.unfinished, before.unfinished)
-    for metrics, wanted in zip(folded, one, strict=True):
-        assert metrics.keys() == wanted.keys()
-        for name in wanted.keys() - set(OF_THE_LAYOUT):
-            np.testing.assert_allclose(metrics[name], wanted[name], RTOL, ATOL, err_msg=name)
+    assert_same_metrics(folded, one)
