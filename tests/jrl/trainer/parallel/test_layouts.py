@@ -80,13 +80,10 @@ def assert_same_samples(samples, expected):
 
 
 def assert_same_metrics(steps, expected):
-    given = (steps, expected)
-    assert [one.keys() for one in steps] == [one.keys() for one in expected]
-    of_the_run = (
-        [{n: x for n, x in one.items() if n not in OF_THE_LAYOUT} for one in steps]
-        for steps in given
-    )
-    chex.assert_trees_all_close(*of_the_run, rtol=RTOL, atol=ATOL)
+    for both in zip(steps, expected, strict=True):
+        assert both[0].keys() == both[1].keys()
+        found = ({n: x for n, x in one.items() if n not in OF_THE_LAYOUT} for one in both)
+        chex.assert_trees_all_close(*found, rtol=RTOL, atol=ATOL)
 
 
 def assert_same_run(path, expected):
