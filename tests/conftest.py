@@ -8,6 +8,7 @@ import signal
 import tempfile
 from pathlib import Path
 
+import chex
 import jax
 import psutil
 import pytest
@@ -63,7 +64,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True, scope="session")
 def _sixteen_devices():
-    assert jax.device_count() == 16, f"the suite needs 16 devices, found {jax.device_count()}"
+    chex.assert_devices_available(16, "cpu")
 
 
 @pytest.fixture(autouse=True, scope="module")

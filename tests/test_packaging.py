@@ -1,6 +1,7 @@
 """What one is told to install is this project: its name, its extras, its licence."""
 
 import functools
+import itertools
 import os
 import re
 import subprocess
@@ -79,6 +80,58 @@ def test_an_extra_that_takes_others_names_this_project(extra):
 def test_the_linter_that_lays_out_signatures_is_the_one_that_checks():
     extras = PROJECT["optional-dependencies"]
     assert {r for r in extras["docs"] if r.startswith("ruff")} <= set(extras["lint"])
+
+
+IMPORTED_AS = {"nvidia_ml_py": "pynvml", "orbax_checkpoint": "orbax", "pyyaml": "yaml"}
+NOT_IMPORTED = {
+    "accelerate": "TRL imports it",
+    "basedpyright": "a command",
+    "beartype": "named on the command line: --jaxtyping-packages=jrl,beartype.beartype",
+    "hatchling": "builds the wheel",
+    "ipykernel": "runs the cells of a notebook",
+    "jax_cuda13_pjrt": "a plugin of JAX",
+    "jax_cuda13_plugin": "a plugin of JAX",
+    "libtpu": "loaded by JAX",
+    "lm_eval": "a command",
+    "mkdocs_material": "a theme of mkdocs",
+    "mkdocstrings": "a plugin of mkdocs",
+    "nbclient": "the command `jupyter execute`",
+    "nvidia_cuda_nvcc": "has ptxas, which XLA runs",
+    "nvidia_cuda_nvdisasm": "a command",
+    "nvidia_nvjitlink": "a library that is loaded by its path",
+    "pytest_xdist": "a plugin of pytest: -n",
+    "ruff": "a command",
+}
+
+
+IMPORT = re.compile(r"\n *(?:import |from (?=[\w.]+ import ))(\w+)")
+IMPORT_BY_NAME = re.compile(r'(?:find_spec|import_extra|import_module|importorskip)\("(\w+)')
+
+
+def imported(*folders):
+    """Top-level modules that the files of these folders import, also by their name in a string."""
+    texts = (path.read_text() for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return {
+        name
+        for text in texts
+        for way in (IMPORT, IMPORT_BY_NAME)
+        for name in way.findall("\n" + text)
+    }
+
+
+def test_declared_dependencies_are_imported():
+    """Those of the base install by the packages, those of extras also by tests and benchmarks."""
+    library = imported("jrl", "moe", "sharding")
+    everything = library | imported("tests", "benchmarks", "experiments", "docs")
+    unused = set()
+    extras = PROJECT["optional-dependencies"].values()
+    for requirements, modules in (
+        (PROJECT["dependencies"], library),
+        ([*itertools.chain(*extras)], everything),
+    ):
+        names = {re.match(r"[\w.-]+", one)[0].replace("-", "_") for one in requirements}
+        unused |= {name for name in names if IMPORTED_AS.get(name, name) not in modules}
+    assert unused - {"jrl_reasoning"} == NOT_IMPORTED.keys()
 
 
 def test_the_licence_is_there():

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -187,15 +188,11 @@ def exported(chat_run, tmp_path_factory):
     return path
 
 
-def assert_same(found, expected):
-    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((found, expected)))
-
-
 @pytest.mark.slow
 def test_weights_come_back_bit_for_bit(exported, chat_run):
     config, weights = huggingface.load(exported, mesh_of("dp1"))
     assert config == huggingface.config_from(chat_run[0] / "model.json")
-    assert_same(weights, chat_run[1])
+    chex.assert_trees_all_equal(weights, chat_run[1])
     options = json.loads((exported / "config.json").read_text())
     assert options["architectures"] == ["Qwen3MoeForCausalLM"]
     assert (options["router_aux_loss_coef"], options["eos_token_id"]) == (0.25, 3)
@@ -259,7 +256,7 @@ def test_another_step_in_bfloat16(chat_run, tmp_path, capsys):
     config, found = huggingface.load(to, mesh_of("dp1"))
     assert config.dtype == "bfloat16"
     rounded = jax.tree.map(lambda leaf: (2 * leaf).astype(jnp.bfloat16), weights)
-    assert_same(found, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), rounded))
+    chex.assert_trees_all_equal(found, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), rounded))
 
 
 @pytest.mark.parametrize(
@@ -339,7 +336,7 @@ def test_a_run_with_a_tokenizer_of_its_own(tmp_path, monkeypatch, capsys):
     config, weights = huggingface.load(to, mesh_of("dp1"))
     assert config.embedding_scale == 1.0
     np.testing.assert_array_equal(weights.embedding, given.embedding * 8**0.5)
-    assert_same(weights.layers, given.layers)
+    chex.assert_trees_all_equal(weights.layers, given.layers)
 
 
 @pytest.mark.slow
@@ -353,7 +350,7 @@ def test_a_factor_on_embeddings_that_the_architecture_has_stays(tmp_path, monkey
     assert export.main([str(tmp_path / "run"), "--to", str(to)]) == 0
     (config, weights), (own, expected) = (huggingface.load(x, mesh_of("dp1")) for x in (to, given))
     assert config == own and config.embedding_scale != 1.0
-    assert_same(weights, expected)
+    chex.assert_trees_all_equal(weights, expected)
 
 
 def test_what_a_killed_export_left_goes_with_the_next(tmp_path):

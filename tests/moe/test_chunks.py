@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-import jax
+import chex
 import numpy as np
 import pytest
 from programs import random_weights
@@ -89,7 +89,7 @@ def test_weights_come_back_in_order_and_without_padding(layout):
     weights = random_weights(CONFIG, 0)
     stored = in_chunks(weights, mesh)
     back = in_layer_order(stored, mesh, CONFIG.num_layers)
-    jax.tree.map(np.testing.assert_array_equal, back, weights)
+    chex.assert_trees_all_equal(back, weights)
     # Each chunk has its layers in front; what comes after them is zero.
     depth, chunks = stored_depth(CONFIG.num_layers, mesh), mesh.layout.pp * mesh.layout.vpp
     norm = np.asarray(stored.layers.norm).reshape(chunks, depth, -1)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -209,7 +210,7 @@ def test_steps_equal_the_whole_sequence(kind, layout):
         np.testing.assert_array_equal(after[row][:, :prompt], before[row][:, :prompt])
         assert np.all(np.any(after[row][:, prompt:end] != before[row][:, prompt:end], axis=(0, 2)))
         np.testing.assert_array_equal(after[row][:, end:], before[row][:, end:])
-    assert np.all(np.isfinite(steps))
+    chex.assert_tree_all_finite(steps)
 
 
 @pytest.mark.slow

@@ -5,11 +5,13 @@ import re
 from collections import Counter
 from dataclasses import replace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from largest import assert_trees_close_by_largest
 from parity import CASES, CONFIGS, FULL, MOE, batch, on_one_device, run, without_execution
 from programs import mesh_of, on_mesh, random_weights
 from tiers import full_but
@@ -47,18 +49,12 @@ def test_equals_one_device(name, layout):
     # An element near zero is a difference of terms as large as its neighbours, with their error.
     # Where keys are short their lengths, by which they are divided, have larger ones.
     error = 2e-6 if CONFIGS[name].delta is None else 2e-5
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=error * np.max(np.abs(b))),
-        grads,
-        expected_grads,
-    )
+    assert_trees_close_by_largest(grads, expected_grads, rtol=2e-4, of_largest=error)
     if stats is not None:
         if "cp" in layout:  # which pads rows to a length that it can cut
             assert stats.padded > expected_stats.padded
             stats = replace(stats, padded=expected_stats.padded, positions=expected_stats.positions)
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), stats, expected_stats
-        )
+        chex.assert_trees_all_close(stats, expected_stats, rtol=1e-5)
         np.testing.assert_array_equal(stats.load, expected_stats.load)
         assert (float(stats.dropped) > 0) == (CONFIGS[name].capacity_factor is not None)
         sent = CONFIGS[name].num_expert_layers * 3 * int(batch()[1].sum())
@@ -90,11 +86,8 @@ def test_micro_batches_of_a_batch_add_up():
         *(jax.device_get(step(weights, tokens[p], valid[p])) for p in micro_batches), strict=True
     )
     np.testing.assert_allclose(sum(map(float, parts)), whole, rtol=2e-6)
-    jax.tree.map(
-        lambda a, b, c: np.testing.assert_allclose(a + b, c, rtol=1e-5),
-        *part_stats,
-        whole_stats,
-    )
+    summed = jax.tree.map(operator.add, *part_stats)
+    chex.assert_trees_all_close(summed, whole_stats, rtol=1e-5)
     np.testing.assert_array_equal(part_stats[0].load + part_stats[1].load, whole_stats.load)
 
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,7 +96,7 @@ def test_padding_changes_nothing():
         valid[row, places] = True
     weights = random_weights(CONFIG, 1)
     out = np.asarray(hidden(CONFIG, weights, tokens, valid))
-    assert np.all(np.isfinite(out))
+    chex.assert_tree_all_finite(out)
     alone = hidden(CONFIG, weights, real[None], np.ones((1, 4), bool))[0]
     for row, places in enumerate(columns):
         np.testing.assert_allclose(out[row, places], alone, atol=1e-5)
@@ -247,7 +248,7 @@ def test_replayed_choices_are_used_with_current_scores(layout):
     assert own.shape == (2, 4, TIME, 3)
     np.testing.assert_array_equal(own[:, 1, 0], 6)
     expected = jax.device_get(free(weights, tokens, valid))
-    jax.tree.map(np.testing.assert_array_equal, forced(weights, tokens, valid, own), expected)
+    chex.assert_trees_all_equal(forced(weights, tokens, valid, own), expected)
     # Other choices: the experts of the record, and not the router's, get the tokens.
     other = np.where(own < 6, (own + 1) % 6, 6).astype(own.dtype)
     x, load = jax.device_get(forced(weights, tokens, valid, other))
@@ -271,7 +272,7 @@ def test_dropped_choices_are_counted_and_the_network_goes_on():
     kept = np.minimum(stats.load, 4).sum()
     assert float(stats.load.sum()) == 2 * 12 * 3
     assert float(stats.dropped[0]) == float(stats.load.sum()) - kept > 0
-    assert np.all(np.isfinite(x))
+    chex.assert_tree_all_finite(x)
 
 
 def test_no_router_has_no_choices():

@@ -12,6 +12,7 @@ import pytest
 from hlo_graph import Graph
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
+from largest import assert_trees_close_by_largest
 from programs import jit, mesh_of, on_mesh, random_weights
 from whole_network import loss_and_gradient
 
@@ -93,11 +94,7 @@ def test_values_and_gradients_are_the_same(remat):
     (value, grads), (expected, expected_grads) = gradient(remat), gradient("none")
     # The same sums, which the compiler may fuse in another way; float32.
     np.testing.assert_allclose(value, expected, rtol=1e-6)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6 * np.max(np.abs(b))),
-        grads,
-        expected_grads,
-    )
+    assert_trees_close_by_largest(grads, expected_grads, rtol=2e-5, of_largest=1e-6)
     assert all(float(np.max(np.abs(g))) > 0 for g in jax.tree.leaves(grads))
 
 

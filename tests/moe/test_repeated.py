@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxprs_in_params
+from largest import assert_trees_close_by_largest
 
 from moe.remat import save_only_named
 
@@ -63,11 +64,7 @@ def test_values_and_gradients_are_those_of_the_function(stack, names):
     found, expected = pulled(stack, repeated(stack is scanned, names)), pulled(stack, layer)
     # The same operations, which the compiler may fuse in another way: float32, an element near zero
     # a difference of terms as large as its neighbours.
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6 * np.max(np.abs(b))),
-        found,
-        expected,
-    )
+    assert_trees_close_by_largest(found, expected, rtol=2e-5, of_largest=2e-6)
 
 
 def test_integers_come_out_as_they_are():

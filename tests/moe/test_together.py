@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from half_precision import assert_near_for_half_precision
 from jax.sharding import PartitionSpec as P
+from largest import assert_trees_close_by_largest
 from programs import jit, mesh_of, random_weights
 from small_networks import ROUTED, any_choices, ragged_rows
 from whole_network import loss_and_gradient, replay_of, token_loss
@@ -114,11 +115,7 @@ def test_equals_one_device_that_keeps_everything(case):
         # float32 sums of a few hundred terms in another order. An element near zero is a difference
         # of terms as large as its neighbours, with their error.
         np.testing.assert_allclose(value, expected, rtol=2e-6)
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6 * np.max(np.abs(b))),
-            grads,
-            expected_grads,
-        )
+        assert_trees_close_by_largest(grads, expected_grads, rtol=2e-4, of_largest=2e-6)
         return
     # The mean over tokens of what roundings to 8 bits do to a hidden state, and some fifty of 2^-9
     # each one after the other, in no order.

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,7 +71,7 @@ def dense_shapes(d_ff):
 def test_every_weight_is_stated_once(name):
     config = CONFIGS[name]
     stated, weights = table(config), initial(config, jax.random.key(0))
-    assert jax.tree.structure(stated) == jax.tree.structure(weights)
+    chex.assert_trees_all_equal_structs(stated, weights)
     sizes = axis_sizes(config)
     for weight, array in zip(jax.tree.leaves(stated), jax.tree.leaves(weights), strict=True):
         assert isinstance(weight, Weight)
@@ -78,9 +79,7 @@ def test_every_weight_is_stated_once(name):
         assert array.dtype == jnp.float32
         assert set(weight.fan_in.split()) <= set(weight.axes.split())
     assert num_parameters(config) == sum(array.size for array in jax.tree.leaves(weights))
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes(config)) == jax.tree.map(
-        lambda x: (x.shape, x.dtype), weights
-    )
+    chex.assert_trees_all_equal_shapes_and_dtypes(shapes(config), weights)
 
 
 def test_shapes():
@@ -149,7 +148,7 @@ def test_scales_of_the_table():
 @pytest.mark.slow
 def test_initial_values_depend_on_the_key_only():
     first, again, other = (initial(ROUTED, jax.random.key(seed)) for seed in (0, 0, 1))
-    jax.tree.map(np.testing.assert_array_equal, first, again)
+    chex.assert_trees_all_equal(first, again)
     assert not np.array_equal(first.embedding, other.embedding)
     # Two weights of one shape start apart, and so do the halves of one.
     assert not np.array_equal(first.layers.attention.key, first.layers.attention.value)
@@ -161,10 +160,9 @@ def test_initial_values_depend_on_the_key_only():
             shardings(ROUTED, fold(Layout(tp=4, dp=2), jax.devices()[:8]))
         ),
     )(jax.random.key(0))
-    for laid_out, single in zip(placed, jax.tree.leaves(first), strict=True):
-        # The inverse error function may be vectorised otherwise, and what it is given be scaled by
-        # one rounding or two: a few units in the last place, near zero in that of 1.
-        np.testing.assert_allclose(laid_out, single, rtol=2e-6, atol=5e-8)
+    # The inverse error function may be vectorised otherwise, and what it is given be scaled by
+    # one rounding or two: a few units in the last place, near zero in that of 1.
+    chex.assert_trees_all_close(placed, jax.tree.leaves(first), rtol=2e-6, atol=5e-8)
 
 
 @pytest.mark.parametrize("flat", [0, 2**22])

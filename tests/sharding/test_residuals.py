@@ -2,11 +2,13 @@
 
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from largest import assert_trees_close_by_largest
 from tiers import full_but
 
 from sharding.pipeline import split_passes
@@ -72,8 +74,7 @@ def test_the_gradient_is_that_of_both_at_once(how, remat):
     # difference of terms as large as its neighbours. Each layer rounds, and the next enlarges it.
     np.testing.assert_allclose(out, expected_out, rtol=1e-5)
     np.testing.assert_allclose(aux, jnp.sum(0.5 * X), rtol=1e-6)
-    for one, other in zip(found, gradients, strict=True):
-        np.testing.assert_allclose(one, other, rtol=2**-7, atol=2e-6 * np.max(np.abs(other)))
+    assert_trees_close_by_largest(found, gradients, rtol=2**-7, of_largest=2e-6)
 
 
 @pytest.mark.parametrize("how", RUNS)
@@ -101,5 +102,4 @@ def test_what_is_a_residual_twice_is_kept_once():
     assert len(passes.stored) < len(passes.output_indices)
     (out, _), kept = passes.forward((X,), X)
     _, pull = jax.vjp(lambda w, x: function((w,), x)[0], X, X)
-    for one, other in zip(passes.backward((X,), kept, out), pull(out), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-6)
+    chex.assert_trees_all_close(passes.backward((X,), kept, out), pull(out), rtol=1e-6)

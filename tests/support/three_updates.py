@@ -2,8 +2,10 @@
 
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import numpy as np
+from largest import assert_trees_close_by_largest
 from permutes import check_permutes
 from small_runs import small_batch
 
@@ -76,15 +78,10 @@ def assert_same_updates(found, expected):
     gradient, history = found.gradient, found.history
     # float32 sums of a few hundred terms in another order; an element near zero is a difference of
     # terms as large as its neighbours, with their error.
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=4e-6 * np.max(np.abs(b))),
-        gradient,
-        expected.gradient,
-    )
+    assert_trees_close_by_largest(gradient, expected.gradient, rtol=2e-4, of_largest=4e-6)
     assert all(float(np.max(np.abs(leaf))) > 0 for leaf in jax.tree.leaves(gradient))
     for step, (metrics, same) in enumerate(zip(history, expected.history, strict=True)):
         metrics, same = numbers_of(metrics), numbers_of(same)
-        assert metrics.keys() == same.keys()
         # Places of the stream: a prompt is run once for the rows of one device that share it.
         metrics, same = (
             {name: metric for name, metric in both.items() if name != "moe/padded_fraction"}
@@ -92,7 +89,5 @@ def assert_same_updates(found, expected):
         )
         # Adam divides a gradient by its size, and with it what rounding made of one near zero.
         close = {"rtol": 2e-5, "atol": 2e-6} if step == 0 else {"rtol": 1e-3, "atol": 1e-4}
-        jax.tree.map(
-            lambda a, b, close=close: np.testing.assert_allclose(a, b, **close), metrics, same
-        )
+        chex.assert_trees_all_close(metrics, same, **close)
     np.testing.assert_array_equal(history[0].load.counts, expected.history[0].load.counts)

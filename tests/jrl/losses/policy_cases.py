@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,6 +77,4 @@ def assert_a_cut_sums_to_the_whole(loss, seeds, *, by="logprobs", of_the_whole=l
     batches = [{n: x for n, x in batch(seed).items() if x.ndim > 1} for seed in seeds]
     actual, expected = both(jax.tree.map(lambda *xs: np.stack(xs), *batches))
     # Sums of a dozen float32 in another order.
-    jax.tree.map(
-        lambda a, e: np.testing.assert_allclose(a, e, rtol=5e-6, atol=2e-6), actual, expected
-    )
+    chex.assert_trees_all_close(actual, expected, rtol=5e-6, atol=2e-6)

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import get_args
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -171,8 +172,7 @@ def test_every_entry_is_taken(like):
     def results():
         return {function: values(call(function, **given)) for function, given in settings.items()}
 
-    for function, numbers in results().items():
-        assert all(np.all(np.isfinite(number)) for number in numbers), function
+    chex.assert_tree_all_finite(results())
 
 
 @pytest.mark.parametrize(("like", "epsilon"), [("verl", 1e-6), ("trl", 1e-4), ("openrlhf", 1e-9)])

@@ -4,6 +4,7 @@ import functools
 import inspect
 from typing import get_args
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -149,7 +150,7 @@ def test_the_log_ratio_is_clamped_as_in_the_policy_losses(kind):
     assert default == inspect.signature(jrl.ppo_loss).parameters["max_log_ratio"].default
     far, near, zero = np.array([-100.0, 100.0]), np.array([-20.0, 20.0]), np.zeros(2)
     estimate, slope = estimates()(far, zero)[kind]
-    assert np.all(np.isfinite(estimate))
+    chex.assert_tree_all_finite(estimate)
     np.testing.assert_array_equal(estimate, estimates()(near, zero)[kind][0])
     np.testing.assert_array_equal(slope, far if kind.endswith("+") else zero)
 

@@ -4,6 +4,7 @@ import functools
 import inspect
 from typing import get_args
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -91,10 +92,11 @@ def test_every_chunk_size_gives_what_the_log_softmax_gives_to_second_order(chunk
         for seed in range(3):
             logits, reference = logits_of(seed)
             arrays = logits, reference, logits_of(seed + 9)[0]
-            jax.tree.map(
-                lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-10, atol=1e-12),
+            chex.assert_trees_all_close(
                 with_derivatives(ours, chunk_size)(*arrays),
                 with_derivatives(plain)(*arrays),
+                rtol=1e-10,
+                atol=1e-12,
             )
 
 
@@ -167,9 +169,7 @@ def test_impossible_tokens_are_as_if_they_were_not_there(impossible):
             found, same = slopes(logits, reference, tokens, chunk_size)
             np.testing.assert_allclose(found[..., possible], expected, rtol=1e-9, atol=1e-11)
             assert not np.any(found[..., sorted(impossible)])
-            jax.tree.map(
-                lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-9, atol=1e-11), same, values
-            )
+            chex.assert_trees_all_close(same, values, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.slow
@@ -307,10 +307,8 @@ def test_inside_shard_map():
         jax.shard_map(local, mesh=mesh, in_specs=(P(), *[rows] * 4), out_specs=(P(), P()))
     )
     arrays = (theta, logits, reference, tokens, mask)
-    jax.tree.map(
-        lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5),
-        cut(*arrays),
-        jax.jit(jax.value_and_grad(total))(*arrays),
+    chex.assert_trees_all_close(
+        cut(*arrays), jax.jit(jax.value_and_grad(total))(*arrays), rtol=1e-5, atol=1e-5
     )
 
 

@@ -4,6 +4,7 @@ import functools
 import itertools
 import operator
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,9 +87,8 @@ def test_statistics_meet_the_oracle():
     expected = oracles.mismatch_statistics(*arrays)
     with jax.enable_x64(True):
         statistics = jitted.mismatch_statistics(*(np.asarray(x) for x in arrays))
-        assert statistics.keys() == expected.keys()
-        for name, value in expected.items():
-            np.testing.assert_allclose(statistics[name].value(), value, rtol=1e-11, err_msg=name)
+        found = {name: each.value() for name, each in statistics.items()}
+        chex.assert_trees_all_close(found, expected, rtol=1e-11)
 
 
 def test_equal_policies_are_weighed_by_one_and_differ_in_nothing():
@@ -127,8 +127,8 @@ def test_any_cut_adds_up(seed, cuts):
         name: functools.reduce(operator.add, (record[name] for record in records)).value()
         for name in whole
     }
-    for name, value in summed.items():
-        np.testing.assert_allclose(value, whole[name].value(), rtol=2e-5, atol=1e-6)
+    expected = {name: each.value() for name, each in whole.items()}
+    chex.assert_trees_all_close(summed, expected, rtol=2e-5, atol=1e-6)
     joined = np.concatenate(parts)
     np.testing.assert_allclose(joined, jitted.normalized_weights(weights, b["mask"]), rtol=1e-5)
     np.testing.assert_allclose(float(joined.sum()) / MASK.sum(), 1, rtol=1e-5)
@@ -161,7 +161,7 @@ def test_statistics_on_eight_devices_equal_those_of_one():
             jitted.mismatch_weights(*arrays, level="sequence"),
             jitted.divergence_rejection_mask(*arrays, bound=0.2),
         )
-        jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-11), cut, whole)
+        chex.assert_trees_all_close(cut, whole, rtol=1e-11)
 
 
 def test_nothing_has_a_gradient():

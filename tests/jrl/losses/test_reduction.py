@@ -3,6 +3,7 @@
 import functools
 from typing import get_args
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -117,9 +118,7 @@ def whole_and_cuts(mode):
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_cut_sums_to_the_whole(mode, cut):
     whole, pieces = whole_and_cuts(mode)
-    jax.tree.map(
-        lambda a, e: np.testing.assert_allclose(a, e, rtol=2e-6, atol=1e-6), pieces[cut], whole
-    )
+    chex.assert_trees_all_close(pieces[cut], whole, rtol=2e-6, atol=1e-6)
 
 
 @every_mode

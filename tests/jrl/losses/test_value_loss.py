@@ -4,6 +4,7 @@ import functools
 import itertools
 from typing import get_args
 
+import chex
 import jax
 import numpy as np
 import oracles
@@ -86,7 +87,7 @@ def test_one_distance_means_both_directions_and_zero_is_not_off():
     b = batch(1)
     arrays = (b["values"], b["old_values"], b["returns"], b["mask"])
     single, pair = (jitted.value_loss(*arrays, clip=clip) for clip in (0.3, (0.3, 0.3)))
-    jax.tree.map(np.testing.assert_array_equal, single, pair)
+    chex.assert_trees_all_equal(single, pair)
     frozen, metrics = jitted.value_loss(*arrays, clip=0)
     free, _ = jitted.value_loss(*arrays, clip=None)
     assert frozen > free and metrics["vf_clipfrac"].value() > 0

@@ -3,6 +3,7 @@
 import json
 import struct
 
+import chex
 import gguf
 import numpy as np
 import pytest
@@ -113,9 +114,8 @@ def test_large_files_are_written_in_several(tmp_path, monkeypatch):
     assert len(files) > 3
     stored = {k: v for file in files for k, v in load_file(tmp_path / "after" / file).items()}
     before = load_file(tmp_path / "before" / "model.safetensors")
-    assert stored.keys() == before.keys() == index["weight_map"].keys()
-    for name in before:
-        np.testing.assert_array_equal(stored[name], before[name])
+    assert stored.keys() == index["weight_map"].keys()
+    chex.assert_trees_all_equal(stored, before)
 
 
 @pytest.mark.parametrize("factor", LLAMA3_FACTORS)

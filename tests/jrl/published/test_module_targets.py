@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -95,7 +96,7 @@ def test_a_part_of_a_group_is_written_and_read_under_its_names(tmp_path):
     assert options["target_parameters"] == ["mlp.down_proj.weight"]
     assert huggingface.adapters_of(tmp_path, config) == config.lora
     read = huggingface.load_adapters(tmp_path, config, mesh_of("dp1"))
-    jax.tree.map(np.testing.assert_array_equal, read, learned)
+    chex.assert_trees_all_equal(read, learned)
 
 
 def test_weights_are_named_by_their_targets():

@@ -3,6 +3,7 @@
 import functools
 from dataclasses import replace
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -180,10 +181,10 @@ def test_what_is_kept_is_of_all_sampled_tokens():
     statistics = jax.jit(recipe.entropy_statistics)
     found = statistics(given)
     expected = jax.jit(lambda x: entropy_statistics(x, MASK, quantile=0.5))(entropy)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    chex.assert_trees_all_equal(found, expected)
     assert Dapo().entropy_statistics(given) is None
     nothing = statistics(replace(given, mask=np.zeros_like(given.mask)))
-    jax.tree.map(np.testing.assert_array_equal, nothing, EntropyStatistics.neutral())
+    chex.assert_trees_all_equal(nothing, EntropyStatistics.neutral())
 
 
 @pytest.mark.parametrize("anchor", ["sampler", "recompute"])

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, ClassVar, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -197,7 +198,7 @@ def test_what_is_under_the_mask_changes_nothing(name):
         (found.targets.advantages, found.whole[0], found.slope)
         for found in (outcome(name), outcome(name, under_mask=np.nan))
     )
-    jax.tree.map(np.testing.assert_array_equal, clean, poisoned)
+    chex.assert_trees_all_equal(clean, poisoned)
     assert not np.any(clean[2][~MASK])
 
 

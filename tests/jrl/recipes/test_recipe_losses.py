@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -129,8 +130,7 @@ def test_pieces_add_up(recipe):
         np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-7)
         np.testing.assert_array_equal(np.asarray(gradient)[~MASK], 0.0)
     assert summed_metrics.keys() == metrics.keys()
-    for one, other in zip(jax.tree.leaves(summed_metrics), jax.tree.leaves(metrics), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(summed_metrics, metrics, rtol=1e-5, atol=1e-6)
 
 
 CLIPPED = [

@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -42,9 +43,7 @@ def test_statistics_alone():
         "chi2_token": (W[MASK] ** 2).mean() - 1,
         "chi2_seq": np.mean([np.exp(2.2), np.exp(-2.2)]) - 1,
     }
-    assert metrics.keys() == expected.keys()
-    for name, value in expected.items():
-        np.testing.assert_allclose(metrics[name], value, err_msg=name, **FLOAT32)
+    chex.assert_trees_all_close(metrics, expected, **FLOAT32)
 
 
 @pytest.mark.slow
@@ -81,9 +80,8 @@ def test_weights(correction, expected, high, low):
         "rollout_is_ratio_fraction_high": high / 7,
         "rollout_is_ratio_fraction_low": low / 7,
     }
-    assert {name for name in metrics if "_is_" in name} == of_weights.keys()
-    for name, value in of_weights.items():
-        np.testing.assert_allclose(metrics[name], value, err_msg=name, **FLOAT32)
+    found = {name: value for name, value in metrics.items() if "_is_" in name}
+    chex.assert_trees_all_close(found, of_weights, **FLOAT32)
     assert not [name for name in metrics if "_rs_" in name]
 
 
@@ -134,7 +132,7 @@ def test_nothing_left_is_nothing():
     correction = Correction("icepop", mismatch_mean="token", rejection="geometric")
     _, weights, metrics = correct(correction)
     np.testing.assert_array_equal(weights, 0)
-    assert all(np.isfinite(value) for value in metrics.values())
+    chex.assert_tree_all_finite(metrics)
     assert metrics["rollout_is_min"] == metrics["rollout_is_max"] == 0
 
 

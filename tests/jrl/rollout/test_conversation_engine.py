@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -151,8 +152,8 @@ def test_answers_cost_no_gradient_but_through_the_turns_after_them():
         old_logprobs=garbage(batch.old_logprobs),
         behaviour_logprobs=garbage(batch.behaviour_logprobs),
     )
-    for one, two in zip(jax.tree.leaves(whole), jax.tree.leaves(other), strict=True):
-        assert np.array_equal(one, two)
+    chex.assert_tree_all_finite(whole)
+    chex.assert_trees_all_equal(whole, other)
     assert np.abs(whole.embedding[letter]).max() > 1e-6
     # The first turn has read no answer; nothing after it counts here.
     first = np.cumsum(~batch.mask & batch.valid, axis=1)

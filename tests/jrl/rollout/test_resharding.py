@@ -1,5 +1,6 @@
 """The policy on the layout that decodes: the same bits, moved once per change."""
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -78,11 +79,7 @@ def test_weights_arrive_whole_and_where_decoding_wants_them(training, rollout):
     expected = placement.shardings(config, target)
     for leaf, sharding in zip(jax.tree.leaves(moved), jax.tree.leaves(expected), strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        jax.device_get(moved),
-        jax.device_get(numbered(config, mesh_of("dp1"))),
-    )
+    chex.assert_trees_all_equal(moved, numbered(config, mesh_of("dp1")))
 
 
 @pytest.mark.slow
@@ -150,8 +147,7 @@ def test_weights_move_to_devices_of_their_own(training, rollout):
     expected = placement.shardings(config, beside)
     for leaf, sharding in zip(jax.tree.leaves(moved), jax.tree.leaves(expected), strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
-    whole = numbered(config, mesh_of("dp1"))
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(moved), jax.device_get(whole))
+    chex.assert_trees_all_equal(moved, numbered(config, mesh_of("dp1")))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -135,8 +136,7 @@ def test_one_program_is_greedy_or_not():
     keys = jax.random.split(jax.random.key(0), len(logits))
     for greedy, sampling in ((False, Sampling()), (True, GREEDY)):
         either = draw(logits, Sampling(), keys, greedy=jnp.asarray(greedy))
-        for found, wanted in zip(either, draw(logits, sampling, keys), strict=True):
-            np.testing.assert_array_equal(found, wanted)
+        chex.assert_trees_all_equal(either, draw(logits, sampling, keys))
 
 
 @pytest.mark.parametrize(
@@ -316,15 +316,12 @@ def test_the_first_step_draws_at_the_base_temperature_in_the_same_program():
     logits, statistics = undecided_rows()
     keys = jax.random.split(jax.random.key(4), len(ENTROPIES))
     sampling = Sampling(temperature=0.7, top_k=4, adaptive=AdaptiveTemperature(tau=0.9))
-    neutral = draw(logits, sampling, keys, EntropyStatistics.neutral())
-    programs = draw._cache_size()
-    adapted = draw(logits, sampling, keys, statistics)
-    assert draw._cache_size() == programs
+    once = jax.jit(chex.assert_max_traces(draw_by_operations, n=1), static_argnums=1)
+    neutral = once(logits, sampling, keys, EntropyStatistics.neutral())
+    adapted = once(logits, sampling, keys, statistics)
     without = draw(logits, sampling, keys)
     constant = draw(logits, Sampling(temperature=0.7, top_k=4), keys)
-    for one, other, plain in zip(neutral, without, constant, strict=True):
-        np.testing.assert_array_equal(one, plain)
-        np.testing.assert_array_equal(other, plain)
+    chex.assert_trees_all_equal(constant, neutral, without)
     assert not np.array_equal(adapted[1], neutral[1])
 
 
@@ -333,10 +330,7 @@ def test_greedy_ignores_a_temperature_that_adapts():
     logits, statistics = undecided_rows()
     keys = jax.random.split(jax.random.key(4), len(ENTROPIES))
     greedy = Sampling(temperature=0.0, adaptive=AdaptiveTemperature(tau=0.9))
-    for one, other in zip(
-        draw(logits, greedy, keys, statistics), draw(logits, GREEDY, keys), strict=True
-    ):
-        np.testing.assert_array_equal(one, other)
+    chex.assert_trees_all_equal(draw(logits, greedy, keys, statistics), draw(logits, GREEDY, keys))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import sys
 import time
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,10 +48,10 @@ def words(leaf):
 
 
 def assert_same(one, other):
-    assert jax.tree.structure(one) == jax.tree.structure(other)
+    chex.assert_trees_all_equal_shapes_and_dtypes(one, other)
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         assert isinstance(a, np.ndarray) == isinstance(b, np.ndarray)
-        assert a.shape == b.shape and a.dtype == b.dtype and words(a) == words(b)
+        assert words(a) == words(b)
 
 
 def test_restores_every_bit(tmp_path):

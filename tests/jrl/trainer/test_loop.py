@@ -5,6 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -109,7 +110,7 @@ def test_what_a_run_leaves_behind(name, finished):
             assert line["sampling/drift_alarm"] == 0
             assert line["actor/grad_norm"] > 0
         assert any(is_timing(metric) for metric in line)
-        assert all(np.isfinite(value) for value in line.values())
+        chex.assert_tree_all_finite(line)
     total = sum(line["training/tokens"] for line in lines[1:])
     assert lines[-1]["training/total_tokens"] == total
     assert Checkpoints(run.folder.checkpoints_path).steps() == [2, 3]
@@ -292,7 +293,7 @@ def test_given_weights_skip_the_warm_start(tmp_path):
         loop.train(setup, folder, weights)
     assert "warm_start/loss" not in metrics_of(tmp_path / "run")[0]
     # They are still the caller's.
-    assert np.isfinite(np.asarray(weights.embedding)).all()
+    chex.assert_tree_all_finite(weights.embedding)
 
 
 @pytest.fixture
@@ -327,7 +328,7 @@ def test_updates_that_are_not_finite_stop_a_run(tmp_path, advantages_are_nan):
         assert np.isnan(batch["loss"]) and "grad_norm" in batch
         assert batch["tokens"].shape == (4, setup.prompt_length + setup.response_length)
         assert np.isnan(batch["advantages"][batch["mask"]]).all()
-        assert np.isfinite(batch["old_logprobs"]).all()
+        chex.assert_tree_all_finite(batch["old_logprobs"])
 
 
 @pytest.mark.slow
@@ -343,7 +344,7 @@ def test_pretraining_moves_the_critic_alone(tmp_path):
         # Sampler and trainer are compared in these steps too: float32 sums in another order.
         difference = metrics["sampling/sampling_logp_difference/max"]
         assert metrics["sampling/sampling_logp_difference/mean"] <= difference < 1e-5
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.policy), policy)
+    chex.assert_trees_all_equal(state.policy, policy)
     assert int(state.critic.updates) == 4
     assert not np.array_equal(state.critic.weights.embedding, critic.weights.embedding)
     state, _ = one_step(setup, state)
@@ -371,7 +372,7 @@ def test_a_step_without_tokens_learns_nothing(monkeypatch):
         assert metrics["training/empty_skipped"] == updates
         assert metrics["training/optimizer_steps"] == len(done.nonfinite) == 0
         check_defined(metrics)
-        assert all(np.isfinite(value) for value in metrics.values())
+        chex.assert_tree_all_finite(metrics)
         assert not {"actor/loss", "actor/entropy", "critic/vf_loss"} & metrics.keys()
     after = jax.device_get((state.policy, state.critic))
     kept = jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), after, before)
@@ -397,9 +398,7 @@ def test_corrections_of_a_sampler_that_is_right_change_nothing():
         found.append((jax.device_get(state.policy.weights), without_timings(done.metrics)))
     (plain, expected), (corrected, metrics) = found
     # Decoding with a cache against one forward pass, and sums over devices: float32.
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=5e-5), corrected, plain
-    )
+    chex.assert_trees_all_close(corrected, plain, rtol=1e-4, atol=5e-5)
     for name, value in expected.items():
         assert metrics[name] == pytest.approx(float(value), rel=1e-3, abs=1e-4), name
     added = metrics.keys() - expected.keys()

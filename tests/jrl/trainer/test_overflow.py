@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,10 +61,6 @@ def updated(setup, network, to_one_device=True):
     return jax.device_get(network.update(learner, small_batch(setup, ROWS)))
 
 
-def equal(one, other):
-    jax.tree.map(np.testing.assert_array_equal, one, other)
-
-
 LAYOUTS = [
     ("dp1", TOO_LITTLE),
     ("tp2 dp2 / ep2 etp2", 1.0),  # one of the devices gets all
@@ -79,8 +76,8 @@ def test_an_update_without_room_is_made_again_with_it(layout, factor):
     learner, outcome = updated(setup, setup.networks.policy)
     expected, expected_outcome = updated(roomy, roomy.networks.policy)
     assert outcome.overflow > 0
-    equal(learner, expected)
-    equal(outcome.replace(overflow=None), expected_outcome)
+    chex.assert_trees_all_equal(learner, expected)
+    chex.assert_trees_all_equal(outcome.replace(overflow=None), expected_outcome)
     assert expected.updates == 1
 
 
@@ -91,7 +88,7 @@ def test_what_had_no_room_moves_nothing():
     weights = weights_of(setup, network.config, to_one_device=True)
     before = jax.device_get(network.init(weights))
     learner, metrics = update(network.objective, network.optimizer, 1, network.init(weights), batch)
-    equal(jax.device_get(learner), before)
+    chex.assert_trees_all_equal(learner, before)
     # 38 tokens with two choices each.
     assert int(metrics.overflow) == 76 - 32
     assert metrics.finite
@@ -104,9 +101,7 @@ def test_an_update_with_room_enough_is_not_repeated():
     expected, _ = updated(roomy, roomy.networks.policy, to_one_device=False)
     assert metrics.overflow == 0
     # The same products in buffers of other lengths: the last digits of float32.
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), learner, expected
-    )
+    chex.assert_trees_all_close(learner, expected, rtol=1e-5, atol=1e-6)
 
 
 def scored(setup):
@@ -133,7 +128,7 @@ def scored(setup):
 def test_scores_do_not_depend_on_room():
     setup = setup_on("dp2 / ep2", 1.0)
     found = scored(setup)
-    equal(found, scored(setup_on("dp2 / ep2", None)))
+    chex.assert_trees_all_equal(found, scored(setup_on("dp2 / ep2", None)))
     # The first attempt at each would have given something else.
     policy, batch = setup.networks.policy.objective, small_batch(setup, ROWS)
     weights = weights_of(setup, policy.config, to_one_device=True)
@@ -153,7 +148,7 @@ def test_a_step_counts_its_repeated_updates():
         check_defined(step.metrics)
         done.append((jax.device_get(state), without_timings(step.metrics)))
     (state, metrics), (expected, expected_metrics) = done
-    equal(state, expected)
+    chex.assert_trees_all_equal(state, expected)
     assert metrics.pop("training/overflow_repeated") == 2
     assert metrics.pop("moe/overflow") > 0
     assert metrics == expected_metrics

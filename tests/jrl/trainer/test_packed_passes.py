@@ -3,10 +3,12 @@
 import functools
 from dataclasses import replace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from largest import assert_trees_close_by_largest
 from small_runs import (
     PROMPT_LENGTH,
     RESPONSE_LENGTH,
@@ -181,11 +183,7 @@ def test_packed_updates_are_padded_ones(network, layout, bins, context):
     assert laid.passes < laid.num_micro_batches + ("dp2" in layout)
     # float32 sums of a few hundred terms in another order; an element near zero is a difference of
     # terms as large as its neighbours, with their error.
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=4e-6 * np.max(np.abs(b))),
-        gradient,
-        expected,
-    )
+    assert_trees_close_by_largest(gradient, expected, rtol=2e-4, of_largest=4e-6)
     assert all(float(np.max(np.abs(leaf))) > 0 for leaf in jax.tree.leaves(gradient))
     np.testing.assert_array_equal(metrics.load.counts, same.load.counts)
     metrics, same = numbers_of(metrics), numbers_of(same)
@@ -224,20 +222,16 @@ def trained(packs, batch_of=windows_batch, recipe="tppo", **settings):
     return before, jax.device_get(state), history
 
 
-def assert_close(found, expected):
-    # Two steps of Adam, which divides a gradient by its size, and with it what rounding made of one
-    # near zero.
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), found, expected
-    )
+# Adam divides a gradient by its size, and with it what rounding made of one near zero.
+AFTER_TWO_STEPS = {"rtol": 1e-3, "atol": 1e-4}
 
 
 @pytest.mark.slow
 def test_a_step_is_the_same_step():
     _, packed, history = trained(True)
     before, padded, expected = trained(False)
-    assert_close(packed.policy.weights, padded.policy.weights)
-    assert_close(packed.critic.weights, padded.critic.weights)
+    chex.assert_trees_all_close(packed.policy.weights, padded.policy.weights, **AFTER_TWO_STEPS)
+    chex.assert_trees_all_close(packed.critic.weights, padded.critic.weights, **AFTER_TWO_STEPS)
     assert not np.array_equal(before.policy.weights.embedding, packed.policy.weights.embedding)
     assert not np.array_equal(before.critic.weights.embedding, packed.critic.weights.embedding)
     for entry, same in zip(history, expected, strict=True):
@@ -254,7 +248,7 @@ def test_every_recipe_can_be_packed():
 
     _, packed, _ = trained(True, batch_of, "grpo")
     _, padded, _ = trained(False, batch_of, "grpo")
-    assert_close(packed.policy.weights, padded.policy.weights)
+    chex.assert_trees_all_close(packed.policy.weights, padded.policy.weights, **AFTER_TWO_STEPS)
 
 
 def test_rows_of_windows_are_shuffled_alone():

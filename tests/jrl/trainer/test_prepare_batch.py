@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass, replace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +29,7 @@ def state_of(setup):
 def test_a_reference_is_kept_only_where_it_is_needed(name):
     assert state_of(small_setup(small_recipe(name))).reference is None
     state = state_of(small_setup(small_recipe(name, kl_coef=0.1)))
-    jax.tree.map(np.testing.assert_array_equal, state.reference, state.policy.weights)
+    chex.assert_trees_all_equal(state.reference, state.policy.weights)
     assert (state.critic is None) == (name not in ("ppo", "vapo", "tppo"))
 
 
@@ -37,7 +38,7 @@ def test_a_critic_starts_as_the_policy_that_values_nothing():
     state = state_of(small_setup(small_recipe("ppo")))
     critic, policy = state.critic.weights, state.policy.weights
     np.testing.assert_array_equal(critic.head, 0)
-    jax.tree.map(np.testing.assert_array_equal, critic.layers, policy.layers)
+    chex.assert_trees_all_equal(critic.layers, policy.layers)
     assert critic.embedding.unsafe_buffer_pointer() != policy.embedding.unsafe_buffer_pointer()
 
 

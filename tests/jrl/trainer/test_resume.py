@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -234,4 +235,4 @@ def test_on_many_devices(tmp_path):
     again, _ = checkpoints.restore(1, abstract(setup.networks))
     again, done_again = one_step(setup, again)
     assert without_timings(done_again.metrics) == without_timings(done.metrics)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(again), jax.device_get(state))
+    chex.assert_trees_all_equal(again, state)

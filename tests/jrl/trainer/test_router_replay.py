@@ -4,11 +4,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from largest import assert_trees_close_by_largest
 from small_runs import (
     PROMPT_LENGTH,
     fresh_state,
@@ -139,13 +141,13 @@ def test_before_anything_moves_a_replay_changes_nothing():
     """Bit for bit: the same choices with the same scores are the same network."""
     learner, metrics = updated(of_plain_rows(), "dp1")
     expected, of_free = free_update()
-    jax.tree.map(np.testing.assert_array_equal, learner, expected)
+    chex.assert_trees_all_equal(learner, expected)
     valid = np.asarray(small_batch(setup_on("dp1"), ROWS).valid)
     first = metrics.metrics.pop("sampling/routing_agreement")
     agreement = metrics.metrics.pop("moe/replay_agreement")
     assert first.metric == agreement and float(agreement.value()) == 1
     assert float(agreement.count) == valid.sum() * 2
-    jax.tree.map(np.testing.assert_array_equal, metrics, of_free)
+    chex.assert_trees_all_equal(metrics, of_free)
 
 
 @pytest.mark.slow
@@ -207,19 +209,16 @@ def test_updates_with_other_choices_equal_those_of_one_device(layout, num_micro)
     learner, metrics = updated(record, layout, num_micro, layers)
     alone, of_one = updated(record, "dp1", 1, layers)
     # float32 sums of a few hundred terms in another order.
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=4e-6 * np.max(np.abs(b))),
+    assert_trees_close_by_largest(
         gradient_of(learner, mesh),
         gradient_of(alone, setup_on("dp1").mesh),
+        rtol=2e-4,
+        of_largest=4e-6,
     )
     metrics, of_one = numbers_of(metrics), numbers_of(of_one)
     assert metrics.keys() == of_one.keys()
     for name in metrics.keys() - {"moe/padded_fraction"}:
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6),
-            metrics[name],
-            of_one[name],
-        )
+        chex.assert_trees_all_close(metrics[name], of_one[name], rtol=2e-5, atol=2e-6)
 
 
 @dataclass(frozen=True)
@@ -268,8 +267,8 @@ def test_a_step_with_what_the_policy_would_choose_is_a_plain_step(router_replay,
         check_defined(done.metrics)
         found.append((jax.device_get(state), without_timings(done.metrics)))
     (plain, expected), (replayed, metrics) = found
-    jax.tree.map(np.testing.assert_array_equal, replayed.policy, plain.policy)
-    jax.tree.map(np.testing.assert_array_equal, replayed.critic, plain.critic)
+    chex.assert_trees_all_equal(replayed.policy, plain.policy)
+    chex.assert_trees_all_equal(replayed.critic, plain.critic)
     assert metrics.pop("moe/replay_agreement") == 1
     if router_replay == "R3":
         assert metrics.pop("sampling/routing_agreement") == 1

@@ -1,5 +1,6 @@
 from dataclasses import replace
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -32,7 +33,7 @@ def test_a_checkpoint_is_read_into_the_place_that_the_state_has(run, recipe):
     weights = init_weights(setup.model, setup.mesh, setup.randomness.key("weights"))
     state = init_state(setup.networks, weights, setup.randomness.key("critic"))
     neutral = EntropyStatistics.neutral() if recipe.name == "hapo" else None
-    jax.tree.map(np.testing.assert_array_equal, state.entropy_statistics, neutral)
+    chex.assert_trees_all_equal(state.entropy_statistics, neutral)
     wanted = jax.tree.leaves_with_path(state)
     found = jax.tree.leaves_with_path(abstract(setup.networks))
     for (name, real), (other, like) in zip(wanted, found, strict=True):

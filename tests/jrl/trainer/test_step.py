@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -125,9 +126,7 @@ def test_micro_batches_have_no_say_in_what_is_learned():
         steps.append((jax.device_get(state.policy.weights), summarise(history)))
     (weights, metrics), (other_weights, other_metrics) = steps
     # Float32 sums in another order, divided by their own size where Adam's gradients are small.
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), other_weights, weights
-    )
+    chex.assert_trees_all_close(other_weights, weights, rtol=1e-4, atol=2e-5)
     assert other_metrics.keys() == metrics.keys()
     for name in metrics.keys() - {"moe/padded_fraction"}:  # rows that share a prompt run it once
         assert other_metrics[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-5), name

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,9 +39,7 @@ def recipe_of(**changes):
 def test_a_step_is_sampled_by_the_entropies_of_the_step_before(tmp_path, monkeypatch):
     setup = small_setup(recipe_of(), small_run(layout="tp2 dp2 / ep4"))
     first = fresh_state(setup, fresh_weights(setup))
-    jax.tree.map(
-        np.testing.assert_array_equal, first.entropy_statistics, EntropyStatistics.neutral()
-    )
+    chex.assert_trees_all_equal(first.entropy_statistics, EntropyStatistics.neutral())
     prepare, batches, before = stepping.prepare, [], []
 
     def recorded(networks, state, completions, scores, batch, *rest):
@@ -60,11 +59,7 @@ def test_a_step_is_sampled_by_the_entropies_of_the_step_before(tmp_path, monkeyp
     expected = statistics_of(entropy, batch.mask)
     assert setup.recipe.entropy_quantile == QUANTILE
     # Sums over devices in another order.
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5),
-        second.entropy_statistics,
-        expected,
-    )
+    chex.assert_trees_all_close(second.entropy_statistics, expected, rtol=1e-5)
     # There was nothing to follow yet: drawn from the policy itself, and not corrected.
     np.testing.assert_array_equal(batch.behaviour_logprobs, batch.old_logprobs)
     np.testing.assert_array_equal(batches[0].importance_weights, batch.mask.astype(np.float32))
@@ -73,7 +68,7 @@ def test_a_step_is_sampled_by_the_entropies_of_the_step_before(tmp_path, monkeyp
     checkpoints = Checkpoints(tmp_path)
     save(checkpoints, setup.networks, second)
     again = restore(checkpoints, setup.networks, 1)
-    jax.tree.map(np.testing.assert_array_equal, again.entropy_statistics, second.entropy_statistics)
+    chex.assert_trees_all_equal(again.entropy_statistics, second.entropy_statistics)
 
     # The second step, of which the first token of a row is drawn by its entropy.
     third, done = one_step(setup, second)
@@ -103,7 +98,7 @@ def test_a_step_is_sampled_by_the_entropies_of_the_step_before(tmp_path, monkeyp
     monkeypatch.undo()
     resumed, done_again = one_step(setup, again)
     assert without_timings(done_again.metrics) == without_timings(done.metrics)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(resumed), jax.device_get(third))
+    chex.assert_trees_all_equal(resumed, third)
 
 
 def test_other_recipes_keep_nothing():
@@ -120,9 +115,9 @@ def test_a_step_without_a_token_that_counts_leaves_what_was_kept():
     def kept(sampled):
         return statistics_of_step(setup.networks, batch, sampled, before)
 
-    jax.tree.map(np.testing.assert_array_equal, kept(jnp.zeros_like(batch.mask)), before)
+    chex.assert_trees_all_equal(kept(jnp.zeros_like(batch.mask)), before)
     expected = statistics_of(batch.old_entropy, batch.mask)
-    jax.tree.map(np.testing.assert_array_equal, kept(batch.mask), expected)
+    chex.assert_trees_all_equal(kept(batch.mask), expected)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import replace
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -48,7 +49,7 @@ def test_warm_start_stops_at_its_target():
     assert reports[0][1:] == (metrics["warm_start/loss"], metrics["warm_start/accuracy"])
     _, again = warm_start(setup, setup.sampler(), weights, lambda *given: None)
     assert again == metrics
-    assert np.isfinite(np.asarray(weights.embedding)).all()
+    chex.assert_tree_all_finite(weights.embedding)
     assert not np.array_equal(learned.embedding, weights.embedding)
 
     last = CHECK_EVERY + 2
@@ -66,7 +67,7 @@ def test_a_supervised_batch_is_filled_up_with_rows_that_do_not_count():
     assert (len(batch.mask), len(alone.mask)) == (9, 8)
     assert not batch.mask[8].any()
     assert not batch.valid[8].any(), "routers are balanced by tokens that nobody wrote"
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(x[:8], y), batch, alone)
+    chex.assert_trees_all_equal(jax.tree.map(lambda x: x[:8], batch), alone)
 
 
 def test_a_warm_start_far_below_its_target_says_so():

@@ -1,5 +1,6 @@
 """Reading block by block is reading all at once: values, gradients, and no array of all scores."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,8 +103,7 @@ def test_blocks_are_larger_on_gpus_and_the_values_are_the_same():
     np.testing.assert_allclose(
         *(np.where(sees, out, 0) for out, _ in (in_one, in_blocks)), atol=2e-6
     )
-    for gradient, expected in zip(in_one[1], in_blocks[1], strict=True):
-        np.testing.assert_allclose(gradient, expected, atol=5e-6)
+    chex.assert_trees_all_close(in_one[1], in_blocks[1], rtol=1e-7, atol=5e-6)
     found = [core._blocked(Devices(platform, 0.0)) for platform in ("gpu", "cpu", "tpu")]
     assert found == [BLOCKED_ON_GPU, BLOCKED, BLOCKED]
 
@@ -142,7 +142,7 @@ def test_values_and_gradients_are_those_of_all_scores_at_once(
         for function in (lambda *x: flash_attention(BLOCKED, *x, mask, 0.7), at_once(mask, 0.7))
     )
     assert out.shape == (BATCH, time, KV_HEADS * GROUP, V_HEAD_DIM)
-    assert np.all(np.isfinite(out))
+    chex.assert_tree_all_finite(out)
     # float32 sums of at most 19 terms of order one.
     np.testing.assert_allclose(out[seen], expected[seen], atol=2e-6)
     for own, other in zip(gradients, expected_gradients, strict=True):
@@ -178,7 +178,7 @@ def test_hidden_blocks_are_not_computed(monkeypatch):
         return jit(lambda *x: flash_attention(BLOCKED, *x, mask)[:, -5:])(query, *spoilt)
 
     # Queries 35 to 39 look back to 28, the first of a block of keys.
-    assert np.all(np.isfinite(read(8, 28)))
+    chex.assert_tree_all_finite(read(8, 28))
     assert np.all(np.isnan(read(9, 28)))
 
 
@@ -206,7 +206,7 @@ def test_extreme_scores_stay_finite():
     out, gradients = outcome(
         lambda *x: flash_attention(BLOCKED, *x, mask), (query * 10_000, key * 10_000, value), weight
     )
-    assert all(np.all(np.isfinite(x)) for x in (out, *gradients))
+    chex.assert_tree_all_finite((out, gradients))
     # The query that sees nothing.
     assert not np.any(gradients[0][0, 0])
 
@@ -249,8 +249,8 @@ def test_inside_a_shard_map():
     given = query, key, value
     mine = outcome(lambda *x: over_two(*x, mask), given, weight)
     plain = outcome(at_once(mask), given, weight)
-    assert np.all(np.isfinite(mine[0]))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), mine[1], plain[1])
+    chex.assert_tree_all_finite(mine[0])
+    chex.assert_trees_all_close(mine[1], plain[1], rtol=1e-7, atol=1e-5)
 
 
 def test_many_scores_on_a_cpu_are_computed_in_blocks(monkeypatch):

@@ -2,6 +2,7 @@
 
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,8 +75,7 @@ def test_ulysses_repeats_heads_as_often_as_needed(ranks, kv_heads, copies, dtype
     assert sorted(sent) == sorted([there, back] * 2)
     # Parts of sums in float32; gradients of bfloat16 copies are rounded before they are added up.
     tolerance = {"float32": 2e-6, "bfloat16": 0.02}[dtype]
-    for got, wanted in zip(found, read("dp1", None)[0], strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=tolerance, atol=4 * tolerance)
+    chex.assert_trees_all_close(found, read("dp1", None)[0], rtol=tolerance, atol=4 * tolerance)
 
 
 def traced_cost(context, ranks, time, heads, dtype, remat="none", window=None):

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -217,7 +218,7 @@ def test_equals_one_device(context, layout, kind):
     for got, wanted, some in zip(out, expected, counted, strict=True):
         np.testing.assert_allclose(got[some], wanted[some], atol=2e-6)
     # float32 sums over some dozens of pairs, of terms of order one.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), grads, expected_grads)
+    chex.assert_trees_all_close(grads, expected_grads, rtol=1e-7, atol=2e-5)
     assert all(np.abs(x).max() > 0.1 for x in jax.tree.leaves(grads))
 
 

@@ -3,6 +3,7 @@
 import functools
 import re
 
+import chex
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -73,10 +74,10 @@ def test_xla_reads_what_plain_reads(head_dim, v_head_dim, source, single, window
 
     (out, grads), (expected, expected_grads) = run("xla"), run("plain")
     assert out.shape == (BATCH, TIME, HEADS, v_head_dim)
-    assert np.all(np.isfinite(out))
+    chex.assert_tree_all_finite(out)
     # float32 sums of a dozen terms of order one.
     np.testing.assert_allclose(np.asarray(out)[seen], np.asarray(expected)[seen], atol=2e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-6), grads, expected_grads)
+    chex.assert_trees_all_close(grads, expected_grads, rtol=1e-7, atol=5e-6)
 
 
 def test_none_is_plain_without_a_gpu():

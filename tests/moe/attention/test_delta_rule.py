@@ -1,9 +1,11 @@
 """The gated delta rule chunk by chunk equals it token by token, values and gradients."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from largest import assert_trees_close_by_largest
 from programs import jit
 from tiers import full_but
 
@@ -70,14 +72,9 @@ def test_chunks_equal_tokens_and_both_a_loop(time, monkeypatch):
     (_, found), gradients = run(tuple(tokens[:-1]), tokens.starts, state, "chunked")
     (_, plain), expected = run(tuple(tokens[:-1]), tokens.starts, state, "recurrent")
     # float32, in sums of other order; of values about 1.
-    for x, y, z in zip(found, plain, by_hand(tokens, state), strict=True):
-        np.testing.assert_allclose(x, y, atol=2e-6)
-        np.testing.assert_allclose(y, z, atol=2e-6)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=5e-6 * np.max(np.abs(b))),
-        gradients,
-        expected,
-    )
+    for one, other in ((found, plain), (plain, by_hand(tokens, state))):
+        chex.assert_trees_all_close(one, other, rtol=1e-7, atol=2e-6)
+    assert_trees_close_by_largest(gradients, expected, rtol=1e-7, of_largest=5e-6)
     assert all(np.max(np.abs(x)) > 0.01 for x in jax.tree.leaves(expected))
 
 
@@ -92,7 +89,7 @@ def test_decay_that_leaves_nothing_gives_no_nan():
         return jnp.sum(read) + jnp.sum(after)
 
     value, gradient = jit(jax.value_and_grad(total))(tokens.log_decay)
-    assert np.isfinite(value) and np.all(np.isfinite(gradient))
+    chex.assert_tree_all_finite((value, gradient))
 
 
 def test_an_unknown_rule_is_refused():

@@ -1,5 +1,6 @@
 """Sequences in padded, shared and packed rows read what each reads by itself, in a plain loop."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -120,4 +121,4 @@ def test_a_sequence_reads_what_it_reads_alone(case):
     other = Mixed(*(jnp.where(valid[:, None, None], x, 77.0) for x in given))
     (_, (again, after_again)), _ = run(other)
     np.testing.assert_array_equal(again[valid], read[valid])
-    jax.tree.map(np.testing.assert_array_equal, after_again, after)
+    chex.assert_trees_all_equal(after_again, after)

@@ -3,7 +3,7 @@
 import json
 import re
 
-import jax
+import chex
 import numpy as np
 import pytest
 from programs import mesh_of
@@ -103,7 +103,7 @@ def test_other_files_beside_the_weights_are_not_read(tmp_path, name):
     for other in ("consolidated.safetensors", "optimizer.safetensors"):
         save_file({"model.norm.weight": np.ones(3, np.float32)}, folder / other)
     _, weights = huggingface.load(folder, mesh_of(MESH), dtype="float32")
-    jax.tree.map(np.testing.assert_array_equal, weights, loaded(name)[1])
+    chex.assert_trees_all_equal(weights, loaded(name)[1])
     others = [path.name for path in weight_files(folder)[1]]
     assert others == ["consolidated.safetensors", "optimizer.safetensors"]
 

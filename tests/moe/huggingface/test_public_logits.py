@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from largest import assert_trees_close_by_largest
 from programs import mesh_of, on_mesh, with_room
 from public_checkpoints import LATER, MESH, NAMES, QUICK, golden, loaded, mesh_for
 from tiers import full_but
@@ -156,11 +157,7 @@ def test_gradients_reach_every_weight_alike_on_a_mesh():
     of whole projections, whose gradients are sums over ``tp``."""
     for name in ("deepseek_v3", "olmoe"):
         one, many = (gradients(name, layout) for layout in ("dp1", "tp2 dp2 / ep4"))
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=5e-6 * np.abs(b).max()),
-            many,
-            one,
-        )
+        assert_trees_close_by_largest(many, one, rtol=2e-4, of_largest=5e-6)
 
 
 def gradients(name, layout) -> Transformer[np.ndarray]:

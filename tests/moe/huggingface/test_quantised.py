@@ -4,6 +4,7 @@ import json
 import struct
 from dataclasses import replace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -78,7 +79,7 @@ def test_blocks_of_eight_bits_are_what_they_stand_for(layout, tmp_path):
     config, found = huggingface.load(quantised, mesh_of(layout))
     expected_config, expected = huggingface.load(plain, mesh_of("dp1"))
     assert config == expected_config
-    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((found, expected)))
+    chex.assert_trees_all_equal(found, expected)
     assert np.abs(found.layers.attention.query).std() > 0.05
 
 
@@ -138,7 +139,7 @@ def test_groups_of_four_bits_are_what_they_stand_for(layout, tmp_path):
     change_options(quantised, quantization_config=given)
     _, found = huggingface.load(quantised, mesh_of(layout))
     _, expected = huggingface.load(tmp_path / "plain", mesh_of("dp1"))
-    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((found, expected)))
+    chex.assert_trees_all_equal(found, expected)
 
 
 @pytest.mark.parametrize(

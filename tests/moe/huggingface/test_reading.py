@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ def test_weights_are_read_into_their_parts(name):
     execution = Execution(remat="full", fsdp=True)
     sharded = replace(config, execution=execution)
     parts = huggingface.load_weights(FIXTURES / name, sharded, mesh_of("dp4"))
-    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((parts, weights)))
+    chex.assert_trees_all_equal(parts, weights)
     own = sum(leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(parts))
     assert own < 0.31 * sum(leaf.size for leaf in jax.tree.leaves(parts))
 
@@ -51,7 +52,7 @@ def test_weights_are_read_into_stages(layout, tmp_path):
     ):
         assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim)
     back = in_layer_order(jax.device_get(found), mesh, number)
-    jax.tree.map(np.testing.assert_array_equal, back, weights)
+    chex.assert_trees_all_equal(back, weights)
 
 
 def test_a_shard_is_read_without_the_rest_of_its_tensor(monkeypatch):
@@ -88,11 +89,11 @@ def test_a_vocabulary_that_tp_divides_is_read_in_parts(tmp_path):
     assert parts.embedding.addressable_shards[0].data.shape == (7, 12)
     assert parts.head is not None
     assert parts.head.addressable_shards[0].data.shape == (12, 7)
-    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((parts, weights)))
+    chex.assert_trees_all_equal(parts, weights)
     huggingface.save(tmp_path / "parts", config, parts)
     before, after = tensors(tmp_path / "one"), tensors(tmp_path / "parts")
     assert before["model.embed_tokens.weight"].shape == before["lm_head.weight"].shape == (14, 12)
-    jax.tree.map(np.testing.assert_array_equal, before, after)
+    chex.assert_trees_all_equal(before, after)
 
 
 def test_differing_tensors_are_all_listed(tmp_path):
@@ -159,7 +160,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
     held = load_file(folder / "model.safetensors")
     save_file(held | {"mtp.fc.weight": np.zeros((3, 4))}, folder / "model.safetensors")
     _, weights = huggingface.load(folder, mesh_of("dp1"))
-    jax.tree.map(np.testing.assert_array_equal, weights, loaded("qwen3_next")[1])
+    chex.assert_trees_all_equal(weights, loaded("qwen3_next")[1])
     qwen3 = copy_of("qwen3", tmp_path / "qwen3")
     held = load_file(qwen3 / "model.safetensors")
     save_file(held | {"mtp.fc.weight": np.zeros((3, 4))}, qwen3 / "model.safetensors")
@@ -195,7 +196,7 @@ def test_tensors_of_wrappers_are_read_under_their_usual_names(prefix, head, tmp_
             huggingface.load_weights(folder, config, mesh_of("dp1"))
         folder = renamed(tmp_path / "alone", prefix, head)
     found = huggingface.load_weights(folder, config, mesh_of("dp1"))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    chex.assert_trees_all_equal(found, expected)
 
 
 def test_two_networks_in_one_checkpoint_are_refused(tmp_path):

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,7 +69,7 @@ def test_an_own_network_is_exported_as_the_architecture_that_expresses_it(tmp_pa
     assert (options["architectures"], options["eos_token_id"]) == (["MixtralForCausalLM"], 2)
     back, again = huggingface.load(tmp_path / "out", mesh_of("dp1"))
     assert back == replace(folded, **UNBALANCED)
-    jax.tree.map(np.testing.assert_array_equal, again, moved)
+    chex.assert_trees_all_equal(again, moved)
     np.testing.assert_allclose(moved.embedding, weights.embedding * 12**0.5, rtol=1e-6)
     with pytest.raises(ValueError, match=r"already has .safetensors files"):
         huggingface.save(tmp_path / "out", folded, moved)

@@ -3,12 +3,14 @@
 import functools
 from dataclasses import replace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
+from largest import assert_trees_close_by_largest
 from programs import jit, mesh_of, random_weights, with_room
 from small_networks import DENSE_FIRST, ROUTED, any_choices, ragged_rows
 from tiers import full_but
@@ -83,12 +85,8 @@ def test_a_scanned_stack_equals_the_unrolled_one(layout, replayed, execution):
     # The same sums, which the compiler fuses with what is around them; float32.
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     np.testing.assert_array_equal(stats.load, expected_stats.load)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6), stats, expected_stats)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=4e-6 * np.max(np.abs(b))),
-        grads,
-        expected_grads,
-    )
+    chex.assert_trees_all_close(stats, expected_stats, rtol=2e-6)
+    assert_trees_close_by_largest(grads, expected_grads, rtol=2e-5, of_largest=4e-6)
     assert all(float(np.max(np.abs(g))) > 0 for g in jax.tree.leaves(grads))
 
 
@@ -305,7 +303,7 @@ def test_parts_of_periods_run_together(network):
     if network is DELTA:
         kinds = weights.layers.delta, weights.layers.attention
         for part, kind in zip(parts, kinds, strict=True):
-            jax.tree.map(np.testing.assert_array_equal, part.attention, kind)
+            chex.assert_trees_all_equal(part.attention, kind)
 
 
 @pytest.mark.parametrize(("scanned", "parts"), [(True, [1, 2]), (False, [0, 0, 0])])

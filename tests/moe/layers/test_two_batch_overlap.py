@@ -4,6 +4,7 @@ import functools
 import re
 from dataclasses import replace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,9 +62,7 @@ def same(layout, config):
     halved = replace(config, execution=replace(config.execution, two_batch_overlap=True))
     found, expected = (jax.device_get(compiled(layout, one)) for one in (halved, config))
     # float32 sums of at most a few hundred terms, in two parts.
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=3e-6), found, expected
-    )
+    chex.assert_trees_all_close(found, expected, rtol=2e-5, atol=3e-6)
     assert all(np.any(leaf != 0) for leaf in jax.tree.leaves(found[1]))
 
 

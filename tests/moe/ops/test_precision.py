@@ -1,5 +1,6 @@
 """Norms against numpy, and in half precision."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,7 +50,7 @@ def test_gradients_of_half_precision_weights_are_added_up_before_they_are_rounde
         return copies, pull(parts)
 
     copies, gradients = with_gradients(parts, *given)
-    jax.tree.map(np.testing.assert_array_equal, copies, (given,) * 12)
+    chex.assert_trees_all_equal(copies, (given,) * 12)
     for found, *of_chunks in zip(gradients, *parts, strict=True):
         exact = np.sum([np.asarray(x, np.float32) for x in of_chunks], axis=0)
         np.testing.assert_array_equal(found, exact.astype(jnp.bfloat16))

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import NamedTuple
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -58,8 +59,7 @@ def test_the_stream_holds_every_token_once(ranks, rest, contiguous):
     zigzag, given = ZigzagLayout(SECTIONS, ranks, contiguous), sections(*rest)
     found = laid_out(zigzag, *given)
     assert found.stream.shape == (zigzag.num_tokens, *rest)
-    for back, x in zip(found.restored, given, strict=True):
-        np.testing.assert_array_equal(back, x)
+    chex.assert_trees_all_equal(list(found.restored), list(given))
     numbers = np.sort(found.stream.reshape(-1))
     np.testing.assert_array_equal(numbers[numbers > 0], np.concatenate([x.ravel() for x in given]))
     # A rank's part, taken apart by section and put together again.

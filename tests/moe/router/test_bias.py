@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,7 +48,7 @@ def test_the_bias_of_chunks_is_that_of_their_layers(layout):
         return in_layer_order(moved, mesh, num_layers=4), plain
 
     found, expected = both(weights, load)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    chex.assert_trees_all_equal(found, expected)
 
 
 def test_experts_with_the_mean_load_stay():

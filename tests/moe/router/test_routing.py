@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,7 +59,7 @@ def test_route_in_half_precision_is_computed_in_float32():
     routing, probabilities = route(half, valid, CONFIG)
     expected, _ = route(half.astype(np.float32), valid, CONFIG)
     assert probabilities.dtype == jnp.float32
-    jax.tree.map(np.testing.assert_array_equal, routing, expected)
+    chex.assert_trees_all_equal(routing, expected)
 
 
 def test_weights_carry_gradient_to_the_chosen_logits_only():
@@ -162,9 +163,8 @@ def test_the_kernel_routes_as_the_plain_router(name):
         run(name, logits, multiplicity, bias, pull) for name in ("interpreted", "plain")
     )
     np.testing.assert_array_equal(found[1], expected[1])
-    for a, b in zip(found, expected, strict=True):
-        # A few roundings of float32.
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    # A few roundings of float32.
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_router_of_another_name_is_refused():
@@ -219,7 +219,7 @@ def test_replayed_choices_have_current_scores(name):
     )
     recorded = recorded.experts
     _, again = replay(new, valid, own.experts)
-    jax.tree.map(np.testing.assert_array_equal, again, own)
+    chex.assert_trees_all_equal(again, own)
     gradient, replayed = jax.device_get(replay(new, valid, recorded))
     np.testing.assert_array_equal(replayed.experts, recorded)
     assert np.any(recorded != own.experts)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from largest import assert_trees_close_by_largest
 from programs import jit, mesh_of, on_mesh, random_weights
 
 from moe import model
@@ -119,11 +120,7 @@ def test_packed_sequences_are_rows_of_their_own(layout, context):
     (expected, expected_stats), expected_grads = trained(False, "dp1")
     np.testing.assert_allclose(value, expected, rtol=2e-6)
     # float32 sums of a few hundred terms in another order: a few units in the sixth digit.
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6 * np.max(np.abs(b))),
-        grads,
-        expected_grads,
-    )
+    assert_trees_close_by_largest(grads, expected_grads, rtol=2e-4, of_largest=2e-6)
     assert all(float(np.max(np.abs(g))) > 0 for g in jax.tree.leaves(grads))
     np.testing.assert_array_equal(stats.load, expected_stats.load)
     np.testing.assert_array_equal(stats.tokens, CONFIG.num_layers * unpacked()[1].sum())

@@ -3,6 +3,7 @@
 import functools
 from dataclasses import replace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -145,9 +146,7 @@ def test_equals_whole_rows(layout, copies, context):
     *expected, expected_grads = run(plain, 1, "dp1", copies)
     assert_same_forward(found, expected, copies)
     # float32 sums of a few hundred terms in another order: a few units in the sixth digit.
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6), grads, expected_grads
-    )
+    chex.assert_trees_all_close(grads, expected_grads, rtol=2e-4, atol=2e-6)
     assert all(np.abs(gradient).max() > 0 for gradient in jax.tree.leaves(grads))
 
 

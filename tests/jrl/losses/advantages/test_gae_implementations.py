@@ -3,6 +3,7 @@
 import functools
 from typing import get_args
 
+import chex
 import jax
 import numpy as np
 import oracles
@@ -76,9 +77,7 @@ def test_equal_to_the_scan_and_to_the_oracle(time, holes, kind):
     )
     # A few hundred float64 in another order.
     for actual in (blocked, scan):
-        jax.tree.map(
-            lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-11, atol=1e-11), actual, expected
-        )
+        chex.assert_trees_all_close(actual, expected, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.slow
@@ -100,7 +99,7 @@ def test_a_batch_in_which_only_one_row_has_a_hole():
     given = numbers(40, holes=False)
     given["mask"][0, 30] = False
     blocked, scan = (run(name, given, {}) for name in get_args(Implementation))
-    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=2e-5, atol=2e-5), blocked, scan)
+    chex.assert_trees_all_close(blocked, scan, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.slow
@@ -110,7 +109,7 @@ def test_a_long_row_with_as_many_holes_as_a_byte_cannot_count(apart):
     given["mask"][:] = False
     given["mask"][0] = np.arange(256 * apart) % apart != apart - 1
     blocked, scan = (run(name, given, {}) for name in get_args(Implementation))
-    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=2e-5, atol=2e-5), blocked, scan)
+    chex.assert_trees_all_close(blocked, scan, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.slow
@@ -124,14 +123,14 @@ def test_rows_of_one_and_of_two_tokens(row):
         "bootstrap_value": np.array([0.7]),
     }
     blocked, scan = (run(name, given, {"lam": 0.5}) for name in ("blocked", "scan"))
-    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-6, atol=1e-6), blocked, scan)
+    chex.assert_trees_all_close(blocked, scan, rtol=1e-6, atol=1e-6)
 
 
 def test_under_vmap_and_on_single_rows():
     given = numbers(40, holes=True)
     whole = run("blocked", given, {})
     rows = jax.jit(jax.vmap(lambda g: jrl.gae(**g, implementation="blocked")))(given)
-    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=2e-5, atol=2e-5), rows, whole)
+    chex.assert_trees_all_close(rows, whole, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.slow
@@ -143,10 +142,8 @@ def test_on_devices_of_which_only_some_have_holes():
     parallel = jax.shard_map(
         lambda g: jrl.gae(**g, implementation="blocked"), mesh=mesh, in_specs=rows, out_specs=rows
     )
-    jax.tree.map(
-        lambda a, e: np.testing.assert_allclose(a, e, rtol=2e-5, atol=2e-5),
-        jax.jit(parallel)(given),
-        run("scan", given, {}),
+    chex.assert_trees_all_close(
+        jax.jit(parallel)(given), run("scan", given, {}), rtol=2e-5, atol=2e-5
     )
 
 
@@ -155,7 +152,7 @@ def test_on_devices_of_which_only_some_have_holes():
 def test_long_rows_are_run_in_blocks_by_default(time):
     given = numbers(time, holes=False)
     named = "blocked" if time >= SHORTEST_BLOCKED else "scan"
-    jax.tree.map(np.testing.assert_array_equal, run(None, given, {}), run(named, given, {}))
+    chex.assert_trees_all_equal(run(None, given, {}), run(named, given, {}))
 
 
 def test_an_unknown_implementation_is_refused():

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -128,10 +129,8 @@ def test_rows_on_eight_devices():
 
     arrays = (rewards, values, mask, ended, bootstrap)
     cut = jax.shard_map(estimates, mesh=mesh, in_specs=(P("data"),) * 5, out_specs=P("data"))
-    jax.tree.map(
-        lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6),
-        jax.jit(cut)(*arrays),
-        jax.jit(estimates)(*arrays),
+    chex.assert_trees_all_close(
+        jax.jit(cut)(*arrays), jax.jit(estimates)(*arrays), rtol=1e-5, atol=1e-6
     )
 
 
@@ -166,7 +165,7 @@ def test_a_cut_response_is_continued_by_its_last_value_also_a_negative_one():
     given = (0 * values, values, mask, cut)
     found = jitted.extended_gae(*given, lam=0.5)
     expected = jitted.extended_gae(*given, lam=0.5, bootstrap_value=-0.75 * ones)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    chex.assert_trees_all_equal(found, expected)
 
 
 def test_two_tokens_are_whitened_by_their_unbiased_variance():

@@ -3,6 +3,7 @@
 import inspect
 import typing
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -152,10 +153,11 @@ def test_responses_in_several_axes_are_those_in_one(name):
     arrays = [np.asarray(draw.normal(size=(4, 6)), np.float32) for _ in range(3)]
     arrays.append(draw.random((4, 6)) < 0.7)
     folded = [x.reshape(2, 2, 6) for x in arrays]
-    jax.tree.map(
-        lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6),
+    chex.assert_trees_all_close(
         jax.jit(PER_RESPONSE[name])(*folded),
         jax.jit(PER_RESPONSE[name])(*arrays),
+        rtol=1e-5,
+        atol=1e-6,
     )
 
 
@@ -204,8 +206,4 @@ def test_on_eight_devices():
             diagnostics.lambda_sensitivity(b["rewards"], b["values"], b["mask"], lam=0.7),
         )
 
-    jax.tree.map(
-        lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5),
-        some(jax.device_put(b, rows)),
-        some(b),
-    )
+    chex.assert_trees_all_close(some(jax.device_put(b, rows)), some(b), rtol=1e-5, atol=1e-5)

@@ -4,6 +4,7 @@ import functools
 import itertools
 import operator
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -197,8 +198,7 @@ def test_a_choice_made_over_the_whole_lets_cuts_add_up():
         summed = functools.reduce(
             lambda x, y: jax.tree.map(operator.add, x, y), [part[0] for part in parts]
         )
-        for a, e in zip(jax.tree.leaves(summed), jax.tree.leaves(whole[0]), strict=True):
-            np.testing.assert_allclose(a, e, rtol=5e-6, atol=2e-6)
+        chex.assert_trees_all_close(summed, whole[0], rtol=5e-6, atol=2e-6)
         joined = np.concatenate([part[1] for part in parts])
         np.testing.assert_allclose(joined, whole[1], rtol=5e-6, atol=2e-6)
     parts = [
@@ -250,8 +250,7 @@ def test_covariances_on_eight_devices_equal_those_of_one():
         )(*arrays)
         covariances = jitted.covariances(arrays[0], arrays[2], arrays[3])
         (loss, _), slope = with_slope(jrl.kl_cov_loss)(*arrays, chosen=covariances > 0.5)
-        for a, e in zip(cut[:3], (covariances, loss, slope), strict=True):
-            np.testing.assert_allclose(a, e, rtol=1e-11, atol=1e-15)
+        chex.assert_trees_all_close(cut[:3], (covariances, loss, slope), rtol=1e-11, atol=1e-15)
 
 
 @pytest.mark.parametrize(
@@ -277,6 +276,5 @@ def test_ratios_of_zero_and_infinity_are_finite(advantage):
         (value, metrics), slope = with_slope(loss)(
             logprobs, old, advantage * ones, ones, **settings
         )
-        assert np.isfinite(value) and np.isfinite(slope).all()
+        chex.assert_tree_all_finite((value, slope, [x.value() for x in metrics.values()]))
         assert not np.any(slope[:, :4])
-        assert all(np.isfinite(metric.value()) for metric in metrics.values())

@@ -1,5 +1,6 @@
 """The two-sided guard of the clipped surrogate."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,10 +35,10 @@ def test_it_is_a_dual_clip_at_the_same_ratio():
     step = with_slope(jrl.ppo_loss)
     guard = step(*arrays, guard=1.5)
     assert guard[0][1]["pg_clipfrac_lower"].sum > 0
-    jax.tree.map(np.testing.assert_array_equal, guard, step(*arrays, clip_dual=1.5))
+    chex.assert_trees_all_equal(guard, step(*arrays, clip_dual=1.5))
     # Together, the lower of the two acts.
     both = step(*arrays, guard=1.5, clip_dual=3)
-    jax.tree.map(np.testing.assert_array_equal, guard, both)
+    chex.assert_trees_all_equal(guard, both)
 
 
 def test_the_gradient_vanishes_beyond_it():

@@ -3,6 +3,7 @@
 import functools
 from fractions import Fraction
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,7 +96,7 @@ def test_without_strength_it_is_ppo_exactly(clip_dual):
 
     ((loss, metrics), slope), ((expected, ppo), ppo_slope) = both(b["logprobs"])
     assert metrics.pop("redistributed").sum == 0
-    jax.tree.map(np.testing.assert_array_equal, (loss, metrics, slope), (expected, ppo, ppo_slope))
+    chex.assert_trees_all_equal((loss, metrics, slope), (expected, ppo, ppo_slope))
 
 
 @pytest.mark.parametrize("clip_dual", [None, 1.5])
@@ -173,9 +174,7 @@ def test_eight_devices_equal_one():
         )(b, statistics, tokens)
         signal = jitted.entropy_signal(b["entropy"], b["mask"])
         whole = with_slope(jrl.hapo_loss)(*(b[n] for n in NAMES), signal)
-        jax.tree.map(
-            lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-11, atol=1e-16), cut, whole
-        )
+        chex.assert_trees_all_close(cut, whole, rtol=1e-11, atol=1e-16)
 
 
 @pytest.mark.slow
@@ -288,6 +287,5 @@ def test_ratios_of_zero_and_infinity_are_finite(advantage, signal):
     (loss, metrics), slope = with_slope(jrl.hapo_loss)(
         logprobs, old, advantage * ones, ones, signal * ones
     )
-    assert np.isfinite(loss) and np.isfinite(slope).all()
+    chex.assert_tree_all_finite((loss, slope, [x.value() for x in metrics.values()]))
     assert not np.any(slope[:, :4])
-    assert all(np.isfinite(metric.value()) for metric in metrics.values())

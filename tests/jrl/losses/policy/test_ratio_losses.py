@@ -4,6 +4,7 @@ import functools
 import subprocess
 import sys
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,9 +103,8 @@ def far_away(loss):
 def test_ratios_of_zero_and_infinity_are_finite_and_counted(loss, advantage):
     found = jax.tree.map(lambda x: x[advantage], far_away(loss))
     (result, (values, clamped)), slope = found
-    assert np.isfinite(result) and np.all(np.isfinite(slope))
+    chex.assert_tree_all_finite((result, slope, values))
     assert clamped == 19
-    assert all(np.isfinite(value) for value in values.values())
     # What has become impossible does not move.
     assert not np.any(np.where(LOGPROBS < -400, slope, 0))
 
@@ -166,7 +166,7 @@ def test_weights_and_advantages_of_rows_spread_over_tokens(loss):
         return loss({**b, **given}, importance_weights=given["importance_weights"])
 
     actual, expected = of(narrow), of(wide)
-    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    chex.assert_trees_all_equal(actual, expected)
 
 
 @every_ratio
@@ -245,9 +245,7 @@ def test_eight_devices_with_rows_of_their_own_equal_one(loss):
         cut = jax.jit(parallel)(theta, b["logprobs"], b, counts)
         whole = jax.jit(step)(theta, b["logprobs"], b)
         # Sums of a hundred float64 in another order.
-        jax.tree.map(
-            lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-11, atol=1e-14), cut, whole
-        )
+        chex.assert_trees_all_close(cut, whole, rtol=1e-11, atol=1e-14)
         assert whole[1][0] != 0
 
 

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -51,7 +52,7 @@ def test_cispo_without_bounds_is_importance_weighted_reinforce():
         return jrl.reinforce_loss(*given, importance_weights=weights)[0]
 
     actual, expected = (jax.jit(jax.value_and_grad(f))(b["logprobs"]) for f in (cispo, weighted))
-    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5), actual, expected)
+    chex.assert_trees_all_close(actual, expected, rtol=1e-5)
 
 
 def test_the_bounds_of_cispo_are_distances_from_one():

@@ -1,5 +1,6 @@
 """GSPO, LUSPO and GMPO: published numbers, two forms of one gradient, lengths, bounds."""
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -93,7 +94,7 @@ def test_luspo_is_gspo_times_the_length():
     actual, metrics = jitted.luspo_loss(*arrays(b), **bounds)
     summed, same = jitted.gspo_loss(*arrays(b), aggregation="seq-mean-token-sum", **bounds)
     np.testing.assert_allclose(actual, summed, rtol=1e-6)
-    jax.tree.map(np.testing.assert_array_equal, metrics, same)
+    chex.assert_trees_all_equal(metrics, same)
 
 
 def test_the_bounds_that_are_the_defaults():
@@ -146,8 +147,7 @@ def test_without_bounds_gmpo_is_the_sequence_form_of_gspo():
     b = batch(3)
     gmpo = value_and_slope(jrl.gmpo_loss, per_row(b), **OFF)
     gspo = value_and_slope(jrl.gspo_loss, per_row(b), gradient="sequence", **OFF)
-    for actual, expected in zip(gmpo, gspo, strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(gmpo, gspo, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("loss", [jrl.gspo_loss, jrl.luspo_loss, jrl.gmpo_loss])

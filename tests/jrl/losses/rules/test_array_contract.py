@@ -10,6 +10,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -166,16 +167,8 @@ def _traced(trial, function, b):
 
 def assert_same(actual, expected, scenario, tolerance=1e-6):
     """Equal trees. The default allows float32 to round sums in another order."""
-    assert jax.tree.structure(actual) == jax.tree.structure(expected), scenario
-    pairs = zip(jax.tree.leaves_with_path(actual), jax.tree.leaves(expected), strict=True)
-    for (path, leaf), wanted in pairs:
-        np.testing.assert_allclose(
-            np.asarray(leaf, np.float64) if leaf.dtype == jnp.bfloat16 else leaf,
-            wanted,
-            rtol=tolerance,
-            atol=tolerance,
-            err_msg=f"{scenario}: {jax.tree_util.keystr(path)}",
-        )
+    near = {"rtol": tolerance, "atol": tolerance}
+    chex.assert_trees_all_close(actual, expected, **near, custom_message=scenario)
 
 
 def differentiable(pair):
@@ -217,8 +210,7 @@ def test_a_batch_without_tokens_gives_zero_and_no_gradient(name):
 @everything
 def test_one_token_per_row_is_finite(name):
     pair = differentiable(stacked(name)["one token per row"])
-    for path, leaf in jax.tree.leaves_with_path(pair):
-        assert np.all(np.isfinite(leaf)), jax.tree_util.keystr(path)
+    chex.assert_tree_all_finite(pair)
 
 
 @of_each_kind(EVERYTHING)

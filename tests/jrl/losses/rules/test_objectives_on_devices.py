@@ -3,6 +3,7 @@
 import functools
 from typing import get_args
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -87,7 +88,7 @@ def test_losses_and_gradients_equal_those_of_one_device(mode, shape, loss, argum
         )
         cut = parallel(theta, b[argument], b, counts)
         # Sums of a hundred float64 in another order.
-        jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-11), cut, whole)
+        chex.assert_trees_all_close(cut, whole, rtol=1e-11)
         assert np.any(whole[1][0]) and np.any(whole[1][1])
 
 
@@ -114,7 +115,7 @@ def test_aggregate_inside_and_outside_the_gradient(mode):
         whole = lambda x: jrl.aggregate(x**2, b["mask"], mode, max_length=11)  # noqa: E731 - the twin of `cut`
         actual = jax.jit(jax.value_and_grad(cut))(b["per_token"], b["mask"], *counts)
         expected = jax.jit(jax.value_and_grad(whole))(b["per_token"])
-        jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-12), actual, expected)
+        chex.assert_trees_all_close(actual, expected, rtol=1e-12)
 
 
 @pytest.mark.slow
@@ -139,8 +140,4 @@ def test_estimators_of_rows_work_on_a_part_of_the_rows():
         )
 
     cut = jax.shard_map(estimates, mesh=mesh, in_specs=(P("data"),), out_specs=P("data"))
-    jax.tree.map(
-        lambda a, e: np.testing.assert_allclose(a, e, rtol=2e-5, atol=1e-6),
-        jax.jit(cut)(b),
-        jax.jit(estimates)(b),
-    )
+    chex.assert_trees_all_close(jax.jit(cut)(b), jax.jit(estimates)(b), rtol=2e-5, atol=1e-6)

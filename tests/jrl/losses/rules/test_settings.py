@@ -2,6 +2,7 @@
 
 import inspect
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -108,8 +109,7 @@ def test_traced_settings_pass_where_nothing_is_decided_by_them(name):
 
     given = jax.eval_shape(of, traced, arrays)
     known = jax.eval_shape(lambda arrays: of(traced, arrays), arrays)
-    assert [x.dtype for x in jax.tree.leaves(given)] == [x.dtype for x in jax.tree.leaves(known)]
-    assert [x.shape for x in jax.tree.leaves(given)] == [x.shape for x in jax.tree.leaves(known)]
+    chex.assert_trees_all_equal_shapes_and_dtypes(given, known)
 
 
 @pytest.mark.parametrize("name", full_but(NAMES, *QUICK))
@@ -173,8 +173,7 @@ def test_two_distances_in_every_form_are_the_same():
     expected = values(call("value_loss", clip=(0.25, 0.5)))
     both = np.array([0.25, 0.5])
     for pair in (both.tolist(), both, jnp.asarray(both), (np.float32(0.25), 0.5)):
-        for got, want in zip(values(call("value_loss", clip=pair)), expected, strict=True):
-            np.testing.assert_array_equal(got, want)
+        chex.assert_trees_all_equal(values(call("value_loss", clip=pair)), expected)
     with pytest.raises(ValueError, match=r"clip=-0\.5 is a distance and cannot be negative; None"):
         call("value_loss", clip=jnp.array([0.25, -0.5]))
 

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-import jax
-import numpy as np
+import chex
 import pytest
 from small_runs import GROUP_SIZE, PROMPTS, fresh_weights, small_recipe, small_run, small_setup
 
@@ -23,10 +22,6 @@ def drawn():
     sampler.engine.load(fresh_weights(setup), 7)
     ahead = AsyncCollector(sampler, setup.recipe, batches=3, first=8, seconds={})
     return setup, sampler, ahead.collect_batch([])
-
-
-def equal(one, other):
-    jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
 @pytest.mark.slow
@@ -55,9 +50,7 @@ def test_arrays_and_back(drawn):
     found = replace(found, ready=[odd, *found.ready[1:]])
     packed = spec.pack(found)
     empty = spec.empty()
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), packed) == jax.tree.map(
-        lambda x: (x.shape, x.dtype), empty
-    )
+    chex.assert_trees_all_equal_shapes_and_dtypes(packed, empty)
     again = spec.unpack(packed, sampler)
     assert again.ready[0].score == 0.1
     assert again.metrics == found.metrics and found.metrics.keys() <= set(METRICS)
@@ -65,8 +58,8 @@ def test_arrays_and_back(drawn):
     for one, other in zip(again.ready, found.ready, strict=True):
         assert (one.example, one.text, one.verdict) == (other.example, other.text, other.verdict)
         assert one.trajectory.finish == other.trajectory.finish
-        equal(one.trajectory.sampled, other.trajectory.sampled)
-    equal(spec.pack(again), packed)
+        chex.assert_trees_all_equal(one.trajectory.sampled, other.trajectory.sampled)
+    chex.assert_trees_all_equal(spec.pack(again), packed)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 import time
 from dataclasses import fields, replace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,7 +75,7 @@ def test_samples_of_the_policy():
     assert sum(collected.metrics[f"verifier/{reason}"] for reason in REASONS) == 8
     assert collected.seconds.keys() == TIMES
     again = collected_by(setup, sampler, 8)
-    jax.tree.map(np.testing.assert_array_equal, again.batch, collected.batch)
+    chex.assert_trees_all_equal(again.batch, collected.batch)
     elsewhere = setup.sampler(seed=1)
     elsewhere.engine.load(fresh_weights(setup), version=3)
     other = collected_by(setup, elsewhere, 8)

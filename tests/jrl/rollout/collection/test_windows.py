@@ -2,6 +2,7 @@
 
 import itertools
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -123,8 +124,8 @@ def test_what_is_under_way_is_all_that_there_is_to_keep(setup, steps, at):
     before = steps[at - 1]
     again = steps_of(setup, 2, before.unfinished, before.prompts_seen)
     for one, other in zip(again, steps[at : at + 2], strict=True):
-        jax.tree.map(np.testing.assert_array_equal, one.batch, other.batch)
-        jax.tree.map(np.testing.assert_array_equal, one.unfinished, other.unfinished)
+        chex.assert_trees_all_equal(one.batch, other.batch)
+        chex.assert_trees_all_equal(one.unfinished, other.unfinished)
         assert one.metrics == other.metrics
 
 
@@ -136,4 +137,4 @@ def test_on_a_mesh():
     )
     for a, b in zip(one, folded, strict=True):
         np.testing.assert_array_equal(a.batch.tokens, jax.device_get(b.batch.tokens))
-        jax.tree.map(np.testing.assert_array_equal, a.unfinished, b.unfinished)
+        chex.assert_trees_all_equal(a.unfinished, b.unfinished)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,7 +107,7 @@ def test_only_weights_that_are_sliced_out_of_their_stack_are_copied(name):
     copies = [leaf for leaf in jax.tree.leaves(policy) if id(leaf) not in given]
     assert sum(leaf.nbytes for leaf in copies) == unstacked_bytes(config, mesh, is_stored=True)
     assert bool(copies) == (name != "scanned")
-    jax.tree.map(np.testing.assert_array_equal, policy.layers, split_layer_groups(weights, config))
+    chex.assert_trees_all_equal(policy.layers, split_layer_groups(weights, config))
 
 
 def counting(config):

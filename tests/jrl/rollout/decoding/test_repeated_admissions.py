@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-import jax
+import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def test_prompts_that_find_no_room_at_their_experts_run_again(monkeypatch):
     monkeypatch.setattr(mesh_backend, "admit", watched)
     found = decode(Asked(config=tight))
     assert factors == [(0.01, False), (None, True)]
-    jax.tree.map(np.testing.assert_array_equal, found, decode(Asked()))
+    chex.assert_trees_all_equal(found, decode(Asked()))
 
 
 @pytest.mark.slow
@@ -76,4 +76,4 @@ def test_rows_that_arrive_again_begin_anew(monkeypatch):
 
     expected = decode(Asked())
     monkeypatch.setattr(mesh_backend, "admit", again)
-    jax.tree.map(np.testing.assert_array_equal, decode.__wrapped__(Asked()), expected)
+    chex.assert_trees_all_equal(decode.__wrapped__(Asked()), expected)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -154,5 +155,4 @@ def test_a_batch_from_the_host_is_that_of_the_mesh():
         moved, counts, asked.mesh, PROMPT, asked.response, PAD, config.num_experts
     )
     assert EOS in np.asarray(found.tokens)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), expected)
-    assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, expected)
+    chex.assert_trees_all_equal(found, expected, strict=True)

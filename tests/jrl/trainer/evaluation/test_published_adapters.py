@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ def test_they_are_merged_in_float32_whatever_the_network_computes_in(given, dtyp
     checkpoint, adapters, merged = given
     config = replace(huggingface.config_from(checkpoint), dtype=dtype)
     found = load_published(checkpoint, config, mesh_of("dp1"), str(adapters))
-    jax.tree.map(np.testing.assert_array_equal, found, merged)
+    chex.assert_trees_all_equal(found, merged)
     plain = load_published(checkpoint, config, mesh_of("dp1"))
     assert not np.array_equal(plain.layers.dense.down, merged.layers.dense.down)
 
@@ -48,7 +49,7 @@ def test_a_served_policy_has_them(given):
     policy = open_served_model(str(checkpoint), adapters=str(adapters))
     assert policy.model.lora is None
     weights, version = policy.versions.load()
-    jax.tree.map(np.testing.assert_array_equal, weights, merged)
+    chex.assert_trees_all_equal(weights, merged)
     assert version == 0
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from largest import assert_trees_close_by_largest
 from small_runs import small_batch, small_model, small_recipe, small_run, small_setup
 from three_updates import compiled_update, gradient_of, numbers_of, random_weights
 from tiers import full_but
@@ -65,11 +66,8 @@ def on_one_device():
 def assert_close(found, expected):
     # float32 sums of a few hundred terms in another order; an element near zero is a difference of
     # terms as large as its neighbours, with their error.
-    def close(a, b):
-        np.testing.assert_allclose(a, b, rtol=5e-4, atol=1e-5 * np.max(np.abs(b)))
-        assert np.max(np.abs(b)) > 0
-
-    jax.tree.map(close, found, expected)
+    assert_trees_close_by_largest(found, expected, rtol=5e-4, of_largest=1e-5)
+    assert all(np.any(b) for b in jax.tree.leaves(expected))
 
 
 @pytest.mark.slow

@@ -3,8 +3,8 @@
 import functools
 from dataclasses import replace
 
+import chex
 import jax
-import numpy as np
 import pytest
 from small_runs import (
     fresh_state,
@@ -118,11 +118,11 @@ def test_the_rollout_has_whole_weights_and_draws_the_same():
     setup, plain = setup_on("dp4"), setup_on("dp4", fsdp=False)
     weights, same = (random_weights(s, s.model) for s in (setup, plain))
     drawn = [sampled(s, own) for s, own in ((setup, weights), (plain, same))]
-    jax.tree.map(np.testing.assert_array_equal, *drawn)
+    chex.assert_trees_all_equal(*drawn)
     apart = fold(Layout(tp=2, dp=2), jax.devices()[:4])
     moved = reshard(weights, setup.model, setup.mesh, apart)
     assert elements_on_one(moved) == elements_on_one(reshard(same, plain.model, plain.mesh, apart))
-    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((moved, same)))
+    chex.assert_trees_all_equal(moved, same)
 
 
 @pytest.mark.slow
@@ -135,7 +135,7 @@ def test_a_checkpoint_is_read_with_and_without(tmp_path):
         back, like = restore(checkpoints, reader.networks, 0), abstract(reader.networks)
         same = jax.tree.map(lambda x, y: x.sharding == y.sharding, back, like)
         assert all(jax.tree.leaves(same))
-        jax.tree.map(np.testing.assert_array_equal, jax.device_get(back), jax.device_get(state))
+        chex.assert_trees_all_equal(back, state)
 
 
 @pytest.mark.slow

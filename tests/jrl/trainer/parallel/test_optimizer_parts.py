@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -130,4 +131,4 @@ def test_parts_are_saved_and_read_elsewhere(tmp_path):
         back, like = restore(checkpoints, reader.networks, 0), abstract(reader.networks)
         same = jax.tree.map(lambda x, y: x.sharding == y.sharding, back, like)
         assert all(jax.tree.leaves(same))
-        jax.tree.map(np.testing.assert_array_equal, jax.device_get(back), jax.device_get(state))
+        chex.assert_trees_all_equal(back, state)

@@ -3,6 +3,7 @@
 import functools
 from dataclasses import replace
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -107,11 +108,7 @@ def scores_on(layout, context=None):
     ("layout", "context"), [("pp2 vpp2 dp2 tp2 / ep4", None), ("cp2 pp2", "ring")]
 )
 def test_scores_and_values_come_through_the_pipeline(layout, context):
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5),
-        scores_on(layout, context),
-        scores_on("dp1"),
-    )
+    chex.assert_trees_all_close(scores_on(layout, context), scores_on("dp1"), rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -163,10 +160,10 @@ def test_a_checkpoint_of_a_pipeline_is_one_of_any_layout(
     like = abstract(piped.networks)
     same = jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), back, like)
     assert all(jax.tree.leaves(same))
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(back), jax.device_get(state))
+    chex.assert_trees_all_equal(back, state)
     in_order = placement.in_layer_order(jax.device_get(weights), piped.mesh, num_layers)
     assert in_order.layers.norm.shape[0] == num_layers
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(elsewhere.policy.weights), in_order)
+    chex.assert_trees_all_equal(elsewhere.policy.weights, in_order)
 
 
 def test_every_chunk_has_a_layer():
