@@ -110,7 +110,8 @@ def bytes_of_type(text: str) -> int:
 
 
 def computations(text: str) -> dict[str, list[Instruction]]:
-    """Instructions of each computation of a program in their order; that of the entry is `ENTRY`.
+    """Instructions of each computation of a program in their order; the entry computation is named
+    `ENTRY`.
 
     Args:
       text: of ``compiled.as_text()``.
@@ -191,7 +192,7 @@ def collective_of(
         # The rows that are sent fit in the input and in the output; the rest is offsets and sizes.
         sizes = [min(sizes[:2])] if len(sizes) > 1 else sizes
     groups = device_groups(inner)
-    # A permute joins two; where no group is printed there is one of a single device.
+    # A permute joins two; if no group is printed there is one of a single device.
     devices = 2 if kind == "permute" else len(groups[0]) if groups else 1
     is_marked = '"is_sync":true' in instruction.attributes
     return Collective(kind, sum(sizes), devices, is_start and not is_marked)
@@ -236,7 +237,7 @@ def _mesh_groups(sizes: str, ids: str | None, axes: str) -> tuple[tuple[int, ...
 
     Args:
       sizes: of the axes, as printed.
-      ids: order of the devices, as printed; None is that of their numbers.
+      ids: order of the devices, as printed; None is the order of their numbers.
       axes: of a group, as printed, with factors before a part and of it.
     """
     mesh = {axis: int(size) for axis, size in re.findall(r"'([^']+)'=(\d+)", sizes)}

@@ -23,8 +23,9 @@ Options = dict[str, bool | int | str]
 # Releases before a final one have a suffix, such as 0.12.0rc1.
 JAXLIB = tuple(map(int, re.findall(r"\d+", version("jaxlib"))[:3]))
 REQUIRED: dict[str, Options] = {
-    # An empty list of kernels. With that of all-reduces, the compiler of jaxlib 0.12.0.1 aborts
-    # the process for a sum of few elements over groups of 64 devices. Not known before 0.11.2.
+    # An empty list of kernels. With the kernel of all-reduces, the compiler of jaxlib 0.12.0.1
+    # aborts the process for a sum of few elements over groups of 64 devices. Not known before
+    # 0.11.2.
     "gpu": {"xla_gpu_experimental_use_collective_kernels": ""} if JAXLIB >= (0, 11, 2) else {},
 }
 """Options of all programs of more than one device."""
@@ -89,7 +90,7 @@ class DeviceJit(Generic[Params, Result]):
 
     Args:
       function: of arrays.
-      devices: of the program; None is those of the first array among the arguments.
+      devices: devices of the program; None is the devices of the first array among the arguments.
       options: of `jax.jit`.
     """
 

@@ -20,8 +20,8 @@ class Conversation:
         the response.
       turn_limit: true if the limit of turns ended it.
       truncated_turns: indices of the policy's turns that the limit of a turn truncated.
-      limit: length limit of the response in tokens, where the request has that of the current turn;
-        None where they are equal.
+      limit: length limit of the response in tokens, if the request has the limit of the current
+        turn; None if they are equal.
       verdict: of the whole conversation; None while it is in progress.
     """
 

@@ -36,8 +36,8 @@ MAX_CHUNK = 64
 
 @struct.dataclass
 class PackedScores(Generic[Leaf]):
-    """Log-probabilities of the tokens of prompts in packed rows; those of the first token of a
-    prompt are arbitrary values.
+    """Log-probabilities of the tokens of prompts in packed rows; the value of a prompt's first
+    token is arbitrary.
 
     Attributes:
       logprobs: ``[row, width]`` in the policy at temperature 1, nats.

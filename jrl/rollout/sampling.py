@@ -138,7 +138,7 @@ class RequestSampling(NamedTuple):
 
 
 IDLE_SAMPLING = RequestSampling(temperature=0.0)
-"""Sampling parameters of a row without a request: no noise is generated for it."""
+"""Sampling parameters of a row that has no request: no noise is generated for it."""
 
 
 def stack_sampling(
@@ -284,7 +284,7 @@ def sample_rows(
         adjustments.
 
     Returns:
-      The tokens, their log-probabilities in the distribution sampled from (0 where it is greedy),
+      The tokens, their log-probabilities in the distribution sampled from (0 if it is greedy),
       and in the policy at temperature 1.
     """
     greedy, policy = rows.temperatures == 0, logits

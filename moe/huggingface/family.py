@@ -32,7 +32,7 @@ class OptionGroup:
 
     Args:
       read: fields of `ModelConfig`, from the options and the fields that were read before.
-      write: the options from a configuration; None where they cannot express it.
+      write: the options from a configuration; None if they cannot express it.
     """
 
     read: Callable[[Options, Fields], Fields]
@@ -52,9 +52,9 @@ class Family:
       also: other names in config.json of the same architecture, which it is not written under.
       predicts_further: a file may hold layers that predict further tokens, after the network's own
         or under ``mtp.``, which are left out.
-      fused_in_peft: whether PEFT takes dense projections for those of experts, see
+      fused_in_peft: whether PEFT takes dense projections for projections of experts, see
         `moe.huggingface.adapters`.
-      defaults: values of common options that a file leaves out, where no other function has them.
+      defaults: values of common options that a file leaves out, if no other function has them.
     """
 
     architecture: str
@@ -69,7 +69,7 @@ class Family:
 
 
 def read_groups(groups: Iterable[OptionGroup], options: Options) -> Fields:
-    """Fields of `ModelConfig`, each group knowing those of the groups before it."""
+    """Fields of `ModelConfig`; each group gets the fields of the groups before it."""
     fields: Fields = {}
     for group in groups:
         fields |= group.read(options, fields)
@@ -77,7 +77,7 @@ def read_groups(groups: Iterable[OptionGroup], options: Options) -> Fields:
 
 
 def write_groups(groups: Iterable[OptionGroup], config: ModelConfig) -> dict[str, Any]:
-    """The options that `read_groups` reads; none where a group cannot express the configuration."""
+    """The options that `read_groups` reads; none if a group cannot express the configuration."""
     options: dict[str, Any] = {}
     for group in groups:
         written = group.write(config)

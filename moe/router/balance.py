@@ -1,5 +1,5 @@
-"""Load balancing of experts, by auxiliary losses, with the load fractions that they use, or without
-one by a selection bias that favours idle experts."""
+"""Load balancing of experts, by auxiliary losses, with the load fractions that they use, or instead
+by a selection bias that favours idle experts."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,7 +33,7 @@ def load_fractions(
 
     Args:
       sequence: the fractions within each token's sequence
-        (`moe.tokens.sequences.sequence_load_fractions`); None where nothing is learned.
+        (`moe.tokens.sequences.sequence_load_fractions`); None if nothing is learned.
       load: choices of each expert by this device's tokens.
     """
     everyone = (*mesh.dp, *mesh.sequence)
@@ -52,8 +52,8 @@ def compares_batches(config: ModelConfig) -> bool:
 def merge_half_batches(
     half_stats: Sequence[RouterStatistics[Array]], config: ModelConfig, mesh: FoldedMesh
 ) -> RouterStatistics[Array]:
-    """The sums of all tokens of a layer, from those of its half batches: what compares with the
-    load of the micro-batch compares with that of both halves.
+    """Sums over all tokens of a layer, from the sums of its half batches: a loss that uses the load
+    of the micro-batch uses the load of both halves.
 
     Args:
       half_stats: of tokens whose `PackedBatch.is_half_batch`.

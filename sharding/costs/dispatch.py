@@ -44,7 +44,7 @@ class TokenDispatch:
       k: experts of a token.
       d_model: elements of a token.
       itemsize: bytes of an element of a token.
-      buffer: capacity of a device in tokens, where it exchanges slices (`has_slices`); None is as
+      buffer: capacity of a device in tokens, if it exchanges slices (`has_slices`); None is as
         many as are received.
       comm_dtype: communication dtype of tokens, sums and their gradients (`sharding.compression`);
         None is their own.
@@ -125,8 +125,8 @@ class TokenDispatch:
     def routing_transfers(self) -> list[Transfer]:
         """Exchange of k expert ids and k gate weights of each token.
 
-        They are sent with it, except before slices, where they are sent first and to all devices,
-        which count from them the tokens that they will receive.
+        They are sent with it, except before slices: then they are sent first and to all devices, to
+        count the tokens that each will receive.
         """
         local = self.tokens * self.k
         if self.implementation == "all_gather":

@@ -63,22 +63,22 @@ class AsyncBuffer(Generic[Leaf]):
 
     Attributes:
       prompts_seen: ``[]`` as in `AsyncRollouts`.
-      metrics: ``[metric, 2]`` those of `jrl.rollout.collection.collect.METRICS`, NaN where there is
-        none. Float64 values are stored exactly, as two int32 words.
+      metrics: ``[metric, 2]`` values of `jrl.rollout.collection.collect.METRICS`, NaN if missing.
+        Float64 values are stored exactly, as two int32 words.
       prompts: ``[entry]`` id of the prompt.
       samples: ``[entry]`` sample id, the index of the response to its prompt.
-      lengths: ``[entry]`` tokens so far, 0 where it was not started; -1 where the entry is empty.
+      lengths: ``[entry]`` tokens so far, 0 if it was not started; -1 if the entry is empty.
       finishes: ``[entry]`` index of the finish reason in `FINISH_REASONS`; -1 for unfinished rows.
-      slots: ``[entry]`` the slot that a row in flight keeps; -1 where it keeps none.
-      reasons: ``[entry]`` index of the verdict's reason; -1 without a verdict.
+      slots: ``[entry]`` the slot that a row in flight keeps; -1 if it keeps none.
+      reasons: ``[entry]`` index of the verdict's reason; -1 before the verdict.
       scores: ``[entry, 2]`` of the verdict, stored as `metrics` are.
       parts: ``[entry, 1 + component, 2]`` likewise: 1 where the verdict has reward components, else
-        0, and their values, NaN for missing ones; None where no verdict can have any.
+        0, and their values, NaN for missing ones; None if no verdict can have any.
       counts: ``[entry]`` true if its tokens are in the loss mask.
       tokens, behaviour_logprobs, old_logprobs, versions: ``[entry, response]`` as in
         `jrl.rollout.decoding.requests.Sampled`, 0 after its tokens.
-      choices: ``[entry, position, layer, k]`` expert ids, likewise, `num_experts` where there is
-        none; None where they are not recorded.
+      choices: ``[entry, position, layer, k]`` expert ids, likewise, `num_experts` for a token that
+        did not run; None if they are not recorded.
     """
 
     prompts_seen: Leaf
@@ -168,7 +168,7 @@ class AsyncBufferSpec(NamedTuple):
         return buffer
 
     def unpack(self, buffer: AsyncBuffer[np.ndarray], sampler: Sampler) -> AsyncRollouts | None:
-        """Restores the argument of `pack`; None where nothing was sampled yet."""
+        """Restores the argument of `pack`; None if nothing was sampled yet."""
         # The first entry is the next step's, whose batch is complete except before the first step.
         if buffer.lengths[0] < 0:
             return None

@@ -183,8 +183,8 @@ def batch_of(
         "counts": np.asarray(counts, bool),
     }
     windows = any(t.request.window is not None for t in trajectories)
-    # Without an explicit sharding XLA would choose one, which JAX then looks for on the mesh that
-    # decoded, where it need not exist.
+    # If XLA chose the sharding, JAX would look for it on the mesh that decoded, and might not find
+    # it.
     fields_on_mesh = to_devices(row_fields, replicated(mesh))
     decoder = buffers[0].decoder
     layout = _Layout(
@@ -215,8 +215,8 @@ def batch_from_host(
 ) -> Batch[Array]:
     """Batch of trajectories that are stored on the host, bitwise identical to `batch_of`.
 
-    Of conversations the mask is that of the policy's tokens; where turns before the last have
-    rewards, they are on the last token of each.
+    The mask of a conversation selects the policy's tokens; a reward of a turn before the last is on
+    the last token of that turn.
 
     Args:
       pad_id: id of padding.
@@ -408,8 +408,7 @@ def generation_metrics(
 
 
 def verifier_counts(completions: Sequence[Completion]) -> dict[str, float]:
-    """Number of verdicts by reason, over all verified completions, including those of dropped
-    groups."""
+    """Number of verdicts by reason, over all verified completions, dropped groups included."""
     reasons = Counter(each.verdict.reason for each in completions if each.verdict is not None)
     return {f"verifier/{reason}": float(reasons[reason]) for reason in REASONS}
 

@@ -91,7 +91,7 @@ def row_count(least: int) -> int:
 
 def row_sizes(widths: Sequence[int], per_rank: int, most_tokens: int) -> list[tuple[int, int]]:
     """All widths and numbers of rows in a packed prefill of a rank, each pair of which is a
-    compiled function: one row, and multiple rows where one is not enough; `widths` are
+    compiled function: one row, and multiple rows if one is not enough; `widths` are
     `row_widths`."""
     single_widths = single_row_widths(widths)
     sizes = [(width, 1) for width in single_widths]
@@ -104,7 +104,7 @@ def row_sizes(widths: Sequence[int], per_rank: int, most_tokens: int) -> list[tu
 def unpacked_row_sizes(
     max_length: int, unit: int, per_rank: int, most_tokens: int
 ) -> list[tuple[int, int]]:
-    """All widths and numbers of rows in a prefill where each prompt has a row of its own."""
+    """All widths and numbers of rows in a prefill if each prompt has a row of its own."""
     widths = [min(MIN_PREFILL_WIDTH, max_length)]
     while widths[-1] < max_length:
         widths.append(min(2 * widths[-1], max_length))
