@@ -64,7 +64,7 @@ class LoraSettings:
 
 @dataclass(frozen=True)
 class RouterSettings:
-    """Router losses and expert capacity; where they are given they replace those of the network."""
+    """Router losses and expert capacity; a value replaces the network's own."""
 
     load_balance_coef: float | None = setting(None, minimum=0)
     """Weight of the load-balancing loss of each sequence; None is the preset's (checkpoints: 0)."""
@@ -90,6 +90,6 @@ class RouterSettings:
     """Tokens that a full expert keeps: those with the largest gate weights, or the first of the
     rows. None is the network's own, mostly probs."""
     drop_scope: Literal["sub_sequence", "full_sequence"] | None = None
-    """Tokens that the capacity is computed from: those of a device, or of all devices with shards
+    """Tokens that the capacity is computed from: tokens of a device, or of all devices with shards
     of the same sequences, so that cp and tp change nothing. None is the network's own, mostly
     sub_sequence."""

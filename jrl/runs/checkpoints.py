@@ -96,8 +96,8 @@ class Checkpoints:
         return max(self.steps(), default=None)
 
     def latest_valid_step(self) -> tuple[int | None, dict[int, str]]:
-        """Return the newest step whose checkpoint is undamaged, or None without any checkpoint, and
-        the damage of newer ones, by step; ValueError if all are damaged. All files are read for
+        """Return the newest step whose checkpoint is undamaged, or None if there is no checkpoint,
+        and the damage of newer ones, by step; ValueError if all are damaged. All files are read for
         verification."""
         damaged: dict[int, str] = {}
         # A run in progress may remove the checkpoint being verified, which is no damage.
