@@ -31,7 +31,7 @@ class JobSet:
     Attributes:
       name: of the JobSet, a DNS label.
       gpus, chips: of each node; None is none.
-      volume: a volume claim that all pods share, and where it is mounted.
+      volume: a volume claim that all pods share, and its mount path.
       environment: variables of the processes.
     """
 

@@ -23,10 +23,10 @@ class MonitoringSettings:
     """Address that --metrics-port listens on. By default only programs of the same machine reach
     it; 0.0.0.0 listens on all networks."""
     step_deadline: float | None = setting(None, above=0)
-    """Seconds from the end of a step to that of the next, after which the health check fails; None
-    is none. The first step, which compiles, has none."""
+    """Seconds from the end of a step to the end of the next, after which the health check fails;
+    None is none. The first step, which compiles, has none."""
     hang_deadline: float | None = setting(None, minimum=0)
-    """Seconds that a phase (rollout, reward, update, ...) may take without a sign of progress. Then
+    """Seconds that a phase (rollout, reward, update, ...) may go with no sign of progress. Then
     the process that hangs is named and stacks are written to the run folder, and after 30 s more
     (at most the deadline) the run ends. It is six times as long for checkpoints, and twelve times
     for compilations and for the first of each phase. 0 watches nothing. None is 300; a run of one

@@ -40,7 +40,7 @@ def check_same_software() -> None:
     """Raises ValueError, in all processes, with the differences to process 0, unless all run the
     same versions of `PACKAGES` and the same source files."""
     software, hashes = installed_versions(), source_hashes()
-    # Files are compared one by one only where they differ: then each is named.
+    # Files are compared one by one only if they differ: then each is named.
     if len(set(gather(sha256(json.dumps(hashes).encode()).hexdigest()))) > 1:
         software |= hashes
     check_same(

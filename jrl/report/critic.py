@@ -1,4 +1,4 @@
-"""Diagnostics of a critic on one rollout: those of `jrl.losses`, as one report."""
+"""Diagnostics of a critic on one rollout: the functions of `jrl.losses`, as one report."""
 
 import functools
 from dataclasses import dataclass, replace

@@ -115,7 +115,8 @@ def run_data(folder: RunFolder, name: str, characters: int) -> dict[str, Any]:
 
 
 def thin(lines: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any]]:
-    """About `most` of the lines, evenly; the first, the last and those of evaluations are kept."""
+    """About `most` of the lines, evenly; the first, the last and the lines of evaluations are
+    kept."""
     every = -(-len(lines) // most)
     last = len(lines) - 1
     return [

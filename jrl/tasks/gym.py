@@ -2,7 +2,7 @@
 
 It scores the answer in a completion (`jrl.tasks.answers`), without blanks around it. A chat model
 is prompted as in the library's own evaluations, for ``<answer>`` tags, by the system message
-`reasoning_gym.utils.SYSTEM_PROMPTS["default"]`; a policy without a chat template reads the prompt
+`reasoning_gym.utils.SYSTEM_PROMPTS["default"]`; a policy that has no chat template reads the prompt
 alone.
 
 Its scores are clipped to [0, 1] and otherwise used as they are, with their faults: some generators

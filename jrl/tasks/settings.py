@@ -47,7 +47,7 @@ class TaskSettings:
     reward_seconds: float = setting(5.0, sft=False)
     """Timeout of one call of a custom reward, in seconds."""
     unsafe_tools: bool = setting(False, changeable=True, sft=False)
-    """Run code that the policy writes as your user, where it cannot be run in a sandbox. Without
+    """Run code that the policy writes as your user, if it cannot be run in a sandbox. Without
     it, a task with such a tool raises an error on a machine without bubblewrap."""
     failed_reward: float = setting(0.0, sft=False)
     """The score of a completion whose reward took longer, raised an exception, or gave no finite
@@ -78,7 +78,7 @@ class TaskSettings:
         '"messages" where a record has no prompt.',
     )
     """Field with the prompt as a conversation, a list of {"role": ..., "content": ...}, instead of
-    the prompt; None takes "messages" where a line has no prompt."""
+    the prompt; None takes "messages" if a line has no prompt."""
 
     @property
     def rewards(self) -> RewardSettings:

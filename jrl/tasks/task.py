@@ -30,7 +30,7 @@ class Example:
         chat template reads more than contents; part of the example's identity.
       tools: JSON schemas of the tools that a chat template describes to the policy, as texts.
       instruction: required form of answers, for a chat model whose conversation has no system
-        message; unused for a policy without a chat template.
+        message; unused for a policy that has no chat template.
       opening: the messages with all their fields, for chat templates; empty is `messages`.
       template_arguments: variables of its chat template, such as enable_thinking.
       location: of its record, for error messages.

@@ -64,7 +64,7 @@ class Conversation:
 
 
 def content_of(turn: Turn) -> str:
-    """The content of a message, empty where it is null."""
+    """The content of a message, empty if it is null."""
     return turn.get("content") or ""
 
 

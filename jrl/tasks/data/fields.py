@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 MAX_EXPONENT = 300
-"""Largest decimal exponent of an answer, about that of a float, as it is written in digits."""
+"""Largest decimal exponent of an answer, about a float's, as it is written in digits."""
 LIKELY_ANSWERS = (
     *("answer", "completion", "solution", "ground_truth", "final_answer", "expected_answer"),
     *("target", "label", "output", "response"),
@@ -40,8 +40,8 @@ class Fields:
     Attributes:
       prompt: of the prompt, a text or the messages of a conversation.
       answer: of the reference answer.
-      messages: of the conversation, which every line must have; None takes "messages" in lines
-        without a prompt.
+      messages: of the conversation, which every line must have; None takes "messages" in lines that
+        have no prompt.
     """
 
     prompt: str = "prompt"

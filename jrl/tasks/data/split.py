@@ -38,7 +38,7 @@ def generator(*names: str | int) -> random.Random:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out prompts: a share of all, a number, or those of a file.
+    """Held-out prompts: a share of all, for example 0.1, a number, or the prompts of a file.
 
     Attributes:
       share: of the prompts, in (0, 1]; 1 holds out a whole list and leaves nothing to train on.

@@ -1,7 +1,7 @@
 """Adapter from OpenEnv environments to the environments of a task.
 
 OpenEnv's clients call servers that run in containers, with the interface of Gymnasium: `reset`,
-`step`, an observation, a reward, `done`. Only a client is needed here; the package is that of the
+`step`, an observation, a reward, `done`. Only a client is needed here; the package comes from the
 environment:
 
     class Blackjack:

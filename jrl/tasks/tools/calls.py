@@ -55,7 +55,7 @@ def unreadable_call(reason: str, name: str = "") -> Call:
 
 
 def parameters_by_tool(schemas: list[Any]) -> ToolParameters:
-    """Parameters of tools by name, from their schemas; schemas without a name are left out."""
+    """Parameters of tools by name, from their schemas; schemas that have no name are left out."""
     functions = [schema.get("function", schema) for schema in schemas if isinstance(schema, dict)]
     return {
         each["name"]: each.get("parameters") or {}
