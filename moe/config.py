@@ -105,7 +105,7 @@ class ModelConfig:
       drop_scope: tokens over which the capacity holds: the tokens of one device ("sub_sequence") or
         of all devices with parts of the same sequences ("full_sequence"), for which the result does
         not depend on ``cp`` and ``tp``.
-      dtype: of activations and of weights at each use; "float32" or "bfloat16". Router,
+      dtype: dtype of activations and of weights at each use; "float32" or "bfloat16". Router,
         value head, norms, softmax and logits are float32. Weights may have this dtype already
         (`moe.weights.cast`) or be float32, and are then cast at each use. Products of "float32"
         activations have the default precision of the device (TF32 on recent NVIDIA GPUs;

@@ -28,7 +28,7 @@ class Default(NamedTuple):
       platform: platform of the devices; None is any.
       capabilities: range of compute capabilities, the second excluded.
       reason: reason for the choice, with the measurement.
-      obstacle: from a network and the number of devices that its experts are split over (``etp``)
+      obstacle: maps a network and the number of devices that its experts are split over (``etp``)
         to the reason why it does not support the network, or None.
     """
 

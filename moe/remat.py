@@ -95,7 +95,8 @@ def rematerialise(
     """Wraps `function` in a remat policy; values and gradients stay the same.
 
     Args:
-      function: of arrays alone; policies of `UNSAVED` have no gradient for closed-over arrays.
+      function: function of arrays alone; policies of `UNSAVED` have no gradient for closed-over
+        arrays.
       in_scan, present: as for `save_only_named`; policies of `UNSAVED` alone have the second.
       saved: names of the values that "selective" saves.
 
@@ -134,7 +135,7 @@ def save_only_named(
     JAX computes.
 
     Args:
-      function: of pytrees of arrays. There is no gradient for closed-over arrays.
+      function: function of pytrees of arrays. There is no gradient for closed-over arrays.
       names: names of values to save.
       in_scan: it is the body of a scan, whose separate forward and backward loops already keep the
         compiler from computing a value once and saving it.

@@ -58,7 +58,7 @@ def scan_micro_batches(
     """Runs micro-batches forward through the pipeline stages.
 
     Args:
-      weights: of this device, as `moe.placement.in_chunks` stores them.
+      weights: weights of this device, as `moe.placement.in_chunks` stores them.
       micro_batches: micro-batches, equal on all stages.
 
     Returns:

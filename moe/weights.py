@@ -129,8 +129,8 @@ class DeltaNet(Generic[Leaf]):
       strength_and_decay: projections to the strength (beta) and the x of the decay of each value
         head (`in_proj_ba`).
       filters: filters of the short convolution of queries, keys and values (`conv1d`).
-      rate_bias: of the decay (`dt_bias`).
-      log_rate: of the decay (`A_log`).
+      rate_bias: bias of the decay (`dt_bias`).
+      log_rate: log-rate of the decay (`A_log`).
       read_norm: norm of the output of each value head, which its gate then multiplies (`norm`).
       out: output projection (`out_proj`).
       out_norm: norm of the layer's output, as in `Attention`; None if it has none.

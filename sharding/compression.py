@@ -197,7 +197,7 @@ def compressed_reduce_scatter(
     Volume sent, of an array of G elements: ``G (n-1)/n`` of two bytes.
 
     Args:
-      x: of this device, float32; `dim` divides by the devices.
+      x: array of this device, float32; `dim` divides by the devices.
     """
     n = lax.axis_size(axes)
     terms = x.astype(jnp.bfloat16).reshape(*x.shape[:dim], n, -1, *x.shape[dim + 1 :])

@@ -37,9 +37,9 @@ class Instruction:
     """An instruction of a program.
 
     Attributes:
-      name: in its computation.
+      name: name in its computation.
       result: type of the result, as printed.
-      operation: such as "fusion" or "all-gather-start".
+      operation: name of the operation, for example "fusion" or "all-gather-start".
       arguments: names of the operands, as printed; of a parameter its index.
       attributes: what follows the operands.
     """
@@ -89,7 +89,7 @@ _BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128}
 
 
 def arrays_of_type(text: str) -> list[tuple[str, tuple[int, ...]]]:
-    """Dtype, such as "bf16", and shape of each array of a type, as printed."""
+    """Dtype, for example "bf16", and shape of each array of a type, as printed."""
     return [
         (dtype, tuple(int(size.strip("<= ")) for size in sizes.split(",") if size.strip()))
         for dtype, sizes in _ARRAY.findall(text)
@@ -114,7 +114,7 @@ def computations(text: str) -> dict[str, list[Instruction]]:
     `ENTRY`.
 
     Args:
-      text: of ``compiled.as_text()``.
+      text: text of ``compiled.as_text()``.
     """
     program: dict[str, list[Instruction]] = {}
     instructions: list[Instruction] = []
@@ -153,9 +153,9 @@ class Collective:
     """A collective of a program.
 
     Attributes:
-      kind: of collective.
-      bytes: of a device's input.
-      devices: of a group.
+      kind: kind of collective.
+      bytes: bytes of a device's input.
+      devices: devices of a group.
       is_asynchronous: other work may run beside it.
     """
 
@@ -172,7 +172,7 @@ def collective_of(
 
     Args:
       by_name: instructions of its computation by name.
-      program: of `computations`.
+      program: result of `computations`.
     """
     operation = instruction.operation
     is_start = operation.endswith("-start")
@@ -236,9 +236,9 @@ def _mesh_groups(sizes: str, ids: str | None, axes: str) -> tuple[tuple[int, ...
     """Groups of a mesh along some of its axes.
 
     Args:
-      sizes: of the axes, as printed.
+      sizes: sizes of the axes, as printed.
       ids: order of the devices, as printed; None is the order of their numbers.
-      axes: of a group, as printed, with factors before a part and of it.
+      axes: axes of a group, as printed, with factors before a part and of it.
     """
     mesh = {axis: int(size) for axis, size in re.findall(r"'([^']+)'=(\d+)", sizes)}
     parts = [
@@ -277,7 +277,7 @@ def collectives(text: str) -> list[Collective]:
     """Collectives of a scheduled program, each once, between at least two devices.
 
     Args:
-      text: of ``compiled.as_text()``.
+      text: text of ``compiled.as_text()``.
     """
     program = computations(text)
     # What an asynchronous instruction calls is counted by its start.
@@ -301,7 +301,7 @@ def is_synchronous(text: str) -> bool:
     overlaps nothing.
 
     Args:
-      text: of ``compiled.as_text()``.
+      text: text of ``compiled.as_text()``.
     """
     listed = collectives(text)
     return bool(listed) and not any(one.is_asynchronous for one in listed)

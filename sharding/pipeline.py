@@ -160,11 +160,11 @@ class Sums(NamedTuple):
     """Accumulators of `gradients`.
 
     Attributes:
-      loss: of this stage's chunks and, on the last stage, of `Stages.last`.
+      loss: loss of this stage's chunks and, on the last stage, of `Stages.last`.
       embed_and_head: this stage's part of the gradient of embedding and head, float32.
       layers: the gradient of this stage's layers, ``[chunk, ...]``, float32.
-      metrics: of `Stages.last`, ``[micro_batch, ...]``, equal on all stages.
-      statistics: of this stage's chunks, ``[chunk, ...]``.
+      metrics: metrics of `Stages.last`, ``[micro_batch, ...]``, equal on all stages.
+      statistics: statistics of this stage's chunks, ``[chunk, ...]``.
     """
 
     loss: Array

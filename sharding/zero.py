@@ -89,7 +89,7 @@ def shard_dim(
 
     Args:
       spec: sharding of the weight.
-      shape: of the full weight.
+      shape: shape of the full weight.
       first: leading dimensions that are not to be sharded.
       comm_dtype: "float32" or "bfloat16", the communication dtype of gradients across
         sequence-parallel groups. Inside a group they are sent in float32, and so are gradients
@@ -239,7 +239,7 @@ class Reduced(Generic[Leaf]):
       before: the local gradient of earlier micro-batches, not reduced, float32; None without.
       sum_zeros: zeros of the type of the sum (`Reduction.sum_zeros`): the sum is the gradient of
         these.
-      reduction: of the weight.
+      reduction: reduction of the weight.
 
     References:
       Jin et al., "MegaScale-MoE", 2025 (gradients of a layer reduced beside the backward pass of

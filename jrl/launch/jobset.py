@@ -29,7 +29,7 @@ class JobSet:
     """Settings of a JobSet, which are options of ``python -m jrl.launch --jobset``.
 
     Attributes:
-      name: of the JobSet, a DNS label.
+      name: name of the JobSet, a DNS label.
       gpus, chips: of each node; None is none.
       volume: a volume claim that all pods share, and its mount path.
       environment: variables of the processes.

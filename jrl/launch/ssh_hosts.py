@@ -36,7 +36,7 @@ class Hosts:
 
     Attributes:
       names: as ssh takes them, [USER@]HOST; process 0 runs on the first.
-      port: of the coordinator, on the first host.
+      port: port of the coordinator, on the first host.
       environment: variables of the processes.
     """
 

@@ -105,7 +105,7 @@ def join_processes(processes: Processes, heartbeat: int = HEARTBEAT_SECONDS) -> 
     """Connects this process with the others, before JAX touches any device.
 
     Nothing is done in a run of one process, and if it is connected already: by an earlier command,
-    or by a launcher such as Ray.
+    or by a launcher, for example Ray.
 
     Args:
       processes: settings of this one.

@@ -133,7 +133,7 @@ def find_hang(records: Sequence[Record], silence: float) -> Hang | None:
     whatever the others wait for. A process of which nothing is heard is late whatever it did last.
 
     Args:
-      records: of all processes of which something is known.
+      records: records of all processes of which something is known.
       silence: seconds since the last record after which a process is late, see `silence_limit`.
     """
     running = [record for record in records if not record.has_ended]

@@ -53,7 +53,7 @@ def join(address: tuple[str, int], name: str, count: int, index: int, seconds: f
 
     Args:
       address, name, count: as of `host`.
-      index: of this process.
+      index: index of this process.
       seconds: maximum wait for process 0 to listen, and then for the others.
 
     Raises:
@@ -148,7 +148,7 @@ class _Host:
                 )
         self._strangers.discard(connection)
         greeting = _receive(connection)
-        if greeting is None:  # of something else, such as a scan of ports
+        if greeting is None:  # of something else, for example a scan of ports
             connection.close()
             return
         index, count = greeting[GREETING], greeting.get("count")

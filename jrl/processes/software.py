@@ -23,7 +23,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def source_hashes() -> dict[str, str]:
-    """Hashes of the library's Python files, by paths such as jrl/train.py."""
+    """Hashes of the library's Python files, by path, for example jrl/train.py."""
     paths = (path for name in SOURCE_PACKAGES for path in (SOURCE_ROOT / name).rglob("*.py"))
     return {
         path.relative_to(SOURCE_ROOT).as_posix(): short_hash(path.read_bytes())

@@ -87,7 +87,7 @@ class Watchdog:
     Time in which this process itself is frozen does not count.
 
     Args:
-      settings: of this process.
+      settings: settings of this process.
       store: of the heartbeats of all processes; None in a run of one.
       end: ends this process, given a line for the user and the number of processes that are silent;
         it does not return.

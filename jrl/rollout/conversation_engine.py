@@ -48,7 +48,7 @@ class ConversationEngine:
     ids and the tokens so far. The limit of a response bounds the tokens of policy and environment.
 
     Args:
-      engine: that decodes.
+      engine: the single-turn engine that decodes.
       task: provides the environments.
       format: converts messages to tokens.
       max_turns: maximum turns of the policy; None leaves the end to the environment.

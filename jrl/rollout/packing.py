@@ -31,7 +31,7 @@ class PackedSizes(NamedTuple):
 
     Attributes:
       bins: rows of the packed batch.
-      length: of a bin, in tokens.
+      length: length of a bin, in tokens.
       max_scored: maximum number of tokens that the LM head scores.
     """
 
@@ -78,7 +78,7 @@ class PackingPlan(NamedTuple):
         empty slot.
       num_micro_batches: on each rank.
       passes: number of micro-batches with rows, the maximum over ranks.
-      sizes: of each micro-batch.
+      sizes: sizes of each micro-batch.
     """
 
     rows: np.ndarray
@@ -120,7 +120,7 @@ def plan(
       tokens: ``[rows]`` number of tokens that are not padding; rows of padding only are left out.
       loss_tokens: ``[rows]`` number of those in the loss mask, which the LM head scores.
       time: maximum tokens of a row.
-      bins: of a micro-batch.
+      bins: number of bins of a micro-batch.
       max_rows_per_bin: maximum number of rows of a bin.
 
     References:

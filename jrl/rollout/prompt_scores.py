@@ -40,7 +40,7 @@ class PackedScores(Generic[Leaf]):
     token is arbitrary.
 
     Attributes:
-      logprobs: ``[row, width]`` in the policy at temperature 1, nats.
+      logprobs: ``[row, width]`` log-probabilities in the policy at temperature 1, nats.
       top_tokens: ``[row, width, k]`` top-k tokens of each position; None if not requested.
     """
 

@@ -61,7 +61,7 @@ def separate_rollout_mesh(text: str | None, num_devices: int, training: FoldedMe
 
     Args:
       text: the requested layout; None is data parallelism over all of them.
-      num_devices: of devices.
+      num_devices: number of devices.
 
     Raises:
       ValueError: for a layout that cannot decode, or one of another number of devices, and if there

@@ -36,8 +36,8 @@ class Completion:
     Attributes:
       trajectory: the sampled tokens.
       example: the prompt and its answer.
-      text: of the response, without the end-of-sequence token.
-      verdict: of the task's verifier; None where the response continues in another step.
+      text: text of the response, without the end-of-sequence token.
+      verdict: verdict of the task's verifier; None if the response continues in another step.
     """
 
     trajectory: Trajectory

@@ -36,7 +36,7 @@ def write(
 
     Args:
       folder: complete folder, written by the same processes.
-      step: of the checkpoint, to detect a folder under the name of another step.
+      step: step of the checkpoint, to detect a folder under the name of another step.
       gather: all-gather of JSON values; in a background thread, one that uses no device.
     """
     if not is_bucket(folder):

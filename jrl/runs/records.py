@@ -250,7 +250,7 @@ def truncate(path: Path, offset: FileOffset, step: int, *, every_step: bool) -> 
 
     Args:
       path: the file; it may be missing only if it was missing at the offset.
-      step: of the checkpoint with the offset, for error messages.
+      step: step of the checkpoint with the offset, for error messages.
       every_step: whether the file has one line for each step from 0 on; otherwise a step may have
         several lines or none.
 

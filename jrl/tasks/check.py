@@ -123,7 +123,7 @@ class Finding:
 
     Attributes:
       case: the answer, with the verdict that it should have.
-      score: of the answer.
+      score: score of the answer.
       full: score of the reference answer.
       none: score of an empty completion.
     """
@@ -157,7 +157,7 @@ def check(
 
     Args:
       target: as of `load_task`, a file of prompts, or ``path/to/file.py:reward``.
-      seed: of the prompts that are attacked.
+      seed: seed of the prompts that are attacked.
       answers: as of `load_task`.
       seconds: time limit of one call of a custom reward.
 

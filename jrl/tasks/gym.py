@@ -49,7 +49,7 @@ def gym(
       seconds: time limit of scoring one completion.
       load_seconds: time limit of taking all prompts.
       workers: processes that score; None is one per processor core, up to 8.
-      options: of the generator, such as ``{"min_terms": 2}``; None keeps its defaults.
+      options: options of the generator, for example ``{"min_terms": 2}``; None keeps its defaults.
       heldout: which prompts are held out; None is one in ten.
 
     Raises:

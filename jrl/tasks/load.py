@@ -335,7 +335,7 @@ def custom_prompts(
     Args:
       definition: the custom task, made by the reference.
       seed: selects the stream of prompts, or the order of the training examples.
-      host: of its environments, for a multi-turn task.
+      host: host of its environments, for a multi-turn task.
 
     Raises:
       ValueError: if it is not a task, or one of its records is invalid.

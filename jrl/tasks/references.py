@@ -51,7 +51,7 @@ class CodeReference:
         on restarted workers.
 
         Args:
-          kind: of the worker program, "reward" or "environment".
+          kind: kind of the worker program, "reward" or "environment".
           folder: for the copy.
           makes: whether it makes a task; otherwise it is a reward itself.
           seconds: time limit of one answer.

@@ -24,7 +24,7 @@ class FormatSettings:
     system_prompt: str | None = None
     """First message of every conversation that has no system message."""
     chat_template_kwargs: str | None = None
-    """A JSON object of variables for the chat template, such as {"enable_thinking": false}; a
+    """A JSON object of variables for the chat template, for example {"enable_thinking": false}; a
     record's "chat_template_kwargs" take precedence."""
 
     @property

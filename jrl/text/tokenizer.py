@@ -145,7 +145,7 @@ class Tokenizer:
 
     @property
     def named_tokens(self) -> dict[str, str]:
-        """Special tokens by their names in chat templates, such as "bos_token"."""
+        """Special tokens by their names in chat templates, for example "bos_token"."""
         ids = {"bos": self.bos_id, "eos": self.eos_id, "pad": self.pad_id, "unk": self.unk_id}
         text_by_id = {identity: text for text, identity in self.special_tokens.items()}
         return {f"{name}_token": text_by_id[i] for name, i in ids.items() if i in text_by_id}

@@ -150,7 +150,7 @@ class Scores(NamedTuple):
       behaviour_logprobs: ``[batch, time]`` in the distribution that is sampled from at the base
         temperature (top-k and top-p applied), nats, with no gradient: not the distribution of an
         adaptive temperature.
-      entropy: ``[batch, time]`` of the policy's distribution over the token, nats.
+      entropy: ``[batch, time]`` entropy of the policy's distribution over the token, nats.
       router: this device's router sums, None without experts.
       choices: ``[batch, time, layer, k]`` expert ids of each token, prompts too, as in
         `jrl.recipes.base.batch.Batch`; None if they were not requested.

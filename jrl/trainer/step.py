@@ -73,7 +73,7 @@ class StepResult:
     """Result of a training step of any stage.
 
     Attributes:
-      metrics: of the step.
+      metrics: metrics of the step.
       nonfinite: updates that were skipped.
     """
 
@@ -233,7 +233,7 @@ def prepare(
 
     Args:
       completions: the rows of `batch`.
-      scores: of their verdicts.
+      scores: scores of their verdicts.
       batch: as `collect` returns it, on the mesh of training.
       correct: mask of the scores with full marks; None selects scores of 1.
 

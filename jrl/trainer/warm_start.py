@@ -125,7 +125,8 @@ def supervised_batch(setup: Setup, examples: list[Example], rows: int) -> Batch[
     end.
 
     Args:
-      rows: of the batch, which divide over the devices; padding rows are outside of the loss mask.
+      rows: number of rows of the batch, which divide over the devices; padding rows are outside of
+        the loss mask.
     """
     count, examples = len(examples), pad_with_repeats(examples, rows)
     tokens, valid, mask = reference_rows(

@@ -37,7 +37,7 @@ class Lora:
     """Low-rank adaptation: a product ``x W`` becomes ``x W + s (x A) B``; only A and B are trained.
 
     Args:
-      rank: of ``A B``.
+      rank: rank of ``A B``.
       alpha: ``s = alpha / rank``.
       targets: some of `TARGETS`, or single weights of them, ``TARGET.WEIGHT`` of `MATRICES`.
       rank_stabilised: ``s = alpha / sqrt(rank)``, so that steps keep their size at higher ranks.

@@ -51,7 +51,7 @@ def context_parallel_attention(
     """Core attention for the tokens of this ``cp`` rank, by the method that `execution` names.
 
     Args:
-      query, key, value: of this rank's tokens, for the heads of this ``tp`` rank.
+      query, key, value: heads of this rank's tokens, for the heads of this ``tp`` rank.
       execution: its `context` is as `choose_method` takes it.
       scale: multiplies the scores; None is ``head_dim**-0.5``.
       sinks: a score of each head of this ``tp`` rank that belongs to no key.
@@ -100,7 +100,7 @@ def choose_method(execution: Execution, heads: int, kv_heads: int, ranks: int) -
     the kernel; otherwise "gather".
 
     Args:
-      heads, kv_heads: of a ``tp`` rank.
+      heads, kv_heads: number of heads of a ``tp`` rank.
       ranks: devices along ``cp``.
 
     Raises:

@@ -40,7 +40,7 @@ class Ring:
     """One device further at each hop, by collective-permutes between neighbours.
 
     Attributes:
-      axes: of ``cp``.
+      axes: axes of ``cp``.
       ranks: devices along them.
     """
 

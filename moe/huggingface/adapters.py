@@ -110,7 +110,7 @@ class AdapterOptions:
     """Ranks and scales of the adapters in a folder.
 
     Attributes:
-      rank, alpha: of modules that no pattern names.
+      rank, alpha: values for modules that no pattern names.
       rank_stabilised: the scale is ``alpha / sqrt(rank)``, not ``alpha / rank``.
       ranks, alphas: other ones, by a regular expression for the end of a module's name.
       source: the file, for messages.
@@ -282,13 +282,13 @@ class _Module:
     """One pair of tensors.
 
     Attributes:
-      name: of the module, without the prefix and suffix of the names of tensors.
+      name: name of the module, without the prefix and suffix of the names of tensors.
       target: what adapter_config.json calls it.
       is_parameter: whether that is one of ``target_parameters``.
       key: what the patterns of adapter_config.json are matched with.
-      order: of its elements.
-      weight_index: of the weight among those with adapters.
-      index: in the stack of the weight.
+      order: order of its elements.
+      weight_index: index of the weight among the weights with adapters.
+      index: index in the stack of the weight.
     """
 
     name: str

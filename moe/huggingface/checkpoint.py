@@ -60,7 +60,7 @@ def load(
 
     Args:
       directory: folder of config.json and .safetensors files, and of their index if there is one.
-      dtype: of activations, see `config_from`.
+      dtype: dtype of activations, see `config_from`.
 
     Raises:
       ValueError: for what `config_from` and `load_weights` refuse.
@@ -85,7 +85,7 @@ def load_weights(
 
     Args:
       directory: as for `load`.
-      config: of the network, as `config_from` gave it.
+      config: configuration of the network, as `config_from` gave it.
       target_shardings: where the weights go; None is `moe.placement.shardings`.
 
     Raises:
@@ -333,7 +333,7 @@ def save(
       config: the network.
       weights: its weights, on devices of this process or on the host.
       architecture: as for `options_from`.
-      dtype: of the tensors in the files.
+      dtype: dtype of the tensors in the files.
       file_bytes: size of a file at most, unless one tensor is larger.
       about: options of config.json that change no logit, for example eos_token_id or
         max_position_embeddings.

@@ -84,7 +84,7 @@ def config_from(
 
     Args:
       path: the checkpoint's directory, or its config.json.
-      dtype: of activations; None is "bfloat16" where the checkpoint's is, otherwise "float32".
+      dtype: dtype of activations; None is "bfloat16" if the checkpoint's is, otherwise "float32".
       ignore: options that are passed over although they are not known.
 
     Raises:

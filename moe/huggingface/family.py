@@ -15,7 +15,7 @@ class Stored:
     """A tensor that is not as `moe.huggingface.tensors` finds others from their names alone.
 
     Args:
-      name: of the tensor.
+      name: name of the tensor.
       dimensions: the axes that each of its dimensions is made of, dimensions parted by commas; one
         tensor holds all that these say, experts and halves included. None is as others are.
       offset: added to its numbers to make ours: 1 of a norm that multiplies by ``1 + w``.
@@ -47,7 +47,7 @@ class Family:
       architecture: its class in `transformers`.
       model_type: its name in config.json.
       option_groups: its own options.
-      names: of the tensors of a layer that are its own, by the path of the weight in `Layer`.
+      names: names of the tensors of a layer that are its own, by the path of the weight in `Layer`.
       last_norm: the last one, before the head.
       also: other names in config.json of the same architecture, which it is not written under.
       predicts_further: a file may hold layers that predict further tokens, after the network's own

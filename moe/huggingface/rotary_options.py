@@ -45,7 +45,7 @@ def rotary(
     supported.
 
     Args:
-      default_base: of the wavelengths, where the options say none.
+      default_base: base of the wavelengths, if the options say none.
       temperatures: true if the architecture has DeepSeek's ``mscale`` options.
       partial: whether it rotates a part of a head, as `rotary_dim` reads.
     """

@@ -40,7 +40,7 @@ class Tensors:
       dims: which of the weight's dimensions they are.
       axes: the other axes, in our order.
       dimensions: the axes that each of a tensor's dimensions is made of.
-      sizes: of the axes.
+      sizes: sizes of the axes.
       offset: added to a tensor's numbers to make ours.
     """
 

@@ -79,7 +79,7 @@ def run_layers(
     Args:
       run_layer: (index in the stack, index of a layer of its type, layer, carry) -> (carry, output
         of the layer).
-      carry: of the same shapes and types before and after each layer.
+      carry: carry of the scan, with the same shapes and types before and after each layer.
       period: `period_of_stack`.
       delta_layers: indices of the layers with Gated DeltaNet.
 

@@ -56,7 +56,7 @@ def merge_half_batches(
     of the micro-batch uses the load of both halves.
 
     Args:
-      half_stats: of tokens whose `PackedBatch.is_half_batch`.
+      half_stats: statistics of tokens whose `PackedBatch.is_half_batch`.
     """
     choices = None
     if half_stats[0].choices is not None:
@@ -115,10 +115,10 @@ def updated_bias(
     """``b_e + rate sign(mean_e load - load_e)``: an idle expert is selected more, a busy one less.
 
     Args:
-      bias: of each expert's selection.
+      bias: bias of each expert's selection.
       load: choices of each expert in the whole batch of an optimizer step, all devices and
         micro-batches, dropped ones included.
-      rate: of the step, in units of the score.
+      rate: size of the step, in units of the score.
 
     References:
       Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024,
@@ -142,7 +142,7 @@ def with_updated_bias(
       before: the weights before the step, whose bias is used: the optimizer does not change it.
       after: the weights after the step.
       load: as for `updated_bias`, in the order of the layers.
-      rate: of the step.
+      rate: size of the step.
       mesh: on which the weights are stored.
     """
     old, new = before.layers.experts, after.layers.experts

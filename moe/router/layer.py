@@ -74,7 +74,7 @@ def drop(
     (n - 1)`` numbers each.
 
     Args:
-      routing: of the tokens of this device.
+      routing: routing of the tokens of this device.
       zigzag: layout of the tokens of the batch.
 
     Returns:

@@ -92,7 +92,7 @@ def counted_routing(
 
     Args:
       multiplicity: weight of each token; 0 for padding.
-      implementation: of scores and selection, see `moe.kernels.choice`.
+      implementation: implementation of scores and selection, see `moe.kernels.choice`.
     """
     if implementation in (None, "plain"):
         return *topk_routing(logits, multiplicity > 0, config, bias=bias), None

@@ -49,7 +49,7 @@ class PackedBatch(NamedTuple):
       tokens: ``[token]`` ids.
       positions: ``[token]`` position of each in its own sequence, from 0.
       multiplicity: ``[token]`` number of sequences that contain it, float32; 0 for padding.
-      core_attention_of_layer: from the index of a layer and its sliding window to its core
+      core_attention_of_layer: maps the index of a layer and its sliding window to its core
         attention; both are arrays in a pipeline stage.
       sequences: grouping of tokens for the load-balancing loss; None if nothing is trained.
       zigzag: layout of the rows in the batch.
@@ -106,8 +106,8 @@ def pack_rows(
     """Row after row, each its own sequence.
 
     Args:
-      config: of the network that is to run it: how its attention crosses ``cp``; None is as
-        `Execution` has it, for tokens in zig-zag.
+      config: configuration of the network that is to run it: how its attention crosses ``cp``; None
+        is as `Execution` has it, for tokens in zig-zag.
     """
     zigzag, num_rows = zigzag_of_rows(tokens.shape, mesh, config), tokens.shape[0]
     positions, segments = positions_of(valid), valid.astype(jnp.int32)
@@ -146,8 +146,9 @@ def pack_segments(
 
     Args:
       tokens: ids.
-      segments: which sequence of the batch each token belongs to, from 1 to `num_segments`; 0 is
-        padding. The tokens of a sequence are in one row and in order, at any positions.
+      segments: index of the sequence of the batch that each token belongs to, from 1 to
+        `num_segments`; 0 is padding. The tokens of a sequence are in one row and in order, at any
+        positions.
       num_segments: sequences, at most.
       positions: position of each token in its sequence, from 0; None counts them.
     """
@@ -413,7 +414,7 @@ def response_states(
     from, in the order of `response_tokens`.
 
     Args:
-      shape: ``[batch, time]`` of the rows.
+      shape: ``[batch, time]`` shape of the rows.
     """
     zigzag = zigzag_of_prompts(shape, prompt_length, num_samples, mesh, config)
     prompts, responses = zigzag.split(gather_tokens(x, mesh.tp))
@@ -504,7 +505,7 @@ def unpack_shared_prompts(
     of the tokens; the values of a prompt are repeated in each of its rows.
 
     Args:
-      shape: ``[batch, time]`` of the rows.
+      shape: ``[batch, time]`` shape of the rows.
     """
     zigzag = zigzag_of_prompts(shape, prompt_length, num_samples, mesh, config)
     prompts, responses = zigzag.restore(x)

@@ -38,7 +38,7 @@ class TokenDispatch:
         "deepep", which no dispatcher here is: as "ragged", but one copy of a token crosses to a
         server, and there one goes to a device (DeepEP, HybridEP); its ids and gate weights, under a
         hundredth, are not counted.
-      layout: of the devices.
+      layout: layout of the devices.
       tokens: T, of a device.
       per_peer: R, tokens that a device sends to another where buffers are of one size.
       k: experts of a token.
@@ -48,7 +48,7 @@ class TokenDispatch:
         many as are received.
       comm_dtype: communication dtype of tokens, sums and their gradients (`sharding.compression`);
         None is their own.
-      num_experts: of all devices; only "deepep" needs it.
+      num_experts: number of experts on all devices; only "deepep" needs it.
       block: neighbouring experts that a token is sent to together, for "deepep".
       server_devices: devices of a server, for two levels; None is all.
     """

@@ -44,7 +44,7 @@ class AsyncRollouts:
       ready: the completions that the next step trains on, all on the host.
       counts: ``[ready]`` bool; true if their tokens are in the loss mask.
       prompts_seen: training prompts used so far, including theirs.
-      metrics: of their sampling and verification.
+      metrics: metrics of their sampling and verification.
       pending: rows of prompts after those, in the order of prompts and samples: completions, and
         unfinished requests.
     """
@@ -71,7 +71,7 @@ class AsyncBuffer(Generic[Leaf]):
       finishes: ``[entry]`` index of the finish reason in `FINISH_REASONS`; -1 for unfinished rows.
       slots: ``[entry]`` the slot that a row in flight keeps; -1 if it keeps none.
       reasons: ``[entry]`` index of the verdict's reason; -1 before the verdict.
-      scores: ``[entry, 2]`` of the verdict, stored as `metrics` are.
+      scores: ``[entry, 2]`` scores of the verdict, stored as `metrics` are.
       parts: ``[entry, 1 + component, 2]`` likewise: 1 where the verdict has reward components, else
         0, and their values, NaN for missing ones; None if no verdict can have any.
       counts: ``[entry]`` true if its tokens are in the loss mask.

@@ -80,7 +80,7 @@ class RowPlan:
     Attributes:
       width: tokens of a row.
       num_rows: on each rank.
-      starts: of each rank, the offset of each of its prompts in its concatenated rows.
+      starts: offsets of each rank's prompts in its concatenated rows.
     """
 
     width: int

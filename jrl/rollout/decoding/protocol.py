@@ -23,7 +23,7 @@ class Usage:
     """Counters of decoding.
 
     Attributes:
-      steps: of decoding; each gives every live row a token.
+      steps: steps of decoding; each gives every live row a token.
       slot_steps: tokens that were computed: steps times the slots in each.
       row_steps: tokens that were sampled in them.
       admitted: rows admitted to slots; each got its first token at admission, before any step.

@@ -26,9 +26,9 @@ class Sampled(NamedTuple):
 
     Attributes:
       tokens: ``[token]`` ids.
-      behaviour_logprobs: ``[token]`` in the distribution sampled from, nats.
-      old_logprobs: ``[token]`` in the full policy that sampled, nats.
-      versions: ``[token]`` of the weights that sampled.
+      behaviour_logprobs: ``[token]`` log-probabilities in the distribution sampled from, nats.
+      old_logprobs: ``[token]`` log-probabilities in the full policy that sampled, nats.
+      versions: ``[token]`` versions of the weights that sampled.
       choices: ``[position, layer, k]`` expert ids of every token from the first of the prompt on,
         `num_experts` if it was not run; None if they are not recorded.
     """
@@ -183,7 +183,7 @@ class StreamChunk:
     Attributes:
       request: the request.
       tokens: ``[token]`` ids, including a stop token that ended it.
-      logprobs: ``[token]`` in the policy at temperature 1, nats.
+      logprobs: ``[token]`` log-probabilities in the policy at temperature 1, nats.
       top_tokens: top-k tokens, ``[token, k]``; None if they were not requested.
       finish: the finish reason; None if it continues.
     """

@@ -81,8 +81,8 @@ class SlotScheduler:
       slots: total number.
       ranks: number of ranks, each with an equal share of the slots.
       most_tokens: approximate number of tokens in one prefill of a rank.
-      row_widths: of packed rows, ascending (`row_widths`); if empty, each prompt has a row of its
-        own.
+      row_widths: widths of packed rows, ascending (`row_widths`); if empty, each prompt has a row
+        of its own.
       can_copy: true if a prompt may be copied from a slot whose row has continued since: a KV cache
         still contains the prompt, a recurrent state does not.
       most_prompts: maximum number of rows in one prefill of a rank, if each prompt has a row of its

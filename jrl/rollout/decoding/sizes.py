@@ -131,7 +131,7 @@ def cache_length_to_read(end: int, cache_length: int) -> int:
     """Cache length for rows that end at `end`: `MIN_CACHE_LENGTH` times a power of two, or all.
 
     Args:
-      cache_length: of the whole cache.
+      cache_length: length of the whole cache.
     """
     read = bucket(end, cache_length, MIN_CACHE_LENGTH)
     # A part of the cache is copied, before and after its steps; the whole cache is not.
@@ -145,9 +145,9 @@ def plan_window(
     maximum length of the longest row after them.
 
     Args:
-      lengths: ``[row]`` of the rows that continue.
+      lengths: ``[row]`` lengths of the rows that continue.
       limits: ``[row]`` lengths at which they stop.
-      cache_length: of the whole cache.
+      cache_length: length of the whole cache.
     """
     few = cache_length_to_read(length_after(lengths, limits, min(MIN_WINDOW, window)), cache_length)
     if few < cache_length_to_read(length_after(lengths, limits, window), cache_length):

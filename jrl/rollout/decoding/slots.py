@@ -70,7 +70,7 @@ class TopTokens(Generic[Leaf]):
 
     Attributes:
       tokens: ``[..., k]`` ids.
-      logprobs: ``[..., k]`` in the full policy, nats.
+      logprobs: ``[..., k]`` log-probabilities in the full policy, nats.
     """
 
     tokens: Leaf
@@ -85,10 +85,10 @@ class TokenRows(Generic[Leaf]):
       lengths: ``[row]`` tokens so far, including the prompt.
       starts: ``[row]`` the column of the first token sampled here.
       tokens: ids.
-      behaviour_logprobs: in the distribution sampled from (top-k, top-p, temperature), nats; 0 if
-        the token was not sampled here.
-      old_logprobs: in the full policy that sampled, nats; likewise.
-      versions: of the weights that sampled.
+      behaviour_logprobs: log-probabilities in the distribution sampled from (top-k, top-p,
+        temperature), nats; 0 if the token was not sampled here.
+      old_logprobs: log-probabilities in the full policy that sampled, nats; likewise.
+      versions: versions of the weights that sampled.
       choices: ``[row, column, layer, k]`` expert ids of the token, `num_experts` if it was not run;
         None if they are not recorded.
       top_tokens: ``[row, column, k]`` top tokens of rows that requested them, arbitrary values
@@ -348,7 +348,7 @@ class SamplerState(NamedTuple):
 
     Attributes:
       key: data of the RNG key from which the keys of all tokens are derived.
-      version: of the weights.
+      version: version of the weights.
       entropy: statistics of the step before, for an adaptive temperature.
       rows: per-request sampling parameters, sharded over the slots; None if all rows share one
         `Sampling`.

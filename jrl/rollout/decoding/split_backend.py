@@ -78,7 +78,7 @@ class SplitBackend:
       decoder: compile-time settings of an MoE model, on the mesh of attention; adapters are merged
         for decoding.
       training: the mesh that weights come from.
-      mesh: of both device groups.
+      mesh: mesh of both device groups.
       micro_batches: micro-batches of the slots in flight: while one is with the experts, attention
         works on another.
       m2n: see `moe.disaggregated.runner.Runner`.
@@ -314,7 +314,7 @@ class LightestMicroBatch(NamedTuple):
 
     Attributes:
       size: slots of a micro-batch.
-      micro_batches: of a rank.
+      micro_batches: number of micro-batches of a rank.
       predicted: model of the attention time of rows.
     """
 

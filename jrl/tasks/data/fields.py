@@ -38,10 +38,10 @@ class Fields:
     """Names of the fields of a line; with a dot, of a field of a field: ``reward_model.answer``.
 
     Attributes:
-      prompt: of the prompt, a text or the messages of a conversation.
-      answer: of the reference answer.
-      messages: of the conversation, which every line must have; None takes "messages" in lines that
-        have no prompt.
+      prompt: field of the prompt, a text or the messages of a conversation.
+      answer: field of the reference answer.
+      messages: field of the conversation, which every line must have; None takes "messages" in
+        lines that have no prompt.
     """
 
     prompt: str = "prompt"

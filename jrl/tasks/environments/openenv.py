@@ -29,7 +29,7 @@ class OpenEnvironment:
       action: makes the client's action from the policy's text. If it raises a ValueError, the
         message goes to the policy, which may try again.
       text: makes a text from the client's observation.
-      seed: of `reset`; None passes none.
+      seed: seed of `reset`; None passes none.
       most: number of invalid actions that ends the conversation.
     """
 

@@ -65,7 +65,7 @@ class Bubblewrap:
     """A bubblewrap program that works on this machine.
 
     Attributes:
-      path: of the program.
+      path: path of the program.
       proc: whether the sandbox may mount a /proc, which some containers do not allow.
       seccomp: whether the kernel accepts the filter.
     """

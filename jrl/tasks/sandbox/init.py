@@ -42,7 +42,7 @@ class Limits:
     """Resource limits of the code.
 
     Attributes:
-      seconds: of wall-clock time, and of processor time.
+      seconds: seconds of wall-clock time, and of processor time.
       memory: bytes, of each process and of all in total.
       file: bytes of a file.
       files: number of files in the writable folders.

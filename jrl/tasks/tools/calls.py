@@ -37,7 +37,7 @@ class Call:
     """A call of a tool.
 
     Attributes:
-      name: of the tool; empty if it cannot be parsed.
+      name: name of the tool; empty if it cannot be parsed.
       arguments: by name; empty if they cannot be parsed.
       id: written by the policy; empty if its format has none.
       error: reason why it cannot be parsed, as a message to the policy; else empty.

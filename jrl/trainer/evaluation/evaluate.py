@@ -165,7 +165,7 @@ class Completions:
     """Writer of the completions of each phase.
 
     Args:
-      path: of the file, which is overwritten when this is entered; None writes none.
+      path: path of the file, which is overwritten when this is entered; None writes none.
       format: encoding of the prompts.
       show: number of prompts of which a completion is kept for display.
 

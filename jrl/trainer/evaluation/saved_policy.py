@@ -79,7 +79,7 @@ def load_policy_of(
     """Loads the policy of a run as `load_policy`, given only its network and any mesh.
 
     Args:
-      step: of the checkpoint, None for the latest valid one.
+      step: step of the checkpoint, None for the latest valid one.
 
     Raises:
       ValueError: as for `load_policy`, and if there is no checkpoint of this step.

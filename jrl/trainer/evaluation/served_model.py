@@ -60,7 +60,7 @@ class DeviceSplit:
     """Device groups of attention and experts, and the settings of decoding on them.
 
     Attributes:
-      mesh: of both device groups.
+      mesh: mesh of both device groups.
       micro_batches, expert_slots, replan: as of
         `jrl.rollout.decoding.split_backend.SplitBackend`.
     """
@@ -88,7 +88,7 @@ def parse_device_split(
     """Requested device groups, or those that the run samples on; None for one mesh.
 
     Args:
-      layout: of one mesh, if one is requested.
+      layout: layout of one mesh, if one is requested.
 
     Raises:
       ValueError: for incompatible settings, and for more devices than there are.
@@ -174,7 +174,7 @@ class ServedModel:
     """Policy for serving.
 
     Attributes:
-      name: of the run, or of the folder of the checkpoint.
+      name: name of the run, or of the folder of the checkpoint.
       model: its network.
       mesh: the mesh that samples; with disaggregation all devices, on which weights are loaded.
       device_split: device groups of attention and experts; None on one mesh.
@@ -234,7 +234,7 @@ def open_served_model(
     """Policy of a run folder, or of a published checkpoint, for serving.
 
     Args:
-      layout: of the devices; None is the run's layout for sampling, and one device for a
+      layout: layout of the devices; None is the run's layout for sampling, and one device for a
         checkpoint.
       split: of the devices into attention and expert groups; unset values are the run's, unless a
         layout is given.

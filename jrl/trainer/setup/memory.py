@@ -252,7 +252,7 @@ def cache_bytes(model: ModelConfig, mesh: FoldedMesh, slots: int, row_length: in
     """Bytes of the KV cache on one device, see `moe.cache.Cache`.
 
     Args:
-      mesh: of sampling.
+      mesh: mesh of sampling.
       slots: rows on all devices.
       row_length: tokens of a row.
     """

@@ -139,7 +139,8 @@ class Candidate:
 
     Attributes:
       setup: of the run on the layout.
-      seconds: of its updates per sequence of a mini-batch, whose size may depend on the layout.
+      seconds: seconds of its updates per sequence of a mini-batch, whose size may depend on the
+        layout.
     """
 
     setup: Setup

@@ -1,5 +1,5 @@
-"""Setup of a run: its constant parts, made from its configuration, such as task, tokenizer, network
-and mesh."""
+"""Setup of a run: its constant parts, made from its configuration, for example task, tokenizer,
+network and mesh."""
 
 import difflib
 from collections.abc import Mapping
@@ -305,7 +305,7 @@ def build_setup(
     end.
 
     Args:
-      tokenizer: of a run that is resumed or evaluated; None makes it as configured.
+      tokenizer: tokenizer of a run that is resumed or evaluated; None makes it as configured.
       model: the same, for a run that started from a public checkpoint.
       code: contents of the run's copies of the user's own files; None reads the originals.
 
