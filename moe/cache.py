@@ -170,7 +170,7 @@ class StepCore:
         self._stack_index, self._first = stack_index, first
         capacity = buffers[0].shape[KEY_COLUMN]
         self._num_positions = capacity if num_positions is None else num_positions
-        # Past the end, where a write has no effect: rows that are not live stay unchanged.
+        # Past the end a write has no effect: rows that are not live stay unchanged.
         self._write_columns = jnp.where(live, positions, capacity)
         self._rows = jnp.arange(positions.shape[0]) + (0 if first is None else first)
         seen = jnp.arange(self._num_positions)[None]

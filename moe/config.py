@@ -31,7 +31,8 @@ class ModelConfig:
       d_model: width of the residual stream.
       num_heads: query heads.
       num_kv_heads: key and value heads; a divisor of `num_heads` (grouped-query attention).
-      head_dim: width of a head, even; under `mla` the width of queries and keys (``qk_head_dim``).
+      head_dim: width of a head, even, for example 128; under `mla` the width of queries and keys
+        (``qk_head_dim``).
       mla: makes attention multi-head latent attention; None is grouped-query attention.
       delta: replaces attention by Gated DeltaNet, linear attention, in some layers; None is
         attention in all.

@@ -136,7 +136,8 @@ def any_of(flag: bool) -> bool:
 
 
 def broadcast_from_main(value: Any) -> Any:
-    """Broadcasts the JSON-serializable value of process 0; the others' values are ignored."""
+    """Broadcasts the JSON-serializable value of process 0; values of other processes are
+    ignored."""
     if not is_multiprocess():
         return value
     content = _encode(value if is_main_process() else None)

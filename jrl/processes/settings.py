@@ -17,8 +17,8 @@ class MonitoringSettings:
 
     metrics_port: int | None = setting(None, minimum=1, maximum=MAX_PORT)
     """Serve Prometheus metrics (/metrics) and a health check (/health) of the run on this port of
-    every machine, at --metrics-address; further processes of a machine take the next ports. None
-    serves nothing."""
+    every machine, for example 9100, at --metrics-address; further processes of a machine take the
+    next ports. None serves nothing."""
     metrics_address: str = LOCALHOST
     """Address that --metrics-port listens on. By default only programs of the same machine reach
     it; 0.0.0.0 listens on all networks."""

@@ -40,13 +40,14 @@ class LoraSettings:
     """LoRA adapters."""
 
     lora_rank: int | None = None
-    """Rank of LoRA adapters: only they are trained, on frozen base weights. A critic trains its own
-    adapters and its value head. None trains all weights."""
+    """Rank of LoRA adapters, for example 32: only they are trained, on frozen base weights. A
+    critic trains its own adapters and its value head. None trains all weights."""
     lora_alpha: float | None = None
     """Alpha of LoRA: adapter outputs are scaled by alpha / rank; None is twice the rank."""
     lora_targets: str | None = None
     """Layers with adapters: some of attention,experts,dense,shared,head, or modules as PEFT names
-    them (q_proj,v_proj or all-linear); None is all that the network has, except the head."""
+    them (for example q_proj,v_proj or all-linear); None is all that the network has, except the
+    head."""
     lora_rank_stabilised: bool = False
     """Scale adapter outputs by alpha / sqrt(rank) (rsLoRA)."""
     lora_from: str | None = None

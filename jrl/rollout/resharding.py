@@ -77,8 +77,8 @@ def separate_rollout_mesh(text: str | None, num_devices: int, training: FoldedMe
 
 
 def _devices_after(training: FoldedMesh, num_devices: int) -> list[Any]:
-    """Devices of this process after those of training; raises ValueError if there are too few, and
-    in a run of multiple processes."""
+    """Devices of this process after the devices of training; raises ValueError if there are too
+    few, and in a run of multiple processes."""
     learning, devices = training.layout.num_devices, jax.devices()
     if jax.process_count() > 1:
         raise ValueError(

@@ -91,7 +91,7 @@ NUMBER_ATTACKS = {
 
 
 def attacks_on(examples: Sequence[Example]) -> list[tuple[Example, Case]]:
-    """Attacks on each of the examples whose reference answer differs from some others' answers."""
+    """Attacks on each example whose reference answer differs from the answers of some others."""
     attacked = []
     for example in examples:
         reference = example.answer

@@ -118,7 +118,7 @@ def custom_modules(spec: str, rewards: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _custom_names(spec: str, rewards: tuple[str, ...]) -> list[str]:
-    """Names in a task and its rewards that the library does not know."""
+    """Names in a task and its rewards that are not the library's."""
     names = [part for _, part in _weighted_specs(spec) if _kind(part) is None]
     return [*names, *(text for text in rewards if text != TASK_REWARD)]
 

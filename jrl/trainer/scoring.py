@@ -204,7 +204,7 @@ class Scorer:
 
     def pack_with(self, batch: Batch[Array], choices: Choices | None) -> PackedBatch:
         """Input of the network, with expert ids to replay. A shared prompt's ids are taken from the
-        first of its rows; tokens without a record are routed normally."""
+        first of its rows; tokens that have no record are routed normally."""
         layout, config, mesh = self.layout, self.config, self.mesh
         if self.packed is None:
             # Layer axis first, for the scan over layers.

@@ -1,4 +1,4 @@
-"""Router of a layer: routing of its tokens, dropping where an expert is full, and statistics.
+"""Router of a layer: routing of its tokens, dropping if an expert is full, and statistics.
 
 A generated token shares its experts only with the other rows of its step; when it is scored again,
 with all tokens of the batch. No capacity could drop the same expert ids in both, so generation

@@ -56,8 +56,8 @@ class FoldedMesh:
 
     @property
     def except_sequence(self) -> tuple[str, ...]:
-        """Every atom outside `sequence`: along them devices have different sequences or
-        pipeline stages."""
+        """Every atom outside `sequence`, for example the data-parallel ones: along them devices
+        have different sequences or pipeline stages."""
         return tuple(axis for axis in self.axes if axis not in self.sequence)
 
     def size(self, axes: Sequence[str]) -> int:

@@ -59,7 +59,7 @@ class AsyncRollouts:
 @struct.dataclass
 class AsyncBuffer(Generic[Leaf]):
     """`AsyncRollouts` as arrays of fixed size: an entry for each completion of the next step,
-    then those of the pending rows.
+    then entries of the pending rows.
 
     Attributes:
       prompts_seen: ``[]`` as in `AsyncRollouts`.

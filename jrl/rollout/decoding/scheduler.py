@@ -55,7 +55,7 @@ def plan_unpacked_rows(
     plan: AdmissionPlan, max_length: int, unit: int, per_rank: int
 ) -> tuple[int, int]:
     """Width and number of the prefill rows of a rank if each prompt has a row of its own;
-    arguments are those of `sizes.unpacked_row_sizes`."""
+    for the arguments see `sizes.unpacked_row_sizes`."""
     # Conversations come at any length, and each width is a compiled function.
     least = MIN_TURN_WIDTH if plan.continues_conversations else MIN_PREFILL_WIDTH
     # Rounded up after the bucket: tokens of a prefill are sharded over the ranks of `unit`.

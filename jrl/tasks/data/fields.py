@@ -133,7 +133,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 def check_characters(value: Any, where: str) -> None:
     """Rejects half of a surrogate pair in a text, or in any name or text of a JSON value; the
-    message begins with `where` the value stands."""
+    message begins with `where`, the location of the value."""
     remaining = [value]
     while remaining:
         each = remaining.pop()

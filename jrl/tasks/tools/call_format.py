@@ -126,7 +126,7 @@ class MarkedFormat(ToolFormat):
 
     @cached_property
     def _wrapping(self) -> tuple[str, str]:
-        """What the format writes before and behind the calls of a turn."""
+        """Text that the format writes before and behind the calls of a turn."""
         _, (opening, closing) = self._split(self.render([Call("a")]), {"a": {}})
         return opening.strip(), closing.strip()
 
