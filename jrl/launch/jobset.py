@@ -62,7 +62,7 @@ class JobSet:
 
 
 def parse_volume(text: str) -> tuple[str, str]:
-    """Claim and mount path from CLAIM:PATH."""
+    """Claim and mount path from CLAIM:PATH, for example runs:/mnt/runs."""
     claim, _, path = text.partition(":")
     if not claim or not path.startswith("/"):
         raise ValueError(f"volume={text!r} must be CLAIM:PATH, with an absolute path.")

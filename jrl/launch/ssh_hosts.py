@@ -52,7 +52,8 @@ class Hosts:
 
 
 def parse_hosts(text: str) -> tuple[str, ...]:
-    """Host names from a list with commas; ValueError if one is empty, or an option of ssh."""
+    """Host names from a list with commas, for example node0,node1; ValueError if one is
+    empty, or an option of ssh."""
     names = tuple(name.strip() for name in text.split(","))
     for name in names:
         if not name or name.startswith("-") or any(c.isspace() for c in name):
