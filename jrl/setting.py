@@ -1,7 +1,7 @@
 """Declaration of a setting: a dataclass field with its range and what it is to a run.
 
-A record of settings stands beside the component that reads it, and a run's settings are all of
-these records (`jrl.config.run`). What a field is, is said at the field::
+A record of settings is in the module of the component that reads it, and a run's settings are all
+of these records (`jrl.config.run`). What a field is, is said at the field::
 
     steps: int = setting(60, minimum=0, changeable=True)
 """

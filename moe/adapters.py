@@ -69,7 +69,7 @@ def product(
 ) -> Array:
     """``x W``, of an adapted weight ``x W + s (x A) B``.
 
-    A and B are cast to the dtype of `x` where they are used, as weights are; their products are
+    A and B are cast to the dtype of `x` at each use, as weights are; their products are
     rounded to it. They are sharded as the axes of W are, so that where `dot` gives partial sums
     over ``tp`` or ``etp``, they give partial sums too.
 
@@ -86,7 +86,7 @@ def with_adapters(plain: Tree, config: ModelConfig) -> Tree:
     """The table of weights with adapters: all frozen but for a value head, and each target
     replaced by an `Adapted` of three.
 
-    A starts normal with variance ``1 / (3 fan-in)``, that of PEFT's uniform start, and B with
+    A starts normal with variance ``1 / (3 fan-in)``, as PEFT's uniform start has, and B with
     zeros: training starts at the frozen weights.
 
     Args:
@@ -105,8 +105,8 @@ def with_adapters(plain: Tree, config: ModelConfig) -> Tree:
         if target is None or not lora.has_target(target):
             return base
         axes, in_axes = weight.axes.split(), weight.fan_in.split()
-        # PEFT adapts gate and up of a dense layer separately, and those of stacked experts as the
-        # one parameter that they are there: with the same shapes, its files can be loaded.
+        # PEFT adapts gate and up of a dense layer separately, and gate and up of stacked experts as
+        # the one parameter that they are there: with the same shapes, its files can be loaded.
         stacks = STACKS if "expert" in axes else (*STACKS, "half")
         stack = [axis for axis in axes if axis in stacks]
         out_axes = [axis for axis in axes if axis not in (*stack, *in_axes)]
@@ -124,8 +124,8 @@ def with_adapters(plain: Tree, config: ModelConfig) -> Tree:
 
 
 def weights_in(plain: Any, config: ModelConfig) -> dict[str, list[int]]:
-    """The weights that may have adapters, as targets of their own, from a network's table without
-    any: which of its leaves they are."""
+    """The weights that may have adapters, as targets of their own, from a network's table before
+    adapters: which of its leaves they are."""
     weights: dict[str, list[int]] = {}
     for index, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(plain)):
         if (target := _target_of(_names(path), config)) is not None:
@@ -138,7 +138,7 @@ def _names(path: Any) -> list[str]:
 
 
 def _target_of(names: Sequence[str], config: ModelConfig) -> str | None:
-    """A weight as a target of its own, None where it can have no adapters."""
+    """A weight as a target of its own, None if it can have no adapters."""
     if list(names) == ["head"]:
         return "head" if config.head == "untied" else None
     record, name = names[-2:] if len(names) > 1 else ("", names[-1])
@@ -149,12 +149,12 @@ def _target_of(names: Sequence[str], config: ModelConfig) -> str | None:
 
 
 def select_trained(tree: Tree, statement: Any) -> Tree:
-    """The leaves of the trained weights; None in place of those of the frozen ones."""
+    """The leaves of the trained weights; None in place of each frozen leaf."""
     return _select(tree, statement, frozen=False)
 
 
 def select_frozen(tree: Tree, statement: Any) -> Tree:
-    """The leaves of the frozen weights; None in place of those of the trained ones."""
+    """The leaves of the frozen weights; None in place of each trained leaf."""
     return _select(tree, statement, frozen=True)
 
 
@@ -179,8 +179,8 @@ def with_base(base: Any, learned: Tree, statement: Any) -> Tree:
     """The weights of a network with adapters, from base weights and trained leaves.
 
     Args:
-      base: weights of the network without adapters; its head is ignored where that of the network
-        is trained.
+      base: weights of the network without adapters; its head is ignored if the network's head is
+        trained.
       learned: the trained leaves, as `select_trained` gives them.
     """
     head = statement.head

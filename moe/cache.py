@@ -63,7 +63,7 @@ def cache_columns(length: int, config: ModelConfig, mesh: FoldedMesh) -> int:
 
 def kernel_bytes(config: ModelConfig, mesh: FoldedMesh, rows: int, num_positions: int) -> int:
     """Bytes on one device of the decode kernel's partial results before they are merged; 0 if no
-    kernel runs. They are those of one layer, as layers run one after the other.
+    kernel runs. They are the results of one layer, as layers run one after the other.
 
     Args:
       rows: rows that a device decodes at a time.
@@ -113,7 +113,7 @@ def to_cache_layout(shape: tuple[int, ...], *arrays: Array) -> tuple[Array, ...]
 
 
 def index_layer(buffer: Array, stack_index: tuple[Array, ...]) -> Array:
-    """Slice of a layer's buffer; an empty index is that of a layer by itself."""
+    """Slice of a layer's buffer; an empty index means a layer by itself."""
     return lax.dynamic_index_in_dim(buffer, *stack_index, keepdims=False) if stack_index else buffer
 
 
@@ -136,7 +136,7 @@ class StepCore:
 
     Args:
       buffers: keys and values of the layer, or of the stack that it is in, in the layout of
-        `moe.cache.Cache`; latent vectors alone where it has those.
+        `moe.cache.Cache`; latent vectors alone if it has those (MLA).
       inputs: the tokens; nothing is written for rows that are not live.
       stack_index: index of the layer in a buffer with layers in front.
       first: row of the buffers that the first token belongs to.
@@ -170,7 +170,7 @@ class StepCore:
         self._stack_index, self._first = stack_index, first
         capacity = buffers[0].shape[KEY_COLUMN]
         self._num_positions = capacity if num_positions is None else num_positions
-        # Past the end, where a write has no effect: rows that are not live stay unchanged.
+        # Past the end a write has no effect: rows that are not live stay unchanged.
         self._write_columns = jnp.where(live, positions, capacity)
         self._rows = jnp.arange(positions.shape[0]) + (0 if first is None else first)
         seen = jnp.arange(self._num_positions)[None]

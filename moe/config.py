@@ -31,7 +31,8 @@ class ModelConfig:
       d_model: width of the residual stream.
       num_heads: query heads.
       num_kv_heads: key and value heads; a divisor of `num_heads` (grouped-query attention).
-      head_dim: width of a head, even; under `mla` that of queries and keys (``qk_head_dim``).
+      head_dim: width of a head, even, for example 128; under `mla` the width of queries and keys
+        (``qk_head_dim``).
       mla: makes attention multi-head latent attention; None is grouped-query attention.
       delta: replaces attention by Gated DeltaNet, linear attention, in some layers; None is
         attention in all.
@@ -39,7 +40,7 @@ class ModelConfig:
         is projected with its query.
       qkv_bias: queries, keys and values have biases.
       attention_out_bias: the output projection of attention has a bias.
-      attention_sinks: each head has a trained score in the denominator of every softmax, without a
+      attention_sinks: each head has a trained score in the denominator of every softmax, and no
         value.
       attention_scale: factor on the scores of attention; None is ``head_dim**-0.5``.
       norm_placement: position of the RMSNorms of attention and of the feed-forward layer: "before"
@@ -73,7 +74,7 @@ class ModelConfig:
         `rope_base` and `rope_scaling` in all layers.
       nope_layers: indices of the layers whose queries and keys are not rotated (NoPE).
       sliding_window: positions that a token may look back, itself included; None is no limit.
-      full_attention_layers: indices of the layers without a sliding window.
+      full_attention_layers: indices of the layers that have no sliding window.
       max_positions: the longest sequence that the network was trained for, if known. It limits
         generation by default and changes no value.
       norm_epsilon: added to the mean square in RMSNorm.
@@ -102,15 +103,15 @@ class ModelConfig:
         (`moe.architecture.feed_forward.can_drop`).
       drop_policy: expert ids that are kept when an expert is full: those with the largest gate
         weights ("probs") or of the earliest tokens ("position"), row after row.
-      drop_scope: tokens over which the capacity holds: those of one device ("sub_sequence") or
-        those of all devices with parts of the same sequences ("full_sequence"), for which the
-        result does not depend on ``cp`` and ``tp``.
-      dtype: of activations and of weights where they are used; "float32" or "bfloat16". Router,
+      drop_scope: tokens over which the capacity holds: the tokens of one device ("sub_sequence") or
+        of all devices with parts of the same sequences ("full_sequence"), for which the result does
+        not depend on ``cp`` and ``tp``.
+      dtype: dtype of activations and of weights at each use; "float32" or "bfloat16". Router,
         value head, norms, softmax and logits are float32. Weights may have this dtype already
         (`moe.weights.cast`) or be float32, and are then cast at each use. Products of "float32"
         activations have the default precision of the device (TF32 on recent NVIDIA GPUs;
-        `jax_default_matmul_precision` sets it), except those of the router and of the value head,
-        which are float32 everywhere.
+        `jax_default_matmul_precision` sets it), except products of the router and of the value
+        head, float32 everywhere.
       execution: implementations and memory settings, with the same values up to rounding; the
         exceptions are in `moe.execution`.
       lora: LoRA adapters, which are trained while all other weights are frozen (of a critic its

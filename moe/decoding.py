@@ -55,7 +55,7 @@ def packed_step(
     """Packed batch of a decode step: one token of each row.
 
     Args:
-      inputs: the tokens; those of rows that are not live are padding.
+      inputs: the tokens; tokens of rows that are not live are padding.
       core: core attention of all layers; None if it is not taken from the batch.
       record_choices: the router statistics contain the expert ids.
       rope: rotary cos/sin tables of these tokens; None computes them.
@@ -200,7 +200,7 @@ def _run_layer(
 ) -> tuple[Array, LayerCache, Array | None]:
     """Runs a layer: returns the residual stream after it, its updated buffers, and its expert ids.
 
-    The buffers `before` are those of the layer, or of a stack in which it has the index
+    The buffers `before` are the buffers of the layer, or of a stack in which it has the index
     `stack_index`; that is empty for a layer by itself.
     """
     if isinstance(before, DeltaState):

@@ -1,7 +1,7 @@
 """LM head and value head: logits, log-probabilities and entropies from the last hidden states.
 
 The columns of the LM head, one per token of the vocabulary, are sharded over ``tp`` if it divides
-them, those of a tied embedding too; otherwise every rank has all and computes its part. Training
+them, columns of a tied embedding too; otherwise every rank has all and computes its part. Training
 computes logits in chunks of columns (a fused linear cross-entropy, in Liger's words); sampling
 needs all logits of its local tokens.
 
@@ -190,7 +190,7 @@ def _operands(
 
 
 def _used_ids(config: ModelConfig) -> Bool[Array, "vocab"] | None:
-    """True for each id that a token has; None if all have one, without any operation."""
+    """True for each id that a token has; None if all have one, so that nothing is computed."""
     if not config.unused_ids:
         return None
     used = np.ones(config.vocab_size, bool)
@@ -250,7 +250,7 @@ class _Chunk(NamedTuple):
     """Columns whose logits are computed together.
 
     Attributes:
-      start: index of the first column among those of this rank.
+      start: index of the first column among this rank's columns.
       matrix: ``[d_model, chunk]``.
       logits: ``[token, chunk]``, `MASK_VALUE` in columns that another chunk or rank counts, and of
         ids that no token has.

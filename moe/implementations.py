@@ -28,7 +28,7 @@ class Default(NamedTuple):
       platform: platform of the devices; None is any.
       capabilities: range of compute capabilities, the second excluded.
       reason: reason for the choice, with the measurement.
-      obstacle: from a network and the number of devices that its experts are split over (``etp``)
+      obstacle: maps a network and the number of devices that its experts are split over (``etp``)
         to the reason why it does not support the network, or None.
     """
 
@@ -63,8 +63,8 @@ def selected_implementation(
       mesh: mesh of the program; None is this process's devices.
 
     Returns:
-      A name; None for devices of an unknown platform, where an operation selects by the one that
-      it is lowered for.
+      A name; None for devices of an unknown platform: an operation selects by the one that it is
+      lowered for.
     """
     name = getattr(config.execution, field)
     # Core attention also depends on the arrays (`moe.attention.core`).
@@ -91,8 +91,8 @@ def select(config: ModelConfig, field: str, mesh: FoldedMesh | None = None) -> S
 def explain_selection(
     config: ModelConfig, field: str, mesh: FoldedMesh | None = None
 ) -> str | None:
-    """Explanation in a line of what None in a field selects; None if a name is given, or where
-    there is no GPU and so no kernel to select."""
+    """Explanation in a line of what None in a field selects; None if a name is given, or if there
+    is no GPU and so no kernel to select."""
     if getattr(config.execution, field) is not None or devices_of(mesh).platform != "gpu":
         return None
     return select(config, field, mesh).explanation

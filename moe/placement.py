@@ -1,5 +1,5 @@
-"""Placement of the weights on a mesh: their PartitionSpecs by named axes, those of ZeRO shards, and
-the split of the layers into the model chunks of a pipeline.
+"""Placement of the weights on a mesh: their PartitionSpecs by named axes, the specs of ZeRO shards,
+and the split of the layers into the model chunks of a pipeline.
 
 The layers after the leading dense ones are split into ``pp x vpp`` chunks that differ by one layer
 at most. Shards of an array have equal size: all chunks are stored with the depth of the deepest,
@@ -144,8 +144,8 @@ def _map_weights(
     mesh: FoldedMesh,
 ) -> Transformer[Leaf]:
     """Maps `function` over the PartitionSpec of each weight, its shape as stored, the mesh, and the
-    number of leading dimensions that must not be sharded: those of the stack of layers, if layers
-    are unsharded one by one."""
+    number of leading dimensions that must not be sharded: the dimensions of the stack of layers, if
+    layers are unsharded one by one."""
     # First, so that an unsupported layout raises with its own reason.
     full_specs = specs(config, mesh)
     stored = jax.eval_shape(lambda weights: in_chunks(weights, mesh), shapes(config))

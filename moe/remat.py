@@ -6,9 +6,9 @@ By policy, a block saves
 * "none": everything that a gradient needs;
 * "selective": its input and the residual stream between attention and feed-forward layer; queries,
   keys and values, the attention output and the log-sum-exp of each query's scores; gate and up, of
-  experts and of dense layers. It saves logits and expert ids of a router, those of a kernel with
-  their gate weights, and the results of all-reduces. Norms, gathers of tokens, dispatch,
-  permutations and activations are recomputed, and none of that waits for the incoming gradient
+  experts and of dense layers. It saves logits and expert ids of a router (of a kernel the gate
+  weights, too), and the results of all-reduces. Norms, gathers of tokens, dispatch, permutations
+  and activations are recomputed, and none of that waits for the incoming gradient
   (`save_only_named`). For T tokens of a device, of width h, with k experts of f h hidden units and
   query heads of total width q h, m for each key/value head, these are ``(2 k f + 2 + 2 q + 2 q / m)
   T h`` elements, and in addition a few numbers for each token; and ``2 f h`` for each unused row of
@@ -23,8 +23,8 @@ Sharded weights (`Execution.fsdp`) are gathered again by a layer's backward pass
 
 A pipeline stage saves this for each chunk of layers and micro-batch that is between its forward and
 its backward pass (`sharding.pipeline`), as many as the schedule has in flight
-(`sharding.schedule.Schedule.slots`), and each layer runs and communicates as often as without a
-pipeline.
+(`sharding.schedule.Schedule.slots`), and a pipeline changes nothing in how often each layer runs
+and communicates.
 
 References:
   Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022.
@@ -71,7 +71,7 @@ ROUTED = "routed"
 returns with them."""
 
 CUDNN = "dot_product_attention_fwd_wrapper"
-"""The primitive of cuDNN's attention, which returns output and log-sum-exp without a name."""
+"""The primitive of cuDNN's attention, which returns output and log-sum-exp unnamed."""
 
 SAVED = frozenset({PRODUCT, OPERAND, ATTENDED, RING, CUDNN, STREAM, ROUTED, SUM})
 """Names of the values that "selective" saves."""
@@ -95,7 +95,8 @@ def rematerialise(
     """Wraps `function` in a remat policy; values and gradients stay the same.
 
     Args:
-      function: of arrays alone; policies of `UNSAVED` have no gradient for closed-over arrays.
+      function: function of arrays alone; policies of `UNSAVED` have no gradient for closed-over
+        arrays.
       in_scan, present: as for `save_only_named`; policies of `UNSAVED` alone have the second.
       saved: names of the values that "selective" saves.
 
@@ -123,9 +124,9 @@ def save_only_named(
     """Wraps `function` so that its backward pass saves the arguments and the values with one of the
     `names`, and recomputes the rest.
 
-    Names are those of `jax.ad_checkpoint.checkpoint_name`, outside of loops and branches, and those
-    of primitives, of which all results are named. A named value is saved if a gradient needs it;
-    the computation that led to it is then not repeated.
+    Names are given by `jax.ad_checkpoint.checkpoint_name`, outside of loops and branches, or are
+    names of primitives, of which all results are named. A named value is saved if a gradient needs
+    it; the computation that led to it is then not repeated.
 
     `jax.checkpoint` puts a barrier over the saved values *and* the incoming gradient, so that
     nothing is recomputed before that gradient exists. Here recomputation depends on the saved
@@ -134,7 +135,7 @@ def save_only_named(
     JAX computes.
 
     Args:
-      function: of pytrees of arrays. There is no gradient for closed-over arrays.
+      function: function of pytrees of arrays. There is no gradient for closed-over arrays.
       names: names of values to save.
       in_scan: it is the body of a scan, whose separate forward and backward loops already keep the
         compiler from computing a value once and saving it.

@@ -40,8 +40,7 @@ class Ends(NamedTuple):
     Attributes:
       pack: gives its tokens.
       apply_head: called on the last stage; with `gradients` it gives a loss and metrics.
-      num_tokens: valid tokens of the whole batch, for the routers' losses; 0 where no one needs
-        those.
+      num_tokens: valid tokens of the whole batch, for the routers' losses; 0 if no loss needs it.
     """
 
     pack: Callable[[MicroBatch], PackedBatch]
@@ -59,7 +58,7 @@ def scan_micro_batches(
     """Runs micro-batches forward through the pipeline stages.
 
     Args:
-      weights: of this device, as `moe.placement.in_chunks` stores them.
+      weights: weights of this device, as `moe.placement.in_chunks` stores them.
       micro_batches: micro-batches, equal on all stages.
 
     Returns:
@@ -153,7 +152,7 @@ def _with_frozen(stages: Stages, frozen: Transformer[Array], mesh: FoldedMesh) -
     ends, layers = _ends(frozen), _chunks_of(frozen, mesh)
 
     def chunk(trained, x, micro_batch, chunk_index):
-        # A constant index where there is one chunk: its layers are then a view and not a gather.
+        # A constant index if there is one chunk: its layers are then a view and not a gather.
         local_chunk = 0 if mesh.layout.vpp == 1 else chunk_index // mesh.layout.pp
         frozen_layers = jax.tree.map(lambda x: x[local_chunk], layers)
         return stages.chunk(combine_trees(trained, frozen_layers), x, micro_batch, chunk_index)
@@ -205,7 +204,8 @@ def _chunks_of(weights: Transformer[Array], mesh: FoldedMesh) -> Any:
 def _join_statistics(
     stats: RouterStatistics[Array] | None, config: ModelConfig, mesh: FoldedMesh
 ) -> RouterStatistics[Array] | None:
-    """The sums over all layers, from those of each chunk: what is by layer in their order."""
+    """Sums over all layers, from the sums of each chunk; values per layer are in the order of the
+    layers."""
     if stats is None:
         return None
     sums = replace(stats, choices=None)

@@ -124,16 +124,16 @@ class DeltaNet(Generic[Leaf]):
     The decay of a value head is ``exp(-exp(log_rate) softplus(x + rate_bias))``.
 
     Attributes:
-      norm: norm before the layer, as that of attention.
+      norm: norm before the layer, as in `Attention`.
       inward: projections of a token to queries, keys, values and gates (`in_proj_qkvz`).
       strength_and_decay: projections to the strength (beta) and the x of the decay of each value
         head (`in_proj_ba`).
       filters: filters of the short convolution of queries, keys and values (`conv1d`).
-      rate_bias: of the decay (`dt_bias`).
-      log_rate: of the decay (`A_log`).
+      rate_bias: bias of the decay (`dt_bias`).
+      log_rate: log-rate of the decay (`A_log`).
       read_norm: norm of the output of each value head, which its gate then multiplies (`norm`).
       out: output projection (`out_proj`).
-      out_norm: norm of the layer's output, as that of attention; None without.
+      out_norm: norm of the layer's output, as in `Attention`; None if it has none.
     """
 
     norm: Leaf
@@ -167,11 +167,11 @@ class Experts(Generic[Leaf]):
 
 @struct.dataclass
 class Layer(Generic[Leaf]):
-    """Weights of a layer; `norm` and `out_norm` are those of the feed-forward layer, as in
+    """Weights of a layer; `norm` and `out_norm` belong to the feed-forward layer, as in
     `Attention`.
 
     A layer has attention or, in its place, Gated DeltaNet. In a stack with layers of both kinds
-    `attention` is that of those which have it, and `delta` that of the others
+    `attention` stacks the layers that have it, and `delta` the others
     (`moe.layers.depth.layer_at`).
     """
 
@@ -311,7 +311,7 @@ def _delta_net(config: ModelConfig, out_scale: float) -> DeltaNet[Weight]:
 
 
 def targets_of(config: ModelConfig) -> tuple[str, ...]:
-    """Those of `moe.architecture.lora.TARGETS` that the network has."""
+    """Targets of `moe.architecture.lora.TARGETS` that the network has."""
     present = {weight.partition(".")[0] for weight in adaptable_weights(config)}
     return tuple(target for target in TARGETS if target in present)
 
@@ -442,8 +442,9 @@ def shapes(config: ModelConfig) -> Transformer[jax.ShapeDtypeStruct]:
 
 
 def cast(weights: Transformer[jax.Array], config: ModelConfig) -> Transformer[jax.Array]:
-    """Casts each weight to the dtype that the network computes with: that of `config`, or float32
-    where `Weight.float32` is set. A weight that has its dtype already is returned unchanged."""
+    """Casts each weight to the dtype that the network computes with: the dtype of `config`, or
+    float32 if `Weight.float32` is set. A weight that has its dtype already is returned
+    unchanged."""
 
     def cast_leaf(leaf: jax.Array, weight: Weight) -> jax.Array:
         dtype = jnp.dtype(jnp.float32 if weight.float32 else config.dtype)

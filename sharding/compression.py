@@ -38,7 +38,8 @@ Encoded = tuple[Array, Array]
 
 
 def e4m3_scale(largest: Array) -> Array:
-    """Scale that maps a largest magnitude to that of E4M3; above 0 even if all values are 0."""
+    """Scale that maps a largest magnitude to E4M3's largest, 448; above 0 even if all values are
+    0."""
     # Bounded from below so that neither it nor a quotient by it leaves float32's normal range.
     return jnp.maximum(largest / E4M3_MAX, jnp.finfo(jnp.float32).tiny)
 
@@ -137,7 +138,7 @@ def exchange_fp8(
 def gather_fp8(
     x: Float[Array, "local width"], axes: Axes, dtype: Any = None, name: str = COLLECTIVE
 ) -> Float[Array, "all width"]:
-    """`sharding.collectives.gather_tokens` in FP8, returned in `dtype` (None: that of `x`).
+    """`sharding.collectives.gather_tokens` in FP8, returned in `dtype` (None: the dtype of `x`).
 
     Its gradient is sent as terms that are summed in float32. Volume received: (n-1) shards of a
     byte an element and a float32 number a token; backward as many bytes, and a float32 number for
@@ -196,7 +197,7 @@ def compressed_reduce_scatter(
     Volume sent, of an array of G elements: ``G (n-1)/n`` of two bytes.
 
     Args:
-      x: of this device, float32; `dim` divides by the devices.
+      x: array of this device, float32; `dim` divides by the devices.
     """
     n = lax.axis_size(axes)
     terms = x.astype(jnp.bfloat16).reshape(*x.shape[:dim], n, -1, *x.shape[dim + 1 :])

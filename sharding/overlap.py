@@ -37,9 +37,9 @@ class Instruction:
     """An instruction of a program.
 
     Attributes:
-      name: in its computation.
+      name: name in its computation.
       result: type of the result, as printed.
-      operation: such as "fusion" or "all-gather-start".
+      operation: name of the operation, for example "fusion" or "all-gather-start".
       arguments: names of the operands, as printed; of a parameter its index.
       attributes: what follows the operands.
     """
@@ -89,7 +89,7 @@ _BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128}
 
 
 def arrays_of_type(text: str) -> list[tuple[str, tuple[int, ...]]]:
-    """Dtype, such as "bf16", and shape of each array of a type, as printed."""
+    """Dtype, for example "bf16", and shape of each array of a type, as printed."""
     return [
         (dtype, tuple(int(size.strip("<= ")) for size in sizes.split(",") if size.strip()))
         for dtype, sizes in _ARRAY.findall(text)
@@ -110,10 +110,11 @@ def bytes_of_type(text: str) -> int:
 
 
 def computations(text: str) -> dict[str, list[Instruction]]:
-    """Instructions of each computation of a program in their order; that of the entry is `ENTRY`.
+    """Instructions of each computation of a program in their order; the entry computation is named
+    `ENTRY`.
 
     Args:
-      text: of ``compiled.as_text()``.
+      text: text of ``compiled.as_text()``.
     """
     program: dict[str, list[Instruction]] = {}
     instructions: list[Instruction] = []
@@ -152,9 +153,9 @@ class Collective:
     """A collective of a program.
 
     Attributes:
-      kind: of collective.
-      bytes: of a device's input.
-      devices: of a group.
+      kind: kind of collective.
+      bytes: bytes of a device's input.
+      devices: devices of a group.
       is_asynchronous: other work may run beside it.
     """
 
@@ -171,7 +172,7 @@ def collective_of(
 
     Args:
       by_name: instructions of its computation by name.
-      program: of `computations`.
+      program: result of `computations`.
     """
     operation = instruction.operation
     is_start = operation.endswith("-start")
@@ -191,7 +192,7 @@ def collective_of(
         # The rows that are sent fit in the input and in the output; the rest is offsets and sizes.
         sizes = [min(sizes[:2])] if len(sizes) > 1 else sizes
     groups = device_groups(inner)
-    # A permute joins two; where no group is printed there is one of a single device.
+    # A permute joins two; if no group is printed there is one of a single device.
     devices = 2 if kind == "permute" else len(groups[0]) if groups else 1
     is_marked = '"is_sync":true' in instruction.attributes
     return Collective(kind, sum(sizes), devices, is_start and not is_marked)
@@ -235,9 +236,9 @@ def _mesh_groups(sizes: str, ids: str | None, axes: str) -> tuple[tuple[int, ...
     """Groups of a mesh along some of its axes.
 
     Args:
-      sizes: of the axes, as printed.
-      ids: order of the devices, as printed; None is that of their numbers.
-      axes: of a group, as printed, with factors before a part and of it.
+      sizes: sizes of the axes, as printed.
+      ids: order of the devices, as printed; None is the order of their numbers.
+      axes: axes of a group, as printed, with factors before a part and of it.
     """
     mesh = {axis: int(size) for axis, size in re.findall(r"'([^']+)'=(\d+)", sizes)}
     parts = [
@@ -276,7 +277,7 @@ def collectives(text: str) -> list[Collective]:
     """Collectives of a scheduled program, each once, between at least two devices.
 
     Args:
-      text: of ``compiled.as_text()``.
+      text: text of ``compiled.as_text()``.
     """
     program = computations(text)
     # What an asynchronous instruction calls is counted by its start.
@@ -300,7 +301,7 @@ def is_synchronous(text: str) -> bool:
     overlaps nothing.
 
     Args:
-      text: of ``compiled.as_text()``.
+      text: text of ``compiled.as_text()``.
     """
     listed = collectives(text)
     return bool(listed) and not any(one.is_asynchronous for one in listed)

@@ -74,7 +74,7 @@ class ForwardBackward:
         return self.results.unflatten(outs[:num_results]), outs[num_results:]
 
     def backward(self, shared: Tree, residuals: list[Array], gradient: Tree) -> tuple[Tree, Tree]:
-        """Backward pass: the gradients of the weights and of `x`, from that of `out`."""
+        """Backward pass: the gradients of the weights and of `x`, from the gradient of `out`."""
         recomputed = sorted(set(self.output_indices) - set(self.stored))
         values = dict(zip(self.stored, residuals, strict=True))
         values |= zip(recomputed, self._evaluate(jax.tree.leaves(shared), recomputed), strict=True)
@@ -98,7 +98,7 @@ def split_passes(
       function: the function to differentiate.
       shared: the weights, then other inputs that are available in the backward pass too.
       x: input to differentiate besides the weights; may be empty.
-      others: inputs without a gradient.
+      others: inputs that get no gradient.
     """
     structure: Any = None
 
@@ -160,11 +160,11 @@ class Sums(NamedTuple):
     """Accumulators of `gradients`.
 
     Attributes:
-      loss: of this stage's chunks and, on the last stage, of `Stages.last`.
+      loss: loss of this stage's chunks and, on the last stage, of `Stages.last`.
       embed_and_head: this stage's part of the gradient of embedding and head, float32.
       layers: the gradient of this stage's layers, ``[chunk, ...]``, float32.
-      metrics: of `Stages.last`, ``[micro_batch, ...]``, equal on all stages.
-      statistics: of this stage's chunks, ``[chunk, ...]``.
+      metrics: metrics of `Stages.last`, ``[micro_batch, ...]``, equal on all stages.
+      statistics: statistics of this stage's chunks, ``[chunk, ...]``.
     """
 
     loss: Array
@@ -228,7 +228,7 @@ def gradients(
 
     Every chunk runs forward once and backward once. Between the two a stage keeps the residuals
     that `jax.vjp` of `Stages.chunk` needs, of as many chunks as are in flight simultaneously
-    (`Schedule.slots`). Residuals that depend on weights only are recomputed. Those of
+    (`Schedule.slots`). Residuals that depend on weights only are recomputed. Residuals of
     `Stages.first` are kept likewise, on every stage, because all run one program.
 
     Communication per tick: one activation to the next stage, or one gradient to the one before.
@@ -331,8 +331,8 @@ class Passes:
         `metrics` of the sums are None.
 
         Returns:
-          The chunk's output; `grad`, after the last chunk that of its output; the residuals for
-          these slots; the metrics of `Stages.last` or zeros; and the sums.
+          The chunk's output; `grad`, after the last chunk the gradient of its output; the residuals
+          for these slots; the metrics of `Stages.last` or zeros; and the sums.
         """
         run, micro_batch = self.run, self.run.micro_batch(work)
 
@@ -361,7 +361,7 @@ class Passes:
     def backward(
         self, work: Work, grad: Array, residuals: Residuals, embed_and_head: Tree, layers: Tree
     ) -> tuple[Array, Tree, Tree]:
-        """Backward pass of one chunk, with that of `Stages.first` before the first.
+        """Backward pass of one chunk, and for the first chunk also of `Stages.first`.
 
         From the gradient of the chunk's output, the buffers of residuals and the sums of gradients
         (`Sums.embed_and_head`, `Sums.layers`) to the gradient of its input, and these sums.

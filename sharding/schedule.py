@@ -19,7 +19,7 @@ class Work(NamedTuple):
 
     Attributes:
       micro_batch: index of the micro-batch.
-      chunk: index of the model chunk among those of this stage.
+      chunk: index of the model chunk among the chunks of this stage.
       active: true if there is work; else the other fields are meaningless.
     """
 
@@ -32,7 +32,7 @@ class Work(NamedTuple):
 class Schedule:
     """1F1B schedule (one forward, one backward), interleaved if a stage has multiple model chunks.
 
-    With ``n(m, j) = (m // stages) stages num_chunks + j stages + m % stages`` and ``h = 1`` where a
+    With ``n(m, j) = (m // stages) stages num_chunks + j stages + m % stages`` and ``h = 1`` if a
     stage has one chunk, else ``h = 2``, stage ``s`` runs micro-batch ``m`` through its chunk ``j``
     forward at tick ``2 n(m, j) + h s`` and backward at tick ``warmup + 2 n(m, num_chunks - 1 - j) +
     h (stages - 1 - s)``: with one chunk a stage runs backward while its neighbours run forward,
@@ -136,7 +136,7 @@ class Schedule:
         """Bubble fraction: idle time over working time of a stage that waits for its inputs only.
 
         ``(stages - 1) / (num_micro_batches num_chunks)`` when `stages` divides `num_micro_batches`
-        or there is one chunk; else a bound, that of all stages in lockstep.
+        or there is one chunk; else a bound: the value for all stages in lockstep.
         """
         return self.forward_ticks / (self.num_micro_batches * self.num_chunks) - 1
 
@@ -145,7 +145,7 @@ class Schedule:
 
         They are as few as residuals are kept simultaneously. With one chunk these are `stages`,
         with multiple ``stages num_chunks + stages - 1``, however many micro-batches there are;
-        fewer where there are few micro-batches.
+        fewer if there are few micro-batches.
 
         Args:
           chunks: of which residuals are kept; None is all.

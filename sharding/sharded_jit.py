@@ -20,11 +20,12 @@ from sharding.folding import FoldedMesh
 
 Options = dict[str, bool | int | str]
 
-# Releases before a final one have a suffix, such as 0.12.0rc1.
+# Releases before a final one have a suffix, for example 0.12.0rc1.
 JAXLIB = tuple(map(int, re.findall(r"\d+", version("jaxlib"))[:3]))
 REQUIRED: dict[str, Options] = {
-    # An empty list of kernels. With that of all-reduces, the compiler of jaxlib 0.12.0.1 aborts
-    # the process for a sum of few elements over groups of 64 devices. Not known before 0.11.2.
+    # An empty list of kernels. With the kernel of all-reduces, the compiler of jaxlib 0.12.0.1
+    # aborts the process for a sum of few elements over groups of 64 devices. Not known before
+    # 0.11.2.
     "gpu": {"xla_gpu_experimental_use_collective_kernels": ""} if JAXLIB >= (0, 11, 2) else {},
 }
 """Options of all programs of more than one device."""
@@ -57,8 +58,8 @@ def compiler_options(
     requested, and for an abstract mesh.
 
     Args:
-      overlap: of `OVERLAP`.
-      least_effort: of `LEAST_EFFORT`.
+      overlap: value of `OVERLAP`.
+      least_effort: value of `LEAST_EFFORT`.
 
     References:
       NVIDIA, "Tips for High-Performance LLMs with JAX and XLA".
@@ -77,7 +78,7 @@ def device_options(devices: Collection[Any]) -> Options:
     """The ``compiler_options`` of `jax.jit` for a program of these devices that overlaps nothing.
 
     Args:
-      devices: of JAX, such as `jax.sharding.Sharding.device_set`.
+      devices: JAX devices, for example `jax.sharding.Sharding.device_set`.
     """
     platform = next((device.platform for device in devices), "")
     return {**REQUIRED.get(platform, {})} if len(devices) > 1 else {}
@@ -88,9 +89,9 @@ class DeviceJit(Generic[Params, Result]):
     (`sharding.sharded_jit.device_options`).
 
     Args:
-      function: of arrays.
-      devices: of the program; None is those of the first array among the arguments.
-      options: of `jax.jit`.
+      function: function of arrays.
+      devices: devices of the program; None is the devices of the first array among the arguments.
+      options: options of `jax.jit`.
     """
 
     def __init__(
@@ -152,8 +153,8 @@ class MeshJit(DeviceJit[Params, Result]):
       mesh_of: the mesh of the first argument; None is its `mesh`.
       overlap: it is a pass over many tokens, see `sharding.sharded_jit.OVERLAP`; not if `overlaps`
         of the first argument is False.
-      least_effort: of the compiler, see `sharding.sharded_jit.LEAST_EFFORT`.
-      options: of `jax.jit`.
+      least_effort: effort of the compiler, see `sharding.sharded_jit.LEAST_EFFORT`.
+      options: options of `jax.jit`.
     """
 
     def __init__(
@@ -186,7 +187,7 @@ def jit_onto(
 
     Args:
       shardings: a tree, all over the same devices.
-      options: of `jax.jit`.
+      options: options of `jax.jit`.
     """
     devices = next((one.device_set for one in jax.tree.leaves(shardings)), ())
     return DeviceJit(function, devices=devices, out_shardings=shardings, **options)

@@ -91,7 +91,7 @@ class Run:
         return index_tree(self.micro_batches, work.micro_batch)
 
     def layers_of(self, work: Work) -> Tree:
-        # A constant index where there is one chunk: its layers are then a view and not a gather.
+        # A constant index if there is one chunk: its layers are then a view and not a gather.
         return index_tree(self.layers, work.chunk if self.pipeline.num_chunks > 1 else 0)
 
     def is_first_chunk(self, work: Work) -> Array:
@@ -107,7 +107,8 @@ class Run:
         return work.chunk * self.schedule.stages + self.stage
 
     def chunk_input(self, work: Work, received: Array) -> Array:
-        """Input of a chunk: the received activations or, for the first, those of `Stages.first`."""
+        """Input of a chunk: the received activations or, for the first, the output of
+        `Stages.first`."""
         return lax.cond(
             work.active & self.is_first_chunk(work),
             lambda received: vary(
@@ -130,7 +131,7 @@ class Run:
         """Exchanges messages at the end of a tick: input of the next forward chunk, and gradient.
 
         `after` is the output of a chunk, `before` the gradient of a chunk's input. `x` and `grad`,
-        the last that were received, are returned where nothing is sent.
+        the last that were received, are returned if nothing is sent.
         """
 
         def permute(values: Array, pairs: list[StagePair], unchanged: Array) -> Array:

@@ -3,12 +3,12 @@
 Stage 1: the gradients of the replicas are summed, and each device needs only its shard of the sum:
 one reduce-scatter, a step of the optimizer on the shards, and an all-gather of the new weights.
 Stage 3 (fully sharded data parallelism, FSDP) stores the weights in shards too, and unshards them
-where they are used.
+for use.
 
 If the replicas are both inside a sequence-parallel group (``cp x tp``, whose ranks are neighbours)
 and across such groups, each collective is hierarchical, one inside and one across: gradients are
-scattered inside first, so that ``1 / n`` of them is sent across where n devices are inside, and
-weights are gathered across first. The volume is that of one collective over all. Across, gradients
+scattered inside first, so that ``1 / n`` of them is sent across if n devices are inside, and
+weights are gathered across first. The volume equals one collective over all. Across, gradients
 may be sent in half the bytes (`sharding.compression`). They may be reduced inside the backward
 pass, layer by layer (`Reduced`).
 
@@ -49,7 +49,7 @@ class ShardDim:
       stages: the mesh axes, those inside a sequence-parallel group and those across; a gradient is
         scattered over one after the other. Empty if the weight is not sharded.
       compressed: the stage of these over which a gradient is sent in bfloat16 and summed in float32
-        (`sharding.compression`); empty where all of it is sent in float32.
+        (`sharding.compression`); empty if all of it is sent in float32.
     """
 
     dim: int
@@ -89,11 +89,11 @@ def shard_dim(
 
     Args:
       spec: sharding of the weight.
-      shape: of the full weight.
+      shape: shape of the full weight.
       first: leading dimensions that are not to be sharded.
       comm_dtype: "float32" or "bfloat16", the communication dtype of gradients across
-        sequence-parallel groups. Inside a group they are sent in float32, and so are those of
-        replica axes that no dimension is divisible by.
+        sequence-parallel groups. Inside a group they are sent in float32, and so are gradients
+        across replica axes that no dimension is divisible by.
     """
     spec = PartitionSpec(*spec, *[None] * (len(shape) - len(spec)))
     # A dimension sharded over tp, ep or pp could be sharded further only by moving elements.
@@ -131,9 +131,9 @@ def reduce_scatter(
     """Reduce-scatter: the gradient summed over all `replica_axes`; each device keeps its shard.
 
     Runs inside the `jax.shard_map`; the result is sharded as `shard_spec`. Volume sent, of a
-    gradient of G numbers and n replicas: ``G (n-1)/n``, half of that of an all-reduce. With i of
+    gradient of G numbers and n replicas: ``G (n-1)/n``, half the volume of an all-reduce. With i of
     them inside a sequence-parallel group and a across, n = i a, that is ``G (i-1)/i`` inside and
-    ``(G/i) (a-1)/a`` across. The numbers are float32, those across bfloat16 where `sharded_dim` is
+    ``(G/i) (a-1)/a`` across. The numbers are float32, bfloat16 across groups if `sharded_dim` is
     `compressed`: half the bytes, and each element of the sum off by at most ``2^-8 sum |g_i|`` over
     the a terms that are sent.
 
@@ -141,7 +141,7 @@ def reduce_scatter(
       spec: sharding of the weight.
       sharded_dim: its `ShardDim`.
       gradient: local gradient, not reduced, varying over every axis.
-      is_sharded: the gradient is that of shards, which the transpose of `unshard` has summed over
+      is_sharded: the gradient is of shards, and the transpose of `unshard` has summed it over
         the devices of `sharded_dim`.
     """
     if sharded_dim.atoms and not is_sharded:
@@ -159,9 +159,9 @@ def unshard(shards: Tree, shard_dims: Any) -> Tree:
     gradient is a reduce-scatter into shards, so FSDP needs no backward pass of its own. It sums in
     float32, whatever dtype the shards are gathered in, and rounds to that once. Volume sent, of a
     weight of W numbers in n shards: ``W (n-1)/n`` in the dtype of the shards, and as many float32
-    numbers by the gradient, those across bfloat16 where the `ShardDim` is `compressed`. A gradient
-    is then rounded each time that it is scattered, for every micro-batch; it is not rounded where
-    no device is inside and the shards are bfloat16, as their gradient is bfloat16 already.
+    numbers by the gradient, bfloat16 across groups if the `ShardDim` is `compressed`. A gradient
+    is then rounded each time that it is scattered, for every micro-batch; it is not rounded if no
+    device is inside and the shards are bfloat16, as their gradient is bfloat16 already.
     """
 
     def gather(shard: Array, sharded_dim: ShardDim) -> Array:
@@ -239,7 +239,7 @@ class Reduced(Generic[Leaf]):
       before: the local gradient of earlier micro-batches, not reduced, float32; None without.
       sum_zeros: zeros of the type of the sum (`Reduction.sum_zeros`): the sum is the gradient of
         these.
-      reduction: of the weight.
+      reduction: reduction of the weight.
 
     References:
       Jin et al., "MegaScale-MoE", 2025 (gradients of a layer reduced beside the backward pass of

@@ -5,13 +5,19 @@ library and on its pages, and how many docstrings open with a question word. A c
 
     python -m tests.test_terms
 
-writes down what is there now, where nothing has risen.
+writes down what is there now, if nothing has risen. `tests/constructions.json` has how often each
+construction that makes a sentence hard to read occurs per 10,000 words of docstrings and comments
+of the library, of the pages, and of docstrings and comments of the tests: upper bounds.
 """
 
 import ast
+import io
 import json
+import math
 import re
 import sys
+import tokenize
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +25,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 RECORD = Path(__file__).with_name("terms.json")
+BOUNDS = Path(__file__).with_name("constructions.json")
 PACKAGES = ("jrl", "moe", "sharding")
 DOCUMENTED = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 COMMENT = re.compile(r"(?m)(?:^|\s)# .*$")
@@ -54,6 +61,17 @@ PROSE = {
     "belongings (metadata)": r"\bbelongings?\b",
     "turned by (rotated)": r"\bturned by\b",
 }
+CONSTRUCTIONS = {
+    "that of, those of (the noun)": r"\b(that|those) of\b",
+    "where it, where there is, ... (if)": (
+        r"\bwhere (it|there|they|this|that|these|no|none|nothing|not|one|an?|all|both|each|any)\b"
+    ),
+    "without one, without any, without a": r"\bwithout (one|any|an?)\b",
+    ", which is, which are, which has": r", which (is|are|has|have|it)\b",
+}
+"""Constructions of hard sentences, with what stands in their place in a plain one."""
+STEP = 0.5
+"""A bound is the rate, rounded up to a multiple of this, so that a paragraph may come or go."""
 NAMES = {
     *("given", "found", "known", "own", "whole", "parts", "told", "met", "taken", "made", "kept"),
     *("place", "places", "turns", "halves", "sides", "marks", "drawn", "apart", "together"),
@@ -174,8 +192,77 @@ def counts() -> dict[str, int]:
 def test_private_words_and_question_openings_only_get_fewer():
     recorded = json.loads(RECORD.read_text())
     assert counts().keys() == recorded.keys(), "write it down: python -m tests.test_terms"
-    risen = {name: (recorded[name], n) for name, n in counts().items() if n > recorded[name]}
-    assert not risen, "docs/glossary.md has the field's words"
+    assert not risen(recorded, counts()), "docs/glossary.md has the field's words"
+
+
+def sentences(path: Path) -> str:
+    """The prose of a file, in one line: a page without code, or docstrings and comments."""
+    text = path.read_text()
+    if path.suffix == ".md":
+        return " ".join(re.sub(r"(?ms)^ *```.*?^ *```", "", text).split())
+    prose = [
+        node.value.value
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    ]
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            prose.append(token.string.lstrip("#"))
+    return " ".join(" ".join(prose).split())
+
+
+def rates(paths: Iterable[Path]) -> tuple[dict[str, float], list[str]]:
+    """Each construction per 10,000 words, and the ten files with most of them."""
+    prose = {path.relative_to(ROOT): sentences(path) for path in paths}
+    words = sum(len(text.split()) for text in prose.values())
+    occurrences = {
+        path: {name: len(re.findall(c, text, re.I)) for name, c in CONSTRUCTIONS.items()}
+        for path, text in prose.items()
+    }
+    worst = sorted(occurrences, key=lambda path: -sum(occurrences[path].values()))[:10]
+    return (
+        {name: 1e4 * sum(n[name] for n in occurrences.values()) / words for name in CONSTRUCTIONS},
+        [f"{path}: {list(occurrences[path].values())}" for path in worst],
+    )
+
+
+def groups() -> dict[str, list[Path]]:
+    tests = sorted((ROOT / "tests").rglob("*.py"))
+    return {"library": sources(), "pages": pages(), "tests": tests}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", groups())
+def test_constructions_per_10000_words_stay_within_bounds(group):
+    bounds = json.loads(BOUNDS.read_text())[group]
+    here, worst = rates(groups()[group])
+    assert not risen(bounds, here), "\n".join(["most of " + str(list(CONSTRUCTIONS)), *worst])
+
+
+@pytest.mark.parametrize(
+    ("sentence", "construction"),
+    [
+        ("The mean, not that of\n    the batch.", 0),
+        ("Zero where there is no mask.", 1),
+        ("A prompt Without any answer.", 2),
+        ("The key, which is (batch, length).", 3),
+    ],
+)
+def test_rates_counts_a_construction_in_docstring_and_comment(
+    tmp_path, monkeypatch, sentence, construction
+):
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    path = tmp_path / "module.py"
+    comment = " ".join(sentence.split())
+    path.write_text(f'x = 1\n"""{sentence}"""\ny = "that of"  # {comment}\n')
+    counted, worst = rates([path])
+    words = len(sentences(path).split())
+    assert [round(rate * words / 1e4) for rate in counted.values()] == [
+        2 * (i == construction) for i in range(len(CONSTRUCTIONS))
+    ]
+    assert worst[0].startswith("module.py: ")
 
 
 @pytest.mark.slow
@@ -196,12 +283,33 @@ def test_pages_have_the_terms_that_people_search_for(page, terms):
     assert [term for term in terms if term not in text] == []
 
 
+def rounded_up(rate: float) -> float:
+    return math.ceil(rate / STEP) * STEP
+
+
+def risen(recorded: dict[str, float], here: dict[str, float]) -> dict[str, tuple[float, float]]:
+    return {k: (recorded[k], n) for k, n in here.items() if n > recorded.get(k, n)}
+
+
+def write(path: Path, recorded: dict, here: dict, above: dict) -> None:
+    """Writes the counts to a file, if none has risen."""
+    if above:
+        print(f"these have risen, and are not written down: {above}", file=sys.stderr)
+    elif here != recorded:
+        path.write_text(json.dumps(here, indent=1) + "\n")
+
+
 def main() -> None:
     recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    risen = {k: (recorded[k], n) for k, n in counts().items() if n > recorded.get(k, n)}
-    if risen:
-        sys.exit(f"these have risen, and are not written down: {risen}")
-    RECORD.write_text(json.dumps(counts(), indent=1) + "\n")
+    write(RECORD, recorded, counts(), words := risen(recorded, counts()))
+    bounds = json.loads(BOUNDS.read_text()) if BOUNDS.exists() else {}
+    here = {
+        group: {name: rounded_up(rate) for name, rate in rates(paths)[0].items()}
+        for group, paths in groups().items()
+    }
+    above = {group: r for group, n in here.items() if (r := risen(bounds.get(group, {}), n))}
+    write(BOUNDS, bounds, here, above)
+    sys.exit(bool(words or above))
 
 
 if __name__ == "__main__":

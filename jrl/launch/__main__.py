@@ -1,6 +1,6 @@
 """``python -m jrl.launch LAUNCHER [OPTIONS] -- ARGUMENTS``: training on many machines.
 
-ARGUMENTS are those of ``python -m jrl.train``.
+ARGUMENTS are arguments of ``python -m jrl.train``, for example ``--layout "tp2 dp4"``.
 """
 
 import argparse
@@ -126,7 +126,7 @@ def _main(arguments: list[str]) -> int:
             max_failures=max_failures,
             environment=environment,
         )
-        # Its files are those of the image: only there can the arguments be checked.
+        # Its files are in the image: only there can the arguments be checked.
         return jobset.write(job, jobset.arguments_of(program_words, volume), Path(options.jobset))
     if options.elastic is not None:
         per_machine = options.gpus or 1  # as Slurm starts them
@@ -161,7 +161,7 @@ def _main(arguments: list[str]) -> int:
 
 
 def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """The launcher's arguments, and those of the training program, which follow ``--``."""
+    """The launcher's arguments, and the training program's, which follow ``--``."""
     if SEPARATOR not in arguments:
         return arguments, []
     index = arguments.index(SEPARATOR)
@@ -184,7 +184,8 @@ def _check(options: argparse.Namespace, launcher: str) -> None:
 
 
 def _check_drain(program: Program, launcher: str, elastic: int | None) -> None:
-    """Rejects drains whose machine the restart would not leave out, and restarts without one."""
+    """Rejects drains if the restart would not leave out their machine, and restarts that lack a
+    drain."""
     if launcher != "hosts":
         if program.drains:
             raise ValueError(

@@ -29,9 +29,9 @@ class JobSet:
     """Settings of a JobSet, which are options of ``python -m jrl.launch --jobset``.
 
     Attributes:
-      name: of the JobSet, a DNS label.
+      name: name of the JobSet, a DNS label.
       gpus, chips: of each node; None is none.
-      volume: a volume claim that all pods share, and where it is mounted.
+      volume: a volume claim that all pods share, and its mount path.
       environment: variables of the processes.
     """
 
@@ -62,7 +62,7 @@ class JobSet:
 
 
 def parse_volume(text: str) -> tuple[str, str]:
-    """Claim and mount path from CLAIM:PATH."""
+    """Claim and mount path from CLAIM:PATH, for example runs:/mnt/runs."""
     claim, _, path = text.partition(":")
     if not claim or not path.startswith("/"):
         raise ValueError(f"volume={text!r} must be CLAIM:PATH, with an absolute path.")

@@ -19,7 +19,8 @@ class RayOptions:
     """Settings of a launch over Ray, which are options of ``python -m jrl.launch --ray``.
 
     Attributes:
-      address: of the cluster; None is that of RAY_ADDRESS, or a cluster on this machine alone.
+      address: address of the cluster, for example "head:6379"; None is RAY_ADDRESS, or a cluster on
+        this machine alone.
       workers: processes of the run; None is one for each node that has the accelerators, or CPUs.
       elastic: fewest processes with which it is restarted where nodes are lost; None waits for all.
       environment: variables of the processes.
@@ -170,4 +171,4 @@ def _fit(program: Program, options: RayOptions, cluster: Accelerators) -> int:
 
 
 class LaunchFailed(RuntimeError):
-    """Raised where a run failed more often than it may be restarted."""
+    """Raised if a run failed more often than it may be restarted."""

@@ -34,8 +34,8 @@ class RaySupervisor(Supervisor):
 def train(config: Mapping[str, Any]) -> int:
     """Trains in this process, and returns the exit status; RuntimeError where the run failed.
 
-    Ray restarts all workers where one raises. Status 2, wrong input, comes again at every restart,
-    and is returned where all processes have it.
+    Ray restarts all workers if one raises. Status 2, wrong input, comes again at every restart, and
+    is returned if all processes have it.
     """
     os.chdir(config["working_directory"])
     from jrl import train as program

@@ -23,7 +23,7 @@ class SlurmJob:
 
     Attributes:
       gpus: of each node, each for a process of its own; None is one process for each node.
-      directives: further options of sbatch, such as --partition=a100 or --time=24:00:00.
+      directives: further options of sbatch, for example --partition=a100 or --time=24:00:00.
       environment: variables of the processes.
       elastic: fewest machines with which the job is started, at first and after the loss of some;
         None waits for all.

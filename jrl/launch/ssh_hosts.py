@@ -22,7 +22,7 @@ from jrl.processes.supervisor import DRAINED
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
 """Without passwords, and with an end when a host does not answer for a minute."""
 CONNECTION_FAILED = 255
-"""Exit status of ssh where it does not connect."""
+"""Exit status of ssh if it does not connect."""
 KILL_SECONDS = 60
 """Seconds that a process may save after SIGTERM, before it is killed; also those that the others
 may take to end by themselves once one has ended with `DRAINED`."""
@@ -36,7 +36,7 @@ class Hosts:
 
     Attributes:
       names: as ssh takes them, [USER@]HOST; process 0 runs on the first.
-      port: of the coordinator, on the first host.
+      port: port of the coordinator, on the first host.
       environment: variables of the processes.
     """
 
@@ -52,7 +52,8 @@ class Hosts:
 
 
 def parse_hosts(text: str) -> tuple[str, ...]:
-    """Host names from a list with commas; ValueError where one is empty, or an option of ssh."""
+    """Host names from a list with commas, for example node0,node1; ValueError if one is
+    empty, or an option of ssh."""
     names = tuple(name.strip() for name in text.split(","))
     for name in names:
         if not name or name.startswith("-") or any(c.isspace() for c in name):

@@ -17,8 +17,8 @@ HOSTS_FILE = "/etc/hosts"
 
 
 def check_reachable() -> None:
-    """Raises ValueError, in all processes, where one announces to other machines an address of its
-    own machine alone: with the machine, and the line for its hosts file."""
+    """Raises ValueError, in all processes, if one announces to other machines an address of its own
+    machine alone (for example 127.0.1.1): with the machine, and the line for its hosts file."""
     if jax.process_count() == 1 or jax.default_backend() != "cpu":
         return
     target = _resolve(coordinator_address()[0])
@@ -38,11 +38,11 @@ def check_reachable() -> None:
 
 
 def unreachable(processes: list[dict[str, str | None]]) -> str | None:
-    """Message for the first process that the others cannot reach; None where all can be.
+    """Message for the first process that the others cannot reach; None if they can reach all.
 
     Args:
       processes: of each its machine's name, its address on the way to process 0, the address that
-        it announces, and that of process 0 as it sees it.
+        it announces, and the address of process 0 as it sees it.
     """
     if len({_is_loopback(each["local"]) or each["local"] for each in processes}) == 1:
         return None  # all on one machine
@@ -61,7 +61,7 @@ def unreachable(processes: list[dict[str, str | None]]) -> str | None:
 
 
 def _resolve(host: str) -> str | None:
-    """First address of a name; None where it has none."""
+    """First address of a name; None if it has none."""
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:

@@ -136,7 +136,8 @@ def any_of(flag: bool) -> bool:
 
 
 def broadcast_from_main(value: Any) -> Any:
-    """Broadcasts the JSON-serializable value of process 0; that of the others is ignored."""
+    """Broadcasts the JSON-serializable value of process 0; values of other processes are
+    ignored."""
     if not is_multiprocess():
         return value
     content = _encode(value if is_main_process() else None)
@@ -147,7 +148,7 @@ def broadcast_from_main(value: Any) -> Any:
 
 
 def gather(value: Any) -> list[Any]:
-    """All-gathers a JSON-serializable value: those of all processes, in the order of their ids."""
+    """All-gathers a JSON-serializable value: one value per process, in the order of their ids."""
     if not is_multiprocess():
         return [value]
     content = _encode(value)

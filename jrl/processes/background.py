@@ -27,7 +27,7 @@ class BackgroundGather:
     it returns its argument.
 
     Args:
-      name: of the work; the same in all processes, and used once in a program.
+      name: name of the work; the same in all processes, and used once in a program.
 
     Attributes:
       waits: event that is set as soon as this process waits for the others.

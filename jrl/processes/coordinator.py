@@ -25,7 +25,7 @@ AUTO = "auto"
 SHUTDOWN_SECONDS = 60
 """Seconds that a process waits at its end for processes that have not ended."""
 HEARTBEAT_SECONDS = 100
-"""Default of the seconds without a heartbeat after which JAX ends all processes."""
+"""Default timeout of a heartbeat in seconds, after which JAX ends all processes."""
 KUBERNETES_REMEDY = (
     "give the pods a service account that may read pods, jobs and services; or write the JobSet "
     "with python -m jrl.launch --jobset, which needs neither."
@@ -104,12 +104,13 @@ SINGLE_PROCESS = Processes()
 def join_processes(processes: Processes, heartbeat: int = HEARTBEAT_SECONDS) -> None:
     """Connects this process with the others, before JAX touches any device.
 
-    Nothing is done in a run of one process, and where it is connected: by an earlier command, or by
-    a launcher such as Ray.
+    Nothing is done in a run of one process, and if it is connected already: by an earlier command,
+    or by a launcher, for example Ray.
 
     Args:
       processes: settings of this one.
-      heartbeat: seconds without a heartbeat after which JAX ends all processes, without a name.
+      heartbeat: timeout of a heartbeat in seconds, after which JAX ends all processes and names
+        none.
 
     Raises:
       ValueError: where the coordinator cannot be reached, or not all processes join in time.
@@ -133,7 +134,7 @@ def join_processes(processes: Processes, heartbeat: int = HEARTBEAT_SECONDS) -> 
 
 
 def check_devices() -> None:
-    """Raises ValueError in all joined processes where they have different numbers of devices; else
+    """Raises ValueError in all joined processes if they have different numbers of devices; else
     mutes stdout of all but the first."""
     counts = Counter(device.process_index for device in jax.devices())
     if len(set(counts.values())) > 1:
@@ -172,7 +173,7 @@ def exit_after(seconds: float, status: int) -> None:
 
 
 def _wait_for_others(silent: int) -> None:
-    """Closes this process's connections except those of the coordinator, and waits for the others.
+    """Closes this process's connections except the coordinator's, and waits for the others.
 
     The others notice it and end; the wait is until they have left the coordinator too, except
     `silent` of them, and at most `GRACE_SECONDS` seconds.
@@ -222,7 +223,7 @@ class KeyValueStore:
     0 has.
 
     No device is used. Calls block without holding up Python while process 0 does not answer, and
-    raise RuntimeError where it cannot be reached.
+    raise RuntimeError if it cannot be reached.
     """
 
     def __init__(self, name: str):

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from jrl.processes.progress import AGREEMENT, CHECKPOINT, COMPILE, ENVIRONMENT, REWARD, Position
 
 BASE_DEADLINE = 300.0
-"""Default of the seconds that a phase may take without a sign of progress."""
+"""Default of the seconds that a phase may go with no sign of progress."""
 CHECKPOINT_FACTOR = 6
 """Multiple of the deadline for writing and reading checkpoints."""
 COMPILE_FACTOR = 12
@@ -19,7 +19,7 @@ COMPILE_FACTOR = 12
 SLOW_FACTOR = 4
 """Multiple of the silence of a process that compiles or loads."""
 LONGEST_FACTOR = 10
-"""Multiple of the longest time without a sign in a phase that is no hang in the same phase."""
+"""Multiple of the longest time between two signs in a phase that is no hang in the same phase."""
 REASONS = {
     REWARD: "waiting for verifiers or rewards",
     ENVIRONMENT: "waiting for environments",
@@ -38,8 +38,8 @@ class Record:
       host: the name of its machine.
       phase, part, step, agreements: as of `jrl.processes.progress.Position`; the phase is "compile"
         while it compiles.
-      outer: the phase that `phase` is a part of; empty without one.
-      idle: seconds without a sign of progress.
+      outer: the phase that `phase` is a part of; empty if there is no such phase.
+      idle: seconds since the last sign of progress.
       deadline: idle seconds from which on it is late, if it waits for no other process.
       is_slow: true while it compiles or is in a phase that it has not left before.
       can_end: false if a late process does not end the run.
@@ -111,11 +111,11 @@ class Hang:
 
 
 def deadline_of(position: Position, base: float, longest: float) -> float:
-    """Seconds without a sign of progress after which a process is late.
+    """Seconds after the last sign of progress from which a process is late.
 
     ``max(factor x base, 10 x longest)``, where the factor is 12 for compilations and for a phase
     that is entered for the first time, 6 for checkpoints, and 1 for all others; `longest` is the
-    longest time without a sign in the same phase so far, without compilations.
+    longest time between two signs in the same phase so far, without compilations.
     """
     factor = 1
     if position.compiles or position.is_first:
@@ -133,8 +133,8 @@ def find_hang(records: Sequence[Record], silence: float) -> Hang | None:
     whatever the others wait for. A process of which nothing is heard is late whatever it did last.
 
     Args:
-      records: of all processes of which something is known.
-      silence: seconds without a record after which a process is late, see `silence_limit`.
+      records: records of all processes of which something is known.
+      silence: seconds since the last record after which a process is late, see `silence_limit`.
     """
     running = [record for record in records if not record.has_ended]
     if not running:
@@ -151,14 +151,14 @@ def find_hang(records: Sequence[Record], silence: float) -> Hang | None:
 
 
 def silence_limit(record: Record, silence: float) -> float:
-    """Seconds without a record after which this process is late: four times as many while it
+    """Seconds since the last record after which this process is late: four times as many while it
     compiles or loads, when other threads of Python may have to wait."""
     return SLOW_FACTOR * silence if record.is_slow else silence
 
 
 def describe(hang: Hang, stacks: str) -> str:
-    """Line that names the late processes, where they are, what the others do, and where the stacks
-    of all are."""
+    """Line that names the late processes, where they are, what the others do, and the file of all
+    stacks."""
     seconds = f"{hang.seconds:.0f} s"
     first = hang.late[0]
     if not hang.others and len(hang.late) > 1 and not hang.is_silent:

@@ -26,7 +26,7 @@ class LimitedServer(ThreadingHTTPServer):
 
     Args:
       address: to listen on: a host or IP address, and a port; 0 takes a free one.
-      answer: of a path without its query.
+      answer: answer to a path without its query.
       max_connections, seconds: see `MAX_CONNECTIONS` and `SECONDS`.
 
     Raises:

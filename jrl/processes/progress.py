@@ -30,11 +30,11 @@ class Position:
     """Position of this process in a run.
 
     Attributes:
-      phase: of the main thread: "start", "warm start", "step" (what is in none of the following),
-        "rollout", "reward", "environment", "scoring", "update", "evaluation", "checkpoint",
-        "report", "profile", "agreement".
-      outer: the phase that `phase` is a part of; empty without one.
-      part: of the phase, where the host counts them, such as "mini-batch 2"; may be empty.
+      phase: phase of the main thread: "start", "warm start", "step" (what is in none of the
+        following), "rollout", "reward", "environment", "scoring", "update", "evaluation",
+        "checkpoint", "report", "profile", "agreement".
+      outer: the phase that `phase` is a part of; empty if there is no such phase.
+      part: part of the phase, if the host counts them, for example "mini-batch 2"; may be empty.
       step: training step that is in progress, from 1; 0 before the first.
       agreements: collectives on host values that were entered, which all processes enter in the
         same order: of two processes, the one with the lower number has not arrived.

@@ -32,8 +32,8 @@ def host(address: tuple[str, int], name: str, count: int, seconds: float) -> Non
       seconds: maximum wait.
 
     Raises:
-      ValueError: where this machine does not have the address or the port is taken; where a process
-        has another count or the index of another, or ends; where one does not come in time.
+      ValueError: if this machine does not have the address or the port is taken; if a process has
+        another count or the index of another, or ends; if one does not come in time.
     """
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
@@ -53,7 +53,7 @@ def join(address: tuple[str, int], name: str, count: int, index: int, seconds: f
 
     Args:
       address, name, count: as of `host`.
-      index: of this process.
+      index: index of this process.
       seconds: maximum wait for process 0 to listen, and then for the others.
 
     Raises:
@@ -148,7 +148,7 @@ class _Host:
                 )
         self._strangers.discard(connection)
         greeting = _receive(connection)
-        if greeting is None:  # of something else, such as a scan of ports
+        if greeting is None:  # of something else, for example a scan of ports
             connection.close()
             return
         index, count = greeting[GREETING], greeting.get("count")
@@ -196,7 +196,7 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _receive(connection: socket.socket) -> dict[str, Any] | None:
-    """The other side's message; None where it sends none, or is no process of a run."""
+    """The other side's message; None if it sends none, or is no process of a run."""
     content = b""
     try:
         while not content.endswith(b"\n") and len(content) < MAX_BYTES:

@@ -18,16 +18,16 @@ class MonitoringSettings:
 
     metrics_port: int | None = setting(None, minimum=1, maximum=MAX_PORT)
     """Serve Prometheus metrics (/metrics) and a health check (/health) of the run on this port of
-    every machine, at the metrics address; further processes of a machine take the next ports. None
-    serves nothing."""
+    every machine, for example 9100, at the metrics address; further processes of a machine take the
+    next ports. None serves nothing."""
     metrics_address: str = LOCALHOST
     """Address that the metrics port listens on. By default only programs of the same machine reach
     it; 0.0.0.0 listens on all networks."""
     step_deadline: float | None = setting(None, above=0)
-    """Seconds from the end of a step to that of the next, after which the health check fails; None
-    is none. The first step, which compiles, has none."""
+    """Seconds from the end of a step to the end of the next, after which the health check fails;
+    None is none. The first step, which compiles, has none."""
     hang_deadline: float | None = setting(None, minimum=0)
-    """Seconds that a phase (rollout, reward, update, ...) may take without a sign of progress. Then
+    """Seconds that a phase (rollout, reward, update, ...) may go with no sign of progress. Then
     the process that hangs is named and stacks are written to the run folder, and after 30 s more
     (at most the deadline) the run ends. It is six times as long for checkpoints, and twelve times
     for compilations and for the first of each phase. 0 watches nothing. None is 300; a run of one

@@ -23,7 +23,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def source_hashes() -> dict[str, str]:
-    """Hashes of the library's Python files, by paths such as jrl/train.py."""
+    """Hashes of the library's Python files, by path, for example jrl/train.py."""
     paths = (path for name in SOURCE_PACKAGES for path in (SOURCE_ROOT / name).rglob("*.py"))
     return {
         path.relative_to(SOURCE_ROOT).as_posix(): short_hash(path.read_bytes())
@@ -40,7 +40,7 @@ def check_same_software() -> None:
     """Raises ValueError, in all processes, with the differences to process 0, unless all run the
     same versions of `PACKAGES` and the same source files."""
     software, hashes = installed_versions(), source_hashes()
-    # Files are compared one by one only where they differ: then each is named.
+    # Files are compared one by one only if they differ: then each is named.
     if len(set(gather(sha256(json.dumps(hashes).encode()).hexdigest()))) > 1:
         software |= hashes
     check_same(

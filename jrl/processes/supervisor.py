@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 DRAINED = 75
-"""Exit status of a run that ended for a restart without a faulty machine (EX_TEMPFAIL of
+"""Exit status of a run that ended for a restart that leaves out a faulty machine (EX_TEMPFAIL of
 sysexits.h). All of its processes have it."""
 
 
@@ -12,7 +12,7 @@ class Supervisor:
 
     def step_ended(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Is told of every step; may be a collective, as all processes of a run call it. True, the
-        same in all of them, where this process may end soon, as its machine is taken back: the run
+        same in all of them, if this process may end soon, as its machine is taken back: the run
         then saves a checkpoint."""
         return False
 

@@ -32,10 +32,11 @@ INTERVAL = 1.0
 MANY = 64
 """Processes from which on heartbeats become rarer, so that process 0 has as many in a second."""
 SILENCE = 45.0
-"""Most seconds without a heartbeat until a run is ended; the process is named after half of it."""
+"""Most seconds after the last heartbeat until a run is ended; the process is named after half of
+it."""
 JAX_HEARTBEAT, JAX_NEVER = 400, 10**7
-"""Seconds without a heartbeat after which JAX ends a run, at the earliest after half of them and
-without a line that names a process: later than the watchdog, and never if that is off."""
+"""Seconds after the last heartbeat until JAX ends a run, at the earliest after half of them, with
+no line that names a process: later than the watchdog, and never if that is off."""
 GRACE = 30.0
 """Most seconds for which a process that is late may still come back after it has been named."""
 STACKS_SECONDS = 10.0
@@ -71,7 +72,7 @@ class WatchdogSettings:
 
     @property
     def silence(self) -> float:
-        """Seconds without a heartbeat after which the run is ended."""
+        """Seconds after the last heartbeat until the run is ended."""
         return SILENCE if self.deadline is None else min(SILENCE, self.deadline)
 
     @property
@@ -86,7 +87,7 @@ class Watchdog:
     Time in which this process itself is frozen does not count.
 
     Args:
-      settings: of this process.
+      settings: settings of this process.
       store: of the heartbeats of all processes; None in a run of one.
       end: ends this process, given a line for the user and the number of processes that are silent;
         it does not return.
@@ -276,7 +277,7 @@ class Watchdog:
 
 
 def jax_heartbeat(deadline: float | None) -> int:
-    """Seconds without a heartbeat after which JAX itself ends a run, given `hang_deadline`."""
+    """Seconds after the last heartbeat until JAX itself ends a run, given `hang_deadline`."""
     return JAX_NEVER if deadline == 0 else JAX_HEARTBEAT
 
 

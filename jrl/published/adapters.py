@@ -58,7 +58,7 @@ def targets_from_modules(config: ModelConfig, names: Sequence[str]) -> tuple[str
     experts are ``mlp.experts.gate_up_proj`` and ``mlp.experts.down_proj`` too.
 
     Args:
-      config: the network; its module names are those of all architectures that can express it,
+      config: the network; its module names come from all architectures that can express it,
         none for a preset that no architecture has.
       names: may include targets of `Lora`.
 

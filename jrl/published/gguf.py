@@ -78,7 +78,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _write_weights(folder: Path, options: Mapping[str, Any], file: GgufFile) -> None:
-    """Writes the tensors in files of about `FILE_BYTES`, with an index where there are several."""
+    """Writes the tensors in files of about `FILE_BYTES`, with an index if there are several."""
     import gguf
 
     # Metadata that the user ignores are in config.json under their names in GGUF.

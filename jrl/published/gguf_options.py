@@ -1,7 +1,7 @@
 """config.json of a GGUF file: each metadata entry is converted, ignored or rejected.
 
-Names are those of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, and their meanings and
-defaults those of llama.cpp.
+Names follow https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, and their meanings and
+defaults follow llama.cpp.
 """
 
 from collections.abc import Collection, Mapping
@@ -23,7 +23,7 @@ LLAMA3_FACTORS = (8.0, 32.0)
 GEMMA3_PERIOD = 6
 """Every sixth layer of Gemma 3 attends to the whole sequence."""
 GEMMA3_LARGEST = 62
-"""Layers of Gemma 3 27B, whose attention scale is that of the width over the heads."""
+"""Layers of Gemma 3 27B, whose attention scale is computed from the width over the heads."""
 HALF_PRECISION = (1, 30)
 """Numbers of the types float16 and bfloat16."""
 

@@ -33,11 +33,11 @@ def checkpoint_folder(name: str) -> Path:
 
     ========================  ==================================================================
     ``hf:DIR``, ``DIR``       a folder in the format of Hugging Face
-    ``gguf:FILE``, ``FILE``   that of a GGUF file, which `prepare_checkpoint` converts
-    ``pip:NAME``              that of the GGUF file in an installed package, likewise
+    ``gguf:FILE``, ``FILE``   the folder of a GGUF file, which `prepare_checkpoint` converts
+    ``pip:NAME``              the folder of the GGUF file in an installed package, likewise
     ========================  ==================================================================
 
-    Converted checkpoints are in ``$XDG_CACHE_HOME/jrl/checkpoints`` (~/.cache where it is not set).
+    Converted checkpoints are in ``$XDG_CACHE_HOME/jrl/checkpoints`` (~/.cache if it is not set).
     If the file or the package does not exist, neither does the returned folder. No code of a
     package runs.
     """

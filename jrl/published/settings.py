@@ -40,13 +40,14 @@ class LoraSettings:
     """LoRA adapters."""
 
     lora_rank: int | None = None
-    """Rank of LoRA adapters: only they are trained, on frozen base weights. A critic trains its own
-    adapters and its value head. None trains all weights."""
+    """Rank of LoRA adapters, for example 32: only they are trained, on frozen base weights. A
+    critic trains its own adapters and its value head. None trains all weights."""
     lora_alpha: float | None = None
     """Alpha of LoRA: adapter outputs are scaled by alpha / rank; None is twice the rank."""
     lora_targets: str | None = None
     """Layers with adapters: some of attention,experts,dense,shared,head, or modules as PEFT names
-    them (q_proj,v_proj or all-linear); None is all that the network has, except the head."""
+    them (for example q_proj,v_proj or all-linear); None is all that the network has, except the
+    head."""
     lora_rank_stabilised: bool = False
     """Scale adapter outputs by alpha / sqrt(rank) (rsLoRA)."""
     lora_from: str | None = None
@@ -64,7 +65,7 @@ class LoraSettings:
 
 @dataclass(frozen=True)
 class RouterSettings:
-    """Router losses and expert capacity; where they are given they replace those of the network."""
+    """Router losses and expert capacity; a value replaces the network's own."""
 
     load_balance_coef: float | None = setting(None, minimum=0)
     """Weight of the load-balancing loss of each sequence; None is the preset's (checkpoints: 0)."""
@@ -90,6 +91,6 @@ class RouterSettings:
     """Tokens that a full expert keeps: those with the largest gate weights, or the first of the
     rows. None is the network's own, mostly probs."""
     drop_scope: Literal["sub_sequence", "full_sequence"] | None = None
-    """Tokens that the capacity is computed from: those of a device, or of all devices with shards
+    """Tokens that the capacity is computed from: tokens of a device, or of all devices with shards
     of the same sequences, so that cp and tp change nothing. None is the network's own, mostly
     sub_sequence."""

@@ -21,7 +21,7 @@ class ReportOptions:
     """Run folders; several are drawn in one plot each."""
     out: str | None = None
     """The page; by default report.html in the folder of a single run, and in the working directory
-    where there are several."""
+    if there are several."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

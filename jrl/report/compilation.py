@@ -113,5 +113,5 @@ def set_drawing(display: object, is_drawing: bool) -> None:
 
 
 def current_line() -> str | None:
-    """The line of the current compilation; None without one, or without an active watch."""
+    """The line of the current compilation; None if nothing compiles or no watch is active."""
     return next((line for watch in _ENTERED if (line := watch.line()) is not None), None)

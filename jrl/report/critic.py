@@ -1,4 +1,4 @@
-"""Diagnostics of a critic on one rollout: those of `jrl.losses`, as one report."""
+"""Diagnostics of a critic on one rollout: the functions of `jrl.losses`, as one report."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ class CriticRollout:
     """A rollout with the critic's values, on the host.
 
     Attributes:
-      values: ``[batch, time]`` of the critic.
+      values: ``[batch, time]`` values of the critic.
       rewards: ``[batch, time]`` usually zero except on the last sampled token, or for a
         conversation on the last token of each turn.
       mask: ``[batch, time]`` sampled tokens.

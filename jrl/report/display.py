@@ -220,7 +220,7 @@ class WarmStartDisplay(_ProgressDisplay):
         self._accuracy: float | int | None = None
 
     def update(self, step: int, loss: float | int, accuracy: float | int | None = None) -> None:
-        """Show the state after `step` steps; without an `accuracy` the last one is kept."""
+        """Show the state after `step` steps; the last accuracy is kept if `accuracy` is None."""
         measured = accuracy is not None
         self._accuracy = accuracy if measured else self._accuracy
         reached = "not measured yet" if self._accuracy is None else f"{self._accuracy:.3f}"

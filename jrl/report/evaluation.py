@@ -19,7 +19,7 @@ from jrl.runs.records import read_metrics
 MAX_LINES = 10
 """Maximum number of progress lines per phase, if there is no terminal."""
 FIRST_WAIT, MAX_WAIT, WAIT_GROWTH = 10.0, 300.0, 1.5
-"""Seconds without a line after which one is printed: initially, at most, and their growth factor;
+"""Seconds since the last line after which one is printed: initially, at most, and growth factor;
 the first completions may take long."""
 MAX_CHARACTERS = 600
 """Maximum number of characters shown; a longer text is shortened in its middle."""
@@ -79,13 +79,13 @@ class _Phase:
 class EvaluationDisplay:
     """Progress of the phases of an evaluation, in completions done and in total.
 
-    Without a terminal, a line is printed for every tenth of a phase and, until a completion is
+    If there is no terminal, a line is printed for every tenth of a phase and, until a completion is
     finished, after ten seconds and then at growing intervals.
 
     Args:
       console: target of the display; standard output by default.
       tokens: returns the number of tokens sampled so far, in any thread; None shows no tokens.
-      wait: seconds without a line after which one is printed.
+      wait: seconds since the last line after which one is printed.
     """
 
     def __init__(

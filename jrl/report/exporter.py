@@ -148,7 +148,7 @@ class RunExporter:
 
 
 def exported_name(name: str) -> str:
-    """Prometheus's name of a metric of a run."""
+    """Prometheus's name of a metric of a run, for example ``jrl_step_time`` of ``step/time``."""
     return PREFIX + re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
 

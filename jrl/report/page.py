@@ -150,7 +150,8 @@ def read_recordings(profiles: Path) -> list[dict[str, Any]]:
 
 
 def thin(lines: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any]]:
-    """About `most` of the lines, evenly; the first, the last and those of evaluations are kept."""
+    """About `most` of the lines, evenly; the first, the last and the lines of evaluations are
+    kept."""
     every = -(-len(lines) // most)
     last = len(lines) - 1
     return [

@@ -23,7 +23,7 @@ WORD_BITS = 32
 
 @runtime_checkable
 class Constraint(Protocol):
-    """Tokens that a row may continue with, such as those of a grammar."""
+    """Tokens that a row may continue with, for example the next tokens of a grammar."""
 
     def allowed(self) -> np.ndarray:
         """Allowed next tokens, one at least: ``[word]`` bits, the first token in the lowest bit."""
@@ -66,7 +66,7 @@ class RowAdjustments(Generic[Leaf]):
 
     Attributes:
       top_ks, min_ps, presence, frequency, repetition: ``[row]``.
-      bias_tokens: ``[row, bias]``; the vocabulary size where there is no bias.
+      bias_tokens: ``[row, bias]``; the vocabulary size if an entry has no bias.
       bias_values: ``[row, bias]``.
       constrained: ``[row]`` true if only some tokens are allowed.
       allowed: ``[row, word]`` bits of these.

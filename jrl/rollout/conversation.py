@@ -16,13 +16,13 @@ class Conversation:
       example: provides the prompt and the environment.
       messages: role and content of all messages after the prompt, the policy's as "assistant".
       answers: start and end of each answer of the environment, as positions in the response.
-      rewards: of each turn of the policy that was answered, with the position of its last token in
-        the response.
+      rewards: rewards of each turn of the policy that was answered, with the position of its last
+        token in the response.
       turn_limit: true if the limit of turns ended it.
       truncated_turns: indices of the policy's turns that the limit of a turn truncated.
-      limit: length limit of the response in tokens, where the request has that of the current turn;
-        None where they are equal.
-      verdict: of the whole conversation; None while it is in progress.
+      limit: length limit of the response in tokens, if the request has the limit of the current
+        turn; None if they are equal.
+      verdict: verdict of the whole conversation; None while it is in progress.
     """
 
     example: Example

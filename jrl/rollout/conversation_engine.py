@@ -40,7 +40,7 @@ class _PendingReply(NamedTuple):
 class ConversationEngine:
     """Multi-turn responses, on top of a single-turn engine.
 
-    Where a stop token ends a turn of a request with `Request.conversation`, or the limit of a turn
+    If a stop token ends a turn of a request with `Request.conversation`, or the limit of a turn
     truncates it, its environment is called; the row's slot is free from then on, for waiting
     requests. With the answer appended, and the end-of-turn tokens before that if the turn was
     truncated, the row is admitted again, its log-probabilities kept, and continues with the next
@@ -48,7 +48,7 @@ class ConversationEngine:
     ids and the tokens so far. The limit of a response bounds the tokens of policy and environment.
 
     Args:
-      engine: that decodes.
+      engine: the single-turn engine that decodes.
       task: provides the environments.
       format: converts messages to tokens.
       max_turns: maximum turns of the policy; None leaves the end to the environment.
@@ -275,7 +275,7 @@ def _row_id(trajectory: Trajectory) -> tuple[int, int]:
 
 
 def _max_response_length(request: Request) -> int:
-    """Length limit of the whole response, whatever that of its turn is."""
+    """Length limit of the whole response, whatever the limit of its turn is."""
     conversation = request.conversation
     if conversation is None or conversation.limit is None:
         return request.max_new_tokens

@@ -16,7 +16,7 @@ class ExpertBalancer:
 
     Args:
       config: the network, an MoE model.
-      mesh: of both device groups.
+      mesh: mesh of both device groups.
       slots: expert slots of each device along ``ep``; None is its share of the experts.
       every: tokens of a row between two re-balancings; None never re-balances.
       decays: true for an exponential decay of older loads (`RebalancingPolicy.decay` for each
@@ -89,7 +89,7 @@ def first_placement(config: ModelConfig, mesh: SplitMesh, slots: int | None) -> 
     """Initial placement, for equal loads; None places each expert once, in their order.
 
     Args:
-      slots: of each device along ``ep``; None is its share.
+      slots: slots of each device along ``ep``; None is its share.
 
     Raises:
       ValueError: for slots that do not hold all experts.

@@ -31,7 +31,7 @@ class PackedSizes(NamedTuple):
 
     Attributes:
       bins: rows of the packed batch.
-      length: of a bin, in tokens.
+      length: length of a bin, in tokens.
       max_scored: maximum number of tokens that the LM head scores.
     """
 
@@ -60,7 +60,7 @@ class TokenCounts(NamedTuple):
 
         Args:
           network: "actor" or "critic".
-          idle: true to run rows without a token in the loss mask too.
+          idle: true to run rows that have no token in the loss mask too.
         """
         # The two may have different loss masks (T-PPO), and are packed by their own.
         loss_tokens = (self.actor if network == "actor" else self.critic)[rows]
@@ -78,7 +78,7 @@ class PackingPlan(NamedTuple):
         empty slot.
       num_micro_batches: on each rank.
       passes: number of micro-batches with rows, the maximum over ranks.
-      sizes: of each micro-batch.
+      sizes: sizes of each micro-batch.
     """
 
     rows: np.ndarray
@@ -117,10 +117,10 @@ def plan(
     not on the number of micro-batches that have rows.
 
     Args:
-      tokens: ``[rows]`` number of tokens that are not padding; rows without any are left out.
+      tokens: ``[rows]`` number of tokens that are not padding; rows of padding only are left out.
       loss_tokens: ``[rows]`` number of those in the loss mask, which the LM head scores.
       time: maximum tokens of a row.
-      bins: of a micro-batch.
+      bins: number of bins of a micro-batch.
       max_rows_per_bin: maximum number of rows of a bin.
 
     References:
@@ -135,9 +135,9 @@ def plan(
     ]
     # A pass has collectives: all ranks must run the same number.
     passes = max(-(-max(map(len, bins_of_ranks)) // bins), 1)
-    # In the worst case one row per bin, where all have their full length.
+    # In the worst case all rows have their full length, one row per bin.
     num_micro_batches = max(passes, -(-len(tokens) // (ranks * bins)))
-    # A static shape, so it is that of the worst case; `passes` is how many of them run.
+    # A static shape, so it is the worst case's; `passes` is how many of them run.
     rows = np.zeros((ranks, num_micro_batches, bins * max_rows_per_bin), np.int64)
     # Empty by default: `_mask_empty_slots` masks empty slots.
     starts = np.full(rows.shape, -1, np.int64)
@@ -190,7 +190,7 @@ def pack_rows(batch: Batch[Array], plan_of_batch: PackingPlan, mesh: FoldedMesh)
 
 @jax.jit
 def clear_idle_rows(rows: Batch[Array]) -> Batch[Array]:
-    """Clears `valid` of rows without a token in the loss mask, so that they affect neither the
+    """Clears `valid` of rows that have no token in the loss mask, so that they affect neither the
     computation nor the routers' balance."""
     return replace(rows, valid=rows.valid & jnp.any(rows.mask, axis=1, keepdims=True))
 
@@ -217,7 +217,7 @@ def _pack_bins(rows: list[int], tokens: np.ndarray, length: int, max_rows: int) 
 
 @jax.jit
 def _counts(batch: Batch[Array]) -> list[Array]:
-    # Without a mask of its own the critic uses that of the policy.
+    # The critic uses the mask of the policy if it has no mask of its own.
     critic = batch.mask if batch.critic_mask is None else batch.critic_mask
     masks = batch.valid, batch.mask, critic
     return [jnp.sum(mask, axis=1, dtype=jnp.int32) for mask in masks]

@@ -36,11 +36,11 @@ MAX_CHUNK = 64
 
 @struct.dataclass
 class PackedScores(Generic[Leaf]):
-    """Log-probabilities of the tokens of prompts in packed rows; those of the first token of a
-    prompt are arbitrary values.
+    """Log-probabilities of the tokens of prompts in packed rows; the value of a prompt's first
+    token is arbitrary.
 
     Attributes:
-      logprobs: ``[row, width]`` in the policy at temperature 1, nats.
+      logprobs: ``[row, width]`` log-probabilities in the policy at temperature 1, nats.
       top_tokens: ``[row, width, k]`` top-k tokens of each position; None if not requested.
     """
 

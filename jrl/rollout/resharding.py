@@ -57,15 +57,15 @@ def rollout_mesh(text: str | None, training: FoldedMesh) -> FoldedMesh:
 
 
 def separate_rollout_mesh(text: str | None, num_devices: int, training: FoldedMesh) -> FoldedMesh:
-    """Mesh of decoding on separate devices: those of this process after the ones of `training`.
+    """Mesh of decoding on separate devices: devices of this process after the ones of `training`.
 
     Args:
       text: the requested layout; None is data parallelism over all of them.
-      num_devices: of devices.
+      num_devices: number of devices.
 
     Raises:
-      ValueError: for a layout that cannot decode, or one of another number of devices, and where
-        there are too few.
+      ValueError: for a layout that cannot decode, or one of another number of devices, and if there
+        are too few devices.
     """
     layout = Layout.parse(f"dp{num_devices}" if text is None else text)
     if layout.pp > 1 or layout.cp > 1 or layout.num_devices != num_devices:
@@ -77,8 +77,8 @@ def separate_rollout_mesh(text: str | None, num_devices: int, training: FoldedMe
 
 
 def _devices_after(training: FoldedMesh, num_devices: int) -> list[Any]:
-    """Devices of this process after those of training; raises ValueError where there are too few,
-    and in a run of multiple processes."""
+    """Devices of this process after the devices of training; raises ValueError if there are too
+    few, and in a run of multiple processes."""
     learning, devices = training.layout.num_devices, jax.devices()
     if jax.process_count() > 1:
         raise ValueError(
@@ -99,8 +99,8 @@ def split_mesh(text: str, num_devices: int | None, training: FoldedMesh) -> Spli
 
     Args:
       text: the split, as `moe.disaggregated.split.Split.parse` reads it.
-      num_devices: of devices after those of training, in this process; None is those of training,
-        time-shared (colocated).
+      num_devices: number of devices after the devices of training, in this process; None takes the
+        devices of training, time-shared (colocated).
 
     Raises:
       ValueError: for a split of another number of devices, or of more than there are, and for
@@ -134,7 +134,7 @@ def rollout_policy(
 ) -> Transformer[Array]:
     """Policy on the rollout mesh, stored as `moe.placement.in_chunks` describes.
 
-    Where both meshes are equal it is the trained policy itself, unless that has adapters: they are
+    If both meshes are equal it is the trained policy itself, unless that has adapters: they are
     merged in the compiled function that moves the weights. Otherwise the weights are moved in their
     dtypes: a device receives at most its shard on the rollout mesh, ``itemsize x elements / devices
     a weight is split over there`` bytes, less what it holds already.

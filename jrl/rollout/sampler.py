@@ -36,8 +36,8 @@ class Completion:
     Attributes:
       trajectory: the sampled tokens.
       example: the prompt and its answer.
-      text: of the response, without the end-of-sequence token.
-      verdict: of the task's verifier; None where the response continues in another step.
+      text: text of the response, without the end-of-sequence token.
+      verdict: verdict of the task's verifier; None if the response continues in another step.
     """
 
     trajectory: Trajectory
@@ -47,13 +47,13 @@ class Completion:
 
     @property
     def score(self) -> float:
-        """Score of the verdict; 0 without one."""
+        """Score of the verdict; 0 before the verdict."""
         # Unfinished responses get no reward from it (`collect.add_verdicts`).
         return 0.0 if self.verdict is None else self.verdict.score
 
     @property
     def correct(self) -> bool:
-        """True if the verdict is full marks; false without one."""
+        """True if the verdict is full marks; false before the verdict."""
         return self.verdict is not None and self.verdict.correct
 
     @property
@@ -67,8 +67,8 @@ class Completion:
         return self.trajectory.finish == "length"
 
     def record(self, format: PromptFormat) -> dict[str, Any]:
-        """Record for samples.jsonl; where a chat template made the prompt, with the whole
-        conversation including special tokens."""
+        """Record for samples.jsonl; if a chat template made the prompt, with the whole conversation
+        including special tokens."""
         record: dict[str, Any] = {
             "prompt": self.example.prompt,
             "answer": self.example.answer,
@@ -294,7 +294,7 @@ class Sampler:
     def _text(
         self, trajectory: Trajectory, decoded: dict[tuple[str, bytes], CompletionText]
     ) -> str:
-        """Text of a trajectory, from `decoded` where an equal one was before."""
+        """Text of a trajectory, from `decoded` if it has an equal one."""
         dialogue = trajectory.request.conversation
         # With the environment's answers in between: tokens do not show who wrote them.
         if dialogue is not None:

@@ -101,12 +101,13 @@ class RowSampling(Generic[Leaf]):
     """Sampling parameters of each row.
 
     Attributes:
-      temperatures: ``[row]`` that divide the logits; 0 is greedy.
-      top_ps: ``[row]`` in (0, 1]: the smallest set of most probable tokens with this total
-        probability is kept, and ties with the last of them.
+      temperatures: ``[row]`` divisors of the logits; 0 is greedy.
+      top_ps: ``[row]`` probability in (0, 1]: the smallest set of most probable tokens with this
+        total probability is kept, and ties with the last of them.
       seeds: ``[row, 2]`` words, the low one first.
       needs_top_tokens: ``[row]`` true if the top-k tokens of each position are recorded.
-      adjustments: of the logits; None if no row has any, which is another compiled function.
+      adjustments: adjustments of the logits; None if no row has any, which is another compiled
+        function.
     """
 
     temperatures: Leaf
@@ -121,8 +122,8 @@ class RequestSampling(NamedTuple):
 
     Attributes:
       temperature, top_p, needs_top_tokens: as in `RowSampling`.
-      seed: in 0..2**64 - 1.
-      adjustments: of the logits; None changes none.
+      seed: integer in 0..2**64 - 1.
+      adjustments: adjustments of the logits; None changes none.
     """
 
     temperature: float = 1.0
@@ -138,7 +139,7 @@ class RequestSampling(NamedTuple):
 
 
 IDLE_SAMPLING = RequestSampling(temperature=0.0)
-"""Sampling parameters of a row without a request: no noise is generated for it."""
+"""Sampling parameters of a row that has no request: no noise is generated for it."""
 
 
 def stack_sampling(
@@ -284,7 +285,7 @@ def sample_rows(
         adjustments.
 
     Returns:
-      The tokens, their log-probabilities in the distribution sampled from (0 where it is greedy),
+      The tokens, their log-probabilities in the distribution sampled from (0 if it is greedy),
       and in the policy at temperature 1.
     """
     greedy, policy = rows.temperatures == 0, logits

@@ -58,7 +58,7 @@ class SplitSettings:
 
     @property
     def changed(self) -> dict[str, Any]:
-        """Those of these settings that are not the default, by name."""
+        """Settings that are not the default, by name."""
         values = {item.name: getattr(self, item.name) for item in fields(SplitSettings)}
         return {name: v for name, v in values.items() if v != getattr(SplitSettings, name)}
 
@@ -71,23 +71,25 @@ class RolloutSettings:
     SFT: ClassVar[bool] = False
 
     rollout_layout: str | None = None
-    """Layout of the same devices for sampling completions, without pp and cp; None is the training
-    layout with pp and cp folded into dp. Weights are resharded between the two."""
+    """Layout of the same devices for sampling completions, without pp and cp, for example "tp2
+    dp4"; None is the training layout with pp and cp folded into dp. Weights are resharded between
+    the two."""
     slots: int | None = None
     """Responses decoded concurrently (continuous batching), a multiple of dp x tp of the layout
-    that decodes: when one ends, the next takes its slot. None is those of a step, at most 512."""
+    that decodes: when one ends, the next takes its slot. None is the responses of a step, at most
+    512."""
     max_staleness: int = setting(0, minimum=0, changeable=False)
-    """Maximum staleness of the sampling policy, in steps. 0 alternates sampling and training; N
-    samples a batch while the previous one is trained on, and starts rows of up to N batches, whose
-    tokens are at most N versions old."""
+    """Maximum staleness of the sampling policy, in steps. 0 alternates sampling and training; N,
+    for example 1, samples a batch while the previous one is trained on, and starts rows of up to N
+    batches, whose tokens are at most N versions old."""
     stale_cache: bool = setting(False, changeable=False)
     """Rows in flight keep the KV cache that older weights computed, instead of recomputing it when
     weights change; checkpoints then include it. Needs a max_staleness of 2 or more: with less, no
     row is in flight between two steps."""
     rollout_devices: int | None = setting(None, minimum=1)
-    """Number of further devices, after those of the layout, that sample completions while those of
-    the layout train; needs a max_staleness. None samples on the devices of the layout, alternating
-    with training."""
+    """Number of further devices, after the layout's, that sample completions while the
+    devices of the layout train; needs a max_staleness. None samples on the devices of the layout,
+    alternating with training."""
     rollout_engine: Literal["slots", "disaggregated"] = "slots"
     """Engine that samples completions: slots on one mesh, or the same slots with attention and
     experts on separate device groups, as the rollout split says; the tokens are the same."""

@@ -21,8 +21,8 @@ def keys_of(data: UInt32[Array, "... words"]) -> Array:
     """Wraps key data of `jax.random.key_data` as keys that generate the same bits.
 
     Args:
-      data: of a key of any of JAX's generators. Keys of the default one, which have two words, use
-        this implementation.
+      data: data of a key of any of JAX's generators. Keys of the default one, which have two words,
+        use this implementation.
     """
     if data.shape[-1] != 2 or not jax.config.jax_threefry_partitionable:  # pyright: ignore[reportAttributeAccessIssue]
         return jax.random.wrap_key_data(data)

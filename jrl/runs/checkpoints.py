@@ -1,7 +1,7 @@
 """Checkpoints of one pytree, atomic and bit-exact, through Orbax.
 
 A checkpoint is the folder ``<directory>/<step>/`` with three items: ``state`` (Orbax arrays under
-flat names such as ``policy/layers/w``), ``tree`` (shape and dtype of every leaf, as JSON) and
+flat names, for example ``policy/layers/w``), ``tree`` (shape and dtype of every leaf, as JSON) and
 ``meta`` (the caller's own JSON), and with the hashes of all their files (`jrl.runs.manifest`),
 which every reader verifies. A kill at any moment leaves a complete checkpoint or none
 (`jrl.runs.directory`); leftovers are never read, and the next `save` removes them. A checkpoint
@@ -96,8 +96,8 @@ class Checkpoints:
         return max(self.steps(), default=None)
 
     def latest_valid_step(self) -> tuple[int | None, dict[int, str]]:
-        """Return the newest step whose checkpoint is undamaged, or None without any checkpoint, and
-        the damage of newer ones, by step; ValueError if all are damaged. All files are read for
+        """Return the newest step whose checkpoint is undamaged, or None if there is no checkpoint,
+        and the damage of newer ones, by step; ValueError if all are damaged. All files are read for
         verification."""
         damaged: dict[int, str] = {}
         # A run in progress may remove the checkpoint being verified, which is no damage.
@@ -240,7 +240,7 @@ class Checkpoints:
         """Read a checkpoint.
 
         Args:
-          step: of the checkpoint, or None for the newest.
+          step: step of the checkpoint, or None for the newest.
           like: a pytree of arrays or `jax.ShapeDtypeStruct`s of the same structure, shapes and
             dtypes. Each leaf is restored with the sharding of its counterpart (on the first device
             if that has none), and as a numpy array if that is one. The layout may differ from the
@@ -399,7 +399,7 @@ def _save_args(array: Any) -> ocp.SaveArgs:
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
-    """Return the leaves under names such as ``policy/layers/w``, in the order of the tree."""
+    """Return the leaves by name, for example ``policy/layers/w``, in the order of the tree."""
     leaves = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
         name = jax.tree_util.keystr(path, simple=True, separator="/")

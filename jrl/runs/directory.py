@@ -34,7 +34,7 @@ StoragePath = Path | epath.Path
 
 def storage_path(address: StoragePath | str) -> StoragePath:
     """The absolute path, or the ``gs://`` address, of a text; ValueError for addresses of other
-    storage, and for one without a bucket."""
+    storage, and for one that names no bucket."""
     matched = OBJECT_STORAGE.fullmatch(str(address))
     if matched is None:
         return Path(os.path.expanduser(address)).absolute()

@@ -1,7 +1,7 @@
 """Manifest of a folder, ``manifest.json``: sizes and SHA-256 of the files written, and its own.
 
-It is written last, when all files are synced to disk: a folder without one is incomplete, and a
-folder with one survives a loss of power. With multiple processes, each reads the files that it
+It is written last, when all files are synced to disk: a folder that lacks it is incomplete, and a
+folder that has it survives a loss of power. With multiple processes, each reads the files that it
 wrote, a block at a time; every process must call all functions.
 
 In Google Cloud Storage the hashes are the storage's own checksums (CRC32C) of its objects, so that
@@ -36,7 +36,7 @@ def write(
 
     Args:
       folder: complete folder, written by the same processes.
-      step: of the checkpoint, to detect a folder under the name of another step.
+      step: step of the checkpoint, to detect a folder under the name of another step.
       gather: all-gather of JSON values; in a background thread, one that uses no device.
     """
     if not is_bucket(folder):
@@ -114,8 +114,8 @@ def _files(folder: Path) -> list[str]:
 
 
 def _map_local_files(names: Iterable[str], function: Callable[[str], Any]) -> dict[str, Any]:
-    """Results of a function of the files that this process reads: those with its index in their
-    path, as Orbax writes it, and in the first process all files without an index."""
+    """Results of a function of the files that this process reads: files with its index in their
+    path, as Orbax writes it, and in the first process also all files with no index."""
 
     def owner(name: str) -> int:
         numbered = re.search(r"process_(\d+)", name)

@@ -40,8 +40,9 @@ def describe(settings: Mapping[str, Any], data: Fingerprints, folder: RunFolder)
 
 
 def find_resume_step(checkpoints: Checkpoints) -> int | None:
-    """Step of the latest valid checkpoint, to resume from; None without any checkpoint, ValueError
-    if all are damaged. Later ones that are damaged are set aside, each with a warning."""
+    """Step of the latest valid checkpoint, to resume from; None if there is no checkpoint,
+    ValueError if all are damaged. Later ones that are damaged are set aside, each with a
+    warning."""
     step, damaged = checkpoints.latest_valid_step()
     for later, reason in damaged.items():
         path = checkpoints.set_aside(later)
@@ -73,8 +74,8 @@ def rewind(
 
 
 def recorded_files(folder: RunFolder) -> tuple[int, Mapping[str, Any]]:
-    """Step of the newest checkpoint, and the hashes of the run's files that it has; 0 and none
-    without a readable checkpoint. It needs no device, and does not verify the checkpoint."""
+    """Step of the newest checkpoint, and the hashes of the run's files that it has; 0 and none if
+    no checkpoint is readable. It needs no device, and does not verify the checkpoint."""
     steps = open_directory(folder.checkpoints_path).steps()
     if not steps:
         return 0, {}
@@ -93,8 +94,8 @@ def check_files(folder: RunFolder, step: int, saved: Mapping[str, Any]) -> None:
 
 
 def check_data(data: Fingerprints, folder: RunFolder, step: int, saved: Mapping[str, Any]) -> None:
-    """Rejects records that differ from those of the checkpoint of this step. A checkpoint of an
-    earlier version, which has no fingerprints, is accepted with a warning."""
+    """Rejects records that differ from the records of the checkpoint of this step. A checkpoint of
+    an earlier version, which has no fingerprints, is accepted with a warning."""
     if "data" not in saved:
         if data:
             print(
@@ -118,7 +119,7 @@ def check_data(data: Fingerprints, folder: RunFolder, step: int, saved: Mapping[
 
 
 def same_records(data: Fingerprints, saved: Mapping[str, Any]) -> bool:
-    """False if a list of records of the same kind differs from that of a checkpoint."""
+    """False if a list of records of the same kind differs from the list of a checkpoint."""
     before: Fingerprints = saved.get("data", {})
     return all(
         before[name] == data[name]

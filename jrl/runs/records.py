@@ -77,8 +77,8 @@ class Appender:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Context that adds the name of a file and a remedy to errors of the operating system without a
-    name, such as those of writing."""
+    """Context that adds the name of a file and a remedy to errors of the operating system that have
+    no name, for example errors of writing."""
     try:
         yield
     except OSError as error:
@@ -123,7 +123,7 @@ def plain(value: Any) -> Any:
 
 
 def read(path: Path | str) -> list[dict[str, Any]]:
-    """Return the records of a file, without a last line that is still being written; ValueError for
+    """Return the records of a file, except a last line that is still being written; ValueError for
     any other line that is not a JSON object with an integer step."""
     path = Path(path)
     *lines, last = path.read_bytes().split(b"\n")
@@ -160,7 +160,8 @@ def read_metrics(path: Path | str) -> list[dict[str, float | int]]:
 
 def read_samples(path: Path | str) -> list[dict[str, Any]]:
     """Return the completions of a run: records with the texts "kind", "prompt" and "completion",
-    the number "score", and more. ValueError as in `read`, and for a record without one of these."""
+    the number "score", and more. ValueError as in `read`, and for a record that lacks one of
+    these."""
     samples = read(path)
     for line_number, sample in enumerate(samples, start=1):
         for name in ("kind", "prompt", "completion", "score"):
@@ -249,7 +250,7 @@ def truncate(path: Path, offset: FileOffset, step: int, *, every_step: bool) -> 
 
     Args:
       path: the file; it may be missing only if it was missing at the offset.
-      step: of the checkpoint with the offset, for error messages.
+      step: step of the checkpoint with the offset, for error messages.
       every_step: whether the file has one line for each step from 0 on; otherwise a step may have
         several lines or none.
 

@@ -50,7 +50,7 @@ def writing(path: StoragePath, remedy: str) -> Iterator[None]:
     try:
         with quiet:
             yield
-    except ProcessFailed:  # its files are not those of `path` here
+    except ProcessFailed:  # its files are not `path`'s here
         quiet.ignore_late_writes()
         raise
     except Exception as error:
@@ -72,7 +72,7 @@ def _is_no_thread_failure(record: logging.LogRecord) -> bool:
 
 
 class _WithoutLateWrites:
-    """Hook for unraisable exceptions that drops those of writes that end after their save has
+    """Hook for unraisable exceptions that drops exceptions of writes that end after their save has
     failed, as its event loop is closed. `hook` receives all others."""
 
     def __init__(self, hook: Callable[[Any], Any]):

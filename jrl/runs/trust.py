@@ -5,7 +5,7 @@ shell command: the work of whoever wrote the folder. They run only if the user h
 code to a command before, gives it again, or trusts the folder by a flag.
 
 The code that a user has given is recorded by its SHA-256, an empty file each, in
-``$XDG_STATE_HOME/jrl/code`` (~/.local/state where it is not set).
+``$XDG_STATE_HOME/jrl/code`` (~/.local/state if it is not set).
 """
 
 import os
@@ -30,7 +30,7 @@ def remember(code: Mapping[str, bytes]) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         for content in code.values():
             (folder / sha256(content).hexdigest()).touch()
-    except (OSError, RuntimeError) as error:  # RuntimeError for a user without a home folder
+    except (OSError, RuntimeError) as error:  # RuntimeError for a user who has no home folder
         print(
             f"warning: the code of this run ({', '.join(code)}) cannot be recorded as yours "
             f"({error}): --resume and jrl.evaluate will need {TRUST_FLAG}",

@@ -288,7 +288,7 @@ def _template_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
 def _ending(
     body: Mapping[str, Any], messages: Sequence[Turn]
 ) -> Literal["opened", "closed", "continued"]:
-    """How the prompt of a conversation ends."""
+    """State of the assistant's turn at the end of a conversation's prompt."""
     opens = boolean(body, "add_generation_prompt")
     if not boolean(body, "continue_final_message"):
         return "opened" if opens or body.get("add_generation_prompt") is None else "closed"

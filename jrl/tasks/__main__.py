@@ -29,7 +29,7 @@ class CheckArguments:
     reward_seconds: float = 5.0
     """Timeout of one call of a custom reward, in seconds."""
     unsafe_tools: bool = False
-    """Run code without a sandbox where there is none, as in jrl.train."""
+    """Run code unconfined if there is no sandbox, as in jrl.train."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

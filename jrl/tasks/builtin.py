@@ -99,7 +99,8 @@ class Scratchpad:
         return {"prompt": f"{left}+{right}=", "answer": answer}
 
     def reward(self, prompt: str, completion: str, *, answer: str) -> Verdict:
-        """Compares what follows the last marker with the sum; without one there is no answer."""
+        """Compares the text after the last marker with the sum; a completion that has no marker
+        gives no answer."""
         _, marker, result = completion.rpartition(MARKER)
         return score_exact(result if marker else "", answer.rpartition(MARKER)[2], "0123456789")
 
@@ -208,7 +209,7 @@ class Countdown:
 
 
 def _join(left: _Term, operation: str, right: _Term) -> _Term | None:
-    """Two terms joined by an operation; None where a division leaves a remainder."""
+    """Two terms joined by an operation; None if a division leaves a remainder."""
     operate, rank = _OPERATIONS[operation]
     if operation == "/" and (right.value == 0 or left.value % right.value):
         return None
@@ -305,8 +306,7 @@ class Calculator:
     """Compute a product of two numbers plus or minus a third, with a calculator tool.
 
     The policy answers ``47*83-6=`` with a call, ``@calc 47*83-6``. The calculator returns
-    ``3895.``, and the second turn ``3895`` scores full marks. A policy may also answer without a
-    call.
+    ``3895.``, and the second turn ``3895`` scores full marks. A policy may also answer directly.
     """
 
     max_prompt_length = len("99*99+99=")

@@ -80,7 +80,7 @@ ATTACKS = {
     "all small numbers": " ".join(map(str, range(1_000))),
     "garbage": "?!((([[{{{{",
 }
-"""Completions, made from a prompt, its reference answer and those of other prompts."""
+"""Completions, made from a prompt, its reference answer and other prompts' answers."""
 NUMBER_ATTACKS = {
     "still to be worked out": "{reference} + 0",
     "a bound": "more than {reference}",
@@ -91,7 +91,7 @@ NUMBER_ATTACKS = {
 
 
 def attacks_on(examples: Sequence[Example]) -> list[tuple[Example, Case]]:
-    """Attacks on each of the examples whose reference answer differs from those of some others."""
+    """Attacks on each example whose reference answer differs from the answers of some others."""
     attacked = []
     for example in examples:
         reference = example.answer
@@ -123,7 +123,7 @@ class Finding:
 
     Attributes:
       case: the answer, with the verdict that it should have.
-      score: of the answer.
+      score: score of the answer.
       full: score of the reference answer.
       none: score of an empty completion.
     """
@@ -157,7 +157,7 @@ def check(
 
     Args:
       target: as of `load_task`, a file of prompts, or ``path/to/file.py:reward``.
-      seed: of the prompts that are attacked.
+      seed: seed of the prompts that are attacked.
       answers: as of `load_task`.
       seconds: time limit of one call of a custom reward.
 
@@ -169,7 +169,8 @@ def check(
     """
     with _open_scorer(target, seed, answers, seconds) as (score, task):
         pairs: list[tuple[Example, Case]] = []
-        # A file's answers are compared with any reference answer, not with those of its prompts.
+        # A file's answers are compared with any reference answer, not with its own prompts'
+        # answers.
         if task is None or _spec(target).partition(":")[0] in KINDS:
             pairs += [(_example(case), case) for case in load_cases()]
         if task is not None:

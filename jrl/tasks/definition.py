@@ -1,7 +1,7 @@
 """Definition of a task: its prompts and the reward of a completion; and procedural tasks.
 
 A record is a mapping with "prompt", a text (or "messages", the turns of a conversation, in its
-place), "answer" where there is a reference answer to imitate, and whatever else the reward reads.
+place), "answer" if there is a reference answer to imitate, and whatever else the reward reads.
 Every field but the prompt is passed to the reward by its name. Built-in and custom tasks are
 written in the same way.
 """
@@ -128,7 +128,7 @@ class ProceduralTask:
         """Does nothing: there is no worker process."""
 
     def _score(self, example: Example, completion: str) -> Verdict:
-        """The verdict of the definition, which runs in this process without a time limit."""
+        """The verdict of the definition, which runs in this process with no time limit."""
         answer = extract(completion, bare=True)
         if answer is None:
             return UNPARSABLE

@@ -2,7 +2,7 @@
 
 It scores the answer in a completion (`jrl.tasks.answers`), without blanks around it. A chat model
 is prompted as in the library's own evaluations, for ``<answer>`` tags, by the system message
-`reasoning_gym.utils.SYSTEM_PROMPTS["default"]`; a policy without a chat template reads the prompt
+`reasoning_gym.utils.SYSTEM_PROMPTS["default"]`; a policy that has no chat template reads the prompt
 alone.
 
 Its scores are clipped to [0, 1] and otherwise used as they are, with their faults: some generators
@@ -49,7 +49,7 @@ def gym(
       seconds: time limit of scoring one completion.
       load_seconds: time limit of taking all prompts.
       workers: processes that score; None is one per processor core, up to 8.
-      options: of the generator, such as ``{"min_terms": 2}``; None keeps its defaults.
+      options: options of the generator, for example ``{"min_terms": 2}``; None keeps its defaults.
       heldout: which prompts are held out; None is one in ten.
 
     Raises:

@@ -118,7 +118,7 @@ def custom_modules(spec: str, rewards: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _custom_names(spec: str, rewards: tuple[str, ...]) -> list[str]:
-    """Names in a task and its rewards that the library does not know."""
+    """Names in a task and its rewards that are not the library's."""
     names = [part for _, part in _weighted_specs(spec) if _kind(part) is None]
     return [*names, *(text for text in rewards if text != TASK_REWARD)]
 
@@ -335,7 +335,7 @@ def custom_prompts(
     Args:
       definition: the custom task, made by the reference.
       seed: selects the stream of prompts, or the order of the training examples.
-      host: of its environments, for a multi-turn task.
+      host: host of its environments, for a multi-turn task.
 
     Raises:
       ValueError: if it is not a task, or one of its records is invalid.

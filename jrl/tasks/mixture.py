@@ -100,7 +100,7 @@ class Mixture:
         Args:
           name: by which the mixture is requested.
           tasks: at least two, with distinct names.
-          weights: of the tasks, above 0.
+          weights: weights of the tasks, above 0.
 
         Raises:
           ValueError: if two have the same name, or one trains on prompts that another holds out.

@@ -51,7 +51,7 @@ class CodeReference:
         on restarted workers.
 
         Args:
-          kind: of the worker program, "reward" or "environment".
+          kind: kind of the worker program, "reward" or "environment".
           folder: for the copy.
           makes: whether it makes a task; otherwise it is a reward itself.
           seconds: time limit of one answer.
@@ -111,7 +111,7 @@ def parse_reference(text: str, code: Mapping[str, bytes] | None = None) -> CodeR
     """Parses a reference, and reads its file.
 
     Args:
-      code: contents of the copies of a run, by `copy_name`; with None, or without a copy, the file
+      code: contents of the copies of a run, by `copy_name`; if None, or if it has no copy, the file
         is read from its path.
 
     Raises:
@@ -142,8 +142,8 @@ def read_sources(texts: list[str], code_path: Path | None = None) -> dict[str, b
     """Contents of the files of references, by name of the copy that a run keeps.
 
     Args:
-      code_path: folder of the copies of a run; with None, or without a copy, the file is read
-        from its path.
+      code_path: folder of the copies of a run; if None, or if it has no copy, the file is read from
+        its path.
     """
     files = {}
     for text in texts:

@@ -148,10 +148,10 @@ class Rewarded(PromptSourceTask):
         """Calls each reward once, for the first held-out prompt, to obtain its components.
 
         Args:
-          prompts: of the task.
+          prompts: prompts of the task.
           rewards: the custom rewards.
           verifier: the prompts' own task, if its verdict is a component as well.
-          weights: of the components by name; 1 by default.
+          weights: weights of the components by name; 1 by default.
           full_marks: minimum score of a correct completion; None is the score with 1 for all
             components of positive weight.
           failed: the score if a reward failed.

@@ -20,21 +20,21 @@ class TaskSettings:
     )
     """A built-in task, "jsonl:PATH", "parquet:PATH", "dataset:DIR" (of save_to_disk), "gym:NAME" or
     "gym:NAME,OPTION=VALUE", a custom one as "path/to/file.py:make" or "package.module:make", or a
-    weighted mixture of tasks, "3 sort + 1 countdown"."""
+    weighted mixture of tasks, for example "3 sort + 1 countdown"."""
     held_out: str | None = setting(
         None,
         of_task=True,
         sft="Held-out conversations to measure the loss on: a share of them (0.05), a number "
         "(200), or a file of other conversations. None is one in ten.",
     )
-    """Held-out prompts to evaluate on: a share of them (0.05), a number (200), or a file of other
-    prompts. None is one in ten."""
+    """Held-out prompts to evaluate on: a share of them (for example 0.05), a number (200), or a
+    file of other prompts. None is one in ten."""
     overlong_prompts: Literal["drop", "refuse"] = setting("drop", sft=False)
     """Prompts of a list with more tokens than a given prompt_length: drop and count them, or refuse
     to start."""
     answers: Literal["final", "evaluated"] = setting("final", before="evaluated", sft=False)
     """Required form of answers to a file's prompts: "final", a value in final form if the reference
-    answer is one (42, not 17 + 25); "evaluated", any expression of the same value."""
+    answer is one (for example 42, not 17 + 25); "evaluated", any expression of the same value."""
     unreadable_answers: Literal["drop", "refuse"] = setting("drop", sft=False)
     """Records of a file whose answer cannot be checked: drop and count them, up to a tenth of the
     file, or refuse to start."""
@@ -42,12 +42,12 @@ class TaskSettings:
     """Reward functions, path/to/file.py:name or package.module:name, instead of the task's verifier
     or reward; "task" among them is that one."""
     reward_weights: tuple[str, ...] = setting((), of_task=True, sft=False)
-    """NAME=NUMBER: weights of the rewards, or of the components of one that returns several, in
-    their sum; 1 by default."""
+    """NAME=NUMBER, for example accuracy=0.8: weights of the rewards, or of the components of one
+    that returns several, in their sum; 1 by default."""
     reward_seconds: float = setting(5.0, sft=False)
     """Timeout of one call of a custom reward, in seconds."""
     unsafe_tools: bool = setting(False, changeable=True, sft=False)
-    """Run code that the policy writes as your user, where it cannot be run in a sandbox. Without
+    """Run code that the policy writes as your user, if it cannot be run in a sandbox. Without
     it, a task with such a tool raises an error on a machine without bubblewrap."""
     failed_reward: float = setting(0.0, sft=False)
     """The score of a completion whose reward took longer, raised an exception, or gave no finite
@@ -63,7 +63,7 @@ class TaskSettings:
         sft="Field of a record with the prompt, a text, if the record has no messages.",
     )
     """Field of a JSON line with the prompt, a text or a list of messages; with a dot, a nested
-    field."""
+    field, for example "extra.prompt"."""
     answer_field: str = setting(
         "answer",
         of_task=True,
@@ -78,7 +78,7 @@ class TaskSettings:
         '"messages" where a record has no prompt.',
     )
     """Field with the prompt as a conversation, a list of {"role": ..., "content": ...}, instead of
-    the prompt; None takes "messages" where a line has no prompt."""
+    the prompt; None takes "messages" if a line has no prompt."""
 
     @property
     def rewards(self) -> RewardSettings:

@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 # The verifier took too long, raised an exception, or gave NaN, an infinity or no number.
 FAILURES = ("timeout", "error", "not_finite", "invalid")
 # Reason of a score. "unevaluated" is an answer that has the right value and is not in final form,
-# such as 17 + 25 for 42; "unparsable" is the absence of an answer.
+# for example 17 + 25 for 42; "unparsable" is the absence of an answer.
 REASONS = ("correct", "partial", "wrong", "unevaluated", "unparsable", *FAILURES)
 
 
@@ -30,9 +30,9 @@ class Example:
         chat template reads more than contents; part of the example's identity.
       tools: JSON schemas of the tools that a chat template describes to the policy, as texts.
       instruction: required form of answers, for a chat model whose conversation has no system
-        message; unused for a policy without a chat template.
+        message; unused for a policy that has no chat template.
       opening: the messages with all their fields, for chat templates; empty is `messages`.
-      template_arguments: variables of its chat template, such as enable_thinking.
+      template_arguments: variables of its chat template, for example enable_thinking.
       location: of its record, for error messages.
     """
 
@@ -60,8 +60,8 @@ class Verdict:
     """Score of a completion, and the reason for it.
 
     Attributes:
-      score: of a verifier in [0, 1], where 1 is full marks; the weighted sum of rewards is any
-        finite number.
+      score: score of a verifier in [0, 1], where 1 is full marks; the weighted sum of rewards is
+        any finite number.
       reason: one of `REASONS`. Of a verifier, "correct" goes with 1, "partial" with scores between
         0 and 1, the others with 0.
       parts: name and value of each reward component in the sum; None for a verifier's verdict.

@@ -329,7 +329,7 @@ class ChatTemplate:
     def encode_continuation(
         self, conversation: Conversation, content: str, *, special: bool = False
     ) -> list[int]:
-        """Tokens of the network's text after `encode`, without an end.
+        """Tokens of the network's text after `encode`, with no end token.
 
         Args:
           special: whether special tokens spelled in it become their ids, as in a tool call.
@@ -485,8 +485,8 @@ def _format_messages(variables: Mapping[str, Any]) -> str:
 
 
 def with_turn_end(tokenizer: Tokenizer, path: str | None = None) -> Tokenizer:
-    """The tokenizer with the token that ends a turn of its chat template; unchanged without a
-    template, and for one that ends turns without a token or is not usable.
+    """The tokenizer with the token that ends a turn of its chat template; unchanged if there is no
+    template, and for one that ends turns with no token or is not usable.
 
     Args:
       path: file of the template if it will be used; else None.

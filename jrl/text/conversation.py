@@ -1,6 +1,6 @@
 """Tokens of conversations: between two turns of the policy, and of reference conversations.
 
-With a chat template, messages are written by the template; without one, their contents are
+With a chat template, messages are written by the template; if there is none, their contents are
 concatenated. The tokens that the policy sampled are never encoded again.
 """
 
@@ -49,7 +49,7 @@ def environment_messages(
     """
     messages: list[dict[str, Any]] = [{"role": "assistant", "content": text} for text in texts]
     tools = example_tools(example)
-    # Without a format, the environment detects calls itself.
+    # If there is no format, the environment detects calls itself.
     if format.tool_format is not None and tools:
         calls_by_message = parse_calls(format.tool_format, tools, texts)
         for message, (calls, ids) in zip(messages, calls_by_message, strict=True):

@@ -29,9 +29,9 @@ TOKENS = ("eos_token", "bos_token", "pad_token", "unk_token")
 class JsonTokenizer(Tokenizer):
     """Maps text to token ids with the pipeline of a `tokenizer.json`.
 
-    Attributes are those of `Tokenizer`; `vocab_size` is that of the network, which may have more
-    ids than the pipeline has tokens, and `unk_id` is -1 if no token is unknown. Special tokens
-    spelled in a text become their ids in `encode` too, as in the pipeline.
+    Attributes are as in `Tokenizer`; `vocab_size` is the network's, which may have more ids than
+    the pipeline has tokens, and `unk_id` is -1 if no token is unknown. Special tokens spelled in a
+    text become their ids in `encode` too, as in the pipeline.
     """
 
     def __init__(self, content: Mapping[str, Any], usage: Usage | None = None):
@@ -40,8 +40,8 @@ class JsonTokenizer(Tokenizer):
         Args:
           content: "pipeline", the content of tokenizer.json; "vocab_size"; "eos_token", which is
             required, and "bos_token", "pad_token" and "unk_token", which are optional; and the
-            fields of a `Usage`. Without a beginning of sequence, nothing precedes a prompt; without
-            padding, the unknown token or the end takes its place.
+            fields of a `Usage`. If there is no beginning of sequence, nothing precedes a prompt; if
+            there is no padding, the unknown token or the end takes its place.
           usage: replaces the one in `content`.
 
         Raises:
@@ -173,10 +173,11 @@ def checkpoint_tokenizer(directory: str | Path, vocab_size: int) -> Tokenizer:
     * tokens that end a completion: that end, every `eos_token_id`, a number or a list, of
       generation_config.json and config.json, and the token with which the chat template ends the
       assistant's turn;
-    * the beginning of sequence before a prompt without a template: as `add_bos_token` says; without
-      that setting, if the post-processor of tokenizer.json adds it or there is no post-processor;
+    * the beginning of sequence before a prompt that no template writes: as `add_bos_token` says; if
+      that is not set, it is there if the post-processor of tokenizer.json adds it or there is no
+      post-processor;
     * the chat template: chat_template.jinja, else `chat_template` of tokenizer_config.json, a text
-      or a list with an entry named "default", else that of chat_template.json.
+      or a list with an entry named "default", else the one in chat_template.json.
 
     Args:
       vocab_size: number of ids of the network.

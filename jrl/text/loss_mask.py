@@ -1,6 +1,6 @@
 """Tokens of a conversation, and the loss mask of the assistant's turns.
 
-With a chat template, the tokens are those of the whole text that it writes. The template's own
+With a chat template, the tokens encode the whole text that it writes. The template's own
 ``{% generation %}`` tags delimit the assistant's text, if it writes them around its turns.
 Otherwise the conversation is rendered up to each of the assistant's turns, opened for it, and up to
 the turn's end; the characters between the two are the assistant's. A token with one of these
@@ -12,8 +12,8 @@ its record excludes (`jrl.tasks.data.training_fields`) is context. If only the s
 turn ends a turn, as in GLM's template, the end of sequence comes after the last turn. A "text" is
 trained on from its second token on.
 
-Without a template, a question and an answer are the tokens of both and the end of sequence, as in
-reinforcement learning. A longer conversation is written with the role before each content:
+If there is no template, a question and an answer are the tokens of both and the end of sequence, as
+in reinforcement learning. A longer conversation is written with the role before each content:
 
     user: 2 + 2?
     assistant: 4
@@ -163,7 +163,7 @@ def _encode_text(tokenizer: Tokenizer, text: str) -> Encoded:
 
 
 def _encode_without_template(format: PromptFormat, chat: Chat, last: bool) -> Tokens:
-    """Tokens of a conversation without a template."""
+    """Tokens of a conversation if there is no template."""
     tokenizer, messages = format.tokenizer, chat.conversation.turns
     if chat.conversation.tools is not None or any(map(has_calls, messages)):
         raise ValueError(f"it {NO_TOOLS}")

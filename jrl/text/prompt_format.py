@@ -1,4 +1,4 @@
-"""Prompts as tokens, with or without a chat template, and sampled tokens as text."""
+"""Prompts as tokens, by a chat template if there is one, and sampled tokens as text."""
 
 import json
 import os
@@ -53,7 +53,7 @@ class PromptFormat:
     Attributes:
       tokenizer: maps between text and tokens.
       template: converts a conversation to tokens; None encodes prompts as they are.
-      system_prompt: first message of every conversation without a system message; None uses the
+      system_prompt: first message of every conversation that has no system message; None uses the
         example's own instruction.
       template_arguments: default variables of the template, for records that do not set them.
     """
@@ -97,7 +97,8 @@ class PromptFormat:
 
     @cached_property
     def tool_format(self) -> ToolFormat | None:
-        """Tool-call format of the checkpoint; None without a template or a supported format."""
+        """Tool-call format of the checkpoint; None if there is no template or no supported
+        format."""
         return None if self.template is None else tool_format_of(self.template, self.tokenizer)
 
     def check_tools(self, example: Example) -> None:
@@ -182,8 +183,8 @@ class PromptFormat:
         """The tokens of a prompt.
 
         Raises:
-          ValueError: for a conversation without a template, tools that the template does not write,
-            a prompt without any token, and for input that the template or tokenizer rejects.
+          ValueError: for a conversation if there is no template, tools that the template does not
+            write, a prompt of no tokens, and for input that the template or tokenizer rejects.
         """
         if self.template is None:
             ids = self._encode_text(example)
@@ -201,7 +202,7 @@ class PromptFormat:
         return ids
 
     def _encode_text(self, example: Example) -> list[int]:
-        """The tokens of a prompt without a template, which must be a single text."""
+        """The tokens of a prompt if there is no template: it must be a single text."""
         messages = example.messages
         if len(messages) > 1 or (messages and messages[0][0] != "user"):
             raise ValueError(
@@ -225,7 +226,8 @@ def prompt_format(run: PromptSettings, tokenizer: Tokenizer) -> PromptFormat:
       tokenizer: including the template, of the checkpoint or from `with_template`.
 
     Raises:
-      ValueError: for a template that is not usable, and for a system prompt without a template.
+      ValueError: for a template that is not usable, and for a system prompt if there is no
+        template.
     """
     template = None
     if run.chat_template != NO_TEMPLATE and tokenizer.usage.chat_template is not None:

@@ -22,9 +22,9 @@ class FormatSettings:
     """Chat template for prompts: "checkpoint" is the one that comes with the tokenizer, if there is
     one; "none" leaves prompts as they are; anything else is the path of a Jinja file."""
     system_prompt: str | None = None
-    """First message of every conversation without a system message."""
+    """First message of every conversation that has no system message."""
     chat_template_kwargs: str | None = None
-    """A JSON object of variables for the chat template, such as {"enable_thinking": false}; a
+    """A JSON object of variables for the chat template, for example {"enable_thinking": false}; a
     record's "chat_template_kwargs" take precedence."""
 
     @property

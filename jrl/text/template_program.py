@@ -27,7 +27,7 @@ Message = dict[str, Any]
 MAX_MEMORY = 2**30
 """Bytes of address space, the interpreter included."""
 MAX_EXTRA_CHARACTERS = 2**20
-"""Characters that a text may have beyond `MAX_GROWTH` times those of the conversation."""
+"""Characters that a text may have beyond `MAX_GROWTH` times the conversation's."""
 MAX_GROWTH = 16
 MAX_COMPILED = 64
 """Number of templates that are kept compiled; the oldest is dropped."""

@@ -71,9 +71,9 @@ class Tokenizer:
     def __init__(self, model: bytes, usage: Usage | None = None):
         """Loads a serialised SentencePiece model, the bytes of a `.model` file.
 
-        A model without a padding id pads with its unknown id, which never occurs in a text, as
-        `encode` rejects unknown characters. Without a beginning of sequence, nothing precedes a
-        prompt.
+        A model that has no padding id pads with its unknown id, which never occurs in a text, as
+        `encode` rejects unknown characters. If there is no beginning of sequence, nothing precedes
+        a prompt.
 
         Args:
           usage: settings; None is a plain model, which ends completions by its end of sequence
@@ -140,12 +140,12 @@ class Tokenizer:
 
     @cached_property
     def unused_ids(self) -> frozenset[int]:
-        """Ids that no token has, in a vocabulary that is padded to that of the network."""
+        """Ids that no token has, in a vocabulary that is padded to the network's."""
         return frozenset()
 
     @property
     def named_tokens(self) -> dict[str, str]:
-        """Special tokens by their names in chat templates, such as "bos_token"."""
+        """Special tokens by their names in chat templates, for example "bos_token"."""
         ids = {"bos": self.bos_id, "eos": self.eos_id, "pad": self.pad_id, "unk": self.unk_id}
         text_by_id = {identity: text for text, identity in self.special_tokens.items()}
         return {f"{name}_token": text_by_id[i] for name, i in ids.items() if i in text_by_id}
@@ -274,7 +274,7 @@ class Tokenizer:
         """As `decode`, with special tokens written out.
 
         Args:
-          unknown: replaces a special token that is not written out, and an id without one.
+          unknown: replaces a special token that is not written out, and an id that has no token.
           names: special tokens that are written out; None is all.
         """
         text_by_id = {

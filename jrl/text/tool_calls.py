@@ -25,7 +25,7 @@ PROBE = Tool.of(_forecast, name="get_forecast")
 """A tool whose call shows the notation of a template."""
 ARGUMENTS = {"city": "Lima", "days": 3}
 NAMELESS = "unknown"
-"""Name of a call without a name, for templates."""
+"""Name of a call that has none, for templates."""
 
 
 def tool_format_of(template: ChatTemplate, tokenizer: Tokenizer) -> ToolFormat | None:

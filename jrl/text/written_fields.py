@@ -1,6 +1,6 @@
 """Fields of messages that a chat template writes: calls, reasoning, and the messages of each role.
 
-A template passes over a field that it does not know. Each kind of field is rendered once with a
+A template passes over a field that it does not support. Each kind of field is rendered once with a
 probe, a word that must occur in the text.
 """
 

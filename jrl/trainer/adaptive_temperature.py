@@ -25,8 +25,8 @@ def statistics_of_step(
     sampled: Array,
     before: EntropyStatistics[Array],
 ) -> EntropyStatistics[Array]:
-    """Recipe's entropy statistics of a step, replicated on every device; those of the step `before`
-    where no token is in the mask.
+    """Recipe's entropy statistics of a step, replicated on every device; the statistics `before` if
+    no token is in the mask.
 
     Args:
       batch: as `jrl.trainer.step.prepare` returns it.
@@ -66,7 +66,7 @@ def temperatures(
     entropy, base = required(batch.old_entropy), sampling.temperature
     # The sampler's rule applied to the trainer's entropies: no temperatures need be recorded.
     token_temperatures = sampling.adaptive.token_temperatures(entropy, sampled, before, base)
-    fallback = jnp.asarray(base, token_temperatures.dtype)  # reported where no token is in the mask
+    fallback = jnp.asarray(base, token_temperatures.dtype)  # reported if no token is in the mask
     low = jnp.min(jnp.where(sampled, token_temperatures, jnp.inf))
     high = jnp.max(jnp.where(sampled, token_temperatures, -jnp.inf))
     any_token = jnp.any(sampled)

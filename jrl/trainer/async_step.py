@@ -62,7 +62,7 @@ class AsyncStep:
         sampler.engine.load(state.policy.weights, version, state.entropy_statistics)
         if state.pool is not None:
             sampler.engine.give_pool(state.pool)
-        # Read back from the state even where this process sampled it: a resumed run takes the same
+        # Read back from the state even if this process sampled it: a resumed run takes the same
         # path.
         spec = networks.ahead_spec
         assert spec is not None and state.ahead is not None
@@ -91,7 +91,7 @@ class AsyncStep:
             networks.policy.config.num_experts,
         )
         metrics = async_batch.metrics | self._metrics
-        # No times: the batch was sampled in the step before. Those of this step are in
+        # No times: the batch was sampled in the step before. The times of this step are in
         # `AsyncResult`.
         return Collected(async_batch.ready, batch, async_batch.prompts_seen, None, metrics, {})
 

@@ -85,7 +85,7 @@ class Outcome:
       step: steps done.
       stopped: true if a signal or an alarm ended it early.
       saved: true if there is a checkpoint; false for a run that was stopped in its warm start.
-      drained: the alarm that ended it, in a line; None without one.
+      drained: the alarm that ended it, in a line; None if none did.
     """
 
     step: int
@@ -104,7 +104,7 @@ def train(
     on_fault: Hook | None = None,
     on_step: OnStep = lambda step, metrics: None,
 ) -> Outcome:
-    """Trains from the last checkpoint in `folder`, or from the start where there is none.
+    """Trains from the last checkpoint in `folder`, or from the start if there is none.
 
     Args:
       setup: the constant parts of the run.
@@ -163,7 +163,7 @@ def train(
                 write_heldout_samples(setup, sampler, state, lines)
             # A run killed in its first steps need not repeat its warm start.
             save(checkpoints, networks, state, description())
-            # Without a checkpoint there may be no line of a step: the run would begin again.
+            # Before the first line of a step: a run killed without checkpoint would begin again.
             checkpoints.wait()
         # After the folder was reset to the checkpoint: totals continue from its last line.
         outputs = stack.enter_context(open_outputs(run, setup.recipe, folder, int(state.step)))
@@ -327,7 +327,8 @@ def _monitors(
 def _restored_state(
     setup: Setup, folder: RunFolder, checkpoints: Checkpoints
 ) -> TrainState[Array] | None:
-    """State of the latest valid checkpoint, to which the run folder is reset; None without one."""
+    """State of the latest valid checkpoint, to which the run folder is reset; None if there is
+    none."""
     step = provenance.find_resume_step(checkpoints)
     if step is None:
         return None
@@ -345,7 +346,7 @@ def _first_state(
     prompts_seen: int,
     stop: Stop,
 ) -> tuple[TrainState[Array], dict[str, float]]:
-    """State of a new run, and metrics of its warm start; the arguments are those of `train`.
+    """State of a new run, and metrics of its warm start; for the arguments see `train`.
 
     A run killed before its first checkpoint starts again, with the same result.
     """
@@ -354,7 +355,7 @@ def _first_state(
         if is_main_process():
             folder.discard_unsaved()
     metrics: dict[str, float] = {}
-    # Without a pretrained checkpoint, supervised learning makes a policy that is sometimes correct.
+    # If no weights are passed, supervised learning makes a policy that is sometimes correct.
     if weights is None:
         # Adapters are added to the weights of the warm start.
         plain = setup.model.without_adapters()

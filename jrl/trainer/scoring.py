@@ -61,8 +61,8 @@ ScorerT = TypeVar("ScorerT", bound="Scorer")
 
 
 class RetryOnOverflow:
-    """Compiled pass without a gradient that is recomputed with dropless buffers on overflow; also a
-    decorator. A call returns the result without the overflow.
+    """Compiled forward pass, with no gradient, that is recomputed with dropless buffers on
+    overflow; also a decorator. A call returns the result without the overflow.
 
     Args:
       function: the pass, ``(scorer, *args) -> (result, overflow)`` of a `Scorer`, see
@@ -148,12 +148,12 @@ class Scores(NamedTuple):
     Attributes:
       logprobs: ``[batch, time]`` in the full policy at the sampling temperature, nats.
       behaviour_logprobs: ``[batch, time]`` in the distribution that is sampled from at the base
-        temperature (top-k and top-p applied), nats, without gradient: not that of an adaptive
-        temperature.
-      entropy: ``[batch, time]`` of the policy's distribution over the token, nats.
+        temperature (top-k and top-p applied), nats, with no gradient: not the distribution of an
+        adaptive temperature.
+      entropy: ``[batch, time]`` entropy of the policy's distribution over the token, nats.
       router: this device's router sums, None without experts.
       choices: ``[batch, time, layer, k]`` expert ids of each token, prompts too, as in
-        `jrl.recipes.base.batch.Batch`; None where they were not requested.
+        `jrl.recipes.base.batch.Batch`; None if they were not requested.
     """
 
     logprobs: Array
@@ -203,8 +203,8 @@ class Scorer:
         return self.pack_with(batch, self.replayed(batch))
 
     def pack_with(self, batch: Batch[Array], choices: Choices | None) -> PackedBatch:
-        """Input of the network, with expert ids to replay. Those of a shared prompt are taken from
-        the first of its rows; tokens without a record are routed normally."""
+        """Input of the network, with expert ids to replay. A shared prompt's ids are taken from the
+        first of its rows; tokens that have no record are routed normally."""
         layout, config, mesh = self.layout, self.config, self.mesh
         if self.packed is None:
             # Layer axis first, for the scan over layers.
@@ -242,7 +242,7 @@ class Scorer:
         """Scores from the last hidden states `x` of packed rows, without `router`."""
         config, sampling, mesh = self.config, self.sampling, self.mesh
         x, tokens, to_rows = self._predicting_states(x, batch)
-        # At the base temperature, even where each token has its own: sampler and trainer must agree
+        # At the base temperature, even if each token has its own: sampler and trainer must agree
         # on the policy, not on the distribution that a token was sampled from.
         logprobs, entropy = logprobs_and_entropy(
             weights, x, tokens, config, mesh, sampling.policy_temperature
@@ -250,7 +250,7 @@ class Scorer:
         # Without top-k, top-p and greedy the two are equal: no second pass over the head.
         sampled = jax.lax.stop_gradient(logprobs)
         if sampling.truncates:
-            # They need all logits; without a gradient none of them is kept in memory.
+            # They need all logits; as there is no gradient, none of them is kept in memory.
             logits = logits_of(*jax.lax.stop_gradient((weights, x)), config, mesh)
             sampled = logprobs_in(sampler_logits(logits, sampling), tokens)
         return Scores(to_rows(logprobs), to_rows(sampled), to_rows(entropy))
@@ -268,7 +268,7 @@ class Scorer:
         """Log-probabilities, and 1 for each token that is the argmax of its distribution, 0 for the
         others, from the last hidden states `x` of packed rows."""
         x, tokens, to_rows = self._predicting_states(x, batch)
-        # At temperature 1: the argmax is that of the policy, whatever the sampling parameters.
+        # At temperature 1: the argmax is the policy's, whatever the sampling parameters.
         logprobs, _ = logprobs_and_entropy(weights, x, tokens, self.config, self.mesh)
         matches = is_argmax(weights, x, tokens, self.config, self.mesh).astype(jnp.float32)
         return to_rows(logprobs), to_rows(matches)
@@ -337,7 +337,7 @@ class Scorer:
         """
         inputs = tokens, valid, choices
         scores, router = self.run(weights, inputs, self.scores, record_choices)
-        # None without experts, and where not requested: it is the largest array of all.
+        # None if it has no experts, and if not requested: it is the largest array of all.
         if router is None or router.choices is None:
             return scores._replace(router=router)
         recorded = self._gather_choices(router.choices, tokens.shape)
@@ -381,7 +381,8 @@ class Scorer:
             config,
             mesh,
         )
-        # The stages agree; without a pipeline a size-1 axis would still mark the result as varying.
+        # The stages agree; if there is no pipeline, a size-1 axis would still mark the result as
+        # varying.
         outs = vary(outs, mesh.pp)
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outs), router
 
@@ -446,7 +447,7 @@ def mark_replicated(tree, mesh: FoldedMesh):
     others = tuple(axis for axis in mesh.except_sequence if axis not in mesh.dp)
 
     def maximum(x: Array) -> Array:
-        # The maximum of equal values is exact, where a mean would round.
+        # The maximum of equal values is exact; a mean would round.
         as_number = x.astype(jnp.int8) if x.dtype == bool else x
         return jax.lax.pmax(as_number, others).astype(x.dtype)
 
@@ -515,7 +516,7 @@ tokens, ``[batch, time, layer, k]`` as in `Batch.choices`. Takes scorer, policy,
 
 logprobs_and_entropy_of = RetryOnOverflow(_scoring_pass("logprobs", "entropy"))
 """Log-probabilities of all response tokens, and the policy's entropy before each of them, both in
-the full policy at the base temperature. Arguments are those of `logprobs_of`."""
+the full policy at the base temperature. For the arguments see `logprobs_of`."""
 
 logprobs_and_entropy_of_few = RetryOnOverflow(
     _scoring_pass("logprobs", "entropy"), least_effort=True
@@ -539,7 +540,7 @@ def packed_scores(
     # Only the arrays that the pass reads: rows move between devices on their way into bins.
     batch = Batch(batch.tokens, batch.valid, batch.mask, choices=batch.choices)
     num_rows, time = batch.tokens.shape
-    # This batch has only one mask, for either network; rows without any token in it are left out.
+    # This batch has only one mask, for either network; rows that have no token in it are left out.
     tokens, loss_tokens = counts_of(batch).for_network("actor", np.arange(num_rows), idle=False)
     plan_of_batch = plan(tokens, loss_tokens, time, bins, mesh)
     rows = pack_rows(batch, plan_of_batch, mesh)
@@ -574,7 +575,7 @@ def _score_packed(
         return scores.logprobs, scores.behaviour_logprobs
 
     def local(weights, rows, passes):
-        # No carry: without a gradient there is nothing to sum over micro-batches.
+        # No carry: there is no gradient to sum over micro-batches.
         def score_micro_batch(_, micro_batch):
             x, router = model.run(weights, scorer.pack(micro_batch), config, mesh)
             return (), (

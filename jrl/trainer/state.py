@@ -68,11 +68,11 @@ class TrainState(Generic[Leaf]):
 
     Attributes:
       step: ``[]`` steps done.
-      prompts_seen: ``[]`` training prompts used so far, including those of the warm start.
+      prompts_seen: ``[]`` training prompts used so far, warm start included.
       policy: the policy and its optimizer.
-      critic: the critic and its optimizer, None without one.
-      reference: the reference model, the policy that training started from; None without a KL term,
-        and for a policy with adapters, whose base weights it is (`reference_of`).
+      critic: the critic and its optimizer, None if the recipe has no critic.
+      reference: the reference model, the policy that training started from; None if there is no KL
+        term, and for a policy with adapters, whose base weights it is (`reference_of`).
       unfinished: responses that the next step continues, None unless the recipe uses windows.
       entropy_statistics: of the step before, for the sampler of the next
         (`jrl.recipes.Recipe.entropy_statistics`): scalars, None where the sampling temperature is
@@ -127,7 +127,7 @@ def init_state(
 
     Args:
       policy: that training starts from, float32, without adapters.
-      critic_key: RNG key of the critic's weights, where there is a critic.
+      critic_key: RNG key of the critic's weights, if there is a critic.
       prompts_seen: training prompts used before, on whose answers the policy was trained.
       adapters: of a policy with adapters, as `init_adapters` returns them. The critic has adapters
         of its own on the same base weights, and a value head that is fully trained.
@@ -222,9 +222,8 @@ def save(
 ) -> None:
     """Saves a checkpoint asynchronously, with the layers in order whatever the layout of the run.
 
-    Trained weights are stored in float32: masters where there are any, from which the weights are
-    cast again on restoring. The base weights of adapters are shared by all checkpoints and written
-    once.
+    Trained weights are stored in float32: masters if there are any, from which the weights are cast
+    again on restoring. The base weights of adapters are shared by all checkpoints and written once.
     """
     if networks.policy.config.lora is not None:
         # First: a checkpoint of adapters without their base weights could not be restored.
@@ -284,7 +283,7 @@ def restore_base(
     """Restores the base weights of a policy with adapters, on a mesh, which may be another.
 
     Raises:
-      ValueError: where they are missing, damaged, or those of another network.
+      ValueError: if they are missing, damaged, or belong to another network.
     """
     config = config.without_adapters()
     plain = placement.without_chunks(config, mesh)
@@ -350,7 +349,7 @@ def _with_layer_order(networks: Networks) -> Networks:
 
 def _restack(stored: TrainState[Array], source: Networks, target: Networks) -> TrainState[Array]:
     """Reshapes the weights of a stored state from the stacks of layers on the mesh of `source` to
-    those on that of `target`."""
+    the stacks on the mesh of `target`."""
     # Only a pipeline stacks layers differently, and `abstract` takes as long as a step of a small
     # network.
     if source.mesh == target.mesh:

@@ -73,7 +73,7 @@ class StepResult:
     """Result of a training step of any stage.
 
     Attributes:
-      metrics: of the step.
+      metrics: metrics of the step.
       nonfinite: updates that were skipped.
     """
 
@@ -87,7 +87,7 @@ class RolloutStepResult(StepResult):
 
     Attributes:
       collected: the training batch.
-      tokens: records of the tokens of some completions, by row; empty where none are requested.
+      tokens: records of the tokens of some completions, by row; empty if none are requested.
     """
 
     collected: Collected
@@ -206,8 +206,8 @@ def _train_on_collected(
         **prepare_metrics,
         **seconds,
     }
-    # The sampler is compared with the trainer in the first update of the policy; without one, here.
-    # `state.step` counts this step by now, which `train_on_batch` did not see counted.
+    # The sampler is compared with the trainer in the first update of the policy; if there is none,
+    # here. `state.step` counts this step by now, which `train_on_batch` did not see counted.
     if int(state.step) <= recipe.value_pretraining_steps:
         metrics |= sampling_difference(networks, state, batch)
     else:
@@ -233,9 +233,9 @@ def prepare(
 
     Args:
       completions: the rows of `batch`.
-      scores: of their verdicts.
+      scores: scores of their verdicts.
       batch: as `collect` returns it, on the mesh of training.
-      correct: mask of the scores with full marks; None is those of 1.
+      correct: mask of the scores with full marks; None selects scores of 1.
 
     Returns:
       The batch, and metrics: the seconds of each phase and, where the trainer scores the
@@ -479,9 +479,9 @@ def update_rows(
     """Runs one optimizer step on a mini-batch.
 
     Args:
-      row_counts: number of tokens of each row and of those in the loss mask, by which rows are
-        packed; None runs unpacked rows.
-      max_rows_per_bin: maximum number of rows per bin, where they are packed.
+      row_counts: number of tokens of each row, and of its tokens in the loss mask, by which rows
+        are packed; None runs unpacked rows.
+      max_rows_per_bin: maximum number of rows per bin, if they are packed.
     """
     if row_counts is None:
         return network.update(learner, rows, statistics)
@@ -508,9 +508,9 @@ def update_rows(
 def mini_batches(recipe: Recipe, shuffler: np.random.Generator) -> np.ndarray:
     """Row indices of each mini-batch of an epoch, ``[mini_batches, mini_batch]``.
 
-    Whole groups are shuffled where they divide mini-batches, so that completions can share their
-    prompt in a forward pass, and single rows where they do not. The order does not depend on layout
-    or micro-batch: a step is the same however it is split.
+    Whole groups are shuffled if they divide mini-batches, so that completions can share their
+    prompt in a forward pass, and single rows if they do not. The order does not depend on layout or
+    micro-batch: a step is the same however it is split.
     """
     unit_size = recipe.group_size if recipe.has_complete_groups else 1
     unit_size = 1 if recipe.mini_batch_size % unit_size else unit_size
@@ -521,9 +521,9 @@ def mini_batches(recipe: Recipe, shuffler: np.random.Generator) -> np.ndarray:
 def sampling_difference(
     networks: Networks, state: TrainState[Array], batch: Batch[Array]
 ) -> dict[str, float]:
-    """Metrics of the mismatch between sampler and trainer for a step without an update of the
+    """Metrics of the mismatch between sampler and trainer for a step that does not update the
     policy; empty for an adaptive temperature, where `prepare` has computed them."""
-    # The policy was not updated in this step: these weights are those that sampled.
+    # The policy was not updated in this step: these weights have sampled.
     objective = networks.policy.objective
     if objective.sampling.adaptive is not None:
         return {}

@@ -83,8 +83,8 @@ def describe(
 ) -> dict[str, float]:
     """Metrics of the completions themselves: scores, rewards, advantages, lengths.
 
-    Scores, rewards and lengths are those of finished responses; where there is none, there are no
-    such metrics.
+    Scores, rewards and lengths are about finished responses; if there is none, there are no such
+    metrics.
 
     Args:
       batch: the completions with their rewards and advantages.
@@ -95,7 +95,7 @@ def describe(
     rewards, advantages, mask, valid, finished = to_host(
         (batch.rewards, batch.advantages, sampled, batch.valid, batch.finished)
     )
-    # Dynamic sampling may end without any informative group.
+    # Dynamic sampling may find no informative group.
     masked_advantages = advantages[mask] if mask.any() else np.zeros(1)
     truncated = np.array([completion.truncated for completion in completions])
     metrics = {**_spread("critic/advantages", masked_advantages), "training/tokens": valid.sum()}
@@ -130,8 +130,8 @@ def _spread(name: str, numbers: np.ndarray) -> dict[str, Any]:
 
 def summarise(history: list[dict[str, Outcome[Any]]]) -> dict[str, float]:
     """Metrics of a step from the outcomes of its mini-batches, merged over those with a token in
-    the loss mask (`jrl.trainer.learner.metrics`); missing without any. Losses and gradient norms
-    are means over mini-batches."""
+    the loss mask (`jrl.trainer.learner.metrics`); missing if there are none. Losses and gradient
+    norms are means over mini-batches."""
     summary: dict[str, float] = {}
     for network in ("actor", "critic"):
         outcomes = [entry[network] for entry in history if network in entry]
@@ -169,8 +169,8 @@ def count_updates(history: list[dict[str, Outcome[Any]]]) -> dict[str, float]:
 
 
 def drift_alarm(metrics: Mapping[str, float], bound: float | None) -> dict[str, float]:
-    """Alarm for a drift of the sampler from the trainer, as a metric: 1 where ``sampling/k3_kl`` is
-    above `bound` or NaN, else 0. Empty where it was not measured, or without a bound."""
+    """Alarm for a drift of the sampler from the trainer, as a metric: 1 if ``sampling/k3_kl`` is
+    above `bound` or NaN, else 0. Empty if it was not measured, or `bound` is None."""
     if bound is None or "sampling/k3_kl" not in metrics:
         return {}
     # Negated, so that NaN raises the alarm.

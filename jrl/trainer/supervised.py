@@ -114,7 +114,7 @@ def heldout_loss(
     num_rows: int,
     pad_id: int,
 ) -> dict[str, float]:
-    """Means over all tokens in the loss mask, by passes without a gradient.
+    """Means over all tokens in the loss mask, by forward passes alone.
 
     ``val/nll`` is the negative log-likelihood in nats, ``val/perplexity`` its exponential,
     ``val/token_accuracy`` the fraction of tokens that are the argmax of the policy.

@@ -40,13 +40,13 @@ class TokenRecord:
     """Token records of one completion, ``[token]`` from the first of its response on.
 
     Attributes:
-      ids: of the recorded tokens.
-      length: of the whole response, in tokens.
+      ids: ids of the recorded tokens.
+      length: length of the whole response, in tokens.
       advantage: as in the policy's loss; NaN for tokens outside of the loss mask.
       sampler_logprob: in the full policy at the base temperature, as computed by the sampler, nats;
         NaN where the token was sampled in an earlier step.
       gap: the trainer's log-probability before the step's first update minus the sampler's, nats.
-      entropy: of that distribution before the token, nats.
+      entropy: entropy of that distribution before the token, nats.
     """
 
     ids: np.ndarray

@@ -44,7 +44,7 @@ def warm_start(
     Args:
       sampler: of training prompts, to measure the accuracy.
       weights: to start from, float32.
-      report: called with step, loss and, where it was measured, accuracy.
+      report: called with step, loss and, if it was measured, accuracy.
       stop: returns true to end early; a collective in a run of multiple processes, called when the
         accuracy is due.
 
@@ -64,7 +64,7 @@ def warm_start(
         examples = _training_examples(setup, step)
         learner, outcome = imitator.update(learner, supervised_batch(setup, examples, rows))
         step += 1
-        # A collective in a run of multiple processes, called only where they wait anyway.
+        # A collective in a run of multiple processes, called only when they wait anyway.
         if (step % CHECK_EVERY == 0 or not is_multiprocess()) and stop():
             raise WarmStartStopped(f"stopped after {step} supervised steps")
         if step % CHECK_EVERY and step < run.warm_start_steps:
@@ -107,7 +107,7 @@ def prompts_imitated(run: RunConfig, steps: int) -> int:
 
 
 def shortfall(run: RunConfig, metrics: Mapping[str, float]) -> str | None:
-    """Warning about a warm start that ended far below its target; None where it did not."""
+    """Warning about a warm start that ended far below its target; None if it did not."""
     accuracy, target = metrics["warm_start/accuracy"], run.warm_start_accuracy
     if accuracy >= REACHED_FRACTION * target:
         return None
@@ -125,7 +125,8 @@ def supervised_batch(setup: Setup, examples: list[Example], rows: int) -> Batch[
     end.
 
     Args:
-      rows: of the batch, which divide over the devices; padding rows are outside of the loss mask.
+      rows: number of rows of the batch, which divide over the devices; padding rows are outside of
+        the loss mask.
     """
     count, examples = len(examples), pad_with_repeats(examples, rows)
     tokens, valid, mask = reference_rows(

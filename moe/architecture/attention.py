@@ -34,7 +34,7 @@ class MultiHeadLatentAttention:
       kv_lora_rank: width of the vector that keys and values are expanded from.
       q_lora_rank: width of the one that queries are expanded from; None makes queries directly.
       qk_rope_head_dim: elements of a query and of a key that are rotated, even, part of `head_dim`;
-        those of the key are the same for all heads.
+        the key's are the same for all heads.
       v_head_dim: width of a value head.
     """
 
@@ -125,7 +125,7 @@ def _check_rotation(config: Any) -> None:
 
 def period_of(kinds: Sequence[Hashable]) -> int:
     """The smallest number of layers whose repetition gives a stack of layers of these types; the
-    depth where nothing repeats."""
+    depth if nothing repeats."""
     depth = len(kinds)
     return next(
         period

@@ -36,8 +36,8 @@ def check_first_layers(config: Any) -> None:
     """Checks the leading dense layers, and that a gate of the shared expert has one.
 
     Raises:
-      ValueError: on leading dense layers without experts after them or without a width, and on a
-        gate without a shared expert.
+      ValueError: on leading dense layers that have no width or no experts after them, and on a gate
+        if there is no shared expert.
     """
     first = config.num_dense_layers
     if first and not (

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 TARGETS = ("attention", "experts", "dense", "shared", "head")
-"""Products that may have adapters: those of attention; of routed experts, an adapter for each; of
+"""Products that may have adapters: of attention; of routed experts, an adapter for each; of
 dense layers; of the shared expert; of a head that is not the embedding."""
 MATRICES = {
     "attention": ("query_down", "query", "key", "value", "down", "up", "out"),
@@ -17,7 +17,7 @@ MATRICES = {
 
 def group_targets(weights: Collection[str], available: Collection[str]) -> tuple[str, ...]:
     """Targets of some of a network's `available` weights, which are targets of their own: the name
-    of a group where all of its weights are among them."""
+    of a group if all of its weights are among them."""
     targets: list[str] = []
     for group in TARGETS:
         members = [each for each in available if each.partition(".")[0] == group]
@@ -37,7 +37,7 @@ class Lora:
     """Low-rank adaptation: a product ``x W`` becomes ``x W + s (x A) B``; only A and B are trained.
 
     Args:
-      rank: of ``A B``.
+      rank: rank of ``A B``.
       alpha: ``s = alpha / rank``.
       targets: some of `TARGETS`, or single weights of them, ``TARGET.WEIGHT`` of `MATRICES`.
       rank_stabilised: ``s = alpha / sqrt(rank)``, so that steps keep their size at higher ranks.

@@ -1,7 +1,7 @@
 """Blockwise attention (FlashAttention in plain JAX): no more than one block of scores exists at a
 time, forward or backward, and blocks that a mask hides completely are skipped.
 
-Where a mask is `causal`, about half of the work is skipped; in rows with more than `MAX_BLOCK_KEYS`
+If a mask is `causal`, about half of the work is skipped; in rows with more than `MAX_BLOCK_KEYS`
 keys, also each block whose ranges of positions and segment ids show it to be hidden, for example by
 a window. `attend` and `attend_gradient` work on a subset of the keys: ring attention merges their
 results rank after rank.
@@ -170,7 +170,7 @@ def attend(
     sizes: BlockSizes | None = None,
 ) -> tuple[Output, PerQuery]:
     """Attention output over these keys, float32 and not rounded, and the log-sum-exp of the scores:
-    `MASK_VALUE`, or little more, where a query sees none of them.
+    `MASK_VALUE`, or little more, if a query sees none of them.
 
     Args:
       query, key, value: with one batch dimension in front, all varying over the same mesh axes

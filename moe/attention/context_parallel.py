@@ -51,7 +51,7 @@ def context_parallel_attention(
     """Core attention for the tokens of this ``cp`` rank, by the method that `execution` names.
 
     Args:
-      query, key, value: of this rank's tokens, for the heads of this ``tp`` rank.
+      query, key, value: heads of this rank's tokens, for the heads of this ``tp`` rank.
       execution: its `context` is as `choose_method` takes it.
       scale: multiplies the scores; None is ``head_dim**-0.5``.
       sinks: a score of each head of this ``tp`` rank that belongs to no key.
@@ -100,7 +100,7 @@ def choose_method(execution: Execution, heads: int, kv_heads: int, ranks: int) -
     the kernel; otherwise "gather".
 
     Args:
-      heads, kv_heads: of a ``tp`` rank.
+      heads, kv_heads: number of heads of a ``tp`` rank.
       ranks: devices along ``cp``.
 
     Raises:
@@ -121,7 +121,7 @@ def choose_method(execution: Execution, heads: int, kv_heads: int, ranks: int) -
 
 def heads_sent(name: str, heads: int, kv_heads: int, ranks: int) -> float:
     """Volume that a device receives over ``cp`` in the forward pass of a layer, in heads per local
-    token; a head counts as the width of a key and that of a value.
+    token; a head counts as the width of a key and a value.
 
     "gather" and "ring": the keys and values of every other rank, ``K (cp - 1)``; "ulysses":
     ``(H + K c) (cp - 1) / cp``, with c copies of each (`num_replicas_of`).
@@ -148,7 +148,7 @@ def _checked_method(execution: Execution, heads: int, kv_heads: int, mesh: Folde
     """`choose_method`, after a check that the method is supported.
 
     Raises:
-      ValueError: where it is not, with the fix.
+      ValueError: if it is not, with the fix.
     """
     ranks = mesh.size(mesh.cp)
     name = choose_method(execution, heads, kv_heads, ranks)

@@ -30,7 +30,7 @@ def core_attention(
     """``softmax(scale q k) v`` over the visible positions, by the named implementation.
 
     "plain" is `plain_attention`; "blocked" is `moe.attention.blocked`, the same block by block with
-    a custom gradient. "xla" and "cudnn" are those of `jax.nn.dot_product_attention`
+    a custom gradient. "xla" and "cudnn" are implementations of `jax.nn.dot_product_attention`
     (`moe.attention.fused`); the second is FlashAttention on an NVIDIA GPU: scores and their
     gradients stay on the chip. "mosaic" are kernels of our own for Hopper
     (`moe.kernels.attention`), which never need a mask of queries times keys. The output of a query

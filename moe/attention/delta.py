@@ -22,7 +22,7 @@ References:
   Yang et al., "Gated Delta Networks", 2024, section 3. https://arxiv.org/abs/2412.06464
   Yang et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", 2024.
   https://arxiv.org/abs/2406.06484
-  The order of the weights and the normalisation are those of Qwen3-Next.
+  The order of the weights and the normalisation follow Qwen3-Next.
 """
 
 from collections.abc import Callable
@@ -187,7 +187,7 @@ def _split_chunks(x: Array, size: int) -> Array:
 def _pairwise_decay(
     log_decays: Float[Array, "*batch token"], num_starts: Int[Array, "*_batch token"]
 ) -> Float[Array, "*batch token token"]:
-    """Decay from each earlier token j of a chunk to each token i, ``a_{j+1} ... a_i``; 0 where they
+    """Decay from each earlier token j of a chunk to each token i, ``a_{j+1} ... a_i``; 0 if they
     belong to different sequences, and above the diagonal."""
     same_sequence = jnp.tril(num_starts[..., :, None] == num_starts[..., None, :])
     between = log_decays[..., :, None] - log_decays[..., None, :]
@@ -202,7 +202,7 @@ def short_convolution(
 
     Args:
       tail: the ``width - 1`` inputs before the first token, in order.
-      reach: number of earlier tokens that a token may read, `tail` included: those of its own
+      reach: number of earlier tokens that a token may read, `tail` included: the tokens of its own
         sequence. Others count as 0.
     """
     time, width = x.shape[1], filters.shape[-1]
@@ -287,8 +287,8 @@ def delta_core(mask: SegmentMask | None, config: ModelConfig) -> DeltaCore:
 def run_sections(
     mask: SegmentMask, delta: GatedDeltaNet, mixed: Mixed, filters: Array
 ) -> tuple[Outputs, DeltaState]:
-    """Runs the sequences of a packed batch, section after section: rows that follow those of
-    another section (responses after prompts) start from the states that these end with.
+    """Runs the sequences of a packed batch, section after section: rows that follow another
+    section's rows (responses after prompts) start from the states that these end with.
 
     Returns:
       The output of each token, and the states after the rows of the last section: after the last

@@ -96,7 +96,7 @@ def fused_attention(
     """``softmax(scale q k) v`` over the visible positions, by the named kernel.
 
     With row lengths as the mask queries are computed for all positions of the keys, with zeros
-    before the first one; where these would be the majority and a mask array is small enough, it is
+    before the first one; if these would be the majority and a mask array is small enough, it is
     used instead.
     """
     size, width = head_size(query, value, sinks), value.shape[-1]
@@ -206,7 +206,7 @@ def _permute(
     back: Int[Array, "batch time"],
 ) -> Shaped[Array, "batch time *rest"]:
     """Gathers the tokens of rows in another order. The gradient is gathered in the order `back`,
-    without a scatter-add."""
+    by another gather and no scatter-add."""
     rest = (1,) * (x.ndim - 2)
     return jnp.take_along_axis(x, order.reshape(*order.shape, *rest), axis=1)
 

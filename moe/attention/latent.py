@@ -102,7 +102,8 @@ def expand_latent(narrow: Narrow, up: Up | Matrix, config: ModelConfig) -> tuple
 
 
 def absorb_keys(query: Heads, up: Up, config: ModelConfig) -> Heads:
-    """Queries whose products with latent vectors equal those of `query` with expanded keys."""
+    """Queries whose products with latent vectors equal the products of `query` with expanded
+    keys."""
     content = _content_dim(config)
     matrix = up[..., :content].astype(query.dtype)
     absorbed = jnp.einsum("nhk,rhk->nhr", query[..., :content], matrix)

@@ -63,7 +63,7 @@ def attention(
 
     Args:
       x: the residual stream, sharded over ``cp`` and ``tp`` along the flattened tokens.
-      positions: of each gathered token (the tokens of this ``cp`` rank).
+      positions: position of each gathered token (the tokens of this ``cp`` rank).
       core_attention: attention between the projections; has the heads of this rank only.
     """
     h = norm_before(x, weights.norm, config)

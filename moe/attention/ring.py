@@ -85,7 +85,7 @@ def ring(
 
 
 class _RingSettings(NamedTuple):
-    """Static arguments of a ring: those of its mask, its hops, and how scores are computed."""
+    """Static arguments of a ring: arguments of its mask, its hops, and how scores are computed."""
 
     zigzag: ZigzagLayout
     sources: tuple[tuple[KeySource, ...], ...]
@@ -201,8 +201,8 @@ def _backward(settings, residuals, out_gradient):
     def split_key_value(both: Array) -> tuple[Array, Array]:
         return both[..., : key.shape[-1]], both[..., key.shape[-1] :]
 
-    # Gradients of the local keys stay here; those of other ranks' keys travel with the keys, and
-    # the two are added when the latter come back.
+    # Gradients of the local keys stay here; gradients of other ranks' keys travel with the keys,
+    # and the two are added when the latter come back.
     query_gradients, *local_gradient = visit(key, value, rank, same_rank=True)
     local_gradient = jnp.concatenate(local_gradient, axis=-1)
     if hops.ranks > 1:
@@ -220,8 +220,9 @@ def _backward(settings, residuals, out_gradient):
         def visit_and_send(carry, hop):
             return *gradients_at(carry, hop), hops.send(carry[-1], hop)
 
-        # Keys and values in one array. If these hops were equal to those of the forward pass, XLA's
-        # common-subexpression elimination would merge them, and keep all ranks' keys in memory.
+        # Keys and values in one array. If these hops were equal to the hops of the forward pass,
+        # XLA's common-subexpression elimination would merge them, and keep all ranks' keys in
+        # memory.
         keys_and_values = hops.send(jnp.concatenate([key, value], axis=-1), 0)
         carry = query_gradients, jnp.zeros_like(local_gradient), keys_and_values
         carry = hops.loop(visit_and_send, carry)

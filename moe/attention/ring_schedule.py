@@ -40,7 +40,7 @@ class Ring:
     """One device further at each hop, by collective-permutes between neighbours.
 
     Attributes:
-      axes: of ``cp``.
+      axes: axes of ``cp``.
       ranks: devices along them.
     """
 
@@ -73,10 +73,10 @@ class Ring:
 class Exchange:
     """Hops in the order of a modular Gray code: each moves shards along one digit of the rank.
 
-    The bases of the digits are the prime factors of ``cp``. Where they are twos, which is the usual
-    case, a hop swaps the shards of two devices and sends as much as a ring's hop. A digit of base
-    ``p`` is an all-gather over ``p`` devices, of which one shard is used: ``p - 1`` times as much.
-    The hops differ, so that a compiled program contains each of them.
+    The bases of the digits are the prime factors of ``cp``. If they are twos, the usual case, a hop
+    swaps the shards of two devices and sends as much as a ring's hop. A digit of base ``p`` is an
+    all-gather over ``p`` devices, of which one shard is used: ``p - 1`` times as much. The hops
+    differ, so that a compiled program contains each of them.
     """
 
     axes: Axes
@@ -91,7 +91,7 @@ class Exchange:
     def code(self, hop: int) -> list[int]:
         """Word number `hop` of the modular Gray code, lowest digit first."""
         # A digit minus the number above it: counting up by one then changes a single digit of the
-        # word. Where a digit wraps, the number above it rises too, and the difference is the same.
+        # word. When a digit wraps, the number above it rises too, and the difference is the same.
         digits, rest = [], hop
         for radix in self.radices:
             rest, digit = divmod(rest, radix)
@@ -128,7 +128,7 @@ class Exchange:
 
 
 def hops_of(mesh: FoldedMesh) -> Ring | Exchange:
-    """Order of hops along ``cp``: permutes where all devices run the same layers at the same time,
+    """Order of hops along ``cp``: permutes if all devices run the same layers at the same time,
     exchanges under pipeline parallelism."""
     order = Ring if mesh.layout.pp == 1 else Exchange
     return order(mesh.cp, mesh.size(mesh.cp))
@@ -228,6 +228,6 @@ def _key_chunks(x: Array, axis: int, before: Array | None) -> Array:
 
 
 def _indices_of_rank(mask: SegmentMask, rank: Array) -> TokenIndices:
-    """Indices of a rank's tokens. Every device has all those of `mask`: none are communicated."""
+    """Indices of a rank's tokens. Every device has all indices of `mask`: none are communicated."""
     size = mask.indices.column.shape[0] // mask.zigzag.ranks
     return TokenIndices(*(lax.dynamic_slice_in_dim(x, rank * size, size) for x in mask.indices))

@@ -29,8 +29,8 @@ def rope(
     """Rotates the pair (i, i + head_dim/2) of each head by ``position * base^(-2i / head_dim)``.
 
     Args:
-      interleaved: the pairs of `x` are (2i, 2i + 1); those of the result are (i, i + head_dim/2)
-        all the same, in queries and in keys, so that products do not notice.
+      interleaved: the pairs of `x` are (2i, 2i + 1); the pairs of the result are (i, i +
+        head_dim/2) all the same, in queries and in keys, so that products do not notice.
 
     References:
       Su et al., "RoFormer", 2021, eq. 34. https://arxiv.org/abs/2104.09864

@@ -28,10 +28,10 @@ def pack(
     """Greedy packing: the bin of each item, heaviest item first, into the lightest bin with free
     capacity.
 
-    Without a capacity the load of the fullest bin is at most ``4/3 - 1/(3 num_bins)`` times that of
-    the best packing, and with one at most ``2 - 1/num_bins`` times: every other bin has at least
-    the load of the fullest without its first item, and that item is in some bin of the best
-    packing, too.
+    If bins have no capacity the load of the fullest is at most ``4/3 - 1/(3 num_bins)`` times the
+    fullest bin's load in the best packing, and otherwise at most ``2 - 1/num_bins`` times: every
+    other bin has at least the load of the fullest without its first item, and that item is in some
+    bin of the best packing, too.
 
     Args:
       capacity: items of a bin; None is any number.
@@ -111,8 +111,8 @@ def plan_placement(
     groups are packed onto servers, experts are replicated within theirs, and replicas are packed
     onto its devices. Otherwise servers are ignored.
 
-    With one server the load of the fullest device is at most ``2 - 1/num_devices`` times that of
-    the best replication and placement: no other replication has a lighter heaviest replica.
+    With one server the load of the fullest device is at most ``2 - 1/num_devices`` times the load
+    under the best replication and placement: no other replication has a lighter heaviest replica.
 
     Raises:
       ValueError: where groups do not divide the experts, servers the devices or devices the slots.
@@ -225,7 +225,7 @@ def observe(
     The average starts with the first step and is a plain mean over the first few, so that it
     contains no initial value. A layer gets a new placement if the load of the fullest device would
     fall below ``1 - threshold`` of what it is. The new devices of a server are matched with the old
-    ones so that experts stay where they can.
+    ones so that as many experts as possible stay.
 
     Args:
       tokens: number of tokens of each expert in the step, ``[layer, expert]``.

@@ -4,7 +4,7 @@ side.
 The attention half combines the expert outputs of the layer before, attends, routes, and writes a
 buffer of rows for each expert device; a token is sent to a device once, however many of its experts
 are there. The expert half computes the rows it receives, gate weights included, and returns one sum
-for each. Rounding is that of "all_to_all" in `moe.experts.dispatch.choice`.
+for each. It rounds as "all_to_all" in `moe.experts.dispatch.choice` does.
 """
 
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -129,7 +129,7 @@ class TokenState(Generic[Leaf]):
 
     Attributes:
       x: ``[token, d_model]`` the residual stream after the attention of a layer.
-      shared_output: ``[token, d_model]`` output of the layer's shared expert; None without one.
+      shared_output: ``[token, d_model]`` output of the layer's shared expert; None if it has none.
       row_indices: ``[token, min(num_peers, k)]`` indices of the token's rows in the concatenated
         received arrays, past the end for none.
       choices: ``[layer, token, k]`` expert ids so far; None if they are not recorded.
@@ -194,7 +194,7 @@ def attend_and_route(
       layer_index: index of the layer among those with experts.
       x: the residual stream after the layer before, this device's tokens.
       packed: the batch that these tokens are of.
-      choices: expert ids, as `TokenState.choices`; those of this layer are written.
+      choices: expert ids, as `TokenState.choices`; the ids of this layer are written.
 
     Returns:
       The state, and a message for each expert device.

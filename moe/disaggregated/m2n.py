@@ -62,7 +62,7 @@ class Exchange:
     """Exchange of messages from one side to the other.
 
     Args:
-      source, target: meshes without a device in common.
+      source, target: meshes that share no device.
     """
 
     def __init__(self, source: FoldedMesh, target: FoldedMesh):
@@ -121,8 +121,8 @@ class Collective(Exchange):
     there is one: no device sends or receives two messages in a round. Arrays over the union are
     assembled from existing buffers, without copies; each device of the other side contributes a
     buffer of zeros, which is not sent. If a program failed, for an error or the exit of a peer,
-    those of later exchanges fail without running: the other processes would wait for messages that
-    were never sent.
+    the programs of later exchanges fail and do not run: the other processes would wait for messages
+    that were never sent.
     """
 
     def __init__(self, source: FoldedMesh, target: FoldedMesh):
@@ -198,7 +198,7 @@ class DirectTransfer(Exchange):
         )
 
     def _pairs(self, sender: int, to: int) -> list[tuple[int, int]]:
-        """Index pairs (source, target) of the devices of one process that send to those of
+        """Index pairs (source, target) of the devices of one process that send to devices of
         another."""
         targets = _local_indices(self._targets, to)
         return [(i, j) for i in _local_indices(self._sources, sender) for j in targets]
@@ -246,8 +246,8 @@ class _TransferServer:
         return messages
 
     def _transfer_id(self, sender: int, to: int) -> int:
-        # Both ends compute the same id without a message: the count of their exchanges so far, made
-        # unique on the sender's server by the receiver's index.
+        # Both ends compute the same id and send no message for it: the count of their exchanges so
+        # far, made unique on the sender's server by the receiver's index.
         self._counts[sender, to] += 1
         return self._counts[sender, to] * jax.process_count() + to
 
@@ -259,7 +259,7 @@ class _Watch:
     """Watchdog that closes the connection to a process whose messages do not arrive: programs that
     wait for one then fail as if that process had exited.
 
-    A program waits for pulled messages without a timeout, in code that Python cannot interrupt. For
+    A program waits for pulled messages forever, in code that Python cannot interrupt. For
     each sender only two messages are referenced: the one that is awaited, and the newest.
     """
 
@@ -270,7 +270,7 @@ class _Watch:
         threading.Thread(target=self._run, name="moe messages", daemon=True).start()
 
     def expect(self, sender: int, message: Array) -> None:
-        """Adds a message to watch, after those of this sender that are expected already."""
+        """Adds a message to watch, after the expected messages of this sender."""
         with self._lock:
             self._newest[sender] = message
             self._awaited.setdefault(sender, (message, time.monotonic()))
@@ -307,7 +307,8 @@ def _has_arrived(message: Any) -> bool:
 
 
 def _check_listens(process: int, address: str) -> None:
-    """Raises RuntimeError if no process listens at an address; JAX would wait without an error."""
+    """Raises RuntimeError if no process listens at an address; JAX would wait and raise no
+    error."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), TIMEOUT_SECONDS).close()
@@ -436,7 +437,8 @@ def _shards(array: Array) -> dict[Any, Array]:
 
 
 def _assemble(shards: Sequence[Array], num_shards: int, sharding: NamedSharding) -> Array:
-    """Assembles an array of `num_shards` equal shards from this process's, without a copy."""
+    """Assembles an array of `num_shards` equal shards from this process's shards, copying
+    nothing."""
     rows, *rest = shards[0].shape
     return jax.make_array_from_single_device_arrays(
         (num_shards * rows, *rest), sharding, list(shards)

@@ -47,7 +47,7 @@ class Placement:
         """Placement of each expert once, in order.
 
         Raises:
-          ValueError: if the number of devices does not divide that of experts.
+          ValueError: if the number of devices does not divide the number of experts.
         """
         if num_experts % num_devices:
             raise ValueError(

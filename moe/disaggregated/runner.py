@@ -37,7 +37,7 @@ class DecodeLoop(NamedTuple):
     """Functions of the caller of `Runner.decode`: it has the rows, and draws their tokens.
 
     Attributes:
-      begin: from a micro-batch to the tokens of its rows, sharded over ``dp``.
+      begin: maps a micro-batch to the tokens of its rows, sharded over ``dp``.
       end: takes a micro-batch, the logits of its rows, sharded over all attention devices, and
         their expert ids, None if they are not recorded. Returns two counts for `on_counts`,
         replicated over the attention devices; None without `on_counts`.
@@ -63,7 +63,7 @@ class _MicroBatch:
       num_positions: number of positions of the cache that are read; None is all.
       inputs, state: None in a process without attention devices, as all below.
       received: sums of the layer before.
-      messages: to the experts, from the attention of a layer until they are sent.
+      messages: tokens to the experts, from the attention of a layer until they are sent.
     """
 
     serving: Serving

@@ -64,10 +64,10 @@ def lightest_batch(times: Sequence[float], free_slots: Sequence[int]) -> int:
     those that have free slots, the first of equals.
 
     As long as all have a free slot, the times of batches that are filled so differ by no more than
-    that of the longest sequence (Graham, "Bounds for certain multiprocessing anomalies", 1966).
+    the time of the longest sequence (Graham, "Bounds for certain multiprocessing anomalies", 1966).
 
     Raises:
-      ValueError: where no batch has a free slot.
+      ValueError: if no batch has a free slot.
     """
     has_free_slot = np.asarray(free_slots) > 0
     if not has_free_slot.any():

@@ -71,7 +71,7 @@ class Split:
 
 @dataclass(frozen=True)
 class SplitMesh:
-    """Two folded meshes without a device in common."""
+    """Two folded meshes that share no device."""
 
     attention: FoldedMesh
     experts: FoldedMesh
@@ -81,7 +81,7 @@ def fold_split(split: Split, devices: Sequence[Any] | None = None) -> SplitMesh:
     """Folds the meshes of a split, attention on the first of `devices` (all of them by default).
 
     Raises:
-      ValueError: if the number of devices is not that of the split.
+      ValueError: if the number of devices differs from the split's.
     """
     devices = jax.devices() if devices is None else devices
     if len(devices) != split.num_devices:

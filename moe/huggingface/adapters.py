@@ -8,9 +8,9 @@ expert, and ``lora_B`` ``[out, rank expert]``, rank after rank. PEFT puts two wr
 module, of which the first is the ``base_layer`` of the second.
 
 For some MoE families (`Family.fused_in_peft`) PEFT takes any target module named ``gate_proj``,
-``up_proj`` or ``down_proj`` for those of experts as `transformers` 4 had them, and turns them into
-stacked parameters of twice the rank: there dense layers and shared experts are target parameters,
-their ``weight``, which it leaves unchanged. The tensors are the same.
+``up_proj`` or ``down_proj`` for projections of experts as `transformers` 4 had them, and turns them
+into stacked parameters of twice the rank: there dense layers and shared experts are target
+parameters, their ``weight``, which it leaves unchanged. The tensors are the same.
 
 Options of adapter_config.json are supported, without effect, or rejected with their alternative,
 checked against PEFT 0.21. An option that is not listed here is rejected, unless it is off.
@@ -91,7 +91,7 @@ REJECTED = {
     "use_qalora": ("it pools its inputs (QALoRA)", PLAIN),
     "velora_config": ("it stores statistics of its inputs (VeLoRA)", MERGE),
 }
-"""Options that make another adapter of it where they are on: why, and what to do."""
+"""Options that make another kind of adapter when they are on: why, and what to do."""
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -102,7 +102,7 @@ EXPERTS = "mlp.experts"
 STACKED = {"gate_up": ("gate_up_proj", ".base_layer"), "down": ("down_proj", "")}
 """The parameter of experts that a weight is, and what PEFT puts after the module's name."""
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-"""Modules that PEFT takes for those of experts."""
+"""Modules that PEFT takes for projections of experts."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class AdapterOptions:
     """Ranks and scales of the adapters in a folder.
 
     Attributes:
-      rank, alpha: of modules that no pattern names.
+      rank, alpha: values for modules that no pattern names.
       rank_stabilised: the scale is ``alpha / sqrt(rank)``, not ``alpha / rank``.
       ranks, alphas: other ones, by a regular expression for the end of a module's name.
       source: the file, for messages.
@@ -125,7 +125,7 @@ class AdapterOptions:
 
     @classmethod
     def read(cls, path: Path) -> "AdapterOptions":
-        """Those of an adapter_config.json.
+        """Reads the options of an adapter_config.json.
 
         Raises:
           ValueError: there is none, or it describes adapters that are computed in another way; the
@@ -158,7 +158,7 @@ class AdapterOptions:
             str(path),
         )
         options.pass_over(*WITHOUT_EFFECT)
-        # What later versions have, as PEFT writes it where it is off.
+        # Options of later versions, in the form that PEFT writes if they are off.
         options.pass_over(*(name for name, value in options.values.items() if not value))
         options.finish()
         return adapter_options
@@ -245,7 +245,7 @@ class _Order:
     out: tuple[int, ...]
 
     def shapes_of(self, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Of PEFT's ``lora_A`` and ``lora_B`` where they have some rank."""
+        """Shapes of PEFT's ``lora_A`` and ``lora_B`` at a rank."""
         rows, lora_rank = (self.experts or 1) * rank, (self.experts or 1) * self.a[-1]
         return (rows, prod(self.a) // lora_rank), (prod(self.b) // lora_rank, rows)
 
@@ -282,13 +282,13 @@ class _Module:
     """One pair of tensors.
 
     Attributes:
-      name: of the module, without the prefix and suffix of the names of tensors.
+      name: name of the module, without the prefix and suffix of the names of tensors.
       target: what adapter_config.json calls it.
       is_parameter: whether that is one of ``target_parameters``.
       key: what the patterns of adapter_config.json are matched with.
-      order: of its elements.
-      weight_index: of the weight among those with adapters.
-      index: in the stack of the weight.
+      order: order of its elements.
+      weight_index: index of the weight among the weights with adapters.
+      index: index in the stack of the weight.
     """
 
     name: str
@@ -317,7 +317,7 @@ def save_adapters(
     """Writes the adapters of a network, float32.
 
     Args:
-      directory: made where it does not exist; files of the same names are replaced.
+      directory: created if it does not exist; files of the same names are replaced.
       config: the network, with its adapters.
       weights: its weights, the layers in order, on devices of this process; those without adapters
         may be None.
@@ -370,8 +370,8 @@ def adapters_of(
       architecture: as for `save_adapters`.
 
     Raises:
-      ValueError: where the folder holds none, those of another network, or some that are computed
-        in another way; it is named.
+      ValueError: if the folder holds no adapters, adapters of another network, or adapters that are
+        computed in another way; it is named.
     """
     directory = Path(directory)
     options = AdapterOptions.read(directory / CONFIG)
@@ -401,8 +401,8 @@ def adapters_of(
 
 
 def check_head_copy(directory: str | Path, checkpoint: str | Path) -> None:
-    """Refuses adapters that have a head of their own: PEFT would load it over that of the
-    checkpoint, and here nothing reads it.
+    """Refuses adapters that have a head of their own: PEFT would load it over the checkpoint's
+    head, and here nothing reads it.
 
     Raises:
       ValueError: naming the file.

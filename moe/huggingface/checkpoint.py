@@ -39,11 +39,12 @@ from sharding.folding import FoldedMesh
 from sharding.former_names import former_keywords
 
 DTYPES = ("F32", "BF16", "F16")
-"""Of tensors that can be read, beside those of `moe.huggingface.quantised`; all become float32."""
+"""Dtypes of tensors that can be read, beside the types of `moe.huggingface.quantised`; all become
+float32."""
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 """Ends of the names of two tensors."""
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
-"""The file that tells in which file each tensor is, where there are several; and a single file."""
+"""The index, which says in which of several files each tensor is; and a single file."""
 ADAPTERS = "adapter_model.safetensors"
 """The file of adapters, which are no weights of the network."""
 COMPARED = 1 << 24
@@ -58,8 +59,8 @@ def load(
     """The network of a checkpoint and its weights, float32, sharded over `mesh`.
 
     Args:
-      directory: holds config.json and .safetensors files, with or without an index.
-      dtype: of activations, see `config_from`.
+      directory: folder of config.json and .safetensors files, and of their index if there is one.
+      dtype: dtype of activations, see `config_from`.
 
     Raises:
       ValueError: for what `config_from` and `load_weights` refuse.
@@ -84,7 +85,7 @@ def load_weights(
 
     Args:
       directory: as for `load`.
-      config: of the network, as `config_from` gave it.
+      config: configuration of the network, as `config_from` gave it.
       target_shardings: where the weights go; None is `moe.placement.shardings`.
 
     Raises:
@@ -131,7 +132,8 @@ def open_tensors(directory: Path, stack: ExitStack) -> dict[str, PlainTensor]:
 def weight_files(directory: Path) -> tuple[list[Path], list[Path]]:
     """The safetensors files that hold the weights, and those beside them that are not read.
 
-    Weights are in the files of the index; without one in model.safetensors; without that in all.
+    Weights are in the files of the index; if there is no index, in model.safetensors; if there is
+    neither, in all.
 
     Raises:
       ValueError: there are none; there are two versions of them, of which other programs read one
@@ -178,7 +180,7 @@ def _with_usual_names(files: dict[str, PlainTensor]) -> dict[str, PlainTensor]:
 
     Wrappers have another: ``language_model.model.`` or ``model.language_model.`` of multimodal
     networks, whose other parts are left out; ``_orig_mod.model.`` of torch.compile,
-    ``module.model.`` of data parallelism; none where a network was saved without its head.
+    ``module.model.`` of data parallelism; none if a network was saved without its head.
     """
     prefixes = {
         name.removesuffix(EMBEDDING) for name in files if ("." + name).endswith("." + EMBEDDING)
@@ -222,7 +224,7 @@ def _check(
     family: Family,
     directory: Path,
 ) -> None:
-    """Refuses a checkpoint whose tensors are not those of the network."""
+    """Refuses a checkpoint whose tensors do not match the network's."""
     expected = {name: plan.shape for plan in plans for _, name in plan.names()}
     wrong = [f"missing {name} {shape}" for name, shape in expected.items() if name not in files]
     for name in sorted(files):
@@ -322,16 +324,16 @@ def save(
     file_bytes: int = 5 * 10**9,
     about: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes config.json and safetensors, with an index where there are several files.
+    """Writes config.json and safetensors, with an index if there are several files.
 
     The tensors of one file are in host memory at a time.
 
     Args:
-      directory: made where it does not exist; it may hold no other .safetensors files.
+      directory: created if it does not exist; it may hold no other .safetensors files.
       config: the network.
       weights: its weights, on devices of this process or on the host.
       architecture: as for `options_from`.
-      dtype: of the tensors in the files.
+      dtype: dtype of the tensors in the files.
       file_bytes: size of a file at most, unless one tensor is larger.
       about: options of config.json that change no logit, for example eos_token_id or
         max_position_embeddings.

@@ -54,7 +54,7 @@ UNBALANCED: dict[str, Any] = {
     "bias_update_rate": 0.0,
 }
 """Auxiliary loss coefficients of an imported network, all off: further training sets its own. The
-`router_aux_loss_coef` of a config.json is that of its past training."""
+`router_aux_loss_coef` of a config.json belongs to its past training."""
 TRAINING = (
     *UNBALANCED,
     *("max_positions", "capacity_factor", "drop_policy", "drop_scope"),
@@ -84,7 +84,7 @@ def config_from(
 
     Args:
       path: the checkpoint's directory, or its config.json.
-      dtype: of activations; None is "bfloat16" where the checkpoint's is, otherwise "float32".
+      dtype: dtype of activations; None is "bfloat16" if the checkpoint's is, otherwise "float32".
       ignore: options that are passed over although they are not known.
 
     Raises:
@@ -254,7 +254,7 @@ def _lost_fields(config: ModelConfig, family: Family) -> list[str]:
 
 
 def _network(config: ModelConfig) -> ModelConfig:
-    """The configuration with its defaults where they make no other network."""
+    """The configuration, with defaults for fields that do not change the network."""
     default = {field.name: field.default for field in fields(ModelConfig)}
     # A softmax over the chosen logits is the softmax over all, renormalised.
     names = ("softmax_after_topk",) if config.num_experts else ROUTING

@@ -131,7 +131,7 @@ SMOLLM3 = Family(
 
 
 def read_gemma3(options: Options, fields: Fields) -> Fields:
-    """Gemma's scale of scores, and windows where a period says so."""
+    """Gemma's scale of scores, and the layers with sliding windows, listed or by a period."""
     scalar = options.take("query_pre_attn_scalar", default=256)
     period = options.take("sliding_window_pattern", "_sliding_window_pattern", default=6)
     return {

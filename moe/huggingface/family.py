@@ -15,7 +15,7 @@ class Stored:
     """A tensor that is not as `moe.huggingface.tensors` finds others from their names alone.
 
     Args:
-      name: of the tensor.
+      name: name of the tensor.
       dimensions: the axes that each of its dimensions is made of, dimensions parted by commas; one
         tensor holds all that these say, experts and halves included. None is as others are.
       offset: added to its numbers to make ours: 1 of a norm that multiplies by ``1 + w``.
@@ -32,7 +32,7 @@ class OptionGroup:
 
     Args:
       read: fields of `ModelConfig`, from the options and the fields that were read before.
-      write: the options from a configuration; None where they cannot express it.
+      write: the options from a configuration; None if they cannot express it.
     """
 
     read: Callable[[Options, Fields], Fields]
@@ -47,14 +47,14 @@ class Family:
       architecture: its class in `transformers`.
       model_type: its name in config.json.
       option_groups: its own options.
-      names: of the tensors of a layer that are its own, by the path of the weight in `Layer`.
+      names: names of the tensors of a layer that are its own, by the path of the weight in `Layer`.
       last_norm: the last one, before the head.
       also: other names in config.json of the same architecture, which it is not written under.
       predicts_further: a file may hold layers that predict further tokens, after the network's own
         or under ``mtp.``, which are left out.
-      fused_in_peft: whether PEFT takes dense projections for those of experts, see
+      fused_in_peft: whether PEFT takes dense projections for projections of experts, see
         `moe.huggingface.adapters`.
-      defaults: values of common options that a file leaves out, where no other function has them.
+      defaults: values of common options that a file leaves out, if no other function has them.
     """
 
     architecture: str
@@ -69,7 +69,7 @@ class Family:
 
 
 def read_groups(groups: Iterable[OptionGroup], options: Options) -> Fields:
-    """Fields of `ModelConfig`, each group knowing those of the groups before it."""
+    """Fields of `ModelConfig`; each group gets the fields of the groups before it."""
     fields: Fields = {}
     for group in groups:
         fields |= group.read(options, fields)
@@ -77,7 +77,7 @@ def read_groups(groups: Iterable[OptionGroup], options: Options) -> Fields:
 
 
 def write_groups(groups: Iterable[OptionGroup], config: ModelConfig) -> dict[str, Any]:
-    """The options that `read_groups` reads; none where a group cannot express the configuration."""
+    """The options that `read_groups` reads; none if a group cannot express the configuration."""
     options: dict[str, Any] = {}
     for group in groups:
         written = group.write(config)

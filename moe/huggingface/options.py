@@ -59,7 +59,7 @@ REQUIRED = object()
 
 
 class Options:
-    """Options of a checkpoint, and where they were read, for messages. Each is taken once; `finish`
+    """Options of a checkpoint, and their file, for messages. Each is taken once; `finish`
     rejects those that were not taken."""
 
     def __init__(self, values: Mapping[str, Any], source: str, defaults: Collection[str] = ()):
@@ -68,7 +68,7 @@ class Options:
 
     @classmethod
     def read(cls, path: Path) -> "Options":
-        """Those of a config.json.
+        """Reads the options of a config.json.
 
         Raises:
           ValueError: there is no such file, or it holds no options.

@@ -107,7 +107,7 @@ class PlainTensor:
         return self.file.get_slice(self.name)[where]
 
     def bytes(self) -> np.ndarray:
-        """A tensor of one-byte numbers as its bytes, which are read where they are looked at: the
+        """A tensor of one-byte numbers as its bytes, read from the file on access: the
         reader of safetensors has no such types for NumPy."""
         with self.path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))

@@ -45,7 +45,7 @@ def rotary(
     supported.
 
     Args:
-      default_base: of the wavelengths, where the options say none.
+      default_base: base of the wavelengths, if the options say none.
       temperatures: true if the architecture has DeepSeek's ``mscale`` options.
       partial: whether it rotates a part of a head, as `rotary_dim` reads.
     """
@@ -65,8 +65,9 @@ def rotary_by_window(default_base: float, window_base: float | None = None) -> O
     """`rotary` where layers with a window have a base of their own and are not stretched.
 
     Args:
-      default_base: of layers without a window.
-      window_base: of those with one, where the options say none; None is that of the others.
+      default_base: base of layers that have no window.
+      window_base: base of layers with a window, if the options have none; None is the base of the
+        others.
     """
 
     def read(options: Options, fields: Fields) -> Fields:
@@ -112,7 +113,8 @@ def rotary_dim(default: float = 1.0) -> OptionGroup:
 
 
 def to_float_base(base: Any) -> Any:
-    """A base as a number, or as it is where it is none, which the caller says."""
+    """A base as a float, or unchanged if it is not an integer that a float can hold; the caller
+    reports it."""
     return float(base) if type(base) is int and abs(base) < 2**1023 else base
 
 
@@ -217,8 +219,8 @@ def write_rotary(config: ModelConfig) -> dict[str, Any]:
 
 
 def _write_rotary_by_window(config: ModelConfig) -> dict[str, Any]:
-    """The options that `rotary_by_window` reads, in the words of old versions of
-    `transformers` and, as new ones do not read those of windows, in theirs."""
+    """The options that `rotary_by_window` reads, in the words of old versions of `transformers` and
+    of new ones, which do not read the old words of windows."""
     plain, local = write_rotary(config), config.window_rope_base
     local = config.rope_base if local is None else local
     return {

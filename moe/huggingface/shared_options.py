@@ -1,4 +1,5 @@
-"""Options that several architectures share: those of all, and groups of which families are made."""
+"""Options that several architectures share: options of all, and groups of which families are
+made."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +15,8 @@ ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu
 
 
 def option(field: str, *names: str, default: Any = REQUIRED) -> OptionGroup:
-    """A field that an option states, under the first of its `names` when written; without any it
-    has the field's."""
+    """A field that an option states, under the first of its `names` when written; if none is passed
+    it has the field's name."""
     names = names or (field,)
     return OptionGroup(
         lambda options, fields: {field: options.take(*names, default=default)},
@@ -29,8 +30,8 @@ def fixed(**values: Any) -> OptionGroup:
 
 
 def required(name: str, *accepted: Any, written: bool = True) -> OptionGroup:
-    """An option of which only some values are supported, false where none is named; the first is
-    its value where a file lacks it."""
+    """An option of which only some values are supported, false if none is passed; the first is its
+    value if a file lacks it."""
     accepted = accepted or (False,)
 
     def read(options: Options, fields: Fields) -> Fields:
@@ -68,7 +69,7 @@ def activation(name: str, default: str) -> OptionGroup:
 
 
 def head(tied: bool) -> OptionGroup:
-    """The head, which is the embedding where a file says so or, with `tied`, where it does not."""
+    """The head: the embedding if a file says so or, with `tied`, if it says nothing."""
 
     def read(options: Options, fields: Fields) -> Fields:
         is_tied = options.take("tie_word_embeddings", default=tied)
@@ -139,7 +140,7 @@ def _read_derived_head_dim(options: Options, fields: Fields) -> Fields:
 
 HEAD_DIM = OptionGroup(_read_head_dim, lambda config: {"head_dim": config.head_dim})
 DERIVED_HEAD_DIM = OptionGroup(_read_derived_head_dim)
-"""The width of a head is that of the network over the heads."""
+"""The width of a head is the width of the network over the number of heads."""
 DENSE_WIDTH = option("d_ff", "intermediate_size")
 NO_ATTENTION_BIAS, NO_MLP_BIAS = required("attention_bias"), required("mlp_bias")
 
@@ -161,7 +162,7 @@ DENSE_LAYERS = OptionGroup(
         "intermediate_size": config.dense_d_ff or config.d_expert,
     },
 )
-"""Qwen's dense layers among those with experts: supported where they come first."""
+"""Qwen's dense layers among the layers with experts: supported if they come first."""
 
 
 def experts(normalises: bool, width: str = "moe_intermediate_size") -> tuple[OptionGroup, ...]:
@@ -224,7 +225,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 def _read_layer_types(
     options: Options, fields: Fields, slides: Callable[[int], bool]
 ) -> tuple[list[str], tuple[int, ...]]:
-    """Types of the layers, which a file may list, and the layers without a window."""
+    """Types of the layers, which a file may list, and the layers that have no window."""
     kinds, layers = options.take("layer_types", default=None), range(fields["num_layers"])
     layer_types = [SLIDING if slides(n) else FULL for n in layers] if kinds is None else kinds
     if len(layer_types) != len(layers) or set(layer_types) - {FULL, SLIDING}:
@@ -243,8 +244,8 @@ def windows(slides: Callable[[int, int], bool] | None) -> OptionGroup:
     """Qwen's window, and the layers that have none.
 
     Args:
-      slides: (index of a layer, max_window_layers) -> whether it has a window where the file does
-        not list them; None where all have, and no file can say otherwise.
+      slides: (index of a layer, max_window_layers) -> whether it has a window if the file does not
+        list them; None if all have one, and no file can say otherwise.
     """
 
     def read(options: Options, fields: Fields) -> Fields:
@@ -276,7 +277,7 @@ def windows(slides: Callable[[int, int], bool] | None) -> OptionGroup:
 def read_listed_windows(
     options: Options, fields: Fields, window: int | None, slides: Callable[[int], bool]
 ) -> Fields:
-    """The window and the layers that have none, of architectures whose files list them. Where one
+    """The window and the layers that have none, of architectures whose files list them. If a file
     does not, `window` is the window, and `slides` tells whether a layer of some index has it."""
     window = options.take("sliding_window", default=window)
     layer_types, full = _read_layer_types(options, fields, slides)

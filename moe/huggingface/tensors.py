@@ -4,7 +4,7 @@ A weight of ours is a stack over layers, and over experts, of single tensors of 
 tensor is ``[out, in]``: the axes that the weight is summed over are its second dimension, all
 others its first; one that is not summed over (a norm, a bias) has one dimension. So most
 architectures differ in names alone: shapes and orders follow from the table of weights. Gate and
-up, one weight of ours, are separate tensors. Where an architecture stores a weight in another way,
+up, one weight of ours, are separate tensors. If an architecture stores a weight in another way,
 `moe.huggingface.family.Stored` describes it.
 """
 
@@ -40,7 +40,7 @@ class Tensors:
       dims: which of the weight's dimensions they are.
       axes: the other axes, in our order.
       dimensions: the axes that each of a tensor's dimensions is made of.
-      sizes: of the axes.
+      sizes: sizes of the axes.
       offset: added to a tensor's numbers to make ours.
     """
 
@@ -91,7 +91,7 @@ class Tensors:
         return slice(start * inner, stop * inner)
 
     def to_ours(self, elements: np.ndarray, selection: Slices) -> np.ndarray:
-        """Elements that `selection` selects along our axes, from those of a tensor that contain
+        """Elements that `selection` selects along our axes, from elements of a tensor that contain
         them."""
         by_axis, theirs = dict(zip(self.axes, selection, strict=True)), self._theirs
         cut = {axes[0] for axes in self.dimensions if axes}
@@ -164,7 +164,7 @@ def _layers(axis: str, config: ModelConfig) -> tuple[int, ...]:
 
 
 def _stored_tensors(path: str, config: ModelConfig, family: Family) -> list[Stored]:
-    """The tensor of a weight, or those of its halves."""
+    """The tensor of a weight, or the tensors of its halves."""
     ends = {
         "embedding": Stored("model.embed_tokens.weight"),
         "norm": family.last_norm,

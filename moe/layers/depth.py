@@ -79,7 +79,7 @@ def run_layers(
     Args:
       run_layer: (index in the stack, index of a layer of its type, layer, carry) -> (carry, output
         of the layer).
-      carry: of the same shapes and types before and after each layer.
+      carry: carry of the scan, with the same shapes and types before and after each layer.
       period: `period_of_stack`.
       delta_layers: indices of the layers with Gated DeltaNet.
 
@@ -92,7 +92,7 @@ def run_layers(
         carry: Carry, numbered: tuple[int | Array, Layer[Array]]
     ) -> tuple[Carry, list[Any]]:
         (first, stack), outs = numbered, []
-        # In a period those of the first layers stand for all.
+        # The layer types of the first layers repeat, period after period.
         deltas = [layer for layer in delta_layers if layer < _depth_of(stack)]
         for position, layer in enumerate(_unstack_layers(stack, deltas)):
             carry, out = run_layer(first + position, position, layer, carry)
@@ -135,8 +135,8 @@ def _unstack_layers(layers: Layer[Array], delta_layers: Sequence[int]) -> list[L
 
 
 def _unstack(layers: Any) -> list[Any]:
-    # One split: the gradient of the stack is then a concatenation of those of its layers, and not a
-    # sum over layers of stacks that are zero elsewhere.
+    # One split: the gradient of the stack is then a concatenation of its layers' gradients, and not
+    # a sum over layers of stacks that are zero elsewhere.
     leaves, structure = jax.tree.flatten(layers)
     splits = [lax.split(leaf, [1] * leaf.shape[0]) for leaf in leaves]
     return [

@@ -5,7 +5,7 @@ the other, forward and backward. Each collective of a layer becomes two. A loop 
 `jax.checkpoint` around one, start a layer when both halves have finished the one before.
 
 Rows share the weights, whose gradient is the sum over both halves, and the load in auxiliary
-losses: the load of a micro-batch is that of both halves (`moe.router.balance.merge_half_batches`),
+losses: the load of a micro-batch sums both halves (`moe.router.balance.merge_half_batches`),
 and nothing but these losses waits for it.
 
 References:
@@ -41,7 +41,7 @@ sums."""
 def split_streams(
     x: Shaped[Array, "local *rest"], packed: PackedBatch, mesh: FoldedMesh
 ) -> Streams:
-    """Splits this rank's shard of the residual stream into those of the halves."""
+    """Splits this rank's shard of the residual stream into the shards of the halves."""
     starts = list(accumulate(_sizes(packed, mesh)))[:-1]
     return tuple(jnp.split(x, starts)) if starts else (x,)
 
@@ -80,11 +80,11 @@ def run_streams(
 def restore_row_order(
     x: Shaped[Array, "local *rest"], packed: PackedBatch, mesh: FoldedMesh
 ) -> Shaped[Array, "local *rest"]:
-    """Reorders an array per token from the order of the halves to that of the rows
+    """Reorders an array per token from the order of the halves to the order of the rows
     (`PackedBatch.zigzag`); input and output are this rank's shards.
 
     Communication per device: none, or over ``tp``, whose ranks have other tokens of the rows then,
-    one `gather_tokens` of those of the ``cp`` rank; backward a `scatter_tokens`.
+    one `gather_tokens` of the tokens of the ``cp`` rank; backward a `scatter_tokens`.
     """
     if not packed.half_batches:
         return x

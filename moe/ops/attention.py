@@ -233,7 +233,7 @@ def add_sinks(
 def sinks_gradient(
     sinks: Float[Array, "heads"], log_sum: PerQuery, softmax_d: PerQuery
 ) -> Float[Array, "heads"]:
-    """Gradient of the sinks, which are keys without a value: ``-sum p D``.
+    """Gradient of the sinks, keys that have no value: ``-sum p D``.
 
     Args:
       log_sum: log-sum-exp with the sinks included.

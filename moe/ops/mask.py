@@ -140,7 +140,7 @@ class SegmentMask(NamedTuple):
       zigzag: layout of the batch's tokens.
       indices: ``[token]`` each, of all tokens of the batch.
       sources: by section, the sections that its queries may attend to, the last of them itself: the
-        columns of a section follow those of the sections before it.
+        columns of a section follow the columns of the sections before it.
       single: a row has no segments but 1 and padding.
       window: as of `Mask`.
     """
@@ -164,7 +164,7 @@ class SegmentMask(NamedTuple):
         )
 
     def indices_by_section(self, local_indices: TokenIndices) -> tuple[TokenIndices, ...]:
-        """`TokenIndices` by section, from those of one rank's shard of the tokens."""
+        """`TokenIndices` by section, from the indices of one rank's shard of the tokens."""
         return _transpose_indices(self.zigzag.split(x) for x in local_indices)
 
     def full_indices(self) -> tuple[TokenIndices, ...]:

@@ -15,9 +15,9 @@ from jaxtyping import Array, Float
 Tree = TypeVar("Tree")
 
 MASK_VALUE = -1e30
-"""Score of hidden or uncounted positions. With the lowest float, rows without a visible position
-would become NaN in lower precisions when their maximum is subtracted; with a large finite number
-they never do."""
+"""Score of hidden or uncounted positions. With the lowest float, rows that see no position would
+become NaN in lower precisions when their maximum is subtracted; with a large finite number they
+never do."""
 
 
 def float32_product(

@@ -25,7 +25,7 @@ def sort_by_group(groups: Int[Array, "row"], num_groups: int) -> tuple[Array, Ar
             f"{groups.dtype} can count: route fewer rows at a time."
         )
     # One sort of distinct keys: several times as fast as a stable sort of pairs, and as a running
-    # count per group where there are many groups.
+    # count per group if there are many groups.
     keys = jnp.minimum(groups, num_groups) * num_rows + jnp.arange(num_rows, dtype=groups.dtype)
     keys = jnp.sort(keys)
     stop = positions_in(keys, jnp.arange(1, num_groups + 1, dtype=keys.dtype) * num_rows)

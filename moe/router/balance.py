@@ -1,5 +1,5 @@
-"""Load balancing of experts, by auxiliary losses, with the load fractions that they use, or without
-one by a selection bias that favours idle experts."""
+"""Load balancing of experts, by auxiliary losses, with the load fractions that they use, or instead
+by a selection bias that favours idle experts."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,7 +33,7 @@ def load_fractions(
 
     Args:
       sequence: the fractions within each token's sequence
-        (`moe.tokens.sequences.sequence_load_fractions`); None where nothing is learned.
+        (`moe.tokens.sequences.sequence_load_fractions`); None if nothing is learned.
       load: choices of each expert by this device's tokens.
     """
     everyone = (*mesh.dp, *mesh.sequence)
@@ -52,11 +52,11 @@ def compares_batches(config: ModelConfig) -> bool:
 def merge_half_batches(
     half_stats: Sequence[RouterStatistics[Array]], config: ModelConfig, mesh: FoldedMesh
 ) -> RouterStatistics[Array]:
-    """The sums of all tokens of a layer, from those of its half batches: what compares with the
-    load of the micro-batch compares with that of both halves.
+    """Sums over all tokens of a layer, from the sums of its half batches: a loss that uses the load
+    of the micro-batch uses the load of both halves.
 
     Args:
-      half_stats: of tokens whose `PackedBatch.is_half_batch`.
+      half_stats: statistics of tokens whose `PackedBatch.is_half_batch`.
     """
     choices = None
     if half_stats[0].choices is not None:
@@ -115,10 +115,10 @@ def updated_bias(
     """``b_e + rate sign(mean_e load - load_e)``: an idle expert is selected more, a busy one less.
 
     Args:
-      bias: of each expert's selection.
+      bias: bias of each expert's selection.
       load: choices of each expert in the whole batch of an optimizer step, all devices and
         micro-batches, dropped ones included.
-      rate: of the step, in units of the score.
+      rate: size of the step, in units of the score.
 
     References:
       Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024,
@@ -142,7 +142,7 @@ def with_updated_bias(
       before: the weights before the step, whose bias is used: the optimizer does not change it.
       after: the weights after the step.
       load: as for `updated_bias`, in the order of the layers.
-      rate: of the step.
+      rate: size of the step.
       mesh: on which the weights are stored.
     """
     old, new = before.layers.experts, after.layers.experts

@@ -1,4 +1,4 @@
-"""Router of a layer: routing of its tokens, dropping where an expert is full, and statistics.
+"""Router of a layer: routing of its tokens, dropping if an expert is full, and statistics.
 
 A generated token shares its experts only with the other rows of its step; when it is scored again,
 with all tokens of the batch. No capacity could drop the same expert ids in both, so generation
@@ -36,9 +36,9 @@ def capacity_of(zigzag: ZigzagLayout, config: ModelConfig, mesh: FoldedMesh) -> 
     """``C = min(T, ceil(capacity_factor T k / E))``: largest number of tokens of one expert; None
     is any number.
 
-    ``T`` is the number of positions of `drop_scope`, padding included: those of one device, or
-    those of the rows of all devices of ``cp x tp``. Padding that packing adds to rows that ``cp``
-    does not divide counts in the first and not in the second, which is the same for every ``cp``.
+    ``T`` is the number of positions of `drop_scope`, padding included: the positions of one device,
+    or of the rows of all devices of ``cp x tp``. Padding that packing adds to rows that ``cp`` does
+    not divide counts in the first and not in the second, which is the same for every ``cp``.
 
     Args:
       zigzag: layout of the tokens of one sequence-parallel group.
@@ -64,9 +64,9 @@ def drop(
     """Drops the expert ids beyond an expert's capacity; the gate weights of the others stay.
 
     With ``drop_policy="probs"`` an expert keeps its largest probs, equal ones by position; with
-    "position" those of the tokens that come first. With ``drop_scope="full_sequence"`` that is row
-    after row of each section, each from its start, wherever ``cp`` and ``tp`` hold the tokens: what
-    is dropped does not depend on them. With "sub_sequence" it is the order of the device's own
+    "position" the probs of the tokens that come first. With ``drop_scope="full_sequence"`` that is
+    row after row of each section, each from its start, wherever ``cp`` and ``tp`` hold the tokens:
+    what is dropped does not depend on them. With "sub_sequence" it is the order of the device's own
     part.
 
     Communication per device and layer: none, or with ``drop_scope="full_sequence"`` one
@@ -74,7 +74,7 @@ def drop(
     (n - 1)`` numbers each.
 
     Args:
-      routing: of the tokens of this device.
+      routing: routing of the tokens of this device.
       zigzag: layout of the tokens of the batch.
 
     Returns:
@@ -129,7 +129,7 @@ def _within_capacity(
 def _rank_by_prob(
     experts: Int[Array, "choice"], probs: Float[Array, "choice"], num_experts: int
 ) -> Int[Array, "choice"]:
-    """Rank of each expert id among those of its expert, the largest gate weight first."""
+    """Rank of each choice among the choices of its expert, the largest gate weight first."""
     order = jnp.argsort(-lax.stop_gradient(probs), stable=True)
     position, _ = positions_within(experts[order], num_experts)
     return jnp.zeros_like(position).at[order].set(position)

@@ -63,7 +63,8 @@ def topk_routing(
     probabilities = jax.nn.softmax(log_scores(logits, config), axis=-1)
     scores = probabilities if config.router_scores == "softmax" else jax.nn.sigmoid(logits)
     ranking = jax.lax.stop_gradient(logits if config.softmax_after_topk else scores)
-    # The bias affects the selection and not the gate weights: it balances without a gradient.
+    # The bias affects the selection and not the gate weights: it balances the load and gets no
+    # gradient.
     if bias is not None:
         ranking = ranking + jax.lax.stop_gradient(bias)[None, :]
     if config.num_expert_groups > 1:
@@ -91,7 +92,7 @@ def counted_routing(
 
     Args:
       multiplicity: weight of each token; 0 for padding.
-      implementation: of scores and selection, see `moe.kernels.choice`.
+      implementation: implementation of scores and selection, see `moe.kernels.choice`.
     """
     if implementation in (None, "plain"):
         return *topk_routing(logits, multiplicity > 0, config, bias=bias), None
@@ -176,7 +177,7 @@ def without_repeats(routing: Routing, num_experts: int) -> Routing:
 
 
 def assignments(experts: Int[Array, "token k"], num_experts: int) -> Float[Array, "token expert"]:
-    """1 where a token is sent to an expert, float32; ids out of range count nowhere."""
+    """1 if a token is sent to an expert, else 0, float32; ids out of range count nowhere."""
     return jnp.sum(jax.nn.one_hot(experts, num_experts, dtype=jnp.float32), axis=1)
 
 

@@ -54,9 +54,9 @@ class RouterStatistics(Generic[Leaf]):
       entropy: ``[]`` sum over tokens of the entropy of the router's distribution, in nats; no
         gradient.
       dropped: ``[]`` assignments left out because their expert was full.
-      positions: ``[]`` positions in the packed batch; those of a prompt that several rows share
+      positions: ``[]`` positions in the packed batch; positions of a prompt that several rows share
         count once.
-      padded: ``[]`` positions without a token.
+      padded: ``[]`` positions of padding.
       overflow: ``[]`` assignments that exceeded the buffers of their experts' devices and are
         missing from the result; None if the buffers are large enough for any routing
         (`Execution.buffer_factor`).
@@ -64,7 +64,8 @@ class RouterStatistics(Generic[Leaf]):
         recorded (`moe.router.routing.agreement`); None if nothing is replayed.
       replayed: ``[]`` number of replayed tokens; None likewise.
       mass: ``[route]`` sum over tokens of each expert's probability, for half batches, whose
-        `batch_balance` and `global_balance` are computed with those of the other half; else None.
+        `batch_balance` and `global_balance` are computed with the sums of the other half; else
+        None.
       choices: ``[token, k]`` expert ids before dropping, ``[layer, token, k]`` for a whole network;
         None if they were not requested (`moe.model.routing_choices`).
     """
@@ -197,7 +198,7 @@ def run_with_fallback(
         donated its arguments.
 
     Returns:
-      The result, and true if it is that of `fallback`.
+      The result, and true if `fallback` computed it.
     """
     result, overflow = program()
     # A sum over all devices, so that all processes decide alike; reading it blocks.

@@ -8,8 +8,8 @@ that share it (prefix sharing); `pack_segments` has multiple sequences per row. 
 attention needs (`moe.attention.context_parallel.prefers_contiguous`).
 
 The functions below them take outputs back to rows, aligned: from the position that computes a value
-to the token that it is about. Their `config` is that of the network which ran the tokens, as the
-order of a packed batch depends on it.
+to the token that it is about. Their `config` is the configuration of the network that ran the
+tokens, as the order of a packed batch depends on it.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ class PackedBatch(NamedTuple):
       tokens: ``[token]`` ids.
       positions: ``[token]`` position of each in its own sequence, from 0.
       multiplicity: ``[token]`` number of sequences that contain it, float32; 0 for padding.
-      core_attention_of_layer: from the index of a layer and its sliding window to its core
+      core_attention_of_layer: maps the index of a layer and its sliding window to its core
         attention; both are arrays in a pipeline stage.
       sequences: grouping of tokens for the load-balancing loss; None if nothing is trained.
       zigzag: layout of the rows in the batch.
@@ -58,8 +58,8 @@ class PackedBatch(NamedTuple):
       record_choices: the router's statistics contain the expert ids.
       half_batches: the two halves of its rows, if they go through the layers separately
         (`Execution.two_batch_overlap`). `tokens` are then in their order: each device has its shard
-        of the first and then that of the second; `moe.layers.two_batch_overlap.restore_row_order`
-        reverses it.
+        of the first and then its shard of the second;
+        `moe.layers.two_batch_overlap.restore_row_order` reverses it.
       is_half_batch: this batch is one of the halves.
       rope: rotary cos/sin tables of the tokens; None computes them from `positions`.
     """
@@ -87,7 +87,7 @@ class PackedBatch(NamedTuple):
         )
 
     def for_layer(self, index: int | Array) -> "PackedBatch":
-        """This batch with `replay` ``[token, k]`` that of one layer."""
+        """This batch with the `replay` ``[token, k]`` of one layer."""
         return self if self.replay is None else self._replace(replay=self.replay[index])
 
 
@@ -106,8 +106,8 @@ def pack_rows(
     """Row after row, each its own sequence.
 
     Args:
-      config: of the network that is to run it: how its attention crosses ``cp``; None is as
-        `Execution` has it, for tokens in zig-zag.
+      config: configuration of the network that is to run it: how its attention crosses ``cp``; None
+        is as `Execution` has it, for tokens in zig-zag.
     """
     zigzag, num_rows = zigzag_of_rows(tokens.shape, mesh, config), tokens.shape[0]
     positions, segments = positions_of(valid), valid.astype(jnp.int32)
@@ -146,9 +146,9 @@ def pack_segments(
 
     Args:
       tokens: ids.
-      segments: which sequence of the batch each token belongs to, from 1 to `num_segments`; 0 is
-        padding. The tokens of a sequence are in one row and in order; where they stand there does
-        not matter.
+      segments: index of the sequence of the batch that each token belongs to, from 1 to
+        `num_segments`; 0 is padding. The tokens of a sequence are in one row and in order, at any
+        positions.
       num_segments: sequences, at most.
       positions: position of each token in its sequence, from 0; None counts them.
     """
@@ -361,8 +361,8 @@ def _causal_mask(
     sources: tuple[tuple[KeySource, ...], ...],
     single: bool,
 ) -> SegmentMask:
-    """Mask that shows earlier columns of the same segment; a section's columns follow those of the
-    section before."""
+    """Mask that shows earlier columns of the same segment; a section's columns follow the columns
+    of the section before."""
     columns, start = [], 0
     for num_rows, length in zigzag.sections:
         column = start + jnp.arange(length, dtype=jnp.int32)
@@ -414,7 +414,7 @@ def response_states(
     from, in the order of `response_tokens`.
 
     Args:
-      shape: ``[batch, time]`` of the rows.
+      shape: ``[batch, time]`` shape of the rows.
     """
     zigzag = zigzag_of_prompts(shape, prompt_length, num_samples, mesh, config)
     prompts, responses = zigzag.split(gather_tokens(x, mesh.tp))
@@ -505,7 +505,7 @@ def unpack_shared_prompts(
     of the tokens; the values of a prompt are repeated in each of its rows.
 
     Args:
-      shape: ``[batch, time]`` of the rows.
+      shape: ``[batch, time]`` shape of the rows.
     """
     zigzag = zigzag_of_prompts(shape, prompt_length, num_samples, mesh, config)
     prompts, responses = zigzag.restore(x)

@@ -22,8 +22,8 @@ class Sequences(NamedTuple):
       segments: ``[token]`` index of the segment of a sequence that contains each token, from 0;
         arbitrary for padding.
       num_segments: number of segments.
-      fractions: from assignments ``[segment, route]`` to each expert's fraction of those in the
-        sequence of the segment (the mean over sequences if more than one contains it).
+      fractions: function from assignments ``[segment, route]`` to each expert's fraction of those
+        in the sequence of the segment (the mean over sequences if more than one contains it).
     """
 
     segments: Array
@@ -49,7 +49,7 @@ def sequence_load_fractions(
 
     Args:
       counts: assignments of each of these tokens to each expert; 0 for padding.
-      sequences: of all tokens of the sequence-parallel group.
+      sequences: sequences of all tokens of the sequence-parallel group.
     """
     segment_ids = local_shard(sequences.segments, mesh.sequence)
     # Integers: the order of the sum does not change the result.

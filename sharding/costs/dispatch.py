@@ -38,17 +38,17 @@ class TokenDispatch:
         "deepep", which no dispatcher here is: as "ragged", but one copy of a token crosses to a
         server, and there one goes to a device (DeepEP, HybridEP); its ids and gate weights, under a
         hundredth, are not counted.
-      layout: of the devices.
+      layout: layout of the devices.
       tokens: T, of a device.
       per_peer: R, tokens that a device sends to another where buffers are of one size.
       k: experts of a token.
       d_model: elements of a token.
       itemsize: bytes of an element of a token.
-      buffer: capacity of a device in tokens, where it exchanges slices (`has_slices`); None is as
+      buffer: capacity of a device in tokens, if it exchanges slices (`has_slices`); None is as
         many as are received.
       comm_dtype: communication dtype of tokens, sums and their gradients (`sharding.compression`);
         None is their own.
-      num_experts: of all devices; only "deepep" needs it.
+      num_experts: number of experts on all devices; only "deepep" needs it.
       block: neighbouring experts that a token is sent to together, for "deepep".
       server_devices: devices of a server, for two levels; None is all.
     """
@@ -125,8 +125,8 @@ class TokenDispatch:
     def routing_transfers(self) -> list[Transfer]:
         """Exchange of k expert ids and k gate weights of each token.
 
-        They are sent with it, except before slices, where they are sent first and to all devices,
-        which count from them the tokens that they will receive.
+        They are sent with it, except before slices: then they are sent first and to all devices, to
+        count the tokens that each will receive.
         """
         local = self.tokens * self.k
         if self.implementation == "all_gather":

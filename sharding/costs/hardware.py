@@ -27,12 +27,12 @@ class Hardware:
       inside: bytes/s that a device sends inside its domain.
       outside: bytes/s that a device sends to others.
       latency_inside, latency_outside: seconds of one step of a collective, typical ones.
-      price: of a device over that of an L20, None where no source gives one.
-      exchange: the rate of an all-to-all of tokens as a fraction of that of a ring over the same
-        devices, from the crossover of dispatchers in `benchmarks/dispatch.py` or elsewhere; 1 if
-        not measured.
+      price: price of a device over the price of an L20, None if no source gives one.
+      exchange: the rate of an all-to-all of tokens as a fraction of the rate of a ring over the
+        same devices, from the crossover of dispatchers in `benchmarks/dispatch.py` or elsewhere; 1
+        if not measured.
       overlaps: it computes while it communicates.
-      power: watts at which it reaches `peak`; None where no source gives them.
+      power: watts at which it reaches `peak`; None if no source gives them.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Hardware:
         """The device under a power limit: products slow down by the cube root of the power.
 
         Power rises with the clock times the squared voltage, which rises with the clock: an H100
-        NVL of 400 W has 835 TFLOP/s by its datasheet, 0.84 of those of an H100 SXM of 700 W, and
+        NVL of 400 W has 835 TFLOP/s by its datasheet, 0.84 of an H100 SXM of 700 W, and
         the cube root is 0.83. Memory and links keep their rates.
 
         Raises:
@@ -100,7 +100,7 @@ HARDWARE = {
         # Half a chip, which is a device of JAX, with half of its six links' rate.
         Hardware("v7x", 1153.5e12, 103e9, 3.69e12, 18432, 90e9, 6.25e9, 1e-6, 30e-6),
         # A few cores; the devices are threads that share one memory. Eight of them on two cores
-        # gather sooner where an exchange sends more than 43 (bfloat16) to 47 % (float32) as much.
+        # gather sooner if an exchange sends more than 43 (bfloat16) to 47 % (float32) as much.
         Hardware(
             *("laptop", 0.2e12, 16e9, 50e9, 1024, 10e9, 10e9, 20e-6, 20e-6),
             exchange=0.45,
@@ -115,7 +115,7 @@ https://docs.cloud.google.com/tpu/docs (TPUs) and, for the rate of their links, 
 to Scale Your Model", 2025 (https://jax-ml.github.io/scaling-book/tpus)."""
 TPUS = ("v5p", "v5e", "v6e", "v7x")
 NAMES_IN_JAX = {"tpu v5": "v5p", "tpu v5 lite": "v5e", "tpu v6 lite": "v6e", "tpu7x": "v7x"}
-"""Devices by JAX's `device_kind` where it does not contain their name here."""
+"""Devices by JAX's `device_kind`, if it does not contain their name here."""
 
 
 UNKNOWN = Hardware("unknown links", 1.0, 1.0, 1.0, 2**31, 1.0, 1.0, 0.0, 0.0)
@@ -145,7 +145,7 @@ def read_hardware(path: str | Path) -> Hardware:
 
     ``{"like": "h100", "outside": 25e9}`` is an H100 with another adapter, and ``{"like": "h100",
     "power_limit": 500}`` one that is limited to 500 W (`Hardware.limited`). Without "like" all
-    rates, `memory` and `domain` are needed; the name is that of the file where it is not given.
+    rates, `memory` and `domain` are needed; the name defaults to the name of the file.
 
     Raises:
       ValueError: where the file does not describe a device.
@@ -185,7 +185,7 @@ def read_hardware(path: str | Path) -> Hardware:
 
 def _check_field(path: Path, name: str, value: Any) -> None:
     """Raises:
-    ValueError: where a field of a device cannot have this value.
+    ValueError: if a field of a device cannot have this value.
     """
     if name == "name":
         fits, rule = isinstance(value, str), "text"

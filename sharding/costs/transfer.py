@@ -20,14 +20,14 @@ class Transfer:
     """A collective over logical axes, with the number of its calls.
 
     Attributes:
-      what: in words.
-      kind: of collective.
+      what: description in words.
+      kind: kind of collective.
       axes: logical axes of the layout that its groups span.
       side: its groups span only that part of the axes; None is all of it.
       server_devices: devices of a server, of which `side` is; None is a sequence-parallel group.
       routed: (experts, k, block) of an all-to-all whose elements are k copies of each token, if it
         sends one copy to a domain and there one to a device (`mean_destinations`); None sends all.
-      elements: of the input array of each device.
+      elements: elements of the input array of each device.
       itemsize: bytes of an element.
       times: number of calls.
       gradient: bytes of an element that its transpose sends in the backward pass; 0 is no gradient.

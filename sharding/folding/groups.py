@@ -39,7 +39,7 @@ def axis_ranks(mesh: FoldedMesh, axis: str) -> list[int]:
 
 
 def describe(layout: Layout) -> str:
-    """The groups of every logical axis of `layout`, a line each, without any device.
+    """The groups of every logical axis of `layout`, a line each; needs no device.
 
     Examples:
       >>> print(describe(Layout.parse("tp2 dp2 / ep4")))

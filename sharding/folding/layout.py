@@ -108,7 +108,7 @@ class Layout:
 
     @property
     def attention(self) -> str:
-        """The axes of attention, such as ``"tp2 cp1 dp4 pp1"``."""
+        """The axes of attention, for example ``"tp2 cp1 dp4 pp1"``."""
         axes = [f"{axis}{getattr(self, axis)}" for axis in ("tp", "cp", "dp", "pp")]
         return " ".join(axes + ([f"vpp{self.vpp}"] if self.vpp > 1 else []))
 

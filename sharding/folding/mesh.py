@@ -56,8 +56,8 @@ class FoldedMesh:
 
     @property
     def except_sequence(self) -> tuple[str, ...]:
-        """Every atom but those of `sequence`: along them devices have different sequences or
-        pipeline stages."""
+        """Every atom outside `sequence`, for example the data-parallel ones: along them devices
+        have different sequences or pipeline stages."""
         return tuple(axis for axis in self.axes if axis not in self.sequence)
 
     def size(self, axes: Sequence[str]) -> int:
@@ -81,7 +81,7 @@ def fold(layout: Layout, devices: Sequence[Any] | None = None) -> FoldedMesh:
       The mesh, with the platform of the first device.
 
     Raises:
-      ValueError: when the number of devices is not that of the layout.
+      ValueError: if the number of devices differs from the layout's.
     """
     devices = jax.devices() if devices is None else devices
     if len(devices) != layout.num_devices:

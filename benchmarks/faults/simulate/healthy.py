@@ -249,7 +249,7 @@ def drift(values: np.ndarray, settings: Settings, random: np.random.Generator) -
 def as_events(values: np.ndarray, random: np.random.Generator) -> np.ndarray:
     """Rates of events for shares of capacity: ``exp(EVENTS x)`` times a lognormal factor, scaled.
 
-    What adds a share multiplies a rate, and most seconds lie far below the mean.
+    What adds a share multiplies a rate, and most seconds are far below the mean.
     """
     factor = random.lognormal(0, EVENT_NOISE, values.shape).astype(np.float32)
     return (np.exp(EVENTS * np.clip(values, 0, 1.2)) * factor / np.exp(EVENTS)).astype(np.float32)

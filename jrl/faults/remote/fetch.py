@@ -1,8 +1,8 @@
 """HTTP answers of machines that may be sick, each fetched apart, with limits of time and size.
 
 An address has a thread of its own. A connection that is still open at the deadline is closed, so
-that an exporter that sends one byte every five seconds delays nobody; what has no connection yet (a
-name that the resolver looks up for minutes) is left alone and not asked again meanwhile.
+that an exporter that sends one byte every five seconds delays no other; what has no connection yet
+(a name that the resolver looks up for minutes) is left alone and not asked again meanwhile.
 """
 
 import http.client
@@ -143,7 +143,7 @@ class _Fetch(threading.Thread):
 
 
 class _Opening(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
-    """Handler of http and https that knows the sockets of its connections."""
+    """Handler of http and https that keeps the sockets of its connections."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ def _redirected(address: str, error: urllib.error.HTTPError) -> str:
 
 
 def _explain(error: Exception) -> str:
-    """What an address did wrong, as the end of a sentence that begins with it."""
+    """Fault of an address, as the end of a sentence that begins with the address."""
     match error:
         case http.client.IncompleteRead():
             missing = "" if error.expected is None else f", {error.expected} are missing"

@@ -49,7 +49,7 @@ def machine_of(labels: Mapping[str, str], label: str | None = None) -> str:
 
 
 def source_of(labels: Mapping[str, str]) -> str:
-    """Where labels come from, for a message: a machine, or all labels if they name none."""
+    """Source of labels, for a message: a machine, or all labels if they name none."""
     try:
         return machine_of(labels)
     except ValueError:

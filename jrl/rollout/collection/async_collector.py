@@ -44,7 +44,7 @@ class AsyncRollouts:
       ready: the completions that the next step trains on, all on the host.
       counts: ``[ready]`` bool; true if their tokens are in the loss mask.
       prompts_seen: training prompts used so far, including theirs.
-      metrics: of their sampling and verification.
+      metrics: metrics of their sampling and verification.
       pending: rows of prompts after those, in the order of prompts and samples: completions, and
         unfinished requests.
     """
@@ -59,26 +59,26 @@ class AsyncRollouts:
 @struct.dataclass
 class AsyncBuffer(Generic[Leaf]):
     """`AsyncRollouts` as arrays of fixed size: an entry for each completion of the next step,
-    then those of the pending rows.
+    then entries of the pending rows.
 
     Attributes:
       prompts_seen: ``[]`` as in `AsyncRollouts`.
-      metrics: ``[metric, 2]`` those of `jrl.rollout.collection.collect.METRICS`, NaN where there is
-        none. Float64 values are stored exactly, as two int32 words.
+      metrics: ``[metric, 2]`` values of `jrl.rollout.collection.collect.METRICS`, NaN if missing.
+        Float64 values are stored exactly, as two int32 words.
       prompts: ``[entry]`` id of the prompt.
       samples: ``[entry]`` sample id, the index of the response to its prompt.
-      lengths: ``[entry]`` tokens so far, 0 where it was not started; -1 where the entry is empty.
+      lengths: ``[entry]`` tokens so far, 0 if it was not started; -1 if the entry is empty.
       finishes: ``[entry]`` index of the finish reason in `FINISH_REASONS`; -1 for unfinished rows.
-      slots: ``[entry]`` the slot that a row in flight keeps; -1 where it keeps none.
-      reasons: ``[entry]`` index of the verdict's reason; -1 without a verdict.
-      scores: ``[entry, 2]`` of the verdict, stored as `metrics` are.
+      slots: ``[entry]`` the slot that a row in flight keeps; -1 if it keeps none.
+      reasons: ``[entry]`` index of the verdict's reason; -1 before the verdict.
+      scores: ``[entry, 2]`` scores of the verdict, stored as `metrics` are.
       parts: ``[entry, 1 + component, 2]`` likewise: 1 where the verdict has reward components, else
-        0, and their values, NaN for missing ones; None where no verdict can have any.
+        0, and their values, NaN for missing ones; None if no verdict can have any.
       counts: ``[entry]`` true if its tokens are in the loss mask.
       tokens, behaviour_logprobs, old_logprobs, versions: ``[entry, response]`` as in
         `jrl.rollout.decoding.requests.Sampled`, 0 after its tokens.
-      choices: ``[entry, position, layer, k]`` expert ids, likewise, `num_experts` where there is
-        none; None where they are not recorded.
+      choices: ``[entry, position, layer, k]`` expert ids, likewise, `num_experts` for a token that
+        did not run; None if they are not recorded.
     """
 
     prompts_seen: Leaf
@@ -168,7 +168,7 @@ class AsyncBufferSpec(NamedTuple):
         return buffer
 
     def unpack(self, buffer: AsyncBuffer[np.ndarray], sampler: Sampler) -> AsyncRollouts | None:
-        """Restores the argument of `pack`; None where nothing was sampled yet."""
+        """Restores the argument of `pack`; None if nothing was sampled yet."""
         # The first entry is the next step's, whose batch is complete except before the first step.
         if buffer.lengths[0] < 0:
             return None

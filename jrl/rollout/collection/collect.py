@@ -52,7 +52,7 @@ class Collected:
       batch: the same on the mesh of training.
       prompts_seen: training prompts used so far, including this step's.
       unfinished: responses that the next step continues; None without partial rollouts.
-      metrics: of sampling and verification.
+      metrics: metrics of sampling and verification.
       seconds: spent in decoding and in verification.
     """
 
@@ -80,7 +80,7 @@ def collect(
 
     Args:
       sampler: with the policy loaded.
-      mesh: of training.
+      mesh: mesh of training.
       prompts_seen: training prompts used before.
       unfinished: responses to continue, where the recipe uses windows.
     """
@@ -140,9 +140,9 @@ def batch_of_completions(
     """Batch of the completions as rows, in their order.
 
     Args:
-      sampler: that sampled them.
+      sampler: the sampler of the completions.
       counts: ``[completions]`` bool, rows in the loss; the mask of the others is all false.
-      mesh: of training.
+      mesh: mesh of training.
     """
     trajectories = [completion.trajectory for completion in completions]
     lengths = sampler.prompt_length, sampler.response_length
@@ -168,7 +168,7 @@ def batch_of(
 
     Args:
       counts: ``[trajectories]`` bool, rows in the loss; the mask of the others is all false.
-      mesh: of training, over the devices that decoded or more.
+      mesh: mesh of training, over the devices that decoded or more.
       prompt_length: positions that prompts are padded to, on their left.
       response_length: positions of the responses after them.
     """
@@ -183,8 +183,8 @@ def batch_of(
         "counts": np.asarray(counts, bool),
     }
     windows = any(t.request.window is not None for t in trajectories)
-    # Without an explicit sharding XLA would choose one, which JAX then looks for on the mesh that
-    # decoded, where it need not exist.
+    # If XLA chose the sharding, JAX would look for it on the mesh that decoded, and might not find
+    # it.
     fields_on_mesh = to_devices(row_fields, replicated(mesh))
     decoder = buffers[0].decoder
     layout = _Layout(
@@ -215,8 +215,8 @@ def batch_from_host(
 ) -> Batch[Array]:
     """Batch of trajectories that are stored on the host, bitwise identical to `batch_of`.
 
-    Of conversations the mask is that of the policy's tokens; where turns before the last have
-    rewards, they are on the last token of each.
+    The mask of a conversation selects the policy's tokens; a reward of a turn before the last is on
+    the last token of that turn.
 
     Args:
       pad_id: id of padding.
@@ -327,10 +327,10 @@ def add_verdicts(
 
     Args:
       completions: the rows of `batch`.
-      scores: of their verdicts.
+      scores: scores of their verdicts.
       correct: mask of the scores with full marks.
       response_length: maximum tokens of a response.
-      mesh: of training.
+      mesh: mesh of training.
     """
     lengths = lengths_of(completions)
     before_end = sum_earlier_turn_rewards(completions, batch)
@@ -393,7 +393,7 @@ def generation_metrics(
     """Metrics of dynamic sampling.
 
     Args:
-      informative: ``[group]`` of all sampled groups.
+      informative: ``[group]`` true for informative groups, of all sampled ones.
       counts: ``[completions]`` loss flags of the batch.
     """
     generated = len(informative)
@@ -408,8 +408,7 @@ def generation_metrics(
 
 
 def verifier_counts(completions: Sequence[Completion]) -> dict[str, float]:
-    """Number of verdicts by reason, over all verified completions, including those of dropped
-    groups."""
+    """Number of verdicts by reason, over all verified completions, dropped groups included."""
     reasons = Counter(each.verdict.reason for each in completions if each.verdict is not None)
     return {f"verifier/{reason}": float(reasons[reason]) for reason in REASONS}
 

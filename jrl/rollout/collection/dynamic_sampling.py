@@ -66,9 +66,9 @@ class Groups:
             self._sampler.engine.submit(requests, self._sampling)
 
     def _poll(self) -> list[Trajectory]:
-        """Polls the engine, and starts the verification of finished trajectories. Where verdicts
-        decide what is sampled, those of the poll before are awaited: they were computed meanwhile,
-        and are read at the same point whether the verifier is fast or slow."""
+        """Polls the engine, and starts the verification of finished trajectories. If verdicts
+        decide what is sampled, it waits for the verdicts of the previous poll: they were computed
+        meanwhile, and are read at the same point whether the verifier is fast or slow."""
         with timed("timing_s/gen", self._seconds):
             trajectories = self._sampler.engine.poll()
         if trajectories:

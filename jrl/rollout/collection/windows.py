@@ -21,7 +21,7 @@ class Unfinished(Generic[Leaf]):
     Attributes:
       prompts: ``[entry]`` id of the prompt.
       samples: ``[entry]`` sample id, the index of the response to its prompt.
-      lengths: ``[entry]`` tokens so far, 0 where it was not started; -1 where the entry is empty.
+      lengths: ``[entry]`` tokens so far, 0 if it was not started; -1 if the entry is empty.
       tokens: ``[entry, response]`` ids, 0 after those.
     """
 
@@ -68,8 +68,8 @@ def sample_windows(
     now, later = rows[: recipe.completions], rows[recipe.completions :]
     examples = {prompt: sampler.task.train(prompt) for prompt in sorted({row[0] for row in now})}
     ids = {prompt: sampler.encoded(example) for prompt, example in examples.items()}
-    # In the first step, where all start together, windows differ in length, so that about as many
-    # responses reach the length limit in each later step.
+    # In the first step all responses start together: their windows differ in length, so that about
+    # as many responses reach the length limit in each later step.
     stages = -(-sampler.response_length // window) if np.all(unfinished.lengths < 0) else 1
     requests = [
         Request(

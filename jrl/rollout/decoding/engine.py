@@ -1,4 +1,4 @@
-"""Rollout engine with continuous batching: where a row ends, the next takes its slot."""
+"""Rollout engine with continuous batching: when a row ends, the next takes its slot."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -76,7 +76,7 @@ STEPS_BEFORE_SHRINK = 32
 
 
 class Engine:
-    """Pool of decoding slots with continuous batching: where a row ends, the next takes its slot.
+    """Pool of decoding slots with continuous batching: when a row ends, the next takes its slot.
 
     A row's tokens depend on the weights, the seed, its prompt and sample ids, and the tokens so
     far: neither on its slot nor on other rows, nor on the devices of the backend. Rows whose
@@ -140,7 +140,7 @@ class Engine:
             self.ranks,
             self._prefill_tokens,
             row_widths=self._row_widths,
-            # The states of Gated DeltaNet are those of a row's last token only.
+            # Gated DeltaNet has a state after a row's last token only.
             can_copy=config.delta is None,
             most_prompts=None if prompts is None else -(-prompts // self.ranks),
             choose_slot=backend.slot_choice(slots),
@@ -202,8 +202,8 @@ class Engine:
         which is run once.
 
         Args:
-          sampling: sampling parameters; equal for all requests in flight. None takes those of each
-            request.
+          sampling: sampling parameters; equal for all requests in flight. None takes the parameters
+            of each request.
 
         Raises:
           ValueError: for requests that do not fit, or have no sampling parameters.
@@ -426,7 +426,7 @@ class Engine:
         self, running_slots: Sequence[int], max_tokens: int, min_live: int, sizes: Sequence[int]
     ) -> np.ndarray:
         """Decodes up to `max_tokens` tokens of each row, until at most `min_live` are live; returns
-        the mask of live slots. `sizes` are those of `step_sizes` that a step may have."""
+        the mask of live slots. `sizes` are the sizes of `step_sizes` that a step may have."""
         scheduler = self.scheduler
         lengths, limits = scheduler.lengths[running_slots], self._limits[running_slots]
         if self._streams or scheduler.waiting:
@@ -547,7 +547,7 @@ class Engine:
         """Static parameters of the samplers in compiled functions, and their arrays."""
         sampling = self._sampling
         # Greedy decoding shares the functions of `Sampling()`: it differs in an argument only
-        # (`SamplerState.greedy`). Those of per-request parameters have no other static ones.
+        # (`SamplerState.greedy`). Functions of per-request parameters have no other static ones.
         compiled = Sampling() if sampling is None or sampling.greedy else sampling
         if self._sampler_state is None:
             entropy = greedy = None

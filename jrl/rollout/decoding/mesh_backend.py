@@ -100,7 +100,7 @@ class UnstackedPolicy(Generic[Leaf]):
 def unstack_policy(decoder: Decoder, weights: Transformer[Array]) -> UnstackedPolicy[Array]:
     """Unstacks the weights, once for all steps: no step slices a layer out of its stack.
 
-    Stacks that are scanned and the weights outside layers are those of `weights`, not copies,
+    Stacks that are scanned and the weights outside layers are arrays of `weights`, not copies,
     unless they are sharded otherwise than for decoding (`Execution.fsdp`).
     """
     layers = map_layer_groups(weights, decoder.config, lambda leaf, index: _COPY)
@@ -302,7 +302,7 @@ class MeshBackend:
     """One mesh, over the devices of training in the same order or over others.
 
     Args:
-      decoder: compile-time settings; adapters of its network are merged where it decodes.
+      decoder: compile-time settings; adapters of its network are merged for decoding.
       training: the mesh that weights come from.
 
     Attributes:
@@ -343,8 +343,8 @@ class MeshBackend:
         self._policy = None
 
     def restart(self) -> bool:
-        """Called where no request is in flight: undoes what earlier requests changed, so that
-        samples depend on the next ones only. True if the KV cache in the slots would be computed
+        """Undoes what earlier requests changed, so that samples depend on the next ones only;
+        called if no request is in flight. True if the KV cache in the slots would be computed
         otherwise now."""
         return False
 

@@ -47,7 +47,7 @@ class Packing(Generic[Leaf]):
         1 to the slots of a rank; 0 is padding.
       positions: ``[row, width]`` position of each token in its prompt, from 0.
       ends: ``[slot]`` index of the last token of the slot's prompt, in the concatenated rows of its
-        rank; 0 for slots without one.
+        rank; 0 for a slot that has no prompt.
     """
 
     tokens: Leaf
@@ -80,7 +80,7 @@ class RowPlan:
     Attributes:
       width: tokens of a row.
       num_rows: on each rank.
-      starts: of each rank, the offset of each of its prompts in its concatenated rows.
+      starts: offsets of each rank's prompts in its concatenated rows.
     """
 
     width: int
@@ -131,7 +131,7 @@ def plan_cache_copies(
 
     Args:
       max_length: tokens of the longest row, which bounds the number of copies.
-      cache_length: of the cache, at least that of the longest prompt.
+      cache_length: positions of the cache, at least the length of the longest prompt.
     """
     ranks = len(row_plan.starts)
     per_rank, size = slots // ranks, min(CHUNK, cache_length)
@@ -183,7 +183,7 @@ def _run_packed_local(
     x, router, collected = run_with_kv(keep, vary(weights, mesh.axes), packed, config, mesh)
     cache = cache_of(_split_stacks(collected, decoder.config))
     (row_states,) = packed.zigzag.restore(join_shards(x, mesh.sequence))
-    # Slots without a prompt get the state of the first token, which is not used.
+    # Slots that have no prompt get the state of the first token, which is not used.
     states = row_states.reshape(-1, row_states.shape[-1])[packing.ends]
     return Prefilled(vary(cache, mesh.axes), states, None, overflow_of(router, config))
 

@@ -45,8 +45,8 @@ class RestoredRows(Generic[Leaf]):
     Attributes:
       starts: ``[slot]``.
       behaviour_logprobs, old_logprobs, versions: ``[slot, width]``.
-      choices: expert ids ``[slot, width, layer, k]``, or None; `num_experts` takes those of the
-        row's prefill.
+      choices: expert ids ``[slot, width, layer, k]``, or None; `num_experts` takes the expert ids
+        of the row's prefill.
     """
 
     starts: Leaf
@@ -63,10 +63,10 @@ class AdmissionArrays(Generic[Leaf]):
     Attributes:
       sources: ``[slot]`` source of the row's initial KV cache: the index of one of the prefill rows
         of the slot's rank or, without prefill, of another of its slots, whose row starts with the
-        same tokens; -1 where no row is admitted.
+        same tokens; -1 if no row is admitted.
       lengths: ``[slot]`` tokens of prompt and response so far.
       limits, responses, prompts, samples: as in `SlotPool`.
-      restored: state of rows that were sampled before; None where there are none.
+      restored: state of rows that were sampled before; None if there are none.
     """
 
     sources: Leaf
@@ -99,7 +99,7 @@ def make_admission(
 def _collect_restored(
     plan: AdmissionPlan, slots: int, width: int, decoder: Decoder
 ) -> RestoredRows[np.ndarray] | None:
-    """Restored state of rows that were sampled before; None where none was."""
+    """Restored state of rows that were sampled before; None if none was."""
     if all(request.sampled is None for _, request, _ in plan.assignments):
         return None
     restored = RestoredRows(
@@ -124,7 +124,8 @@ def _collect_restored(
 
 
 def no_choices(config: ModelConfig, rows: int, length: int) -> np.ndarray:
-    """Expert ids ``[row, position, layer, k]`` without a record: `num_experts` everywhere."""
+    """Expert ids ``[row, position, layer, k]`` of rows that recorded none: `num_experts`
+    everywhere."""
     shape = (rows, length, config.num_expert_layers, config.experts_per_token)
     return np.full(shape, config.num_experts, choices_dtype(config.num_experts))
 
@@ -145,8 +146,8 @@ def admit(
 
     Args:
       pool: donated.
-      tokens: prefill rows, as many on each ``dp`` rank; 0 rows where all admitted rows are copies
-        of other slots.
+      tokens: prefill rows, as many on each ``dp`` rank; 0 rows if all admitted rows are copies of
+        other slots.
       lengths: tokens of each.
       admission: source and numbers of the row of each slot.
 
@@ -193,7 +194,7 @@ def admit_prefilled(
     Args:
       rest: the weights without layers.
       pool: donated.
-      prefilled: result of the prefill; None where all admitted rows are copies of other slots.
+      prefilled: result of the prefill; None if all admitted rows are copies of other slots.
     """
     mesh = decoder.mesh
     rows, pools = over_slots(mesh), pool_specs(mesh, pool)
@@ -253,7 +254,7 @@ def _write_rows(
         return jnp.where(mask, jnp.asarray(new, old.dtype), old)
 
     def copy_prefix(old: Array, source_values: Array, axis: int | None, row: int = 0) -> Array:
-        """Copies the first positions of an admitted row from its source, or all of it without a
+        """Copies the first positions of an admitted row from its source, or all of it if it has no
         position axis; `old` for other slots."""
         if axis is None:
             return where_admitted(jnp.take(source_values, source, axis=row), old, row)
@@ -280,7 +281,7 @@ def _write_rows(
             before = _pad_positions(admission.restored.choices, choices.shape[1], none)
             choices = jnp.where(admitted[:, None, None, None] & (before != none), before, choices)
         choices = jnp.where(later[..., None, None], none, choices)
-    # Scalars, which broadcast, where no row was sampled before.
+    # Scalars, which broadcast, if no row was sampled before.
     starts, records = admission.lengths, (0.0, 0.0, 0)
     if admission.restored is not None:
         starts, restored = admission.restored.starts, admission.restored
@@ -302,7 +303,7 @@ def _write_rows(
         ),
         cache=over_columns(partial(copy_prefix, row=ROW), pool.cache, prefilled.cache),
         states=where_admitted(jnp.take(prefilled.states, source, axis=0), pool.states),
-        # Also where it was live before: after an overflow the same rows are admitted again.
+        # Even if it was live before: after an overflow the same rows are admitted again.
         live=where_admitted(False, pool.live),
         limits=where_admitted(admission.limits, pool.limits),
         responses=where_admitted(admission.responses, pool.responses),

@@ -23,10 +23,10 @@ class Usage:
     """Counters of decoding.
 
     Attributes:
-      steps: of decoding; each gives every live row a token.
+      steps: steps of decoding; each gives every live row a token.
       slot_steps: tokens that were computed: steps times the slots in each.
       row_steps: tokens that were sampled in them.
-      admitted: rows admitted to slots; each got a token then, without a step.
+      admitted: rows admitted to slots; each got its first token at admission, before any step.
       prefilled: tokens of prompts, and of resumed responses, that were run.
       repeated: admissions that were recomputed after an overflow of the expert buffers
         (`Execution.buffer_factor`).
@@ -44,16 +44,16 @@ class Usage:
         return replace(self)
 
     def since(self, before: "Usage") -> "Usage":
-        """Differences of the counters to those of `before`."""
+        """Differences of the counters to the counters `before`."""
         return Usage(*map(sub, astuple(self), astuple(before)))
 
     @property
     def utilisation(self) -> float:
-        """Fraction of computed tokens that were sampled; 1 where there were none."""
+        """Fraction of computed tokens that were sampled; 1 if none was computed."""
         return self.row_steps / self.slot_steps if self.slot_steps else 1.0
 
     def metrics(self) -> dict[str, float]:
-        """Metrics for the log; sampled tokens include those of dropped groups."""
+        """Metrics for the log; sampled tokens include the tokens of dropped groups."""
         return {
             "perf/slot_utilisation": self.utilisation,
             "perf/decode_steps": float(self.steps),
@@ -127,8 +127,9 @@ class RolloutEngine(Protocol):
         ...
 
     def suspend(self, keep_pool: bool = False) -> list[Request]:
-        """Suspends all requests in flight and returns them; submitted again, they continue where
-        they stopped, whatever the weights are then. A collective in a run of multiple processes.
+        """Suspends all requests in flight and returns them; submitted again, they continue from
+        their last token, whatever the weights are then. A collective in a run of multiple
+        processes.
 
         Args:
           keep_pool: true if rows continue with their present KV cache; the engine must have its

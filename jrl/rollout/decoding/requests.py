@@ -26,11 +26,11 @@ class Sampled(NamedTuple):
 
     Attributes:
       tokens: ``[token]`` ids.
-      behaviour_logprobs: ``[token]`` in the distribution sampled from, nats.
-      old_logprobs: ``[token]`` in the full policy that sampled, nats.
-      versions: ``[token]`` of the weights that sampled.
+      behaviour_logprobs: ``[token]`` log-probabilities in the distribution sampled from, nats.
+      old_logprobs: ``[token]`` log-probabilities in the full policy that sampled, nats.
+      versions: ``[token]`` versions of the weights that sampled.
       choices: ``[position, layer, k]`` expert ids of every token from the first of the prompt on,
-        `num_experts` where it was not run; None where they are not recorded.
+        `num_experts` if it was not run; None if they are not recorded.
     """
 
     tokens: np.ndarray
@@ -45,15 +45,15 @@ class Request(NamedTuple):
 
     Attributes:
       prompt: id of the prompt.
-      sample: index of the response among those of its prompt; the two identify a request.
+      sample: index of the response among the responses to its prompt; the two identify a request.
       tokens: ``[prompt]`` ids.
       max_new_tokens: length limit of the response in tokens, end-of-sequence included.
       response: ``[tokens]`` ids of the response from earlier steps, which is continued.
       window: maximum tokens to sample before it is returned unfinished; None is no limit.
       sampled: tokens sampled after `response` before the request was suspended; the trajectory
-        contains them as if they had been sampled now. None where it was not started.
+        contains them as if they had been sampled now. None if it was not started.
       slot: slot in which its row and KV cache were kept; else None.
-      sampling: sampling parameters of the request, where each has its own; else None.
+      sampling: sampling parameters of the request, if each has its own; else None.
       conversation: the conversation in the response, of a task with environments, whose answers
         are tokens of the response; else None.
     """
@@ -123,7 +123,7 @@ class Trajectory:
       request: the request.
       tokens: ``[response]`` ids that were sampled now, including the one that ended it.
       finish: the finish reason.
-      buffer: its output buffer on the mesh; None where it was copied to the host and
+      buffer: its output buffer on the mesh; None if it was copied to the host and
         `request.sampled` contains all of it.
       row: its row in the buffer.
     """
@@ -138,7 +138,7 @@ class Trajectory:
 
     @property
     def response(self) -> np.ndarray:
-        """Token ids of the whole response, ``[response]``, including those of earlier steps."""
+        """Token ids of the whole response, ``[response]``, including tokens of earlier steps."""
         return np.concatenate([self.request.response, self.tokens])
 
     @property
@@ -183,9 +183,9 @@ class StreamChunk:
     Attributes:
       request: the request.
       tokens: ``[token]`` ids, including a stop token that ended it.
-      logprobs: ``[token]`` in the policy at temperature 1, nats.
-      top_tokens: top-k tokens, ``[token, k]``; None where they were not requested.
-      finish: the finish reason; None where it continues.
+      logprobs: ``[token]`` log-probabilities in the policy at temperature 1, nats.
+      top_tokens: top-k tokens, ``[token, k]``; None if they were not requested.
+      finish: the finish reason; None if it continues.
     """
 
     request: Request
@@ -211,7 +211,7 @@ def make_chunk(
 
     Args:
       count: number of new tokens.
-      stop_ids: tokens that end a row, where it has ended; else None.
+      stop_ids: tokens that end a row, if it has ended; else None.
     """
     tokens, logprobs = (np.array(x[slot, :count]) for x in (recent.tokens, recent.logprobs))
     top_tokens, finish = None, None

@@ -54,8 +54,8 @@ class AdmissionPlan:
 def plan_unpacked_rows(
     plan: AdmissionPlan, max_length: int, unit: int, per_rank: int
 ) -> tuple[int, int]:
-    """Width and number of the prefill rows of a rank where each prompt has a row of its own;
-    arguments are those of `sizes.unpacked_row_sizes`."""
+    """Width and number of the prefill rows of a rank if each prompt has a row of its own;
+    for the arguments see `sizes.unpacked_row_sizes`."""
     # Conversations come at any length, and each width is a compiled function.
     least = MIN_TURN_WIDTH if plan.continues_conversations else MIN_PREFILL_WIDTH
     # Rounded up after the bucket: tokens of a prefill are sharded over the ranks of `unit`.
@@ -81,12 +81,12 @@ class SlotScheduler:
       slots: total number.
       ranks: number of ranks, each with an equal share of the slots.
       most_tokens: approximate number of tokens in one prefill of a rank.
-      row_widths: of packed rows, ascending (`row_widths`); without any, each prompt has a row of
-        its own.
+      row_widths: widths of packed rows, ascending (`row_widths`); if empty, each prompt has a row
+        of its own.
       can_copy: true if a prompt may be copied from a slot whose row has continued since: a KV cache
         still contains the prompt, a recurrent state does not.
-      most_prompts: maximum number of rows in one prefill of a rank, where each is a prompt in a row
-        of its own; None is as many as `most_tokens` allow. Each number is a compiled function.
+      most_prompts: maximum number of rows in one prefill of a rank, if each prompt has a row of its
+        own; None is as many as `most_tokens` allow. Each number is a compiled function.
       choose_slot: chooses the slot of a request on its rank; None takes the one that has been free
         for longest.
 
@@ -143,20 +143,20 @@ class SlotScheduler:
         return sum(map(len, self._free))
 
     def live_to_stop(self, sizes: Sequence[int]) -> int:
-        """Number of live rows at which the scheduler runs again; `sizes` are those of
+        """Number of live rows at which the scheduler runs again; `sizes` are the sizes of
         `active_slots`."""
         live = len(self.running)
         if self.waiting:
             # Enough free slots for waiting requests.
             return max(live - max(1, self.per_rank * self.ranks // REFILL_DIVISOR), 0)
-        # A step may compute fewer slots then, at the latest where one rank has all live rows; or
+        # A step may compute fewer slots then, at the latest if one rank has all live rows; or
         # all have ended.
         fewer = [size * ranks for size in sizes[:-1] for ranks in {1, self.ranks}]
         return max((num_slots for num_slots in fewer if num_slots < live), default=0)
 
     def resume_in_slot(self, slot: int, request: Request) -> None:
         """Assigns a suspended request to the slot that it had, which must be free."""
-        # Its KV cache is there: in another slot it would continue with that of another row.
+        # Its KV cache is there: in another slot it would continue with the cache of another row.
         self._free[slot // self.per_rank].remove(slot)
         self.running[slot], self.lengths[slot] = request, request.length
 
@@ -242,7 +242,7 @@ class SlotScheduler:
         )
 
     def _take_free_slot(self, rank: int, admitted: Mapping[int, Request]) -> int:
-        """Takes a free slot of the rank; `admitted` are those of the same call, by slot."""
+        """Takes a free slot of the rank; `admitted` are the requests of the same call, by slot."""
         free = self._free[rank]
         if self._choose_slot is None:
             # Prompts in the slots that were freed later may still be copied.
@@ -274,7 +274,7 @@ class SlotScheduler:
     def _find_plan(
         self, plans_by_width: dict[int, list[AdmissionPlan]], rank: int, request: Request
     ) -> AdmissionPlan:
-        """Admission with space for the request, among those of its width: the longest row
+        """Admission with space for the request, among the plans of its width: the longest row
         determines the cost of all rows of a prefill."""
         if self._row_widths:
             width = shared_width(self._row_widths, request.length)

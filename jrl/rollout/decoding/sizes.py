@@ -91,7 +91,7 @@ def row_count(least: int) -> int:
 
 def row_sizes(widths: Sequence[int], per_rank: int, most_tokens: int) -> list[tuple[int, int]]:
     """All widths and numbers of rows in a packed prefill of a rank, each pair of which is a
-    compiled function: one row, and multiple rows where one is not enough; `widths` are
+    compiled function: one row, and multiple rows if one is not enough; `widths` are
     `row_widths`."""
     single_widths = single_row_widths(widths)
     sizes = [(width, 1) for width in single_widths]
@@ -104,7 +104,7 @@ def row_sizes(widths: Sequence[int], per_rank: int, most_tokens: int) -> list[tu
 def unpacked_row_sizes(
     max_length: int, unit: int, per_rank: int, most_tokens: int
 ) -> list[tuple[int, int]]:
-    """All widths and numbers of rows in a prefill where each prompt has a row of its own."""
+    """All widths and numbers of rows in a prefill if each prompt has a row of its own."""
     widths = [min(MIN_PREFILL_WIDTH, max_length)]
     while widths[-1] < max_length:
         widths.append(min(2 * widths[-1], max_length))
@@ -131,7 +131,7 @@ def cache_length_to_read(end: int, cache_length: int) -> int:
     """Cache length for rows that end at `end`: `MIN_CACHE_LENGTH` times a power of two, or all.
 
     Args:
-      cache_length: of the whole cache.
+      cache_length: length of the whole cache.
     """
     read = bucket(end, cache_length, MIN_CACHE_LENGTH)
     # A part of the cache is copied, before and after its steps; the whole cache is not.
@@ -145,9 +145,9 @@ def plan_window(
     maximum length of the longest row after them.
 
     Args:
-      lengths: ``[row]`` of the rows that continue.
+      lengths: ``[row]`` lengths of the rows that continue.
       limits: ``[row]`` lengths at which they stop.
-      cache_length: of the whole cache.
+      cache_length: length of the whole cache.
     """
     few = cache_length_to_read(length_after(lengths, limits, min(MIN_WINDOW, window)), cache_length)
     if few < cache_length_to_read(length_after(lengths, limits, window), cache_length):

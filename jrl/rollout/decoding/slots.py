@@ -70,7 +70,7 @@ class TopTokens(Generic[Leaf]):
 
     Attributes:
       tokens: ``[..., k]`` ids.
-      logprobs: ``[..., k]`` in the full policy, nats.
+      logprobs: ``[..., k]`` log-probabilities in the full policy, nats.
     """
 
     tokens: Leaf
@@ -82,15 +82,15 @@ class TokenRows(Generic[Leaf]):
     """Prompts and responses, ``[row, column]`` except for the first two, each from column 0 on.
 
     Attributes:
-      lengths: ``[row]`` tokens so far, including those of the prompt.
+      lengths: ``[row]`` tokens so far, including the prompt.
       starts: ``[row]`` the column of the first token sampled here.
       tokens: ids.
-      behaviour_logprobs: in the distribution sampled from (top-k, top-p, temperature), nats; 0
-        where nothing was sampled here.
-      old_logprobs: in the full policy that sampled, nats; likewise.
-      versions: of the weights that sampled.
-      choices: ``[row, column, layer, k]`` expert ids of the token, `num_experts` where it was not
-        run; None where they are not recorded.
+      behaviour_logprobs: log-probabilities in the distribution sampled from (top-k, top-p,
+        temperature), nats; 0 if the token was not sampled here.
+      old_logprobs: log-probabilities in the full policy that sampled, nats; likewise.
+      versions: versions of the weights that sampled.
+      choices: ``[row, column, layer, k]`` expert ids of the token, `num_experts` if it was not run;
+        None if they are not recorded.
       top_tokens: ``[row, column, k]`` top tokens of rows that requested them, arbitrary values
         elsewhere; None where `Decoder.top_logprobs` is 0.
     """
@@ -275,7 +275,7 @@ def cache_specs(decoder: Decoder) -> Cache[PartitionSpec]:
 
 
 def prefilled_specs(mesh: FoldedMesh, cache: Any) -> Any:
-    """Partition specs of the result of a prefill; `cache` are those of its cache."""
+    """Partition specs of the result of a prefill; `cache` are the specs of its cache."""
     rows: Any = over_slots(mesh)
     replicated: Any = PartitionSpec()
     return Prefilled(cache, rows, rows, replicated)
@@ -348,9 +348,9 @@ class SamplerState(NamedTuple):
 
     Attributes:
       key: data of the RNG key from which the keys of all tokens are derived.
-      version: of the weights.
+      version: version of the weights.
       entropy: statistics of the step before, for an adaptive temperature.
-      rows: per-request sampling parameters, sharded over the slots; None where all rows share one
+      rows: per-request sampling parameters, sharded over the slots; None if all rows share one
         `Sampling`.
       greedy: ``[]`` true to take the argmax, see `jrl.rollout.sampling.sample_tokens`.
     """

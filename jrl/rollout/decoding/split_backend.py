@@ -1,7 +1,7 @@
 """Backend with attention and experts on separate device groups (`moe.disaggregated`).
 
-Slots, requests and sampling are those of one mesh, and so are the tokens; rows are stored on the
-attention devices.
+Slots, requests and sampling are the same as on one mesh, and give the same tokens; rows are stored
+on the attention devices.
 """
 
 from collections.abc import Mapping, Sequence
@@ -76,9 +76,9 @@ class SplitBackend:
 
     Args:
       decoder: compile-time settings of an MoE model, on the mesh of attention; adapters are merged
-        where it decodes.
+        for decoding.
       training: the mesh that weights come from.
-      mesh: of both device groups.
+      mesh: mesh of both device groups.
       micro_batches: micro-batches of the slots in flight: while one is with the experts, attention
         works on another.
       m2n: see `moe.disaggregated.runner.Runner`.
@@ -86,8 +86,8 @@ class SplitBackend:
         its share.
       replan: tokens of a row after which experts are re-balanced by their loads; None keeps the
         placement.
-      restarts: true to begin with equal loads where no row is in flight, so that samples depend on
-        the requests only, bit for bit. False where requests come at any time: earlier loads are the
+      restarts: true to begin with equal loads if no row is in flight, so that samples depend on
+        the requests only, bit for bit. False if requests come at any time: earlier loads are the
         best prediction then, and decay exponentially.
 
     Raises:
@@ -314,7 +314,7 @@ class LightestMicroBatch(NamedTuple):
 
     Attributes:
       size: slots of a micro-batch.
-      micro_batches: of a rank.
+      micro_batches: number of micro-batches of a rank.
       predicted: model of the attention time of rows.
     """
 

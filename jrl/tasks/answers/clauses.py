@@ -157,7 +157,7 @@ class Clauses:
         return labelled and _same_label(tokens, previous, begin)
 
     def _is_guess(self, begin: int) -> bool:
-        """True if "maybe" or the like stands before a phrase."""
+        """True if "maybe" or the like precedes a phrase."""
         words = [token.text.lower() for token in self._tokens[max(0, begin - 4) : begin]]
         while words and words[-1] in ("be", "also", "the", "even", "is", "it", "well", "have"):
             words.pop()

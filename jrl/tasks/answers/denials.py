@@ -52,7 +52,7 @@ _WRONG_NOUNS = _words(
     """
 )
 _CONDITION = frozenset({"if", "whether", "suppose", "supposing", "assuming", "unless"})
-# They deny what stands next to them alone: "without tax she pays 42".
+# They deny only the next word or phrase: "without tax she pays 42".
 _ADJACENT = _words("no without except excepting excluding exclude excludes besides unlike")
 # Verbs of a clause of its own: "Those who do not play are 42".
 _FINITE = _words(

@@ -138,7 +138,7 @@ class _Reader:
         return expression if is_single else replace(expression, final=False, kind="")
 
     def _take_signs(self) -> tuple[bool, bool]:
-        """Whether the signs that come next make a number negative, and whether there is at most
+        """Reads the next signs: true if they make a number negative, and true if there is at most
         one."""
         negative, count = False, 0
         while sign := self._accept("+", "-"):

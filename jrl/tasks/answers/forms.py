@@ -1,7 +1,7 @@
 """Forms of formulas: whether an answer is worked out as its reference answer is.
 
 Equal formulas differ in form: (x-1)(x+1) is factored and x^2-1 multiplied out, 1/(sqrt(2)-1) has a
-root to remove and sqrt(2)+1 none. The reference answer shows which form was asked for:
+root to remove and sqrt(2)+1 none. The reference answer shows the required form:
 
 * With variables the answer has the form of the reference: as many factors in front of and beside
   brackets, as many fractions in sums, as many uses of each function, and no fraction that can be

@@ -115,8 +115,8 @@ def states_reference(reference: str, text: str, *, marked: bool) -> bool | None:
 
 
 def _claims(text: str, anchor: re.Pattern[str]) -> Iterator[tuple[str, str]]:
-    """What stands before each anchor in its clause, and all that stands behind it, from the last
-    anchor to the first."""
+    """Text before each anchor in its clause, and all text behind it, from the last anchor to the
+    first."""
     for match in reversed(list(anchor.finditer(text))):
         clause = re.split(r"[.!?,;\n]", text[: match.start()])[-1]
         yield f"{clause} {match[0]}", text[match.end() :]
@@ -208,5 +208,5 @@ def _states_letter(wanted: str, text: str) -> bool | None:
 
 
 def _lone(rest: str) -> re.Match[str] | None:
-    """A small letter that stands alone behind an anchor: "(b)", "b."."""
+    """A small letter by itself behind an anchor: "(b)", "b."."""
     return re.match(r"[\s$(\[*\"']*([a-z])(?=[\s$*]*(?:[).,;!?\]]|$))", rest)

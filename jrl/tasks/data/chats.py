@@ -65,7 +65,7 @@ class Chats(PromptList[Chat]):
         super()._measure(examples)
         texts = [content_of(message) for chat in self.chats for message in chat.conversation.turns]
         texts += [chat.text for chat in self.chats if chat.text is not None]
-        # Role names separate the turns of a conversation where there is no chat template.
+        # Role names separate the turns of a conversation if there is no chat template.
         writes_roles = any(chat.text is None and not chat.is_pair for chat in self.chats)
         roles = (": \n", *ROLES) if writes_roles else ()
         self.characters = "".join(sorted(set().union(*texts, *roles)))

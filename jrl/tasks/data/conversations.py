@@ -50,7 +50,7 @@ class Conversation:
     Attributes:
       turns: the messages.
       tools: schemas of the tools that may be called; None without.
-      arguments: other variables of the template, such as enable_thinking.
+      arguments: other variables of the template, for example enable_thinking.
     """
 
     turns: tuple[Turn, ...]
@@ -64,7 +64,7 @@ class Conversation:
 
 
 def content_of(turn: Turn) -> str:
-    """The content of a message, empty where it is null."""
+    """The content of a message, empty if it is null."""
     return turn.get("content") or ""
 
 

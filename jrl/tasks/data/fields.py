@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 MAX_EXPONENT = 300
-"""Largest decimal exponent of an answer, about that of a float, as it is written in digits."""
+"""Largest decimal exponent of an answer, about a float's, as it is written in digits."""
 LIKELY_ANSWERS = (
     *("answer", "completion", "solution", "ground_truth", "final_answer", "expected_answer"),
     *("target", "label", "output", "response"),
@@ -38,10 +38,10 @@ class Fields:
     """Names of the fields of a line; with a dot, of a field of a field: ``reward_model.answer``.
 
     Attributes:
-      prompt: of the prompt, a text or the messages of a conversation.
-      answer: of the reference answer.
-      messages: of the conversation, which every line must have; None takes "messages" in lines
-        without a prompt.
+      prompt: field of the prompt, a text or the messages of a conversation.
+      answer: field of the reference answer.
+      messages: field of the conversation, which every line must have; None takes "messages" in
+        lines that have no prompt.
     """
 
     prompt: str = "prompt"
@@ -133,7 +133,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 def check_characters(value: Any, where: str) -> None:
     """Rejects half of a surrogate pair in a text, or in any name or text of a JSON value; the
-    message begins with `where` the value stands."""
+    message begins with `where`, the location of the value."""
     remaining = [value]
     while remaining:
         each = remaining.pop()

@@ -215,12 +215,12 @@ def jsonl(
     """Reads a file of prompts and answers.
 
     Args:
-      path: of the file.
+      path: path of the file.
       seed: selects the order of the training examples.
       fields: names of the fields; None is `Fields()`.
       seconds: time limit of comparing one completion with its answer.
       workers: processes that compare; None is one per processor core, up to 8.
-      kind: of the file, one of `jrl.tasks.data.files.KINDS`.
+      kind: kind of the file, one of `jrl.tasks.data.files.KINDS`.
       heldout: which prompts are held out; None is one in ten.
       answers: required form of answers, one of `jrl.tasks.answers.verdict.RULES`.
       unreadable: what is done about records whose answer cannot be checked, one of `UNREADABLE`:

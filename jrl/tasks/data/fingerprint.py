@@ -1,7 +1,7 @@
 """Fingerprint of the records of a task: their number, and a hash of all that is read of them.
 
-A checkpoint has that of its run, as a resumed run continues in the middle of a pass over the same
-records in the same order (`jrl.runs.provenance`).
+A checkpoint has the fingerprint of its run, as a resumed run continues in the middle of a pass over
+the same records in the same order (`jrl.runs.provenance`).
 """
 
 import hashlib

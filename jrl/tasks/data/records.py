@@ -67,7 +67,7 @@ class ParsedRecord:
       conversation: the prompt and, where the record has it as messages, the completion.
       num_prompt_messages: number of the messages that are the prompt.
       is_text: whether the prompt is a text; otherwise it is a conversation.
-      text: trained on as it is, without a prompt; None for all others.
+      text: trained on as it is, with no prompt; None for all others.
     """
 
     conversation: Conversation
@@ -120,7 +120,7 @@ def _read_system(
     """The system message in a field of its own; None without, and if it is the `first` message."""
     for name in SYSTEM:
         value = record.get(name)
-        # In a table every row has this field; it is empty for records without a system message.
+        # In a table every row has this field; it is empty for records that have no system message.
         is_empty = value is None or (isinstance(value, str) and not value.strip())
         if is_empty or name in (fields.prompt, fields.answer):
             continue
@@ -289,7 +289,8 @@ def _read_messages(
 
 
 def _hidden_inputs(messages: tuple[Turn, ...], conversation: Conversation) -> str:
-    """Inputs of a chat template besides roles and contents, as one text; empty without any."""
+    """Inputs of a chat template besides roles and contents, as one text; empty if there are
+    none."""
     inputs: dict[str, Any] = {}
     if any(set(turn) - {"role", "content"} or turn["content"] is None for turn in messages):
         inputs["messages"] = messages

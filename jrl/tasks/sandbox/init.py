@@ -1,10 +1,11 @@
 """Init process of a sandbox: runs Python code in a child process, enforces its limits, and ends.
 
 It is started by its path: ``init.py FD NAME=NUMBER...``, where the descriptor FD has the code, and
-the names are those of `Limits`. In a sandbox it is process 1 of its PID namespace, so the kernel
-kills all other processes when it exits. It exits when the code does, at a limit, and when its
-standard input is closed, a pipe that the waiting process holds open. The code's output goes to the
-standard output; the standard error has one line about its end, ``status N`` or ``stopped REASON``.
+the names are fields of `Limits`, for example ``files=100``. In a sandbox it is process 1 of its PID
+namespace, so the kernel kills all other processes when it exits. It exits when the code does, at a
+limit, and when its standard input is closed, a pipe that the waiting process holds open. The code's
+output goes to the standard output; the standard error has one line about its end, ``status N`` or
+``stopped REASON``.
 
 It imports little, as it starts for each piece of code: `json` or `signal` would take longer than
 most of them.
@@ -41,13 +42,12 @@ class Limits:
     """Resource limits of the code.
 
     Attributes:
-      seconds: of wall-clock time, and of processor time.
+      seconds: seconds of wall-clock time, and of processor time.
       memory: bytes, of each process and of all in total.
       file: bytes of a file.
       files: number of files in the writable folders.
       processes: number of processes and threads.
-      namespaced: 1 in a sandbox; 0 without one, where the other limits are those of single
-        processes.
+      namespaced: 1 in a sandbox; 0 outside of one, when the other limits apply to single processes.
       count_processes: 1 if the kernel's process limit is one per user namespace.
     """
 

@@ -28,7 +28,7 @@ UNSAFE = "JRL_UNSAFE_TOOLS"
 
 
 def allow_unsafe() -> None:
-    """Allows code to run without a sandbox on a machine that has none, in this process and in all
+    """Allows code to run unconfined on a machine that has no sandbox, in this process and in all
     that it starts."""
     os.environ[UNSAFE] = "1"
 
@@ -39,7 +39,7 @@ class Sandbox:
 
     Raises:
       ValueError: for an invalid limit, and if this machine cannot confine code
-        (`jrl.tasks.sandbox.bubblewrap.NoSandbox`) and running without a sandbox is not allowed.
+        (`jrl.tasks.sandbox.bubblewrap.NoSandbox`) and running unconfined is not allowed.
 
     Attributes:
       seconds: wall-clock time, and processor time.

@@ -104,8 +104,8 @@ def seccomp_filter(*, network: bool, machine: str | None = None) -> bytes | None
     """The filter as ``bwrap --seccomp`` reads it; None on an unsupported architecture.
 
     Args:
-      network: whether internet sockets are allowed; otherwise only Unix sockets are, and those of
-        the host are not visible in the sandbox.
+      network: whether internet sockets are allowed; otherwise only Unix sockets are, and the host's
+        are not visible in the sandbox.
       machine: as named by `os.uname`; None is this one.
     """
     machine = os.uname().machine if machine is None else machine

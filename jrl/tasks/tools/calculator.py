@@ -136,7 +136,7 @@ MOST_DIGITS = 40
 def calculate(expression: str) -> str:
     """Computes an arithmetic expression exactly.
 
-    The value is an integer or a fraction such as ``7/3``.
+    The value is an integer or a fraction, for example ``7/3``.
 
     Args:
       expression: Numbers, + - * / and parentheses, as in (3+4)*5.

@@ -78,7 +78,7 @@ class MarkedFormat(ToolFormat):
     """Format whose calls begin with a mark.
 
     Reasoning tags inside a call, for instance in a text that it passes, are part of the call. An
-    end of reasoning without a start closes reasoning that the prompt opened: calls before it are
+    end of reasoning that has no start closes reasoning that the prompt opened: calls before it are
     ignored.
     """
 
@@ -126,7 +126,7 @@ class MarkedFormat(ToolFormat):
 
     @cached_property
     def _wrapping(self) -> tuple[str, str]:
-        """What the format writes before and behind the calls of a turn."""
+        """Text that the format writes before and behind the calls of a turn."""
         _, (opening, closing) = self._split(self.render([Call("a")]), {"a": {}})
         return opening.strip(), closing.strip()
 
@@ -140,7 +140,7 @@ def _tag_or_opening(opening: re.Pattern[str]) -> re.Pattern[str]:
 def skip_unreadable(
     text: str, opened: re.Match[str], close: str, reason: str, read: int = 0
 ) -> ParsedCalls:
-    """Result for an opening without a parsable call: a call with an error that extends to the
+    """Result for an opening that no parsable call follows: a call with an error that extends to the
     closing mark, or no call if the opening is only mentioned; `read` is the position up to which
     the text was parsed."""
     begin, behind = opened.span()

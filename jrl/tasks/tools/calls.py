@@ -37,7 +37,7 @@ class Call:
     """A call of a tool.
 
     Attributes:
-      name: of the tool; empty if it cannot be parsed.
+      name: name of the tool; empty if it cannot be parsed.
       arguments: by name; empty if they cannot be parsed.
       id: written by the policy; empty if its format has none.
       error: reason why it cannot be parsed, as a message to the policy; else empty.
@@ -55,7 +55,7 @@ def unreadable_call(reason: str, name: str = "") -> Call:
 
 
 def parameters_by_tool(schemas: list[Any]) -> ToolParameters:
-    """Parameters of tools by name, from their schemas; schemas without a name are left out."""
+    """Parameters of tools by name, from their schemas; schemas that have no name are left out."""
     functions = [schema.get("function", schema) for schema in schemas if isinstance(schema, dict)]
     return {
         each["name"]: each.get("parameters") or {}

@@ -63,7 +63,7 @@ def detect_formats(template: str) -> list[ToolFormat]:
 
 
 def detect_calls(text: str, tools: ToolParameters) -> list[Call]:
-    """The calls in a turn of unknown format: those of the first format that can parse all calls
+    """The calls in a turn of unknown format: the calls of the first format that can parse all calls
     that it finds, else of the one that parses the most; Hermes is tried first."""
     if MESSAGE in text:
         return HARMONY.calls(text, tools)

@@ -68,7 +68,7 @@ def _unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def description_of(function: Callable[..., Any]) -> str:
-    """The first paragraph of its docstring, on one line; empty without one."""
+    """The first paragraph of its docstring, on one line; empty if it has none."""
     text = inspect.getdoc(_unwrapped(function)) or ""
     return " ".join(re.split(r"\n\s*\n", text.strip(), maxsplit=1)[0].split())
 

@@ -56,10 +56,10 @@ class Tool:
         Args:
           name: replaces the function's name.
           description: replaces the first paragraph.
-          about: descriptions of arguments by name, which replace those of the docstring.
+          about: descriptions of arguments by name, which replace the docstring's.
 
         Raises:
-          ValueError: for an argument without a type, or with a type that JSON has no value of.
+          ValueError: for an argument that has no type, or a type that JSON has no value of.
         """
         tool_name = name_of(function) if name is None else name
         summary = description_of(function) if description is None else description
@@ -82,16 +82,16 @@ class Tool:
 
 
 class ToolEnvironment:
-    """Environment that answers tool calls; a turn without a call is the final answer.
+    """Environment that answers tool calls; a turn that has no call is the final answer.
 
-    The calls of a message are those parsed in the format of the checkpoint, or for a policy without
-    a chat template those found in any format. A turn that was cut before a call is the final answer
-    if it marks one; otherwise the reply says that it was too long.
+    The calls of a message are those parsed in the format of the checkpoint, or for a policy that
+    has no chat template the calls found in any format. A turn that was cut before a call is the
+    final answer if it marks one; otherwise the reply says that it was too long.
 
     Args:
       tools: that may be called.
       score: scores a final answer, which `jrl.tasks.answers` extracts from the turn.
-      end: written after each tool output, to mark its end for a policy without a chat template.
+      end: written after each tool output, to mark its end for a policy that has no chat template.
       most: maximum number of turns with calls; one more ends the conversation.
       error: replaces every error message, for a policy with few characters; None keeps the message.
     """

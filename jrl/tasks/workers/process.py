@@ -98,7 +98,7 @@ class Worker:
 
         Raises:
           TimeoutError: no answer came in time; the process is killed.
-          WorkerEnded: the process ended without an answer, or could not be started.
+          WorkerEnded: the process ended before it answered, or could not be started.
           ValueError: the worker was closed.
         """
         with self._lock:
@@ -115,7 +115,7 @@ class Worker:
 
         Raises:
           TimeoutError: no answer came in time.
-          WorkerEnded: the process ended without an answer.
+          WorkerEnded: the process ended before it answered.
         """
         end = time.monotonic() + seconds
         if not self._lock.acquire(timeout=seconds):
@@ -130,7 +130,7 @@ class Worker:
 
     def ask_batch(self, questions: Sequence[Message]) -> list[Message | Exception]:
         """Sends several questions at a time, each with its own time limit, if the program accepts
-        batches; else one after the other, as for those left without an answer when it was killed.
+        batches; else one after the other, as for questions left unanswered when it was killed.
 
         Returns:
           For each question its answer, a TimeoutError or a WorkerEnded.
@@ -224,7 +224,8 @@ class Worker:
             if not line:
                 raise WorkerEnded("the worker ended before it answered")
         except BaseException as error:
-            # After an interrupt too: a late answer must not be taken for that of the next question.
+            # After an interrupt too: a late answer must not be taken for the answer to the next
+            # question.
             self._kill()
             if isinstance(error, queue.Empty):
                 raise TimeoutError(f"no answer within {seconds} seconds") from None

@@ -106,11 +106,11 @@ def evaluate(
       num_prompts: held-out prompts, or all there are if they are fewer.
       k: completions per prompt; pass@k is given for 1, 2, 4, ... and `k`.
       report: called with "sampled" or "greedy", the completions done and all there will be.
-      on_completions: called with "sampled" or "greedy" and its completions, those of a prompt
-        together.
+      on_completions: called with "sampled" or "greedy" and its completions, all completions of a
+        prompt in one call.
 
     Returns:
-      Numbers by name; those of length and of the verifier are about the sampled completions.
+      Numbers by name; lengths and counts of the verifier are about the sampled completions.
     """
     examples = numbered_heldout(heldout_examples(sampler.task, num_prompts))
 
@@ -165,7 +165,7 @@ class Completions:
     """Writer of the completions of each phase.
 
     Args:
-      path: of the file, which is overwritten when this is entered; None writes none.
+      path: path of the file, which is overwritten when this is entered; None writes none.
       format: encoding of the prompts.
       show: number of prompts of which a completion is kept for display.
 
@@ -218,8 +218,8 @@ def evaluate_critic(
 ) -> CriticRollout:
     """Samples `k` completions of each held-out prompt, and scores them with the critic.
 
-    Rewards are those of training, in a multi-turn conversation on the last token of each turn,
-    without a KL penalty, which needs the reference model.
+    Rewards are computed as in training, in a multi-turn conversation on the last token of each
+    turn, but leave out the KL penalty: it needs the reference model.
 
     Args:
       sampler, sampling, num_prompts, k: as of `evaluate`.

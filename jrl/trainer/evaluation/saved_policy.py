@@ -42,17 +42,17 @@ def load_policy(
         the dtype of computation, cast from these, with separate adapters.
 
     Raises:
-      ValueError: where there is no checkpoint yet, all are damaged, or it is one of another model.
+      ValueError: if there is no checkpoint yet, all are damaged, or it is one of another model.
     """
     return load_policy_of(folder, networks.policy.config, networks.mesh, float32=float32)
 
 
 def prompts_seen_by(folder: RunFolder) -> int:
-    """Number of training prompts that a run had used by its latest valid checkpoint, including
-    those of its warm start.
+    """Number of training prompts that a run had used by its latest valid checkpoint, warm start
+    included.
 
     Raises:
-      ValueError: where there is no checkpoint yet, or all are damaged.
+      ValueError: if there is no checkpoint yet, or all are damaged.
     """
     checkpoints = Checkpoints(folder.checkpoints_path)
     step, _ = checkpoints.latest_valid_step()
@@ -61,7 +61,7 @@ def prompts_seen_by(folder: RunFolder) -> int:
 
 def latest_description(folder: RunFolder) -> tuple[int | None, Mapping[str, Any]]:
     """Step of the latest checkpoint and the description of its run
-    (`jrl.runs.provenance.describe`); None and nothing without a checkpoint. Its arrays are not
+    (`jrl.runs.provenance.describe`); None and nothing if there is no checkpoint. Its arrays are not
     read."""
     checkpoints = Checkpoints(folder.checkpoints_path)
     step = checkpoints.latest_step()
@@ -79,10 +79,10 @@ def load_policy_of(
     """Loads the policy of a run as `load_policy`, given only its network and any mesh.
 
     Args:
-      step: of the checkpoint, None for the latest valid one.
+      step: step of the checkpoint, None for the latest valid one.
 
     Raises:
-      ValueError: as for `load_policy`, and where there is no checkpoint of this step.
+      ValueError: as for `load_policy`, and if there is no checkpoint of this step.
     """
     (policy,), step = _load(folder, {"policy/weights": model}, mesh, float32, step)
     return policy, step
@@ -114,7 +114,7 @@ def _load(
     """Loads parts of the latest valid checkpoint, or of the chosen one, all of the same one, and
     its step.
 
-    The run may still be training: where it deletes or replaces the checkpoint while it is read,
+    The run may still be training: if it deletes or replaces the checkpoint during the read,
     everything is read again. Damaged checkpoints are not moved.
     """
     checkpoints = Checkpoints(folder.checkpoints_path)
@@ -226,8 +226,8 @@ def load_published(
 
     Args:
       model: its network, without adapters.
-      adapters: a folder in PEFT's format whose adapters are merged into them, as an export merges
-        those of a run; None merges none.
+      adapters: a folder in PEFT's format whose adapters are merged into them, as an export merges a
+        run's adapters; None merges none.
 
     Raises:
       ValueError: for tensors of another network, and adapters that cannot be read.

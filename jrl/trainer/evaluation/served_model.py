@@ -47,7 +47,7 @@ class RequestedSplit:
     replan: int | None = None
 
     def with_defaults_from(self, run: SplitSettings) -> "RequestedSplit":
-        """Flags with those of a run where they are unset."""
+        """Flags, and a run's settings for unset ones."""
         values = {
             name: getattr(run, f"rollout_{name}") if value is None else value
             for name, value in vars(self).items()
@@ -60,7 +60,7 @@ class DeviceSplit:
     """Device groups of attention and experts, and the settings of decoding on them.
 
     Attributes:
-      mesh: of both device groups.
+      mesh: mesh of both device groups.
       micro_batches, expert_slots, replan: as of
         `jrl.rollout.decoding.split_backend.SplitBackend`.
     """
@@ -88,7 +88,7 @@ def parse_device_split(
     """Requested device groups, or those that the run samples on; None for one mesh.
 
     Args:
-      layout: of one mesh, if one is requested.
+      layout: layout of one mesh, if one is requested.
 
     Raises:
       ValueError: for incompatible settings, and for more devices than there are.
@@ -140,7 +140,7 @@ class RunSource:
         return Checkpoints(self.folder.checkpoints_path)
 
     def load(self) -> tuple[Transformer[Array], int]:
-        """Loads the latest valid policy and its step; raises ValueError where there is none."""
+        """Loads the latest valid policy and its step; raises ValueError if there is none."""
         return load_policy_of(self.folder, self.model, self.mesh)
 
 
@@ -174,7 +174,7 @@ class ServedModel:
     """Policy for serving.
 
     Attributes:
-      name: of the run, or of the folder of the checkpoint.
+      name: name of the run, or of the folder of the checkpoint.
       model: its network.
       mesh: the mesh that samples; with disaggregation all devices, on which weights are loaded.
       device_split: device groups of attention and experts; None on one mesh.
@@ -190,7 +190,7 @@ class ServedModel:
     versions: RunSource | CheckpointSource
 
     def engine(self, *, slots: int, max_length: int, key: Array, top_logprobs: int) -> Engine:
-        """Creates its serving engine, without weights; arguments are those of `Engine` and
+        """Creates its serving engine, without weights; for the arguments see `Engine` and
         `Decoder`.
 
         Raises:
@@ -234,15 +234,15 @@ def open_served_model(
     """Policy of a run folder, or of a published checkpoint, for serving.
 
     Args:
-      layout: of the devices; None is the run's layout for sampling, and one device for a
+      layout: layout of the devices; None is the run's layout for sampling, and one device for a
         checkpoint.
-      split: of the devices into attention and expert groups; unset values are those of the run,
-        unless a layout is given.
+      split: of the devices into attention and expert groups; unset values are the run's, unless a
+        layout is given.
       ignore: options of a checkpoint's config.json to pass over.
       adapters: a folder in PEFT's format with adapters of the checkpoint, which are merged into it.
 
     Raises:
-      ValueError: where there is neither a run nor a checkpoint, and for a layout or a split that is
+      ValueError: if there is neither a run nor a checkpoint, and for a layout or a split that is
         not available.
     """
     split = split or RequestedSplit()
@@ -279,7 +279,7 @@ def _default_layout(run: RunConfig) -> str:
 
 
 def _mesh(model: ModelConfig, text: str, device_split: DeviceSplit | None) -> FoldedMesh:
-    """Mesh of a layout that can serve the network; with disaggregation that of all devices."""
+    """Mesh of a layout that can serve the network; with disaggregation the mesh of all devices."""
     if device_split is not None:
         groups = device_split.mesh
         check_splits(model, groups, first_placement(model, groups, device_split.expert_slots))

@@ -1,4 +1,4 @@
-"""Metrics of an update: values that know how to merge over micro-batches, devices and updates.
+"""Metrics of an update: values that merge over micro-batches, devices and updates.
 
 The kind of a metric is in its value, never in its name. `jrl.losses.Mean` and
 `jrl.losses.ExplainedVariance` are metrics too, and so is any record with these methods::

@@ -21,7 +21,7 @@ def resolve_adapter_settings(run: RunConfig) -> RunConfig:
     """Copies rank, alpha and targets of the adapters that a new run starts from into its settings.
 
     Raises:
-      ValueError: where there are none, they are of another network, or flags contradict them.
+      ValueError: if there are none, they are of another network, or flags contradict them.
     """
     directory = run.lora_from
     if directory is None:

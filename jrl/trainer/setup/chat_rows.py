@@ -164,7 +164,7 @@ def sampled_lengths(
 
 
 def _round_up_positions(num_positions: int, mesh: FoldedMesh) -> int:
-    """Rounds up a number of positions so that those of any number of rows divide over
+    """Rounds up a number of positions so that the positions of any number of rows divide over
     ``cp x tp``."""
     cp, ranks = mesh.size(mesh.cp), mesh.size(mesh.sequence)
     num_positions = max(num_positions, 1)

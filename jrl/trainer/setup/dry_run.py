@@ -61,7 +61,7 @@ UNSET = {
 
 def print_dry_run(setup: Setup, console: Console | None = None) -> None:
     """Prints the tables of a dry run: batch, parameters, execution, memory and layout; also the
-    predicted update, and memory and layout of sampling, where these apply."""
+    predicted update, and memory and layout of sampling, if these apply."""
     console = console or Console()
     size = setup.mesh.layout.num_devices
     batch = batch_arithmetic(setup) if setup.rows is None else chat_arithmetic(setup)
@@ -96,7 +96,7 @@ def print_dry_run(setup: Setup, console: Console | None = None) -> None:
 
 
 def axes(mesh: FoldedMesh, model: ModelConfig) -> dict[str, str]:
-    """Size and meaning of each axis; a dense network has those of attention."""
+    """Size and meaning of each axis; a dense network has the axes of attention."""
     names = AXES if model.num_experts else ATTENTION_AXES
     return {f"{axis} {mesh.size(getattr(mesh, axis))}": AXES[axis] for axis in names}
 
@@ -287,7 +287,7 @@ def chat_arithmetic(setup: Setup) -> dict[str, str]:
 
 
 def _bubble(setup: Setup) -> dict[str, str]:
-    """Row of the pipeline's bubble; none without a pipeline."""
+    """Row of the pipeline's bubble; none if there is no pipeline."""
     layout = setup.mesh.layout
     if layout.pp == 1:
         return {}
@@ -313,7 +313,7 @@ def print_first_input(setup: Setup, console: Console) -> None:
 
 def turn_ends(setup: Setup) -> str | None:
     """Description of the tokens that end a turn of the assistant, and of the chat template's own
-    one; None without a template."""
+    one; None if there is no template."""
     template, tokenizer = setup.format.template, setup.tokenizer
     if template is None:
         return None
@@ -330,8 +330,8 @@ def turn_ends(setup: Setup) -> str | None:
 
 
 def tools_called(setup: Setup) -> str | None:
-    """Description of the tool-call format of the first prompt; None without tools or a template,
-    and where no environment answers a call."""
+    """Description of the tool-call format of the first prompt; None if there are no tools or no
+    template, and if no environment answers a call."""
     format = setup.format.tool_format
     if setup.rows is not None or format is None or not has_environments(setup.task):
         return None

@@ -32,7 +32,7 @@ def build_elastic_setup(
       tokenizer, model, code: as of `build_setup`.
 
     Raises:
-      ValueError: for any invalid setting, and where there are too few processes, or the smaller
+      ValueError: for any invalid setting, and if there are too few processes, or the smaller
         layout is not legal.
     """
     layout, num_devices = Layout.parse(run.layout), jax.device_count()
@@ -61,7 +61,7 @@ def build_elastic_setup(
 
 
 def restart_without(setup: Setup, process: int, num_processes: int, minimum: int) -> Restart:
-    """Restart of a run without one of its processes.
+    """Restart of a run after the loss of one of its processes.
 
     tp, cp, pp, ep and etp stay as they are. With n of the processes ``dp = n x devices of a process
     / (tp x cp x pp)``; n is the greatest for which the layout is legal and the mini-batch divides
@@ -74,7 +74,7 @@ def restart_without(setup: Setup, process: int, num_processes: int, minimum: int
       minimum: fewest processes of the restart.
 
     Raises:
-      ValueError: with the reason where there is no legal layout.
+      ValueError: with the reason if there is no legal layout.
     """
     remaining = [index for index in range(num_processes) if index != process]
     if len(remaining) < minimum:

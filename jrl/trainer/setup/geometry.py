@@ -22,7 +22,7 @@ class Geometry:
       recipe: determines prompts, completions, mini-batches and micro-batches.
       prompt_length: tokens that prompts are padded to.
       response_length: limit of a completion in tokens, end-of-sequence included.
-      mesh: of training.
+      mesh: mesh of training.
       rollout_mesh: of sampling.
       layout, rollout_layout: names of the two in messages.
       rollout_micro_batches: micro-batches of the decoded rows, on each device.

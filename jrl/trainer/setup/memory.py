@@ -1,4 +1,4 @@
-"""Memory estimate of a run per device, without activations: persistent buffers, and those of an
+"""Memory estimate of a run per device, without activations: persistent buffers, and buffers of an
 update and of sampling that follow from sizes only; and the slots of an evaluation that fit."""
 
 import math
@@ -45,31 +45,31 @@ DECODE_PARTIALS = "decode attention partials"
 
 
 def memory(setup: Setup) -> dict[str, int]:
-    """Bytes on each device, by kind of buffer; kinds without any are left out.
+    """Bytes on each device, by kind of buffer; kinds of no bytes are left out.
 
     With ``W`` the bytes of the policy's weights on one device, ``itemsize x elements / devices it
-    is split over`` for each of them, ``F`` those of as many float32 numbers, and ``V`` and ``E``
-    the same for the critic:
+    is split over`` for each of them, ``F`` the bytes of as many float32 numbers, and ``V`` and
+    ``E`` the same for the critic:
 
     * weights ``W``, reference model ``W``, critic ``V``; under `Execution.fsdp` their shards, and
-      ``W`` again where they are gathered for scoring; while it samples, the layers of the policy
+      ``W`` again if they are gathered for scoring; while it samples, the layers of the policy
       that are not scanned, unstacked, under fsdp all weights, and on another rollout layout a copy
       sharded by that;
     * float32 masters of weights in bfloat16 (`jrl.trainer.learner.learner`), each sharded over the
-      devices that hold the weight where a dimension divides (`sharding.zero`): ``F / G`` with G
-      replicas of everything, and ``E / G``; none where the weights are float32;
+      devices that hold the weight if a dimension divides (`sharding.zero`): ``F / G`` with G
+      replicas of everything, and ``E / G``; none if the weights are float32;
     * the optimizer's state, from its own shapes (`learner.abstract_state`): of AdamW two moments
       and a step counter, ``2 F / G`` and ``2 E / G`` for moments that are sharded in the same way,
       a quarter less with a first moment in bfloat16;
-    * gradients ``max(F, E)``, float32, and with gradient accumulation ``max(W, V)`` for that of one
-      micro-batch, in which the layers count by their shards under `Execution.fsdp`; for a single
-      micro-batch without a pipeline ``max(W, V)`` alone;
+    * gradients ``max(F, E)``, float32, and with gradient accumulation ``max(W, V)`` for the
+      gradient of one micro-batch, in which the layers count by their shards under `Execution.fsdp`;
+      for a single micro-batch and no pipeline ``max(W, V)`` alone;
     * KV cache ``layers x slots x (prompt + response) x kv_heads / tp x (head_dim + v_head_dim) x
       itemsize``, with the slots per device; for latent attention the latent vectors in place of
       keys and values, and for layers with Gated DeltaNet a state per row;
     * under an `Execution.decode_attention` of "mosaic" the float32 partial results that the kernel
-      writes for a layer before they are merged (`moe.cache.kernel_bytes`), where a step
-      computes all slots and reads the whole cache;
+      writes for a layer before they are merged (`moe.cache.kernel_bytes`), for a step that computes
+      all slots and reads the whole cache;
     * logits ``4 x rows x response / cp x min(chunk, vocab / tp)`` of a vocabulary chunk, or
       ``4 x rows x response / (cp tp) x vocab`` where the sampler truncates and that is more, with
       the rows per device of the largest forward pass: a micro-batch, a warm start's batch, or
@@ -80,10 +80,10 @@ def memory(setup: Setup) -> dict[str, int]:
       matrix, sent to and received from other sequence-parallel groups;
     * on a pipeline, the inputs of layers that a stage keeps for the backward pass.
 
-    With adapters (`ModelConfig.lora`) ``F``, ``E`` and all that follows from them are those of
-    adapters and value head only, which are float32 without masters; the critic has only these in
-    addition to the policy's weights, and there is no reference model. While it samples, there is a
-    merged copy of the policy.
+    With adapters (`ModelConfig.lora`) ``F``, ``E`` and all that follows from them count adapters
+    and value head only, in float32 and with no masters; the critic has only these in addition to
+    the policy's weights, and there is no reference model. While it samples, there is a merged copy
+    of the policy.
 
     Per parameter, weight, summed gradient, master and moments take ``6 + 12 / G`` bytes in
     bfloat16, as in Megatron-Core, and ``8 + 8 / G`` in float32.
@@ -97,8 +97,8 @@ def memory(setup: Setup) -> dict[str, int]:
     networks = [model] if critic is None else [model, critic]
     # Policy and critic are updated one after the other: the larger one counts.
     gradients = max(gradient_bytes(network, mesh, shapes(network)) for network in networks)
-    # Those of a micro-batch are in the dtypes of the weights; their sum, which a pipeline has of
-    # one as well, is float32.
+    # Gradients of a micro-batch are in the dtypes of the weights; their sum, which a pipeline has
+    # of one as well, is float32.
     summand = max(
         gradient_bytes(network, mesh, cast_shapes(network), mesh.layout.vpp) for network in networks
     )
@@ -228,10 +228,10 @@ def state_bytes_per_parameter(optimizer: Optimizer, config: ModelConfig, mesh: F
 def gradient_bytes(
     config: ModelConfig, mesh: FoldedMesh, like: Transformer[jax.ShapeDtypeStruct], chunks: int = 1
 ) -> int:
-    """Bytes of the gradients of trained weights on one device, in the dtypes of `like`; those of
-    layers are sharded under fsdp, and of one of `chunks` of them."""
-    # Under fsdp a layer's gradient is reduce-scattered immediately; those of embedding and LM head
-    # are unsharded until the end.
+    """Bytes of the gradients of trained weights on one device, in the dtypes of `like`; gradients
+    of layers are sharded under fsdp, and of one of `chunks` of them."""
+    # Under fsdp a layer's gradient is reduce-scattered immediately; gradients of embedding and LM
+    # head are unsharded until the end.
     unsharded = _local_bytes(like, mesh, placement.specs(config, mesh))
     layers = _local_bytes(like, mesh, placement.stored_specs(config, mesh)).layers
     layers = jax.tree.map(lambda size: size // chunks, layers)
@@ -274,7 +274,7 @@ def cache_bytes(model: ModelConfig, mesh: FoldedMesh, slots: int, row_length: in
     """Bytes of the KV cache on one device, see `moe.cache.Cache`.
 
     Args:
-      mesh: of sampling.
+      mesh: mesh of sampling.
       slots: rows on all devices.
       row_length: tokens of a row.
     """

@@ -70,7 +70,7 @@ def lora_of(model: ModelConfig, run: RunConfig) -> Lora | None:
     if run.lora_rank is None:
         return None
     available = targets_of(model)
-    # The head is adapted only where it is named.
+    # The head is adapted only if it is named.
     default_targets = tuple(target for target in available if target != "head")
     targets = default_targets if run.lora_targets is None else tuple(run.lora_targets.split(","))
     if not all(map(is_target, targets)):
@@ -104,8 +104,8 @@ def with_dispatch(model: ModelConfig, run: RunConfig, mesh: FoldedMesh) -> Model
 
 
 def buffers_explained(model: ModelConfig, run: RunConfig) -> str | None:
-    """Explanation of the buffers that `with_dispatch` chose for `model`, in a line; None without a
-    choice."""
+    """Explanation of the buffers that `with_dispatch` chose for `model`, in a line; None if it
+    chose none."""
     factor = model.execution.buffer_factor
     if run.buffer_factor is not None or factor is None:
         return None
@@ -116,7 +116,7 @@ def buffers_explained(model: ModelConfig, run: RunConfig) -> str | None:
 
 
 def dispatch_explained(model: ModelConfig, run: RunConfig, mesh: FoldedMesh) -> str | None:
-    """Explanation of the choice of `with_dispatch`, in a line; None without a choice."""
+    """Explanation of the choice of `with_dispatch`, in a line; None if it chose none."""
     if run.dispatch is not None or not dispatches_tokens(model, mesh):
         return None
     return explain_choice(exchange_of(model, mesh), mesh)
@@ -144,7 +144,7 @@ def exchange_of(model: ModelConfig, mesh: FoldedMesh) -> TokenExchange:
 
 def first_devices(count: int, setting: str, advice: str) -> list[Any]:
     """First devices of the run; raises ValueError, with the setting that needs them and the advice,
-    where there are fewer."""
+    if there are fewer."""
     devices = jax.devices()
     if len(devices) < count:
         raise ValueError(
@@ -156,7 +156,7 @@ def first_devices(count: int, setting: str, advice: str) -> list[Any]:
 
 def check_supported(model: ModelConfig, mesh: FoldedMesh) -> None:
     """Rejects, before compilation, implementations that the devices do not support or that are
-    incompatible; those that depend on the sizes of a batch are rejected where they run.
+    incompatible; the ones that depend on the sizes of a batch are rejected when they run.
 
     Raises:
       ValueError: naming the flag, and a valid choice.
@@ -218,7 +218,7 @@ def check_shardable(model: ModelConfig, *meshes: FoldedMesh) -> None:
 def check_overlaps(
     model: ModelConfig, mesh: FoldedMesh, num_units: int, half_tokens: Sequence[int] = ()
 ) -> None:
-    """Rejects overlap of communication and computation where it has no effect or is not supported.
+    """Rejects overlap of communication and computation if it has no effect or is not supported.
 
     Args:
       num_units: number of independent parts of a device's micro-batch: bins, or prompts with their

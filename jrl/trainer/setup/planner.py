@@ -50,7 +50,7 @@ def memory_of_update(model: ModelConfig, geometry: Geometry, run: RunConfig) -> 
 def time_of_update(
     model: ModelConfig, geometry: Geometry, run: RunConfig, hardware: Hardware
 ) -> Cost:
-    """Predicted seconds of one optimizer step on a mini-batch, with GEMMs as fast as those of
+    """Predicted seconds of one optimizer step on a mini-batch, with GEMMs as fast as in
     Megatron-Core and the overlap that the run requests (`sharding.planner.communication`)."""
     return cost(*_planner_args(model, geometry, run), hardware, library_system(hardware))
 
@@ -100,14 +100,14 @@ def batch_of(geometry: Geometry) -> Batch:
 
 
 def method_of(config: ModelConfig, mesh: FoldedMesh, batch: Batch, run: RunConfig) -> Method:
-    """Planner's execution settings: those of the network, and the run's dtypes of gradients and
+    """Planner's execution settings: the network's, and the run's dtypes of gradients and
     moments."""
     execution = config.execution
     server_devices = execution.server_devices
     if server_devices is None and execution.dispatch in TWO_LEVELS:
         server_devices = hardware_of(mesh).domain
     return Method(
-        # None where no token is dispatched.
+        # None if no token is dispatched.
         dispatch=execution.dispatch or "all_gather",
         context=context_of(config, mesh),
         remat=execution.remat,
@@ -151,7 +151,8 @@ class Candidate:
 
     Attributes:
       setup: of the run on the layout.
-      seconds: of its updates per sequence of a mini-batch, whose size may depend on the layout.
+      seconds: seconds of its updates per sequence of a mini-batch, whose size may depend on the
+        layout.
     """
 
     setup: Setup
@@ -225,7 +226,7 @@ def choose_layout(setup: Setup, recipe: Recipe, num_devices: int) -> tuple[Layou
 
 
 def detect_hardware() -> Hardware:
-    """Planner's hardware description of the devices, for a CPU that of a laptop; raises ValueError
+    """Planner's hardware description of the devices, for a CPU a laptop's; raises ValueError
     for an accelerator that it does not support."""
     device = jax.devices()[0]
     hardware = HARDWARE["laptop"] if device.platform == "cpu" else find_hardware(device.device_kind)

@@ -1,5 +1,5 @@
-"""Setup of a run: its constant parts, made from its configuration, such as task, tokenizer, network
-and mesh."""
+"""Setup of a run: its constant parts, made from its configuration, for example task, tokenizer,
+network and mesh."""
 
 import difflib
 from collections.abc import Mapping
@@ -73,7 +73,7 @@ from moe.disaggregated.weights import check_splits
 from sharding.folding import FoldedMesh, Layout, fold
 
 MIN_PREFILL_PROMPTS = 64
-"""Minimum number of prompts of a prefill where that many are requested: with fewer, dispatching a
+"""Minimum number of prompts of a prefill if that many are requested: with fewer, dispatching a
 prefill takes longer than running it."""
 
 
@@ -91,7 +91,7 @@ class Setup:
       prompt_length: tokens that prompts are padded to.
       response_length: limit of a completion in tokens, end-of-sequence included.
       prompts_dropped: prompts that were left out for their length.
-      rows: the training conversations of a supervised recipe; the two lengths are then those of
+      rows: the training conversations of a supervised recipe; the two lengths then limit
         completions that are sampled for display.
 
     Raises:
@@ -167,7 +167,7 @@ class Setup:
     @cached_property
     def rollout_mesh(self) -> FoldedMesh:
         """Mesh of sampling: `mesh` itself unless that cannot decode or the run has a rollout layout
-        or rollout devices. With disaggregation that of attention, where the rows are."""
+        or rollout devices. With disaggregation the mesh of attention, which holds the rows."""
         if self.split is not None:
             return self.split.attention
         text, num_devices = self.run.rollout_layout, self.run.rollout_devices
@@ -197,8 +197,8 @@ class Setup:
         )
 
     def sampler(self, seed: int | None = None) -> Sampler:
-        """Creates a sampler of the task's completions, without weights; a seed of None is that of
-        the run."""
+        """Creates a sampler of the task's completions, without weights; a seed of None is the
+        run's."""
         engine: RolloutEngine = self._engine(self.run.seed if seed is None else seed)
         if has_environments(self.task):
             engine = ConversationEngine(
@@ -327,7 +327,7 @@ def build_setup(
     end.
 
     Args:
-      tokenizer: of a run that is resumed or evaluated; None makes it as configured.
+      tokenizer: tokenizer of a run that is resumed or evaluated; None makes it as configured.
       model: the same, for a run that started from a public checkpoint.
       code: contents of the run's copies of the user's own files; None reads the originals.
 
@@ -445,7 +445,7 @@ def _format(run: RunConfig, recipe: Recipe, tokenizer: Tokenizer) -> PromptForma
 
 
 def _tokenizer(run: RunConfig, task: Task, model: ModelConfig | None) -> Tokenizer:
-    """Tokenizer of a new run; `model` is that of a checkpoint, None for a preset."""
+    """Tokenizer of a new run; `model` is the checkpoint's, None for a preset."""
     if run.tokenizer is not None:
         size = None if model is None else model.vocab_size
         return with_template(run, load_tokenizer(run.tokenizer, size))
