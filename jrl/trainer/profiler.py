@@ -104,8 +104,9 @@ class Profiler:
         options.session_id = self._recording(steps.start).name
         options.python_tracer_level = 0  # phases say where Python is, at a fraction of the events
         try:
-            if (stale := self._recording(steps.start)).exists():  # of a step that is repeated
-                shutil.rmtree(stale)
+            if (recording := self._recording(steps.start)).exists():  # of a step that is repeated
+                shutil.rmtree(recording)
+            recording.mkdir(parents=True)  # before a session that could not be written
             jax.profiler.start_trace(self._folder, profiler_options=options)
         except Exception as error:  # another recording of this process, or the disk
             self._fail(f"profile of steps {steps.start} to {steps.stop - 1}", error)
