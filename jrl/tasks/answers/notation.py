@@ -20,6 +20,8 @@ _SIGNS = {
     ord("≤"): " <= ",
     ord("≥"): " >= ",
     ord("≠"): " != ",
+    ord("¬"): " not ",
+    **dict.fromkeys(map(ord, "❌✗✘"), " wrong "),
 }
 MONEY = "\uff04"
 """Sign of dollars; "$" also delimits formulas."""
@@ -55,6 +57,7 @@ _REPLACEMENTS = [
         (r"\\(?:geq?|geqslant)(?![A-Za-z])", " >= "),
         (r"\\lt(?![A-Za-z])", " < "),
         (r"\\gt(?![A-Za-z])", " > "),
+        (r"\\(?:neg|lnot)(?![A-Za-z])", " not "),
         (r"\\(?:neq?(?![A-Za-z])|not(?![A-Za-z])\s*=?)", " != "),
         (r"\\(?:approx|equiv|simeq)(?![A-Za-z])", " = "),
         (r"\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})|\\degree(?![A-Za-z])", " degrees "),

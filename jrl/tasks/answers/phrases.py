@@ -330,6 +330,21 @@ def phrases_of(tokens: Sequence[Token]) -> list[Span]:
     return [span for span in spans if any(t.kind in values for t in tokens[span[0] : span[1]])]
 
 
+_CONTRASTS = (["not"], ["and", "not"], ["rather", "than"], ["instead", "of"])
+
+
+def without_contrasts(tokens: Sequence[Token], phrases: Sequence[Span]) -> list[Span]:
+    """The phrases without the ones that the phrase before them is told from: 42, not 41."""
+    kept = list(phrases[:1])
+    for before, phrase in itertools.pairwise(phrases):
+        gap = tokens[before[1] : phrase[0]]
+        words = [token.text.lower() for token in gap if token.text not in (",", "(")]
+        begins_with_bracket = tokens[phrase[0]].text == "("
+        if words not in _CONTRASTS or begins_with_bracket:
+            kept.append(phrase)
+    return kept
+
+
 def _is_aside(tokens: Sequence[Token], index: int) -> bool:
     """True if a bracket opens a remark on the number before it: 42 (17 + 25)."""
     if index == 0 or tokens[index].text != "(":
@@ -376,7 +391,11 @@ def chosen_phrase(tokens: Sequence[Token], phrases: Sequence[Span]) -> int:
         after = next(verbs, anchor)
         within = [n for n, (begin, _) in enumerate(phrases) if after <= begin < end]
         if within:
-            return within[0]
+            first = within[0]
+            word = tokens[phrases[first][0] - 1].text.lower()
+            if (word == "not" or word.endswith("n't")) and first + 1 < len(phrases):
+                break  # The answer is not 41. It is 42.
+            return first
         # "Final answer:" and the number on a line of its own.
         if end - after <= 2:
             below = [n for n, (begin, _) in enumerate(phrases) if begin >= end]
