@@ -160,16 +160,18 @@ def tokens_of(text: str) -> list[Token]:
     tokens: list[Token] = []
     depth = 0
     for match in _TOKEN.finditer(text):
-        written, begin = match[0], match.start()
-        depth += (written in "([{") - (written in ")]}")
-        if depth > 0 and _PAIR.fullmatch(written):
+        written, kind = match[0], match.lastgroup or "other"
+        begin, end = match.span()
+        if kind == "math":
+            depth += (written in "([{") - (written in ")]}")
+        if depth > 0 and kind == "number" and _PAIR.fullmatch(written):
             first, _, second = written.partition(",")
             comma = begin + len(first)
             tokens.append(Token("number", first, begin, comma))
             tokens.append(Token("comma", ",", comma, comma + 1))
-            tokens.append(Token("number", second, comma + 1, match.end()))
+            tokens.append(Token("number", second, comma + 1, end))
         else:
-            tokens.append(Token(match.lastgroup or "other", written, begin, match.end()))
+            tokens.append(Token(kind, written, begin, end))
     return tokens
 
 
