@@ -24,7 +24,8 @@ _SCALES = {"thousand": 10**3, "thousands": 10**3, "million": 10**6, "millions": 
            "crore": 10**7, "gross": 144, "mln": 10**6, "bn": 10**9}  # fmt: skip
 _PERHAPS = {"maybe", "perhaps", "possibly", "else", "even", "it's", "it", "is", "also", "the",
             "answer", "could", "be", "may", "might", "rather", "about", "well", "just",
-            "something", "like", "approximately", "around", "roughly", "either", "a", "an"}  # fmt: skip
+            "something", "like",
+            "approximately", "around", "roughly", "either", "a", "an"}  # fmt: skip
 _OR = {"or", "xor", "unless", "&", "vs", "versus", "alternatively", "otherwise"}
 _GUESSING = {"maybe", "perhaps", "possibly", "might", "could", "may", "alternatively", "probably"}
 # A part, a base or another operation that multiplies or changes the number before it.

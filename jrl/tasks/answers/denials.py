@@ -81,7 +81,8 @@ _COPULA = re.compile(
 _JUDGED_WRONG = _words(
     """
     wrong incorrect false mistake mistaken mistakenly wrongly error erroneous invalid bogus trap
-    impossible unlikely absurd nonsense excluded eliminated ruled rejected refuted disproved inconsistent
+    impossible unlikely absurd nonsense excluded eliminated
+    ruled rejected refuted disproved inconsistent
     contradictory untrue doubtful unacceptable
     """
 )
@@ -101,7 +102,8 @@ _WORKS = _words(
 _EXCESS = frozenset({"large", "small", "big", "high", "low", "much", "many", "few", "little"})
 _AFTERTHOUGHT = _words(
     """
-    which that this it but and oh wait sorry actually hmm no well the answer result one though i they we
+    which that this it but and oh wait sorry actually hmm no well the answer result one
+    though i they we
     """
 )
 
@@ -114,13 +116,15 @@ _BOUNDS = _words(
     """
     least most between exceeding below above over under beyond beneath past exceed exceeds
     exceeded underneath upwards nearly almost within nearing approaching maximally minimally <
-    > <= >= != near
+    > <= >= != near until
     """
 )
 _BOUND_PAIRS = {
     *(("up", "to"), ("excess", "of"), ("short", "of"), ("shy", "of"), ("upwards", "of")),
     *(("upward", "of"), ("close", "to"), ("closer", "to"), ("nearer", "to"), ("north", "of")),
-    *(("south", "of"), ("limited", "to"), ("capped", "at"), ("out", "of")),
+    *(("south", "of"), ("limited", "to"), ("capped", "at"), ("starting", "at")),
+    *(("starting", "from"), ("bounded", "by"), ("above", "by"), ("below", "by")),
+    ("out", "of"),
 }
 _ADDING = _words(
     """
@@ -177,7 +181,8 @@ def is_denied(before: Sequence[str], *, answer_follows_number: bool = False) -> 
     before = _CANCELLED.sub(" ", " ".join(before)).split()
     for index, word in enumerate(before):
         rest = before[index + 1 :]
-        if rest[:1] == [":"] and (word == "no" or (word in _WRONG and not _FINITE.isdisjoint(rest[1:]))):
+        restates = word in _WRONG and not _FINITE.isdisjoint(rest[1:])
+        if rest[:1] == [":"] and (word == "no" or restates):
             continue  # That is wrong: the answer is 42.
         if word in _DOUBT:
             return True
@@ -329,8 +334,9 @@ _RETRACTED = re.compile(
     r"|i was wrong|sike|kidding)\b|^but no$"
 )
 _CORRECTED = re.compile(
-    r"(?:(?:no|wait|oops|hmm|but|and|oh) )*(?:actually|correction|oops|wait|sorry|never mind|no"
-    r"|on second thought|make that|make it|i mean|i meant|or rather|rather|i made an? (?:mistake|error))\b"
+    r"(?:(?:no|wait|oops|hmm|but|and|oh) )*(?:actually|correction|oops|wait|sorry|never mind"
+    r"|no|on second thought|make that|make it|i mean|i meant|or rather|rather"
+    r"|i made an? (?:mistake|error))\b"
 )
 
 

@@ -25,7 +25,9 @@ _BOX_SEPARATOR = re.compile(
     r"(?:[\s$,;/&~.]|\\[()\[\],;]|\\q?quad|\\lor\b|\\text\s*\{\s*(?:and|or)\s*\}|and\b|or\b"
     r"|[A-Za-z]\w?\s*=)*"
 )
-_OR = re.compile(r"\bor\b|/|\\lor\b|\b(?:maybe|perhaps|possibly|alternatively|vs|versus)\b", re.IGNORECASE)
+_OR = re.compile(
+    r"\bor\b|/|\\lor\b|\b(?:maybe|perhaps|possibly|alternatively|vs|versus)\b", re.IGNORECASE
+)
 # Text between two marks of which one is offered instead of the other: "or maybe".
 _ALTERNATIVE = re.compile(
     r"(?:[\s$,;/&~.?!:*_-]|\\[()\[\],;]|\\q?quad|\\lor\b|\\text\s*\{\s*(?:and|or)\s*\}"

@@ -51,6 +51,10 @@ _REPLACEMENTS = [
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\\(?:cdot|times|ast)(?![A-Za-z])", " * "),
         (r"\\div(?![A-Za-z])", "/"),
+        (
+            r"\\frac\s*\{\s*(km|cm|mm|kg|mg|mi|miles)\s*\}\s*\{\s*(h|hr|s|min|L|l|day)\s*\}",
+            r" \1/\2",
+        ),
         (r"\\(?:pm|mp)(?![A-Za-z])|∓|\+\s*/\s*-", "±"),
         (r"\{([-+])\}", r"\1"),
         (r"\\(?:leq?|leqslant)(?![A-Za-z])", " <= "),

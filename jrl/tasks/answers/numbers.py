@@ -269,7 +269,11 @@ def _has_unknown_mark(tokens: Sequence[Token], begin: int, end: int, exclaims: b
     if before is not None and before.end == first.begin:
         if before.kind == "other" and before.text not in _QUOTES:
             return True
-        if before.text == "|" or before.text.endswith("_") or (before.kind == "word" and first.text == "-"):
+        if (
+            before.text == "|"
+            or before.text.endswith("_")
+            or (before.kind == "word" and first.text == "-")
+        ):
             return True
     if before is not None and first.text == "-" and before.kind == "word":
         # "Profit - 42" does not say whether it is negative.

@@ -20,23 +20,27 @@ MAX_LENGTH = 1_000
 _PUNCTUATION = ".,;:!?*_'\"` \t\r\n()[]{}$"
 _BLANKS = re.compile(r"\s+")
 _ARTICLES = (
-    r"(?:the\s+|an?\s+(?!\s*[).]|$)|on\s+|in\s+|option\s+|choice\s+|letter\s+|definitely\s+|therefore\s+|thus\s+|indeed\s+|clearly\s+)*"
+    r"(?:the\s+|an?\s+(?!\s*[).]|$)|on\s+|in\s+|option\s+|choice\s+|letter\s+|definitely\s+"
+    r"|therefore\s+|thus\s+|indeed\s+|clearly\s+)*"
 )
 _STRONG = re.compile(
-    r"(?:\b(?:answer|solution)\b[^.\n]{0,40}?(?:\bis\b|\bare\b|\bbe\b|[:=]|\s[-\u2013;]\s)|\banswer\b[\s*_]*\n"
+    r"(?:\b(?:answer|solution)\b[^.\n]{0,40}?(?:\bis\b|\bare\b|\bbe\b|[:=]|\s[-\u2013;]\s)"
+    r"|\banswer\b[\s*_]*\n"
     rf"|(?m:^\s*(?:A|Ans)\s*:))[\s*:]*{_ARTICLES}",
     re.IGNORECASE,
 )
 _WEAK = re.compile(
     r"(?:\b(?:is|are|be|was|it's|that's|choose|choice|option|select|pick|say|so|hence|thus"
-    r"|therefore|leaving|leaves|go with)(?![\w'])|\bnot\b[^.?!\n]{1,40}\bbut\b(?: rather)?|\?\s*no\b|=|:(?!\d))\s*"
-    + _ARTICLES,
+    r"|therefore|leaving|leaves|go with)"
+    r"(?![\w'])|\bnot\b[^.?!\n]{1,40}\bbut\b(?: rather)?|\?\s*no\b|=|:(?!\d))\s*" + _ARTICLES,
     re.IGNORECASE,
 )
 # An alternative follows: "or Tuesday", ", Tuesday.", "/ Tuesday", "? No".
 _GOES_ON = re.compile(
-    r"\s*(?:[?!.,;()]*\s*\b(?:or|vs|versus|unless|as well as|alternatively|maybe|perhaps|possibly)\b|(?:\band\b|[/|&])\s*\w"
-    r"|\n\s*(?:[-*]\s*)?\w+[.\s]*$|[,;]\s*\w+\s*(?:$|[,.;!?]|\bor\b|\band\b)|\?\s*(?:no|not|maybe|or|perhaps)\b)",
+    r"\s*(?:[?!.,;()]*\s*\b(?:or|vs|versus|unless|as well as|alternatively|maybe|perhaps"
+    r"|possibly)\b|(?:\band\b|[/|&])\s*\w"
+    r"|\n\s*(?:[-*]\s*)?\w+[.\s]*$"
+    r"|[,;]\s*\w+\s*(?:$|[,.;!?]|\bor\b|\band\b)|\?\s*(?:no|not|maybe|or|perhaps)\b)",
     re.IGNORECASE,
 )
 _REASON = re.compile(r"\s*(?:$|[,.;:!)\n\u2013-]|because\b|since\b|as\b|for\b)", re.IGNORECASE)
@@ -60,17 +64,23 @@ _OPTION = re.compile(
     r"\W*(?:option\s+|choice\s+)?([A-Za-z])\s*(?:[).:]|\s[-\u2013;]\s|,|\n|$)", re.IGNORECASE
 )
 _OPTION_MARK = re.compile(r"\([A-Za-z]\)|\b[A-Z][).:]\s")
-_LETTERS_ALONE = re.compile(r"\(([A-Za-z])\)|(?<![\w'.])([B-HJ-Z]|A(?=\s*(?:$|[).,;:!?/|&]|(?:or|and|as well|unless|because|since)\b)))(?![\w'])")
+_LETTERS_ALONE = re.compile(
+    r"\(([A-Za-z])\)|(?<![\w'.])([B-HJ-Z]|A(?=\s*(?:$|[().,;:!?/|&]"
+    r"|(?:or|and|as well|unless|because|since)\b)))(?![\w'])"
+)
 _TWO_LETTERS = re.compile(r"(?<![\w'])[A-Z]\)?\s*(?:\b(?:or|and|nor)\b|[,/&])\s*\(?[A-Z](?![\w'])")
 # What an answer is told from: "B, not A", "B (not A)".
 _CONTRAST = re.compile(
     r"(?<=[\w)*\"])(?:\s*[,(]\s*(?:and\s+)?(?:not|rather than|instead of)|\s+(?:and not|rather than"
-    r"|instead of))\s+[\w()'*]{1,30}(?=\s*(?:[.!?;,\n]|$))", re.IGNORECASE
+    r"|instead of))\s+[\w()'*]{1,30}(?=\s*(?:[.!?;,\n]|$))",
+    re.IGNORECASE,
 )
 _FILLER = re.compile(
     r"(?:\s*(?:sure|well|hmm+|okay|ok|of course|certainly|clearly|definitely|obviously"
-    r"|let's (?:see|think(?: step by step)?))[\s,.!:]+)+", re.IGNORECASE
+    r"|let's (?:see|think(?: step by step)?))[\s,.!:]+)+",
+    re.IGNORECASE,
 )
+_OR_BEFORE = re.compile(r".*\bor (?:it's|it is)\b", re.IGNORECASE)
 _SYMBOLS = {"So", "Sm", "No", "Lo"}
 
 
@@ -133,7 +143,8 @@ def _claims(text: str, anchor: re.Pattern[str]) -> Iterator[tuple[str, str]]:
     anchor to the first."""
     for match in reversed(list(anchor.finditer(text))):
         clause = re.split(r"[.!?,;\n]", text[: match.start()])[-1]
-        yield f"{clause} {match[0]}", text[match.end() :]
+        before = "" if match[0].startswith("?") else f"{clause} {match[0]}"
+        yield before, text[match.end() :]
 
 
 def _is_stated(wanted: str, before: str, rest: str) -> bool:
@@ -145,7 +156,7 @@ def _is_stated(wanted: str, before: str, rest: str) -> bool:
     # New York City is not New York.
     if len(wanted) > 1 and re.match(r"\s+[A-Z][a-z]", after):
         return False
-    return not _goes_on(after) and not _denied(before)
+    return not _goes_on(after) and not _denied(before) and not _OR_BEFORE.match(before)
 
 
 def _denied(before: str) -> bool:
@@ -203,14 +214,19 @@ def _states_polar(wanted: str, text: str) -> bool | None:
     relevant = found & {wanted, _OPPOSITES[wanted]}
     if not relevant:
         return False if _POLAR.search(text) else None
-    return relevant == {wanted}
+    return relevant == {wanted} and not re.search(r"\bunless\b", text)
 
 
 def _is_refuted(after: str) -> bool:
     """True if what follows an answer calls it wrong: "is wrong", "? No"."""
     clause = re.split(r"[.,;:!?\n()]+", after, maxsplit=1)[0]
-    return is_judged_wrong(re.findall(r"[\w']+", clause.lower())) or bool(
-        re.match(r"\W*\?\s*(?:no|wrong|not)\b|[\s.!,;]*(?:no,? that|that is not|that's (?:not|wrong))", after, re.IGNORECASE)
+    words = re.findall(r"[\w']+", clause.lower())
+    return (len(words) > 1 and is_judged_wrong(words)) or bool(
+        re.match(
+            r"\W*\?\s*(?:no|wrong|not)\b|[\s.!,;]*(?:no,? that|that is not|that's (?:not|wrong))",
+            after,
+            re.IGNORECASE,
+        )
     )
 
 
