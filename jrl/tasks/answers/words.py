@@ -244,7 +244,7 @@ def _states_letter(wanted: str, text: str) -> bool | None:
     if (option := _OPTION.match(text)) is not None:
         rest = (
             text[option.end() - 1 :]
-            if text[option.end() - 1 : option.end()] == ","
+            if text[option.end() - 1 : option.end()] in (",", "\n")
             else text[option.end() :]
         )
         other = _OPTION_MARK.search(rest)
