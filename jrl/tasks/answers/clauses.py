@@ -8,6 +8,7 @@ from .denials import (
     MAX_CLAUSE,
     is_bound_after,
     is_bound_before,
+    is_correction,
     is_denied,
     is_judged_wrong,
     is_part_before,
@@ -23,8 +24,9 @@ _SCALES = {"thousand": 10**3, "thousands": 10**3, "million": 10**6, "millions": 
            "crore": 10**7, "gross": 144, "mln": 10**6, "bn": 10**9}  # fmt: skip
 _PERHAPS = {"maybe", "perhaps", "possibly", "else", "even", "it's", "it", "is", "also", "the",
             "answer", "could", "be", "may", "might", "rather", "about", "well", "just",
+            "something", "like",
             "approximately", "around", "roughly", "either", "a", "an"}  # fmt: skip
-_OR = {"or", "vs", "versus", "alternatively", "otherwise"}
+_OR = {"or", "xor", "unless", "&", "vs", "versus", "alternatively", "otherwise"}
 _GUESSING = {"maybe", "perhaps", "possibly", "might", "could", "may", "alternatively", "probably"}
 # A part, a base or another operation that multiplies or changes the number before it.
 _CHANGED = re.compile(
@@ -82,6 +84,8 @@ class Clauses:
             self._follows_number or _numeral(before[-2:-1]) is not None
         ):
             return True  # zero point 42
+        if before[-1:] == ["times"] and _numeral(before[-2:-1]) is not None:
+            return True  # three times 42
         if before[-2:] == ["plus", "or"] or before[-1:] in (["scale"], ["hundred"]):
             return True
         if before and (before[-1] in _SCALES or _DENIED_ATTACHED.fullmatch(before[-1])):
@@ -103,6 +107,8 @@ class Clauses:
             return True
         if after[0] == "per" and after[1:2] and after[1] in _PER:
             return True
+        if after[0] in ("plus", "minus") and _numeral(after[1:2]) is not None:
+            return True  # 42 plus one
         return "base" in after or "power" in after
 
     def _has_afterthought(self) -> bool:
@@ -114,10 +120,14 @@ class Clauses:
             begin += 1
         words: list[str] = []
         for token in tokens[begin : begin + MAX_AFTERTHOUGHT]:
-            if token.kind not in ("word", "relation"):
+            if token.kind == "comma" and words:
+                begin += 1
+            elif token.kind not in ("word", "relation"):
                 break
-            words.append(token.text.lower())
-        follows = self._next is not None and self._next[0] == begin + len(words)
+            else:
+                words.append(token.text.lower())
+        end = begin + len(words)
+        follows = end < len(tokens) and tokens[end].kind in ("number", "command", "currency")
         if begin == self._stop or not words or follows:
             return False
         if words[0] in ("at", "or", "and", "give", "tops", "max") and is_bound_after(words[:3]):
@@ -137,22 +147,32 @@ class Clauses:
             has_or = any(token.text.lower() == "or" for token in between)
             is_guess = bool(gap) and self._is_guess(self._next[0])
             # 41 or 42; 41, maybe 42; 41? Or 42?
-            if (not stops and (has_or or is_guess)) or words[:1] == ["or"]:
+            if (not stops and (has_or or is_guess)) or words[:1] == ["or"] or self._is_corrected():
                 yield self._next
+
+    def _is_corrected(self) -> bool:
+        """True if the next number corrects this one: "The answer is 41. No, it's 42"."""
+        assert self._next is not None
+        gap = self._tokens[self._stop : self._next[0]]
+        words = [token.text.lower() for token in gap if token.kind == "word"]
+        return len(words) <= MAX_AFTERTHOUGHT and bool(gap) and is_correction(words)
 
     def _is_offered_instead(self, previous: Span) -> bool:
         tokens, begin = self._tokens, self._begin
         index = begin - 1
         labelled = tokens[begin].text == "=" and index >= 0 and _is_letter(tokens[index])
         index -= labelled
-        while index >= 0 and tokens[index].text.lower() in _PERHAPS:
+        while index >= 0 and (tokens[index].text.lower() in _PERHAPS or tokens[index].text == "\n"):
             index -= 1
         word = tokens[index].text.lower() if index >= 0 else ""
         if word in _OR:
             return True
         if word == "and" and index == previous[1]:
             return True  # 41 and also 42
-        if self._is_guess(begin) and self._is_guess(previous[0]):
+        gap = [token.text.lower() for token in tokens[previous[1] : begin] if token.kind != "comma"]
+        if gap == ["as", "well", "as"]:
+            return True
+        if self._is_guess(begin) and (len(gap) == 1 or self._is_guess(previous[0])):
             return True
         return labelled and _same_label(tokens, previous, begin)
 

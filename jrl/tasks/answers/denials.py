@@ -16,13 +16,14 @@ def _words(text: str) -> frozenset[str]:
 _NOT = re.compile(
     r"(?:no|not|never|neither|nor|cannot|hardly|scarcely|nowhere|without|except|excepting"
     r"|excluding|excludes?|besides|unlike|unless|isnt|arent|wasnt|dont|doesnt|didnt|cant|couldnt"
-    r"|wont|wouldnt|shouldnt|mustnt|aint|\w*n't)"
+    r"|wont|wouldnt|shouldnt|mustnt|aint|barely|nobody|lacks?|forget|\w*n't)"
 )
 _NOT_PAIRS = {
     *(("other", "than"), ("rather", "than"), ("instead", "of"), ("opposed", "to"), ("far", "from")),
     *(("different", "from"), ("different", "than"), ("differs", "from"), ("differ", "from")),
     *(("anything", "but"), ("everything", "but"), ("all", "but"), ("nothing", "like")),
     *(("fails", "to"), ("failed", "to"), ("rules", "out"), ("rule", "out"), ("ruled", "out")),
+    *(("unequal", "to"), ("one", "gets"), ("one", "says")),
     *(("refuse", "to"), ("refuses", "to"), ("apart", "from"), ("aside", "from")),
 }
 # A denial of these reaches through the verb of the answer: "I do not think that it is 42".
@@ -52,6 +53,12 @@ _WRONG_NOUNS = _words(
     """
 )
 _CONDITION = frozenset({"if", "whether", "suppose", "supposing", "assuming", "unless"})
+# Two denials that cancel each other.
+_CANCELLED = re.compile(
+    r"\b(?:no|without(?: a| any)?|beyond(?: a| any)?) doubt\b"
+    r"|\b(?:cannot|not|\w*n't)(?: be)? anything (?:but|except|other than)\b"
+    r"|\b(?:not|isn't|wasn't) (?:hard|difficult) to \w+\b"
+)
 # They deny only the next word or phrase: "without tax she pays 42".
 _ADJACENT = _words("no without except excepting excluding exclude excludes besides unlike")
 # Verbs of a clause of its own: "Those who do not play are 42".
@@ -74,7 +81,8 @@ _COPULA = re.compile(
 _JUDGED_WRONG = _words(
     """
     wrong incorrect false mistake mistaken mistakenly wrongly error erroneous invalid bogus trap
-    impossible unlikely absurd nonsense excluded ruled rejected refuted disproved inconsistent
+    impossible unlikely absurd nonsense excluded eliminated
+    ruled rejected refuted disproved inconsistent
     contradictory untrue doubtful unacceptable
     """
 )
@@ -94,7 +102,8 @@ _WORKS = _words(
 _EXCESS = frozenset({"large", "small", "big", "high", "low", "much", "many", "few", "little"})
 _AFTERTHOUGHT = _words(
     """
-    which that this it but and oh wait sorry actually hmm no well the answer result one though
+    which that this it but and oh wait sorry actually hmm no well the answer result one
+    though i they we
     """
 )
 
@@ -107,13 +116,15 @@ _BOUNDS = _words(
     """
     least most between exceeding below above over under beyond beneath past exceed exceeds
     exceeded underneath upwards nearly almost within nearing approaching maximally minimally <
-    > <= >= != near
+    > <= >= != near until
     """
 )
 _BOUND_PAIRS = {
     *(("up", "to"), ("excess", "of"), ("short", "of"), ("shy", "of"), ("upwards", "of")),
     *(("upward", "of"), ("close", "to"), ("closer", "to"), ("nearer", "to"), ("north", "of")),
-    *(("south", "of"), ("limited", "to"), ("capped", "at"), ("out", "of")),
+    *(("south", "of"), ("limited", "to"), ("capped", "at"), ("starting", "at")),
+    *(("starting", "from"), ("bounded", "by"), ("above", "by"), ("below", "by")),
+    ("out", "of"),
 }
 _ADDING = _words(
     """
@@ -131,11 +142,11 @@ _AFTER_BOUND = _words(
 )
 _BOUND_PAIRS_AFTER = {
     *(("at", limit) for limit in ("most", "least", "best", "worst", "minimum", "maximum")),
-    *(("and", limit) for limit in ("more", "up", "above", "over", "upwards", "upward")),
+    *(("and", limit) for limit in ("counting", "more", "up", "above", "over", "upwards", "upward")),
 }
 _LIMIT_WORDS = _words(
     """
-    max maximum min minimum tops upwards upward plus minus ish something odd fold
+    max maximum min minimum tops onwards onward upwards upward plus minus ish something odd fold
     """
 )
 
@@ -167,8 +178,12 @@ def is_denied(before: Sequence[str], *, answer_follows_number: bool = False) -> 
       before: the words and signs of its clause before it, in lower case.
       answer_follows_number: whether the clause starts at another number.
     """
+    before = _CANCELLED.sub(" ", " ".join(before)).split()
     for index, word in enumerate(before):
         rest = before[index + 1 :]
+        restates = word in _WRONG and not _FINITE.isdisjoint(rest[1:])
+        if rest[:1] == [":"] and (word == "no" or restates):
+            continue  # That is wrong: the answer is 42.
         if word in _DOUBT:
             return True
         if word in _WRONG and (not rest or rest[0] in _FINITE or rest[0] in _WRONG_NOUNS):
@@ -256,6 +271,8 @@ def is_judged_wrong(after: Sequence[str], *, is_bare: bool = True) -> bool:
       is_bare: whether the first of them follows the answer itself, and not what it counts.
     """
     words = list(after)
+    while words and words[0] in (":", "-"):
+        words.pop(0)
     if not words:
         return False
     if words[0] in _FAILS and is_bare:
@@ -284,7 +301,10 @@ def is_judged_wrong(after: Sequence[str], *, is_bare: bool = True) -> bool:
 def is_taken_back(words: Sequence[str]) -> bool:
     """True if the words that follow an answer behind a stop or a comma take it back: "No.",
     "that is wrong", "which is not it"."""
-    kept = list(words)
+    kept = " ".join(words).replace("they are", "they is").replace("'s", " 's").split()
+    words = tuple(kept)
+    if _RETRACTED.search(" ".join(kept)):
+        return True
     if kept[:1] in (["no"], ["nope"], ["not"], ["wrong"], ["incorrect"], ["false"], ["never"]):
         return len(kept) == 1 or kept[1] in (
             "really",
@@ -307,6 +327,22 @@ def is_taken_back(words: Sequence[str]) -> bool:
     if not kept or not _COPULA.fullmatch(kept[0]):
         return bool(kept) and len(kept) == 1 and kept[0] in _WRONG
     return is_judged_wrong(kept)
+
+
+_RETRACTED = re.compile(
+    r"\b(?:made (?:a|an) (?:mistake|error)|scratch that|do(?:n't| not) think so|perhaps not"
+    r"|i was wrong|sike|kidding)\b|^but no$"
+)
+_CORRECTED = re.compile(
+    r"(?:(?:no|wait|oops|hmm|but|and|oh) )*(?:actually|correction|oops|wait|sorry|never mind"
+    r"|no|on second thought|make that|make it|i mean|i meant|or rather|rather"
+    r"|i made an? (?:mistake|error))\b"
+)
+
+
+def is_correction(words: Sequence[str]) -> bool:
+    """True if the words behind a stop announce another answer: "Actually", "No, it's"."""
+    return bool(_CORRECTED.match(" ".join(words)))
 
 
 def is_restart(before: str, word: str, after: str) -> bool:

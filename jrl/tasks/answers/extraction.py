@@ -22,13 +22,15 @@ _HEADING = re.compile(
 )
 # Text between two boxes that form one statement: blanks, commas, "and", "or", a label.
 _BOX_SEPARATOR = re.compile(
-    r"(?:[\s$,;/&~.]|\\[()\[\],;]|\\q?quad|\\text\s*\{\s*(?:and|or)\s*\}|and\b|or\b"
+    r"(?:[\s$,;/&~.]|\\[()\[\],;]|\\q?quad|\\lor\b|\\text\s*\{\s*(?:and|or)\s*\}|and\b|or\b"
     r"|[A-Za-z]\w?\s*=)*"
 )
-_OR = re.compile(r"\bor\b|/|\b(?:maybe|perhaps|possibly|alternatively|vs|versus)\b", re.IGNORECASE)
+_OR = re.compile(
+    r"\bor\b|/|\\lor\b|\b(?:maybe|perhaps|possibly|alternatively|vs|versus)\b", re.IGNORECASE
+)
 # Text between two marks of which one is offered instead of the other: "or maybe".
 _ALTERNATIVE = re.compile(
-    r"(?:[\s$,;/&~.?!:*_-]|\\[()\[\],;]|\\q?quad|\\text\s*\{\s*(?:and|or)\s*\}"
+    r"(?:[\s$,;/&~.?!:*_-]|\\[()\[\],;]|\\q?quad|\\lor\b|\\text\s*\{\s*(?:and|or)\s*\}"
     r"|(?:and|or|maybe|perhaps|possibly|alternatively|vs|versus|also|even|else|it|is|the|answer|be"
     r"|could|might|may|either|just|as|well|possible)\b|[A-Za-z]\w?\s*=)*",
     re.IGNORECASE,

@@ -20,6 +20,8 @@ _SIGNS = {
     ord("≤"): " <= ",
     ord("≥"): " >= ",
     ord("≠"): " != ",
+    ord("¬"): " not ",
+    **dict.fromkeys(map(ord, "❌✗✘"), " wrong "),
 }
 MONEY = "\uff04"
 """Sign of dollars; "$" also delimits formulas."""
@@ -49,12 +51,17 @@ _REPLACEMENTS = [
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\\(?:cdot|times|ast)(?![A-Za-z])", " * "),
         (r"\\div(?![A-Za-z])", "/"),
+        (
+            r"\\frac\s*\{\s*(km|cm|mm|kg|mg|mi|miles)\s*\}\s*\{\s*(h|hr|s|min|L|l|day)\s*\}",
+            r" \1/\2",
+        ),
         (r"\\(?:pm|mp)(?![A-Za-z])|∓|\+\s*/\s*-", "±"),
         (r"\{([-+])\}", r"\1"),
         (r"\\(?:leq?|leqslant)(?![A-Za-z])", " <= "),
         (r"\\(?:geq?|geqslant)(?![A-Za-z])", " >= "),
         (r"\\lt(?![A-Za-z])", " < "),
         (r"\\gt(?![A-Za-z])", " > "),
+        (r"\\(?:neg|lnot)(?![A-Za-z])", " not "),
         (r"\\(?:neq?(?![A-Za-z])|not(?![A-Za-z])\s*=?)", " != "),
         (r"\\(?:approx|equiv|simeq)(?![A-Za-z])", " = "),
         (r"\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})|\\degree(?![A-Za-z])", " degrees "),
@@ -157,16 +164,18 @@ def tokens_of(text: str) -> list[Token]:
     tokens: list[Token] = []
     depth = 0
     for match in _TOKEN.finditer(text):
-        written, begin = match[0], match.start()
-        depth += (written in "([{") - (written in ")]}")
-        if depth > 0 and _PAIR.fullmatch(written):
+        written, kind = match[0], match.lastgroup or "other"
+        begin, end = match.span()
+        if kind == "math":
+            depth += (written in "([{") - (written in ")]}")
+        if depth > 0 and kind == "number" and _PAIR.fullmatch(written):
             first, _, second = written.partition(",")
             comma = begin + len(first)
             tokens.append(Token("number", first, begin, comma))
             tokens.append(Token("comma", ",", comma, comma + 1))
-            tokens.append(Token("number", second, comma + 1, match.end()))
+            tokens.append(Token("number", second, comma + 1, end))
         else:
-            tokens.append(Token(match.lastgroup or "other", written, begin, match.end()))
+            tokens.append(Token(kind, written, begin, end))
     return tokens
 
 

@@ -23,6 +23,7 @@ from .phrases import (
     same_unit,
     signs_of_dashes,
     unit_of,
+    without_contrasts,
     words_to_signs,
 )
 
@@ -89,7 +90,7 @@ def read_statement(text: str, *, marked: bool = False, exclaims: bool = True) ->
     # Dollar signs delimit formulas as well, and never separate two numbers.
     tokens = [token for token in tokens if token.text != "$"]
     tokens = words_to_signs(signs_of_dashes(tokens, marked=marked))
-    phrases = phrases_of(tokens)
+    phrases = without_contrasts(tokens, phrases_of(tokens))
     if not phrases:
         return Statement(NOTHING)
     return _read(tokens, phrases, chosen_phrase(tokens, phrases), exclaims)
@@ -128,6 +129,7 @@ def _read(
         return Statement(RELATION)
     spans = _split_numbers(tokens, begin, end)
     is_led = begin > 0 and tokens[begin - 1].text.lower() in _LEADING
+    is_led = is_led and not (begin > 1 and tokens[begin - 2].text.lower() == "one")  # one of 41, 42
     if is_led and len(spans) > 1 and tokens[spans[-1][0] - 1].kind == "comma":
         spans = spans[-1:]  # In 2024, 42 people came.
     attached = begin > 0 and tokens[begin - 1].kind == "word" and not labelled and (
@@ -267,7 +269,11 @@ def _has_unknown_mark(tokens: Sequence[Token], begin: int, end: int, exclaims: b
     if before is not None and before.end == first.begin:
         if before.kind == "other" and before.text not in _QUOTES:
             return True
-        if before.text == "|" or (before.kind == "word" and first.text == "-"):
+        if (
+            before.text == "|"
+            or before.text.endswith("_")
+            or (before.kind == "word" and first.text == "-")
+        ):
             return True
     if before is not None and first.text == "-" and before.kind == "word":
         # "Profit - 42" does not say whether it is negative.

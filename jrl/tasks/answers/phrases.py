@@ -256,12 +256,21 @@ def words_to_signs(tokens: Sequence[Token]) -> list[Token]:
     converted: list[Token] = []
     index = 0
     while index < len(tokens):
-        token, word = tokens[index], tokens[index].text.lower()
+        token = tokens[index]
+        if token.kind != "word" and token.text != "/":
+            converted.append(token)
+            index += 1
+            continue
+        word = token.text.lower()
+        before = converted[-1] if converted else None
+        if not _is_value(before) and word not in ("minus", "negative"):
+            converted.append(token)
+            index += 1
+            continue
         step = 2 if word in _BEFORE_BY else 1
         follows = tokens[index + step] if index + step < len(tokens) else None
         number_follows = follows is not None and follows.kind == "number"
         operand_follows = follows is not None and (number_follows or follows.text == "(")
-        before = converted[-1] if converted else None
         is_number = before is not None and (before.kind == "number" or before.text == ")")
         if (
             is_number
@@ -295,12 +304,17 @@ def _percent_length(tokens: Sequence[Token], index: int) -> int:
     return 1 if words[0] in ("percent", "pct") else 2 * (words == ["per", "cent"])
 
 
+def _is_value(token: Token | None) -> bool:
+    """True if a token may end a number."""
+    return token is not None and (
+        token.kind in ("number", "vulgar", "constant") or token.text in (")", "}")
+    )
+
+
 def _may_have_unit(before: Token | None, token: Token) -> bool:
     """True if a token may begin the unit of a number. A capital letter that is attached to one is a
     variable: 2N."""
-    if before is None or (token.kind != "word" and token.text != "/"):
-        return False
-    if before.kind not in ("number", "vulgar", "constant") and before.text not in (")", "}"):
+    if before is None or not _is_value(before):
         return False
     return before.end < token.begin or not (len(token.text) == 1 and token.text in "AJKNVW")
 
@@ -328,6 +342,21 @@ def phrases_of(tokens: Sequence[Token]) -> list[Span]:
         spans.append((begin, len(tokens)))
     values = ("number", "vulgar", "constant")
     return [span for span in spans if any(t.kind in values for t in tokens[span[0] : span[1]])]
+
+
+_CONTRASTS = (["not"], ["and", "not"], ["rather", "than"], ["instead", "of"])
+
+
+def without_contrasts(tokens: Sequence[Token], phrases: Sequence[Span]) -> list[Span]:
+    """The phrases without the ones that the phrase before them is told from: 42, not 41."""
+    kept = list(phrases[:1])
+    for before, phrase in itertools.pairwise(phrases):
+        gap = tokens[before[1] : phrase[0]]
+        words = [token.text.lower() for token in gap if token.text not in (",", "(")]
+        begins_with_bracket = tokens[phrase[0]].text == "("
+        if words not in _CONTRASTS or begins_with_bracket:
+            kept.append(phrase)
+    return kept
 
 
 def _is_aside(tokens: Sequence[Token], index: int) -> bool:
@@ -368,15 +397,19 @@ def _is_anchor(tokens: Sequence[Token], index: int) -> bool:
 
 def chosen_phrase(tokens: Sequence[Token], phrases: Sequence[Span]) -> int:
     """Index of the phrase with the answer: the first after the last "answer is", else the last."""
-    anchors = [n for n, token in enumerate(tokens) if _is_anchor(tokens, n)]
-    for anchor in reversed(anchors):
+    words = (n for n in range(len(tokens) - 1, -1, -1) if tokens[n].kind == "word")
+    for anchor in (n for n in words if _is_anchor(tokens, n)):
         stops = (n for n in range(anchor + 1, len(tokens)) if tokens[n].kind == "stop")
         end = next(stops, len(tokens))
         verbs = (n for n in range(anchor + 1, end) if tokens[n].text.lower() in VERBS)
         after = next(verbs, anchor)
         within = [n for n, (begin, _) in enumerate(phrases) if after <= begin < end]
         if within:
-            return within[0]
+            first = within[0]
+            word = tokens[phrases[first][0] - 1].text.lower()
+            if (word == "not" or word.endswith("n't")) and first + 1 < len(phrases):
+                break  # The answer is not 41. It is 42.
+            return first
         # "Final answer:" and the number on a line of its own.
         if end - after <= 2:
             below = [n for n, (begin, _) in enumerate(phrases) if begin >= end]

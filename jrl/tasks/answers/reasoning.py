@@ -49,8 +49,15 @@ _HEADER = re.compile(
 _TURN = re.compile(r"<\|start\|>assistant\s*\Z")
 
 
+_MARK_BEGINS = re.compile(
+    "|".join(sorted({re.escape(mark[:2]) for mark in (*PAIRS, *_ENDS, CHANNEL)})), _FLAGS
+)
+
+
 def after_reasoning(completion: str) -> str | None:
     """Text after the last end of reasoning; None if reasoning is still open."""
+    if not _MARK_BEGINS.search(completion):
+        return completion
     reader = TurnReader()
     reader.add(completion)
     return None if reader.is_open else completion[reader.closed :]

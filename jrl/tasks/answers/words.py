@@ -10,7 +10,7 @@ import re
 import unicodedata
 from collections.abc import Iterator
 
-from .denials import is_denied, is_judged_wrong, is_taken_back, last_clause
+from .denials import is_correction, is_denied, is_judged_wrong, is_taken_back, last_clause
 from .notation import DASH, plain_notation
 
 MAX_REFERENCE_LENGTH = 200
@@ -20,22 +20,26 @@ MAX_LENGTH = 1_000
 _PUNCTUATION = ".,;:!?*_'\"` \t\r\n()[]{}$"
 _BLANKS = re.compile(r"\s+")
 _ARTICLES = (
-    r"(?:the\s+|an?\s+(?!\s*[).]|$)|on\s+|in\s+|option\s+|choice\s+|letter\s+|definitely\s+)*"
+    r"(?:the\s+|an?\s+(?!\s*[).]|$)|on\s+|in\s+|option\s+|choice\s+|letter\s+|definitely\s+"
+    r"|therefore\s+|thus\s+|indeed\s+|clearly\s+)*"
 )
 _STRONG = re.compile(
     r"(?:\b(?:answer|solution)\b[^.\n]{0,40}?(?:\bis\b|\bare\b|\bbe\b|[:=]|\s[-\u2013;]\s)"
+    r"|\banswer\b[\s*_]*\n"
     rf"|(?m:^\s*(?:A|Ans)\s*:))[\s*:]*{_ARTICLES}",
     re.IGNORECASE,
 )
 _WEAK = re.compile(
     r"(?:\b(?:is|are|be|was|it's|that's|choose|choice|option|select|pick|say|so|hence|thus"
-    r"|therefore|leaving|leaves)(?![\w'])|\bnot\b[^.?!\n]{1,40}\bbut\b(?: rather)?|=|:(?!\d))\s*"
-    + _ARTICLES,
+    r"|therefore|leaving|leaves|go with)"
+    r"(?![\w'])|\bnot\b[^.?!\n]{1,40}\bbut\b(?: rather)?|\?\s*no\b|=|:(?!\d))\s*" + _ARTICLES,
     re.IGNORECASE,
 )
 # An alternative follows: "or Tuesday", ", Tuesday.", "/ Tuesday", "? No".
 _GOES_ON = re.compile(
-    r"\s*(?:[?!.,;)]*\s*\b(?:or|vs|versus|alternatively|maybe|perhaps|possibly)\b|(?:\band\b|[/|&])\s*\w"
+    r"\s*(?:[?!.,;()]*\s*\b(?:or|vs|versus|unless|as well as|alternatively|maybe|perhaps"
+    r"|possibly)\b|(?:\band\b|[/|&])\s*\w"
+    r"|\n\s*(?:[-*]\s*)?\w+[.\s]*$"
     r"|[,;]\s*\w+\s*(?:$|[,.;!?]|\bor\b|\band\b)|\?\s*(?:no|not|maybe|or|perhaps)\b)",
     re.IGNORECASE,
 )
@@ -51,15 +55,32 @@ _SHORT = 4
 """Maximum number of words of a text without a verb that is judged as an answer."""
 _OPPOSITES = {"yes": "no", "no": "yes", "true": "false", "false": "true"}
 _POLAR = re.compile(
-    r"\b(?:yes|true|false)\b|\bno\b(?=\s*(?:$|[,.;:!?)\n]|because\b|since\b|as\b))", re.IGNORECASE
+    r"(?<![\w-])(?:yes|true|false)\b"
+    r"|(?<![\w-])no\b(?=\s*(?:$|[,.;:!?)\n/|&]|(?:because|since|as|or|and|yes|is|isn't|unless)\b))",
+    re.IGNORECASE,
 )
 _LETTER = re.compile(r"[\s$(\[*\"']*([A-Z])(?![\w'-])(?!\s+(?:think|am|would|will|have)\b)")
 _OPTION = re.compile(
     r"\W*(?:option\s+|choice\s+)?([A-Za-z])\s*(?:[).:]|\s[-\u2013;]\s|,|\n|$)", re.IGNORECASE
 )
 _OPTION_MARK = re.compile(r"\([A-Za-z]\)|\b[A-Z][).:]\s")
-_LETTERS_ALONE = re.compile(r"\(([A-Za-z])\)|(?<![\w'.])([B-HJ-Z])(?![\w'])")
+_LETTERS_ALONE = re.compile(
+    r"\(([A-Za-z])\)|(?<![\w'.])([B-HJ-Z]|A(?=\s*(?:$|[().,;:!?/|&]"
+    r"|(?:or|and|as well|unless|because|since)\b)))(?![\w'])"
+)
 _TWO_LETTERS = re.compile(r"(?<![\w'])[A-Z]\)?\s*(?:\b(?:or|and|nor)\b|[,/&])\s*\(?[A-Z](?![\w'])")
+# What an answer is told from: "B, not A", "B (not A)".
+_CONTRAST = re.compile(
+    r"(?<=[\w)*\"])(?:\s*[,(]\s*(?:and\s+)?(?:not|rather than|instead of)|\s+(?:and not|rather than"
+    r"|instead of))\s+[\w()'*]{1,30}(?=\s*(?:[.!?;,\n]|$))",
+    re.IGNORECASE,
+)
+_FILLER = re.compile(
+    r"(?:\s*(?:sure|well|hmm+|okay|ok|of course|certainly|clearly|definitely|obviously"
+    r"|let's (?:see|think(?: step by step)?))[\s,.!:]+)+",
+    re.IGNORECASE,
+)
+_OR_BEFORE = re.compile(r".*\bor (?:it's|it is)\b", re.IGNORECASE)
 _SYMBOLS = {"So", "Sm", "No", "Lo"}
 
 
@@ -100,6 +121,9 @@ def states_reference(reference: str, text: str, *, marked: bool) -> bool | None:
     if normalized == wanted:
         return True
     plain = plain_notation(text[-MAX_LENGTH:], marked=marked)
+    plain = _CONTRAST.sub("", _FILLER.sub("", plain, 1) if _FILLER.match(plain) else plain)
+    if normalize_words(plain) == wanted:
+        return True
     if plain.lstrip()[:1] in ("-", DASH):
         return False  # -x is not x
     if len(wanted) == 1 and wanted.isalpha():
@@ -119,7 +143,8 @@ def _claims(text: str, anchor: re.Pattern[str]) -> Iterator[tuple[str, str]]:
     first."""
     for match in reversed(list(anchor.finditer(text))):
         clause = re.split(r"[.!?,;\n]", text[: match.start()])[-1]
-        yield f"{clause} {match[0]}", text[match.end() :]
+        before = "" if match[0].startswith("?") else f"{clause} {match[0]}"
+        yield before, text[match.end() :]
 
 
 def _is_stated(wanted: str, before: str, rest: str) -> bool:
@@ -131,7 +156,7 @@ def _is_stated(wanted: str, before: str, rest: str) -> bool:
     # New York City is not New York.
     if len(wanted) > 1 and re.match(r"\s+[A-Z][a-z]", after):
         return False
-    return not _goes_on(after) and not _denied(before)
+    return not _goes_on(after) and not _denied(before) and not _OR_BEFORE.match(before)
 
 
 def _denied(before: str) -> bool:
@@ -146,7 +171,12 @@ def _goes_on(after: str) -> bool:
     clause, *later = re.split(r"[.,;:!?\n()]+|\b(?:because|since|as|for)\b", after, maxsplit=2)
     if is_judged_wrong(re.findall(r"[\w']+", clause.lower())):
         return True
-    words = re.findall(r"[\w']+", later[0].lower())[:12] if later and not clause.strip() else []
+    if clause.strip():
+        return False
+    words = re.findall(r"[\w']+", after.lower())[:12]
+    if is_correction(words):
+        return True
+    words = re.findall(r"[\w']+", later[0].lower())[:12] if later else []
     return bool(words) and is_taken_back(words)
 
 
@@ -160,6 +190,11 @@ def _states_words(wanted: str, text: str) -> bool | None:
         _RIGHT.match(after) or (_REASON.match(after) and not _CORRECTED.search(after))
     ):
         return not _goes_on(after)
+    stated = re.compile(rf"(?<![\w'-]){re.escape(wanted)}(?![\w'-])", re.IGNORECASE)
+    for match in reversed(list(stated.finditer(text))):
+        is_joined = re.search(r"\b(?:or|and|not|nor)\s*$", text[: match.start()])
+        if not is_joined and _RIGHT.match(text[match.end() :]):
+            return not _goes_on(text[match.end() :])
     for before, rest in _claims(text, _WEAK):
         return _is_stated(wanted, before, rest)
     return None
@@ -173,11 +208,26 @@ def _states_polar(wanted: str, text: str) -> bool | None:
         match[0].lower()
         for match in _POLAR.finditer(text)
         if not _denied(re.split(r"[.!?,;\n]", text[: match.start()])[-1])
+        and not re.search(r"\bopposite of\s*$", text[: match.start()])
+        and not _is_refuted(text[match.end() :])
     }
     relevant = found & {wanted, _OPPOSITES[wanted]}
     if not relevant:
         return False if _POLAR.search(text) else None
-    return relevant == {wanted}
+    return relevant == {wanted} and not re.search(r"\bunless\b", text)
+
+
+def _is_refuted(after: str) -> bool:
+    """True if what follows an answer calls it wrong: "is wrong", "? No"."""
+    clause = re.split(r"[.,;:!?\n()]+", after, maxsplit=1)[0]
+    words = re.findall(r"[\w']+", clause.lower())
+    return (len(words) > 1 and is_judged_wrong(words)) or bool(
+        re.match(
+            r"\W*\?\s*(?:no|wrong|not)\b|[\s.!,;]*(?:no,? that|that is not|that's (?:not|wrong))",
+            after,
+            re.IGNORECASE,
+        )
+    )
 
 
 def _states_letter(wanted: str, text: str) -> bool | None:
@@ -194,7 +244,7 @@ def _states_letter(wanted: str, text: str) -> bool | None:
     if (option := _OPTION.match(text)) is not None:
         rest = (
             text[option.end() - 1 :]
-            if text[option.end() - 1 : option.end()] == ","
+            if text[option.end() - 1 : option.end()] in (",", "\n")
             else text[option.end() :]
         )
         other = _OPTION_MARK.search(rest)
