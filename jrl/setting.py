@@ -39,11 +39,13 @@ def setting(
         * ``of_task``: true if it is chosen for the task, so that an evaluation on another task
           starts from the default;
         * ``in_file``: false if only the command line has it, not a settings file;
+        * ``sampled``: true for a hyperparameter that sampling and evaluation need too, so that it is
+          read from a custom recipe whose code is not loaded;
         * ``override``: false if a flag of another command does not replace the run's setting of the
           same name.
     """
-    unknown = properties.keys() - {"changeable", "before", "sft", "of_task", "in_file", "override"}
-    if unknown:
+    known = {"changeable", "before", "sft", "of_task", "in_file", "sampled", "override"}
+    if unknown := properties.keys() - known:
         raise TypeError(f"setting() has no property {', '.join(sorted(unknown))}.")
     bounds = {"minimum": minimum, "above": above, "maximum": maximum}
     declared = {key: value for key, value in bounds.items() if value is not None}

@@ -17,11 +17,10 @@ class MonitoringSettings:
 
     metrics_port: int | None = setting(None, minimum=1, maximum=MAX_PORT)
     """Serve Prometheus metrics (/metrics) and a health check (/health) of the run on this port of
-    every machine, at --metrics-address; further processes of a machine take the next ports. None
-    serves nothing."""
+    every machine; further processes of a machine take the next ports. None serves nothing."""
     metrics_address: str = LOCALHOST
-    """Address that --metrics-port listens on. By default only programs of the same machine reach
-    it; 0.0.0.0 listens on all networks."""
+    """Address that metrics are served at. By default only programs of the same machine reach it;
+    0.0.0.0 listens on all networks."""
     step_deadline: float | None = setting(None, above=0)
     """Seconds from the end of a step to that of the next, after which the health check fails; None
     is none. The first step, which compiles, has none."""

@@ -33,7 +33,7 @@ class Narrower(Record):
     ("values", "message"),
     [
         ({"rate": -1.0}, r"rate=-1.0 must lie in 0..2"),
-        ({"rate": float("nan")}, r"rate=nan must lie in 0..2"),
+        ({"rate": float("nan")}, r"rate=nan must be a finite number"),
         ({"rate": 2.5}, r"rate=2.5 must lie in 0..2"),
         ({"bound": 1.0}, r"bound=1.0 must be above 1"),
         ({"size": 0}, r"size=0 must be at least 1"),

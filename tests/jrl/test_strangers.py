@@ -103,6 +103,7 @@ class Stranger:
             checkpoint = self.path / "checkpoints" / str(step)
             meta = json.loads((checkpoint / "meta" / "metadata").read_text())
             meta["files"] = folder.file_hashes()
+            del meta["data"]  # as before checkpoints had fingerprints of records
             (checkpoint / "meta" / "metadata").write_text(json.dumps(meta))
             manifest.write(checkpoint, step)
 

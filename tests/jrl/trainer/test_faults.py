@@ -151,7 +151,7 @@ def test_a_host_is_named_as_a_file_can_be():
         ),
         ({"faults_port": 9000}, r"faults_port=9000 needs --faults"),
         ({"faults": True, "faults_port": 70000}, r"faults_port=70000 must lie in 1\.\.65535"),
-        ({"faults_continuity": math.nan}, "faults_continuity=nan must be above 0"),
+        ({"faults_continuity": math.nan}, "faults_continuity=nan must be a finite number"),
         ({"faults_continuity": 0.0}, r"faults_continuity=0\.0 must be above 0"),
     ],
 )
