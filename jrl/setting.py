@@ -39,8 +39,8 @@ def setting(
         * ``of_task``: true if it is chosen for the task, so that an evaluation on another task
           starts from the default;
         * ``in_file``: false if only the command line has it, not a settings file;
-        * ``sampled``: true for a hyperparameter that sampling and evaluation need too, so that it is
-          read from a custom recipe whose code is not loaded;
+        * ``sampled``: true for a hyperparameter that sampling and evaluation need, read from a run
+          whose custom recipe is not loaded;
         * ``override``: false if a flag of another command does not replace the run's setting of the
           same name.
     """
