@@ -26,7 +26,7 @@ from jrl.config.run import RunConfig
 from jrl.runs.folder import RunFolder
 from jrl.text.load import load_tokenizer
 from jrl.text.tokenizer import Tokenizer
-from moe.config import PRESETS, ModelConfig
+from moe.config import ModelConfig, preset
 
 COPIED_OPTIONS = (
     *("attention_dropout", "bos_token_id", "eos_token_id", "initializer_range"),
@@ -156,7 +156,7 @@ def _describe_network(
 
     extra_options = token_ids(tokenizer)
     if not folder.model_path.exists():
-        return PRESETS[run.model](tokenizer.vocab_size), None, extra_options
+        return preset(run.model, tokenizer.vocab_size), None, extra_options
     model, family = read_config(folder.model_path)
     original_options = json.loads(folder.model_path.read_bytes())
     copied_options = {

@@ -41,12 +41,13 @@ def setting(
         * ``in_file``: false if only the command line has it, not a settings file;
         * ``removed``: names of earlier versions, each with the one to choose instead. A run folder
           may have them, a resumed run must change them;
+        * ``sampled``: true for a hyperparameter that sampling and evaluation need, read from a run
+          whose custom recipe is not loaded;
         * ``override``: false if a flag of another command does not replace the run's setting of the
           same name.
     """
-    known = {"changeable", "before", "sft", "of_task", "in_file", "override", "removed"}
-    unknown = properties.keys() - known
-    if unknown:
+    known = {"changeable", "before", "sft", "of_task", "in_file", "sampled", "override", "removed"}
+    if unknown := properties.keys() - known:
         raise TypeError(f"setting() has no property {', '.join(sorted(unknown))}.")
     bounds = {"minimum": minimum, "above": above, "maximum": maximum}
     declared = {key: value for key, value in bounds.items() if value is not None}

@@ -280,3 +280,14 @@ def small(vocab_size: int) -> ModelConfig:
 
 PRESETS = {"tiny": tiny, "tiny-dense": tiny_dense, "small": small}
 """Models that `--model` knows by name."""
+
+
+def preset(name: str, vocab_size: int) -> ModelConfig:
+    """A model of `PRESETS`.
+
+    Raises:
+      ValueError: for another name.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"model={name!r} is not a preset: one of {', '.join(PRESETS)}.")
+    return PRESETS[name](vocab_size)

@@ -169,13 +169,12 @@ def _alternating(
     A row has the program, model, hardware, layout, sequences of a micro-batch, micro-batches,
     tokens of a sequence, rematerialisation, tokens per second and source.
     """
-    for index, (system, model, hardware, layout, micro, number, time, remat, *found) in enumerate(
-        rows
-    ):
+    for index, row in enumerate(rows):
+        system, model, hardware, layout, micro, number, time, remat, rate, source = row
         sequences = micro * number * Layout.parse(layout).dp
         yield Evidence(
-            *(system, model, hardware, layout, sequences, time),
-            *(found[0], "tokens/s", found[1]),
+            *(system, model, hardware, layout),
+            *(sequences, time, rate, "tokens/s", source),
             micro_rows=micro,
             remat=remat,
             fsdp=True,

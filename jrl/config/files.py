@@ -21,13 +21,6 @@ from jrl.runs.folder import RunFolder
 from jrl.runs.trust import check_trusted
 from jrl.setting import names_with, replacement_of, value_before
 
-SAMPLED = (
-    *("prompts", "group_size", "mini_batch", "micro_batch", "temperature", "top_k", "top_p"),
-    *("batch", "max_length", "overlong", "learn"),
-)
-"""Hyperparameters of a custom recipe that sampling and evaluation need: sizes, settings of
-sampling, and the settings of conversations in supervised fine-tuning."""
-
 Record = TypeVar("Record")
 
 
@@ -129,7 +122,7 @@ def recipe_to_sample(folder: RunFolder) -> Recipe:
         for base, stand_in in ((Sft, Sft), (ActorCritic, Ppo), (Recipe, Sampled))
         if base is Recipe or all(field.name in values for field in fields(base))
     )
-    names = [name for name in SAMPLED if name in values and hasattr(kind, name)]
+    names = [name for name in names_with(kind, "sampled") if name in values]
     known = {**asdict(kind()), **{name: values[name] for name in names}}
     named_kind: Any = type(class_name, (kind,), {"__doc__": kind.__doc__})
     return _record(named_kind, known, "hyperparameters", path)

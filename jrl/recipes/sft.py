@@ -28,7 +28,7 @@ class Sft(Recipe):
 
     group_size: int = 1
     """Rows that share a prompt."""
-    batch: int = setting(64, minimum=1)
+    batch: int = setting(64, minimum=1, sampled=True)
     """Conversations per optimizer step; a multiple of the data-parallel devices."""
     epochs: int = 1
     """Passes over the conversations, each in another order, if --steps is not given. The last step
@@ -45,12 +45,12 @@ class Sft(Recipe):
     of --steps, or wsd, constant and then a linear decay at the end. Raising --steps of a resumed
     run stretches it."""
 
-    max_length: int | None = None
+    max_length: int | None = setting(None, sampled=True)
     """Maximum tokens of a conversation; None is the longest of the data, or what the checkpoint's
     positions allow."""
-    overlong: Literal["drop", "truncate"] = "drop"
+    overlong: Literal["drop", "truncate"] = setting("drop", sampled=True)
     """Conversations with more tokens: drop them, or truncate them at the end. Both are counted."""
-    learn: Literal["all", "last"] = "all"
+    learn: Literal["all", "last"] = setting("all", sampled=True)
     """Assistant turns in the loss mask: all, or the last of each conversation."""
 
     def __post_init__(self):

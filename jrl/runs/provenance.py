@@ -8,14 +8,16 @@ detects files that are damaged, changed or of another run.
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jrl.checks import flag
 from jrl.processes.agreement import RaiseInAllProcesses, is_main_process
 from jrl.runs import records
-from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.directory import open_directory
 from jrl.runs.folder import RunFolder
+
+if TYPE_CHECKING:
+    from jrl.runs.checkpoints import Checkpoints  # with Orbax, which takes seconds to load
 
 Fingerprints = Mapping[str, Mapping[str, Any]]
 """Fingerprint of each list of records of a task (`jrl.tasks.data.fingerprint`)."""
@@ -39,7 +41,7 @@ def describe(settings: Mapping[str, Any], data: Fingerprints, folder: RunFolder)
     }
 
 
-def find_resume_step(checkpoints: Checkpoints) -> int | None:
+def find_resume_step(checkpoints: "Checkpoints") -> int | None:
     """Step of the latest valid checkpoint, to resume from; None if there is no checkpoint,
     ValueError if all are damaged. Later ones that are damaged are set aside, each with a
     warning."""

@@ -246,10 +246,11 @@ class ApiModel:
             else:
                 ids = list(prompt)
                 for token in ids:
-                    if not 0 <= token < tokenizer.vocab_size:
+                    if not 0 <= token < tokenizer.vocab_size or token in tokenizer.unused_ids:
                         raise ValueError(
-                            f"prompt has the token {short(token)}, outside of the vocabulary of "
-                            f"{tokenizer.vocab_size}: send ids of this model's tokenizer, or text."
+                            f"prompt has {short(token)}, an id that no token of this model's "
+                            f"vocabulary of {tokenizer.vocab_size} has: send ids of its tokenizer, "
+                            "or text."
                         )
             if not ids:
                 raise ValueError("prompt has no token: give a text that is not empty.")

@@ -152,6 +152,14 @@ def test_run_of_a_stranger_is_served_exported_reported_and_verified(stranger, ca
     assert stranger.ran == set()
 
 
+def test_unknown_model_of_a_stranger_is_refused(stranger, capsys):
+    stranger.change_config(model="nope")
+    with pytest.raises(ValueError, match="model='nope' is not a preset: one of "):
+        open_served_model(str(stranger.path))
+    assert export.main([str(stranger.path), "--to", "exported"]) == 2
+    assert "model='nope' is not a preset: one of " in one_line(capsys.readouterr())
+
+
 @pytest.mark.slow
 def test_run_of_a_stranger_is_evaluated_on_the_user_s_own_task(stranger, capsys):
     command = [str(stranger.path), "--task", "sort", "--json", "numbers.json", *QUICK]

@@ -7,6 +7,7 @@ exporters are mapped to the sampler's when their pages are read, see `jrl.faults
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -135,6 +136,7 @@ _SAMPLED = {exported_name(name): name for name in (*MEANINGS, *LEVELS, *FATAL, *
 """From the names of its exporter to the sampler's."""
 
 
+@lru_cache(4096)
 def of_any_gpu(name: str) -> str:
     """The sampler's name of a metric, without the number of its GPU; unknown names stay."""
     generic = re.sub(r"^(jrl_)?gpu\d+([/_])", r"\1gpu\2", name)

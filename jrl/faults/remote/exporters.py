@@ -300,9 +300,11 @@ def assemble(parts: Sorted, period: float | int | None = None) -> Fleet:
         if any(has_blanks for _, has_blanks in readings):
             blank.add((machine, column))
         kind = group[0][0]
-        rows = np.stack([resample(kind, each, start, period, length) for each, _ in readings])
-        devices = [_device_in_column(each, column) for _, each in group]
-        values[row_of[machine], column_of[column]] = aggregate(kind, devices, rows)
+        rows = [resample(kind, each, start, period, length) for each, _ in readings]
+        if len(rows) > 1:
+            devices = [_device_in_column(each, column) for _, each in group]
+            rows = [aggregate(kind, devices, np.stack(rows))]
+        values[row_of[machine], column_of[column]] = rows[0]
     return Fleet(machines, metrics, start, float(period), values, frozenset(blank))
 
 
@@ -323,6 +325,9 @@ def _is_compared(series: Series, requested: Collection[str]) -> bool:
 
 def mask_blanks(readings: np.ndarray) -> np.ndarray:
     """Mask of the readings that are DCGM's blank values."""
+    high = readings >= BLANKS[0][0]
+    if not high.any():
+        return high
     masks = [(readings >= least) & (readings <= greatest) for least, greatest in BLANKS]
     return np.logical_or.reduce(masks)
 
@@ -339,7 +344,7 @@ def _mask_invalid(kind: str, column: str, series: Series) -> tuple[Series, bool]
     if kind == CODE and valid.any():
         # Before the first error there is no code.
         values[blank & (np.cumsum(valid) == 0)] = 0.0
-    return replace(series, values=values), bool(blank.any())
+    return Series(series.labels, series.times, values), bool(blank.any())
 
 
 def usual_period(series: Iterable[Series], machines: Iterable[str]) -> float:

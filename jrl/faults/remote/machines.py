@@ -11,6 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -28,6 +29,8 @@ MACHINE_LABELS = ("machine", "node", "instance", "Hostname", "hostname")
 HOSTS = ("node", "nodename", "Hostname", "hostname")
 """Labels with the name of a host. Series that share one are joined."""
 MAX_NAMED = 3
+MAX_CACHED = 2**16
+"""Names whose parts are kept: those of all machines come again with every look."""
 
 _EXPORTERS = re.compile(r"(DCGM|node|container)_")
 
@@ -242,11 +245,13 @@ def _first_label(labels: Mapping[str, str], names: Sequence[str]) -> str | None:
     return next((name for name in names if name in labels), None)
 
 
+@lru_cache(MAX_CACHED)
 def _host_of(instance: str) -> str:
     """An instance without its port."""
     return re.sub(r":\d+$", "", instance)
 
 
+@lru_cache(MAX_CACHED)
 def _short(name: str) -> str:
     """A host's name without its domain, in lower case; an address as it is."""
     name = name.lower().rstrip(".")
@@ -261,6 +266,7 @@ def _is_address(name: str) -> bool:
     return True
 
 
+@lru_cache(MAX_CACHED)
 def _is_loopback(name: str) -> bool:
     """True for a name that every machine has for itself."""
     name = name.lower().strip("[]")

@@ -23,14 +23,14 @@ RecipeType = TypeVar("RecipeType", bound="Hyperparameters")
 class Hyperparameters:
     """Hyperparameters that all recipes share."""
 
-    prompts: int = setting(64, minimum=1, sft=False)
+    prompts: int = setting(64, minimum=1, sft=False, sampled=True)
     """Prompts per step."""
-    group_size: int = setting(8, minimum=1, sft=False)
+    group_size: int = setting(8, minimum=1, sft=False, sampled=True)
     """Completions sampled per prompt."""
-    mini_batch: int | None = setting(None, minimum=1, sft=False)
+    mini_batch: int | None = setting(None, minimum=1, sft=False, sampled=True)
     """Completions per optimizer step; divides prompts x group_size. None takes the divisor nearest
     to 128."""
-    micro_batch: int | None = setting(None, minimum=1, changeable=True)
+    micro_batch: int | None = setting(None, minimum=1, changeable=True, sampled=True)
     """Completions per forward and backward pass at most; divides the mini-batch. None takes the
     divisor nearest to 64. Changes memory and speed (small ones stay in a CPU's cache), and the
     result only by the rounding of sums."""
@@ -68,11 +68,11 @@ class Hyperparameters:
     max_grad_norm: float = setting(1.0, above=0)
     """Gradient clipping: gradients are scaled down to this global norm."""
 
-    temperature: float = setting(1.0, minimum=0, sft=False)
+    temperature: float = setting(1.0, minimum=0, sft=False, sampled=True)
     """Sampling temperature. The losses use log-probabilities at the same temperature."""
-    top_k: int | None = setting(None, sft=False)
+    top_k: int | None = setting(None, sft=False, sampled=True)
     """Sample among this many most probable tokens (top-k); None is off."""
-    top_p: float | None = setting(None, sft=False)
+    top_p: float | None = setting(None, sft=False, sampled=True)
     """Sample from the smallest set of most probable tokens with this probability (top-p); None is
     off."""
 

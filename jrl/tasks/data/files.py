@@ -10,7 +10,8 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,7 @@ def _read_dataset(path: Path) -> Iterator[LocatedRecord]:
         splits = ", ".join(f"{path}/{split}" for split in dataset)
         raise ValueError(f"{path}: holds the splits {splits}: give one of them")
     # As Arrow stores them: media are not decoded, and JSON text is decoded as in Parquet files.
-    batches = dataset.with_format("arrow").iter(DATASET_BATCH_SIZE)
+    batches: Any = dataset.with_format("arrow").iter(DATASET_BATCH_SIZE)
     rows = (row for batch in batches for row in batch.to_pylist(maps_as_pydicts="strict"))
     located_rows = _table_rows(rows, dataset.features.arrow_schema)
     for row_number, row in enumerate(located_rows, start=1):
@@ -149,7 +150,7 @@ def _table_rows(rows: Iterable[Any], schema: Any) -> Iterator[Row]:
     type Json of `datasets` are decoded."""
     decoders = {field.name: decode for field in schema if (decode := _decoder(field.type))}
     for row in rows:
-        yield Row({k: decoders[k](v) if k in decoders else v for k, v in row.items()})
+        yield Row(_decode_fields(row, decoders))
 
 
 def _decoder(type: Any) -> Callable[[Any], Any] | None:
@@ -163,17 +164,23 @@ def _decoder(type: Any) -> Callable[[Any], Any] | None:
     if pyarrow.types.is_struct(type):
         decoders = {field.name: decode for field in type if (decode := _decoder(field.type))}
         if decoders:
-            return lambda value: (
-                value and {k: decoders[k](v) if k in decoders else v for k, v in value.items()}
-            )
+            return lambda value: value and _decode_fields(value, decoders)
     is_list = pyarrow.types.is_list(type) or pyarrow.types.is_large_list(type)
     # Not embeddings, which have thousands of numbers.
     if not is_list or str(type.value_type) in NUMPY_TYPES:
         return None
-    decode = _decoder(type.value_type)
-    if decode is None:
-        return None
-    return lambda value: value and [decode(each) for each in value]
+    of_entry = _decoder(type.value_type)
+    return None if of_entry is None else partial(_decode_list, of_entry)
+
+
+def _decode_fields(
+    fields: Mapping[str, Any], decoders: Mapping[str, Callable[[Any], Any]]
+) -> dict[str, Any]:
+    return {k: decoders[k](v) if k in decoders else v for k, v in fields.items()}
+
+
+def _decode_list(decode: Callable[[Any], Any], values: Sequence[Any] | None) -> Any:
+    return values and [decode(each) for each in values]
 
 
 def _decode_json(text: str | None) -> Any:

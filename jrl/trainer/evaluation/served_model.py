@@ -29,7 +29,7 @@ from jrl.text.prompt_format import PromptFormat, prompt_format
 from jrl.trainer.evaluation.saved_policy import load_model, load_policy_of, load_published
 from jrl.trainer.learner.learner import weights_of
 from jrl.trainer.setup.network import check_supported, first_devices, network_of
-from moe.config import PRESETS, ModelConfig
+from moe.config import ModelConfig, preset
 from moe.disaggregated.split import Split, SplitMesh, devices_of, fold_split
 from moe.disaggregated.weights import check_splits
 from moe.weights import Transformer
@@ -263,7 +263,7 @@ def open_served_model(
         # Implementations were chosen for the training devices; here the best that applies is used.
         run = replace(run, **run.without_implementations)
         tokenizer = load_tokenizer(folder.tokenizer_path)
-        network = load_model(folder) or PRESETS[run.model](tokenizer.vocab_size)
+        network = load_model(folder) or preset(run.model, tokenizer.vocab_size)
         path, source = folder.path, partial(RunSource, folder)
     model = network_of(network.with_unused_ids(tokenizer.unused_ids), run)
     device_split = parse_device_split(split, layout, run)

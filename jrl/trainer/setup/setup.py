@@ -67,7 +67,7 @@ from jrl.trainer.setup.network import (
 )
 from jrl.trainer.state import Randomness
 from moe.architecture.feed_forward import can_drop
-from moe.config import PRESETS, ModelConfig
+from moe.config import PRESETS, ModelConfig, preset
 from moe.disaggregated.split import SplitMesh
 from moe.disaggregated.weights import check_splits
 from sharding.folding import FoldedMesh, Layout, fold
@@ -359,7 +359,7 @@ def build_setup(
     try:
         if tokenizer is None:
             tokenizer = _tokenizer(run, task, model)
-        network = model or PRESETS[run.model](tokenizer.vocab_size)
+        network = model or preset(run.model, tokenizer.vocab_size)
         network = network_of(network.with_unused_ids(tokenizer.unused_ids), run)
         mesh = fold(layout, devices)
         format, rows, dropped = _format(run, recipe, tokenizer), None, 0

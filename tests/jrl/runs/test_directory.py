@@ -213,7 +213,7 @@ def test_a_run_resumes_and_is_read_from_a_bucket(address, tmp_path, monkeypatch,
 
     assert evaluate.main(["bucket", "--prompts=4"]) == 0
     assert runs(["verify", "bucket"]) == 0
-    assert capsys.readouterr().out.endswith("step 2: intact\nstep 4: intact\n")
+    assert "step 2: intact\nstep 4: intact\n" in capsys.readouterr().out
     assert runs(["list", "bucket"]) == 0
     assert "complete, hashes not read" in capsys.readouterr().out
     assert runs(["prune", "bucket", "--keep", "1"]) == 0

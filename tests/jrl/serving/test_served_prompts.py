@@ -1,10 +1,11 @@
 """The ids of what clients ask: texts that a template wrote, texts alone, conversations."""
 
 import pytest
-from chat_checkpoint import START, chat_tokenizer
+from chat_checkpoint import START, VOCAB_SIZE, chat_tokenizer, write_tokenizer
 from chat_kinds import BEGIN, KINDS, write
 from chat_records import RECORDS, TEMPLATE
 
+from jrl.serving.api.fields import ApiError
 from jrl.serving.api_request import parse_chat, parse_completion
 from jrl.serving.policy import ApiModel
 from jrl.tasks import Example
@@ -57,3 +58,14 @@ def test_a_conversation_is_asked_as_the_record_is_in_training(tmp_path):
         ids = ids_of(format, parse_chat({**body, "chat_template_kwargs": kwargs}))
         assert tokenizer.decode_special(ids) == expected
         assert expected.startswith(START)
+
+
+def test_prompt_of_ids_refuses_an_id_that_no_token_has(tmp_path):
+    path = write_tokenizer(tmp_path)
+    tokens = checkpoint_tokenizer(path, VOCAB_SIZE).unused_ids
+    padded = checkpoint_tokenizer(path, VOCAB_SIZE + 60)
+    assert padded.unused_ids - tokens == {*range(VOCAB_SIZE, VOCAB_SIZE + 60)}
+    for token in (VOCAB_SIZE, VOCAB_SIZE + 59, VOCAB_SIZE + 60):
+        body = {"model": "m", "prompt": [0, token, 1]}
+        with pytest.raises(ApiError, match=f"prompt has {token}, an id that no token"):
+            ids_of(PromptFormat(padded), parse_completion(body))
