@@ -109,8 +109,8 @@ class Execution:
     it. None is worst-case buffers; in a run, 1.5 on GPUs."""
     expert_chunks: int = _option(1, experts=True)
     """Chunks in which the tokens of a device are sent to the experts and back, so that the
-    communication of one overlaps the GEMMs of another. A decode step, which has few tokens, uses
-    1."""
+    communication of one overlaps the GEMMs of another. A decode step has few tokens
+    and uses 1."""
     two_batch_overlap: bool = False
     """Run the rows of a device through each layer as two independent half-batches, so that the
     communication of one overlaps the computation of the other (`moe.layers.two_batch_overlap`). A

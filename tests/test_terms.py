@@ -83,6 +83,7 @@ NAMES = {
 KEPT_NAMES = {
     "the field's own word": {
         *("max_turns", "truncated_turns", "turns", "per_turn_rewards"),  # of a dialogue
+        *("num_turns", "trained_turns"),
         *("cache_copies", "plan_cache_copies", "rank_copies", "max_copies"),  # of memory
         *("start_copies", "wait_for_copies", "in_place"),
         *("connection_made", "pull"),  # asyncio's, JAX's

@@ -13,7 +13,7 @@ COMMANDS = {
     "train": "train the denoising models on healthy records",
 }
 SIMULATING = ("benchmark", "sliding", "simulate")
-"""Commands of `python -m benchmarks.faults`, which is in a checkout and not in the package."""
+"""Commands of `python -m benchmarks.faults`: a checkout has them, the package does not."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

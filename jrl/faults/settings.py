@@ -17,7 +17,7 @@ class FaultSettings:
 
     faults: bool = False
     """Sample each process once a second into faults/ of the run folder, for python -m jrl.faults
-    watch, and raise an alarm when one stands out from the others. The numbers stay the same."""
+    watch, and raise an alarm if one deviates from the others. The numbers stay the same."""
     faults_continuity: float = setting(240.0, above=0)
     """Seconds for which a process has to stand out before an alarm names it."""
     faults_port: int | None = setting(None, minimum=1, maximum=2**16 - 1)

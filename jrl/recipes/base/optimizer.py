@@ -118,7 +118,7 @@ class Optimizer:
 
 
 def _check_transformation(transformation: Callable[..., Any]) -> None:
-    """Raises ValueError for a function that is not hashable, or is made anew in each call."""
+    """Raises ValueError for a function that is not hashable, or is created in each call."""
     name = getattr(transformation, "__qualname__", type(transformation).__name__)
     try:
         hash(transformation)
@@ -129,6 +129,6 @@ def _check_transformation(transformation: Callable[..., Any]) -> None:
         ) from None
     if "<locals>" in name or "<lambda>" in name:
         raise ValueError(
-            f"transformation={name} is made anew in each call, so each step would compile again: "
+            f"transformation={name} is created in each call, so each step would compile again: "
             "give a function at the top of a module."
         )

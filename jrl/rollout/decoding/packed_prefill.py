@@ -183,7 +183,7 @@ def _run_packed_local(
     x, router, collected = run_with_kv(keep, vary(weights, mesh.axes), packed, config, mesh)
     cache = cache_of(_split_stacks(collected, decoder.config))
     (row_states,) = packed.zigzag.restore(join_shards(x, mesh.sequence))
-    # Slots that have no prompt get the state of the first token, which is not used.
+    # Slots that have no prompt get the state of the first token; nothing reads it.
     states = row_states.reshape(-1, row_states.shape[-1])[packing.ends]
     return Prefilled(vary(cache, mesh.axes), states, None, overflow_of(router, config))
 

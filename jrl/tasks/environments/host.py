@@ -90,7 +90,7 @@ class Host(Protocol):
 
 
 class LocalHost(Conversations):
-    """Environments of built-in tasks, which are trusted: in this process, with no time limit."""
+    """Environments of built-in tasks, as they are trusted: in this process, with no time limit."""
 
     def __init__(self, definition: Any, scoring: Scoring):
         super().__init__(environment_factory(definition), _never_awaited)

@@ -145,7 +145,7 @@ def split(
 def state_shardings(opt_state: Any, config: ModelConfig, mesh: FoldedMesh) -> Any:
     """Shardings of an optimizer state, whatever the transformation.
 
-    A leaf that stands in the place of a weight is sharded as the weight's shards are
+    A leaf in the place of a weight is sharded as the weight's shards are
     (`moe.placement.shard_specs`): all axes of a moment, and of a factor with fewer axes those that
     it has in common with the weight. Everything else is replicated.
     """

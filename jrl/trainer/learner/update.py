@@ -195,7 +195,7 @@ def sampling_differences(
         "sampling/sampling_logp_difference/max": Max(jnp.max(difference)),
         "sampling/k3_kl": mismatch_statistics(logprobs, sampled, mask)["k3_kl"],
     }
-    # Later mini-batches compare an updated policy, which is no mismatch of the sampler.
+    # Later mini-batches compare an updated policy: no mismatch of the sampler.
     return {name: FirstUpdate(difference) for name, difference in differences.items()}
 
 

@@ -62,7 +62,7 @@ def _planner_args(
     batch, mesh = batch_of(geometry), geometry.mesh
     method = method_of(model, mesh, batch, run)
     optimizer = replace(geometry.recipe.policy_optimizer, mu_dtype=run.mu_dtype)
-    # The planner knows AdamW's state.
+    # The planner has the state of AdamW.
     if optimizer.name != "adamw" or optimizer.transformation is not None:
         method = replace(method, state_bytes=state_bytes_per_parameter(optimizer, model, mesh))
     return sizes_of(model), mesh.layout, batch, method

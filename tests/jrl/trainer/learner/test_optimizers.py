@@ -203,7 +203,7 @@ def test_settings_without_effect_are_refused(settings, message):
 
 
 def test_transformation_made_in_each_call_is_refused():
-    with pytest.raises(ValueError, match="made anew in each call"):
+    with pytest.raises(ValueError, match="created in each call"):
         Optimizer(0.1, transformation=lambda optimizer, table: optax.sgd(0.1))
     with pytest.raises(ValueError, match="not hashable"):
         Optimizer(0.1, transformation=type("Builder", (), {"__hash__": None})())
