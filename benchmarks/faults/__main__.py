@@ -54,4 +54,7 @@ def _load(name: str) -> Callable[[list[str]], int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -3,6 +3,7 @@
 ``python -m benchmarks.planner.calibration`` prints both side by side.
 """
 
+import argparse
 import functools
 import math
 from collections.abc import Callable
@@ -205,5 +206,15 @@ def _comparison_row(row: Row) -> tuple[str, ...]:
     return row.model, layout, *settings, published, f"{mfu:.1f}{star}"
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Prints the tables."""
+    prog = "python -m benchmarks.planner.calibration"
+    argparse.ArgumentParser(prog=prog, description=__doc__).parse_args()
     print(comparison_table())
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -1,5 +1,6 @@
 """Command line: prints published measurements beside predictions, and errors by model."""
 
+import argparse
 from collections.abc import Iterable
 
 from benchmarks.planner.evidence import EVIDENCE, Evidence
@@ -70,5 +71,15 @@ def _as_text(number: float | None, form: str) -> str:
     return "" if number is None else format(number, form)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Prints the tables."""
+    prog = "python -m benchmarks.planner.validation"
+    argparse.ArgumentParser(prog=prog, description=__doc__).parse_args()
     print(evidence_table(), accuracy_table(), sep="\n\n")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

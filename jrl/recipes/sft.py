@@ -42,8 +42,8 @@ class Sft(Recipe):
     """Learning rate. Adapters (--lora-rank) need about ten times more."""
     learning_rate_schedule: Schedule = "cosine"
     """Schedule after the warm-up: constant, a linear or cosine decay to the final rate at the last
-    of --steps, or wsd, constant and then a linear decay at the end. Raising --steps of a resumed
-    run stretches it."""
+    step of the run, or wsd, constant and then a linear decay at the end. More steps of a resumed
+    run stretch it."""
 
     max_length: int | None = setting(None, sampled=True)
     """Maximum tokens of a conversation; None is the longest of the data, or what the checkpoint's

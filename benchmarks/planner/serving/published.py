@@ -3,6 +3,7 @@
 ``python -m benchmarks.planner.serving.published`` prints both side by side.
 """
 
+import argparse
 import functools
 from dataclasses import replace
 from itertools import product
@@ -126,5 +127,15 @@ def comparison_tables() -> str:
     return "\n\n".join(f"{title}\n{align_columns(rows)}" for title, rows in tables.items())
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Prints the tables."""
+    prog = "python -m benchmarks.planner.serving.published"
+    argparse.ArgumentParser(prog=prog, description=__doc__).parse_args()
     print(comparison_tables())
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

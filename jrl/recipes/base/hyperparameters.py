@@ -47,8 +47,8 @@ class Hyperparameters:
     """Optimizer steps over which the learning rate rises linearly from 0."""
     learning_rate_schedule: Schedule = "constant"
     """Schedule after the warm-up: constant, a linear or cosine decay to the final rate at the last
-    of --steps, or wsd, constant and then a linear decay at the end. Raising --steps of a resumed
-    run stretches it."""
+    step of the run, or wsd, constant and then a linear decay at the end. More steps of a resumed
+    run stretch it."""
     learning_rate_final: float = setting(0.0, minimum=0, maximum=1)
     """The rate of the last step as a fraction of the learning rate."""
     learning_rate_decay: float = setting(0.1, above=0, maximum=1)
