@@ -1,5 +1,6 @@
 """``python -m benchmarks.faults COMMAND``: runs the function `main` of the file of a command."""
 
+import argparse
 import sys
 from collections.abc import Callable, Sequence
 
@@ -22,19 +23,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    name, *rest = arguments or ["--help"]
-    if name in ("-h", "--help"):
-        print("usage: python -m benchmarks.faults COMMAND [OPTIONS]\n")
-        for name, purpose in COMMANDS.items():
-            print(f"  {name:<12} {purpose}")
-        print("\nEach has its own options: python -m benchmarks.faults sliding --help")
-        return 0
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.faults",
+        usage="%(prog)s COMMAND [OPTIONS]",
+        description="\n".join(f"{name:<12} {purpose}" for name, purpose in COMMANDS.items()),
+        epilog="Each has its own options: python -m benchmarks.faults sliding --help",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command")
+    name = parser.parse_args(arguments[:1] or ["--help"]).command
     if name not in COMMANDS:
         raise ValueError(f"command {name!r} is unknown: choose among {', '.join(COMMANDS)}.")
     if name != "train":
         # Detectors run on a CPU, as beside a training run.
         jax.config.update("jax_platforms", "cpu")
-    return _load(name)(rest)
+    return _load(name)(arguments[1:])
 
 
 def _load(name: str) -> Callable[[list[str]], int]:
