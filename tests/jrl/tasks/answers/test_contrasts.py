@@ -17,6 +17,9 @@ It cannot be anything but {v}.
 It isn't hard to see that the answer is {v}.
 Sorry, I meant {v}, not {w}.
 Someone might say {w}, but that is wrong: the answer is {v}.
+He reads the {v}th page.|By the {v}th day|about {v} or so|No: it is {v}.|No tax: {v}
+If she had {w} she would have {v}.|If not all of them came then {v} came.|They score {v}.
+x_1 = {w}, y_1 = {v}|She handed out {v}.|none other than {v}|{v} apples would be left.
 """
 TAKEN_BACK = """
 The answer is {v}. Actually {w}.|The answer is {v}. No, it's {w}.
@@ -28,6 +31,13 @@ three times {v}|{v} plus one
 {v}? I don't think so.|It is unequal to {v}.|{v} onwards|{v} and counting|starting from {v}
 until {v}|x_{{{v}}}
 {w}, maybe {v}|{w} xor {v}|{w} as well as {v}|The answer is one of {w}, {v}.
+before {v}|It comes before {v}.|it runs along {v}|toward {v}|It is against {v}.|the one preceding {v}
+We can rule {v} out.|We ruled {v} out|No one gets {v}.|No one scored {v}|No student has {v}.
+Nobody has {v}.|Nothing equals {v}.|None of them is {v}.|Neither of us gets {v}.
+If not {w} then {v}|If it is not {w}, then {v}|If the answer isn't {w}, then {v}.
+{v} would be the answer if it were possible|{v} would be right, were it possible
+{v} might be right if it were even|{v}° + 1|{v} score|{v}th root of {w}|the {v}th prime
+the {v}th root|the {v}th odd number|x_1 = {w}, x_2 = {v}|x_{{1}} = {w}, x_{{2}} = {v}
 {v} ❌|{w} unless it's {v}
 \\boxed{{{w}}} \\lor \\boxed{{{v}}}|Some say {v}, but they are wrong.|One might think {v}, but no.
 """
