@@ -35,8 +35,8 @@ _CHANGED = re.compile(
 )
 _RELATING = {("of",), ("of", "the"), ("out", "of"), ("in",), ("remainder",), ("with", "remainder"),
              ("r",), ("rem",), ("point",)}  # fmt: skip
-_RULING = {"rule", "rules", "ruled", "ruling", "cross", "crossed", "throw", "threw", "leave", "leaves",
-           "strike", "count", "factor"}  # fmt: skip
+_RULING = {"rule", "rules", "ruled", "ruling", "cross", "crossed", "throw", "threw",
+           "leave", "leaves", "strike", "count", "factor"}  # fmt: skip
 _POSSIBLE = {"would", "could", "might"}
 _UNLESS = {"if", "unless", "provided", "only", "were", "had"}
 _IF_NOT = re.compile(r"(?:^| )if (?:\w+ )?(?:\w+ )?(?:not|\w+n't)(?: be)?$")
