@@ -322,6 +322,11 @@ def is_judged_wrong(after: Sequence[str], *, is_bare: bool = True) -> bool:
     return verb == 0 and is_bare and any(word in _WORKS for word in rest[:3])
 
 
+def is_verdict(word: str) -> bool:
+    """True if a word begins a verdict on the answer before it: is, seems, wrong."""
+    return word in _WRONG or bool(_COPULA.fullmatch(word))
+
+
 def is_taken_back(words: Sequence[str]) -> bool:
     """True if the words that follow an answer behind a stop or a comma take it back: "No.",
     "that is wrong", "which is not it"."""
