@@ -19,7 +19,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 """Fields of an assistant's message with its reasoning."""
 PROBE, PROBE_VALUE = "probe_of_a_field", "probe_of_a_value"
 """Words that replace the text, or the name and an argument of a call."""
-ASKED, SAID = {"role": "user", "content": "?"}, {"role": "assistant", "content": "yes"}
+ASKED, ANSWERED = {"role": "user", "content": "?"}, {"role": "assistant", "content": "yes"}
 
 
 class WrittenFields:
@@ -58,12 +58,12 @@ class WrittenFields:
         texts = reasoning_of(turn)
         for text in set(texts.values()):
             names = [name for name in texts if texts[name] == text]
-            if not any(self._writes_field({**SAID, n: PROBE}, n, conversation) for n in names):
+            if not any(self._writes_field({**ANSWERED, n: PROBE}, n, conversation) for n in names):
                 raise _unwritten(names[0])
 
     def _check_field(self, turn: Turn, name: str, value: Any, conversation: Conversation) -> None:
         value = [value] if isinstance(turn[name], list) else value
-        message = {**SAID, "content": None, name: value}
+        message = {**ANSWERED, "content": None, name: value}
         if not self._writes_field(message, name, conversation):
             raise _unwritten(name)
 
@@ -122,7 +122,7 @@ def _role_probe(role: str, begins: bool) -> tuple[Turn, ...]:
     if begins:
         return probe, ASKED
     if role in ("system", "developer"):
-        return ASKED, SAID, probe, ASKED
+        return ASKED, ANSWERED, probe, ASKED
     identity = "call00000"
     function = {"name": "get", "arguments": Arguments({})}
     calling = {"id": identity, "type": "function", "function": function}

@@ -15,7 +15,7 @@ TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content", "reasoning")
 """Fields of a message that are passed to the chat template as they are."""
 LABELS = ("id", "annotations", "index", "status", "cache_control", "provider_specific_fields")
 """Fields of messages in responses of servers, which no template writes: they are ignored."""
-TEXT_PARTS = ("text", "input_text", "output_text")
+TEXT_TYPES = ("text", "input_text", "output_text")
 DETAIL_TEXTS = {"reasoning.text": "text", "reasoning.summary": "summary"}
 """Field with the text of an item of `reasoning_details`, by the type of the item."""
 UNREAD_ARGUMENTS = "arguments"
@@ -68,7 +68,7 @@ def _message(path: str, message: Any) -> Turn:
 
 
 def _part(path: str, part: Any) -> str:
-    if not isinstance(part, dict) or part.get("type") not in TEXT_PARTS:
+    if not isinstance(part, dict) or part.get("type") not in TEXT_TYPES:
         kind = part.get("type") if isinstance(part, dict) else part
         raise invalid_argument(
             path,

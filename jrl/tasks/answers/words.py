@@ -15,7 +15,7 @@ from .denials import (
     is_denied,
     is_judged_wrong,
     is_part_before,
-    is_taken_back,
+    is_retracted,
     last_clause,
 )
 from .notation import DASH, plain_notation
@@ -73,7 +73,7 @@ _OPTION = re.compile(
     r"\W*(?:option\s+|choice\s+)?([A-Za-z])\s*(?:[).:]|\s[-\u2013;]\s|,|\n|$)", re.IGNORECASE
 )
 _OPTION_MARK = re.compile(r"\([A-Za-z]\)|\b[A-Z][).:]\s")
-_LETTERS_ALONE = re.compile(
+_SINGLE_LETTERS = re.compile(
     r"\(([A-Za-z])\)|(?<![\w'.])(?<!\w-)([B-HJ-Z]|A(?=\s*(?:$|[().,;:!?/|&]"
     r"|(?:or|and|as well|unless|because|since)\b)))(?![\w'])"
 )
@@ -187,7 +187,7 @@ def _goes_on(after: str) -> bool:
     if is_correction(words):
         return True
     words = re.findall(r"[\w']+", later[0].lower())[:12] if later else []
-    return bool(words) and is_taken_back(words)
+    return bool(words) and is_retracted(words)
 
 
 def _states_words(wanted: str, text: str) -> bool | None:
@@ -222,8 +222,8 @@ def _states_polar(wanted: str, text: str) -> bool | None:
     refuted = {match[0].lower() for match in stated if _is_refuted(text[match.end() :])}
     if wanted in refuted:
         return False  # No? No.
-    found = {match[0].lower() for match in stated} - refuted
-    relevant = found & {wanted, _OPPOSITES[wanted]}
+    options = {match[0].lower() for match in stated} - refuted
+    relevant = options & {wanted, _OPPOSITES[wanted]}
     if not relevant:
         return False if _POLAR.search(text) else None
     return relevant == {wanted} and not re.search(r"\bunless\b", text)
@@ -262,7 +262,7 @@ def _states_letter(wanted: str, text: str) -> bool | None:
         )
         other = _OPTION_MARK.search(rest)
         return option[1].casefold() == wanted and other is None and not _goes_on(rest)
-    letters = list(_LETTERS_ALONE.finditer(text))
+    letters = list(_SINGLE_LETTERS.finditer(text))
     if len(letters) != 1 or _TWO_LETTERS.search(text):
         return False if letters else None
     clause = re.split(r"[.!?,;\n]", text[: letters[0].start()])[-1]
