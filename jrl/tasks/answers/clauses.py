@@ -31,10 +31,15 @@ _GUESSING = {"maybe", "perhaps", "possibly", "might", "could", "may", "alternati
 # A part, a base or another operation that multiplies or changes the number before it.
 _CHANGED = re.compile(
     r"halves|thirds|(?:fif|six|seven|eigh|nin|ten|hundred|thousand)ths|point|factorial|choose"
-    r"|mod|modulo|base|power|remainder"
+    r"|mod|modulo|base|power|remainder|score"
 )
 _RELATING = {("of",), ("of", "the"), ("out", "of"), ("in",), ("remainder",), ("with", "remainder"),
              ("r",), ("rem",), ("point",)}  # fmt: skip
+_RULING = {"rule", "rules", "ruled", "ruling", "cross", "crossed", "throw", "threw",
+           "leave", "leaves", "strike", "count", "factor"}  # fmt: skip
+_POSSIBLE = {"would", "could", "might"}
+_UNLESS = {"if", "unless", "provided", "only", "were", "had"}
+_IF_NOT = re.compile(r"(?:^| )if (?:\w+ )?(?:\w+ )?(?:not|\w+n't)(?: be)?$")
 _PER = {"mille", "mil", "thousand", "million", "hundred"}
 _ONES = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
@@ -49,6 +54,11 @@ _DENIED_ATTACHED = re.compile(
     r".*(?:不是|并非|不等于|非|不|没|未|超过|大于|小于|至少|至多|最多|最少)"
 )
 _BOUND_ATTACHED = re.compile(r"(?:以上|以下|以内|多|余|万|亿|千|百|倍|不|是错|左右以)")
+# What an ordinal makes another number of: the 42nd prime. The 42nd step is step 42.
+_NUMBERED = re.compile(
+    r"primes?|roots?|powers?|fibonacci|triangular|square|cube|odd|even|multiple|positive|natural"
+    r"|integer|composite|perfect|palindrom\w+|derivative|percentile|numbers?|of"
+)
 MAX_AFTERTHOUGHT = 12
 """Maximum number of words behind a stop or a comma that are read as an afterthought."""
 
@@ -92,6 +102,11 @@ class Clauses:
             return True
         if is_denied(before, answer_follows_number=self._follows_number):
             return True
+        if after[:1] == ["out"] and not _RULING.isdisjoint(before):
+            return True  # We can rule 42 out
+        behind = [token.text.lower() for token in self._tokens[self._stop : self._stop + 2]]
+        if after and after[0] in _POSSIBLE and not _UNLESS.isdisjoint((*after, *behind)):
+            return True  # 42 would be right if it were possible
         number_follows = self._next is not None and self._stop == self._next[0]
         if self._is_changed() or is_bound_after(after, number_follows=number_follows):
             return True
@@ -109,6 +124,8 @@ class Clauses:
             return True
         if after[0] in ("plus", "minus") and _numeral(after[1:2]) is not None:
             return True  # 42 plus one
+        if after[0] in ("st", "nd", "rd", "th") and len(after) > 1:
+            return bool(_NUMBERED.fullmatch(after[1]))
         return "base" in after or "power" in after
 
     def _has_afterthought(self) -> bool:
@@ -160,8 +177,9 @@ class Clauses:
     def _is_offered_instead(self, previous: Span) -> bool:
         tokens, begin = self._tokens, self._begin
         index = begin - 1
-        labelled = tokens[begin].text == "=" and index >= 0 and _is_letter(tokens[index])
-        index -= labelled
+        labelled = tokens[begin].text == "=" and _label_start(tokens, begin) < begin
+        if labelled:
+            index = _label_start(tokens, begin) - 1
         while index >= 0 and (tokens[index].text.lower() in _PERHAPS or tokens[index].text == "\n"):
             index -= 1
         word = tokens[index].text.lower() if index >= 0 else ""
@@ -172,6 +190,10 @@ class Clauses:
         gap = [token.text.lower() for token in tokens[previous[1] : begin] if token.kind != "comma"]
         if gap == ["as", "well", "as"]:
             return True
+        start = previous[0]
+        told = " ".join(each.text.lower() for each in tokens[max(0, start - 5) : start])
+        if _IF_NOT.search(told) and word in ("then", ","):
+            return True  # If not 41 then 42
         if self._is_guess(begin) and (len(gap) == 1 or self._is_guess(previous[0])):
             return True
         return labelled and _same_label(tokens, previous, begin)
@@ -240,15 +262,28 @@ def _numeral(words: Sequence[str]) -> int | None:
     return sum(number for number in numbers if number is not None)
 
 
-def _is_letter(token: Token) -> bool:
-    return token.kind == "word" and len(token.text) == 1
+_LABEL = re.compile(r"([A-Za-z])(?:_\w*)?")
+
+
+def _label_start(tokens: Sequence[Token], equals: int) -> int:
+    """Index of the variable before an equals sign: x, x_1 or x_{1}; of the sign if it has none."""
+    index = equals - 1
+    if index > 2 and tokens[index].text == "}" and tokens[index - 2].text == "{":
+        index -= 3
+    is_label = index >= 0 and tokens[index].kind == "word" and _LABEL.fullmatch(tokens[index].text)
+    return index if is_label else equals
 
 
 def _same_label(tokens: Sequence[Token], previous: Span, begin: int) -> bool:
-    """True if one variable gets two values, as in x = 41, x = 42."""
+    """True if one variable gets two values, as in x = 41, x = 42 and x_1 = 41, x_2 = 42."""
     start, stop = previous
-    if not start or tokens[start].text != "=" or tokens[start - 1].text != tokens[begin - 1].text:
+    equals = [n for n in range(start, stop) if tokens[n].text == "="]
+    if not equals:
         return False
-    multiplied = start > 1 and tokens[start - 2].kind in ("number", "math")
-    between = tokens[stop : begin - 1]
-    return not multiplied and all(map(joiner, between))
+    starts = _label_start(tokens, equals[0]), _label_start(tokens, begin)
+    labels = [_LABEL.match(tokens[index].text) for index in starts]
+    if None in labels or len({label[1] for label in labels if label}) > 1:
+        return False
+    first = starts[0] - 1
+    multiplied = first >= 0 and tokens[first].kind in ("number", "math")
+    return not multiplied and all(map(joiner, tokens[stop : starts[1]]))

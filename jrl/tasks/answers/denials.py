@@ -23,7 +23,7 @@ _NOT_PAIRS = {
     *(("different", "from"), ("different", "than"), ("differs", "from"), ("differ", "from")),
     *(("anything", "but"), ("everything", "but"), ("all", "but"), ("nothing", "like")),
     *(("fails", "to"), ("failed", "to"), ("rules", "out"), ("rule", "out"), ("ruled", "out")),
-    *(("unequal", "to"), ("one", "gets"), ("one", "says")),
+    ("unequal", "to"),
     *(("refuse", "to"), ("refuses", "to"), ("apart", "from"), ("aside", "from")),
 }
 # A denial of these reaches through the verb of the answer: "I do not think that it is 42".
@@ -59,6 +59,9 @@ _CANCELLED = re.compile(
     r"|\b(?:cannot|not|\w*n't)(?: be)? anything (?:but|except|other than)\b"
     r"|\b(?:not|isn't|wasn't) (?:hard|difficult) to \w+\b"
 )
+# Subjects that deny the verb of their clause: "No one gets 42", "No student has 42".
+_NO_SUBJECT = _words("nobody none nothing neither")
+_NO_DENIAL = _words("it the that this they we i he she you there its matter problem yes thanks")
 # They deny only the next word or phrase: "without tax she pays 42".
 _ADJACENT = _words("no without except excepting excluding exclude excludes besides unlike")
 # Verbs of a clause of its own: "Those who do not play are 42".
@@ -117,6 +120,15 @@ _BOUNDS = _words(
     least most between exceeding below above over under beyond beneath past exceed exceeds
     exceeded underneath upwards nearly almost within nearing approaching maximally minimally <
     > <= >= != near until
+    """
+)
+# Prepositions that place something beside a number. Behind those that are not here (of, to, for,
+# in, at, by, on, with, after, from, into), a sentence may state its number.
+_RELATING = _words(
+    """
+    before against behind beside alongside amid among amongst atop despite following preceding
+    concerning considering regarding outside opposite pending throughout till toward towards
+    versus vs through across along during
     """
 )
 _BOUND_PAIRS = {
@@ -179,6 +191,8 @@ def is_denied(before: Sequence[str], *, answer_follows_number: bool = False) -> 
       answer_follows_number: whether the clause starts at another number.
     """
     before = _CANCELLED.sub(" ", " ".join(before)).split()
+    if _has_denied_subject(before):
+        return True
     for index, word in enumerate(before):
         rest = before[index + 1 :]
         restates = word in _WRONG and not _FINITE.isdisjoint(rest[1:])
@@ -206,12 +220,22 @@ def is_denied(before: Sequence[str], *, answer_follows_number: bool = False) -> 
     return False
 
 
+def _has_denied_subject(clause: Sequence[str]) -> bool:
+    """True if a clause begins with a subject that denies its only verb."""
+    subject, rest = clause[:1], clause[1:]
+    num_verbs = sum(word in _FINITE for word in rest)
+    if subject == ["no"]:
+        return len(rest) > 1 and rest[0] not in _NO_DENIAL and ":" not in rest and num_verbs <= 1
+    is_other = rest[:2] == ["other", "than"]
+    return bool(subject) and subject[0] in _NO_SUBJECT and num_verbs == 1 and not is_other
+
+
 def is_bound_before(before: Sequence[str]) -> bool:
     """True if the words before an answer make it a bound: more than, over, up to."""
     words = _without_articles(before)
     if not words:
         return False
-    if words[-1] in _BOUNDS:
+    if words[-1] in _BOUNDS or words[-1] in _RELATING:
         return True
     if len(words) < 2:
         return False
@@ -296,6 +320,11 @@ def is_judged_wrong(after: Sequence[str], *, is_bare: bool = True) -> bool:
     if not rest or any(word in _JUDGED_RIGHT for word in rest):
         return True
     return verb == 0 and is_bare and any(word in _WORKS for word in rest[:3])
+
+
+def is_verdict(word: str) -> bool:
+    """True if a word begins a verdict on the answer before it: is, seems, wrong."""
+    return word in _WRONG or bool(_COPULA.fullmatch(word))
 
 
 def is_retracted(words: Sequence[str]) -> bool:

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from .denials import is_judged_wrong, is_verdict
 from .reasoning import BLANKS, after_reasoning
 
 UNREADABLE = "\ufffd"
@@ -36,6 +37,18 @@ _ALTERNATIVE = re.compile(
     re.IGNORECASE,
 )
 _JOINED = re.compile(r"[\s$]*(?:,|;|&|/|\band\b|\bor\b)[\s$]*", re.IGNORECASE)
+# "not" before a mark, and behind it a choice that names another mark: "or the former".
+_DENIED = re.compile(r"(?:\b(?:not|never)|n['\u2019]t)[\s$*_:(\[\\]*$", re.IGNORECASE)
+_OR_ANOTHER = re.compile(
+    r"[\s$*_.,]*\bor\s+(?:(?:maybe|perhaps|possibly|else|it's|it is|rather)\s+)*(?:the\s+)?"
+    r"(?:former|latter|first|second|other|previous|earlier|one before)\b",
+    re.IGNORECASE,
+)
+_CLAUSE = re.compile(
+    r"[\s$*_()\\\])]*(?:,\s*(?:which|that|but (?:this|that|it))\s+)?([^.,;:!?\n]*)"
+)
+MAX_BESIDE = 100
+"""Maximum number of characters beside a mark that are read."""
 MAX_BETWEEN_BOXES = 40
 """Maximum number of characters between two boxes of one statement."""
 MAX_NESTED_MARKUP = 8
@@ -85,16 +98,28 @@ def _last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 def _last_marked_text(text: str, *, hashes: bool) -> str | None:
     """Text of the last box or tag, with that of the ones before it that belong to it; else of the
-    last ``####`` if `hashes`; None without any."""
+    last ``####`` if `hashes`; None without any, and empty if the words at it take it back."""
     markers = _outermost_markers(text)
     if markers:
-        return _join_statement(text, markers)
+        last = markers[-1]
+        return "" if _is_withdrawn(text, last.begin, last.end) else _join_statement(text, markers)
     mark = _last_match(HASHES, text) if hashes else None
     if mark is None:
         return None
     line, _, rest = text[mark.end() :].lstrip(" \t").partition("\n")
     # A Markdown heading looks the same; the answer is then the text below it.
     return rest if _HEADING.fullmatch(line) else line
+
+
+def _is_withdrawn(text: str, begin: int, end: int) -> bool:
+    """True if the words at a mark deny its answer, call it wrong, or offer another mark: "is
+    wrong", "or the former"."""
+    before, behind = text[max(0, begin - MAX_BESIDE) : begin], text[end : end + MAX_BESIDE]
+    if _DENIED.search(before) or _OR_ANOTHER.match(behind):
+        return True
+    clause = _CLAUSE.match(behind)
+    words = re.findall(r"[\w']+", clause[1].lower().replace("\u2019", "'")) if clause else []
+    return bool(words) and is_verdict(words[0]) and is_judged_wrong(words, is_bare=False)
 
 
 class _Mark(NamedTuple):

@@ -159,16 +159,13 @@ class Token(NamedTuple):
 
 
 def tokens_of(text: str) -> list[Token]:
-    """All tokens of a text, without blanks. A comma within a number is part of it, except in
-    brackets, where a comma may separate two numbers."""
+    """All tokens of a text, without blanks. A comma that groups digits is part of its number, and
+    any other separates two numbers."""
     tokens: list[Token] = []
-    depth = 0
     for match in _TOKEN.finditer(text):
         written, kind = match[0], match.lastgroup or "other"
         begin, end = match.span()
-        if kind == "math":
-            depth += (written in "([{") - (written in ")]}")
-        if depth > 0 and kind == "number" and _PAIR.fullmatch(written):
+        if kind == "number" and _PAIR.fullmatch(written):
             first, _, second = written.partition(",")
             comma = begin + len(first)
             tokens.append(Token("number", first, begin, comma))

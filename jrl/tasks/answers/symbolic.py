@@ -61,6 +61,8 @@ _SPELLED = (
     (re.compile(r",?\s+and\s+"), ", "),
     (re.compile(r"(?<=\d)\s+or\s+(?=[A-Za-z]\s*=)"), ", "),
 )
+_LAST_VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?=[\s.,;$]*$|\s*\\[)\]]\s*$)")
+_INLINE = re.compile(r"(\$|\\\()([^$\n]{1,300}?)(\$|\\\))")
 # Punctuation at the end; a "!" on an operand is a factorial.
 _STOPS = re.compile(r"(?:[.,;:?]|(?<![\w)}\]])!)+$")
 _LEFT_TO_DO = (sympy.Integral, sympy.Derivative, sympy.Limit, sympy.Sum, sympy.Product)
@@ -78,7 +80,7 @@ def read(text: str) -> tuple[Any, ...]:
     too large to work out."""
     if len(text) > MAX_LENGTH or is_too_large(text):
         return ()
-    tidy = _EXPONENT.sub(r"\1 \\cdot 10^{\2}", text.strip())
+    tidy = _with_last_variable(_EXPONENT.sub(r"\1 \\cdot 10^{\2}", text.strip()))
     for pattern, instead in _SPELLED:
         tidy = pattern.sub(instead, tidy)
     forms = [tidy]
@@ -96,6 +98,22 @@ def read(text: str) -> tuple[Any, ...]:
         if parsed:
             return tuple(parsed)
     return ()
+
+
+def _with_last_variable(text: str) -> str:
+    """A formula of variables with its last one in braces: math-verify removes a last letter that
+    names a unit, such as h in \\pi r^2 h."""
+    if not is_formula(text):
+        return _INLINE.sub(
+            lambda each: (
+                each[1] + _with_last_variable(each[2]) + each[3] if is_formula(each[2]) else each[0]
+            ),
+            text,
+        )
+    last = _LAST_VARIABLE.search(text)
+    if last is None or not re.search("[A-Za-z]", _COMMAND.sub(" ", text[: last.start()])):
+        return text
+    return f"{text[: last.start()]}{{{last[0]}}}{text[last.end() :]}"
 
 
 def are_equal(reference: Sequence[Any], answer: Sequence[Any]) -> bool:

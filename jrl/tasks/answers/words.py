@@ -10,7 +10,14 @@ import re
 import unicodedata
 from collections.abc import Iterator
 
-from .denials import is_correction, is_denied, is_judged_wrong, is_retracted, last_clause
+from .denials import (
+    is_correction,
+    is_denied,
+    is_judged_wrong,
+    is_part_before,
+    is_retracted,
+    last_clause,
+)
 from .notation import DASH, plain_notation
 
 MAX_REFERENCE_LENGTH = 200
@@ -59,13 +66,15 @@ _POLAR = re.compile(
     r"|(?<![\w-])no\b(?=\s*(?:$|[,.;:!?)\n/|&]|(?:because|since|as|or|and|yes|is|isn't|unless)\b))",
     re.IGNORECASE,
 )
+_NO_BESIDE = re.compile(r"(?:^|(?<=\s))no(?:\W*$)", re.IGNORECASE)
+"""The answer "no" beside another one: "no/yes", "no yes"."""
 _LETTER = re.compile(r"[\s$(\[*\"']*([A-Z])(?![\w'-])(?!\s+(?:think|am|would|will|have)\b)")
 _OPTION = re.compile(
     r"\W*(?:option\s+|choice\s+)?([A-Za-z])\s*(?:[).:]|\s[-\u2013;]\s|,|\n|$)", re.IGNORECASE
 )
 _OPTION_MARK = re.compile(r"\([A-Za-z]\)|\b[A-Z][).:]\s")
 _SINGLE_LETTERS = re.compile(
-    r"\(([A-Za-z])\)|(?<![\w'.])([B-HJ-Z]|A(?=\s*(?:$|[().,;:!?/|&]"
+    r"\(([A-Za-z])\)|(?<![\w'.])(?<!\w-)([B-HJ-Z]|A(?=\s*(?:$|[().,;:!?/|&]"
     r"|(?:or|and|as well|unless|because|since)\b)))(?![\w'])"
 )
 _TWO_LETTERS = re.compile(r"(?<![\w'])[A-Z]\)?\s*(?:\b(?:or|and|nor)\b|[,/&])\s*\(?[A-Z](?![\w'])")
@@ -80,7 +89,7 @@ _FILLER = re.compile(
     r"|let's (?:see|think(?: step by step)?))[\s,.!:]+)+",
     re.IGNORECASE,
 )
-_OR_BEFORE = re.compile(r".*\bor (?:it's|it is)\b", re.IGNORECASE)
+_OR_BEFORE = re.compile(r".*\bor\s+(?:it's|it\s+is|that's|that\s+is)\b", re.IGNORECASE)
 _SYMBOLS = {"So", "Sm", "No", "Lo"}
 
 
@@ -160,7 +169,8 @@ def _is_stated(wanted: str, before: str, rest: str) -> bool:
 
 
 def _denied(before: str) -> bool:
-    return is_denied(last_clause(re.findall(r"[\w']+|[=:]", before.lower())))
+    words = last_clause(re.findall(r"[\w']+|[=:]", before.lower()))
+    return is_denied(words) or is_part_before(words)
 
 
 def _goes_on(after: str) -> bool:
@@ -204,13 +214,15 @@ def _states_polar(wanted: str, text: str) -> bool | None:
     for before, rest in _claims(text, _STRONG):
         if not _denied(before) and re.match(r"\W*(?:yes|no|true|false)\b", rest, re.IGNORECASE):
             return _is_stated(wanted, before, rest)
-    options = {
-        match[0].lower()
+    stated = [
+        match
         for match in _POLAR.finditer(text)
-        if not _denied(re.split(r"[.!?,;\n]", text[: match.start()])[-1])
-        and not re.search(r"\bopposite of\s*$", text[: match.start()])
-        and not _is_refuted(text[match.end() :])
-    }
+        if not _denied(_NO_BESIDE.sub("", re.split(r"[.!?,;\n]", text[: match.start()])[-1]))
+    ]
+    refuted = {match[0].lower() for match in stated if _is_refuted(text[match.end() :])}
+    if wanted in refuted:
+        return False  # No? No.
+    options = {match[0].lower() for match in stated} - refuted
     relevant = options & {wanted, _OPPOSITES[wanted]}
     if not relevant:
         return False if _POLAR.search(text) else None
@@ -235,7 +247,8 @@ def _states_letter(wanted: str, text: str) -> bool | None:
         for before, rest in _claims(text, anchor):
             if not _denied(before) and (letter := _LETTER.match(rest) or _lone(rest)):
                 after = rest[letter.end() :]
-                return letter[1].casefold() == wanted and not _goes_on(after)
+                is_wanted = letter[1].casefold() == wanted and not _OR_BEFORE.match(before)
+                return is_wanted and not _goes_on(after)
     for letter in reversed(list(re.finditer(r"(?<![\w'])\(?([A-Z])\)?(?![\w'])", text))):
         if _RIGHT.match(text[letter.end() :]):
             return letter[1].casefold() == wanted and not re.search(

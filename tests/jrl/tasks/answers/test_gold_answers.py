@@ -84,6 +84,32 @@ def test_a_reference_that_cannot_be_read_is_an_error(judge, gold):
         judge(gold, "42")
 
 
+@pytest.mark.parametrize(
+    ("gold", "equal", "others"),
+    [
+        (r"\pi r^2 h", [r"h\pi r^2", r"\pi h r^2", r"r^2h\pi"], [r"\pi r^2", r"\pi r^2 l"]),
+        (
+            r"\frac{1}{2} b h",
+            [r"\frac{bh}{2}", r"b h/2"],
+            [r"\frac{1}{2}", r"\frac{1}{2} b", "b/2"],
+        ),
+        ("2 r h", ["2rh", "2 h r"], ["2r", "2", "2 r m"]),
+    ],
+)
+def test_the_last_variable_of_a_product_is_no_unit(judge, gold, equal, others):
+    for form in ("{}", "${}$", "The answer is ${}$.", r"\boxed{{{}}}", "It is {}."):
+        assert [t for t in equal if judge(gold, form.format(t)) != "correct"] == [], form
+        assert [t for t in others if judge(gold, form.format(t)) == "correct"] == [], form
+
+
+def test_a_comma_between_integers_separates_numbers_on_both_sides(judge):
+    golds = ["5/2", "2.5", "2,5", "0,5", "0.5", "1/2"]
+    for form in ("{}", "${}$", "The answer is {}.", r"\boxed{{{}}}", "<answer>{}</answer>"):
+        for text in ("2,5", "2, 5", "0,5"):
+            scored = [gold for gold in golds if judge(gold, form.format(text)) == "correct"]
+            assert scored == [text.replace(" ", "")], (form, text)
+
+
 def test_a_formula_restated_is_right_by_the_rule_of_values(symbolic):
     judge = Judge(symbolic, "evaluated")
     for gold, completion in [("x^2-1", "(x-1)(x+1)"), (r"\ln 6", r"\ln 2+\ln 3")]:

@@ -177,6 +177,7 @@ GOLDS = [
     *(r"\frac{270}7\text{ degrees}", r"\{1\pm\sqrt{5},-2\}", r"1 \pm \sqrt{19}", r"0.\overline{3}"),
     *("2:3", "12:00 PM", "six", r"1.5 \times 10^{-3}", "A,C", "-2 < x < 3", "e^2", r"\ln 3", "n!"),
     *("f(x)=x^2", r"\frac{x+1}{x-1}", "5^{10}", r"7 \frac{1}{3}", r"\frac12", "2+3i", "-i", "04"),
+    *(r"\pi r^2 h", "2 r h", r"\frac{1}{2} b h", "x^2 m", "V = l w h", r"2\pi m", "3 m"),
     *("No solution", "(x-1)(x+2)", r"\text{neither}", "10^9+7", "4:5:6", r"\binom{10}{3}", "0"),
 ]
 
