@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from jrl.tasks.data.conversations import Conversation, Turn
+from jrl.tasks.data.fields import short
 from jrl.tasks.tools.calls import Arguments
 from jrl.text.chat import ChatTemplate, TemplateRejection
 
@@ -17,6 +18,8 @@ CALLS = ("tool_calls", "function_call")
 """Fields of an assistant's message with calls."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Fields of an assistant's message with its reasoning."""
+REASONING_ITEMS = ("reasoning_details", "thinking_blocks")
+"""Fields with the reasoning as a list of items, mostly beside the text."""
 PROBE, PROBE_VALUE = "probe_of_a_field", "probe_of_a_value"
 """Words that replace the text, or the name and an argument of a call."""
 ASKED, SAID = {"role": "user", "content": "?"}, {"role": "assistant", "content": "yes"}
@@ -102,9 +105,20 @@ def has_calls(turn: Turn) -> bool:
 
 
 def reasoning_of(turn: Turn) -> dict[str, str]:
-    """The fields of a message that are its reasoning, by name."""
-    texts = {name: turn.get(name) for name in REASONING}
-    return {name: x for name, x in texts.items() if isinstance(x, str) and x.strip()}
+    """The fields of a message that are its reasoning, by name.
+
+    Raises:
+      ValueError: for reasoning that is not a text.
+    """
+    stated = {name: turn[name] for name in REASONING if turn.get(name)}
+    items = {name: turn[name] for name in REASONING_ITEMS if turn.get(name)}
+    for name, value in (stated or items).items():
+        if not isinstance(value, str):
+            raise ValueError(
+                f"{name} is {short(value)}, and is not read: write the reasoning as a text in "
+                '"reasoning_content", or leave the field out'
+            )
+    return {name: text for name, text in stated.items() if text.strip()}
 
 
 def _call_probe(call: Any) -> Any:

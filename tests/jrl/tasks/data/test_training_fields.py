@@ -275,6 +275,34 @@ def test_fields_that_the_template_writes_are_learned(tokenizer):
     assert learned(format, both) == "<think>hm</think>good|"
 
 
+ITEMS = [{"type": "reasoning.text", "text": "hm"}]
+NO_TEXTS = [
+    ("reasoning_content", ITEMS),
+    ("reasoning", {"text": "hm"}),
+    ("thinking", ["hm"]),
+    ("reasoning_details", ITEMS),
+    ("thinking_blocks", ITEMS),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), NO_TEXTS)
+def test_reasoning_that_is_no_text_is_refused(field, value, tokenizer):
+    messages = [ASKED, {**GOOD, field: value}]
+    for template in (ALL_ROLES, WHOLE_TEMPLATE, None):
+        with pytest.raises(ValueError, match=f"f:1: {field} is .*, and is not read: write the"):
+            encode_chat(format_of(tokenizer, template), chat_of({"messages": messages}, "f:1"))
+    # Empty, or of a turn that is not trained on, it changes nothing.
+    format = format_of(tokenizer, ALL_ROLES)
+    assert learned(format, {"messages": [ASKED, {**GOOD, field: []}]}) == "good|"
+    assert learned(format, talk({field: value, "weight": 0})) == "good|"
+
+
+def test_items_of_reasoning_beside_its_text_are_passed_over(tokenizer):
+    said = {**GOOD, "reasoning_content": "hm", "reasoning_details": ITEMS}
+    format = format_of(tokenizer, WHOLE_TEMPLATE)
+    assert learned(format, {"messages": [ASKED, said]}) == "<think>hm</think>good|"
+
+
 @pytest.mark.parametrize("role", ["system", "developer", "tool"])
 def test_roles_that_the_template_does_not_write_are_refused(role, tokenizer):
     message = {"role": role, "content": "Count."}
