@@ -51,8 +51,7 @@ class WrittenFields:
                     )
             for name in CALLS:
                 if calls := turn.get(name):
-                    call = calls[0] if isinstance(calls, list) else calls
-                    self._check_field(turn, name, _call_probe(call), conversation)
+                    self._check_calls(name, calls, conversation)
             if index in trained:
                 self._check_reasoning(turn, conversation)
 
@@ -64,11 +63,14 @@ class WrittenFields:
             if not any(self._writes_field({**SAID, n: PROBE}, n, conversation) for n in names):
                 raise _unwritten(names[0])
 
-    def _check_field(self, turn: Turn, name: str, value: Any, conversation: Conversation) -> None:
-        value = [value] if isinstance(turn[name], list) else value
-        message = {**SAID, "content": None, name: value}
-        if not self._writes_field(message, name, conversation):
-            raise _unwritten(name)
+    def _check_calls(self, name: str, calls: Any, conversation: Conversation) -> None:
+        """Some templates write only the first of multiple calls."""
+        is_list = isinstance(calls, list)
+        probes = [_call_probe(call) for call in (calls[:2] if is_list else [calls])]
+        for number in range(1, len(probes) + 1):
+            value = probes[:number] if is_list else probes[0]
+            if not self._writes_field({**SAID, "content": None, name: value}, name, conversation):
+                raise _unwritten(name if number == 1 else f"a second entry of {name}")
 
     def _writes_field(self, message: Turn, name: str, conversation: Conversation) -> bool:
         return self._is_written((ASKED, message), conversation, name, json.dumps(message))
@@ -86,9 +88,8 @@ class WrittenFields:
             except TemplateRejection:
                 self._written[key] = True
             else:
-                asked = json.dumps(messages)
-                words = [word for word in (PROBE, PROBE_VALUE) if word in asked]
-                self._written[key] = all(word in text for word in words)
+                asked, words = json.dumps(messages), (PROBE, PROBE_VALUE)
+                self._written[key] = all(text.count(word) >= asked.count(word) for word in words)
         return self._written[key]
 
 

@@ -107,6 +107,8 @@ REFUSED = [
     (talk({"train_detail": [{"begin_offset": 0}]}), 'message 2: field "train_detail".*is not read'),
     (talk({"mask": True}), 'field "mask" is True, and is not read'),
     (talk({"token_weights": [1]}), 'field "token_weights".*is not read'),
+    (talk({"supervised": False}), 'field "supervised" is False, and is not read'),
+    (talk({"ignore": True}), 'field "ignore" is True, and is not read'),
     (talk({"trained": False}), 'field "trained" is False, and is not read'),
     (talk({"eot": False}), 'field "eot" is False, which leaves the turn open'),
     (talk({"prefix": True}), 'field "prefix" is True, which leaves the turn open'),
@@ -262,6 +264,26 @@ def test_fields_that_the_template_does_not_write_are_refused(messages, field, to
     for template in (ALL_ROLES, TAGGED):
         with pytest.raises(ValueError, match=f"f:1: the chat template does not write {field}"):
             encode_chat(format_of(tokenizer, template), chat_of({"messages": messages}, "f:1"))
+
+
+# As templates that write the first call alone.
+FIRST_CALL = ALL_ROLES.replace(
+    "m.content +", '(m.content or "") + (m.tool_calls[0] | tojson if m.tool_calls else "") +'
+)
+
+
+def test_second_call_that_the_template_does_not_write_is_refused(tokenizer):
+    def calling(number):
+        calls = [{"name": "f", "arguments": {"x": n}} for n in range(number)]
+        turns = [ASKED, {**CALLING, "tool_calls": calls}, *[ANSWERED] * number, GOOD]
+        return chat_of({"messages": turns}, "f:1")
+
+    first, whole = format_of(tokenizer, FIRST_CALL), format_of(tokenizer, WHOLE_TEMPLATE)
+    encode_chat(first, calling(1))
+    encode_chat(whole, calling(2))
+    for number in (2, 3):
+        with pytest.raises(ValueError, match="does not write a second entry of tool_calls"):
+            encode_chat(first, calling(number))
 
 
 def test_fields_that_the_template_writes_are_learned(tokenizer):
