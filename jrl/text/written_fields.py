@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from jrl.tasks.data.conversations import Conversation, Turn
+from jrl.tasks.data.conversations import Conversation, Turn, content_of
 from jrl.tasks.data.fields import short
 from jrl.tasks.tools.calls import Arguments
 from jrl.text.chat import ChatTemplate, TemplateRejection
@@ -50,8 +50,8 @@ class WrittenFields:
                         "leave them out"
                     )
             for name in CALLS:
-                if calls := turn.get(name):
-                    self._check_calls(name, calls, conversation)
+                if turn.get(name):
+                    self._check_calls(turn, name, conversation, is_trained=index in trained)
             if index in trained:
                 self._check_reasoning(turn, conversation)
 
@@ -63,14 +63,25 @@ class WrittenFields:
             if not any(self._writes_field({**SAID, n: PROBE}, n, conversation) for n in names):
                 raise _unwritten(names[0])
 
-    def _check_calls(self, name: str, calls: Any, conversation: Conversation) -> None:
-        """Some templates write only the first of multiple calls."""
-        is_list = isinstance(calls, list)
-        probes = [_call_probe(call) for call in (calls[:2] if is_list else [calls])]
-        for number in range(1, len(probes) + 1):
-            value = probes[:number] if is_list else probes[0]
-            if not self._writes_field({**SAID, "content": None, name: value}, name, conversation):
-                raise _unwritten(name if number == 1 else f"a second entry of {name}")
+    def _check_calls(
+        self, turn: Turn, name: str, conversation: Conversation, *, is_trained: bool
+    ) -> None:
+        """Some templates write only the first of multiple calls, or no content beside calls."""
+        calls = turn[name]
+        probe = (
+            [_call_probe(call) for call in calls] if isinstance(calls, list) else _call_probe(calls)
+        )
+        probes: list[tuple[str, Any, str | None]] = []
+        if isinstance(probe, list):
+            probes += [(name, probe[:1], None), (f"a second entry of {name}", probe[:2], None)]
+        else:
+            probes.append((name, probe, None))
+        if is_trained and content_of(turn).strip():
+            probes.append((f"a content beside {name}", probes[0][1], PROBE))
+        for field, value, content in probes:
+            message = {**SAID, "content": content, name: value}
+            if not self._writes_field(message, name, conversation):
+                raise _unwritten(field)
 
     def _writes_field(self, message: Turn, name: str, conversation: Conversation) -> bool:
         return self._is_written((ASKED, message), conversation, name, json.dumps(message))

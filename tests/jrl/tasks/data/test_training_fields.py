@@ -286,6 +286,20 @@ def test_second_call_that_the_template_does_not_write_is_refused(tokenizer):
             encode_chat(first, calling(number))
 
 
+def test_content_that_the_template_leaves_out_beside_calls_is_refused(tokenizer):
+    source = FIRST_CALL.replace('(m.content or "")', '(m.content if not m.tool_calls else "")')
+    record = {"messages": [ASKED, {**CALLING, "content": "I call."}, ANSWERED, GOOD]}
+    quiet = {"messages": [ASKED, {**CALLING, "content": "\n"}, ANSWERED, GOOD]}
+    format = format_of(tokenizer, source)
+    assert learned(format, quiet).endswith("|good|")
+    # As a turn that is not trained on, it is left to the template.
+    assert learned(format, record, last=True) == "good|"
+    with pytest.raises(ValueError, match="does not write a content beside tool_calls"):
+        encode_chat(format, chat_of(record, "f:1"))
+    whole = learned(format_of(tokenizer, WHOLE_TEMPLATE), record)
+    assert "I call." in whole and "<tool_call>" in whole
+
+
 def test_fields_that_the_template_writes_are_learned(tokenizer):
     format = format_of(tokenizer, WHOLE_TEMPLATE)
     record = {"messages": [ASKED, CALLING, ANSWERED, {**GOOD, "reasoning_content": "hm"}]}
