@@ -46,8 +46,8 @@ def setting(
         * ``override``: false if a flag of another command does not replace the run's setting of the
           same name.
     """
-    known = {"changeable", "before", "sft", "of_task", "in_file", "sampled", "override", "removed"}
-    if unknown := properties.keys() - known:
+    names = {"changeable", "before", "sft", "of_task", "in_file", "sampled", "override", "removed"}
+    if unknown := properties.keys() - names:
         raise TypeError(f"setting() has no property {', '.join(sorted(unknown))}.")
     bounds = {"minimum": minimum, "above": above, "maximum": maximum}
     declared = {key: value for key, value in bounds.items() if value is not None}

@@ -171,7 +171,7 @@ def evaluation_configuration(
                 f"dtype={options.dtype!r} differs from that of the base weights that run "
                 f"{folder.path} stores next to its adapters: leave it out."
             )
-    changes = _given(options, RunConfig)
+    changes = _overrides(options, RunConfig)
     if options.task is not None:
         # What was chosen for the run's own task need not fit another. Prompts have no answers to
         # imitate here, and need none.
@@ -195,11 +195,11 @@ def evaluation_configuration(
         device_settings |= {"layout": options.layout, "rollout_layout": None}
     if options.rollout_layout is not None:
         device_settings["rollout_layout"] = options.rollout_layout
-    recipe = replace(recipe, **_given(options, Hyperparameters))
+    recipe = replace(recipe, **_overrides(options, Hyperparameters))
     return replace(run, **{**device_settings, **changes}), recipe
 
 
-def _given(options: EvaluateOptions, kind: type) -> dict[str, Any]:
+def _overrides(options: EvaluateOptions, kind: type) -> dict[str, Any]:
     """Settings of this record that flags of the same name override."""
     overridden = names_with(kind, "override", None)
     flags = {name: getattr(options, name) for name in names_with(EvaluateOptions, "override", None)}

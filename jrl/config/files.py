@@ -123,9 +123,9 @@ def recipe_to_sample(folder: RunFolder) -> Recipe:
         if base is Recipe or all(field.name in values for field in fields(base))
     )
     names = [name for name in names_with(kind, "sampled") if name in values]
-    known = {**asdict(kind()), **{name: values[name] for name in names}}
+    settings = {**asdict(kind()), **{name: values[name] for name in names}}
     named_kind: Any = type(class_name, (kind,), {"__doc__": kind.__doc__})
-    return _record(named_kind, known, "hyperparameters", path)
+    return _record(named_kind, settings, "hyperparameters", path)
 
 
 def check_resumable(stored: tuple[RunConfig, Recipe], requested: tuple[RunConfig, Recipe]) -> None:

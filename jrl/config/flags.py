@@ -119,8 +119,8 @@ def parse_arguments(arguments: list[str]) -> TrainOptions:
     }
     run = replace(run, **dict.fromkeys(removed))
     command, processes, new_run, new_recipe = _parse_flags(arguments, run, recipe, settings)
-    kept = {name: value for name, value in removed.items() if getattr(new_run, name) is None}
-    new_run = replace(new_run, **kept)
+    unreplaced = {name: value for name, value in removed.items() if getattr(new_run, name) is None}
+    new_run = replace(new_run, **unreplaced)
     if stored is not None:
         command = replace(command, resume=True)
         check_resumable(stored, (new_run, new_recipe))

@@ -53,7 +53,7 @@ def code_to_resume(folder: RunFolder, words: Iterable[str], *, trusted: bool) ->
     code = code_of_task(folder, run.task, run.reward)
     recipe = read_recipe(folder.config().get("recipe"), folder.path)
     code = replace(code, recipe=recipe, texts=_texts(run))
-    check_code(folder, code, trusted=trusted, given=_given_code(words))
+    check_code(folder, code, trusted=trusted, named=_named_code(words))
     return code
 
 
@@ -64,7 +64,7 @@ def code_of_task(folder: RunFolder, task: str, rewards: tuple[str, ...]) -> RunC
 
 
 def check_code(
-    folder: RunFolder, code: RunCode, *, trusted: bool, given: Collection[bytes] = ()
+    folder: RunFolder, code: RunCode, *, trusted: bool, named: Collection[bytes] = ()
 ) -> None:
     """Raises ValueError for code of a run folder that differs from the code at its last checkpoint,
     and for code that the user does not trust."""
@@ -72,7 +72,7 @@ def check_code(
     current = {name: offset_of(content) for name, content in code.parts.items()}
     folder.check_same_files(step, current, saved)
     if not trusted:
-        check_trusted(folder.path, code.parts, given)
+        check_trusted(folder.path, code.parts, named)
 
 
 def _texts(run: RunConfig) -> tuple[str, ...]:
@@ -80,13 +80,13 @@ def _texts(run: RunConfig) -> tuple[str, ...]:
     return (*custom_modules(run.task, run.reward), *commands)
 
 
-def _given_code(words: Iterable[str]) -> set[bytes]:
+def _named_code(words: Iterable[str]) -> set[bytes]:
     """Contents of all that the words of a command line name, and the words themselves."""
-    given: set[bytes] = set()
+    named: set[bytes] = set()
     for word in words:
         value = word.partition("=")[2] if word.startswith("--") else word
-        given.add(value.encode())
+        named.add(value.encode())
         with suppress(ValueError):  # it is no task, or its file is not there any more
-            given |= set(custom_files(value, ()).values())
-            given |= {text.encode() for text in custom_modules(value, ())}
-    return given
+            named |= set(custom_files(value, ()).values())
+            named |= {text.encode() for text in custom_modules(value, ())}
+    return named

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jrl.text.checkpoint_files import CONFIG, TEMPLATE, TEMPLATES, read_optional
-from moe.huggingface.checkpoint import INDEX, WHOLE, weight_files
+from moe.huggingface.checkpoint import INDEX, SINGLE_FILE, weight_files
 
 
 def files_passed_over(folder: Path) -> list[str]:
@@ -17,7 +17,9 @@ def files_passed_over(folder: Path) -> list[str]:
     """
     chosen, others = weight_files(folder)
     others += [*sorted(folder.glob("*.gguf")), *sorted(folder.glob("pytorch_model*.bin"))]
-    read = INDEX if (folder / INDEX).exists() else WHOLE if len(chosen) == 1 else chosen[0].name
+    read = (
+        INDEX if (folder / INDEX).exists() else SINGLE_FILE if len(chosen) == 1 else chosen[0].name
+    )
     phrases = [f"{path.name} ({read} is read)" for path in others]
     return [*phrases, *_vocabularies(folder), *_templates(folder)]
 
@@ -29,8 +31,8 @@ def _vocabularies(folder: Path) -> list[str]:
         return []
     phrases = []
     listed = read_optional(folder / "vocab.json")
-    found = {"vocab.json": listed, "tokenizer.model": _pieces(folder / "tokenizer.model")}
-    for name, other in found.items():
+    vocabularies = {"vocab.json": listed, "tokenizer.model": _pieces(folder / "tokenizer.model")}
+    for name, other in vocabularies.items():
         # A token of one file alone may have been added or renamed after training.
         differing = [token for token, i in other.items() if tokens.get(token, i) != i]
         if differing:

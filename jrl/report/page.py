@@ -127,26 +127,26 @@ def run_data(folder: RunFolder, name: str, characters: int, base: Path) -> dict[
 
 def profile_data(folder: RunFolder, base: Path) -> list[dict[str, Any]]:
     """Recordings of the profiler, with the address of each trace from the folder `base`."""
-    found = read_recordings(folder.profiles_path)
-    for each in found:
+    recordings = read_recordings(folder.profiles_path)
+    for each in recordings:
         if each["trace"] is not None:
             path = os.path.relpath(folder.profiles_path / each["trace"], base)
             # With a dot: an address is not taken for a protocol, whatever the name of the folder.
             each["trace"] = "./" + quote(Path(path).as_posix())
-    return found
+    return recordings
 
 
 def read_recordings(profiles: Path) -> list[dict[str, Any]]:
     """The finished recordings of a run by their first step, as
     `jrl.trainer.profiler.write_operations` wrote them, with the path
     of the ``trace`` inside of `profiles`."""
-    found = []
+    recordings = []
     for path in (profiles / RECORDINGS).glob(f"*/{OPERATIONS}"):
         content = records.read_object(path, "delete it, or put it back as it was")
         traces = sorted(path.parent.glob("*.trace.json.gz"))
         trace = traces[0].relative_to(profiles).as_posix() if traces else None
-        found.append({**content, "trace": trace})
-    return sorted(found, key=lambda each: (each["first"], each["process"]))
+        recordings.append({**content, "trace": trace})
+    return sorted(recordings, key=lambda each: (each["first"], each["process"]))
 
 
 def thin(lines: Sequence[Mapping[str, Any]], most: int) -> list[Mapping[str, Any]]:

@@ -316,8 +316,8 @@ class RunFolder:
         the checkpoints may be elsewhere, as the settings may say too."""
         folder = self.path.resolve()
         for path in (*self.path.iterdir(), *self.path.glob("*/*")):
-            is_own = path.relative_to(self.path).parts[0] in self._own_names
-            if not (is_own and path.is_symlink()) or path.resolve().is_relative_to(folder):
+            is_expected = path.relative_to(self.path).parts[0] in self._expected_names
+            if not (is_expected and path.is_symlink()) or path.resolve().is_relative_to(folder):
                 continue
             raise ValueError(
                 f"{path} is a link to {path.resolve()}, outside of the run folder: replace the "
@@ -325,10 +325,10 @@ class RunFolder:
             )
 
     @property
-    def _own_names(self) -> set[str]:
+    def _expected_names(self) -> set[str]:
         """Names in the folder that are read or written, except for the checkpoints."""
-        own_paths = [path for path in vars(self).values() if isinstance(path, Path)]
-        return {LOCK, "faults", *(path.name for path in own_paths)} - {"checkpoints"}
+        paths = [path for path in vars(self).values() if isinstance(path, Path)]
+        return {LOCK, "faults", *(path.name for path in paths)} - {"checkpoints"}
 
     def _acquire(self) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW

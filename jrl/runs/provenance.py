@@ -158,8 +158,8 @@ def compare(folder: RunFolder, saved: Mapping[str, Any]) -> Iterator[tuple[str, 
         elif there != NO_FILE:
             yield name, None
     for name, offset in saved.get("lines", {}).items():
-        kept = records.begins_with(folder.path / name, offset)
-        yield name, None if kept else "changed in its first lines"
+        unchanged = records.begins_with(folder.path / name, offset)
+        yield name, None if unchanged else "changed in its first lines"
 
 
 def _check_settings(

@@ -38,7 +38,7 @@ def remember(code: Mapping[str, bytes]) -> None:
         )
 
 
-def check_trusted(run: Path, code: Mapping[str, bytes], given: Collection[bytes] = ()) -> None:
+def check_trusted(run: Path, code: Mapping[str, bytes], named: Collection[bytes] = ()) -> None:
     """Raises ValueError unless the user has given all of the code of a run folder before.
 
     Args:
@@ -48,7 +48,7 @@ def check_trusted(run: Path, code: Mapping[str, bytes], given: Collection[bytes]
     unknown = [
         f"{name} (sha256 {sha256(content).hexdigest()[:12]})"
         for name, content in code.items()
-        if content not in given and not _is_recorded(content)
+        if content not in named and not _is_recorded(content)
     ]
     if unknown:
         raise ValueError(

@@ -131,9 +131,9 @@ class FrontEnd:
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
         )
-        own_host = Middleware(OwnHost, allowed=self._allowed_hosts)
+        host_check = Middleware(OwnHost, allowed=self._allowed_hosts)
         # A web page that resolves its own name to this machine has no key.
-        middleware = [own_host] if self._api_key is None else []
+        middleware = [host_check] if self._api_key is None else []
         middleware += [cross_origin] if self._allowed_origins else []
         return Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
 
@@ -438,7 +438,9 @@ class OwnHost:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app: ASGIApp = self._app
-        if scope["type"] == "http" and not self._is_own(host := Headers(scope=scope).get("host")):
+        if scope["type"] == "http" and not self._is_allowed(
+            host := Headers(scope=scope).get("host")
+        ):
             app = error_response(
                 ApiError(
                     403,
@@ -450,7 +452,7 @@ class OwnHost:
             )
         await app(scope, receive, send)
 
-    def _is_own(self, host: str | None) -> bool:
+    def _is_allowed(self, host: str | None) -> bool:
         name = urlsplit(f"//{host or ''}").netloc.lower()
         name = name[: name.rfind("]") + 1] if name.startswith("[") else name.partition(":")[0]
         if not name or "*" in self._allowed or name in self._allowed:

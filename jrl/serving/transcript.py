@@ -87,10 +87,10 @@ class StopStrings:
         if not self._stops or self.stopped:
             return "" if self.stopped else new_text
         text = self._withheld + new_text
-        found = [(begin, -len(stop)) for stop in self._stops if (begin := text.find(stop)) >= 0]
-        if found:
+        matches = [(begin, -len(stop)) for stop in self._stops if (begin := text.find(stop)) >= 0]
+        if matches:
             self.stopped, self._withheld = True, ""
-            begin, minus_length = min(found)
+            begin, minus_length = min(matches)
             return text[: begin - minus_length if self._keeps else begin]
         withheld = max(partial_match(text, stop) for stop in self._stops)
         self._withheld = text[len(text) - withheld :]

@@ -74,10 +74,10 @@ class TurnStream:
     """
 
     def __init__(self, before: str = "", calls: CallReader | None = None, reasons: bool = True):
-        marks = None if calls is None else calls.format.opening_marks
-        if marks == () and not reasons:
-            marks = (CHANNEL,)
-        self._reader, self._calls = TurnReader(before, marks, reasons), calls
+        markers = None if calls is None else calls.format.opening_markers
+        if markers == () and not reasons:
+            markers = (CHANNEL,)
+        self._reader, self._calls = TurnReader(before, markers, reasons), calls
 
     def add(self, text: str, last: bool) -> TurnDelta:
         """Appends text; `last` is true if no more comes."""
@@ -120,8 +120,8 @@ def text_decoder(request: ApiRequest, tokenizer: Tokenizer) -> Decode:
     calls = request.tools is not None and request.tools.choice != "none"
     written = set(special)
     if not calls and request.output.skips_special:
-        marks = REASONING_TOKENS if request.chat else frozenset()
-        written &= marks | HARMONY_TOKENS if CHANNEL in special and request.chat else marks
+        markers = REASONING_TOKENS if request.chat else frozenset()
+        written &= markers | HARMONY_TOKENS if CHANNEL in special and request.chat else markers
     if not written:
         return tokenizer.decode
     hidden = tokenizer.special_ids - {special[text] for text in written}

@@ -414,9 +414,9 @@ def check_tokens(
             raise ValueError(f"{path}: the token {token!r} has the id {identity}, and {second}.")
     for name, stated in _added(path.parent, config):
         for token, identity in stated:
-            found = backend.token_to_id(token)
-            if found != identity:
-                has = "does not have it" if found is None else f"has {found}"
+            token_id = backend.token_to_id(token)
+            if token_id != identity:
+                has = "does not have it" if token_id is None else f"has {token_id}"
                 raise ValueError(
                     f"{path.parent / name} has the token {token!r} with the id {identity!r}, and "
                     f"{path.name} {has}: save the tokenizer again, or take the files of one "

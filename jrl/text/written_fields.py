@@ -22,7 +22,7 @@ REASONING_ITEMS = ("reasoning_details", "thinking_blocks")
 """Fields with the reasoning as a list of items, mostly beside the text."""
 PROBE, PROBE_VALUE = "probe_of_a_field", "probe_of_a_value"
 """Words that replace the text, or the name and an argument of a call."""
-ASKED, SAID = {"role": "user", "content": "?"}, {"role": "assistant", "content": "yes"}
+ASKED, ANSWERED = {"role": "user", "content": "?"}, {"role": "assistant", "content": "yes"}
 
 
 class WrittenFields:
@@ -60,7 +60,7 @@ class WrittenFields:
         texts = reasoning_of(turn)
         for text in set(texts.values()):
             names = [name for name in texts if texts[name] == text]
-            if not any(self._writes_field({**SAID, n: PROBE}, n, conversation) for n in names):
+            if not any(self._writes_field({**ANSWERED, n: PROBE}, n, conversation) for n in names):
                 raise _unwritten(names[0])
 
     def _check_calls(
@@ -79,7 +79,7 @@ class WrittenFields:
         if is_trained and content_of(turn).strip():
             probes.append((f"a content beside {name}", probes[0][1], PROBE))
         for field, value, content in probes:
-            message = {**SAID, "content": content, name: value}
+            message = {**ANSWERED, "content": content, name: value}
             if not self._writes_field(message, name, conversation):
                 raise _unwritten(field)
 
@@ -148,7 +148,7 @@ def _role_probe(role: str, begins: bool) -> tuple[Turn, ...]:
     if begins:
         return probe, ASKED
     if role in ("system", "developer"):
-        return ASKED, SAID, probe, ASKED
+        return ASKED, ANSWERED, probe, ASKED
     identity = "call00000"
     function = {"name": "get", "arguments": Arguments({})}
     calling = {"id": identity, "type": "function", "function": function}

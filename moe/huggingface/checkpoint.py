@@ -43,7 +43,7 @@ DTYPES = ("F32", "BF16", "F16")
 float32."""
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 """Ends of the names of two tensors."""
-INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+INDEX, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 """The index, which says in which of several files each tensor is; and a single file."""
 ADAPTERS = "adapter_model.safetensors"
 """The file of adapters, which are no weights of the network."""
@@ -142,14 +142,14 @@ def weight_files(directory: Path) -> tuple[list[Path], list[Path]]:
     present, index = sorted(directory.glob("*.safetensors")), directory / INDEX
     if index.exists():
         names = {Path(name).name for name in _read_weight_map(index).values()}
-        if directory / WHOLE in present and WHOLE not in names:
+        if directory / SINGLE_FILE in present and SINGLE_FILE not in names:
             raise ValueError(
-                f"{directory} has the weights twice, in {WHOLE} and in the files of {INDEX} "
+                f"{directory} has the weights twice, in {SINGLE_FILE} and in the files of {INDEX} "
                 f"({', '.join(sorted(names)[:3])}, ...): remove one of the two."
             )
         chosen = [directory / name for name in sorted(names)]
-    elif directory / WHOLE in present:
-        chosen = [directory / WHOLE]
+    elif directory / SINGLE_FILE in present:
+        chosen = [directory / SINGLE_FILE]
     else:
         chosen = present
     if not chosen:

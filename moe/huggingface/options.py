@@ -98,8 +98,8 @@ class Options:
             different values.
         """
         self.pass_over(*names)
-        found = {name: self.values[name] for name in names if name in self.values}
-        stated = {name: v for name, v in found.items() if self.states(name)} or found
+        present = {name: self.values[name] for name in names if name in self.values}
+        stated = {name: v for name, v in present.items() if self.states(name)} or present
         if not stated:
             if default is REQUIRED:
                 raise ValueError(f"{self.source} lacks the option {' or '.join(names)}.")

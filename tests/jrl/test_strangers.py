@@ -250,7 +250,7 @@ def test_code_given_before_or_now_is_trusted(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"recipe\.py \(sha256 .*, tasks\.mine:make \(sha256"):
         trust.check_trusted(tmp_path, code)
     with pytest.raises(ValueError, match=r"machine: recipe\.py \(sha256 \w+\)\. It"):
-        trust.check_trusted(tmp_path, code, given={b"tasks.mine:make"})
+        trust.check_trusted(tmp_path, code, named={b"tasks.mine:make"})
     trust.remember(code)
     trust.check_trusted(tmp_path, code)
     with pytest.raises(ValueError, match=r"recipe\.py"):

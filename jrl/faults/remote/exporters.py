@@ -22,7 +22,7 @@ from jrl.faults.remote.machines import (
     ANSWERS,
     IDENTITY,
     PAGE,
-    describe_apart,
+    describe_unjoined,
     list_some,
     machines_of,
 )
@@ -208,7 +208,7 @@ def sort_series(
             silent.add(each.labels.get("instance", machine))
     unanswered = {name: max(times) for name, times in silent_since.items() if max(times) < np.inf}
     notes = [f"exporters do not answer their server: {list_some(silent)}"] if silent else []
-    notes += describe_apart(compared, machines)
+    notes += describe_unjoined(compared, machines)
     columns = _columns_of(compared, gpus_of(compared, machines))
     return Sorted(compared, machines, columns, unanswered, notes)
 
@@ -220,11 +220,11 @@ def without_rare(parts: Sorted) -> Sorted:
         machines_by_column[column].add(machine)
     number = len(set(parts.machines))
     rare = {name for name, machines in machines_by_column.items() if 2 * len(machines) < number}
-    kept = [index for index, column in enumerate(parts.columns) if column not in rare]
+    frequent = [index for index, column in enumerate(parts.columns) if column not in rare]
     note = f"{len(rare)} metrics of fewer than half of the machines are left out: {list_some(rare)}"
-    series = [parts.series[index] for index in kept]
-    machines = [parts.machines[index] for index in kept]
-    columns = [parts.columns[index] for index in kept]
+    series = [parts.series[index] for index in frequent]
+    machines = [parts.machines[index] for index in frequent]
+    columns = [parts.columns[index] for index in frequent]
     return Sorted(series, machines, columns, parts.unanswered, [*parts.notes, note])
 
 

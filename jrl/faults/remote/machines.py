@@ -86,7 +86,7 @@ def machines_of(series: Sequence[Series], label: str | None = None) -> list[str]
     return [new.get(name, name) for name in names]
 
 
-def describe_apart(series: Iterable[Series], machines: Iterable[str]) -> list[str]:
+def describe_unjoined(series: Iterable[Series], machines: Iterable[str]) -> list[str]:
     """A line for each two exporters that both have machines which the other lacks.
 
     They are probably the same machines, whose names cannot be joined.

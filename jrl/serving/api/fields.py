@@ -116,7 +116,7 @@ def boolean(body: Mapping[str, Any], name: str) -> bool:
     return bool(value)
 
 
-def whole(value: Any) -> int | None:
+def integer_of(value: Any) -> int | None:
     """A whole number, also one that a client writes with a point, such as 20.0; None for another
     value."""
     if type(value) is float and value.is_integer():
@@ -128,7 +128,7 @@ def integer(body: Mapping[str, Any], name: str, minimum: int, maximum: int | Non
     value, limit = body.get(name), MAX_TOKENS if maximum is None else maximum
     if value is None:
         return None
-    number = whole(value)
+    number = integer_of(value)
     if number is None or not minimum <= number <= limit:
         span = f"from {minimum} to {MAX_TOKENS}" if maximum is None else f"in {minimum}..{maximum}"
         raise invalid_value(name, value, f"a whole number {span}")

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jrl.serving.api.fields import invalid_argument, invalid_value
-from jrl.tasks.data.conversations import CONTENT_SUBSTITUTES, TEXT_PARTS, Turn
+from jrl.tasks.data.conversations import CONTENT_SUBSTITUTES, TEXT_TYPES, Turn
 from jrl.tasks.data.fields import short
 from jrl.tasks.tools.calls import Arguments
 
@@ -67,7 +67,7 @@ def _message(path: str, message: Any) -> Turn:
 
 
 def _part(path: str, part: Any) -> str:
-    if not isinstance(part, dict) or part.get("type") not in TEXT_PARTS:
+    if not isinstance(part, dict) or part.get("type") not in TEXT_TYPES:
         kind = part.get("type") if isinstance(part, dict) else part
         raise invalid_argument(
             path,

@@ -13,7 +13,7 @@ from .denials import (
     is_judged_wrong,
     is_part_before,
     is_restart,
-    is_taken_back,
+    is_retracted,
 )
 from .notation import Token
 from .phrases import Span, is_unit, joiner
@@ -132,7 +132,7 @@ class Clauses:
             return False
         if words[0] in ("at", "or", "and", "give", "tops", "max") and is_bound_after(words[:3]):
             return True
-        return is_taken_back(words)
+        return is_retracted(words)
 
     def alternatives(self) -> Iterator[Span]:
         """Phrases that are offered instead of the number: "41 apples or maybe 42"."""

@@ -196,8 +196,8 @@ def is_denied(before: Sequence[str], *, answer_follows_number: bool = False) -> 
         if not is_pair and not _NOT.fullmatch(word):
             continue
         rest = rest[1:] if is_pair else rest
-        is_apart = any(each not in _ARTICLES | {"for"} for each in rest)
-        if word in _ADJACENT and is_apart and _OPINION.isdisjoint(rest[:2]):
+        is_separate = any(each not in _ARTICLES | {"for"} for each in rest)
+        if word in _ADJACENT and is_separate and _OPINION.isdisjoint(rest[:2]):
             continue
         if rest[:1] == ["only"] or (rest[:1] and rest[0] in ("more", "less", "fewer")):
             continue  # not only 42; bounds have a rule of their own
@@ -238,10 +238,10 @@ def is_part_before(before: Sequence[str]) -> bool:
 
 
 def _without_articles(words: Sequence[str]) -> list[str]:
-    kept = list(words)
-    while kept and kept[-1] in _ARTICLES:
-        kept.pop()
-    return kept
+    rest = list(words)
+    while rest and rest[-1] in _ARTICLES:
+        rest.pop()
+    return rest
 
 
 def is_bound_after(after: Sequence[str], *, number_follows: bool = False) -> bool:
@@ -298,15 +298,15 @@ def is_judged_wrong(after: Sequence[str], *, is_bare: bool = True) -> bool:
     return verb == 0 and is_bare and any(word in _WORKS for word in rest[:3])
 
 
-def is_taken_back(words: Sequence[str]) -> bool:
+def is_retracted(words: Sequence[str]) -> bool:
     """True if the words that follow an answer behind a stop or a comma take it back: "No.",
     "that is wrong", "which is not it"."""
-    kept = " ".join(words).replace("they are", "they is").replace("'s", " 's").split()
-    words = tuple(kept)
-    if _RETRACTED.search(" ".join(kept)):
+    rest = " ".join(words).replace("they are", "they is").replace("'s", " 's").split()
+    words = tuple(rest)
+    if _RETRACTED.search(" ".join(rest)):
         return True
-    if kept[:1] in (["no"], ["nope"], ["not"], ["wrong"], ["incorrect"], ["false"], ["never"]):
-        return len(kept) == 1 or kept[1] in (
+    if rest[:1] in (["no"], ["nope"], ["not"], ["wrong"], ["incorrect"], ["false"], ["never"]):
+        return len(rest) == 1 or rest[1] in (
             "really",
             "wait",
             "sorry",
@@ -315,18 +315,18 @@ def is_taken_back(words: Sequence[str]) -> bool:
             "no",
             "that",
         )
-    if kept[:2] in (["just", "kidding"], ["or", "not"], ["or", "maybe"]) or kept == [
+    if rest[:2] in (["just", "kidding"], ["or", "not"], ["or", "maybe"]) or rest == [
         "maybe",
         "not",
     ]:
         return True
-    while kept and kept[0] in _AFTERTHOUGHT:
-        kept.pop(0)
-    if len(kept) == len(words) and not _COPULA.fullmatch(kept[0] if kept else ""):
+    while rest and rest[0] in _AFTERTHOUGHT:
+        rest.pop(0)
+    if len(rest) == len(words) and not _COPULA.fullmatch(rest[0] if rest else ""):
         return False
-    if not kept or not _COPULA.fullmatch(kept[0]):
-        return bool(kept) and len(kept) == 1 and kept[0] in _WRONG
-    return is_judged_wrong(kept)
+    if not rest or not _COPULA.fullmatch(rest[0]):
+        return bool(rest) and len(rest) == 1 and rest[0] in _WRONG
+    return is_judged_wrong(rest)
 
 
 _RETRACTED = re.compile(

@@ -86,9 +86,9 @@ def _last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 def _last_marked_text(text: str, *, hashes: bool) -> str | None:
     """Text of the last box or tag, with that of the ones before it that belong to it; else of the
     last ``####`` if `hashes`; None without any."""
-    marks = _outermost_marks(text)
-    if marks:
-        return _join_statement(text, marks)
+    markers = _outermost_markers(text)
+    if markers:
+        return _join_statement(text, markers)
     mark = _last_match(HASHES, text) if hashes else None
     if mark is None:
         return None
@@ -106,21 +106,21 @@ class _Mark(NamedTuple):
     is_tag: bool
 
 
-def _outermost_marks(text: str) -> list[_Mark]:
+def _outermost_markers(text: str) -> list[_Mark]:
     """The complete boxes and tags of a text that are not inside another, in its order."""
-    marks: list[_Mark] = []
+    markers: list[_Mark] = []
     for mark in sorted([*_boxes(text), *_tags(text)], key=lambda each: (each.begin, -each.end)):
-        if not marks or mark.begin >= marks[-1].end:
-            marks.append(mark)
-    return marks
+        if not markers or mark.begin >= markers[-1].end:
+            markers.append(mark)
+    return markers
 
 
-def _join_statement(text: str, marks: list[_Mark]) -> str:
+def _join_statement(text: str, markers: list[_Mark]) -> str:
     """Content of the last mark, with that of the ones before it that form one statement with it."""
-    last = marks.pop()
+    last = markers.pop()
     answer, begin, is_tag = last.content, last.begin, last.is_tag
-    while marks:
-        before = marks.pop()
+    while markers:
+        before = markers.pop()
         between = text[before.end : begin]
         is_alternative = _OR.search(between) and _ALTERNATIVE.fullmatch(between)
         separator = _JOINED if is_tag or before.is_tag else _BOX_SEPARATOR

@@ -53,15 +53,15 @@ class Form:
 
 def has_form(reference: Any, answer: Any) -> bool:
     """True if an answer that equals the reference is in its form."""
-    asked, given = form_of(reference), form_of(answer)
-    if given.reducible > asked.reducible:
+    asked, answered = form_of(reference), form_of(answer)
+    if answered.reducible > asked.reducible:
         return False
-    if (given.factors, given.fractions) != (asked.factors, asked.fractions):
+    if (answered.factors, answered.fractions) != (asked.factors, asked.fractions):
         return False
-    if given.functions != asked.functions:
+    if answered.functions != asked.functions:
         return False
     counts = ("roots_below", "nested_roots", "values", "brackets")
-    return all(getattr(given, count) <= getattr(asked, count) for count in counts)
+    return all(getattr(answered, count) <= getattr(asked, count) for count in counts)
 
 
 def form_of(value: Any) -> Form:
@@ -126,16 +126,16 @@ def _add_product(value: Any, form: Form) -> None:
     factors = _factors(value)
     for side in (1, -1):
         # A number below the line is no factor: (x+1)/2 is as worked out as x/2 + 1/2.
-        kept = [
+        remaining = [
             factor
             for factor, sign in factors
             if sign == side and factor not in (1, -1) and not (side < 0 and factor.is_number)
         ]
         is_bracket = [
-            isinstance(factor, sympy.Add) and bool(factor.free_symbols) for factor in kept
+            isinstance(factor, sympy.Add) and bool(factor.free_symbols) for factor in remaining
         ]
-        if any(is_bracket) and len(kept) > 1:
-            form.factors += len(kept)
+        if any(is_bracket) and len(remaining) > 1:
+            form.factors += len(remaining)
     above, below = (
         sympy.Mul(*(factor for factor, sign in factors if sign == side)) for side in (1, -1)
     )
@@ -208,13 +208,13 @@ def _is_surd(value: Any) -> bool:
 MAX_EXPONENT = 10_000
 MAX_GROUP_EXPONENT = 300
 """Maximum exponent of a bracket, which may be a polynomial to multiply out."""
-_MARKS = ("^", "**", "!", "binom", "choose", "²", "³")
+_MARKERS = ("^", "**", "!", "binom", "choose", "²", "³")
 _OPENING = {"{": "}", "(": ")", "[": "]"}
 
 
 def is_too_large(text: str) -> bool:
     """True if an exponent, a factorial or a binomial of a formula is too large to work out."""
-    if not any(mark in text for mark in _MARKS):
+    if not any(mark in text for mark in _MARKERS):
         return False
     tokens = [token for token in tokens_of(plain_notation(text)) if token.text != "$"]
     for index, token in enumerate(tokens):

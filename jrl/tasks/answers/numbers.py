@@ -288,8 +288,8 @@ def _has_unknown_mark(tokens: Sequence[Token], begin: int, end: int, exclaims: b
             after.text == "'" and (before is None or before.text != "'")
         )
     if after.kind == "word":
-        is_known = is_unit(after.text) or after.text.lower() in _ORDINALS
-        return not is_known and bool(_SHORT_LETTERS.fullmatch(after.text))
+        is_unit_or_ordinal = is_unit(after.text) or after.text.lower() in _ORDINALS
+        return not is_unit_or_ordinal and bool(_SHORT_LETTERS.fullmatch(after.text))
     dots = len(after.text) > 1 and after.text.startswith("..")
     return after.text == "|" or (dots and "." in last.text) or (after.text == "!" and not exclaims)
 

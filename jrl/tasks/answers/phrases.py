@@ -244,9 +244,9 @@ def signs_of_dashes(tokens: Sequence[Token], *, marked: bool) -> list[Token]:
         if before is not None:
             begins = begins or before.text in "([{=:*/^" or before.text.lower() in VERBS
         is_attached = token.end == after.begin
-        is_apart = before is None or before.end < token.begin
+        is_separate = before is None or before.end < token.begin
         is_word = before is not None and before.kind == "word"
-        if (begins and (marked or is_attached)) or (is_word and is_attached and is_apart):
+        if (begins and (marked or is_attached)) or (is_word and is_attached and is_separate):
             converted[index] = token._replace(kind="math", text="-")
     return converted
 
@@ -349,14 +349,14 @@ _CONTRASTS = (["not"], ["and", "not"], ["rather", "than"], ["instead", "of"])
 
 def without_contrasts(tokens: Sequence[Token], phrases: Sequence[Span]) -> list[Span]:
     """The phrases without the ones that the phrase before them is told from: 42, not 41."""
-    kept = list(phrases[:1])
+    remaining = list(phrases[:1])
     for before, phrase in itertools.pairwise(phrases):
         gap = tokens[before[1] : phrase[0]]
         words = [token.text.lower() for token in gap if token.text not in (",", "(")]
         begins_with_bracket = tokens[phrase[0]].text == "("
         if words not in _CONTRASTS or begins_with_bracket:
-            kept.append(phrase)
-    return kept
+            remaining.append(phrase)
+    return remaining
 
 
 def _is_aside(tokens: Sequence[Token], index: int) -> bool:

@@ -185,7 +185,7 @@ class TurnReader:
         return [*self.add(""), *self.finish()]
 
     @property
-    def _marks(self) -> tuple[str, ...]:
+    def _markers(self) -> tuple[str, ...]:
         """Marks that count at this position, besides those of calls."""
         if self._header is not None:
             return MESSAGE, START, *MESSAGE_ENDS
@@ -197,21 +197,21 @@ class TurnReader:
         return (*PAIRS, *PAIRS.values(), CHANNEL, *harmony) if self._reasons else ()
 
     @property
-    def _call_marks(self) -> tuple[str, ...]:
+    def _call_markers(self) -> tuple[str, ...]:
         is_answer = self._header is None and not self._in_message and not self._end
         return self._calls or () if is_answer else ()
 
     @property
     def _pattern(self) -> re.Pattern[str]:
-        return _pattern(self._marks, self._call_marks)
+        return _pattern(self._markers, self._call_markers)
 
     def _num_withheld(self) -> int:
         """Number of characters at the end that may be the beginning of a mark."""
         rest = self._text[max(self._at, len(self._text) - MAX_MARK) :]
-        lower, calls = rest.lower(), self._call_marks
-        num_withheld = [partial_match(lower, mark) for mark in self._marks]
+        lower, calls = rest.lower(), self._call_markers
+        num_withheld = [partial_match(lower, mark) for mark in self._markers]
         if not self._end:  # what follows a mark behind a backtick decides whether it is one
-            num_withheld += [partial_match(lower, f"`{mark}`") for mark in self._marks]
+            num_withheld += [partial_match(lower, f"`{mark}`") for mark in self._markers]
             num_withheld += [partial_match(rest, f"`{mark}`") for mark in calls if len(mark) > 1]
         num_withheld += [partial_match(rest, mark) for mark in calls]
         if min(map(len, calls), default=0) == 1:  # the blanks before a bracket on its line
@@ -284,8 +284,8 @@ class TurnReader:
         text = self._blanks[kind] + text
         self._blanks[kind] = ""
         if kind == "reasoning" or self._withholds:
-            kept = text.rstrip()
-            self._blanks[kind], text = text[len(kept) :], kept
+            text_before = text.rstrip()
+            self._blanks[kind], text = text[len(text_before) :], text_before
         if not text:
             return []
         if kind == "reasoning" and self._is_first and self._begun[kind]:
@@ -296,20 +296,20 @@ class TurnReader:
 
 
 @cache
-def _pattern(marks: tuple[str, ...], calls: tuple[str, ...]) -> re.Pattern[str]:
+def _pattern(markers: tuple[str, ...], calls: tuple[str, ...]) -> re.Pattern[str]:
     """Pattern of any mark; that of a call is its group "call"."""
     # A bracket opens a call only at the beginning of a line.
     of_calls = [
         _unless_mentioned(mark) if len(mark) > 1 else rf"^[ \t]*{re.escape(mark)}" for mark in calls
     ]
     call = "|".join(of_calls) if of_calls else r"(?!)"
-    return re.compile(f"(?P<call>(?-i:{call}))|{mark_pattern(marks)}", _FLAGS | re.MULTILINE)
+    return re.compile(f"(?P<call>(?-i:{call}))|{mark_pattern(markers)}", _FLAGS | re.MULTILINE)
 
 
-def mark_pattern(marks: Iterable[str]) -> str:
+def mark_pattern(markers: Iterable[str]) -> str:
     """Regular expression of any of these marks, for ``re.IGNORECASE``. A mark that opens reasoning
     is only mentioned between backticks."""
-    patterns = [_unless_mentioned(mark) if mark in PAIRS else re.escape(mark) for mark in marks]
+    patterns = [_unless_mentioned(mark) if mark in PAIRS else re.escape(mark) for mark in markers]
     return "|".join(patterns) or "(?!)"
 
 

@@ -19,7 +19,7 @@ from .denials import (
     is_denied,
     is_judged_wrong,
     is_part_before,
-    is_taken_back,
+    is_retracted,
     last_clause,
 )
 from .extraction import Extracted, extract
@@ -136,7 +136,7 @@ class Judge:
         return "unevaluated" if reference.final and not statement.is_final else "correct"
 
     def _judge_formula(self, reference: ReferenceAnswer, text: str, marked: bool) -> Reason:
-        if _is_taken_back(text, marked=marked):
+        if _is_retracted(text, marked=marked):
             return "wrong"
         if _is_set(reference.reading):
             text = _JOINED.sub(", ", space_lists(text))
@@ -172,11 +172,11 @@ def _is_set(reading: Sequence[Any]) -> bool:
 
 def _has_unknown_sign(text: str) -> bool:
     return not text.isascii() and any(
-        not sign.isascii() and not sign.isalnum() and sign not in _KNOWN_SIGNS for sign in text
+        not sign.isascii() and not sign.isalnum() and sign not in _SIGNS for sign in text
     )
 
 
-def _is_taken_back(text: str, *, marked: bool) -> bool:
+def _is_retracted(text: str, *, marked: bool) -> bool:
     """True if the words around the formula of a text deny it or bound it, or if a mark in it is not
     known."""
     plain = plain_notation(text[-MAX_FORMULA_CONTEXT:], marked=marked)
@@ -188,7 +188,7 @@ def _is_taken_back(text: str, *, marked: bool) -> bool:
         formula = [n for n in range(len(tokens)) if not _is_prose(tokens, n)]
         formula = [n for n in formula if tokens[n].kind not in ("stop", "comma", "currency")]
         if not formula:
-            if number == 0 and is_taken_back([token.text.lower() for token in tokens]):
+            if number == 0 and is_retracted([token.text.lower() for token in tokens]):
                 return True
             continue
         first = formula[0]
@@ -201,7 +201,7 @@ def _is_taken_back(text: str, *, marked: bool) -> bool:
             or is_part_before(clause)
             or is_bound_after(after)
             or is_judged_wrong(after)
-            or is_taken_back(after)
+            or is_retracted(after)
             or any(word in ("dozen", "hundred", "thousand", "million") for word in after[:1])
         )
     return False
@@ -219,7 +219,7 @@ def _is_prose(tokens: Sequence[Token], index: int) -> bool:
 
 
 _FUNCTIONS = ("sin", "cos", "tan", "cot", "sec", "csc", "ln", "log", "exp", "sqrt", "lim", "pi")
-_KNOWN_SIGNS = frozenset(
+_SIGNS = frozenset(
     "√±\u2013≤≥≠∞\u222a∩∈∉⊂⊆∅△∠∧\u2228¬∀∃→⇒⇔\u2032″°·\u00d7÷\uff0c。\uff1b\uff1a、\uff1f\uff01\uff08\uff09“”\u2018\u2019€£¥₹\uff04…"
 ) - {"¬"}
 MAX_FORMULA_CONTEXT = 1_000

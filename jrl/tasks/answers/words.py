@@ -10,7 +10,7 @@ import re
 import unicodedata
 from collections.abc import Iterator
 
-from .denials import is_correction, is_denied, is_judged_wrong, is_taken_back, last_clause
+from .denials import is_correction, is_denied, is_judged_wrong, is_retracted, last_clause
 from .notation import DASH, plain_notation
 
 MAX_REFERENCE_LENGTH = 200
@@ -64,7 +64,7 @@ _OPTION = re.compile(
     r"\W*(?:option\s+|choice\s+)?([A-Za-z])\s*(?:[).:]|\s[-\u2013;]\s|,|\n|$)", re.IGNORECASE
 )
 _OPTION_MARK = re.compile(r"\([A-Za-z]\)|\b[A-Z][).:]\s")
-_LETTERS_ALONE = re.compile(
+_SINGLE_LETTERS = re.compile(
     r"\(([A-Za-z])\)|(?<![\w'.])([B-HJ-Z]|A(?=\s*(?:$|[().,;:!?/|&]"
     r"|(?:or|and|as well|unless|because|since)\b)))(?![\w'])"
 )
@@ -177,7 +177,7 @@ def _goes_on(after: str) -> bool:
     if is_correction(words):
         return True
     words = re.findall(r"[\w']+", later[0].lower())[:12] if later else []
-    return bool(words) and is_taken_back(words)
+    return bool(words) and is_retracted(words)
 
 
 def _states_words(wanted: str, text: str) -> bool | None:
@@ -204,14 +204,14 @@ def _states_polar(wanted: str, text: str) -> bool | None:
     for before, rest in _claims(text, _STRONG):
         if not _denied(before) and re.match(r"\W*(?:yes|no|true|false)\b", rest, re.IGNORECASE):
             return _is_stated(wanted, before, rest)
-    found = {
+    options = {
         match[0].lower()
         for match in _POLAR.finditer(text)
         if not _denied(re.split(r"[.!?,;\n]", text[: match.start()])[-1])
         and not re.search(r"\bopposite of\s*$", text[: match.start()])
         and not _is_refuted(text[match.end() :])
     }
-    relevant = found & {wanted, _OPPOSITES[wanted]}
+    relevant = options & {wanted, _OPPOSITES[wanted]}
     if not relevant:
         return False if _POLAR.search(text) else None
     return relevant == {wanted} and not re.search(r"\bunless\b", text)
@@ -249,7 +249,7 @@ def _states_letter(wanted: str, text: str) -> bool | None:
         )
         other = _OPTION_MARK.search(rest)
         return option[1].casefold() == wanted and other is None and not _goes_on(rest)
-    letters = list(_LETTERS_ALONE.finditer(text))
+    letters = list(_SINGLE_LETTERS.finditer(text))
     if len(letters) != 1 or _TWO_LETTERS.search(text):
         return False if letters else None
     clause = re.split(r"[.!?,;\n]", text[: letters[0].start()])[-1]

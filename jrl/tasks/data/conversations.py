@@ -35,7 +35,7 @@ SHAREGPT = {
 """Role of each role name in ShareGPT's records."""
 CONTENT_SUBSTITUTES = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 """Fields that may replace the content of an assistant's message."""
-TEXT_PARTS = ("text", "input_text", "output_text")
+TEXT_TYPES = ("text", "input_text", "output_text")
 """Types of the parts of a content that are its text."""
 RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 """Arguments of a chat template that records and flags may not set."""
@@ -212,7 +212,7 @@ def _parse_content_item(part: Any, location: str) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") or "text" if isinstance(part, Mapping) else part
-    if kind in TEXT_PARTS and isinstance(part.get("text"), str):
+    if kind in TEXT_TYPES and isinstance(part.get("text"), str):
         return part["text"]
     raise ValueError(
         f'{location} of "content" is {short(kind)}: it must be {{"type": "text", "text": ...}};'

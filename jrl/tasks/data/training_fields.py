@@ -49,11 +49,11 @@ TOKENS = ("input_ids", "completion_mask", "assistant_masks")
 def read_trained(message: Mapping[str, Any], location: str) -> dict[str, Any]:
     """The message without its fields about training, and with `TRAINED` if they say that it is not
     trained on."""
-    kept: dict[str, Any] = {}
-    said: dict[str, bool] = {}
+    remaining: dict[str, Any] = {}
+    stated: dict[str, bool] = {}
     for name, value in message.items():
         if name in SAYS_TRAINED and value is not None:
-            said[name] = _says_trained(name, value, location)
+            stated[name] = _says_trained(name, value, location)
         elif ABOUT_TRAINING.search(name) and value not in (None, [], {}, ""):
             raise ValueError(
                 f'{location}: field "{name}" is {short(value)}, and is not read: write "train": '
@@ -65,21 +65,21 @@ def read_trained(message: Mapping[str, Any], location: str) -> dict[str, Any]:
                 "every turn ends: join it to the next message"
             )
         elif name not in SAYS_TRAINED:
-            kept[name] = value
-    if len(set(said.values())) > 1:
-        values = " and ".join(f'"{name}" {short(message[name])}' for name in said)
+            remaining[name] = value
+    if len(set(stated.values())) > 1:
+        values = " and ".join(f'"{name}" {short(message[name])}' for name in stated)
         raise ValueError(f"{location}: has {values}, which contradict each other: keep one of them")
-    if kept.get("role") != "assistant":
-        for name in said:
-            if said[name] and name not in OF_ASSISTANT:
+    if remaining.get("role") != "assistant":
+        for name in stated:
+            if stated[name] and name not in OF_ASSISTANT:
                 raise ValueError(
                     f'{location}: field "{name}" is {short(message[name])} for a message of role '
-                    f"{short(kept.get('role'))}, and only the assistant's turns are trained on: "
+                    f"{short(remaining.get('role'))}, and only the assistant's turns are trained on: "
                     "leave it out"
                 )
-    elif False in said.values():
-        kept[TRAINED] = False
-    return kept
+    elif False in stated.values():
+        remaining[TRAINED] = False
+    return remaining
 
 
 def is_trained(message: Mapping[str, Any]) -> bool:

@@ -58,7 +58,7 @@ class ToolFormat(ABC):
         """The text that a policy writes to make these calls."""
 
     @cached_property
-    def opening_marks(self) -> tuple[str, ...]:
+    def opening_markers(self) -> tuple[str, ...]:
         """Marks with which calls begin; none if the header of a message shows them, or if a call is
         a whole turn."""
         return ()
@@ -89,7 +89,7 @@ class MarkedFormat(ToolFormat):
         """The calls that begin at a match of `_opening`."""
 
     @cached_property
-    def opening_marks(self) -> tuple[str, ...]:
+    def opening_markers(self) -> tuple[str, ...]:
         rendered = self.render([Call("a")])
         opened = _OPENING.match(rendered)
         assert opened is not None, self.name

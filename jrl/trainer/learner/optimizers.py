@@ -122,10 +122,10 @@ def matrix_axes(weight: Weight) -> optax.contrib.MuonDimensionNumbers | None:
     # Float32 weights are norms, routers and adapters; a filter sums over neighbouring tokens.
     if not summed or weight.float32 or {"vocab", "delta_width"} & {*axes}:
         return None
-    apart = (*STACKS, weight.sampled_along)
+    stacked = (*STACKS, weight.sampled_along)
     reduction, output = list[int](), list[int]()
     for index, axis in enumerate(axes, -len(axes)):
-        if axis not in apart:
+        if axis not in stacked:
             (reduction if axis in summed else output).append(index)
     return optax.contrib.MuonDimensionNumbers(tuple(reduction), tuple(output)) if output else None
 

@@ -32,7 +32,7 @@ from sharding.collectives import (
 from sharding.compression import decode, decode_tokens, e4m3_scale, encode, encode_tokens
 
 
-class Wires(NamedTuple):
+class Links(NamedTuple):
     """Mesh axes and groups of an exchange, and the number of slices in which a peer gets its rows.
 
     Attributes:
@@ -123,7 +123,7 @@ def exchange_rows(
     plan: ExchangePlan,
     num_slots: int,
     name: str,
-    wires: Wires,
+    links: Links,
     comm_dtype: str | None = None,
 ) -> Float[Array, "slot width"]:
     """Sends rows to peers, and returns the received ones in a buffer of `num_slots` rows, padded
@@ -134,12 +134,12 @@ def exchange_rows(
       comm_dtype: communication dtype. None is that of the rows; FP8 sends bytes and a scale for
         each row, and backward a scale for each channel of a group of rows (`sharding.compression`).
     """
-    rows = vary(rows, wires.axes)
+    rows = vary(rows, links.axes)
     plan = match_varying(plan, rows)
     sizes = num_slots, rows.shape[0]
     if comm_dtype is None:
-        return _exchange_plain(rows, plan, *sizes, wires, name)
-    return _exchange_fp8(rows, plan, *sizes, rows.dtype, wires, name)
+        return _exchange_plain(rows, plan, *sizes, links, name)
+    return _exchange_fp8(rows, plan, *sizes, rows.dtype, links, name)
 
 
 def split_slices(slices: PeerSlices, parts: int) -> PeerSlices:
@@ -159,15 +159,15 @@ def _exchange_slices(
     sent: PeerSlices,
     received: PeerSlices,
     num_slots: int,
-    wires: Wires,
+    links: Links,
     name: str = COLLECTIVE,
 ) -> Array:
-    sent, received = (split_slices(slices, wires.parts) for slices in (sent, received))
+    sent, received = (split_slices(slices, links.parts) for slices in (sent, received))
     output = jnp.zeros((num_slots, rows.shape[1]), rows.dtype)
     output = match_varying(output, rows)
     sizes = (sent.input_offsets, sent.sizes, sent.output_offsets, received.sizes)
     result = lax.ragged_all_to_all(
-        rows, output, *sizes, axis_name=wires.axes, axis_index_groups=wires.groups
+        rows, output, *sizes, axis_name=links.axes, axis_index_groups=links.groups
     )
     return checkpoint_name(result, name)
 
@@ -175,18 +175,18 @@ def _exchange_slices(
 # JAX's own gradient exchanges offsets, which the plan has, and without regard to groups.
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
 def _exchange_plain(
-    rows: Array, plan: ExchangePlan, num_slots: int, num_rows: int, wires: Wires, name: str
+    rows: Array, plan: ExchangePlan, num_slots: int, num_rows: int, links: Links, name: str
 ) -> Array:
-    return _exchange_slices(rows, plan.sent, plan.received, num_slots, wires, name)
+    return _exchange_slices(rows, plan.sent, plan.received, num_slots, links, name)
 
 
-def _forward_plain(rows, plan, num_slots, num_rows, wires, name):
-    return _exchange_plain(rows, plan, num_slots, num_rows, wires, name), plan
+def _forward_plain(rows, plan, num_slots, num_rows, links, name):
+    return _exchange_plain(rows, plan, num_slots, num_rows, links, name), plan
 
 
-def _backward_plain(num_slots, num_rows, wires, name, plan, gradient):
+def _backward_plain(num_slots, num_rows, links, name, plan, gradient):
     slices = plan.reverse.sent, plan.reverse.received
-    return _exchange_slices(gradient, *slices, num_rows, wires), None
+    return _exchange_slices(gradient, *slices, num_rows, links), None
 
 
 _exchange_plain.defvjp(_forward_plain, _backward_plain)
@@ -199,21 +199,21 @@ def _exchange_fp8(
     num_slots: int,
     num_rows: int,
     dtype: Any,
-    wires: Wires,
+    links: Links,
     name: str,
 ) -> Array:
-    return _forward(rows, plan, num_slots, num_rows, dtype, wires, name)[0]
+    return _forward(rows, plan, num_slots, num_rows, dtype, links, name)[0]
 
 
-def _forward(rows, plan, num_slots, num_rows, dtype, wires, name):
+def _forward(rows, plan, num_slots, num_rows, dtype, links, name):
     content, scales = (
-        _exchange_slices(array, plan.sent, plan.received, num_slots, wires, name)
+        _exchange_slices(array, plan.sent, plan.received, num_slots, links, name)
         for array in encode_tokens(rows)
     )
     return decode_tokens((content, scales)).astype(dtype), plan
 
 
-def _backward(num_slots, num_rows, dtype, wires, name, plan, gradient):
+def _backward(num_slots, num_rows, dtype, links, name, plan, gradient):
     peers, reverse = plan.sent.sizes.shape[0], plan.reverse
     group_slots = num_groups(num_slots, peers)
     group = _group_of_rows(num_slots, reverse.sent, reverse.groups_sent, group_slots)
@@ -222,7 +222,7 @@ def _backward(num_slots, num_rows, dtype, wires, name, plan, gradient):
     # `segment_max` gives the lowest number for a group without rows.
     scales = e4m3_scale(jnp.maximum(largest, 0))
     content = encode(gradient, scales[group])
-    exchange = partial(_exchange_slices, wires=wires)
+    exchange = partial(_exchange_slices, links=links)
     returned = exchange(content, reverse.sent, reverse.received, num_rows)
     group_slots = num_groups(num_rows, peers)
     scales = exchange(scales[:-1], reverse.groups_sent, reverse.groups_received, group_slots)
@@ -272,9 +272,9 @@ def exchange_slices(
     rank = index_in_group(mesh.ep, peers.groups)
     plan = plan_exchange(counts, num_slots, rank)
     # A slice for each expert of a peer.
-    wires = Wires(mesh.ep, peers.groups, peers.num_local)
+    links = Links(mesh.ep, peers.groups, peers.num_local)
     comm_dtype = options.execution.activation_wire
-    exchange = partial(exchange_rows, wires=wires, comm_dtype=comm_dtype)
+    exchange = partial(exchange_rows, links=links, comm_dtype=comm_dtype)
 
     # One peer after the other, each one's tokens in their own order.
     is_sent_here = has_experts_at(routing.experts - peers.first, peers.num_local, num_peers)

@@ -155,7 +155,12 @@ def test_streams_are_the_whole_answer_however_it_comes(tokenizer, format, seed):
     draw = random.Random(seed)
     opened, closed = draw.choice(list(PAIRS.items()))
     pieces = [f"{opened}why {{ and [\n{closed}\n\n", "An answer: `", "\n", HARMONY[:-10], "[x]\n"]
-    pieces += [format.render([CALL]), (*format.opening_marks, "<")[0], "na\u00efve \u20ac", opened]
+    pieces += [
+        format.render([CALL]),
+        (*format.opening_markers, "<")[0],
+        "na\u00efve \u20ac",
+        opened,
+    ]
     for stops in ((), ("answer",), (closed, "}")):
         for tools in (True, False):
             text = "".join(draw.sample(pieces, draw.randrange(1, 6)))

@@ -88,7 +88,7 @@ def test_calls_are_parsed_in_the_format_of_the_checkpoint(name, size, tokenizer)
 def test_what_is_no_call_is_text(name, size, cut, tokenizer):
     """An answer, also one that begins as a call does, or that is cut off within it."""
     format = BY_NAME[name]
-    mark = (*format.opening_marks, "<|channel|>")[0]
+    mark = (*format.opening_markers, "<|channel|>")[0]
     texts = [
         "1 < 2, a [list], {3: 4} and `code`.\n",
         "<tool> [x]\n",
@@ -104,11 +104,11 @@ def test_what_is_no_call_is_text(name, size, cut, tokenizer):
 
 
 def test_a_mark_opens_a_call_of_each_format():
-    assert BY_NAME["hermes"].opening_marks == ("<tool_call>",)
-    assert BY_NAME["llama"].opening_marks == ("{", "<|python_tag|>")
-    assert BY_NAME["harmony"].opening_marks == ()
+    assert BY_NAME["hermes"].opening_markers == ("<tool_call>",)
+    assert BY_NAME["llama"].opening_markers == ("{", "<|python_tag|>")
+    assert BY_NAME["harmony"].opening_markers == ()
     for format in FORMATS:
-        assert format.render(CALLS[:1]).startswith(format.opening_marks or "<|channel|>")
+        assert format.render(CALLS[:1]).startswith(format.opening_markers or "<|channel|>")
 
 
 def served(tokenizer, says, length=4000, **options):
