@@ -9,7 +9,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from jrl.tasks.data.conversations import Conversation, Turn
+from jrl.tasks.data.conversations import Conversation, Turn, content_of
+from jrl.tasks.data.fields import short
 from jrl.tasks.tools.calls import Arguments
 from jrl.text.chat import ChatTemplate, TemplateRejection
 
@@ -17,6 +18,8 @@ CALLS = ("tool_calls", "function_call")
 """Fields of an assistant's message with calls."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Fields of an assistant's message with its reasoning."""
+REASONING_ITEMS = ("reasoning_details", "thinking_blocks")
+"""Fields with the reasoning as a list of items, mostly beside the text."""
 PROBE, PROBE_VALUE = "probe_of_a_field", "probe_of_a_value"
 """Words that replace the text, or the name and an argument of a call."""
 ASKED, ANSWERED = {"role": "user", "content": "?"}, {"role": "assistant", "content": "yes"}
@@ -47,9 +50,8 @@ class WrittenFields:
                         "leave them out"
                     )
             for name in CALLS:
-                if calls := turn.get(name):
-                    call = calls[0] if isinstance(calls, list) else calls
-                    self._check_field(turn, name, _call_probe(call), conversation)
+                if turn.get(name):
+                    self._check_calls(turn, name, conversation, is_trained=index in trained)
             if index in trained:
                 self._check_reasoning(turn, conversation)
 
@@ -61,11 +63,25 @@ class WrittenFields:
             if not any(self._writes_field({**ANSWERED, n: PROBE}, n, conversation) for n in names):
                 raise _unwritten(names[0])
 
-    def _check_field(self, turn: Turn, name: str, value: Any, conversation: Conversation) -> None:
-        value = [value] if isinstance(turn[name], list) else value
-        message = {**ANSWERED, "content": None, name: value}
-        if not self._writes_field(message, name, conversation):
-            raise _unwritten(name)
+    def _check_calls(
+        self, turn: Turn, name: str, conversation: Conversation, *, is_trained: bool
+    ) -> None:
+        """Some templates write only the first of multiple calls, or no content beside calls."""
+        calls = turn[name]
+        probe = (
+            [_call_probe(call) for call in calls] if isinstance(calls, list) else _call_probe(calls)
+        )
+        probes: list[tuple[str, Any, str | None]] = []
+        if isinstance(probe, list):
+            probes += [(name, probe[:1], None), (f"a second entry of {name}", probe[:2], None)]
+        else:
+            probes.append((name, probe, None))
+        if is_trained and content_of(turn).strip():
+            probes.append((f"a content beside {name}", probes[0][1], PROBE))
+        for field, value, content in probes:
+            message = {**ANSWERED, "content": content, name: value}
+            if not self._writes_field(message, name, conversation):
+                raise _unwritten(field)
 
     def _writes_field(self, message: Turn, name: str, conversation: Conversation) -> bool:
         return self._is_written((ASKED, message), conversation, name, json.dumps(message))
@@ -83,9 +99,8 @@ class WrittenFields:
             except TemplateRejection:
                 self._written[key] = True
             else:
-                asked = json.dumps(messages)
-                words = [word for word in (PROBE, PROBE_VALUE) if word in asked]
-                self._written[key] = all(word in text for word in words)
+                asked, words = json.dumps(messages), (PROBE, PROBE_VALUE)
+                self._written[key] = all(text.count(word) >= asked.count(word) for word in words)
         return self._written[key]
 
 
@@ -102,9 +117,20 @@ def has_calls(turn: Turn) -> bool:
 
 
 def reasoning_of(turn: Turn) -> dict[str, str]:
-    """The fields of a message that are its reasoning, by name."""
-    texts = {name: turn.get(name) for name in REASONING}
-    return {name: x for name, x in texts.items() if isinstance(x, str) and x.strip()}
+    """The fields of a message that are its reasoning, by name.
+
+    Raises:
+      ValueError: for reasoning that is not a text.
+    """
+    stated = {name: turn[name] for name in REASONING if turn.get(name)}
+    items = {name: turn[name] for name in REASONING_ITEMS if turn.get(name)}
+    for name, value in (stated or items).items():
+        if not isinstance(value, str):
+            raise ValueError(
+                f"{name} is {short(value)}, and is not read: write the reasoning as a text in "
+                '"reasoning_content", or leave the field out'
+            )
+    return {name: text for name, text in stated.items() if text.strip()}
 
 
 def _call_probe(call: Any) -> Any:

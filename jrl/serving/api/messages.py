@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jrl.serving.api.fields import invalid_argument, invalid_value
-from jrl.tasks.data.conversations import CONTENT_SUBSTITUTES, Turn
+from jrl.tasks.data.conversations import CONTENT_SUBSTITUTES, TEXT_TYPES, Turn
 from jrl.tasks.data.fields import short
 from jrl.tasks.tools.calls import Arguments
 
@@ -15,7 +15,6 @@ TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content", "reasoning")
 """Fields of a message that are passed to the chat template as they are."""
 LABELS = ("id", "annotations", "index", "status", "cache_control", "provider_specific_fields")
 """Fields of messages in responses of servers, which no template writes: they are ignored."""
-TEXT_TYPES = ("text", "input_text", "output_text")
 DETAIL_TEXTS = {"reasoning.text": "text", "reasoning.summary": "summary"}
 """Field with the text of an item of `reasoning_details`, by the type of the item."""
 UNREAD_ARGUMENTS = "arguments"

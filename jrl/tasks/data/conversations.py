@@ -35,6 +35,8 @@ SHAREGPT = {
 """Role of each role name in ShareGPT's records."""
 CONTENT_SUBSTITUTES = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 """Fields that may replace the content of an assistant's message."""
+TEXT_TYPES = ("text", "input_text", "output_text")
+"""Types of the parts of a content that are its text."""
 RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 """Arguments of a chat template that records and flags may not set."""
 LIST = 'a list of {"role": ..., "content": ...}'
@@ -209,9 +211,9 @@ def _parse_content(turn: Mapping[str, Any], location: str) -> str | None:
 def _parse_content_item(part: Any, location: str) -> str:
     if isinstance(part, str):
         return part
-    if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+    kind = part.get("type") or "text" if isinstance(part, Mapping) else part
+    if kind in TEXT_TYPES and isinstance(part.get("text"), str):
         return part["text"]
-    kind = part.get("type") if isinstance(part, Mapping) else part
     raise ValueError(
         f'{location} of "content" is {short(kind)}: it must be {{"type": "text", "text": ...}};'
         " images and sounds are not read"

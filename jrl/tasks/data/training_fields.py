@@ -34,7 +34,8 @@ SAYS_TRAINED = {
 OF_ASSISTANT = ("loss", "loss_scale")
 """Fields that have no effect on the messages of other roles, as ms-swift defines them."""
 ABOUT_TRAINING = re.compile(
-    r"(?:^|_)(?:weights?|train(?:ed|ing|able)?|learn|loss|mask(?:ed|s)?)(?:_|$)", re.IGNORECASE
+    r"(?:^|_)(?:weights?|train(?:ed|ing|able)?|learn|loss|mask(?:ed|s)?|supervised?|ignored?)(?:_|$)",
+    re.IGNORECASE,
 )
 """Names of fields of a message that are about training."""
 UNENDED = {"eot": False, "prefix": True}

@@ -5,18 +5,20 @@ import json
 import random
 
 import pytest
+import tokenizers
 from chat_checkpoint import TEMPLATE
 from scripted import House, Scripted
-from tool_templates import TEMPLATES, tool_tokenizer
+from tool_templates import TEMPLATES, VOCAB_SIZE, tool_tokenizer
 
 from jrl.serving.api.output import Output
 from jrl.serving.policy import ApiModel
 from jrl.serving.transcript import Transcript
 from jrl.serving.turn_stream import CallReader, TurnStream
-from jrl.tasks.answers.reasoning import PAIRS
+from jrl.tasks.answers.reasoning import CHANNEL, PAIRS, REASONING
 from jrl.tasks.tools.calls import Call, parameters_by_tool
 from jrl.tasks.tools.detection import FORMATS
 from jrl.text.chat import ChatTemplate
+from jrl.text.json_tokenizer import checkpoint_tokenizer
 from jrl.text.prompt_format import PromptFormat
 
 NEXT = "<|end|><|start|>assistant"
@@ -91,6 +93,24 @@ def test_reasoning_of_a_prompt_that_opens_it(tmp_path):
     source = TEMPLATE.replace("assistant\\n", "assistant\\n<think>\\n")
     message = answers(tool_tokenizer(tmp_path, source), "a\n</think>\n\n4")
     assert (message["reasoning_content"], message["content"]) == ("a", "4")
+
+
+SPECIAL = [(pair, {}) for pair in REASONING if CHANNEL not in pair[0]]
+MISTRAL = ("[THINK]", "[/THINK]")
+SPECIAL += [(MISTRAL, {"tools": [TOOL]}), (MISTRAL, {"skip_special_tokens": False})]
+
+
+@pytest.mark.parametrize(("pair", "body"), SPECIAL)
+def test_marks_of_reasoning_that_are_special_tokens(pair, body, tmp_path):
+    tokenizer = tool_tokenizer(tmp_path, TEMPLATES["hermes"].source)
+    path = tmp_path / "tokenizer.json"
+    pipeline = tokenizers.Tokenizer.from_file(str(path))
+    pipeline.add_special_tokens(list(pair))
+    pipeline.save(str(path))
+    tokenizer = checkpoint_tokenizer(tmp_path, VOCAB_SIZE)
+    assert {*pair} <= tokenizer.special_tokens.keys()
+    message = answers(tokenizer, f"{pair[0]}2+2 is 4.{pair[1]}It is 4.<|im_end|>", **body)
+    assert (message["reasoning_content"], message["content"]) == ("2+2 is 4.", "It is 4.")
 
 
 def test_a_harmony_call_comes_with_its_reasoning(tmp_path):

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import sentencepiece
+import tokenizers
 from chat_kinds import END, write
 
 from jrl.tasks.data.chats import chat_of
@@ -134,3 +135,21 @@ def test_how_someone_cut_his_texts_is_no_part_of_a_tokenizer(tmp_path):
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
     located = tokenizer.encode_special_spans(f"{TEXT}<\ue000|im_end|>", "\ue000")
     assert tokenizer.decode(located.ids) == f"{TEXT}<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_token"),
+    [("<w>", True), ("a <w> b", True), ("a<w>", False), ("<w>b", False), ("a<w>b", False)],
+)
+def test_special_token_of_single_words_is_text_inside_of_a_word(text, is_token, tmp_path):
+    place = write(tmp_path, "bytes", "chatml")
+    pipeline = tokenizers.Tokenizer.from_file(str(place / "tokenizer.json"))
+    pipeline.add_special_tokens([tokenizers.AddedToken("<w>", single_word=True, special=True)])
+    pipeline.save(str(place / "tokenizer.json"))
+    tokenizer = checkpoint_tokenizer(place, 600)
+    token = tokenizer.special_tokens["<w>"]
+    # As in a text without an escape.
+    assert (token in tokenizer.encode_special(text)) == is_token
+    located = tokenizer.encode_special_spans(f"{text} <\ue000|im_end|>", "\ue000")
+    assert (token in located.ids) == is_token
+    assert tokenizer.decode_special(located.ids) == f"{text} <|im_end|>"

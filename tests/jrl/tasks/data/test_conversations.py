@@ -117,10 +117,18 @@ def test_what_a_template_writes_beside_contents_tells_prompts_apart():
     assert len({example_of(each, "f:1").prompt for each in others}) == 1
 
 
+@pytest.mark.parametrize("kind", ["text", "input_text", "output_text", None])
+def test_parts_of_a_content_are_joined(kind):
+    parts = [{"type": kind, "text": "a"}, {"text": "b"}, "c"]
+    assert example_of({**talk(parts), "answer": "1"}, "f:1").prompt == "abc"
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [
         (talk([{"type": "image_url"}]), "part 1 of \"content\" is 'image_url'.*images"),
+        (talk(["a", {"type": "image", "text": ""}]), "part 2 of \"content\" is 'image'.*images"),
+        (talk([{"type": "reasoning", "text": "a"}]), "part 1 of \"content\" is 'reasoning'"),
         (talk(""), "\"content\" is '': it must be a text"),
         (talk("a", "asistant"), "role is 'asistant'"),
         ({"messages": [{"content": "a"}]}, "role is None"),

@@ -107,6 +107,8 @@ REFUSED = [
     (talk({"train_detail": [{"begin_offset": 0}]}), 'message 2: field "train_detail".*is not read'),
     (talk({"mask": True}), 'field "mask" is True, and is not read'),
     (talk({"token_weights": [1]}), 'field "token_weights".*is not read'),
+    (talk({"supervised": False}), 'field "supervised" is False, and is not read'),
+    (talk({"ignore": True}), 'field "ignore" is True, and is not read'),
     (talk({"trained": False}), 'field "trained" is False, and is not read'),
     (talk({"eot": False}), 'field "eot" is False, which leaves the turn open'),
     (talk({"prefix": True}), 'field "prefix" is True, which leaves the turn open'),
@@ -264,6 +266,40 @@ def test_fields_that_the_template_does_not_write_are_refused(messages, field, to
             encode_chat(format_of(tokenizer, template), chat_of({"messages": messages}, "f:1"))
 
 
+# As templates that write the first call alone.
+FIRST_CALL = ALL_ROLES.replace(
+    "m.content +", '(m.content or "") + (m.tool_calls[0] | tojson if m.tool_calls else "") +'
+)
+
+
+def test_second_call_that_the_template_does_not_write_is_refused(tokenizer):
+    def calling(number):
+        calls = [{"name": "f", "arguments": {"x": n}} for n in range(number)]
+        turns = [ASKED, {**CALLING, "tool_calls": calls}, *[ANSWERED] * number, GOOD]
+        return chat_of({"messages": turns}, "f:1")
+
+    first, whole = format_of(tokenizer, FIRST_CALL), format_of(tokenizer, WHOLE_TEMPLATE)
+    encode_chat(first, calling(1))
+    encode_chat(whole, calling(2))
+    for number in (2, 3):
+        with pytest.raises(ValueError, match="does not write a second entry of tool_calls"):
+            encode_chat(first, calling(number))
+
+
+def test_content_that_the_template_leaves_out_beside_calls_is_refused(tokenizer):
+    source = FIRST_CALL.replace('(m.content or "")', '(m.content if not m.tool_calls else "")')
+    record = {"messages": [ASKED, {**CALLING, "content": "I call."}, ANSWERED, GOOD]}
+    quiet = {"messages": [ASKED, {**CALLING, "content": "\n"}, ANSWERED, GOOD]}
+    format = format_of(tokenizer, source)
+    assert learned(format, quiet).endswith("|good|")
+    # As a turn that is not trained on, it is left to the template.
+    assert learned(format, record, last=True) == "good|"
+    with pytest.raises(ValueError, match="does not write a content beside tool_calls"):
+        encode_chat(format, chat_of(record, "f:1"))
+    whole = learned(format_of(tokenizer, WHOLE_TEMPLATE), record)
+    assert "I call." in whole and "<tool_call>" in whole
+
+
 def test_fields_that_the_template_writes_are_learned(tokenizer):
     format = format_of(tokenizer, WHOLE_TEMPLATE)
     record = {"messages": [ASKED, CALLING, ANSWERED, {**GOOD, "reasoning_content": "hm"}]}
@@ -273,6 +309,34 @@ def test_fields_that_the_template_writes_are_learned(tokenizer):
     assert learned(format, plain) == "good|"
     both = {"messages": [ASKED, {**GOOD, "reasoning_content": "hm", "thinking": "hm"}]}
     assert learned(format, both) == "<think>hm</think>good|"
+
+
+ITEMS = [{"type": "reasoning.text", "text": "hm"}]
+NO_TEXTS = [
+    ("reasoning_content", ITEMS),
+    ("reasoning", {"text": "hm"}),
+    ("thinking", ["hm"]),
+    ("reasoning_details", ITEMS),
+    ("thinking_blocks", ITEMS),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), NO_TEXTS)
+def test_reasoning_that_is_no_text_is_refused(field, value, tokenizer):
+    messages = [ASKED, {**GOOD, field: value}]
+    for template in (ALL_ROLES, WHOLE_TEMPLATE, None):
+        with pytest.raises(ValueError, match=f"f:1: {field} is .*, and is not read: write the"):
+            encode_chat(format_of(tokenizer, template), chat_of({"messages": messages}, "f:1"))
+    # Empty, or of a turn that is not trained on, it changes nothing.
+    format = format_of(tokenizer, ALL_ROLES)
+    assert learned(format, {"messages": [ASKED, {**GOOD, field: []}]}) == "good|"
+    assert learned(format, talk({field: value, "weight": 0})) == "good|"
+
+
+def test_items_of_reasoning_beside_its_text_are_passed_over(tokenizer):
+    said = {**GOOD, "reasoning_content": "hm", "reasoning_details": ITEMS}
+    format = format_of(tokenizer, WHOLE_TEMPLATE)
+    assert learned(format, {"messages": [ASKED, said]}) == "<think>hm</think>good|"
 
 
 @pytest.mark.parametrize("role", ["system", "developer", "tool"])
