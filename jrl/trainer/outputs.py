@@ -19,12 +19,12 @@ from jrl.report.metrics import check_defined
 from jrl.report.page import write_page
 from jrl.report.plots import plot_run
 from jrl.report.suspicion import Lookout
+from jrl.rollout.answer_statistics import is_disputed
 from jrl.rollout.collection.collect import sampling_of, shown_rows
 from jrl.rollout.sampler import Completion, Sampler, numbered_heldout
 from jrl.runs import loggers
 from jrl.runs.folder import RunFolder
 from jrl.runs.records import Appender, read_metrics, read_samples
-from jrl.tasks.answers.habits import is_disputed
 from jrl.text.prompt_format import PromptFormat
 from jrl.trainer.evaluation.evaluate import heldout_examples
 from jrl.trainer.setup.setup import Setup

@@ -9,8 +9,8 @@ from jaxtyping import Array
 
 from jrl.processes.agreement import to_host
 from jrl.recipes.base.batch import Batch
+from jrl.rollout.answer_statistics import Answered, answer_statistics
 from jrl.rollout.sampler import Completion, accuracy, lengths_of, scores_of
-from jrl.tasks.answers.habits import Answered, answer_statistics
 from jrl.trainer.learner.metrics import Outcome, PerUpdate, merge_metrics
 
 
@@ -29,7 +29,7 @@ def reward_means(completions: Sequence[Completion]) -> dict[str, float]:
 
 
 def single_turn_answers(completions: Sequence[Completion]) -> list[Answered]:
-    """Single-turn completions with a verdict, as `jrl.tasks.answers.habits` reads them."""
+    """Single-turn completions with a verdict, as `jrl.rollout.answer_statistics` reads them."""
     return [
         Answered(
             each.trajectory.request.prompt, each.text, each.example.answer, each.verdict.correct

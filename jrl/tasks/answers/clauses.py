@@ -191,8 +191,8 @@ class Clauses:
         if gap == ["as", "well", "as"]:
             return True
         start = previous[0]
-        told = " ".join(each.text.lower() for each in tokens[max(0, start - 5) : start])
-        if _IF_NOT.search(told) and word in ("then", ","):
+        words_before = " ".join(each.text.lower() for each in tokens[max(0, start - 5) : start])
+        if _IF_NOT.search(words_before) and word in ("then", ","):
             return True  # If not 41 then 42
         if self._is_guess(begin) and (len(gap) == 1 or self._is_guess(previous[0])):
             return True

@@ -9,7 +9,7 @@ import pytest
 from jrl.report import suspicion
 from jrl.report.metrics import describe
 from jrl.report.suspicion import Lookout, first_suspicion, suspicion_reasons
-from jrl.tasks.answers.habits import Answered, answer_statistics, form_of, is_disputed
+from jrl.rollout.answer_statistics import Answered, answer_statistics, form_of, is_disputed
 
 HERE = Path(__file__).parent
 GAMED = [json.loads(line) for line in (HERE / "gamed_run.jsonl").read_text().splitlines()]

@@ -336,7 +336,7 @@ def test_a_server_that_ends_takes_nothing_more_and_finishes_what_runs():
         ("/v1/completions", {"content": b'{"user": "\xed\xa0\x80"}'}, 400, r"body has \ud800,"),
         ("/v1/completions", {"json": asking(prompt="a" * 400)}, 413, "more than 400 bytes"),
         ("/v1/completions", {"json": asking(prompt="x")}, 400, "the character 'x'"),
-        ("/v1/completions", {"json": asking(prompt=[99])}, 400, "prompt has the token 99, outside"),
+        ("/v1/completions", {"json": asking(prompt=[99])}, 400, "prompt has 99, an id that no"),
         (
             "/v1/completions",
             {"json": asking(prompt="a" * 34)},

@@ -10,8 +10,8 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from .extraction import Extracted, extract
-from .numbers import Statement, read_statement
+from jrl.tasks.answers.extraction import Extracted, extract
+from jrl.tasks.answers.numbers import Statement, read_statement
 
 # Most completions of a prompt share a few answers.
 _read = lru_cache(maxsize=1024)(read_statement)
