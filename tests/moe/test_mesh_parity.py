@@ -1,6 +1,7 @@
 """The network on a folded mesh equals the network on one device: values, gradients, router sums."""
 
 import itertools
+import operator
 import re
 from collections import Counter
 from dataclasses import replace
@@ -132,7 +133,7 @@ CLAIMS = [
         {"all-gather": 2, "all-reduce": 1, "reduce-scatter": 3, "all-to-all": 4},
     ),
     # Of 11 tokens each rank has the whole embedding.
-    ("dense", None, "tp2 dp4 / ep8", {"all-gather": 2, "reduce-scatter": 2}),
+    ("dense", None, "tp2 dp4", {"all-gather": 2, "reduce-scatter": 2}),
 ]
 
 
