@@ -17,9 +17,9 @@ from jrl.checks import check_numbers, check_range
 def setting(
     default: Any,
     *,
-    minimum: float | None = None,
-    above: float | None = None,
-    maximum: float | None = None,
+    minimum: int | float | None = None,
+    above: int | float | None = None,
+    maximum: int | float | None = None,
     **properties: Any,
 ) -> Any:
     """A field of a record of settings.
