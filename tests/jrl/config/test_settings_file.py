@@ -5,6 +5,7 @@ import shlex
 from dataclasses import replace
 
 import pytest
+from annotations import unchecked
 from tiers import full_but
 
 from jrl.config import flags
@@ -173,6 +174,7 @@ def test_a_resumed_run_keeps_to_its_settings(grpo_run, file):
         parse_arguments([*resume, "--config", str(file("seed: 5"))])
 
 
+@unchecked()
 def test_parse_arguments_resumes_run_of_removed_experts(monkeypatch):
     stored = RunConfig(experts="mosaic_fused"), RECIPES["grpo"]()
     monkeypatch.setattr(flags.RunFolder, "read", lambda location: location)

@@ -180,4 +180,4 @@ def test_a_total_that_reads_0_once_names_nobody_in_any_look(seconds):
 
     watcher = RemoteWatcher(Errors(), StandardDetector(), seconds=seconds)
     for now in range(1000, 2800, 15):
-        assert watcher.detect(now).alarms == ()
+        assert watcher.detect(float(now)).alarms == ()

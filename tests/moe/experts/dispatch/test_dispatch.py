@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from annotations import unchecked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
@@ -320,6 +321,7 @@ def test_ragged_is_lowered_for_cuda_with_its_gradient():
     assert {re.findall(r"tensor<(\d+)xi32>", call)[0] for call in calls} == {str(ROUTE)}
 
 
+@unchecked()
 def test_what_cannot_be_had_is_refused():
     mesh = mesh_of("dp2 / ep2")
     for name, message in (
