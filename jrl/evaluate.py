@@ -148,7 +148,7 @@ def _build_setup(
     """
     from jrl.trainer.evaluation.saved_policy import load_model
     from jrl.trainer.setup.dry_run import turn_ends
-    from jrl.trainer.setup.lengths import describe_left_out, response_origin
+    from jrl.trainer.setup.lengths import describe_lists, response_origin
     from jrl.trainer.setup.setup import build_setup
 
     with RaiseInAllProcesses():
@@ -162,7 +162,7 @@ def _build_setup(
             setup = build_setup(run, recipe, tokenizer, load_model(folder), code)
     connect(setup.mesh)
     connect(setup.rollout_mesh)
-    for line in describe_left_out(setup.task, setup.prompts_dropped, setup.prompt_length):
+    for line in describe_lists(setup.task, setup.prompts_dropped, setup.prompt_length):
         _print_line(line)
     if folder is None and (ends := turn_ends(setup)) is not None:
         _print_line(ends)

@@ -328,19 +328,20 @@ def _print_lengths(setup: "Setup") -> None:
     """Prints the size of a fine-tuning dataset, the prompts that were left out and the tokens that
     end a turn, where there are any; and the maximum completion length, where the user set none and
     answers do not tell how long reasoning is."""
+    from jrl.tasks.data.files import KINDS
     from jrl.trainer.setup.dry_run import turn_ends
-    from jrl.trainer.setup.lengths import describe_left_out, response_origin
+    from jrl.trainer.setup.lengths import describe_lists, response_origin
 
     if not is_main_process():
         return
     run, length = setup.run, setup.response_length
     if setup.rows is not None:
         print("\n".join(setup.rows.describe(setup.task)))
-    for line in describe_left_out(setup.task, setup.prompts_dropped, setup.prompt_length):
+    for line in describe_lists(setup.task, setup.prompts_dropped, setup.prompt_length):
         print(line)
     if (ends := turn_ends(setup)) is not None:
         print(ends)
-    answers_are_results = run.checkpoint is not None or run.task.startswith("jsonl:")
+    answers_are_results = run.checkpoint is not None or run.task.partition(":")[0] in KINDS
     if setup.rows is None and run.response_length is None and answers_are_results:
         print(f"completions of at most {length:,} tokens: {response_origin(run, length)}")
 

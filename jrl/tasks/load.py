@@ -43,7 +43,7 @@ OUTSIDE = (*KINDS, "gym")
 MIXED = re.compile(r"\s\+\s")
 WEIGHT = re.compile(r"(\d+(?:\.\d+)?)\s+(\S.*)", re.DOTALL)
 FORMS = (
-    "scratchpad:DIGITS, scratchpad:MIN-MAX, jsonl:PATH, parquet:PATH, dataset:DIR, "
+    "scratchpad:DIGITS, scratchpad:MIN-MAX, jsonl:PATH, csv:PATH, parquet:PATH, dataset:DIR, "
     "gym:NAME[,OPTION=VALUE...], a custom one as path/to/file.py:make, and weighted mixtures as "
     '"3 sort + 1 countdown"'
 )
@@ -67,7 +67,8 @@ def load_task(
       spec: ``sort``, ``addition``, ``scratchpad``, ``scratchpad:DIGITS`` or
         ``scratchpad:MIN-MAX`` (digits of the operands), ``countdown``, ``progression``,
         ``guess``, ``calculator``, ``word-problems``,
-        ``jsonl:PATH``, ``parquet:PATH``, ``dataset:DIR``, ``gym:NAME``, ``gym:NAME,OPTION=VALUE``,
+        ``jsonl:PATH``, ``csv:PATH``, ``parquet:PATH``, ``dataset:DIR``, ``gym:NAME``,
+        ``gym:NAME,OPTION=VALUE``,
         ``path/to/file.py:make`` or ``package.module:make``; or a mixture of tasks,
         ``3 sort + 1 countdown``, in which a weight is 1 by default.
       seed: selects the stream of training prompts.

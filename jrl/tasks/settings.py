@@ -15,12 +15,12 @@ class TaskSettings:
 
     task: str = setting(
         "sort",
-        sft="The conversations: jsonl:PATH, parquet:PATH or dataset:DIR (of save_to_disk), each "
+        sft="The conversations: jsonl:PATH, csv:PATH, parquet:PATH or dataset:DIR, each "
         "with messages, or with a prompt and a completion.",
     )
-    """A built-in task, "jsonl:PATH", "parquet:PATH", "dataset:DIR" (of save_to_disk), "gym:NAME" or
-    "gym:NAME,OPTION=VALUE", a custom one as "path/to/file.py:make" or "package.module:make", or a
-    weighted mixture of tasks, for example "3 sort + 1 countdown"."""
+    """A built-in task, "jsonl:PATH", "csv:PATH", "parquet:PATH", "dataset:DIR" (of save_to_disk),
+    "gym:NAME" or "gym:NAME,OPTION=VALUE", a custom one as "path/to/file.py:make" or
+    "package.module:make", or a weighted mixture, for example "3 sort + 1 countdown"."""
     held_out: str | None = setting(
         None,
         of_task=True,

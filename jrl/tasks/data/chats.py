@@ -18,11 +18,12 @@ from jrl.tasks.data.fields import (
     ANSWER_FLAGS,
     Fields,
     describe_fields,
+    find_prompt,
     get_field,
     require_answer,
     suggest_flags,
 )
-from jrl.tasks.data.files import KINDS, kind_of, read_records
+from jrl.tasks.data.files import KINDS, kind_of, name_prompts, read_records
 from jrl.tasks.data.prompt_list import PromptList
 from jrl.tasks.data.records import format_dialogue, read_record, to_json_value
 from jrl.tasks.data.split import HeldOut
@@ -113,7 +114,7 @@ def load_chats(
     held_out: HeldOut | None = None,
     last: bool = False,
 ) -> Chats:
-    """The conversations of ``jsonl:PATH``, ``parquet:PATH`` or ``dataset:DIR``.
+    """The conversations of ``jsonl:PATH``, ``csv:PATH``, ``parquet:PATH`` or ``dataset:DIR``.
 
     Args:
       seed: picks the order of the training conversations.
@@ -127,14 +128,17 @@ def load_chats(
     kind, _, path = spec.partition(":")
     if kind not in KINDS or not path:
         raise ValueError(
-            f"task={spec!r} has no conversations: sft trains on jsonl:PATH, parquet:PATH or "
-            "dataset:DIR, whose records have messages, or a prompt and a completion"
+            f"task={spec!r} has no conversations: sft trains on jsonl:PATH, csv:PATH, "
+            "parquet:PATH or dataset:DIR, whose records have messages, or a prompt and a completion"
         )
 
+    names: dict[str, None] = {}
+
     def read(kind: str, path: str, first: int) -> list[Chat]:
+        records = name_prompts(read_records(kind, path), fields, names)
         return [
             chat_of(record, location, fields, last=last, index=index)
-            for index, (location, record) in enumerate(read_records(kind, path), first)
+            for index, (location, record) in enumerate(records, first)
         ]
 
     chats, heldout_chats = read(kind, path, 0), None
@@ -150,7 +154,9 @@ def load_chats(
             f"{path}: all conversations start with the same messages, so that none can be held "
             "out: give a file of others as --held-out"
         )
-    return Chats(spec, chats, seed, held_out, heldout_chats, stream=kind)
+    result = Chats(spec, chats, seed, held_out, heldout_chats, stream=kind)
+    result.prompt_fields = tuple(names)
+    return result
 
 
 def chat_of(
@@ -163,7 +169,7 @@ def chat_of(
 ) -> Chat:
     """The conversation that a record describes, number `index` of its task; `fields` and `last` are
     as of `load_chats`, errors as in `jrl.tasks.data.fields`."""
-    fields = Fields() if fields is None else fields
+    fields = find_prompt(record, fields, location)
     parsed = read_record(record, location, fields)
     check_record(record, location, (fields.prompt, fields.answer, fields.messages))
     if (text := parsed.text) is not None:

@@ -7,7 +7,7 @@ names the field and the `location` of the record, its file and line.
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any
 
@@ -22,6 +22,13 @@ LIKELY_ANSWERS = (
 """Names of fields that hold the reference answer in public data sets."""
 LIKELY_MESSAGES = ("messages", "conversations", "conversation", "chat", "dialog", "turns")
 LIKELY_PROMPTS = ("prompt", "question", "problem", "query", "instruction", "input", "text")
+PROMPT_NAMES = ("question", "problem", "instruction", "query")
+"""Fields that are the prompt of a record with no "prompt" and no conversation (GSM8K, MATH, Alpaca,
+MetaMath)."""
+CONVERSATION_NAMES = ("messages", "conversations", "conversation")
+"""Fields with a conversation, used if there is no prompt."""
+TEXT = "text"
+"""Field with a text that is trained on as it is."""
 PROMPT_FLAGS, ANSWER_FLAGS = ("--prompt-field", "--messages-field"), ("--answer-field",)
 """Flags that name fields."""
 LIKELY_FIELDS = {
@@ -76,6 +83,27 @@ def get_field(record: Mapping[str, Any], name: str, default: Any = None) -> Any:
     outer, dot, inner = name.partition(".")
     value = record.get(outer) if dot else None
     return get_field(value, inner, default) if isinstance(value, Mapping) else default
+
+
+def find_prompt(record: Any, fields: Fields | None, location: str) -> Fields:
+    """The names of a record's fields, with one of `PROMPT_NAMES` as its prompt if it has no other.
+
+    Raises:
+      ValueError: if it has several of them.
+    """
+    fields = Fields() if fields is None else fields
+    others = ("prompt", *CONVERSATION_NAMES, TEXT)
+    if fields.prompt != "prompt" or fields.messages is not None or not isinstance(record, Mapping):
+        return fields
+    if any(get_field(record, name) is not None for name in others):
+        return fields
+    found = [n for n in PROMPT_NAMES if n != fields.answer and get_field(record, n) is not None]
+    if len(found) > 1:
+        raise ValueError(
+            f"{location}: has {' and '.join(map(short, found))}, and a prompt is one field: name "
+            "it with --prompt-field"
+        )
+    return replace(fields, prompt=found[0]) if found else fields
 
 
 def require_field(
@@ -179,8 +207,6 @@ def suggest_flags(record: Mapping[str, Any], flags: Sequence[str]) -> str:
             if name.rpartition(".")[2] in likely and isinstance(value, kinds)
         ]
         suggestions += candidates[:1]
-    if "--prompt-field instruction" in suggestions and "input" in record:
-        suggestions[0] += " (join input to it in the file: a prompt is one field)"
     hint = f", here perhaps {' or '.join(suggestions)}" if suggestions else ""
     return " or ".join(flags) + hint
 

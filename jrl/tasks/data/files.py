@@ -1,14 +1,18 @@
-"""Tasks from files: JSON lines, Parquet, and folders that Hugging Face's `datasets` saved.
+"""Tasks from files: JSON lines, CSV, Parquet, and folders that Hugging Face's `datasets` saved.
 
-A file of JSON lines may be compressed by gzip, and may be one JSON array of objects instead. Each
-record comes with its location, for error messages: lines, rows and the objects of an array are
-counted from 1. The fields of a line or a row are described in `jrl.tasks.data.records`. Numbers are
-compared exactly and formulas by math-verify (`jrl.tasks.answers.verdict`).
+A file of JSON lines or CSV may be compressed by gzip, and JSON lines may be one JSON array of
+objects instead. Each record comes with its location, for error messages: lines, rows and the
+objects of an array are counted from 1. The fields of a line or a row are described in
+`jrl.tasks.data.records`. Numbers are compared exactly and formulas by math-verify
+(`jrl.tasks.answers.verdict`).
 """
 
+import csv
 import gzip
+import io
 import json
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -19,7 +23,15 @@ from typing import Any
 import numpy as np
 
 from jrl.tasks.answers.verdict import FINAL
-from jrl.tasks.data.fields import Fields, JsonObject, Number, Row, short, to_python
+from jrl.tasks.data.fields import (
+    Fields,
+    JsonObject,
+    Number,
+    Row,
+    find_prompt,
+    short,
+    to_python,
+)
 from jrl.tasks.data.prompt_list import FiniteTask, PromptList, drop_repeated
 from jrl.tasks.data.records import check_sendable, example_of
 from jrl.tasks.data.split import HeldOut
@@ -27,8 +39,9 @@ from jrl.tasks.task import Example
 from jrl.tasks.workers.pool import Pool
 from jrl.tasks.workers.process import Message, parse_failure, program_worker
 
-KINDS = ("jsonl", "parquet", "dataset")
-"""Kinds of files: JSON lines, a Parquet file or a folder of them, a folder of `save_to_disk`."""
+KINDS = ("jsonl", "csv", "parquet", "dataset")
+"""Kinds of files: JSON lines, comma-separated values, a Parquet file or a folder of them, and a
+folder of `save_to_disk`."""
 GZIP, PARQUET = b"\x1f\x8b", b"PAR1"
 """First bytes of files in these formats."""
 
@@ -47,8 +60,24 @@ def read_records(kind: str, path: str | Path) -> Iterator[LocatedRecord]:
     Raises:
       ValueError: if it cannot be read, or its reader is not installed.
     """
-    readers = {"jsonl": _read_jsonl, "parquet": _read_parquet, "dataset": _read_dataset}
+    readers = {
+        "jsonl": _read_jsonl,
+        "csv": _read_csv,
+        "parquet": _read_parquet,
+        "dataset": _read_dataset,
+    }
     return readers[kind](Path(os.path.expanduser(path)))
+
+
+def name_prompts(
+    records: Iterable[LocatedRecord], fields: Fields | None, names: dict[str, None]
+) -> Iterator[LocatedRecord]:
+    """The same records; meanwhile `names` receives the names of the prompts' fields that are read
+    without a setting (`jrl.tasks.data.fields.find_prompt`)."""
+    for location, record in records:
+        if (found := find_prompt(record, fields, location)) != (fields or Fields()):
+            names[found.prompt] = None
+        yield location, record
 
 
 def kind_of(path: str | Path) -> str:
@@ -56,20 +85,71 @@ def kind_of(path: str | Path) -> str:
     path = Path(os.path.expanduser(path))
     if path.suffix == ".parquet" or (path.is_dir() and any(path.glob("*.parquet"))):
         return "parquet"
+    if any(suffix in (".csv", ".tsv") for suffix in path.suffixes[-2:]):
+        return "csv"
     return "dataset" if path.is_dir() else "jsonl"
 
 
-def _read_jsonl(path: Path) -> Iterator[LocatedRecord]:
+def _read_bytes(path: Path, content: str) -> bytes:
+    """Content of a file of lines, uncompressed."""
     try:
-        content = path.read_bytes()
-        if content.startswith(GZIP):
-            content = gzip.decompress(content)
+        read = path.read_bytes()
+        if read.startswith(GZIP):
+            read = gzip.decompress(read)
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"{path}: cannot be read ({reason}): give a file of JSON lines") from error
-    if content.startswith(PARQUET):
+        raise ValueError(f"{path}: cannot be read ({reason}): give a file of {content}") from error
+    if read.startswith(PARQUET):
         raise ValueError(f"{path}: is a Parquet file: give parquet:{path}")
-    content = content.removeprefix(b"\xef\xbb\xbf")
+    return read.removeprefix(b"\xef\xbb\xbf")
+
+
+def _read_csv(path: Path) -> Iterator[LocatedRecord]:
+    """Rows under a first row of names (RFC 4180); an empty cell is an absent field. Columns of a
+    ``.tsv`` file are separated by tabs."""
+    delimiter = "\t" if ".tsv" in path.suffixes[-2:] else ","
+    try:
+        text = _read_bytes(path, "comma-separated values").decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is not UTF-8 ({error.reason}): convert the file") from error
+    csv.field_size_limit(max(len(text), csv.field_size_limit()))
+    rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    names: list[str] = []
+    line = 1
+    try:
+        for row in rows:
+            location, line = f"{path}:{line}", rows.line_num + 1
+            if not names:
+                names = row
+                _check_names(names, location, delimiter)
+            elif row and len(row) != len(names):
+                raise ValueError(
+                    f"{location}: has {len(row)} cells under {len(names)} names: quote a cell with "
+                    "a separator or a line break in it"
+                )
+            elif row:
+                yield location, Row(zip(names, (cell or None for cell in row), strict=True))
+    except csv.Error as error:
+        raise ValueError(f"{path}:{line}: is not CSV ({error}): quote its texts") from error
+
+
+def _check_names(names: Sequence[str], location: str, delimiter: str) -> None:
+    """Rejects names of columns that are empty, come twice, or are separated by something else."""
+    if len(names) == 1 and (other := re.search(r"[;\t,|]", names[0])):
+        raise ValueError(
+            f"{location}: has one column, {short(names[0])}: separate columns by "
+            f"{delimiter!r}, not {other[0]!r}"
+        )
+    for name in names:
+        if not name.strip() or names.count(name) > 1:
+            raise ValueError(
+                f"{location}: the column name {short(name)} is empty or comes twice: the first row "
+                "has the name of each column"
+            )
+
+
+def _read_jsonl(path: Path) -> Iterator[LocatedRecord]:
+    content = _read_bytes(path, "JSON lines")
     if (records := _parse_array(content)) is not None:
         for number, record in enumerate(records, start=1):
             yield f"{path}:{number}", record
@@ -268,11 +348,13 @@ def prompts_of(
       ValueError: as for `jsonl`, but for answers that cannot be compared.
     """
     heldout = HeldOut() if heldout is None else heldout
-    others, repeated_others = None, 0
+    others, repeated_others, names = None, 0, {}
     if heldout.path is not None:
         kind_of_others = kind_of(heldout.path)
-        others, repeated_others = _read_unique(kind_of_others, heldout.path, fields, answered)
-    examples, repeated = _read_unique(kind, path, fields, answered)
+        others, repeated_others = _read_unique(
+            kind_of_others, heldout.path, fields, answered, names
+        )
+    examples, repeated = _read_unique(kind, path, fields, answered, names)
     everything = heldout.everything
     if not examples or (len(examples) < 2 and others is None and not everything):
         needed = "at least 1 is" if everything else "at least 2 are"
@@ -282,16 +364,19 @@ def prompts_of(
             '{"prompt": ..., "answer": ...} per line'
         )
     num_repeated = repeated + repeated_others
-    return PromptList(f"{kind}:{path}", examples, seed, heldout, others, kind, num_repeated)
+    prompts = PromptList(f"{kind}:{path}", examples, seed, heldout, others, kind, num_repeated)
+    prompts.prompt_fields = tuple(names)
+    return prompts
 
 
 def _read_unique(
-    kind: str, path: str | Path, fields: Fields | None, answered: bool
+    kind: str, path: str | Path, fields: Fields | None, answered: bool, names: dict[str, None]
 ) -> tuple[list[Example], int]:
-    """The examples of a file, as of `jrl.tasks.data.prompt_list.drop_repeated`."""
+    """The examples of a file, as of `jrl.tasks.data.prompt_list.drop_repeated`; `names` receives
+    the names of the prompts' fields that no setting names."""
     examples, repeated = drop_repeated(
         example_of(record, location, fields, answered=answered)
-        for location, record in read_records(kind, path)
+        for location, record in name_prompts(read_records(kind, path), fields, names)
     )
     if not answered:
         for example in examples:

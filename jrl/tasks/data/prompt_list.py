@@ -69,6 +69,7 @@ class PromptList(Generic[E]):
       num_repeated: records that were left out, because an earlier one has the same prompt.
       unreadable: locations of the records that were left out, because their answer cannot be
         checked.
+      prompt_fields: fields that prompts were read from, if no setting names them.
     """
 
     kind, _fix = "prompts", "raise --prompt-length"
@@ -106,6 +107,7 @@ class PromptList(Generic[E]):
         self.name: str = name
         self.num_repeated: int = num_repeated
         self.unreadable: tuple[str, ...] = ()
+        self.prompt_fields: tuple[str, ...] = ()
         if heldout_examples is None:
             identities = _select_heldout(name, examples, heldout)
             self._heldout = [example for example in examples if example.identity in identities]

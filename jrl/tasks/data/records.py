@@ -2,7 +2,8 @@
 
 A record has the texts "prompt" and "answer" (a number will do as an answer). In place of the prompt
 it may have "messages", the turns of a conversation from which a chat template makes the prompt, or
-the prompt is such a list itself; in place of the answer a "completion", a text or messages.
+the prompt is such a list itself; in place of the answer a "completion", a text or messages. If
+there is neither, the prompt is the "question", "problem", "instruction" or "query".
 ShareGPT's "conversations" are read, and a "text" of which every token is trained on. A "system"
 message comes before all of these. The fields may have other names. Fields of other libraries that
 would change a prompt and are not read are rejected (`UNREAD`); all others are kept for rewards.
@@ -28,10 +29,13 @@ from jrl.tasks.data.conversations import (
     tools_of,
 )
 from jrl.tasks.data.fields import (
+    CONVERSATION_NAMES,
+    TEXT,
     Fields,
     JsonObject,
     answer_text,
     check_text,
+    find_prompt,
     get_field,
     require_answer,
     require_field,
@@ -40,10 +44,8 @@ from jrl.tasks.data.fields import (
 from jrl.tasks.data.training_fields import TRAINED, is_trained
 from jrl.tasks.task import Example
 
-COMPLETION, TEXT = "completion", "text"
-"""Fields with the completion of a prompt, and with a text that is trained on as it is."""
-MESSAGES = ("messages", "conversations", "conversation")
-"""Fields with a conversation, used if there is no prompt."""
+COMPLETION = "completion"
+"""Field with the completion of a prompt."""
 SYSTEM = ("system", "system_prompt")
 """Fields with the system message of a record (LLaMA-Factory, ms-swift, ShareGPT, OpenOrca)."""
 _MEDIA = "only texts are read: leave the record out, or the field if its text does not need it"
@@ -85,7 +87,7 @@ def read_record(record: Any, location: str, fields: Fields) -> ParsedRecord:
         )
     name = fields.messages
     if name is None and get_field(record, fields.prompt) is None:
-        present = [each for each in MESSAGES if record.get(each) is not None]
+        present = [each for each in CONVERSATION_NAMES if record.get(each) is not None]
         if not present and isinstance(record.get(TEXT), str):
             _check_unread(record, fields, location, is_text=True)
             for other in ("tools", *SYSTEM):
@@ -189,7 +191,7 @@ def example_of(
       fields: names of its fields; None is `Fields()`.
       answered: whether an answer is required; otherwise a missing one is empty.
     """
-    fields = Fields() if fields is None else fields
+    fields = find_prompt(record, fields, location)
     parsed = read_record(record, location, fields)
     if parsed.text is not None:
         require_field(record, fields.prompt, location)

@@ -19,7 +19,7 @@ from jrl.tasks.data.chats import Chats
 from jrl.tasks.mixture import has_environments
 from jrl.text.prompt_format import example_tools, text_of_row
 from jrl.trainer.setup.chat_rows import training_chats
-from jrl.trainer.setup.lengths import describe_left_out, response_origin
+from jrl.trainer.setup.lengths import describe_lists, response_origin
 from jrl.trainer.setup.memory import memory, rollout_memory
 from jrl.trainer.setup.network import buffers_explained, dispatch_explained
 from jrl.trainer.setup.planner import memory_of_update, time_of_update, times_with_overlap
@@ -83,7 +83,7 @@ def print_dry_run(setup: Setup, console: Console | None = None) -> None:
         if setup.split is not None:
             title = f"Rollout split: {setup.run.rollout_split} on {where}, attention"
         _print(console, title, axes(setup.rollout_mesh, setup.model))
-    for line in describe_left_out(setup.task, setup.prompts_dropped, setup.prompt_length):
+    for line in describe_lists(setup.task, setup.prompts_dropped, setup.prompt_length):
         console.print(line, highlight=False)
     print_first_input(setup, console)
     recipe, steps = setup.recipe, setup.run.steps

@@ -91,8 +91,9 @@ MAX_LISTED = 5
 """Maximum number of records that are named."""
 
 
-def describe_left_out(task: Task, dropped: int, prompt_length: int) -> list[str]:
-    """Summary of the prompts of a task's lists that are left out, a line for each reason.
+def describe_lists(task: Task, dropped: int, prompt_length: int) -> list[str]:
+    """Summary of the prompts of a task's lists: the field they are read from, if no setting names
+    it, and those that are left out, a line for each reason.
 
     Args:
       dropped: number of those left out for their length.
@@ -111,7 +112,9 @@ def describe_left_out(task: Task, dropped: int, prompt_length: int) -> list[str]
         (shared, "training prompts that are held out (--held-out)"),
         (dropped, f"prompts of more than {prompt_length:,} tokens (--prompt-length)"),
     ]
-    return [f"dropped {count:,} {what}" for count, what in counts if count]
+    fields = dict.fromkeys(name for prompts in lists_of(task) for name in prompts.prompt_fields)
+    read = [f'prompts are read from the field "{name}" (--prompt-field)' for name in fields]
+    return [*read, *(f"dropped {count:,} {what}" for count, what in counts if count)]
 
 
 def check_answers(run: RunConfig, task: Task) -> None:

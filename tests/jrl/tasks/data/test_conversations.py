@@ -145,8 +145,8 @@ def test_parts_of_a_content_are_joined(kind):
             "'messages', which is not a variable",
         ),
         (
-            {"question": "a", "solution": "1"},
-            r"""no field "prompt" \(it has 'question', 'solu.*perhaps --prompt-field question""",
+            {"input": "a", "solution": "1"},
+            r"""no field "prompt" \(it has 'input', 'solu.*perhaps --prompt-field input""",
         ),
         (
             {"prompt": "a", "solution": "1"},
@@ -182,7 +182,10 @@ def test_records_of_public_data_sets_that_need_a_flag():
     for read in (chat_of, partial(example_of, answered=True)):
         with pytest.raises(ValueError, match=r'no field "answer".*--messages-field messages'):
             read(ultra, "f:1")
-        with pytest.raises(ValueError, match=r"perhaps --prompt-field instruction \(join input to"):
+        with pytest.raises(
+            ValueError,
+            match=r"field \"input\" is '1 2', and only \"instruction\" is read: join the two",
+        ):
             read({"instruction": "Add.", "input": "1 2", "output": "3"}, "f:1")
     unanswered = {"conversations": [{"from": "human", "value": "a"}]}
     with pytest.raises(ValueError, match=r'no field "answer".*with --answer-field$'):

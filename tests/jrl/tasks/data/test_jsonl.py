@@ -256,7 +256,7 @@ def test_two_rows_make_two_sides(tmp_path):
 def one(path, fields=None):
     """The only example of a file."""
     fields = Fields() if fields is None else fields
-    (example,), _ = _read_unique("jsonl", path, fields, answered=True)
+    (example,), _ = _read_unique("jsonl", path, fields, True, {})
     return example
 
 
