@@ -4,7 +4,7 @@ scheduler step, so that choices in flight wait for one pass at most."""
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from jrl.rollout.decoding.protocol import StreamingEngine
+from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.prompt_scores import PromptScores
 from jrl.serving.api_request import ApiRequest
 from jrl.serving.responses import Job, PromptDelta
@@ -23,7 +23,7 @@ class PromptScoring:
       decode: the decoder of a request's tokens.
     """
 
-    def __init__(self, engine: StreamingEngine, decode: Callable[[ApiRequest], Decode]):
+    def __init__(self, engine: Engine, decode: Callable[[ApiRequest], Decode]):
         self._engine, self._decode = engine, decode
         self._prompts: deque[tuple[Job, int]] = deque()
 

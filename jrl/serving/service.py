@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from jrl.rollout.decoding.protocol import StreamingEngine
+from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.decoding.requests import Request, StreamChunk
 from jrl.rollout.sampling import RequestSampling
 from jrl.serving.api.fields import ApiError
@@ -52,7 +52,7 @@ class Service:
 
     def __init__(
         self,
-        engine: StreamingEngine,
+        engine: Engine,
         served: ApiModel,
         versions: Versions,
         metrics: Metrics,

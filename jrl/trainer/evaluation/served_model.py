@@ -15,10 +15,10 @@ from jrl.config.run import RunConfig
 from jrl.published.adapters import check_of_checkpoint, open_adapters
 from jrl.published.location import is_checkpoint
 from jrl.published.network import open_checkpoint
-from jrl.rollout.decoding.engine import Backend, Engine
-from jrl.rollout.decoding.mesh_backend import MeshBackend
-from jrl.rollout.decoding.slots import Decoder
-from jrl.rollout.decoding.split_backend import SplitBackend
+from jrl.rollout.decoding.build import build_engine
+from jrl.rollout.decoding.engine import Engine
+from jrl.rollout.decoding.sizes import SERVING
+from jrl.rollout.decoding.split_backend import DeviceSplit
 from jrl.rollout.expert_balancer import first_placement
 from jrl.rollout.resharding import rollout_layout, rollout_mesh
 from jrl.rollout.settings import SplitSettings
@@ -30,7 +30,7 @@ from jrl.trainer.evaluation.saved_policy import load_model, load_policy_of, load
 from jrl.trainer.learner.learner import weights_of
 from jrl.trainer.setup.network import check_supported, first_devices, network_of
 from moe.config import ModelConfig, preset
-from moe.disaggregated.split import Split, SplitMesh, devices_of, fold_split
+from moe.disaggregated.split import Split, devices_of, fold_split
 from moe.disaggregated.weights import check_splits
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh, Layout, fold
@@ -53,33 +53,6 @@ class RequestedSplit:
             for name, value in vars(self).items()
         }
         return RequestedSplit(**values)
-
-
-@dataclass(frozen=True)
-class DeviceSplit:
-    """Device groups of attention and experts, and the settings of decoding on them.
-
-    Attributes:
-      mesh: mesh of both device groups.
-      micro_batches, expert_slots, replan: as of
-        `jrl.rollout.decoding.split_backend.SplitBackend`.
-    """
-
-    mesh: SplitMesh
-    micro_batches: int
-    expert_slots: int | None
-    replan: int | None
-
-    def check_slots(self, slots: int) -> None:
-        """Raises ValueError for slots that do not divide over devices and micro-batches."""
-        layout, micro_batches = self.mesh.attention.layout, self.micro_batches
-        unit = layout.num_devices * micro_batches
-        if slots % unit:
-            raise ValueError(
-                f"slots={slots} does not divide over dp={layout.dp} x tp={layout.tp} devices of "
-                f"attention x micro_batches={micro_batches}: choose --slots in multiples of "
-                f"{unit}, or another --micro-batches."
-            )
 
 
 def parse_device_split(
@@ -190,38 +163,23 @@ class ServedModel:
     versions: RunSource | CheckpointSource
 
     def engine(self, *, slots: int, max_length: int, key: Array, top_logprobs: int) -> Engine:
-        """Creates its serving engine, without weights; for the arguments see `Engine` and
-        `Decoder`.
-
-        Raises:
-          ValueError: for slots that do not divide over the devices.
-        """
-        split, tokenizer, model = self.device_split, self.format.tokenizer, self.model
+        """Builds its serving engine, without weights, as `build_engine` does."""
+        model = self.model
         # On a CPU, XLA copies a layer's weights out of a scanned stack in each decode step, which
         # takes as long as its products when there are few rows. Prefills are scanned all the same.
         if self.mesh.platform == "cpu" and model.execution.scan_layers is None:
             model = replace(model, execution=replace(model.execution, scan_layers=False))
-        decoder = Decoder(
+        return build_engine(
             model,
-            self.mesh if split is None else split.mesh.attention,
-            tokenizer.pad_id,
-            tokenizer.stop_ids,
+            self.format.tokenizer,
+            self.mesh,
+            self.device_split or self.mesh,
+            slots=slots,
+            max_length=max_length,
+            key=key,
+            policy=SERVING,
             top_logprobs=top_logprobs,
         )
-        if split is None:
-            backend: Backend = MeshBackend(decoder, self.mesh)
-        else:
-            split.check_slots(slots)
-            backend = SplitBackend(
-                decoder,
-                self.mesh,
-                split.mesh,
-                micro_batches=split.micro_batches,
-                expert_slots=split.expert_slots,
-                replan=split.replan,
-                restarts=False,
-            )
-        return Engine(backend, slots=slots, max_length=max_length, key=key, streams=True)
 
 
 def open_served_model(
