@@ -173,7 +173,7 @@ def length_after(lengths: np.ndarray, limits: np.ndarray, num_tokens: int) -> in
 
 @dataclass(frozen=True)
 class EnginePolicy:
-    """Policy of an engine: how much it runs at a time, and the sizes that it compiles functions for.
+    """Policy of an engine: how much it runs at a time, and the sizes of its compiled functions.
 
     Attributes:
       prefill_tokens: approximate number of prompt tokens in one prefill of a rank. It bounds the

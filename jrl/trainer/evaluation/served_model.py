@@ -4,7 +4,7 @@ groups of attention and experts."""
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 from jaxtyping import Array
@@ -26,8 +26,7 @@ from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 from jrl.text.load import load_tokenizer
 from jrl.text.prompt_format import PromptFormat, prompt_format
-from jrl.trainer.evaluation.saved_policy import load_model, load_policy_of, load_published
-from jrl.trainer.learner.learner import weights_of
+from jrl.trainer.evaluation.saved_policy import load_model, read_model_config
 from jrl.trainer.setup.network import check_supported, first_devices, network_of
 from moe.config import ModelConfig, preset
 from moe.disaggregated.split import Split, devices_of, fold_split
@@ -92,54 +91,39 @@ def parse_device_split(
 
 
 @dataclass(frozen=True)
-class RunSource:
-    """Source of weights: a run, which may still be training.
+class PolicySource:
+    """Source of a policy's weights: a run, which may still be training, or a published checkpoint.
 
     Attributes:
-      folder, model: of the run.
+      location: folder of the run, or directory of the checkpoint, of which there is one version.
+      model: the policy network.
       mesh: the mesh that its weights are loaded on.
+      adapters: as for `load_model`.
     """
 
-    folder: RunFolder
-    model: ModelConfig
-    mesh: FoldedMesh
-
-    def newest(self) -> int | None:
-        """Step of the latest checkpoint, valid or not."""
-        return self._checkpoints.latest_step()
-
-    @cached_property
-    def _checkpoints(self) -> Checkpoints:
-        return Checkpoints(self.folder.checkpoints_path)
-
-    def load(self) -> tuple[Transformer[Array], int]:
-        """Loads the latest valid policy and its step; raises ValueError if there is none."""
-        return load_policy_of(self.folder, self.model, self.mesh)
-
-
-@dataclass(frozen=True)
-class CheckpointSource:
-    """Source of weights: a public checkpoint, of which there is one version.
-
-    Attributes:
-      directory, model: of the checkpoint.
-      mesh: the mesh that its weights are loaded on.
-      adapters: a folder in PEFT's format whose adapters are merged into them; None for none.
-    """
-
-    directory: Path
+    location: RunFolder | Path
     model: ModelConfig
     mesh: FoldedMesh
     adapters: str | None = None
 
+    @property
+    def checkpoint(self) -> Path | None:
+        """Directory of the published checkpoint; None for a run."""
+        return None if isinstance(self.location, RunFolder) else self.location
+
     def newest(self) -> int | None:
-        """Returns None: there are no later versions."""
-        return None
+        """Step of the run's latest checkpoint, valid or not; None for a published one."""
+        return None if self._checkpoints is None else self._checkpoints.latest_step()
+
+    @cached_property
+    def _checkpoints(self) -> Checkpoints | None:
+        if not isinstance(self.location, RunFolder):
+            return None
+        return Checkpoints(self.location.checkpoints_path)
 
     def load(self) -> tuple[Transformer[Array], int]:
-        """Loads its weights, as version 0."""
-        weights = load_published(self.directory, self.model, self.mesh, self.adapters)
-        return weights_of(weights, self.model, self.mesh), 0
+        """Loads the latest valid weights and their step, as `load_model` does."""
+        return load_model(self.location, self.model, self.mesh, adapters=self.adapters)
 
 
 @dataclass(frozen=True)
@@ -160,7 +144,7 @@ class ServedModel:
     mesh: FoldedMesh
     device_split: DeviceSplit | None
     format: PromptFormat
-    versions: RunSource | CheckpointSource
+    versions: PolicySource
 
     def engine(self, *, slots: int, max_length: int, key: Array, top_logprobs: int) -> Engine:
         """Builds its serving engine, without weights, as `build_engine` does."""
@@ -213,7 +197,7 @@ def open_served_model(
             open_adapters(adapters, path, config, "lora")
         tokenizer = checkpoint_tokenizer(path, config.vocab_size)
         network = config
-        source = partial(CheckpointSource, path, adapters=adapters)
+        source: RunFolder | Path = path
     else:
         check_of_checkpoint(adapters, location, is_checkpoint=False)
         folder = RunFolder.read(location)
@@ -221,12 +205,12 @@ def open_served_model(
         # Implementations were chosen for the training devices; here the best that applies is used.
         run = replace(run, **run.without_implementations)
         tokenizer = load_tokenizer(folder.tokenizer_path)
-        network = load_model(folder) or preset(run.model, tokenizer.vocab_size)
-        path, source = folder.path, partial(RunSource, folder)
+        network = read_model_config(folder) or preset(run.model, tokenizer.vocab_size)
+        path, source = folder.path, folder
     model = network_of(network.with_unused_ids(tokenizer.unused_ids), run)
     device_split = parse_device_split(split, layout, run)
     mesh = _mesh(model, _default_layout(run) if layout is None else layout, device_split)
-    format, versions = prompt_format(run, tokenizer), source(model, mesh)
+    format, versions = prompt_format(run, tokenizer), PolicySource(source, model, mesh, adapters)
     return ServedModel(path.resolve().name, model, mesh, device_split, format, versions)
 
 
