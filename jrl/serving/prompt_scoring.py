@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from jrl.rollout.decoding.engine import Engine
-from jrl.rollout.prompt_scores import PromptScores
+from jrl.rollout.decoding.packed_prompts import PromptScores
 from jrl.serving.api_request import ApiRequest
 from jrl.serving.responses import Job, PromptDelta
 from jrl.serving.transcript import Decode, Detokenizer, TokenLogprobs

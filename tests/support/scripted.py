@@ -8,9 +8,9 @@ import numpy as np
 from served import numbers
 
 from jrl.rollout.decoding.engine import Engine
+from jrl.rollout.decoding.packed_prompts import PromptScores
 from jrl.rollout.decoding.requests import StreamChunk
 from jrl.rollout.decoding.slots import TopTokens
-from jrl.rollout.prompt_scores import PromptScores
 from jrl.serving.application import FrontEnd
 from jrl.serving.metrics import Metrics
 from jrl.serving.policy import ApiModel

@@ -13,7 +13,13 @@ from jrl.processes.agreement import to_devices, to_host
 from jrl.processes.progress import sign
 from jrl.recipes.base.batch import replicated
 from jrl.rollout.decoding.mesh_backend import MeshBackend, StepLimits
-from jrl.rollout.decoding.packed_prefill import make_packing, plan_cache_copies, plan_rows
+from jrl.rollout.decoding.packed_prompts import (
+    PromptScores,
+    make_packing,
+    plan_cache_copies,
+    plan_rows,
+    score_prompts,
+)
 from jrl.rollout.decoding.prefill import AdmissionArrays, make_admission
 from jrl.rollout.decoding.protocol import Usage
 from jrl.rollout.decoding.requests import (
@@ -52,7 +58,6 @@ from jrl.rollout.decoding.slots import (
     with_cache_length,
 )
 from jrl.rollout.decoding.split_backend import SplitBackend
-from jrl.rollout.prompt_scores import PromptScores, score_prompts
 from jrl.rollout.sampling import Sampling, stack_sampling
 from moe.cache import KEY_COLUMN, cache_columns
 from moe.implementations import check_decode_kernel

@@ -19,7 +19,14 @@ from jaxtyping import Array
 
 from jrl.processes.agreement import to_devices, to_host
 from jrl.recipes.base.batch import replicated
-from jrl.rollout.decoding.packed_prefill import CacheCopies, Packing, copy_to_cache, run_packed
+from jrl.rollout.decoding.packed_prompts import (
+    CacheCopies,
+    PackedScores,
+    Packing,
+    copy_to_cache,
+    run_packed,
+    score_packed,
+)
 from jrl.rollout.decoding.prefill import AdmissionArrays, admit, admit_prefilled
 from jrl.rollout.decoding.scheduler import ChooseSlot
 from jrl.rollout.decoding.slots import (
@@ -37,7 +44,6 @@ from jrl.rollout.decoding.slots import (
     write_to_buffer,
     write_token,
 )
-from jrl.rollout.prompt_scores import PackedScores, score_packed
 from jrl.rollout.resharding import rollout_policy
 from jrl.rollout.sampling import Sampling
 from moe.attention.rotary import rotary_tables

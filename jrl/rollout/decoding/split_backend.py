@@ -18,6 +18,7 @@ from jaxtyping import Array
 
 from jrl.processes.agreement import any_of, is_multiprocess, to_devices, to_every_host
 from jrl.recipes.base.batch import replicated
+from jrl.rollout.decoding.expert_balancer import ExpertBalancer
 from jrl.rollout.decoding.mesh_backend import Advanced, StepLimits
 from jrl.rollout.decoding.prefill import AdmissionArrays, admit_prefilled
 from jrl.rollout.decoding.scheduler import ChooseSlot
@@ -37,7 +38,6 @@ from jrl.rollout.decoding.slots import (
     write_to_buffer,
     write_token,
 )
-from jrl.rollout.expert_balancer import ExpertBalancer
 from jrl.rollout.resharding import split_policy
 from jrl.rollout.sampling import Sampling
 from moe.cache import StepTokens

@@ -22,10 +22,10 @@ from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.conversation_engine import ConversationEngine
 from jrl.rollout.decoding.build import build_engine
 from jrl.rollout.decoding.engine import Engine
+from jrl.rollout.decoding.expert_balancer import first_placement
 from jrl.rollout.decoding.protocol import RolloutEngine
 from jrl.rollout.decoding.sizes import ROLLOUTS
 from jrl.rollout.decoding.split_backend import DeviceSplit
-from jrl.rollout.expert_balancer import first_placement
 from jrl.rollout.resharding import rollout_mesh, separate_rollout_mesh, split_mesh
 from jrl.rollout.sampler import Sampler
 from jrl.tasks import Task, load_task

@@ -10,7 +10,7 @@ import pytest
 from policies import CONFIG, PAD, STOPS, Asked, weights
 
 from jrl.rollout.adjustments import Adjustments
-from jrl.rollout.decoding import packed_prefill, scheduler, sizes
+from jrl.rollout.decoding import packed_prompts, scheduler, sizes
 from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.decoding.mesh_backend import MeshBackend
 from jrl.rollout.decoding.requests import Request
@@ -52,7 +52,7 @@ def small(monkeypatch):
     for module, name, value in [
         (sizes, "SINGLE_ROW_UNIT", 4),
         (sizes, "MIN_SHARED_WIDTH", 8),
-        (packed_prefill, "CHUNK", 4),
+        (packed_prompts, "CHUNK", 4),
         (sizes, "MIN_CACHE_LENGTH", 4),
         (sizes, "MIN_STREAM_CACHE_LENGTH", 16),
         (warm_up, "SHORT_PROMPT", 8),

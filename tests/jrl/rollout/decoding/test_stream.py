@@ -14,7 +14,7 @@ from jrl.rollout.decoding import engine as engines
 from jrl.rollout.decoding import mesh_backend, sizes
 from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.decoding.mesh_backend import MeshBackend
-from jrl.rollout.decoding.packed_prefill import run_packed
+from jrl.rollout.decoding.packed_prompts import run_packed
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.decoding.sizes import SERVING
 from jrl.rollout.decoding.slots import Decoder
