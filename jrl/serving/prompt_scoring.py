@@ -75,8 +75,8 @@ class PromptScoring:
 def prompt_logprobs(
     decode: Decode, ids: Sequence[int], scores: PromptScores, num_top: int
 ) -> list[TokenLogprobs]:
-    """Tokens of a prompt with their log-probabilities, of which the first has none, and those of
-    the `num_top` top tokens of each position."""
+    """Tokens of a prompt with their log-probabilities and the `num_top` top tokens of each
+    position; the first token has neither."""
     detokenizer, offset, entries = Detokenizer(decode), 0, list[TokenLogprobs]()
     for index, token in enumerate(ids):
         logprob, top = None, ()

@@ -81,8 +81,14 @@ class Engine:
     requests have sampling parameters of their own depend on the seed of those, not on the prompt
     id.
 
-    A rollout submits requests and polls until they have ended. A server submits requests at any
-    time, and streams the tokens of all rows, a few at a time.
+    A rollout submits requests and polls until they have ended:
+
+        engine.load(weights, version=0)
+        engine.submit([Request(0, sample, ids, 64) for sample in range(8)], Sampling())
+        while trajectories := engine.poll():
+            print([trajectory.tokens for trajectory in trajectories])
+
+    A server submits requests at any time, and streams the tokens of all rows, a few at a time.
 
     Args:
       backend: the devices that decode.
@@ -289,7 +295,7 @@ class Engine:
         """Admits waiting requests to free slots, decodes all rows further, and returns their new
         tokens: at most `max_tokens` of a row, in addition to the first of its response."""
         scheduler = self.scheduler
-        # At every scheduler step, where `poll` waits for more free slots: clients wait for an
+        # At every scheduler step, while `poll` waits for more free slots: clients wait for an
         # answer.
         admits = bool(scheduler.waiting and scheduler.num_free)
         if admits:
@@ -529,7 +535,7 @@ class Engine:
         return to_host(recent_tokens(rows, width, self._shard_over_slots(starts)))
 
     def _rows_changed(self) -> None:
-        """Called where rows came to slots or left them."""
+        """Forgets the sampling parameters of rows; called when rows enter or leave slots."""
         if self._sampling is None:
             self._sampler_state = None
 

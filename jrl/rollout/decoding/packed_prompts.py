@@ -1,9 +1,9 @@
 """Packed prompts: they share rows, so that short and long ones need little padding together. Their
 prefill, and the log-probabilities of their tokens.
 
-`run_packed`, which is expensive to compile, does not depend on the slots' cache: it is compiled for
-each size of the rows. `copy_to_cache`, which is cheap to compile, is compiled for each pair of a
-row size and a cache length.
+`run_packed` is expensive to compile. It does not depend on the slots' cache, and is compiled for
+each size of the rows. `copy_to_cache` is cheap to compile, for each pair of a row size and a cache
+length.
 """
 
 from collections.abc import Callable, Sequence
@@ -232,7 +232,7 @@ def _split_stacks(stacks: list[tuple[Array, ...]], config: ModelConfig) -> list[
 def copy_to_cache(
     decoder: Decoder, cache: Cache[Array], prefilled: Cache[Array], cache_copies: CacheCopies[Array]
 ) -> Cache[Array]:
-    """Copies the results of `run_packed` into the KV cache of the slots, which is donated."""
+    """Copies the results of `run_packed` into the KV cache of the slots; donates the cache."""
     mesh, heads = decoder.mesh, cache_specs(decoder)
     return jax.shard_map(
         partial(_copy_to_cache_local, decoder),

@@ -16,11 +16,11 @@ SINGLE_ROW_UNIT, MAX_SINGLE_ROW_MULTIPLE = 64, 6
 """Unit and maximum multiple of the width of a single row for all prompts, of any lengths: in longer
 rows the attention scores between different prompts cost more than padding."""
 MIN_SHARED_WIDTH = 128
-"""Minimum width where prompts share multiple rows: attention computes scores between all tokens of
+"""Minimum width if prompts share multiple rows: attention computes scores between all tokens of
 a row."""
 
 SHRINK_FACTOR, MIN_ACTIVE_SLOTS = 4, 8
-"""Factor by which a step computes fewer slots where most rows have ended, twice at most, and the
+"""Factor by which a step computes fewer slots when most rows have ended, twice at most, and the
 minimum per rank: fewer than `MIN_ACTIVE_SLOTS` take as long."""
 STREAM_SHRINK_FACTOR = 8
 """Factor by which a step computes fewer slots in serving, repeatedly."""

@@ -366,7 +366,7 @@ def _gather_rows(rows: TokenRows[Array], slots: Array, mesh: FoldedMesh) -> Toke
 def _read_step_inputs(
     decoder: Decoder, num_micro_batches: int, pool: SlotPool[Array], index: Array
 ) -> StepTokens:
-    """Last token of each row of the micro-batch `index`, which has not been run yet, its position,
+    """Last token of each row of the micro-batch `index`, still to be run, its position,
     and the mask of live rows; `pool` is without its cache."""
     mesh = decoder.mesh
 

@@ -197,7 +197,7 @@ def _warn(checkpoints: Checkpoints, damaged: Mapping[int, str], step: int) -> No
         if is_main_process():
             print(
                 f"warning: checkpoint {checkpoints.directory / str(later)} is damaged ({reason}); "
-                f"using that of step {step}",
+                f"using step {step}",
                 file=sys.stderr,
             )
 

@@ -173,7 +173,11 @@ def open_served_model(
     ignore: Sequence[str] = (),
     adapters: str | None = None,
 ) -> ServedModel:
-    """Policy of a run folder, or of a published checkpoint, for serving.
+    """Opens the policy of a run folder, or of a published checkpoint, for serving.
+
+        served = open_served_model("hf:models/qwen3", layout="tp2")
+        engine = served.engine(slots=8, max_length=4096, key=jax.random.key(0), top_logprobs=0)
+        engine.load(*served.versions.load())
 
     Args:
       layout: layout of the devices; None is the run's layout for sampling, and one device for a
