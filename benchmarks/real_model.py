@@ -69,7 +69,7 @@ def clock(rows: dict[str, list[tuple[float, float]]], name: str) -> Iterator[Non
 def started(settings: list[str]) -> tuple[Any, Any]:
     """Setup of a run with these flags, and its train state before the first step."""
     from jrl.config.flags import parse_arguments
-    from jrl.trainer.evaluation.saved_policy import load_checkpoint
+    from jrl.trainer.evaluation.saved_policy import load_model
     from jrl.trainer.setup.setup import build_setup
     from jrl.trainer.state import init_adapters, init_state, init_weights
 
@@ -79,7 +79,7 @@ def started(settings: list[str]) -> tuple[Any, Any]:
     if setup.run.checkpoint is None:
         weights = init_weights(setup.model.without_adapters(), setup.mesh, key)
     else:
-        weights = load_checkpoint(setup.run.checkpoint, networks, float32=True)
+        weights, _ = load_model(setup.run.checkpoint, setup.model, setup.mesh, masters=True)
     adapters = None
     if setup.model.lora is not None:
         adapters = init_adapters(setup.model, setup.mesh, key)

@@ -146,7 +146,7 @@ def _build_setup(
 
     The caller closes the task.
     """
-    from jrl.trainer.evaluation.saved_policy import load_model
+    from jrl.trainer.evaluation.saved_policy import read_model_config
     from jrl.trainer.setup.dry_run import turn_ends
     from jrl.trainer.setup.lengths import describe_lists, response_origin
     from jrl.trainer.setup.setup import build_setup
@@ -159,7 +159,7 @@ def _build_setup(
             if options.chat_template is not None:
                 tokenizer = with_template(run, tokenizer)
             code = code_to_evaluate(options, folder)
-            setup = build_setup(run, recipe, tokenizer, load_model(folder), code)
+            setup = build_setup(run, recipe, tokenizer, read_model_config(folder), code)
     connect(setup.mesh)
     connect(setup.rollout_mesh)
     for line in describe_lists(setup.task, setup.prompts_dropped, setup.prompt_length):
@@ -176,7 +176,7 @@ def _load(
     options: EvaluateOptions, folder: RunFolder | None, setup: "Setup", sampler: "Sampler"
 ) -> "tuple[Transformer[Array] | None, int]":
     """Loads the policy into the sampler; returns the critic, if requested, and the step of both."""
-    from jrl.trainer.evaluation.saved_policy import load_both, load_checkpoint, load_policy
+    from jrl.trainer.evaluation.saved_policy import load_model, load_networks
 
     # The characters of another task may be none of the tokenizer's.
     setup.tokenizer.encode(setup.task.characters)
@@ -184,11 +184,12 @@ def _load(
     critic = None
     if folder is None:
         checkpoint = setup.run.checkpoint or ""
-        policy, step = load_checkpoint(checkpoint, setup.networks, adapters=options.lora), 0
+        policy, step = load_model(checkpoint, setup.model, setup.mesh, adapters=options.lora)
     elif options.diagnostics:
-        policy, critic, step = load_both(folder, setup.networks)
+        networks = {"policy": setup.model, "critic": setup.model.as_critic()}
+        (policy, critic), step = load_networks(folder, networks, setup.mesh)
     else:
-        policy, step = load_policy(folder, setup.networks)
+        policy, step = load_model(folder, setup.model, setup.mesh)
     sampler.engine.load(policy, step)
     return critic, step
 

@@ -105,7 +105,7 @@ def _export(options: ExportOptions, folder: RunFolder, run: RunConfig) -> None:
     import jax  # its devices are chosen by now
 
     from jrl.text.checkpoint_files import checkpoint_files
-    from jrl.trainer.evaluation.saved_policy import load_policy_of
+    from jrl.trainer.evaluation.saved_policy import load_model
     from jrl.trainer.setup.network import network_of
     from moe.huggingface import fold_embedding_scale, save
     from moe.huggingface.configuration import family_for
@@ -117,7 +117,7 @@ def _export(options: ExportOptions, folder: RunFolder, run: RunConfig) -> None:
     architecture = options.architecture or original_architecture
     network = network_of(model, run)
     mesh = fold(Layout(), jax.devices()[:1])
-    weights, step = load_policy_of(folder, network, mesh, float32=True, step=options.step)
+    weights, step = load_model(folder, network, mesh, masters=True, step=options.step)
     # The factor of a checkpoint (Gemma's) is part of its architecture; others have none.
     if original_architecture is None and model.embedding_scale != 1.0:
         model, weights = fold_embedding_scale(model, weights)

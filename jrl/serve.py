@@ -281,11 +281,11 @@ def _with_template(options: ServeOptions, policy: "ServedModel") -> "ServedModel
 def _defaults(options: ServeOptions, policy: "ServedModel") -> tuple[dict[str, Any], int | None]:
     """Default arguments of requests, and most tokens of a chat's completion."""
     from jrl.serving.api.sampling import GENERATION_CONFIG, read_generation_config
-    from jrl.trainer.evaluation.served_model import CheckpointSource
 
-    if options.generation_config == "none" or not isinstance(policy.versions, CheckpointSource):
+    directory = policy.versions.checkpoint
+    if options.generation_config == "none" or directory is None:
         return {}, None
-    defaults, longest = read_generation_config(policy.versions.directory)
+    defaults, longest = read_generation_config(directory)
     stated = [f"{name} {value:g}" for name, value in defaults.items()]
     if longest is not None:
         stated.append(f"at most {longest} tokens of a chat")

@@ -201,7 +201,7 @@ def _build(options: TrainOptions, folder: RunFolder | None = None) -> "Setup":
     from jrl.faults.collect.sources import import_psutil
     from jrl.report import exporter
     from jrl.runs.loggers import check_installed
-    from jrl.trainer.evaluation.saved_policy import load_model
+    from jrl.trainer.evaluation.saved_policy import read_model_config
     from jrl.trainer.setup.elastic import build_elastic_setup
     from moe.placement import specs
 
@@ -213,7 +213,7 @@ def _build(options: TrainOptions, folder: RunFolder | None = None) -> "Setup":
         import_client()
     if options.run.metrics_port is not None:
         exporter.import_client()
-    model = None if folder is None else load_model(folder)
+    model = None if folder is None else read_model_config(folder)
     code = None if options.code is None else options.code.files
     tokenizer = _tokenizer(options.run, folder)
     setup = build_elastic_setup(options.run, options.recipe, tokenizer, model, code)
@@ -250,21 +250,21 @@ def _tokenizer(run: RunConfig, folder: RunFolder | None) -> Tokenizer | None:
 
 def _load_initial_weights(setup: "Setup") -> "Transformer[Array] | None":
     """The policy that --weights asks for, or that of a public checkpoint; None without."""
-    from jrl.trainer.evaluation.saved_policy import load_checkpoint, load_policy
+    from jrl.trainer.evaluation.saved_policy import load_model
     from jrl.trainer.setup.network import lora_of
 
     if setup.run.weights is None:
         if (directory := setup.run.checkpoint) is None:
             return None
-        weights = load_checkpoint(directory, setup.networks, float32=True)
+        weights, _ = load_model(directory, setup.model, setup.mesh, masters=True)
         print(f"starting from the checkpoint in {directory}")
         return weights
     folder = RunFolder.read(setup.run.weights)
     lora = None  # the adapters of that run
     if folder.config().get("run", {}).get("lora_rank") is not None:
         lora = lora_of(setup.model, run_of(folder))
-    networks = setup.networks.with_adapters(lora)
-    weights, step = load_policy(folder, networks, float32=True)
+    model = replace(setup.model, lora=lora)
+    weights, step = load_model(folder, model, setup.mesh, masters=True)
     print(f"starting from {setup.run.weights} after step {step}")
     return weights
 

@@ -80,9 +80,10 @@ def prompts_of_prefill(step: Step, dp: int, max_tokens: int | None = None) -> in
     Args:
       max_tokens: bound of the backend, `jrl.rollout.decoding.mesh_backend.MeshBackend`.
     """
-    from jrl.rollout.decoding.engine import MAX_PREFILL_TOKENS
+    from jrl.rollout.decoding.sizes import ROLLOUTS
 
-    tokens = MAX_PREFILL_TOKENS if max_tokens is None else min(MAX_PREFILL_TOKENS, max_tokens)
+    most = ROLLOUTS.prefill_tokens
+    tokens = most if max_tokens is None else min(most, max_tokens)
     return min(max(1, tokens // step.prompt), step.rows // dp)
 
 

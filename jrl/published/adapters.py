@@ -43,7 +43,7 @@ def open_adapters(directory: str, checkpoint: Path | str, config: ModelConfig, o
 
 
 def check_of_checkpoint(directory: str | None, policy: str, is_checkpoint: bool) -> None:
-    """Rejects ``--lora`` for a policy that is a run, which has its own adapters or none."""
+    """Rejects ``--lora`` for a run: it has its own adapters or none."""
     if directory is not None and not is_checkpoint:
         raise ValueError(
             f"lora={directory!r} needs a published checkpoint to add adapters to, and {policy} is "

@@ -30,7 +30,7 @@ def convert(path: Path, folder: Path, ignore: Collection[str] = ()) -> None:
     """Writes the checkpoint folder of a GGUF file; a folder that exists is complete.
 
     Quantised tensors become float32, which represents their values exactly. If all matrices are
-    bfloat16 or float16 already, config.json has bfloat16, which is then the dtype of activations.
+    bfloat16 or float16 already, config.json has bfloat16, then also the dtype of activations.
 
     Args:
       path: the GGUF file.

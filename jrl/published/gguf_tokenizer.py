@@ -105,7 +105,7 @@ def _byte_level(metadata: Metadata) -> dict[str, Any]:
 def _sentencepiece(metadata: Metadata) -> dict[str, Any]:
     """SentencePiece as BPE: its merges are all pairs of pieces that form a piece, best piece first.
 
-    The scores order the pieces, except for Gemma, where the order of the vocabulary does.
+    The scores order the pieces, except for Gemma, whose vocabulary is in their order.
     """
     is_gemma = str(metadata.get("general.architecture")).startswith("gemma")
     tokens = [_respell(token) if is_gemma else token for token in metadata["tokenizer.ggml.tokens"]]

@@ -32,7 +32,7 @@ class Answered:
     Attributes:
       prompt: identity of its prompt.
       text: of the completion.
-      reference: the reference answer; empty where there is none.
+      reference: the reference answer, for example "42"; empty for a prompt that has none.
       correct: whether it got full marks.
     """
 
@@ -61,14 +61,14 @@ def answer_statistics(answered: Iterable[Answered]) -> dict[str, float]:
     by_prompt: defaultdict[Hashable, Counter[str]] = defaultdict(Counter)
     for row, text in zip(rows, texts, strict=True):
         by_prompt[row.prompt][text] += 1
-    # Of equally frequent answers, that of the first completion.
+    # Of equally frequent answers, the answer of the first completion.
     commonest = {counts.most_common(1)[0][0] for counts in by_prompt.values()}
     forms = Counter(form_of(text) for text in texts)
     statistics = {
         "answers/variety": len(commonest) / len(by_prompt),
         "answers/top_form": max(forms.values()) / len(rows),
     }
-    # Full marks, and full marks that are confirmed, where the reference answer is a number.
+    # Full marks, and full marks that are confirmed, if the reference answer is a number.
     numeric = [
         (row.correct, row.correct and _is_confirmed(answer, reference))
         for row, answer in zip(rows, answers, strict=True)

@@ -213,7 +213,7 @@ class ConversationEngine:
         return [row for row in rows if isinstance(row, Trajectory)]
 
     def _answer(self, pending: _PendingReply, reply: Reply) -> Request | Trajectory:
-        """Request that continues a row after a reply; its trajectory where the conversation is
+        """Request that continues a row after a reply; its trajectory if the conversation is
         over."""
         trajectory, conversation, _ = pending
         if reply.failure is not None:

@@ -73,7 +73,7 @@ class PackingPlan(NamedTuple):
     the order of the data-parallel ranks.
 
     Attributes:
-      rows: ``[slot]`` the row in each; arbitrary where the slot is empty.
+      rows: ``[slot]`` the row in each; arbitrary if the slot is empty.
       starts: ``[slot]`` offset of the row in the concatenated bins of its micro-batch; -1 in an
         empty slot.
       num_micro_batches: on each rank.

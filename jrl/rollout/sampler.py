@@ -245,6 +245,9 @@ class Sampler:
     ) -> list[Completion]:
         """Completes each prompt `num_samples` times and waits for the verdicts.
 
+            completions = sampler.sample(numbered(examples), Sampling(temperature=0.7), 8)
+            print(accuracy(completions))
+
         Args:
           examples: by prompt id, which with the sample id determines the RNG keys.
 

@@ -40,7 +40,7 @@ class ApiRequest:
       max_tokens: of a choice, 0 generates nothing; None takes the server's default.
       n: choices of each prompt.
       seed: of sampling; None takes a random one.
-      output: where a choice ends, and what is returned of it.
+      output: the ends of a choice, for example stop strings, and what is returned of it.
       include_usage: true if a stream ends with its usage.
       top_logprobs: number of top log-probabilities per position.
       echo: true if the prompt precedes the completion.

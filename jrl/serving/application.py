@@ -64,7 +64,7 @@ class FrontEnd:
     """HTTP front end between connections and the service.
 
     Args:
-      service: its `flush` is set to that of this object.
+      service: its `flush` becomes the `flush` of this object.
       api_key: required of clients, except at ``/health``; None requires none.
       max_bytes: limit of a body.
       allowed_origins: origins of web pages that may read answers; "*" is every one.

@@ -75,8 +75,8 @@ class ApiModel:
         """Token ids of a request, a row for each prompt.
 
         Raises:
-          ApiError: for a request that the template or tokenizer rejects, a prompt without any
-            token, and a bias of a token outside of the vocabulary.
+          ApiError: for a request that the template or tokenizer rejects, an empty
+            prompt, and a bias of a token outside of the vocabulary.
         """
         vocab_size = self.format.tokenizer.vocab_size
         check_biases(request.adjustments, vocab_size)
@@ -211,7 +211,7 @@ class ApiModel:
             request.output,
             request.logprobs,
             () if request.chat else prompt,
-            # Harnesses expect an entry for each token, to separate those of the prompt.
+            # Harnesses expect an entry for each token, to separate the tokens of the prompt.
             keeps_all=request.scores_prompts or request.output.returns_ids,
         )
 
@@ -258,7 +258,7 @@ class ApiModel:
         return rows
 
     def limit(self, request: ApiRequest, prompt: np.ndarray) -> int:
-        """Limit of the completion's tokens for this prompt; raises ApiError where they exceed the
+        """Limit of the completion's tokens for this prompt; raises ApiError if they exceed the
         server's limit or the context length."""
         available = self.length - len(prompt)
         max_tokens = request.max_tokens

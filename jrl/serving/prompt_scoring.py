@@ -4,8 +4,8 @@ scheduler step, so that choices in flight wait for one pass at most."""
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from jrl.rollout.decoding.protocol import StreamingEngine
-from jrl.rollout.prompt_scores import PromptScores
+from jrl.rollout.decoding.engine import Engine
+from jrl.rollout.decoding.packed_prompts import PromptScores
 from jrl.serving.api_request import ApiRequest
 from jrl.serving.responses import Job, PromptDelta
 from jrl.serving.transcript import Decode, Detokenizer, TokenLogprobs
@@ -23,7 +23,7 @@ class PromptScoring:
       decode: the decoder of a request's tokens.
     """
 
-    def __init__(self, engine: StreamingEngine, decode: Callable[[ApiRequest], Decode]):
+    def __init__(self, engine: Engine, decode: Callable[[ApiRequest], Decode]):
         self._engine, self._decode = engine, decode
         self._prompts: deque[tuple[Job, int]] = deque()
 
@@ -75,8 +75,8 @@ class PromptScoring:
 def prompt_logprobs(
     decode: Decode, ids: Sequence[int], scores: PromptScores, num_top: int
 ) -> list[TokenLogprobs]:
-    """Tokens of a prompt with their log-probabilities, of which the first has none, and those of
-    the `num_top` top tokens of each position."""
+    """Tokens of a prompt with their log-probabilities and the `num_top` top tokens of each
+    position; the first token has neither."""
     detokenizer, offset, entries = Detokenizer(decode), 0, list[TokenLogprobs]()
     for index, token in enumerate(ids):
         logprob, top = None, ()

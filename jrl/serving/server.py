@@ -32,7 +32,7 @@ DELIVERY_SECONDS = 60.0
 CHECK_SECONDS = 1.0
 """Seconds between two checks for connections past their timeout."""
 EXTRA_CONNECTIONS = 128
-"""Connections in addition to those of running and queued choices."""
+"""Connections in addition to one for each running and queued choice."""
 RESERVED_FILES = 64
 """Open files that are reserved for other uses: checkpoints being loaded, and connections that are
 accepted before others are closed."""
@@ -164,7 +164,7 @@ def limit_connections(requested: int | None, choices: int) -> tuple[int, str]:
       choices: most choices that may run or be queued, in total.
 
     Raises:
-      ValueError: where the limit of open files is too low for `requested` connections, or for any.
+      ValueError: if the limit of open files is too low for `requested` connections, or for any.
     """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     default = choices + EXTRA_CONNECTIONS if requested is None else requested
@@ -208,7 +208,7 @@ def listen(host: str, port: int) -> socket.socket:
     """Opens a listening socket, which queues connections from now on; port 0 takes a free one.
 
     Raises:
-      ValueError: where the port is not available.
+      ValueError: if the port is not available.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

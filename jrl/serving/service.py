@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from jrl.rollout.decoding.protocol import StreamingEngine
+from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.decoding.requests import Request, StreamChunk
 from jrl.rollout.sampling import RequestSampling
 from jrl.serving.api.fields import ApiError
@@ -52,7 +52,7 @@ class Service:
 
     def __init__(
         self,
-        engine: StreamingEngine,
+        engine: Engine,
         served: ApiModel,
         versions: Versions,
         metrics: Metrics,
@@ -95,7 +95,7 @@ class Service:
             server is idle; false compiles each when it is needed.
 
         Raises:
-          ValueError: where there is no policy to load.
+          ValueError: if there is no policy to load.
         """
         self._load_weights(*self._versions.load())
         if warm_up:
@@ -263,7 +263,7 @@ class Service:
                 self._generate(job)
 
     def _generate(self, job: Job) -> None:
-        """Submits the choices of a request to the engine; those of no token are complete."""
+        """Submits the choices of a request to the engine; choices of 0 tokens are complete."""
         request, grammar = job.request, job.grammar
         seed = secrets.randbits(SEED_BITS) if request.seed is None else request.seed % 2**SEED_BITS
         sampling = RequestSampling(

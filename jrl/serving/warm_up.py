@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jrl.rollout.adjustments import Adjustments
-from jrl.rollout.decoding.protocol import StreamingEngine
+from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.sampling import RequestSampling
 
@@ -51,7 +51,7 @@ class WarmUp:
 
     def __init__(
         self,
-        engine: StreamingEngine,
+        engine: Engine,
         next_id: Callable[[], int],
         token: int,
         longest: int,
@@ -111,7 +111,7 @@ class WarmUp:
             engine.stream(self._window)
 
 
-def plan_trials(engine: StreamingEngine, longest: int) -> tuple[list[Trial], list[Trial]]:
+def plan_trials(engine: Engine, longest: int) -> tuple[list[Trial], list[Trial]]:
     """Trials of short requests, and all others: each size of the rows, the step and the cache.
 
     Those that sample are run with adjustments of the logits and without. `longest` is the most
@@ -140,7 +140,7 @@ def plan_trials(engine: StreamingEngine, longest: int) -> tuple[list[Trial], lis
     return common, later
 
 
-def _prefill_trials(engine: StreamingEngine, longest: int) -> list[Trial]:
+def _prefill_trials(engine: Engine, longest: int) -> list[Trial]:
     """Trials of all prefill sizes, with prompts no longer than `longest`."""
     per_rank = engine.slots // engine.ranks
     prompt_lengths = (fill_prompts(*size, longest, per_rank) for size in engine.prefill_sizes)

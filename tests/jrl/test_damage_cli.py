@@ -50,7 +50,7 @@ def test_a_damaged_checkpoint_gives_way_and_the_run_is_the_same(run, copy, capsy
     said = capsys.readouterr()
     assert said.err.count("\n") == 1
     assert said.err.startswith(f"warning: checkpoint {copy}/checkpoints/2 is damaged (state/")
-    assert said.err.endswith("has other content than was written); using that of step 1\n")
+    assert said.err.endswith("has other content than was written); using step 1\n")
     assert json.loads((copy / "out.json").read_text())["step"] == 1
     assert (copy / "checkpoints" / "2").exists()
 

@@ -32,7 +32,7 @@ from jrl.tasks.data.conversations import Conversation
 from jrl.text.chat import ChatTemplate
 from jrl.text.prompt_format import PromptFormat
 from jrl.trainer.evaluation.served_model import (
-    CheckpointSource,
+    PolicySource,
     ServedModel,
     open_served_model,
 )
@@ -427,7 +427,7 @@ def test_a_run_is_followed_while_it_is_served(grpo_run, tmp_path):
 
 def test_defaults_of_a_checkpoint_are_told(tmp_path, capsys):
     mesh = fold(Layout(), jax.devices()[:1])
-    source = CheckpointSource(tmp_path, ModelConfig(**SIZES), mesh)
+    source = PolicySource(tmp_path, ModelConfig(**SIZES), mesh)
     policy = ServedModel(
         "m", source.model, mesh, None, PromptFormat(chat_tokenizer(tmp_path)), source
     )
@@ -445,7 +445,7 @@ def test_defaults_of_a_checkpoint_are_told(tmp_path, capsys):
 
 def test_another_template_is_that_of_a_file(tmp_path):
     mesh = fold(Layout(), jax.devices()[:1])
-    source = CheckpointSource(tmp_path, ModelConfig(**SIZES), mesh)
+    source = PolicySource(tmp_path, ModelConfig(**SIZES), mesh)
     tokenizer = chat_tokenizer(tmp_path)
     format = PromptFormat(tokenizer, ChatTemplate(tokenizer), template_arguments={"a": 1})
     policy = ServedModel("m", source.model, mesh, None, format, source)

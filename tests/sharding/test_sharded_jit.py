@@ -10,10 +10,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from programs import mesh_of
 
 from jrl.rollout.decoding.mesh_backend import advance
-from jrl.rollout.decoding.packed_prefill import run_packed
+from jrl.rollout.decoding.packed_prompts import run_packed, score_packed
 from jrl.rollout.decoding.prefill import admit, admit_prefilled
 from jrl.rollout.decoding.slots import Decoder
-from jrl.rollout.prompt_scores import score_packed
 from jrl.trainer.learner.update import update
 from jrl.trainer.scoring import PromptLayout, Scorer
 from moe.config import ModelConfig
@@ -30,7 +29,7 @@ WITHOUT_COLLECTIVES = {
     "jrl/rollout/collection/collect.py": {"_clear_unfinished"},
     "jrl/rollout/packing.py": {"clear_idle_rows", "_counts", "_mask_empty_slots"},
     "jrl/rollout/decoding/slots.py": {"halt", "_resize", "recent_tokens", "_compiled_zeros"},
-    "jrl/rollout/decoding/packed_prefill.py": {"copy_to_cache"},
+    "jrl/rollout/decoding/packed_prompts.py": {"copy_to_cache"},
     "jrl/rollout/decoding/split_backend.py": {"_read_step_inputs"},
     "moe/disaggregated/runner.py": {"_broadcast_program", "_zeros_program"},
     # Permutes alone, which are no sums.

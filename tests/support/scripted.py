@@ -7,9 +7,10 @@ import httpx
 import numpy as np
 from served import numbers
 
+from jrl.rollout.decoding.engine import Engine
+from jrl.rollout.decoding.packed_prompts import PromptScores
 from jrl.rollout.decoding.requests import StreamChunk
 from jrl.rollout.decoding.slots import TopTokens
-from jrl.rollout.prompt_scores import PromptScores
 from jrl.serving.application import FrontEnd
 from jrl.serving.metrics import Metrics
 from jrl.serving.policy import ApiModel
@@ -22,18 +23,19 @@ SAYS = TOKENIZER.encode("bad cab ") * 20
 LENGTH = 40
 
 
-class Scripted:
+class Scripted(Engine):
     """An engine whose rows say the same letters, the first choice from the first of them on; rows
     stand still while it is `held`."""
 
     def __init__(self, slots, says=SAYS, stop_ids=()):
         self.says, self.stop_ids = says, stop_ids
-        self.slots, self.ranks, self.prefill_sizes = slots, 1, [(LENGTH // 2, 1), (LENGTH, 2)]
+        self.slots, self.ranks = slots, 1
         self.step_sizes, self.cache_sizes = [slots], [LENGTH // 2, LENGTH]
         self.waiting, self.sitting, self.loaded, self.held = [], {}, [], False
         self.error, self.asked, self.has_no_room = None, [], False
-        self.scores_prompts, self.scored = True, []
+        self.scored = []
 
+    scores_prompts, prefill_sizes = True, [(LENGTH // 2, 1), (LENGTH, 2)]
     num_idle = property(lambda self: max(0, self.slots - len(self.sitting) - len(self.waiting)))
     num_live = property(lambda self: len(self.sitting))
     busy = property(lambda self: bool(self.sitting or self.waiting))

@@ -13,7 +13,13 @@ from jrl.processes.agreement import to_devices, to_host
 from jrl.processes.progress import sign
 from jrl.recipes.base.batch import replicated
 from jrl.rollout.decoding.mesh_backend import MeshBackend, StepLimits
-from jrl.rollout.decoding.packed_prefill import make_packing, plan_cache_copies, plan_rows
+from jrl.rollout.decoding.packed_prompts import (
+    PromptScores,
+    make_packing,
+    plan_cache_copies,
+    plan_rows,
+    score_prompts,
+)
 from jrl.rollout.decoding.prefill import AdmissionArrays, make_admission
 from jrl.rollout.decoding.protocol import Usage
 from jrl.rollout.decoding.requests import (
@@ -31,15 +37,14 @@ from jrl.rollout.decoding.scheduler import (
     plan_unpacked_rows,
 )
 from jrl.rollout.decoding.sizes import (
+    ROLLOUTS,
+    EnginePolicy,
     bucket,
     cache_length_to_read,
-    fewer_slots,
     length_after,
     plan_window,
     row_sizes,
     row_widths,
-    step_sizes,
-    stream_cache_lengths,
     unpacked_row_sizes,
 )
 from jrl.rollout.decoding.slots import (
@@ -53,7 +58,6 @@ from jrl.rollout.decoding.slots import (
     with_cache_length,
 )
 from jrl.rollout.decoding.split_backend import SplitBackend
-from jrl.rollout.prompt_scores import PromptScores, score_prompts
 from jrl.rollout.sampling import Sampling, stack_sampling
 from moe.cache import KEY_COLUMN, cache_columns
 from moe.implementations import check_decode_kernel
@@ -65,12 +69,6 @@ experts."""
 
 WINDOW = 64
 """Tokens of a row between two scheduler steps; finished rows are verified meanwhile."""
-MAX_PREFILL_TOKENS, MAX_STREAM_PREFILL_TOKENS = 2**15, 1024
-"""Approximate number of prompt tokens in one prefill of a rank, which bounds its memory; in serving
-rows in flight wait for it."""
-STREAM_SHRINK_FACTOR = 8
-"""Factor by which a step may compute fewer slots than all in serving: each number is a compiled
-function."""
 STEPS_BEFORE_SHRINK = 32
 """Scheduler steps after which a cache that is longer than its rows need is shortened."""
 
@@ -83,19 +81,22 @@ class Engine:
     requests have sampling parameters of their own depend on the seed of those, not on the prompt
     id.
 
-    A rollout submits requests and polls until they have ended. A server submits requests at any
-    time, and streams the tokens of all rows, a few at a time.
+    A rollout submits requests and polls until they have ended:
+
+        engine.load(weights, version=0)
+        engine.submit([Request(0, sample, ids, 64) for sample in range(8)], Sampling())
+        while trajectories := engine.poll():
+            print([trajectory.tokens for trajectory in trajectories])
+
+    A server submits requests at any time, and streams the tokens of all rows, a few at a time.
 
     Args:
       backend: the devices that decode.
       slots: rows that are decoded at a time; a multiple of the ranks that share them.
       max_length: tokens of the longest row, prompt and response.
       key: RNG key from which the keys of all tokens are derived.
-      prompts: usual number of prompts at a time: larger requests run in prefills of this many, not
-        in one of their own size. None runs as many at once as memory allows.
-      streams: true for a server. Prefills are small, as rows in flight wait for them, prompts share
-        rows, and the cache is as long as the rows need. Results are not promised to be reproducible
-        bit for bit, as the rows that are computed together depend on when requests come.
+      policy: how much it runs at a time. In `SERVING` the rows that are computed together depend on
+        when requests come, so results are not reproducible bit for bit.
 
     Attributes:
       step_sizes: slots of each rank that a step may compute, ascending: each number is a compiled
@@ -110,31 +111,27 @@ class Engine:
         slots: int,
         max_length: int,
         key: Array,
-        prompts: int | None = None,
-        streams: bool = False,
+        policy: EnginePolicy = ROLLOUTS,
     ):
         backend.check(slots)
         self.backend, self.decoder, self.slots = backend, backend.decoder, slots
         config, mesh = self.decoder.config, self.decoder.mesh
         check_decode_kernel(config)
-        self.mesh, self.ranks, self._streams = mesh, mesh.size(mesh.dp), streams
+        self.mesh, self.ranks, self._policy = mesh, mesh.size(mesh.dp), policy
         # Tokens of a forward pass are sharded over ``tp``.
         self._unit, per_rank = mesh.size(mesh.tp), slots // self.ranks
         self.max_length = cache_columns(max_length, config, mesh)
         self._row_widths: Sequence[int] = ()
-        most_tokens = MAX_STREAM_PREFILL_TOKENS if streams else MAX_PREFILL_TOKENS
-        self._prefill_tokens = min(most_tokens, backend.max_prefill_tokens or most_tokens)
-        self.cache_sizes, self.step_sizes = [self.max_length], [per_rank]
-        if streams:
-            self.cache_sizes = stream_cache_lengths(self.max_length)
-            # Packed rows support neither the states of Gated DeltaNet nor recorded expert ids.
-            packs = isinstance(backend, MeshBackend) and config.delta is None
-            if packs and not self.decoder.records_choices:
-                self._row_widths = row_widths(self.max_length, self._unit)
-        if backend.computes_fewer and streams:
-            self.step_sizes = fewer_slots(per_rank, self._unit, STREAM_SHRINK_FACTOR, least=1)
-        elif backend.computes_fewer:
-            self.step_sizes = step_sizes(per_rank, self.max_length, self._unit)
+        # Packed rows support neither the states of Gated DeltaNet nor recorded expert ids.
+        can_pack = isinstance(backend, MeshBackend) and config.delta is None
+        if policy.packs_prompts and can_pack and not self.decoder.records_choices:
+            self._row_widths = row_widths(self.max_length, self._unit)
+        limits = policy.prefill_tokens, backend.max_prefill_tokens
+        self._prefill_tokens = min(limit for limit in limits if limit is not None)
+        self.cache_sizes, self.step_sizes = policy.cache_sizes(self.max_length), [per_rank]
+        if backend.computes_fewer:
+            self.step_sizes = policy.step_sizes(per_rank, self.max_length, self._unit)
+        prompts = policy.prefill_prompts
         self.scheduler = SlotScheduler(
             slots,
             self.ranks,
@@ -298,7 +295,7 @@ class Engine:
         """Admits waiting requests to free slots, decodes all rows further, and returns their new
         tokens: at most `max_tokens` of a row, in addition to the first of its response."""
         scheduler = self.scheduler
-        # At every scheduler step, where `poll` waits for more free slots: clients wait for an
+        # At every scheduler step, while `poll` waits for more free slots: clients wait for an
         # answer.
         admits = bool(scheduler.waiting and scheduler.num_free)
         if admits:
@@ -376,7 +373,7 @@ class Engine:
     def _admit_unpacked(self, plan: AdmissionPlan) -> tuple[SlotPool[Array], bool]:
         """Admits prompts that each have a row of their own, or are copies of other slots."""
         ranks, per_rank = self.ranks, self.scheduler.per_rank
-        if self._streams and not any(plan.runs):
+        if self._policy.resizes_cache and not any(plan.runs):
             # Copies of whole rows, so that no function is compiled per length.
             width, num_rows = max(self._cache_length, self._cache_size(plan.width)), 0
         else:
@@ -429,7 +426,7 @@ class Engine:
         the mask of live slots. `sizes` are the sizes of `step_sizes` that a step may have."""
         scheduler = self.scheduler
         lengths, limits = scheduler.lengths[running_slots], self._limits[running_slots]
-        if self._streams or scheduler.waiting:
+        if self._policy.resizes_cache or scheduler.waiting:
             # The whole window: the scheduler runs again after a few steps, when some rows have
             # ended, and copying a part of the cache for so few costs more than it saves.
             end = length_after(lengths, limits, max_tokens)
@@ -462,9 +459,8 @@ class Engine:
 
     def _resize_cache(self, length: int) -> tuple[SlotPool[Array], int]:
         """Pool with a cache of at least `length` positions, and the number of positions to read."""
-        if not self._streams:
+        if not self._policy.resizes_cache:
             return self._rows_pool, cache_length_to_read(length, self.max_length)
-        # The whole cache is read, so that no part of it is copied before and after.
         needed, cache_length = self._cache_size(length), self._cache_length
         # Extended immediately, shortened only after a while: each change copies the whole cache.
         self._too_long = self._too_long + 1 if needed < cache_length else 0
@@ -475,7 +471,7 @@ class Engine:
 
     def _with_cache_of(self, width: int) -> SlotPool[Array]:
         """Pool with a cache of at least `width` positions."""
-        if not self._streams or self._cache_length >= width:
+        if not self._policy.resizes_cache or self._cache_length >= width:
             return self._rows_pool
         return with_cache_length(self._rows_pool, self._cache_size(width))
 
@@ -539,7 +535,7 @@ class Engine:
         return to_host(recent_tokens(rows, width, self._shard_over_slots(starts)))
 
     def _rows_changed(self) -> None:
-        """Called where rows came to slots or left them."""
+        """Forgets the sampling parameters of rows; called when rows enter or leave slots."""
         if self._sampling is None:
             self._sampler_state = None
 
@@ -576,7 +572,8 @@ class Engine:
 
     def _empty_pool(self) -> SlotPool[Array]:
         pool = empty_pool(self.decoder, self.slots, self.max_length)
-        return with_cache_length(pool, self.cache_sizes[0]) if self._streams else pool
+        first = self.cache_sizes[0]
+        return pool if first == self.max_length else with_cache_length(pool, first)
 
     def _shard_over_slots(self, tree: Any) -> Any:
         return to_devices(tree, self.backend.slot_sharding)

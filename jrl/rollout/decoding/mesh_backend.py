@@ -19,7 +19,14 @@ from jaxtyping import Array
 
 from jrl.processes.agreement import to_devices, to_host
 from jrl.recipes.base.batch import replicated
-from jrl.rollout.decoding.packed_prefill import CacheCopies, Packing, copy_to_cache, run_packed
+from jrl.rollout.decoding.packed_prompts import (
+    CacheCopies,
+    PackedScores,
+    Packing,
+    copy_to_cache,
+    run_packed,
+    score_packed,
+)
 from jrl.rollout.decoding.prefill import AdmissionArrays, admit, admit_prefilled
 from jrl.rollout.decoding.scheduler import ChooseSlot
 from jrl.rollout.decoding.slots import (
@@ -37,7 +44,6 @@ from jrl.rollout.decoding.slots import (
     write_to_buffer,
     write_token,
 )
-from jrl.rollout.prompt_scores import PackedScores, score_packed
 from jrl.rollout.resharding import rollout_policy
 from jrl.rollout.sampling import Sampling
 from moe.attention.rotary import rotary_tables
@@ -310,8 +316,8 @@ class MeshBackend:
       slot_sharding: sharding of arrays with a row per slot.
       computes_fewer: true if a step may compute fewer slots than all.
       keeps_cache: true if rows may continue with their KV cache when the weights change.
-      max_prefill_tokens: approximate number of prompt tokens of a rank in one prefill; None where
-        the engine's own bounds suffice.
+      max_prefill_tokens: approximate number of prompt tokens of a rank in one prefill; None if the
+        engine's own bounds suffice.
     """
 
     max_prefill_tokens: int | None = None
@@ -332,7 +338,7 @@ class MeshBackend:
         return None
 
     def load(self, weights: Transformer[Array]) -> None:
-        """Puts the policy, which is on the mesh of training, on the devices that decode."""
+        """Puts the policy on the devices that decode; `weights` are on the mesh of training."""
         self.release()  # old and new need not fit in memory together
         mesh = self.decoder.mesh
         policy = rollout_policy(weights, self._policy_config, self._training, mesh)
@@ -357,7 +363,7 @@ class MeshBackend:
         sampling: Sampling,
         state: SamplerState,
     ) -> tuple[SlotPool[Array], bool]:
-        """Admits rows to the pool, which is donated (`prefill.admit`).
+        """Admits rows to the pool and donates it (`prefill.admit`).
 
         Args:
           sampling, state: static parameters of the samplers, and their arrays.
@@ -427,7 +433,7 @@ class MeshBackend:
         sampling: Sampling,
         state: SamplerState,
     ) -> tuple[SlotPool[Array], Advanced]:
-        """Decodes all live rows of the pool, which is donated, until the scheduler runs again.
+        """Decodes all live rows until the scheduler runs again; donates the pool.
 
         Args:
           cache_length: positions of the cache that attention reads; all rows must fit into them.

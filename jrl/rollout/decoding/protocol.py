@@ -1,18 +1,15 @@
-"""Protocols of engines: rollouts poll for trajectories, a server streams tokens; and the counters
-of their work."""
+"""Interface of rollout engines, and the counters of their work."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from operator import sub
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-import numpy as np
 from jaxtyping import Array
 
 from jrl.losses import EntropyStatistics
-from jrl.rollout.decoding.requests import Request, StreamChunk, Trajectory
+from jrl.rollout.decoding.requests import Request, Trajectory
 from jrl.rollout.decoding.slots import SlotPool
-from jrl.rollout.prompt_scores import PromptScores
 from jrl.rollout.sampling import Sampling
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh
@@ -144,43 +141,3 @@ class RolloutEngine(Protocol):
     def give_pool(self, pool: SlotPool[Array]) -> None:
         """Returns the pool of `take_pool` to an engine without requests in flight."""
         ...
-
-
-@runtime_checkable
-class StreamingEngine(Protocol):
-    """Interface of an engine that a server drives; `jrl.rollout.decoding.engine.Engine` documents
-    the methods."""
-
-    slots: int
-    ranks: int
-    step_sizes: list[int]
-    cache_sizes: list[int]
-
-    @property
-    def prefill_sizes(self) -> list[tuple[int, int]]: ...
-
-    @property
-    def num_idle(self) -> int: ...
-
-    @property
-    def num_live(self) -> int: ...
-
-    @property
-    def busy(self) -> bool: ...
-
-    @property
-    def scores_prompts(self) -> bool: ...
-
-    def load(self, weights: Any, version: int) -> None: ...
-
-    def submit(self, requests: Sequence[Request]) -> None: ...
-
-    def cancel(
-        self, prompts: Collection[int] = (), *, rows: Collection[tuple[int, int]] = ()
-    ) -> None: ...
-
-    def score(
-        self, prompts: Sequence[np.ndarray], needs_top_tokens: bool = False
-    ) -> list[PromptScores]: ...
-
-    def stream(self, max_tokens: int) -> list[StreamChunk]: ...

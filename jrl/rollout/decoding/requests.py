@@ -48,7 +48,7 @@ class Request(NamedTuple):
       sample: index of the response among the responses to its prompt; the two identify a request.
       tokens: ``[prompt]`` ids.
       max_new_tokens: length limit of the response in tokens, end-of-sequence included.
-      response: ``[tokens]`` ids of the response from earlier steps, which is continued.
+      response: ``[tokens]`` ids of the response from earlier steps, to be continued.
       window: maximum tokens to sample before it is returned unfinished; None is no limit.
       sampled: tokens sampled after `response` before the request was suspended; the trajectory
         contains them as if they had been sampled now. None if it was not started.

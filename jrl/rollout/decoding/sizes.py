@@ -5,7 +5,8 @@ the arguments, `max_length` is the tokens of the longest row, `per_rank` the slo
 a divisor of the sizes, and `most_tokens` the approximate number of tokens in one prefill of a rank.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,12 +16,14 @@ SINGLE_ROW_UNIT, MAX_SINGLE_ROW_MULTIPLE = 64, 6
 """Unit and maximum multiple of the width of a single row for all prompts, of any lengths: in longer
 rows the attention scores between different prompts cost more than padding."""
 MIN_SHARED_WIDTH = 128
-"""Minimum width where prompts share multiple rows: attention computes scores between all tokens of
+"""Minimum width if prompts share multiple rows: attention computes scores between all tokens of
 a row."""
 
 SHRINK_FACTOR, MIN_ACTIVE_SLOTS = 4, 8
-"""Factor by which a step computes fewer slots where most rows have ended, twice at most, and the
+"""Factor by which a step computes fewer slots when most rows have ended, twice at most, and the
 minimum per rank: fewer than `MIN_ACTIVE_SLOTS` take as long."""
+STREAM_SHRINK_FACTOR = 8
+"""Factor by which a step computes fewer slots in serving, repeatedly."""
 MIN_LENGTH_TO_SHRINK = 128
 """Minimum length of rows for which it pays to compile steps with fewer slots."""
 
@@ -50,6 +53,11 @@ def step_sizes(per_rank: int, max_length: int, unit: int) -> list[int]:
     shrinks = max_length >= MIN_LENGTH_TO_SHRINK
     least = max(MIN_ACTIVE_SLOTS, per_rank // SHRINK_FACTOR**2) if shrinks else per_rank
     return fewer_slots(per_rank, unit, SHRINK_FACTOR, least)
+
+
+def stream_step_sizes(per_rank: int, max_length: int, unit: int) -> list[int]:
+    """Slots of a rank that a step may compute (`fewer_slots`) in serving."""
+    return fewer_slots(per_rank, unit, STREAM_SHRINK_FACTOR, least=1)
 
 
 def fewer_slots(per_rank: int, unit: int, fewer: int, least: int) -> list[int]:
@@ -161,3 +169,43 @@ def length_after(lengths: np.ndarray, limits: np.ndarray, num_tokens: int) -> in
     """Maximum length of the longest row after `num_tokens` more tokens."""
     # One more: a row that was just admitted has a first token that the host has not counted.
     return int(np.minimum(lengths + 1 + num_tokens, limits).max())
+
+
+@dataclass(frozen=True)
+class EnginePolicy:
+    """Policy of an engine: how much it runs at a time, and the sizes of its compiled functions.
+
+    Attributes:
+      prefill_tokens: approximate number of prompt tokens in one prefill of a rank. It bounds the
+        memory, and in serving the time that rows in flight wait.
+      cache_sizes: lengths that the KV cache may have for rows of at most `max_length` tokens.
+      step_sizes: slots of a rank that a step may compute, by `per_rank`, `max_length` and `unit`.
+      prefill_prompts: usual number of prompts at a time: larger requests run in prefills of this
+        many, not in one of their own size. None runs as many at once as `prefill_tokens` allow.
+      packs_prompts: true if prompts share the rows of a prefill.
+      resizes_cache: true if the KV cache follows the longest row and each step reads all of it.
+        False if it has room for the longest row and a step reads as much as its rows need.
+      reproducible: true if samples depend on the requests only, bit for bit. False if they may
+        depend on earlier requests too, for example through the placement of experts.
+    """
+
+    prefill_tokens: int
+    cache_sizes: Callable[[int], list[int]]
+    step_sizes: Callable[[int, int, int], list[int]]
+    prefill_prompts: int | None = None
+    packs_prompts: bool = False
+    resizes_cache: bool = False
+    reproducible: bool = True
+
+
+ROLLOUTS = EnginePolicy(2**15, cache_sizes=lambda max_length: [max_length], step_sizes=step_sizes)
+"""Policy of rollouts: many requests come at once, and their results are reproducible."""
+SERVING = EnginePolicy(
+    1024,
+    cache_sizes=stream_cache_lengths,
+    step_sizes=stream_step_sizes,
+    packs_prompts=True,
+    resizes_cache=True,
+    reproducible=False,
+)
+"""Policy of a server: requests come at any time, and rows in flight wait for each prefill."""

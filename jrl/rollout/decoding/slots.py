@@ -92,7 +92,7 @@ class TokenRows(Generic[Leaf]):
       choices: ``[row, column, layer, k]`` expert ids of the token, `num_experts` if it was not run;
         None if they are not recorded.
       top_tokens: ``[row, column, k]`` top tokens of rows that requested them, arbitrary values
-        elsewhere; None where `Decoder.top_logprobs` is 0.
+        elsewhere; None if `Decoder.top_logprobs` is 0.
     """
 
     lengths: Leaf
@@ -167,7 +167,7 @@ def check_slots(mesh: FoldedMesh, slots: int) -> None:
     """Checks that slots can decode on a mesh.
 
     Raises:
-      ValueError: on pipeline stages, or where the slots do not divide over the ranks.
+      ValueError: on pipeline stages, and for slots that do not divide over the ranks.
     """
     if mesh.layout.pp > 1:
         raise ValueError(
@@ -338,7 +338,7 @@ def run_prefill_local(
     output = prefill(weights, tokens, lengths, config, mesh, decoder.records_choices)
     choices = output.choices
     if choices is not None:
-        # One byte each where the number of experts allows, as there are tokens x layers x k ids.
+        # One byte each if the number of experts allows, as there are tokens x layers x k ids.
         choices = choices.astype(choices_dtype(config.num_experts))
     return output._replace(cache=vary(output.cache, mesh.axes), choices=choices)
 

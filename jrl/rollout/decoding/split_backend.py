@@ -5,7 +5,7 @@ on the attention devices.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from jaxtyping import Array
 
 from jrl.processes.agreement import any_of, is_multiprocess, to_devices, to_every_host
 from jrl.recipes.base.batch import replicated
+from jrl.rollout.decoding.expert_balancer import ExpertBalancer
 from jrl.rollout.decoding.mesh_backend import Advanced, StepLimits
 from jrl.rollout.decoding.prefill import AdmissionArrays, admit_prefilled
 from jrl.rollout.decoding.scheduler import ChooseSlot
@@ -37,12 +38,11 @@ from jrl.rollout.decoding.slots import (
     write_to_buffer,
     write_token,
 )
-from jrl.rollout.expert_balancer import ExpertBalancer
 from jrl.rollout.resharding import split_policy
 from jrl.rollout.sampling import Sampling
 from moe.cache import StepTokens
 from moe.disaggregated.placement import Placement
-from moe.disaggregated.runner import DecodeLoop, Runner, check_micro_batches
+from moe.disaggregated.runner import DecodeLoop, Runner
 from moe.disaggregated.schedule import AttentionTime, lightest_batch
 from moe.disaggregated.split import SplitMesh, has_local_devices
 from moe.disaggregated.weights import SplitWeights, move_experts
@@ -71,6 +71,39 @@ def max_prefill_tokens(mesh: SplitMesh) -> int:
     return max(1, MAX_EXCHANGED_TOKENS * mesh.attention.layout.tp // peers)
 
 
+@dataclass(frozen=True)
+class DeviceSplit:
+    """Device groups of attention and experts, and the settings of decoding on them.
+
+    Attributes:
+      mesh: mesh of both device groups.
+      micro_batches: micro-batches of the slots in flight: while one is with the experts, attention
+        works on another.
+      expert_slots: experts that an expert device can hold, with replicas of hot experts; None is
+        its share.
+      replan: tokens of a row after which experts are re-balanced by their loads; None keeps the
+        placement.
+      m2n: transport between the groups, as for `moe.disaggregated.runner.Runner`.
+    """
+
+    mesh: SplitMesh
+    micro_batches: int = 2
+    expert_slots: int | None = None
+    replan: int | None = None
+    m2n: str | None = None
+
+    def check_slots(self, slots: int) -> None:
+        """Raises ValueError for slots that do not divide over devices and micro-batches."""
+        layout, micro_batches = self.mesh.attention.layout, self.micro_batches
+        unit = layout.num_devices * micro_batches
+        if slots < 1 or slots % unit:
+            raise ValueError(
+                f"slots={slots} does not divide over dp={layout.dp} x tp={layout.tp} devices of "
+                f"attention x micro_batches={micro_batches}: choose --slots in multiples of "
+                f"{unit}, or another --micro-batches."
+            )
+
+
 class SplitBackend:
     """Two groups of devices, one for attention and one for experts.
 
@@ -78,14 +111,7 @@ class SplitBackend:
       decoder: compile-time settings of an MoE model, on the mesh of attention; adapters are merged
         for decoding.
       training: the mesh that weights come from.
-      mesh: mesh of both device groups.
-      micro_batches: micro-batches of the slots in flight: while one is with the experts, attention
-        works on another.
-      m2n: see `moe.disaggregated.runner.Runner`.
-      expert_slots: experts that an expert device can hold, with replicas of hot experts; None is
-        its share.
-      replan: tokens of a row after which experts are re-balanced by their loads; None keeps the
-        placement.
+      split: the device groups.
       restarts: true to begin with equal loads if no row is in flight, so that samples depend on
         the requests only, bit for bit. False if requests come at any time: earlier loads are the
         best prediction then, and decay exponentially.
@@ -101,12 +127,8 @@ class SplitBackend:
         self,
         decoder: Decoder,
         training: FoldedMesh,
-        mesh: SplitMesh,
+        split: DeviceSplit,
         *,
-        micro_batches: int = 2,
-        m2n: str | None = None,
-        expert_slots: int | None = None,
-        replan: int | None = None,
         restarts: bool = True,
     ):
         # Each layer's KV cache in a buffer of its own, which its compiled function donates.
@@ -114,18 +136,19 @@ class SplitBackend:
         self._policy_config = replace(decoder.config, execution=execution)
         plain = self._policy_config.without_adapters()
         self.decoder = decoder._replace(config=plain)
-        self._training, self._mesh, self._micro_batches = training, mesh, micro_batches
+        mesh, self._split = split.mesh, split
+        self._training, self._mesh, self._micro_batches = training, mesh, split.micro_batches
         self._restarts, self.max_prefill_tokens = restarts, max_prefill_tokens(mesh)
         self.expert_balancer = ExpertBalancer(
-            plain, mesh, expert_slots, replan, decays=not restarts
+            plain, mesh, split.expert_slots, split.replan, decays=not restarts
         )
         self._runner = Runner(
             plain,
             mesh,
             placement=self.expert_balancer.placements[0],
-            m2n=m2n,
+            m2n=split.m2n,
             # Loads are counted from expert ids, recorded for a replay or not.
-            records_choices=decoder.records_choices or replan is not None,
+            records_choices=decoder.records_choices or split.replan is not None,
         )
         if is_multiprocess():
             any_of(False)  # a barrier: all processes have compiled what came before
@@ -136,7 +159,7 @@ class SplitBackend:
         self.slot_sharding = NamedSharding(mesh.attention.mesh, over_slots(mesh.attention))
 
     def check(self, slots: int) -> None:
-        check_micro_batches(slots, self._micro_batches, self._mesh)
+        self._split.check_slots(slots)
         check_slots(self.decoder.mesh, slots)
 
     def slot_choice(self, slots: int) -> ChooseSlot | None:
@@ -343,7 +366,7 @@ def _gather_rows(rows: TokenRows[Array], slots: Array, mesh: FoldedMesh) -> Toke
 def _read_step_inputs(
     decoder: Decoder, num_micro_batches: int, pool: SlotPool[Array], index: Array
 ) -> StepTokens:
-    """Last token of each row of the micro-batch `index`, which has not been run yet, its position,
+    """Last token of each row of the micro-batch `index`, still to be run, its position,
     and the mask of live rows; `pool` is without its cache."""
     mesh = decoder.mesh
 

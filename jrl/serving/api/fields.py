@@ -28,8 +28,8 @@ class ApiError(Exception):
     Args:
       status: HTTP status.
       message: the argument, its value, the rule and the usual fix.
-      param: the argument; None where no single one is wrong.
-      code: machine-readable code, such as "model_not_found"; None without one.
+      param: the argument, for example "max_tokens"; None if no single one is wrong.
+      code: machine-readable code, such as "model_not_found"; None if there is none.
       retry_after: seconds after which to retry; None sends no such header.
     """
 

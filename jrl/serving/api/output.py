@@ -1,4 +1,4 @@
-"""Arguments that determine where a choice ends, and what is returned of it, named as in vLLM."""
+"""Arguments that determine how a choice ends, and what is returned of it, named as in vLLM."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Output:
 
     Attributes:
       stops: stop strings; a choice ends before the first.
-      stop_ids: tokens that end a choice, besides those of the checkpoint.
+      stop_ids: tokens that end a choice, besides the stop tokens of the checkpoint.
       keeps_stop: true if the text includes the stop string or token that ended it.
       min_tokens: tokens before which no stop ends a choice.
       ignores_end: true if the checkpoint's own stop tokens are never sampled.

@@ -54,7 +54,7 @@ class ToolUse:
 
 
 def tools_of(body: Mapping[str, Any]) -> ToolUse | None:
-    """The tools of a request, None without any; raises ApiError for an invalid tool, and for a
+    """The tools of a request, or None; raises ApiError for an invalid tool, and for a
     choice that is not among them."""
     tools, parallel = body.get("tools") or [], body.get("parallel_tool_calls")
     boolean(body, "parallel_tool_calls")

@@ -100,6 +100,9 @@ def evaluate(
 ) -> dict[str, float | int]:
     """Computes accuracies, pass@k, lengths and the verifier's reasons.
 
+        results = evaluate(sampler, Sampling(temperature=0.7), num_prompts=500, k=8)
+        print(results["accuracy/sampled"], results["pass@8"])
+
     Args:
       sampler: with the policy loaded.
       sampling: sampling parameters of the `k` completions of a prompt.
@@ -165,7 +168,7 @@ class Completions:
     """Writer of the completions of each phase.
 
     Args:
-      path: path of the file, which is overwritten when this is entered; None writes none.
+      path: path of the file; entering this overwrites it. None writes no file.
       format: encoding of the prompts.
       show: number of prompts of which a completion is kept for display.
 

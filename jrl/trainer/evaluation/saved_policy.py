@@ -18,7 +18,6 @@ from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 from jrl.runs.provenance import check_files
 from jrl.trainer.learner.learner import float32_shardings, weights_of
-from jrl.trainer.learner.networks import Networks
 from jrl.trainer.state import restore_base
 from moe import placement
 from moe import weights as moe_weights
@@ -30,21 +29,44 @@ from sharding.folding import FoldedMesh
 from sharding.sharded_jit import abstract_array
 
 
-def load_policy(
-    folder: RunFolder, networks: Networks, *, float32: bool = False
+def load_model(
+    source: RunFolder | str | Path,
+    model: ModelConfig,
+    mesh: FoldedMesh,
+    *,
+    masters: bool = False,
+    step: int | None = None,
+    adapters: str | None = None,
 ) -> tuple[Transformer[Array], int]:
-    """Loads the policy of the latest valid checkpoint, and the number of steps it was trained for.
+    """Loads the policy of a run or of a published checkpoint, and the number of steps it was
+    trained for.
+
+        weights, step = load_model(RunFolder.read("runs/math"), setup.model, setup.mesh)
+        weights, _ = load_model("models/qwen3", model, mesh, masters=True)
 
     Args:
-      networks: determine the policy's network, and its mesh.
-      float32: true to load the weights that the optimizer updates, masters where the run keeps
-        masters, for training or an export; adapters are merged into them. False to load weights in
-        the dtype of computation, cast from these, with separate adapters.
+      source: folder of a run, which may still be training, or the directory of a published
+        checkpoint, whose number of steps is 0.
+      model: the policy network.
+      mesh: mesh that the weights are put on.
+      masters: true for the float32 weights that an optimizer updates, with a run's adapters merged
+        into them: for training or an export. False for the weights that sample, in the dtype of
+        computation and with the run's adapters beside them.
+      step: step of the run's checkpoint; None for the latest valid one.
+      adapters: a folder in PEFT's format whose adapters are merged into a published checkpoint.
 
     Raises:
-      ValueError: if there is no checkpoint yet, all are damaged, or it is one of another model.
+      ValueError: if the run has no checkpoint yet, none of this step, or only damaged ones, and for
+        weights of another network or adapters that cannot be read.
     """
-    return load_policy_of(folder, networks.policy.config, networks.mesh, float32=float32)
+    if isinstance(source, RunFolder):
+        (weights,), step = load_networks(
+            source, {"policy": model}, mesh, masters=masters, step=step
+        )
+        return weights, step
+    model = model.without_adapters()
+    weights = _load_published(source, model, mesh, adapters)
+    return weights if masters else weights_of(weights, model, mesh), 0
 
 
 def prompts_seen_by(folder: RunFolder) -> int:
@@ -68,57 +90,29 @@ def latest_description(folder: RunFolder) -> tuple[int | None, Mapping[str, Any]
     return step, {} if step is None else checkpoints.meta(step)
 
 
-def load_policy_of(
-    folder: RunFolder,
-    model: ModelConfig,
-    mesh: FoldedMesh,
-    *,
-    float32: bool = False,
-    step: int | None = None,
-) -> tuple[Transformer[Array], int]:
-    """Loads the policy of a run as `load_policy`, given only its network and any mesh.
-
-    Args:
-      step: step of the checkpoint, None for the latest valid one.
-
-    Raises:
-      ValueError: as for `load_policy`, and if there is no checkpoint of this step.
-    """
-    (policy,), step = _load(folder, {"policy/weights": model}, mesh, float32, step)
-    return policy, step
-
-
-def load_both(
-    folder: RunFolder, networks: Networks
-) -> tuple[Transformer[Array], Transformer[Array], int]:
-    """Loads policy and critic of the latest valid checkpoint, in the dtype of computation, and the
-    number of steps they were trained for.
-
-    Raises:
-      ValueError: as for `load_policy`, and where the recipe trains no critic.
-    """
-    if networks.critic is None:
-        raise ValueError(f"run {folder.path} has a recipe that trains no critic.")
-    models = {"policy/weights": networks.policy.config, "critic/weights": networks.critic.config}
-    (policy, critic), step = _load(folder, models, networks.mesh)
-    return policy, critic, step
-
-
-def _load(
+def load_networks(
     folder: RunFolder,
     models: Mapping[str, ModelConfig],
     mesh: FoldedMesh,
-    float32: bool = False,
-    requested_step: int | None = None,
+    *,
+    masters: bool = False,
+    step: int | None = None,
 ) -> tuple[list[Transformer[Array]], int]:
-    """Loads parts of the latest valid checkpoint, or of the chosen one, all of the same one, and
-    its step.
+    """Loads networks of a run, all from the same checkpoint, and its step.
 
     The run may still be training: if it deletes or replaces the checkpoint during the read,
     everything is read again. Damaged checkpoints are not moved.
+
+    Args:
+      models: the networks by role, "policy" first and perhaps "critic".
+      mesh, masters, step: as for `load_model`.
+
+    Raises:
+      ValueError: as for `load_model`.
     """
+    requested_step = step
     checkpoints = Checkpoints(folder.checkpoints_path)
-    like = {part: _abstract_weights(model, mesh) for part, model in models.items()}
+    like = {role: _abstract_weights(model, mesh) for role, model in models.items()}
     while True:
         step, damaged = _checkpoint_step(checkpoints, requested_step)
         if step is None:
@@ -128,7 +122,9 @@ def _load(
         # Recorded before anything is read, to detect a folder that replaced this one.
         identity_before = checkpoints.identity(step)
         try:
-            restored = [checkpoints.restore(step, like[part], part=part) for part in models]
+            restored = [
+                checkpoints.restore(step, like[role], part=f"{role}/weights") for role in models
+            ]
         except (ValueError, OSError):
             # Other processes may have succeeded: they would not retry together with this one.
             if is_multiprocess() or (
@@ -140,10 +136,10 @@ def _load(
             if not any_of(checkpoints.identity(step) != identity_before):
                 check_files(folder, step, restored[0][1])
                 _warn(checkpoints, damaged, step)
-                model = models["policy/weights"]
+                model = models["policy"]
                 frozen = None if model.lora is None else restore_base(checkpoints, model, mesh)
                 return [
-                    _shard_weights(weights, model, mesh, float32, frozen)
+                    _shard_weights(weights, model, mesh, masters, frozen)
                     for (weights, _), model in zip(restored, models.values(), strict=True)
                 ], step
 
@@ -175,19 +171,19 @@ def _shard_weights(
     weights: Transformer[Array],
     model: ModelConfig,
     mesh: FoldedMesh,
-    float32: bool,
+    masters: bool,
     frozen: Transformer[Array] | None,
 ) -> Transformer[Array]:
     """Places trained weights on the mesh of the run; adapters together with their base weights, or
-    merged into them where `float32`."""
+    merged into them for `masters`."""
     weights = placement.in_chunks(weights, mesh)
     if frozen is None:
         weights = jax.device_put(weights, float32_shardings(model, mesh))
-        return weights if float32 else weights_of(weights, model, mesh)
+        return weights if masters else weights_of(weights, model, mesh)
     weight_table = moe_weights.table(model)
     shardings = select_trained(placement.shardings(model, mesh), weight_table)
     weights = with_base(frozen, jax.device_put(weights, shardings), weight_table)
-    if not float32:
+    if not masters:
         return weights
     # Widened first, so that `reshard` merges adapters without rounding to the dtype of the base.
     float32_weights = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), weights)
@@ -201,37 +197,16 @@ def _warn(checkpoints: Checkpoints, damaged: Mapping[int, str], step: int) -> No
         if is_main_process():
             print(
                 f"warning: checkpoint {checkpoints.directory / str(later)} is damaged ({reason}); "
-                f"using that of step {step}",
+                f"using step {step}",
                 file=sys.stderr,
             )
 
 
-def load_checkpoint(
-    directory: str, networks: Networks, *, float32: bool = False, adapters: str | None = None
+def _load_published(
+    directory: str | Path, model: ModelConfig, mesh: FoldedMesh, adapters: str | None
 ) -> Transformer[Array]:
-    """Loads the policy of a published checkpoint, without adapters; `float32` as in `load_policy`.
-
-    Args:
-      adapters: as for `load_published`.
-    """
-    model, mesh = networks.policy.config.without_adapters(), networks.mesh
-    weights = load_published(directory, model, mesh, adapters)
-    return weights if float32 else weights_of(weights, model, mesh)
-
-
-def load_published(
-    directory: str | Path, model: ModelConfig, mesh: FoldedMesh, adapters: str | None = None
-) -> Transformer[Array]:
-    """Loads the float32 weights of a published checkpoint, on `float32_shardings`.
-
-    Args:
-      model: its network, without adapters.
-      adapters: a folder in PEFT's format whose adapters are merged into them, as an export merges a
-        run's adapters; None merges none.
-
-    Raises:
-      ValueError: for tensors of another network, and adapters that cannot be read.
-    """
+    """Loads the float32 weights of a published checkpoint, on `float32_shardings`; adapters are
+    merged as an export merges a run's."""
     shardings = float32_shardings(model, mesh)
     if adapters is None:
         return load_weights(directory, model, mesh, shardings)
@@ -242,6 +217,6 @@ def load_published(
     return jax.device_put(reshard(weights, adapted, mesh, mesh), shardings)
 
 
-def load_model(folder: RunFolder) -> ModelConfig | None:
-    """Network config of a run that started from a public checkpoint; None for a preset."""
+def read_model_config(folder: RunFolder) -> ModelConfig | None:
+    """Network config of a run that started from a published checkpoint; None for a preset."""
     return config_from(folder.model_path) if folder.model_path.exists() else None

@@ -4,7 +4,7 @@ groups of attention and experts."""
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 from jaxtyping import Array
@@ -15,22 +15,21 @@ from jrl.config.run import RunConfig
 from jrl.published.adapters import check_of_checkpoint, open_adapters
 from jrl.published.location import is_checkpoint
 from jrl.published.network import open_checkpoint
-from jrl.rollout.decoding.engine import Backend, Engine
-from jrl.rollout.decoding.mesh_backend import MeshBackend
-from jrl.rollout.decoding.slots import Decoder
-from jrl.rollout.decoding.split_backend import SplitBackend
-from jrl.rollout.expert_balancer import first_placement
+from jrl.rollout.decoding.build import build_engine
+from jrl.rollout.decoding.engine import Engine
+from jrl.rollout.decoding.expert_balancer import first_placement
+from jrl.rollout.decoding.sizes import SERVING
+from jrl.rollout.decoding.split_backend import DeviceSplit
 from jrl.rollout.resharding import rollout_layout, rollout_mesh
 from jrl.rollout.settings import SplitSettings
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 from jrl.text.load import load_tokenizer
 from jrl.text.prompt_format import PromptFormat, prompt_format
-from jrl.trainer.evaluation.saved_policy import load_model, load_policy_of, load_published
-from jrl.trainer.learner.learner import weights_of
+from jrl.trainer.evaluation.saved_policy import load_model, read_model_config
 from jrl.trainer.setup.network import check_supported, first_devices, network_of
 from moe.config import ModelConfig, preset
-from moe.disaggregated.split import Split, SplitMesh, devices_of, fold_split
+from moe.disaggregated.split import Split, devices_of, fold_split
 from moe.disaggregated.weights import check_splits
 from moe.weights import Transformer
 from sharding.folding import FoldedMesh, Layout, fold
@@ -53,33 +52,6 @@ class RequestedSplit:
             for name, value in vars(self).items()
         }
         return RequestedSplit(**values)
-
-
-@dataclass(frozen=True)
-class DeviceSplit:
-    """Device groups of attention and experts, and the settings of decoding on them.
-
-    Attributes:
-      mesh: mesh of both device groups.
-      micro_batches, expert_slots, replan: as of
-        `jrl.rollout.decoding.split_backend.SplitBackend`.
-    """
-
-    mesh: SplitMesh
-    micro_batches: int
-    expert_slots: int | None
-    replan: int | None
-
-    def check_slots(self, slots: int) -> None:
-        """Raises ValueError for slots that do not divide over devices and micro-batches."""
-        layout, micro_batches = self.mesh.attention.layout, self.micro_batches
-        unit = layout.num_devices * micro_batches
-        if slots % unit:
-            raise ValueError(
-                f"slots={slots} does not divide over dp={layout.dp} x tp={layout.tp} devices of "
-                f"attention x micro_batches={micro_batches}: choose --slots in multiples of "
-                f"{unit}, or another --micro-batches."
-            )
 
 
 def parse_device_split(
@@ -119,54 +91,39 @@ def parse_device_split(
 
 
 @dataclass(frozen=True)
-class RunSource:
-    """Source of weights: a run, which may still be training.
+class PolicySource:
+    """Source of a policy's weights: a run, which may still be training, or a published checkpoint.
 
     Attributes:
-      folder, model: of the run.
+      location: folder of the run, or directory of the checkpoint, of which there is one version.
+      model: the policy network.
       mesh: the mesh that its weights are loaded on.
+      adapters: as for `load_model`.
     """
 
-    folder: RunFolder
-    model: ModelConfig
-    mesh: FoldedMesh
-
-    def newest(self) -> int | None:
-        """Step of the latest checkpoint, valid or not."""
-        return self._checkpoints.latest_step()
-
-    @cached_property
-    def _checkpoints(self) -> Checkpoints:
-        return Checkpoints(self.folder.checkpoints_path)
-
-    def load(self) -> tuple[Transformer[Array], int]:
-        """Loads the latest valid policy and its step; raises ValueError if there is none."""
-        return load_policy_of(self.folder, self.model, self.mesh)
-
-
-@dataclass(frozen=True)
-class CheckpointSource:
-    """Source of weights: a public checkpoint, of which there is one version.
-
-    Attributes:
-      directory, model: of the checkpoint.
-      mesh: the mesh that its weights are loaded on.
-      adapters: a folder in PEFT's format whose adapters are merged into them; None for none.
-    """
-
-    directory: Path
+    location: RunFolder | Path
     model: ModelConfig
     mesh: FoldedMesh
     adapters: str | None = None
 
+    @property
+    def checkpoint(self) -> Path | None:
+        """Directory of the published checkpoint; None for a run."""
+        return None if isinstance(self.location, RunFolder) else self.location
+
     def newest(self) -> int | None:
-        """Returns None: there are no later versions."""
-        return None
+        """Step of the run's latest checkpoint, valid or not; None for a published one."""
+        return None if self._checkpoints is None else self._checkpoints.latest_step()
+
+    @cached_property
+    def _checkpoints(self) -> Checkpoints | None:
+        if not isinstance(self.location, RunFolder):
+            return None
+        return Checkpoints(self.location.checkpoints_path)
 
     def load(self) -> tuple[Transformer[Array], int]:
-        """Loads its weights, as version 0."""
-        weights = load_published(self.directory, self.model, self.mesh, self.adapters)
-        return weights_of(weights, self.model, self.mesh), 0
+        """Loads the latest valid weights and their step, as `load_model` does."""
+        return load_model(self.location, self.model, self.mesh, adapters=self.adapters)
 
 
 @dataclass(frozen=True)
@@ -187,41 +144,26 @@ class ServedModel:
     mesh: FoldedMesh
     device_split: DeviceSplit | None
     format: PromptFormat
-    versions: RunSource | CheckpointSource
+    versions: PolicySource
 
     def engine(self, *, slots: int, max_length: int, key: Array, top_logprobs: int) -> Engine:
-        """Creates its serving engine, without weights; for the arguments see `Engine` and
-        `Decoder`.
-
-        Raises:
-          ValueError: for slots that do not divide over the devices.
-        """
-        split, tokenizer, model = self.device_split, self.format.tokenizer, self.model
+        """Builds its serving engine, without weights, as `build_engine` does."""
+        model = self.model
         # On a CPU, XLA copies a layer's weights out of a scanned stack in each decode step, which
         # takes as long as its products when there are few rows. Prefills are scanned all the same.
         if self.mesh.platform == "cpu" and model.execution.scan_layers is None:
             model = replace(model, execution=replace(model.execution, scan_layers=False))
-        decoder = Decoder(
+        return build_engine(
             model,
-            self.mesh if split is None else split.mesh.attention,
-            tokenizer.pad_id,
-            tokenizer.stop_ids,
+            self.format.tokenizer,
+            self.mesh,
+            self.device_split or self.mesh,
+            slots=slots,
+            max_length=max_length,
+            key=key,
+            policy=SERVING,
             top_logprobs=top_logprobs,
         )
-        if split is None:
-            backend: Backend = MeshBackend(decoder, self.mesh)
-        else:
-            split.check_slots(slots)
-            backend = SplitBackend(
-                decoder,
-                self.mesh,
-                split.mesh,
-                micro_batches=split.micro_batches,
-                expert_slots=split.expert_slots,
-                replan=split.replan,
-                restarts=False,
-            )
-        return Engine(backend, slots=slots, max_length=max_length, key=key, streams=True)
 
 
 def open_served_model(
@@ -231,7 +173,11 @@ def open_served_model(
     ignore: Sequence[str] = (),
     adapters: str | None = None,
 ) -> ServedModel:
-    """Policy of a run folder, or of a published checkpoint, for serving.
+    """Opens the policy of a run folder, or of a published checkpoint, for serving.
+
+        served = open_served_model("hf:models/qwen3", layout="tp2")
+        engine = served.engine(slots=8, max_length=4096, key=jax.random.key(0), top_logprobs=0)
+        engine.load(*served.versions.load())
 
     Args:
       layout: layout of the devices; None is the run's layout for sampling, and one device for a
@@ -255,7 +201,7 @@ def open_served_model(
             open_adapters(adapters, path, config, "lora")
         tokenizer = checkpoint_tokenizer(path, config.vocab_size)
         network = config
-        source = partial(CheckpointSource, path, adapters=adapters)
+        source: RunFolder | Path = path
     else:
         check_of_checkpoint(adapters, location, is_checkpoint=False)
         folder = RunFolder.read(location)
@@ -263,12 +209,12 @@ def open_served_model(
         # Implementations were chosen for the training devices; here the best that applies is used.
         run = replace(run, **run.without_implementations)
         tokenizer = load_tokenizer(folder.tokenizer_path)
-        network = load_model(folder) or preset(run.model, tokenizer.vocab_size)
-        path, source = folder.path, partial(RunSource, folder)
+        network = read_model_config(folder) or preset(run.model, tokenizer.vocab_size)
+        path, source = folder.path, folder
     model = network_of(network.with_unused_ids(tokenizer.unused_ids), run)
     device_split = parse_device_split(split, layout, run)
     mesh = _mesh(model, _default_layout(run) if layout is None else layout, device_split)
-    format, versions = prompt_format(run, tokenizer), source(model, mesh)
+    format, versions = prompt_format(run, tokenizer), PolicySource(source, model, mesh, adapters)
     return ServedModel(path.resolve().name, model, mesh, device_split, format, versions)
 
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.rollout.collection.collect import sampling_of
-from jrl.rollout.expert_balancer import first_placement
+from jrl.rollout.decoding.expert_balancer import first_placement
 from jrl.trainer.learner.learner import abstract_state, keeps_masters
 from jrl.trainer.scoring import num_micro_batches
 from jrl.trainer.setup.geometry import MAX_SLOTS, Geometry

@@ -20,12 +20,12 @@ from jrl.recipes.base.recipe import Recipe, Windows
 from jrl.rollout.collection.async_collector import AsyncBufferSpec
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.conversation_engine import ConversationEngine
-from jrl.rollout.decoding.engine import Backend, Engine
-from jrl.rollout.decoding.mesh_backend import MeshBackend
+from jrl.rollout.decoding.build import build_engine
+from jrl.rollout.decoding.engine import Engine
+from jrl.rollout.decoding.expert_balancer import first_placement
 from jrl.rollout.decoding.protocol import RolloutEngine
-from jrl.rollout.decoding.slots import Decoder
-from jrl.rollout.decoding.split_backend import SplitBackend
-from jrl.rollout.expert_balancer import first_placement
+from jrl.rollout.decoding.sizes import ROLLOUTS
+from jrl.rollout.decoding.split_backend import DeviceSplit
 from jrl.rollout.resharding import rollout_mesh, separate_rollout_mesh, split_mesh
 from jrl.rollout.sampler import Sampler
 from jrl.tasks import Task, load_task
@@ -207,34 +207,28 @@ class Setup:
         return Sampler(engine, self.task, self.format, self.prompt_length, self.response_length)
 
     def _engine(self, seed: int) -> Engine:
-        decoder = Decoder(
-            self.model,
-            self.rollout_mesh,
-            self.tokenizer.pad_id,
-            self.tokenizer.stop_ids,
-            records_choices=self.recipe.router_replay == "R3",
-        )
-        prompts = None
+        run, devices, policy = self.run, self.rollout_mesh, ROLLOUTS
         if self.split is None:
-            backend: Backend = MeshBackend(decoder, self.mesh)
             # Evaluations and the checks of the warm start share the compiled prefill of a step.
-            prompts = max(self.recipe.prompts, MIN_PREFILL_PROMPTS)
+            policy = replace(policy, prefill_prompts=max(self.recipe.prompts, MIN_PREFILL_PROMPTS))
         else:
-            backend = SplitBackend(
-                decoder,
-                self.mesh,
+            devices = DeviceSplit(
                 self.split,
-                micro_batches=self.run.rollout_micro_batches,
-                m2n=self.run.rollout_m2n,
-                expert_slots=self.run.rollout_expert_slots,
-                replan=self.run.rollout_replan,
+                run.rollout_micro_batches,
+                run.rollout_expert_slots,
+                run.rollout_replan,
+                run.rollout_m2n,
             )
-        return Engine(
-            backend,
-            slots=self.geometry.slots(self.run.slots),
+        return build_engine(
+            self.model,
+            self.tokenizer,
+            self.mesh,
+            devices,
+            slots=self.geometry.slots(run.slots),
             max_length=self.prompt_length + self.response_length,
             key=Randomness(seed).key("rollout"),
-            prompts=prompts,
+            policy=policy,
+            records_choices=self.recipe.router_replay == "R3",
         )
 
     @property

@@ -18,6 +18,7 @@ from jrl.rollout.decoding import mesh_backend
 from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.decoding.mesh_backend import MeshBackend
 from jrl.rollout.decoding.requests import Request
+from jrl.rollout.decoding.sizes import SERVING
 from jrl.rollout.decoding.slots import Decoder
 from jrl.rollout.sampling import GREEDY, RequestSampling, row_keys, sample_rows, stack_sampling
 
@@ -151,7 +152,7 @@ def test_rows_are_sampled_each_with_its_own():
 def engine(layout="dp1"):
     mesh = Asked(GREEDY, layout).mesh
     one_mesh = MeshBackend(Decoder(CONFIG, mesh, PAD, STOPS, top_logprobs=2), mesh)
-    made = Engine(one_mesh, slots=4, max_length=COLUMNS, key=jax.random.key(0), streams=True)
+    made = Engine(one_mesh, slots=4, max_length=COLUMNS, key=jax.random.key(0), policy=SERVING)
     made.load(weights(), 0)
     return made
 

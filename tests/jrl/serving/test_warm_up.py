@@ -1,6 +1,7 @@
 """What is compiled before requests come is all that they need."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import count
 
 import jax
@@ -9,13 +10,13 @@ import pytest
 from policies import CONFIG, PAD, STOPS, Asked, weights
 
 from jrl.rollout.adjustments import Adjustments
-from jrl.rollout.decoding import engine as engines
-from jrl.rollout.decoding import packed_prefill, scheduler, sizes
+from jrl.rollout.decoding import packed_prompts, scheduler, sizes
 from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.decoding.mesh_backend import MeshBackend
 from jrl.rollout.decoding.requests import Request
+from jrl.rollout.decoding.sizes import SERVING
 from jrl.rollout.decoding.slots import Decoder
-from jrl.rollout.decoding.split_backend import SplitBackend
+from jrl.rollout.decoding.split_backend import DeviceSplit, SplitBackend
 from jrl.rollout.sampling import GREEDY, RequestSampling
 from jrl.serving import warm_up
 from jrl.serving.warm_up import WarmUp, fill_prompts
@@ -51,11 +52,10 @@ def small(monkeypatch):
     for module, name, value in [
         (sizes, "SINGLE_ROW_UNIT", 4),
         (sizes, "MIN_SHARED_WIDTH", 8),
-        (packed_prefill, "CHUNK", 4),
+        (packed_prompts, "CHUNK", 4),
         (sizes, "MIN_CACHE_LENGTH", 4),
         (sizes, "MIN_STREAM_CACHE_LENGTH", 16),
         (warm_up, "SHORT_PROMPT", 8),
-        (engines, "MAX_STREAM_PREFILL_TOKENS", 32),
     ]:
         monkeypatch.setattr(module, name, value)
 
@@ -101,7 +101,7 @@ def test_requests_find_their_programs(small, layout):
         slots=SLOTS * mesh.size(mesh.dp),
         max_length=COLUMNS,
         key=jax.random.key(0),
-        streams=True,
+        policy=replace(SERVING, prefill_tokens=32),
     )
     engine.load(weights(), 0)
     assert engine.prefill_sizes == [
@@ -145,12 +145,12 @@ def test_requests_of_two_sides_find_their_programs(small, monkeypatch):
     for module in (scheduler, sizes):
         monkeypatch.setattr(module, "MIN_PREFILL_WIDTH", 4)
     monkeypatch.setattr(sizes, "MIN_STREAM_CACHE_LENGTH", 8)
-    monkeypatch.setattr(engines, "MAX_STREAM_PREFILL_TOKENS", 8)
     slots, columns = 2, 12
     mesh = fold_split(Split("dp1", "ep1"), jax.devices()[:2])
     decoder = Decoder(CONFIG, mesh.attention, PAD, STOPS)
-    backend = SplitBackend(decoder, mesh.attention, mesh, micro_batches=1, restarts=False)
-    engine = Engine(backend, slots=slots, max_length=columns, key=jax.random.key(0), streams=True)
+    backend = SplitBackend(decoder, mesh.attention, DeviceSplit(mesh, 1), restarts=False)
+    policy = replace(SERVING, prefill_tokens=8)
+    engine = Engine(backend, slots=slots, max_length=columns, key=jax.random.key(0), policy=policy)
     engine.load(weights(), 0)
     assert engine.prefill_sizes == [(4, 1), (4, 2), (8, 1), (12, 1)]
     assert engine.cache_sizes == [8, 12] and engine.step_sizes == [2]

@@ -11,7 +11,7 @@ from jrl.rollout import resharding as pushing
 from jrl.rollout.decoding import split_backend
 from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.decoding.requests import read_sampled
-from jrl.rollout.decoding.split_backend import SplitBackend
+from jrl.rollout.decoding.split_backend import DeviceSplit, SplitBackend
 from jrl.rollout.sampling import Sampling
 from moe.adapters import is_adapted
 from moe.architecture.lora import TARGETS, Lora
@@ -27,7 +27,7 @@ def engine(asked, split, micro_batches=1, **places):
     training = fold(Layout(), jax.devices()[15:])
     mesh = fold_split(Split.parse(split), jax.devices()[: Split.parse(split).num_devices])
     decoder = asked.decoder(mesh.attention)
-    backend = SplitBackend(decoder, training, mesh, micro_batches=micro_batches, **places)
+    backend = SplitBackend(decoder, training, DeviceSplit(mesh, micro_batches, **places))
     key = jax.random.key(asked.seed)
     engine = Engine(backend, slots=asked.slots, max_length=asked.columns, key=key)
     engine.load(weights(asked.config), 5)
@@ -52,7 +52,7 @@ def test_a_prefill_is_bounded_by_the_messages_of_a_device(split, tokens, monkeyp
     asked = Asked(slots=8)
     training = fold(Layout(), jax.devices()[15:])
     mesh = fold_split(Split.parse(split), jax.devices()[: Split.parse(split).num_devices])
-    backend = SplitBackend(asked.decoder(mesh.attention), training, mesh, micro_batches=1)
+    backend = SplitBackend(asked.decoder(mesh.attention), training, DeviceSplit(mesh, 1))
     given = {"slots": 8, "key": jax.random.key(0)}
     sizes = Engine(backend, max_length=tokens // 2, **given).prefill_sizes
     assert max(width * rows for width, rows in sizes) == tokens

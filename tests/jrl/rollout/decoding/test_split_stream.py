@@ -13,11 +13,12 @@ from tiers import full_but
 
 from jrl.rollout.adjustments import Adjustments, Constraint
 from jrl.rollout.decoding.engine import Engine
+from jrl.rollout.decoding.expert_balancer import ExpertBalancer
 from jrl.rollout.decoding.mesh_backend import MeshBackend
 from jrl.rollout.decoding.requests import Request
+from jrl.rollout.decoding.sizes import SERVING
 from jrl.rollout.decoding.slots import Decoder
-from jrl.rollout.decoding.split_backend import SplitBackend
-from jrl.rollout.expert_balancer import ExpertBalancer
+from jrl.rollout.decoding.split_backend import DeviceSplit, SplitBackend
 from jrl.rollout.sampling import RequestSampling
 from moe.disaggregated.split import Split, fold_split
 from sharding.folding import Layout, fold
@@ -43,7 +44,7 @@ class Most(Constraint):
 ADJUSTED = RequestSampling(
     1.3, 1.0, 9, adjustments=Adjustments(6, frequency_penalty=0.7, constraint=Most())
 )
-GIVEN = {"slots": SLOTS, "max_length": COLUMNS, "key": jax.random.key(0), "streams": True}
+GIVEN = {"slots": SLOTS, "max_length": COLUMNS, "key": jax.random.key(0), "policy": SERVING}
 
 
 def decoder(mesh):
@@ -99,7 +100,9 @@ def test_the_split_is_invisible(split, places):
     mesh = fold_split(sizes, jax.devices()[: sizes.num_devices])
     # Weights come from a device of both sides.
     source = fold(Layout(), jax.devices()[:1])
-    backend = SplitBackend(decoder(mesh.attention), source, mesh, **places, restarts=False)
+    backend = SplitBackend(
+        decoder(mesh.attention), source, DeviceSplit(mesh, **places), restarts=False
+    )
     engine = Engine(backend, **GIVEN)
     engine.load(weights(), 5)
     expected, rows = on_one_mesh(), scene(engine)

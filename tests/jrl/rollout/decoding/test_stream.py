@@ -14,8 +14,9 @@ from jrl.rollout.decoding import engine as engines
 from jrl.rollout.decoding import mesh_backend, sizes
 from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.decoding.mesh_backend import MeshBackend
-from jrl.rollout.decoding.packed_prefill import run_packed
+from jrl.rollout.decoding.packed_prompts import run_packed
 from jrl.rollout.decoding.requests import Request
+from jrl.rollout.decoding.sizes import SERVING
 from jrl.rollout.decoding.slots import Decoder
 from jrl.rollout.sampling import (
     GREEDY,
@@ -34,7 +35,7 @@ def engine(layout: str = "dp1", slots: int = SLOTS, columns: int = COLUMNS) -> E
     mesh = Asked(GREEDY, layout).mesh
     decoder = Decoder(CONFIG, mesh, PAD, STOPS, top_logprobs=K)
     one_mesh = MeshBackend(decoder, mesh)
-    made = Engine(one_mesh, slots=slots, max_length=columns, key=jax.random.key(0), streams=True)
+    made = Engine(one_mesh, slots=slots, max_length=columns, key=jax.random.key(0), policy=SERVING)
     made.load(weights(), 5)
     return made
 

@@ -10,7 +10,7 @@ from programs import mesh_of
 from served import write_checkpoint
 
 from jrl.published.adapters import check_of_checkpoint
-from jrl.trainer.evaluation.saved_policy import load_published
+from jrl.trainer.evaluation.saved_policy import load_model
 from jrl.trainer.evaluation.served_model import open_served_model
 from moe import huggingface
 from moe.adapters import merge_adapters, with_base
@@ -38,9 +38,9 @@ def given(tmp_path_factory):
 def test_they_are_merged_in_float32_whatever_the_network_computes_in(given, dtype):
     checkpoint, adapters, merged = given
     config = replace(huggingface.config_from(checkpoint), dtype=dtype)
-    found = load_published(checkpoint, config, mesh_of("dp1"), str(adapters))
+    found, _ = load_model(checkpoint, config, mesh_of("dp1"), masters=True, adapters=str(adapters))
     chex.assert_trees_all_equal(found, merged)
-    plain = load_published(checkpoint, config, mesh_of("dp1"))
+    plain, _ = load_model(checkpoint, config, mesh_of("dp1"), masters=True)
     assert not np.array_equal(plain.layers.dense.down, merged.layers.dense.down)
 
 
@@ -63,7 +63,7 @@ def test_what_has_none_of_this_network_is_refused(given):
             open_served_model(str(checkpoint), adapters=str(folder))
     wider = replace(huggingface.config_from(checkpoint), d_model=16)
     with pytest.raises(ValueError, match="does not fit this model"):
-        load_published(checkpoint, wider, mesh_of("dp1"), str(adapters))
+        load_model(checkpoint, wider, mesh_of("dp1"), adapters=str(adapters))
     with pytest.raises(ValueError, match=r"needs a published checkpoint .*, and runs/a is a run"):
         check_of_checkpoint(str(adapters), "runs/a", is_checkpoint=False)
     with pytest.raises(ValueError, match=r"lora='x' needs a published checkpoint"):

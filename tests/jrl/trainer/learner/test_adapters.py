@@ -19,7 +19,7 @@ from small_runs import (
 
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
-from jrl.trainer.evaluation.saved_policy import load_policy
+from jrl.trainer.evaluation.saved_policy import load_model
 from jrl.trainer.learner.learner import split
 from jrl.trainer.learner.update import update
 from jrl.trainer.setup.network import network_of
@@ -101,14 +101,14 @@ def test_a_run_learns_adapters_alone_and_goes_on_bit_for_bit(run, tmp_path):
     begin_or_go_on(replace(setup, run=replace(setup.run, steps=1)), other)
     begin_or_go_on(setup, other)
     assert metrics_of(other)[:1] == metrics_of(path)[:1]
-    found, step = load_policy(RunFolder.read(other), setup.networks)
-    expected, _ = load_policy(RunFolder.read(path), setup.networks)
+    found, step = load_model(RunFolder.read(other), setup.model, setup.mesh)
+    expected, _ = load_model(RunFolder.read(path), setup.model, setup.mesh)
     assert step == 2
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     b = expected.layers.attention.query.b
     assert np.any(np.asarray(b) != 0)
     # What another run begins from has them merged.
-    merged, _ = load_policy(RunFolder.read(path), setup.networks, float32=True)
+    merged, _ = load_model(RunFolder.read(path), setup.model, setup.mesh, masters=True)
     assert not has_adapters(merged)
     twin = merge_adapters(expected, moe_weights.table(setup.model))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), merged, twin)

@@ -28,7 +28,7 @@ from jrl.rollout.decoding.slots import SamplerState, abstract_pool
 from jrl.rollout.sampling import Sampling
 from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
-from jrl.trainer.evaluation.saved_policy import load_both, load_policy
+from jrl.trainer.evaluation.saved_policy import load_model, load_networks
 from jrl.trainer.learner.learner import copy_arrays
 from jrl.trainer.learner.update import count, update
 from jrl.trainer.scoring import logprobs_of
@@ -384,9 +384,11 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path):
     )
     same_bits(parts, whole)
     folder, networks = RunFolder.read(tmp_path / "whole"), run(3).networks
-    for float32, learned in ((False, whole.policy.weights), (True, whole.policy.masters)):
-        policy, step = load_policy(folder, networks, float32=float32)
+    model, mesh = networks.policy.config, networks.mesh
+    for masters, learned in ((False, whole.policy.weights), (True, whole.policy.masters)):
+        policy, step = load_model(folder, model, mesh, masters=masters)
         same_bits(policy, learned)
         assert step == 3
-    policy, critic, _ = load_both(folder, networks)
-    same_bits((policy, critic), (whole.policy.weights, whole.critic.weights))
+    models = {"policy": model, "critic": model.as_critic()}
+    loaded, _ = load_networks(folder, models, mesh)
+    same_bits(loaded, [whole.policy.weights, whole.critic.weights])

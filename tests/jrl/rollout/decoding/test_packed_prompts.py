@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import NamedSharding
 from policies import CONFIG, PAD, Asked, weights
 
-from jrl.rollout.decoding import packed_prefill as packed
-from jrl.rollout.decoding.packed_prefill import CHUNK, make_packing, plan_cache_copies, plan_rows
+from jrl.rollout.decoding import packed_prompts as packed
+from jrl.rollout.decoding.packed_prompts import CHUNK, make_packing, plan_cache_copies, plan_rows
 from jrl.rollout.decoding.requests import Request
 from jrl.rollout.decoding.scheduler import AdmissionPlan, SlotScheduler
 from jrl.rollout.decoding.sizes import row_count, row_sizes, row_widths, single_row_widths

@@ -13,8 +13,9 @@ from tiers import full_but
 from jrl.rollout.decoding import mesh_backend
 from jrl.rollout.decoding.engine import Engine
 from jrl.rollout.decoding.mesh_backend import MeshBackend
+from jrl.rollout.decoding.packed_prompts import score_packed
+from jrl.rollout.decoding.sizes import SERVING
 from jrl.rollout.decoding.slots import Decoder
-from jrl.rollout.prompt_scores import score_packed
 from jrl.rollout.sampling import GREEDY
 from jrl.trainer.scoring import PromptLayout, Scorer, mark_replicated
 from moe.placement import specs
@@ -28,7 +29,7 @@ def engine(layout: str = "dp1", **changed) -> Engine:
     config, mesh = replace(CONFIG, **changed), Asked(GREEDY, layout).mesh
     decoder = Decoder(config, mesh, PAD, STOPS, top_logprobs=K)
     one_mesh = MeshBackend(decoder, mesh)
-    made = Engine(one_mesh, slots=4, max_length=COLUMNS, key=jax.random.key(0), streams=True)
+    made = Engine(one_mesh, slots=4, max_length=COLUMNS, key=jax.random.key(0), policy=SERVING)
     made.load(weights(config), 0)
     return made
 

@@ -1,11 +1,12 @@
-"""Packed prefill: prompts share rows, so that short and long ones together need little padding.
+"""Packed prompts: they share rows, so that short and long ones need little padding together. Their
+prefill, and the log-probabilities of their tokens.
 
-`run_packed`, which is expensive to compile, does not depend on the slots' cache: it is compiled for
-each size of the rows. `copy_to_cache`, which is cheap to compile, is compiled for each pair of a
-row size and a cache length.
+`run_packed` is expensive to compile. It does not depend on the slots' cache, and is compiled for
+each size of the rows. `copy_to_cache` is cheap to compile, for each pair of a row size and a cache
+length.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -15,26 +16,31 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from jrl.rollout.decoding.scheduler import AdmissionPlan, first_fit
 from jrl.rollout.decoding.sizes import row_count, shared_width, single_row_widths
-from jrl.rollout.decoding.slots import Decoder, cache_specs, over_slots, prefilled_specs
+from jrl.rollout.decoding.slots import Decoder, TopTokens, cache_specs, over_slots, prefilled_specs
+from jrl.rollout.sampling import logprobs_of
 from moe.cache import KEY_COLUMN, ROW, VALUE_COLUMN, Cache, cache_of, over_columns
 from moe.config import ModelConfig
+from moe.head import logits_of
 from moe.layers.depth import is_scanned, period_of_stack
-from moe.model import Prefilled, for_prefill, run_with_kv
+from moe.model import Prefilled, for_prefill, run, run_with_kv
 from moe.placement import specs
 from moe.router.statistics import overflow_of
 from moe.tokens.packing import pack_segments
 from moe.weights import Transformer
-from sharding.collectives import join_shards, vary
+from sharding.collectives import join_shards, local_shard, vary
 from sharding.sharded_jit import MeshJit
 
 Leaf = TypeVar("Leaf")
 
 CHUNK = 64
 """Positions that are copied at a time."""
+MAX_SCORED_CHUNK = 64
+"""Tokens whose logits over the vocabulary are in memory at a time."""
 
 
 @struct.dataclass
@@ -172,9 +178,7 @@ def run_packed(decoder: Decoder, weights: Transformer[Array], packing: Packing[A
 def _run_packed_local(
     decoder: Decoder, weights: Transformer[Array], packing: Packing[Array]
 ) -> Prefilled:
-    config, mesh = for_prefill(decoder.config), decoder.mesh
-    # Scanned over layers: there are many sizes, and unrolled each takes long to compile.
-    config = replace(config, execution=replace(config.execution, scan_layers=True))
+    config, mesh = _scanned(decoder.config), decoder.mesh
     num_slots = packing.ends.shape[0]
     packed = pack_segments(
         packing.tokens, packing.segments, num_slots, mesh, config, positions=packing.positions
@@ -186,6 +190,13 @@ def _run_packed_local(
     # Slots that have no prompt get the state of the first token; nothing reads it.
     states = row_states.reshape(-1, row_states.shape[-1])[packing.ends]
     return Prefilled(vary(cache, mesh.axes), states, None, overflow_of(router, config))
+
+
+def _scanned(config: ModelConfig) -> ModelConfig:
+    """Config of a prefill that is scanned over layers: there are many sizes of packed rows, and
+    unrolled each takes long to compile."""
+    config = for_prefill(config)
+    return replace(config, execution=replace(config.execution, scan_layers=True))
 
 
 def _to_cache_layout(num_tokens: int, *arrays: Array) -> tuple[Array, ...]:
@@ -221,7 +232,7 @@ def _split_stacks(stacks: list[tuple[Array, ...]], config: ModelConfig) -> list[
 def copy_to_cache(
     decoder: Decoder, cache: Cache[Array], prefilled: Cache[Array], cache_copies: CacheCopies[Array]
 ) -> Cache[Array]:
-    """Copies the results of `run_packed` into the KV cache of the slots, which is donated."""
+    """Copies the results of `run_packed` into the KV cache of the slots; donates the cache."""
     mesh, heads = decoder.mesh, cache_specs(decoder)
     return jax.shard_map(
         partial(_copy_to_cache_local, decoder),
@@ -254,3 +265,116 @@ def _copy_to_cache_local(
     cache, prefilled, cache_copies = vary((cache, prefilled, cache_copies), decoder.mesh.axes)
     # The number of iterations may differ between ranks: there is no collective in the body.
     return lax.fori_loop(0, cache_copies.counts[0], copy, cache)
+
+
+@struct.dataclass
+class PackedScores(Generic[Leaf]):
+    """Log-probabilities of the tokens of prompts in packed rows; the value of a prompt's first
+    token is arbitrary.
+
+    Attributes:
+      logprobs: ``[row, width]`` log-probabilities in the policy at temperature 1, nats.
+      top_tokens: ``[row, width, k]`` top-k tokens of each position; None if not requested.
+    """
+
+    logprobs: Leaf
+    top_tokens: TopTokens[Leaf] | None
+
+
+PromptScores = PackedScores[np.ndarray]
+"""Scores of one prompt from its second token on, ``[token - 1]``."""
+
+
+def score_prompts(
+    run: Callable[[Packing[np.ndarray], bool], PackedScores[np.ndarray]],
+    prompts: Sequence[np.ndarray],
+    *,
+    widths: Sequence[int],
+    ranks: int,
+    pad_id: int,
+    needs_top_tokens: bool,
+) -> list[PromptScores]:
+    """Scores prompts in one pass.
+
+    Args:
+      run: runs packed rows on the devices, with or without top tokens.
+      prompts: ids of each, none longer than the last of `widths`.
+      widths: allowed widths of rows (`jrl.rollout.decoding.sizes.row_widths`).
+      ranks: ranks that share the rows.
+    """
+    plan, placed = AdmissionPlan([[] for _ in range(ranks)]), list[tuple[int, int]]()
+    for ids in prompts:
+        rank = min(range(ranks), key=lambda rank: sum(map(len, plan.runs[rank])))
+        placed.append((rank, len(plan.runs[rank])))
+        plan.runs[rank].append(ids)
+    rows = plan_rows(plan, widths)
+    packed = run(make_packing(rows, plan, ranks, pad_id), needs_top_tokens)
+    by_rank = jax.tree.map(
+        lambda x: x.reshape(ranks, rows.num_rows * rows.width, *x.shape[2:]), packed
+    )
+    scores = []
+    for ids, (rank, index) in zip(prompts, placed, strict=True):
+        start = rows.starts[rank][index]
+        span = slice(start + 1, start + len(ids))
+        scores.append(jax.tree.map(lambda x, at=(rank, span): np.array(x[at]), by_rank))
+    return scores
+
+
+@partial(MeshJit, static_argnums=(0, 1))
+def score_packed(
+    decoder: Decoder, top: int, weights: Transformer[Array], packing: Packing[Array]
+) -> tuple[PackedScores[Array], Array | None]:
+    """Scores the tokens of packed rows.
+
+    Args:
+      top: number of top tokens of each position; 0 returns none.
+
+    Returns:
+      The scores, and the overflow of the expert buffers: unless it is 0 or None, call this again
+      with dropless buffers.
+    """
+    mesh, rows = decoder.mesh, over_slots(decoder.mesh)
+    return jax.shard_map(
+        partial(_score_local, decoder, top),
+        mesh=mesh.mesh,
+        in_specs=(specs(decoder.config, mesh), rows),
+        out_specs=(rows, PartitionSpec()),
+    )(weights, packing)
+
+
+def _score_local(
+    decoder: Decoder, top: int, weights: Transformer[Array], packing: Packing[Array]
+) -> tuple[PackedScores[Array], Array | None]:
+    config, mesh = _scanned(decoder.config), decoder.mesh
+    num_tokens = packing.tokens.size
+    packed = pack_segments(
+        packing.tokens, packing.segments, num_tokens, mesh, config, positions=packing.positions
+    )._replace(sequences=None)  # nothing is trained
+    weights = vary(weights, mesh.axes)
+    x, router = run(weights, packed, config, mesh)
+    (states,) = packed.zigzag.restore(join_shards(x, mesh.sequence))
+    # The state of a token predicts the next one.
+    before = jnp.roll(states.reshape(num_tokens, -1), 1, axis=0)
+    tokens = vary(packing.tokens.reshape(-1), mesh.axes)
+    local = local_shard(before, mesh.sequence), local_shard(tokens, mesh.sequence)
+    num_local = local[1].shape[0]
+    chunk = next(size for size in range(MAX_SCORED_CHUNK, 0, -1) if num_local % size == 0)
+
+    def score(inputs: tuple[Array, Array]) -> PackedScores[Array]:
+        logits, tokens = logits_of(weights, inputs[0], config, mesh), inputs[1]
+        top_tokens = None
+        if top:
+            best, ids = lax.top_k(logits, top)
+            total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+            top_tokens = TopTokens(ids.astype(jnp.int32), best - total)
+        return PackedScores(logprobs_of(logits, tokens), top_tokens)
+
+    chunks = jax.tree.map(lambda x: x.reshape(-1, chunk, *x.shape[1:]), local)
+    scores = lax.map(score, chunks)
+    shape = packing.tokens.shape
+
+    def in_rows(values: Array) -> Array:
+        values = join_shards(values.reshape(num_local, *values.shape[2:]), mesh.sequence)
+        return values.reshape(*shape, *values.shape[1:])
+
+    return jax.tree.map(in_rows, scores), overflow_of(router, config)
