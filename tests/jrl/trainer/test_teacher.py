@@ -32,16 +32,8 @@ class Distill(Recipe):
         return Targets(jnp.where(batch.mask, gain, 0.0))
 '''
 SIZES = [
-    "--task",
-    "sort",
-    "--prompts",
-    "4",
-    "--group-size",
-    "2",
-    "--warm-start-steps",
-    "1",
-    "--eval-prompts",
-    "4",
+    *("--task", "sort", "--prompts", "4", "--group-size", "2"),
+    *("--warm-start-steps", "1", "--eval-prompts", "4"),
 ]
 
 
