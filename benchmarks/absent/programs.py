@@ -201,7 +201,7 @@ def _policy(step: Step) -> tuple[Any, Any, Any]:
         recipe.policy_optimizer, mu_dtype=run.mu_dtype, gradient_wire=run.gradient_wire
     )
     objective = PolicyObjective(config, mesh, PromptLayout(step.prompt, 1), recipe, step.response)
-    networks = Networks(Network(objective, optimizer, step.micro_batches), None)
+    networks = Networks({"policy": Network(objective, optimizer, step.micro_batches)})
     return objective, optimizer, state.abstract(networks).policy
 
 

@@ -4,6 +4,7 @@ from jrl.recipes.base.batch import Batch as Batch
 from jrl.recipes.base.batch import Targets as Targets
 from jrl.recipes.base.batch import Totals as Totals
 from jrl.recipes.base.recipe import Metrics as Metrics
+from jrl.recipes.base.recipe import NetworkSpec as NetworkSpec
 from jrl.recipes.base.recipe import Recipe
 from jrl.recipes.base.temperature import AdaptiveTemperature as AdaptiveTemperature
 from jrl.recipes.dapo import Dapo

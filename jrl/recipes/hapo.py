@@ -14,7 +14,7 @@ log-entropy of a token, standardised over its batch and scaled to a signal from 
 Statistics: the loss uses those of the whole mini-batch under the current policy, whatever the
 micro-batch; the sampler uses those of the step before, over all its tokens in the loss mask, under
 the policy that sampled them. The trainer computes that policy's entropies before the first update,
-in the pass that gives old log-probabilities, and keeps four numbers (`Recipe.entropy_statistics`).
+in the pass that gives old log-probabilities, and keeps four numbers (`Recipe.update_state`).
 The first step samples at the base temperature.
 
 Importance weights: a token is sampled from a distribution b at its own temperature (after top-k and

@@ -265,7 +265,7 @@ perf/* | as named | Other speeds and memory, named as in verl.
 timing_s/gen | seconds | Wall time of decoding completions.
 timing_s/reward | seconds | Wall time of waiting for their verdicts.
 timing_s/values | seconds | Wall time of the critic's values of all completions.
-timing_s/ref | seconds | Wall time of scoring them by the reference policy.
+timing_s/ref | seconds | Wall time of scoring them by frozen networks, such as the reference.
 timing_s/old_log_prob | seconds | Wall time of scoring them by the policy itself.
 timing_s/adv | seconds | Wall time of rewards, advantages and corrections.
 timing_s/update_actor | seconds | Wall time of the policy's optimizer steps.

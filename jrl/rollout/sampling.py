@@ -92,6 +92,12 @@ class Sampling:
         distribution sampled from."""
         return self.greedy or self.top_k is not None or self.top_p is not None
 
+    @property
+    def recomputable(self) -> bool:
+        """True if the logits of a token determine the distribution that it is sampled from: not if
+        its temperature follows statistics of other tokens."""
+        return self.adaptive is None
+
 
 GREEDY = Sampling(temperature=0.0)
 

@@ -59,7 +59,7 @@ class AsyncStep:
         self._before = sampler.engine.usage.copy()
         # Reset to the state of a new engine, which it is after a restart.
         sampler.engine.release()
-        sampler.engine.load(state.policy.weights, version, state.entropy_statistics)
+        sampler.engine.load(state.policy.weights, version)
         if state.pool is not None:
             sampler.engine.give_pool(state.pool)
         # Read back from the state even if this process sampled it: a resumed run takes the same
@@ -93,7 +93,7 @@ class AsyncStep:
         metrics = async_batch.metrics | self._metrics
         # No times: the batch was sampled in the step before. The times of this step are in
         # `AsyncResult`.
-        return Collected(async_batch.ready, batch, async_batch.prompts_seen, None, metrics, {})
+        return Collected(async_batch.ready, batch, async_batch.prompts_seen, {}, metrics, {})
 
     @contextmanager
     def sampling(self) -> Iterator[Callable[[], AsyncResult]]:

@@ -45,6 +45,7 @@ from jrl.runs.checkpoints import Checkpoints
 from jrl.runs.folder import RunFolder
 from jrl.runs.loggers import Logger
 from jrl.trainer.evaluation.evaluate import heldout_examples, heldout_metrics
+from jrl.trainer.learner.learner import Learner
 from jrl.trainer.outputs import (
     NUM_SHOWN,
     Outputs,
@@ -57,6 +58,7 @@ from jrl.trainer.outputs import (
 from jrl.trainer.profiler import Profiler
 from jrl.trainer.setup.adapters import write_adapters
 from jrl.trainer.setup.elastic import restart_without
+from jrl.trainer.setup.network_files import load_networks
 from jrl.trainer.setup.setup import Setup
 from jrl.trainer.state import TrainState, init_adapters, init_state, init_weights, restore, save
 from jrl.trainer.step import SAMPLES_TIMING, RolloutStepResult, StepResult, train_step
@@ -128,8 +130,9 @@ def train(
     if is_main_process():
         folder.write_versions(f"{jax.device_count()} x {jax.devices()[0].device_kind}")
 
-    def description() -> dict[str, Any]:
-        return provenance.describe(setup.settings, setup.data, folder)
+    def description(files: Mapping[str, Any]) -> dict[str, Any]:
+        described = provenance.describe(setup.settings, setup.data, folder)
+        return described | ({"networks": files} if files and described else {})
 
     with ExitStack() as stack:
         watchdog = stack.enter_context(_watchdog(setup, folder))
@@ -144,11 +147,12 @@ def train(
         checkpoints = stack.enter_context(
             Checkpoints(folder.checkpoints_path, run.keep_checkpoints)
         )
-        state = _restored_state(setup, folder, checkpoints)
+        state, files = _restored_state(setup, folder, checkpoints)
         if state is None:
+            loaded, files = load_networks(networks, setup.network_files)
             try:
                 state, metrics = _first_state(
-                    setup, sampler, folder, weights, adapters, prompts_seen, stop
+                    setup, sampler, folder, weights, adapters, prompts_seen, stop, loaded
                 )
             except WarmStartStopped:
                 return Outcome(0, stopped=True, saved=False)
@@ -162,7 +166,7 @@ def train(
             with appender(folder.samples_path) as lines, phase("evaluation"):
                 write_heldout_samples(setup, sampler, state, lines)
             # A run killed in its first steps need not repeat its warm start.
-            save(checkpoints, networks, state, description())
+            save(checkpoints, networks, state, description(files))
             # Before the first line of a step: a run killed without checkpoint would begin again.
             checkpoints.wait()
         # After the folder was reset to the checkpoint: totals continue from its last line.
@@ -209,7 +213,7 @@ def train(
                     write_heldout_samples(setup, sampler, state, outputs.samples)
             is_preempted = supervisor.step_ended(step, metrics)
             if step % run.checkpoint_every == 0 or step == run.steps or is_preempted:
-                save(checkpoints, networks, state, description())
+                save(checkpoints, networks, state, description(files))
                 if is_preempted:
                     checkpoints.wait()  # this process may end at any time from here on
                 if is_main_process() and step < run.steps:
@@ -222,7 +226,7 @@ def train(
         checkpoints.wait()
         # A signal may end the run between two checkpoints.
         if checkpoints.latest_step() != step:
-            save(checkpoints, networks, state, description())
+            save(checkpoints, networks, state, description(files))
             checkpoints.wait()
         drained = _drained(run, drainer, stop, step)
         write_adapters(setup, folder, state.policy.weights)
@@ -326,15 +330,17 @@ def _monitors(
 
 def _restored_state(
     setup: Setup, folder: RunFolder, checkpoints: Checkpoints
-) -> TrainState[Array] | None:
-    """State of the latest valid checkpoint, to which the run folder is reset; None if there is
-    none."""
+) -> tuple[TrainState[Array] | None, dict[str, Any]]:
+    """State of the latest valid checkpoint, to which the run folder is reset, None if there is
+    none; and the records of networks from files."""
     step = provenance.find_resume_step(checkpoints)
     if step is None:
-        return None
-    state = restore(checkpoints, setup.networks, step)
-    provenance.rewind(setup.settings, setup.data, folder, step, checkpoints.meta(step))
-    return state
+        return None, {}
+    meta = checkpoints.meta(step)
+    loaded, files = load_networks(setup.networks, setup.network_files, meta.get("networks", {}))
+    state = restore(checkpoints, setup.networks, step, loaded)
+    provenance.rewind(setup.settings, setup.data, folder, step, meta)
+    return state, files
 
 
 def _first_state(
@@ -345,6 +351,7 @@ def _first_state(
     adapters: Transformer[Array] | None,
     prompts_seen: int,
     stop: Stop,
+    loaded: Mapping[str, Transformer[Array]],
 ) -> tuple[TrainState[Array], dict[str, float]]:
     """State of a new run, and metrics of its warm start; for the arguments see `train`.
 
@@ -375,7 +382,8 @@ def _first_state(
     critic_key = setup.randomness.key("critic")
     if setup.model.lora is not None and adapters is None:
         adapters = init_adapters(setup.model, setup.mesh, setup.randomness.key("adapters"))
-    return init_state(setup.networks, weights, critic_key, prompts_seen, adapters), metrics
+    state = init_state(setup.networks, weights, critic_key, prompts_seen, adapters, loaded)
+    return state, metrics
 
 
 def _attachment(run: RunConfig, folder: RunFolder, on_fault: Hook | None) -> Attachment | None:
@@ -436,8 +444,8 @@ def _throughput_metrics(setup: Setup, tokens: float, seconds: float) -> dict[str
 def _check_finite(
     state: TrainState[Array], max_nonfinite: int, folder: RunFolder, checkpoints: Checkpoints
 ) -> None:
-    for network, learner in (("policy", state.policy), ("critic", state.critic)):
-        skipped = 0 if learner is None else int(learner.skipped_in_a_row)
+    for network, learner in state.networks.items():
+        skipped = int(learner.skipped_in_a_row) if isinstance(learner, Learner) else 0
         if skipped >= max_nonfinite:
             checkpoints.wait()
             raise NonFiniteRun(

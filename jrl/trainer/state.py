@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from types import MappingProxyType
 from typing import Any, Generic, Literal, TypeVar, get_args
 
 import jax
@@ -11,13 +12,11 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array
 
-from jrl.losses import EntropyStatistics
-from jrl.processes.agreement import to_devices
+from jrl.processes.agreement import to_devices, to_host
 from jrl.processes.progress import CHECKPOINT, phase
-from jrl.recipes.base.batch import replicated
-from jrl.recipes.base.recipe import Windows
+from jrl.recipes.base.batch import CRITIC, replicated
+from jrl.recipes.base.recipe import POLICY
 from jrl.rollout.collection.async_collector import AsyncBuffer
-from jrl.rollout.collection.windows import Unfinished, none_unfinished
 from jrl.rollout.decoding.slots import SlotPool, abstract_pool, empty_pool
 from jrl.rollout.resharding import reshard
 from jrl.runs.checkpoints import BASE, Checkpoints
@@ -31,7 +30,7 @@ from jrl.trainer.learner.learner import (
     state_shardings,
     weights_of,
 )
-from jrl.trainer.learner.networks import Networks
+from jrl.trainer.learner.networks import Frozen, Networks
 from jrl.trainer.learner.update import Network
 from moe import placement
 from moe import weights as moe_weights
@@ -69,14 +68,9 @@ class TrainState(Generic[Leaf]):
     Attributes:
       step: ``[]`` steps done.
       prompts_seen: ``[]`` training prompts used so far, warm start included.
-      policy: the policy and its optimizer.
-      critic: the critic and its optimizer, None if the recipe has no critic.
-      reference: the reference model, the policy that training started from; None if there is no KL
-        term, and for a policy with adapters, whose base weights it is (`reference_of`).
-      unfinished: responses that the next step continues, None unless the recipe uses windows.
-      entropy_statistics: of the step before, for the sampler of the next
-        (`jrl.recipes.Recipe.entropy_statistics`): scalars, None where the sampling temperature is
-        constant.
+      networks: by role, a `Learner` of each trained network and the weights of frozen ones. A
+        frozen policy with adapters is its base weights, and not among them (`frozen_weights`).
+      algorithm: state of the algorithm (`jrl.recipes.Recipe.init_state`).
       ahead: rows sampled for later steps, None where steps are on-policy.
       pool: the slots of the engine, where rows in flight keep their KV cache; else None. A step
         donates it.
@@ -84,13 +78,27 @@ class TrainState(Generic[Leaf]):
 
     step: Leaf
     prompts_seen: Leaf
-    policy: Learner[Leaf]
-    critic: Learner[Leaf] | None
-    reference: Transformer[Leaf] | None
-    unfinished: Unfinished[Leaf] | None = None
-    entropy_statistics: EntropyStatistics[Leaf] | None = None
+    networks: dict[str, Any]
+    algorithm: dict[str, Any]
     ahead: AsyncBuffer[Leaf] | None = None
     pool: SlotPool[Leaf] | None = None
+
+    @property
+    def policy(self) -> Learner[Leaf]:
+        return self.networks[POLICY]
+
+    @property
+    def critic(self) -> Learner[Leaf] | None:
+        """The critic; None if the recipe has none."""
+        return self.networks.get(CRITIC)
+
+    def with_network(self, role: str, network: Any) -> "TrainState[Leaf]":
+        """Copy with another network in a role."""
+        return replace(self, networks={**self.networks, role: network})
+
+
+RESERVED = ("step", "prompts_seen", "ahead", "pool")
+"""Names of a stored state beside the roles of networks and the names of the algorithm's state."""
 
 
 def init_weights(config: ModelConfig, mesh: FoldedMesh, key: Array) -> Transformer[Array]:
@@ -122,6 +130,7 @@ def init_state(
     critic_key: Array,
     prompts_seen: int = 0,
     adapters: Transformer[Array] | None = None,
+    loaded: Mapping[str, Transformer[Array]] = MappingProxyType({}),
 ) -> TrainState[Array]:
     """Train state before the first step.
 
@@ -131,87 +140,102 @@ def init_state(
       prompts_seen: training prompts used before, on whose answers the policy was trained.
       adapters: of a policy with adapters, as `init_adapters` returns them. The critic has adapters
         of its own on the same base weights, and a value head that is fully trained.
+      loaded: weights of networks from files, by role: of the critic float32.
     """
-    config, mesh, critic = networks.policy.config, networks.mesh, None
+    config, mesh, critic = networks.policy.config, networks.mesh, networks.critic
+    trunk, learners = loaded.get(CRITIC, policy), dict[str, Any]()
     # Frozen weights have no masters: they are cast once, and policy and critic share the arrays.
     if config.lora is not None:
         assert adapters is not None, "a policy with adapters needs initial adapters"
         base_weights = weights_of(policy, config.without_adapters(), mesh)
         policy = with_base(base_weights, adapters, moe_weights.table(config))
-        if networks.critic is not None:
-            critic_config = networks.critic.config
-            critic_adapters = init_adapters(critic_config, mesh, critic_key)
-            critic = networks.critic.init(
-                with_base(base_weights, critic_adapters, moe_weights.table(critic_config))
-            )
-    elif networks.critic is not None:
-        # It starts as the policy with a value head of zeros, so that values start at 0.
-        head = init_weights(networks.critic.config, mesh, critic_key).head
-        critic = networks.critic.init(replace(policy, head=head))
+        trunk = loaded.get(CRITIC, base_weights)
+    if critic is not None:
+        if critic.config.lora is not None:
+            critic_adapters = init_adapters(critic.config, mesh, critic_key)
+            trunk = with_base(trunk, critic_adapters, moe_weights.table(critic.config))
+        else:
+            # A value head of zeros, so that values start at 0.
+            trunk = replace(trunk, head=init_weights(critic.config, mesh, critic_key).head)
+        learners[CRITIC] = critic.init(trunk)
     learner = networks.policy.init(policy)
-    reference = unfinished = entropy_statistics = None
-    if networks.recipe.uses_reference and config.lora is None:
-        # A copy, as the first update donates the policy's buffers.
-        reference = copy_arrays(learner.weights)
-    # Empty or neutral rather than None where steps will fill it: the state keeps its structure.
-    objective = networks.policy.objective
-    if isinstance(networks.recipe.collection, Windows):
-        empty_rows = none_unfinished(networks.recipe, objective.response_length)
-        unfinished = to_devices(empty_rows, replicated(mesh))
-    if objective.sampling.adaptive is not None:
-        entropy_statistics = replicate(EntropyStatistics.neutral(), mesh)
+    # Copies, as the first update donates the policy's buffers.
+    copies = {role: copy_arrays(learner.weights) for role in networks.copied}
+    frozen = {role: weights for role, weights in loaded.items() if role in networks.frozen}
+    everywhere = replicated(mesh)
+    ahead = None if networks.ahead_spec is None else networks.ahead_spec.empty()
     return TrainState(
         step=replicate(jnp.zeros((), jnp.int32), mesh),
         prompts_seen=replicate(jnp.asarray(prompts_seen, jnp.int32), mesh),
-        policy=learner,
-        critic=critic,
-        reference=reference,
-        unfinished=unfinished,
-        entropy_statistics=entropy_statistics,
-        ahead=None
-        if networks.ahead_spec is None
-        else to_devices(networks.ahead_spec.empty(), replicated(mesh)),
+        networks={POLICY: learner, **learners, **copies, **frozen},
+        # In memory of their own, as a network's donated buffers are.
+        algorithm=to_devices(to_host(init_algorithm(networks)), everywhere),
+        ahead=None if ahead is None else to_devices(ahead, everywhere),
         pool=None if networks.pool_spec is None else empty_pool(*networks.pool_spec),
     )
 
 
+def init_algorithm(networks: Networks) -> dict[str, Any]:
+    """State of the algorithm before the first step."""
+    state = networks.recipe.init_state(networks.policy.objective.response_length)
+    return jax.tree.map(jnp.asarray, state)
+
+
 def abstract(networks: Networks) -> TrainState[Any]:
     """Shapes, dtypes and shardings of the state, without allocating it, to restore a checkpoint
-    into."""
-    policy, critic, mesh = networks.policy, networks.critic, networks.mesh
+    into; without networks from files."""
+    everywhere, count = replicated(networks.mesh), jax.ShapeDtypeStruct((), jnp.int32)
 
-    def initial_state() -> TrainState[Array]:
-        config, key = policy.config, jax.random.key(0)
-        adapters = None if config.lora is None else init_adapters(config, mesh, key)
-        weights = init_weights(config.without_adapters(), mesh, key)
-        return init_state(networks, weights, key, adapters=adapters)
+    def place(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: abstract_array(leaf, everywhere), tree)
 
-    state = replace(jax.eval_shape(initial_state), pool=None)
-    pool = None if networks.pool_spec is None else abstract_pool(*networks.pool_spec)
-    shardings = replace(
-        _shardings(state, policy.config, mesh),
-        policy=_learner_shardings(state.policy, policy),
-        critic=None if critic is None else _learner_shardings(state.critic, critic),
+    ahead, pool = networks.ahead_spec, networks.pool_spec
+    return TrainState(
+        step=place(count),
+        prompts_seen=place(count),
+        networks={
+            **{role: _abstract_learner(network) for role, network in networks.trained.items()},
+            **{role: _abstract_weights(each) for role, each in networks.copied.items()},
+        },
+        algorithm=place(init_algorithm(networks)),
+        ahead=None if ahead is None else place(ahead.empty()),
+        pool=None if pool is None else abstract_pool(*pool),
     )
-    return replace(jax.tree.map(abstract_array, state, shardings), pool=pool)
 
 
-def _shardings(tree: Any, config: ModelConfig, mesh: FoldedMesh) -> Any:
-    """Shardings of a tree: weights as a network is stored, everything else replicated."""
-    weights = placement.shardings(config, mesh)
-    return map_networks(lambda _: weights, lambda _: replicated(mesh), tree)
-
-
-def _learner_shardings(learner: Learner[Any], network: Network[Any]) -> Learner[Any]:
-    """Shardings of a learner, as of `update.init_learner` and `update.update`."""
+def _abstract_learner(network: Network[Any]) -> Learner[Any]:
+    """Shapes, dtypes and shardings of a learner, as of `update.init_learner` and
+    `update.update`."""
     config, mesh = network.config, network.mesh
-    # Separately: moments are trees like the weights, and are sharded where weights may be
-    # replicated.
-    return replace(
-        _shardings(replace(learner, opt_state=None, masters=None), config, mesh),
+
+    def initial_learner() -> Learner[Array]:
+        key, plain = jax.random.key(0), config.without_adapters()
+        weights = init_weights(plain, mesh, key)
+        if config.lora is not None:
+            adapters = init_adapters(config, mesh, key)
+            weights = with_base(
+                weights_of(weights, plain, mesh), adapters, moe_weights.table(config)
+            )
+        return network.init(weights)
+
+    learner = jax.eval_shape(initial_learner)
+    # Moments are trees like the weights, and are sharded where weights may be replicated.
+    shardings = replace(
+        jax.tree.map(lambda _: replicated(mesh), replace(learner, opt_state=None, masters=None)),
+        weights=placement.shardings(config, mesh),
         opt_state=state_shardings(learner.opt_state, config, mesh),
         masters=None if learner.masters is None else placement.shard_shardings(config, mesh),
     )
+    return jax.tree.map(abstract_array, learner, shardings)
+
+
+def _abstract_weights(network: Frozen) -> Transformer[Any]:
+    """Shapes, dtypes and shardings of the weights of a frozen network."""
+    config, mesh = network.config, network.mesh
+    shapes = jax.eval_shape(
+        lambda weights: placement.in_chunks(weights, mesh), moe_weights.cast_shapes(config)
+    )
+    return jax.tree.map(abstract_array, shapes, placement.shardings(config, mesh))
 
 
 def save(
@@ -224,36 +248,52 @@ def save(
 
     Trained weights are stored in float32: masters if there are any, from which the weights are cast
     again on restoring. The base weights of adapters are shared by all checkpoints and written once.
+    Networks from files are not stored: `meta` says where they are.
     """
     if networks.policy.config.lora is not None:
         # First: a checkpoint of adapters without their base weights could not be restored.
         _save_base(checkpoints, networks, state.policy.weights)
     # Pipeline stages may store layers out of order or with padding, which must not affect a reader
     # with another layout.
-    stored = _restack(_without_cast(networks, state), networks, _with_layer_order(networks))
+    stored = _restack(_stored(networks, state), networks, _with_layer_order(networks))
     with phase(CHECKPOINT):
         checkpoints.save(int(state.step), stored, meta)
 
 
-def restore(checkpoints: Checkpoints, networks: Networks, step: int) -> TrainState[Array]:
-    """Restores the state that `save` wrote, on the mesh of `networks`, which may be another."""
-    config, in_order = networks.policy.config, _with_layer_order(networks)
+def restore(
+    checkpoints: Checkpoints,
+    networks: Networks,
+    step: int,
+    loaded: Mapping[str, Transformer[Array]] = MappingProxyType({}),
+) -> TrainState[Array]:
+    """Restores the state that `save` wrote, on the mesh of `networks`, which may be another.
+
+    Args:
+      loaded: weights of frozen networks from files, by role.
+    """
+    in_order = _with_layer_order(networks)
     with phase(CHECKPOINT):
-        stored, _ = checkpoints.restore(step, _abstract_stored(in_order))
-    base = None if config.lora is None else restore_base(checkpoints, config, networks.mesh)
-
-    def complete(learner: Learner[Array], network: Network[Any]) -> Learner[Array]:
-        """Inverse of `_without_cast`."""
-        if base is not None:
-            weights = with_base(base, learner.weights, moe_weights.table(network.config))
-            return replace(learner, weights=weights)
-        if not keeps_masters(network.config):
-            return learner
-        weights = weights_of(learner.weights, network.config, network.mesh)
-        return replace(learner, weights=weights, masters=learner.weights)
-
+        stored, _ = checkpoints.restore(step, _stored(in_order, abstract(in_order)))
     # Last: the weights are cast from masters that are sharded as in this run.
-    return _map_learners(complete, networks, _restack(stored, in_order, networks))
+    stored = _restack(stored, in_order, networks)
+    config, base = networks.policy.config, None
+    if config.lora is not None:
+        base = restore_base(checkpoints, config, networks.mesh)
+    restored: dict[str, Any] = {role: stored[role] for role in networks.copied}
+    for role, network in networks.trained.items():
+        learner: Learner[Array] = stored[role]
+        if base is not None and network.config.lora is not None:
+            weights = with_base(base, learner.weights, moe_weights.table(network.config))
+            learner = replace(learner, weights=weights)
+        elif keeps_masters(network.config):
+            weights = weights_of(learner.weights, network.config, network.mesh)
+            learner = replace(learner, weights=weights, masters=learner.weights)
+        restored[role] = learner
+    return TrainState(
+        **{name: stored[name] for name in RESERVED},
+        networks={**restored, **loaded},
+        algorithm={name: stored[name] for name in init_algorithm(networks)},
+    )
 
 
 def _save_base(checkpoints: Checkpoints, networks: Networks, weights: Transformer[Array]) -> None:
@@ -298,72 +338,75 @@ def restore_base(
     return jax.device_put(resharded, placement.shardings(config, mesh))
 
 
-def _without_cast(networks: Networks, state: TrainState[Leaf]) -> TrainState[Leaf]:
-    """State with only the float32 weights that are trained."""
+def _stored(networks: Networks, state: TrainState[Any]) -> dict[str, Any]:
+    """Content of a checkpoint by name: of trained networks only the float32 weights that are
+    trained, and of frozen ones those that can be read nowhere else."""
 
-    def keep_trained(learner: Learner[Leaf], network: Network[Any]) -> Learner[Leaf]:
+    def keep_trained(learner: Learner[Any], network: Network[Any]) -> Learner[Any]:
         # Neither cast nor frozen weights: both can be restored otherwise, and would double the size
         # of a checkpoint.
         trained_weights = select_trained(learner.float32_weights, moe_weights.table(network.config))
         return replace(learner, weights=trained_weights, masters=None)
 
-    return _map_learners(keep_trained, networks, state)
+    return {
+        **{name: getattr(state, name) for name in RESERVED},
+        **{
+            role: keep_trained(state.networks[role], each)
+            for role, each in networks.trained.items()
+        },
+        **{role: state.networks[role] for role in networks.copied},
+        **state.algorithm,
+    }
 
 
-def _abstract_stored(networks: Networks) -> TrainState[Any]:
-    """Shapes, dtypes and shardings of the state as it is stored, layers as on the mesh of
-    `networks`."""
-    return _without_cast(networks, abstract(networks))
-
-
-def _map_learners(
-    function: Callable[[Learner[Leaf], Network[Any]], Learner[Leaf]],
-    networks: Networks,
-    state: TrainState[Leaf],
-) -> TrainState[Leaf]:
-    """Applies `function` to each learner of the state and its network."""
-    critic = state.critic
-    if critic is not None and networks.critic is not None:
-        critic = function(critic, networks.critic)
-    return replace(state, policy=function(state.policy, networks.policy), critic=critic)
-
-
-def reference_of(
-    networks: Networks, state: TrainState[Array]
-) -> tuple[Networks, Transformer[Array]] | None:
-    """Reference model of a KL term, and the networks whose policy it is; None without.
-
-    For a policy with adapters it is the base weights without them: the same arrays.
-    """
-    if not networks.recipe.uses_reference:
-        return None
-    if state.reference is not None:
-        return networks, state.reference
-    return networks.with_adapters(None), without_adapters(state.policy.weights)
+def frozen_weights(networks: Networks, state: TrainState[Array], role: str) -> Transformer[Array]:
+    """Weights of a frozen network. The policy that training started from, if it has adapters, is
+    the same arrays without them."""
+    if role in state.networks:
+        return state.networks[role]
+    return without_adapters(state.policy.weights)
 
 
 def _with_layer_order(networks: Networks) -> Networks:
     """Networks on a mesh that stores weights in the order of their layers."""
-    return networks.with_mesh(placement.without_chunks(networks.policy.config, networks.mesh))
+
+    def in_order(config: ModelConfig) -> FoldedMesh:
+        return placement.without_chunks(config, networks.mesh)
+
+    return replace(
+        networks,
+        trained={n: each.with_mesh(in_order(each.config)) for n, each in networks.trained.items()},
+        frozen={
+            name: replace(each, scorer=replace(each.scorer, mesh=in_order(each.config)))
+            for name, each in networks.copied.items()
+        },
+    )
 
 
-def _restack(stored: TrainState[Array], source: Networks, target: Networks) -> TrainState[Array]:
+def _restack(stored: dict[str, Any], source: Networks, target: Networks) -> dict[str, Any]:
     """Reshapes the weights of a stored state from the stacks of layers on the mesh of `source` to
     the stacks on the mesh of `target`."""
+    sources, targets = ({**each.trained, **each.copied} for each in (source, target))
     # Only a pipeline stacks layers differently, and `abstract` takes as long as a step of a small
     # network.
-    if source.mesh == target.mesh:
+    if all(sources[role].mesh == targets[role].mesh for role in sources):
         return stored
-    num_layers = moe_weights.axis_sizes(source.policy.config)["layer"]
 
-    def restack(weights: Transformer[Array]) -> Transformer[Array]:
-        in_order = placement.in_layer_order(weights, source.mesh, num_layers)
-        return placement.in_chunks(in_order, target.mesh)
+    def restack(name: str, tree: Any) -> Any:
+        if name not in sources:
+            return tree
+        num_layers = moe_weights.axis_sizes(sources[name].config)["layer"]
+
+        def chunked(weights: Transformer[Array]) -> Transformer[Array]:
+            in_order = placement.in_layer_order(weights, sources[name].mesh, num_layers)
+            return placement.in_chunks(in_order, targets[name].mesh)
+
+        return map_networks(chunked, lambda leaf: leaf, tree)
 
     # The pool has no stacked layers, and may be on other devices.
-    like = replace(_abstract_stored(target), pool=None)
+    like = _stored(target, abstract(target)) | {"pool": None}
     compiled = jit_sharded(
-        lambda state: map_networks(restack, lambda leaf: leaf, state),
+        lambda stored: {name: restack(name, tree) for name, tree in stored.items()},
         jax.tree.map(lambda leaf: leaf.sharding, like),
     )
-    return replace(compiled(replace(stored, pool=None)), pool=stored.pool)
+    return compiled(stored | {"pool": None}) | {"pool": stored["pool"]}

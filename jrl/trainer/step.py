@@ -2,37 +2,39 @@
 advantages, loss masks) and runs the optimizer steps."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from jrl.losses import overlong_filter
 from jrl.processes.agreement import to_devices, to_host
 from jrl.processes.progress import phase, sign
 from jrl.recipes.base.batch import (
+    CRITIC,
     Batch,
     Targets,
+    over_rows,
     replicated,
     required,
     responses_of,
     take_rows,
 )
 from jrl.recipes.base.mismatch import Corrected, Correction
-from jrl.recipes.base.recipe import Recipe
+from jrl.recipes.base.recipe import POLICY, Recipe
 from jrl.rollout.collection.collect import Collected, add_verdicts, collect
 from jrl.rollout.packing import MAX_ROWS_PER_BIN, clear_idle_rows, counts_of, pack_rows, plan
 from jrl.rollout.sampler import Completion, Sampler, correct_of, scores_of, timed
-from jrl.trainer.adaptive_temperature import statistics_of_step, temperatures
 from jrl.trainer.async_step import AsyncStep
 from jrl.trainer.learner.learner import Learner
 from jrl.trainer.learner.metrics import Outcome
-from jrl.trainer.learner.networks import Networks
+from jrl.trainer.learner.networks import Frozen, Networks
 from jrl.trainer.learner.update import (
     CriticObjective,
     Network,
@@ -47,13 +49,16 @@ from jrl.trainer.scoring import (
     packed_scores,
     values_of,
 )
-from jrl.trainer.state import Randomness, TrainState, reference_of
+from jrl.trainer.state import Randomness, TrainState, frozen_weights
 from jrl.trainer.summary import count_updates, describe, summarise
 from jrl.trainer.token_records import TokenLogConfig, TokenRecord, token_records
 from moe.config import ModelConfig
 from moe.weights import Transformer
-from sharding.sharded_jit import DeviceJit
+from sharding.sharded_jit import DeviceJit, jit_onto
 
+ROLES = {"critic": CRITIC, "actor": POLICY}
+"""Roles of trained networks by their name in metrics, in the order of their updates; neither update
+uses the other's new weights in this step."""
 SAMPLES_TIMING = "timing_s/samples"
 """Seconds spent on samples for people, which are no part of the step."""
 
@@ -129,14 +134,15 @@ def train_step(
     with phase("rollout"):
         # Collect: the policy is frozen while it samples, so all completions of a step are
         # on-policy.
-        sampler.engine.load(state.policy.weights, int(state.step), state.entropy_statistics)
+        sampled_by = networks.recipe.sampler_state(state.algorithm)
+        sampler.engine.load(state.policy.weights, int(state.step), sampled_by)
         # A task returns the same example for an id: the number of prompts used is all its state.
         collected = collect(
             sampler,
             networks.recipe,
             networks.mesh,
             int(state.prompts_seen),
-            None if state.unfinished is None else to_host(state.unfinished),
+            to_host(state.algorithm),
         )
         # A rollout with another layout has a copy of the weights, which is freed for the updates.
         sampler.engine.release()
@@ -164,14 +170,14 @@ def _train_on_collected(
         batch, prepare_metrics = prepare(
             networks, state, completions, scores, collected.batch, correct
         )
-    sampled, sampling = collected.batch.mask, networks.policy.objective.sampling
-    statistics = state.entropy_statistics
-    if statistics is not None:
+    sampled, everywhere = collected.batch.mask, replicated(networks.mesh)
+    # On the devices like all of the state: a checkpoint is one pytree with one layout.
+    algorithm = {**state.algorithm, **to_devices(dict(collected.state), everywhere)}
+    if algorithm:
         # Over all sampled tokens: `prepare` may have removed tokens from the mask of `batch`.
-        temperature_metrics = to_host(temperatures(sampling, batch, sampled, statistics))
-        prepare_metrics |= {name: float(value) for name, value in temperature_metrics.items()}
-        # With the policy that sampled: before the updates, for the sampler of the next step.
-        statistics = statistics_of_step(networks, batch, sampled, statistics)
+        update_state = _state_update(recipe, everywhere)
+        algorithm, state_metrics = update_state(algorithm, replace(batch, mask=sampled))
+        prepare_metrics |= {name: float(value) for name, value in to_host(state_metrics).items()}
     tokens = dict[int, TokenRecord]()
     if token_log is not None:
         # Scored before the updates, which donate the buffers of these weights.
@@ -182,24 +188,13 @@ def _train_on_collected(
         state, history, nonfinite, seconds = train_on_batch(networks, state, batch, randomness)
     state = replace(
         state,
-        entropy_statistics=statistics,
+        algorithm=algorithm,
         step=state.step + 1,
-        prompts_seen=to_devices(
-            np.asarray(collected.prompts_seen, np.int32), replicated(networks.mesh)
-        ),
-        # On the devices like all of the state: a checkpoint is one pytree with one layout.
-        unfinished=None
-        if collected.unfinished is None
-        else to_devices(collected.unfinished, replicated(networks.mesh)),
+        prompts_seen=to_devices(np.asarray(collected.prompts_seen, np.int32), everywhere),
     )
     metrics = {
         **collected.metrics,
-        **describe(
-            completions,
-            batch,
-            sampled,
-            recipe.group_size if recipe.has_complete_groups else None,
-        ),
+        **describe(completions, batch, sampled, recipe.group_size),
         **summarise(history),
         **count_updates(history),
         **collected.seconds,
@@ -213,10 +208,16 @@ def _train_on_collected(
     else:
         # `updates` counts the steps taken, of which the first is number 0 to the schedule.
         metrics["actor/lr"] = networks.policy.optimizer.rate_at(int(state.policy.updates) - 1)
-    if state.critic is not None:
-        assert networks.critic is not None
-        metrics["critic/lr"] = networks.critic.optimizer.rate_at(int(state.critic.updates) - 1)
+    if networks.critic is not None:
+        updates = int(state.networks[CRITIC].updates)
+        metrics["critic/lr"] = networks.critic.optimizer.rate_at(updates - 1)
     return state, RolloutStepResult(metrics, nonfinite, collected, tokens)
+
+
+@cache
+def _state_update(recipe: Recipe, sharding: NamedSharding) -> Callable[..., Any]:
+    """Compiled `Recipe.update_state`."""
+    return jit_onto(recipe.update_state, sharding)
 
 
 def prepare(
@@ -246,16 +247,16 @@ def prepare(
     length = networks.policy.objective.response_length
     batch = add_verdicts(batch, completions, scores, full, recipe, length, networks.mesh)
     # Forward passes with the weights before the first update: none is repeated per epoch.
-    if state.critic is not None:
-        assert networks.critic is not None
+    if networks.critic is not None:
         with timed("timing_s/values", seconds):
-            values = _compute_values(networks, networks.critic, state.critic.weights, batch)
+            critic = state.networks[CRITIC].weights
+            values = _compute_values(networks, networks.critic, critic, batch)
             batch = replace(batch, old_values=jax.block_until_ready(values))
-    if (reference := reference_of(networks, state)) is not None:
+    for role, network in networks.frozen.items():
         with timed("timing_s/ref", seconds):
-            # Another network with its own routing: nothing is replayed.
-            scored = _compute_logprobs(*reference, batch, replays=False)
-            batch = replace(batch, reference_logprobs=jax.block_until_ready(scored)[0])
+            weights = frozen_weights(networks, state, role)
+            logprobs = jax.block_until_ready(_score_frozen(networks, network, weights, batch))
+            batch = replace(batch, logprobs={**batch.logprobs, role: logprobs})
     if recipe.router_replay == "R3":
         _check_recorded_choices(batch, networks.policy.config)
     # The sampler's own log-probabilities are the old ones by default, which saves a pass.
@@ -287,16 +288,22 @@ def _compute_values(
     return values
 
 
-def _compute_logprobs(
-    networks: Networks, policy: Transformer[Array], batch: Batch[Array], replays: bool
-) -> tuple[Array, Array]:
-    objective = networks.policy.objective
-    replayed = objective.replayed(batch) if replays else None
-    # A packed pass replays all recorded expert ids: one that must not replay runs unpacked rows.
-    if networks.packs and (replays or objective.recipe.router_replay is None):
-        logprobs, sampled = packed_scores(objective, policy, batch, networks.policy.bins)
-        return logprobs, sampled
-    return logprobs_of(objective, policy, batch.tokens, batch.valid, replayed)
+def _score_frozen(
+    networks: Networks, network: Frozen, weights: Transformer[Array], batch: Batch[Array]
+) -> Array:
+    """Log-probabilities of the sampled tokens under a frozen network, which may have a mesh of its
+    own."""
+    scorer = network.scorer
+    # Nothing is replayed: it is another network with its own routing.
+    rows = Batch(batch.tokens, batch.valid, batch.mask)
+    has_own_mesh = scorer.mesh != networks.mesh
+    if has_own_mesh:
+        rows = jax.device_put(rows, over_rows(scorer.mesh))
+    if networks.packs and scorer.mesh.layout.pp == 1 and networks.recipe.router_replay is None:
+        logprobs, _ = packed_scores(scorer, weights, rows, network.bins)
+    else:
+        logprobs, _ = logprobs_of(scorer, weights, rows.tokens, rows.valid, None)
+    return jax.device_put(logprobs, over_rows(networks.mesh)) if has_own_mesh else logprobs
 
 
 def _check_recorded_choices(batch: Batch[Array], config: ModelConfig) -> None:
@@ -316,23 +323,25 @@ def _rescore(
     networks: Networks, policy: Transformer[Array], batch: Batch[Array]
 ) -> tuple[Batch[Array], Array]:
     """Scores the batch with the policy; returns the batch and the policy's log-probabilities. The
-    batch gets the policy's expert ids under R2, and its entropy for an adaptive temperature."""
+    batch gets the policy's expert ids under R2, and its entropy if the recipe uses it."""
     objective, recipe = networks.policy.objective, networks.recipe
-    # R2 with an adaptive temperature takes two passes: the second, for the entropy, replays the
-    # expert ids of the first, as every update does.
+    # R2 with entropies takes two passes: the second, for the entropies, replays the expert ids of
+    # the first, as every update does.
     if recipe.router_replay == "R2":
         rescored, choices = jax.block_until_ready(
             logprobs_and_choices_of(objective, policy, batch.tokens, batch.valid)
         )
         batch = replace(batch, choices=choices)
-        if recipe.temperature_rule is None:
+        if not recipe.uses_entropy:
             return batch, rescored
-    if recipe.temperature_rule is None:
-        scored = _compute_logprobs(networks, policy, batch, replays=True)
+    inputs = batch.tokens, batch.valid, objective.replayed(batch)
+    if not recipe.uses_entropy:
+        if networks.packs:
+            scored = packed_scores(objective, policy, batch, networks.policy.bins)
+        else:
+            scored = logprobs_of(objective, policy, *inputs)
         return batch, jax.block_until_ready(scored)[0]
-    scored = logprobs_and_entropy_of(
-        objective, policy, batch.tokens, batch.valid, objective.replayed(batch)
-    )
+    scored = logprobs_and_entropy_of(objective, policy, *inputs)
     rescored, entropy = jax.block_until_ready(scored)
     return replace(batch, old_entropy=entropy), rescored
 
@@ -394,7 +403,7 @@ def _with_targets(
         # rejection, so they stay in the critic's mask.
         critic_mask = critic_mask & (correction.mask | ~mask)
     metrics = correction.metrics
-    if recipe.temperature_rule is not None:
+    if recipe.uses_entropy:
         # Updates compute no log-probabilities at an adaptive temperature (`PolicyObjective`).
         metrics = metrics | mismatch_metrics(required(rescored), sampler_logprobs, sampled_mask)
     batch = replace(
@@ -432,16 +441,16 @@ def train_on_batch(
     ) -> Learner[Array]:
         begin = time.perf_counter()
         # The critic's mask may contain more tokens (T-PPO) or fewer than the policy's.
-        if name == "critic" and rows.critic_mask is not None:
+        if name == CRITIC and rows.critic_mask is not None:
             rows = replace(rows, mask=rows.critic_mask)
-        # A row of windows may have no token in this network's loss mask.
-        if not recipe.has_complete_groups:
+        # A row that was continued may have no token in this network's loss mask.
+        all_rows = rows.finished is None
+        if not all_rows:
             rows = clear_idle_rows(rows)
         row_counts = None
         if counts is not None:
-            row_counts = counts.for_network(name, row_indices, recipe.has_complete_groups)
-        network, statistics = networks.critic if name == "critic" else networks.policy, None
-        assert network is not None
+            row_counts = counts.for_network(name, row_indices, all_rows)
+        network, statistics = networks.trained[ROLES[name]], None
         if name == "actor" and recipe.uses_statistics:
             # With the current policy: a quantile over the mini-batch changes with every update.
             statistics = statistics_of(network.objective, learner.weights, rows)
@@ -460,11 +469,10 @@ def train_on_batch(
             rows = take_rows(batch, row_indices, networks.mesh)
             history.append({})
             sign(f"mini-batch {len(history)}")
-            # The critic comes first; neither update uses the other's new weights in this step.
-            if state.critic is not None:
-                state = replace(state, critic=learn("critic", state.critic, rows, row_indices))
-            if not pretraining:
-                state = replace(state, policy=learn("actor", state.policy, rows, row_indices))
+            for name, role in ROLES.items():
+                if role in networks.trained and not (pretraining and role == POLICY):
+                    learner = learn(name, state.networks[role], rows, row_indices)
+                    state = state.with_network(role, learner)
     return state, history, nonfinite, seconds
 
 
@@ -508,13 +516,10 @@ def update_rows(
 def mini_batches(recipe: Recipe, shuffler: np.random.Generator) -> np.ndarray:
     """Row indices of each mini-batch of an epoch, ``[mini_batches, mini_batch]``.
 
-    Whole groups are shuffled if they divide mini-batches, so that completions can share their
-    prompt in a forward pass, and single rows if they do not. The order does not depend on layout or
-    micro-batch: a step is the same however it is split.
+    `Recipe.shuffled_rows` stay together. The order does not depend on layout or micro-batch: a step
+    is the same however it is split.
     """
-    unit_size = recipe.group_size if recipe.has_complete_groups else 1
-    unit_size = 1 if recipe.mini_batch_size % unit_size else unit_size
-    units = np.arange(recipe.completions).reshape(-1, unit_size)
+    units = np.arange(recipe.completions).reshape(-1, recipe.shuffled_rows)
     return shuffler.permutation(units).reshape(-1, recipe.mini_batch_size)
 
 
@@ -525,7 +530,7 @@ def sampling_difference(
     policy; empty for an adaptive temperature, where `prepare` has computed them."""
     # The policy was not updated in this step: these weights have sampled.
     objective = networks.policy.objective
-    if objective.sampling.adaptive is not None:
+    if not objective.sampling.recomputable:
         return {}
     _, recomputed = logprobs_of(
         objective, state.policy.weights, batch.tokens, batch.valid, objective.replayed(batch)

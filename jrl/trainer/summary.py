@@ -79,7 +79,7 @@ def describe(
     completions: Sequence[Completion],
     batch: Batch[Array],
     sampled: Array,
-    group_size: int | None,
+    group_size: int,
 ) -> dict[str, float]:
     """Metrics of the completions themselves: scores, rewards, advantages, lengths.
 
@@ -89,7 +89,7 @@ def describe(
     Args:
       batch: the completions with their rewards and advantages.
       sampled: ``[batch, time]`` the mask before anything was rejected.
-      group_size: consecutive rows that share a prompt; None where rows have no such order.
+      group_size: consecutive rows that share a prompt, if all responses are finished.
     """
     scores, lengths = scores_of(completions), lengths_of(completions)
     rewards, advantages, mask, valid, finished = to_host(
@@ -112,9 +112,10 @@ def describe(
             **_spread("response_length", lengths),
             "response_length/clip_ratio": truncated.mean(),
         }
-        if group_size is not None:
+        # Responses that are continued finish at other steps than their group.
+        if finished is None:
             metrics["critic/score/group_std"] = scores.reshape(-1, group_size).std(axis=1).mean()
-        if group_size is not None and group_size > 1:
+        if finished is None and group_size > 1:
             group_rewards = rewards.reshape(-1, group_size)
             metrics["frac_reward_zero_std"] = (np.ptp(group_rewards, axis=1) == 0).mean()
     metrics |= (

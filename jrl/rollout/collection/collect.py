@@ -2,10 +2,11 @@
 recipe, filtered by dynamic sampling or continued for a window."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jrl.processes.agreement import to_devices
 from jrl.recipes.base.batch import Batch, over_rows, replicated, required
 from jrl.recipes.base.recipe import DynamicSampling, Recipe, Windows
 from jrl.rollout.collection.dynamic_sampling import DynamicSampler
-from jrl.rollout.collection.windows import Unfinished, sample_windows
+from jrl.rollout.collection.windows import sample_windows
 from jrl.rollout.decoding.requests import Trajectory, move_to_host
 from jrl.rollout.decoding.slots import TokenRows
 from jrl.rollout.sampler import (
@@ -51,7 +52,7 @@ class Collected:
       completions: those to train on, on the host; samples of one prompt are contiguous.
       batch: the same on the mesh of training.
       prompts_seen: training prompts used so far, including this step's.
-      unfinished: responses that the next step continues; None without partial rollouts.
+      state: the part of the algorithm's state that the collection changed, on the host.
       metrics: metrics of sampling and verification.
       seconds: spent in decoding and in verification.
     """
@@ -59,7 +60,7 @@ class Collected:
     completions: list[Completion]
     batch: Batch[Array]
     prompts_seen: int
-    unfinished: Unfinished[np.ndarray] | None
+    state: Mapping[str, Any]
     metrics: dict[str, float]
     seconds: dict[str, float]
 
@@ -69,7 +70,7 @@ def collect(
     recipe: Recipe,
     mesh: FoldedMesh,
     prompts_seen: int,
-    unfinished: Unfinished[np.ndarray] | None = None,
+    state: Mapping[str, Any] = MappingProxyType({}),
 ) -> Collected:
     """Collects the completions of one step, by the recipe's `collection`.
 
@@ -82,10 +83,11 @@ def collect(
       sampler: with the policy loaded.
       mesh: mesh of training.
       prompts_seen: training prompts used before.
-      unfinished: responses to continue, where the recipe uses windows.
+      state: state of the algorithm (`Recipe.init_state`), on the host.
     """
     collection, sampling = recipe.collection, sampling_of(recipe)
     seconds = {"timing_s/gen": 0.0, "timing_s/reward": 0.0}
+    changed: Mapping[str, Any] = {}
     counts, generation = np.ones(recipe.completions, bool), dict[str, float]()
     before = sampler.engine.usage.copy()
     if isinstance(collection, DynamicSampling):
@@ -103,14 +105,13 @@ def collect(
         completions, counts = select_completions(recipe, sampled, informative)
         generation = generation_metrics(recipe, informative, counts)
     elif isinstance(collection, Windows):
-        assert unfinished is not None
-        continued, prompts_seen, unfinished = sample_windows(
+        continued, prompts_seen, changed = sample_windows(
             sampler,
             recipe,
             required(collection.window),
             sampling,
             prompts_seen,
-            unfinished,
+            dict(state),
             seconds,
         )
         # They arrive as they finish: sorted, so that the batch does not depend on that order.
@@ -128,7 +129,7 @@ def collect(
         completions=completions,
         batch=batch_of_completions(sampler, completions, counts, mesh),
         prompts_seen=prompts_seen,
-        unfinished=unfinished,
+        state=changed,
         metrics=verifier_counts(sampled) | generation,
         seconds=seconds | used.metrics(),
     )

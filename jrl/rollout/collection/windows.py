@@ -1,43 +1,14 @@
 """Partial rollouts (T-PPO): responses sampled in windows, and the unfinished ones between two
 steps."""
 
-from typing import Generic, TypeVar
+from typing import Any
 
 import numpy as np
-from flax import struct
 
-from jrl.recipes.base.recipe import Recipe
+from jrl.recipes.base.recipe import Recipe, Unfinished
 from jrl.rollout.decoding.requests import NO_TOKENS, Request
 from jrl.rollout.sampler import Completion, Sampler
 from jrl.rollout.sampling import Sampling
-
-Leaf = TypeVar("Leaf")
-
-
-@struct.dataclass
-class Unfinished(Generic[Leaf]):
-    """Unfinished responses that a step continues, in their order; a part of the state of a run.
-
-    Attributes:
-      prompts: ``[entry]`` id of the prompt.
-      samples: ``[entry]`` sample id, the index of the response to its prompt.
-      lengths: ``[entry]`` tokens so far, 0 if it was not started; -1 if the entry is empty.
-      tokens: ``[entry, response]`` ids, 0 after those.
-    """
-
-    prompts: Leaf
-    samples: Leaf
-    lengths: Leaf
-    tokens: Leaf
-
-
-def none_unfinished(recipe: Recipe, response_length: int) -> Unfinished[np.ndarray]:
-    """No unfinished responses, the state before the first step."""
-    # A step's responses, and the rest of a group that did not fit into the step.
-    num_entries = recipe.completions + recipe.group_size
-    zeros = np.zeros(num_entries, np.int32)
-    tokens = np.zeros((num_entries, response_length), np.int32)
-    return Unfinished(zeros, zeros.copy(), zeros - 1, tokens)
 
 
 def sample_windows(
@@ -46,15 +17,19 @@ def sample_windows(
     window: int,
     sampling: Sampling,
     prompts_seen: int,
-    unfinished: Unfinished[np.ndarray],
+    state: dict[str, Any],
     seconds: dict[str, float],
-) -> tuple[list[Completion], int, Unfinished[np.ndarray]]:
+) -> tuple[list[Completion], int, dict[str, Any]]:
     """Continues the responses of a step for a window: unfinished ones, then fresh ones.
+
+    Args:
+      state: of the algorithm, on the host, with the responses to continue.
 
     Returns:
       The responses, of which the unfinished have no verdict; the training prompts used so far; and
-      the responses that are unfinished now.
+      the part of the state that changed.
     """
+    unfinished: Unfinished[np.ndarray] = state["unfinished"]
     columns = unfinished.prompts, unfinished.samples, unfinished.lengths, unfinished.tokens
     rows = [
         (int(prompt), int(sample), tokens[:length])
@@ -83,9 +58,9 @@ def sample_windows(
     trajectories = [each.trajectory for each in completions if each.trajectory.finish == "window"]
     continued = [(t.request.prompt, t.request.sample, t.response) for t in trajectories]
     continued.sort(key=lambda row: row[:2])
-    unfinished = none_unfinished(recipe, sampler.response_length)
+    unfinished = Unfinished.none(len(unfinished.lengths), sampler.response_length)
     for entry, (prompt, sample, tokens) in enumerate([*continued, *later]):
         unfinished.prompts[entry], unfinished.samples[entry] = prompt, sample
         unfinished.lengths[entry] = len(tokens)
         unfinished.tokens[entry, : len(tokens)] = tokens
-    return completions, prompts_seen, unfinished
+    return completions, prompts_seen, {"unfinished": unfinished}

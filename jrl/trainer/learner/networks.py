@@ -1,13 +1,17 @@
-"""Networks that a recipe trains, and the sizes of what else the state of its run holds."""
+"""Networks of a run by role, and the sizes of what else the state of the run holds."""
 
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
-from jrl.recipes.base.recipe import Recipe
+from jrl.recipes.base.batch import CRITIC
+from jrl.recipes.base.recipe import POLICY, Recipe
 from jrl.rollout.collection.async_collector import AsyncBufferSpec
 from jrl.rollout.decoding.slots import Decoder
 from jrl.trainer.learner.update import CriticObjective, Network, PolicyObjective
+from jrl.trainer.scoring import Scorer
 from moe.architecture.lora import Lora
+from moe.config import ModelConfig
 from sharding.folding import FoldedMesh
 
 
@@ -26,23 +30,55 @@ class PoolSpec(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Networks:
-    """Networks that a recipe trains.
+class Frozen:
+    """Network that scores completions and is never updated.
 
     Attributes:
-      policy: the policy network.
-      critic: the value network, None without one.
+      scorer: the network on its mesh.
+      bins: of a micro-batch, where rows are packed.
+      from_file: true if its weights come from a file, and so are not in checkpoints; false for the
+        policy that training started from.
+    """
+
+    scorer: Scorer
+    bins: int = 1
+    from_file: bool = False
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.scorer.config
+
+    @property
+    def mesh(self) -> FoldedMesh:
+        return self.scorer.mesh
+
+
+@dataclass(frozen=True)
+class Networks:
+    """Networks of a run.
+
+    Attributes:
+      trained: networks with an optimizer: the policy, and the critic if there is one.
+      frozen: the others.
       packs: true if updates run packed rows (`jrl.rollout.packing`).
       ahead_spec: sizes of the buffer of asynchronous rollouts; None without these.
       pool_spec: of an engine whose rows in flight keep their KV cache, None where that is
         recomputed.
     """
 
-    policy: Network[PolicyObjective]
-    critic: Network[CriticObjective] | None
+    trained: Mapping[str, Network[Any]]
+    frozen: Mapping[str, Frozen] = field(default_factory=dict)
     packs: bool = False
     ahead_spec: AsyncBufferSpec | None = None
     pool_spec: PoolSpec | None = None
+
+    @property
+    def policy(self) -> Network[PolicyObjective]:
+        return self.trained[POLICY]
+
+    @property
+    def critic(self) -> Network[CriticObjective] | None:
+        return self.trained.get(CRITIC)
 
     @property
     def recipe(self) -> Recipe:
@@ -52,13 +88,17 @@ class Networks:
     def mesh(self) -> FoldedMesh:
         return self.policy.mesh
 
+    @property
+    def copied(self) -> dict[str, Frozen]:
+        """Frozen copies of the policy that are in the state and in checkpoints. For a policy with
+        adapters there are none: its base weights are that copy."""
+        if self.policy.config.lora is not None:
+            return {}
+        return {role: each for role, each in self.frozen.items() if not each.from_file}
+
     def with_adapters(self, lora: Lora | None) -> "Networks":
         """Copy whose policy has other adapters, or none."""
         objective = self.policy.objective
         objective = replace(objective, config=replace(objective.config, lora=lora))
-        return replace(self, policy=replace(self.policy, objective=objective))
-
-    def with_mesh(self, mesh: FoldedMesh) -> "Networks":
-        """Copy on another mesh."""
-        critic = None if self.critic is None else self.critic.with_mesh(mesh)
-        return replace(self, policy=self.policy.with_mesh(mesh), critic=critic)
+        policy = replace(self.policy, objective=objective)
+        return replace(self, trained={**self.trained, POLICY: policy})

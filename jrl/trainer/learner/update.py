@@ -1,5 +1,5 @@
-"""Objectives of the networks (the losses of policy, critic and warm start), and the jitted update
-that minimises one of them.
+"""Objectives of the networks (the losses of policy and critic), and the jitted update that
+minimises one of them.
 
 Gradients are computed inside the `jax.shard_map`, micro-batch after micro-batch with the
 denominators of the whole mini-batch, summed over devices once, and applied outside it on global
@@ -149,8 +149,7 @@ class PolicyObjective(Objective):
         loss, metrics = policy_loss(
             self.recipe, scores.logprobs, scores.entropy, batch, totals, self.response_length
         )
-        if self.sampling.adaptive is not None or batch.behaviour_logprobs is None:
-            # A pass over the tokens does not compute the distribution at an adaptive temperature:
+        if not self.sampling.recomputable or batch.behaviour_logprobs is None:
             # `prepare` has compared the full policy. Given tokens have no sampler to compare with.
             return loss, dict(metrics)
         sampled = required(batch.behaviour_logprobs)
@@ -215,18 +214,6 @@ class CriticObjective(Objective):
         return loss, {**metrics, "critic/vf_loss": loss}
 
 
-@dataclass(frozen=True)
-class SupervisedObjective(Objective):
-    """Negative log-likelihood of given completions, the mean over their tokens, in the plain
-    softmax, whatever the sampling temperature."""
-
-    def loss(
-        self, weights: Transformer[Array], x: Array, batch: Batch[Array], totals: Totals[Array]
-    ) -> tuple[Array, dict[str, Any]]:
-        scores = self.scores(weights, x, batch)
-        return aggregate(-scores.logprobs, batch.mask, num_tokens=totals.num_tokens), {}
-
-
 @RetryOnOverflow
 def statistics_of(
     objective: PolicyObjective, policy: Transformer[Array], batch: Batch[Array]
@@ -240,7 +227,7 @@ def statistics_of(
     return jax.lax.stop_gradient(statistics), overflow
 
 
-ObjectiveT = TypeVar("ObjectiveT", PolicyObjective, CriticObjective, SupervisedObjective)
+ObjectiveT = TypeVar("ObjectiveT", PolicyObjective, CriticObjective)
 UpdateMetrics = tuple[dict[str, Any], ExpertLoad[Array] | None, Array | None]
 """Metrics by name, tokens per expert, and rows beyond the expert buffers."""
 Updated = tuple[Learner[Array], Outcome[Array]]

@@ -13,7 +13,6 @@ from rich.text import Text
 
 from jrl.checks import flag
 from jrl.published.settings import RouterSettings
-from jrl.recipes.base.recipe import Recipe
 from jrl.setting import names_with
 from jrl.tasks.data.chats import Chats
 from jrl.tasks.mixture import has_environments
@@ -66,7 +65,7 @@ def print_dry_run(setup: Setup, console: Console | None = None) -> None:
     size = setup.mesh.layout.num_devices
     batch = batch_arithmetic(setup) if setup.rows is None else chat_arithmetic(setup)
     _print(console, f"Batch: {setup.recipe.name} on {setup.run.task}", batch)
-    _print(console, f"Parameters: {setup.run.model}", parameters(setup.model, setup.recipe))
+    _print(console, f"Parameters: {setup.run.model}", parameters(setup))
     _print(console, "Execution", execution(setup))
     memory_bytes = memory(setup)
     memory_bytes["in total, without activations"] = sum(memory_bytes.values())
@@ -179,21 +178,23 @@ def execution(setup: Setup) -> dict[str, str]:
     return rows
 
 
-def parameters(model: ModelConfig, recipe: Recipe) -> dict[str, str]:
+def parameters(setup: Setup) -> dict[str, str]:
     """Parameter counts of the networks."""
-    critic = model.as_critic()
+    model, critic = setup.model, setup.critic
     rows = {
         "policy": f"{num_parameters(model):,}",
         "active params per token": f"{num_active_parameters(model):,}",
     }
     if model.lora is not None:
         rows["of which learn"] = _trained_text(model)
-    if recipe.uses_critic:
+    if critic is not None:
         rows["critic"] = f"{num_parameters(critic):,}"
-        if model.lora is not None:
+        if critic.lora is not None:
             rows["of which trained, in addition to the policy's"] = _trained_text(critic)
-    if recipe.uses_reference:
-        rows["reference"] = rows["policy"] if model.lora is None else "the policy without adapters"
+    for role, network in setup.frozen.items():
+        is_base = model.lora is not None and not network.from_file
+        count = f"{num_parameters(network.config):,}"
+        rows[role] = "the policy without adapters" if is_base else count
     return rows
 
 

@@ -93,7 +93,7 @@ def memory(setup: Setup) -> dict[str, int]:
     run, recipe, model, mesh = setup.run, setup.recipe, setup.model, setup.mesh
     geometry, fsdp, has_adapters = setup.geometry, model.execution.fsdp, model.lora is not None
     time = setup.prompt_length + setup.response_length
-    critic = model.as_critic() if recipe.uses_critic else None
+    critic = setup.critic
     networks = [model] if critic is None else [model, critic]
     # Policy and critic are updated one after the other: the larger one counts.
     gradients = max(gradient_bytes(network, mesh, shapes(network)) for network in networks)
@@ -111,7 +111,7 @@ def memory(setup: Setup) -> dict[str, int]:
     if run.weights is None and run.checkpoint is None and run.warm_start_steps:
         forward.append(geometry.supervised_rows(run.warm_start_batch))
     local_completions = recipe.completions // mesh.size(mesh.dp)
-    if recipe.uses_reference or recipe.rescores:
+    if setup.frozen or recipe.rescores:
         num_passes = 1
         if mesh.layout.pp > 1:
             num_passes = num_micro_batches(local_completions, time, geometry.prompt_layout, mesh)
@@ -134,7 +134,12 @@ def memory(setup: Setup) -> dict[str, int]:
     gathered = max(weight_bytes(network, mesh) for network in networks)
     replays = recipe.router_replay is not None
     rows |= {
-        "reference": weights if recipe.uses_reference and not has_adapters else 0,
+        # The base weights of adapters are the policy that training started from.
+        **{
+            role: weight_bytes(each.config, each.mesh, shards=fsdp)
+            for role, each in setup.frozen.items()
+            if each.from_file or not has_adapters
+        },
         "weights gathered for scoring": gathered if fsdp else 0,
         **rollout,
         LOGITS: logits_bytes(model, geometry, max(forward)),

@@ -65,6 +65,20 @@ def network_of(model: ModelConfig, run: RunConfig) -> ModelConfig:
     return replace(model, **requested, dtype=dtype, execution=run.execution, lora=lora)
 
 
+def frozen_network_of(model: ModelConfig, run: RunConfig, mesh: FoldedMesh) -> ModelConfig:
+    """Network config of a frozen network beside the policy: its own router, the dtype and the
+    execution settings of the run as far as they apply to it."""
+    execution = run.execution
+    if not model.num_experts:
+        settings = names_with(Execution, "experts")
+        execution = replace(execution, **{name: getattr(Execution, name) for name in settings})
+    dtype = model.dtype if run.dtype is None else run.dtype
+    model = with_dispatch(replace(model, dtype=dtype, execution=execution), run, mesh)
+    check_supported(model, mesh)
+    check_shardable(model, mesh)
+    return model
+
+
 def lora_of(model: ModelConfig, run: RunConfig) -> Lora | None:
     """LoRA settings of a run; None without adapters."""
     if run.lora_rank is None:

@@ -14,9 +14,10 @@ from jrl.config.run import RunConfig
 from jrl.processes.agreement import is_multiprocess
 from jrl.published.location import download_command
 from jrl.published.network import open_checkpoint
-from jrl.recipes.base.batch import required
+from jrl.recipes import Sft
+from jrl.recipes.base.batch import CRITIC
 from jrl.recipes.base.optimizer import Optimizer
-from jrl.recipes.base.recipe import Recipe, Windows
+from jrl.recipes.base.recipe import POLICY, NetworkSpec, Recipe
 from jrl.rollout.collection.async_collector import AsyncBufferSpec
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.conversation_engine import ConversationEngine
@@ -28,6 +29,7 @@ from jrl.rollout.decoding.sizes import ROLLOUTS
 from jrl.rollout.decoding.split_backend import DeviceSplit
 from jrl.rollout.resharding import rollout_mesh, separate_rollout_mesh, split_mesh
 from jrl.rollout.sampler import Sampler
+from jrl.rollout.sampling import Sampling
 from jrl.tasks import Task, load_task
 from jrl.tasks.data.chats import Chats, load_chats
 from jrl.tasks.data.fields import Fields
@@ -45,14 +47,9 @@ from jrl.text.prompt_format import (
     with_template,
 )
 from jrl.text.tokenizer import Tokenizer
-from jrl.trainer.learner.networks import Networks, PoolSpec
-from jrl.trainer.learner.update import (
-    CriticObjective,
-    Network,
-    PolicyObjective,
-    SupervisedObjective,
-)
-from jrl.trainer.scoring import PromptLayout
+from jrl.trainer.learner.networks import Frozen, Networks, PoolSpec
+from jrl.trainer.learner.update import CriticObjective, Network, PolicyObjective
+from jrl.trainer.scoring import PromptLayout, Scorer
 from jrl.trainer.setup.chat_rows import ChatRows, chat_rows, sampled_lengths
 from jrl.trainer.setup.geometry import Geometry
 from jrl.trainer.setup.lengths import check_answers, fit_prompts, response_length
@@ -62,13 +59,15 @@ from jrl.trainer.setup.network import (
     check_shardable,
     check_supported,
     first_devices,
+    frozen_network_of,
     network_of,
     with_dispatch,
 )
+from jrl.trainer.setup.network_files import NetworkFile, check_networks, open_network
 from jrl.trainer.state import Randomness
 from moe.architecture.feed_forward import can_drop
 from moe.config import PRESETS, ModelConfig, preset
-from moe.disaggregated.split import SplitMesh
+from moe.disaggregated.split import SplitMesh, devices_of
 from moe.disaggregated.weights import check_splits
 from sharding.folding import FoldedMesh, Layout, fold
 
@@ -231,23 +230,74 @@ class Setup:
             records_choices=self.recipe.router_replay == "R3",
         )
 
+    @cached_property
+    def network_files(self) -> dict[str, NetworkFile]:
+        """Files of networks that do not begin as the policy, by role."""
+        return {
+            role: open_network(role, spec, self.tokenizer)
+            for role, spec in self.recipe.networks.items()
+            if spec.weights != POLICY
+        }
+
+    @property
+    def critic(self) -> ModelConfig | None:
+        """The critic network, by default the policy's with a value head; None without a critic."""
+        if not self.recipe.uses_critic:
+            return None
+        if (file := self.network_files.get(CRITIC)) is None:
+            return self.model.as_critic()
+        return frozen_network_of(file.model, self.run, self.mesh).as_critic()
+
+    @cached_property
+    def frozen(self) -> dict[str, Frozen]:
+        """Frozen networks by role."""
+        specs = self.recipe.networks.items()
+        return {role: self._frozen(role, spec) for role, spec in specs if not spec.trained}
+
+    def _frozen(self, role: str, spec: NetworkSpec) -> Frozen:
+        geometry, file = self.geometry, self.network_files.get(role)
+        config = self.model.without_adapters()
+        if spec.layout is not None:
+            layout, size = Layout.parse(spec.layout), self.mesh.layout.num_devices
+            if layout.num_devices != size:
+                raise ValueError(
+                    f"layout={spec.layout!r} of the {role} has {layout.num_devices} devices, and "
+                    f"the policy {size}: choose a layout of as many."
+                )
+            mesh = fold(layout, devices_of(self.mesh))
+            geometry = replace(geometry, mesh=mesh, layout=f"layout {spec.layout!r} of the {role}")
+            geometry.check()
+        if file is not None:
+            config = frozen_network_of(file.model, self.run, geometry.mesh)
+            length = self.prompt_length + self.response_length
+            if config.max_positions is not None and config.max_positions < length:
+                raise ValueError(
+                    f"the {role} in {file.path} has {config.max_positions} positions, and prompt "
+                    f"and response may have {length} tokens: lower --response-length, or choose "
+                    "another network."
+                )
+        # Of the whole policy at its temperature, whatever the sampler leaves out.
+        sampling = Sampling(sampling_of(self.recipe).policy_temperature)
+        scorer = Scorer(config, geometry.mesh, geometry.prompt_layout, sampling=sampling)
+        return Frozen(scorer, geometry.bins, from_file=file is not None)
+
     @property
     def networks(self) -> Networks:
-        """Trained networks with their objectives and optimizers."""
+        """Networks by role, the trained ones with their objectives and optimizers."""
         recipe, geometry, response = self.recipe, self.geometry, self.response_length
         layout, sizes = geometry.prompt_layout, (geometry.num_micro_batches, geometry.bins)
-        critic = None
-        if recipe.uses_critic:
-            objective = CriticObjective(self.model.as_critic(), self.mesh, layout, recipe, response)
-            critic = Network(objective, self.critic_optimizer, *sizes)
-        policy_objective = PolicyObjective(
+        policy = PolicyObjective(
             self.model, self.mesh, layout, recipe, response, sampling=sampling_of(recipe)
         )
+        trained: dict[str, Any] = {POLICY: Network(policy, self.policy_optimizer, *sizes)}
+        if (critic := self.critic) is not None:
+            objective = CriticObjective(critic, self.mesh, layout, recipe, response)
+            trained[CRITIC] = Network(objective, self.critic_optimizer, *sizes)
         packs = self.run.packing
         if packs is None:
             # With windows, most tokens of a step only provide context; most conversations are far
             # shorter than the longest.
-            is_sparse = isinstance(recipe.collection, Windows) or recipe.supervised
+            is_sparse = not recipe.has_complete_groups or recipe.supervised
             packs = is_sparse and self.mesh.layout.pp == 1
         ahead = pool = None
         if self.run.max_staleness:
@@ -263,17 +313,17 @@ class Setup:
             # For its sizes only: an engine allocates its pool when rows come.
             engine = self._engine(self.run.seed)
             pool = PoolSpec(engine.decoder, engine.slots, engine.max_length)
-        policy = Network(policy_objective, self.policy_optimizer, *sizes)
-        return Networks(policy, critic, packs, ahead, pool)
+        return Networks(trained, self.frozen, packs, ahead, pool)
 
     @property
-    def imitator(self) -> Network[SupervisedObjective]:
-        """Network of the policy's warm start."""
+    def imitator(self) -> Network[PolicyObjective]:
+        """The policy in its warm start, which trains it by the recipe `sft` on reference
+        completions."""
         # Adapters are added after the warm start.
         model = self.model.without_adapters()
         # Rows of different prompts, which share nothing.
         layout = PromptLayout(self.prompt_length, group_size=1)
-        objective = SupervisedObjective(model, self.mesh, layout)
+        objective = PolicyObjective(model, self.mesh, layout, Sft(), self.response_length)
         # The recipe's optimizer at another rate, without what is chosen for its own steps.
         plain = Optimizer(self.run.warm_start_learning_rate)
         optimizer = replace(
@@ -457,24 +507,17 @@ def _tokenizer(run: RunConfig, task: Task, model: ModelConfig | None) -> Tokeniz
 
 def _check_may_be_stale(recipe: Recipe, max_staleness: int) -> None:
     """Rejects recipes that cannot run asynchronously, as a step depends on the step before."""
-    if isinstance(recipe.collection, Windows):
+    if recipe.staleness_obstacle is not None:
         raise ValueError(
-            f"max_staleness={max_staleness}: {recipe.name} continues in each step the responses "
-            "that the previous step left unfinished, and trains on them in between: leave out "
-            "--max-staleness."
-        )
-    if recipe.temperature_rule is not None:
-        raise ValueError(
-            f"max_staleness={max_staleness}: in {recipe.name} the sampling temperature follows "
-            "the entropies of the previous step: leave out --max-staleness, or choose another "
-            "recipe."
+            f"max_staleness={max_staleness}: {recipe.name} {recipe.staleness_obstacle}: leave out "
+            "--max-staleness, or choose another recipe."
         )
 
 
 def _check_may_converse(run: RunConfig, recipe: Recipe) -> None:
     """Rejects settings under which conversations continue in another step, as environments are not
     saved in checkpoints."""
-    if isinstance(recipe.collection, Windows):
+    if not recipe.has_complete_groups:
         raise ValueError(
             f"task={run.task} has conversations, which {recipe.name} would continue in another "
             "step, and their environments are not saved: choose another recipe."
@@ -496,8 +539,8 @@ def _check_tools(task: Task, format: PromptFormat) -> None:
 
 def _check_fits(setup: Setup) -> None:
     """Checks that network and tokenizer have the same vocabulary, that the network supports the
-    rollout split and packing, and that windows are shorter than responses."""
-    run, recipe, model, tokenizer = setup.run, setup.recipe, setup.model, setup.tokenizer
+    rollout split and packing, and that the recipe's networks and its state fit the run."""
+    run, model, tokenizer = setup.run, setup.model, setup.tokenizer
     pp = setup.mesh.layout.pp
     if tokenizer.vocab_size > model.vocab_size:
         raise ValueError(
@@ -519,9 +562,6 @@ def _check_fits(setup: Setup) -> None:
             "which runs a fixed number of micro-batches: leave out --packing, or choose a layout "
             "without pp."
         )
-    collection, response_length = recipe.collection, setup.response_length
-    if isinstance(collection, Windows) and required(collection.window) >= response_length:
-        raise ValueError(
-            f"window={collection.window} truncates no response of at most {response_length} "
-            "tokens: choose a smaller --window, or a larger --response-length."
-        )
+    check_networks(setup.recipe, setup.response_length)
+    # Files and layouts of the networks are read before the run has a folder.
+    _ = setup.critic, setup.frozen

@@ -178,11 +178,12 @@ def test_what_is_kept_is_of_all_sampled_tokens():
     recipe = Hapo(entropy_quantile=0.5)
     entropy = np.random.default_rng(8).uniform(0.01, 2, MASK.shape).astype(np.float32)
     given = replace(batch(recipe), old_entropy=np.where(MASK, entropy, np.float32(np.nan)))
-    statistics = jax.jit(recipe.entropy_statistics)
+    state = recipe.init_state(9)
+    statistics = jax.jit(lambda given: recipe.update_state(state, given)[0]["entropy_statistics"])
     found = statistics(given)
     expected = jax.jit(lambda x: entropy_statistics(x, MASK, quantile=0.5))(entropy)
     chex.assert_trees_all_equal(found, expected)
-    assert Dapo().entropy_statistics(given) is None
+    assert Dapo().init_state(9) == {}
     nothing = statistics(replace(given, mask=np.zeros_like(given.mask)))
     chex.assert_trees_all_equal(nothing, EntropyStatistics.neutral())
 

@@ -42,7 +42,7 @@ def completions(rewards=REWARDS, lengths=LENGTHS, groups=GROUPS, **given):
         "valid": np.ones(shape, bool),
         "old_values": random.normal(size=shape).astype(np.float32),
         "old_logprobs": -random.random(shape).astype(np.float32),
-        "reference_logprobs": -random.random(shape).astype(np.float32),
+        "logprobs": {"reference": -random.random(shape).astype(np.float32)},
         **given,
     }
     return Batch(**arrays)
@@ -167,7 +167,7 @@ def test_ppo(kl, whitened):
 
 
 def test_ppo_needs_no_reference_without_its_kl():
-    given = completions().replace(reference_logprobs=None)
+    given = completions().replace(logprobs={})
     assert targets_of(Ppo(), given).advantages.shape == (6, TIME)
 
 

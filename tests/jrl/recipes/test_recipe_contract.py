@@ -101,7 +101,7 @@ def batch(under_mask=0.0):
         rewards=np.array([1.0, 0.0, 0.0, 1.0, 0.5, 0.0], np.float32),
         correct=np.array([True, False, False, True, False, False]),
         old_values=numbers(-1, 1),
-        reference_logprobs=numbers(-2, 0),
+        logprobs={"reference": numbers(-2, 0)},
     )
 
 

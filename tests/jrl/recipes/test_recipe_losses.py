@@ -49,7 +49,7 @@ def batch():
     """Old log-probabilities near enough and far enough for every clip; NaN where nothing counts."""
     arrays = {
         "old_logprobs": LOGPROBS + random(4, -0.6, 0.6),
-        "reference_logprobs": LOGPROBS + random(5, -1, 1),
+        "reference": LOGPROBS + random(5, -1, 1),
         "advantages": random(6, -2, 2),
         "returns": random(7, -1, 1),
         "old_values": VALUES + random(8, -1, 1),
@@ -61,6 +61,7 @@ def batch():
         mask=MASK,
         behaviour_logprobs=arrays["old_logprobs"],
         correct=CORRECT,
+        logprobs={"reference": arrays.pop("reference")},
         **arrays,
     )
 

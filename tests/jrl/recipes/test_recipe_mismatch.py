@@ -156,7 +156,7 @@ def test_every_recipe_weighs_its_policy_loss(name):
         behaviour_logprobs=old_logprobs,
         advantages=advantages,
         correct=np.array([True, False]),
-        reference_logprobs=reference,
+        logprobs={"reference": reference},
     )
     entropy = np.ones((2, 4), np.float32)
 

@@ -77,10 +77,8 @@ class Watched:
             ]
             # What is done again after a kill is done as before.
             assert self.batches.setdefault(number, found) == found
-            if after.unfinished is not None:
-                places = np.stack(
-                    [after.unfinished.prompts, after.unfinished.samples, after.unfinished.lengths]
-                )
+            if (unfinished := after.algorithm.get("unfinished")) is not None:
+                places = np.stack([unfinished.prompts, unfinished.samples, unfinished.lengths])
                 self.unfinished = {(p, s): n for p, s, n in places.T.tolist() if n >= 0}
             return after, done
 

@@ -27,9 +27,9 @@ def state_of(setup):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", full_but(RECIPES, "grpo", "vapo"))
 def test_a_reference_is_kept_only_where_it_is_needed(name):
-    assert state_of(small_setup(small_recipe(name))).reference is None
+    assert "reference" not in state_of(small_setup(small_recipe(name))).networks
     state = state_of(small_setup(small_recipe(name, kl_coef=0.1)))
-    chex.assert_trees_all_equal(state.reference, state.policy.weights)
+    chex.assert_trees_all_equal(state.networks["reference"], state.policy.weights)
     assert (state.critic is None) == (name not in ("ppo", "vapo", "tppo"))
 
 
@@ -189,7 +189,7 @@ def test_r2_records_in_the_pass_before_the_first_update(sampled, scoring, monkey
         return jnp.asarray(scoring), record
 
     def scored(objective, weights, tokens, valid, choices=None):
-        asked.append((weights is state.reference, choices))
+        asked.append((weights is state.networks.get("reference"), choices))
         return jnp.asarray(scoring), jnp.asarray(scoring)
 
     monkeypatch.setattr(preparing, "logprobs_and_choices_of", recording)
@@ -211,7 +211,7 @@ def test_r3_replays_what_the_sampler_chose(sampled, scoring, monkeypatch):
     record = jnp.ones((*sampled.rollout.tokens.shape, setup.model.num_layers, 2), jnp.uint8)
 
     def scored(objective, weights, tokens, valid, choices=None):
-        asked.append((weights is state.reference, choices))
+        asked.append((weights is state.networks.get("reference"), choices))
         return jnp.asarray(scoring), jnp.asarray(scoring)
 
     monkeypatch.setattr(preparing, "logprobs_of", scored)

@@ -21,7 +21,6 @@ from jrl.losses import EntropyStatistics, entropy_statistics
 from jrl.report.metrics import check_defined, without_timings
 from jrl.runs.checkpoints import Checkpoints
 from jrl.trainer import step as stepping
-from jrl.trainer.adaptive_temperature import statistics_of_step
 from jrl.trainer.scoring import logprobs_and_entropy_of
 from jrl.trainer.state import restore, save
 from jrl.trainer.step import sampling_difference
@@ -39,7 +38,7 @@ def recipe_of(**changes):
 def test_a_step_is_sampled_by_the_entropies_of_the_step_before(tmp_path, monkeypatch):
     setup = small_setup(recipe_of(), small_run(layout="tp2 dp2 / ep4"))
     first = fresh_state(setup, fresh_weights(setup))
-    chex.assert_trees_all_equal(first.entropy_statistics, EntropyStatistics.neutral())
+    chex.assert_trees_all_equal(first.algorithm["entropy_statistics"], EntropyStatistics.neutral())
     prepare, batches, before = stepping.prepare, [], []
 
     def recorded(networks, state, completions, scores, batch, *rest):
@@ -59,7 +58,7 @@ def test_a_step_is_sampled_by_the_entropies_of_the_step_before(tmp_path, monkeyp
     expected = statistics_of(entropy, batch.mask)
     assert setup.recipe.entropy_quantile == QUANTILE
     # Sums over devices in another order.
-    chex.assert_trees_all_close(second.entropy_statistics, expected, rtol=1e-5)
+    chex.assert_trees_all_close(second.algorithm["entropy_statistics"], expected, rtol=1e-5)
     # There was nothing to follow yet: drawn from the policy itself, and not corrected.
     np.testing.assert_array_equal(batch.behaviour_logprobs, batch.old_logprobs)
     np.testing.assert_array_equal(batches[0].importance_weights, batch.mask.astype(np.float32))
@@ -68,12 +67,14 @@ def test_a_step_is_sampled_by_the_entropies_of_the_step_before(tmp_path, monkeyp
     checkpoints = Checkpoints(tmp_path)
     save(checkpoints, setup.networks, second)
     again = restore(checkpoints, setup.networks, 1)
-    chex.assert_trees_all_equal(again.entropy_statistics, second.entropy_statistics)
+    chex.assert_trees_all_equal(
+        again.algorithm["entropy_statistics"], second.algorithm["entropy_statistics"]
+    )
 
     # The second step, of which the first token of a row is drawn by its entropy.
     third, done = one_step(setup, second)
     logprobs, entropy, batch = before[1]
-    kept, mask = again.entropy_statistics, batch.mask
+    kept, mask = again.algorithm["entropy_statistics"], batch.mask
     assert mask.any()
     rule = setup.recipe.temperature_rule
     temperature = np.asarray(
@@ -103,7 +104,7 @@ def test_a_step_is_sampled_by_the_entropies_of_the_step_before(tmp_path, monkeyp
 
 def test_other_recipes_keep_nothing():
     setup = small_setup(small_recipe("dapo"))
-    assert fresh_state(setup, fresh_weights(setup)).entropy_statistics is None
+    assert fresh_state(setup, fresh_weights(setup)).algorithm == {}
 
 
 def test_a_step_without_a_token_that_counts_leaves_what_was_kept():
@@ -112,8 +113,11 @@ def test_a_step_without_a_token_that_counts_leaves_what_was_kept():
     batch = batch.replace(old_entropy=-batch.old_logprobs)
     before = EntropyStatistics(*(jnp.float32(x) for x in (-1.5, 2.0, 1.0, -3.0)))
 
+    update = jax.jit(setup.recipe.update_state)
+
     def kept(sampled):
-        return statistics_of_step(setup.networks, batch, sampled, before)
+        state, _ = update({"entropy_statistics": before}, batch.replace(mask=sampled))
+        return state["entropy_statistics"]
 
     chex.assert_trees_all_equal(kept(jnp.zeros_like(batch.mask)), before)
     expected = statistics_of(batch.old_entropy, batch.mask)

@@ -9,21 +9,20 @@ import pytest
 from small_runs import fresh_weights, small_recipe, small_run, small_setup
 
 from jrl.rollout.collection.collect import collect, sampling_of
-from jrl.rollout.collection.windows import none_unfinished
 
 WINDOW = 2
 
 
-def steps_of(setup, number, unfinished=None, first=0):
+def steps_of(setup, number, state=None, first=0):
     """What so many steps collect, one after the other, with the same weights."""
     sampler = setup.sampler()
     sampler.engine.load(fresh_weights(setup), 0)
-    if unfinished is None:
-        unfinished = none_unfinished(setup.recipe, setup.response_length)
+    if state is None:
+        state = setup.recipe.init_state(setup.response_length)
     steps = []
     for _ in range(number):
-        steps.append(collect(sampler, setup.recipe, setup.mesh, first, unfinished))
-        first, unfinished = steps[-1].prompts_seen, steps[-1].unfinished
+        steps.append(collect(sampler, setup.recipe, setup.mesh, first, state))
+        first, state = steps[-1].prompts_seen, steps[-1].state
     return steps
 
 
@@ -66,9 +65,9 @@ def test_every_response_is_written_once_from_its_first_token_to_its_last(setup, 
     under_way = {
         (int(prompt), int(sample))
         for prompt, sample, length in zip(
-            steps[-1].unfinished.prompts,
-            steps[-1].unfinished.samples,
-            steps[-1].unfinished.lengths,
+            steps[-1].state["unfinished"].prompts,
+            steps[-1].state["unfinished"].samples,
+            steps[-1].state["unfinished"].lengths,
             strict=True,
         )
         if length >= 0
@@ -122,10 +121,10 @@ def test_a_group_may_be_cut(steps):
 @pytest.mark.parametrize("at", [1, 3])
 def test_what_is_under_way_is_all_that_there_is_to_keep(setup, steps, at):
     before = steps[at - 1]
-    again = steps_of(setup, 2, before.unfinished, before.prompts_seen)
+    again = steps_of(setup, 2, before.state, before.prompts_seen)
     for one, other in zip(again, steps[at : at + 2], strict=True):
         chex.assert_trees_all_equal(one.batch, other.batch)
-        chex.assert_trees_all_equal(one.unfinished, other.unfinished)
+        chex.assert_trees_all_equal(one.state, other.state)
         assert one.metrics == other.metrics
 
 
@@ -137,4 +136,4 @@ def test_on_a_mesh():
     )
     for a, b in zip(one, folded, strict=True):
         np.testing.assert_array_equal(a.batch.tokens, jax.device_get(b.batch.tokens))
-        chex.assert_trees_all_equal(a.unfinished, b.unfinished)
+        chex.assert_trees_all_equal(a.state, b.state)

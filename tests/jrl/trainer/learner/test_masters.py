@@ -235,7 +235,7 @@ def test_bytes_on_a_device_are_those_of_a_dry_run(layout, fsdp, small):
     run = replace(setup.run, mu_dtype="bfloat16" if small else "float32")
     setup = replace(setup, recipe=replace(setup.recipe, kl_coef=0.1), run=run)
     state, needs = abstract(setup.networks), memory(setup)
-    assert needs["weights"] == held(state.policy.weights) == held(state.reference)
+    assert needs["weights"] == held(state.policy.weights) == held(state.networks["reference"])
     assert needs["float32 masters"] == held(state.policy.masters)
     assert needs["optimizer state"] == held(state.policy.opt_state)
     assert needs["critic"] == held(state.critic.weights)

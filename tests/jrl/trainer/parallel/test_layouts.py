@@ -129,5 +129,5 @@ def test_steps_of_windows_are_those_of_one_device():
     assert any(len(row.trajectory.request.response) for row in done.collected.completions)
     for name in ("tokens", "mask", "finished", "rewards"):
         np.testing.assert_array_equal(getattr(same, name), getattr(batch, name), err_msg=name)
-    chex.assert_trees_all_equal(after.unfinished, before.unfinished)
+    chex.assert_trees_all_equal(after.algorithm, before.algorithm)
     assert_same_metrics(folded, one)

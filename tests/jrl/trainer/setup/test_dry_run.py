@@ -101,7 +101,7 @@ def test_memory_of_the_state_is_what_the_state_takes():
     assert state.critic is not None
     assert needs["weights"] == on_one_device(state.policy.weights)
     assert needs["critic"] == on_one_device(state.critic.weights)
-    assert needs["reference"] == on_one_device(state.reference)
+    assert needs["reference"] == on_one_device(state.networks["reference"])
     assert needs["optimizer state"] == on_one_device(state.policy.opt_state)
     assert needs["critic's optimizer state"] == on_one_device(state.critic.opt_state)
 

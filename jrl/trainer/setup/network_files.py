@@ -1,0 +1,176 @@
+"""Networks from files that an algorithm needs beside the policy: the policy of a run folder, or a
+published checkpoint."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jaxtyping import Array
+
+from jrl.config.files import run_of
+from jrl.published.location import is_checkpoint
+from jrl.published.network import open_checkpoint
+from jrl.recipes.base.batch import CRITIC
+from jrl.recipes.base.recipe import POLICY, NetworkSpec, Recipe
+from jrl.runs.checkpoints import Checkpoints
+from jrl.runs.directory import MANIFEST_NAME
+from jrl.runs.folder import RunFolder
+from jrl.text.load import load_tokenizer
+from jrl.text.tokenizer import Tokenizer
+from jrl.trainer.evaluation.saved_policy import load_model, load_policy_of, load_published
+from jrl.trainer.learner.learner import weights_of
+from jrl.trainer.learner.networks import Networks
+from jrl.trainer.setup.network import network_of
+from jrl.trainer.state import RESERVED
+from moe.architecture.lora import Lora
+from moe.config import ModelConfig, preset
+from moe.weights import Transformer
+from sharding.folding import FoldedMesh
+
+
+@dataclass(frozen=True)
+class NetworkFile:
+    """Network of a run folder or of a published checkpoint.
+
+    Attributes:
+      path: its folder.
+      model: network config, without adapters.
+      is_run: true for a run folder, false for a published checkpoint.
+      lora: adapters of the run's policy, which are merged; None if it has none.
+    """
+
+    path: Path
+    model: ModelConfig
+    is_run: bool
+    lora: Lora | None = None
+
+    def record(self, saved: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Path and hash for a checkpoint, of a run with the step of its policy.
+
+        Args:
+          saved: record of an earlier start, whose step is taken; None takes the latest step.
+
+        Raises:
+          ValueError: if the files are not those of `saved`.
+        """
+        record: dict[str, Any] = {"path": str(self.path)}
+        if self.is_run:
+            checkpoints = Checkpoints(RunFolder.read(self.path).checkpoints_path)
+            step = checkpoints.latest_valid_step()[0] if saved is None else saved.get("step")
+            record["step"], paths = step, [checkpoints.directory / str(step) / MANIFEST_NAME]
+        else:
+            paths = sorted(self.path.glob("*.safetensors"))
+        # The manifest of a checkpoint has the hashes of its files.
+        hashes = {path.name: _hash(path) for path in paths if path.is_file()}
+        record["sha256"] = hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
+        if saved is not None and record["sha256"] != saved["sha256"]:
+            where = f" of step {saved['step']}" if self.is_run else ""
+            raise ValueError(
+                f"the weights{where} in {self.path} are not those that the run began with (hash "
+                f"{record['sha256'][:8]}, and {saved['sha256'][:8]} then): put the files back, or "
+                "start a new run."
+            )
+        return record
+
+    def load(
+        self, config: ModelConfig, mesh: FoldedMesh, record: Mapping[str, Any]
+    ) -> Transformer[Array]:
+        """Loads the float32 weights.
+
+        Args:
+          config: network config with the execution settings of the run.
+          record: as `record` returns it.
+        """
+        if not self.is_run:
+            return load_published(self.path, config, mesh)
+        folder, adapted = RunFolder.read(self.path), replace(config, lora=self.lora)
+        return load_policy_of(folder, adapted, mesh, float32=True, step=record["step"])[0]
+
+
+def open_network(role: str, spec: NetworkSpec, tokenizer: Tokenizer) -> NetworkFile:
+    """Reads the network config of a run folder or checkpoint.
+
+    Raises:
+      ValueError: if it is neither, or has another tokenizer than the policy.
+    """
+    name, is_run = spec.weights, not is_checkpoint(spec.weights)
+    if not is_run:
+        from jrl.text.json_tokenizer import checkpoint_tokenizer  # needs an extra
+
+        path, model = open_checkpoint(name)
+        own_tokenizer = checkpoint_tokenizer(path, model.vocab_size)
+    else:
+        try:
+            folder = RunFolder.read(name)
+        except ValueError as error:
+            raise ValueError(
+                f"the weights {name!r} of the {role} are neither a run folder nor a checkpoint: "
+                f"{error}"
+            ) from error
+        run, own_tokenizer = run_of(folder), load_tokenizer(folder.tokenizer_path)
+        model = load_model(folder) or preset(run.model, own_tokenizer.vocab_size)
+        path, model = folder.path, network_of(model, run)
+    if own_tokenizer.vocabulary() != tokenizer.vocabulary():
+        raise ValueError(
+            f"the {role} in {path} has another tokenizer than the policy, so that it would score "
+            "other tokens than were sampled: choose a network with the tokenizer of the policy."
+        )
+    plain = model.without_adapters().with_unused_ids(own_tokenizer.unused_ids)
+    return NetworkFile(path.absolute(), plain, is_run, model.lora)
+
+
+def check_networks(recipe: Recipe, response_length: int) -> None:
+    """Checks roles, networks and the names of the state of a recipe; raises ValueError."""
+    networks, state = recipe.networks, recipe.init_state(response_length)
+    for role, spec in networks.items():
+        problem = None
+        if role in (POLICY, *RESERVED) or not role.isidentifier():
+            problem = "the role is taken, or no name: choose another, for example teacher"
+        elif spec.trained != (role == CRITIC and recipe.uses_critic):
+            problem = (
+                f"trained={spec.trained}, and the network that is trained beside the policy is the "
+                "critic of a recipe with uses_critic"
+            )
+        elif spec.layout is not None and (spec.trained or spec.weights == POLICY):
+            problem = f"layout={spec.layout!r} is for frozen networks from files: leave it out"
+        if problem is not None:
+            raise ValueError(f"network {role!r} of recipe {recipe.name}: {problem}.")
+    taken = {POLICY, *RESERVED, *networks} & state.keys()
+    if taken:
+        raise ValueError(
+            f"state of recipe {recipe.name}: {', '.join(sorted(taken))} is the name of something "
+            "else in the state of a run: choose another."
+        )
+
+
+def load_networks(
+    networks: Networks,
+    files: Mapping[str, NetworkFile],
+    saved: Mapping[str, Any] | None = None,
+) -> tuple[dict[str, Transformer[Array]], dict[str, Any]]:
+    """Loads the networks from files, and their records for checkpoints, by role.
+
+    Args:
+      saved: records of the checkpoint that the run resumes from, which has the trained networks;
+        None for a new run.
+    """
+    loaded, records = dict[str, Transformer[Array]](), dict[str, Any]()
+    for role, file in files.items():
+        trained = networks.trained.get(role)
+        if trained is not None:
+            if saved is None:
+                config = replace(trained.config, head=file.model.head)
+                loaded[role] = file.load(config, trained.mesh, file.record(None))
+            continue
+        records[role] = record = file.record(None if saved is None else saved[role])
+        config, mesh = networks.frozen[role].config, networks.frozen[role].mesh
+        loaded[role] = weights_of(file.load(config, mesh, record), config, mesh)
+    return loaded, records
+
+
+def _hash(path: Any) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
