@@ -26,11 +26,14 @@ class Batch:
       rows: sequences on all devices.
       time: tokens of each.
       micro_rows: sequences of a micro-batch on each ``dp`` rank.
+      micro_tokens: tokens of a micro-batch on one device, fewer than those of its sequences if
+        these share prompts; None counts all.
     """
 
     rows: int
     time: int
     micro_rows: int = 1
+    micro_tokens: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -53,6 +56,8 @@ class Batch:
 
     def local_tokens(self, layout: Layout) -> int:
         """Tokens of a micro-batch on one device, rows padded to ``2 cp`` zig-zag chunks."""
+        if self.micro_tokens is not None:
+            return self.micro_tokens
         unit = 1 if layout.cp == 1 else 2 * layout.cp
         padded = -(-self.time // unit) * unit
         return self.micro_rows * padded // (layout.cp * layout.tp)
