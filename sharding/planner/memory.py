@@ -297,6 +297,11 @@ def activation_bytes(
         # Two norms and their sum, attention's output, rows, and hidden units after activation. The
         # received tokens have no gradient of their own: they are permuted into rows.
         elements += tokens * (3 * h + model.outputs + dense_width) + rows * (h + hidden)
+        if not method.fused_activation:
+            # Factors of the derivative in a dense layer, and of one in the place of experts its
+            # input, the stream and the heads before their projection.
+            elements += tokens * 3 * dense_width
+            elements += tokens * (2 * h + model.outputs) * (not model.num_experts)
         float32_values += tokens * 3 * model.num_experts
     else:
         elements += received * h

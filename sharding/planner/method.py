@@ -142,6 +142,7 @@ class Method:
         (`sharding.planner.memory.working_score_bytes`).
       duplicates_experts: where "none" keeps the values that a layer computes, it keeps a copy of
         its experts' matrices too, as XLA's programs do on a CPU.
+      fused_activation: the activation of a dense layer keeps no more than its input.
       in_place: a pipeline stage writes the residuals of a chunk directly to their buffer slot; else
         to a temporary buffer first, as `sharding.pipeline` does.
     """
@@ -168,6 +169,7 @@ class Method:
     state_bytes: float | None = None
     attention: str | None = None
     duplicates_experts: bool = False
+    fused_activation: bool = False
 
     def __post_init__(self):
         for name, choices in {**ALLOWED_VALUES, "storage": tuple(STORAGES)}.items():

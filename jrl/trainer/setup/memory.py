@@ -240,10 +240,13 @@ def run_memory(setup: Setup) -> RunMemory:
         phases["warm start"] = {GRADIENTS: whole, **passed}
     if mesh.platform == "cpu":
         rows |= {"copy for a checkpoint": _checkpoint_bytes(setup), **PROCESS}
+        if setup.model.lora is not None:
+            base = weight_bytes(setup.model, mesh, frozen=True)
+            phases["checkpoint"] = {"copy of the base weights": base}
     return RunMemory(rows, phases)
 
 
-PROCESS = {"programs and libraries": 600 << 20}
+PROCESS = {"programs and libraries": 850 << 20}
 """Bytes of a process on a CPU beside its arrays: Python, JAX, the compiler and its programs."""
 
 
