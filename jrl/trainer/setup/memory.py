@@ -239,15 +239,17 @@ def run_memory(setup: Setup) -> RunMemory:
         passed = _update_bytes(warm_start, forward["warm start"], shares_prompts=False)
         phases["warm start"] = {GRADIENTS: whole, **passed}
     if mesh.platform == "cpu":
-        rows |= {"copy for a checkpoint": _checkpoint_bytes(setup), **PROCESS}
+        rows["copy for a checkpoint"] = _checkpoint_bytes(setup)
+        rows[PROCESS] = PROCESS_BYTES // max(len(local_devices(mesh)), 1)
         if setup.model.lora is not None:
             base = weight_bytes(setup.model, mesh, frozen=True)
             phases["checkpoint"] = {"copy of the base weights": base}
     return RunMemory(rows, phases)
 
 
-PROCESS = {"programs and libraries": 850 << 20}
-"""Bytes of a process on a CPU beside its arrays: Python, JAX, the compiler and its programs."""
+PROCESS, PROCESS_BYTES = "programs and libraries", 850 << 20
+"""Row of a process on a CPU beside its arrays (Python, JAX, the compiler and its programs), and its
+bytes, which its devices share."""
 
 
 def _update_bytes(setup: Setup, rows: int, shares_prompts: bool = True) -> dict[str, int]:

@@ -93,7 +93,7 @@ def test_phases_of_a_run_with_a_critic():
 
 
 def test_dry_run_of_a_run_that_does_not_fit(capsys):
-    sizes = ["--micro-batch=64", "--slots=512", "--response-length=400", "--devices=1"]
+    sizes = ["--micro-batch=64", "--slots=512", "--response-length=400"]
     assert main(["--dry-run", "--memory-limit=1", *sizes]) == 2
     shown = capsys.readouterr()
     assert "does not fit" in shown.err and "Memory per device" in shown.out
