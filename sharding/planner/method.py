@@ -1,7 +1,8 @@
 """Settings of a run besides its layout: batch, dispatch, context, rematerialisation, storage."""
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from sharding.compression import ACTIVATION_DTYPES
 from sharding.folding import Layout
@@ -104,6 +105,11 @@ STAYS_FLOAT32 = {"bfloat16": Storage(4, 4, 4, 8, 4, 4, summand=4)}
 section 5 (the wire). https://arxiv.org/abs/2505.11432"""
 
 
+def _of_weights(default: Any) -> Any:
+    """Field of a `Method` on which weights, gradients and optimizer depend, and no layer."""
+    return field(default=default, metadata={"weights": True})
+
+
 @dataclass(frozen=True)
 class Method:
     """Choices besides the layout; fields as in `moe.execution.Execution`.
@@ -152,7 +158,7 @@ class Method:
     remat: str = "none"
     fsdp: bool = False
     itemsize: int = 2
-    storage: str = "float32"
+    storage: str = _of_weights("float32")
     resends: bool = True
     repeats_experts: bool = False
     even: bool = False
@@ -163,10 +169,10 @@ class Method:
     expert_block: int = 1
     server_devices: int | None = None
     two_batch_overlap: bool = False
-    overlap_grad_reduce: bool = False
-    gradient_wire: str = "float32"
-    mu_dtype: str = "float32"
-    state_bytes: float | None = None
+    overlap_grad_reduce: bool = _of_weights(False)
+    gradient_wire: str = _of_weights("float32")
+    mu_dtype: str = _of_weights("float32")
+    state_bytes: float | None = _of_weights(None)
     attention: str | None = None
     duplicates_experts: bool = False
     fused_activation: bool = False
@@ -224,31 +230,20 @@ def _split_rows(batch: Batch) -> tuple[Batch, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def with_fields(method: Method, **fields: str | float | bool | None) -> Method:
+def with_fields(method: Method, **changes: Any) -> Method:
     """The method with other fields, cached: a search needs few methods many times."""
-    return replace(method, **fields)  # pyright: ignore[reportArgumentType]
+    return replace(method, **changes)
+
+
+OF_WEIGHTS = {item.name: item.default for item in fields(Method) if "weights" in item.metadata}
 
 
 def for_tokens(method: Method) -> Method:
     """A cache key of the layers' communication: fields of weights have their defaults."""
-    return with_fields(
-        method,
-        storage="float32",
-        gradient_wire="float32",
-        mu_dtype="float32",
-        state_bytes=None,
-        overlap_grad_reduce=False,
-    )
+    return with_fields(method, **OF_WEIGHTS)
 
 
 @functools.lru_cache(maxsize=4096)
 def for_weights(method: Method) -> Method:
     """A cache key of weights, gradients and optimizer: all other fields have their defaults."""
-    return Method(
-        fsdp=method.fsdp,
-        storage=method.storage,
-        gradient_wire=method.gradient_wire,
-        mu_dtype=method.mu_dtype,
-        state_bytes=method.state_bytes,
-        overlap_grad_reduce=method.overlap_grad_reduce,
-    )
+    return Method(fsdp=method.fsdp, **{name: getattr(method, name) for name in OF_WEIGHTS})
