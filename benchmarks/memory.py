@@ -99,12 +99,14 @@ def child(out: str, limit: str, *words: str) -> int:
 
     from jrl.command_line import start_jax
     from jrl.config.flags import parse_arguments
+    from jrl.processes.watchdog import jax_heartbeat
     from jrl.train import main as train
     from jrl.trainer.setup.memory import run_memory
     from jrl.trainer.setup.setup import build_setup
 
     options = parse_arguments(list(words))
-    start_jax(options.run.devices, options.processes, None)
+    heartbeat = jax_heartbeat(options.run.hang_deadline)
+    start_jax(options.run.devices, options.processes, heartbeat)
     setup = build_setup(options.run, options.recipe)
     setup.task.close()
     predicted, cpu = run_memory(setup), jax.devices()[0].platform == "cpu"
