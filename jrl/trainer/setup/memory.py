@@ -15,9 +15,9 @@ from jrl.rollout.decoding.engine import MAX_PREFILL_TOKENS
 from jrl.rollout.expert_balancer import first_placement
 from jrl.rollout.packing import bin_length
 from jrl.trainer.learner.learner import abstract_state, keeps_masters
+from jrl.trainer.machine import device_memory, local_devices
 from jrl.trainer.scoring import num_micro_batches
 from jrl.trainer.setup.geometry import MAX_SLOTS, Geometry
-from jrl.trainer.setup.machine import device_memory, local_devices
 from jrl.trainer.setup.plan_inputs import planner_args
 from jrl.trainer.setup.setup import MIN_PREFILL_PROMPTS, Setup
 from moe import placement
