@@ -10,7 +10,7 @@ from jrl.checks import flag
 from jrl.config.run import RunConfig
 from jrl.processes.agreement import gather
 from jrl.recipes.base.recipe import Recipe
-from jrl.trainer.machine import free_memory
+from jrl.rollout.device_memory import free_memory
 from jrl.trainer.setup.lengths import CHECKPOINT_RESPONSE
 from jrl.trainer.setup.memory import RunMemory, rollout_memory, run_memory
 from jrl.trainer.setup.setup import Setup

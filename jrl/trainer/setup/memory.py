@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.rollout.collection.collect import sampling_of
 from jrl.rollout.decoding.engine import MAX_PREFILL_TOKENS
+from jrl.rollout.device_memory import device_memory, local_devices
 from jrl.rollout.expert_balancer import first_placement
 from jrl.rollout.packing import bin_length
 from jrl.trainer.learner.learner import abstract_state, keeps_masters
-from jrl.trainer.machine import device_memory, local_devices
 from jrl.trainer.scoring import num_micro_batches
 from jrl.trainer.setup.geometry import MAX_SLOTS, Geometry
 from jrl.trainer.setup.plan_inputs import planner_args

@@ -4,7 +4,7 @@ import resource
 
 import pytest
 
-from jrl.trainer.machine import free_host_memory
+from jrl.rollout.device_memory import free_host_memory
 
 GIB = 2**30
 MEMINFO = {"proc/meminfo": f"MemTotal: {32 * 2**20} kB\nMemAvailable: {20 * 2**20} kB\n"}
