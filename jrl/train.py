@@ -109,6 +109,7 @@ def _start_run(options: TrainOptions, supervisor: Supervisor) -> int:
     """A new run. Its folder is made when all that can be seen to be wrong has been looked at."""
     setup = _build_in_all_processes(options)
     with closing(setup.task):
+        setup, options = _fit(setup, options)
         weights = _load_initial_weights(setup)
         options = replace(options, run=setup.run)  # with the steps that its epochs take
         remember(code_of(options.run, options.recipe).parts)
@@ -141,6 +142,7 @@ def _resume(options: TrainOptions, supervisor: Supervisor) -> int:
             return 0
         setup = _build_in_all_processes(options, folder)
         with closing(setup.task):
+            _fit(setup, options, chooses=False)
             if is_main_process() and folder.config() != config:
                 folder.change_config(config)
             _save_inputs(setup, folder)
@@ -176,8 +178,26 @@ def _dry_run(options: TrainOptions) -> int:
             step, saved = (None, {}) if folder is None else latest_description(folder)
             if folder is not None and step is not None and is_main_process():
                 provenance.check_data(setup.data, folder, step, saved)
-        print_dry_run(setup)
+        # The tables come first, also those of a run that does not fit.
+        try:
+            setup, _ = _fit(setup, options, chooses=folder is None)
+        finally:
+            print_dry_run(setup)
     return 0
+
+
+def _fit(
+    setup: "Setup", options: TrainOptions, chooses: bool = True
+) -> "tuple[Setup, TrainOptions]":
+    """The run with sizes that fit the memory that is free, and its options, which record them;
+    raises ValueError if none do."""
+    from jrl.trainer.setup.fit import fit
+
+    fitted = fit(setup, options.recipe, chooses=chooses)
+    if fitted.line and is_main_process():
+        print(fitted.line)
+    recipe, run = fitted.settings_of(options.recipe), fitted.settings_of(options.run)
+    return fitted.setup, replace(options, recipe=recipe, run=run)
 
 
 def _open_resumed(options: TrainOptions) -> RunFolder | None:

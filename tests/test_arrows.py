@@ -407,6 +407,7 @@ def test_the_trainer_asks_for_hooks_and_knows_no_recipe():
 
 
 ASKS_THE_PLANNER = {
+    *(Path(f"jrl/trainer/setup/{name}.py") for name in ("fit", "memory", "plan_inputs")),
     Path("moe/counts/__init__.py"),
     Path("moe/planner/__init__.py"),
     Path("moe/planner/__main__.py"),

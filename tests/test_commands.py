@@ -107,6 +107,7 @@ def test_there_are_commands():
         "benchmarks.absent",
         "benchmarks.agreement",
         "benchmarks.faults",
+        "benchmarks.memory",
         "benchmarks.gpu",
     }
     benchmarks |= {f"benchmarks.{name}" for name in ("dispatch", "harness", "rollout", "serve")}

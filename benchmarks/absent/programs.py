@@ -120,7 +120,7 @@ def predicted_bytes(step: Step) -> float | None:
         return predicted_bytes_of_half(step)
     if step.kind != UPDATE:
         return None
-    from jrl.trainer.setup.planner import method_of
+    from jrl.trainer.setup.plan_inputs import method_of
     from moe.counts import sizes_of
     from sharding.planner.memory import memory
     from sharding.planner.method import Batch

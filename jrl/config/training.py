@@ -45,6 +45,10 @@ class TrainingSettings:
     """Sequence packing: updates concatenate completions, so that no padding is computed and the LM
     head sees only loss tokens; a prompt is then computed for each completion. Not supported with
     pp. None packs if a recipe samples responses in windows (tppo)."""
+    memory_limit: float | None = setting(None, above=0, changeable=True)
+    """GiB that a device may use. The run is refused before it compiles if its predicted peak is
+    more; slots, micro-batch, vocabulary chunk and a checkpoint's response length that are not set
+    are lowered to fit. None is what is free at the start."""
     max_nonfinite: int = setting(5, minimum=1, changeable=True)
     """Maximum consecutive updates that are skipped because of a non-finite loss or gradient."""
 

@@ -165,6 +165,7 @@ def train(
                 on_step(0, metrics)
             with appender(folder.samples_path) as lines, phase("evaluation"):
                 write_heldout_samples(setup, sampler, state, lines)
+            sampler.engine.release()  # its copy of the policy, before a copy is made to save
             # A run killed in its first steps need not repeat its warm start.
             save(checkpoints, networks, state, description(files))
             # Before the first line of a step: a run killed without checkpoint would begin again.

@@ -67,13 +67,40 @@ def memory(
       vocab_chunk: vocabulary columns whose logits are computed at a time; None is all of a device.
     """
     tokens, num_micro_batches = batch.local_tokens(layout), batch.num_micro_batches(layout)
-    depth = layers_on_device(model, layout)
     resident = model_states(
         model, weight_layout(model, layout), for_weights(method), num_micro_batches > 1
     )
     vocab_width = -(-model.vocab_size // layout.tp)
     vocab_width = vocab_width if vocab_chunk is None else min(vocab_width, vocab_chunk)
     logits = 2 * FLOAT32 * tokens * layout.tp * vocab_width
+    layers = layer_memory(model, layout, batch, method)
+    return Memory(
+        weights=resident.weights,
+        optimizer=resident.optimizer,
+        # A pipeline adds up the gradient of a chunk of its layers at a time.
+        gradients=resident.gradients - resident.added * (1 - 1 / layout.vpp),
+        activations=layers.activations,
+        # Gradients are sent after layers and logits are done.
+        buffers=resident.gathered + max(logits + layers.working, resident.comm_buffer),
+    )
+
+
+class LayerMemory(NamedTuple):
+    """Bytes that the layers need on one device in a forward and a backward pass.
+
+    Attributes:
+      activations: as in `Memory`.
+      working: temporary values of the current layer, and the new residuals of a pipeline chunk.
+    """
+
+    activations: float
+    working: float
+
+
+def layer_memory(model: ModelSizes, layout: Layout, batch: Batch, method: Method) -> LayerMemory:
+    """Memory of the layers for a micro-batch, beside weights and their gradients."""
+    tokens, num_micro_batches = batch.local_tokens(layout), batch.num_micro_batches(layout)
+    depth = layers_on_device(model, layout)
     # A layer's values, and as many gradients.
     values = activation_bytes(model, layout, tokens, method, "none")
     saved_bytes = values
@@ -101,15 +128,7 @@ def memory(
     if method.duplicates_experts and method.remat == "none" and layout.pp == 1:
         expert_parameters = model.expert_parameters / (layout.ep * layout.etp)
         activations += model.num_expert_layers * expert_parameters * method.stored.weight
-    return Memory(
-        weights=resident.weights,
-        optimizer=resident.optimizer,
-        # A pipeline adds up the gradient of a chunk of its layers at a time.
-        gradients=resident.gradients - resident.added * (1 - 1 / layout.vpp),
-        activations=activations,
-        # Gradients are sent after layers and logits are done.
-        buffers=resident.gathered + max(logits + working_bytes, resident.comm_buffer),
-    )
+    return LayerMemory(activations, working_bytes)
 
 
 class States(NamedTuple):
@@ -278,6 +297,11 @@ def activation_bytes(
         # Two norms and their sum, attention's output, rows, and hidden units after activation. The
         # received tokens have no gradient of their own: they are permuted into rows.
         elements += tokens * (3 * h + model.outputs + dense_width) + rows * (h + hidden)
+        if not method.fused_activation:
+            # Factors of the derivative in a dense layer, and of one in the place of experts its
+            # input, the stream and the heads before their projection.
+            elements += tokens * 3 * dense_width
+            elements += tokens * (2 * h + model.outputs) * (not model.num_experts)
         float32_values += tokens * 3 * model.num_experts
     else:
         elements += received * h

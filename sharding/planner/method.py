@@ -1,7 +1,8 @@
 """Settings of a run besides its layout: batch, dispatch, context, rematerialisation, storage."""
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from sharding.compression import ACTIVATION_DTYPES
 from sharding.folding import Layout
@@ -26,11 +27,14 @@ class Batch:
       rows: sequences on all devices.
       time: tokens of each.
       micro_rows: sequences of a micro-batch on each ``dp`` rank.
+      micro_tokens: tokens of a micro-batch on one device, fewer than those of its sequences if
+        these share prompts; None counts all.
     """
 
     rows: int
     time: int
     micro_rows: int = 1
+    micro_tokens: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -53,6 +57,8 @@ class Batch:
 
     def local_tokens(self, layout: Layout) -> int:
         """Tokens of a micro-batch on one device, rows padded to ``2 cp`` zig-zag chunks."""
+        if self.micro_tokens is not None:
+            return self.micro_tokens
         unit = 1 if layout.cp == 1 else 2 * layout.cp
         padded = -(-self.time // unit) * unit
         return self.micro_rows * padded // (layout.cp * layout.tp)
@@ -99,6 +105,11 @@ STAYS_FLOAT32 = {"bfloat16": Storage(4, 4, 4, 8, 4, 4, summand=4)}
 section 5 (the wire). https://arxiv.org/abs/2505.11432"""
 
 
+def _of_weights(default: Any) -> Any:
+    """Field of a `Method` on which weights, gradients and optimizer depend, and no layer."""
+    return field(default=default, metadata={"weights": True})
+
+
 @dataclass(frozen=True)
 class Method:
     """Choices besides the layout; fields as in `moe.execution.Execution`.
@@ -137,6 +148,7 @@ class Method:
         (`sharding.planner.memory.working_score_bytes`).
       duplicates_experts: where "none" keeps the values that a layer computes, it keeps a copy of
         its experts' matrices too, as XLA's programs do on a CPU.
+      fused_activation: the activation of a dense layer keeps no more than its input.
       in_place: a pipeline stage writes the residuals of a chunk directly to their buffer slot; else
         to a temporary buffer first, as `sharding.pipeline` does.
     """
@@ -146,7 +158,7 @@ class Method:
     remat: str = "none"
     fsdp: bool = False
     itemsize: int = 2
-    storage: str = "float32"
+    storage: str = _of_weights("float32")
     resends: bool = True
     repeats_experts: bool = False
     even: bool = False
@@ -157,12 +169,13 @@ class Method:
     expert_block: int = 1
     server_devices: int | None = None
     two_batch_overlap: bool = False
-    overlap_grad_reduce: bool = False
-    gradient_wire: str = "float32"
-    mu_dtype: str = "float32"
-    state_bytes: float | None = None
+    overlap_grad_reduce: bool = _of_weights(False)
+    gradient_wire: str = _of_weights("float32")
+    mu_dtype: str = _of_weights("float32")
+    state_bytes: float | None = _of_weights(None)
     attention: str | None = None
     duplicates_experts: bool = False
+    fused_activation: bool = False
 
     def __post_init__(self):
         for name, choices in {**ALLOWED_VALUES, "storage": tuple(STORAGES)}.items():
@@ -217,31 +230,20 @@ def _split_rows(batch: Batch) -> tuple[Batch, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def with_fields(method: Method, **fields: str | float | bool | None) -> Method:
+def with_fields(method: Method, **changes: Any) -> Method:
     """The method with other fields, cached: a search needs few methods many times."""
-    return replace(method, **fields)  # pyright: ignore[reportArgumentType]
+    return replace(method, **changes)
+
+
+OF_WEIGHTS = {item.name: item.default for item in fields(Method) if "weights" in item.metadata}
 
 
 def for_tokens(method: Method) -> Method:
     """A cache key of the layers' communication: fields of weights have their defaults."""
-    return with_fields(
-        method,
-        storage="float32",
-        gradient_wire="float32",
-        mu_dtype="float32",
-        state_bytes=None,
-        overlap_grad_reduce=False,
-    )
+    return with_fields(method, **OF_WEIGHTS)
 
 
 @functools.lru_cache(maxsize=4096)
 def for_weights(method: Method) -> Method:
     """A cache key of weights, gradients and optimizer: all other fields have their defaults."""
-    return Method(
-        fsdp=method.fsdp,
-        storage=method.storage,
-        gradient_wire=method.gradient_wire,
-        mu_dtype=method.mu_dtype,
-        state_bytes=method.state_bytes,
-        overlap_grad_reduce=method.overlap_grad_reduce,
-    )
+    return Method(fsdp=method.fsdp, **{name: getattr(method, name) for name in OF_WEIGHTS})

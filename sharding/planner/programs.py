@@ -15,6 +15,7 @@ _MEGATRON_CORE = Method(
     even=True,
     resends=False,
     in_place=True,
+    fused_activation=True,
     overlap_grad_reduce=True,
 )
 METHODS = {

@@ -18,17 +18,18 @@ from jrl.tasks.data.chats import Chats
 from jrl.tasks.mixture import has_environments
 from jrl.text.prompt_format import example_tools, text_of_row
 from jrl.trainer.setup.chat_rows import training_chats
+from jrl.trainer.setup.fit import free_bytes
 from jrl.trainer.setup.lengths import describe_lists, response_origin
-from jrl.trainer.setup.memory import memory, rollout_memory
+from jrl.trainer.setup.memory import RunMemory, rollout_memory, run_memory
 from jrl.trainer.setup.network import buffers_explained, dispatch_explained
-from jrl.trainer.setup.planner import memory_of_update, time_of_update, times_with_overlap
+from jrl.trainer.setup.planner import time_of_update, times_with_overlap
 from jrl.trainer.setup.setup import Setup
 from moe.attention.context_parallel import context_of, received_elements
 from moe.config import ModelConfig
 from moe.execution import TWO_LEVELS, Execution
 from moe.implementations import DEFAULTS, explain_selection
 from moe.weights import num_active_parameters, num_parameters, num_trained_parameters
-from sharding.costs.hardware import find_hardware
+from sharding.costs.hardware import Hardware, find_hardware
 from sharding.folding import FoldedMesh
 from sharding.schedule import Schedule
 
@@ -67,11 +68,11 @@ def print_dry_run(setup: Setup, console: Console | None = None) -> None:
     _print(console, f"Batch: {setup.recipe.name} on {setup.run.task}", batch)
     _print(console, f"Parameters: {setup.run.model}", parameters(setup))
     _print(console, "Execution", execution(setup))
-    memory_bytes = memory(setup)
-    memory_bytes["in total, without activations"] = sum(memory_bytes.values())
-    _print(console, "Memory per device", _readable(memory_bytes))
-    if setup.model.mla is None and setup.model.delta is None:
-        _print(console, "Policy update, predicted", prediction(setup))
+    needed = run_memory(setup)
+    _print(console, "Memory per device", memory_rows(needed, free_bytes(setup)))
+    hardware = find_hardware(jax.devices()[0].device_kind)
+    if hardware is not None and setup.model.mla is None and setup.model.delta is None:
+        _print(console, "Policy update, predicted", prediction(setup, hardware))
     if setup.run.rollout_devices is not None:
         _print(console, "Memory per rollout device", _readable(rollout_memory(setup)))
     devices = f"{_count(size, 'device', 'devices')} ({jax.devices()[0].device_kind})"
@@ -203,18 +204,20 @@ def _trained_text(config: ModelConfig) -> str:
     return f"{trained:,} in adapters, {readable_bytes(4 * trained)}"
 
 
-def prediction(setup: Setup) -> dict[str, str]:
-    """Predicted activation memory of an update, in addition to `memory`, and its predicted time on
-    an accelerator that the planner supports; not a measurement."""
+def memory_rows(needed: RunMemory, free: int | None) -> dict[str, str]:
+    """Rows of the predicted memory of a device: buffers that are kept, those of each phase with its
+    peak, and what is free. A prediction, not a measurement."""
+    rows = _readable(dict(needed.kept))
+    for phase, buffers in needed.phases.items():
+        rows |= {f"{phase}: {name}": readable_bytes(size) for name, size in buffers.items() if size}
+    rows |= {f"peak of {name}": readable_bytes(size) for name, size in needed.peaks.items()}
+    return rows if free is None else rows | {"free": readable_bytes(free)}
+
+
+def prediction(setup: Setup, hardware: Hardware) -> dict[str, str]:
+    """Predicted time of an update on an accelerator that the planner supports; not a
+    measurement."""
     model, geometry, run = setup.model, setup.geometry, setup.run
-    memory_needed = memory_of_update(model, geometry, run)
-    rows = {
-        "activations": readable_bytes(round(memory_needed.activations)),
-        "workspace (layer + logits)": readable_bytes(round(memory_needed.buffers)),
-    }
-    hardware = find_hardware(jax.devices()[0].device_kind)
-    if hardware is None:
-        return rows
     cost = time_of_update(model, geometry, run, hardware)
     components = {
         "products": cost.products,
@@ -223,7 +226,7 @@ def prediction(setup: Setup) -> dict[str, str]:
         "pipeline bubble": cost.bubble,
     }
     with_overlap = times_with_overlap(model, geometry, run, hardware)
-    return rows | {
+    return {
         "seconds": f"{cost.total:.3g}",
         **{
             f"of which {name}": f"{time / cost.total:.0%}"

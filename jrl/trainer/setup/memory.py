@@ -1,22 +1,25 @@
-"""Memory estimate of a run per device, without activations: persistent buffers, and buffers of an
-update and of sampling that follow from sizes only; and the slots of an evaluation that fit."""
+"""Predicted memory of a run on one device: the buffers by kind, from exact shapes and shardings,
+and the peak over its phases; and the slots of an evaluation that fit."""
 
 import math
-import os
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
 from jrl.recipes.base.optimizer import Optimizer
 from jrl.rollout.collection.collect import sampling_of
+from jrl.rollout.decoding.engine import MAX_PREFILL_TOKENS
 from jrl.rollout.decoding.expert_balancer import first_placement
+from jrl.rollout.device_memory import device_memory, local_devices
+from jrl.rollout.packing import bin_length
 from jrl.trainer.learner.learner import abstract_state, keeps_masters
 from jrl.trainer.scoring import num_micro_batches
 from jrl.trainer.setup.geometry import MAX_SLOTS, Geometry
-from jrl.trainer.setup.setup import Setup
+from jrl.trainer.setup.plan_inputs import planner_args
+from jrl.trainer.setup.setup import MIN_PREFILL_PROMPTS, Setup
 from moe import placement
 from moe.adapters import select_frozen, select_trained
 from moe.architecture.attention import delta_layers
@@ -29,19 +32,37 @@ from moe.router.routing import choices_dtype
 from moe.weights import (
     Transformer,
     cast_shapes,
-    num_trained_parameters,
     shapes,
     table,
     without_layers,
 )
 from sharding.folding import FoldedMesh
+from sharding.planner.memory import (
+    NUM_SAVED_SCORES,
+    NUM_WORKING_SCORES,
+    activation_bytes,
+    comm_buffer_bytes,
+    layer_memory,
+    model_states,
+    working_score_bytes,
+)
+from sharding.planner.method import for_weights
 from sharding.schedule import Schedule
 from sharding.zero import ShardDim
 
 LOGITS, STAGE_INPUTS = "logits of a forward pass", "stored inputs of a stage"
 GRADIENTS_SENT = "gradient sent in bfloat16"
 DECODE_PARTIALS = "decode attention partials"
-"""Rows of `memory` that are temporary buffers, for `jrl.trainer.setup.planner`."""
+KV_CACHE, UNSTACKED, ROLLOUT_POLICY = (
+    "key/value cache",
+    "unstacked weights to sample",
+    "rollout policy",
+)
+GATHERED, GRADIENTS = "weights gathered for scoring", "gradients"
+POLICY, WEIGHTS = "policy", "weights"
+ACTIVATIONS, WORKSPACE = "activations", "workspace (layer + logits)"
+SAMPLING = (KV_CACHE, UNSTACKED, ROLLOUT_POLICY, DECODE_PARTIALS)
+"""Rows of `memory` that are needed while the policy samples."""
 
 
 def memory(setup: Setup) -> dict[str, int]:
@@ -91,64 +112,234 @@ def memory(setup: Setup) -> dict[str, int]:
     Activations and temporary buffers of the compiler come in addition.
     """
     run, recipe, model, mesh = setup.run, setup.recipe, setup.model, setup.mesh
-    geometry, fsdp, has_adapters = setup.geometry, model.execution.fsdp, model.lora is not None
-    time = setup.prompt_length + setup.response_length
-    critic = setup.critic
-    networks = [model] if critic is None else [model, critic]
-    # Policy and critic are updated one after the other: the larger one counts.
-    gradients = max(gradient_bytes(network, mesh, shapes(network)) for network in networks)
+    geometry, fsdp, networks = setup.geometry, model.execution.fsdp, trained_networks(setup)
+    trained = [config for config, _ in networks.values()]
+    # Networks are updated one after the other: the larger one counts.
+    gradients = max(gradient_bytes(config, mesh, shapes(config)) for config in trained)
     # Gradients of a micro-batch are in the dtypes of the weights; their sum, which a pipeline has
     # of one as well, is float32.
     summand = max(
-        gradient_bytes(network, mesh, cast_shapes(network), mesh.layout.vpp) for network in networks
+        gradient_bytes(config, mesh, cast_shapes(config), mesh.layout.vpp) for config in trained
     )
     if geometry.num_micro_batches > 1:
         gradients += summand
     elif mesh.layout.pp == 1:
         gradients = summand
-    # Rows on all devices, of passes that do not overlap: the largest counts.
-    forward = [recipe.mini_batch_size // geometry.num_micro_batches]
-    if run.weights is None and run.checkpoint is None and run.warm_start_steps:
-        forward.append(geometry.supervised_rows(run.warm_start_batch))
-    local_completions = recipe.completions // mesh.size(mesh.dp)
-    if setup.frozen or recipe.rescores:
-        num_passes = 1
-        if mesh.layout.pp > 1:
-            num_passes = num_micro_batches(local_completions, time, geometry.prompt_layout, mesh)
-        forward.append(recipe.completions // num_passes)
     # Separate rollout devices have a table of their own.
     rollout = rollout_memory(setup) if run.rollout_devices is None else {}
-    rollout_policy = rollout.pop("rollout policy", 0)
-    weights = weight_bytes(model, mesh, shards=fsdp)
-    rows = {
-        "weights": weights,
-        "gradients": gradients,
-        **_optimizer_bytes(setup.policy_optimizer, model, mesh),
-    }
-    if critic is not None:
+    rows: dict[str, int] = {}
+    for role, (config, optimizer) in networks.items():
+        own = "" if role == POLICY else f"{role}'s "
         # With adapters, the critic's base weights are the policy's.
-        shared = weight_bytes(critic, mesh, shards=fsdp, frozen=True) if has_adapters else 0
-        rows["critic"] = weight_bytes(critic, mesh, shards=fsdp) - shared
-        optimizer_bytes = _optimizer_bytes(setup.critic_optimizer, critic, mesh)
-        rows |= {f"critic's {name}": size for name, size in optimizer_bytes.items()}
-    gathered = max(weight_bytes(network, mesh) for network in networks)
-    replays = recipe.router_replay is not None
+        is_shared = bool(own) and model.lora is not None
+        shared = weight_bytes(config, mesh, shards=fsdp, frozen=True) if is_shared else 0
+        rows[role if own else WEIGHTS] = weight_bytes(config, mesh, shards=fsdp) - shared
+        optimizer_bytes = _optimizer_bytes(optimizer, config, mesh)
+        rows |= {f"{own}{name}": size for name, size in optimizer_bytes.items()}
     rows |= {
         # The base weights of adapters are the policy that training started from.
         **{
             role: weight_bytes(each.config, each.mesh, shards=fsdp)
             for role, each in setup.frozen.items()
-            if each.from_file or not has_adapters
+            if each.from_file or model.lora is None
         },
-        "weights gathered for scoring": gathered if fsdp else 0,
+        GRADIENTS: gradients,
+        GATHERED: max(weight_bytes(config, mesh) for config in trained) if fsdp else 0,
         **rollout,
-        LOGITS: logits_bytes(model, geometry, max(forward)),
-        "expert ids": choices_bytes(model, local_completions * time) if replays else 0,
-        "rollout policy": rollout_policy,
+        LOGITS: logits_bytes(model, geometry, max(forward_rows(setup).values())),
         STAGE_INPUTS: stage_input_bytes(model, geometry) if mesh.layout.pp > 1 else 0,
-        GRADIENTS_SENT: max(sent_bytes(network, mesh, run.gradient_wire) for network in networks),
+        GRADIENTS_SENT: max(sent_bytes(config, mesh, run.gradient_wire) for config in trained),
     }
+    if recipe.router_replay is not None:
+        local_completions = recipe.completions // mesh.size(mesh.dp)
+        rows["expert ids"] = choices_bytes(model, local_completions * _row_length(setup))
     return {name: num_bytes for name, num_bytes in rows.items() if num_bytes}
+
+
+def trained_networks(setup: Setup) -> dict[str, tuple[ModelConfig, Optimizer]]:
+    """Trained networks of a run by role, each with its optimizer."""
+    networks = {POLICY: (setup.model, setup.policy_optimizer)}
+    if setup.critic is not None:
+        networks["critic"] = setup.critic, setup.critic_optimizer
+    return networks
+
+
+def forward_rows(setup: Setup) -> dict[str, int]:
+    """Rows on all devices of the forward pass of each phase."""
+    run, recipe, mesh, geometry = setup.run, setup.recipe, setup.mesh, setup.geometry
+    rows = {"update": recipe.mini_batch_size // geometry.num_micro_batches}
+    if run.weights is None and run.checkpoint is None and run.warm_start_steps:
+        rows["warm start"] = geometry.supervised_rows(run.warm_start_batch)
+    local_completions, num_passes = recipe.completions // mesh.size(mesh.dp), 1
+    if setup.frozen or recipe.uses_critic or recipe.rescores:
+        if mesh.layout.pp > 1:
+            layout, length = geometry.prompt_layout, _row_length(setup)
+            num_passes = num_micro_batches(local_completions, length, layout, mesh)
+        rows["scoring"] = recipe.completions // num_passes
+    return rows
+
+
+def _row_length(setup: Setup) -> int:
+    return setup.prompt_length + setup.response_length
+
+
+@dataclass(frozen=True)
+class RunMemory:
+    """Predicted memory of a run on one device.
+
+    Attributes:
+      kept: bytes of the buffers that are there in all phases, by kind.
+      phases: bytes of those that a phase needs in addition, by kind. Phases take turns.
+    """
+
+    kept: Mapping[str, int]
+    phases: Mapping[str, Mapping[str, int]]
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """Bytes at the peak of each phase."""
+        kept = sum(self.kept.values())
+        return {name: kept + sum(rows.values()) for name, rows in self.phases.items()}
+
+    @property
+    def largest(self) -> str:
+        """Phase with the largest peak."""
+        peaks = self.peaks
+        return max(peaks, key=lambda name: peaks[name])
+
+    @property
+    def peak(self) -> int:
+        return self.peaks[self.largest]
+
+
+def run_memory(setup: Setup) -> RunMemory:
+    """Predicted memory of a run: the buffers of `memory`, the activations and temporary buffers of
+    each phase, by the planner's model of a layer (`sharding.planner.memory`), and on a CPU the copy
+    of the state that a checkpoint is written from, the compiled programs and the libraries.
+
+    Layers with Gated DeltaNet count as layers with attention. Sequences have their maximum length.
+    """
+    rows, mesh = memory(setup), setup.mesh
+    for name in (LOGITS, STAGE_INPUTS, GRADIENTS_SENT):
+        rows.pop(name, None)
+    sampling = {name: rows.pop(name) for name in SAMPLING if name in rows}
+    if setup.run.stale_cache and KV_CACHE in sampling:
+        rows[KV_CACHE] = sampling.pop(KV_CACHE)
+    forward = forward_rows(setup)
+    phases = {"update": {GRADIENTS: rows.pop(GRADIENTS), **_update_bytes(setup, forward["update"])}}
+    gathered = {GATHERED: rows.pop(GATHERED)} if GATHERED in rows else {}
+    if setup.run.rollout_devices is None:
+        phases = {"sampling": {**sampling, **_sampling_bytes(setup)}, **phases}
+    if "scoring" in forward:
+        phases["scoring"] = gathered | _scoring_bytes(setup, forward["scoring"])
+    if "warm start" in forward:
+        warm_start = replace(setup, model=setup.model.without_adapters())
+        whole = gradient_bytes(warm_start.model, mesh, cast_shapes(warm_start.model))
+        passed = _update_bytes(warm_start, forward["warm start"], shares_prompts=False)
+        phases["warm start"] = {GRADIENTS: whole, **passed}
+    if mesh.platform == "cpu":
+        rows["copy for a checkpoint"] = _checkpoint_bytes(setup)
+        rows[PROCESS] = PROCESS_BYTES // max(len(local_devices(mesh)), 1)
+        if setup.model.lora is not None:
+            base = weight_bytes(setup.model, mesh, frozen=True)
+            phases["checkpoint"] = {"copy of the base weights": base}
+    return RunMemory(rows, phases)
+
+
+PROCESS, PROCESS_BYTES = "programs and libraries", 850 << 20
+"""Row of a process on a CPU beside its arrays (Python, JAX, the compiler and its programs), and its
+bytes, which its devices share."""
+
+
+def _update_bytes(setup: Setup, rows: int, shares_prompts: bool = True) -> dict[str, int]:
+    """Activations and temporary buffers of a forward and backward pass on one device.
+
+    Args:
+      rows: of a micro-batch, on all devices.
+      shares_prompts: true if completions of a group run their prompt once.
+    """
+    geometry, config = setup.geometry, setup.model
+    local_rows = -(-rows // setup.mesh.size(setup.mesh.dp))
+    if setup.networks.packs and shares_prompts:
+        local_rows = geometry.bins
+        tokens = local_rows * bin_length(_total_length(geometry), setup.mesh)
+        tokens //= setup.mesh.size(setup.mesh.sequence)
+    else:
+        tokens = _pass_tokens(geometry, local_rows, shares_prompts)
+    sizes, layout, batch, method = planner_args(config, geometry, setup.run)
+    batch = replace(batch, micro_tokens=tokens)
+    layers = layer_memory(sizes, layout, batch, method)
+    head_rows = local_rows * setup.mesh.size(setup.mesh.dp)
+    head = 2 * logits_bytes(config, geometry, head_rows)
+    sent = comm_buffer_bytes(sizes, layout, for_weights(method))
+    gathered = model_states(sizes, layout, for_weights(method), True).gathered
+    return {
+        ACTIVATIONS: round(layers.activations),
+        WORKSPACE: round(gathered + max(layers.working + head, sent)),
+    }
+
+
+def _total_length(geometry: Geometry) -> int:
+    return geometry.prompt_length + geometry.response_length
+
+
+def _pass_tokens(geometry: Geometry, local_rows: int, shares_prompts: bool = True) -> int:
+    """Tokens on one device of a pass over rows of a ``dp`` rank."""
+    layout, mesh = geometry.prompt_layout, geometry.mesh
+    if not shares_prompts or local_rows % layout.group_size:
+        layout = layout._replace(group_size=1)
+    sections = layout.sections(local_rows, geometry.response_length)
+    return geometry.num_tokens(*sections) // mesh.size(mesh.sequence)
+
+
+def _layer_bytes(setup: Setup, tokens: int, rows: int) -> int:
+    """Temporary buffers of the layers on one device in a pass without gradients.
+
+    Args:
+      tokens: on the device.
+      rows: sequences that these tokens belong to.
+    """
+    sizes, layout, batch, method = planner_args(setup.model, setup.geometry, setup.run)
+    batch = replace(batch, micro_rows=rows, micro_tokens=tokens)
+    values = activation_bytes(sizes, layout, tokens, method, "none")
+    scores = working_score_bytes(sizes, layout, batch, method)
+    return round(values + scores * NUM_SAVED_SCORES / NUM_WORKING_SCORES)
+
+
+def _scoring_bytes(setup: Setup, rows: int) -> dict[str, int]:
+    """Temporary buffers of a scoring pass on one device, rows on all devices."""
+    local_rows = -(-rows // setup.mesh.size(setup.mesh.dp))
+    tokens = _pass_tokens(setup.geometry, local_rows)
+    logits = logits_bytes(setup.model, setup.geometry, rows)
+    return {LOGITS: 2 * logits, WORKSPACE: _layer_bytes(setup, tokens, local_rows)}
+
+
+def _sampling_bytes(setup: Setup) -> dict[str, int]:
+    """Temporary buffers of a prefill and of a decoding step on one device."""
+    model, mesh = setup.model.without_adapters(), setup.rollout_mesh
+    dp, tp = mesh.size(mesh.dp), mesh.size(mesh.tp)
+    slots = setup.geometry.slots(setup.run.slots)
+    # Logits, their noise and their probabilities, of rows that are sharded over tp.
+    step = 3 * 4 * (slots // dp // tp) * model.vocab_size
+    prompts = -(-min(slots, max(setup.recipe.prompts, MIN_PREFILL_PROMPTS)) // dp)
+    rows = max(1, min(prompts, MAX_PREFILL_TOKENS // max(setup.prompt_length, 1)))
+    tokens = -(-rows * setup.prompt_length // tp)
+    cache = cache_bytes(model, mesh, rows * dp, setup.prompt_length)
+    return {"decoding and prefill": max(step, cache + _layer_bytes(setup, tokens, rows))}
+
+
+def _checkpoint_bytes(setup: Setup) -> int:
+    """Bytes on one device of the arrays that a checkpoint stores."""
+    mesh, total = setup.mesh, 0
+    for config, optimizer in trained_networks(setup).values():
+        specs = placement.stored_specs(config, mesh)
+        stored = select_trained(_local_bytes(shapes(config), mesh, specs), table(config))
+        total += _total(stored)
+        total += state_bytes(optimizer, config, mesh)
+    copies = [each for each in setup.frozen.values() if not each.from_file]
+    if copies and setup.model.lora is None:
+        total += sum(weight_bytes(each.config, each.mesh, shards=True) for each in copies)
+    return total
 
 
 def rollout_memory(setup: Setup) -> dict[str, int]:
@@ -157,19 +348,19 @@ def rollout_memory(setup: Setup) -> dict[str, int]:
     model, mesh = setup.model.without_adapters(), setup.rollout_mesh
     slots = setup.geometry.slots(setup.run.slots)
     row_length = setup.prompt_length + setup.response_length
-    rollout_bytes = {"key/value cache": cache_bytes(model, mesh, slots, row_length)}
+    rollout_bytes = {KV_CACHE: cache_bytes(model, mesh, slots, row_length)}
     rows = slots // mesh.size(mesh.dp) // setup.geometry.rollout_micro_batches
     partials = kernel_bytes(model, mesh, rows, cache_columns(row_length, model, mesh))
     if partials:
         rollout_bytes[DECODE_PARTIALS] = partials
     if setup.split is not None:
         experts = first_placement(model, setup.split, setup.run.rollout_expert_slots)
-        return rollout_bytes | {"rollout policy": max(side_bytes(model, setup.split, experts))}
+        return rollout_bytes | {ROLLOUT_POLICY: max(side_bytes(model, setup.split, experts))}
     is_copy = mesh != setup.mesh or setup.model.lora is not None
     return {
-        "unstacked weights to sample": unstacked_bytes(model, mesh, is_stored=is_copy),
+        UNSTACKED: unstacked_bytes(model, mesh, is_stored=is_copy),
         **rollout_bytes,
-        "rollout policy": weight_bytes(model, mesh) if is_copy else 0,
+        ROLLOUT_POLICY: weight_bytes(model, mesh) if is_copy else 0,
     }
 
 
@@ -221,13 +412,6 @@ def state_bytes(optimizer: Optimizer, config: ModelConfig, mesh: FoldedMesh) -> 
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(abstract_state(optimizer, config, mesh))
     )
-
-
-def state_bytes_per_parameter(optimizer: Optimizer, config: ModelConfig, mesh: FoldedMesh) -> float:
-    """Bytes of the optimizer's state per trained parameter, on average over the network."""
-    like = abstract_state(optimizer, config, mesh)
-    total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
-    return total / num_trained_parameters(config)
 
 
 def gradient_bytes(
@@ -384,34 +568,15 @@ def evaluation_slots(setup: Setup, rows: int) -> tuple[int, str]:
     )
 
 
-def device_memory(mesh: FoldedMesh) -> int | None:
-    """Memory of an accelerator in bytes, or a CPU device's share of the machine's; None if
-    unknown."""
-    devices = _devices(mesh)
-    stats = devices[0].memory_stats()
-    if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"]
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(devices)
-    except (AttributeError, OSError, ValueError):
-        return None
-
-
 def _budget(setup: Setup, total: int | None) -> int:
     mesh = setup.rollout_mesh
-    devices = _devices(mesh)
+    devices = local_devices(mesh)
     if total is None or devices[0].platform == "cpu":
         return CPU_CACHE_BYTES // len(devices)
     model = setup.model.without_adapters()
     # As loaded, and unstacked by layers for decoding.
     free = total - weight_bytes(model, mesh) - unstacked_bytes(model, mesh, is_stored=False)
     return max(free // 2, 0)
-
-
-def _devices(mesh: FoldedMesh) -> list[Any]:
-    """Devices of the mesh in this process."""
-    devices: Any = mesh.mesh.devices
-    return [device for device in devices.flat if device.process_index == jax.process_index()]
 
 
 def _size(num_bytes: int) -> str:

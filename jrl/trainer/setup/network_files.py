@@ -20,7 +20,7 @@ from jrl.runs.directory import MANIFEST_NAME
 from jrl.runs.folder import RunFolder
 from jrl.text.load import load_tokenizer
 from jrl.text.tokenizer import Tokenizer
-from jrl.trainer.evaluation.saved_policy import load_model, load_policy_of, load_published
+from jrl.trainer.evaluation.saved_policy import load_model, read_model_config
 from jrl.trainer.learner.learner import weights_of
 from jrl.trainer.learner.networks import Networks
 from jrl.trainer.setup.network import network_of
@@ -85,9 +85,9 @@ class NetworkFile:
           record: as `record` returns it.
         """
         if not self.is_run:
-            return load_published(self.path, config, mesh)
+            return load_model(self.path, config, mesh, masters=True)[0]
         folder, adapted = RunFolder.read(self.path), replace(config, lora=self.lora)
-        return load_policy_of(folder, adapted, mesh, float32=True, step=record["step"])[0]
+        return load_model(folder, adapted, mesh, masters=True, step=record["step"])[0]
 
 
 def open_network(role: str, spec: NetworkSpec, tokenizer: Tokenizer) -> NetworkFile:
@@ -111,7 +111,7 @@ def open_network(role: str, spec: NetworkSpec, tokenizer: Tokenizer) -> NetworkF
                 f"{error}"
             ) from error
         run, own_tokenizer = run_of(folder), load_tokenizer(folder.tokenizer_path)
-        model = load_model(folder) or preset(run.model, own_tokenizer.vocab_size)
+        model = read_model_config(folder) or preset(run.model, own_tokenizer.vocab_size)
         path, model = folder.path, network_of(model, run)
     if own_tokenizer.vocabulary() != tokenizer.vocabulary():
         raise ValueError(

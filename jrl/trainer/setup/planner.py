@@ -8,43 +8,20 @@ import jax
 
 from jrl.config.run import RunConfig
 from jrl.recipes.base.recipe import Recipe
-from jrl.trainer.learner.learner import keeps_masters
 from jrl.trainer.setup.geometry import Geometry
-from jrl.trainer.setup.memory import (
-    DECODE_PARTIALS,
-    GRADIENTS_SENT,
-    LOGITS,
-    STAGE_INPUTS,
-    memory,
-    state_bytes_per_parameter,
-)
+from jrl.trainer.setup.memory import run_memory
 from jrl.trainer.setup.network import check_overlaps, check_supported, with_dispatch
+from jrl.trainer.setup.plan_inputs import planner_args
 from jrl.trainer.setup.setup import Setup
 from moe.architecture.feed_forward import can_drop
-from moe.attention.context_parallel import context_of
-from moe.attention.core import MAX_PLAIN_SCORES_ACCELERATOR, MAX_PLAIN_SCORES_CPU
 from moe.config import ModelConfig
 from moe.counts import sizes_of
-from moe.execution import TWO_LEVELS
-from moe.experts.dispatch.cost import hardware_of
 from moe.placement import specs
 from sharding.costs.hardware import HARDWARE, Hardware, find_hardware
-from sharding.folding import FoldedMesh, Layout, fold
+from sharding.folding import Layout, fold
 from sharding.planner.cost import Cost, cost
-from sharding.planner.memory import Memory
-from sharding.planner.memory import memory as planned_memory
-from sharding.planner.method import Batch, Method
-from sharding.planner.models import ModelSizes
 from sharding.planner.programs import library_system
 from sharding.planner.search import MEMORY_FRACTION, broken_rule, chunks_of_a_stage, layouts
-
-
-def memory_of_update(model: ModelConfig, geometry: Geometry, run: RunConfig) -> Memory:
-    """Predicted bytes on one device during an update of the policy (`sharding.planner.memory`).
-
-    Sequences count with their full length; where completions share a prompt it is less.
-    """
-    return planned_memory(*_planner_args(model, geometry, run), model.execution.vocab_chunk)
 
 
 def time_of_update(
@@ -52,20 +29,7 @@ def time_of_update(
 ) -> Cost:
     """Predicted seconds of one optimizer step on a mini-batch, with GEMMs as fast as in
     Megatron-Core and the overlap that the run requests (`sharding.planner.communication`)."""
-    return cost(*_planner_args(model, geometry, run), hardware, library_system(hardware))
-
-
-def _planner_args(
-    model: ModelConfig, geometry: Geometry, run: RunConfig
-) -> tuple[ModelSizes, Layout, Batch, Method]:
-    """Arguments of the planner for an update."""
-    batch, mesh = batch_of(geometry), geometry.mesh
-    method = method_of(model, mesh, batch, run)
-    optimizer = replace(geometry.recipe.policy_optimizer, mu_dtype=run.mu_dtype)
-    # The planner has the state of AdamW.
-    if optimizer.name != "adamw" or optimizer.transformation is not None:
-        method = replace(method, state_bytes=state_bytes_per_parameter(optimizer, model, mesh))
-    return sizes_of(model), mesh.layout, batch, method
+    return cost(*planner_args(model, geometry, run), hardware, library_system(hardware))
 
 
 OVERLAPS = ("two_batch_overlap", "overlap_grad_reduce")
@@ -91,60 +55,6 @@ def times_with_overlap(
     return costs
 
 
-def batch_of(geometry: Geometry) -> Batch:
-    """Planner's batch sizes: mini-batch, row length and micro-batch per device."""
-    mini = geometry.recipe.mini_batch_size
-    # The maximum length of a row, as the lengths of responses are unknown.
-    time = geometry.prompt_length + geometry.response_length
-    return Batch(mini, time, mini // geometry.num_micro_batches // geometry.mesh.layout.dp)
-
-
-def method_of(config: ModelConfig, mesh: FoldedMesh, batch: Batch, run: RunConfig) -> Method:
-    """Planner's execution settings: the network's, and the run's dtypes of gradients and
-    moments."""
-    execution = config.execution
-    server_devices = execution.server_devices
-    if server_devices is None and execution.dispatch in TWO_LEVELS:
-        server_devices = hardware_of(mesh).domain
-    return Method(
-        # None if no token is dispatched.
-        dispatch=execution.dispatch or "all_gather",
-        context=context_of(config, mesh),
-        remat=execution.remat,
-        fsdp=execution.fsdp,
-        itemsize=2 if config.dtype == "bfloat16" else 4,
-        storage="bfloat16" if keeps_masters(config) else "float32",
-        even=execution.buffer_factor is not None,
-        buffer_factor=execution.buffer_factor,
-        activation_wire=execution.activation_wire,
-        expert_chunks=execution.expert_chunks,
-        two_batch_overlap=execution.two_batch_overlap,
-        overlap_grad_reduce=execution.overlap_grad_reduce,
-        gradient_wire=run.gradient_wire,
-        mu_dtype=run.mu_dtype,
-        attention=attention_of(config, mesh, batch),
-        duplicates_experts=mesh.platform == "cpu",
-        server_devices=server_devices,
-    )
-
-
-def attention_of(config: ModelConfig, mesh: FoldedMesh, batch: Batch) -> str | None:
-    """Attention implementation that stores scores in memory, for `Method.attention`: the one that
-    `moe.attention.core` would choose for a micro-batch; None for a kernel."""
-    implementation = config.execution.attention
-    if implementation is not None:
-        return {"plain": "plain", "xla": "plain", "blocked": "blocked"}.get(implementation)
-    # GPUs use cuDNN; devices of an unknown platform are assumed to be GPUs.
-    if mesh.platform in ("gpu", None) and config.dtype == "bfloat16":
-        return None
-    layout = mesh.layout
-    # Between layers tokens are sharded over tp; in attention a rank has all tokens and some heads.
-    queries = batch.local_tokens(layout) * layout.tp
-    scores = config.num_heads // layout.tp * queries * batch.time
-    max_scores = MAX_PLAIN_SCORES_CPU if mesh.platform == "cpu" else MAX_PLAIN_SCORES_ACCELERATOR
-    return "blocked" if scores > max_scores else "plain"
-
-
 @dataclass(frozen=True)
 class Candidate:
     """Run on a valid layout, with its predicted time.
@@ -161,18 +71,6 @@ class Candidate:
     @property
     def layout(self) -> Layout:
         return self.setup.mesh.layout
-
-    def bytes(self) -> float:
-        """Peak memory of a device: persistent buffers, and the largest of the temporary ones of an
-        update, a scoring pass, a gradient exchange and a decoding step."""
-        setup, buffers = self.setup, memory(self.setup)
-        update = memory_of_update(setup.model, setup.geometry, setup.run)
-        # The inputs of a stage's layers are part of an update's activations.
-        buffers.pop(STAGE_INPUTS, None)
-        # Temporary buffers are not live at the same time.
-        temporary = [buffers.pop(name, 0) for name in (LOGITS, GRADIENTS_SENT, DECODE_PARTIALS)]
-        peak_temporary = max(update.activations + update.buffers, *temporary)
-        return sum(buffers.values()) + peak_temporary
 
 
 def choose_layout(setup: Setup, recipe: Recipe, num_devices: int) -> tuple[Layout, str]:
@@ -202,7 +100,7 @@ def choose_layout(setup: Setup, recipe: Recipe, num_devices: int) -> tuple[Layou
     # The fastest first: layouts that do not fit are skipped until the first that does.
     sizes: dict[Layout, float] = {}
     for option in options:
-        num_bytes = sizes[option.layout] = option.bytes()
+        num_bytes = sizes[option.layout] = run_memory(option.setup).peak
         if num_bytes <= budget:
             break
     else:

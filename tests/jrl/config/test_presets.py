@@ -7,8 +7,7 @@ from chat_checkpoint import write_tokenizer
 
 from jrl.config.flags import parse_arguments
 from jrl.config.settings_file import PRESETS
-from jrl.trainer.setup.memory import memory
-from jrl.trainer.setup.planner import memory_of_update
+from jrl.trainer.setup.memory import run_memory
 from jrl.trainer.setup.setup import build_setup
 
 NAMES = sorted(path.stem for path in PRESETS.glob("*gb.yaml"))
@@ -48,11 +47,10 @@ def test_a_preset_fits_its_accelerator(name, checkpoint, tmp_path):
     request = parse_arguments([f"--config=preset:{name}", *given])
     setup = build_setup(request.run, request.recipe)
     setup.task.close()
-    needs, update = memory(setup), memory_of_update(setup.model, setup.geometry, setup.run)
-    together = sum(needs.values()) + update.activations + update.buffers
-    used = together / (int(room.removesuffix("gb")) * 2**30)
+    needs = run_memory(setup)
+    used = needs.peak / (int(room.removesuffix("gb")) * 2**30)
     # A tenth stays for what the compiler and the driver take.
-    assert 0.6 < used < 0.9, (used, needs, update)
+    assert 0.6 < used < 0.9, (used, needs)
 
 
 def test_the_preset_of_a_laptop_trains_adapters_on_word_problems(checkpoint):

@@ -30,7 +30,7 @@ from jrl.trainer.learner.learner import abstract_state, transformation_of
 from jrl.trainer.learner.optimizers import matrix_axes, transformation
 from jrl.trainer.learner.update import update
 from jrl.trainer.setup.memory import memory
-from jrl.trainer.setup.planner import memory_of_update
+from jrl.trainer.setup.plan_inputs import planner_args
 from jrl.trainer.setup.setup import build_setup
 from jrl.trainer.state import abstract, init_adapters, init_state, init_weights, restore, save
 from moe import placement
@@ -330,7 +330,7 @@ def test_memory_counts_the_state_of_each_optimizer(name, where):
     held = on_one_device(state.opt_state)
     assert needs.get("optimizer state", 0) == held
     # The planner's is an average over weights that layouts share differently.
-    planned = memory_of_update(setup.model, setup.geometry, setup.run).optimizer
+    planned = planned_memory(*planner_args(setup.model, setup.geometry, setup.run)).optimizer
     assert planned == pytest.approx(held, rel=0.5, abs=64)
     if name == "muon":
         moments = needs["optimizer state"] / memory(setup_on("adamw", where))["optimizer state"]

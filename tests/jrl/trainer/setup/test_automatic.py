@@ -9,12 +9,10 @@ import pytest
 from jrl.config.run import RunConfig
 from jrl.recipes import Grpo
 from jrl.trainer.setup import planner
-from jrl.trainer.setup.memory import memory
+from jrl.trainer.setup.memory import run_memory
 from jrl.trainer.setup.planner import (
-    Candidate,
     choose_layout,
     make_candidate,
-    memory_of_update,
     with_layout,
 )
 from jrl.trainer.setup.setup import build_setup
@@ -57,11 +55,11 @@ def test_automatic_layout_of_dense_network_has_no_experts():
 @pytest.mark.slow
 def test_with_less_memory_it_is_another(setup, monkeypatch):
     roomy, _ = choose_layout(setup, Grpo(), 4)
-    needs = make_candidate(setup, Grpo(), roomy, LAPTOP).bytes()
+    needs = run_memory(make_candidate(setup, Grpo(), roomy, LAPTOP).setup).peak
     hardware = on_hardware(monkeypatch, memory=0.99 * needs / planner.MEMORY_FRACTION)
     tight, why = choose_layout(setup, Grpo(), 4)
     assert tight != roomy
-    assert make_candidate(setup, Grpo(), tight, hardware).bytes() < needs
+    assert run_memory(make_candidate(setup, Grpo(), tight, hardware).setup).peak < needs
     assert re.search(r" but \d+, which need too much memory;", why)
 
 
@@ -70,27 +68,6 @@ def test_every_stage_has_as_many_chunks_as_leave_it_no_deeper(setup):
     uneven = replace(setup, model=replace(setup.model, num_layers=7))
     found = {(one.pp, one.vpp) for one in planner._valid_layouts(uneven, 2, LAPTOP)}
     assert found == {(1, 1), (2, 1), (2, 2)}
-
-
-def test_a_pipeline_keeps_its_inputs_once(setup):
-    """And the logits of an update are not those of a forward pass beside them."""
-    one = make_candidate(setup, Grpo(), Layout.parse("pp2"), LAPTOP)
-    own, stays = one.setup, memory(one.setup)
-    update = memory_of_update(own.model, own.geometry, own.run)
-    twice = sum(stays.values()) + update.activations + update.buffers
-    both = stays["stored inputs of a stage"] + stays["logits of a forward pass"]
-    assert stays["stored inputs of a stage"] > 0
-    assert one.bytes() == twice - both
-
-
-def test_parts_of_decoding_and_an_update_take_turns(setup):
-    execution = replace(setup.model.execution, decode_attention="mosaic")
-    model = replace(setup.model, head_dim=64, dtype="bfloat16", execution=execution)
-    own = replace(setup, model=model)
-    stays, update = memory(own), memory_of_update(model, own.geometry, own.run)
-    parts, logits = stays.pop("decode attention partials"), stays.pop("logits of a forward pass")
-    most = max(update.activations + update.buffers, logits, parts)
-    assert parts > 0 and Candidate(own, 1.0).bytes() == sum(stays.values()) + most
 
 
 def test_dispatch_is_chosen_for_each_layout(setup):

@@ -7,14 +7,11 @@ import pytest
 
 from jrl.config.run import RunConfig
 from jrl.recipes import Grpo
-from jrl.trainer.setup import dry_run
 from jrl.trainer.setup.dry_run import prediction
-from jrl.trainer.setup.memory import weight_bytes
+from jrl.trainer.setup.memory import ACTIVATIONS, memory, run_memory, weight_bytes
+from jrl.trainer.setup.plan_inputs import batch_of, method_of, planner_args
 from jrl.trainer.setup.planner import (
     OVERLAPS,
-    batch_of,
-    memory_of_update,
-    method_of,
     time_of_update,
     times_with_overlap,
 )
@@ -22,6 +19,7 @@ from jrl.trainer.setup.setup import build_setup
 from moe.attention.context_parallel import context_of
 from sharding.costs.hardware import HARDWARE, find_hardware
 from sharding.folding import Layout, fold
+from sharding.planner.memory import memory as planned_memory
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +45,7 @@ def test_the_batch_is_the_mini_batch(setup):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_states_are_those_that_the_dry_run_counts(setup, dtype):
     setup = replace(setup, model=replace(setup.model, dtype=dtype))
-    needs, counted = memory_of_update(*asked(setup)), dry_run.memory(setup)
+    needs, counted = planned_memory(*planner_args(*asked(setup))), memory(setup)
     assert needs.weights == counted["weights"] == weight_bytes(setup.model, setup.mesh)
     masters = counted.get("float32 masters", 0)
     assert needs.optimizer == masters + counted["optimizer state"] - 8  # step counters
@@ -61,10 +59,8 @@ def test_settings_of_the_execution_reach_the_plan(setup):
     found = method(other)
     assert (found.remat, found.dispatch, found.itemsize) == ("full", "all_to_all", 2)
     assert (method(setup).storage, found.storage) == ("float32", "bfloat16")
-    assert (
-        memory_of_update(*asked(other)).activations
-        < memory_of_update(*asked(setup)).activations / 4
-    )
+    kept, all_kept = (run_memory(one).phases["update"][ACTIVATIONS] for one in (other, setup))
+    assert kept < all_kept / 4
     slower, faster = (time_of_update(*asked(one), HARDWARE["h100"]) for one in (other, setup))
     assert slower.products > faster.products
 
@@ -91,14 +87,8 @@ def test_scores_are_kept_in_memory_where_no_kernel_of_gpus_serves(setup):
     assert found == {"cpu": "plain", "tpu": "plain", "gpu": None, None: None}
 
 
-def test_time_is_shown_for_accelerators_alone(setup, monkeypatch):
-    assert set(prediction(setup)) == {"activations", "workspace (layer + logits)"}
-
-    class Device:
-        device_kind = "NVIDIA H100 80GB HBM3"
-
-    monkeypatch.setattr(dry_run.jax, "devices", lambda: [Device()])
-    shown = prediction(setup)
+def test_prediction_shows_time_and_utilisation(setup):
+    shown = prediction(setup, HARDWARE["h100"])
     assert float(shown["seconds"]) == pytest.approx(
         time_of_update(*asked(setup), HARDWARE["h100"]).total, rel=1e-2
     )

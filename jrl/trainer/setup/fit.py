@@ -1,0 +1,220 @@
+"""Sizes of a run that fit the memory that is free: before anything compiles the predicted peak is
+compared, and slots, micro-batch, vocabulary chunk and response length that nobody set are
+lowered."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from jrl.checks import flag
+from jrl.config.run import RunConfig
+from jrl.processes.agreement import gather
+from jrl.recipes.base.recipe import Recipe
+from jrl.rollout.device_memory import free_memory
+from jrl.trainer.setup.lengths import CHECKPOINT_RESPONSE
+from jrl.trainer.setup.memory import RunMemory, rollout_memory, run_memory
+from jrl.trainer.setup.setup import Setup
+from moe.execution import Execution
+from sharding.planner.search import MEMORY_FRACTION
+
+LEAST_CHUNK, LEAST_RESPONSE = 1024, 64
+"""Least vocabulary chunk and response length that are chosen."""
+OTHER_FLAGS = "--remat full, --dtype bfloat16, --lora-rank, fewer --prompts or more devices"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A run that fits.
+
+    Attributes:
+      setup: of the run, with the chosen settings.
+      chosen: settings that differ from the defaults, by name; empty if the defaults fit.
+      line: what was chosen and why; empty if nothing was.
+    """
+
+    setup: Setup
+    chosen: Mapping[str, int]
+    line: str = ""
+
+    def settings_of(self, record: Any) -> Any:
+        """Copy of the run's settings or of its recipe with the chosen ones."""
+        names = {item.name for item in fields(record)}
+        return replace(record, **{name: v for name, v in self.chosen.items() if name in names})
+
+
+def fit(setup: Setup, recipe: Recipe, *, chooses: bool = True) -> Fit:
+    """Fits a run into the memory that its devices have free.
+
+    Defaults that fit stay as they are. A size that was set is never changed.
+
+    Args:
+      recipe: as requested, before it was fitted to lengths and layout.
+      chooses: false for a run that is resumed, which keeps its sizes.
+
+    Raises:
+      ValueError: if it does not fit, with the numbers and the flags that would do.
+    """
+    free = free_bytes(setup)
+    # Choices leave room for what is not predicted; a run is refused for no more than it needs.
+    budget = MEMORY_FRACTION * free if free is not None else None
+    needed = run_memory(setup)
+    if free is None or budget is None or needed.peak <= budget:
+        return Fit(setup, {})
+    is_set = _sizes_set(setup, recipe) if chooses else set(SIZES)
+    fitted, chosen, memory = _lower(setup, recipe, budget, is_set)
+    if memory.peak > free:
+        raise ValueError(_refusal(setup, recipe, needed, free))
+    if not chosen:
+        return Fit(setup, {})
+    flags = _flags(chosen)
+    line = (
+        f"memory: chosen to fit: {flags}; {_size(memory.peak)} at the peak ({memory.largest}) of "
+        f"{_size(free)} free, and the defaults need {_size(needed.peak)} ({needed.largest})"
+    )
+    return Fit(fitted, chosen, line)
+
+
+def free_bytes(setup: Setup) -> int | None:
+    """Bytes that a device of the run has free, the least over its processes, or as the run says;
+    None if unknown."""
+    if setup.run.memory_limit is not None:
+        return round(setup.run.memory_limit * 2**30)
+    free = [each for each in gather(free_memory(setup.mesh)) if each is not None]
+    if not free:
+        return None
+    if setup.run.rollout_devices is None or setup.mesh.platform != "cpu":
+        return min(free)
+    # The rollout devices of a CPU take from the same memory.
+    devices = setup.mesh.layout.num_devices
+    return max(min(free) - sum(rollout_memory(setup).values()) // devices, 0)
+
+
+def _sizes_set(setup: Setup, recipe: Recipe) -> set[str]:
+    """Sizes that the user has set, or that have no default to lower."""
+    run = setup.run
+    is_set = {
+        "slots": run.slots is not None or run.rollout_devices is not None,
+        "micro_batch": recipe.micro_batch is not None,
+        "vocab_chunk": run.vocab_chunk != Execution.vocab_chunk,
+        # Other defaults follow from the data or from answers.
+        "response_length": run.response_length is not None
+        or setup.response_length > CHECKPOINT_RESPONSE
+        or run.checkpoint is None
+        or recipe.supervised,
+    }
+    return {name for name in SIZES if is_set[name]}
+
+
+def _smaller_slots(setup: Setup) -> Iterator[int]:
+    unit = setup.geometry.slots_unit
+    slots = setup.geometry.slots(setup.run.slots)
+    while slots > unit:
+        slots = -(-slots // 2 // unit) * unit
+        yield slots
+
+
+def _smaller_micro_batches(setup: Setup) -> Iterator[int]:
+    recipe = setup.recipe
+    for size in range(recipe.micro_batch_size - 1, 0, -1):
+        if recipe.mini_batch_size % size == 0:
+            smaller = replace(recipe, micro_batch=size)
+            try:
+                replace(setup.geometry, recipe=smaller).check()
+            except ValueError:
+                continue
+            yield size
+
+
+def _smaller_chunks(setup: Setup) -> Iterator[int]:
+    chunk = setup.model.execution.vocab_chunk or setup.model.vocab_size
+    chunk = min(chunk, setup.model.vocab_size)
+    while chunk > LEAST_CHUNK:
+        chunk = max(chunk // 2, LEAST_CHUNK)
+        yield chunk
+
+
+def _smaller_responses(setup: Setup) -> Iterator[int]:
+    length = setup.response_length
+    while length > LEAST_RESPONSE:
+        length = max(length // 2, LEAST_RESPONSE)
+        yield length
+
+
+SIZES: dict[str, Callable[[Setup], Iterator[int]]] = {
+    "slots": _smaller_slots,
+    "micro_batch": _smaller_micro_batches,
+    "vocab_chunk": _smaller_chunks,
+    "response_length": _smaller_responses,
+}
+"""Sizes that take memory, each with its smaller values from the largest on."""
+LOWERED = {
+    "sampling": ("slots", "response_length"),
+    "update": ("micro_batch", "vocab_chunk", "response_length"),
+    "scoring": ("vocab_chunk", "response_length"),
+    "warm start": ("vocab_chunk",),
+}
+"""Sizes that are lowered for each phase, in this order."""
+
+
+def _lower(
+    setup: Setup, recipe: Recipe, budget: float, is_set: set[str]
+) -> tuple[Setup, dict[str, int], RunMemory]:
+    """Lowers the sizes that are not set until every phase is within the budget, or all are at their
+    least. Returns the run, the lowered sizes and its memory."""
+    chosen: dict[str, int] = {}
+    memory = run_memory(setup)
+    for phase, names in LOWERED.items():
+        for name in names:
+            if name in is_set:
+                continue
+            for value in SIZES[name](setup):
+                if memory.peaks.get(phase, 0) <= budget:
+                    break
+                try:
+                    setup = with_sizes(setup, recipe, chosen | {name: value})
+                except ValueError:  # for example windows as long as responses
+                    break
+                chosen[name] = value
+                memory = run_memory(setup)
+    return setup, chosen, memory
+
+
+def with_sizes(setup: Setup, recipe: Recipe, sizes: Mapping[str, int]) -> Setup:
+    """Setup of a run with other sizes.
+
+    Raises:
+      ValueError: if they are not valid for the run.
+    """
+    run: RunConfig = Fit(setup, sizes).settings_of(setup.run)
+    response = sizes.get("response_length", setup.response_length)
+    model = replace(setup.model, execution=Fit(setup, sizes).settings_of(setup.model.execution))
+    fitted = Fit(setup, sizes).settings_of(recipe).fitted(response)
+    changed = replace(setup, run=run, recipe=fitted, model=model, response_length=response)
+    changed = replace(changed, recipe=changed.geometry.with_micro_batch().recipe)
+    changed.geometry.check()
+    return changed
+
+
+def _refusal(setup: Setup, recipe: Recipe, needed: RunMemory, free: int) -> str:
+    """Text of the error of a run that does not fit."""
+    rows = {**needed.kept, **needed.phases[needed.largest]}
+    largest = sorted(rows, key=lambda name: -rows[name])[:3]
+    parts = ", ".join(f"{name} {_size(rows[name])}" for name in largest)
+    text = (
+        f"the run does not fit: {needed.largest} needs {_size(needed.peak)} ({parts}), and "
+        f"{_size(free)} are free. "
+    )
+    # Whoever set them may set other ones.
+    _, chosen, memory = _lower(setup, recipe, MEMORY_FRACTION * free, set())
+    if chosen and memory.peak <= free:
+        return f"{text}{_flags(chosen)} would do, with {_size(memory.peak)}."
+    least = f" (least with smaller sizes: {_size(memory.peak)})" if chosen else ""
+    return f"{text}Try {OTHER_FLAGS}{least}."
+
+
+def _flags(sizes: Mapping[str, int]) -> str:
+    return " ".join(f"{flag(name)} {value}" for name, value in sizes.items())
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.3g} GiB"

@@ -1,0 +1,97 @@
+"""A run as the planner reads it: sizes, layout, batch and method of an update."""
+
+from dataclasses import replace
+
+import jax
+
+from jrl.config.run import RunConfig
+from jrl.recipes.base.optimizer import Optimizer
+from jrl.trainer.learner.learner import abstract_state, keeps_masters
+from jrl.trainer.setup.geometry import Geometry
+from moe.attention.context_parallel import context_of
+from moe.attention.core import MAX_PLAIN_SCORES_ACCELERATOR, MAX_PLAIN_SCORES_CPU
+from moe.config import ModelConfig
+from moe.counts import sizes_of
+from moe.execution import TWO_LEVELS
+from moe.experts.dispatch.cost import hardware_of
+from moe.weights import num_trained_parameters
+from sharding.folding import FoldedMesh, Layout
+from sharding.planner.method import Batch, Method
+from sharding.planner.models import ModelSizes
+
+
+def planner_args(
+    model: ModelConfig, geometry: Geometry, run: RunConfig
+) -> tuple[ModelSizes, Layout, Batch, Method]:
+    """Arguments of the planner for an update."""
+    batch, mesh = batch_of(geometry), geometry.mesh
+    method = method_of(model, mesh, batch, run)
+    optimizer = replace(geometry.recipe.policy_optimizer, mu_dtype=run.mu_dtype)
+    # The planner has the state of AdamW.
+    if optimizer.name != "adamw" or optimizer.transformation is not None:
+        method = replace(method, state_bytes=_state_bytes_per_parameter(optimizer, model, mesh))
+    # Layers with Gated DeltaNet, which the planner does not describe, count as attention.
+    return sizes_of(replace(model, delta=None)), mesh.layout, batch, method
+
+
+def batch_of(geometry: Geometry) -> Batch:
+    """Planner's batch sizes: mini-batch, row length and micro-batch per device."""
+    mini = geometry.recipe.mini_batch_size
+    # The maximum length of a row, as the lengths of responses are unknown.
+    time = geometry.prompt_length + geometry.response_length
+    return Batch(mini, time, mini // geometry.num_micro_batches // geometry.mesh.layout.dp)
+
+
+def method_of(config: ModelConfig, mesh: FoldedMesh, batch: Batch, run: RunConfig) -> Method:
+    """Planner's execution settings: the network's, and the run's dtypes of gradients and
+    moments."""
+    execution = config.execution
+    server_devices = execution.server_devices
+    if server_devices is None and execution.dispatch in TWO_LEVELS:
+        server_devices = hardware_of(mesh).domain
+    return Method(
+        # None if no token is dispatched.
+        dispatch=execution.dispatch or "all_gather",
+        context=context_of(config, mesh),
+        remat=execution.remat,
+        fsdp=execution.fsdp,
+        itemsize=2 if config.dtype == "bfloat16" else 4,
+        storage="bfloat16" if keeps_masters(config) else "float32",
+        even=execution.buffer_factor is not None,
+        buffer_factor=execution.buffer_factor,
+        activation_wire=execution.activation_wire,
+        expert_chunks=execution.expert_chunks,
+        two_batch_overlap=execution.two_batch_overlap,
+        overlap_grad_reduce=execution.overlap_grad_reduce,
+        gradient_wire=run.gradient_wire,
+        mu_dtype=run.mu_dtype,
+        attention=attention_of(config, mesh, batch),
+        duplicates_experts=mesh.platform == "cpu",
+        server_devices=server_devices,
+    )
+
+
+def attention_of(config: ModelConfig, mesh: FoldedMesh, batch: Batch) -> str | None:
+    """Attention implementation that stores scores in memory, for `Method.attention`: the one that
+    `moe.attention.core` would choose for a micro-batch; None for a kernel."""
+    implementation = config.execution.attention
+    if implementation is not None:
+        return {"plain": "plain", "xla": "plain", "blocked": "blocked"}.get(implementation)
+    # GPUs use cuDNN; devices of an unknown platform are assumed to be GPUs.
+    if mesh.platform in ("gpu", None) and config.dtype == "bfloat16":
+        return None
+    layout = mesh.layout
+    # Between layers tokens are sharded over tp; in attention a rank has all tokens and some heads.
+    queries = batch.local_tokens(layout) * layout.tp
+    scores = config.num_heads // layout.tp * queries * batch.time
+    max_scores = MAX_PLAIN_SCORES_CPU if mesh.platform == "cpu" else MAX_PLAIN_SCORES_ACCELERATOR
+    return "blocked" if scores > max_scores else "plain"
+
+
+def _state_bytes_per_parameter(
+    optimizer: Optimizer, config: ModelConfig, mesh: FoldedMesh
+) -> float:
+    """Bytes of the optimizer's state per trained parameter, on average over the network."""
+    like = abstract_state(optimizer, config, mesh)
+    total = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
+    return total / num_trained_parameters(config)
