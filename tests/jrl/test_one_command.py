@@ -67,7 +67,7 @@ def test_completion_of_no_or_another_shell_is_refused(words, capsys):
 
 
 HELPS = {
-    "runs": "│ {list,verify}  list: as --keep says │\n│ -h, --help   show │\n│ --keep INT  of prune │",
+    "runs": "│ {list,verify}  as --keep says │\n│ -h, --help   show │\n│ --keep INT  of prune │",
     "serve": "│ --warm-up, --no-warm-up   compile, see --slots │\n│ --slots INT │",
     "plan": "options:\n  --hardware HARDWARE   device type\n  --top TOP",
     "faults": "usage\n\n  watch      look at runs",
