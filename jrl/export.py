@@ -1,8 +1,8 @@
 """``python -m jrl.export RUN --to DIR``: export of a run's policy as a Hugging Face checkpoint.
 
 DIR gets config.json and safetensors as `transformers` and vLLM read them, the tokenizer, the chat
-template, generation_config.json and a model card, README.md. The run may still be in progress; nothing is written into its
-folder.
+template, generation_config.json and a model card, README.md. The run may still be in progress;
+nothing is written into its folder.
 """
 
 import glob
@@ -108,9 +108,9 @@ def _check(options: ExportOptions, folder: RunFolder) -> None:
 def _export(options: ExportOptions, folder: RunFolder, run: RunConfig) -> None:
     import jax  # its devices are chosen by now
 
-    from jrl.trainer.setup.model_card import CARD, CardSubject, model_card
     from jrl.text.checkpoint_files import checkpoint_files
     from jrl.trainer.evaluation.saved_policy import load_policy_of
+    from jrl.trainer.setup.model_card import CARD, CardSubject, model_card
     from jrl.trainer.setup.network import network_of
     from moe.huggingface import fold_embedding_scale, save
     from moe.huggingface.configuration import family_for

@@ -10,10 +10,10 @@ from jrl.config.run import RunConfig
 from jrl.processes.agreement import RaiseInAllProcesses, is_main_process, to_host
 from jrl.published.adapters import open_adapters
 from jrl.published.base_name import base_name, note_on_base
-from jrl.trainer.setup.model_card import CARD, CardSubject, model_card
 from jrl.runs import records
 from jrl.runs.folder import RunFolder
 from jrl.text.checkpoint_files import checkpoint_files, read_object
+from jrl.trainer.setup.model_card import CARD, CardSubject, model_card
 from jrl.trainer.setup.setup import Setup
 from moe import placement
 from moe.adapters import select_trained
