@@ -1,8 +1,8 @@
 """``python -m jrl.export RUN --to DIR``: export of a run's policy as a Hugging Face checkpoint.
 
 DIR gets config.json and safetensors as `transformers` and vLLM read them, the tokenizer, the chat
-template and generation_config.json. The run may still be in progress; nothing is written into its
-folder.
+template, generation_config.json and a model card, README.md. The run may still be in progress;
+nothing is written into its folder.
 """
 
 import glob
@@ -23,6 +23,7 @@ import tyro
 from jrl.command_line import exit_status, parse_flags, start_jax
 from jrl.config.files import run_of
 from jrl.config.run import RunConfig
+from jrl.published.base_name import base_name
 from jrl.runs.folder import RunFolder
 from jrl.text.load import load_tokenizer
 from jrl.text.tokenizer import Tokenizer
@@ -51,6 +52,9 @@ class ExportOptions:
     exported, as its folder has them already."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of the tensors in the files; None is what the run computes in."""
+    base_name: str | None = None
+    """Name of the checkpoint that the run started from, for the model card; None is that of the
+    run."""
     architecture: str | None = None
     """A class of transformers, for example Qwen3MoeForCausalLM; None takes that of the checkpoint
     that the run started from, or the first that can express the network."""
@@ -106,6 +110,7 @@ def _export(options: ExportOptions, folder: RunFolder, run: RunConfig) -> None:
 
     from jrl.text.checkpoint_files import checkpoint_files
     from jrl.trainer.evaluation.saved_policy import load_model
+    from jrl.trainer.setup.model_card import CARD, CardSubject, model_card
     from jrl.trainer.setup.network import network_of
     from moe.huggingface import fold_embedding_scale, save
     from moe.huggingface.configuration import family_for
@@ -123,6 +128,8 @@ def _export(options: ExportOptions, folder: RunFolder, run: RunConfig) -> None:
         model, weights = fold_embedding_scale(model, weights)
     dtype = options.dtype or network.dtype
     files = checkpoint_files(tokenizer, folder.origin_path)
+    base = _base_of(options, folder, run)
+    files[CARD] = model_card(folder, CardSubject("checkpoint", base, step)).encode()
     architecture = family_for(model, architecture).architecture
     with _atomic_folder(Path(os.path.expanduser(options.to))) as folder_in_progress:
         for name, content in files.items():
@@ -165,6 +172,14 @@ def _describe_network(
         if original_options.get(name) is not None
     }
     return model, family.architecture, extra_options | copied_options
+
+
+def _base_of(options: ExportOptions, folder: RunFolder, run: RunConfig) -> str | None:
+    """Name of the checkpoint that the run started from; None for a preset."""
+    if not folder.model_path.exists():
+        return options.base_name or run.base_name
+    named = json.loads(folder.model_path.read_bytes())
+    return base_name(options.base_name or run.base_name, run.model, named)
 
 
 def _is_alive(process: int) -> bool:

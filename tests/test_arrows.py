@@ -26,17 +26,19 @@ ALLOWED = {
     "jrl.losses": {"jax", "jaxtyping"},
 }
 COMPUTED = {
+    Path("jrl/__main__.py"),
     Path("jrl/checks.py"),
     Path("jrl/published/location.py"),
     Path("jrl/tasks/data/files.py"),
     Path("jrl/tasks/references.py"),
     Path("jrl/tasks/workers/user_code.py"),
 }
-"""Files that may import what a variable names: the extras and the code that a user asked for."""
+"""Files that may import what a variable names: the command, the extras and the code that a user
+asked for."""
 FORBIDDEN = {"campaign", "experiments", "benchmarks", "tests", "notebooks"}
 """What no room imports, unless it is the room."""
 
-SHARED = ("__init__", "checks", "command_line", "setting")
+SHARED = ("__init__", "checks", "command_line", "completion", "setting")
 """Files beside the rooms of jrl that lie below all of them."""
 COMMANDS = (
     *sorted(f"jrl.{path.stem}" for path in (ROOT / "jrl").glob("*.py") if path.stem not in SHARED),

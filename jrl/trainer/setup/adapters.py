@@ -9,7 +9,11 @@ from jrl.checks import flag
 from jrl.config.run import RunConfig
 from jrl.processes.agreement import RaiseInAllProcesses, is_main_process, to_host
 from jrl.published.adapters import open_adapters
+from jrl.published.base_name import base_name, note_on_base
+from jrl.runs import records
 from jrl.runs.folder import RunFolder
+from jrl.text.checkpoint_files import checkpoint_files, read_object
+from jrl.trainer.setup.model_card import CARD, CardSubject, model_card
 from jrl.trainer.setup.setup import Setup
 from moe import placement
 from moe.adapters import select_trained
@@ -60,10 +64,11 @@ def load_initial_adapters(setup: Setup) -> Transformer[Array] | None:
     return adapters
 
 
-def write_adapters(setup: Setup, folder: RunFolder, policy: Transformer[Array]) -> None:
-    """Writes the adapters of the policy in PEFT's format; writes nothing for a run without, nor for
-    one that did not start from a public checkpoint."""
-    if setup.model.lora is None or setup.run.checkpoint is None:
+def write_adapters(setup: Setup, folder: RunFolder, policy: Transformer[Array], step: int) -> None:
+    """Writes the adapters of the policy in PEFT's format, with the tokenizer and a model card;
+    writes nothing for a run without, nor for one that did not start from a public checkpoint."""
+    run = setup.run
+    if setup.model.lora is None or run.checkpoint is None:
         return
     adapters = select_trained(policy, table(setup.model))
     depth = axis_sizes(setup.model)["layer"]
@@ -71,10 +76,17 @@ def write_adapters(setup: Setup, folder: RunFolder, policy: Transformer[Array]) 
     in_order = placement.in_layer_order(to_host(adapters), setup.mesh, depth)
     with RaiseInAllProcesses():
         if is_main_process():
+            base = base_name(run.base_name, run.model, read_object(folder.model_path))
             save_adapters(
                 folder.adapters_path,
                 setup.model,
                 jax.device_get(in_order),
                 architecture=architecture_of(folder.model_path),
-                base=setup.run.checkpoint,
+                base=base,
             )
+            files = checkpoint_files(setup.tokenizer, folder.origin_path)
+            card = model_card(folder, CardSubject("adapters", base, step))
+            for name, content in {**files, CARD: card.encode()}.items():
+                records.replace(folder.adapters_path / name, content)
+            if (note := note_on_base(base)) is not None:
+                print(note)

@@ -1,0 +1,52 @@
+"""Name of the published checkpoint that a run started from, for those who get what it made."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+OPTION = "_name_or_path"
+"""Option of config.json with the name that a checkpoint was loaded by."""
+HUB = "https://huggingface.co/"
+
+
+def base_name(stated: str | None, model: str, options: Mapping[str, Any]) -> str:
+    """The stated name, that of the checkpoint's own metadata, or how the user named it.
+
+    Args:
+      stated: ``--base-name``.
+      model: ``--model`` of the run.
+      options: config.json of the checkpoint.
+    """
+    if stated is not None:
+        return stated
+    recorded = options.get(OPTION)
+    if isinstance(recorded, str) and recorded and not Path(recorded).is_absolute():
+        return recorded
+    return model.removeprefix("hf:")
+
+
+def is_hub_name(name: str) -> bool:
+    """True for OWNER/NAME of the Hugging Face Hub, which loads on any machine."""
+    return HUB_NAME.fullmatch(name) is not None and not Path(name).exists()
+
+
+def note_on_base(name: str) -> str | None:
+    """Line about a name that other machines cannot load; None for a name of the Hub."""
+    if is_hub_name(name):
+        return None
+    return (
+        f"note: the base is named {name!r}, which other machines may not find: give "
+        "--base-name OWNER/NAME if it is published"
+    )
+
+
+def name_in_gguf(metadata: Mapping[str, Any]) -> str | None:
+    """The name of a GGUF file's model: its repository, that of the model it was quantised from, or
+    its title."""
+    for key in ("general.source.huggingface.repository", "general.base_model.0.repo_url"):
+        if value := metadata.get(key):
+            return str(value).removeprefix(HUB).strip("/")
+    title = metadata.get("general.name")
+    return None if not title else str(title)
