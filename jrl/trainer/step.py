@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from jrl.losses import overlong_filter
 from jrl.processes.agreement import to_devices, to_host
-from jrl.processes.progress import phase, sign
+from jrl.processes.progress import heartbeat, phase
 from jrl.recipes.base.batch import (
     Batch,
     Targets,
@@ -459,7 +459,7 @@ def train_on_batch(
             # A gather on the mesh: the batch is not copied to the host.
             rows = take_rows(batch, row_indices, networks.mesh)
             history.append({})
-            sign(f"mini-batch {len(history)}")
+            heartbeat(f"mini-batch {len(history)}")
             # The critic comes first; neither update uses the other's new weights in this step.
             if state.critic is not None:
                 state = replace(state, critic=learn("critic", state.critic, rows, row_indices))

@@ -23,7 +23,7 @@ _NOT_PAIRS = {
     *(("different", "from"), ("different", "than"), ("differs", "from"), ("differ", "from")),
     *(("anything", "but"), ("everything", "but"), ("all", "but"), ("nothing", "like")),
     *(("fails", "to"), ("failed", "to"), ("rules", "out"), ("rule", "out"), ("ruled", "out")),
-    ("unequal", "to"),
+    *(("unequal", "to"), ("no", "longer")),
     *(("refuse", "to"), ("refuses", "to"), ("apart", "from"), ("aside", "from")),
 }
 # A denial of these reaches through the verb of the answer: "I do not think that it is 42".
@@ -37,7 +37,8 @@ _OPINION = _words(
 _DOUBT = _words(
     """
     doubt doubts doubtful doubted unlikely disagree deny denies denied reject rejects rejected
-    refute refutes disprove disproves impossible
+    refute refutes disprove disproves impossible withdraw withdraws
+    retract retracts tempted tempting
     """
 )
 _WRONG = _words(
@@ -52,7 +53,7 @@ _WRONG_NOUNS = _words(
     that said says
     """
 )
-_CONDITION = frozenset({"if", "whether", "suppose", "supposing", "assuming", "unless"})
+_CONDITION = frozenset({"if", "whether", "suppose", "supposing", "assume", "assuming", "unless"})
 # Two denials that cancel each other.
 _CANCELLED = re.compile(
     r"\b(?:no|without(?: a| any)?|beyond(?: a| any)?) doubt\b"

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .denials import is_judged_wrong, is_verdict
+from .hedges import is_taken_back, offers_another, words_of
 from .reasoning import BLANKS, after_reasoning
 
 UNREADABLE = "\ufffd"
@@ -37,13 +38,8 @@ _ALTERNATIVE = re.compile(
     re.IGNORECASE,
 )
 _JOINED = re.compile(r"[\s$]*(?:,|;|&|/|\band\b|\bor\b)[\s$]*", re.IGNORECASE)
-# "not" before a mark, and behind it a choice that names another mark: "or the former".
+# "not" before a mark.
 _DENIED = re.compile(r"(?:\b(?:not|never)|n['\u2019]t)[\s$*_:(\[\\]*$", re.IGNORECASE)
-_OR_ANOTHER = re.compile(
-    r"[\s$*_.,]*\bor\s+(?:(?:maybe|perhaps|possibly|else|it's|it is|rather)\s+)*(?:the\s+)?"
-    r"(?:former|latter|first|second|other|previous|earlier|one before)\b",
-    re.IGNORECASE,
-)
 _CLAUSE = re.compile(
     r"[\s$*_()\\\])]*(?:,\s*(?:which|that|but (?:this|that|it))\s+)?([^.,;:!?\n]*)"
 )
@@ -115,10 +111,12 @@ def _is_withdrawn(text: str, begin: int, end: int) -> bool:
     """True if the words at a mark deny its answer, call it wrong, or offer another mark: "is
     wrong", "or the former"."""
     before, behind = text[max(0, begin - MAX_BESIDE) : begin], text[end : end + MAX_BESIDE]
-    if _DENIED.search(before) or _OR_ANOTHER.match(behind):
+    if _DENIED.search(before) or offers_another(words_of(behind)[:2]):
         return True
     clause = _CLAUSE.match(behind)
     words = re.findall(r"[\w']+", clause[1].lower().replace("\u2019", "'")) if clause else []
+    if is_taken_back(words_of(behind)):
+        return True
     return bool(words) and is_verdict(words[0]) and is_judged_wrong(words, is_bare=False)
 
 
