@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from .denials import (
     MAX_CLAUSE,
+    announces_several,
     is_bound_after,
     is_bound_before,
     is_correction,
@@ -14,8 +15,9 @@ from .denials import (
     is_part_before,
     is_restart,
     is_retracted,
+    is_separator,
+    offers_another,
 )
-from .hedges import announces_several, is_separator, is_taken_back, offers_another
 from .notation import Token
 from .phrases import Span, is_unit, joiner
 
@@ -144,7 +146,7 @@ class Clauses:
             return False
         if words[0] in ("at", "or", "and", "give", "tops", "max") and is_bound_after(words[:3]):
             return True
-        return is_retracted(words) or is_taken_back(words)
+        return is_retracted(words)
 
     def alternatives(self) -> Iterator[Span]:
         """Phrases that are offered instead of the number: "41 apples or maybe 42"."""

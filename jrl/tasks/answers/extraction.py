@@ -10,8 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .denials import is_judged_wrong, is_verdict
-from .hedges import is_taken_back, offers_another, words_of
+from .denials import is_judged_wrong, is_taken_back, is_verdict, offers_another, words_of
 from .reasoning import BLANKS, after_reasoning
 
 UNREADABLE = "\ufffd"

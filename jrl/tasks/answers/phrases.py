@@ -46,7 +46,10 @@ _NAMES = {
 _COMPOUND = {"mph": {"mile": 1, "h": -1}, "kph": {"km": 1, "h": -1}}
 _UNIT_POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
 _BEFORE, _BEHIND = ("square", "sq", "cubic", "cu"), ("squared", "cubed")
-_MONEY = frozenset(["dollar", "cent", "euro", "sterling", "pence", "yen", "yuan", "rupee", "won", "rouble", "franc", "peso"])
+_MONEY = frozenset(
+    {"dollar", "cent", "euro", "sterling", "pence", "yen", "yuan", "rupee", "won", "rouble"}
+    | {"franc", "peso"}
+)
 _RATED = frozenset({"m", "km", "mile", "foot", "knot", "l", "gallon"})
 _TEMPERATURES = {"C": "celsius", "F": "fahrenheit"}
 _MEANINGS = {"pound": ("pound", "lb", "sterling")}

@@ -17,13 +17,14 @@ from .denials import (
     is_bound_after,
     is_bound_before,
     is_denied,
+    is_hedged_formula,
     is_judged_wrong,
+    is_list,
     is_part_before,
     is_retracted,
     last_clause,
 )
 from .extraction import Extracted, extract
-from .hedges import is_hedged_formula, is_list
 from .notation import Token, plain_notation, space_lists, tokens_of
 from .numbers import MULTIPLE, NOTHING, OPAQUE, Statement, read_statement, same_statement
 from .words import is_word_answer, states_reference

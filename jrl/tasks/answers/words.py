@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from .denials import (
     is_correction,
     is_denied,
+    is_hedged,
     is_judged_wrong,
     is_part_before,
     is_retracted,
     last_clause,
+    offers_another,
+    words_of,
 )
-from .hedges import is_hedged, offers_another, words_of
 from .notation import DASH, plain_notation
 
 MAX_REFERENCE_LENGTH = 200

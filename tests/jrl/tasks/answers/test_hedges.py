@@ -9,7 +9,7 @@ from importlib import import_module
 
 import pytest
 
-from jrl.tasks.answers.hedges import is_list, is_taken_back, offers_another, words_of
+from jrl.tasks.answers.denials import is_list, is_taken_back, offers_another, words_of
 from jrl.tasks.answers.verdict import Judge
 
 CANDIDATES = {
