@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .denials import is_judged_wrong, is_taken_back, is_verdict, offers_another, words_of
+from .denials import is_judged_wrong, is_taken_back, is_verdict, words_of
 from .reasoning import BLANKS, after_reasoning
 
 UNREADABLE = "\ufffd"
@@ -39,6 +39,11 @@ _ALTERNATIVE = re.compile(
 _JOINED = re.compile(r"[\s$]*(?:,|;|&|/|\band\b|\bor\b)[\s$]*", re.IGNORECASE)
 # "not" before a mark.
 _DENIED = re.compile(r"(?:\b(?:not|never)|n['\u2019]t)[\s$*_:(\[\\]*$", re.IGNORECASE)
+_OR_ANOTHER = re.compile(
+    r"[\s$*_.,]*\bor\s+(?:(?:maybe|perhaps|possibly|else|it's|it is|rather)\s+)*(?:the\s+)?"
+    r"(?:former|latter|first|second|other|previous|earlier|one before)\b",
+    re.IGNORECASE,
+)
 _CLAUSE = re.compile(
     r"[\s$*_()\\\])]*(?:,\s*(?:which|that|but (?:this|that|it))\s+)?([^.,;:!?\n]*)"
 )
@@ -110,7 +115,7 @@ def _is_withdrawn(text: str, begin: int, end: int) -> bool:
     """True if the words at a mark deny its answer, call it wrong, or offer another mark: "is
     wrong", "or the former"."""
     before, behind = text[max(0, begin - MAX_BESIDE) : begin], text[end : end + MAX_BESIDE]
-    if _DENIED.search(before) or offers_another(words_of(behind)[:2]):
+    if _DENIED.search(before) or _OR_ANOTHER.match(behind):
         return True
     clause = _CLAUSE.match(behind)
     words = re.findall(r"[\w']+", clause[1].lower().replace("\u2019", "'")) if clause else []
