@@ -19,7 +19,7 @@ COMPILE_FACTOR = 12
 SLOW_FACTOR = 4
 """Multiple of the silence of a process that compiles or loads."""
 LONGEST_FACTOR = 10
-"""Multiple of the longest time between two signs in a phase that is no hang in the same phase."""
+"""Multiple of the longest time between two heartbeats in a phase that is no hang there."""
 REASONS = {
     REWARD: "waiting for verifiers or rewards",
     ENVIRONMENT: "waiting for environments",
@@ -115,7 +115,7 @@ def deadline_of(position: Position, base: float, longest: float) -> float:
 
     ``max(factor x base, 10 x longest)``, where the factor is 12 for compilations and for a phase
     that is entered for the first time, 6 for checkpoints, and 1 for all others; `longest` is the
-    longest time between two signs in the same phase so far, without compilations.
+    longest time between two heartbeats in the same phase so far, without compilations.
     """
     factor = 1
     if position.compiles or position.is_first:

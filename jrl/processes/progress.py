@@ -1,6 +1,6 @@
-"""Progress of this process: the phase that its main thread is in, and signs of progress.
+"""Progress of this process: the phase that its main thread is in, and its heartbeats.
 
-The code of a run enters phases and leaves signs; a `jrl.processes.watchdog.Watchdog` reads them.
+A run enters phases and sends heartbeats, and a `jrl.processes.watchdog.Watchdog` reads them.
 Both cost a few microseconds, and nothing is sent here.
 """
 
@@ -38,7 +38,7 @@ class Position:
       step: training step that is in progress, from 1; 0 before the first.
       agreements: collectives on host values that were entered, which all processes enter in the
         same order: of two processes, the one with the lower number has not arrived.
-      signs: number of signs of progress so far.
+      heartbeats: number of heartbeats so far.
       compiles: true while a thread compiles.
       is_first: true if `phase` has not been left before, and may compile or load.
       seconds: since the phase was entered.
@@ -49,14 +49,14 @@ class Position:
     part: str
     step: int
     agreements: int
-    signs: int
+    heartbeats: int
     compiles: bool
     is_first: bool
     seconds: float
 
 
 class Progress:
-    """Recorder of the phases of one thread; other threads only leave signs."""
+    """Recorder of the phases of one thread; other threads only send heartbeats."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
@@ -64,14 +64,14 @@ class Progress:
         self._phases: list[tuple[str, float]] = [(START, clock())]
         self._part, self._left = "", set[str]()
         self._compiling = set[int]()
-        self._agreements = self._signs = 0
+        self._agreements = self._heartbeats = 0
         self._step = 0
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Context manager of a phase, which may be inside of another one."""
         self._agreements += name == AGREEMENT
-        self._signs += 1
+        self._heartbeats += 1
         thread = threading.get_ident()
         is_recorded = thread == self._thread
         if is_recorded:
@@ -86,17 +86,17 @@ class Progress:
                 self._left.add(name)
                 self._part = ""
             self._compiling.discard(thread)  # of a function that was lowered only
-            self._signs += 1
+            self._heartbeats += 1
 
     def begin_step(self, step: int) -> None:
         """Records that a training step begins."""
-        self._step, self._signs = step, self._signs + 1
+        self._step, self._heartbeats = step, self._heartbeats + 1
         self._phases[0] = STEP, self._clock()
 
-    def sign(self, part: str = "") -> None:
-        """Leaves a sign of progress, from any thread, with the part of the main thread's phase that
-        begins with it, if one does."""
-        self._signs += 1
+    def heartbeat(self, part: str = "") -> None:
+        """Records progress, from any thread, and the part of the main thread's phase that begins
+        with it (for example "mini-batch 2")."""
+        self._heartbeats += 1
         if part:
             self._part = part
 
@@ -111,7 +111,7 @@ class Progress:
             part=self._part,
             step=self._step,
             agreements=self._agreements,
-            signs=self._signs,
+            heartbeats=self._heartbeats,
             compiles=bool(self._compiling),
             is_first=name not in self._left and name not in NEVER_COMPILE,
             seconds=self._clock() - entered,
@@ -120,7 +120,7 @@ class Progress:
     @contextmanager
     def watching_compilation(self) -> Iterator[None]:
         """Context manager in which compilations of JAX are recorded."""
-        import jax  # here, as programs without JAX leave signs too
+        import jax  # here, as programs without JAX send heartbeats too
 
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
         try:
@@ -130,7 +130,7 @@ class Progress:
 
     def _on_event(self, event: str, duration_secs: float, **fields: Any) -> None:
         """JAX lowers a function, then compiles it; each event is the end of one of them."""
-        self._signs += 1
+        self._heartbeats += 1
         if event == LOWERED:
             self._compiling.add(threading.get_ident())
         elif event == COMPILED:
@@ -152,9 +152,9 @@ def phase(name: str) -> Any:
     return _current.phase(name)
 
 
-def sign(part: str = "") -> None:
-    """`Progress.sign` of the run in this process."""
-    _current.sign(part)
+def heartbeat(part: str = "") -> None:
+    """`Progress.heartbeat` of the run in this process."""
+    _current.heartbeat(part)
 
 
 def begin_step(step: int) -> None:

@@ -152,7 +152,7 @@ class Watchdog:
     def tick(self, seconds: float) -> None:
         """Looks at this process and at what has been received, `seconds` after the last time."""
         position = self.progress.position()
-        if position.signs == self._position.signs:
+        if position.heartbeats == self._position.heartbeats:
             self._idle += seconds
         else:
             before = self._position

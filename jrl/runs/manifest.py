@@ -21,7 +21,7 @@ import jax
 
 from jrl.processes import agreement
 from jrl.processes.agreement import broadcast_from_main, is_main_process
-from jrl.processes.progress import sign
+from jrl.processes.progress import heartbeat
 from jrl.runs import records
 from jrl.runs.directory import MANIFEST_NAME, StoragePath, checksums, is_bucket
 
@@ -130,7 +130,7 @@ def _size_and_hash(path: Path) -> list[int | str]:
     """Size in bytes and SHA-256 of a file."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-        sign()  # all files of a large checkpoint take longer than a phase is allowed
+        heartbeat()  # all files of a large checkpoint take longer than a phase is allowed
         return [file.tell(), digest]
 
 

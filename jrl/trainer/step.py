@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from jrl.losses import overlong_filter
 from jrl.processes.agreement import to_devices, to_host
-from jrl.processes.progress import phase, sign
+from jrl.processes.progress import heartbeat, phase
 from jrl.recipes.base.batch import (
     CRITIC,
     Batch,
@@ -468,7 +468,7 @@ def train_on_batch(
             # A gather on the mesh: the batch is not copied to the host.
             rows = take_rows(batch, row_indices, networks.mesh)
             history.append({})
-            sign(f"mini-batch {len(history)}")
+            heartbeat(f"mini-batch {len(history)}")
             for name, role in ROLES.items():
                 if role in networks.trained and not (pretraining and role == POLICY):
                     learner = learn(name, state.networks[role], rows, row_indices)

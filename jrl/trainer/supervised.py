@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jrl.processes.agreement import to_devices, to_host
-from jrl.processes.progress import phase, sign
+from jrl.processes.progress import heartbeat, phase
 from jrl.recipes.base.batch import replicated
 from jrl.rollout.sampler import Sampler
 from jrl.tasks.data.chats import Chat, Chats
@@ -132,7 +132,7 @@ def heldout_loss(
         nll -= float(np.sum(logprobs, dtype=np.float64, where=mask))
         num_correct += float(np.sum(is_argmax, dtype=np.float64, where=mask))
         tokens += int(mask.sum())
-        sign()
+        heartbeat()
     return {
         "val/nll": nll / tokens,
         "val/perplexity": math.exp(min(nll / tokens, 700.0)),

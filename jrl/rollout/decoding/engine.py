@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from jrl.losses import EntropyStatistics
 from jrl.processes.agreement import to_devices, to_host
-from jrl.processes.progress import sign
+from jrl.processes.progress import heartbeat
 from jrl.recipes.base.batch import replicated
 from jrl.rollout.decoding.mesh_backend import MeshBackend, StepLimits
 from jrl.rollout.decoding.packed_prompts import (
@@ -454,7 +454,7 @@ class Engine:
         lengths, is_live = self.backend.to_host((pool.rows.lengths, pool.live))
         # A writable copy, for rows that are admitted later.
         self.scheduler.lengths = np.array(lengths)
-        sign()
+        heartbeat()
         return is_live
 
     def _resize_cache(self, length: int) -> tuple[SlotPool[Array], int]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from .denials import (
     MAX_CLAUSE,
+    announces_several,
     is_bound_after,
     is_bound_before,
     is_correction,
@@ -14,6 +15,8 @@ from .denials import (
     is_part_before,
     is_restart,
     is_retracted,
+    is_separator,
+    offers_another,
 )
 from .notation import Token
 from .phrases import Span, is_unit, joiner
@@ -22,12 +25,6 @@ _SCALES = {"thousand": 10**3, "thousands": 10**3, "million": 10**6, "millions": 
            "billion": 10**9, "billions": 10**9, "trillion": 10**12, "trillions": 10**12,
            "hundred": 100, "hundreds": 100, "dozen": 12, "dozens": 12, "lakh": 10**5,
            "crore": 10**7, "gross": 144, "mln": 10**6, "bn": 10**9}  # fmt: skip
-_PERHAPS = {"maybe", "perhaps", "possibly", "else", "even", "it's", "it", "is", "also", "the",
-            "answer", "could", "be", "may", "might", "rather", "about", "well", "just",
-            "something", "like",
-            "approximately", "around", "roughly", "either", "a", "an"}  # fmt: skip
-_OR = {"or", "xor", "unless", "&", "vs", "versus", "alternatively", "otherwise"}
-_GUESSING = {"maybe", "perhaps", "possibly", "might", "could", "may", "alternatively", "probably"}
 # A part, a base or another operation that multiplies or changes the number before it.
 _CHANGED = re.compile(
     r"halves|thirds|(?:fif|six|seven|eigh|nin|ten|hundred|thousand)ths|point|factorial|choose"
@@ -153,19 +150,42 @@ class Clauses:
 
     def alternatives(self) -> Iterator[Span]:
         """Phrases that are offered instead of the number: "41 apples or maybe 42"."""
-        tokens, end = self._tokens, self._end
-        if self._previous is not None and self._is_offered_instead(self._previous):
-            yield self._previous
-        if self._next is not None:
-            between = tokens[end : self._next[1]][:4]
-            gap = tokens[end : self._next[0]]
-            words = [token.text.lower() for token in gap if token.kind != "stop"]
-            stops = len(words) < len(gap)
-            has_or = any(token.text.lower() == "or" for token in between)
-            is_guess = bool(gap) and self._is_guess(self._next[0])
-            # 41 or 42; 41, maybe 42; 41? Or 42?
-            if (not stops and (has_or or is_guess)) or words[:1] == ["or"] or self._is_corrected():
-                yield self._next
+        begin, end, previous, following = self._begin, self._end, self._previous, self._next
+        if following is not None:
+            kinds = ("number", "vulgar", "constant", "command")
+            values = (n for n in range(*following) if self._tokens[n].kind in kinds)
+            gap = self._words(end, next(values, following[0]))
+            tail = self._words(following[1], following[1] + 5)
+            is_tail = len(gap) < 4 and offers_another(tail)
+            if self._is_choice(begin, gap) or is_tail or self._is_corrected():
+                yield following
+        if previous is None:
+            return
+        start = _label_start(self._tokens, begin) if self._tokens[begin].text == "=" else begin
+        gap = self._words(previous[1], start)
+        is_tail = len(gap) < 4 and offers_another(self._words(end, end + 5))
+        if (
+            self._is_choice(previous[0], gap)
+            or is_tail
+            or _same_label(self._tokens, previous, begin)
+        ):
+            yield previous
+        before = " ".join(self._words(max(0, previous[0] - 5), previous[0]))
+        if _IF_NOT.search(before) and (not gap or gap[0] in ("then", ",")):
+            yield previous  # If not 41 then 42
+
+    def _words(self, begin: int, end: int) -> list[str]:
+        return [token.text.lower() for token in self._tokens[begin:end] if token.text not in "$*_"]
+
+    def _is_choice(self, begin: int, gap: Sequence[str]) -> bool:
+        """True if the words between two numbers, or before the first one, offer both."""
+        if offers_another(gap):
+            return True
+        first = begin
+        while first and self._tokens[first - 1].kind != "stop" and begin - first < MAX_CLAUSE:
+            first -= 1
+        between = (word for word in gap if not is_unit(word))
+        return is_separator(between) and announces_several(self._words(first, begin))
 
     def _is_corrected(self) -> bool:
         """True if the next number corrects this one: "The answer is 41. No, it's 42"."""
@@ -173,37 +193,6 @@ class Clauses:
         gap = self._tokens[self._stop : self._next[0]]
         words = [token.text.lower() for token in gap if token.kind == "word"]
         return len(words) <= MAX_AFTERTHOUGHT and bool(gap) and is_correction(words)
-
-    def _is_offered_instead(self, previous: Span) -> bool:
-        tokens, begin = self._tokens, self._begin
-        index = begin - 1
-        labelled = tokens[begin].text == "=" and _label_start(tokens, begin) < begin
-        if labelled:
-            index = _label_start(tokens, begin) - 1
-        while index >= 0 and (tokens[index].text.lower() in _PERHAPS or tokens[index].text == "\n"):
-            index -= 1
-        word = tokens[index].text.lower() if index >= 0 else ""
-        if word in _OR:
-            return True
-        if word == "and" and index == previous[1]:
-            return True  # 41 and also 42
-        gap = [token.text.lower() for token in tokens[previous[1] : begin] if token.kind != "comma"]
-        if gap == ["as", "well", "as"]:
-            return True
-        start = previous[0]
-        words_before = " ".join(each.text.lower() for each in tokens[max(0, start - 5) : start])
-        if _IF_NOT.search(words_before) and word in ("then", ","):
-            return True  # If not 41 then 42
-        if self._is_guess(begin) and (len(gap) == 1 or self._is_guess(previous[0])):
-            return True
-        return labelled and _same_label(tokens, previous, begin)
-
-    def _is_guess(self, begin: int) -> bool:
-        """True if "maybe" or the like precedes a phrase."""
-        words = [token.text.lower() for token in self._tokens[max(0, begin - 4) : begin]]
-        while words and words[-1] in ("be", "also", "the", "even", "is", "it", "well", "have"):
-            words.pop()
-        return bool(words) and words[-1] in _GUESSING
 
     def numerals_offered(self) -> Iterator[int]:
         """Numbers in words that are offered instead: "42 or forty-three"."""

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .denials import is_judged_wrong, is_verdict
+from .denials import is_judged_wrong, is_taken_back, is_verdict, words_of
 from .reasoning import BLANKS, after_reasoning
 
 UNREADABLE = "\ufffd"
@@ -37,7 +37,7 @@ _ALTERNATIVE = re.compile(
     re.IGNORECASE,
 )
 _JOINED = re.compile(r"[\s$]*(?:,|;|&|/|\band\b|\bor\b)[\s$]*", re.IGNORECASE)
-# "not" before a mark, and behind it a choice that names another mark: "or the former".
+# "not" before a mark.
 _DENIED = re.compile(r"(?:\b(?:not|never)|n['\u2019]t)[\s$*_:(\[\\]*$", re.IGNORECASE)
 _OR_ANOTHER = re.compile(
     r"[\s$*_.,]*\bor\s+(?:(?:maybe|perhaps|possibly|else|it's|it is|rather)\s+)*(?:the\s+)?"
@@ -119,6 +119,8 @@ def _is_withdrawn(text: str, begin: int, end: int) -> bool:
         return True
     clause = _CLAUSE.match(behind)
     words = re.findall(r"[\w']+", clause[1].lower().replace("\u2019", "'")) if clause else []
+    if is_taken_back(words_of(behind)):
+        return True
     return bool(words) and is_verdict(words[0]) and is_judged_wrong(words, is_bare=False)
 
 

@@ -12,117 +12,43 @@ from collections.abc import Sequence
 from .notation import DASH, Token
 
 _SPELLINGS = """
-m: metre metres meter meters
-cm: centimetre centimetres centimeter centimeters
+m: metre metres meter meters; cm: centimetre centimetres centimeter centimeters
 mm: millimetre millimetres millimeter millimeters
-km: kilometre kilometres kilometer kilometers kms
-dm: decimetre decimetres decimeter decimeters
+km: kilometre kilometres kilometer kilometers kms; dm: decimetre decimetres decimeter decimeters
 µm: μm um micrometre micrometres micrometer micrometers micron microns
-nm: nanometre nanometres nanometer nanometers
-inch: in inches
-foot: ft feet
-mile: miles mi
-yard: yards yd yds
-acre: acres
-hectare: hectares ha
-g: gram grams gms
-kg: kilogram kilograms kilo kilos kgs
-mg: milligram milligrams
-tonne: tonnes
-ton: tons
-pound: pounds
-lb: lbs
-ounce: oz ounces
-stone: stones
-l: L litre litres liter liters
+nm: nanometre nanometres nanometer nanometers; inch: in inches; foot: ft feet; mile: miles mi
+yard: yards yd yds; acre: acres; hectare: hectares ha; g: gram grams gms
+kg: kilogram kilograms kilo kilos kgs; mg: milligram milligrams; tonne: tonnes; ton: tons
+pound: pounds; lb: lbs; ounce: oz ounces; stone: stones; l: L litre litres liter liters
 ml: mL millilitre millilitres milliliter milliliters
-cl: cL centilitre centilitres centiliter centiliters
-gallon: gallons gal
-quart: quarts qt
-pint: pints pt
-cup: cups
-tablespoon: tablespoons tbsp
-teaspoon: teaspoons tsp
-s: sec secs second seconds
-ms: millisecond milliseconds
-min: mins minute minutes
-h: hr hrs hour hours
-day: days
-week: weeks wk
-month: months
-year: years yr yrs
-decade: decades
-century: centuries
-degree: degrees deg
-celsius: Celsius centigrade
-fahrenheit: Fahrenheit
-K: kelvin Kelvin
-radian: radians rad
-N: newton newtons
-J: joule joules
-kJ: kilojoule kilojoules
-cal: calorie calories
-kcal: kilocalorie kilocalories
-W: watt watts
-kW: kilowatt kilowatts
-MW: megawatt megawatts
-kWh: kilowatt-hour kilowatt-hours
-V: volt volts
-A: amp amps ampere amperes
-Ω: ohm ohms
-Hz: hertz
-kHz: kilohertz
-MHz: megahertz
-GHz: gigahertz
-Pa: pascal pascals
-kPa: kilopascal kilopascals
-mol: mole moles
-knot: knots
-bit: bits
-byte: bytes
-KB: kilobyte kilobytes
-MB: megabyte megabytes
-GB: gigabyte gigabytes
-TB: terabyte terabytes
-dollar: dollars USD US$ \uff04 buck bucks
-cent: cents ¢
-euro: euros EUR €
-sterling: £ GBP quid
-pence: penny pennies
-yen: ¥ JPY
-yuan: CNY RMB
-rupee: rupees ₹ INR Rs
-won: ₩ KRW
-rouble: ₽ RUB ruble rubles roubles
-franc: francs CHF
-peso: pesos MXN
-mph: MPH
-kph: kmh kmph
+cl: cL centilitre centilitres centiliter centiliters; gallon: gallons gal; quart: quarts qt
+pint: pints pt; cup: cups; tablespoon: tablespoons tbsp; teaspoon: teaspoons tsp
+s: sec secs second seconds; ms: millisecond milliseconds; min: mins minute minutes
+h: hr hrs hour hours; day: days; week: weeks wk; month: months; year: years yr yrs
+decade: decades; century: centuries; degree: degrees deg; celsius: Celsius centigrade
+fahrenheit: Fahrenheit; K: kelvin Kelvin; radian: radians rad; N: newton newtons; J: joule joules
+kJ: kilojoule kilojoules; cal: calorie calories; kcal: kilocalorie kilocalories; W: watt watts
+kW: kilowatt kilowatts; MW: megawatt megawatts; kWh: kilowatt-hour kilowatt-hours; V: volt volts
+A: amp amps ampere amperes; Ω: ohm ohms; Hz: hertz; kHz: kilohertz; MHz: megahertz; GHz: gigahertz
+Pa: pascal pascals; kPa: kilopascal kilopascals; mol: mole moles; knot: knots; bit: bits
+byte: bytes; KB: kilobyte kilobytes; MB: megabyte megabytes; GB: gigabyte gigabytes
+TB: terabyte terabytes; dollar: dollars USD US$ \uff04 buck bucks; cent: cents ¢
+euro: euros EUR €; sterling: £ GBP quid; pence: penny pennies; yen: ¥ JPY; yuan: CNY RMB
+rupee: rupees ₹ INR Rs; won: ₩ KRW; rouble: ₽ RUB ruble rubles roubles; franc: francs CHF
+peso: pesos MXN; mph: MPH; kph: kmh kmph
 """
 _NAMES = {
     spelling: name
-    for line in _SPELLINGS.strip().splitlines()
-    for name, _, rest in [line.partition(":")]
+    for unit in re.split(r"[;\n]", _SPELLINGS.strip())
+    for name, _, rest in [unit.strip().partition(":")]
     for spelling in (name, *rest.split())
 }
 _COMPOUND = {"mph": {"mile": 1, "h": -1}, "kph": {"km": 1, "h": -1}}
 _UNIT_POWERS = {"square": 2, "sq": 2, "squared": 2, "cubic": 3, "cu": 3, "cubed": 3}
 _BEFORE, _BEHIND = ("square", "sq", "cubic", "cu"), ("squared", "cubed")
 _MONEY = frozenset(
-    [
-        "dollar",
-        "cent",
-        "euro",
-        "sterling",
-        "pence",
-        "yen",
-        "yuan",
-        "rupee",
-        "won",
-        "rouble",
-        "franc",
-        "peso",
-    ]
+    {"dollar", "cent", "euro", "sterling", "pence", "yen", "yuan", "rupee", "won", "rouble"}
+    | {"franc", "peso"}
 )
 _RATED = frozenset({"m", "km", "mile", "foot", "knot", "l", "gallon"})
 _TEMPERATURES = {"C": "celsius", "F": "fahrenheit"}

@@ -17,7 +17,9 @@ from .denials import (
     is_bound_after,
     is_bound_before,
     is_denied,
+    is_hedged_formula,
     is_judged_wrong,
+    is_list,
     is_part_before,
     is_retracted,
     last_clause,
@@ -85,12 +87,16 @@ class Judge:
             return "unparsable"
         if answer.text == expected.text or _equals_up_to_typesetting(answer, expected.text):
             return "correct"
+        if is_list(answer.text):
+            return "wrong"
         if expected.words:
             right = states_reference(expected.text, answer.text, marked=answer.marked)
             return "unparsable" if right is None else "correct" if right else "wrong"
         if expected.number is not None:
             return self._judge_number(expected, expected.number, answer.text, answer.marked)
-        return self._judge_formula(expected, answer.text, answer.marked)
+        verdict = self._judge_formula(expected, answer.text, answer.marked)
+        is_hedged = verdict == "correct" and not _is_set(expected.reading)
+        return "wrong" if is_hedged and is_hedged_formula(answer.text[-MAX_CONTEXT:]) else verdict
 
     def _read_reference(self, reference: str) -> ReferenceAnswer:
         answer = extract(reference)
@@ -179,7 +185,7 @@ def _has_unknown_sign(text: str) -> bool:
 def _is_retracted(text: str, *, marked: bool) -> bool:
     """True if the words around the formula of a text deny it or bound it, or if a mark in it is not
     known."""
-    plain = plain_notation(text[-MAX_FORMULA_CONTEXT:], marked=marked)
+    plain = plain_notation(text[-MAX_CONTEXT:], marked=marked)
     if _has_unknown_sign(plain):
         return True
     parts = re.split(r"[.!?](?:\s+|$)|\n+", plain.strip())
@@ -222,7 +228,7 @@ _FUNCTIONS = ("sin", "cos", "tan", "cot", "sec", "csc", "ln", "log", "exp", "sqr
 _SIGNS = frozenset(
     "√±\u2013≤≥≠∞\u222a∩∈∉⊂⊆∅△∠∧\u2228¬∀∃→⇒⇔\u2032″°·\u00d7÷\uff0c。\uff1b\uff1a、\uff1f\uff01\uff08\uff09“”\u2018\u2019€£¥₹\uff04…"
 ) - {"¬"}
-MAX_FORMULA_CONTEXT = 1_000
+MAX_CONTEXT = 1_000
 """Number of characters of a text whose words are looked at, from its end."""
 
 

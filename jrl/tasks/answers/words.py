@@ -13,10 +13,13 @@ from collections.abc import Iterator
 from .denials import (
     is_correction,
     is_denied,
+    is_hedged,
     is_judged_wrong,
     is_part_before,
     is_retracted,
     last_clause,
+    offers_another,
+    words_of,
 )
 from .notation import DASH, plain_notation
 
@@ -42,12 +45,10 @@ _WEAK = re.compile(
     r"(?![\w'])|\bnot\b[^.?!\n]{1,40}\bbut\b(?: rather)?|\?\s*no\b|=|:(?!\d))\s*" + _ARTICLES,
     re.IGNORECASE,
 )
-# An alternative follows: "or Tuesday", ", Tuesday.", "/ Tuesday", "? No".
-_GOES_ON = re.compile(
-    r"\s*(?:[?!.,;()]*\s*\b(?:or|vs|versus|unless|as well as|alternatively|maybe|perhaps"
-    r"|possibly)\b|(?:\band\b|[/|&])\s*\w"
-    r"|\n\s*(?:[-*]\s*)?\w+[.\s]*$"
-    r"|[,;]\s*\w+\s*(?:$|[,.;!?]|\bor\b|\band\b)|\?\s*(?:no|not|maybe|or|perhaps)\b)",
+# A second word in a list: "and Tuesday", ", Tuesday.", a line of its own.
+_NEXT = re.compile(
+    r"\s*(?:(?:\band\b|[/|&])\s*\w|\n\s*(?:[-*]\s*)?\w+[.\s]*$|[,;]\s*\w+\s*(?:$|[,.;!?]|\b(?:or|and)\b)"
+    r"|\?\s*(?:no|not)\b)",
     re.IGNORECASE,
 )
 _REASON = re.compile(r"\s*(?:$|[,.;:!)\n\u2013-]|because\b|since\b|as\b|for\b)", re.IGNORECASE)
@@ -89,7 +90,6 @@ _FILLER = re.compile(
     r"|let's (?:see|think(?: step by step)?))[\s,.!:]+)+",
     re.IGNORECASE,
 )
-_OR_BEFORE = re.compile(r".*\bor\s+(?:it's|it\s+is|that's|that\s+is)\b", re.IGNORECASE)
 _SYMBOLS = {"So", "Sm", "No", "Lo"}
 
 
@@ -142,9 +142,20 @@ def states_reference(reference: str, text: str, *, marked: bool) -> bool | None:
     else:
         is_stated = _states_words(wanted, plain)
     if is_stated is not None:
-        return is_stated
+        return is_stated and not _is_hedged(wanted, plain)
     is_short = len(normalized.split()) <= max(_SHORT, 2 * len(wanted.split()))
     return False if marked or is_short else None
+
+
+def _is_hedged(wanted: str, text: str) -> bool:
+    """True if another answer is offered beside the last place that names the wanted one."""
+    places = list(re.finditer(rf"(?<![\w'-]){re.escape(wanted)}(?![\w'-])", text, re.IGNORECASE))
+    if not places:
+        return False
+    before = text[: places[-1].start()]
+    if wanted in _OPPOSITES:
+        before = before.replace("?", ".")  # Is it yes? No.
+    return is_hedged(before, text[places[-1].end() :])
 
 
 def _claims(text: str, anchor: re.Pattern[str]) -> Iterator[tuple[str, str]]:
@@ -165,7 +176,7 @@ def _is_stated(wanted: str, before: str, rest: str) -> bool:
     # New York City is not New York.
     if len(wanted) > 1 and re.match(r"\s+[A-Z][a-z]", after):
         return False
-    return not _goes_on(after) and not _denied(before) and not _OR_BEFORE.match(before)
+    return not _goes_on(after) and not _denied(before)
 
 
 def _denied(before: str) -> bool:
@@ -176,7 +187,7 @@ def _denied(before: str) -> bool:
 def _goes_on(after: str) -> bool:
     """True if what follows an answer names another one, or takes it back."""
     after = after.lstrip(")]*'\"")
-    if _GOES_ON.match(after.lstrip(".)]*'\"")) or _GOES_ON.match(after):
+    if _NEXT.match(after) or offers_another(words_of(after)[:3]):
         return True
     clause, *later = re.split(r"[.,;:!?\n()]+|\b(?:because|since|as|for)\b", after, maxsplit=2)
     if is_judged_wrong(re.findall(r"[\w']+", clause.lower())):
@@ -247,7 +258,7 @@ def _states_letter(wanted: str, text: str) -> bool | None:
         for before, rest in _claims(text, anchor):
             if not _denied(before) and (letter := _LETTER.match(rest) or _lone(rest)):
                 after = rest[letter.end() :]
-                is_wanted = letter[1].casefold() == wanted and not _OR_BEFORE.match(before)
+                is_wanted = letter[1].casefold() == wanted
                 return is_wanted and not _goes_on(after)
     for letter in reversed(list(re.finditer(r"(?<![\w'])\(?([A-Z])\)?(?![\w'])", text))):
         if _RIGHT.match(text[letter.end() :]):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jrl.processes.progress import sign
+from jrl.processes.progress import heartbeat
 
 Message = dict[str, Any]
 PROGRAM = Path(__file__).with_name("worker.py")
@@ -220,7 +220,7 @@ class Worker:
     def _receive(self, seconds: float) -> Message:
         try:
             line = next_line(self._lines.get, seconds)
-            sign()
+            heartbeat()
             if not line:
                 raise WorkerEnded("the worker ended before it answered")
         except BaseException as error:

@@ -19,7 +19,7 @@ def test_a_phase_is_that_of_the_main_thread_and_ends_with_its_block():
         outer = progress.position()
     assert (inner.phase, inner.outer, inner.step, inner.seconds) == ("reward", "rollout", 3, 5.0)
     assert (outer.phase, outer.outer, outer.seconds) == ("rollout", "", 7.0)
-    assert outer.signs > inner.signs
+    assert outer.heartbeats > inner.heartbeats
     assert progress.position().phase == "step"
 
 
@@ -47,14 +47,14 @@ def test_collectives_are_counted_in_every_thread_and_phases_in_one():
         thread.start()
         thread.join()
     assert (position[0].phase, position[0].agreements) == ("update", 1)
-    assert position[0].signs > before.signs
+    assert position[0].heartbeats > before.heartbeats
 
 
 def test_parts_are_of_the_phase_that_is_left():
     progress = Progress()
     with progress.phase("update"):
-        progress.sign("mini-batch 2")
-        progress.sign()
+        progress.heartbeat("mini-batch 2")
+        progress.heartbeat()
         assert progress.position().part == "mini-batch 2"
     assert progress.position().part == ""
 

@@ -98,7 +98,7 @@ def test_one_that_makes_progress_is_never_late(watched):
     with watched.phase("rollout"):
         for _ in range(3):
             watched.seconds(299, peer(agreements=1))
-            watched.dog.progress.sign()
+            watched.dog.progress.heartbeat()
     assert watched.lines == []
 
 
@@ -148,7 +148,7 @@ def test_a_phase_that_took_long_may_take_longer(watched):
     with watched.phase("update"):
         for _ in range(4):
             watched.dog.tick(60.0)
-        watched.dog.progress.sign()
+        watched.dog.progress.heartbeat()
         for _ in range(30):
             watched.dog.tick(60.0)
     assert watched.lines == []

@@ -1,0 +1,96 @@
+"""Two candidates of which neither is stated, and answers that are taken back, score nothing.
+
+The forms are combined with numbers, words, letters and formulas. `{a}` and `{b}` are the
+candidates, and "<>" ends a line. Both are tried as the reference answer.
+"""
+
+import itertools
+from importlib import import_module
+
+import pytest
+
+from jrl.tasks.answers.denials import is_list, is_taken_back, offers_another, words_of
+from jrl.tasks.answers.verdict import Judge
+
+CANDIDATES = {
+    "number": ("418", "73"),
+    "unit": ("17 km", "$213"),
+    "word": ("Paris", "Rome"),
+    "polar": ("yes", "no"),
+    "letter": ("B", "D"),
+    "formula": (r"$2\sqrt{3}$", r"$\frac{\pi}{7}$"),
+}
+CHOICES = """
+{a} or else {b}|either {a} or {b}|{a} or perhaps {b}|{a} or alternatively {b}
+{a}, unless it is {b}|maybe {a}, maybe {b}|{a} vs {b}|{a} versus {b}|{a}, alternatively {b}
+{a}, or is it {b}|{a}, potentially {b}|{a}, could also be {b}|{a}, but it might be {b}
+{a}, otherwise {b}|{a} else {b}|{a} for some and {b} for others|{a}; failing that, {b}
+{a} (or {b})|{a} (possibly {b})|{a} as well as {b}|{a} OR {b}|{a} and/or {b}
+""".strip().replace("\n", "|")
+SENTENCES = """
+The answer is {a}. It could also be {b}.|The answer is {a}. Alternatively, it is {b}.
+It might be {a}. It might be {b}.|Perhaps {a}. Perhaps {b}.|First guess: {a}. Second guess: {b}.
+Guess 1: {a}<>Guess 2: {b}|Option 1: {a}<>Option 2: {b}|1. {a}<>2. {b}|* {a}<>* {b}
+I cannot decide between {a} and {b}.|Depending on the reading, {a} or {b}.
+My answer: {a}, backup: {b}|So {a}. Another answer is {b}.|{a} is possible, so is {b}.
+The answer is {a}. Strike that.|The answer is {a}. Ignore that.|The answer is {a}. Never mind.
+The answer is {a}. My bad, this is an error.|The answer is {a}. Oops.|It is no longer {a}.
+The answer is {a}. I take that back.|The answer is {a}, just kidding.|I withdraw {a}.
+""".strip().replace("\n", "|")
+STATED = """
+The answer is {a}.|Is it {b}? No: it is {a}.|It might be {b}. The answer is {a}.|{a}, not {b}
+Either {b} or {a} was expected.<><>The answer is {a}.|Some would say {b}. The answer is {a}.
+""".strip().replace("\n", "|")
+
+
+@pytest.fixture(scope="module")
+def judge():
+    return Judge(import_module("jrl.tasks.answers.symbolic"))
+
+
+def completions(forms, a, b):
+    for form in forms.split("|"):
+        yield form.replace("<>", "\n").replace("{a}", a).replace("{b}", b)
+
+
+@pytest.mark.parametrize(
+    ("kind", "frame"),
+    [
+        *itertools.product(list(CANDIDATES)[:-1], ["%s", "It is %s.", "The answer is %s."]),
+        ("formula", "It is %s."),
+    ],
+)
+def test_judge_rejects_choice_between_candidates(judge, kind, frame):
+    for a, b in itertools.permutations(CANDIDATES[kind]):
+        texts = [frame % choice for choice in completions(CHOICES, a, b)]
+        assert [text for text in texts if judge(a, text) == "correct"] == []
+
+
+@pytest.mark.parametrize("kind", CANDIDATES)
+def test_judge_rejects_choice_over_sentences_and_retraction(judge, kind):
+    for a, b in itertools.permutations(CANDIDATES[kind]):
+        texts = list(completions(SENTENCES, a, b))
+        scored = [text for text in texts for gold in (a, b) if judge(gold, text) == "correct"]
+        assert scored == []
+
+
+@pytest.mark.parametrize("kind", ["number", "word", "letter"])
+def test_judge_accepts_statement_behind_rejected_candidate(judge, kind):
+    a, b = CANDIDATES[kind]
+    texts = list(completions(STATED, a, b))
+    assert [text for text in texts if judge(a, text) != "correct"] == []
+
+
+def test_offers_another_reads_the_words_between_two_candidates():
+    assert offers_another(["or"]) and offers_another(words_of(", or maybe"))
+    assert not offers_another(words_of("or more boxes; the number of them is"))
+    assert not offers_another(["apples", "and"]) and not offers_another([])
+
+
+def test_is_taken_back_reads_the_words_behind_an_answer():
+    assert is_taken_back(words_of(". Ignore that.")) and not is_taken_back(words_of(", I am sure."))
+
+
+def test_is_list_needs_two_short_items_in_succession():
+    assert is_list("- 3\n- 4") and is_list("1. red\n2. blue")
+    assert not is_list("- 3") and not is_list("- 3 + 4 = 7\n- 7 + 1 = 8")
