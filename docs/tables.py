@@ -13,7 +13,7 @@ import re
 import shlex
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -26,7 +26,7 @@ if __name__ == "__main__":  # layouts of the refused settings need devices, befo
 import jrl.losses
 from jrl.checks import flag
 from jrl.config.flags import parse_arguments
-from jrl.config.run import RECORDS, RunConfig
+from jrl.config.run import RECORDS
 from jrl.recipes import RECIPES
 from jrl.recipes.base.hyperparameters import Hyperparameters
 from jrl.recipes.load import LIBRARY
@@ -262,7 +262,9 @@ def refusal(line: str) -> str | None:
 def settings() -> str:
     """All settings of a run and of each recipe."""
     sections = [section(record, record, declared(record)) for record in RECORDS]
-    sections.append(section("Hyperparameters of all recipes", Hyperparameters, declared(Hyperparameters)))
+    sections.append(
+        section("Hyperparameters of all recipes", Hyperparameters, declared(Hyperparameters))
+    )
     sections.append(section("Recipes with a critic", ActorCritic, declared(ActorCritic)))
     for name, kind in LIBRARY.items():
         base = ActorCritic if issubclass(kind, ActorCritic) else Hyperparameters
