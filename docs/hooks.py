@@ -5,6 +5,7 @@ or a font of ours."""
 import html as entities
 import json
 import re
+import runpy
 from pathlib import Path
 
 from latex2mathml.converter import convert
@@ -34,6 +35,9 @@ def on_files(files: Files, config) -> Files:
 
 
 def on_page_markdown(markdown: str, **_) -> str:
+    if "<!-- settings -->" in markdown:
+        tables = runpy.run_path(str(ROOT / "docs" / "tables.py"))
+        markdown = markdown.replace("<!-- settings -->", tables["settings"]())
     if "<!-- list of vectors -->" not in markdown:
         return markdown
     listed = "\n".join(

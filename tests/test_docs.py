@@ -4,6 +4,7 @@
 """
 
 import ast
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -15,6 +16,8 @@ from urllib.parse import urlsplit
 import pytest
 
 import jrl
+from jrl.config.run import RunConfig
+from jrl.recipes.load import LIBRARY
 from jrl.report.metrics import describe
 from sharding.folding import Layout, fold_abstract
 from sharding.folding.groups import axis_ranks
@@ -230,6 +233,53 @@ def well_formed(address):
     )
 
 
+@functools.cache
+def script(name):
+    """A script of the pages as a module."""
+    spec = importlib.util.spec_from_file_location(Path(name).stem, ROOT / "docs" / name)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("README.md", "docs/recipes.md", "docs/checkpoints.md"),
+        pytest.param("docs/unsupported.md", marks=pytest.mark.slow),
+    ],
+)
+def test_tables_equal_the_code(name):
+    """If this fails, run `python docs/tables.py`."""
+    page = (ROOT / name).read_text(encoding="utf-8")
+    assert "<!-- table: " in page
+    assert script("tables.py").updated(page) == page
+
+
+def test_every_table_is_on_a_page():
+    tables = script("tables.py")
+    pages = [(ROOT / name).read_text(encoding="utf-8") for name in tables.PAGES]
+    assert {found[1] for page in pages for found in tables.TABLE.findall(page)} == set(
+        tables.TABLES
+    )
+
+
+def test_settings_has_every_setting_once_with_a_meaning():
+    tables = script("tables.py")
+    sections = tables.settings().split("\n## ")
+    rows = [row for each in sections for row in each.splitlines() if row.startswith("| `--")]
+    runs = [tables.flag(item.name) for item in dataclasses.fields(RunConfig)]
+    of_recipes = [
+        tables.flag(item.name) for kind in LIBRARY.values() for item in dataclasses.fields(kind)
+    ]
+    flags = [row.split("`")[1] for row in rows]
+    assert [name for name in runs if flags.count(name) != 1] == []
+    assert set(of_recipes) <= set(flags)
+    assert [row for row in rows if not row.split(" | ")[3].strip()] == []
+    assert "| `--steps` | `60` | integer, 0 or more |" in "".join(sections)
+
+
 IMAGES = ROOT / "docs" / "images"
 # Pages of one idea each, which a diagram shows before the first section.
 ILLUSTRATED = [
@@ -241,11 +291,8 @@ ILLUSTRATED = [
 @functools.cache
 def diagrams():
     """Names and content of the diagrams, as their script draws them."""
-    spec = importlib.util.spec_from_file_location("draw", IMAGES / "draw.py")
-    assert spec is not None and spec.loader is not None
-    draw = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(draw)
-    return {name: picture().svg().encode() for name, picture in draw.PICTURES.items()}
+    pictures = script("images/draw.py").PICTURES
+    return {name: picture().svg().encode() for name, picture in pictures.items()}
 
 
 def test_diagrams_are_those_of_their_script():
