@@ -1,6 +1,4 @@
-"""Coefficients that steer themselves, the bounded head, the overlong filter."""
-
-import inspect
+"""Adaptive coefficients, the bounded head, length penalties, the overlong filter, groups."""
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +10,6 @@ from compiled import jitted
 from jax.test_util import check_grads
 
 import jrl
-
-
-def test_vector_kl_2():
-    coefficient, seen = np.asarray(0.2), []
-    step = jax.jit(lambda c, kl: jrl.adaptive_kl_coefficient(
-        c, kl, target=6, num_samples=256, horizon=1e4
-    ))  # fmt: skip
-    for kl in (3.0, 12.0, 6.0):
-        coefficient = step(coefficient, kl)
-        seen.append(float(coefficient))
-    np.testing.assert_allclose(seen, [0.198976, 0.19999476, 0.19999476], atol=1e-7)
 
 
 def test_the_kl_coefficient_moves_towards_the_target_and_no_faster_than_a_fifth():
@@ -50,35 +37,6 @@ def test_coefficients_carry_no_gradient():
     slope = jax.jit(jax.grad(lambda kl: jrl.adaptive_kl_coefficient(0.2, kl, **settings)))(5.9)
     assert slope == 0
     assert jax.jit(jax.grad(lambda c: jrl.adaptive_entropy_coefficient(c, 0.1)[1]))(0.1) == 0
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda: jrl.adaptive_kl_coefficient(0.1, 1.0, target=0, num_samples=1, horizon=1),
-            "target=0 must be positive",
-        ),
-        (
-            lambda: jrl.adaptive_kl_coefficient(0.1, 1.0, target=1, num_samples=1, horizon=-1),
-            "horizon=-1 must be positive",
-        ),
-        (lambda: jrl.adaptive_entropy_coefficient(0.1, 1.0, step=-1), "step=-1 cannot be negative"),
-        (lambda: jrl.adaptive_entropy_coefficient(0.1, 1.0, low=2), "low=2 must not be above high"),
-        (lambda: jrl.bounded_value(jnp.zeros(2), low=1, high=1), "low=1 must be below high=1"),
-        (
-            lambda: jrl.overlong_penalty(jnp.ones(2), max_length=3, buffer=1, floor=0.5),
-            "floor=0.5 must not be positive",
-        ),
-        (
-            lambda: inspect.unwrap(jrl.overlong_filter)(jnp.ones((2, 3)), jnp.ones(3)),
-            r"truncated has shape \(3,\)",
-        ),
-    ],
-)
-def test_errors(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
 
 
 @pytest.mark.slow
@@ -111,3 +69,25 @@ def test_without_a_floor_the_penalty_falls_on():
     np.testing.assert_allclose(paper[:21], verl[:21])
     np.testing.assert_allclose(verl[20:], -1 - np.arange(20) / 5, rtol=1e-6)
     assert np.all(paper[20:] == -1)
+
+
+def test_a_length_has_no_gradient():
+    lengths = np.array([82.0, 90.0])
+    slope = jax.jit(
+        jax.grad(lambda n: jnp.sum(jrl.overlong_penalty(n, max_length=100, buffer=20)))
+    )(lengths)
+    np.testing.assert_array_equal(slope, [0, 0])
+
+
+@pytest.mark.parametrize("dtype", [bool, jnp.int32, jnp.float32, jnp.bfloat16])
+def test_informative_means_that_group_relative_advantages_differ_from_zero(dtype):
+    scores = np.array([1, 0, 1, 1, 1, 0, 0]).astype(dtype)
+    groups = np.array([6, 6, 2, 2, 9, 4, 4])
+    informative = jitted.informative_groups(scores, groups)
+    assert informative.tolist() == [True, True, False, False, False, False, False]
+    advantages = jitted.grpo_advantages(scores.astype(np.float32), groups)
+    np.testing.assert_array_equal(advantages != 0, informative)
+
+
+def test_equal_scores_that_are_no_binary_fraction_are_equal():
+    assert not np.any(jitted.informative_groups(np.full(7, 0.1), np.zeros(7, int)))

@@ -10,15 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from batches import MASK, numpy_batch
 from compiled import jitted
-from jax.test_util import check_grads
 
 import jrl
 
 LOGPROBS, REFERENCE = np.array([-1.0, -2, -0.5, -3]), np.array([-1.2, -1.5, -0.5, -2])
-K1, K2, K3 = [0.2, -0.5, 0, -1], [0.02, 0.125, 0, 0.5], [0.018731, 0.148721, 0, 0.718282]
-SLOPE_K3 = [0.181269, -0.648721, 0, -1.718282]
 
 
 KINDS = get_args(jrl.KLEstimator)
@@ -39,52 +35,6 @@ def estimates(**settings):
         return {kind: (found, slope) for kind, (slope, found) in slopes.items()}
 
     return run
-
-
-@pytest.mark.parametrize(
-    ("kind", "value", "slope"),
-    [
-        ("k1", K1, [1, 1, 1, 1]),
-        ("k2", K2, K1),
-        ("k3", K3, SLOPE_K3),
-        ("abs", np.abs(K1), None),
-        ("k1+", K1, K1),
-        ("k3+", K3, K1),
-        ("abs+", np.abs(K1), K1),
-    ],
-)
-def test_vector_kl_1(kind, value, slope):
-    found, found_slope = estimates()(LOGPROBS, REFERENCE)[kind]
-    np.testing.assert_allclose(found, value, atol=1e-6)
-    if slope is not None:
-        np.testing.assert_allclose(found_slope, slope, atol=1e-6)
-
-
-@every_kind
-@pytest.mark.parametrize("masked", [True, False])
-def test_kl_oracle(kind, masked):
-    b = numpy_batch(0)
-    log_ratio = b["logprobs"] - b["reference_logprobs"]
-    tokens = [[oracles.kl_token(d, kind) for d in row] for row in log_ratio]
-    values, slopes = np.moveaxis(np.array(tokens), -1, 0)
-    chosen = MASK if masked else np.ones_like(MASK)
-    with jax.enable_x64(True):
-        found = estimates()(b["logprobs"], b["reference_logprobs"], MASK if masked else None)
-        result, slope = found[kind]
-        np.testing.assert_allclose(result, np.where(chosen, values, 0), rtol=1e-11, atol=1e-15)
-        np.testing.assert_allclose(slope, np.where(chosen, slopes, 0), rtol=1e-11, atol=1e-15)
-
-
-def test_kl_gradients_by_finite_differences():
-    b = numpy_batch(1)
-
-    @jax.jit
-    def found(logprobs):
-        arrays = (logprobs, b["reference_logprobs"], b["mask"])
-        return [jrl.kl_estimate(*arrays, kind=kind) for kind in ("k1", "k2", "k3", "abs")]
-
-    with jax.enable_x64(True):
-        check_grads(found, (b["logprobs"],), 1)
 
 
 def log_softmax(x):
@@ -209,18 +159,6 @@ def test_the_least_float_as_a_log_probability_has_a_value_too(kind):
     found, slope = estimates(max_log_ratio=20, max_value=10)(least, np.zeros(2))[kind]
     np.testing.assert_allclose(found, -10 if kind == "k1+" else 10)
     np.testing.assert_array_equal(slope, least)
-
-
-def test_entropy_oracle():
-    logits = numpy_batch(4)["logits"]
-    expected = [[oracles.entropy(token) for token in row] for row in logits]
-    with jax.enable_x64(True):
-        array = logits
-        entropy = jax.jit(jrl.entropy_from_logits)
-        np.testing.assert_allclose(entropy(array), expected, rtol=1e-11)
-        masked = entropy(array, MASK)
-        np.testing.assert_allclose(masked, np.where(MASK, expected, 0), rtol=1e-11)
-        check_grads(entropy, (array[:2, :3],), order=1)
 
 
 def test_entropy_where_tokens_are_impossible():

@@ -1,7 +1,6 @@
 """What is computed from logits: chunks, derivatives of both orders, and the memory it takes."""
 
 import functools
-import inspect
 from typing import get_args
 
 import chex
@@ -10,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
-from batches import MASK, numpy_batch
 from compiled import compiled, jitted
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -310,21 +308,3 @@ def test_inside_shard_map():
     chex.assert_trees_all_close(
         cut(*arrays), jax.jit(jax.value_and_grad(total))(*arrays), rtol=1e-5, atol=1e-5
     )
-
-
-def test_errors():
-    x, rows = np.zeros((2, 3)), np.ones(2)
-    with pytest.raises(ValueError, match="chunk_size=0 must be at least 1; None is off"):
-        jrl.entropy_from_logits(x, chunk_size=0)
-    with pytest.raises(ValueError, match="direction='forward' is neither 'policy"):
-        inspect.unwrap(jrl.kl_from_logits)(x, x, direction="forward")
-    with pytest.raises(ValueError, match=r"logits \(2, 3\), ref_logits \(2, 1\)"):
-        inspect.unwrap(jrl.kl_from_logits)(x, x[:, :1], rows)
-
-
-def test_entropy_of_the_batches_with_holes():
-    logits = numpy_batch(4)["logits"]
-    expected = [[oracles.entropy(token) for token in row] for row in logits]
-    with jax.enable_x64(True):
-        found = jitted.entropy_from_logits(logits, MASK, chunk_size=2)
-        np.testing.assert_allclose(found, np.where(MASK, expected, 0), rtol=1e-11)

@@ -153,9 +153,3 @@ def test_long_rows_are_run_in_blocks_by_default(time):
     given = numbers(time, holes=False)
     named = "blocked" if time >= SHORTEST_BLOCKED else "scan"
     chex.assert_trees_all_equal(run(None, given, {}), run(named, given, {}))
-
-
-def test_an_unknown_implementation_is_refused():
-    given = numbers(5, holes=False)
-    with pytest.raises(ValueError, match="'pallas' is neither 'scan' nor 'blocked'"):
-        jrl.gae(**given, implementation="pallas")

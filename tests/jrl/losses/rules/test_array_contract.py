@@ -313,17 +313,6 @@ def test_only_current_quantities_carry_gradients(name):
     assert not [constant for constant in constants if np.any(slopes[constant])]
 
 
-def test_shapes_that_would_broadcast_by_accident_are_refused():
-    square = jax.ShapeDtypeStruct((3, 3), np.float32)
-    row = jax.ShapeDtypeStruct((3,), np.float32)
-    with pytest.raises(ValueError, match=r"advantages has shape \(3,\).*advantages\[:, None\]"):
-        jax.eval_shape(jrl.ppo_loss, square, square, row, square)
-    with pytest.raises(ValueError, match=r"lam has shape \(3,\).*to \(3, 3\).*lam\[:, None\]"):
-        jax.eval_shape(jrl.gae, square, square, square, lam=row)
-    with pytest.raises(ValueError, match=r"importance_weights has shape \(3,\)"):
-        jax.eval_shape(jrl.ppo_loss, square, square, square, square, importance_weights=row)
-
-
 def test_debug_nans_does_not_stop_at_infinities_under_the_mask():
     b = {x: np.where(MASK, y, -np.inf) if y.shape == MASK.shape else y for x, y in batch(0).items()}
     policies, mask = (b["logprobs"], b["old_logprobs"]), MASK

@@ -42,30 +42,8 @@ def is_reduced(case):
     return has_a_twin(*case) or is_another_reduction(*case)
 
 
-# Examples of papers whose numbers other tests of this folder have written out, rows that share an
-# advantage, and what `test_ratio_losses.py` asks of every loss.
-EXAMPLES = (
-    *("SEQ-1", "ADV-1", "AGG-1", "CORR-1", "HAPO-1", "one advantage per row"),
-    *("ratios beyond the clamp", "equal policies"),
-)
-
-
-def is_written_out(case):
-    """Whether it is such an example, of settings that another case has as well."""
-    name, n = case
-    own = DOCUMENTS[name]["cases"][n]
-    others = [
-        other["name"]
-        for other in DOCUMENTS[name]["cases"]
-        if other["parameters"] == own["parameters"]
-        and other["inputs"].keys() == own["inputs"].keys()
-    ]
-    is_general = any(not other.startswith(EXAMPLES) for other in others)
-    return own["name"].startswith(EXAMPLES) and is_general
-
-
 REDUCED = {"token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"}
-GENERAL = [case for case in CASES if not is_reduced(case) and not is_written_out(case)]
+GENERAL = [case for case in CASES if not is_reduced(case)]
 
 
 def largest(name):
