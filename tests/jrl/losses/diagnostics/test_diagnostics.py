@@ -7,6 +7,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracles
 import pytest
 from batches import MASK, numpy_batch
 from compiled import jitted
@@ -61,7 +62,32 @@ def everything(b):
 
 
 @pytest.mark.slow
-def test_nothing_has_a_gradient():
+@pytest.mark.parametrize("seed", range(4))
+def test_discounted_diagnostics_equal_the_oracles(seed):
+    """The vectors have no discount."""
+    b = numpy_batch(seed)
+    rewards, values, returns, advantages, mask = (
+        b[name] for name in ("rewards", "values", "returns", "advantages", "mask")
+    )
+    with jax.enable_x64(True):
+        actual = jax.device_get(everything(b))
+    expected = {
+        "bootstrap_bias_bound": oracles.diagnostics.bootstrap_bias_bound(
+            returns, advantages, mask, 0.6, 0.8
+        ),
+        "td_concentration": oracles.diagnostics.td_concentration(rewards, values, mask, 0.3, 0.8),
+        "outcome_contradiction": oracles.diagnostics.outcome_contradiction(
+            rewards, values, advantages, mask, 0.8
+        ),
+    }
+    for name, numbers in expected.items():
+        np.testing.assert_allclose(
+            actual[f"discounted {name}"], numbers, 1e-10, 1e-12, err_msg=name
+        )
+
+
+@pytest.mark.slow
+def test_diagnostics_have_no_gradient():
     def numbers(b, floats, lam):
         of_lam = (
             diagnostics.bootstrap_bias_bound(b["returns"], b["advantages"], b["mask"], lam),
