@@ -154,7 +154,7 @@ def files(room: str) -> list[Path]:
 
 
 @pytest.mark.parametrize("room", [*PACKAGES, "benchmarks", "experiments", "notebooks"])
-def test_arrows_point_one_way(room):
+def test_imports_follow_the_rules(room):
     if room in PACKAGES:
         assert files(room), f"{room} has no files: the test looks in the wrong place"
     wrong = {
@@ -210,7 +210,7 @@ def test_arrows_point_one_way(room):
         ),
     ],
 )
-def test_a_forbidden_import_is_seen(path, line, imported):
+def test_forbidden_import_is_found(path, line, imported):
     assert violations(line, Path(path)) == [imported or "a computed name"]
 
 
@@ -234,7 +234,7 @@ def test_a_forbidden_import_is_seen(path, line, imported):
         ("benchmarks/step.py", "from benchmarks.peer import run\nimport torch"),
     ],
 )
-def test_an_allowed_import_is_let_through(path, line):
+def test_allowed_import_passes(path, line):
     assert violations(line, Path(path)) == []
 
 
@@ -324,7 +324,7 @@ def test_rooms_of_moe_import_those_below():
     assert arrows["kernels"] < BELOW_KERNELS
 
 
-def test_a_circle_is_seen():
+def test_import_circle_is_found():
     arrows = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}
     assert circles(arrows) == [{"b", "c"}]
 

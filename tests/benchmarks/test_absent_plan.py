@@ -70,7 +70,7 @@ def test_clusters_are_whole_servers():
         ({"hardware": "a100x8"}, "a100", "--hardware a100x8 is not compiled for: choose among"),
     ],
 )
-def test_what_cannot_be_compiled_is_refused(changes, device, message):
+def test_compile_plan_refuses_unsupported_plans(changes, device, message):
     with pytest.raises(ValueError, match=message):
         check(SimpleNamespace(**{**vars(ARGS), **changes}), device)
 

@@ -176,7 +176,7 @@ def test_committed_programs_fit_their_devices():
         assert 0 < memory_of(row) < 0.9 * memory, row["program"]
 
 
-def test_committed_programs_need_what_the_planner_predicts():
+def test_committed_programs_match_predicted_memory():
     """Within 5%, on GPUs."""
     rows = json.loads(RESULTS.read_text())["steps"]
     compared = [

@@ -100,12 +100,12 @@ def test_every_kernel_of_a_network_is_in_a_form_that_is_measured():
     assert not decoding.FORMS["as it is"]
 
 
-def test_parts_run_unless_they_are_only_for_those_who_ask():
+def test_chosen_parts_exclude_tilings_by_default():
     assert "tilings" not in chosen(None) and set(chosen(None)) == set(PARTS) - {"tilings"}
     assert chosen(["tilings", "layer"]) == [CEILINGS, "layer", "tilings"]
 
 
-def test_a_table_for_people():
+def test_markdown_lists_rates_failures_and_verdicts():
     rows = [
         row(FORWARD, "mosaic", 2.0, teraflops=480.0, of_dense=0.6, difference=2e-3),
         row(FORWARD, "torch", 3.0, teraflops=320.0, of_dense=0.4),
@@ -123,7 +123,7 @@ def test_a_table_for_people():
     assert "jax 1" in page and "seed 5" in page
 
 
-def test_rates_stand_beside_what_the_device_can_do():
+def test_work_rate_is_relative_to_the_ceilings():
     settings = Settings(small=True, seed=0, copy=8e9, dense=4e12)
     assert Work(3e9, "bytes").rate(0.75, settings) == {"gigabytes_per_s": 4.0, "of_copy": 0.5}
     assert Work(1e12, "operations").rate(0.5, settings) == {"teraflops": 2.0, "of_dense": 0.5}
@@ -149,7 +149,7 @@ def test_a_row_says_why_it_has_no_figures(monkeypatch):
     assert result_of(Row("a", "b", lambda: {"milliseconds": 1.0}))["milliseconds"] == 1.0
 
 
-def test_what_is_measured_was_compared_first():
+def test_measured_compares_before_timing():
     def wrong(found):
         raise ValueError("differs")
 
@@ -174,7 +174,7 @@ def test_rows_are_halved_until_there_is_memory():
         halved_to_fit(lambda rows: (_ for _ in ()).throw(RuntimeError("too little")), 8)
 
 
-def test_the_shapes_are_those_that_are_named():
+def test_benchmark_shapes_have_their_parameters():
     billions = {
         "dense": (LLAMA_3B, 3.21, 3.21),
         "experts": (MOE_4B, 3.583, 0.676),
@@ -187,7 +187,7 @@ def test_the_shapes_are_those_that_are_named():
         assert num_active_parameters(network(sizes)) / 1e9 == pytest.approx(active, rel=5e-3)
 
 
-def test_what_compiles_is_left_out_unless_all_does():
+def test_together_leaves_out_compiling_spans():
     first, second, third = (
         Span(9.0, True, 7, 3, 10.0),
         Span(1.0, False, 8, 4, 20.0),

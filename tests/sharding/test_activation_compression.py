@@ -38,7 +38,7 @@ def allowed(x, largest):
     return bound * (1 + 2.0**-20)
 
 
-def test_a_token_is_off_by_half_a_unit():
+def test_fp8_tokens_are_within_half_a_unit():
     sent, scale, found = jax.device_get(jit(by_token)(X))
     assert sent.dtype == jnp.uint8 and sent.shape == X.shape
     assert scale.dtype == jnp.float32 and scale.shape == (2, 5, 1)
@@ -49,7 +49,7 @@ def test_a_token_is_off_by_half_a_unit():
     np.testing.assert_allclose(found[there], X[there], rtol=2.0**-22)
 
 
-def test_a_channel_of_a_group_has_a_scale_of_its_own(monkeypatch):
+def test_fp8_channels_have_a_scale_per_group(monkeypatch):
     monkeypatch.setattr(compression, "GROUP_TOKENS", 2)
     x = X.swapaxes(0, 1).reshape(1, 5, 14)
     # Traced by itself: the size of a group is no argument.
@@ -64,7 +64,7 @@ def test_a_channel_of_a_group_has_a_scale_of_its_own(monkeypatch):
 
 
 @pytest.mark.parametrize("number", [jnp.inf, -jnp.inf, jnp.nan])
-def test_what_is_not_finite_does_not_come_back_as_a_number(number):
+def test_fp8_keeps_nonfinite_values(number):
     x = X.copy()
     x[1, 2, 3] = number
     found, by_channels = jax.device_get(jit(of_both)(x))
@@ -72,7 +72,7 @@ def test_what_is_not_finite_does_not_come_back_as_a_number(number):
     assert np.all(np.isnan(by_channels[1, :, 3]))
 
 
-def test_nothing_and_hardly_anything_stay_finite():
+def test_fp8_of_zero_and_extreme_values_is_finite():
     for number in (0, 1e-38, 3e38):
         x = np.full((3, 4), number, np.float32)
         *_, found = jit(by_token)(x)
@@ -80,7 +80,7 @@ def test_nothing_and_hardly_anything_stay_finite():
         np.testing.assert_allclose(found, x, rtol=2.0**-4, atol=1e-38)
 
 
-def test_sums_are_of_terms_rounded_once():
+def test_fp8_gather_and_scatter_round_terms_once():
     """A gather and a scatter over four devices, values and gradients, against one device."""
     mesh = mesh_of("dp4")
     draw = np.random.default_rng(1)

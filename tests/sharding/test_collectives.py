@@ -80,7 +80,7 @@ def expect_each(name, x, rule):
     return np.stack([out[rank] for rank in range(8)])
 
 
-def test_ranks_are_as_the_oracle_has_them():
+def test_ranks_equal_the_oracle():
     index = jax.jit(
         jax.shard_map(
             lambda: jnp.stack([jax.lax.axis_index(getattr(MESH, name)) for name in AXES])[None],
@@ -195,7 +195,7 @@ def test_own_shard_and_its_gradient(name):
         np.testing.assert_array_equal(gradient[copy], cotangent[group].reshape(-1, WIDTH))
 
 
-def test_integers_travel_too():
+def test_collectives_carry_integers():
     x = numbers(1, 8, 2).astype(np.int32)
     joined = jax.jit(each_device(join_shards, MESH.dp, reduced=True))(x)
     assert joined.dtype == jnp.int32

@@ -45,7 +45,7 @@ def sizes(layout, spec, shape):
         ("dp1", (None, None), (16, 16), (0, 1)),
     ],
 )
-def test_the_cut(layout, spec, shape, expected):
+def test_shard_dim_of_shapes(layout, spec, shape, expected):
     assert sizes(layout, spec, shape) == expected
 
 
@@ -191,7 +191,7 @@ def test_gradients_are_compressed_across_and_not_inside(layout, spec, stages, of
 
 
 @pytest.mark.parametrize("layout", ["dp8", "dp2 cp2 tp2 / ep4"])
-def test_compressed_gradients_are_off_by_what_crosses_groups(layout):
+def test_compressed_gradients_error_is_across_groups(layout):
     """The bound is of the float32 sums of groups, and the default is a reduce-scatter's bits."""
     mesh, shape = fold(Layout.parse(layout), jax.devices()[:8]), (16, 3)
     own = np.random.default_rng(5).normal(size=(8, *shape)).astype(np.float32)

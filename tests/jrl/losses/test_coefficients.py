@@ -12,7 +12,7 @@ from jax.test_util import check_grads
 import jrl
 
 
-def test_the_kl_coefficient_moves_towards_the_target_and_no_faster_than_a_fifth():
+def test_adaptive_kl_coefficient_moves_towards_its_target():
     def move(kl):
         settings = {"target": 0.1, "num_samples": 50, "horizon": 100}
         return float(jrl.adaptive_kl_coefficient(0.4, kl, **settings))
@@ -22,7 +22,7 @@ def test_the_kl_coefficient_moves_towards_the_target_and_no_faster_than_a_fifth(
     np.testing.assert_allclose([moved[0], moved[3], moved[-1]], [0.36, 0.4, 0.44], rtol=1e-6)
 
 
-def test_the_entropy_coefficient_walks_and_is_withdrawn_above_the_target():
+def test_adaptive_entropy_coefficient_is_zero_above_its_target():
     coefficient, expected = np.asarray(0.008), 0.008
     step = jax.jit(jrl.adaptive_entropy_coefficient)
     for entropy in (0.3, 0.3, 0.3, 0.2, 0.1, 0.1, 0.25, 0.05):
@@ -32,7 +32,7 @@ def test_the_entropy_coefficient_walks_and_is_withdrawn_above_the_target():
         assert (float(applied) == 0) == (entropy > 0.2)
 
 
-def test_coefficients_carry_no_gradient():
+def test_adaptive_coefficients_have_no_gradient():
     settings = {"target": 6, "num_samples": 256, "horizon": 1e4}
     slope = jax.jit(jax.grad(lambda kl: jrl.adaptive_kl_coefficient(0.2, kl, **settings)))(5.9)
     assert slope == 0
@@ -40,7 +40,7 @@ def test_coefficients_carry_no_gradient():
 
 
 @pytest.mark.slow
-def test_a_bounded_value_stays_inside_rises_and_has_its_slope():
+def test_bounded_value_rises_within_its_bounds():
     x = np.linspace(-50, 50, 101)
     values = jitted.bounded_value(x, low=-1.0, high=2.0)
     assert np.all(np.diff(values) > 0) and values.min() > -1 and values.max() < 2
@@ -52,7 +52,7 @@ def test_a_bounded_value_stays_inside_rises_and_has_its_slope():
     assert jitted.bounded_value(np.zeros(1, jnp.bfloat16), low=0, high=1).dtype == np.float32
 
 
-def test_what_the_filter_takes_out_counts_nowhere():
+def test_overlong_filter_removes_rows_from_means():
     truncated = np.array([1, 0, 0, 1, 1])
     mask = jitted.overlong_filter(MASK, truncated)
     np.testing.assert_array_equal(mask, MASK & (np.array([0, 1, 1, 0, 0])[:, None] == 1))
@@ -62,7 +62,7 @@ def test_what_the_filter_takes_out_counts_nowhere():
     assert row.shape == MASK[1].shape and not np.any(row)
 
 
-def test_without_a_floor_the_penalty_falls_on():
+def test_overlong_penalty_without_a_floor():
     lengths = np.arange(0, 40)
     paper = jitted.overlong_penalty(lengths, max_length=20, buffer=5)
     verl = jitted.overlong_penalty(lengths, max_length=20, buffer=5, floor=None)
@@ -71,7 +71,7 @@ def test_without_a_floor_the_penalty_falls_on():
     assert np.all(paper[20:] == -1)
 
 
-def test_a_length_has_no_gradient():
+def test_overlong_penalty_has_no_gradient():
     lengths = np.array([82.0, 90.0])
     slope = jax.jit(
         jax.grad(lambda n: jnp.sum(jrl.overlong_penalty(n, max_length=100, buffer=20)))
@@ -80,7 +80,7 @@ def test_a_length_has_no_gradient():
 
 
 @pytest.mark.parametrize("dtype", [bool, jnp.int32, jnp.float32, jnp.bfloat16])
-def test_informative_means_that_group_relative_advantages_differ_from_zero(dtype):
+def test_informative_groups_have_nonzero_advantages(dtype):
     scores = np.array([1, 0, 1, 1, 1, 0, 0]).astype(dtype)
     groups = np.array([6, 6, 2, 2, 9, 4, 4])
     informative = jitted.informative_groups(scores, groups)
@@ -89,5 +89,5 @@ def test_informative_means_that_group_relative_advantages_differ_from_zero(dtype
     np.testing.assert_array_equal(advantages != 0, informative)
 
 
-def test_equal_scores_that_are_no_binary_fraction_are_equal():
+def test_informative_groups_of_equal_decimal_scores():
     assert not np.any(jitted.informative_groups(np.full(7, 0.1), np.zeros(7, int)))

@@ -47,7 +47,7 @@ def policies():
     return draw.normal(0, 1, 5), log_softmax(draw.normal(0, 1, 5))
 
 
-def test_k1_and_k3_have_the_divergence_as_their_mean():
+def test_kl_estimates_k1_and_k3_are_unbiased():
     logits, reference = policies()
     logprobs = log_softmax(logits)
     divergence = np.sum(np.exp(logprobs) * (logprobs - reference))
@@ -58,7 +58,7 @@ def test_k1_and_k3_have_the_divergence_as_their_mean():
         np.testing.assert_allclose(mean, divergence, rtol=1e-12)
 
 
-def test_what_each_estimator_descends_on_average():
+def test_kl_estimates_expected_gradients():
     logits, reference = policies()
     sampling = np.exp(log_softmax(logits))
 
@@ -86,7 +86,7 @@ def test_what_each_estimator_descends_on_average():
     np.testing.assert_allclose(found["k1"], np.zeros(5), atol=1e-12)
 
 
-def test_k3_is_never_negative_and_keeps_its_digits_near_zero():
+def test_kl_k3_is_never_negative_near_zero():
     small = np.array([1e-4, -1e-4, 1e-3, 0.0], np.float32)
     estimate = jitted.kl_estimate(small, np.zeros(4), kind="k3")
     assert np.all(estimate >= 0)
@@ -95,7 +95,7 @@ def test_k3_is_never_negative_and_keeps_its_digits_near_zero():
 
 
 @every_kind
-def test_the_log_ratio_is_clamped_as_in_the_policy_losses(kind):
+def test_kl_estimate_clamps_the_log_ratio(kind):
     default = inspect.signature(jrl.kl_estimate).parameters["max_log_ratio"].default
     assert default == inspect.signature(jrl.ppo_loss).parameters["max_log_ratio"].default
     far, near, zero = np.array([-100.0, 100.0]), np.array([-20.0, 20.0]), np.zeros(2)
@@ -105,7 +105,7 @@ def test_the_log_ratio_is_clamped_as_in_the_policy_losses(kind):
     np.testing.assert_array_equal(slope, far if kind.endswith("+") else zero)
 
 
-def test_the_clamps_can_be_off_and_narrower():
+def test_kl_estimate_with_other_clamps():
     far, zero = np.array([-30.0, 30.0]), np.zeros(2)
     off = {"max_log_ratio": None}
     np.testing.assert_allclose(jitted.kl_estimate(far, zero, kind="k1", **off), far)
@@ -116,7 +116,7 @@ def test_the_clamps_can_be_off_and_narrower():
 
 
 @every_kind
-def test_a_clamp_stops_the_gradient_but_not_one_that_is_handed_through(kind):
+def test_kl_estimate_clamp_stops_the_gradient(kind):
     far = np.array([-30.0, 30.0])
     found, slope = estimates(max_log_ratio=20, max_value=10)(far, np.zeros(2))[kind]
     np.testing.assert_allclose(found, [-10, 10] if kind.startswith("k1") else [10, 10])
@@ -124,7 +124,7 @@ def test_a_clamp_stops_the_gradient_but_not_one_that_is_handed_through(kind):
 
 
 @pytest.mark.parametrize("clamp", ["max_log_ratio", "max_value"])
-def test_at_a_clamp_the_gradient_is_whole(clamp):
+def test_kl_estimate_gradient_at_a_clamp(clamp):
     at = np.array([-2.0, 2.0])
     slope = jax.jit(
         jax.grad(lambda x: jnp.sum(jrl.kl_estimate(x, 0 * at, kind="k1", **{clamp: 2.0})))
@@ -141,12 +141,12 @@ def slopes_by_the_reference():
 
 
 @every_kind
-def test_the_reference_has_no_gradient(kind):
+def test_kl_estimate_reference_has_no_gradient(kind):
     np.testing.assert_array_equal(slopes_by_the_reference()[kind], np.zeros(4))
 
 
 @pytest.mark.parametrize("kind", ["k1+", "k3+", "abs+"])
-def test_a_token_of_probability_0_has_a_value_and_no_gradient(kind):
+def test_kl_estimate_of_probability_zero(kind):
     never = np.array([-np.inf, -np.inf])
     found, slope = estimates(max_log_ratio=20, max_value=10)(never, np.zeros(2))[kind]
     np.testing.assert_allclose(found, -10 if kind == "k1+" else 10)
@@ -154,14 +154,14 @@ def test_a_token_of_probability_0_has_a_value_and_no_gradient(kind):
 
 
 @pytest.mark.parametrize("kind", ["k1+", "k3+", "abs+"])
-def test_the_least_float_as_a_log_probability_has_a_value_too(kind):
+def test_kl_estimate_of_the_least_float(kind):
     least = np.full(2, np.finfo(np.float32).min)
     found, slope = estimates(max_log_ratio=20, max_value=10)(least, np.zeros(2))[kind]
     np.testing.assert_allclose(found, -10 if kind == "k1+" else 10)
     np.testing.assert_array_equal(slope, least)
 
 
-def test_entropy_where_tokens_are_impossible():
+def test_entropy_of_impossible_tokens():
     logits = np.array([[1.0, 2.0, -np.inf], [3.0, -np.inf, -np.inf], [0.0, -300.0, 300.0]])
     expected = [oracles.entropy([1, 2]), 0, 0]
     np.testing.assert_allclose(jitted.entropy_from_logits(logits), expected, atol=1e-6)

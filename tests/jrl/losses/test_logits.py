@@ -85,7 +85,7 @@ def with_derivatives(call, chunk_size=None, masked=False):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk_size", CHUNKS)
-def test_every_chunk_size_gives_what_the_log_softmax_gives_to_second_order(chunk_size):
+def test_logits_functions_equal_log_softmax_to_second_order(chunk_size):
     with jax.enable_x64(True):
         for seed in range(3):
             logits, reference = logits_of(seed)
@@ -100,7 +100,7 @@ def test_every_chunk_size_gives_what_the_log_softmax_gives_to_second_order(chunk
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk_size", full_but([None, 3], 3))
-def test_a_mask_is_a_selection_of_rows(chunk_size):
+def test_logits_functions_mask_rows(chunk_size):
     with jax.enable_x64(True):
         logits, reference = logits_of(5)
         hidden = np.where(ROWS[..., None], logits, np.nan)
@@ -123,7 +123,7 @@ def test_a_mask_is_a_selection_of_rows(chunk_size):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_what_the_mask_hides_reaches_no_gradient_of_a_gradient(name):
+def test_logits_functions_masked_second_derivatives(name):
     def total(logits):
         return jnp.sum(jnp.sin(ours(logits, reference, TOKENS, ROWS, names=(name,))[name]))
 
@@ -137,7 +137,7 @@ def test_what_the_mask_hides_reaches_no_gradient_of_a_gradient(name):
 # `plain` has second derivatives too, which others are compared with.
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_finite_differences(name):
+def test_logits_functions_finite_differences(name):
     with jax.enable_x64(True):
         logits, reference = logits_of(1)
         call = jax.jit(lambda z: ours(z, reference, TOKENS, chunk_size=3, names=(name,))[name])
@@ -146,7 +146,7 @@ def test_finite_differences(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("impossible", full_but([{3}, {0, 1, 2, 6}], {0, 1, 2, 6}))
-def test_impossible_tokens_are_as_if_they_were_not_there(impossible):
+def test_logits_functions_of_impossible_tokens(impossible):
     logits, reference = logits_of(6)
     possible = [v for v in range(VOCAB) if v not in impossible]
     logits[..., sorted(impossible)] = reference[..., sorted(impossible)] = -np.inf
@@ -172,7 +172,7 @@ def test_impossible_tokens_are_as_if_they_were_not_there(impossible):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk_size", [None, 1, 2])
-def test_tokens_that_only_one_policy_allows(chunk_size):
+def test_kl_from_logits_of_tokens_of_one_policy(chunk_size):
     both, one = np.float32([0, 1, 2]), np.float32([0, 1, -np.inf])
     given = {"chunk_size": chunk_size}
     finite = ((one, both, "policy||reference"), (both, one, "reference||policy"))
@@ -202,13 +202,13 @@ def test_tokens_that_only_one_policy_allows(chunk_size):
     np.testing.assert_allclose(found["possible"], [0.731059, -0.731059, 0], atol=1e-6)
 
 
-def test_a_probability_that_is_0_in_float32_adds_nothing_to_a_divergence():
+def test_kl_from_logits_of_underflowing_probabilities():
     policy, reference = np.array([0.0, -1000.0]), np.array([0.0, -np.inf])
     assert jitted.kl_from_logits(policy, reference) == 0
 
 
 @pytest.mark.parametrize("chunk_size", [None, 3])
-def test_a_small_divergence_keeps_its_digits_and_is_never_negative(chunk_size):
+def test_kl_from_logits_of_near_policies(chunk_size):
     logits, _ = logits_of(2)
     divergence = jax.jit(functools.partial(jrl.kl_from_logits, chunk_size=chunk_size))
     for size in (1e-2, 1e-3):
@@ -226,7 +226,7 @@ def test_a_small_divergence_keeps_its_digits_and_is_never_negative(chunk_size):
 
 
 @pytest.mark.slow
-def test_far_from_zero():
+def test_logits_functions_far_from_zero():
     for chunk_size in (None, 1):
         shifted = np.array([1e4, 1e4 + 1])
         entropy = jitted.entropy_from_logits(shifted, chunk_size=chunk_size)
@@ -238,7 +238,7 @@ def test_far_from_zero():
         np.testing.assert_allclose(slope, np.zeros(3), atol=1e-6)
 
 
-def test_no_gradient_through_the_reference():
+def test_kl_from_logits_reference_has_no_gradient():
     logits, reference = logits_of(4)
     for direction in get_args(jrl.KLDirection):
         slope = jax.jit(
@@ -260,7 +260,7 @@ MEASURED = [
     ("backward", "dtype", "name"),
     MEASURED,
 )
-def test_chunks_take_less_memory_than_one_more_array_of_logits(name, dtype, backward):
+def test_logits_chunks_take_little_memory(name, dtype, backward):
     rows, vocab, chunk_size = (4, 16), 8000, 1001
 
     def temporary(chunk_size):
@@ -282,7 +282,7 @@ def test_chunks_take_less_memory_than_one_more_array_of_logits(name, dtype, back
 
 
 @pytest.mark.slow
-def test_inside_shard_map():
+def test_logits_functions_inside_shard_map():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     draw = np.random.default_rng(0)
     logits = np.asarray(draw.normal(0, 2, (16, 4, VOCAB)), np.float32)

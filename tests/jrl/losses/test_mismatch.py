@@ -25,7 +25,7 @@ LOG = np.array([[0.1, -0.2, 1.2, 0.0], [-0.5, -0.9, 0.3, np.nan]])
 ZERO = np.zeros_like(LOG)
 
 
-def test_equal_policies_are_weighed_by_one_and_differ_in_nothing():
+def test_mismatch_of_equal_policies():
     b = batch(1)
     arrays = (b["logprobs"], b["logprobs"], b["mask"])
     for level in ("token", "sequence", "geometric"):
@@ -46,7 +46,7 @@ statistics, normalized = jax.jit(jrl.mismatch_statistics), jax.jit(jrl.normalize
 @pytest.mark.slow
 @given(st.integers(0, 2**31), st.sets(st.integers(1, BATCH - 1)))
 @few
-def test_any_cut_adds_up(seed, cuts):
+def test_mismatch_statistics_of_pieces_add_up(seed, cuts):
     b = batch(seed)
     edges = [0, *sorted(cuts), BATCH]
     weights = jitted.truncated_weights(jitted.mismatch_weights(*(b[n] for n in NAMES)), b["mask"])
@@ -69,7 +69,7 @@ def test_any_cut_adds_up(seed, cuts):
 
 
 @pytest.mark.slow
-def test_statistics_on_eight_devices_equal_those_of_one():
+def test_mismatch_statistics_on_eight_devices():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     mask = np.arange(6) < np.random.default_rng(0).integers(0, 7, (16, 1))
     mask[:2] = False
@@ -98,7 +98,7 @@ def test_statistics_on_eight_devices_equal_those_of_one():
         chex.assert_trees_all_close(cut, whole, rtol=1e-11)
 
 
-def test_nothing_has_a_gradient():
+def test_mismatch_has_no_gradient():
     b = batch(4)
 
     def total(logprobs, behaviour_logprobs, weights):
@@ -120,7 +120,7 @@ def test_nothing_has_a_gradient():
         assert not np.any(slope)
 
 
-def test_statistics_of_weights_far_from_one_are_clamped():
+def test_mismatch_statistics_clamp_log_weights():
     logprobs, mask = np.array([[30.0, 0.0], [0.0, 0.0]]), np.array([[1, 1], [1, 0]])
     arrays = (logprobs, np.zeros((2, 2)), mask)
     found = jitted.mismatch_statistics(*arrays, max_log_weight=2)
@@ -142,13 +142,13 @@ def test_statistics_of_weights_far_from_one_are_clamped():
     ("low", "high", "expected"),
     [(0.5, None, [0.5, 1, 3]), (None, 2, [0.25, 1, 2]), (None, None, [0.25, 1, 3])],
 )
-def test_either_end_of_a_truncation_may_be_open(low, high, expected):
+def test_truncated_weights_with_open_ends(low, high, expected):
     weights = np.array([0.25, 1.0, 3.0])
     result = jitted.truncated_weights(weights, np.ones(3), low=low, high=high)
     np.testing.assert_allclose(result, expected, atol=1e-6)
 
 
-def test_probabilities_of_zero_are_clamped():
+def test_mismatch_weights_clamp_probabilities_of_zero():
     logprobs = np.array([[-np.inf, -1.0]])
     sampler = np.array([[-1.0, -1.0]])
     ones = np.ones((1, 2))
@@ -160,7 +160,7 @@ def test_probabilities_of_zero_are_clamped():
         assert not jitted.geometric_rejection_mask(*arrays, ones, low=0.5, high=2).any()
 
 
-def test_what_is_not_a_number_is_never_masked_away():
+def test_mismatch_masks_keep_nan():
     logprobs = np.array([[np.nan, -1.0]])
     arrays = (logprobs, ZERO[:1, :2], np.ones((1, 2)))
     assert jitted.geometric_rejection_mask(*arrays, low=0.9, high=1.1).all()

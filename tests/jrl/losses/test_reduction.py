@@ -62,13 +62,13 @@ def whole_and_cuts(mode):
 @pytest.mark.slow
 @every_mode
 @pytest.mark.parametrize("cut", CUTS)
-def test_a_cut_sums_to_the_whole(mode, cut):
+def test_aggregate_of_pieces_adds_up(mode, cut):
     whole, pieces = whole_and_cuts(mode)
     chex.assert_trees_all_close(pieces[cut], whole, rtol=2e-6, atol=1e-6)
 
 
 @every_mode
-def test_packed_rows_equal_one_sequence_per_row(mode):
+def test_aggregate_of_packed_rows(mode):
     b = batch(5)
     lengths = np.broadcast_to(b["mask"].sum(1, keepdims=True), MASK.shape)
     packed = jitted.aggregate(
@@ -83,7 +83,7 @@ def test_packed_rows_equal_one_sequence_per_row(mode):
     np.testing.assert_allclose(packed, expected, rtol=2e-6)
 
 
-def test_counts_may_be_traced_integers_and_floats():
+def test_aggregate_counts_may_be_traced():
     b = batch(6)
     expected = jitted.aggregate(b["per_token"], b["mask"], num_tokens=14)
     traced = jax.jit(lambda n: jrl.aggregate(b["per_token"], b["mask"], num_tokens=n))
@@ -91,12 +91,12 @@ def test_counts_may_be_traced_integers_and_floats():
         np.testing.assert_allclose(traced(count), expected, rtol=1e-6)
 
 
-def test_counts_beyond_the_integers_of_32_bits():
+def test_aggregate_counts_beyond_32_bits():
     ones = np.ones((2, 3))
     np.testing.assert_allclose(jitted.aggregate(ones, ones, num_tokens=6 * 10**9), 1e-9, rtol=1e-6)
 
 
-def test_a_global_count_of_zero_is_not_a_missing_one():
+def test_aggregate_with_a_count_of_zero():
     nothing = np.zeros((2, 3), bool)
     for mode in MODES:
         counts = {"num_tokens": 0, "num_sequences": 0, "max_length": 3}
@@ -112,7 +112,7 @@ def test_masked_mean_over_all_and_along_an_axis():
         check_grads(jax.jit(lambda y: jrl.masked_mean(y**2, MASK)), (x,), 1)
 
 
-def test_means_add_up_where_means_of_means_do_not():
+def test_mean_records_add_up():
     x = batch(8)["per_token"] + np.arange(BATCH, dtype=np.float32)[:, None]
     pieces = [slice(0, 1), slice(1, 4), slice(4, BATCH)]
     means = [jrl.Mean.of(x[piece], MASK[piece]) for piece in pieces]
@@ -123,7 +123,7 @@ def test_means_add_up_where_means_of_means_do_not():
     assert abs(of_means - together.value()) > 0.01
 
 
-def test_a_mean_is_a_pytree_that_counts_beyond_float32():
+def test_mean_record_counts_beyond_float32():
     many = jrl.Mean(sum=jnp.float32(2**24), count=jnp.int32(2**24))
     more = many + jrl.Mean(sum=jnp.float32(1), count=jnp.int32(1))
     assert more.count == 2**24 + 1
@@ -133,6 +133,6 @@ def test_a_mean_is_a_pytree_that_counts_beyond_float32():
     assert jrl.Mean(sum=jnp.float32(0), count=jnp.int32(0)).value() == 0
 
 
-def test_a_mean_carries_no_gradient():
+def test_mean_record_has_no_gradient():
     slope = jax.jit(jax.grad(lambda x: jrl.Mean.of(x, jnp.ones(3)).value()))(np.ones(3))
     assert not np.any(slope)

@@ -17,14 +17,14 @@ import jrl
 MODES = get_args(jrl.Aggregation)
 
 
-def test_the_explained_variance_has_no_gradient():
+def test_explained_variance_has_no_gradient():
     b = batch(0)
     slopes = jax.jit(jax.grad(lambda v, g: jrl.explained_variance(v, g, b["mask"]), argnums=(0, 1)))
     for slope in slopes(b["values"], b["returns"]):
         assert not np.any(slope)
 
 
-def test_one_distance_means_both_directions_and_zero_is_not_off():
+def test_value_loss_clip_of_one_distance_and_of_zero():
     b = batch(1)
     arrays = (b["values"], b["old_values"], b["returns"], b["mask"])
     single, pair = (jitted.value_loss(*arrays, clip=clip) for clip in (0.3, (0.3, 0.3)))
@@ -38,7 +38,7 @@ def test_one_distance_means_both_directions_and_zero_is_not_off():
         jrl.value_loss(*arrays, clip=(0.1, -0.2))
 
 
-def test_at_the_old_values_the_clip_changes_no_gradient():
+def test_value_loss_clip_at_the_old_values():
     b = batch(3)
 
     def slope(clip):
@@ -49,7 +49,7 @@ def test_at_the_old_values_the_clip_changes_no_gradient():
 
 
 @pytest.mark.parametrize("mode", full_but(MODES, "seq-mean-token-mean"))
-def test_a_cut_sums_to_the_whole(mode):
+def test_value_loss_of_pieces_adds_up(mode):
     def loss(b, **denominators):
         arrays = (b["values"], b["old_values"], b["returns"], b["mask"])
         settings = {"clip": 0.2, "aggregation": mode, "max_length": 11}
@@ -64,7 +64,7 @@ EV_RETURNS = np.array([[1.0, 1, 1, 1], [0, 0, 0, 5]])
 EV_MASK = np.array([[1, 1, 1, 1], [1, 1, 1, 0]])
 
 
-def test_explained_variance_adds_up_where_its_mean_is_meaningless():
+def test_explained_variance_records_add_up():
     pieces = [
         jrl.ExplainedVariance.of(EV_VALUES[row], EV_RETURNS[row], EV_MASK[row]) for row in (0, 1)
     ]
@@ -74,7 +74,7 @@ def test_explained_variance_adds_up_where_its_mean_is_meaningless():
 
 
 @pytest.mark.parametrize("level", [0.0, 0.1, 1.0, -3.3])
-def test_returns_that_do_not_vary_have_nothing_to_explain(level):
+def test_explained_variance_of_constant_returns_is_zero(level):
     values, returns = np.linspace(0, 1, 7), np.full(7, level)
     assert jitted.explained_variance(values, returns, np.ones(7)) == 0
     assert jrl.ExplainedVariance.of(values, returns, np.ones(7)).value() == 0

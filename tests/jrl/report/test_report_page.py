@@ -25,7 +25,7 @@ def embedded(page):
     return json.loads(found[1])
 
 
-def test_values_are_those_of_the_files(run, tmp_path):
+def test_page_values_equal_the_files(run, tmp_path):
     path = write_page([run], tmp_path / "deep" / "report.html")
     (found,) = embedded(path.read_text())["runs"]
     lines = records.read_metrics(run.metrics_path)
@@ -105,7 +105,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path):
         page_data([folders[0], folders[0]])
 
 
-def test_the_command(run, tmp_path, capsys, monkeypatch):
+def test_report_command_writes_the_page(run, tmp_path, capsys, monkeypatch):
     other, out = report_run(tmp_path / "other", seed=1, steps=3), tmp_path / "out.html"
     assert command.main([str(run.path), str(other.path), "--out", str(out)]) == 0
     assert [r["name"] for r in embedded(out.read_text())["runs"]] == ["run", "other"]

@@ -166,7 +166,7 @@ def test_forms_of_answers():
     assert form_of("42") == form_of("1,042.5") == "0"
 
 
-def test_what_a_second_reader_shares():
+def test_second_verifier_share():
     def disputed(gold, text, correct=True):
         return is_disputed(Answered("p", text, gold, correct))
 

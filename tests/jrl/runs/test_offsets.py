@@ -34,7 +34,7 @@ def go_back(path, mark, *, every_step=True):
 
 
 @pytest.mark.parametrize("more", [b"", b'{"step": 4', b"\xff\n[\n", b"".join(lines([4, 5]))])
-def test_what_comes_after_the_mark_is_dropped_whatever_it_is(path, mark, more):
+def test_lines_after_the_mark_are_dropped(path, mark, more):
     write(path, *lines(range(4)), more)
     go_back(path, mark)
     assert path.read_bytes() == b"".join(lines(range(4)))
@@ -75,7 +75,7 @@ def test_lines_of_another_run_are_noticed(path, mark):
         go_back(path, mark)
 
 
-def test_one_digit_is_noticed(path, mark):
+def test_changed_digit_is_noticed(path, mark):
     content = bytearray(path.read_bytes())
     content[-80] ^= 1
     write(path, bytes(content))

@@ -59,7 +59,7 @@ def test_members_in_a_domain_are_those_of_the_mesh(layout, domain):
         ("all_gather", "tp8", ("dp",), 0.0),
     ],
 )
-def test_seconds(kind, layout, axes, seconds):
+def test_transfer_seconds(kind, layout, axes, seconds):
     assert moves(kind, axes).seconds(Layout.parse(layout), CLUSTER) == pytest.approx(seconds)
 
 
@@ -94,7 +94,7 @@ def test_stages_of_a_group_are_those_of_the_mesh(layout, domain):
             assert one.members_in_domain(sizes, hardware) == together, (axes, side)
 
 
-def test_what_a_device_sends():
+def test_bytes_sent_by_a_device():
     layout = Layout.parse("tp8")
     sent = {
         kind: moves(kind, ("tp",)).sent(layout)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jrl
 
 
-def test_where_a_response_terminated_the_bootstrap_is_not_read():
+def test_gae_ignores_the_bootstrap_of_terminated_responses():
     b = batch(0)
     arrays = (b["rewards"], b["values"], b["mask"])
     ended = np.array([True, False, True, False, False])
@@ -28,7 +28,7 @@ def test_where_a_response_terminated_the_bootstrap_is_not_read():
     assert np.any(without[0] != with_it[0])
 
 
-def test_gamma_zero_at_each_end_cuts_packed_sequences_apart():
+def test_gae_of_packed_sequences_cut_by_gamma_zero():
     b = batch(1)
     # The second row, which has a hole, then the first, in one row.
     packed = {n: np.concatenate([b[n][1], b[n][0]])[None] for n in ("rewards", "values", "mask")}
@@ -51,7 +51,7 @@ def test_decoupled_gae_is_gae_twice():
     np.testing.assert_array_equal(defaults[1], jitted.gae(*arrays, lam=1.0)[1])
 
 
-def test_extended_gae_ends_as_gae_and_leaves_out_the_last_sampled_tokens():
+def test_extended_gae_ignores_the_last_tokens_of_cut_responses():
     b = batch(3)
     arrays = (b["rewards"], b["values"], b["mask"])
     finished = jitted.extended_gae(*arrays, np.zeros(5, bool), ignore_last=2)
@@ -65,7 +65,7 @@ def test_extended_gae_ends_as_gae_and_leaves_out_the_last_sampled_tokens():
     assert not np.any(np.where(expected, 0, cut[0]))
 
 
-def test_reinforce_plus_plus_is_gae_without_a_critic():
+def test_reinforce_plus_plus_is_gae_with_zero_values():
     b = batch(4)
     plain = jitted.reinforce_plus_plus_advantages(
         b["rewards"], b["mask"], gamma=0.9, whitened=False
@@ -77,7 +77,7 @@ def test_reinforce_plus_plus_is_gae_without_a_critic():
     np.testing.assert_allclose(whitened, jitted.whiten(plain, b["mask"]), rtol=1e-6)
 
 
-def test_the_optimal_token_baseline_of_one_response_and_of_certain_tokens():
+def test_optimal_token_baseline_of_one_response():
     rewards, mask = np.array([[0.0, 2.0, 0.0]]), np.array([[1, 1, 0]])
     group, logprobs, half = np.array([0]), np.full((1, 3), -0.5), np.full((1, 3), 0.5)
     alone = jitted.optimal_token_baseline(rewards, group, logprobs, half, mask)
@@ -89,7 +89,7 @@ def test_the_optimal_token_baseline_of_one_response_and_of_certain_tokens():
     assert sure.tolist() == [[2, 2, 0]]
 
 
-def test_least_variance_and_its_absence():
+def test_whiten_with_and_without_least_variance():
     x, ones = np.array([[1.0, 1.0, 4.0]]), np.ones((1, 3))
     loose = jitted.whiten(x, ones, unbiased=False, epsilon=0.0)
     np.testing.assert_allclose(loose, (x - 2) / jnp.sqrt(2.0), rtol=1e-6)
@@ -100,7 +100,7 @@ def test_least_variance_and_its_absence():
 
 
 @pytest.mark.slow
-def test_rows_on_eight_devices():
+def test_row_estimators_on_eight_devices():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     random = np.random.default_rng(0)
     rewards, values = (np.asarray(random.normal(0, 1, (16, 6)), np.float32) for _ in range(2))
@@ -126,7 +126,7 @@ def test_rows_on_eight_devices():
     )
 
 
-def test_groups_of_the_optimal_token_baseline_do_not_meet():
+def test_optimal_token_baseline_keeps_groups_apart():
     # As many groups as rows, of which each is longer than there are rows.
     draw = np.random.default_rng(0)
     rewards = np.asarray(draw.normal(size=(2, 4)), np.float32)
@@ -141,7 +141,7 @@ def test_groups_of_the_optimal_token_baseline_do_not_meet():
         np.testing.assert_allclose(apart[row], alone[0], rtol=1e-6, atol=1e-6)
 
 
-def test_no_importance_weights_are_weights_of_one():
+def test_optimal_token_baseline_default_weights_are_one():
     draw = np.random.default_rng(1)
     rewards = np.asarray(draw.normal(size=(3, 4)), np.float32)
     arrays = (rewards, np.zeros(3, int), -np.abs(rewards), np.exp(-np.abs(rewards)))
@@ -151,7 +151,7 @@ def test_no_importance_weights_are_weights_of_one():
     np.testing.assert_array_equal(without, ones)
 
 
-def test_a_cut_response_is_continued_by_its_last_value_also_a_negative_one():
+def test_extended_gae_bootstraps_with_the_last_value():
     values, ones = np.array([[0.5, 0.25, -0.75, 9.0]]), np.ones(1)
     mask, cut = np.array([[1, 1, 1, 0]]), np.array([True])
     given = (0 * values, values, mask, cut)
@@ -160,19 +160,19 @@ def test_a_cut_response_is_continued_by_its_last_value_also_a_negative_one():
     chex.assert_trees_all_equal(found, expected)
 
 
-def test_two_tokens_are_whitened_by_their_unbiased_variance():
+def test_whiten_of_two_tokens():
     x, mask = np.array([[1.0, 3.0, 7.0]]), np.array([[1, 1, 0]])
     np.testing.assert_allclose(jitted.whiten(x, mask)[0], [-(0.5**0.5), 0.5**0.5, 0], rtol=1e-6)
     biased = jitted.whiten(x, mask, unbiased=False)
     np.testing.assert_allclose(biased[0], [-1, 1, 0], rtol=1e-6)
 
 
-def test_lambda_has_no_gradient_in_the_length():
+def test_length_adaptive_lambda_has_no_gradient():
     slope = jax.jit(jax.grad(lambda n: jnp.sum(jrl.length_adaptive_lambda(n, alpha=0.1))))
     assert not np.any(slope(np.array([30.0, 400.0])))
 
 
-def test_remax_is_zero_where_the_sample_does_as_well_as_the_greedy_response():
+def test_remax_is_zero_for_a_sample_as_good_as_greedy():
     b = batch(5)
     total = np.sum(np.where(b["mask"], b["rewards"], 0), 1)
     advantages = jitted.remax_advantages(b["rewards"], total, b["mask"])
@@ -192,7 +192,7 @@ ONES = np.array([[1, 1, 1, 1], [1, 1, 1, 0]])
 GAE = jax.jit(jrl.gae)
 
 
-def test_a_scalar_bootstrap_and_zero_mean_different_things_from_none_and_off():
+def test_gae_bootstrap_values_none_zero_and_one():
     ones = np.ones((2, 3))
     ended, _ = jitted.gae(0 * ones, ones, ones, lam=0.0)
     zero, _ = jitted.gae(0 * ones, ones, ones, lam=0.0, bootstrap_value=0.0)
@@ -204,7 +204,7 @@ def test_a_scalar_bootstrap_and_zero_mean_different_things_from_none_and_off():
 
 @given(seeds)
 @few
-def test_undiscounted_errors_sum_to_return_minus_value(seed):
+def test_gae_undiscounted_errors_telescope(seed):
     b = batch(seed)
     advantages, returns = GAE(b["rewards"], b["values"], b["mask"], lam=1.0)
     errors, _ = GAE(b["rewards"], b["values"], b["mask"], lam=0.0)
@@ -219,7 +219,7 @@ def test_undiscounted_errors_sum_to_return_minus_value(seed):
             np.testing.assert_allclose(returns[row, first], total, atol=1e-5)
 
 
-def test_the_terminal_reward_belongs_on_the_last_sampled_token():
+def test_gae_reads_the_terminal_reward_at_the_last_sampled_token():
     mask = np.array([1, 1, 0])
     values = np.zeros(3)
     kept, _ = jitted.gae(np.array([0.0, 1, 0]), values, mask, lam=1.0)
@@ -228,6 +228,6 @@ def test_the_terminal_reward_belongs_on_the_last_sampled_token():
     np.testing.assert_array_equal(unread, [0, 0, 0])
 
 
-def test_integer_rewards():
+def test_gae_accepts_integer_rewards():
     result = jitted.gae(REWARDS.astype(int), VALUES, ONES)
     np.testing.assert_array_equal(result, jitted.gae(REWARDS, VALUES, ONES))

@@ -63,7 +63,7 @@ def run(implementation, given, decay):
 @pytest.mark.parametrize("time", full_but(LENGTHS, 33))
 @pytest.mark.parametrize("holes", full_but([False, True], True))
 @pytest.mark.parametrize("kind", full_but(decays(1), "per row", "both per token"))
-def test_equal_to_the_scan_and_to_the_oracle(time, holes, kind):
+def test_gae_implementations_equal_the_oracle(time, holes, kind):
     with jax.enable_x64(True):
         given, decay = numbers(time, holes), decays(time)[kind]
         blocked, scan = run("blocked", given, decay), run("scan", given, decay)
@@ -82,7 +82,7 @@ def test_equal_to_the_scan_and_to_the_oracle(time, holes, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", full_but(decays(1), "both per token"))
-def test_no_less_accurate_than_the_scan(kind):
+def test_gae_blocked_is_as_accurate_as_the_scan(kind):
     given, decay = numbers(2000, holes=False, seed=3), decays(2000)[kind]
     with jax.enable_x64(True):
         exact, _ = run("scan", given, decay)
@@ -95,7 +95,7 @@ def test_no_less_accurate_than_the_scan(kind):
     assert errors["blocked"] <= 2e-4
 
 
-def test_a_batch_in_which_only_one_row_has_a_hole():
+def test_gae_with_a_hole_in_one_row():
     given = numbers(40, holes=False)
     given["mask"][0, 30] = False
     blocked, scan = (run(name, given, {}) for name in get_args(Implementation))
@@ -104,7 +104,7 @@ def test_a_batch_in_which_only_one_row_has_a_hole():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("apart", full_but([64, 65, 66], 64))
-def test_a_long_row_with_as_many_holes_as_a_byte_cannot_count(apart):
+def test_gae_with_more_than_255_holes(apart):
     given = numbers(256 * apart, holes=False)
     given["mask"][:] = False
     given["mask"][0] = np.arange(256 * apart) % apart != apart - 1
@@ -114,7 +114,7 @@ def test_a_long_row_with_as_many_holes_as_a_byte_cannot_count(apart):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", [[1, 1, 0, 0], [0, 1, 1, 0], [0, 1, 0, 0], [1, 0, 0, 1]])
-def test_rows_of_one_and_of_two_tokens(row):
+def test_gae_of_rows_of_one_and_two_tokens(row):
     draw = np.random.default_rng(0)
     given = {
         "rewards": draw.normal(size=(1, 4)),
@@ -126,7 +126,7 @@ def test_rows_of_one_and_of_two_tokens(row):
     chex.assert_trees_all_close(blocked, scan, rtol=1e-6, atol=1e-6)
 
 
-def test_under_vmap_and_on_single_rows():
+def test_gae_blocked_under_vmap():
     given = numbers(40, holes=True)
     whole = run("blocked", given, {})
     rows = jax.jit(jax.vmap(lambda g: jrl.gae(**g, implementation="blocked")))(given)
@@ -134,7 +134,7 @@ def test_under_vmap_and_on_single_rows():
 
 
 @pytest.mark.slow
-def test_on_devices_of_which_only_some_have_holes():
+def test_gae_on_devices_with_and_without_holes():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     given = numbers(40, holes=False)
     given["mask"][3, 35] = False
@@ -149,7 +149,7 @@ def test_on_devices_of_which_only_some_have_holes():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("time", [SHORTEST_BLOCKED - 1, SHORTEST_BLOCKED])
-def test_long_rows_are_run_in_blocks_by_default(time):
+def test_gae_default_implementation_follows_the_length(time):
     given = numbers(time, holes=False)
     named = "blocked" if time >= SHORTEST_BLOCKED else "scan"
     chex.assert_trees_all_equal(run(None, given, {}), run(named, given, {}))

@@ -67,7 +67,7 @@ def same(actual, expected):
 @every
 @given(seeds)
 @few
-def test_the_order_of_rows_and_the_names_of_groups_do_not_matter(name, seed):
+def test_group_advantages_follow_permutations_and_renamed_groups(name, seed):
     with jax.enable_x64(True):
         rewards, groups, mask = draw(seed)
         expected = run(name, rewards, groups, mask)
@@ -80,7 +80,7 @@ def test_the_order_of_rows_and_the_names_of_groups_do_not_matter(name, seed):
 @pytest.mark.parametrize("name", full_but(SHIFTED, *QUICK))
 @given(seeds)
 @few
-def test_a_constant_added_to_the_rewards_of_a_group_does_not_matter(name, seed):
+def test_group_advantages_ignore_a_constant_per_group(name, seed):
     with jax.enable_x64(True):
         rewards, groups, mask = draw(seed)
         _, index = np.unique(groups, return_inverse=True)
@@ -92,7 +92,7 @@ def test_a_constant_added_to_the_rewards_of_a_group_does_not_matter(name, seed):
 @every
 @given(seeds)
 @few
-def test_the_scale_of_the_rewards(name, seed):
+def test_group_advantages_scale_with_rewards_only_if_unscaled(name, seed):
     with jax.enable_x64(True):
         rewards, groups, mask = draw(seed)
         once, twice = run(name, rewards, groups, mask), run(name, 2 * rewards, groups, mask)
@@ -104,7 +104,7 @@ def test_the_scale_of_the_rewards(name, seed):
 
 @pytest.mark.parametrize("name", full_but(CALLS, *QUICK))
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
-def test_groups_without_variance_get_exactly_zero(name, size):
+def test_group_advantages_of_equal_rewards_are_exactly_zero(name, size):
     # 0.1 is not a float32: the rounding of a mean of seven of them, over 1e-6, would be visible.
     rewards = np.array([0.1] * size + [0.3] * (ROWS - size), np.float32)
     groups = np.array([4] * size + [9] * (ROWS - size))
@@ -115,7 +115,7 @@ def test_groups_without_variance_get_exactly_zero(name, size):
 @pytest.mark.slow
 @given(seeds)
 @few
-def test_sums_that_are_zero(seed):
+def test_group_advantages_sum_to_zero(seed):
     with jax.enable_x64(True):
         rewards, groups, mask = draw(seed)
         tokens = mask.sum(1)
@@ -141,7 +141,7 @@ def others(rewards, groups):
 @pytest.mark.slow
 @given(seeds)
 @few
-def test_estimators_that_are_one_another(seed):
+def test_group_estimators_coincide_in_special_cases(seed):
     with jax.enable_x64(True):
         rewards, groups, mask = draw(seed)
         plain = run("dr_grpo", rewards, groups, mask)
@@ -186,7 +186,7 @@ def test_pass_at_k_exact_is_the_gradient_of_the_best_of_k():
 
 
 @pytest.mark.slow
-def test_pass_at_k_exact_with_all_of_the_group_is_pass_at_k():
+def test_pass_at_k_exact_with_k_of_the_group_size():
     rewards = jnp.array([1.0, 4.0, 2.5, 0.0, 3.0, 3.0, 1.0, 0.0])
     groups = jnp.array([0, 0, 0, 0, 1, 1, 1, 1])
 
@@ -258,7 +258,7 @@ def test_advantages_have_no_gradient():
 @pytest.mark.parametrize(
     "name", full_but([name for name in CALLS if name not in WHOLE_BATCH], "grpo")
 )
-def test_groups_that_lie_on_one_device_each(name):
+def test_group_advantages_with_one_group_per_device(name):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     random = np.random.default_rng(3)
     rewards = random.uniform(0.5, 3, 24).astype(np.float32)
@@ -270,7 +270,7 @@ def test_groups_that_lie_on_one_device_each(name):
     np.testing.assert_allclose(jax.jit(cut)(*arrays), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_maxrl_averages_the_score_function_over_the_successes():
+def test_maxrl_averages_the_score_over_successes():
     rewards = np.array([1.0, 0, 0, 1, 0, 0, 0, 0])
     advantages = jitted.maxrl_advantages(rewards, np.zeros(8, int))
     score = np.arange(8.0) ** 2
@@ -278,7 +278,7 @@ def test_maxrl_averages_the_score_function_over_the_successes():
     np.testing.assert_allclose((advantages * score).mean(), centred[[0, 3]].mean(), rtol=1e-6)
 
 
-def test_a_negative_mean_turns_maxrl_around():
+def test_maxrl_flips_sign_for_a_negative_mean():
     found = jitted.maxrl_advantages(np.array([-1.0, -3.0]), np.array([0, 0]))
     assert found.tolist() == [-0.5, 0.5]
 
@@ -289,7 +289,7 @@ grpo = jitted.grpo_advantages
 
 
 @pytest.mark.slow
-def test_the_fallback_is_of_whole_groups_and_at_the_bound():
+def test_token_level_average_falls_back_by_group_above_its_bound():
     mask = np.arange(9)[None] < np.array([1, 9, 9, 9, 9, 1, 1])[:, None]
     rewards, groups = np.array([1.0, 0, 0, 0, 0, 1, 0]), np.array([0, 0, 0, 0, 0, 1, 1])
     plain = np.asarray(grpo(rewards, groups))
@@ -304,7 +304,7 @@ def test_the_fallback_is_of_whole_groups_and_at_the_bound():
 
 
 @pytest.mark.slow
-def test_the_fallback_looks_at_what_is_below_too_and_its_bound_belongs_to_it():
+def test_token_level_average_falls_back_below_the_mean():
     # The other two rows are another group, which nothing befalls.
     mask = np.arange(9)[None] < np.array([1, 9, 9, 9, 9, 1, 1])[:, None]
     rewards, groups = np.array([0.0, 1, 1, 1, 1, 0, 0]), np.array([0, 0, 0, 0, 0, 1, 1])
@@ -317,7 +317,7 @@ def test_the_fallback_looks_at_what_is_below_too_and_its_bound_belongs_to_it():
         np.testing.assert_array_equal(found, expected)
 
 
-def test_a_response_without_tokens_does_not_count_among_the_tokens():
+def test_token_level_average_ignores_empty_responses():
     mask = np.array([[1, 1], [1, 0], [0, 0]])
     rewards, groups = np.array([1.0, 0.0, -100.0]), np.array([0, 0, 0])
     with_it = average(rewards, groups, mask)
@@ -326,14 +326,14 @@ def test_a_response_without_tokens_does_not_count_among_the_tokens():
     assert not np.any(with_it[2])
 
 
-def test_rewards_far_from_zero_keep_their_digits():
+def test_dr_grpo_keeps_digits_far_from_zero():
     # All of these are numbers of float32, whose spacing at 8192 is 1 / 1024.
     rewards = 8192 + np.array([0.0, 1.0, 2.0, 5.0]) / 1024
     centred = jitted.dr_grpo_advantages(rewards, np.zeros(4, np.int32))
     np.testing.assert_array_equal(centred, np.array([-2, -1, 0, 3]) / 1024)
 
 
-def test_singletons_and_no_epsilon():
+def test_grpo_of_singletons_without_epsilon():
     rewards, groups = np.array([3.0, 1.0, 2.0]), np.array([5, 6, 6])
     assert grpo(rewards, groups, scale=None, singleton="reward").tolist() == [3, -0.5, 0.5]
     with_epsilon = grpo(rewards, groups, singleton="reward", epsilon=1.0)
@@ -346,7 +346,7 @@ gdpo = jitted.gdpo_advantages
 
 
 @pytest.mark.slow
-def test_gdpo_keeps_apart_what_a_sum_confuses():
+def test_gdpo_separates_rewards_with_equal_sums():
     rewards = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [0.0, 0.0]])
     groups = np.zeros(4, int)
     plain = gdpo(rewards, groups)
@@ -367,7 +367,7 @@ def test_gdpo_of_two_responses(lengths):
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_gdpo_is_a_constant_in_everything_it_is_given():
+def test_gdpo_has_no_gradient():
     random = np.random.default_rng(4)
     rewards, lengths = random.uniform(1, 3, (4, 2)), random.uniform(1, 3, 4)
 
@@ -385,7 +385,7 @@ def test_gpg_divides_by_one_rewarded_response():
     np.testing.assert_allclose(advantages, [2.0, -1.0, -1.0], rtol=1e-6)
 
 
-def test_names_of_groups_have_64_bits():
+def test_group_names_have_64_bits():
     names = np.array([1 << 40, 1 << 40, 1 << 41, 1 << 41])
     rewards = np.array([1.0, 0, 3, 1], np.float32)
     expected = [0.5, -0.5, 1, -1]

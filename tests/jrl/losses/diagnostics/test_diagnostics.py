@@ -127,7 +127,7 @@ PER_RESPONSE = {
 
 
 @pytest.mark.parametrize("name", full_but(PER_RESPONSE, "by_position"))
-def test_responses_in_several_axes_are_those_in_one(name):
+def test_diagnostics_accept_extra_axes(name):
     draw = np.random.default_rng(3)
     arrays = [np.asarray(draw.normal(size=(4, 6)), np.float32) for _ in range(3)]
     arrays.append(draw.random((4, 6)) < 0.7)
@@ -141,7 +141,7 @@ def test_responses_in_several_axes_are_those_in_one(name):
 
 
 @pytest.mark.parametrize("name", diagnostics.__all__)
-def test_every_name_says_what_it_measures(name):
+def test_diagnostics_docstrings_state_concern_and_reading(name):
     thing = getattr(diagnostics, name)
     text = inspect.getdoc(thing) or ""
     if not inspect.isfunction(thing):
@@ -153,7 +153,7 @@ def test_every_name_says_what_it_measures(name):
 
 
 @pytest.mark.slow
-def test_on_eight_devices():
+def test_diagnostics_on_eight_devices():
     # A batch statistic is one program on arrays cut over devices: the compiler adds the sums.
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     mask = np.arange(7) < np.random.default_rng(0).integers(0, 8, (16, 1))
@@ -171,7 +171,7 @@ def test_on_eight_devices():
     chex.assert_trees_all_close(some(jax.device_put(b, rows)), some(b), rtol=1e-5, atol=1e-5)
 
 
-def test_the_variance_between_responses_is_told_from_rounding():
+def test_within_between_variance_ignores_rounding():
     draw = np.random.default_rng(0)
     noise = np.asarray(draw.normal(size=(6, 500)), np.float32)
     noise = noise - np.mean(noise, axis=-1, keepdims=True)
@@ -188,7 +188,7 @@ def test_the_variance_between_responses_is_told_from_rounding():
 
 
 @pytest.mark.slow
-def test_the_identity_of_the_bias_holds_with_holes_and_any_lambda():
+def test_bootstrap_bias_is_the_change_of_advantages():
     b = numpy_batch(3)
     with jax.enable_x64(True):
         arrays = b
@@ -209,7 +209,7 @@ def test_the_identity_of_the_bias_holds_with_holes_and_any_lambda():
             assert np.max(np.abs(found)) <= np.max(np.abs(row)) + 1e-12
 
 
-def test_the_bound_holds_on_every_batch():
+def test_bootstrap_bias_is_within_its_bound():
     for seed in range(5):
         b = numpy_batch(seed)
         arrays = (b[name] for name in ("returns", "advantages", "mask", "lam"))
@@ -218,7 +218,7 @@ def test_the_bound_holds_on_every_batch():
 
 
 @pytest.mark.slow
-def test_a_critic_that_learns_the_outcome_half_way():
+def test_diagnostics_of_a_critic_that_learns_half_way():
     # 40 responses of 10 tokens; from the fifth on the critic knows the return, before it 1/2.
     outcomes = np.arange(40) % 2
     returns = np.repeat(outcomes[:, None], 10, 1).astype(np.float32)
@@ -257,7 +257,7 @@ def test_a_critic_that_learns_the_outcome_half_way():
     np.testing.assert_array_equal(same.sign_agreement, [1])
 
 
-def test_returns_that_vary_are_told_from_rounding():
+def test_by_position_ignores_rounding_of_returns():
     draw = np.random.default_rng(0)
     returns = np.full((4, 300), 1e6 / 3, np.float32)
     values = returns + np.asarray(draw.normal(size=(4, 300)), np.float32)
@@ -270,12 +270,12 @@ def test_returns_that_vary_are_told_from_rounding():
     np.testing.assert_allclose(found.explained_variance, 1, atol=1e-3)
 
 
-def test_what_the_mask_hides_has_no_position():
+def test_relative_position_skips_masked_tokens():
     positions = jitted.diagnostics.relative_position(np.array([0, 1, 0, 1, 0]), num_bins=2)
     assert positions.tolist() == [0, 0, 0, 1, 0]
 
 
-def test_a_response_whose_advantage_is_zero_is_neither_good_nor_bad():
+def test_negative_share_ignores_zero_advantages():
     advantages = np.array([[0.0, 0.0, 0.0], [1.0, -1.0, 0.0], [-1.0, -1.0, 0.0], [2.0, 0.0, 0.0]])
     mask = np.array([[1, 1, 1], [1, 1, 0], [1, 1, 0], [1, 0, 0]])
     found = jitted.diagnostics.negative_share(advantages, mask)
@@ -283,14 +283,14 @@ def test_a_response_whose_advantage_is_zero_is_neither_good_nor_bad():
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_the_gap_of_the_telescoping_sum_is_what_rounding_leaves(sign):
+def test_td_concentration_identity_gap_is_rounding(sign):
     # 1e8 - 1 is 1e8 in float32, so that one of the three errors is off by one.
     values = sign * np.array([[0.0, 1e8, 1.0], [0.0, 1.0, 2.0]])
     found = jitted.diagnostics.td_concentration(np.zeros((2, 3)), values, np.ones((2, 3)))
     assert found.identity_gap == 1
 
 
-def test_advantages_of_a_group_have_no_variance_within():
+def test_within_variance_of_equal_advantages_is_zero():
     mask = MASK
     flat = np.array([1.0, -1.0, 0.5, 0, 2.0])[:, None] * np.ones(MASK.shape)
     found = jitted.diagnostics.within_between_variance(flat, mask)
@@ -301,7 +301,7 @@ def test_advantages_of_a_group_have_no_variance_within():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [100, 1000])
-def test_reach_of_a_constant_and_of_an_adaptive_lambda(length):
+def test_terminal_reach_of_constant_and_adaptive_lambda(length):
     mask = np.ones((1, length), bool)
     fixed = jitted.diagnostics.terminal_reach(mask, lam=0.95)
     # 0.95^k > 0.01 for k up to 89.
@@ -316,12 +316,12 @@ def test_reach_of_a_constant_and_of_an_adaptive_lambda(length):
     assert float(endless.share) == 1 and float(endless.relative_horizon) == 1
 
 
-def test_a_weight_at_the_threshold_is_not_felt():
+def test_terminal_reach_excludes_a_weight_at_the_threshold():
     # Weights of 1, 1/2 and 1/4 from the last token on.
     assert jitted.diagnostics.terminal_reach(np.ones((1, 4)), lam=0.5, threshold=0.25).tokens == 2
 
 
-def test_the_guard_is_where_lambda_is_at_its_floor():
+def test_guard_rate_counts_lambda_at_its_floor():
     lengths = np.array([0, 5, 10, 19, 20, 21, 40, 400, 4000])
     for alpha, floor in ((0.05, 0.0), (0.05, 0.95), (1.5, 0.0)):
         lam = jrl.length_adaptive_lambda(lengths, alpha=alpha, floor=floor)[1:]
@@ -330,7 +330,7 @@ def test_the_guard_is_where_lambda_is_at_its_floor():
         np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-def test_lengths_of_100_and_2000_tokens():
+def test_length_share_of_lengths_100_and_2000():
     mask = np.arange(2000) < np.array([[100], [2000]])
     share = jitted.diagnostics.length_share(mask, edges=(100,))
     np.testing.assert_allclose(share.tokens, [0.048, 0.952], atol=5e-4)
@@ -339,13 +339,13 @@ def test_lengths_of_100_and_2000_tokens():
     np.testing.assert_allclose(weights.sum(1), share.tokens, rtol=1e-5)
 
 
-def test_groups_count_once_whatever_their_size():
+def test_group_degeneracy_weighs_groups_equally():
     correct = np.array([1, 1, 1, 1, 0, 0, 1, 0], bool)
     found = jitted.diagnostics.group_degeneracy(correct, np.array([3, 3, 3, 3, 8, 8, -1, -1]))
     np.testing.assert_allclose(found, [1 / 3, 1 / 3, 0.5, 2 / 3, 1 / 6], rtol=1e-6)
 
 
-def test_a_value_outside_the_rewards_counts_as_certain():
+def test_calibration_clips_values_to_the_rewards():
     found = jitted.diagnostics.calibration(
         np.array([[-3.0, 7.0]]), np.array([[1]]), np.ones((1, 2))
     )

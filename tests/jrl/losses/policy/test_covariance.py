@@ -25,7 +25,7 @@ ALL = {"fraction": 1}
 @pytest.mark.parametrize(
     ("low", "high", "inside"), [(0.0, 1.5, True), (0.0, 1.0, False), (1.0, 1.5, False)]
 )
-def test_the_range_of_clip_cov_is_open_at_both_ends(low, high, inside):
+def test_clip_cov_range_is_open_at_both_ends(low, high, inside):
     logprobs, advantages = np.array([-1.0, -3.0]), np.array([1.0, -1.0])
     assert jitted.covariances(logprobs, advantages, np.ones(2)).tolist() == [1, 1]
     arrays = (logprobs, logprobs, advantages, np.ones(2))
@@ -51,7 +51,7 @@ def _chosen(arrays, seed, **settings):
 
 
 @pytest.mark.slow
-def test_the_choice_depends_on_the_key_and_the_true_tokens_alone():
+def test_clip_cov_choice_depends_on_key_and_masked_tokens():
     b = batch(0)
     arrays = [b[name] for name in NAMES]
     choice = _chosen(arrays, 3, fraction=0.2)
@@ -69,7 +69,7 @@ def test_the_choice_depends_on_the_key_and_the_true_tokens_alone():
 
 
 @pytest.mark.slow
-def test_a_count_is_exact_where_floating_point_is_not():
+def test_kl_cov_counts_exactly():
     # 0.3 * 10 and 0.29 * 100 fall below 3 and 29 in floating point on some machines.
     draw = np.random.default_rng(0)
     for count, fraction, expected in ((10, 0.3, 3), (100, 0.29, 29), (100, 0.07, 7), (4, 0.1, 1)):
@@ -99,7 +99,7 @@ def test_covariances_have_no_gradient():
 
 
 @pytest.mark.slow
-def test_random_numbers_of_tokens_are_counted_from_the_first_true_one():
+def test_random_bits_are_indexed_by_masked_tokens():
     key, mask = jax.random.key(3), np.array([[0, 1, 0], [1, 0, 1]])
     bits = random_bits(key, jnp.asarray(mask, bool))
     expected = [jax.random.bits(jax.random.fold_in(key, rank)) for rank in range(3)]
@@ -107,7 +107,7 @@ def test_random_numbers_of_tokens_are_counted_from_the_first_true_one():
 
 
 @pytest.mark.slow
-def test_the_first_on_policy_step_is_reinforce_and_a_fraction_of_0_is_ppo():
+def test_covariance_losses_on_policy_and_with_fraction_zero():
     b = batch(3)
     rest = (b["advantages"], b["mask"])
 
@@ -127,7 +127,7 @@ def test_the_first_on_policy_step_is_reinforce_and_a_fraction_of_0_is_ppo():
 
 
 @pytest.mark.slow
-def test_a_choice_made_over_the_whole_lets_cuts_add_up():
+def test_covariance_losses_of_pieces_add_up():
     b = batch(4)
     statistics = jitted.covariance_statistics(b["logprobs"], b["advantages"], b["mask"])
     whole_covariances = jitted.covariances(b["logprobs"], b["advantages"], b["mask"])
@@ -165,7 +165,7 @@ def test_a_choice_made_over_the_whole_lets_cuts_add_up():
 
 
 @pytest.mark.slow
-def test_covariances_on_eight_devices_equal_those_of_one():
+def test_covariances_on_eight_devices():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     mask = np.arange(6) < np.random.default_rng(0).integers(0, 7, (16, 1))
     mask[:2] = False
@@ -205,7 +205,7 @@ def test_covariances_on_eight_devices_equal_those_of_one():
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
-def test_ratios_of_zero_and_infinity_are_finite(advantage):
+def test_covariance_losses_of_ratios_zero_and_infinity(advantage):
     logprobs = np.array([[-np.inf, -1.0, -500.0, -0.5, -1.0]])
     old = np.array([[-1.0, -np.inf, -1.0, -500.0, -1.0]])
     ones = np.ones_like(old)

@@ -21,7 +21,7 @@ step = compiled(jax.value_and_grad(jrl.dppo_loss, has_aux=True))
 
 
 @kinds
-def test_the_first_on_policy_step_is_reinforce(kind):
+def test_dppo_on_policy_is_reinforce(kind):
     b = batch(1)
     logprobs = -np.abs(b["logprobs"])
 
@@ -36,7 +36,7 @@ def test_the_first_on_policy_step_is_reinforce(kind):
 
 
 @kinds
-def test_without_bounds_it_has_the_gradient_of_importance_weighting(kind):
+def test_dppo_without_bounds_is_importance_weighted(kind):
     b = batch(2)
     arrays = (-np.abs(b["logprobs"]), *(b[name] for name in NAMES[1:]))
     _, slope = step(*arrays, kind=kind, max_divergence=float("inf"), max_ratio=None)
@@ -47,7 +47,7 @@ def test_without_bounds_it_has_the_gradient_of_importance_weighting(kind):
 
 @pytest.mark.slow
 @kinds
-def test_a_cut_sums_to_the_whole(kind):
+def test_dppo_of_pieces_adds_up(kind):
     def loss(b, **denominators):
         arrays = [-jnp.abs(b[name]) if "logprobs" in name else b[name] for name in NAMES]
         return jrl.dppo_loss(*arrays, kind=kind, max_divergence=BOUND[kind], **denominators)
@@ -57,7 +57,7 @@ def test_a_cut_sums_to_the_whole(kind):
 
 @kinds
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
-def test_probabilities_of_zero_and_one_are_finite(kind, advantage):
+def test_dppo_of_probabilities_zero_and_one_is_finite(kind, advantage):
     logprobs = np.array([-np.inf, -1.0, 0.0, 0.0, -1.0, -500.0, -np.inf, 0.0])
     old = np.array([-1.0, -np.inf, 0.0, -1.0, 0.0, -1.0, 0.0, -np.inf])
     ones = np.ones_like(old)
@@ -67,7 +67,7 @@ def test_probabilities_of_zero_and_one_are_finite(kind, advantage):
 
 
 @kinds
-def test_the_log_probability_is_floored_below_its_bound_and_not_at_it(kind):
+def test_dppo_floors_log_probabilities_below_the_bound(kind):
     old, one = -np.ones(1), np.ones(1)
     settings = {"kind": kind, "max_divergence": 1.0, "max_log_ratio": 0.5}
     weight = np.exp(-0.5)
@@ -78,7 +78,7 @@ def test_the_log_probability_is_floored_below_its_bound_and_not_at_it(kind):
 
 
 @kinds
-def test_an_advantage_of_0_stops_what_falls(kind):
+def test_dppo_advantage_of_zero_stops_falling_tokens(kind):
     low, high = np.log(np.array([0.1])), np.log(np.array([0.9]))
     settings = {"kind": kind, "max_divergence": 0.2}
     for logprobs, old, stopped_by in ((high, low, (1,)), (low, high, (0, -1))):
@@ -89,7 +89,7 @@ def test_an_advantage_of_0_stops_what_falls(kind):
 
 
 @kinds
-def test_a_certain_token_that_has_become_unlikely_is_dropped(kind):
+def test_dppo_drops_a_certain_token_that_became_unlikely(kind):
     arrays = (np.log(np.array([0.1])), np.zeros(1), -np.ones(1), np.ones(1))
     for bound, dropped in ((0.5, 1), (3.0, 0)):
         (_, metrics), _ = step(*arrays, kind=kind, max_divergence=bound)

@@ -23,7 +23,7 @@ H = np.array([0.02, 0.05, 0.10, 0.30, 0.60, 0.90, 1.20, 2.00])
 ONES = np.ones(8)
 
 
-def test_the_edges_of_the_zone_change_nothing():
+def test_redistributed_advantages_at_the_edges_of_the_zone():
     # A zone from 0.75 to 1.25, both exact; the logarithms are chosen so that exp meets them.
     ratio = np.exp(np.log(np.array([0.75, 1.25])))
     np.testing.assert_array_equal(ratio, [0.75, 1.25])
@@ -35,7 +35,7 @@ def test_the_edges_of_the_zone_change_nothing():
 
 
 @pytest.mark.parametrize("clip_dual", full_but([None, 1.5, 10.0], 1.5))
-def test_without_strength_it_is_ppo_exactly(clip_dual):
+def test_hapo_without_strength_is_ppo(clip_dual):
     b = batch(0)
     signal = jitted.entropy_signal(b["entropy"], b["mask"])
 
@@ -53,7 +53,7 @@ def test_without_strength_it_is_ppo_exactly(clip_dual):
 
 
 @pytest.mark.slow
-def test_with_the_statistics_of_the_whole_a_cut_sums_to_it():
+def test_hapo_of_pieces_adds_up():
     def loss(b, statistics=None, **denominators):
         signal = jrl.entropy_signal(b["entropy"], b["mask"], statistics=statistics)
         return jrl.hapo_loss(*(b[name] for name in NAMES), signal, **denominators)
@@ -65,7 +65,7 @@ def test_with_the_statistics_of_the_whole_a_cut_sums_to_it():
 
 
 @pytest.mark.slow
-def test_eight_devices_equal_one():
+def test_hapo_on_eight_devices():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     mask = np.arange(6) < np.random.default_rng(0).integers(0, 7, (16, 1))
     mask[:2] = False
@@ -99,7 +99,7 @@ def test_eight_devices_equal_one():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("quantile", [0.0, 0.1, 0.2, 0.25, 0.5, 0.8, 0.95, 1.0])
-def test_the_pivot_is_the_nearest_order_statistic(quantile):
+def test_entropy_pivot_is_the_nearest_order_statistic(quantile):
     # All in one shape, of which 1 to 40 are true. Python rounds a half to the even number too.
     entropy = np.random.default_rng(0).permutation(40) + 1.0
     counts = np.arange(1, 41)
@@ -115,7 +115,7 @@ def test_the_pivot_is_the_nearest_order_statistic(quantile):
     np.testing.assert_allclose(pivots, np.log(expected), rtol=1e-6)
 
 
-def test_an_entropy_that_is_not_a_number_reaches_every_token():
+def test_entropy_signal_spreads_nan():
     signal = jitted.entropy_signal(np.where(np.arange(8) == 3, np.nan, H), ONES)
     assert np.isnan(signal).all()
     zero = 0 * ONES
@@ -123,7 +123,7 @@ def test_an_entropy_that_is_not_a_number_reaches_every_token():
     assert np.isnan(result).all()
 
 
-def test_statistics_of_another_batch_may_be_exceeded_and_the_temperature_is_not():
+def test_entropy_signal_may_exceed_statistics_of_another_batch():
     statistics = jitted.entropy_statistics(H, ONES)
     signal = jitted.entropy_signal(np.array([1e-9, 50.0]), np.ones(2), statistics=statistics)
     assert signal[0] < -1 and signal[1] > 1
@@ -131,7 +131,7 @@ def test_statistics_of_another_batch_may_be_exceeded_and_the_temperature_is_not(
     np.testing.assert_allclose(temperature, [1.5, 2.5])
 
 
-def test_no_gradient_reaches_the_signal():
+def test_entropy_signal_has_no_gradient():
     b = batch(4)
     arrays = [b[name] for name in NAMES]
 
@@ -147,7 +147,7 @@ def test_no_gradient_reaches_the_signal():
     assert not np.any(jax.jit(jax.grad(advantages))(b["logprobs"]))
 
 
-def test_no_gradient_reaches_what_is_given_of_the_batch():
+def test_hapo_statistics_have_no_gradient():
     b = batch(4)
     arrays = [b[name] for name in NAMES]
 
@@ -172,7 +172,7 @@ def test_no_gradient_reaches_what_is_given_of_the_batch():
         assert not any(np.any(slope) for slope in jax.tree.leaves(slopes))
 
 
-def test_a_scale_of_1_is_a_scale():
+def test_standardized_entropy_with_scale_one():
     one, zero = np.ones(()), np.zeros(())
     statistics = jrl.EntropyStatistics(zero, one, one, -one)
     h = jitted.standardized_entropy(H, ONES, statistics=statistics)
@@ -181,7 +181,7 @@ def test_a_scale_of_1_is_a_scale():
 
 @pytest.mark.parametrize("signal", [1.0, -0.5])
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
-def test_ratios_of_zero_and_infinity_are_finite(advantage, signal):
+def test_hapo_of_ratios_zero_and_infinity(advantage, signal):
     logprobs = np.array([[-np.inf, -1.0, -500.0, -0.5, -1.0]])
     old = np.array([[-1.0, -np.inf, -1.0, -500.0, -1.0]])
     ones = np.ones_like(old)

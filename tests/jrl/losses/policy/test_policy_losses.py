@@ -17,7 +17,7 @@ import jrl
 RATIOS = np.array([0.5, 0.79, 1, 1.25, 1.3, 4, 12])
 
 
-def test_without_bounds_it_is_importance_weighted_reinforce():
+def test_ppo_without_bounds_is_importance_weighted_reinforce():
     b = batch(3)
     off = {"clip_low": float("inf"), "clip_high": float("inf"), "max_log_ratio": None}
 
@@ -33,7 +33,7 @@ def test_without_bounds_it_is_importance_weighted_reinforce():
     chex.assert_trees_all_close(actual, expected, rtol=1e-5)
 
 
-def test_the_gradient_vanishes_exactly_where_a_bound_binds():
+def test_ppo_gradient_is_zero_beyond_its_bounds():
     ones = np.ones(7)
 
     def loss(logprobs, advantage, clip_dual):
@@ -46,7 +46,7 @@ def test_the_gradient_vanishes_exactly_where_a_bound_binds():
     assert (slope != 0).tolist() == [False, False, True, True, True, False, False]
 
 
-def test_a_log_ratio_at_its_bound_is_not_clamped():
+def test_ppo_log_ratio_at_its_bound_is_not_clamped():
     logprobs, zero, one = np.array([0.5]), np.zeros(1), np.ones(1)
     off = {"clip_low": float("inf"), "clip_high": float("inf")}
 
@@ -68,7 +68,7 @@ POSITIVE = np.array([[-1.0, -2, -0.5], [-0.3, -0.4, 0], [-4, 0, 0]])
 POSITIVE_MASK = np.array([[1, 1, 1], [1, 1, 0], [1, 0, 0]])
 
 
-def test_positive_examples_cut_into_rows_sum_to_the_whole():
+def test_positive_example_loss_of_rows_adds_up():
     correct = np.array([True, False, True])
     parts = [
         jitted.positive_example_loss(
@@ -84,7 +84,7 @@ def test_positive_examples_cut_into_rows_sum_to_the_whole():
     np.testing.assert_allclose(metric.value(), 1.875, atol=1e-6)
 
 
-def test_without_an_aggregation_there_are_no_denominators():
+def test_ppo_without_aggregation_refuses_denominators():
     b = batch(3)
     arrays = b["logprobs"], b["old_logprobs"], b["advantages"], b["mask"]
     given = {"num_tokens": 3, "num_sequences": None, "empty_rows": "count"}
@@ -104,7 +104,7 @@ def test_without_an_aggregation_there_are_no_denominators():
 NAMES = ("logprobs", "old_logprobs", "advantages", "mask")
 
 
-def test_it_is_a_dual_clip_at_the_same_ratio():
+def test_ppo_guard_is_a_dual_clip_at_the_same_ratio():
     b = batch(0)
     arrays = [b[name] for name in NAMES]
     step = with_slope(jrl.ppo_loss)
@@ -116,7 +116,7 @@ def test_it_is_a_dual_clip_at_the_same_ratio():
     chex.assert_trees_all_equal(guard, both)
 
 
-def test_the_gradient_vanishes_beyond_it():
+def test_ppo_gradient_is_zero_beyond_the_guard():
     ones = np.ones(7)
 
     def loss(logprobs):
@@ -126,7 +126,7 @@ def test_the_gradient_vanishes_beyond_it():
     assert (slope != 0).tolist() == [False, False, True, True, True, False, False]
 
 
-def test_at_the_guard_it_does_not_act_yet():
+def test_ppo_guard_does_not_act_at_its_ratio():
     # The ratio is the guard to the bit, and would be clipped beyond it.
     log_ratio = np.array([1.5])
     guard = float(np.exp(log_ratio)[0])
@@ -141,14 +141,14 @@ def test_at_the_guard_it_does_not_act_yet():
         assert float(metrics["pg_clipfrac_lower"].sum) == acts
 
 
-def test_an_advantage_of_0_is_not_guarded():
+def test_ppo_guard_ignores_advantages_of_zero():
     ones = np.ones(3)
     advantages = np.array([-1.0, 0.0, 0.5])
     _, metrics = jitted.ppo_loss(np.log(5 * ones), 0 * ones, advantages, ones, guard=3)
     assert float(metrics["pg_clipfrac_lower"].sum) == 1
 
 
-def test_bounds_given_as_arrays_are_not_checked_and_the_lower_acts():
+def test_ppo_guard_below_an_array_of_bounds_acts():
     ones = np.ones(7)
     arrays = (np.log(RATIOS), 0 * ones, ones, ones)
     result = per_token(jrl.ppo_loss, *arrays, clip_high=0.5 * ones, guard=1.28)

@@ -65,7 +65,7 @@ def slopes_on_policy(name):
 
 @pytest.mark.parametrize("name", full_but(WITH_RATIO, *QUICK))
 @pytest.mark.parametrize("mode", MODES)
-def test_the_first_on_policy_step_is_reinforce(name, mode):
+def test_ratio_losses_on_policy_are_reinforce(name, mode):
     length = MASK.sum(1, keepdims=True) if name == "luspo_loss" else np.ones(1)
     expected = slopes_on_policy("reinforce_loss")[mode] * length
     np.testing.assert_allclose(slopes_on_policy(name)[mode], expected, rtol=1e-5, atol=1e-7)
@@ -101,7 +101,7 @@ def far_away(loss):
 
 @every_ratio
 @pytest.mark.parametrize("advantage", range(len(ADVANTAGES)))
-def test_ratios_of_zero_and_infinity_are_finite_and_counted(loss, advantage):
+def test_ratio_losses_of_ratios_zero_and_infinity(loss, advantage):
     found = jax.tree.map(lambda x: x[advantage], far_away(loss))
     (result, (values, clamped)), slope = found
     chex.assert_tree_all_finite((result, slope, values))
@@ -112,7 +112,7 @@ def test_ratios_of_zero_and_infinity_are_finite_and_counted(loss, advantage):
 
 @pytest.mark.slow
 @every_loss
-def test_a_cut_by_rows_sums_to_the_whole(loss):
+def test_policy_losses_of_pieces_add_up(loss):
     def of(b, **denominators):
         weights = b["importance_weights"]
         found = [
@@ -126,7 +126,7 @@ def test_a_cut_by_rows_sums_to_the_whole(loss):
 
 
 @every_loss
-def test_weights_and_advantages_of_rows_spread_over_tokens(loss):
+def test_policy_losses_broadcast_one_value_per_row(loss):
     b = batch(3)
     narrow = {name: b[name][:, :1] for name in ("advantages", "importance_weights")}
     wide = {name: np.broadcast_to(x, MASK.shape) for name, x in narrow.items()}
@@ -140,7 +140,7 @@ def test_weights_and_advantages_of_rows_spread_over_tokens(loss):
 
 
 @every_ratio
-def test_the_clamp_of_the_log_ratio_is_an_argument(loss):
+def test_ratio_losses_take_max_log_ratio(loss):
     b = batch(4)
     bounded, free = (compiled(loss)(b, max_log_ratio=bound) for bound in (0.3, None))
     beyond = np.abs(b["logprobs"] - b["old_logprobs"])[MASK] > 0.3
@@ -165,7 +165,7 @@ def test_the_clamp_of_the_log_ratio_is_an_argument(loss):
         ("sapo_loss", "seq-mean-token-mean"),
     ],
 )
-def test_the_aggregation_that_is_the_default(name, mode):
+def test_policy_losses_default_aggregation(name, mode):
     b = batch(5)
     loss = LOSSES[name]
     other = "token-mean" if mode != "token-mean" else "seq-mean-token-mean"
@@ -180,7 +180,7 @@ def test_the_aggregation_that_is_the_default(name, mode):
 
 @pytest.mark.slow
 @every_loss
-def test_eight_devices_with_rows_of_their_own_equal_one(loss):
+def test_policy_losses_on_eight_devices(loss):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     mask = np.arange(6) < np.random.default_rng(0).integers(0, 7, (16, 1))
     mask[:2] = False

@@ -11,7 +11,7 @@ from policy_cases import arrays, per_token, value_and_slope, without_old
 import jrl
 
 
-def test_gpg_is_another_name():
+def test_gpg_loss_is_reinforce_loss():
     assert jrl.gpg_loss is jrl.reinforce_loss
 
 
@@ -32,7 +32,7 @@ def test_cispo_without_bounds_is_importance_weighted_reinforce():
     chex.assert_trees_all_close(actual, expected, rtol=1e-5)
 
 
-def test_the_bounds_of_cispo_are_distances_from_one():
+def test_cispo_bounds_are_distances_from_one():
     one = np.ones(1)
     far, near = (5 * one, 0 * one, one, one), (0 * one, 5 * one, one, one)
     for given, settings, weight in (
@@ -57,7 +57,7 @@ def vespo_weight(log_w, advantage, tokens=4, **settings):
 
 
 @pytest.mark.parametrize(("advantage", "peak"), [(1, 2 / 3), (0, 2 / 3), (-1, 3 / 2)])
-def test_the_weight_of_vespo_is_one_at_one_and_peaks_at_k_over_lam(advantage, peak):
+def test_vespo_weight_is_one_at_one_and_peaks_at_k_over_lam(advantage, peak):
     assert vespo_weight(0.0, advantage) == pytest.approx(1)
     top = vespo_weight(np.log(peak), advantage)
     k, lam = (2, 3) if advantage >= 0 else (3, 2)
@@ -67,19 +67,19 @@ def test_the_weight_of_vespo_is_one_at_one_and_peaks_at_k_over_lam(advantage, pe
 
 @pytest.mark.parametrize("limit", [20.0, None])
 @pytest.mark.parametrize("log_w", [-1e4, -75.0, 75.0, 1e4])
-def test_the_weight_of_vespo_vanishes_far_away(log_w, limit):
+def test_vespo_weight_vanishes_far_from_one(log_w, limit):
     for advantage in (1, -1):
         assert vespo_weight(log_w, advantage, max_log_ratio=limit) < 1e-30
 
 
-def test_the_weight_of_vespo_vanishes_for_a_product_that_overflows_the_logarithm():
+def test_vespo_weight_vanishes_for_an_infinite_ratio():
     one = np.ones((1, 2))
     given = (-one, np.array([[-np.inf, -1.0]]), one, one)
     losses, slope = value_and_slope(jrl.vespo_loss, given, max_log_ratio=None)
     assert not losses.any() and not slope.any()
 
 
-def test_the_value_of_sapo_at_equal_policies_is_two_over_tau():
+def test_sapo_of_equal_policies_is_two_over_tau():
     one = np.ones(2)
     losses = per_token(jrl.sapo_loss, one, one, np.array([1.0, -1.0]), one, tau_negative=4)
     np.testing.assert_allclose(losses, [-2, 0.5])
@@ -89,7 +89,7 @@ def test_the_value_of_sapo_at_equal_policies_is_two_over_tau():
     np.testing.assert_allclose(metrics["gate"].value(), 4 * p * (1 - p), rtol=1e-3)
 
 
-def test_the_gradient_of_dro_vanishes_at_its_optimum():
+def test_dro_gradient_is_zero_at_its_optimum():
     one = np.ones(3)
     advantages, beta = np.array([1.0, -0.5, 2.0]), 0.25
     at_optimum = -3 * one + advantages / beta

@@ -20,7 +20,7 @@ def per_row(b):
 
 
 @pytest.mark.parametrize("gradient", FORMS)
-def test_gspo_clips_on_the_side_where_an_advantage_acts(gradient):
+def test_gspo_clips_by_the_sign_of_the_advantage(gradient):
     logprobs, old, advantages, mask = sequences()
     flipped = (logprobs, old, -advantages, mask)
     losses, slope = value_and_slope(jrl.gspo_loss, flipped, gradient=gradient)
@@ -32,7 +32,7 @@ def test_gspo_clips_on_the_side_where_an_advantage_acts(gradient):
 
 
 @pytest.mark.slow
-def test_the_two_gradients_of_gspo_agree_for_one_advantage_per_row_and_differ_otherwise():
+def test_gspo_gradients_agree_for_one_advantage_per_row():
     b = batch(0)
     for given, equal in ((per_row(b), True), (arrays(b), False)):
         for mode in ("seq-mean-token-mean", "token-mean"):
@@ -56,7 +56,7 @@ def test_the_two_gradients_of_gspo_agree_for_one_advantage_per_row_and_differ_ot
             assert np.any(slope) and np.any(other)
 
 
-def test_the_sequence_gradient_gives_each_token_of_a_row_the_same():
+def test_gspo_sequence_gradient_is_equal_within_a_row():
     b = batch(1)
     _, slope = value_and_slope(jrl.gspo_loss, arrays(b), gradient="sequence", **OFF)
     _, own = value_and_slope(jrl.gspo_loss, arrays(b), gradient="token", **OFF)
@@ -81,7 +81,7 @@ def test_luspo_is_gspo_times_the_length():
     chex.assert_trees_all_equal(metrics, same)
 
 
-def test_the_bounds_that_are_the_defaults():
+def test_sequence_ratio_losses_default_bounds():
     one = np.ones((1, 1))
     for loss, low, high in (
         (jrl.gspo_loss, 1 - 3e-4, 1 + 4e-4),
@@ -101,7 +101,7 @@ def test_gmpo_clips_tokens_by_the_sign_of_their_advantage():
     np.testing.assert_allclose(metrics["pg_clipfrac"].value(), 1 / 5)
 
 
-def test_gmpo_of_advantages_per_token_is_weighted_by_their_mean():
+def test_gmpo_weights_by_the_mean_advantage():
     logprobs, old = np.array([[-1.0, -1.0, -1.0]]), np.array([[-2.0, -0.2, -1.5]])
     advantages, mask = np.array([[2.0, -0.5, 0.0]]), np.ones((1, 3))
     losses, slope = value_and_slope(jrl.gmpo_loss, (logprobs, old, advantages, mask))
@@ -122,7 +122,7 @@ def test_without_bounds_gmpo_is_the_sequence_form_of_gspo():
     chex.assert_trees_all_close(gmpo, gspo, rtol=1e-5, atol=1e-6)
 
 
-def test_a_token_beyond_the_clamp_is_counted_where_it_is():
+def test_sequence_ratio_losses_count_clamped_tokens():
     logprobs, old, advantages, mask = sequences()
     assert MASK_1[1, 0]
     far = logprobs.copy()

@@ -179,7 +179,7 @@ def differentiable(pair):
 
 @everything
 @pytest.mark.parametrize("poison", POISONS)
-def test_nothing_under_a_false_mask_reaches_values_or_gradients(name, poison):
+def test_masked_values_reach_no_result_or_gradient(name, poison):
     found = differentiable(stacked(name)[poison])
     assert_same(found, differentiable(stacked(name)["zeros"]), poison, tolerance=0)
     for array, slope in found["gradient by"].items():
@@ -188,7 +188,7 @@ def test_nothing_under_a_false_mask_reaches_values_or_gradients(name, poison):
 
 
 @everything
-def test_a_nan_that_counts_is_not_hidden(name):
+def test_unmasked_nan_reaches_the_result(name):
     result, _ = stacked(name)["a NaN that counts"]
     for one in each(result) if name in WITH_BOTH else [result]:
         assert any(np.isnan(leaf).any() for leaf in jax.tree.leaves(one))
@@ -202,7 +202,7 @@ def test_masks_of_any_dtype(name):
 
 
 @everything
-def test_a_batch_without_tokens_gives_zero_and_no_gradient(name):
+def test_batch_without_tokens_is_zero(name):
     for path, leaf in jax.tree.leaves_with_path(differentiable(stacked(name)["no token"])):
         assert not np.any(leaf), jax.tree_util.keystr(path)
 
@@ -229,7 +229,7 @@ def test_padding_adds_nothing(name):
 
 
 @everything
-def test_the_order_of_rows_does_not_matter(name):
+def test_row_order_is_followed(name):
     for seed in SEEDS:
         order = order_of_rows(seed)
         expected = jax.tree.map(
@@ -253,7 +253,7 @@ def test_holes_equal_the_compressed_sequence(name):
 
 # Without it, each operation is compiled by itself: one call in the quick tier.
 @pytest.mark.parametrize("name", full_but(EVERYTHING, "ppo_loss"), scope="module")
-def test_jit(name):
+def test_jit_equals_eager(name):
     result, _ = stacked(name)["seed 4"]
     assert_same(result, EVERYTHING[name](batch(4)), "seed 4", tolerance=2e-6)
 
@@ -284,7 +284,7 @@ def test_extra_leading_axes(name):
 
 
 @of_each_kind(EVERYTHING)
-def test_half_precision_is_computed_in_float32(name):
+def test_half_precision_computes_in_float32(name):
     found = outcome(name)
     result = found.other["half precision"]
     expected = found.plain["half precision, raised"]
@@ -313,7 +313,7 @@ def test_only_current_quantities_carry_gradients(name):
     assert not [constant for constant in constants if np.any(slopes[constant])]
 
 
-def test_debug_nans_does_not_stop_at_infinities_under_the_mask():
+def test_debug_nans_passes_masked_infinities():
     b = {x: np.where(MASK, y, -np.inf) if y.shape == MASK.shape else y for x, y in batch(0).items()}
     policies, mask = (b["logprobs"], b["old_logprobs"]), MASK
     with jax.debug_nans(True):

@@ -51,7 +51,7 @@ SHAPES = [(4, 2), *(pytest.param(shape, marks=pytest.mark.slow) for shape in ((8
 @pytest.mark.parametrize("mode", full_but(get_args(jrl.Aggregation), *QUICK))
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("loss", "argument"), [(ppo, "logprobs"), (value, "values")])
-def test_losses_and_gradients_equal_those_of_one_device(mode, shape, loss, argument):
+def test_losses_on_a_mesh_equal_one_device(mode, shape, loss, argument):
     # The second mesh axis cuts rows along time, so that no device sees a whole sequence.
     mesh = jax.make_mesh(shape, ("data", "context"), axis_types=(AxisType.Auto,) * 2)
     axes = ("data", "context")
@@ -119,7 +119,7 @@ def test_aggregate_inside_and_outside_the_gradient(mode):
 
 
 @pytest.mark.slow
-def test_estimators_of_rows_work_on_a_part_of_the_rows():
+def test_row_estimators_on_parts_of_rows():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     b = {name: x for name, x in batch().items() if x.ndim > 1}
     b["mask"] = b["mask"].astype(np.int32)

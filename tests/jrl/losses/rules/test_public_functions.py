@@ -35,7 +35,7 @@ def test_importing_loads_nothing_heavier_than_jax():
     assert run(program).strip() == "[]"
 
 
-def test_both_packages_list_the_same_names_and_have_them():
+def test_public_names_of_both_packages_agree():
     assert jrl.__all__ == jrl.losses.__all__
     assert len(set(jrl.__all__)) == len(jrl.__all__)
     for name in jrl.__all__:
@@ -43,7 +43,7 @@ def test_both_packages_list_the_same_names_and_have_them():
 
 
 @pytest.mark.parametrize("name", jrl.__all__)
-def test_every_public_name_is_documented(name):
+def test_public_names_are_documented(name):
     thing = getattr(jrl, name)
     if typing.get_origin(thing) is typing.Literal:
         return  # A set of strings; the function that takes it has them in a table.
@@ -77,7 +77,7 @@ def test_docstring_lists_every_choice(choices, function):
 @pytest.mark.parametrize(
     "name", full_but(MODULES, "jrl.losses.reduction", "jrl.losses.policy.token_ratio")
 )
-def test_examples_are_true(name):
+def test_docstring_examples_are_true(name):
     module = importlib.import_module(name)
     failed, tried = doctest.testmod(module)
     assert not failed
@@ -93,7 +93,7 @@ def public(module):
 
 
 @pytest.mark.slow
-def test_numpy_arrays_and_default_promotion_serve_as_well():
+def test_losses_accept_numpy_with_default_promotion():
     program = """
 import numpy as np, jrl
 x, mask = np.array([[0.5, -1.0, 2.0]], np.float64), np.array([[1, 0, 1]], np.int64)
@@ -106,7 +106,7 @@ print(loss.dtype, round(float(loss + advantages.sum() / 2), 6), metrics["ratio"]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.function)
-def test_defaults(row):
+def test_default_settings_are_the_table(row):
     parameters = inspect.signature(contract_calls.public(row.function)).parameters.values()
     given = {p.name: p.default for p in parameters if p.default not in (p.empty, None)}
     assert given == row.defaults

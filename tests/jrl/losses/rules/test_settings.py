@@ -88,7 +88,7 @@ def program(name, arrays, settings):
 
 
 @pytest.mark.parametrize("name", full_but(NAMES, *QUICK))
-def test_numbers_of_numpy_and_jax_serve_as_those_of_python(name):
+def test_settings_accept_numpy_and_jax_numbers(name):
     given, of_python = {}, {}
     for n, (setting, value) in enumerate(settings_of(name).items()):
         if setting in DISCOUNTS:
@@ -101,7 +101,7 @@ def test_numbers_of_numpy_and_jax_serve_as_those_of_python(name):
 
 
 @pytest.mark.parametrize("name", full_but(NAMES, *QUICK))
-def test_traced_settings_pass_where_nothing_is_decided_by_them(name):
+def test_settings_may_be_traced(name):
     arrays = arguments(name)
     traced = {s: x for s, x in settings_of(name).items() if s not in STATIC}
 
@@ -114,7 +114,7 @@ def test_traced_settings_pass_where_nothing_is_decided_by_them(name):
 
 
 @pytest.mark.parametrize("name", full_but(NAMES, *QUICK))
-def test_what_is_no_number_is_refused_in_one_line(name):
+def test_settings_refuse_values_that_are_no_number(name):
     for setting in settings_of(name).keys() - SPREAD - UNREAD.get(name, set()):
         for wrong, message in (
             (np.array([0.5, 0.25, 1]), rf"{setting} (has shape \(3,\) and )?must be one "),
@@ -127,7 +127,7 @@ def test_what_is_no_number_is_refused_in_one_line(name):
 
 
 @pytest.mark.parametrize("name", full_but(NAMES, *QUICK))
-def test_what_cannot_be_negative_is_refused_in_one_line(name):
+def test_settings_refuse_negative_values(name):
     free = SIGNED.get(name, set()) | UNREAD.get(name, set()) | DISCOUNTS
     for setting in settings_of(name).keys() - free:
         for kind in (int, np.float32):
@@ -137,7 +137,7 @@ def test_what_cannot_be_negative_is_refused_in_one_line(name):
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if DISCOUNTS & settings_of(name).keys()])
-def test_discounts_lie_between_0_and_1(name):
+def test_discounts_must_be_between_0_and_1(name):
     rule = r"^{}=\S+ must (lie in \[0, 1\]: beyond|be a number, or an array)"
     for setting in DISCOUNTS & settings_of(name).keys():
         for wrong in (-0.5, 2, np.float32(1.5), float("nan"), "much"):
@@ -147,13 +147,13 @@ def test_discounts_lie_between_0_and_1(name):
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if STATIC & settings_of(name).keys()])
-def test_what_is_compiled_cannot_depend_on_a_traced_number(name):
+def test_static_settings_refuse_traced_numbers(name):
     for setting in STATIC & settings_of(name).keys():
         with pytest.raises(ValueError, match=rf"{setting} is traced.*static_argnames"):
             jax.eval_shape(lambda x, s=setting: call(name, **{s: x}), 2.0)
 
 
-def test_bounds_of_tokens_are_not_negative_either():
+def test_ppo_refuses_negative_bounds_per_token():
     wrong = jnp.array([[0.25, -0.5, 0.25]] * 2)
     with pytest.raises(ValueError, match=r"clip_low=-0\.5 is a distance and cannot be negative"):
         call("ppo_loss", clip_low=wrong)
@@ -165,12 +165,12 @@ def test_bounds_of_tokens_are_not_negative_either():
 
 
 @pytest.mark.parametrize("wrong", [(0.5, 0.25, 1.0), np.ones(3), np.ones((2, 2)), ()])
-def test_a_clip_is_one_distance_or_two(wrong):
+def test_value_clip_is_one_or_two_distances(wrong):
     with pytest.raises(ValueError, match=r"clip has shape .* and must be one distance, or two as"):
         call("value_loss", clip=wrong)
 
 
-def test_two_distances_in_every_form_are_the_same():
+def test_value_clip_accepts_lists_and_arrays():
     expected = values(call("value_loss", clip=(0.25, 0.5)))
     both = np.array([0.25, 0.5])
     for pair in (both.tolist(), both, jnp.asarray(both), (np.float32(0.25), 0.5)):
@@ -187,18 +187,18 @@ def test_two_distances_in_every_form_are_the_same():
         ("adaptive_entropy_coefficient", "entropy"),
     ],
 )
-def test_measured_numbers_have_no_axes(name, argument):
+def test_measured_settings_must_be_scalars(name, argument):
     with pytest.raises(ValueError, match=rf"{argument} has shape \(3,\) and must be one number"):
         call(name, **{argument: jnp.ones(3)})
 
 
-def test_a_setting_that_must_be_whole():
+def test_pass_at_k_refuses_fractions():
     for wrong in (2.5, np.float32(2.5)):
         with pytest.raises(ValueError, match=r"k=2\.5 must be a whole number"):
             call("pass_at_k_exact_advantages", k=wrong)
 
 
-def test_the_loss_of_a_row_as_its_own_denominator_is_refused():
+def test_num_tokens_must_be_a_scalar():
     mask = jnp.ones((2, 3))
     for name in ("aggregate", "ppo_loss", "value_loss"):
         with pytest.raises(ValueError, match=r"num_tokens has shape \(2,\) and must be one number"):
@@ -221,7 +221,7 @@ LOSSES = [
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_names_itself_and_the_nearest_keyword(name):
+def test_misspelled_keyword_names_the_nearest(name):
     function = functions()[name]
     takes = {*inspect.signature(function).parameters, "num_tokens"}
     for given, meant in NEAR.items():
@@ -234,6 +234,6 @@ def test_a_loss_names_itself_and_the_nearest_keyword(name):
         assert "aggregate(" not in str(error.value) and "\n" not in str(error.value)
 
 
-def test_all_losses_with_denominators_are_tried():
+def test_misspelled_keywords_are_tried_on_all_losses():
     assert {"ppo_loss", "value_loss", "gspo_loss", "hapo_loss", "gpg_loss"} <= set(LOSSES)
     assert len(LOSSES) == 15

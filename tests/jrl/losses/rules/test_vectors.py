@@ -160,19 +160,19 @@ def compare(actual, expected, rtol, atol, where):
 
 
 @cases("float64")
-def test_the_library_meets_the_vectors(name, number):
+def test_library_equals_largest_vectors(name, number):
     meet(name, number, "float64")
 
 
 @pytest.mark.slow
 @cases("float64, others")
-def test_the_library_meets_the_other_vectors(name, number):
+def test_library_equals_other_vectors(name, number):
     meet(name, number, "float64, others")
 
 
 @pytest.mark.slow
 @cases("float32")
-def test_the_library_meets_the_vectors_in_single_precision(name, number):
+def test_library_equals_vectors_in_single_precision(name, number):
     meet(name, number, "float32")
 
 
@@ -185,7 +185,7 @@ def meet(name, number, tried):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("vector", ROWS, ids=lambda vector: vector.function)
-def test_the_files_hold_what_the_oracles_say(vector):
+def test_vector_files_equal_the_oracles(vector):
     """From the inputs of the file, which are read and not made again: NumPy's logarithm has other
     last digits on a processor without AVX-512, and so may every number here that is compared."""
     written = json.loads(vector.path.read_text())
@@ -219,7 +219,7 @@ PUBLISHED = [row for row in ROWS if not row.function.startswith("diagnostics.")]
 
 
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: row.function)
-def test_the_docstring_has_the_source(row):
+def test_docstrings_link_the_source_of_vectors(row):
     text = inspect.getdoc(public(row.function)) or ""
     for other in re.findall(r"As for `(\w+)`", text):
         text += inspect.getdoc(public(other)) or ""
@@ -227,7 +227,7 @@ def test_the_docstring_has_the_source(row):
         assert f"https://arxiv.org/abs/{paper}" in text
 
 
-def test_each_file_belongs_to_a_table_and_each_name_is_public():
+def test_vector_files_tables_and_public_names_agree():
     assert {file.stem for file in FILES} == {row.function for row in ROWS}
     assert len({row.function for row in ROWS}) == len(ROWS)
     functions = {name for name in jrl.__all__ if inspect.isfunction(getattr(jrl, name))}
