@@ -1,4 +1,4 @@
-"""Which changes `mutation.py` tries: one sign, comparison, number, mask or reduction at a time."""
+"""Changes that `mutation.py` tries: one sign, comparison, number, mask or reduction at a time."""
 
 import ast
 import copy
@@ -128,7 +128,7 @@ def _code(tree: ast.AST) -> Iterator[ast.expr]:
 
 
 def _inside(node: ast.Assign) -> bool:
-    """Whether an assignment computes; names of types and lists of names do not."""
+    """True if an assignment computes; names of types and lists of names do not."""
     return not any(isinstance(t, ast.Name) and t.id[0].isupper() for t in node.targets) and not any(
         isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets
     )

@@ -90,8 +90,9 @@ def public_users(path: Path, function: str) -> list[set[str]]:
 
 
 def stages(mutant: Mutant, items: list[pytest.Item]) -> tuple[list[pytest.Item], list[str]]:
-    """Which tests may know about a mutant: of those collected, vectors and rules for arrays of the
-    nearest public functions; then the files that name one of all it can be reached through."""
+    """Tests that may find a mutant: of the collected ones, vectors and rules for arrays of the
+    nearest public functions; then the files that name a public function through which it is
+    reached."""
     nearest, public = public_users(mutant.path, mutant.function)
     collected = [item for item in items if any(name in item.name for name in nearest)]
     mentioning = [
@@ -140,7 +141,7 @@ def _functions(file: str, within: str) -> dict[str, types.FunctionType]:
 
 
 class Trials:
-    """What pytest runs in a worker instead of its tests: a fork for every mutant it is handed.
+    """Replacement for pytest's loop in a worker: a fork for every mutant it is handed.
 
     Attributes:
       tasks: numbers of mutants, then None.
@@ -163,7 +164,7 @@ class Trials:
         self.results.put(str(excinfo.value))
 
     def killed(self, number: int, session: pytest.Session) -> bool:
-        """Whether a test fails in a copy of this process; running out of time is a failure too."""
+        """True if a test fails in a copy of this process; running out of time is a failure too."""
         child = os.fork()
         if child == 0:
             self.run(number, session)
@@ -200,7 +201,7 @@ class Trials:
 
 
 def passed(items: Sequence[pytest.Item], session: pytest.Session) -> bool:
-    """Whether tests pass, of which none is run after one that fails."""
+    """True if all tests pass; the first failure ends them."""
     for item, following in itertools.pairwise([*items, None]):
         session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         if session.testsfailed:

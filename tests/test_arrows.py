@@ -1,4 +1,4 @@
-"""Which room may import which. Imports are read from the syntax tree, so none is missed or run."""
+"""Import rules. Imports are read from the syntax tree, so none is missed or run."""
 
 import ast
 import subprocess
@@ -416,7 +416,7 @@ ASKS_THE_PLANNER = {
 
 
 def test_run_time_imports_no_planner():
-    """What it needs of devices, links and volumes is in `sharding.costs`."""
+    """Run time takes devices, links and volumes from `sharding.costs`."""
     importing = {
         path
         for room in PACKAGES

@@ -1,4 +1,4 @@
-"""What one is told to install is this project: its name, its extras, its licence."""
+"""Install commands name this project; its extras, dependencies, wheel and licence."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""Where the benchmark of dispatch sees two ways cross, and what it says to set."""
+"""Crossing of two implementations of dispatch, and the flag that the benchmark recommends."""
 
 import pytest
 

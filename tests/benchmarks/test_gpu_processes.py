@@ -39,7 +39,7 @@ say({{"end": asked["part"]}})
 
 
 def no_rows(settings):
-    """What the process would be asked for."""
+    """Rows that the process would be asked for."""
     return iter(())
 
 

@@ -1,4 +1,4 @@
-"""What `benchmarks.gpu` promises, what keeps a promise, and where that is written."""
+"""Targets of `benchmarks.gpu`, their verdicts, and the pages that list them."""
 
 import gc
 import re

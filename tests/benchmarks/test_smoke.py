@@ -22,12 +22,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def smoke(name: str, figures: Path) -> str:
-    """What the benchmark prints."""
+    """Output of the benchmark."""
     return printed(f"benchmarks/{name}.py", "--smoke", "--json", str(figures))
 
 
 def printed(*arguments: str, wait: float = 300) -> str:
-    """What Python prints, which must succeed."""
+    """Output of a Python program, which must succeed."""
     command = [sys.executable, *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(

@@ -26,7 +26,7 @@ def by_channel(x):
 
 
 def of_both(x):
-    """What comes back, by token and by channel."""
+    """Decoded values, by token and by channel."""
     return by_token(x)[-1], by_channel(x)[-1]
 
 

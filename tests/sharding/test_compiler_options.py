@@ -1,4 +1,4 @@
-"""What the compiler is asked for: names that it knows, for devices that communicate."""
+"""Compiler options: names that the compiler knows, for devices that communicate."""
 
 import jax
 import jax.numpy as jnp

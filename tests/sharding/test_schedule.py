@@ -29,7 +29,7 @@ def works(schedule):
 
 
 def needs(schedule, name, micro_batch, chunk):
-    """What must be done before a chunk can run, and whether a message brings it."""
+    """Passes that must be done before a chunk can run, and true for those that a message brings."""
     last = schedule.stages * schedule.num_chunks - 1
     if name == "forward":
         return [(("forward", micro_batch, chunk - 1), 1)] if chunk else []
@@ -84,7 +84,7 @@ def test_forward_schedule_runs_each_pass_once(schedule):
 
 @pytest.mark.parametrize("schedule", full_but(GRID, *GRID[::5]), ids=str)
 def test_messages_come_before_they_are_used_and_are_not_run_over(schedule):
-    """What each stage holds, by nothing but who sends to whom after which ticks."""
+    """Simulates the messages of each stage from senders, receivers and ticks alone."""
     held = [{"forward": None, "backward": None} for _ in range(schedule.stages)]
     by_tick = {(tick, stage): rest for tick, stage, *rest in works(schedule)}
     last = schedule.stages * schedule.num_chunks - 1
@@ -107,7 +107,7 @@ def test_messages_come_before_they_are_used_and_are_not_run_over(schedule):
 
 
 def simulated_time(schedule, forward, backward):
-    """When all stages are done that do their work in this order, each as soon as it can."""
+    """Time at which all stages have done their work in this order, each as soon as it can."""
     ended, free = {}, [0.0] * schedule.stages
     for _, stage, name, micro_batch, chunk in works(schedule):
         ready = [ended[before] for before, _ in needs(schedule, name, micro_batch, chunk)]
@@ -130,7 +130,7 @@ def test_schedule_bubble_is_the_formula(schedule):
 
 @pytest.mark.parametrize("schedule", full_but(GRID, *GRID[::5]), ids=str)
 def test_messages_that_both_sides_wait_for_cost_nothing(schedule):
-    """Where who receives must be there before who sends goes on, and the other way round."""
+    """A receiver and a sender wait for each other."""
     done = {(tick, stage): name for tick, stage, name, *_ in works(schedule)}
     clock = [0.0] * schedule.stages
     for tick in range(schedule.ticks):

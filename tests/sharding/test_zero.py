@@ -1,4 +1,4 @@
-"""Which dimension of a weight its optimizer state is cut along, and over which devices."""
+"""Dimension of a weight along which its optimizer state is cut, and the devices of the parts."""
 
 import math
 import re

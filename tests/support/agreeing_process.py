@@ -31,7 +31,7 @@ DEVICES = 4
 
 
 def said(function) -> str:
-    """What the function raises."""
+    """Message of the exception that the function raises."""
     try:
         function()
     except ValueError as error:

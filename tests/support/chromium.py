@@ -95,7 +95,7 @@ class Chromium:
         return answer["result"].get("value")
 
     def screenshot(self, path: Path, *, whole: bool = False) -> Path:
-        """What the page looks like, as a PNG."""
+        """Screenshot of the page as a PNG."""
         picture = self.call("Page.captureScreenshot", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(picture["data"]))
         return path

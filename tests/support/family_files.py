@@ -35,7 +35,7 @@ THINKING = ("<think>", "</think>")
 
 @dataclass(frozen=True)
 class Family:
-    """What the checkpoints of a family have.
+    """Contents of a family's checkpoints.
 
     Attributes:
       template: its file.

@@ -1,4 +1,4 @@
-"""What comes before what in a compiled program, read off its text."""
+"""Order of operations in a compiled program, read from its text."""
 
 import re
 from dataclasses import dataclass, field

@@ -67,8 +67,8 @@ def prompts() -> tuple[jax.Array, jax.Array]:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the prompts are completed with. What differs in `sampling`, `layout`, `stops`, `config`,
-    `slots`, `columns` or `records_choices` is decoded by other programs.
+    """Settings of completions. Other `sampling`, `layout`, `stops`, `config`, `slots`, `columns` or
+    `records_choices` are decoded by other programs.
 
     With this seed some rows end at once, some within `response`, and some would after it.
     """
@@ -98,7 +98,7 @@ class Asked:
         ]
 
     def decoder(self, mesh: FoldedMesh | None = None) -> Decoder:
-        """How it is decoded on a mesh, its own by default."""
+        """Decoder on a mesh, its own mesh by default."""
         return Decoder(self.config, mesh or self.mesh, PAD, self.stops, self.records_choices)
 
     def engine(self) -> Engine:
@@ -132,7 +132,7 @@ def decode(asked: Asked) -> Batch[np.ndarray]:
 
 
 def scores(decoder: Asked, weights, tokens, valid) -> Scores:
-    """What scoring says, inside the `jax.shard_map`."""
+    """Scores of completions, inside the `jax.shard_map`."""
     layout = PromptLayout(PROMPT, COPIES)
     scorer = Scorer(decoder.config, decoder.mesh, layout, sampling=decoder.sampling)
     return scorer.score(weights, tokens, valid)

@@ -28,7 +28,7 @@ DEVICES, ROWS = 4, 4096
 
 
 def said(function) -> str:
-    """What the function raises."""
+    """Message of the exception that the function raises."""
     try:
         function()
     except (StorageError, ProcessFailed) as error:

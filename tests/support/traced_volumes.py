@@ -1,4 +1,4 @@
-"""What traced programs give to collectives, and what the planner states of it, alike."""
+"""Volumes of collectives: those of traced programs beside the planner's, in one form."""
 
 import functools
 from collections import Counter

@@ -142,7 +142,7 @@ def test_a_recipe_of_ones_own_lies_beside_its_file(file, tmp_path, monkeypatch):
         ("mini_batch: 7", r"mini_batch=7 does not divide"),
     ],
 )
-def test_settings_file_refuses_command_line_flags(text, message, file):
+def test_settings_file_refuses_invalid_content(text, message, file):
     with pytest.raises(ValueError, match=message):
         read(file(text))
 

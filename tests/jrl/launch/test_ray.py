@@ -195,7 +195,7 @@ def test_a_run_that_loses_a_node_continues_on_the_other(tmp_path):
 @needs_ray
 @pytest.mark.slow
 def test_wrong_input_is_not_repeated(tmp_path):
-    """What all workers reject is the command's end, and no failure to restart after."""
+    """Arguments that all workers reject end the command and are not retried."""
     launch = ["-m", "jrl.launch", "--ray", "--workers=2", "--", "--devices=2", "--layout=dp4"]
     launched = start(tmp_path, *launch, "--run-dir=two")
     try:

@@ -14,7 +14,7 @@ DECIDING = ("fraction", "quantile")
 
 
 def is_known(name, value):
-    """Whether a setting is known while its program is compiled."""
+    """True if a setting is known while its program is compiled."""
     return isinstance(value, KNOWN) or (name in DECIDING and isinstance(value, float))
 
 

@@ -51,7 +51,7 @@ def value(text):
 
 
 def defaults(function):
-    """What a function takes if nothing is given, for the keywords that it hands on too."""
+    """Defaults of a function, with the keywords that it hands on."""
     parameters = dict(inspect.signature(getattr(jrl, function)).parameters)
     if "denominators" in parameters:
         parameters = {**inspect.signature(jrl.aggregate).parameters, **parameters}

@@ -1,4 +1,4 @@
-"""What is computed from logits: chunks, derivatives of both orders, and the memory it takes."""
+"""Functions of logits: chunks, derivatives of both orders, memory."""
 
 import functools
 from typing import get_args

@@ -1,4 +1,4 @@
-"""What an evaluation shows while it goes on."""
+"""Display of an evaluation in progress."""
 
 import io
 import time

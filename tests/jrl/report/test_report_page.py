@@ -1,4 +1,4 @@
-"""What stands in report.html is what the run wrote."""
+"""The page report.html contains the values of the run's files."""
 
 import json
 import math

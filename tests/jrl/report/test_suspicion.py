@@ -1,4 +1,4 @@
-"""What makes a run suspicious, and that honest ones are not."""
+"""Suspicious runs are found, and honest runs are not."""
 
 import json
 from itertools import groupby
@@ -44,7 +44,7 @@ def steps_of(samples):
 
 
 def told(lines):
-    """What each line is, with the metric that a run writes into it."""
+    """Lines of metrics with their suspicion, as a run writes them."""
     lookout, found = Lookout(), []
     for line in lines:
         why = lookout.check(line)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """What each of two processes made of it, and what it printed on standard error."""
+    """Results of two processes that save together, and their standard error."""
     with socket.create_server(("", 0)) as server:
         port = str(server.getsockname()[1])
     folder = tmp_path_factory.mktemp("saved")

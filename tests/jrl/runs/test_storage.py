@@ -1,4 +1,4 @@
-"""What a file system refuses is one line."""
+"""Refusals of a file system are one line."""
 
 import errno
 import logging

@@ -1,4 +1,4 @@
-"""Which links a group uses, and what that takes, on sizes one can follow by hand."""
+"""Links that a group uses and seconds of a transfer, on sizes that one can follow by hand."""
 
 from dataclasses import replace
 from itertools import combinations

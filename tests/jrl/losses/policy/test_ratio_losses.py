@@ -1,4 +1,4 @@
-"""What every loss with a ratio has in common: its first step, its limits, its cuts, its devices."""
+"""Properties of every policy loss: its first step, its limits, pieces of batches, devices."""
 
 import functools
 

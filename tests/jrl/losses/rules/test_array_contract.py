@@ -1,4 +1,4 @@
-"""What every objective promises about arrays: masks, poison, padding, holes, dtypes, jit and vmap.
+"""Rules of arrays for every objective: masks, poison, padding, holes, dtypes, jit and vmap.
 
 The calls are listed with the objectives in `tests/vectors/tables`. A call is compiled twice: with
 the batches of most promises (the scenarios) stacked on a leading axis, and with all arrays of other
@@ -85,7 +85,7 @@ def values_and_slopes(call):
 
 
 def split(tree, names):
-    """What is stacked on a leading axis, by name."""
+    """Entries of a stacked tree by name."""
     return {one: jax.tree.map(lambda x, n=n: x[n], tree) for n, one in enumerate(names)}
 
 
@@ -98,7 +98,7 @@ def stacked(name):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a call on other shapes and dtypes.
+    """Results of a call on other shapes and dtypes.
 
     Attributes:
       padded: results and gradients of `SEEDS` with padding.

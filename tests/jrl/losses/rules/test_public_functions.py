@@ -1,4 +1,4 @@
-"""What `import jrl` brings: the public names, their documentation, and nothing heavier than jax."""
+"""Public names of `import jrl`: documentation, defaults, and no import heavier than jax."""
 
 import doctest
 import importlib
@@ -20,7 +20,7 @@ MODULES = [m.name for m in pkgutil.walk_packages(jrl.losses.__path__, "jrl.losse
 
 
 def run(program: str) -> str:
-    """What a fresh interpreter prints, one without the run-time types of the test suite."""
+    """Output of a fresh interpreter, which checks no types at run time."""
     finished = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )

@@ -1,4 +1,4 @@
-"""What there is one of per row: its shape is checked, and a row without tokens is nobody's."""
+"""Arguments with one entry per row: their shapes, and rows without tokens."""
 
 import functools
 

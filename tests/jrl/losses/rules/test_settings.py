@@ -79,7 +79,7 @@ def refused(name, **changes):
 
 
 def program(name, arrays, settings):
-    """What is computed, as text: equal programs have equal results, to the last bit."""
+    """The computation as text: equal programs have equal results, to the last bit."""
 
     def of(arrays):
         return call(name, **arrays, **settings)

@@ -26,14 +26,14 @@ CASES = [(name, n) for name, document in DOCUMENTS.items() for n in range(len(do
 
 
 def has_a_twin(name, n):
-    """Whether the same loss is there per token, which says more than its mean."""
+    """True if the same loss is there per token."""
     cases = DOCUMENTS[name]["cases"]
     return f"{cases[n]['name']}, per token" in {case["name"] for case in cases}
 
 
 def is_another_reduction(name, n):
-    """Whether the same loss is there with the default reduction, beside which `aggregate` has
-    vectors of its own."""
+    """True if the same loss is there with the default reduction; `aggregate` has vectors of its
+    own."""
     mode, _, rest = DOCUMENTS[name]["cases"][n]["name"].partition(", ")
     return rest == "importance weights" and mode in REDUCED
 
@@ -93,7 +93,7 @@ def settings(parameters, dtype):
 
 
 def results_of(returned, names):
-    """What a function returns under the names of the file, from a tuple, a record or a mapping."""
+    """Results of a function by the names of the file, from a tuple, a record or a mapping."""
     if isinstance(returned, jax.Array):
         returned = [returned]
     elif not isinstance(returned, tuple | dict):
@@ -105,7 +105,7 @@ def results_of(returned, names):
 
 
 def outcome(document, case, fixed, arguments, arrays):
-    """What the library returns, under the names of the file, and the gradients it lists."""
+    """Results of the library by the names of the file, and the gradients that the file lists."""
     function = public(document["function"])
     wanted = case.get("gradients", {})
 

@@ -30,7 +30,7 @@ BIAS_1 = [[0.2, 0.15, 0.1, 0.05, 0.02]]
 
 
 def _spread(per_row, mask):
-    """What an oracle says of the true tokens, back in its place."""
+    """Results of an oracle for the true tokens, put back in their places."""
     out, found = [[0.0] * len(mask[0]) for _ in mask], iter(per_row)
     for i, times in enumerate(oracles.rows(mask)):
         if times:
