@@ -69,7 +69,7 @@ class Mutant:
 def mutants(path: Path) -> Sequence[Mutant]:
     """Every mutant of one file, in the order of its lines."""
     tree = ast.parse(path.read_text())
-    found = []
+    result = []
     for number, node in enumerate(_code(tree)):
         for replacement in _replacements(node):
             changed = copy.deepcopy(tree)
@@ -80,8 +80,8 @@ def mutants(path: Path) -> Sequence[Mutant]:
             source = ast.unparse(ast.fix_missing_locations(changed))
             relative = path.resolve().relative_to(ROOT)
             change = f"{before}  ->  {after}"
-            found.append(Mutant(relative, node.lineno, change, _around(node.lineno, tree), source))
-    return sorted(found, key=lambda mutant: mutant.line)
+            result.append(Mutant(relative, node.lineno, change, _around(node.lineno, tree), source))
+    return sorted(result, key=lambda mutant: mutant.line)
 
 
 def mutants_of(path: str) -> Iterator[Mutant]:

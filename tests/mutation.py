@@ -52,21 +52,21 @@ def definitions() -> dict[tuple[Path, str], set[str]]:
 
     A function whose derivative is given by a decorator such as ``@f.defjvp`` mentions that too.
     """
-    found: dict[tuple[Path, str], set[str]] = {}
+    result: dict[tuple[Path, str], set[str]] = {}
     for path in sorted((ROOT / "jrl/losses").rglob("*.py")):
         file = path.relative_to(ROOT)
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                if (file, node.name) in found:
+                if (file, node.name) in result:
                     sys.exit(f"{file} has two definitions of {node.name}: give each its own name")
                 names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
                 names |= {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
-                found[file, node.name] = names
+                result[file, node.name] = names
                 for decorator in node.decorator_list:
                     owner = file, getattr(getattr(decorator, "value", None), "id", "")
-                    if owner in found:
-                        found[owner].add(node.name)
-    return found
+                    if owner in result:
+                        result[owner].add(node.name)
+    return result
 
 
 @functools.cache
@@ -131,12 +131,12 @@ def install(mutant: Mutant) -> None:
 def _functions(file: str, within: str) -> dict[str, types.FunctionType]:
     """The functions and methods of a file that are, or are in, one of its names."""
     return {
-        found.__code__.co_qualname: found
-        for found in gc.get_objects()
-        if isinstance(found, types.FunctionType)
-        and found.__code__.co_filename == file
-        and found.__code__.co_qualname.split(".")[0] == within
-        and "<locals>" not in found.__code__.co_qualname
+        result.__code__.co_qualname: result
+        for result in gc.get_objects()
+        if isinstance(result, types.FunctionType)
+        and result.__code__.co_filename == file
+        and result.__code__.co_qualname.split(".")[0] == within
+        and "<locals>" not in result.__code__.co_qualname
     }
 
 
@@ -190,8 +190,8 @@ class Trials:
                 stages(mutant, session.items)
                 for mutant in (self.chosen if number == UNCHANGED else [self.chosen[number]])
             ]
-            items = list(dict.fromkeys(item for found, _ in of_each for item in found))
-            files = list(dict.fromkeys(file for _, found in of_each for file in found))
+            items = list(dict.fromkeys(item for result, _ in of_each for item in result))
+            files = list(dict.fromkeys(file for _, result in of_each for file in result))
             passed(items, session) and passed(session.perform_collect(files), session)
             status = int(session.testsfailed > 0)
         except Misplaced:
@@ -230,8 +230,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for one mutant")
     arguments = parser.parse_args()
-    found = itertools.chain.from_iterable(map(mutants_of, arguments.paths))
-    chosen = list(dict.fromkeys(found))[arguments.first :: arguments.every]
+    result = itertools.chain.from_iterable(map(mutants_of, arguments.paths))
+    chosen = list(dict.fromkeys(result))[arguments.first :: arguments.every]
     if not chosen:
         sys.exit(f"{' '.join(arguments.paths)}: nothing to change; --list shows what there is.")
     for mutant in chosen:

@@ -122,7 +122,7 @@ def test_merged_replaces_rows_in_place():
         return [{"operation": name, "kernel": kernel} for name, kernel in names]
 
     before = rows(("a", "x"), ("b", "y"), ("b", "z"), ("c", "v"))
-    found = rows(("d", "w"), ("b", "u"), ("b", "t"))
+    actual = rows(("d", "w"), ("b", "u"), ("b", "t"))
     expected = rows(("a", "x"), ("b", "u"), ("b", "t"), ("c", "v"), ("d", "w"))
-    assert merged(before, found) == expected
-    assert merged([], found) == found
+    assert merged(before, actual) == expected
+    assert merged([], actual) == actual

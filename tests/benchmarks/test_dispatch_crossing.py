@@ -26,8 +26,8 @@ def rows(*seconds):
     ],
 )
 def test_crossing_rate_is_bytes_at_equal_time(seconds, rate):
-    found = rate_of(rows(*seconds), "ragged")
-    assert found == (None if rate is None else pytest.approx(rate))
+    result = rate_of(rows(*seconds), "ragged")
+    assert result == (None if rate is None else pytest.approx(rate))
 
 
 def test_crossing_report_names_the_flag():

@@ -29,8 +29,8 @@ def row(name, form, milliseconds, **figures):
 
 
 def target(words):
-    (found,) = [one for one in TARGETS if words in one.title]
-    return found
+    (result,) = [one for one in TARGETS if words in one.title]
+    return result
 
 
 def test_promises_are_open_until_their_rows_are_measured():
@@ -53,13 +53,13 @@ def test_the_best_alternative_is_the_fastest_of_all_others():
     assert beside_best(rows, FORWARD, "torch") == pytest.approx(2 / 3)
     assert beside_best(rows[:1], FORWARD) is None
     assert verdict(target("mixtral, forward: ahead"), rows) == ("reached", 1.5)
-    whole = [{**one, "row": "layer/qwen3-30b-a3b/both"} for one in rows]
-    whole[0]["milliseconds"] = 2.1
-    assert verdict(target("layer of experts"), whole)[0] == "missed"
+    full = [{**one, "row": "layer/qwen3-30b-a3b/both"} for one in rows]
+    full[0]["milliseconds"] = 2.1
+    assert verdict(target("layer of experts"), full)[0] == "missed"
     # Any kernel of ours may be the one that is ahead.
-    whole.append(row("layer/qwen3-30b-a3b/both", "mosaic_fused", 1.5))
-    assert verdict(target("layer of experts"), whole) == ("reached", 2.0)
-    assert best_of_ours(whole[1:3], "layer/qwen3-30b-a3b/both") is None
+    full.append(row("layer/qwen3-30b-a3b/both", "mosaic_fused", 1.5))
+    assert verdict(target("layer of experts"), full) == ("reached", 2.0)
+    assert best_of_ours(full[1:3], "layer/qwen3-30b-a3b/both") is None
 
 
 def test_training_and_decoding_are_judged_by_their_best_row():
@@ -132,9 +132,9 @@ def test_work_rate_is_relative_to_the_ceilings():
 
 def test_a_difference_that_is_too_large_or_no_number_is_refused():
     assert difference(jnp.ones(4), jnp.ones(4)) == 0
-    for found in (1.02 * jnp.ones(4), jnp.ones(4).at[2].set(jnp.nan)):
+    for result in (1.02 * jnp.ones(4), jnp.ones(4).at[2].set(jnp.nan)):
         with pytest.raises(ValueError, match="differs from float32 by"):
-            difference(found, jnp.ones(4))
+            difference(result, jnp.ones(4))
 
 
 def test_a_row_says_why_it_has_no_figures(monkeypatch):
@@ -182,8 +182,8 @@ def test_benchmark_shapes_have_their_parameters():
         "qwen": (QWEN3_A3B, 30.53, 3.35),
         "of 32": (QWEN3_A3B_OF_32, 8.78, 3.34),
     }
-    for sizes, whole, active in billions.values():
-        assert num_parameters(network(sizes)) / 1e9 == pytest.approx(whole, rel=5e-3)
+    for sizes, full, active in billions.values():
+        assert num_parameters(network(sizes)) / 1e9 == pytest.approx(full, rel=5e-3)
         assert num_active_parameters(network(sizes)) / 1e9 == pytest.approx(active, rel=5e-3)
 
 

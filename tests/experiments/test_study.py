@@ -153,12 +153,12 @@ def test_a_run_that_has_ended_is_left_and_one_that_fails_names_its_log(tmp_path)
 
 def test_study_resumes_a_stopped_run(tmp_path, monkeypatch):
     """It has its plots, and ends with status 0."""
-    study, given = Study(tmp_path, {"a": "grpo"}), []
+    study, inputs = Study(tmp_path, {"a": "grpo"}), []
     arguments = arguments_of(study, "a", tmp_path, 0)
     folder = folder_of(study, "a", tmp_path, 0)
 
     def stopped(line):
-        given.append(line)
+        inputs.append(line)
         ended(folder, [{"step": 3}], steps=60)
         return 0
 
@@ -167,14 +167,14 @@ def test_study_resumes_a_stopped_run(tmp_path, monkeypatch):
         _run(arguments)
 
     def completed(line):
-        given.append(line)
+        inputs.append(line)
         (folder / "metrics.jsonl").write_text('{"step": 60}\n', encoding="utf-8")
         return 0
 
     monkeypatch.setattr("experiments.study.main", completed)
     _run(arguments)
     _run(arguments)
-    assert given == [arguments, ["--run-dir", str(folder), "--resume"]]
+    assert inputs == [arguments, ["--run-dir", str(folder), "--resume"]]
 
 
 def test_no_run_begins_when_the_study_stops(tmp_path, monkeypatch):

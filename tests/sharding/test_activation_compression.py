@@ -39,45 +39,45 @@ def allowed(x, largest):
 
 
 def test_fp8_tokens_are_within_half_a_unit():
-    sent, scale, found = jax.device_get(jit(by_token)(X))
+    sent, scale, result = jax.device_get(jit(by_token)(X))
     assert sent.dtype == jnp.uint8 and sent.shape == X.shape
     assert scale.dtype == jnp.float32 and scale.shape == (2, 5, 1)
-    found, largest = found.astype(np.float64), np.max(np.abs(X), axis=-1, keepdims=True)
-    assert np.all(np.abs(found - X.astype(np.float64)) <= allowed(X, largest))
+    result, largest = result.astype(np.float64), np.max(np.abs(X), axis=-1, keepdims=True)
+    assert np.all(np.abs(result - X.astype(np.float64)) <= allowed(X, largest))
     # The largest comes back, but for the rounding of its scale.
     there = np.abs(X) == largest
-    np.testing.assert_allclose(found[there], X[there], rtol=2.0**-22)
+    np.testing.assert_allclose(result[there], X[there], rtol=2.0**-22)
 
 
 def test_fp8_channels_have_a_scale_per_group(monkeypatch):
     monkeypatch.setattr(compression, "GROUP_TOKENS", 2)
     x = X.swapaxes(0, 1).reshape(1, 5, 14)
     # Traced by itself: the size of a group is no argument.
-    _, scale, found = jax.device_get(jit(lambda x: by_channel(x))(x))
+    _, scale, result = jax.device_get(jit(lambda x: by_channel(x))(x))
     # Five tokens are two groups and a part.
     assert scale.shape == (1, 3, 14)
     magnitude = np.abs(x)[0]
     largest = np.stack([np.max(magnitude[i : i + 2], axis=0) for i in (0, 2, 4)])
     largest = np.repeat(largest, 2, axis=0)[None, :5]
-    found = found.astype(np.float64)
-    assert np.all(np.abs(found - x.astype(np.float64)) <= allowed(x, largest))
+    result = result.astype(np.float64)
+    assert np.all(np.abs(result - x.astype(np.float64)) <= allowed(x, largest))
 
 
 @pytest.mark.parametrize("number", [jnp.inf, -jnp.inf, jnp.nan])
 def test_fp8_keeps_nonfinite_values(number):
     x = X.copy()
     x[1, 2, 3] = number
-    found, by_channels = jax.device_get(jit(of_both)(x))
-    assert np.all(np.isnan(found[1, 2])) and np.sum(np.isnan(found)) == 7
+    result, by_channels = jax.device_get(jit(of_both)(x))
+    assert np.all(np.isnan(result[1, 2])) and np.sum(np.isnan(result)) == 7
     assert np.all(np.isnan(by_channels[1, :, 3]))
 
 
 def test_fp8_of_zero_and_extreme_values_is_finite():
     for number in (0, 1e-38, 3e38):
         x = np.full((3, 4), number, np.float32)
-        *_, found = jit(by_token)(x)
-        assert np.all(np.isfinite(found))
-        np.testing.assert_allclose(found, x, rtol=2.0**-4, atol=1e-38)
+        *_, result = jit(by_token)(x)
+        assert np.all(np.isfinite(result))
+        np.testing.assert_allclose(result, x, rtol=2.0**-4, atol=1e-38)
 
 
 def test_fp8_gather_and_scatter_round_terms_once():

@@ -65,10 +65,10 @@ def test_compressed_sum_rounds_once_in_device_order():
     expected = np.zeros(SHAPE, np.float32)
     for term in terms.astype(jnp.bfloat16):
         expected = expected + term.astype(np.float32)
-    found = compressed(terms)
-    assert found.dtype == jnp.float32
-    np.testing.assert_array_equal(found, expected)
-    np.testing.assert_array_equal(compressed(terms), found)
+    actual = compressed(terms)
+    assert actual.dtype == jnp.float32
+    np.testing.assert_array_equal(actual, expected)
+    np.testing.assert_array_equal(compressed(terms), actual)
 
 
 def test_compressed_sum_of_bfloat16_values_is_exact():
@@ -95,9 +95,9 @@ def test_compressed_sum_beats_a_bfloat16_ring(mean):
 def test_compressed_sum_keeps_nonfinite_values():
     terms = np.ones((8, *SHAPE), np.float32)
     terms[5, 0, 0, 0], terms[2, 1, 3, 4] = np.nan, np.inf
-    found = np.asarray(compressed(terms))
-    assert np.isnan(found[0, 0, 0]) and np.isposinf(found[1, 3, 4])
-    assert np.isfinite(found).sum() == found.size - 2
+    result = np.asarray(compressed(terms))
+    assert np.isnan(result[0, 0, 0]) and np.isposinf(result[1, 3, 4])
+    assert np.isfinite(result).sum() == result.size - 2
 
 
 def equations(jaxpr):

@@ -46,10 +46,10 @@ def test_reduction_inside_layers_is_bit_exact(wire):
             return through(Reduced(own, before, place, reduction), x)
 
         place = reduction.sum_zeros(own)
-        alone = reduction(jax.grad(through)(own, x).astype(jnp.float32))
+        single = reduction(jax.grad(through)(own, x).astype(jnp.float32))
         return [
             (jax.grad(on_the_way)(place, before), after),
-            (jax.grad(partial(on_the_way, before=None))(place), alone),
+            (jax.grad(partial(on_the_way, before=None))(place), single),
         ]
 
     ranks = (*mesh.cp, *mesh.dp)

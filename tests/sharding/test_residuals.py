@@ -61,7 +61,7 @@ def test_split_passes_gradient_equals_vjp(how, remat):
     # Other numbers than those it was made with.
     again = 2 * WEIGHTS, jnp.float32(3)
     (out, aux), kept = jax.jit(passes.forward)(again, 0.5 * X, OTHER)
-    found = jax.jit(passes.backward)(again, kept, jnp.cos(out))
+    actual = jax.jit(passes.backward)(again, kept, jnp.cos(out))
 
     @jax.jit
     def expected(weights, x, slope):
@@ -74,7 +74,7 @@ def test_split_passes_gradient_equals_vjp(how, remat):
     # difference of terms as large as its neighbours. Each layer rounds, and the next enlarges it.
     np.testing.assert_allclose(out, expected_out, rtol=1e-5)
     np.testing.assert_allclose(aux, jnp.sum(0.5 * X), rtol=1e-6)
-    assert_trees_close_by_largest(found, gradients, rtol=2**-7, of_largest=2e-6)
+    assert_trees_close_by_largest(actual, gradients, rtol=2**-7, of_largest=2e-6)
 
 
 @pytest.mark.parametrize("how", RUNS)

@@ -65,14 +65,14 @@ def jitted_by_jax(path):
 
 
 def test_programs_with_collectives_have_options():
-    found = {}
+    result = {}
     for package in ("jrl", "moe", "sharding"):
         for path in (ROOT / package).rglob("*.py"):
             name = str(path.relative_to(ROOT))
             if not name.startswith(("jrl/losses", "jrl/faults")) and (names := jitted_by_jax(path)):
-                found[name] = names
-    assert set(found) == set(WITHOUT_COLLECTIVES)
-    for name, names in found.items():
+                result[name] = names
+    assert set(result) == set(WITHOUT_COLLECTIVES)
+    for name, names in result.items():
         assert names <= WITHOUT_COLLECTIVES[name], name
 
 

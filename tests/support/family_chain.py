@@ -110,18 +110,18 @@ def _said(found: list[tuple[str, Trajectory]]) -> Said:
 @contextmanager
 def _likeliest() -> Iterator[list[tuple[str, Trajectory]]]:
     """Greedy completions with their prompts."""
-    found: list[tuple[str, Trajectory]] = []
+    result: list[tuple[str, Trajectory]] = []
     decode = Sampler.decode
 
     def spied(self: Sampler, requests, examples, sampling, **options):
         drawn = decode(self, requests, examples, sampling, **options)
         if sampling.greedy:
             for completions, _ in drawn._pending:
-                found.extend((each.example.prompt, each.trajectory) for each in completions)
+                result.extend((each.example.prompt, each.trajectory) for each in completions)
         return drawn
 
     with patch.object(Sampler, "decode", spied):
-        yield found
+        yield result
 
 
 def _done(status: int) -> None:

@@ -125,9 +125,9 @@ def answers(engine: Engine, requests: Sequence[Request], sampling: Sampling) -> 
 @functools.cache
 def decode(asked: Asked) -> Batch[np.ndarray]:
     """The completions of a prompt in a row, as a batch."""
-    given = answers(asked.engine(), asked.requests, asked.sampling)
-    everything = np.ones(len(given), bool)
-    batch = batch_of(given, everything, asked.mesh, PROMPT, asked.response)
+    inputs = answers(asked.engine(), asked.requests, asked.sampling)
+    everything = np.ones(len(inputs), bool)
+    batch = batch_of(inputs, everything, asked.mesh, PROMPT, asked.response)
     return jax.tree.map(np.asarray, batch)
 
 

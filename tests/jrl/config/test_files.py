@@ -51,8 +51,8 @@ def test_check_range_refuses_text():
 def test_from_json_fills_missing_fields_with_defaults():
     for name in ("chat_template_kwargs", "turn_length"):
         assert from_json(changed("run", **{name: "GONE"}), "config.json")[0] == RunConfig()
-    given = changed("run", chat_template_kwargs='{"enable_thinking": false}')
-    run, _ = from_json(given, "config.json")
+    inputs = changed("run", chat_template_kwargs='{"enable_thinking": false}')
+    run, _ = from_json(inputs, "config.json")
     assert run.template_arguments == {"enable_thinking": False}
     with pytest.raises(ValueError, match="chat_template_kwargs='3' is not a JSON object"):
         from_json(changed("run", chat_template_kwargs="3"), "config.json")
@@ -158,9 +158,9 @@ def test_check_resumable_refuses_gradient_wire():
 
 def test_check_resumable_names_changes_with_both_values():
     run, recipe = RunConfig(steps=150, eval_every=10), RECIPES["grpo"]()
-    given = replace(run, steps=100, eval_every=3), replace(recipe, kl_coef=0.5)
+    inputs = replace(run, steps=100, eval_every=3), replace(recipe, kl_coef=0.5)
     with pytest.raises(ValueError) as error:
-        check_resumable((run, recipe), given)
+        check_resumable((run, recipe), inputs)
     message = str(error.value)
     assert "--steps is 150 in the run and can only be raised, 100 was given; " in message
     assert "--eval-every is 10 in the run, 3 was given; " in message

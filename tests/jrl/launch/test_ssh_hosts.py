@@ -136,15 +136,15 @@ def test_killed_launcher_ends_its_processes(program, tmp_path):
 
 
 def commands_with(words):
-    found = []
+    result = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
         if words in command and "launched_program" in command and " sh -c" not in f" {command}":
-            found.append(command)
-    return found
+            result.append(command)
+    return result
 
 
 SETTINGS = {

@@ -129,12 +129,12 @@ def test_conventions_page_lists_differences_from_defaults(like):
     page = {row[0].strip("`"): row[column] for row in rows}
     settings = jrl.conventions(like=like)
     assert {function for function, cell in page.items() if cell != "-"} == set(settings)
-    for function, given in settings.items():
+    for function, inputs in settings.items():
         name, _, said = page[function].removeprefix("`").partition("`")
         assert name
         differs = dict(re.findall(r"`(\w+)=([^`]*)`", said))
         usual = defaults(function)
-        expected = {name: x for name, x in given.items() if x != usual[name]}
+        expected = {name: x for name, x in inputs.items() if x != usual[name]}
         assert {name: value(x) for name, x in differs.items()} == expected
 
 
@@ -170,7 +170,7 @@ def test_conventions_are_accepted_by_their_functions(like):
 
     @jax.jit
     def results():
-        return {function: values(call(function, **given)) for function, given in settings.items()}
+        return {function: values(call(function, **inputs)) for function, inputs in settings.items()}
 
     chex.assert_tree_all_finite(results())
 

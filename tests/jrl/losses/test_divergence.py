@@ -28,11 +28,11 @@ def estimates(**settings):
     @jax.jit
     def run(logprobs, reference, mask=None):
         def total(logprobs, kind):
-            found = jrl.kl_estimate(logprobs, reference, mask, kind=kind, **settings)
-            return jnp.sum(found), found
+            result = jrl.kl_estimate(logprobs, reference, mask, kind=kind, **settings)
+            return jnp.sum(result), result
 
         slopes = {kind: jax.grad(total, has_aux=True)(logprobs, kind) for kind in KINDS}
-        return {kind: (found, slope) for kind, (slope, found) in slopes.items()}
+        return {kind: (result, slope) for kind, (slope, result) in slopes.items()}
 
     return run
 
@@ -52,9 +52,9 @@ def test_kl_estimates_k1_and_k3_are_unbiased():
     logprobs = log_softmax(logits)
     divergence = np.sum(np.exp(logprobs) * (logprobs - reference))
     with jax.enable_x64(True):
-        found = jax.device_get(estimates()(logprobs, reference))
+        result = jax.device_get(estimates()(logprobs, reference))
     for kind in ("k1", "k3", "k1+", "k3+"):
-        mean = np.sum(np.exp(logprobs) * found[kind][0])
+        mean = np.sum(np.exp(logprobs) * result[kind][0])
         np.testing.assert_allclose(mean, divergence, rtol=1e-12)
 
 
@@ -75,15 +75,15 @@ def test_kl_estimates_expected_gradients():
         def backward(logits):
             return jnp.sum(np.exp(reference) * (reference - jax.nn.log_softmax(logits)))
 
-        found = {kind: jax.grad(expected)(logits, kind) for kind in KINDS}
-        return found, jax.grad(forward)(logits), jax.grad(backward)(logits)
+        actual = {kind: jax.grad(expected)(logits, kind) for kind in KINDS}
+        return actual, jax.grad(forward)(logits), jax.grad(backward)(logits)
 
     with jax.enable_x64(True):
-        found, forward, backward = jax.device_get(slopes(logits))
+        actual, forward, backward = jax.device_get(slopes(logits))
     for kind in ("k2", "k1+", "k3+", "abs+"):
-        np.testing.assert_allclose(found[kind], forward, atol=1e-12)
-    np.testing.assert_allclose(found["k3"], backward, atol=1e-12)
-    np.testing.assert_allclose(found["k1"], np.zeros(5), atol=1e-12)
+        np.testing.assert_allclose(actual[kind], forward, atol=1e-12)
+    np.testing.assert_allclose(actual["k3"], backward, atol=1e-12)
+    np.testing.assert_allclose(actual["k1"], np.zeros(5), atol=1e-12)
 
 
 def test_kl_k3_is_never_negative_near_zero():
@@ -118,8 +118,8 @@ def test_kl_estimate_with_other_clamps():
 @every_kind
 def test_kl_estimate_clamp_stops_the_gradient(kind):
     far = np.array([-30.0, 30.0])
-    found, slope = estimates(max_log_ratio=20, max_value=10)(far, np.zeros(2))[kind]
-    np.testing.assert_allclose(found, [-10, 10] if kind.startswith("k1") else [10, 10])
+    result, slope = estimates(max_log_ratio=20, max_value=10)(far, np.zeros(2))[kind]
+    np.testing.assert_allclose(result, [-10, 10] if kind.startswith("k1") else [10, 10])
     np.testing.assert_allclose(slope, far if kind.endswith("+") else [0, 0])
 
 
@@ -148,16 +148,16 @@ def test_kl_estimate_reference_has_no_gradient(kind):
 @pytest.mark.parametrize("kind", ["k1+", "k3+", "abs+"])
 def test_kl_estimate_of_probability_zero(kind):
     never = np.array([-np.inf, -np.inf])
-    found, slope = estimates(max_log_ratio=20, max_value=10)(never, np.zeros(2))[kind]
-    np.testing.assert_allclose(found, -10 if kind == "k1+" else 10)
+    result, slope = estimates(max_log_ratio=20, max_value=10)(never, np.zeros(2))[kind]
+    np.testing.assert_allclose(result, -10 if kind == "k1+" else 10)
     np.testing.assert_array_equal(slope, [0, 0])
 
 
 @pytest.mark.parametrize("kind", ["k1+", "k3+", "abs+"])
 def test_kl_estimate_of_the_least_float(kind):
     least = np.full(2, np.finfo(np.float32).min)
-    found, slope = estimates(max_log_ratio=20, max_value=10)(least, np.zeros(2))[kind]
-    np.testing.assert_allclose(found, -10 if kind == "k1+" else 10)
+    result, slope = estimates(max_log_ratio=20, max_value=10)(least, np.zeros(2))[kind]
+    np.testing.assert_allclose(result, -10 if kind == "k1+" else 10)
     np.testing.assert_array_equal(slope, least)
 
 

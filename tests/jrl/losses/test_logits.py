@@ -30,13 +30,13 @@ def logits_of(seed: int) -> tuple[np.ndarray, np.ndarray]:
 def plain(logits, reference, tokens, names):
     """Some of the four by the log-softmax, with the derivatives that jax finds."""
     p, q = jax.nn.log_softmax(logits), jax.nn.log_softmax(reference)
-    found = {
+    result = {
         "entropy": -jnp.sum(jnp.exp(p) * p, axis=-1),
         "logprobs": jnp.take_along_axis(p, tokens[..., None], axis=-1)[..., 0],
         "policy||reference": jnp.sum(jnp.exp(p) * (p - q), axis=-1),
         "reference||policy": jnp.sum(jnp.exp(q) * (q - p), axis=-1),
     }
-    return {name: found[name] for name in names}
+    return {name: result[name] for name in names}
 
 
 NAMES = ("entropy", "logprobs", "policy||reference", "reference||policy")
@@ -70,15 +70,15 @@ def with_derivatives(call, chunk_size=None, masked=False):
 
     @jax.jit
     def everything(logits, reference, direction):
-        found = {}
+        result = {}
         for name in NAMES:
             slope = jax.grad(lambda z, name=name: jnp.sum(jnp.sin(one(name, z, reference))))
-            found[name] = (
+            result[name] = (
                 one(name, logits, reference),
                 jax.jvp(slope, (logits,), (direction,)),
                 jax.jvp(lambda z, name=name: one(name, z, reference), (logits,), (direction,)),
             )
-        return found
+        return result
 
     return everything
 
@@ -110,7 +110,7 @@ def test_logits_functions_mask_rows(chunk_size):
             np.where(ROWS[..., None], reference, np.inf),
             np.where(ROWS[..., None], direction, np.nan),
         )
-        whole = with_derivatives(ours, chunk_size)(logits, reference, direction)
+        full = with_derivatives(ours, chunk_size)(logits, reference, direction)
         masked = with_derivatives(ours, chunk_size, masked=True)(*arrays)
 
         def check(actual, expected):
@@ -118,7 +118,7 @@ def test_logits_functions_mask_rows(chunk_size):
             expected = np.where(rows, expected, 0)
             np.testing.assert_allclose(actual, expected, rtol=1e-10, atol=1e-12)
 
-        jax.tree.map(check, masked, whole)
+        jax.tree.map(check, masked, full)
 
 
 @pytest.mark.slow
@@ -156,17 +156,17 @@ def test_logits_functions_of_impossible_tokens(impossible):
         @functools.partial(jax.jit, static_argnums=3)
         def slopes(logits, reference, tokens, chunk_size):
             def total(z):
-                found = ours(z, reference, tokens, chunk_size=chunk_size)
-                return sum(jnp.sum(x) for x in found.values()), found
+                actual = ours(z, reference, tokens, chunk_size=chunk_size)
+                return sum(jnp.sum(x) for x in actual.values()), actual
 
             return jax.grad(total, has_aux=True)(logits)
 
         rest = (logits[..., possible], reference[..., possible], np.zeros_like(tokens))
         expected, values = slopes(*rest, None)
         for chunk_size in (None, 2):
-            found, same = slopes(logits, reference, tokens, chunk_size)
-            np.testing.assert_allclose(found[..., possible], expected, rtol=1e-9, atol=1e-11)
-            assert not np.any(found[..., sorted(impossible)])
+            actual, same = slopes(logits, reference, tokens, chunk_size)
+            np.testing.assert_allclose(actual[..., possible], expected, rtol=1e-9, atol=1e-11)
+            assert not np.any(actual[..., sorted(impossible)])
             chex.assert_trees_all_close(same, values, rtol=1e-9, atol=1e-11)
 
 
@@ -174,14 +174,14 @@ def test_logits_functions_of_impossible_tokens(impossible):
 @pytest.mark.parametrize("chunk_size", [None, 1, 2])
 def test_kl_from_logits_of_tokens_of_one_policy(chunk_size):
     both, one = np.float32([0, 1, 2]), np.float32([0, 1, -np.inf])
-    given = {"chunk_size": chunk_size}
+    inputs = {"chunk_size": chunk_size}
     finite = ((one, both, "policy||reference"), (both, one, "reference||policy"))
 
     @jax.jit
     def everything(one, both):
-        forward = functools.partial(jrl.kl_from_logits, **given)
+        forward = functools.partial(jrl.kl_from_logits, **inputs)
         reverse = functools.partial(forward, direction="reference||policy")
-        of_token = jax.value_and_grad(lambda z, token: jrl.logprobs_from_logits(z, token, **given))
+        of_token = jax.value_and_grad(lambda z, token: jrl.logprobs_from_logits(z, token, **inputs))
         return {
             "finite": (
                 jax.value_and_grad(forward)(one, both),
@@ -192,14 +192,14 @@ def test_kl_from_logits_of_tokens_of_one_policy(chunk_size):
             "possible": of_token(one, jnp.array(0))[1],
         }
 
-    found = everything(one, both)
-    for (p, q, direction), (value, slope) in zip(finite, found["finite"], strict=True):
+    actual = everything(one, both)
+    for (p, q, direction), (value, slope) in zip(finite, actual["finite"], strict=True):
         expected, slopes = oracles.kl_divergence(p.tolist(), q.tolist(), direction)
         np.testing.assert_allclose(value, expected, rtol=1e-5)
         np.testing.assert_allclose(slope, slopes, atol=1e-6)
-    assert found["infinite"] == (np.inf, np.inf)
-    assert found["impossible"] == -np.inf
-    np.testing.assert_allclose(found["possible"], [0.731059, -0.731059, 0], atol=1e-6)
+    assert actual["infinite"] == (np.inf, np.inf)
+    assert actual["impossible"] == -np.inf
+    np.testing.assert_allclose(actual["possible"], [0.731059, -0.731059, 0], atol=1e-6)
 
 
 def test_kl_from_logits_of_underflowing_probabilities():
@@ -218,9 +218,9 @@ def test_kl_from_logits_of_near_policies(chunk_size):
              for rows in zip(logits, near, strict=True)]
         )  # fmt: skip
         arrays = (np.asarray(x, np.float32) for x in (logits, near))
-        found = divergence(*arrays)
+        result = divergence(*arrays)
         # A sum of p log(p / q) in float32 would be off by 1e-7, as large as the smallest of these.
-        np.testing.assert_allclose(found, exact, rtol=5e-3)
+        np.testing.assert_allclose(result, exact, rtol=5e-3)
     same = np.asarray(logits, np.float32)
     assert np.all(divergence(same, same) >= 0)
 
@@ -292,8 +292,8 @@ def test_logits_functions_inside_shard_map():
 
     def total(theta, logits, reference, tokens, mask):
         logits = logits + jnp.broadcast_to(theta, logits.shape)
-        found = ours(logits, reference, tokens, mask, chunk_size=3)
-        return sum(jnp.sum(jnp.sin(x)) for x in found.values())
+        result = ours(logits, reference, tokens, mask, chunk_size=3)
+        return sum(jnp.sum(jnp.sin(x)) for x in result.values())
 
     def local(*arrays):
         value, slope = jax.value_and_grad(total)(*arrays)

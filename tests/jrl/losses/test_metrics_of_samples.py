@@ -32,17 +32,17 @@ def exactly(n, c, k):
 
 def test_pass_at_k_of_large_integers_is_exact():
     for n, c, k in LARGE:
-        found = jrl.pass_at_k(n, np.int64(c), k)
+        result = jrl.pass_at_k(n, np.int64(c), k)
         # The last subtraction from one rounds, and nothing else does.
-        assert isinstance(found, float) and abs(found - exactly(n, c, k)) < 2**-53
+        assert isinstance(result, float) and abs(result - exactly(n, c, k)) < 2**-53
 
 
 def test_pass_at_k_of_arrays_keeps_digits():
     for n, c, k in LARGE:
-        found = jax.jit(jrl.pass_at_k, static_argnames="k")(n, jnp.array([c]), k=k)
+        result = jax.jit(jrl.pass_at_k, static_argnames="k")(n, jnp.array([c]), k=k)
         # A thousand logarithms of float32 are added, each off by half a unit.
-        np.testing.assert_allclose(found, [float(exactly(n, c, k))], rtol=1e-5)
-        assert found.dtype == jnp.float32
+        np.testing.assert_allclose(result, [float(exactly(n, c, k))], rtol=1e-5)
+        assert result.dtype == jnp.float32
 
 
 def test_pass_at_k_broadcasts_num_samples():
@@ -52,9 +52,9 @@ def test_pass_at_k_broadcasts_num_samples():
     def both(correct):
         return jrl.pass_at_k(4, correct, 2), jrl.pass_at_k(jnp.full((2, 2), 4), correct, 2)
 
-    found, given_each = both(correct)
-    np.testing.assert_array_equal(found, given_each)
-    np.testing.assert_allclose(found, [[0, 1 / 2], [5 / 6, 1]], rtol=1e-6)
+    result, given_each = both(correct)
+    np.testing.assert_array_equal(result, given_each)
+    np.testing.assert_allclose(result, [[0, 1 / 2], [5 / 6, 1]], rtol=1e-6)
 
 
 @pytest.mark.parametrize(

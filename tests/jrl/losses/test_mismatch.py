@@ -51,7 +51,7 @@ def test_mismatch_statistics_of_pieces_add_up(seed, cuts):
     edges = [0, *sorted(cuts), BATCH]
     weights = jitted.truncated_weights(jitted.mismatch_weights(*(b[n] for n in NAMES)), b["mask"])
     mean = np.sum(weights) / int(MASK.sum())
-    whole = jax.device_get(statistics(*(b[n] for n in NAMES)))
+    full = jax.device_get(statistics(*(b[n] for n in NAMES)))
     records, parts = [], []
     for i, j in itertools.pairwise(edges):
         piece = [np.asarray(b[n])[i:j] for n in NAMES]
@@ -59,9 +59,9 @@ def test_mismatch_statistics_of_pieces_add_up(seed, cuts):
         parts.append(normalized(np.asarray(weights)[i:j], piece[-1], mean=mean))
     summed = {
         name: functools.reduce(operator.add, (record[name] for record in records)).value()
-        for name in whole
+        for name in full
     }
-    expected = {name: each.value() for name, each in whole.items()}
+    expected = {name: each.value() for name, each in full.items()}
     chex.assert_trees_all_close(summed, expected, rtol=2e-5, atol=1e-6)
     joined = np.concatenate(parts)
     np.testing.assert_allclose(joined, jitted.normalized_weights(weights, b["mask"]), rtol=1e-5)
@@ -90,12 +90,12 @@ def test_mismatch_statistics_on_eight_devices():
                 out_specs=(P(), P("data"), P("data")),
             )
         )(*arrays)
-        whole = (
+        full = (
             jitted.mismatch_statistics(*arrays),
             jitted.mismatch_weights(*arrays, level="sequence"),
             jitted.divergence_rejection_mask(*arrays, bound=0.2),
         )
-        chex.assert_trees_all_close(cut, whole, rtol=1e-11)
+        chex.assert_trees_all_close(cut, full, rtol=1e-11)
 
 
 def test_mismatch_has_no_gradient():
@@ -123,7 +123,7 @@ def test_mismatch_has_no_gradient():
 def test_mismatch_statistics_clamp_log_weights():
     logprobs, mask = np.array([[30.0, 0.0], [0.0, 0.0]]), np.array([[1, 1], [1, 0]])
     arrays = (logprobs, np.zeros((2, 2)), mask)
-    found = jitted.mismatch_statistics(*arrays, max_log_weight=2)
+    actual = jitted.mismatch_statistics(*arrays, max_log_weight=2)
     expected = {
         "kl": -10.0,
         "log_ppl_diff": -7.5,
@@ -133,7 +133,7 @@ def test_mismatch_statistics_clamp_log_weights():
         "weight": (np.exp(2) + 2) / 3,
     }
     for name, value in expected.items():
-        np.testing.assert_allclose(found[name].value(), value, rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(actual[name].value(), value, rtol=1e-5, err_msg=name)
     free = jitted.mismatch_statistics(*arrays, max_log_weight=None)
     np.testing.assert_allclose(free["weight"].value(), (np.exp(30) + 2) / 3, rtol=1e-5)
 

@@ -49,12 +49,12 @@ def whole_and_cuts(mode):
     @jax.jit
     @jax.vmap
     def found(per_token):
-        whole = functools.partial(jrl.aggregate, mask=MASK, mode=mode, max_length=11)
+        full = functools.partial(jrl.aggregate, mask=MASK, mode=mode, max_length=11)
         of_cuts = {
             name: jax.value_and_grad(functools.partial(cut, pieces=pieces))(per_token)
             for name, pieces in CUTS.items()
         }
-        return jax.value_and_grad(whole)(per_token), of_cuts
+        return jax.value_and_grad(full)(per_token), of_cuts
 
     return jax.device_get(found(np.stack([batch(seed)["per_token"] for seed in range(10)])))
 
@@ -63,8 +63,8 @@ def whole_and_cuts(mode):
 @every_mode
 @pytest.mark.parametrize("cut", CUTS)
 def test_aggregate_of_pieces_adds_up(mode, cut):
-    whole, pieces = whole_and_cuts(mode)
-    chex.assert_trees_all_close(pieces[cut], whole, rtol=2e-6, atol=1e-6)
+    full, pieces = whole_and_cuts(mode)
+    chex.assert_trees_all_close(pieces[cut], full, rtol=2e-6, atol=1e-6)
 
 
 @every_mode

@@ -24,9 +24,9 @@ def write(path, *content):
 def mark(path):
     """Of the checkpoint of step 3; two more lines follow it."""
     write(path, *lines(range(4)))
-    found = records.read_offset(path)
+    result = records.read_offset(path)
     write(path, *lines(STEPS))
-    return found
+    return result
 
 
 def go_back(path, mark, *, every_step=True):
@@ -93,14 +93,14 @@ def test_a_missing_file_is_noticed_unless_there_was_none(path, mark):
 
 def test_samples_have_several_lines_a_step_or_none(path):
     write(path, *lines([0, 0, 2, 2]))
-    found = records.read_offset(path)
+    result = records.read_offset(path)
     write(path, *lines([0, 0, 2, 2, 4]))
-    go_back(path, found, every_step=False)
+    go_back(path, result, every_step=False)
     assert path.read_bytes() == b"".join(lines([0, 0, 2, 2]))
     write(path, *lines([0, 2, 0, 2]))
     with pytest.raises(ValueError, match=r"metrics\.jsonl:3 is of step 0 after one of step 2"):
-        go_back(path, found, every_step=False)
+        go_back(path, result, every_step=False)
     for steps in ([0, 2, 4, 4], [0, 2], []):
         write(path, *lines(steps))
         with pytest.raises(ValueError, match=r"metrics\.jsonl: the first \d+ bytes were changed"):
-            go_back(path, found, every_step=False)
+            go_back(path, result, every_step=False)

@@ -114,11 +114,11 @@ def test_bytes_sent_by_a_device():
 )
 def test_copies_of_a_token_are_the_mean_over_all_choices(experts, k, block, places):
     """Every set of blocks of neighbouring experts, counted one by one."""
-    found = [
+    result = [
         len({(block * one + n) // (experts // places) for one in chosen for n in range(block)})
         for chosen in combinations(range(experts // block), k // block)
     ]
-    assert mean_destinations(experts, k, block, places) == pytest.approx(sum(found) / len(found))
+    assert mean_destinations(experts, k, block, places) == pytest.approx(sum(result) / len(result))
 
 
 def test_one_copy_of_a_token_goes_to_a_domain_and_there_to_a_device():

@@ -80,6 +80,6 @@ def test_folding_command_prints_the_picture(tmp_path, capsys):
 
 def test_folding_page_shows_the_output():
     page = (ROOT / "docs" / "layouts.md").read_text(encoding="utf-8")
-    found = re.search(r'\$ python -m sharding.folding "(.+?)".*\n((?:.+\n)+?)```', page)
-    assert found is not None
-    assert found[2] == describe(Layout.parse(found[1])) + "\n"
+    result = re.search(r'\$ python -m sharding.folding "(.+?)".*\n((?:.+\n)+?)```', page)
+    assert result is not None
+    assert result[2] == describe(Layout.parse(result[1])) + "\n"

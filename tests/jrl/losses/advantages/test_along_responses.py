@@ -80,8 +80,8 @@ def test_reinforce_plus_plus_is_gae_with_zero_values():
 def test_optimal_token_baseline_of_one_response():
     rewards, mask = np.array([[0.0, 2.0, 0.0]]), np.array([[1, 1, 0]])
     group, logprobs, half = np.array([0]), np.full((1, 3), -0.5), np.full((1, 3), 0.5)
-    alone = jitted.optimal_token_baseline(rewards, group, logprobs, half, mask)
-    np.testing.assert_allclose(alone, np.zeros((1, 3)), atol=1e-6)
+    single = jitted.optimal_token_baseline(rewards, group, logprobs, half, mask)
+    np.testing.assert_allclose(single, np.zeros((1, 3)), atol=1e-6)
     tail = jitted.optimal_token_baseline(rewards, group, logprobs, half, mask, lone_tail=True)
     assert tail.tolist() == [[2, 2, 0]]
     ones = np.ones((1, 3))
@@ -137,8 +137,8 @@ def test_optimal_token_baseline_keeps_groups_apart():
     )
     for row in range(2):
         own = (x[row : row + 1] for x in (rewards, np.zeros(2, int), logprobs, squares, mask))
-        alone = jitted.optimal_token_baseline(*own, lone_tail=False)
-        np.testing.assert_allclose(apart[row], alone[0], rtol=1e-6, atol=1e-6)
+        single = jitted.optimal_token_baseline(*own, lone_tail=False)
+        np.testing.assert_allclose(apart[row], single[0], rtol=1e-6, atol=1e-6)
 
 
 def test_optimal_token_baseline_default_weights_are_one():
@@ -155,9 +155,9 @@ def test_extended_gae_bootstraps_with_the_last_value():
     values, ones = np.array([[0.5, 0.25, -0.75, 9.0]]), np.ones(1)
     mask, cut = np.array([[1, 1, 1, 0]]), np.array([True])
     given = (0 * values, values, mask, cut)
-    found = jitted.extended_gae(*given, lam=0.5)
+    actual = jitted.extended_gae(*given, lam=0.5)
     expected = jitted.extended_gae(*given, lam=0.5, bootstrap_value=-0.75 * ones)
-    chex.assert_trees_all_equal(found, expected)
+    chex.assert_trees_all_equal(actual, expected)
 
 
 def test_whiten_of_two_tokens():

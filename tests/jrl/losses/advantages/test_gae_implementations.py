@@ -65,15 +65,15 @@ def run(implementation, given, decay):
 @pytest.mark.parametrize("kind", full_but(decays(1), "per row", "both per token"))
 def test_gae_implementations_equal_the_oracle(time, holes, kind):
     with jax.enable_x64(True):
-        given, decay = numbers(time, holes), decays(time)[kind]
-        blocked, scan = run("blocked", given, decay), run("scan", given, decay)
+        inputs, decay = numbers(time, holes), decays(time)[kind]
+        blocked, scan = run("blocked", inputs, decay), run("scan", inputs, decay)
     expected = oracles.gae(
-        given["rewards"],
-        given["values"],
-        given["mask"],
+        inputs["rewards"],
+        inputs["values"],
+        inputs["mask"],
         decay["gamma"],
         decay["lam"],
-        given["bootstrap_value"],
+        inputs["bootstrap_value"],
     )
     # A few hundred float64 in another order.
     for actual in (blocked, scan):
@@ -83,11 +83,11 @@ def test_gae_implementations_equal_the_oracle(time, holes, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", full_but(decays(1), "both per token"))
 def test_gae_blocked_is_as_accurate_as_the_scan(kind):
-    given, decay = numbers(2000, holes=False, seed=3), decays(2000)[kind]
+    inputs, decay = numbers(2000, holes=False, seed=3), decays(2000)[kind]
     with jax.enable_x64(True):
-        exact, _ = run("scan", given, decay)
+        exact, _ = run("scan", inputs, decay)
     errors = {
-        name: np.abs(run(name, given, decay)[0].astype(float) - exact).max()
+        name: np.abs(run(name, inputs, decay)[0].astype(float) - exact).max()
         for name in get_args(Implementation)
     }
     # Sums of 2000 numbers of order one: both round, and which rounds less is a matter of luck.
@@ -96,19 +96,19 @@ def test_gae_blocked_is_as_accurate_as_the_scan(kind):
 
 
 def test_gae_with_a_hole_in_one_row():
-    given = numbers(40, holes=False)
-    given["mask"][0, 30] = False
-    blocked, scan = (run(name, given, {}) for name in get_args(Implementation))
+    inputs = numbers(40, holes=False)
+    inputs["mask"][0, 30] = False
+    blocked, scan = (run(name, inputs, {}) for name in get_args(Implementation))
     chex.assert_trees_all_close(blocked, scan, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("apart", full_but([64, 65, 66], 64))
 def test_gae_with_more_than_255_holes(apart):
-    given = numbers(256 * apart, holes=False)
-    given["mask"][:] = False
-    given["mask"][0] = np.arange(256 * apart) % apart != apart - 1
-    blocked, scan = (run(name, given, {}) for name in get_args(Implementation))
+    inputs = numbers(256 * apart, holes=False)
+    inputs["mask"][:] = False
+    inputs["mask"][0] = np.arange(256 * apart) % apart != apart - 1
+    blocked, scan = (run(name, inputs, {}) for name in get_args(Implementation))
     chex.assert_trees_all_close(blocked, scan, rtol=2e-5, atol=2e-5)
 
 
@@ -116,40 +116,40 @@ def test_gae_with_more_than_255_holes(apart):
 @pytest.mark.parametrize("row", [[1, 1, 0, 0], [0, 1, 1, 0], [0, 1, 0, 0], [1, 0, 0, 1]])
 def test_gae_of_rows_of_one_and_two_tokens(row):
     draw = np.random.default_rng(0)
-    given = {
+    inputs = {
         "rewards": draw.normal(size=(1, 4)),
         "values": draw.normal(size=(1, 4)),
         "mask": np.array([row], bool),
         "bootstrap_value": np.array([0.7]),
     }
-    blocked, scan = (run(name, given, {"lam": 0.5}) for name in ("blocked", "scan"))
+    blocked, scan = (run(name, inputs, {"lam": 0.5}) for name in ("blocked", "scan"))
     chex.assert_trees_all_close(blocked, scan, rtol=1e-6, atol=1e-6)
 
 
 def test_gae_blocked_under_vmap():
-    given = numbers(40, holes=True)
-    whole = run("blocked", given, {})
-    rows = jax.jit(jax.vmap(lambda g: jrl.gae(**g, implementation="blocked")))(given)
-    chex.assert_trees_all_close(rows, whole, rtol=2e-5, atol=2e-5)
+    inputs = numbers(40, holes=True)
+    full = run("blocked", inputs, {})
+    rows = jax.jit(jax.vmap(lambda g: jrl.gae(**g, implementation="blocked")))(inputs)
+    chex.assert_trees_all_close(rows, full, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.slow
 def test_gae_on_devices_with_and_without_holes():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    given = numbers(40, holes=False)
-    given["mask"][3, 35] = False
+    inputs = numbers(40, holes=False)
+    inputs["mask"][3, 35] = False
     rows = P("data")
     parallel = jax.shard_map(
         lambda g: jrl.gae(**g, implementation="blocked"), mesh=mesh, in_specs=rows, out_specs=rows
     )
     chex.assert_trees_all_close(
-        jax.jit(parallel)(given), run("scan", given, {}), rtol=2e-5, atol=2e-5
+        jax.jit(parallel)(inputs), run("scan", inputs, {}), rtol=2e-5, atol=2e-5
     )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("time", [SHORTEST_BLOCKED - 1, SHORTEST_BLOCKED])
 def test_gae_default_implementation_follows_the_length(time):
-    given = numbers(time, holes=False)
+    inputs = numbers(time, holes=False)
     named = "blocked" if time >= SHORTEST_BLOCKED else "scan"
-    chex.assert_trees_all_equal(run(None, given, {}), run(named, given, {}))
+    chex.assert_trees_all_equal(run(None, inputs, {}), run(named, inputs, {}))

@@ -177,8 +177,8 @@ def test_pass_at_k_exact_is_the_gradient_of_the_best_of_k():
         return {k: jrl.pass_at_k_exact_advantages(rewards, names, k=k) for k in (2, 3, 4)}
 
     with jax.enable_x64(True):
-        found = jax.device_get(advantages(values[groups].ravel()))
-    for k, each in found.items():
+        result = jax.device_get(advantages(values[groups].ravel()))
+    for k, each in result.items():
         estimate = (each.reshape(-1, n)[..., None] * scores).mean(1)
         answers, chances_of_k, scores_of_k = draws(k)
         best = values[answers].max(1)
@@ -244,11 +244,11 @@ def test_advantages_have_no_gradient():
 
     @jax.jit
     def results_and_slopes(given):
-        found = {}
+        actual = {}
         for name, estimator in estimators.items():
             result, pull = jax.vjp(estimator, given)
-            found[name] = result, pull(jnp.asarray(draw.normal(size=result.shape), jnp.float32))
-        return found
+            actual[name] = result, pull(jnp.asarray(draw.normal(size=result.shape), jnp.float32))
+        return actual
 
     for name, (result, slopes) in results_and_slopes(given).items():
         assert np.any(result), name
@@ -279,8 +279,8 @@ def test_maxrl_averages_the_score_over_successes():
 
 
 def test_maxrl_flips_sign_for_a_negative_mean():
-    found = jitted.maxrl_advantages(np.array([-1.0, -3.0]), np.array([0, 0]))
-    assert found.tolist() == [-0.5, 0.5]
+    result = jitted.maxrl_advantages(np.array([-1.0, -3.0]), np.array([0, 0]))
+    assert result.tolist() == [-0.5, 0.5]
 
 
 average = jax.jit(jrl.token_level_group_average)
@@ -313,8 +313,8 @@ def test_token_level_average_falls_back_below_the_mean():
     np.testing.assert_allclose(lowest, -6, rtol=1e-6)
     plain = np.where(mask, np.asarray(grpo(rewards, groups))[:, None], 0)
     for fallback, expected in ((-lowest, plain), (-lowest * 1.001, tokens)):
-        found = average(rewards, groups, mask, epsilon=0.0, fallback=fallback)
-        np.testing.assert_array_equal(found, expected)
+        actual = average(rewards, groups, mask, epsilon=0.0, fallback=fallback)
+        np.testing.assert_array_equal(actual, expected)
 
 
 def test_token_level_average_ignores_empty_responses():
@@ -372,8 +372,8 @@ def test_gdpo_has_no_gradient():
     rewards, lengths = random.uniform(1, 3, (4, 2)), random.uniform(1, 3, 4)
 
     def cubed(rewards, weights, lengths):
-        found = jrl.gdpo_advantages(rewards, jnp.zeros(4, int), weights=weights, lengths=lengths)
-        return jnp.sum(found**3)
+        result = jrl.gdpo_advantages(rewards, jnp.zeros(4, int), weights=weights, lengths=lengths)
+        return jnp.sum(result**3)
 
     slope = jax.jit(jax.grad(cubed, argnums=(0, 1, 2)))
     assert not any(np.any(x) for x in slope(rewards, np.array([3.0, 1.0]), lengths))

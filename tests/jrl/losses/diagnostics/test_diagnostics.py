@@ -203,18 +203,18 @@ def test_bootstrap_bias_is_the_change_of_advantages():
         np.testing.assert_allclose(difference, bias - errors, rtol=1e-11, atol=1e-13)
         unbiased = jitted.diagnostics.bootstrap_bias(errors, mask, 1.0)
         np.testing.assert_allclose(unbiased, np.zeros(mask.shape), atol=1e-14)
-        for row, found in zip(
+        for row, result in zip(
             errors, jitted.diagnostics.bootstrap_bias(errors, mask, lam), strict=True
         ):
-            assert np.max(np.abs(found)) <= np.max(np.abs(row)) + 1e-12
+            assert np.max(np.abs(result)) <= np.max(np.abs(row)) + 1e-12
 
 
 def test_bootstrap_bias_is_within_its_bound():
     for seed in range(5):
         b = numpy_batch(seed)
         arrays = (b[name] for name in ("returns", "advantages", "mask", "lam"))
-        found = jitted.diagnostics.bootstrap_bias_bound(*arrays)
-        assert found.bias <= found.bound
+        result = jitted.diagnostics.bootstrap_bias_bound(*arrays)
+        assert result.bias <= result.bound
 
 
 @pytest.mark.slow
@@ -229,29 +229,29 @@ def test_diagnostics_of_a_critic_that_learns_half_way():
 
     @jax.jit
     def everything(rewards, values, returns, solved, mask):
-        alone, _ = jrl.gae(rewards, values, mask, lam=0.0)
+        single, _ = jrl.gae(rewards, values, mask, lam=0.0)
         full, _ = jrl.gae(rewards, values, mask, lam=1.0)
         return (
             diagnostics.by_position(values, returns, mask),
             diagnostics.calibration(values, solved, mask),
             diagnostics.td_concentration(rewards, values, mask),
-            diagnostics.outcome_contradiction(rewards, values, alone, mask),
+            diagnostics.outcome_contradiction(rewards, values, single, mask),
             diagnostics.outcome_contradiction(rewards, values, full, mask),
             diagnostics.lambda_sensitivity(rewards, values, mask, lam=1.0),
         )
 
     solved = outcomes[:, None].astype(bool)
-    found, fit, credit, alone, full, same = everything(rewards, values, returns, solved, mask)
-    np.testing.assert_allclose(found.explained_variance, [0] * 5 + [1] * 5)
-    np.testing.assert_allclose(found.error, [0.5] * 5 + [0] * 5)
-    np.testing.assert_array_equal(found.tokens, [40] * 10)
-    assert not np.any(found.bias)
+    result, fit, credit, single, full, same = everything(rewards, values, returns, solved, mask)
+    np.testing.assert_allclose(result.explained_variance, [0] * 5 + [1] * 5)
+    np.testing.assert_allclose(result.error, [0.5] * 5 + [0] * 5)
+    np.testing.assert_array_equal(result.tokens, [40] * 10)
+    assert not np.any(result.bias)
 
     assert float(fit.ece) == 0 and float(fit.brier) == 0.125
     # One error of 1/2 on the fifth token is all there is.
     np.testing.assert_allclose(credit, [0.9, 1.0, 0.0], atol=1e-6)
     # With lam = 0 every token but that one has an advantage of 0.
-    assert float(alone) == pytest.approx(0.9)
+    assert float(single) == pytest.approx(0.9)
     assert float(full) == 0.5
     np.testing.assert_allclose(same.correlation, [1], rtol=1e-6)
     np.testing.assert_array_equal(same.sign_agreement, [1])
@@ -266,8 +266,8 @@ def test_by_position_ignores_rounding_of_returns():
         values, returns, mask, num_bins=3
     ).explained_variance.any()
     returns = 1000 + np.where(np.arange(300)[None] % 2 == 0, 1 / 16, -1 / 16) + 0 * mask
-    found = jitted.diagnostics.by_position(returns + 0.5, returns, mask, num_bins=3)
-    np.testing.assert_allclose(found.explained_variance, 1, atol=1e-3)
+    result = jitted.diagnostics.by_position(returns + 0.5, returns, mask, num_bins=3)
+    np.testing.assert_allclose(result.explained_variance, 1, atol=1e-3)
 
 
 def test_relative_position_skips_masked_tokens():
@@ -278,23 +278,23 @@ def test_relative_position_skips_masked_tokens():
 def test_negative_share_ignores_zero_advantages():
     advantages = np.array([[0.0, 0.0, 0.0], [1.0, -1.0, 0.0], [-1.0, -1.0, 0.0], [2.0, 0.0, 0.0]])
     mask = np.array([[1, 1, 1], [1, 1, 0], [1, 1, 0], [1, 0, 0]])
-    found = jitted.diagnostics.negative_share(advantages, mask)
-    assert (found.responses, found.length, found.other_length) == (0.25, 2, 1)
+    result = jitted.diagnostics.negative_share(advantages, mask)
+    assert (result.responses, result.length, result.other_length) == (0.25, 2, 1)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_td_concentration_identity_gap_is_rounding(sign):
     # 1e8 - 1 is 1e8 in float32, so that one of the three errors is off by one.
     values = sign * np.array([[0.0, 1e8, 1.0], [0.0, 1.0, 2.0]])
-    found = jitted.diagnostics.td_concentration(np.zeros((2, 3)), values, np.ones((2, 3)))
-    assert found.identity_gap == 1
+    result = jitted.diagnostics.td_concentration(np.zeros((2, 3)), values, np.ones((2, 3)))
+    assert result.identity_gap == 1
 
 
 def test_within_variance_of_equal_advantages_is_zero():
     mask = MASK
     flat = np.array([1.0, -1.0, 0.5, 0, 2.0])[:, None] * np.ones(MASK.shape)
-    found = jitted.diagnostics.within_between_variance(flat, mask)
-    assert float(found.within) == 0 and float(found.ratio) == 0 and float(found.between) > 0
+    result = jitted.diagnostics.within_between_variance(flat, mask)
+    assert float(result.within) == 0 and float(result.ratio) == 0 and float(result.between) > 0
     nothing = jitted.diagnostics.within_between_variance(np.full(MASK.shape, 0.1), mask)
     assert float(nothing.ratio) == 0
 
@@ -326,8 +326,8 @@ def test_guard_rate_counts_lambda_at_its_floor():
     for alpha, floor in ((0.05, 0.0), (0.05, 0.95), (1.5, 0.0)):
         lam = jrl.length_adaptive_lambda(lengths, alpha=alpha, floor=floor)[1:]
         expected = np.mean(np.asarray(lam) <= floor + 1e-6)
-        found = diagnostics.guard_rate(lengths, alpha=alpha, floor=floor)
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
+        actual = diagnostics.guard_rate(lengths, alpha=alpha, floor=floor)
+        np.testing.assert_allclose(actual, expected, rtol=1e-6)
 
 
 def test_length_share_of_lengths_100_and_2000():
@@ -341,13 +341,13 @@ def test_length_share_of_lengths_100_and_2000():
 
 def test_group_degeneracy_weighs_groups_equally():
     correct = np.array([1, 1, 1, 1, 0, 0, 1, 0], bool)
-    found = jitted.diagnostics.group_degeneracy(correct, np.array([3, 3, 3, 3, 8, 8, -1, -1]))
-    np.testing.assert_allclose(found, [1 / 3, 1 / 3, 0.5, 2 / 3, 1 / 6], rtol=1e-6)
+    result = jitted.diagnostics.group_degeneracy(correct, np.array([3, 3, 3, 3, 8, 8, -1, -1]))
+    np.testing.assert_allclose(result, [1 / 3, 1 / 3, 0.5, 2 / 3, 1 / 6], rtol=1e-6)
 
 
 def test_calibration_clips_values_to_the_rewards():
-    found = jitted.diagnostics.calibration(
+    result = jitted.diagnostics.calibration(
         np.array([[-3.0, 7.0]]), np.array([[1]]), np.ones((1, 2))
     )
-    np.testing.assert_allclose(found.brier, 0.5)
-    np.testing.assert_array_equal(found.tokens, [1, *[0] * 8, 1])
+    np.testing.assert_allclose(result.brier, 0.5)
+    np.testing.assert_array_equal(result.tokens, [1, *[0] * 8, 1])

@@ -89,8 +89,8 @@ def test_covariances_have_no_gradient():
         return jnp.sum(b["values"] * jrl.covariances(**given, mask=b["mask"]))
 
     def of_statistics(statistics):
-        found = jrl.covariances(**given, mask=b["mask"], statistics=statistics)
-        return jnp.sum(b["values"] * found)
+        result = jrl.covariances(**given, mask=b["mask"], statistics=statistics)
+        return jnp.sum(b["values"] * result)
 
     statistics = jitted.covariance_statistics(**given, mask=b["mask"])
     for function, x in ((of_the_batch, given), (of_statistics, statistics)):
@@ -142,16 +142,16 @@ def test_covariance_losses_of_pieces_add_up():
         return jax.device_get(run(*(b[name][piece] for name in NAMES), chosen=chosen[piece]))
 
     for function in (jrl.clip_cov_loss, jrl.kl_cov_loss):
-        whole = step(slice(None), function)
-        assert whole[0][1]["cov_frac"].sum == 3
+        full = step(slice(None), function)
+        assert full[0][1]["cov_frac"].sum == 3
         pieces = [slice(i, j) for i, j in itertools.pairwise([0, 2, 3, BATCH])]
         parts = [step(piece, function, num_tokens=int(MASK.sum())) for piece in pieces]
         summed = functools.reduce(
             lambda x, y: jax.tree.map(operator.add, x, y), [part[0] for part in parts]
         )
-        chex.assert_trees_all_close(summed, whole[0], rtol=5e-6, atol=2e-6)
+        chex.assert_trees_all_close(summed, full[0], rtol=5e-6, atol=2e-6)
         joined = np.concatenate([part[1] for part in parts])
-        np.testing.assert_allclose(joined, whole[1], rtol=5e-6, atol=2e-6)
+        np.testing.assert_allclose(joined, full[1], rtol=5e-6, atol=2e-6)
     parts = [
         jitted.covariance_statistics(*(b[n][piece] for n in ("logprobs", "advantages", "mask")))
         for piece in pieces

@@ -93,8 +93,8 @@ def test_hapo_on_eight_devices():
             )
         )(b, statistics, tokens)
         signal = jitted.entropy_signal(b["entropy"], b["mask"])
-        whole = with_slope(jrl.hapo_loss)(*(b[n] for n in NAMES), signal)
-        chex.assert_trees_all_close(cut, whole, rtol=1e-11, atol=1e-16)
+        full = with_slope(jrl.hapo_loss)(*(b[n] for n in NAMES), signal)
+        chex.assert_trees_all_close(cut, full, rtol=1e-11, atol=1e-16)
 
 
 @pytest.mark.slow
@@ -165,8 +165,8 @@ def test_hapo_statistics_have_no_gradient():
         return jnp.sum(low + 2 * high + 3 * advantages + 4 * jrl.adaptive_temperature(signal))
 
     statistics = jitted.entropy_statistics(b["entropy"], b["mask"])
-    given = ((of_statistics, statistics), (of_entropy, b["entropy"]), (of_signal, b["entropy"]))
-    for function, x in given:
+    inputs = ((of_statistics, statistics), (of_entropy, b["entropy"]), (of_signal, b["entropy"]))
+    for function, x in inputs:
         value, slopes = jax.jit(jax.value_and_grad(function))(x)
         assert np.isfinite(value) and value != 0
         assert not any(np.any(slope) for slope in jax.tree.leaves(slopes))

@@ -87,12 +87,12 @@ def test_positive_example_loss_of_rows_adds_up():
 def test_ppo_without_aggregation_refuses_denominators():
     b = batch(3)
     arrays = b["logprobs"], b["old_logprobs"], b["advantages"], b["mask"]
-    given = {"num_tokens": 3, "num_sequences": None, "empty_rows": "count"}
+    inputs = {"num_tokens": 3, "num_sequences": None, "empty_rows": "count"}
     for loss in (jrl.ppo_loss, jrl.gspo_loss):
         with pytest.raises(
             ValueError, match=r"^aggregation=None .* num_tokens, empty_rows, or choose an agg"
         ):
-            jax.eval_shape(functools.partial(loss, aggregation=None, **given), *arrays)
+            jax.eval_shape(functools.partial(loss, aggregation=None, **inputs), *arrays)
         # What was not given is no denominator.
         losses, metrics = compiled(loss)(*arrays, aggregation=None, num_tokens=None)
         reduced, others = compiled(loss)(*arrays, aggregation="token-sum")

@@ -51,12 +51,12 @@ def slopes_on_policy(name):
     """The gradient of the first step by its reduction, with one advantage per row: only then is
     the step of GMPO and of a sequence that of REINFORCE."""
     b = batch(0)
-    given = {**b, "advantages": b["advantages"][:, :1], "old_logprobs": b["logprobs"]}
+    inputs = {**b, "advantages": b["advantages"][:, :1], "old_logprobs": b["logprobs"]}
 
     @jax.jit
     def slopes(logprobs):
         def value(logprobs, mode):
-            return LOSSES[name]({**given, "logprobs": logprobs}, aggregation=mode)[0]
+            return LOSSES[name]({**inputs, "logprobs": logprobs}, aggregation=mode)[0]
 
         return {mode: jax.grad(value)(logprobs, mode) for mode in MODES}
 
@@ -102,8 +102,8 @@ def far_away(loss):
 @every_ratio
 @pytest.mark.parametrize("advantage", range(len(ADVANTAGES)))
 def test_ratio_losses_of_ratios_zero_and_infinity(loss, advantage):
-    found = jax.tree.map(lambda x: x[advantage], far_away(loss))
-    (result, (values, clamped)), slope = found
+    actual = jax.tree.map(lambda x: x[advantage], far_away(loss))
+    (result, (values, clamped)), slope = actual
     chex.assert_tree_all_finite((result, slope, values))
     assert clamped == 19
     # What has become impossible does not move.
@@ -115,12 +115,12 @@ def test_ratio_losses_of_ratios_zero_and_infinity(loss, advantage):
 def test_policy_losses_of_pieces_add_up(loss):
     def of(b, **denominators):
         weights = b["importance_weights"]
-        found = [
+        result = [
             loss(b, aggregation=mode, importance_weights=weights, **denominators)
             for mode in ("token-mean", "seq-mean-token-mean")
         ]
         # Twice as much of one as of the other: an error in both must not cancel.
-        return found[0][0] + 2 * found[1][0], found
+        return result[0][0] + 2 * result[1][0], result
 
     assert_a_cut_sums_to_the_whole(of, seeds=range(5))
 
@@ -191,8 +191,8 @@ def test_policy_losses_on_eight_devices(loss):
         counts = {"num_tokens": mask.sum(), "num_sequences": mask.any(axis=1).sum()}
 
         def of(theta, logprobs, b, **denominators):
-            given = {**b, "logprobs": logprobs + theta * b["features"]}
-            return loss(given, importance_weights=b["importance_weights"], **denominators)
+            inputs = {**b, "logprobs": logprobs + theta * b["features"]}
+            return loss(inputs, importance_weights=b["importance_weights"], **denominators)
 
         step = jax.jit(jax.value_and_grad(of, argnums=(0, 1), has_aux=True))
 
@@ -209,7 +209,7 @@ def test_policy_losses_on_eight_devices(loss):
         )
         theta = np.float64(0.7)
         cut = jax.jit(parallel)(theta, b["logprobs"], b, counts)
-        whole = jax.jit(step)(theta, b["logprobs"], b)
+        full = jax.jit(step)(theta, b["logprobs"], b)
         # Sums of a hundred float64 in another order.
-        chex.assert_trees_all_close(cut, whole, rtol=1e-11, atol=1e-14)
-        assert whole[1][0] != 0
+        chex.assert_trees_all_close(cut, full, rtol=1e-11, atol=1e-14)
+        assert full[1][0] != 0

@@ -19,14 +19,14 @@ def test_cispo_without_bounds_is_importance_weighted_reinforce():
     b = batch(1)
 
     def cispo(logprobs):
-        given = (logprobs, *arrays(b)[1:])
-        return jrl.cispo_loss(*given, clip_high=None)[0]
+        inputs = (logprobs, *arrays(b)[1:])
+        return jrl.cispo_loss(*inputs, clip_high=None)[0]
 
     weights = np.exp(b["logprobs"] - b["old_logprobs"])
 
     def weighted(logprobs):
-        given = (logprobs, b["advantages"], b["mask"])
-        return jrl.reinforce_loss(*given, importance_weights=weights)[0]
+        inputs = (logprobs, b["advantages"], b["mask"])
+        return jrl.reinforce_loss(*inputs, importance_weights=weights)[0]
 
     actual, expected = (jax.jit(jax.value_and_grad(f))(b["logprobs"]) for f in (cispo, weighted))
     chex.assert_trees_all_close(actual, expected, rtol=1e-5)
@@ -35,7 +35,7 @@ def test_cispo_without_bounds_is_importance_weighted_reinforce():
 def test_cispo_bounds_are_distances_from_one():
     one = np.ones(1)
     far, near = (5 * one, 0 * one, one, one), (0 * one, 5 * one, one, one)
-    for given, settings, weight in (
+    for inputs, settings, weight in (
         (far, {}, 1.2),
         (far, {"clip_high": 4.0}, 5.0),
         (far, {"clip_high": None}, np.exp(5)),
@@ -44,7 +44,7 @@ def test_cispo_bounds_are_distances_from_one():
         (near, {"clip_low": 10}, np.exp(-5)),
         (near, {"clip_low": None}, np.exp(-5)),
     ):
-        _, slope = value_and_slope(jrl.cispo_loss, given, **settings)
+        _, slope = value_and_slope(jrl.cispo_loss, inputs, **settings)
         np.testing.assert_allclose(slope, [-weight], rtol=1e-5)
 
 
@@ -52,8 +52,8 @@ def vespo_weight(log_w, advantage, tokens=4, **settings):
     """phi of a response whose log-ratio is spread evenly over its tokens."""
     ones = np.ones((1, tokens), np.float32)
     log_ratio = log_w / tokens * ones
-    given = (-ones, -ones - log_ratio, advantage * ones, ones)
-    return jitted.vespo_loss(*given, **settings)[1]["phi"].value()
+    inputs = (-ones, -ones - log_ratio, advantage * ones, ones)
+    return jitted.vespo_loss(*inputs, **settings)[1]["phi"].value()
 
 
 @pytest.mark.parametrize(("advantage", "peak"), [(1, 2 / 3), (0, 2 / 3), (-1, 3 / 2)])
@@ -74,8 +74,8 @@ def test_vespo_weight_vanishes_far_from_one(log_w, limit):
 
 def test_vespo_weight_vanishes_for_an_infinite_ratio():
     one = np.ones((1, 2))
-    given = (-one, np.array([[-np.inf, -1.0]]), one, one)
-    losses, slope = value_and_slope(jrl.vespo_loss, given, max_log_ratio=None)
+    inputs = (-one, np.array([[-np.inf, -1.0]]), one, one)
+    losses, slope = value_and_slope(jrl.vespo_loss, inputs, max_log_ratio=None)
     assert not losses.any() and not slope.any()
 
 

@@ -40,11 +40,11 @@ def test_top_entropy_mask_keeps_ties():
     assert kept.tolist() == [False, True, True, False, True, True]
     b = batch(0)
     threshold = jitted.entropy_threshold(b["entropy"], b["mask"], fraction=0.4)
-    whole = jitted.top_entropy_mask(b["entropy"], b["mask"], fraction=0.4)
-    assert 0 < whole.sum() < MASK.sum()
+    full = jitted.top_entropy_mask(b["entropy"], b["mask"], fraction=0.4)
+    assert 0 < full.sum() < MASK.sum()
     for row in range(len(MASK)):
         mine = jitted.top_entropy_mask(b["entropy"][row], b["mask"][row], threshold=threshold)
-        np.testing.assert_array_equal(mine, whole[row])
+        np.testing.assert_array_equal(mine, full[row])
 
 
 def test_top_entropy_mask_with_fraction_one():

@@ -148,12 +148,12 @@ def outcome(name) -> Outcome:
         return {trial: _traced(trial, trials[trial][0], b) for trial, b in batches.items()}
 
     program = jax.jit(run, compiler_options=UNOPTIMISED)
-    found = jax.device_get(program({trial: b for trial, (_, b) in trials.items()}))
+    result = jax.device_get(program({trial: b for trial, (_, b) in trials.items()}))
 
     return Outcome(
-        split(found.pop("padding"), SEEDS),
-        split(found.pop("as it is"), plain_scenarios()),
-        {trial.split(" of ")[0] if "mask" in trial else trial: x for trial, x in found.items()},
+        split(result.pop("padding"), SEEDS),
+        split(result.pop("as it is"), plain_scenarios()),
+        {trial.split(" of ")[0] if "mask" in trial else trial: x for trial, x in result.items()},
     )
 
 
@@ -180,9 +180,9 @@ def differentiable(pair):
 @everything
 @pytest.mark.parametrize("poison", POISONS)
 def test_masked_values_reach_no_result_or_gradient(name, poison):
-    found = differentiable(stacked(name)[poison])
-    assert_same(found, differentiable(stacked(name)["zeros"]), poison, tolerance=0)
-    for array, slope in found["gradient by"].items():
+    result = differentiable(stacked(name)[poison])
+    assert_same(result, differentiable(stacked(name)["zeros"]), poison, tolerance=0)
+    for array, slope in result["gradient by"].items():
         hidden = ~(MASK[..., None] if slope.ndim > MASK.ndim else MASK)
         assert not np.any(np.where(hidden, slope, 0)), f"a gradient by {array} under the mask"
 
@@ -197,8 +197,8 @@ def test_unmasked_nan_reaches_the_result(name):
 @pytest.mark.slow
 @of_each_kind(EVERYTHING)
 def test_masks_of_any_dtype(name):
-    found = outcome(name)
-    assert_same(found.other["mask"], found.other["own mask"], "another mask", tolerance=0)
+    result = outcome(name)
+    assert_same(result.other["mask"], result.other["own mask"], "another mask", tolerance=0)
 
 
 @everything
@@ -222,9 +222,9 @@ def test_padding_adds_nothing(name):
         assert not np.any(full[BATCH:]) and not np.any(full[:, :2])
         return full[:BATCH, 2 : 2 + TIME]
 
-    found = outcome(name)
+    result = outcome(name)
     for seed in SEEDS:
-        actual = jax.tree.map(cut, differentiable(found.padded[seed]))
+        actual = jax.tree.map(cut, differentiable(result.padded[seed]))
         assert_same(actual, differentiable(stacked(name)[f"seed {seed}"]), f"seed {seed}")
 
 
@@ -261,42 +261,42 @@ def test_jit_equals_eager(name):
 @pytest.mark.slow
 @of_each_kind(PER_TOKEN | LOSSES)
 def test_vmap_and_a_single_row_equal_the_batch(name):
-    found, expected = outcome(name).other, outcome(name).plain["seed 5"]
+    actual, expected = outcome(name).other, outcome(name).plain["seed 5"]
     if name in WITH_BOTH:
         expected = expected["per token"]
-    assert_same(found["rows by vmap"], expected, "rows by vmap")
-    assert_same(found["rows one by one"], expected, "rows one by one")
+    assert_same(actual["rows by vmap"], expected, "rows by vmap")
+    assert_same(actual["rows one by one"], expected, "rows one by one")
 
 
 @of_each_kind(SCALAR | WITH_BOTH)
 def test_vmap_over_batches_and_a_single_row(name):
-    found = outcome(name)
+    result = outcome(name)
     for seed in ("seed 6", "seed 7"):
-        assert_same(stacked(name)[seed][0], found.plain[seed], seed)
-    assert_same(found.other["a row"], found.other["a batch of one row"], "a row")
+        assert_same(stacked(name)[seed][0], result.plain[seed], seed)
+    assert_same(result.other["a row"], result.other["a batch of one row"], "a row")
 
 
 @of_each_kind(EVERYTHING)
 def test_extra_leading_axes(name):
-    found = outcome(name)
-    expected = jax.tree.map(lambda x: x[None] if x.ndim >= 2 else x, found.plain["seed 8"])
-    assert_same(found.other["an extra leading axis"], expected, "an extra leading axis")
+    actual = outcome(name)
+    expected = jax.tree.map(lambda x: x[None] if x.ndim >= 2 else x, actual.plain["seed 8"])
+    assert_same(actual.other["an extra leading axis"], expected, "an extra leading axis")
 
 
 @of_each_kind(EVERYTHING)
 def test_half_precision_computes_in_float32(name):
-    found = outcome(name)
-    result = found.other["half precision"]
-    expected = found.plain["half precision, raised"]
+    actual = outcome(name)
+    result = actual.other["half precision"]
+    expected = actual.plain["half precision, raised"]
     assert_same(result, expected, "half precision", tolerance=0)
     assert jnp.bfloat16 not in {leaf.dtype for leaf in jax.tree.leaves(result)}
 
 
 @of_each_kind(EVERYTHING)
 def test_mixed_precision_needs_no_cast(name):
-    found = outcome(name)
-    expected = found.other["mixed precision, raised"]
-    assert_same(found.other["mixed precision"], expected, "mixed precision", tolerance=0)
+    actual = outcome(name)
+    expected = actual.other["mixed precision, raised"]
+    assert_same(actual.other["mixed precision"], expected, "mixed precision", tolerance=0)
 
 
 @everything

@@ -30,9 +30,9 @@ QUICK = ("gae", "effective_length", "grpo_advantages", "masked_mean", "ppo_loss"
 @pytest.mark.parametrize("name", full_but(functions(), *QUICK))
 def test_empty_arrays_give_empty_or_zero_results(name):
     sizes = ((0, 3), (2, 0))
-    found = jax.jit(lambda: [values(call(name, *size)) for size in sizes])()
-    chex.assert_tree_all_finite(found)
-    for (rows, _), numbers in zip(sizes, found, strict=True):
+    result = jax.jit(lambda: [values(call(name, *size)) for size in sizes])()
+    chex.assert_tree_all_finite(result)
+    for (rows, _), numbers in zip(sizes, result, strict=True):
         for number in numbers:
             if name not in OF_NUMBERS and not (rows and name in OF_LENGTHS):
                 assert not np.any(number)

@@ -108,5 +108,5 @@ print(loss.dtype, round(float(loss + advantages.sum() / 2), 6), metrics["ratio"]
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.function)
 def test_default_settings_are_the_table(row):
     parameters = inspect.signature(contract_calls.public(row.function)).parameters.values()
-    given = {p.name: p.default for p in parameters if p.default not in (p.empty, None)}
-    assert given == row.defaults
+    inputs = {p.name: p.default for p in parameters if p.default not in (p.empty, None)}
+    assert inputs == row.defaults

@@ -69,10 +69,10 @@ PER_RESPONSE = [
 
 @pytest.mark.parametrize(("name", "argument"), PER_RESPONSE)
 def test_row_arguments_refuse_one_number_per_token(name, argument):
-    given = arguments(name, ROWS, TIME)
+    inputs = arguments(name, ROWS, TIME)
     # All that are one per response, as of a caller who thinks in tokens.
     wide = np.ones((1, TIME))
-    wrong = {a: np.asarray(x)[:, None] * wide for a, x in given.items() if x.shape == (ROWS,)}
+    wrong = {a: np.asarray(x)[:, None] * wide for a, x in inputs.items() if x.shape == (ROWS,)}
     for changes in (wrong, {argument: wrong[argument]}):
         message = r"must be \[batch\], one number per response: "
         with pytest.raises(ValueError, match=message) as error:

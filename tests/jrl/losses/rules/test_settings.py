@@ -55,15 +55,15 @@ def settings_of(name):
     }
     if "denominators" in inspect.signature(functions()[name]).parameters:
         keywords |= dict.fromkeys(("num_tokens", "num_sequences"))
-    found = {}
+    result = {}
     for setting, default in keywords.items():
         value = REQUIRED.get(name, {}).get(setting, default)
         value = OPTIONAL.get(setting) if value is None else value
         if setting == "alpha" and name == "gpg_advantages":
             value = 1.5
         if type(value) in (int, float) and setting not in MEASURED:
-            found[setting] = value
-    return found
+            result[setting] = value
+    return result
 
 
 NAMES = [name for name in functions() if settings_of(name)]
@@ -89,15 +89,15 @@ def program(name, arrays, settings):
 
 @pytest.mark.parametrize("name", full_but(NAMES, *QUICK))
 def test_settings_accept_numpy_and_jax_numbers(name):
-    given, of_python = {}, {}
+    inputs, of_python = {}, {}
     for n, (setting, value) in enumerate(settings_of(name).items()):
         if setting in DISCOUNTS:
             continue  # Those may be arrays, and stay what they are.
         kind = KINDS[n % 4] if type(value) is float else (np.int64, jnp.int32)[n % 2]
-        given[setting] = kind(value)
-        of_python[setting] = type(value)(given[setting])
+        inputs[setting] = kind(value)
+        of_python[setting] = type(value)(inputs[setting])
     arrays = arguments(name)
-    assert program(name, arrays, given) == program(name, arrays, of_python)
+    assert program(name, arrays, inputs) == program(name, arrays, of_python)
 
 
 @pytest.mark.parametrize("name", full_but(NAMES, *QUICK))
@@ -108,9 +108,9 @@ def test_settings_may_be_traced(name):
     def of(settings, arrays):
         return call(name, **arrays, **settings)
 
-    given = jax.eval_shape(of, traced, arrays)
+    inputs = jax.eval_shape(of, traced, arrays)
     known = jax.eval_shape(lambda arrays: of(traced, arrays), arrays)
-    chex.assert_trees_all_equal_shapes_and_dtypes(given, known)
+    chex.assert_trees_all_equal_shapes_and_dtypes(inputs, known)
 
 
 @pytest.mark.parametrize("name", full_but(NAMES, *QUICK))
@@ -224,13 +224,13 @@ LOSSES = [
 def test_misspelled_keyword_names_the_nearest(name):
     function = functions()[name]
     takes = {*inspect.signature(function).parameters, "num_tokens"}
-    for given, meant in NEAR.items():
+    for inputs, meant in NEAR.items():
         if meant is not None and meant not in takes:
             continue
         fix = f"did you mean '{meant}'\\?" if meant else "it takes .*num_sequences.*num_tokens"
-        named = rf"^{function.__name__}\(\) got an unexpected keyword '{given}': {fix}"
+        named = rf"^{function.__name__}\(\) got an unexpected keyword '{inputs}': {fix}"
         with pytest.raises(TypeError, match=named) as error:
-            jax.eval_shape(partial(call, name, **{given: 1}))
+            jax.eval_shape(partial(call, name, **{inputs: 1}))
         assert "aggregate(" not in str(error.value) and "\n" not in str(error.value)
 
 

@@ -131,19 +131,19 @@ def outcomes(name, tried):
     parameters = {n: settings(case["parameters"], dtype) for n, case in chosen.items()}
 
     def run(arrays):
-        found = {}
+        result = {}
         for n, case in chosen.items():
             # By position, since a mapping does not keep its order on the way into a program.
             inputs = dict(zip(case["inputs"], arrays[n][0], strict=True))
-            found[n] = outcome(document, case, parameters[n][0], inputs, arrays[n][1])
-        return found
+            result[n] = outcome(document, case, parameters[n][0], inputs, arrays[n][1])
+        return result
 
-    given = {
+    arguments = {
         n: ([array(x, dtype) for x in case["inputs"].values()], parameters[n][1])
         for n, case in chosen.items()
     }
     with jax.enable_x64(dtype == "float64"):
-        return jax.device_get(jax.jit(run, compiler_options=UNOPTIMISED)(given))
+        return jax.device_get(jax.jit(run, compiler_options=UNOPTIMISED)(arguments))
 
 
 def compare(actual, expected, rtol, atol, where):
@@ -194,8 +194,8 @@ def test_vector_files_equal_the_oracles(vector):
         compare_numbers(case["inputs"], plain(row.inputs))
         compare_numbers(case["parameters"], plain(row.parameters))
         inputs, parameters = numbers(case["inputs"]), numbers(case["parameters"])
-        given = {name: case[name] for name in ("name", "inputs", "parameters")}
-        compare_numbers(case, {**given, **vector.results(inputs, parameters)})
+        arguments = {name: case[name] for name in ("name", "inputs", "parameters")}
+        compare_numbers(case, {**arguments, **vector.results(inputs, parameters)})
 
 
 def compare_numbers(written, now):
