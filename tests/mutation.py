@@ -41,7 +41,9 @@ from jrl import losses
 HERE = "tests/jrl/losses"
 # Collected once, and run for every mutant before the files that name its functions.
 COLLECTED = ("test_vectors.py", "test_array_contract.py")
-OPTIONS = ("-q", "-s", "-p", "no:cacheprovider", "-m", "")
+# The plugin of jaxtyping is imported before pytest could rewrite its assertions.
+IMPORTED = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
+OPTIONS = ("-q", "-s", "-p", "no:cacheprovider", "-m", "", "-W", IMPORTED)
 # The number of the mutant that is none, and what a copy says of one that it could not put in place.
 UNCHANGED, MISPLACED = -1, 70
 
