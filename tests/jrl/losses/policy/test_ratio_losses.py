@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from batches import MASK, batch, numpy_batch
-from compiled import compiled
+from compiled import compiled, with_slope
 from contract_calls import UNREDUCED
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -151,34 +151,6 @@ def test_ratio_losses_take_max_log_ratio(loss):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "mode"),
-    [
-        ("ppo_loss", "token-mean"),
-        ("reinforce_loss", "token-mean"),
-        ("cispo_loss", "token-mean"),
-        ("vespo_loss", "token-mean"),
-        ("dro_loss", "token-mean"),
-        ("gspo_loss token", "seq-mean-token-mean"),
-        ("luspo_loss", "seq-mean-token-mean"),
-        ("gmpo_loss", "seq-mean-token-mean"),
-        ("sapo_loss", "seq-mean-token-mean"),
-    ],
-)
-def test_policy_losses_default_aggregation(name, mode):
-    b = batch(5)
-    loss = LOSSES[name]
-    other = "token-mean" if mode != "token-mean" else "seq-mean-token-mean"
-
-    @jax.jit
-    def losses(b):
-        return loss(b)[0], loss(b, aggregation=mode)[0], loss(b, aggregation=other)[0]
-
-    default, same, different = losses(b)
-    assert default == same != different
-
-
-@pytest.mark.slow
 @every_loss
 def test_policy_losses_on_eight_devices(loss):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
@@ -213,3 +185,24 @@ def test_policy_losses_on_eight_devices(loss):
         # Sums of a hundred float64 in another order.
         chex.assert_trees_all_close(cut, full, rtol=1e-11, atol=1e-14)
         assert full[1][0] != 0
+
+
+BATCH_LOSSES = {
+    "hapo_loss": lambda *arrays: jrl.hapo_loss(*arrays, np.ones_like(OLD[:1])),
+    "hapo_loss, negative signal": lambda *arrays: jrl.hapo_loss(
+        *arrays, -np.ones_like(OLD[:1]) / 2
+    ),
+    "kl_cov_loss": functools.partial(jrl.kl_cov_loss, fraction=0.5),
+    "clip_cov_loss": functools.partial(jrl.clip_cov_loss, fraction=1),
+}
+
+
+@pytest.mark.parametrize("name", BATCH_LOSSES)
+def test_batch_losses_of_ratios_zero_and_infinity(name):
+    """These take a signal or statistics of the batch, and no batch of `far_away`."""
+    step = with_slope(BATCH_LOSSES[name])
+    for advantage in ADVANTAGES:
+        arrays = LOGPROBS[:1], OLD[:1], advantage * np.ones_like(OLD[:1]), np.ones_like(OLD[:1])
+        (loss, metrics), slope = step(*arrays)
+        chex.assert_tree_all_finite((loss, slope, [x.value() for x in metrics.values()]))
+        assert not np.any(slope[:, :4])
