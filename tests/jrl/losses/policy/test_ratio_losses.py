@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 from policy_cases import assert_a_cut_sums_to_the_whole
 from tiers import full_but
 
+import jrl
+
 # The losses that take no statistics of the batch, and both gradients of GSPO.
 LOSSES = {
     name: UNREDUCED[name]
