@@ -120,7 +120,7 @@ def install(mutant: Mutant) -> None:
             if isinstance(value, (int, float, tuple, dict)) and not name.startswith("__"):
                 setattr(module, name, value)
         return
-    gc.unfreeze()  # or the functions that tests/support/compiling.py froze are not among the objects
+    gc.unfreeze()  # tests/support/compiling.py has frozen the functions
     changed = _functions("<mutant>", mutant.function)
     imported = _functions(str(ROOT / mutant.path), mutant.function)
     if not changed or changed.keys() - imported.keys():
